@@ -19,11 +19,12 @@ import typer
 from penstock.base.errors import TraceError
 from penstock.base.numbers import bytes_text
 from penstock.cli.output import print_next, print_table
-from penstock.cli.trace import print_host_tables
+from penstock.cli.trace_print import print_host_tables
 from penstock.cli.verbs import load_by_name
 from penstock.config.load import RUN_FILE
 from penstock.trace.analysis import analyse_files
 from penstock.trace.host_table import HostTable
+from penstock.trace.recognize import PhaseNames, read_phase_names
 from penstock.tune.doctor.diagnosis import (
     Diagnosis,
     cpu_changes,
@@ -50,12 +51,15 @@ from penstock.tune.doctor.run_facts import (
 Place = Annotated[list[Path], typer.Argument(metavar="PATH...", help="The folder of a run, its TOML file, or traces.")]
 On = Annotated[str | None, typer.Option("--on", metavar="NxCHIP", help="What the run is on: 8xH200, or 8xmine.toml.")]
 Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Judge only this step.")]
+Names = Annotated[
+    Path | None, typer.Option("--names", metavar="FILE", help="Phases of kernels by name (docs/trace.md).")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def doctor(paths: Place, on: On = None, step: Step = None, as_json: Json = False) -> None:
-    """Name the bottleneck (memory, communication, host, compute) and the gain of each remedy."""
-    evidence = examine(paths, on=on, step=step)
+def doctor(paths: Place, on: On = None, step: Step = None, names: Names = None, as_json: Json = False) -> None:
+    """Name the bottleneck (memory, communication, host, power, compute) and the gain of each remedy."""
+    evidence = examine(paths, on=on, step=step, names=None if names is None else read_phase_names(names))
     if evidence.host is not None and not evidence.ranks:  # a CPU
         if as_json:
             print(json.dumps(cpu_json(evidence.host, evidence), indent=2, allow_nan=False))
@@ -92,16 +96,18 @@ def _print_next(paths: list[Path], evidence: Evidence, changes: list[str]) -> No
         print_next("report", path, "--html", "report.html")
 
 
-def examine(paths: list[Path], *, on: str | None = None, step: int | None = None) -> Evidence:
+def examine(
+    paths: list[Path], *, on: str | None = None, step: int | None = None, names: PhaseNames | None = None
+) -> Evidence:
     """Collect the evidence of a run's folder, a planned run's TOML file, or traces, which know their hardware."""
     path = paths[0]
     if len(paths) == 1 and is_run(path):
-        evidence = _of_run(path, step)
+        evidence = _of_run(path, step, names)
     elif len(paths) == 1 and is_planned(path) and step is None:  # a file of a run has no steps
         facts, missing = facts_of_plan(path)
         evidence = Evidence(source="none", ranks=(), facts=facts, missing=missing)
     elif on is None:
-        return evidence_of(analyse_files(paths, step=step), RunFacts())
+        return evidence_of(analyse_files(paths, step=step, names=names), RunFacts())
     else:
         raise TraceError(
             "--on is for the folder of a run, of which it makes a plan",
@@ -120,10 +126,10 @@ def examine(paths: list[Path], *, on: str | None = None, step: int | None = None
     return planned
 
 
-def _of_run(folder: Path, step: int | None) -> Evidence:
+def _of_run(folder: Path, step: int | None, names: PhaseNames | None) -> Evidence:
     facts, missing = facts_of(folder)
     try:
-        return evidence_of(analyse_files([folder], step=step), facts, missing)
+        return evidence_of(analyse_files([folder], step=step, names=names), facts, missing)
     except TraceError as error:
         if step is not None:  # the step was asked for, so a plan is no answer
             raise
@@ -163,7 +169,8 @@ def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:
         print_table((f"gains {per}, at most", "of step", "change", "rule"), gains)
         print()
         for one in verdict.remedies:
-            print(f"{one.rule}: {one.what} [{one.source}]")
+            how = f"; gain: {one.how}" if one.how else ""
+            print(f"{one.rule}: {one.what} [{one.source}{how}]")
         print("gains do not add up: several changes may take away the same time")
     else:
         print("no change that is known wins more than noise")

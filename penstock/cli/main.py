@@ -20,6 +20,7 @@ import typer
 from penstock import __version__
 from penstock.base.errors import WRONG_INPUT, PenstockError, asked, did_you_mean
 from penstock.base.interrupts import INTERRUPTED, raise_again
+from penstock.base.numbers import printable
 from penstock.cli.verbs import Verb, group_of, on_one_screen
 from penstock.parallel.launch.environment import prepare_environment
 
@@ -118,7 +119,7 @@ def _told(message: str) -> str:
 
 
 def _refuse(message: str, code: int = WRONG_INPUT) -> int:
-    line = " ".join(message.split())  # a value in a message may have line breaks
+    line = printable(" ".join(message.split()))  # a value in a message may have line breaks and control characters
     if len(line) > LONGEST_MESSAGE:
         line = f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
     print(f"error: {line}", file=sys.stderr)

@@ -132,3 +132,52 @@ def passes_stand_beside_each_other(sizes: LayoutSizes) -> Problem | None:
         f"got {got}; allowed: {', '.join(OVERLAPPING_SCHEDULES)} on 2 or more; "
         f"fix: set {'dispatch.overlap=halves' if sizes.pp == 1 else 'pipeline.schedule=interleaved'}"
     )
+
+
+def balanced_rows_are_not_padded(run: Run) -> Problem | None:
+    """`dispatch.balance` does not go with `model.moe.balance.pad_to_capacity`, which gives all ranks equal rows."""
+    if not _balances(run) or run.model.moe is None or not run.model.moe.balance.pad_to_capacity:
+        return None
+    return Problem(
+        "dispatch.balance",
+        "evens out rows, and model.moe.balance.pad_to_capacity gives every expert the same number",
+        got=run.dispatch.balance,
+        allowed="none",
+        fix="set dispatch.balance=none",
+    )
+
+
+def replicas_stay_in_a_node(run: Run) -> Problem | None:
+    """`dispatch.balance` does not go with `dispatch.method` hierarchical.
+
+    The weights of a replica take longer between nodes than the rows that it saves.
+    """
+    if not _balances(run) or run.dispatch.method != "hierarchical":
+        return None
+    return Problem(
+        "dispatch.balance",
+        "copies experts between GPUs of one node, and dispatch.method hierarchical is for several",
+        got=run.dispatch.balance,
+        allowed="none",
+        fix="set parallel.expert to the GPUs of one node and dispatch.method=auto, or dispatch.balance=none",
+    )
+
+
+def replicas_are_sent_in_16_bits(run: Run) -> Problem | None:
+    """`dispatch.balance` does not go with `float8.gather` if `float8.experts` is not none.
+
+    Then no rank has an expert's weights in 16 bits, in which they are sent.
+    """
+    if not _balances(run) or not run.float8.gather or run.float8.experts == "none":
+        return None
+    return Problem(
+        "dispatch.balance",
+        "sends weights in 16 bits, and float8.gather has those of experts in 8 bits only",
+        got=run.dispatch.balance,
+        allowed="none",
+        fix="set float8.gather=false, or dispatch.balance=none",
+    )
+
+
+def _balances(run: Run) -> bool:
+    return run.dispatch.balance != "none" and run.parallel.expert > 1

@@ -68,6 +68,24 @@ def captured_shapes_are_known(run: Run) -> Problem | None:
     )
 
 
+def captured_replicas_are_mapped(run: Run) -> Problem | None:
+    """`graphs.capture` full with `dispatch.balance` needs `dispatch.method` symmetric.
+
+    By other methods the host reads which replicas it sends.
+    """
+    balances = run.dispatch.balance != "none" and run.parallel.expert > 1
+    if not _captures(run, "full") or not balances or run.dispatch.method == "symmetric":
+        return None
+    return Problem(
+        "dispatch.balance",
+        "lets the host read where replicas are unless GPUs write them to each other's memory, and graphs.capture full "
+        "replays without the host",
+        got=f"dispatch.method {run.dispatch.method}",
+        allowed="symmetric",
+        fix="set dispatch.method=symmetric, or graphs.capture=partial",
+    )
+
+
 def captured_parts_are_kept(run: Run) -> Problem | None:
     """`graphs.capture` partial does not go with recomputation or offload of the captured parts.
 

@@ -126,7 +126,7 @@ def has(op: str, shapes: Shapes) -> bool:
 FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "route": ("route", "balance_loss"),
-        "permute": ("order_rows", "unpermute"),
+        "permute": ("order_rows", "plan_replicas", "assign_replicas", "unpermute"),
         "experts": ("expert_ffn", "expert_ffn_is_fused", "saves_rows"),
         "swiglu": ("swiglu",),
         "norm": ("rms_norm", "rms_norm_beside", "add_rms_norm", "add_three", "fan_out"),

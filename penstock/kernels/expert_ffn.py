@@ -45,6 +45,7 @@ from penstock.kernels.expert_parts import (
 )
 from penstock.kernels.launching import on_gpu
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
+from penstock.kernels.replica_slots import ReplicaSlots
 
 
 def expert_ffn(
@@ -63,6 +64,7 @@ def expert_ffn(
     recompute: bool = False,
     keep: SaveRows | None = None,
     only_last: bool = False,
+    replicas: ReplicaSlots | None = None,
     kernels: ExpertKernels | None = None,
 ) -> Tensor:
     """`reference.expert_ffn` for every backend, differentiable in every floating-point argument.
@@ -75,6 +77,7 @@ def expert_ffn(
         recompute: save no pre-activation; each backward pass runs the first product again. Bit for bit the same.
         keep: gives the pre-activation a place in a buffer; None gives it a tensor of its own.
         only_last: of the rows past the last expert's, only the very last one is read, and set to zero in the result.
+        replicas: brings the weights of the experts past those of the matrices, the last ones of `counts_e`.
         kernels: implementations; None takes `TRITON` on a GPU and `REFERENCE` on a CPU.
 
     Raises:
@@ -92,6 +95,7 @@ def expert_ffn(
         keep=keep if kernels.saves_rows and not recompute else None,
         only_last=only_last,
         rule=rule,
+        replicas=replicas,
         kernels=kernels,
     )
     of_biases = biases or (None, None)
@@ -122,17 +126,18 @@ class _ExpertFfn(torch.autograd.Function):
         kernels = extras.kernels
         rows = len(x_ND if index_R is None else index_R)
         tiles, place = extras.prepare(kernels.tile_table, counts_e, rows, x_ND)
-        options = {"bias_eF": gate_up_bias_eF, "tiles": tiles} | ({} if place is None else {"keep": place})
-        gate_up_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, **options)
+        matrices, biases = (gate_up_eFD, down_eDF), (gate_up_bias_eF, down_bias_eD)
+        (gate_up, down), (gate_up_bias, down_bias) = extras.fetch(matrices, biases, counts_e)
+        options = {"bias_eF": gate_up_bias, "tiles": tiles} | ({} if place is None else {"keep": place})
+        gate_up_RF = kernels.forward(x_ND, gate_up, counts_e, index_R, **options)
         used = None if tiles is None else tiles.used
         h_RF = kernels.swiglu(gate_up_RF if place is None else place, weights_R, extras.rule, used=used)
         saved_RF = None if extras.recompute else gate_up_RF  # saved for backward: the whole buffer, if there is one
         del gate_up_RF  # freed before the second product if it is recomputed
-        matrices, biases = (gate_up_eFD, down_eDF), (gate_up_bias_eF, down_bias_eD)
         first = None if place is None else place.first
         ctx.save_for_backward(x_ND, *matrices, counts_e, weights_R, index_R, *biases, saved_RF, first)
         ctx.extras, ctx.tiles = extras, tiles
-        return kernels.forward(h_RF, down_eDF, counts_e, None, bias_eF=down_bias_eD, weights_R=weights_R, tiles=tiles)
+        return kernels.forward(h_RF, down, counts_e, None, bias_eF=down_bias, weights_R=weights_R, tiles=tiles)
 
     @staticmethod
     @once_differentiable
@@ -140,15 +145,16 @@ class _ExpertFfn(torch.autograd.Function):
         x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, *saved = ctx.saved_tensors
         wants_x, wants_gate_up, wants_down, _, wants_weights, *_ = ctx.needs_input_grad
         extras, tiles, dy_RD = ctx.extras, ctx.tiles, dy_RD.contiguous()
-        kernels, (gate_up_sum, down_sum, *_) = extras.kernels, extras.sums
-        *biases, saved_RF, first = saved  # first: of the layer in the buffer, None for a tensor of its own
+        kernels = extras.kernels
+        *own_biases, saved_RF, first = saved  # first: of the layer in the buffer, None for a tensor of its own
         product = partial(kernels.weight_gradient, tiles=tiles)
         dx_ND = d_gate_up_eFD = d_down_eDF = None
 
+        (gate_up, down), biases = extras.fetch((gate_up_eFD, down_eDF), tuple(own_biases), counts_e)
         if saved_RF is None:
-            saved_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, bias_eF=biases[0], tiles=tiles)
+            saved_RF = kernels.forward(x_ND, gate_up, counts_e, index_R, bias_eF=biases[0], tiles=tiles)
         # 1. Back through the down projection and the activation; h is recomputed in the same pass.
-        dh_RF = kernels.input_gradient(dy_RD, down_eDF, counts_e, tiles=tiles)
+        dh_RF = kernels.input_gradient(dy_RD, down, counts_e, tiles=tiles)
         saved_RF = saved_RF if first is None else SavedRows(saved_RF, first, len(dy_RD))
         d_gate_up_RF, dweights_R, h_RF = kernels.swiglu_backward(
             saved_RF, weights_R, dh_RF, extras.rule, recompute=wants_down, used=None if tiles is None else tiles.used
@@ -156,7 +162,7 @@ class _ExpertFfn(torch.autograd.Function):
         del dh_RF, saved_RF, saved
         # 2. Gradients of the down projection and of the biases.
         if wants_down:
-            make = partial(product, dy_RD, h_RF, counts_e, None, accumulate_into=down_sum)
+            make = partial(product, dy_RD, h_RF, counts_e, None)
             d_down_eDF = put_gradient(make, DOWN, extras)
             del make  # which holds h
         del h_RF
@@ -164,12 +170,12 @@ class _ExpertFfn(torch.autograd.Function):
         d_biases = bias_gradients(of_bias, dy_RD, d_gate_up_RF, counts_e, weights, biases, extras)
         # 3. Gradient of the tokens: rows of each token are summed.
         if wants_x:
-            dx_RD = kernels.input_gradient(d_gate_up_RF, gate_up_eFD, counts_e, tiles=tiles)
+            dx_RD = kernels.input_gradient(d_gate_up_RF, gate_up, counts_e, tiles=tiles)
             dx_ND = sum_over_places(dx_RD, len(x_ND), counts_e, index_R, extras.places_TK, kernels.unpermute)
             del dx_RD
         # 4. Last, because it is the largest result: all other buffers are free again here.
         if wants_gate_up:
-            make = partial(product, d_gate_up_RF, x_ND, counts_e, index_R, accumulate_into=gate_up_sum)
+            make = partial(product, d_gate_up_RF, x_ND, counts_e, index_R)
             d_gate_up_eFD = put_gradient(make, GATE_UP, extras)
         dweights_R = dweights_R if wants_weights else None
         return dx_ND, d_gate_up_eFD, d_down_eDF, None, dweights_R, None, *d_biases, None

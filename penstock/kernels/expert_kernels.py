@@ -6,6 +6,7 @@ the definitions and copies the counts to the host, `TORCH` leaves them on the de
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,10 @@ from penstock.kernels.grouped_gemm import (
     grouped_gemm_weight_gradient,
 )
 from penstock.kernels.launching import counts_on_host
-from penstock.kernels.operators import torch_add_bias
+from penstock.kernels.operators import aligned, torch_add_bias
 from penstock.kernels.permute import unpermute
 from penstock.kernels.reference import ExpertRule, RowOrder
+from penstock.kernels.replica_slots import SlottedWeight, joined
 from penstock.kernels.swiglu import SwigluGradients, swiglu_backward, swiglu_forward
 from penstock.kernels.tile_table import TileTable, tile_table
 
@@ -37,7 +39,8 @@ from penstock.kernels.tile_table import TileTable, tile_table
 class ExpertKernels:
     """The parts of `expert_ffn`; replace one with `dataclasses.replace`.
 
-    The three products have the signatures of `penstock.kernels.grouped_gemm` without `launch`. Rows past the last
+    The three products have the signatures of `penstock.kernels.grouped_gemm` without `launch`, and read and write
+    `SlottedWeight`s as these do. Rows past the last
     expert's are zero in their results and unread in their operands. `used` is the number of rows on the device.
     Backends other than Triton ignore `tiles` and `used`.
     """
@@ -76,7 +79,7 @@ def _in_torch(
 
     def forward(
         x_RD: Tensor,
-        w_eFD: Tensor,
+        w_eFD: Tensor | SlottedWeight,
         counts_e: Tensor,
         index_R: Tensor | None = None,
         *,
@@ -84,11 +87,13 @@ def _in_torch(
         weights_R: Tensor | None = None,
         tiles: TileTable | None = None,
     ) -> Tensor:
-        y_RF = multiply(x_RD, w_eFD, counts_e, index_R)
+        y_RF = multiply(x_RD, joined(w_eFD), counts_e, index_R)
         return y_RF if bias_eF is None else add_bias(y_RF, bias_eF, counts_e, weights_R)
 
-    def input_gradient(dy_RF: Tensor, w_eFD: Tensor, counts_e: Tensor, *, tiles: TileTable | None = None) -> Tensor:
-        return multiply(dy_RF, w_eFD.transpose(1, 2), counts_e, None)  # e x F x D -> e x D x F
+    def input_gradient(
+        dy_RF: Tensor, w_eFD: Tensor | SlottedWeight, counts_e: Tensor, *, tiles: TileTable | None = None
+    ) -> Tensor:
+        return multiply(dy_RF, joined(w_eFD).transpose(1, 2), counts_e, None)  # e x F x D -> e x D x F
 
     def weight_gradient(
         dy_RF: Tensor,
@@ -96,9 +101,9 @@ def _in_torch(
         counts_e: Tensor,
         index_R: Tensor | None = None,
         *,
-        accumulate_into: Tensor | None = None,
+        accumulate_into: Tensor | SlottedWeight | None = None,
         tiles: TileTable | None = None,
-    ) -> Tensor:
+    ) -> Any:
         rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
         return add_or_return(multiply_columns(dy_RF, rows_RD, counts_e), accumulate_into)
 
@@ -125,13 +130,17 @@ def _grouped_mm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor |
     rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
     if not len(rows_RD):  # grouped_mm refuses the strides of an expanded tensor without rows
         return rows_RD.new_zeros(0, w_eFD.shape[1])
-    return used(F.grouped_mm(rows_RD, w_eFD.transpose(1, 2), offs=counts_e.cumsum(0, dtype=torch.int32)), counts_e)
+    w_eDF = aligned(w_eFD, both=True).transpose(1, 2)
+    y_RF = F.grouped_mm(aligned(rows_RD), w_eDF, offs=counts_e.cumsum(0, dtype=torch.int32))
+    return used(y_RF if y_RF.shape[1] == w_eFD.shape[1] else y_RF[:, : w_eFD.shape[1]], counts_e)
 
 
 def _columns_by_grouped_mm(dy_RF: Tensor, x_RD: Tensor, counts_e: Tensor) -> Tensor:
     if not len(x_RD):  # as above
         return dy_RF.new_zeros(len(counts_e), dy_RF.shape[1], x_RD.shape[1])
-    return F.grouped_mm(dy_RF.T, x_RD, offs=counts_e.cumsum(0, dtype=torch.int32))
+    dw_eFD = F.grouped_mm(aligned(dy_RF).T, aligned(x_RD), offs=counts_e.cumsum(0, dtype=torch.int32))
+    shape = dw_eFD.shape[0], dy_RF.shape[1], x_RD.shape[1]
+    return dw_eFD if dw_eFD.shape == shape else dw_eFD[:, : shape[1], : shape[2]]
 
 
 REFERENCE = _in_torch(reference.grouped_gemm, _columns_by_definition, reference.add_bias, bias_gradient_by_definition)

@@ -14,7 +14,7 @@ with a larger buffer (penstock/moe/dispatch/row_capacity.py).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import counts_on_host, start_kernel
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import ExpertRule, RowOrder
+from penstock.kernels.replica_slots import ReplicaSlots, SlottedWeight
 from penstock.kernels.tile_table import TileTable
 
 GATE_UP, DOWN = range(2)  # indices of the matrices among the parameters
@@ -57,11 +58,34 @@ class ExpertOptions:
     keep: SaveRows | None
     only_last: bool
     rule: ExpertRule
+    replicas: ReplicaSlots | None = None
 
     @property
     def sums(self) -> tuple[Tensor | None, ...]:
         """Of both matrices and both biases, None where there is none."""
         return (*self.given_sums, *[None] * (4 - len(self.given_sums)))
+
+    def sum_of(self, place: int) -> Tensor | SlottedWeight | None:
+        """The sum that the gradient of a matrix is added to; with replicas also zeros for theirs."""
+        total = self.sums[place]
+        if self.replicas is None:
+            return total
+        return SlottedWeight(total, self.replicas.gradient_sums(place, self.parameters[place]))
+
+    def fetch(
+        self, matrices: tuple[Tensor, Tensor], biases: tuple[Tensor | None, Tensor | None], counts_e: Tensor
+    ) -> tuple[list[Any], list[Tensor | None]]:
+        """Matrices and biases as products read them: with those of replicas, which are sent now."""
+        if self.replicas is None:
+            return list(matrices), list(biases)
+        given = [bias for bias in biases if bias is not None]
+        (gate_up, down, *came), wait = self.replicas.fetch(*matrices, *given)
+        if given:
+            wait()
+            is_empty_X1 = (counts_e[len(matrices[0]) :] == 0)[:, None]  # the bias of an empty slot may be NaN
+            given = [torch.cat((one, new.masked_fill(is_empty_X1, 0))) for one, new in zip(given, came, strict=True)]
+        slotted = [SlottedWeight(matrices[GATE_UP], gate_up, wait), SlottedWeight(matrices[DOWN], down, wait)]
+        return slotted, [None if bias is None else given.pop(0) for bias in biases]
 
     def prepare(
         self, tile_table: Callable[[Tensor, int], TileTable | None], counts_e: Tensor, rows: int, x_ND: Tensor
@@ -71,6 +95,8 @@ class ExpertOptions:
         if tiles is None:
             return None, None
         tiles = replace(tiles, only_last=self.only_last)
+        if self.replicas is not None:
+            tiles = tiles.in_parts(counts_e, rows, self.replicas.slots)
         if self.keep is None:
             return tiles, None
         return tiles, self.keep(tiles.used, rows, x_ND.new_empty(0, self.parameters[GATE_UP].shape[1]))
@@ -133,8 +159,11 @@ def used(rows_RD: Tensor, counts_e: Tensor) -> Tensor:
     return torch.where(is_used_R[:, None], rows_RD, 0)
 
 
-def add_or_return(dw_eFD: Tensor, accumulate_into: Tensor | None) -> Tensor:
+def add_or_return(dw_eFD: Tensor, accumulate_into: Tensor | SlottedWeight | None) -> Any:
     """The gradient, or the sum to which it was added."""
+    if isinstance(accumulate_into, SlottedWeight):
+        own_eFD, slots_XFD = dw_eFD.split((len(dw_eFD) - len(accumulate_into.slots), len(accumulate_into.slots)))
+        return SlottedWeight(add_or_return(own_eFD, accumulate_into.own), accumulate_into.slots.add_(slots_XFD))
     return dw_eFD if accumulate_into is None else accumulate_into.add_(dw_eFD)
 
 
@@ -148,14 +177,25 @@ def bias_gradients(
     options: ExpertOptions,
 ) -> list[Tensor | None]:
     """Gradients of both biases for autograd, None where there is a sum."""
+    sums, replicas = options.sums[2:], options.replicas
+    given = [
+        total if replicas is None or bias is None else bias.new_zeros(bias.shape, dtype=torch.float32)
+        for bias, total in zip(biases, sums, strict=True)
+    ]
     found: list[Tensor | None] = [None, None]
-    sums = options.sums[2:]
     if biases[GATE_UP] is not None:
-        found[GATE_UP] = gradient(d_gate_up_RF, counts_e, accumulate_into=sums[GATE_UP])
+        found[GATE_UP] = gradient(d_gate_up_RF, counts_e, accumulate_into=given[GATE_UP])
     if (bias_eD := biases[DOWN]) is not None:
         weights_R, dweights_R = weights
         weighted = None if weights_R is None or dweights_R is None else WeightedBias(bias_eD, weights_R, dweights_R)
-        found[DOWN] = gradient(dy_RD.contiguous(), counts_e, weighted, accumulate_into=sums[DOWN])
+        found[DOWN] = gradient(dy_RD.contiguous(), counts_e, weighted, accumulate_into=given[DOWN])
+    if replicas is not None and (there := [one for one in found if one is not None]):
+        own = len(counts_e) - replicas.slots
+        replicas.give_back(len(biases), [one[own:] for one in there], [one[:own] for one in there])
+        for place, bias in enumerate(biases):
+            one, total = found[place], sums[place]
+            if one is not None and bias is not None:
+                found[place] = one[:own].to(bias.dtype) if total is None else total.add_(one[:own])
     return [None if total is not None else one for one, total in zip(found, sums, strict=True)]
 
 
@@ -163,22 +203,31 @@ def no_tile_table(counts_e: Tensor, rows: int) -> None:
     """Stand-in for `tile_table`: only Triton's products share one."""
 
 
-def put_gradient(make: Callable[[], Tensor], place: int, options: ExpertOptions) -> Tensor | None:
+def put_gradient(make: Callable[..., Any], place: int, options: ExpertOptions) -> Tensor | None:
     """Compute the gradient of a matrix now and return it for autograd, or defer it by `options.put_off`.
 
-    If there is a float32 sum, `make` adds the gradient to it and nothing is returned. A deferred gradient without a sum
-    goes to the parameter's own `.grad`.
+    `make` takes `accumulate_into`. If there is a float32 sum, the gradient is added to it and nothing is returned. A
+    deferred gradient without a sum goes to the parameter's own `.grad`.
     """
-    total, parameter = options.sums[place], options.parameters[place]
+    total, parameter, replicas = options.sums[place], options.parameters[place], options.replicas
+
+    def now() -> Tensor:
+        found = make(accumulate_into=options.sum_of(place))
+        if replicas is None:
+            whole: Tensor = found
+            return whole
+        replicas.give_back(place, [found.slots], [found.own])
+        own: Tensor = found.own
+        return own
 
     def late() -> None:
-        found = make()
+        found = now()
         if total is None:  # Through the parameter's own hooks, as in any backward pass.
             parameter.view_as(parameter).backward(found)
 
     if options.put_off is not None and options.put_off(place, late):
         return None
-    found = make()
+    found = now()
     return found if total is None else None
 
 

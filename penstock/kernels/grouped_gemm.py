@@ -27,6 +27,7 @@ from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.permute import gather_rows
+from penstock.kernels.replica_slots import SlottedWeight, weight_parts
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import (
     GemmLaunch,
@@ -74,7 +75,7 @@ class _GroupedGemm(torch.autograd.Function):
 
 def grouped_gemm_forward(
     x_RD: Tensor,
-    w_eFD: Tensor,
+    w_eFD: Tensor | SlottedWeight,
     counts_e: Tensor,
     index_R: Tensor | None = None,
     *,
@@ -112,7 +113,12 @@ def grouped_gemm_forward(
 
 
 def grouped_gemm_input_gradient(
-    dy_RF: Tensor, w_eFD: Tensor, counts_e: Tensor, *, tiles: TileTable | None = None, launch: GemmLaunch | None = None
+    dy_RF: Tensor,
+    w_eFD: Tensor | SlottedWeight,
+    counts_e: Tensor,
+    *,
+    tiles: TileTable | None = None,
+    launch: GemmLaunch | None = None,
 ) -> Tensor:
     """dx_RD = dy_RF @ w_eFD in the order of the experts' rows (a gather is not undone), without autograd.
 
@@ -135,10 +141,10 @@ def grouped_gemm_weight_gradient(
     counts_e: Tensor,
     index_R: Tensor | None = None,
     *,
-    accumulate_into: Tensor | None = None,
+    accumulate_into: Tensor | SlottedWeight | None = None,
     tiles: TileTable | None = None,
     launch: GemmLaunch | None = None,
-) -> Tensor:
+) -> Any:
     """dw_eFD = dy_RF^T @ x_RD over each expert's rows, without autograd; see `grouped_gemm_forward`.
 
     `dy_RF` is contiguous, and its rows past the last expert's may hold anything. Returns dw_eFD in the dtype of x, zero
@@ -149,6 +155,17 @@ def grouped_gemm_weight_gradient(
     shape = (counts_e.numel(), width, depth)
     dy, x = (dy_RF, (rows, width)), (x_RD, (source_rows, depth))
     _check("weight gradient", counts_e, index_R, dy_RF=dy, x_RD=x)
+    if isinstance(accumulate_into, SlottedWeight):
+        assert tiles is not None and tiles.parts is not None, "gradients in two places need tables of both"
+        if index_R is not None:  # the rows are copied once for both
+            x_RD, index_R = gather_rows(x_RD, index_R, tiles.used), None
+        found = [
+            grouped_gemm_weight_gradient(
+                dy_RF, x_RD, counts_e[part.experts], accumulate_into=part.weight, tiles=part.tiles
+            )
+            for part in weight_parts(accumulate_into, tiles)
+        ]
+        return SlottedWeight(found[0], accumulate_into.slots)
     if accumulate_into is not None:
         _check("weight gradient's sum", counts_e, None, torch.float32, accumulate_into=(accumulate_into, shape))
         dw_eFD = accumulate_into
@@ -176,17 +193,18 @@ def _check(
     counts_e: Tensor,
     index_R: Tensor | None,
     dtype: torch.dtype | None = None,
-    **operands: tuple[Tensor, tuple[int, ...]],
+    **operands: tuple[Any, tuple[int, ...]],
 ) -> None:
     """Raise KernelError unless each operand has its shape and dtype."""
     dtype = dtype or next(iter(operands.values()))[0].dtype
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise KernelError(f"grouped GEMM ({product})", got=dtype, allowed="bfloat16, float16 or float32")
     for name, (operand, shape) in operands.items():
-        if operand.shape != shape or operand.dtype != dtype:
-            got = f"{operand.dtype} {tuple(operand.shape)}"
-            raise KernelError(f"grouped GEMM ({product}): {name} does not fit", got=got, allowed=f"{dtype} {shape}")
-        _check_blocks(f"grouped GEMM ({product}): {name}", operand)
+        for part in operand[:2] if isinstance(operand, SlottedWeight) else (operand,):
+            if part.shape[1:] != shape[1:] or operand.shape[0] != shape[0] or part.dtype != dtype:
+                got = f"{part.dtype} {tuple(part.shape)}"
+                raise KernelError(f"grouped GEMM ({product}): {name} does not fit", got=got, allowed=f"{dtype} {shape}")
+            _check_blocks(f"grouped GEMM ({product}): {name}", part)
     experts = operands["w_eFD"][1][0] if "w_eFD" in operands else counts_e.numel()
     check_groups(f"grouped GEMM ({product})", counts_e, experts, index_R)
 
@@ -222,18 +240,24 @@ def _check_bias(bias_eF: Tensor | None, weights_R: Tensor | None, shape: tuple[i
 
 
 def _rows_launch(
-    launch: GemmLaunch, x: Tensor, w: Tensor, y: Tensor, bias: Tensor | None = None, index: Tensor | None = None
+    launch: GemmLaunch,
+    x: Tensor,
+    w: Tensor | SlottedWeight,
+    y: Tensor,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
 ) -> GemmLaunch:
     """The launch, or its replacement in Triton where the Hopper kernel cannot run."""
     if not isinstance(launch, RowsRingLaunch):
         return launch
+    w = w.own if isinstance(w, SlottedWeight) else w
     problem = hopper.rows_obstacle(x, y, launch, target_of(x.device), bias=bias, index=index)
     return launch if problem is None else in_triton(launch, w[0].numel())
 
 
 def _launch_rows(
     x: Tensor,
-    w: Tensor,
+    w: Tensor | SlottedWeight,
     y: Tensor,
     index: Tensor | None,
     tiles: TileTable,
@@ -247,6 +271,12 @@ def _launch_rows(
 
     `first` is the first row of y to write.
     """
+    if isinstance(w, SlottedWeight):
+        for part in weight_parts(w, tiles):
+            own_bias = (None if bias[0] is None else bias[0][part.experts], bias[1])
+            operands = (x, part.weight, y, index, part.tiles)
+            _launch_rows(*operands, launch, depth_first=depth_first, bias=own_bias, first=first)
+        return
     if isinstance(launch, RowsRingLaunch):
         hopper.launch_rows(x, w, y, tiles, launch, depth_first=depth_first, first=first)
         return
@@ -263,7 +293,7 @@ def _launch_rows(
             x_source = TensorDescriptor.from_tensor(x, [launch.block_rows, block_depth])
     start_kernel(
         rows_kernel, (programs_of(launch, x.device),),
-        x_source, w_source, y_target, y, index, tiles.starts_e, tiles.owners[size], tiles.block_counts[size:],
+        x_source, w_source, y_target, y, index, tiles.tails, tiles.owners[size], tiles.block_counts[size:],
         bias_eF, None if bias_eF is None or weights_R is None else weights_R.contiguous(), first, rows, columns,
         depth, experts,
         DEPTH_FIRST=depth_first, GATHER=index is not None, WHOLE_DEPTH=depth % launch.block_depth == 0,

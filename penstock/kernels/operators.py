@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels import delta_rule, reference
+from penstock.kernels import delta_rule, reference, replica_plan
 from penstock.kernels.reference import SWIGLU, ExpertRule, Routed, RowOrder, check_biases
+from penstock.kernels.replica_plan import ReplicaPlan, ReplicaRule
 
 
 class LinearLoss(NamedTuple):
@@ -37,6 +38,8 @@ class Operators:
     route: Callable[..., Routed]
     balance_loss: Callable[[Tensor, Tensor, Tensor, float, float], LinearLoss]
     order_rows: Callable[[Tensor, int], RowOrder]
+    plan_replicas: Callable[[Tensor, ReplicaRule, int], ReplicaPlan]  # these two are in `penstock.kernels.replica_plan`
+    assign_replicas: Callable[[Tensor, RowOrder, ReplicaPlan, ReplicaRule], Tensor]
     unpermute: Callable[[Tensor, RowOrder], Tensor]
     expert_ffn: Callable[..., Tensor]
     expert_ffn_is_fused: bool  # one autograd function, which also takes `recompute` and `accumulate_into`
@@ -157,7 +160,20 @@ def _grouped_mm(x_RD: Tensor, w_eFD: Tensor, ends_e: Tensor) -> Tensor:
     if x_RD.is_meta and x_RD.dtype != torch.bfloat16:
         # Tensors without memory have grouped_mm in bfloat16 only. All rows of one expert are as large and as much work.
         return x_RD @ w_eFD[0].T
-    return F.grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=ends_e)
+    width = w_eFD.shape[1]
+    x_RD, w_eFD = aligned(x_RD), aligned(w_eFD, both=True)
+    y_RF = F.grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=ends_e)
+    return y_RF if y_RF.shape[1] == width else y_RF[:, :width]
+
+
+def aligned(x: Tensor, *, both: bool = False) -> Tensor:
+    """The tensor with columns (and rows) of zeros, so that rows (and columns) are multiples of 16 bytes.
+
+    grouped_mm refuses other strides, which a part of a small expert may have.
+    """
+    unit = 16 // x.element_size()
+    columns, rows = -x.shape[-1] % unit, -x.shape[-2] % unit if both else 0
+    return F.pad(x, (0, columns, 0, rows)) if columns or rows else x
 
 
 REFERENCE = Operators(
@@ -165,6 +181,8 @@ REFERENCE = Operators(
     route=reference.route,
     balance_loss=reference_balance_loss,
     order_rows=reference.order_rows,
+    plan_replicas=replica_plan.plan_replicas,
+    assign_replicas=replica_plan.assign_replicas,
     unpermute=reference.unpermute,
     expert_ffn=reference.expert_ffn,
     expert_ffn_is_fused=False,

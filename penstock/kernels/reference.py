@@ -137,6 +137,14 @@ def unpermute(y_RD: Tensor, order: RowOrder, weights_TK: Tensor | None = None) -
     return y_TKD.sum(1).to(y_RD.dtype)
 
 
+def add_token_rows(main_grad_VD: Tensor, tokens: Tensor, drows: Tensor) -> None:
+    """Add the gradient of each looked-up row, in the shape of `tokens` and D, to the row of its id.
+
+    The order of the sum is fixed on a GPU, and on a CPU with one thread.
+    """
+    main_grad_VD.index_put_((tokens,), drows.to(main_grad_VD.dtype), accumulate=True)
+
+
 def _is_used(order: RowOrder) -> Tensor:
     """Boolean mask R: the row belongs to an expert. Rows past the last expert's hold anything, NaN too."""
     return torch.arange(order.slots_R.numel(), device=order.slots_R.device) < order.counts_E.sum()

@@ -5,6 +5,7 @@ from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.norm import add_rms_norm, add_three, fan_out, rms_norm, rms_norm_beside
 from penstock.kernels.operators import Operators
 from penstock.kernels.permute import order_rows, unpermute
+from penstock.kernels.replica_kernels import assign_replicas, plan_replicas
 from penstock.kernels.rope import mla_heads, rotate
 from penstock.kernels.short_convolution import short_convolution
 from penstock.kernels.swiglu import swiglu
@@ -15,6 +16,8 @@ TRITON = Operators(
     route=route,
     balance_loss=balance_loss,
     order_rows=order_rows,
+    plan_replicas=plan_replicas,
+    assign_replicas=assign_replicas,
     unpermute=unpermute,
     expert_ffn=expert_ffn,
     expert_ffn_is_fused=True,

@@ -29,7 +29,7 @@ from penstock.models.linear import Embedding, Linear
 from penstock.models.linear_attention import DeltaLayer
 from penstock.models.mla import LatentLayer
 from penstock.models.norm import PreNorm, RMSNorm
-from penstock.moe.dispatch.build import make_dispatcher, shares_arena
+from penstock.moe.dispatch.build import capacity_factor, make_dispatcher, shares_arena
 from penstock.moe.dispatch.row_capacity import ActivationArena
 from penstock.moe.experts import GroupedExperts, expert_rule
 from penstock.moe.layer import MoE
@@ -231,7 +231,7 @@ def _arena(config: Model, layer_context: LayerContext) -> ActivationArena | None
     contexts = (layer_context, replace(layer_context, float8=NO_FLOAT8))
     if config.moe is None or not any(shares_arena(config.moe, one) for one in contexts):
         return None
-    return ActivationArena(layer_context.dispatch.row_capacity_factor)
+    return ActivationArena(capacity_factor(layer_context.dispatch))
 
 
 def _block(config: Model, layer: int, layer_context: LayerContext, arena: ActivationArena | None) -> Block:

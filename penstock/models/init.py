@@ -99,7 +99,10 @@ def initialize_masters(models: Iterable[nn.Module], parts: Mapping[str, ShardedT
     for model in models:
         for _, _, parameter, init in _param_inits(model, seed, std):
             if parameter.dtype != torch.float32:
-                init.fill(parts[f"model.{init.name}"])
+                master = parts[f"model.{init.name}"]
+                room = master.room()
+                init.fill(room)
+                master.fill(room.tensor)
 
 
 def _param_inits(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.Module, str, nn.Parameter, ParamInit]]:

@@ -27,7 +27,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.parallel import offload
 from penstock.parallel.axes import ALONE, Axes
-from penstock.parallel.dispatch_buffers import shared_buffers
+from penstock.parallel.dispatch_buffers import replica_memory, shared_buffers
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.pipeline import Message, PipelineRunner
 from penstock.parallel.weight_grad_store import WeightGradStore
@@ -102,6 +102,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         context_method=method,
         dispatch=run.dispatch,
         buffers=buffers,
+        replicas=replica_memory(run, axes, buffers),
         transfers=transfers,
         float8=choose_float8(run, kernel_device),
         offload=offload.rule_for(run.offload, kernel_device),

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.config.model import Moe
+from penstock.kernels.expert_ffn import expert_ffn as fused_ffn
+from penstock.kernels.expert_kernels import REFERENCE, TORCH
 from penstock.kernels.expert_parts import GATE_UP, DeferGradient, SaveRows
 from penstock.kernels.float8.expert_ffn import ExpertCopies, copy_experts, expert_ffn
+from penstock.kernels.operators import torch_expert_ffn
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.sharding import Cut, local_shape
 from penstock.moe.dispatch.contract import ExpertRows
@@ -61,6 +64,7 @@ class GroupedExperts(nn.Module):
         self.weight_grads = layer_context.weight_grads
         self.rule = rule
         grid = layer_context.axes.grid
+        self.is_balanced = layer_context.dispatch.balance != "none" and grid.expert > 1
         group, part = divmod(layer_context.axes.expert.rank, grid.expert_tensor)
         of_experts = () if grid.expert == 1 else (Cut(0, group, grid.expert),)
         # Gate and up are stacked, and each is cut by itself.
@@ -87,7 +91,7 @@ class GroupedExperts(nn.Module):
     @property
     def is_one_function(self) -> bool:
         """Whether one autograd function computes the network and can recompute the pre-activation by itself."""
-        return self.operators.expert_ffn_is_fused or self.float8.experts is not None
+        return self.operators.expert_ffn_is_fused or self.float8.experts is not None or self.is_balanced
 
     @torch.no_grad()
     def refresh_float8(self) -> None:
@@ -116,8 +120,10 @@ class GroupedExperts(nn.Module):
             return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.weight_grads)
         # It defers its weight gradients by itself: by `deferrable`, half of its backward would run twice.
         options: dict[str, Any] = {"accumulate_into": self.sums, "put_off": self._put_off_to(rows)}
-        options |= {"recompute": recompute, "keep": keep, "only_last": rows.only_last}
+        options |= {"recompute": recompute, "keep": keep, "only_last": rows.only_last, "replicas": rows.replicas}
         ffn = self.operators.expert_ffn
+        if not self.operators.expert_ffn_is_fused:  # replicas need the fused one
+            ffn = partial(fused_ffn, kernels=TORCH if ffn is torch_expert_ffn else REFERENCE)
         if self.float8.experts is not None:
             # Stale copies are not used: results stay right if a caller changed the matrices without a refresh.
             copies = self.float8_copies if self._copied == _versions(self.gate_up_eFD, self.down_eDF) else None

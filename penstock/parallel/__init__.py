@@ -2,6 +2,7 @@
 
 Reading order: `axes` (process groups), `collectives`, `layer_context` (arguments of every module), `shard` and
 `buckets` (parameters and gradients), `recompute` and `offload` (activations), `async_transfer` and `weight_grad_store`
-(overlap), `pipeline`, `context` (attention over shared rows), `symmetric` (peer memory), `graphs` (CUDA graphs),
+(overlap), `pipeline`, `context` (attention over shared rows), `symmetric` (peer memory), `replica_exchange` and
+`replica_memory` (replicas of experts), `graphs` (CUDA graphs),
 `launch`.
 """

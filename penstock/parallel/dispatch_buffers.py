@@ -15,8 +15,10 @@ from penstock.kernels.float8.quantized import row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
 from penstock.parallel.axes import Axes
 from penstock.parallel.collectives import all_gather_json
+from penstock.parallel.replica_exchange import replica_sizes
 
-if TYPE_CHECKING:  # it imports Triton, which may be absent
+if TYPE_CHECKING:  # they import Triton, which may be absent
+    from penstock.parallel.replica_memory import ReplicaMemory
     from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 
 
@@ -42,6 +44,16 @@ def shared_buffers(run: Run, axes: Axes, device: torch.device) -> "SymmetricBuff
     return buffers
 
 
+def replica_memory(run: Run, axes: Axes, buffers: "SymmetricBuffers | None") -> "ReplicaMemory | None":
+    """The sections of replicas in these buffers; None without replicas, or if they travel by collectives."""
+    sizes = replica_sizes(run, axes.grid)
+    if buffers is None or sizes is None:
+        return None
+    dtype = torch.bfloat16 if sizes.itemsize == 2 else torch.float32
+    memory: ReplicaMemory = import_module("penstock.parallel.replica_memory").ReplicaMemory(buffers, sizes, dtype)
+    return memory
+
+
 def refuse(choice: DispatcherChoice) -> None:
     """Raise a DeviceError if the dispatcher that was asked for by name cannot be had."""
     problem = choice.refusal
@@ -54,11 +66,13 @@ def buffer_sizes(run: Run, axes: Axes) -> "BufferSizes":
     assert run.model.moe is not None, "a dense model sends no tokens"
     # Tokens of all nodes may be on their way to the experts of this one.
     tokens = run.training.micro_batch * run.training.sequence_length // axes.sequence.size * axes.expert_across.size
+    replicas = replica_sizes(run, axes.grid)
     sizes: BufferSizes = import_module("penstock.parallel.symmetric").BufferSizes(
         tokens=tokens,
         top_k=run.model.moe.top_k * axes.grid.expert_tensor,
         row_bytes=widest_row(run),
         ranks=axes.expert_node.size,
+        replica_bytes=0 if replicas is None else replicas.total_bytes,
     )
     return sizes
 

@@ -14,7 +14,8 @@ from penstock.parallel.offload import OffloadRule
 from penstock.parallel.recompute import RecomputeRule
 from penstock.parallel.weight_grad_store import WeightGradStore
 
-if TYPE_CHECKING:  # it imports Triton, which may be absent
+if TYPE_CHECKING:  # they import Triton, which may be absent
+    from penstock.parallel.replica_memory import ReplicaMemory
     from penstock.parallel.symmetric import SymmetricBuffers
 
 Result = TypeVar("Result")
@@ -30,6 +31,7 @@ class LayerContext:
     context_method: Method = "ulysses"
     dispatch: Dispatch = field(default_factory=Dispatch)
     buffers: "SymmetricBuffers | None" = None  # None if tokens use no peer memory
+    replicas: "ReplicaMemory | None" = None  # None if there are none, or they travel by collectives
     transfers: TransferStream | None = None  # None if transfers do not overlap with compute
     float8: Float8Rule = NO_FLOAT8
     recompute: RecomputeRule = field(default_factory=RecomputeRule)

@@ -118,6 +118,7 @@ class _Phase(Enum):
 # autograd's threads begin with the default, and a replay runs whole in the thread that asked for it.
 _phase: ContextVar[_Phase] = ContextVar("phase", default=_Phase.OUTSIDE)
 _discarded: ContextVar[_Discarded | None] = ContextVar("discarded", default=None)
+_memory: ContextVar[Callable[[Callable[[], object]], object]] = ContextVar("memory", default=lambda make: make())
 
 
 def is_recomputing() -> bool:
@@ -135,6 +136,12 @@ def saved_as_is() -> AbstractContextManager[None]:
     return saving(save_plainly) if is_inside() else nullcontext()
 
 
+def remembered(make: Callable[[], Result]) -> Result:
+    """`make()`, a small value without gradients, such as a plan. A region keeps it, and does not make it again."""
+    result: Result = _memory.get()(make)  # type: ignore[assignment] # the memory returns what `make` returned
+    return result
+
+
 def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
     """Run a function whose saved tensors are dropped and recomputed in backward.
 
@@ -146,7 +153,7 @@ def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
     device = next((tensor.device for tensor in _tensors_in(arguments) if tensor.is_cuda), None)
     stream = None if device is None else torch.cuda.current_stream(device)  # a replay runs on it too
     region = _Region(function, tuple(_save_argument(argument) for argument in arguments), stream)
-    with _set(_phase, _Phase.RECORDING), saving(region.drop):
+    with _set(_phase, _Phase.RECORDING), _set(_memory, region.remember), saving(region.drop):
         result = function(*arguments)
     discarded = _discarded.get()
     if discarded is not None:
@@ -274,6 +281,12 @@ class _Region:
     saves: list[_Save] = field(default_factory=list)  # in the order of the first run
     outputs: dict[int, _Output] = field(default_factory=dict)  # those that a consumer saved
     events: dict[torch.cuda.Stream, torch.cuda.Event] = field(default_factory=dict)  # ends of the replay, by stream
+    remembered: list[object] = field(default_factory=list)  # in the order of the first run
+
+    def remember(self, make: Callable[[], object]) -> object:
+        """The memory of the first run."""
+        self.remembered.append(make())
+        return self.remembered[-1]
 
     def drop(self, tensor: Tensor) -> _Slot:
         """The saver of the first run."""
@@ -299,8 +312,8 @@ class _Region:
             torch.cuda.stream(self.stream),
             _set(_phase, _Phase.REPLAYING),
         ):
-            arguments = [again() for again in self.arguments]
-            with saving(replay.take), suppress(_Enough):
+            arguments, known = [again() for again in self.arguments], iter(self.remembered)
+            with _set(_memory, lambda make: next(known)), saving(replay.take), suppress(_Enough):
                 results = _tensors_of(self.function(*arguments))
                 seen = replay.next
                 assert seen == len(self.saves), f"a region saved {len(self.saves)} tensors, and {seen} when run again"

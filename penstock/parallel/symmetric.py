@@ -5,6 +5,8 @@ Every rank allocates the same sections at the same offsets once, and maps those 
     OUT     rows, ids and weights on their way to the experts
     BACK    rows and scalars on their way back
 
+and replicas of experts where the run has them (penstock/parallel/replica_memory.py).
+
 Each direction has two slots, used in turn. Received rows are copied out or summed at once, so the size does not grow
 with layers or micro-batches in flight. One transfer is, on every rank,
 
@@ -26,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -64,6 +67,8 @@ class Channel(IntEnum):
     CHOICES = 0
     ROWS = 1
     BACK = 2
+    REPLICAS = 3  # both are of penstock/parallel/replica_memory.py
+    GRADIENTS = 4
 
 
 class BufferSection(IntEnum):
@@ -85,6 +90,7 @@ class BufferSizes:
     row_bytes: int  # scales included; a multiple of 16
     ranks: int
     slots: int = 2  # with one, consecutive transfers must alternate directions
+    replica_bytes: int = 0  # of `penstock.parallel.replica_memory`, after all slots
 
     def __post_init__(self) -> None:
         assert self.row_bytes % ROW_MULTIPLE == 0, f"rows of {self.row_bytes} bytes"
@@ -110,6 +116,11 @@ class BufferSizes:
     @property
     def total_bytes(self) -> int:
         """Bytes of one rank."""
+        return self.replica_offset + self.replica_bytes
+
+    @property
+    def replica_offset(self) -> int:
+        """First byte of the replicas."""
         return self.flag_bytes + self.slots * sum(self.section_bytes)
 
     def offset(self, section: BufferSection, slot: int) -> int:
@@ -226,6 +237,11 @@ class SymmetricBuffers:
         """Block the stream until all ranks have written the first chunk, each with `signals` programs."""
         wait(self._awaited(channel, signals))
 
+    def meet(self, channel: Channel) -> None:
+        """Block the stream until all ranks have come here on theirs, with all of their earlier work done."""
+        signal(self.peers, self.flags_at(channel))
+        self.wait(channel, 1)
+
     def copy_to_others(
         self, section: BufferSection, slot: int, rows_of: Callable[[int], Tensor], channel: Channel
     ) -> None:
@@ -272,6 +288,11 @@ class SymmetricBuffers:
             start = self.sizes.offset(section, slot)
             self._views[key] = self._memory[start : start + size].view(dtype).view(rows, columns)
         return self._views[key]
+
+    def replica_view(self, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Our own memory of replicas, from a byte of their section on."""
+        start = self.sizes.replica_offset + first
+        return self._memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def check(self) -> None:
         """Raise a DeviceError if a rank did not signal in time, so that later results are wrong. The host waits."""

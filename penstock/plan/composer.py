@@ -313,7 +313,7 @@ class Composer:
             with rank_of_proxy(run.model_copy(update={"parallel": parallel}), "whole", self.target) as rank:
                 self._facts[key] = facts_of(rank)
         facts = self._facts[key]
-        shards = shards_of(run.parallel, grid.data * grid.context, grid.expert_data)
+        shards = shards_of(run, grid.data * grid.context, grid.expert_data)
         if (key, shards) not in self._states:
             self._states[key, shards] = {kind: part_state(parameters, shards) for kind, parameters in facts.items()}
         return RankState(run, facts, shards, self._states[key, shards])

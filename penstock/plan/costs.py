@@ -20,6 +20,7 @@ from typing import NamedTuple
 from penstock.config.run import Run
 from penstock.kernels.delta_rule import CHUNK
 from penstock.moe.balance import even_stride
+from penstock.parallel.replica_exchange import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.op_recorder import FROM_HOST, TO_HOST, RecordedOp, RecordedOps
 from penstock.plan.rates import SUM_BYTES, GroupedProduct, Pass, Rates
@@ -77,9 +78,11 @@ def routed_traffic(run: Run, *, in_turn: bool = False) -> TokenTraffic:
 
 
 def assumed_imbalance(run: Run, imbalance: float) -> float:
-    """The assumption, or 1 where the run itself forces balance."""
+    """The assumption, or 1 where the run itself forces balance, or the bound to which replicas of experts keep it."""
     moe = run.model.moe
-    return 1.0 if moe is not None and moe.balance.force_load_balance else imbalance
+    if moe is not None and moe.balance.force_load_balance:
+        return 1.0
+    return imbalance if run.dispatch.balance == "none" else min(imbalance, bound_factor(run.dispatch))
 
 
 def routed_rows(run: Run, imbalance: float, *, in_turn: bool = False) -> RoutedRows | None:
@@ -342,10 +345,11 @@ _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
         # Rows and transposed ones of 8 bits are as many bytes as what they are made of; both are larger than that part.
         "latent_heads_backward_kernel": lambda operator, moved: 2.0 * operator.sizes[0],
         "index_put_": lambda operator, moved: 3.0 * operator.sizes[-1],
+        # Rows in 16 bits are read; as many rows in float32, if no token comes twice, are read and written.
+        "sum_runs_kernel": lambda operator, moved: 5.0 * operator.sizes[0],
+        "join_runs_kernel": lambda operator, moved: 0.0,
         # Each tensor is read or written, none both.
         **dict.fromkeys(("copy_", "zero_", "fill_", "_foreach_zero_", "_foreach_copy_"), lambda operator, moved: moved),
-        # Of parameter, gradient and two moments only the gradient stays as it is.
-        "_fused_adamw_": lambda operator, moved: 1.75 * moved,
         # Logits are read for the sum, read again and written as gradients. A profiler saw a little more than 3 times.
         "linear_cross_entropy_kernel": lambda operator, moved: moved + 2.4 * operator.sizes[0],
     }
@@ -399,7 +403,7 @@ _TERMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("count_kernel", "scan_kernel", "place_kernel", "tile_table_kernel"), "route"),
         **dict.fromkeys(("count_arrivals_kernel", "place_arrivals_kernel", "spread_kernel"), "route"),
         **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", *sorted(_WAITS)), "dispatch"),
-        **dict.fromkeys(("_fused_adamw_", "_foreach_norm", "_foreach_zero_", "_foreach_copy_"), "optimizer"),
+        **dict.fromkeys(("adamw_kernel", "_foreach_norm", "_foreach_zero_"), "optimizer"),
         "linear_cross_entropy_kernel": "loss",
     }
 )

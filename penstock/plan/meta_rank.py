@@ -31,6 +31,7 @@ from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.grouped_gemm import grouped_gemm
 from penstock.kernels.operators import Operators, torch_add_bias
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
+from penstock.kernels.replica_plan import MILLION
 from penstock.kernels.swiglu import swiglu
 from penstock.layout.actions import Schedule
 from penstock.layout.stages import Stage
@@ -44,6 +45,7 @@ from penstock.models.parameters import copy_bytes, fuse_wgrad_accumulation, para
 from penstock.models.rank_model import schedule_of, stages_of
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
+from penstock.moe.dispatch.balanced import BalancedDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
 from penstock.moe.dispatch.row_capacity import SplitSizes
@@ -52,7 +54,7 @@ from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE
 from penstock.parallel import offload
 from penstock.parallel.axes import ALONE, Axes
-from penstock.parallel.dispatch_buffers import buffer_sizes
+from penstock.parallel.dispatch_buffers import buffer_sizes, replica_memory
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.parallel.weight_grad_store import WeightGradStore
@@ -141,7 +143,6 @@ class MetaRank:
     Attributes:
         decoders: its stages by number, with whole weights.
         state: bytes between steps; weights with their copies in 8 bits.
-        moment_bytes: of both moments, part of `state`; 0 with the optimizer on the host.
         sharded: names of the parameters that FSDP2 shards.
         optimizer: of the parameters that are not sharded; None if all are.
         schedule: of the pipeline, or None.
@@ -154,7 +155,6 @@ class MetaRank:
     axes: Axes
     decoders: Mapping[int, Decoder]
     state: StateBytes
-    moment_bytes: int
     sharded: frozenset[str]
     optimizer: MasterAdamW | None
     full_optimizer: MasterAdamW
@@ -202,14 +202,12 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
         modules = chain.from_iterable(decoder.modules() for decoder in decoders.values())
         copies = sum(sum(copy_bytes(module).values()) for module in modules)
         state = replace(state, weights=state.weights + copies)
-    moments = [part.tensor.nbytes for name, part in full_optimizer.parts().items() if name.startswith("moment")]
     return MetaRank(
         run=run,
         target=target,
         axes=axes,
         decoders=decoders,
         state=state,
-        moment_bytes=0 if run.offload.optimizer else sum(moments),
         sharded=sharded,
         optimizer=optimizer,
         full_optimizer=full_optimizer,
@@ -233,6 +231,7 @@ def _layer_context(
         context_method=context_method(run),
         dispatch=run.dispatch,
         buffers=buffers,
+        replicas=replica_memory(run, axes, buffers),
         transfers=None if transfers_of(run, HOME) is None else RecordedTransferStream(),
         float8=float8_rule(run, target.device),
         offload=rule,
@@ -296,6 +295,9 @@ def _fuse_accumulation(decoders: Mapping[int, Decoder], sharded: frozenset[str],
 
 def with_counts(dispatcher: Dispatcher, counts: SplitSizes, traffic: TokenTraffic) -> Dispatcher:
     """The dispatcher with expected row counts where it would read them from the device."""
+    if isinstance(dispatcher, BalancedDispatcher):
+        even = replace(counts, imbalance=min(counts.imbalance, 1 + dispatcher.rule.tolerance / MILLION))
+        return replace(dispatcher, inner=with_counts(dispatcher.inner, even, traffic))
     if isinstance(dispatcher, HierarchicalDispatcher):
         # A token that came for some of its choices brings those of other nodes along.
         nodes = dispatcher.nodes.across.size

@@ -17,8 +17,8 @@ from penstock.base.numbers import counted, rounded, time_text
 from penstock.layout.actions import Kind
 from penstock.report.colours import HUES, KERNELS, LIMIT, ink_on, kernel_group
 from penstock.report.figure import Figure, axis, evenly, left_out
-from penstock.report.run_evidence import RunEvidence, last_step, step_name, window_us
-from penstock.trace.analysis import RankAnalysis
+from penstock.report.run_evidence import RunEvidence, step_name
+from penstock.trace.analysis import RankAnalysis, last_step, window_us
 from penstock.trace.kernel_names import generic_category, specific_category
 from penstock.trace.operators import Leaf, hierarchy
 from penstock.trace.roofline import RooflineRow
@@ -215,7 +215,8 @@ def roofline_figure(evidence: RunEvidence) -> Figure | None:
     rows = [row for row in known if (row.flops_per_second or 0.0) >= LEAST * peak][:POINTS]  # the longest
     most = chip.bf16 if chip is not None else max(row.flops_per_second or 0.0 for row in rows)
     size, unit = next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])  # FLOP/s of the unit, and its name
-    data = _points(rows, size, unit)
+    per = 1.0 if evidence.answer is None else evidence.answer.per_step
+    data = _points(rows, (size, unit), per)
     roofs = "The peaks of this device are not known, so no roofs are drawn."
     if chip is not None:
         reach = [row.flops / row.bytes for row in rows if row.flops and row.bytes]  # FLOPs for each byte
@@ -250,8 +251,8 @@ def _known(one: RankAnalysis) -> list[RooflineRow]:
     return [row for row in one.roofline.rows if row.flops and row.bytes and row.flops_per_second]
 
 
-def _points(rows: Sequence[RooflineRow], size: float, unit: str) -> list[dict[str, Any]]:
-    groups: dict[str, list[RooflineRow]] = {}
+def _points(rows: Sequence[RooflineRow], of: tuple[float, str], per: float) -> list[dict[str, Any]]:
+    (size, unit), groups = of, dict[str, list[RooflineRow]]()
     for row in rows:
         part = specific_category(row.operator) or generic_category(row.operator)
         groups.setdefault("other" if part is None else kernel_group(part.value), []).append(row)
@@ -263,7 +264,7 @@ def _points(rows: Sequence[RooflineRow], size: float, unit: str) -> list[dict[st
             "name": name,
             "x": [rounded((row.flops or 0.0) / (row.bytes or 1.0), 4) for row in members],
             "y": [rounded((row.flops_per_second or 0.0) / size, 4) for row in members],
-            "customdata": [_facts(row) for row in members],
+            "customdata": [_facts(row, per) for row in members],
             "marker": {
                 "color": colour,
                 "opacity": 0.8,
@@ -279,8 +280,9 @@ def _points(rows: Sequence[RooflineRow], size: float, unit: str) -> list[dict[st
     ]
 
 
-def _facts(row: RooflineRow) -> list[str]:
-    time = f"{row.count:,} calls, {row.kernel_us / 1e3:,.3f} ms, {row.share:.1%} of the computing"
+def _facts(row: RooflineRow, per: float) -> list[str]:
+    per_step = f"{row.count * per:,.4g} calls and {row.kernel_us * per / 1e3:,.3f} ms per step"
+    time = f"{per_step}, {row.share:.1%} of the computing"
     if row.reached is not None and row.bound is not None:
         time += f"; {row.reached:.0%} of its roof ({row.bound})"
     shapes = ", ".join("x".join(map(str, shape)) for shape in row.shapes if shape)

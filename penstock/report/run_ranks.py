@@ -42,8 +42,9 @@ def rank_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
     if evidence.is_host:
         no_waiting = "No waiting is known: collectives of a CPU say neither their group nor their number."
     no_bytes = "No bytes from rank to rank are known: no all-to-all says the sizes of its parts."
-    sent = bytes_figure(answer.collectives, {one.rank: one.trace for one in answer.ranks})
-    return _drawn((waiting_figure(answer.collectives), no_waiting), (sent, no_bytes))
+    per = answer.per_step
+    sent = bytes_figure(answer.collectives, {one.rank: one.trace for one in answer.ranks}, per)
+    return _drawn((waiting_figure(answer.collectives, per), no_waiting), (sent, no_bytes))
 
 
 def _drawn(*found: tuple[Figure | None, str]) -> tuple[list[Figure], list[str]]:
@@ -51,32 +52,35 @@ def _drawn(*found: tuple[Figure | None, str]) -> tuple[list[Figure], list[str]]:
     return [figure for figure, _ in found if figure is not None], [why for figure, why in found if figure is None]
 
 
-def waiting_figure(collectives: CollectiveTimes) -> Figure | None:
-    """Milliseconds that each rank waited for each other rank, or None if no waiting is known."""
+def waiting_figure(collectives: CollectiveTimes, per: float = 1.0) -> Figure | None:
+    """Milliseconds per step that each rank waited for each other rank, or None if no waiting is known.
+
+    `per` is the factor from the recorded steps to one.
+    """
     known = np.isfinite(collectives.wait_us).any(axis=1)
     if not known.any():
         return None
-    cost_ms = collectives.cost_us / 1e3
+    cost_ms = collectives.cost_us * per / 1e3
     worst = collectives.stragglers()
     words = f"{known.sum():,} collectives were matched"
     if collectives.unmatched:
         words += f", {len(collectives.unmatched):,} were not and are not in it"
     if worst:
         first = worst[0]  # the most expensive one
-        words += f". Rank {first.rank} came last {first.times_last:,} times, and others waited"
-        words += f" {first.caused_wait_us / 1e3:,.1f} ms for it"
+        words += f". Rank {first.rank} came last in {first.times_last:,} of them, and others waited"
+        words += f" {first.caused_wait_us * per / 1e3:,.1f} ms per step for it"
     return _square(
         "waiting",
         "Waiting between ranks",
-        f"Time that a rank (row) waited for the one that came last (column), in all that was traced. {words}.",
+        f"Time that a rank (row) waited for the one that came last (column), per step. {words}.",
         (cost_ms, "ms"),
         collectives.calls.ranks,
         ("waited for", "rank that waited"),
     )
 
 
-def bytes_figure(collectives: CollectiveTimes, traces: dict[int, Trace]) -> Figure | None:
-    """Bytes that all-to-alls sent from rank to rank, or None if no all-to-all records them."""
+def bytes_figure(collectives: CollectiveTimes, traces: dict[int, Trace], per: float = 1.0) -> Figure | None:
+    """Bytes per step that all-to-alls sent from rank to rank, or None if no all-to-all records them."""
     calls = collectives.calls
     ranks = calls.ranks
     sent = np.zeros((len(ranks), len(ranks)))  # bytes, [from rank, to rank]
@@ -88,12 +92,13 @@ def bytes_figure(collectives: CollectiveTimes, traces: dict[int, Trace]) -> Figu
                 sent[calls.rank[row], ranks.index(member)] += size
     if not sent.any():
         return None
+    sent *= per
     size, unit = (1e9, "GB") if sent.max() >= 1e9 else (1e6, "MB")
     words = f"{len(recorded):,} of {len(exchanges):,} all-to-alls say the sizes of their parts"
     return _square(
         "bytes",
         "Bytes between ranks",
-        f"By all-to-alls, from rank (row) to rank (column), in all that was traced; {words}.",
+        f"By all-to-alls, from rank (row) to rank (column), per step; {words}.",
         (sent / size, unit),
         ranks,
         ("to rank", "from rank"),

@@ -23,7 +23,7 @@ from penstock.layout.actions import Kind
 from penstock.plan.projection import Projection
 from penstock.report.colours import KERNELS, kernel_group
 from penstock.report.figure import Figure, evenly, left_out
-from penstock.report.run_evidence import RunEvidence, StepClock, clock_of, last_step, sentence
+from penstock.report.run_evidence import RunEvidence, StepClock, clock_of, sentence
 from penstock.report.run_metrics import place_name
 from penstock.report.timeline import (
     Interval,
@@ -35,7 +35,7 @@ from penstock.report.timeline import (
     planned,
     timeline_figure,
 )
-from penstock.trace.analysis import RankAnalysis
+from penstock.trace.analysis import RankAnalysis, last_step
 from penstock.trace.calls import CollectiveCalls, SyncKind
 from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
 from penstock.trace.intervals import union

@@ -1,15 +1,19 @@
 """The whole analysis of some traces as one value, and as the JSON that `penstock trace --json` prints.
 
-    traces  ->  each rank:    timelines, steps, phases, roofline, launches, memory
-            ->  all together: collectives, stragglers, experts
+    traces  ->  each rank:    timelines, steps, phases, streams, annotations, roofline, launches, memory, counters
+            ->  all together: collectives, stragglers, experts, critical path
+
+Collectives are matched over the whole recording, which aligns clocks best; all else is of the events in marked steps.
 
 Traces of one rank give a flat JSON object; of several, the fields of each rank are under `ranks`. Times are
-microseconds, sizes bytes, shares of 1. An unknown value is null: it is never left out and never 0.
+microseconds, sizes bytes, shares of 1. An unknown value is null: it is never left out and never 0. Sums are over the
+recorded steps; times `per_step` they are the mean of a step, which is what tables and the doctor show.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +21,39 @@ import numpy as np
 
 from penstock.base.errors import TraceError
 from penstock.trace.calls import CollectiveCalls, SyncKind
-from penstock.trace.collectives import CollectiveTimes, bandwidths, collectives_of, exchange_imbalances
+from penstock.trace.collectives import CollectiveTimes, bandwidths, collectives_of, exchange_imbalances, timed
+from penstock.trace.critical_path import CriticalPath, RankOfPath, critical_path
 from penstock.trace.events import NONE, Floats, Trace
 from penstock.trace.experts import ExpertLoad, RecordedLoad, UsedRows, expert_load, recorded_loads, used_rows
+from penstock.trace.kernel_names import Category
 from penstock.trace.launches import LaunchSummary, find_launches
 from penstock.trace.load import read_traces
 from penstock.trace.matching import UnmatchedCollective
 from penstock.trace.memory import AllocatorHistory, find_memory, memory_json
 from penstock.trace.phases import Phases, find_phases
+from penstock.trace.recognize import PhaseNames, UnknownKernel, unknown_kernels
 from penstock.trace.roofline import Roofline, roofline
-from penstock.trace.timeline import RecordedStep, TimeBreakdown, steps_of, timelines
+from penstock.trace.tables import AnnotationRow, CounterRow, StreamRow, annotation_rows, counter_rows, stream_rows
+from penstock.trace.timeline import (
+    RecordedStep,
+    TimeBreakdown,
+    in_steps,
+    is_earlier,
+    steps_of,
+    timeline_of,
+    timelines,
+)
 from penstock.trace.tree import place
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """Events of the device outside of all steps."""
+
+    earlier: int  # launched before the recording began
+    earlier_us: float
+    others: int  # launched by no step, or by a step that was not asked for
+    others_us: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,10 +61,16 @@ class RankAnalysis:
     """The analysis of one rank."""
 
     rank: int
-    trace: Trace
-    timelines: Mapping[str, TimeBreakdown]
+    trace: Trace  # only the GPU events of the steps
+    timelines: Mapping[str, TimeBreakdown]  # of the whole recording, or of the one step that was asked for
+    spent: TimeBreakdown  # of the steps together, or of the recording if no step is marked
+    left_out: LeftOut
     steps: tuple[RecordedStep, ...]
     phases: Phases
+    unknown: tuple[UnknownKernel, ...]  # long kernels without a known phase
+    streams: list[StreamRow]
+    annotations: list[AnnotationRow]
+    counters: list[CounterRow]
     used_rows: UsedRows | None  # rows of grouped products that held tokens; None without grouped products
     roofline: Roofline
     launches: LaunchSummary
@@ -63,24 +95,61 @@ class TraceAnalysis:
 
     @property
     def per_step(self) -> float:
-        """Factor from a sum over the recording to the mean of a step; 1 if no step is marked."""
+        """Factor from a sum over the recorded steps to the mean of a step; 1 if no step is marked."""
         return 1 / max(1, self.steps)
 
+    @cached_property
+    def path(self) -> CriticalPath:
+        """The critical path of the last step that all ranks recorded, over the ranks whose clocks can be compared."""
+        if self.is_host:
+            return CriticalPath(step="", segments=())
+        number, clocks = last_step(self.ranks), self.collectives.meetings.clocks
+        place = {rank: place for place, rank in enumerate(self.collectives.calls.ranks)}
+        island = clocks.island[place[self.ranks[0].rank]]
+        ranks = [
+            RankOfPath(
+                rank=one.rank,
+                trace=one.trace,
+                phases=one.phases,
+                window_us=window_us(one, number),
+                ahead_us=float(clocks.ahead_us[place[one.rank]]),
+            )
+            for one in self.ranks
+            if clocks.island[place[one.rank]] == island
+        ]
+        name = next((step.name for step in self.ranks[0].steps if step.number == number), "")
+        return critical_path(ranks, self.collectives, name)
 
-def analyse_files(paths: Sequence[Path], *, step: int | None = None, rank: int | None = None) -> TraceAnalysis:
+
+def last_step(ranks: Sequence[RankAnalysis]) -> int | None:
+    """The number of the last step in which all of these ranks have events, or None."""
+    numbers = [{step.number for step in one.steps if step.timeline.events} for one in ranks]
+    return max(set.intersection(*numbers), default=None) if numbers else None
+
+
+def window_us(one: RankAnalysis, number: int | None) -> tuple[float, float]:
+    """Start and end of a step on the device; of all analysed events without steps."""
+    for step in one.steps:
+        if step.number == number:
+            return step.window_us
+    gpu = one.trace.gpu
+    return float(gpu.start_us[0]), float(np.nextafter(gpu.end_us.max(), np.inf))  # behind an event without duration
+
+
+def analyse_files(
+    paths: Sequence[Path], *, step: int | None = None, rank: int | None = None, names: PhaseNames | None = None
+) -> TraceAnalysis:
     """Read and analyse traces.
 
     `step` limits the analysis to the device window of a step. `rank` limits the tables to one rank; the others are read
-    for comparison.
+    for comparison. `names` are phases of kernels that the user names.
 
     Raises:
         TraceError: a file cannot be read, or there is no such rank or step.
     """
-    traces, is_host = read_traces(paths)
+    traces, is_host = read_traces(paths, names)
     if rank is not None and rank not in traces:
         raise TraceError(f"no trace is of rank {rank}", allowed=", ".join(map(str, traces)))
-    if step is not None:
-        traces = {one: _only_step(trace, step) for one, trace in traces.items()}
     answer = analyse_traces(traces, rank=rank, step=step, is_host=is_host)
     seen = {one.number for found in answer.ranks for one in found.steps}
     recorded = [one for path in paths for one in recorded_loads(path) if one.step in seen]
@@ -90,31 +159,51 @@ def analyse_files(paths: Sequence[Path], *, step: int | None = None, rank: int |
 def analyse_traces(
     traces: Mapping[int, Trace], *, rank: int | None = None, step: int | None = None, is_host: bool = False
 ) -> TraceAnalysis:
-    """Analyse loaded traces.
-
-    `step` is the step that the traces were cut to; None if they were not.
-    """
+    """Analyse loaded traces, all steps or one. Raises a TraceError if a trace has no such step."""
+    steps = {one: _chosen(trace, step) for one, trace in traces.items()}
+    is_kept = {one: in_steps(trace, steps[one]) for one, trace in traces.items()}
+    cut = {
+        one: trace if is_kept[one].all() else replace(trace, gpu=trace.gpu.take(is_kept[one]))
+        for one, trace in traces.items()
+    }
     collectives = collectives_of(traces)
-    waited_us = _waited(traces, collectives)
-    shown = traces if rank is None else {rank: traces[rank]}
+    if not all(kept.all() for kept in is_kept.values()):
+        collectives = timed(collectives.meetings.only(is_kept))
+    waited_us = _waited(cut, collectives)
     return TraceAnalysis(
-        ranks=tuple(_of_rank(one, trace, waited_us[one], collectives.calls, step) for one, trace in shown.items()),
+        ranks=tuple(
+            _of_rank(one, traces[one], cut[one], steps[one], waited_us[one], collectives.calls, step)
+            for one in (traces if rank is None else [rank])
+        ),
         loaded=tuple(traces),
         collectives=collectives,
-        experts=expert_load(traces, collectives),
+        experts=expert_load(cut, collectives),
         is_host=is_host,
     )
 
 
-def _of_rank(rank: int, trace: Trace, waited_us: Floats, calls: CollectiveCalls, step: int | None) -> RankAnalysis:
-    steps = tuple(one for one in steps_of(trace) if step in (None, one.number))
-    within = None if step is None else (steps[0].start_us, steps[0].start_us + steps[0].duration_us)
+def _of_rank(
+    rank: int,
+    whole: Trace,
+    trace: Trace,
+    steps: tuple[RecordedStep, ...],
+    waited_us: Floats,
+    calls: CollectiveCalls,
+    step: int | None,
+) -> RankAnalysis:
+    within = (steps[0].start_us, steps[-1].start_us + steps[-1].duration_us) if steps else None
     phases = find_phases(trace, place(trace), waited_us=waited_us if waited_us.any() else None)
-    used = used_rows(trace, calls, rank, phases)
+    used, spent = used_rows(trace, calls, rank, phases), timeline_of(trace.gpu)
     return RankAnalysis(
         rank=rank,
         trace=trace,
-        timelines=timelines(trace),
+        timelines=timelines(whole if step is None else trace),
+        spent=spent,
+        unknown=unknown_kernels(trace, phases.is_named(Category.OTHER.value), spent.total_us),
+        streams=stream_rows(trace, phases),
+        annotations=annotation_rows(trace, phases, steps),
+        counters=counter_rows(trace, steps),
+        left_out=_left_out(whole, trace),
         steps=steps,
         phases=phases,
         used_rows=used,
@@ -124,18 +213,30 @@ def _of_rank(rank: int, trace: Trace, waited_us: Floats, calls: CollectiveCalls,
     )
 
 
-def _only_step(trace: Trace, number: int) -> Trace:
-    """The trace with only the GPU events in the window of one step."""
-    steps = {one.number: one for one in steps_of(trace)}
-    if number not in steps:
-        some = ", ".join(map(str, steps)) or "none: no step is marked"
+def _chosen(trace: Trace, number: int | None) -> tuple[RecordedStep, ...]:
+    """All steps of a trace, or the one with a number."""
+    steps = steps_of(trace)
+    if number is None:
+        return steps
+    chosen = tuple(one for one in steps if one.number == number)
+    if not chosen:
+        some = ", ".join(f"{one.number}" for one in steps) or "none: no step is marked"
         raise TraceError(f"{trace.path} has no step {number}", allowed=some)
-    start_us, end_us = steps[number].window_us
-    linked = trace.gpu.take(trace.gpu.is_linked)  # others were launched before the recording, so in another step
-    gpu = linked.take(linked.starting_in(start_us, end_us))
-    if not len(gpu):
+    if not chosen[0].timeline.events:
         raise TraceError(f"{trace.path}: step {number} started nothing on the device that was recorded")
-    return replace(trace, gpu=gpu)
+    return chosen
+
+
+def _left_out(whole: Trace, trace: Trace) -> LeftOut:
+    """The events that are in the recording but not in the steps."""
+    earlier = is_earlier(whole.gpu)
+    earlier_us = float(whole.gpu.duration_us[earlier].sum())
+    return LeftOut(
+        earlier=int(earlier.sum()),
+        earlier_us=earlier_us,
+        others=len(whole.gpu) - len(trace.gpu) - int(earlier.sum()),
+        others_us=max(0.0, float(whole.gpu.duration_us.sum() - trace.gpu.duration_us.sum()) - earlier_us),
+    )
 
 
 def _waited(traces: Mapping[int, Trace], collectives: CollectiveTimes) -> dict[int, Floats]:
@@ -155,10 +256,15 @@ def analysis_json(answer: TraceAnalysis) -> dict[str, Any]:
     """The JSON contract of `penstock trace --json`."""
     of_ranks = {
         f"{one.rank}": {
-            "timeline": {name: asdict(timeline) for name, timeline in one.timelines.items()},
+            "timeline": {name: asdict(timeline) for name, timeline in (*one.timelines.items(), ("steps", one.spent))},
+            "left_out": asdict(one.left_out),
             "steps": [asdict(step) for step in one.steps],
             "phases": [row.as_json() for row in one.phases.rows()],
             "other_share": one.phases.other_share,
+            "unknown": [asdict(row) for row in one.unknown],
+            "streams": [asdict(row) for row in one.streams],
+            "annotations": [asdict(row) for row in one.annotations],
+            "counters": [asdict(row) for row in one.counters],
             "replays": None if one.phases.replays is None else asdict(one.phases.replays),
             "roofline": one.roofline.as_json(),
             "modelled_share": one.roofline.modelled_share,
@@ -173,6 +279,8 @@ def analysis_json(answer: TraceAnalysis) -> dict[str, Any]:
     }
     collectives, shown = answer.collectives, {one.rank for one in answer.ranks}
     together = {
+        "per_step": answer.per_step,
+        "critical_path": answer.path.as_json(),
         "collectives": [row for row in _collectives_json(collectives) if row["rank"] in shown],
         "unmatched": [_unmatched_json(collectives.calls, one) for one in collectives.unmatched],
         "stragglers": [asdict(one) for one in collectives.stragglers()],

@@ -22,7 +22,19 @@ import numpy as np
 
 from penstock.base.errors import TraceError
 from penstock.base.numbers import printable
-from penstock.trace.events import DAMAGE, NONE, ArgsColumn, GpuEvents, HostEvents, HostKind, Integers, Thread, Trace
+from penstock.trace.events import (
+    DAMAGE,
+    NONE,
+    ArgsColumn,
+    Floats,
+    GpuEvents,
+    HostEvents,
+    HostKind,
+    Integers,
+    Thread,
+    Trace,
+    decoded_or,
+)
 from penstock.trace.kernel_names import kind_of
 
 _NO_TEXT = msgspec.Raw()
@@ -76,6 +88,7 @@ class JoinKeys(msgspec.Struct, gc=False):
 _FILE = msgspec.json.Decoder(TraceFile)
 _LIST = msgspec.json.Decoder(list[ChromeEvent])
 _JOINS = msgspec.json.Decoder(JoinKeys, strict=False)
+_ANY = msgspec.json.Decoder()
 _NOTHING = JoinKeys()
 _UNNUMBER = re.compile(rb"(:\s*)[-+]?(?:infinity|inf|nan)\b", re.IGNORECASE)
 
@@ -147,6 +160,7 @@ _HEADER = TraceFile.__struct_fields__[3:]  # without events, devices and process
 
 _TIMED = ("X", "i", "I")  # phases of Chrome's format: an event that lasts, and instants in two spellings
 _ARROW = "ac2g"  # category of arrows: asynchronous CPU to GPU
+_MEASURED = "cuda_profiler_range"  # category of ranges of kernels with CUPTI's hardware counters
 _HALF = 2**63
 _FOREVER_US = 1e17
 """More than three thousand years: a time beyond this is damage."""
@@ -162,8 +176,8 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
     Raises:
         TraceError: a number or the `args` of an event are damaged, or there is no GPU event.
     """
-    tables: list[list[ChromeEvent]] = [[], [], [], [], []]
-    on_gpu, on_host, arrows, named, endless = tables
+    tables: list[list[ChromeEvent]] = [[], [], [], [], [], []]
+    on_gpu, on_host, arrows, named, endless, counted = tables
     table_of = dict.fromkeys(_GPU, on_gpu) | dict.fromkeys(_HOST, on_host)  # by category; others are left out
     for event in file.traceEvents:
         table = table_of.get(event.cat or "")
@@ -174,6 +188,8 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
             arrows.append(event)
         elif event.name == "thread_name" and event.ph == "M":
             named.append(event)
+        elif event.ph == "C" or event.cat == _MEASURED:
+            counted.append(event)
     if gpu_required and not on_gpu:
         raise _no_gpu(file, path, endless)
     file.traceEvents.clear()
@@ -210,9 +226,26 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
             distributed=distributed,
             header={key: value for key in _HEADER if (value := value_of(getattr(file, key))) is not None},
             notes=tuple(notes),
+            counters=_counters(counted),
         )
     except DAMAGE as error:
         raise TraceError(f"{path} is damaged: {reason(error)}", fix="record it again") from error
+
+
+def _counters(events: Sequence[ChromeEvent]) -> dict[str, tuple[Floats, Floats]]:
+    """The numbers of counter events by name, with their times; args that are no numbers are left out."""
+    samples: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        values = _mapping(decoded_or(None, _ANY, event.args))
+        for key, value in values.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and event.ts is not None and abs(event.ts) < _FOREVER_US and abs(value) < _HALF:
+                # The events of a counter of one number repeat its name as the key, or say `value`.
+                plain = event.ph == "C" and (len(values) == 1 or key == event.name)
+                name = event.name if plain else key if event.cat == _MEASURED else f"{event.name} {key}"
+                samples.setdefault(printable(name), []).append((float(event.ts), float(value)))
+    columns = {name: np.array(sorted(found, key=lambda one: one[0])) for name, found in samples.items()}
+    return {name: (table[:, 0], table[:, 1]) for name, table in columns.items()}
 
 
 def launches(correlation: Integers, host: HostEvents) -> Integers:

@@ -12,7 +12,7 @@ Times are microseconds on the clock of the file (float64). An absent integer is 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
@@ -210,6 +210,10 @@ class Trace:
     distributed: Mapping[str, Any]  # of the process groups, as in the file (`pg_config`, `backend`, ...)
     header: Mapping[str, Any]  # other entries beside the events; Penstock's own recordings have `penstock`
     notes: tuple[str, ...]  # oddities of the file and how they were treated, a line each
+    # Kernel -> phase, from a file of the user (penstock.trace.recognize).
+    mapped: Mapping[str, str] = field(default_factory=dict)
+    # Counter -> times in microseconds, ascending, and its values.
+    counters: Mapping[str, tuple[Floats, Floats]] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:

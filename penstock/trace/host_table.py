@@ -59,7 +59,7 @@ class HostTable:
 
 def host_table(one: RankAnalysis) -> HostTable:
     """The table of one rank, whose trace `on_host` made."""
-    spent, events, phases = one.timelines["all"], one.trace.gpu, one.phases
+    spent, events, phases = one.spent, one.trace.gpu, one.phases
     count, steps = len(events), max(1, len(one.steps))
     step_us = spent.total_us / steps
 

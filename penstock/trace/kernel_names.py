@@ -10,12 +10,15 @@ Communication kernels are known by name too. Only the name of the function count
 cut off, because a block-level reduction can name a type after an all-reduce. Communication is:
 
 - NCCL and RCCL in all spellings of their history, MSCCL, Gloo's and vendors' own,
-- DeepEP, MORI, NVSHMEM, rocSHMEM: kernels that write into other devices' memory themselves,
+- DeepEP, Hybrid-EP, NCCL EP, MORI, pplx, UCCL, Mooncake, NIXL, UCX, NVSHMEM, rocSHMEM: kernels that write into other
+  devices' memory themselves,
+- dispatch and combine in a namespace of expert parallelism (`acme::ep::dispatch`, `acme::internode::combine`), as forks
+  and in-house libraries name them (penstock.trace.recognize finds those whose names say nothing),
 - PyTorch's symmetric memory and multimem kernels, custom all-reduces of inference engines, user buffers,
 - Penstock's own: rows pushed, taken and returned through symmetric memory, sums over ranks, and waits for flags.
 
-Counting the rows of each destination (`deep_ep::layout`) stays on the device and is compute. Copies to another device
-are copies, as in other tools.
+What these libraries compute beside it stays on the device: counting the rows of each destination, staging copies, sums
+of received rows (`_LOCAL`). Copies to another device are copies, as in other tools.
 """
 
 import re
@@ -71,6 +74,9 @@ class Category(StrEnum):
 FLOAT8_GEMM = "float8_matrices_kernel"
 """Products of dense matrices in 8 bits and weight gradients of experts; the surroundings tell them apart."""
 
+ATEN = "aten::"
+"""Beginning of the names of PyTorch's own operators."""
+
 _CATEGORIES = tuple(Category)
 COLLECTIVES = _CATEGORIES[_CATEGORIES.index(Category.ALL_TO_ALL) : _CATEGORIES.index(Category.COLLECTIVE) + 1]
 """Categories of communication, which stand together in `Category`."""
@@ -82,7 +88,16 @@ def _table(text: str) -> tuple[tuple[Category, str], ...]:
     return tuple((Category[member], pattern) for member, pattern in rows)
 
 
-SPECIFIC_PATTERNS = _table(r"""
+_EP = (
+    r"(?<![a-z0-9])(ep|deepep|hybridep|expert_parallel|intranode|internode(_ll)?|low_latency|mori|pplx|uccl|mooncake)"
+    r"(::|_|\.)"
+)
+"""A part of a name that says expert parallelism: a namespace (`acme::ep::`) or a prefix (`nccl_ep_jit_`)."""
+
+_PRODUCT = r"gemm|xmma|cutlass|nvjet|Cijk_|wgmma|tensorop"
+"""Parts of the names of products, to which an activation can be fused."""
+
+SPECIFIC_PATTERNS = _table(rf"""
 # Penstock's kernels and autograd functions
 WAIT            ^(wait|hold)_kernel$
 DISPATCH        ^(push_rows|take_rows)_kernel$|^_Dispatch(Backward)?$
@@ -101,12 +116,16 @@ ATTENTION       ^(mla|latent)_heads_(backward_)?kernel$|^shared_key_backward_ker
 ATTENTION       ^delta_\w+_kernel$|^convolution_\w*kernel$|^_(DeltaRule|ShortConvolution)(Backward)?$
 POSITIONS       ^rotate_kernel$|^_Rotate
 LOSS            ^linear_cross_entropy_kernel$|^scale_kernel$|^_LinearCrossEntropy
-EMBED           ^_LookUpInto
-# dispatch and combine of other libraries
-WAIT            deep_ep::.*(notify|barrier)|DeepEP.*notify
-DISPATCH        deep_ep::.*dispatch|hybrid_ep.*dispatch|EpDispatch|moe_?a2a.*dispatch|uccl::.*dispatch
-COMBINE         deep_ep::.*combine|hybrid_ep.*combine|EpCombine|moe_?a2a.*combine|uccl::.*combine
-INDEX           deep_ep::layout|get_dispatch_layout|moe_align_block_size|moe::dev::routing::.*(Offsets|Histogram)Kernel
+EMBED           ^_LookUpInto|^(sum|join)_runs_kernel$
+# dispatch and combine of other libraries, kernels and operators
+INDEX           {_EP}.*(layout|scan|routing_map|preprocess|update_expected)|moe_?a2a(prepare|sanitize)
+PERMUTE         dispatch_copy_epilogue|EpDispatchCopyToStaging|skipped_token_\w*dispatch
+WAIT            {_EP}.*(notify|barrier|device_sync)|DeepEP.*notify|EpCombineSync
+DISPATCH        {_EP}.*dispatch|EpDispatch|a2a.*dispatch|^dispatchKernel$|kernel_dispatch_token(?!_moe)
+COMBINE         {_EP}.*combine|EpCombine|a2a.*combine|^combineKernel$|kernel_combine_token
+DISPATCH        (Fused|HybridEP|DeepEP|MoE|Token)_?Dispatch(Backward)?$
+COMBINE         (Fused|HybridEP|DeepEP|MoE|Token)_?Combine(Backward)?$
+INDEX           get_dispatch_layout|moe_align_block_size|moe::dev::routing::.*(Offsets|Histogram)Kernel
 # MoE kernels of other libraries
 ROUTE           moe::dev::routing|topk_gating|moe_fused_gate|grouped_topk|fused_topk|sbtopk|gatherTopK|moe_router
 INDEX           routing(Indices|Renormalize|Deep)|sort_chunks|compute_problem_sizes|expandInput|expert_?map
@@ -117,7 +136,7 @@ GROUPED         fused_moe_kernel|_GroupedLinear|moe_gemm|MoeFCGemm|GroupProblemS
 EXPERTS         moe_forward|fused_moe|fused_experts|moe::|MoeRunner|mixture_of_experts
 # attention
 CACHE           reshape_and_cache|concat_and_cache|kv_cache|copy_page_indices|paged_kv
-ATTENTION       sdpa|(?<!cache_)flash(?!infer.*norm)|fmha|(?<!rope_)attention|flex_att|mla_|paged|splitkv
+ATTENTION       sdpa|(?<!cache_)flash(?!infer.*norm|_?comm)|fmha|(?<!rope_)attention|flex_att|mla_|paged|splitkv
 ATTENTION       cudnn.*(fort|mha|compute_dot_do_o|convert_dq)|_attn_|attn_fwd|attn_bwd|aiter::.*fa_|ScaledDotProduct
 POSITIONS       rotary|rope(?!rty)
 # outside of the layers
@@ -128,15 +147,15 @@ OPTIMIZER       FusedAdam|FusedSgd|_fused_(adam|sgd)|adamw?_kernel|Optimizer\.(s
 OPTIMIZER       _foreach_|muon|newton_schulz|rowwise_adagrad
 NORM            (batch|layer|group|rms|instance)_?norm|GammaBeta|RowwiseMoments|SubTensorOpWith(Cast|Scalar)|bn_(fw|bw)
 EMBED           embedding|pooled_embs
-CONVOLUTION     conv(?!ert)|igemm_(fwd|bwd|wrw)|implicit_?gemm|winograd|bwd_weight|miopen.*Im2Col|batched_transpose
+CONVOLUTION     conv(?!ert)|igemm_(fwd|bwd|wrw)|implicit_?gemm|winograd|bwd_weight|miopen.*Im2Col
 CONVOLUTION     transpose_(CNHW2NCHW|NCHW2CNHW)|cudnn.*(dgrad|wgrad|fprop)|Im2d2Col|naive_conv
 POOLING         (max|avg|average)_?pool|pool2d
-ACTIVATION      silu|swiglu|gelu|relu|act_and_mul|threshold|Sigmoid|swish|glu\b
+ACTIVATION      ^(?!.*({_PRODUCT})).*(silu|swiglu|gelu|relu|act_and_mul|threshold|Sigmoid|swish|glu\b)
 """)
 """Patterns of the part of the model. Kernels of Penstock come first: their short names match in full."""
 
 GENERIC_PATTERNS = _table(rf"""
-ALL_TO_ALL      all_?to_?all|nccl.*SendRecv|exchangeSplit
+ALL_TO_ALL      all_?(to|2)_?all|nccl.*SendRecv|exchangeSplit
 ALL_REDUCE      all_?reduce|cross_device_reduce|lamport
 REDUCE_SCATTER  reduce_?scatter
 ALL_GATHER      all_?gather
@@ -183,7 +202,8 @@ def _essence(name: str) -> str:
 
     PyTorch's elementwise kernels and CUTLASS's kernels are templates over their operation, so those keep the template.
     """
-    return (name if "at::native" in name or "cutlass" in name else function_of(name)).lower()
+    is_whole = "at::native" in name or "cutlass" in name or name.startswith("_ZN2at6native")
+    return (name[:_LONGEST] if name.startswith("_Z") and is_whole else name if is_whole else function_of(name)).lower()
 
 
 @lru_cache(maxsize=65536)
@@ -209,37 +229,68 @@ def is_gradient(name: str) -> bool:
 OWN = "penstock"
 """The library name of Penstock's own kernels."""
 
+_TRANSPORTS = r"dispatch|combine|notify|barrier|sync|send|recv|exchange"
+"""Parts of the names of kernels that carry tokens, or that wait for other ranks before or after it."""
+
+_LOCAL = re.compile(
+    r"layout|epilogue|prologue|::scan|_scan_|permute|prepare|sanitize|routing_map|preprocess|update_expected|"
+    r"copytostaging|epcombineall|skipped_token|mega_kernel"
+)
+"""Parts of the names of kernels of these libraries that stay on their device."""
+
 _BY_LIBRARY = _compiled(
     (
-        ("nccl", r"^(?:\w+::)*(?:nccl|rccl|mscclpp|msccl|hccl|oneccl)|nccldevkernel|ncclkernel|ncclsym|mscclkernel"),
-        ("deep_ep", r"deep_ep(?!::layout|6layout)|hybrid_ep|uccl::"),  # `6layout` is `layout` in a mangled name
-        ("mori", r"mori::|ep(?:dispatch|combine)\w*kernel"),
-        ("nvshmem", r"nvshmem|rocshmem|roc_shmem|pplx"),
+        ("hybrid_ep", r"hybrid_?ep"),
+        ("deep_ep", r"deep_?ep"),
+        ("mori", r"mori::|ep(?:dispatch|combine)\w"),
+        ("pplx", r"pplx|a2a_(?:dispatch|combine)_(?:send|recv)|^(?:dispatch|combine)kernel$"),
+        ("expert_parallel", rf"{_EP}(?:\w|::)*(?:{_TRANSPORTS})|kernel_(?:dispatch|combine)_token"),
+        ("expert_parallel", r"moe_?a2a|moe_?all_?(?:to|2)_?all"),
+        ("nccl", r"^(?:\w+::)*(?:nccl(?!_ep)|rccl|msccl|hccl|oneccl)|nccldevkernel|ncclkernel|ncclsym|mscclkernel"),
+        ("nvshmem", r"nvshmem|rocshmem|roc_shmem|ishmem|barrier_on_stream_kernel"),
+        ("ucx", r"(?:^|::)(?:ucx|ucp|uct|ucc)(?:_|::)"),
         (OWN, r"^(?:push_rows|take_rows|return_rows|sum_ranks|wait|hold|signal)_kernel$"),
         ("symmetric", r"multimem|symmetric_memory|symm_mem|(?:one|two)_?shot_all_?reduce|alltoallv"),
         ("symmetric", r"(?:put|wait)_signal_kernel|exchangesplitandoffset"),
         ("userbuffers", r"userbuffers"),
         # A block or a warp that reduces stays on its device.
         ("custom", r"cross_device_reduce|lamport|(?<!block)(?<!warp)(?<!block_)(?<!warp_)all_?reduce"),
-        ("custom", r"all_?gather|reduce_?scatter|all_?to_?all|moe_?a2a"),
+        ("custom", r"all_?gather|reduce_?scatter|all_?(?:to|2)_?all"),
     )
 )
-"""Libraries that communicate, and patterns of their kernels' functions."""
+"""Libraries that communicate, and patterns of their kernels' functions. Expert parallelism first: NCCL has one too."""
+
+EXPERT_PARALLEL = frozenset({"hybrid_ep", "deep_ep", "mori", "pplx", "expert_parallel"})
+"""Libraries whose kernels carry tokens between experts and nothing else."""
 
 _LONGEST = 256
 """Characters of a name that are searched: mangled names continue for thousands with template arguments."""
+
+_LENGTH = re.compile(r"[0-9]{1,3}")
 
 
 @lru_cache(maxsize=65536)
 def function_of(kernel: str) -> str:
     """The name of a kernel's function, with namespaces, without return type, template and parameters.
 
-    `void at::native::(anonymous namespace)::sum<float>(float*)` is `at::native::sum`.
+    `void at::native::(anonymous namespace)::sum<float>(float*)` is `at::native::sum`, `_ZN2ck4gemmIfEvv` is `ck::gemm`.
     """
     bare = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
     if bare.startswith("std::enable_if"):
         bare = bare.partition("::type ")[2]  # the return type of a template; the function is behind it
+    if bare.startswith("_Z"):
+        return _demangled(bare)[:_LONGEST]
     return re.split(r"[<(]", bare, maxsplit=1)[0][:_LONGEST].strip()
+
+
+def _demangled(name: str) -> str:
+    """The nested name in a mangled one, which is a list of lengths and words: `_ZN2ck4gemmI...`."""
+    parts, at = [], 3 if name.startswith("_ZN") else 2
+    while length := _LENGTH.match(name, at):
+        at = length.end() + int(length[0])
+        parts.append(name[length.end() : at])
+    words = [part for part in parts if part and not part.startswith("_GLOBAL_")]
+    return "::".join(words) or name
 
 
 @lru_cache(maxsize=65536)
@@ -247,7 +298,8 @@ def library_of(kernel: str) -> str | None:
     """The library through which a kernel communicates with other ranks, or None if it does not."""
     function = function_of(kernel).lower()
     # Kernels of PyTorch's operators stay on their device, whatever their names have in them.
-    return None if function.startswith("at::native::") else _first(_BY_LIBRARY, function)
+    library = None if function.startswith("at::native::") else _first(_BY_LIBRARY, function)
+    return None if library in EXPERT_PARALLEL and _LOCAL.search(function) else library
 
 
 def kind_of(category: str, name: str) -> GpuKind:

@@ -22,11 +22,21 @@ SHORT_US = 10.0
 
 GAP_US, LONG_GAP_US = 10.0, 100.0
 
+LONG_COPY_US = 100.0
+"""Time of the host in a call from which it waits for the copy. A call that only launches takes about 10 us."""
+
 WAITS = re.compile(
-    r"^(cuda|hip)(Device|Stream|Event)Synchronize|^(cu|hip)(Ctx|Stream|Event)Synchronize|^(cuda|hip)Memcpy(DtoH)?$"
+    r"^(cuda|hip)(Device|Stream|Event)Synchronize|^(cu|hip)(Ctx|Stream|Event)Synchronize"
+    r"|^(cuda|hip)Memcpy(DtoH)?$|^hipMemcpy(WithStream|HtoD|DtoD)$"
     r"|^(cuda|hip)(Free|Malloc)(Host)?$"
 )
 """Calls that return after the device has done something. Allocations can, and cost host time in any case."""
+
+COPIES = re.compile(r"^(cuda|cu|hip)Memcpy")
+"""Calls that copy; those from memory that is not pinned return after the copy."""
+
+ON_DEVICE = re.compile(r"DtoD|DeviceToDevice|PtoP|PeerToPeer")
+"""Copies that the host takes no part in."""
 
 TO_HOST = re.compile(r"DtoH|DeviceToHost")
 """Copies that the host can wait for: it does if the memory is not pinned."""
@@ -126,7 +136,7 @@ def _gaps(trace: Trace) -> DeviceGaps:
             is_hosts=bool(is_hosts[one]) if is_known[one] else None,
             before=gpu.name(int(last)),
             after=gpu.name(int(np.searchsorted(gpu.start_us, gaps.end_us[one]))),
-            host=next(iter(_around(trace, tree, int(launch[one]))), "") if is_known[one] else "",
+            host=next(iter(names_around(trace, tree, int(launch[one]))), "") if is_known[one] else "",
         )
         for one, last in zip(order.tolist(), before.tolist(), strict=True)
     )
@@ -170,11 +180,60 @@ def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> flo
     tree = tree_around(host, rows)
     ahead_us = spared_us = 0.0  # by how much launches would be earlier now; idle time that this saves so far
     for row, us in zip(rows.tolist(), idle_us.tolist(), strict=True):
-        goes = inside is None or not inside.isdisjoint(_around(trace, tree, row))
+        goes = inside is None or not inside.isdisjoint(names_around(trace, tree, row))
         ahead_us = ahead_us + float(host.duration_us[row]) if goes else 0.0  # at a wait that stays, the host is late
         spared = min(us, ahead_us)
         ahead_us, spared_us = ahead_us - spared, spared_us + spared
     return spared_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyCalls:
+    """Copies of the host from one place."""
+
+    call: str
+    where: tuple[str, ...]
+    count: int
+    longest_us: float
+    alone_us: float  # the device computes and sends nothing meanwhile
+    bytes: int | None  # None if the trace does not tell
+
+
+def longest_copies(trace: Trace, busy: Intervals, within: tuple[float, float] | None) -> CopyCalls | None:
+    """The copies from one place in which the host stays longest while the device is not `busy`; None without any.
+
+    Calls shorter than `LONG_COPY_US` only launch their copy, and the host takes no part in a copy on the device.
+
+    Args:
+        within: only calls that begin between these host times.
+    """
+    host, gpu = trace.host, trace.gpu
+    is_copy = (host.kind == HostKind.RUNTIME) & host.named(COPIES.search) & (host.duration_us >= LONG_COPY_US)
+    is_copy[gpu.launch[gpu.is_linked & gpu.named(ON_DEVICE.search)]] = False
+    rows = np.flatnonzero(is_copy)
+    if within is not None:
+        rows = rows[(host.start_us[rows] >= within[0]) & (host.start_us[rows] < within[1])]
+    if not len(rows):
+        return None
+    alone_us = host.duration_us[rows] - busy.covered_us(host.start_us[rows], host.end_us[rows])
+    tree = tree_around(host, rows)
+    places: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for place in np.flatnonzero(alone_us > 0).tolist():
+        row = int(rows[place])
+        places.setdefault((host.name(row), names_around(trace, tree, row)), []).append(place)
+    if not places:
+        return None
+    (call, where), found = max(places.items(), key=lambda item: float(alone_us[item[1]].sum()))
+    sizes = [gpu.args(int(row)).get("bytes") for row in np.flatnonzero(np.isin(gpu.launch, rows[found]))]
+    known = [size for size in sizes if isinstance(size, int)]
+    return CopyCalls(
+        call=call,
+        where=where,
+        count=len(found),
+        longest_us=float(host.duration_us[rows[found]].max()),
+        alone_us=float(alone_us[found].sum()),
+        bytes=sum(known) if known else None,
+    )
 
 
 def waiting_calls(trace: Trace) -> Integers:
@@ -195,7 +254,7 @@ def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[HostWait, 
     tree = tree_around(host, rows)
     places: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     for row in rows.tolist():
-        places.setdefault((host.name(row), _around(trace, tree, row)), []).append(float(host.duration_us[row]))
+        places.setdefault((host.name(row), names_around(trace, tree, row)), []).append(float(host.duration_us[row]))
     found = [
         HostWait(call=call, where=where, count=len(times), total_us=sum(times), max_us=max(times))
         for (call, where), times in places.items()
@@ -203,7 +262,7 @@ def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[HostWait, 
     return tuple(sorted(found, key=lambda wait: (-wait.total_us, wait.call, wait.where)))
 
 
-def _around(trace: Trace, tree: HostTree, row: int) -> tuple[str, ...]:
+def names_around(trace: Trace, tree: HostTree, row: int) -> tuple[str, ...]:
     """Names around a call, from the outside in, without the profiler's steps."""
     names = [trace.host.name(one) for one in tree.above(row)[1:]]
     return tuple(name for name in reversed(names) if not name.startswith("ProfilerStep#"))

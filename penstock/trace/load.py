@@ -27,8 +27,11 @@ from pathlib import Path
 import numpy as np
 
 from penstock.base.errors import TraceError, did_you_mean_path
+from penstock.base.files import most_unpacked, open_file
 from penstock.trace.decode import columns_of, parse
-from penstock.trace.events import Floats, GpuKind, HostKind, Integers, Trace, as_gpu_events
+from penstock.trace.events import GpuKind, HostKind, Trace, as_gpu_events
+from penstock.trace.recognize import PhaseNames, recognized
+from penstock.trace.tree import stretches
 
 PROFILE = "profile"
 """Folder of the traces inside the folder of a run."""
@@ -46,25 +49,30 @@ _GZIP = 31
 """zlib's `wbits` for a gzip header and the largest window."""
 
 
-def load_trace(path: Path, *, gpu_required: bool = True) -> Trace:
+def load_trace(path: Path, *, gpu_required: bool = True, names: PhaseNames | None = None) -> Trace:
     """Load one file.
 
     Args:
         path: ends in .json or .json.gz; compression is detected by the first bytes.
         gpu_required: a trace without GPU events is an error.
+        names: phases of kernels that the user names.
 
     Raises:
         TraceError: it cannot be read, is damaged or of another tool, or has no GPU event.
     """
-    return decode_trace(read_text(path), path=path, gpu_required=gpu_required)
+    return decode_trace(read_text(path), path=path, gpu_required=gpu_required, names=names)
 
 
-def decode_trace(text: bytes, *, path: Path = Path("trace"), gpu_required: bool = True) -> Trace:
+def decode_trace(
+    text: bytes, *, path: Path = Path("trace"), gpu_required: bool = True, names: PhaseNames | None = None
+) -> Trace:
     """Decode the text of a file; `path` names it in errors."""
-    return columns_of(parse(text, path), path, gpu_required=gpu_required)
+    return recognized(columns_of(parse(text, path), path, gpu_required=gpu_required), names)
 
 
-def load_ranks(paths: Path | Sequence[Path], *, gpu_required: bool = True) -> dict[int, Trace]:
+def load_ranks(
+    paths: Path | Sequence[Path], *, gpu_required: bool = True, names: PhaseNames | None = None
+) -> dict[int, Trace]:
     """Load the traces of several ranks, in ascending order of rank.
 
     `paths` is a file, a folder of files, the folder of a run, or several files; for the options see `load_trace`.
@@ -75,7 +83,10 @@ def load_ranks(paths: Path | Sequence[Path], *, gpu_required: bool = True) -> di
     files = trace_files(paths)
     # The pool ends here and not in `_texts`: collecting an abandoned generator must not wait for a thread.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix=READER) as reader:
-        traces = [decode_trace(text, path=path, gpu_required=gpu_required) for path, text in _texts(files, reader)]
+        traces = [
+            decode_trace(text, path=path, gpu_required=gpu_required, names=names)
+            for path, text in _texts(files, reader)
+        ]
     ranks = _ranks(traces)
     return {rank: replace(trace, rank=rank) for rank, trace in sorted(zip(ranks, traces, strict=True))}
 
@@ -100,7 +111,7 @@ def read_text(path: Path) -> bytes:
         TraceError: it cannot be read, or its gzip data are damaged.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_file(path, buffering=0) as file:
             packed = file.read(_BEGINNING_BYTES)
             is_packed = packed[:2] == _GZIP_MAGIC
             beginning = zlib.decompressobj(_GZIP).decompress(packed, _BEGINNING_BYTES) if is_packed else packed
@@ -121,10 +132,14 @@ def read_text(path: Path) -> bytes:
 def _unpacked(packed: bytes, path: Path) -> bytes:
     """All members of a gzip file, with their checksums verified."""
     parts: list[bytes] = []
+    left = most_unpacked(len(packed))
     try:
         while packed:
             member = zlib.decompressobj(_GZIP)
-            parts.append(member.decompress(packed))
+            parts.append(member.decompress(packed, left))
+            left -= len(parts[-1])
+            if member.unconsumed_tail or not left:
+                raise TraceError(f"{path} becomes more than 100 times as large when it is unpacked: it is no trace")
             if not member.eof:
                 raise TraceError(f"{path} was cut off: its gzip data do not end", fix="copy or record it again")
             # A gzip file can have several members and zero padding.
@@ -168,12 +183,13 @@ def _traces_among(files: Sequence[Path]) -> Sequence[Path]:
 def _begins_as_trace(path: Path) -> bool:
     """Whether a file begins as a list or as an object with events; damaged files count, so that they are reported."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             text = file.read(_PEEKED_BYTES)
         text = zlib.decompressobj(_GZIP).decompress(text, _PEEKED_BYTES) if text[:2] == _GZIP_MAGIC else text
     except (OSError, zlib.error):
         return True
-    return text.lstrip()[:1] != b"{" or b'"traceEvents"' in text
+    begin = text.lstrip()[:1]
+    return b'"traceEvents"' in text if begin == b"{" else b'"ph"' in text if begin == b"[" else True
 
 
 def _rank_in(path: Path) -> int | None:
@@ -200,6 +216,11 @@ def _ranks(traces: Sequence[Trace]) -> list[int]:
         ranks = [told[0] if told[0] is not None else named[0] or 0]
     sure = [rank for rank in ranks if rank is not None]
     if len(set(sure)) < len(traces):
+        places = {(trace.path.parent, rank) for trace, rank in zip(traces, ranks, strict=True)}
+        folders = sorted({f"{folder}" for folder, _ in places})
+        if 1 < len(folders) < len(places) == len(traces):
+            what = f"{len(folders)} folders with traces of the same ranks"
+            raise TraceError(what, fix=f"give one of {', '.join(folders)}")
         raise TraceError(
             f"{traces[0].path.parent}: it is not clear which rank each of {len(traces)} files is of",
             got=ranks,
@@ -221,10 +242,8 @@ def on_host(trace: Trace) -> Trace:
     talks = host.named(lambda name: name.startswith(COMMUNICATION))
     rows = np.flatnonzero((host.kind == HostKind.OPERATOR) | ((host.kind == HostKind.SPAN) & talks))
     # Stretches of time in which each row is the innermost of its thread: row, start, end.
-    found: list[tuple[int, float, float]] = []
-    for one in np.unique(host.thread[rows]):
-        _stretches(found, rows[host.thread[rows] == one], host.start_us, host.end_us)
-    table = np.array(found, dtype=np.float64).reshape(-1, 3)
+    found = [stretches(host, rows[host.thread[rows] == one]) for one in np.unique(host.thread[rows])]
+    table = np.array([one for each in found for one in each], dtype=np.float64).reshape(-1, 3)
     table = table[np.argsort(table[:, 1], kind="stable")]  # by start; float64 holds row numbers exactly
     row, start_us, end_us = table[:, 0].astype(np.int64), table[:, 1], table[:, 2]
     events = as_gpu_events(
@@ -239,36 +258,13 @@ def on_host(trace: Trace) -> Trace:
     return replace(trace, gpu=events)
 
 
-def _stretches(found: list[tuple[int, float, float]], rows: Integers, start_us: Floats, end_us: Floats) -> None:
-    """Appends the stretches of one thread, whose rows are sorted by start and then the longer first."""
-    open_: list[tuple[int, float]] = []  # open rows from the outside in, each with its end
-    now = -np.inf  # all stretches before this time are found
-
-    def until(time_us: float) -> None:
-        nonlocal now
-        while open_ and open_[-1][1] <= time_us:  # the innermost row ends: its last stretch is until its end
-            row, end = open_.pop()
-            if end > now:
-                found.append((row, now, end))
-                now = end
-        if open_ and time_us > now:  # the innermost row is interrupted by the next one
-            found.append((open_[-1][0], now, time_us))
-        now = max(now, time_us)
-
-    for row, start, end in zip(rows.tolist(), start_us[rows].tolist(), end_us[rows].tolist(), strict=True):
-        until(start)
-        # Rounded clocks: an operator ends at the latest with the one around it.
-        open_.append((row, min(end, open_[-1][1]) if open_ else end))
-    until(np.inf)
-
-
-def read_traces(paths: Path | Sequence[Path]) -> tuple[dict[int, Trace], bool]:
+def read_traces(paths: Path | Sequence[Path], names: PhaseNames | None = None) -> tuple[dict[int, Trace], bool]:
     """Traces by rank, and whether they are of a CPU (see `on_host`).
 
     Raises:
         TraceError: a file cannot be read, or has no event.
     """
-    traces = load_ranks(paths, gpu_required=False)
+    traces = load_ranks(paths, gpu_required=False, names=names)
     with_device = {rank: trace for rank, trace in traces.items() if len(trace.gpu)}
     if with_device:
         return (with_device if len(with_device) == len(traces) else load_ranks(paths)), False

@@ -19,7 +19,8 @@
    reason, and no waiting time is computed from it.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,6 +169,31 @@ class MatchedCollectives:
 
     def __len__(self) -> int:
         return len(self.met)
+
+    def only(self, is_kept: Mapping[int, Flags]) -> "MatchedCollectives":
+        """Those whose kernels are all kept, by rank and row of its `Trace.gpu`; `gpu_row` then counts kept rows."""
+        calls = self.calls
+        masks = [is_kept[rank] for rank in calls.ranks]
+        kept = np.array(
+            [masks[rank][row] for rank, row in zip(calls.rank.tolist(), calls.gpu_row.tolist(), strict=True)],
+            dtype=bool,
+        )
+        places = [np.cumsum(mask) - 1 for mask in masks]
+        chosen = calls.take(kept)
+        new_rows = [places[rank][row] for rank, row in zip(chosen.rank.tolist(), chosen.gpu_row.tolist(), strict=True)]
+        new = np.append(np.where(kept, np.cumsum(kept) - 1, NONE), NONE)  # of each call; NONE reads the appended NONE
+        whole = np.append(kept, True)[self.met].all(axis=1)
+        return replace(
+            self,
+            calls=replace(chosen, gpu_row=np.array(new_rows, dtype=np.int64)),
+            met=new[self.met[whole]],
+            seq=self.seq[whole],
+            unmatched=tuple(
+                replace(one, rows=tuple(int(new[row]) for row in one.rows))
+                for one in self.unmatched
+                if kept[list(one.rows)].all()
+            ),
+        )
 
 
 @dataclass

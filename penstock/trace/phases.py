@@ -20,10 +20,11 @@ import numpy as np
 
 from penstock.base.spans import Span
 from penstock.trace.calls import is_point_to_point
-from penstock.trace.events import NONE, Floats, GpuKind, Integers, Trace
+from penstock.trace.events import NONE, Flags, Floats, GpuKind, Integers, Trace
 from penstock.trace.graph_replays import GraphReplays, infer_replays
 from penstock.trace.intervals import union
 from penstock.trace.kernel_names import (
+    ATEN,
     COLLECTIVES,
     FLOAT8_GEMM,
     Category,
@@ -44,6 +45,12 @@ UPDATES = frozenset({Span.ZERO, Span.REDUCE, Span.CLIP, Span.READ, Span.OPTIMIZE
 
 PHASE_NAMES = {Span.SORT: Category.INDEX.value}
 """Spans with another phase name: a sort outside of a span can be anything."""
+
+TOKENS = frozenset({Category.DISPATCH, Category.COMBINE})
+"""Operators around the launch of a kernel that carries tokens."""
+
+_SENT = frozenset({Category.DISPATCH, Category.COMBINE, Category.WAIT, *COLLECTIVES})
+"""Categories of kernels that communicate."""
 
 PRODUCTS = frozenset({Category.GROUPED, Category.GROUPED_WEIGHTS})
 WAITING = " waiting"
@@ -90,9 +97,14 @@ class Phases:
     def other_share(self) -> float:
         """Share of all time on the device without a name."""
         total = self.kernel_us.sum()
-        if Category.OTHER.value not in self.names or not total:
-            return 0.0
-        return float(self.kernel_us[self.name_id == self.names.index(Category.OTHER.value)].sum() / total)
+        is_other = np.array([name == Category.OTHER for name in self.names], dtype=bool)[self.name_id]
+        return float(self.kernel_us[is_other].sum() / total) if total else 0.0
+
+    def is_named(self, name: str) -> Flags:
+        """Mask of the GPU events of a phase."""
+        found = np.zeros(len(self.placement.span), dtype=bool)
+        found[self.event[np.array([one == name for one in self.names], dtype=bool)[self.name_id]]] = True
+        return found
 
     def rows(self, *, by_layer: bool = True) -> list[Phase]:
         """The table, longest first; layers are added up unless `by_layer`."""
@@ -205,7 +217,10 @@ def _named_events(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], 
     is_told = ~placement.is_replayed | placement.is_inferred | placement.is_backward | (placement.layer != NONE)
     ran = np.where(gpu.is_linked & is_told, ran, 3)
     communicates = gpu.kind == GpuKind.COMMUNICATION
-    categories = np.where(communicates, placement.collective, placement.category)
+    # A collective is that of the operators around it; other transports carry the tokens of a dispatch or combine.
+    is_token = np.array([one in TOKENS for one in CATEGORIES] + [False])[placement.category]
+    carried = np.where((placement.collective == NONE) & is_token, placement.category, placement.collective)
+    categories = np.where(communicates, carried, placement.category)
     # NCCL has one kernel for an all-to-all and for messages of a pipeline; only the args distinguish them.
     is_exchange = gpu.named(lambda name: generic_category(name) is Category.ALL_TO_ALL)
     for row in np.flatnonzero(communicates & (placement.span == NONE) & is_exchange).tolist():
@@ -224,6 +239,7 @@ def _named_events(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], 
             ran=_RAN[how],
         )
         phase, pass_ = _name(event)
+        phase = trace.mapped.get(event.kernel, phase)
         found.append((_index_in(names, phase), PASSES.index(pass_)))
     name_id, pass_id = np.array(found, dtype=np.int64).reshape(-1, 2)[kind].T
     return _exchanges(names, name_id, pass_id)
@@ -298,10 +314,20 @@ def _phase(event: _Event, category: Category | None, operation: Category, pass_:
 
 
 def _kernel_category(event: _Event) -> Category | None:
-    """The category of the kernel's name; the span decides where several categories share a kernel."""
+    """The part of the model, by an operator of PyTorch before the kernel's name, which can name what is fused to it.
+
+    The span decides where several categories share a kernel.
+    """
     if event.kernel == FLOAT8_GEMM and (event.span is Span.EXPERTS or event.category is Category.GROUPED):
         return Category.GROUPED_WEIGHTS
-    return specific_category(event.kernel)
+    named = specific_category(event.kernel)
+    if event.is_communication and named not in _SENT:
+        return None  # a part of a namespace, as in `flashinfer::trtllm_alltoall`
+    if event.operator.startswith(ATEN):
+        made = specific_category(event.operator)
+        is_product = generic_category(event.operator) is Category.PRODUCTS
+        return made or (None if is_product and named not in PRODUCTS else named)
+    return named
 
 
 def _inside_experts(span: Span, category: Category | None, operation: Category, pass_: str) -> str:

@@ -10,20 +10,23 @@
 - idle: total minus busy.
 
 Kernels that were launched before the profiler started still run in its window. `timelines` therefore gives two
-breakdowns, of `all` events and of `linked` ones, whose launch is in the trace.
+breakdowns of the whole recording, of `all` events and of `linked` ones, whose launch is in the trace.
 
 Steps are torch.profiler's regions `ProfilerStep#N`, or Penstock's spans `step N`. The host runs ahead of the device, so
 the device window of a step begins with the first event that the step launched and ends where the next window begins.
+All other tables are of the events in these windows (`in_steps`), so warm-up and events of earlier steps count nowhere.
+A stream runs in order: an event without a launch is of an earlier step if it precedes all linked ones of its stream.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from penstock.base.spans import Span
-from penstock.trace.events import Floats, GpuEvents, GpuKind, HostEvents, HostKind, Trace
+from penstock.trace.events import Flags, Floats, GpuEvents, GpuKind, HostEvents, HostKind, Trace
 from penstock.trace.intervals import Intervals, union
 
 STEP_NAMES = (re.compile(r"ProfilerStep\s*#(\d+)"), re.compile(rf"{Span.STEP}(?:[ #:](\d+))?"))
@@ -54,7 +57,7 @@ class RecordedStep:
     start_us: float  # when the host began it
     duration_us: float
     window_us: tuple[float, float]  # start and end on the device
-    timeline: TimeBreakdown  # of that window, from linked events
+    timeline: TimeBreakdown  # of that window, without events of earlier steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +103,13 @@ def timelines(trace: Trace) -> dict[str, TimeBreakdown]:
 def steps_of(trace: Trace) -> tuple[RecordedStep, ...]:
     """The steps of a trace in order; none if it has no step regions."""
     regions = step_spans(trace)
-    linked = trace.gpu.take(trace.gpu.is_linked)
-    busy = busy_of(linked)
+    linked, launched = trace.gpu.take(trace.gpu.is_linked), trace.gpu.take(~is_earlier(trace.gpu))
+    busy = busy_of(launched)
     windows = _windows(regions, linked, trace.host.start_us[linked.launch])
     steps = []
     for row, (start_us, end_us) in enumerate(windows):
         digits = re.search(r"(\d+)$", regions.name(row))
-        events = linked.starting_in(start_us, end_us)
+        events = launched.starting_in(start_us, end_us)
         steps.append(
             RecordedStep(
                 name=regions.name(row),
@@ -118,6 +121,32 @@ def steps_of(trace: Trace) -> tuple[RecordedStep, ...]:
             )
         )
     return tuple(steps)
+
+
+def is_earlier(gpu: GpuEvents) -> Flags:
+    """Mask of the events that were launched before the recording began."""
+    first_us = np.full(len(gpu), np.inf)  # of each event, the start of the first linked event of its stream
+    for stream in np.unique(gpu.stream):
+        mine = gpu.stream == stream
+        first_us[mine] = gpu.start_us[mine & gpu.is_linked].min(initial=np.inf)
+    is_known = np.isfinite(first_us)
+    # A stream without any launch in the trace was not recorded on the host; it counts from the first launch elsewhere.
+    first_us[~is_known] = first_us[is_known].min(initial=-np.inf) if is_known.any() else -np.inf
+    earlier: Flags = ~gpu.is_linked & (gpu.start_us < first_us)
+    return earlier
+
+
+def in_steps(trace: Trace, steps: Sequence[RecordedStep]) -> Flags:
+    """Mask of the GPU events in the windows of steps; without any window, of all but those of earlier steps."""
+    gpu = trace.gpu
+    inside: Flags = ~is_earlier(gpu)
+    windows = [step.window_us for step in steps if step.window_us[1] > step.window_us[0]]
+    if not windows:
+        return inside
+    timed = np.zeros(len(gpu), dtype=bool)
+    for start_us, end_us in windows:
+        timed[gpu.starting_in(start_us, end_us)] = True
+    return inside & timed
 
 
 def step_spans(trace: Trace) -> HostEvents:

@@ -6,7 +6,8 @@ event before it that is one level higher. This is sorting only, without a stack 
 
 `place` then gives, for every GPU event, what was open around the call that launched it:
 
-- the innermost operator, and the innermost span that names a phase (penstock.base.spans) or a layer ("layer 3"),
+- the innermost operator, and the innermost span that names a phase (penstock.base.spans) or a layer ("layer 3"); the
+  annotations of other programs around dispatch and combine (`dispatch(...)`, `moe.combine`) are such spans too,
 - in backward, the autograd node. Its sequence number leads to the forward operator, whose span and layer it takes;
   forward operators recorded inside a node, with a number of their own, are recomputation,
 - step and pipeline action, by time: they cover autograd's threads as well.
@@ -45,6 +46,11 @@ FRAMES = frozenset({Span.STEP, Span.FORWARD, Span.BACKWARD, Span.RECOMPUTE, Span
 ACTION = re.compile(r"\bof (virtual )?stage \d+|^micro-batch \d+$")
 GRADIENTS = re.compile(r"^(backward|input gradient|weight gradient) of stage \d+")
 LAYER = re.compile(r"\blayers?[ ._](\d+)\b")
+EXCHANGE = re.compile(
+    r"(?<![a-z0-9])(dispatch|combine)(?=$|\s*[(\[:#]|[ _.-](a2a|e2e|fwd|bwd|forward|backward|layer|tokens?|iter|\d))",
+    re.IGNORECASE,
+)
+"""Names of annotations of other programs, such as `dispatch(...)` or `moe.combine`."""
 GRAPH = re.compile(r"GraphLaunch")
 
 _NOTHING = -2
@@ -180,18 +186,20 @@ def _facts(trace: Trace, tree: HostTree) -> dict[str, Integers]:
     row, is_operator, is_span = np.arange(len(host)), host.kind == HostKind.OPERATOR, host.kind == HostKind.SPAN
     is_node = is_operator & host.named(lambda name: name.startswith(NODE))
     node = tree.inherit(np.where(is_node, row, NONE))  # the innermost autograd node around each row
-    in_name = np.full((len(names), 4), NONE)  # of each name: span, layer, category, collective
+    in_name = np.full((len(names), 5), NONE)  # of each name: span, layer, category, collective, the span if it is ours
     for one in np.unique(host.name_id[is_operator | is_span]):
         in_name[one] = _parse_name(names[one])
     again = host.called(Span.RECOMPUTE) & is_span
     # Spans alone have a phase and a layer; operators have a category and a collective too.
     own_span, own_layer = (np.where(is_span, in_name[host.name_id, one], NONE) for one in (0, 1))
     own_part, own_collective = (np.where(is_operator | is_span, in_name[host.name_id, one], NONE) for one in (2, 3))
+    is_ours = is_span & (in_name[host.name_id, 4] != NONE)
     in_node = node != NONE
     is_call = host.named(lambda name: "::" in name and not name.startswith(NODE))
     numbered = is_operator & is_call & (host.sequence != NONE) & (host.sequence != host.sequence[node])
     # An operator with a number of its own, or a span of the model, inside a node is forward work: recomputation.
-    recomputed = tree.inherit(np.where(in_node & (numbered | again | (own_span != NONE)), row, NONE))
+    # Other programs annotate backward too.
+    recomputed = tree.inherit(np.where(in_node & (numbered | again | is_ours), row, NONE))
     made_by = np.where(is_node, _makers(host, is_node, in_node), NONE)
     maker = tree.inherit(np.where(is_node & (made_by == NONE), _NOTHING, made_by))  # not that of an outer node
 
@@ -214,18 +222,20 @@ def _facts(trace: Trace, tree: HostTree) -> dict[str, Integers]:
     }
 
 
-def _parse_name(name: str) -> tuple[int, int, int, int]:
-    """Span, layer, category and collective in the name of an operator or span; NONE for what it does not contain."""
-    span = SPANS.index(Span(name)) if name in SPANS and name not in FRAMES else NONE
+def _parse_name(name: str) -> tuple[int, int, int, int, int]:
+    """Span, layer, category, collective and own span in the name of an operator or span; NONE for what it lacks."""
+    ours = SPANS.index(Span(name)) if name in SPANS and name not in FRAMES else NONE
+    exchange = EXCHANGE.search(name)
     layer = LAYER.search(name)
     part = specific_category(name.removeprefix(NODE))
     does = generic_category(name)
     calls = does is not None and does in COLLECTIVES and does is not Category.COLLECTIVE
     return (
-        span,
+        ours if exchange is None else SPANS.index(Span(exchange[1].lower())),
         NONE if layer is None else int(layer[1]),
         NONE if part is None else CATEGORIES.index(part),
         CATEGORIES.index(does) if calls and does is not None else NONE,
+        ours,
     )
 
 
@@ -269,6 +279,31 @@ def _open_at(trace: Trace, test: Callable[[str], object]) -> Integers:
     # The last begin or end up to each launch; nan is behind all times, where no span is open.
     found = np.searchsorted(times[order], trace.launched_us, side="right") - 1
     return np.where(found >= 0, innermost[np.maximum(found, 0)], NONE)
+
+
+def stretches(host: HostEvents, rows: Integers) -> list[tuple[int, float, float]]:
+    """Times in which each of these rows of one thread is the innermost one: row, start, end."""
+    found: list[tuple[int, float, float]] = []
+    open_: list[tuple[int, float]] = []  # open rows from the outside in, each with its end
+    now = -np.inf  # all stretches before this time are found
+
+    def until(time_us: float) -> None:
+        nonlocal now
+        while open_ and open_[-1][1] <= time_us:  # the innermost row ends: its last stretch is until its end
+            row, end = open_.pop()
+            if end > now:
+                found.append((row, now, end))
+                now = end
+        if open_ and time_us > now:  # the innermost row is interrupted by the next one
+            found.append((open_[-1][0], now, time_us))
+        now = max(now, time_us)
+
+    for row, start, end in zip(rows.tolist(), host.start_us[rows].tolist(), host.end_us[rows].tolist(), strict=True):
+        until(start)
+        # Rounded clocks: an operator ends at the latest with the one around it.
+        open_.append((row, min(end, open_[-1][1]) if open_ else end))
+    until(np.inf)
+    return found
 
 
 def as_launches(trace: Trace, rows: Integers) -> Trace:

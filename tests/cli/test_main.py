@@ -63,6 +63,7 @@ def test_a_closed_pipe_says_nothing(capsys: pytest.CaptureFixture[str], monkeypa
         (DataError("the file\nis empty", fix="give another"), "the file is empty; fix: give another"),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
         (PermissionError(errno.EACCES, "Permission denied", "a.txt"), "Permission denied: a.txt"),
+        (DataError("a column", got="a\x1b[31mb\x9b"), "a column; got a\\x1b[31mb\\x9b"),
         (MemoryError(), "the memory of this machine, or what this process may have of it, is used up"),
     ],
 )

@@ -34,7 +34,7 @@ def test_json_of_one_rank_has_the_keys_of_the_contract(folder: Path) -> None:
     answer = told(folder / "rank1_trace.json.gz")
     keys = "timeline steps phases other_share roofline collectives unmatched stragglers experts"
     assert {*keys.split()} <= set(answer)
-    assert {"all", "linked"} == set(answer["timeline"])
+    assert {"all", "linked", "steps"} == set(answer["timeline"])
     assert {"name", "layer", "pass", "kernel_us", "exposed_us", "share"} <= set(answer["phases"][0])
     assert "ranks" not in answer  # they are the answer itself
 
@@ -82,7 +82,7 @@ def test_a_step_is_a_part_of_the_whole(folder: Path) -> None:
 def test_tables_say_it_for_people(folder: Path) -> None:
     text = shown(folder)
     for part in (
-        "times are sums over 2 recorded steps",
+        "times and counts are of one step, the mean of 2 recorded ones",
         "time on the device",
         "phases of rank 0",
         "communication across ranks",

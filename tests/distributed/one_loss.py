@@ -179,10 +179,42 @@ def by_node(stage: int, *settings: str) -> tuple[str, ...]:
     return (*layout(*settings), TWO_NODES, f"dispatch.sync_free={stage}")
 
 
+HALVES_RECOMPUTED = overlapped("halves", "expert=4", ALL_PARTS)
+
 PASSES_FOLDED = overlapped("passes", *pipeline("interleaved", 2, "tensor=2", "expert=2"))
 
 NO_ROOM = (*gathered(2, "expert=4"), "dispatch.row_capacity_factor=1.0")
 """Room for even loads only: every step is made twice."""
+
+BOUNDED = ("dispatch.balance=bounded", "dispatch.balance_rows=4", "dispatch.balance_tolerance=0.02")
+EXACT = ("dispatch.balance=exact",)
+BIASED = ("model.moe.bias=true",)
+
+BALANCED_CASES = (
+    Case("EP 4, bounded balance", 4, (*layout("expert=4"), *BOUNDED)),
+    Case("EP 4, all-gather, sync-free 2, bounded balance", 4, (*gathered(2, "expert=4"), *BOUNDED)),
+    Case("EP 4, all-gather, sync-free 3, exact balance", 4, (*gathered(3, "expert=4"), *EXACT)),
+    Case("EP 2 x EDP 2, ZeRO-1, exact balance", 4, (*layout("expert=2"), *EXACT)),
+    Case("EP 2 x EDP 2, FSDP, exact balance", 4, (*layout("expert=2", "shard=full"), *EXACT)),
+    Case("EP 2 x ETP 2, exact balance", 4, (*layout("expert=2", "expert_tensor=2"), *EXACT)),
+    Case("TP 2 folded with EP 4, exact balance", 4, (*layout("tensor=2", "expert=4"), *EXACT)),
+    Case("EP 4, capacity, exact balance", 4, (*layout("expert=4"), *EXACT), CAPACITY),
+    *(
+        Case(
+            f"EP 2 x DP 2, recompute {kind}, exact balance", 4, layout("expert=2", f"recompute.modules={kind}") + EXACT
+        )
+        for kind in ("expert-activation", "moe", "layer")
+    ),
+    Case("EP 4, overlap shared, exact balance", 4, (*overlapped("shared", "expert=4"), *EXACT)),
+    Case("EP 4, overlap halves, recompute all parts, exact balance", 4, (*HALVES_RECOMPUTED, *EXACT)),
+    Case("PP 2 x EP 2, 1F1B, exact balance", 4, (*pipeline("1f1b", 2, "expert=2"), *EXACT)),
+    Case("PP 2 x EP 2, ZB-1F1B, biases, exact balance", 4, (*pipeline("zb-1f1b", 2, "expert=2"), *EXACT), BIASED),
+    Case(
+        "PP 2 x EP 2, DualPipeV, overlap passes, exact balance",
+        4,
+        (*overlapped("passes", *pipeline("dualpipe-v", 2, "expert=2")), *EXACT),
+    ),
+)
 
 SIX_EXPERTS = ("model.moe.experts=6",)
 
@@ -267,11 +299,12 @@ CASES = (
         overlapped("halves", *pipeline("zb-v", 2, "expert=2"), "training.global_batch=16"),
         ("training.global_batch=16",),
     ),
-    Case("EP 4, overlap halves, recompute all parts", 4, overlapped("halves", "expert=4", ALL_PARTS)),
+    Case("EP 4, overlap halves, recompute all parts", 4, HALVES_RECOMPUTED),
     Case("PP 2, ZB-V x EP 2, recompute norm and latent-up", 4, pipeline("zb-v", 2, "expert=2", NORM_AND_LATENT)),
     *FAMILY_CASES,
     *ATTENTION_CASES,
     *EXPERT_CASES,
+    *BALANCED_CASES,
 )
 
 OFTEN = (
@@ -285,6 +318,8 @@ OFTEN = (
     *("CP 2, heads exchanged, chunks, documents", "ETP 2, biases", "PP 2 x EP 2, ZB-1F1B, biases"),
     *("EP 4, weighted inputs", "OLMoE: EP 2, FSDP", "Qwen3, dense: FSDP 2"),
     *("gpt-oss: TP 2 folded with EP 2", "Llama 4: PP 2"),
+    *("EP 4, all-gather, sync-free 2, bounded balance", "EP 2 x EDP 2, FSDP, exact balance"),
+    *("EP 2 x DP 2, recompute layer, exact balance", "PP 2 x EP 2, ZB-1F1B, biases, exact balance"),
 )
 """Cases that every test run plays: few in which every schedule, way of the tokens, kind of recomputation and overlap
 occurs, and every axis beside others. The rest is slow."""

@@ -215,7 +215,7 @@ def test_attention_is_ordered_by_vendor_and_wish() -> None:
 
 def test_the_summary_is_one_line() -> None:
     assert summary(choose({}, H200, SHAPES, None)) == (
-        "triton: route, permute, experts, swiglu, norm, rope, loss; cuDNN first: attention"
+        "triton: route, permute, experts, swiglu, norm, rope, delta, loss; cuDNN first: attention"
     )
     assert summary(choose({"all": "reference"}, CPU, SHAPES, None)).endswith("; torch: attention, loss")
     mixed = summary(choose({"experts_forward": "torch"}, H200, SHAPES, None))

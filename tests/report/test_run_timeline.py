@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.report.run_evidence import RunEvidence, clock_of, gather, last_step
+from penstock.report.run_evidence import RunEvidence, clock_of, gather
 from penstock.report.run_timeline import LANES, measured_passes, measured_phases, timeline_pictures
+from penstock.trace.analysis import last_step
 from tests.report.made_runs import exchanging, host_folder, host_trace, pass_name, piped, piped_folder, run_folder
 from tests.trace.synthetic import Job, make
 from tests.trace.tiny import ran, span, trace_of, write

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import TraceError
-from penstock.cli.trace import print_answer
+from penstock.cli.trace_print import print_answer
 from penstock.trace.analysis import analyse_traces, analysis_json
 from penstock.trace.load import decode_trace
 from penstock.trace.replay import replay_script

@@ -126,6 +126,30 @@ def test_an_operator_around_the_launch_names_a_kernel_that_does_not_tell() -> No
     assert named(trace) == [("loss", "forward"), ("matrix products", "forward")]
 
 
+@pytest.mark.parametrize(
+    ("made_by", "name", "phase"),
+    [
+        ("aten::miopen_convolution", "batched_transpose_32x32_dword", "convolution"),
+        ("aten::cudnn_convolution_relu", "acme_fused_relu_epilogue", "convolution"),
+        ("aten::addmm", "acme_fused_gelu_epilogue", "matrix products"),
+        ("aten::silu", "void at::native::vectorized_elementwise_kernel<4, at::native::silu_kernel>(int)", "activation"),
+        ("aten::copy_", "batched_transpose_32x32_dword", "copy"),
+        ("vllm::moe_forward", "routingIndicesHistogramKernel", "index"),  # only PyTorch's own operators say more
+    ],
+)
+def test_an_operator_of_pytorch_decides_before_what_is_fused_into_the_kernels_name(
+    made_by: str, name: str, phase: str
+) -> None:
+    ((found, _),) = named(decoded(operator(made_by, 0, 50), *started(5, 1, name)))
+    assert found == phase
+
+
+def test_a_namespace_does_not_make_a_transport_part_of_the_model() -> None:
+    names = ["void flashinfer::trtllm_alltoall::moeAllToAllKernel<true>(int)", "flashinfer::allreduce_fusion_kernel"]
+    trace = decoded(*(one for place, name in enumerate(names) for one in started(100 * place, place + 1, name)))
+    assert [phase for phase, _ in named(trace)] == ["all-to-all", "all-reduce"]
+
+
 def test_an_exchange_without_a_span_is_dispatch_before_the_experts_and_combine_behind_them() -> None:
     kernels = [ALL_TO_ALL, "grouped_gemm_kernel", ALL_TO_ALL]
     trace = decoded(*(one for place, name in enumerate(kernels) for one in started(100 * place, place + 1, name)))
@@ -151,6 +175,17 @@ def test_what_nothing_names_is_other_and_its_share_is_said() -> None:
         ("void deep_ep::internode::dispatch<false, 8>(int4*)", "dispatch"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
         ("add_three_kernel", "elementwise"),
+        ("void acme::ep::intranode::notify_dispatch<8>(int*)", "dispatch waiting"),
+        ("void hybrid_ep::combine_kernel<8>(hybrid_ep::combine_kernel_param_t<8>)", "combine"),
+        ("EpDispatchCopyToStaging_bf16", "permute"),
+        ("mega_kernel_dispatch_token_moe_grouped_gemm", "grouped products"),
+        ("ampere_bf16_s16816gemm_bf16_128x64_ldg8_relu_f2f_stages_64x5_tn", "matrix products"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128>(Params)", "matrix products"),
+        ("sm80_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_relu_kernel", "convolution"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::relu_kernel>(int)", "activation"),
+        ("batched_transpose_32x32_dword", "copy"),
+        ("void flash_comm::all2all_kernel<8>(int)", "all-to-all"),
+        ("void moe_a2a::kernel_dispatch<8>(int)", "dispatch"),
     ],
 )
 def test_kernels_of_libraries_are_known_by_name(name: str, part: str) -> None:
@@ -220,7 +255,26 @@ COMMUNICATION = {
     "void deep_ep::intranode::dispatch<8, 768, 8192>(int4*, float*, int*)": "deep_ep",
     "void deep_ep::intranode::notify_dispatch<8>(int const*, int*)": "deep_ep",
     "_ZN7deep_ep9intranode7combineI13__nv_bfloat16Li8EEEvPT_": "deep_ep",
+    "void primus_turbo::deep_ep::internode::combine<8>(int4*)": "deep_ep",
+    "void deep_ep::elastic::hybrid_dispatch_impl<false, false, 24>(void*)": "deep_ep",
+    "hybrid_ep::dispatch_kernel": "hybrid_ep",
+    "void hybrid_ep::device_sync_kernel<8>(unsigned int*)": "hybrid_ep",
     "void mori::moe::EpDispatchIntraNodeKernel<hip_bfloat16>(mori::moe::EpDispatchCombineArgs)": "mori",
+    "_ZN4mori3moe25EpDispatchIntraNodeKernelI12hip_bfloat16EEvNS0_21EpDispatchCombineArgsIT_EE": "mori",
+    "EpCombineSyncBarrier_bf16": "mori",
+    "a2a_dispatch_send_kernel": "pplx",
+    "void (anonymous namespace)::combineKernel<16u, true, false>(int*)": "pplx",
+    "void acme::ep::dispatch<8>(int*)": "expert_parallel",
+    "void acme::moe::internode_ll::combine<7168>(int*)": "expert_parallel",
+    "void mscclpp::ep::dispatch::latencyExpertMajorKernel<7168>(void*)": "expert_parallel",
+    "void uccl::internode_ll::dispatch<true, false, 7168>(void*)": "expert_parallel",
+    "void nixl_ep::kernels::dispatch<true>(void*)": "expert_parallel",
+    "nccl_ep_jit_ht_dispatch_kernel": "expert_parallel",
+    "mooncake_ep_jit_dispatch_kernel": "expert_parallel",
+    "kernel_dispatch_token_intra_node": "expert_parallel",
+    "tensorrt_llm::kernels::moe_alltoall::moeA2ACombineKernel<8>(int)": "expert_parallel",
+    "barrier_on_stream_kernel_threadgroup(int, int*)": "nvshmem",
+    "ucx_perf_cuda_put_multi_bw_kernel": "ucx",
     "nvshmemi_barrier_threadgroup_kernel(int)": "nvshmem",
     "void rocshmem::put_kernel(char*)": "nvshmem",
     "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)": "symmetric",
@@ -228,7 +282,7 @@ COMMUNICATION = {
     "allToAllV(void*, void*, long*, long, nvshmemi_team_t*)": "symmetric",
     "void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*)": "custom",
     "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<x>(y)": "custom",
-    "void moeAllToAllKernel<8>(int)": "custom",
+    "void moeAllToAllKernel<8>(int)": "expert_parallel",
     "push_rows_kernel": OWN,
     "wait_kernel": OWN,
 }
@@ -238,6 +292,16 @@ COMPUTE = (
     "void cub::DeviceReduceKernel<BlockAllReduce<float, 256> >(float*)",
     "void softmaxBlockAllReduce<float>(float*)",
     "void deep_ep::layout::get_dispatch_layout<256, 32, 8>(long const*, int*)",
+    "void deep_ep::elastic::combine_reduce_epilogue_impl<false>(void*)",
+    "void uccl::layout::get_dispatch_layout<256>(long const*)",
+    "void hybrid_ep::scan<256>(bool*)",
+    "nccl_ep_jit_ht_scan_kernel",
+    "EpDispatchCopyToStaging_bf16",
+    "EpCombineAll_bf16",
+    "tensorrt_llm::kernels::moe_alltoall::moeA2APrepareDispatchKernel(int*)",
+    "kernel_skipped_token_local_dispatch_intra_node",
+    "mega_kernel_dispatch_token_moe_grouped_gemm",
+    "void step::dispatch_optimizer(float*)",
     "std::enable_if<(((8)>(0))), void>::type vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>(int)",
     "nvjet_tst_192x8_64x8_4x1_v_bz_TNT",
     "rows_kernel",
@@ -280,3 +344,7 @@ def test_copies_and_fills_are_known_by_their_category() -> None:
 def test_a_function_has_its_namespaces_and_nothing_else() -> None:
     assert function_of("void at::native::(anonymous namespace)::sum<float>(float*)") == "at::native::sum"
     assert function_of("std::enable_if<((8)>(0)), void>::type vllm::norm<int>(int)") == "vllm::norm"
+    assert function_of("_ZN2ck16kernel_gemm_xdl_I12hip_bfloat16EEvT_") == "ck::kernel_gemm_xdl_"
+    assert function_of("_ZN12_GLOBAL__N_111fill_kernelEPf") == "fill_kernel"
+    assert function_of("_Z11copy_kernelPfS_") == "copy_kernel"
+    assert function_of("_Zoops") == "_Zoops"

@@ -17,14 +17,16 @@ from penstock.tune.doctor.evidence import (
     ALSO,
     STANDS,
     Evidence,
+    HostCopy,
     KernelLaunches,
     LateRank,
+    PowerFacts,
     RankCosts,
     RunFacts,
     bottlenecks_of,
 )
 from penstock.tune.doctor.planned import with_changes
-from penstock.tune.doctor.remedies import Remedy
+from penstock.tune.doctor.remedies import MUCH_POINTWISE, OVERLAP_GAINS, TOKENS, Remedy
 
 TOTAL = 100_000.0  # microseconds of every step here
 
@@ -94,14 +96,15 @@ def test_losses_stand_or_are_told_beside_the_wall_from_their_thresholds_on() -> 
     assert small.others == ()
 
 
-def test_the_four_walls_add_up_to_the_step() -> None:
+def test_the_walls_add_up_to_the_step() -> None:
     late = (LateRank(rank=1, times_last=3, caused_wait_us=9_000.0, cause="host"),)
     ranks = (
         costs(0, exposed_communication_us=30_000.0, wait_us=18_000.0, idle_us=7_000.0, recompute_us=2_000.0),
         costs(1, exposed_communication_us=10_000.0, wait_us=0.0, idle_us=25_000.0, exposed_copies_us=1_500.0),
     )
-    walls = bottlenecks_of(evidence(*ranks, late=late))
-    parts = walls.communication_us + walls.host_us + walls.memory_us + walls.compute_us
+    walls = bottlenecks_of(evidence(*ranks, late=late, facts=RunFacts(power=HELD)))
+    assert walls.power_us > 0
+    parts = sum(walls.losses.values()) + walls.compute_us
     assert parts == pytest.approx(walls.total_us)
 
 
@@ -174,9 +177,88 @@ def test_graphs_of_a_run_whose_host_counts_rows_come_with_a_bound() -> None:
     assert "launches-in-one-call" not in rules(replace(found, launches=launches)), "a graph launched them"
 
 
-def test_overlap_is_not_offered_among_few_ranks() -> None:
-    assert "overlap-if-exposed" not in rules(with_run(evidence(SENT), "parallel.expert=4", world=4))
-    assert "overlap-if-exposed" in rules(with_run(evidence(SENT), "training.micro_batch=2"))
+def sent(kind: str, time_us: float) -> RankCosts:
+    return costs(exposed_communication_us=time_us, communication_us={kind: time_us})
+
+
+def test_overlap_is_offered_among_few_ranks_only_where_transfers_are_long() -> None:
+    few = ("parallel.expert=4", "training.micro_batch=2")
+    short = evidence(sent("all-to-all", STANDS * TOTAL - 1))
+    assert "overlap-if-exposed" not in rules(with_run(short, *few, world=4))
+    assert "overlap-if-exposed" in rules(with_run(evidence(SENT), *few, world=4))
+    assert "overlap-if-exposed" in rules(with_run(short, "training.micro_batch=2")), "8 ranks"
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENS))
+def test_tokens_travel_beside_computing_whichever_library_sends_them(kind: str) -> None:
+    one = remedy(diagnose(evidence(sent(kind, 65_000.0))), "overlap-if-exposed")
+    assert one.gain_us == OVERLAP_GAINS * TOTAL
+    assert kind in one.change and kind in one.what and "exposed dispatch" in one.how
+    assert remedy(diagnose(evidence(sent(kind, 9_000.0))), "overlap-if-exposed").gain_us == 9_000.0
+
+
+@pytest.mark.parametrize("method", ["all-to-all", "symmetric", "hierarchical"])
+def test_a_run_of_ours_gets_overlap_as_a_change_of_its_configuration(method: str) -> None:
+    kind = {"hierarchical": "all-to-all"}.get(method, method)
+    found = with_run(evidence(sent(kind, 65_000.0)), f'dispatch.method="{method}"', "training.micro_batch=2", world=16)
+    one = remedy(diagnose(found), "overlap-if-exposed")
+    assert one.change.startswith("dispatch.overlap=") and one.gain_us == OVERLAP_GAINS * TOTAL
+
+
+def test_elementwise_kernels_in_a_row_are_fused_where_they_take_a_tenth_of_the_step() -> None:
+    many = {"pointwise_kernels": 900.0, "fusable_us": 25_000.0}
+    found = evidence(costs(pointwise_us=35_000.0, **many))
+    verdict = diagnose(found)
+    one = remedy(verdict, "elementwise-in-one-kernel")
+    assert (one.gain_us, "900 elementwise kernels (35% of the step)" in one.what) == (25_000.0, True)
+    assert any("900 elementwise kernels" in line.what and line.share == 0.35 for line in verdict.lines)
+    assert "elementwise-in-one-kernel" not in rules(with_run(found, "kernels.all=torch")), "our kernels fuse them"
+    assert "elementwise-in-one-kernel" not in rules(evidence(costs(pointwise_us=MUCH_POINTWISE * TOTAL - 1, **many)))
+
+
+def test_a_long_copy_of_the_host_is_named_with_its_place_and_the_time_that_the_device_lacks_work() -> None:
+    copy = HostCopy(
+        call="hipMemcpyWithStream",
+        where="load > aten::copy_",
+        count=1,
+        longest_us=46_300.0,
+        bytes=3_000_000_000,
+        rank=2,
+    )
+    verdict = diagnose(evidence(costs(idle_us=50_000.0, host_copy_us=45_000.0), host_copy=copy))
+    one = remedy(verdict, "copies-ahead")
+    assert one.gain_us == 45_000.0
+    assert "hipMemcpyWithStream from load > aten::copy_ (once, 46.3 ms, 3.00 GB, on rank 2)" in one.what
+    (line,) = [line for line in verdict.lines if "hipMemcpyWithStream" in line.what]
+    assert (line.bottleneck, line.time_us) == ("host", 45_000.0)
+    often = replace(copy, count=4, bytes=None, where="")
+    one = remedy(diagnose(evidence(costs(idle_us=50_000.0, host_copy_us=45_000.0), host_copy=often)), "copies-ahead")
+    assert "hipMemcpyWithStream (4 times, the longest 46.3 ms, on rank 2)" in one.what
+
+
+HELD = PowerFacts(watts=664.0, limit_watts=700.0, clock_mhz=1485.0, limit_mhz=1980.0)
+
+
+def test_power_that_holds_the_clock_down_is_a_wall() -> None:
+    verdict = diagnose(evidence(facts=RunFacts(power=HELD)))
+    assert verdict.bottleneck == "power"
+    assert "at 1,485 of 1,980 MHz, 664 of 700 W: up to 25.0% of the step" in verdict.sentence
+    assert remedy(verdict, "power-holds-the-clock").gain_us == verdict.times.power_us == TOTAL / 4
+    assert verdict.times.compute_us == TOTAL * 3 / 4
+    assert diagnosis_json(verdict)["wall"] == "power"
+
+
+@pytest.mark.parametrize("power", [replace(HELD, watts=500.0), replace(HELD, clock_mhz=1980.0)])
+def test_a_clock_below_its_highest_is_no_wall_without_power_at_its_limit(power: PowerFacts) -> None:
+    verdict = diagnose(evidence(facts=RunFacts(power=power)))
+    assert (verdict.bottleneck, verdict.times.power_us) == ("compute", 0.0)
+    assert "power-holds-the-clock" not in [one.rule for one in verdict.remedies]
+    assert any("of 1,980 MHz" in line.what for line in verdict.lines), "the figures are shown"
+
+
+def test_each_remedy_says_how_its_gain_is_computed() -> None:
+    told = diagnosis_json(diagnose(evidence(SENT)))["remedies"]
+    assert told and all(one["how"] for one in told)
 
 
 def test_a_full_device_is_not_given_larger_passes() -> None:

@@ -12,15 +12,17 @@ import pytest
 
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.load import RUN_FILE, dump_toml, load_run
-from penstock.trace.analysis import TraceAnalysis, analyse_files
+from penstock.trace.analysis import TraceAnalysis, analyse_files, analyse_traces
 from penstock.trace.calls import SyncKind
 from penstock.trace.events import NONE
 from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
-from penstock.tune.doctor.evidence import STANDS, Evidence, RunFacts
+from penstock.tune.doctor.evidence import STANDS, Evidence, HostCopy, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of, kind_of
+from penstock.tune.doctor.remedies import Remedy
 from penstock.tune.doctor.run_facts import facts_of
 from tests.trace.synthetic import Job, Traces, _Run, make
 from tests.trace.synthetic_job import V2_LITE
+from tests.trace.tiny import decoded, event, operator, ran, span
 from tools.small_recording import contents, unpack
 
 
@@ -46,6 +48,11 @@ def one_host_stalls(job: Job) -> Traces:
     return Traces(tuple(run.content(rank) for rank in range(job.ranks)), run.truth())
 
 
+def remedy_of(evidence: Evidence, rule: str) -> Remedy:
+    (one,) = [one for one in diagnose(evidence).remedies if one.rule == rule]
+    return one
+
+
 def late_of(evidence: Evidence) -> list[tuple[int, str]]:
     return [(one.rank, one.cause) for one in evidence.late]
 
@@ -61,12 +68,13 @@ def test_a_slow_rank_is_named_and_its_cost_is_the_truth_though_clocks_are_apart(
     assert "rank 2 (its computing)" in verdict.sentence
 
 
-def test_a_rank_with_hot_experts_is_named_and_balance_is_what_wins(tmp_path: Path) -> None:
+def test_a_rank_with_hot_experts_is_named_and_balance_saves_the_waiting_for_it(tmp_path: Path) -> None:
     evidence, verdict = examined(make(Job(hot_rank=1)), tmp_path)
     assert late_of(evidence) == [(1, "experts")]
     (late,) = evidence.late
-    assert verdict.remedies[0].rule == "even-experts"
-    assert verdict.remedies[0].gain_us <= evidence.mean("wait_us")
+    # The transfers of all ranks are longer than the waiting for this one, so overlap has the largest gain.
+    assert [one.rule for one in verdict.remedies[:2]] == ["overlap-if-exposed", "even-experts"]
+    assert verdict.remedies[1].gain_us == pytest.approx(evidence.mean("wait_us"))
     # The additional time of its experts is the other ranks' waiting, but for a hundredth.
     longer = float(late.detail.removeprefix("its experts take ").split()[0])
     assert longer == pytest.approx(late.caused_wait_us / 3 / 1e3, rel=0.1)
@@ -178,6 +186,64 @@ def test_a_recording_of_ours_carries_its_configuration_unless_another_version_wr
         assert ("training.micro_batch=8" in [one.change for one in verdict.remedies]) == (expected is not None)
 
 
+def of_events(*events: dict[str, Any]) -> Evidence:
+    return evidence_of(analyse_traces({0: decoded(*events)}), RunFacts())
+
+
+ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
+
+
+def test_a_run_of_elementwise_kernels_can_save_all_but_its_longest(tmp_path: Path) -> None:
+    found = of_events(
+        *ran("nvjet_sm90_tst_128x256", 1, 100, 50),
+        *ran(ADD, 3, 150, 10),
+        *ran(ADD.replace("_add", "_mul"), 5, 160, 30),
+        *ran(ADD, 7, 190, 20),
+        *ran("nvjet_sm90_tst_128x256", 9, 210, 50),
+        *ran(ADD, 11, 260, 40),  # alone, it can be fused with nothing
+    )
+    (costs,) = found.ranks
+    assert (costs.pointwise_us, costs.pointwise_kernels, costs.fusable_us) == (100.0, 4.0, 30.0)
+    assert remedy_of(found, "elementwise-in-one-kernel").gain_us == 30.0
+
+
+def test_the_host_in_a_copy_costs_what_the_device_lacks_work_meanwhile() -> None:
+    copy = event("cuda_runtime", "hipMemcpyWithStream", 10, 500, correlation=5)
+    found = of_events(
+        *ran("nvjet_sm90_tst_128x256", 1, 10, 100),  # beside the copy's first 100 us
+        span("load weights", 5, 600),
+        operator("aten::copy_", 8, 520),
+        copy,
+        event("gpu_memcpy", "Memcpy HtoD", 120, 380, stream=7, correlation=5, bytes=1_000_000),
+        *ran("nvjet_sm90_tst_128x256", 515, 520, 480),
+    )
+    assert found.host_copy == HostCopy(
+        call="hipMemcpyWithStream",
+        where="load weights > aten::copy_",
+        count=1,
+        longest_us=500.0,
+        bytes=1_000_000,
+        rank=0,
+    )
+    assert remedy_of(found, "copies-ahead").gain_us == 400.0
+
+
+@pytest.mark.parametrize(
+    ("computes", "lasts", "copy", "counts"),
+    [(5, 300, "HtoD", True), (310, 300, "HtoD", False), (5, 300, "DtoD", False), (5, 90, "HtoD", False)],
+    ids=["host waits", "beside computing", "on the device", "only launched"],
+)
+def test_a_copy_costs_something_where_the_host_stays_in_it_and_the_device_lacks_work(
+    computes: float, lasts: float, copy: str, counts: bool
+) -> None:
+    found = of_events(
+        *ran("nvjet_sm90_tst_128x256", 1, 5, computes),
+        event("cuda_runtime", "cudaMemcpyAsync", 10, lasts, correlation=5),
+        event("gpu_memcpy", f"Memcpy {copy}", 15, lasts - 10, stream=9, correlation=5, bytes=100),
+    )
+    assert (found.host_copy is not None) == counts
+
+
 @pytest.mark.parametrize(
     ("collective", "kernel", "kind"),
     [
@@ -186,10 +252,13 @@ def test_a_recording_of_ours_carries_its_configuration_unless_another_version_wr
         ("ncclKernel_SendRecv", "ncclKernel_SendRecv(ncclDevComm*)", "send-recv"),
         ("wait_kernel", "wait_kernel", "symmetric"),
         ("ncclDevKernel_Generic", "ncclDevKernel_Generic(int)", "without a name"),
+        ("", "void acme::ep::dispatch<7168>(int)", "expert-parallel"),
+        ("", "void hybrid_ep::dispatch_kernel<int>(int)", "hybrid-ep"),
+        ("", "void deep_ep::internode::combine<int>(int)", "deep-ep"),
     ],
 )
 def test_kinds_of_communication_are_known_by_name(collective: str, kernel: str, kind: str) -> None:
-    assert kind_of(collective, kernel) == kind
+    assert kind_of(collective, kernel, phase="dispatch" if "acme" in kernel else "") == kind
 
 
 SLOW = replace(V2_LITE, slow_rank=3, slow=1.35, slows_all=True)

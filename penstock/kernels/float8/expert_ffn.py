@@ -53,6 +53,7 @@ from penstock.kernels.float8.quantized import GatheredCopies, Quantized, RowColQ
 from penstock.kernels.float8.recipes import Format, Recipe
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
+from penstock.kernels.replica_slots import ReplicaSlots, SlottedWeight
 from penstock.kernels.tile_table import TileTable
 
 
@@ -95,6 +96,7 @@ def expert_ffn(
     recompute: bool = False,
     keep: SaveRows | None = None,
     only_last: bool = False,
+    replicas: ReplicaSlots | None = None,
 ) -> Tensor:
     """`penstock.kernels.expert_ffn.expert_ffn` in 8 bits; arguments not described here are those of that function.
 
@@ -102,7 +104,8 @@ def expert_ffn(
     shape and dtype are read. With `copies` (of `copy_experts`) the matrices are not read; without them each pass
     quantizes the matrices, which may be `GatheredWeight`s. `gradients` is the side channel in which the output's
     gradient may come in 8 bits. Biases are added, and their gradients summed, in 16 bits, and a pre-activation with a
-    bias is never written into the buffer of `keep`. Raises KernelError where shapes, recipe or format do not fit.
+    bias is never written into the buffer of `keep`. Weights of replicas come in 16 bits, which are read then even with
+    `copies`, and are quantized on arrival. Raises KernelError where shapes, recipe or format do not fit.
     """
     extras = _Extras(
         float8=float8,
@@ -115,6 +118,7 @@ def expert_ffn(
         keep=keep if float8.operators.saves_rows and not recompute and biases is None else None,
         only_last=only_last,
         rule=rule,
+        replicas=replicas,
     )
     matrices, of_rows = (gate_up_eFD, down_eDF), (counts_e, weights_R, index_R)
     return _Float8ExpertFfn.apply(x_ND, *matrices, *of_rows, *(biases or (None, None)), quantized, gradients, extras)
@@ -133,10 +137,30 @@ class _Extras(ExpertOptions):
     def recipe(self) -> Recipe:
         return _recipe_of(self.float8)
 
-    def copies_of(self, place: int, w_eFD: Tensor) -> WeightCopies | GatheredCopies:
-        """Copies of a product's weight: kept, gathered, or made now."""
+    def copies_of(self, place: int, w_eFD: Tensor | SlottedWeight) -> "WeightCopies | GatheredCopies | _SlottedCopies":
+        """Copies of a product's weight: kept, gathered, or made now; those of replicas are made now."""
         quantize = partial(self.operators.quantize_weight, recipe=self.recipe, form=self.float8.forward)
-        return copies_of(w_eFD, None if self.copies is None else self.copies[place], quantize)
+        kept = None if self.copies is None else self.copies[place]
+        if isinstance(w_eFD, SlottedWeight):
+            own = copies_of(w_eFD.own, kept, quantize)
+            w_eFD.wait()
+            return _SlottedCopies(own, quantize(w_eFD.slots))
+        return copies_of(w_eFD, kept, quantize)
+
+
+class _SlottedCopies(NamedTuple):
+    """Copies of own experts' weights, and of replicas."""
+
+    own: WeightCopies | GatheredCopies
+    slots: WeightCopies
+
+    @property
+    def forward(self) -> SlottedWeight:
+        return SlottedWeight(self.own.forward, self.slots.forward)
+
+    @property
+    def backward(self) -> SlottedWeight:
+        return SlottedWeight(self.own.backward, self.slots.backward)
 
 
 class _Float8ExpertFfn(torch.autograd.Function):
@@ -165,37 +189,41 @@ class _Float8ExpertFfn(torch.autograd.Function):
         rows = _source_rows(x_ND, rows, counts_e if index_R is None else None, extras.float8)
         places = len(x_ND if index_R is None else index_R)
         tiles, kept = extras.prepare(operators.tile_table, counts_e, places, x_ND)
-        weight, options = extras.copies_of(GATE_UP, gate_up_eFD).forward, {"dtype": x_ND.dtype, "tiles": tiles}
-        gate_up_RF = _pre_activation(rows, weight, counts_e, index_R, gate_up_bias_eF, operators, options, kept)
+        own, own_biases = (gate_up_eFD, down_eDF), (gate_up_bias_eF, down_bias_eD)
+        (gate_up, down), (gate_up_bias, down_bias) = extras.fetch(own, own_biases, counts_e)
+        weight, options = extras.copies_of(GATE_UP, gate_up).forward, {"dtype": x_ND.dtype, "tiles": tiles}
+        gate_up_RF = _pre_activation(rows, weight, counts_e, index_R, gate_up_bias, operators, options, kept)
         source = gate_up_RF if kept is None else kept
         h = operators.swiglu(source, weights_R, extras.rule, recipe, form, counts_e=counts_e).rows
         of_kept = (None if extras.recompute else gate_up_RF, None if kept is None else kept.first)
         del gate_up_RF, source, kept, weight
         # Copies of weights are no activations: hooks of saved tensors must not find them.
-        matrices = (gate_up_eFD, down_eDF) if extras.copies is None else (None, None)
-        biases, of_rows = (gate_up_bias_eF, down_bias_eD), (counts_e, weights_R, index_R)
-        ctx.save_for_backward(rows.values, rows.scales, *matrices, *of_rows, *biases, *of_kept)
+        matrices = own if extras.copies is None else (None, None)
+        of_rows = (counts_e, weights_R, index_R)
+        ctx.save_for_backward(rows.values, rows.scales, *matrices, *of_rows, *own_biases, *of_kept)
         ctx.extras, ctx.gradients, ctx.block, ctx.tiles = extras, gradients, rows.block, tiles
-        y_RD = operators.multiply_groups(h, extras.copies_of(DOWN, down_eDF).forward, counts_e, **options)
-        return y_RD if down_bias_eD is None else torch_add_bias(y_RD, down_bias_eD, counts_e, weights_R)
+        y_RD = operators.multiply_groups(h, extras.copies_of(DOWN, down).forward, counts_e, **options)
+        return y_RD if down_bias is None else torch_add_bias(y_RD, down_bias, counts_e, weights_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
         values, scales, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, *rest = ctx.saved_tensors
-        *biases, kept_RF, first = rest
+        *own_biases, kept_RF, first = rest
         wants_x, wants_gate_up, wants_down, _, wants_weights, *_ = ctx.needs_input_grad
         extras, rows = ctx.extras, Quantized(values, scales, ctx.block)
         options = {"dtype": dy_RD.dtype, "tiles": ctx.tiles}
         operators, recipe, float8 = extras.operators, extras.recipe, extras.float8
         dx_ND = d_gate_up_eFD = d_down_eDF = None
 
-        gate_up = extras.copies_of(GATE_UP, gate_up_eFD)
+        own = (gate_up_eFD, down_eDF) if extras.copies is None else extras.parameters
+        (gate_up_weight, down), biases = extras.fetch(own, tuple(own_biases), counts_e)
+        gate_up = extras.copies_of(GATE_UP, gate_up_weight)
         if kept_RF is None:
             kept_RF = _pre_activation(rows, gate_up.forward, counts_e, index_R, biases[0], operators, options)
         # 1. Back through the down projection and the activation; h is recomputed in the same pass.
         dy = _quantized_gradient(dy_RD, ctx.gradients, counts_e, extras, columns=wants_down)
-        dh_RF = operators.multiply_groups(dy.rows, extras.copies_of(DOWN, down_eDF).backward, counts_e, **options)
+        dh_RF = operators.multiply_groups(dy.rows, extras.copies_of(DOWN, down).backward, counts_e, **options)
         formats, keep_plain = (float8.forward, float8.gradient), biases[0] is not None
         kept_RF = kept_RF if first is None else SavedRows(kept_RF, first, len(dy_RD))
         d_gate_up, d_gate_up_columns, h_columns, dweights_R, d_gate_up_RF = operators.swiglu_backward(
@@ -241,7 +269,7 @@ def _quantized_gradient(
 
 def _pre_activation(
     rows: Quantized,
-    weight: Quantized,
+    weight: Quantized | SlottedWeight,
     counts_e: Tensor,
     index_R: Tensor | None,
     bias_eF: Tensor | None,
@@ -264,14 +292,13 @@ def _weight_gradient(
     extras: _Extras,
 ) -> Tensor | None:
     """The gradient of a matrix, added to its sum or returned for autograd, now or later."""
-    options = {"dtype": extras.parameters[place].dtype, "accumulate_into": extras.sums[place], "tiles": tiles}
+    options = {"dtype": extras.parameters[place].dtype, "tiles": tiles}
 
-    def made() -> Tensor:
+    def make(accumulate_into: Any) -> Any:
         columns = x if isinstance(x, Quantized) else x()
-        found: Tensor = extras.operators.multiply_columns(dy, columns, counts_e, **options)
-        return found
+        return extras.operators.multiply_columns(dy, columns, counts_e, accumulate_into=accumulate_into, **options)
 
-    return put_gradient(made, place, extras)
+    return put_gradient(make, place, extras)
 
 
 def _recipe_of(float8: Float8Rule) -> Recipe:

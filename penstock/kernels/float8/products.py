@@ -26,6 +26,7 @@ from penstock.kernels.grouped_gemm import GATHER_LIMIT, check_groups
 from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.permute import gather_columns, gather_rows
+from penstock.kernels.replica_slots import SlottedWeight, weight_parts
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import programs_of, target_of
 
@@ -64,7 +65,7 @@ def multiply(
 
 def multiply_groups(
     x: Quantized,
-    w: Quantized,
+    w: Quantized | SlottedWeight,
     counts_e: Tensor,
     index_R: Tensor | None = None,
     *,
@@ -77,17 +78,25 @@ def multiply_groups(
 
     Rows past the last expert's are zero, or the last one is (`TileTable.only_last`).
     """
-    experts, columns, depth = w.values.shape
+    stacks: tuple[Quantized, ...] = (w.own, w.slots) if isinstance(w, SlottedWeight) else (w,)
+    experts, (_, columns, depth) = sum(len(stack.values) for stack in stacks), stacks[0].values.shape
     rows = len(x.values if index_R is None else index_R)
-    scaling = _check("grouped", x=(x, (len(x.values), depth)), w=(w, (experts, columns, depth)))
+    for stack in stacks:
+        scaling = _check("grouped", x=(x, (len(x.values), depth)), w=(stack, (len(stack.values), columns, depth)))
     check_groups("float8 product", counts_e, experts, index_R)
     y_RN = x.values.new_empty(rows, columns, dtype=dtype) if keep is None else keep.rows_SF
     _check_result("grouped", y_RN, (len(y_RN), columns), dtype)
     if rows and columns:
         launch = launch or product_launch("rows" if index_R is None else "rows_gathered", x.values.device)
-        launch, tiles = launch if _is_hoppers(x, w, launch) else in_triton(launch), tiles or tile_table(counts_e, rows)
+        launch, tiles = (
+            launch if _is_hoppers(x, stacks[0], launch) else in_triton(launch),
+            tiles or tile_table(counts_e, rows),
+        )
         x, index_R = _gather(x, index_R, tiles, launch)
-        _launch_rows(x, w, y_RN, index_R, tiles, launch, scaling, None if keep is None else keep.first)
+        for part in weight_parts(w, tiles):
+            _launch_rows(
+                x, part.weight, y_RN, index_R, part.tiles, launch, scaling, None if keep is None else keep.first
+            )
     return y_RN
 
 
@@ -97,14 +106,27 @@ def multiply_columns(
     counts_e: Tensor,
     *,
     dtype: torch.dtype,
-    accumulate_into: Tensor | None = None,
+    accumulate_into: Tensor | SlottedWeight | None = None,
     tiles: TileTable | None = None,
     launch: ProductLaunch | None = None,
-) -> Tensor:
+) -> Any:
     """`reference.multiply_columns`; x may have a scale for 128 x 128 numbers."""
     (rows, depth), columns, experts = dy.values.shape, len(x.values), counts_e.numel()
     scaling = _check("gradient", dy=(dy, (rows, depth)), x=(x, (columns, depth)))
     check_groups("float8 product", counts_e, experts, None)
+    if isinstance(accumulate_into, SlottedWeight):
+        assert tiles is not None, "gradients in two places need tables of both"
+        found = [
+            multiply_columns(
+                *(dy, x, counts_e[part.experts]),
+                dtype=dtype,
+                accumulate_into=part.weight,
+                tiles=part.tiles,
+                launch=launch,
+            )
+            for part in weight_parts(accumulate_into, tiles)
+        ]
+        return SlottedWeight(found[0], accumulate_into.slots)
     shape = (experts, rows, columns)
     result = dy.values.new_empty(shape, dtype=dtype) if accumulate_into is None else accumulate_into
     _check_result("gradient", result, shape, dtype if accumulate_into is None else torch.float32)
@@ -199,7 +221,7 @@ def _launch_rows(
             x_source = TensorDescriptor.from_tensor(x.values, [launch.block_rows, DEPTH])
     start_kernel(
         float8_rows_kernel, (programs_of(launch, y.device),),
-        x_source, w_source, y_target, y, _scales(x), _scales(w), index, tiles.starts_e, tiles.owners[size],
+        x_source, w_source, y_target, y, _scales(x), _scales(w), index, tiles.tails, tiles.owners[size],
         tiles.block_counts[size:], first, rows, columns, depth, experts, x.values.stride(0), w.values.stride(0),
         w.values.stride(1), *_strides(x), w.scales.stride(0), *_strides(w),
         W_OUTER=w.block[0] if scaling == "promoted" else 1, GATHER=index is not None, WHOLE_DEPTH=depth % DEPTH == 0,

@@ -5,12 +5,13 @@ infinity stay visible. Scales that are powers of two are rounded up. Sums are fl
 """
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.expert_parts import used
+from penstock.kernels.expert_parts import add_or_return, used
 from penstock.kernels.float8.quantized import (
     Quantized,
     RowColQuantized,
@@ -21,6 +22,7 @@ from penstock.kernels.float8.quantized import (
 )
 from penstock.kernels.float8.recipes import ALIGNMENT, Block, Format, Recipe, Scaling
 from penstock.kernels.launching import counts_on_host
+from penstock.kernels.replica_slots import SlottedWeight
 
 LEAST_SCALE = 2.0**-126  # of a block of zeros: below it 1 / scale would overflow; a power of two that E8M0 has
 
@@ -132,7 +134,7 @@ def multiply(
 
 def multiply_groups(
     x: Quantized,
-    w: Quantized,
+    w: Quantized | SlottedWeight,
     counts_e: Tensor,
     index_R: Tensor | None = None,
     *,
@@ -143,7 +145,8 @@ def multiply_groups(
 
     With `index_R`, the source row of each row, x is the rows' source. Only kernels use `tiles`.
     """
-    x_RK, w_eNK = dequantize(x), dequantize(w)
+    x_RK = dequantize(x)
+    w_eNK = dequantize(w) if isinstance(w, Quantized) else torch.cat([dequantize(part) for part in w[:2]])
     rows_RK = x_RK if index_R is None else x_RK[index_R]
     counts = counts_on_host(counts_e, len(rows_RK))
     pieces = rows_RK[: sum(counts)].split(counts)
@@ -157,9 +160,9 @@ def multiply_columns(
     counts_e: Tensor,
     *,
     dtype: torch.dtype,
-    accumulate_into: Tensor | None = None,
+    accumulate_into: Tensor | SlottedWeight | None = None,
     tiles: object = None,
-) -> Tensor:
+) -> Any:
     """Gradients of the experts' weights, e x M x N, from M x R and N x R of `quantize_groups`.
 
     `accumulate_into` has float32 sums that the gradients are added to; they are returned.
@@ -169,7 +172,12 @@ def multiply_columns(
     dy_MR, x_NR = dequantize(dy), dequantize(x)
     pieces = [slice(first, first + count) for first, count in zip(starts, counts, strict=False)]
     found = torch.stack([dy_MR[:, piece] @ x_NR[:, piece].T for piece in pieces])
-    return found.to(dtype) if accumulate_into is None else accumulate_into.add_(found)
+    if accumulate_into is None:
+        return found.to(dtype)
+    if isinstance(accumulate_into, SlottedWeight) and accumulate_into.own is None:
+        own, slots = add_or_return(found, accumulate_into)
+        return SlottedWeight(own.to(dtype), slots)
+    return add_or_return(found, accumulate_into)
 
 
 def _scales(ratio: Tensor, scaling: Scaling) -> Tensor:

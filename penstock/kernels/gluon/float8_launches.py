@@ -56,7 +56,7 @@ def launch_rows(
     (rows, depth), columns = x.values.shape, y.shape[1]
     values = w.values if tiles is not None else w.values[None]
     size = BLOCK_SIZES.index(launch.block_rows)
-    table = (None,) * 3 if tiles is None else (tiles.starts_e, tiles.owners[size], tiles.block_counts[size:])
+    table = (None,) * 3 if tiles is None else (tiles.tails, tiles.owners[size], tiles.block_counts[size:])
     # Results in float32 are written through pointers.
     pieces = ragged_blocks_of(y, PIECE_ROWS, WIDTH // launch.pieces) if y.dtype == torch.bfloat16 else None
     start_kernel(

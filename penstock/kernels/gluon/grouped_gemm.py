@@ -56,7 +56,7 @@ def launch_rows(
     start_kernel(
         expert_rows_kernel, (programs_of(launch, y.device),),
         blocks_of(x, launch.block_rows, launch.block_depth), blocks_of(w, 1, *w_block),
-        ragged_blocks_of(y, PIECE_ROWS, piece_columns), y, tiles.starts_e, tiles.owners[size],
+        ragged_blocks_of(y, PIECE_ROWS, piece_columns), y, tiles.tails, tiles.owners[size],
         tiles.block_counts[size:], first, rows, columns, depth, experts,
         DEPTH_FIRST=depth_first, STAGES=launch.stages, GROUP=launch.group, ONLY_LAST=tiles.only_last,
         num_warps=launch.warps, maxnreg=REGISTERS,

@@ -2,5 +2,5 @@
 
 Reading order: `contract` (the protocol, and the case of one rank), `all_to_all`, `all_gather`, `payload` (rows in 8
 bits), `row_capacity` (row counts), `gathers`, `symmetric` (peer-to-peer kernels), `hierarchical` (several nodes),
-`build`.
+`balanced` (replicas of experts), `build`.
 """

@@ -1,14 +1,20 @@
 """Makes the dispatcher of a layer, as `penstock.config.dispatcher.choose_dispatcher` decides it."""
 
 import math
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 from penstock.config.dispatch_rules import COUNTS_STAY
 from penstock.config.dispatcher import DispatcherName, DispatchFacts, choose_dispatcher
 from penstock.config.model import Moe
+from penstock.config.parallel import Dispatch
+from penstock.config.problem import Problem
+from penstock.kernels.replica_plan import ReplicaRule
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
+from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter, SlotsOf
 from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
 from penstock.moe.dispatch.payload import wire_format_of
@@ -16,6 +22,7 @@ from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.parallel.axes import Axis
 from penstock.parallel.dispatch_buffers import refuse
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.replica_exchange import bound_factor, exchanged_slots, replica_rule
 
 
 def make_dispatcher(
@@ -47,9 +54,21 @@ def make_dispatcher(
         return PaddedAllToAllDispatcher(placement, axis, factor, operators, wire_format), None
     if choice.name == "local":
         return LocalDispatcher(moe.experts, operators, wire_format), None
-    row_capacity = _row_capacity(placement, layer_context, in_arena=in_arena)
+    rule = replica_rule(moe.experts, grid.expert, dispatch)
+    if rule is not None:
+        if choice.inner is not None:
+            refuse(replace(choice, refusal=_across_nodes(axis.size, axes.expert_node.size)))
+        placement = replace(placement, experts=rule.groups * rule.places)  # physical experts
+    row_capacity = _row_capacity(placement, layer_context, rule, in_arena=in_arena)
     if choice.inner is None:
-        return _flat(choice.name, placement, axis, layer_context, row_capacity), row_capacity
+        flat = _flat(choice.name, placement, axis, layer_context, row_capacity)
+        if rule is None:
+            return flat, row_capacity
+        by_collectives: SlotsOf = partial(exchanged_slots, rule=rule, axis=axis)
+        slots_of = by_collectives
+        if layer_context.replicas is not None:
+            slots_of = partial(import_module("penstock.parallel.replica_memory").MappedSlots, layer_context.replicas)
+        return BalancedDispatcher(rule, axis, flat, operators, slots_of, ReplicaMeter(rule.groups)), row_capacity
     nodes = NodePlacement(placement, axes.expert_node, axes.expert_across)
     inner = _flat(choice.inner, placement.block(nodes.node.size), nodes.node, layer_context, row_capacity)
     # All-gather and symmetric dispatch need equally many tokens on each rank of the node.
@@ -100,11 +119,32 @@ def shares_arena(moe: Moe, layer_context: LayerContext) -> bool:
     return is_bounded and saves_rows
 
 
-def _row_capacity(placement: ExpertPlacement, layer_context: LayerContext, *, in_arena: bool) -> RowCapacity | None:
+def _across_nodes(ranks: int, per_node: int) -> Problem:
+    return Problem(
+        "dispatch.balance",
+        "copies experts between GPUs of one node; between nodes that takes longer than the rows that it saves",
+        got=f"experts shared by {ranks} ranks, {per_node} on a node",
+        fix="set parallel.expert to ranks of one node, or dispatch.balance=none",
+    )
+
+
+def capacity_factor(dispatch: Dispatch) -> float:
+    """Rows of all layers of a rank over their even share, at `COUNTS_STAY`: what a plan of replicas keeps to."""
+    return dispatch.row_capacity_factor if dispatch.balance == "none" else bound_factor(dispatch)
+
+
+def _row_capacity(
+    placement: ExpertPlacement, layer_context: LayerContext, rule: ReplicaRule | None, *, in_arena: bool
+) -> RowCapacity | None:
     """None if the host reads row counts. Counts the rows of all ranks, also with hierarchical dispatch."""
     dispatch = layer_context.dispatch
     if dispatch.sync_free < COUNTS_STAY:
         return None
+    if rule is not None:  # the bound always holds if a group can hold replicas of all experts of another one
+        is_sure = rule.slots >= rule.per_group
+        return RowCapacity(
+            placement, bound_factor(dispatch) if dispatch.sync_free == COUNTS_STAY or is_sure else math.inf
+        )
     factor = dispatch.row_capacity_factor
     if in_arena:  # which bounds the sum over layers, so that a single one may have more
         factor = max(factor, dispatch.layer_capacity_factor)

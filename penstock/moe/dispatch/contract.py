@@ -20,6 +20,7 @@ from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
+from penstock.kernels.replica_slots import ReplicaSlots
 from penstock.moe.dispatch.gathers import reorder
 from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
 from penstock.moe.routing import Routing, SortedSlots
@@ -44,6 +45,8 @@ class ExpertRows:
     # Side channel for output gradients in 8 bits, in the blocks of `quantized`, if the experts announce in forward that
     # they expect them; None if gradients come in 16 bits.
     gradients: GradientSideChannel | None = None
+    # Weights of the last experts of `counts_e`, which are replicas of other ranks' experts; None if there are none.
+    replicas: ReplicaSlots | None = None
 
 
 # FSDP2 frees gathered experts once their inputs have gradients. Before torch 2.13 it finds these with `tree_flatten`
@@ -64,7 +67,10 @@ class DispatchMetadata:
 class Dispatcher(Protocol):
     """Exchanges rows between tokens and experts."""
 
-    name: ClassVar[DispatcherName]
+    @property
+    def name(self) -> DispatcherName:
+        """The way in which rows travel."""
+        ...
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """Bring rows to the experts. Returns the rows of this rank's experts, and the metadata for `combine`."""

@@ -117,6 +117,7 @@ def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
                 "gain_bytes": one.gain_bytes,
                 "rule": one.rule,
                 "source": one.source,
+                "how": one.how or None,
             }
             for one in diagnosis.remedies
         ],
@@ -129,8 +130,8 @@ def cpu_sentence(evidence: Evidence) -> str:
     """The conclusion for a recording of a CPU."""
     device = f" ({evidence.facts.device})" if evidence.facts.device else ""
     return (
-        "no wall is judged: memory, communication, compute and host are judged from kernels of a device, and this is "
-        f"a recording of a CPU{device}"
+        f"no wall: this recording is of a CPU{device}, and the doctor derives the wall (memory, communication, host, "
+        "power, compute) from kernels of a device"
     )
 
 
@@ -195,6 +196,12 @@ def _size_text(evidence: Evidence, times: Bottlenecks) -> str:
                 text += f"; of both, {times.share(times.recording_us):.1%} is the recording's"
         case "memory":
             text = f"computing again and copying take {times.share(times.memory_us):.1%} of the step"
+        case "power":
+            power = evidence.facts.power
+            assert power is not None, "a loss of power has facts"
+            text = f"power holds the clock at {power.clock_mhz:,.0f} of {power.limit_mhz:,.0f} MHz, "
+            text += f"{power.watts:,.0f} of {power.limit_watts:,.0f} W"
+            text += f": up to {times.share(times.power_us):.1%} of the step"
         case "compute":
             text = f"the device computes {times.share(times.compute_us):.1%} of the step"
     return text
@@ -225,7 +232,12 @@ def _lines(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
         yield from _communication(evidence, times)
         yield from _host(evidence, times)
         yield from _memory_times(evidence, times)
-        yield _time("computing, each thing once", "compute", times.compute_us, times)
+        yield from _power(evidence, times)
+        yield _time("computing, each thing once", "compute", times.compute_us + times.power_us, times)
+        pointwise = evidence.mean("pointwise_us")
+        if times.share(pointwise) >= PART:
+            number = evidence.mean("pointwise_kernels")
+            yield _time(f"of it in {number:,.0f} elementwise kernels, of all phases", "compute", pointwise, times)
         words = {"experts": "experts, activations and permuting", "shared": "shared experts"}
         for name, time_us in evidence.computing.items():
             if times.share(time_us) >= PART:
@@ -272,6 +284,11 @@ def _host(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
     if times.share(times.recording_us) >= LEAST:
         why = "the traced steps take longer than those beside them, by the metrics"
         yield _time(f"taken off: {why}; recording slows the host", "host", times.recording_us, times)
+    copy, alone = evidence.host_copy, evidence.mean("host_copy_us")
+    if copy is not None and times.share(alone) >= LEAST:
+        where = f" from {copy.where}" if copy.where else ""
+        what = f"the device with nothing to do while the host is in {copy.call}{where}, {copy.count} times"
+        yield _time(what, "host", alone, times)
     launches = evidence.launches
     if launches is not None and launches.kernels:
         many = max(1, evidence.steps) * len(evidence.ranks)  # launches are counts over the whole recording
@@ -281,6 +298,18 @@ def _host(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
         of = "a rank's step" if evidence.steps else "a rank"
         what = f"{of}: {launches.kernels / many:,.0f} kernels{graphs}, {small:.0%} under 10 us{waits}"
         yield EvidenceLine(what, "host")
+
+
+def _power(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
+    power = evidence.facts.power
+    if power is None:
+        return
+    clock = f"the clock at {power.clock_mhz:,.0f} of {power.limit_mhz:,.0f} MHz"
+    what = f"{clock}, at {power.watts:,.0f} of {power.limit_watts:,.0f} W, first rank"
+    if power.is_limit:
+        yield _time(f"{what}: computing that the highest clock would save, at most", "power", times.power_us, times)
+    else:
+        yield EvidenceLine(what, "compute")
 
 
 def _memory_times(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:

@@ -3,9 +3,10 @@
     communication   exposed communication, without the waiting for ranks that were late because of their host
     host            idle time of the device, and that waiting; without the cost of recording
     memory          recomputation, and copies that no other work hides
+    power           computing beyond what the highest clock would take, where the board's power holds the clock down
     compute         the rest
 
-The largest of the first three is the bottleneck if it takes `STANDS` of the step; otherwise computing is. If the plan
+The largest of the first four is the bottleneck if it takes `STANDS` of the step; otherwise computing is. If the plan
 says that the run does not fit its device, memory is the bottleneck. Costs are means over ranks: every rank's step takes
 as long as the slowest rank's.
 
@@ -21,7 +22,7 @@ from typing import Any, Literal
 from penstock.config.run import Run
 from penstock.trace.host_table import HostTable
 
-Bottleneck = Literal["memory", "communication", "host", "compute"]
+Bottleneck = Literal["memory", "communication", "host", "power", "compute"]
 
 Cause = Literal["host", "experts", "compute", "unknown"]
 """Why a rank is late: its device was idle, its experts had more rows, or it computes more slowly."""
@@ -32,6 +33,10 @@ warning; below it, faster kernels help more than another layout."""
 
 ALSO = 0.1
 """Share of the step from which a loss is reported beside the bottleneck."""
+
+AT_LIMIT = 0.9
+"""Share of the power limit from which power holds the clock down. An H200 with a limit of 700 W drew 664 W, the median
+of 17 steps, while its clock was at 1,463 of 1,980 MHz (power-h200.json, 16 bits)."""
 
 NO_TIMES: Mapping[str, float] = MappingProxyType({})
 NO_BYTES: Mapping[str, int] = MappingProxyType({})
@@ -55,6 +60,10 @@ class RankCosts:
     sync_idle_us: float = 0.0  # idle time caused by the host's waits for the device
     counts_idle_us: float | None = None  # its part at waits for the experts' row counts; None: no span shows these
     launched_idle_us: float = 0.0  # idle time before kernels that the host had launched already
+    host_copy_us: float = 0.0  # the device computes and sends nothing while the host is in `Evidence.host_copy`
+    pointwise_us: float = 0.0  # elementwise kernels
+    pointwise_kernels: float = 0.0  # their number
+    fusable_us: float = 0.0  # time beyond the longest kernel of each run of elementwise kernels on a stream
     recompute_us: float = 0.0  # part of `compute_us` that repeats the forward pass
     # Computing without recomputation, by phase (all expert phases are `experts`); exposed communication by kind
     # (`all-to-all`, `all-reduce`, ...).
@@ -95,6 +104,38 @@ class KernelLaunches:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostCopy:
+    """Copies from one place in which the host stays while the device has nothing to compute."""
+
+    call: str  # such as `hipMemcpyWithStream`
+    where: str  # the operators or spans around it
+    count: int
+    longest_us: float
+    bytes: int | None  # of all of them; None if unknown
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerFacts:
+    """Medians of the metrics."""
+
+    watts: float
+    limit_watts: float
+    clock_mhz: float
+    limit_mhz: float
+
+    @property
+    def is_limit(self) -> bool:
+        """The power holds the clock down."""
+        return self.watts >= AT_LIMIT * self.limit_watts and self.clock_mhz < self.limit_mhz
+
+    @property
+    def lost(self) -> float:
+        """Share of computing that the highest clock would save, if it follows the clock; 0 without a limit of power."""
+        return 1 - self.clock_mhz / self.limit_mhz if self.is_limit else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """Configuration, metrics and plan of a run; None and empty where they are unknown."""
 
@@ -108,6 +149,7 @@ class RunFacts:
     phase_seconds: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)  # medians on the first rank's device
     repeated_steps: int = 0  # steps that ran twice because the rows exceeded their buffers
     expert_load: float | None = None  # rows of the fullest expert rank over the mean
+    power: PowerFacts | None = None
     planned_bytes: int | None = None  # need of the fullest rank by the plan, context and reserve included
     planned_terms: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)
     # By change, on the fullest rank: memory that it frees, known only if the run does not fit; and memory that is
@@ -130,6 +172,7 @@ class Evidence:
     other_wait_us: float = 0.0  # waiting for ranks that are too cheap to be in `late`
     unmatched: int = 0  # collectives without a partner on another rank
     launches: KernelLaunches | None = None
+    host_copy: HostCopy | None = None  # the most expensive one
     max_over_mean: float | None = None  # rows of the fullest expert rank over the mean, by the trace
     trains: bool = True
     facts: RunFacts = RunFacts()
@@ -180,13 +223,14 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Bottlenecks:
-    """Mean microseconds of a rank; the four bottlenecks and `recording_us` add up to `total_us`."""
+    """Mean microseconds of a rank; the five bottlenecks and `recording_us` add up to `total_us`."""
 
     total_us: float
     communication_us: float  # exposed, without `late_host_us`
     host_us: float  # idle time and `late_host_us`, without `recording_us`
     memory_us: float  # recomputation and exposed copies
     compute_us: float
+    power_us: float  # further computing that the highest clock would save; 0 if unknown
     waiting_us: float  # part of `communication_us` that waits for later ranks; 0 if unknown
     late_host_us: float  # waiting for ranks whose device was idle before they came
     recording_us: float  # time by which recording delays the host; 0 if unknown
@@ -209,6 +253,7 @@ class Bottlenecks:
             "communication": self.communication_us,
             "host": self.host_us,
             "memory": self.memory_us,
+            "power": self.power_us,
         }
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -231,7 +276,7 @@ class Bottlenecks:
 
 
 def bottlenecks_of(evidence: Evidence) -> Bottlenecks:
-    """Divide the step time among the four bottlenecks."""
+    """Divide the step time among the five bottlenecks."""
     exposed = evidence.mean("exposed_communication_us")
     waiting = min(evidence.mean("wait_us"), exposed)  # computing may hide a part of all waiting
     caused = evidence.caused_wait_us
@@ -244,12 +289,15 @@ def bottlenecks_of(evidence: Evidence) -> Bottlenecks:
     beside = evidence.facts.beside_seconds
     if evidence.source == "trace" and evidence.steps and beside is not None:
         recording = min(host, max(0.0, evidence.mean("total_us") - beside * 1e6))
+    computing, power = evidence.mean("compute_us") - recompute, evidence.facts.power
+    lost = 0.0 if power is None else power.lost * computing
     return Bottlenecks(
         total_us=evidence.mean("total_us"),
         communication_us=exposed - late_host,
         host_us=host - recording,
         memory_us=recompute + evidence.mean("exposed_copies_us"),
-        compute_us=evidence.mean("compute_us") - recompute,
+        compute_us=computing - lost,
+        power_us=lost,
         waiting_us=waiting - late_host,
         late_host_us=late_host,
         recording_us=recording,

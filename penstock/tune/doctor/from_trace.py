@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.base.errors import ConfigError
+from penstock.base.spans import Span
 from penstock.config.run import Run
 from penstock.config.schema import fields_of
 from penstock.config.tree import build, settle
@@ -28,12 +29,12 @@ from penstock.trace.calls import CollectiveCalls, SyncKind
 from penstock.trace.collectives import any_row
 from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
 from penstock.trace.host_table import host_table
-from penstock.trace.kernel_names import OWN, library_of
-from penstock.trace.launches import idle_behind_waits
+from penstock.trace.kernel_names import EXPERT_PARALLEL, OWN, Category, generic_category, library_of, specific_category
+from penstock.trace.launches import CopyCalls, idle_behind_waits, longest_copies
 from penstock.trace.phases import EXPERTS as EXPERT_SPANS
-from penstock.trace.phases import PASSES
+from penstock.trace.phases import PASSES, WAITING
 from penstock.trace.timeline import busy_of
-from penstock.tune.doctor.evidence import Evidence, KernelLaunches, LateRank, RankCosts, RunFacts
+from penstock.tune.doctor.evidence import Evidence, HostCopy, KernelLaunches, LateRank, RankCosts, RunFacts
 
 MATCHED = 0.5
 """Share of the collectives that must be matched across ranks before a rank is called late."""
@@ -73,7 +74,14 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
     collectives = answer.collectives
     totals = collectives.totals_us() if len(answer.loaded) > 1 and len(collectives.meetings) else {}
     per_step = answer.per_step
-    ranks = tuple(_costs(one, collectives.calls, totals).times(per_step) for one in answer.ranks)
+    copies = {one.rank: _copies(one) for one in answer.ranks}
+    ranks = tuple(
+        replace(
+            _costs(one, collectives.calls, totals),
+            host_copy_us=0.0 if (copy := copies[one.rank]) is None else copy.alone_us,
+        ).times(per_step)
+        for one in answer.ranks
+    )
     late = tuple(replace(one, caused_wait_us=one.caused_wait_us * per_step) for one in late_ranks(answer))
     caused_us = sum(one.caused_wait_us for one in collectives.stragglers()) * per_step
     return Evidence(
@@ -84,6 +92,7 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
         other_wait_us=caused_us - sum(one.caused_wait_us for one in late),
         unmatched=len(collectives.unmatched),
         launches=_launches(answer.ranks),
+        host_copy=_host_copy(copies),
         max_over_mean=answer.experts.max_over_mean,
         trains=any(row.pass_ == "backward" for one in answer.ranks for row in one.phases.rows(by_layer=False)),
         facts=_facts(answer, facts),
@@ -127,10 +136,11 @@ def _world(answer: TraceAnalysis) -> int:
 
 
 def _costs(one: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple[float, float]]) -> RankCosts:
-    timeline = one.timelines["all"]
+    timeline = one.spent
     pure_us, wait_us = totals.get(one.rank, (None, None))
     is_expert_span = np.array([name in EXPERT_SPANS for name in one.trace.names], dtype=bool)
     host = one.trace.host
+    pointwise_us, pointwise_kernels, fusable_us = _pointwise(one)
     has_expert_spans = bool((is_expert_span[host.name_id] & (host.kind == HostKind.SPAN)).any())
     return RankCosts(
         rank=one.rank,
@@ -144,10 +154,55 @@ def _costs(one: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple
         sync_idle_us=idle_behind_waits(one.trace),
         counts_idle_us=idle_behind_waits(one.trace, EXPERT_SPANS) if has_expert_spans else None,
         launched_idle_us=one.launches.gaps.devices_us,
+        pointwise_us=pointwise_us,
+        pointwise_kernels=pointwise_kernels,
+        fusable_us=fusable_us,
         recompute_us=sum(row.exposed_us for row in one.phases.rows(by_layer=False) if row.pass_ == "recompute"),
         computing_us=_computing(one),
         communication_us=_by_kind(one, calls),
     )
+
+
+def _copies(one: RankAnalysis) -> CopyCalls | None:
+    busy = busy_of(one.trace.gpu)
+    within = (one.steps[0].start_us, one.steps[-1].start_us + one.steps[-1].duration_us) if one.steps else None
+    return longest_copies(one.trace, busy.compute | busy.communication, within)
+
+
+def _host_copy(copies: Mapping[int, CopyCalls | None]) -> HostCopy | None:
+    """The most expensive copies of all ranks."""
+    known = {rank: copy for rank, copy in copies.items() if copy is not None}
+    if not known:
+        return None
+    rank, copy = max(known.items(), key=lambda item: item[1].alone_us)
+    return HostCopy(
+        call=copy.call,
+        where=" > ".join(copy.where[-2:]),
+        count=copy.count,
+        longest_us=copy.longest_us,
+        bytes=copy.bytes,
+        rank=rank,
+    )
+
+
+def _pointwise(one: RankAnalysis) -> tuple[float, float, float]:
+    """Elementwise kernels: exposed time, number, and the time beyond the longest kernel of each run on a stream."""
+    gpu = one.trace.gpu
+    exposed_us = np.bincount(one.phases.event, one.phases.exposed_us, len(gpu))
+    is_pointwise = (gpu.kind == GpuKind.COMPUTE) & gpu.named(_is_pointwise)
+    order = np.argsort(gpu.stream, kind="stable")  # by stream, then by start
+    flags, streams = is_pointwise[order], gpu.stream[order]
+    begins = np.append(True, (flags[1:] != flags[:-1]) | (streams[1:] != streams[:-1]))[: len(flags)]
+    run = np.cumsum(begins) - 1
+    longest_us = np.zeros(int(run.max(initial=-1)) + 1)
+    np.maximum.at(longest_us, run[flags], exposed_us[order][flags])
+    total_us = float(exposed_us[is_pointwise].sum())
+    return total_us, float(is_pointwise.sum()), total_us - float(longest_us.sum())
+
+
+def _is_pointwise(kernel: str) -> bool:
+    category = specific_category(kernel) or generic_category(kernel)
+    return category in (Category.ELEMENTWISE, Category.ACTIVATION, Category.COPY)
 
 
 def _launches(ranks: Sequence[RankAnalysis]) -> KernelLaunches:
@@ -188,18 +243,24 @@ def _by_kind(one: RankAnalysis, calls: CollectiveCalls) -> dict[str, float]:
     found: dict[str, float] = {}
     for row in np.flatnonzero(calls.rank == calls.ranks.index(one.rank)):
         event = int(calls.gpu_row[row])
-        kind = kind_of(calls.name(int(row)), one.trace.gpu.name(event))
+        phase = one.phases.names[one.phases.name_id[event]]  # the first entries of phases are the events
+        kind = kind_of(calls.name(int(row)), one.trace.gpu.name(event), phase)
         found[kind] = found.get(kind, 0.0) + float(exposed_us[event])
     return found
 
 
-def kind_of(collective: str, kernel: str) -> str:
-    """Kind of a collective by its name or its kernel's; for our own kernels and DeepEP's the dispatcher."""
+def kind_of(collective: str, kernel: str, phase: str = "") -> str:
+    """Kind of a collective by its name or its kernel's; for kernels that carry tokens their library.
+
+    `phase` tells kernels that are known by what is around them only.
+    """
     library = library_of(kernel)
     if library == OWN:
         return "symmetric"
-    if library == "deep_ep":
-        return "deep-ep"
+    if library in EXPERT_PARALLEL:
+        return library.replace("_", "-")
+    if library is None and phase.removesuffix(WAITING) in (Span.DISPATCH, Span.COMBINE):
+        return "expert-parallel"
     texts = (collective.lower(), kernel.lower())
     return next((kind for text in texts for kind, part in _KINDS.items() if part.search(text)), "without a name")
 
@@ -221,9 +282,14 @@ def _missing(answer: TraceAnalysis) -> list[str]:
         )
     if not any(one.steps for one in answer.ranks):
         told.append("no step is marked: figures are of all that was recorded")
-    unlinked = sum(int((~one.trace.gpu.is_linked).sum()) for one in answer.ranks)
-    if unlinked:
-        told.append(f"{unlinked} events of the device were launched before the recording began; they are counted")
+    left = sum(one.left_out.earlier + one.left_out.others for one in answer.ranks)
+    if left:
+        us = sum(one.left_out.earlier_us + one.left_out.others_us for one in answer.ranks)
+        where = "launched before the recording began or outside of the judged steps"
+        told.append(f"{left} events of the device ({us / 1e3:,.1f} ms), {where}, are left out")
+    for row in answer.ranks[0].unknown:
+        time = f"{row.kernel_us * answer.per_step / 1e3:,.2f} ms, {row.share:.1%} of the step"
+        told.append(f"the phase of {row.name[:80]} ({time}); --names FILE gives it one")
     return told
 
 
@@ -233,7 +299,7 @@ def late_ranks(answer: TraceAnalysis) -> tuple[LateRank, ...]:
     if len(collectives.meetings) < MATCHED * (len(collectives.meetings) + len(collectives.unmatched)):
         return ()
     others = max(1, len(answer.loaded) - 1)
-    least_us = others * TELLS * float(np.mean([one.timelines["all"].total_us for one in answer.ranks]))
+    least_us = others * TELLS * float(np.mean([one.spent.total_us for one in answer.ranks]))
     between = _between(answer)
     found = [
         late

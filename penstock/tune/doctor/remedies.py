@@ -1,8 +1,8 @@
 """Remedies: one function for each change that can help, with the time that it saves at most.
 
 A rule reads the evidence and the bottlenecks and offers a remedy or None. Its gain is the lost time times the share
-that the same change was measured, or computed, to save, so never more than the lost time. Gains do not add up: two
-changes may save the same time.
+that the same change was measured, or computed, to save, so never more than the lost time; each rule says how it is
+computed. Gains do not add up: two changes may save the same time.
 
 A change is a list of overrides of the run, as `penstock train` takes them. If the configuration of the run is known, a
 change that it would reject, or that has no effect, is not offered, and neither is one that the plan refuses
@@ -18,13 +18,15 @@ from math import comb
 from typing import TypeAlias
 
 from penstock.base.errors import ConfigError
+from penstock.base.numbers import bytes_text
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.rules import check
 from penstock.config.run import Run
 from penstock.config.tree import build, merge, parse_overrides
 from penstock.plan.rules.advice import ADVICE, FEW_PEERS, MANY_COPIES
 from penstock.plan.rules.order import ORDER
-from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence, LateRank
+from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence
+from penstock.tune.doctor.losses import behind_counts_us, late_launches_us, named, transfers_us, waits_us
 
 WORTH_SAYING = 0.005
 """Share of the step below which a gain is noise."""
@@ -48,14 +50,30 @@ LAUNCHES_OF_PASSES = 0.81
 LAUNCHES_OF_PARTS = 0.55
 """Launches that captured parts of layers save: from 4,021 to 1,805 (graphs-parts-h200.json)."""
 
-WAITS_OF_STAGE_2 = 6 / 7
-"""Waits of the host that sync-free stage 2 saves: from 7 to 1 in a step (host-waits-h200x2.json)."""
-
 REFERENCE_COSTS = 1 - 14307 / 78946
 """Share of the computing that our kernels save in a run with eager operators (one-gpu.json, tokens/s)."""
 
 TORCH_COSTS = 1 - 51188 / 78946
 """The same for a run with PyTorch's fused operators (one-gpu.json)."""
+
+MUCH_POINTWISE = 0.1
+"""Share of the step in elementwise kernels from which fusing them is offered."""
+
+TOKENS = (
+    *(
+        "all-to-all",
+        "send-recv",
+        "symmetric",
+        "hierarchical",
+        "deep-ep",
+        "hybrid-ep",
+        "mori",
+        "pplx",
+        "expert-parallel",
+    ),
+    *("nvshmem", "ucx"),
+)
+"""Kinds of communication that carry tokens: collectives, dispatchers, and libraries."""
 
 SELECTIVE = 'recompute.modules=["norm","expert-activation"]'
 """Recomputation that is cheap for the activations that it frees."""
@@ -80,6 +98,7 @@ class Remedy:
     gain_us: float  # upper bound per step
     rule: str
     source: str  # of the gain or of the rule
+    how: str = ""  # the gain is computed
     gain_bytes: int = 0  # freed memory, for a run that does not fit
 
 
@@ -93,7 +112,7 @@ def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]
             continue
         if evidence.source == "plan" and change in facts.saved_seconds:  # the plan's saving limits the gain
             gain_us = min(gain_us, facts.saved_seconds[change] * 1e6)
-        offered.append(Remedy(change=change, what=what, gain_us=gain_us, rule=one.name, source=one.source))
+        offered.append(Remedy(change=change, what=what, gain_us=gain_us, rule=one.name, source=one.source, how=one.how))
     worth = [one for one in offered if bottlenecks.share(one.gain_us) >= WORTH_SAYING]
     fitting = [] if bottlenecks.fits else make_it_fit(evidence)
     return (*fitting, *sorted(worth, key=lambda one: -one.gain_us))
@@ -138,18 +157,25 @@ class RemedyRule:
 
     name: str
     source: str
+    how: str  # the gain is computed
     offer: Callable[[Evidence, Bottlenecks], Offer | None]
 
 
-def rule(name: str, source: str = "") -> Callable[[Callable[[Evidence, Bottlenecks], Offer | None]], RemedyRule]:
+def rule(
+    name: str, source: str = "", *, how: str
+) -> Callable[[Callable[[Evidence, Bottlenecks], Offer | None]], RemedyRule]:
     """Make a function a rule; without a source it has that of the plan's rule with its name."""
-    return partial(RemedyRule, name, source or PLAN_SOURCES[name])
+    return partial(RemedyRule, name, source or PLAN_SOURCES[name], how)
 
 
 # Communication: fewer bytes, transfers during computing, no late rank.
 
 
-@rule("tokens-travel-once", "docs/dispatch.md, What each sends (computed)")
+@rule(
+    "tokens-travel-once",
+    "docs/dispatch.md, What each sends (computed)",
+    how="exposed all-to-all without waiting, times the copies of a token that disappear",
+)
 def symmetric(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Symmetric dispatch sends each token once to each rank that needs it."""
     run = evidence.facts.run
@@ -159,7 +185,7 @@ def symmetric(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         first_accepted(evidence, 'dispatch.method="symmetric"', words="each token once to each rank that needs it"),
         f"send each token once to each rank that needs it, inside a node: {spared:.0%} fewer copies",
-        spared * _transfers(evidence, bottlenecks, "all-to-all"),
+        spared * transfers_us(evidence, bottlenecks, "all-to-all"),
     )
 
 
@@ -176,26 +202,40 @@ def spared_copies(evidence: Evidence) -> float:
     return 1 - needed / (chosen * (ranks - 1) / ranks)
 
 
-@rule("overlap-if-exposed")
+@rule(
+    "overlap-if-exposed",
+    how="exposed dispatch and combine without waiting, at most the computing beside it and "
+    f"{OVERLAP_GAINS:.1%} of the step",
+)
 def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """Computing continues while tokens travel."""
+    """Computing continues while tokens travel, whichever dispatcher sends them.
+
+    Among few ranks dispatch is usually too short to pay for cutting work in pieces, unless it is measured to be long.
+    """
     run = evidence.facts.run
     ranks = evidence.facts.world if run is None else run.parallel.expert * run.parallel.expert_tensor
-    overlaps = run is not None and run.dispatch.overlap != "none"
-    if overlaps or not evidence.has_experts or (ranks is not None and ranks <= FEW_PEERS):
+    if (run is not None and run.dispatch.overlap != "none") or not evidence.has_experts:
         return None
     changes = ('dispatch.overlap="passes"', 'dispatch.overlap="halves"', 'dispatch.overlap="shared"')
     # NCCL sends an all-to-all as send and receive kernels; those of a pipeline are messages between stages.
-    tokens = ("all-to-all",) if run is not None and run.parallel.pipeline > 1 else ("all-to-all", "send-recv")
-    transfers = _transfers(evidence, bottlenecks, *tokens)
+    is_pipeline = run is not None and run.parallel.pipeline > 1
+    tokens = [kind for kind in TOKENS if not is_pipeline or kind != "send-recv"]
+    transfers = transfers_us(evidence, bottlenecks, *tokens)
+    if ranks is not None and ranks <= FEW_PEERS and bottlenecks.share(transfers) < STANDS:
+        return None
+    carried = max(tokens, key=evidence.communication)
     return (
-        first_accepted(evidence, *changes, words="transfers of tokens beside computing"),
-        "compute while tokens travel: the other half of the rows, or another micro-batch",
+        first_accepted(evidence, *changes, words=f"transfers of tokens ({carried}) beside computing"),
+        f"compute while tokens travel ({carried}): the other half of the rows, or another micro-batch",
         min(transfers, OVERLAP_GAINS * bottlenecks.total_us, bottlenecks.compute_us),
     )
 
 
-@rule("even-experts", "waiting that these ranks caused; arXiv 2408.15664 (bias), arXiv 2101.03961 (auxiliary loss)")
+@rule(
+    "even-experts",
+    "arXiv 2408.15664 (bias), arXiv 2101.03961 (auxiliary loss)",
+    how="waiting that these ranks caused by their experts",
+)
 def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A router bias or an auxiliary loss evens out the rows of the experts."""
     hot = [one for one in evidence.late if one.cause == "experts"]
@@ -209,23 +249,23 @@ def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         if run.model.moe.balance.aux_loss_coef > 0:
             changes[1] = f"model.moe.balance.aux_loss_coef={2 * run.model.moe.balance.aux_loss_coef:g}"
     change = first_accepted(evidence, *changes, words="a bias of the router by load, or an auxiliary loss")
-    return (change, f"even out the experts of {_named(hot)}: {hot[0].detail}", _waits_for(hot, evidence, bottlenecks))
+    return (change, f"even out the experts of {named(hot)}: {hot[0].detail}", waits_us(hot, evidence, bottlenecks))
 
 
-@rule("no-rank-is-late", "waiting that these ranks caused")
+@rule("no-rank-is-late", "the trace, waiting in collectives", how="waiting that these ranks caused")
 def late_rank(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A rank that computes the same work more slowly needs repair."""
     slow = [one for one in evidence.late if one.cause in ("compute", "unknown")]
     if not slow:
         return None
     return (
-        f"mend or leave out {_named(slow)}",
-        f"find out why {_named(slow)} comes last ({slow[0].detail}): clocks, heat, power, more rows",
-        _waits_for(slow, evidence, bottlenecks),
+        f"mend or leave out {named(slow)}",
+        f"find out why {named(slow)} comes last ({slow[0].detail}): clocks, heat, power, more rows",
+        waits_us(slow, evidence, bottlenecks),
     )
 
 
-@rule("gathers-once-a-step")
+@rule("gathers-once-a-step", how="exposed gathers and scatters without waiting, times (1 - 1 / micro-batches)")
 def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Sharding only the optimizer keeps the weights whole on each rank."""
     run = evidence.facts.run
@@ -238,11 +278,15 @@ def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         change,
         f"gather weights once a step, not in each of {passes} micro-batches; they stay whole",
-        (1 - 1 / passes) * _transfers(evidence, bottlenecks, "all-gather", "reduce-scatter"),
+        (1 - 1 / passes) * transfers_us(evidence, bottlenecks, "all-gather", "reduce-scatter"),
     )
 
 
-@rule("sums-once-for-more-rows", "bytes of a sum do not depend on rows")
+@rule(
+    "sums-once-for-more-rows",
+    "bytes of a sum do not depend on rows",
+    how="half of the exposed all-reduces without waiting",
+)
 def fewer_sums(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A global batch twice as large needs half as many gradient sums for the same tokens."""
     run = evidence.facts.run
@@ -252,11 +296,11 @@ def fewer_sums(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         first_accepted(evidence, *changes, words="twice the rows for each sum of gradients"),
         "sum gradients once for twice the rows: half as many sums for the same tokens; it trains differently",
-        DOUBLED * _transfers(evidence, bottlenecks, "all-reduce"),
+        DOUBLED * transfers_us(evidence, bottlenecks, "all-reduce"),
     )
 
 
-@rule("sums-over-many-in-fp32")
+@rule("sums-over-many-in-fp32", how="half of the exposed gradient sums without waiting")
 def sums_in_two_bytes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Few ranks can sum gradients in bfloat16."""
     run, world = evidence.facts.run, evidence.facts.world
@@ -271,11 +315,11 @@ def sums_in_two_bytes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | N
     return (
         change,
         f"sum gradients in bfloat16: half the bytes; below {MANY_COPIES} ranks",
-        DOUBLED * _transfers(evidence, bottlenecks, "all-reduce", "reduce-scatter"),
+        DOUBLED * transfers_us(evidence, bottlenecks, "all-reduce", "reduce-scatter"),
     )
 
 
-@rule("stages-when-pipeline")
+@rule("stages-when-pipeline", how="half of the exposed messages between stages")
 def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Two stages on each pipeline rank halve the bubble."""
     run = evidence.facts.run
@@ -291,7 +335,12 @@ def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 # Host: fewer launches, no waits, no late host.
 
 
-@rule("launches-in-one-call", "G1 (Megatron Bridge, CUDA graphs); docs/graphs.md")
+@rule(
+    "launches-in-one-call",
+    "G1 (Megatron Bridge, CUDA graphs); docs/graphs.md",
+    how=f"idle time before late launches, times the launches that go ({LAUNCHES_OF_PASSES:.0%} for passes, "
+    f"{LAUNCHES_OF_PARTS:.0%} for parts), and for passes idle time behind waits for row counts",
+)
 def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A graph launches the kernels of a pass in one call."""
     run, launches = evidence.facts.run, evidence.launches
@@ -300,9 +349,9 @@ def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     change = first_accepted(evidence, *_PASSES, _PARTS, words="graphs of whole passes")
     if change is None or (run is not None and run.graphs.capture != "none"):
         return None
-    gain = LAUNCHES_OF_PARTS * _late_launches(evidence, bottlenecks)
+    gain = LAUNCHES_OF_PARTS * late_launches_us(evidence, bottlenecks)
     if change != _PARTS:  # a whole pass in one launch contains no wait
-        gain = LAUNCHES_OF_PASSES * _late_launches(evidence, bottlenecks) + _behind_counts(evidence, bottlenecks)
+        gain = LAUNCHES_OF_PASSES * late_launches_us(evidence, bottlenecks) + behind_counts_us(evidence, bottlenecks)
     return (
         change,
         "launch the kernels of a pass in one call (CUDA or HIP graphs), if memory allows; a compiler that fuses "
@@ -311,7 +360,7 @@ def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     )
 
 
-@rule("larger-passes", "launches of a pass do not depend on rows")
+@rule("larger-passes", "launches of a pass do not depend on rows", how="half of the idle time before late launches")
 def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Larger micro-batches need fewer launches for the same tokens."""
     facts = evidence.facts
@@ -323,12 +372,14 @@ def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         first_accepted(evidence, *changes, words="twice the rows in a pass"),
         "twice the rows in a pass: half as many launches for the same tokens, if memory allows",
-        DOUBLED * _late_launches(evidence, bottlenecks),
+        DOUBLED * late_launches_us(evidence, bottlenecks),
     )
 
 
 @rule(
-    "host-never-waits", "the trace, idle time behind waits; docs/dispatch.md, Sync-free stages; host-waits-h200x2.json"
+    "host-never-waits",
+    "docs/dispatch.md, Sync-free stages; host-waits-h200x2.json",
+    how="idle time behind waits for row counts, and the waiting of others for ranks that these make late",
 )
 def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """With bounded buffers the host reads no row counts, so it never waits for the device."""
@@ -339,11 +390,11 @@ def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         first_accepted(evidence, *changes, words="buffers of the experts with a bound"),
         "bound the buffers of the experts, so that the host need not read how many rows come",
-        _behind_counts(evidence, bottlenecks),
+        behind_counts_us(evidence, bottlenecks),
     )
 
 
-@rule("no-host-is-late", "waiting that these ranks caused")
+@rule("no-host-is-late", "the trace, waiting in collectives", how="waiting that these ranks caused by idle devices")
 def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """All ranks wait for a rank with a late host."""
     late = [one for one in evidence.late if one.cause == "host"]
@@ -353,8 +404,8 @@ def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     if evidence.facts.run is not None:
         change = first_accepted(evidence, "host.numa=true", "training.collect_garbage_every=50")
     return (
-        change or f"mend the host of {_named(late)}",
-        f"find out what the host of {_named(late)} does meanwhile ({late[0].detail}): other processes, data, "
+        change or f"mend the host of {named(late)}",
+        f"find out what the host of {named(late)} does meanwhile ({late[0].detail}): other processes, data, "
         "garbage, cores far from the device",
         bottlenecks.usual_host * bottlenecks.late_host_us,
     )
@@ -363,7 +414,7 @@ def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 # Memory and computing: less recomputation, fewer copies, faster kernels.
 
 
-@rule("selective-before-full")
+@rule("selective-before-full", how="all recomputation")
 def recompute_less(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Selective recomputation replaces that of whole layers."""
     run = evidence.facts.run
@@ -376,7 +427,7 @@ def recompute_less(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None
     )
 
 
-@rule("optimizer-on-the-device")
+@rule("optimizer-on-the-device", how="copies with nothing beside them")
 def optimizer_on_device(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Without offloading there are no copies to the host and back."""
     run = evidence.facts.run
@@ -389,7 +440,11 @@ def optimizer_on_device(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer |
     )
 
 
-@rule("kernels-by-measurement", "README.md, How fast; one-gpu.json")
+@rule(
+    "kernels-by-measurement",
+    "README.md, How fast; one-gpu.json",
+    how="computing, times the share that the same change was measured to save",
+)
 def kernels(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Our kernels replace eager or fused PyTorch operators."""
     run = evidence.facts.run
@@ -403,7 +458,11 @@ def kernels(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     )
 
 
-@rule("eight-bits-where-they-pay", "penstock plan of the same run in 8 bits; rules P3, P6")
+@rule(
+    "eight-bits-where-they-pay",
+    "penstock plan of the same run in 8 bits; rules P3, P6",
+    how="the share of the step that the plan saves in 8 bits, at most the computing",
+)
 def float8(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Products in 8 bits, where computing takes the time and the plan projects a saving.
 
@@ -423,6 +482,65 @@ def float8(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         change,
         "compute products in 8 bits; look at the loss beside one in 16 (docs/float8.md)",
         min(saved / planned * bottlenecks.total_us, bottlenecks.compute_us),
+    )
+
+
+@rule(
+    "elementwise-in-one-kernel",
+    "the trace, runs of elementwise kernels on a stream",
+    how="time of each run of elementwise kernels beyond its longest kernel: a fused one reads and writes once",
+)
+def fuse(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
+    """One kernel does the elementwise work of several in a row, and moves its data once."""
+    run, kernels = evidence.facts.run, evidence.mean("pointwise_kernels")
+    if bottlenecks.share(evidence.mean("pointwise_us")) < MUCH_POINTWISE:
+        return None
+    if run is not None and run.kernels.all in ("reference", "torch"):  # `kernels` is the remedy
+        return None
+    share = bottlenecks.share(evidence.mean("pointwise_us"))
+    return (
+        "fuse elementwise kernels (torch.compile, or kernels of their own)",
+        f"compute what {kernels:,.0f} elementwise kernels ({share:.0%} of the step) do one after the other in fewer",
+        min(evidence.mean("fusable_us"), bottlenecks.compute_us),
+    )
+
+
+@rule(
+    "copies-ahead",
+    "the trace, the host in copies",
+    how="time in which the device computes and sends nothing while the host is in these copies",
+)
+def host_copies(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
+    """A copy from pinned memory returns at once, so the host launches work beside it."""
+    copy = evidence.host_copy
+    if copy is None:
+        return None
+    size = "" if copy.bytes is None else f", {bytes_text(copy.bytes)}"
+    where = f" from {copy.where}" if copy.where else ""
+    times = "once" if copy.count == 1 else f"{copy.count} times, the longest"
+    times += f"{',' if copy.count == 1 else ''} {copy.longest_us / 1e3:,.1f} ms{size}, on rank {copy.rank}"
+    return (
+        "copy ahead, from pinned memory (pin_memory, non_blocking=True)",
+        f"the host stays in {copy.call}{where} ({times}) while the device has nothing to do",
+        min(evidence.mean("host_copy_us"), bottlenecks.host_us + bottlenecks.memory_us),
+    )
+
+
+@rule(
+    "power-holds-the-clock",
+    "the run's metrics, power and clock",
+    how="computing, times (1 - clock / highest clock): products follow the clock, memory-bound kernels less",
+)
+def power(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
+    """A board that may draw more keeps its clock; fewer bytes and bits draw less."""
+    facts = evidence.facts.power
+    if facts is None or not bottlenecks.power_us:
+        return None
+    return (
+        "raise the power limit of the board (nvidia-smi -pl, amd-smi set), or cool it better",
+        f"it draws {facts.watts:,.0f} of {facts.limit_watts:,.0f} W, which holds the clock at {facts.clock_mhz:,.0f} "
+        f"of {facts.limit_mhz:,.0f} MHz; fewer bytes and fewer bits per product draw less",
+        bottlenecks.power_us,
     )
 
 
@@ -451,50 +569,6 @@ def make_it_fit(evidence: Evidence) -> list[Remedy]:
 RULES: tuple[RemedyRule, ...] = (
     *(symmetric, overlap, even_experts, late_rank, gathers, fewer_sums, sums_in_two_bytes, more_stages),
     *(graphs, larger_passes, sync_free, late_host),
-    *(recompute_less, optimizer_on_device, kernels, float8),
+    *(recompute_less, optimizer_on_device, host_copies, kernels, float8, fuse, power),
 )
 """In the order in which remedies with equal gains are listed."""
-
-
-def _named(ranks: list[LateRank]) -> str:
-    """Such as `ranks 5 and 3`."""
-    numbers = [f"{one.rank}" for one in ranks]
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
-
-
-def _transfers(evidence: Evidence, bottlenecks: Bottlenecks, *kinds: str) -> float:
-    """Exposed communication of some kinds, without the share that is known to be waiting."""
-    exposed = evidence.mean("exposed_communication_us")
-    moving = bottlenecks.transfer_us / exposed if exposed else 0.0  # the same share for every kind: no trace tells more
-    return moving * sum(evidence.communication(kind) for kind in kinds)
-
-
-def _waits_for(ranks: list[LateRank], evidence: Evidence, bottlenecks: Bottlenecks) -> float:
-    """Waiting of the mean rank for these ranks."""
-    # `waiting_us` is without the waiting for late hosts, so what it is divided by is too.
-    caused = evidence.caused_wait_us - sum(one.caused_wait_us for one in evidence.late if one.cause == "host")
-    return bottlenecks.waiting_us * sum(one.share * one.caused_wait_us for one in ranks) / caused if caused else 0.0
-
-
-def _late_launches(evidence: Evidence, bottlenecks: Bottlenecks) -> float:
-    """Idle time before kernels that the host launched late, without the idle time after its waits for the device."""
-    other = evidence.mean("sync_idle_us") + evidence.mean("launched_idle_us")
-    return bottlenecks.usual_host * max(0.0, evidence.mean("idle_us") - other)
-
-
-def _behind_counts(evidence: Evidence, bottlenecks: Bottlenecks) -> float:
-    """Idle time after waits for row counts, and the other ranks' waiting for hosts that this makes late.
-
-    If no span shows which waits these are, they are taken as the measured share of all waits.
-    """
-    behind = {
-        one.rank: WAITS_OF_STAGE_2 * one.sync_idle_us if one.counts_idle_us is None else one.counts_idle_us
-        for one in evidence.ranks
-    }
-    idle = {one.rank: one.idle_us for one in evidence.ranks}
-    late = [one for one in evidence.late if one.cause == "host" and idle.get(one.rank)]
-    caused = sum(one.caused_wait_us for one in late)
-    # A rank is late by its host for as much as the counts explain of its idle time.
-    explained = sum(one.caused_wait_us * min(1.0, behind[one.rank] / idle[one.rank]) for one in late)
-    waited = bottlenecks.late_host_us * explained / caused if caused else 0.0
-    return bottlenecks.usual_host * (sum(behind.values()) / max(1, len(behind)) + waited)

@@ -13,7 +13,7 @@ from penstock.base.errors import RunFolderError
 from penstock.config.load import RUN_FILE, load_run
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import known_hardware, load_hardware, parse_cluster
-from penstock.tune.doctor.evidence import RunFacts
+from penstock.tune.doctor.evidence import PowerFacts, RunFacts
 
 METRICS = "metrics.jsonl"
 
@@ -77,8 +77,18 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
         phase_seconds=_phases(_last([one for one in lines if _step(one) - 1 not in disturbed])),
         repeated_steps=sum(bool(line.get("rows_left_out")) for line in lines),
         expert_load=_median(usual, "expert_rank_load_max_over_mean"),
+        power=_power(usual),
     )
     return facts, () if peaks else ("no memory is in the metrics",)
+
+
+def _power(lines: Sequence[dict[str, Any]]) -> PowerFacts | None:
+    """Power and clock of the first rank's device, or None if some of it is unknown."""
+    names = ("power_watts", "power_limit_watts", "clock_mhz", "clock_limit_mhz")
+    watts, limit_watts, clock_mhz, limit_mhz = (_median(lines, name) for name in names)
+    if not watts or not limit_watts or not clock_mhz or not limit_mhz:
+        return None
+    return PowerFacts(watts=watts, limit_watts=limit_watts, clock_mhz=clock_mhz, limit_mhz=limit_mhz)
 
 
 def recording_command(folder: Path) -> str:

@@ -1,0 +1,429 @@
+"""Tables of `penstock trace`. Times are means of a recorded step, as in the doctor and in the report."""
+
+from collections.abc import Callable, Sequence
+
+from penstock.base.numbers import bytes_text, shortened
+from penstock.base.spans import Span
+from penstock.cli.output import print_table
+from penstock.trace.analysis import RankAnalysis, TraceAnalysis
+from penstock.trace.collectives import bandwidths
+from penstock.trace.compare import shape_text
+from penstock.trace.host_table import HostRow, HostTable, host_table
+from penstock.trace.launches import HostWait
+from penstock.trace.memory import AllocatorHistory
+from penstock.trace.phases import Phase
+from penstock.trace.timeline import TimeBreakdown
+
+PHASES, STEPS, ROOFS, WAITS, ROWS, MEMORY_ROWS = 24, 12, 12, 6, 12, 16  # most rows of each table
+STREAMS, ANNOTATIONS, PATH = 8, 12, 12
+SHORT_NAME = 48  # characters of an operator in a table
+
+
+def ms(time_us: float) -> str:
+    """Milliseconds with three decimals."""
+    return f"{time_us / 1e3:,.3f}"
+
+
+def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
+    """Print all tables of an answer, with a row of phases for each layer if `by_layer`."""
+    first = answer.ranks[0]  # of tables that show one rank
+    if answer.is_host:
+        several = len(answer.loaded) > 1
+        print(f"{first.trace.path.parent if several else first.trace.path}: a CPU, no kernel of a device")
+        print_host_tables([host_table(one) for one in answer.ranks], most=PHASES)
+        return
+    device = first.trace.device_name or "an unknown device"
+    others = "" if len(answer.loaded) == 1 else f", {len(answer.loaded)} ranks"
+    print(f"{first.trace.path.parent if others else first.trace.path}: {device}{others}")
+    if answer.steps > 1:
+        print(f"times and counts are of one step, the mean of {answer.steps} recorded ones; --step N shows one of them")
+    for one in answer.ranks:
+        for note in (*one.trace.notes, *_left_out(one)):
+            print(f"note: rank {one.rank}: {note}")
+    # Tables of one rank name it if there are several.
+    of = "" if len(answer.loaded) == 1 else f" of rank {first.rank}"
+    per = answer.per_step
+    _timelines(answer.ranks, per)
+    _steps(first)
+    _phases(first, by_layer=by_layer, of=of, per=per)
+    _streams(first, of, per)
+    _annotations(first, of, per)
+    _path(answer)
+    _communication(answer)
+    _experts(answer)
+    _launches(first, of, per)
+    _counters(first, of)
+    for memory in first.memory:
+        print_memory(memory, of)
+    _roofline(first, of, per)
+
+
+def _left_out(one: RankAnalysis) -> list[str]:
+    """Events that count nowhere, as notes."""
+    left, whole = one.left_out, one.timelines["all"]
+    parts = [
+        f"{count:,} events ({ms(us)} ms) {why}"
+        for count, us, why in (
+            (left.earlier, left.earlier_us, "were launched before the recording began"),
+            (left.others, left.others_us, "belong to no step that is shown"),
+        )
+        if count
+    ]
+    if not parts:
+        return []
+    return [f"{' and '.join(parts)}; they are left out. With them, the recording takes {ms(whole.total_us)} ms"]
+
+
+def print_host_tables(tables: Sequence[HostTable], *, most: int) -> None:
+    """Print the work of CPUs per step: operators, then phases of the first rank, at most `most` rows each."""
+    first, several = tables[0], len(tables) > 1
+    for one in tables:
+        rank = f"rank {one.rank}: " if several else ""
+        outside = f"{ms(one.outside_us)} ms ({one.outside:.1%}) outside operators (Python, waiting)"
+        print(f"{rank}{ms(one.step_us)} ms {one.span}, of which {outside}")
+    of, per = (f" of rank {first.rank}" if several else ""), (" per step" if first.steps else "")
+    print(f"\noperators{of}, by self time: the operators that an operator calls are not included")
+    head = (f"calls{per}", f"ms{per}", "share")
+    print_table(("operator", *head), _host_rows(first.operators, most, lambda row: (row.name,)))
+    print(f"\nphases{of}, by the self time of their operators")
+    print_table(("phase", "pass", *head), _host_rows(first.phases, most, lambda row: (row.name, row.pass_)))
+
+
+def _host_rows(rows: Sequence[HostRow], most: int, names: Callable[[HostRow], tuple[str, ...]]) -> list[Sequence[str]]:
+    texts = [(*names(row), f"{row.calls:,.0f}", ms(row.own_us), f"{row.share:.1%}") for row in rows]
+    left = rows[most:]
+    calls, own_us = sum(row.calls for row in left), sum(row.own_us for row in left)
+    return _cut(texts, most, f"{calls:,.0f}", ms(own_us), f"{sum(row.share for row in left):.1%}")
+
+
+def _cut(rows: Sequence[Sequence[str]], most: int, *sums: str) -> list[Sequence[str]]:
+    """At most `most` rows, and one that counts the others, with sums over these in its last cells."""
+    if len(rows) <= most:
+        return list(rows)
+    blank = [""] * (len(rows[0]) - 1 - len(sums))
+    return [*rows[:most], (f"{len(rows) - most} more", *blank, *sums)]
+
+
+def _timelines(ranks: Sequence[RankAnalysis], per: float) -> None:
+    print("\ntime on the device, ms")
+    rows = [(f"{one.rank}", *_spent(one.spent, per)) for one in ranks]
+    head = (
+        "rank",
+        "total",
+        "busy",
+        "compute",
+        "communication",
+        "exposed",
+        "copies",
+        "exposed copies",
+        "idle",
+    )
+    print_table(head, rows, ("exposed copies", "copies", "busy", "communication"))
+
+
+def _spent(one: TimeBreakdown, per: float) -> tuple[str, ...]:
+    def share(time_us: float) -> str:
+        return f"{ms(time_us * per)} ({time_us / one.total_us:.1%})" if one.total_us else ms(time_us * per)
+
+    return (
+        ms(one.total_us * per),
+        ms(one.busy_us * per),
+        share(one.compute_us),
+        ms(one.communication_us * per),
+        share(one.exposed_communication_us),
+        ms(one.memcpy_us * per),
+        ms(one.exposed_memcpy_us * per),
+        share(one.idle_us),
+    )
+
+
+def _steps(first: RankAnalysis) -> None:
+    if not first.steps:
+        return
+    print(f"\nsteps of rank {first.rank}, ms on the device")
+    rows = []
+    for step in first.steps:
+        one = step.timeline
+        times = (one.total_us, one.compute_us, one.exposed_communication_us, one.exposed_memcpy_us, one.idle_us)
+        rows.append((step.name, *map(ms, times)))
+    head = ("step", "total", "compute", "exposed communication", "exposed copies", "idle")
+    print_table(head, _cut(rows, STEPS))
+
+
+def _phases(first: RankAnalysis, *, by_layer: bool, of: str, per: float) -> None:
+    found = first.phases.rows(by_layer=by_layer)
+    print(
+        f"\nphases{of}; exposed: device time that nothing before it in the order compute, communication, copies fills"
+    )
+    rows = [(one.name, "" if one.layer is None else f"{one.layer}", one.pass_, *_figures([one], per)) for one in found]
+    head = ("phase", "layer", "pass", "kernels ms", "exposed ms", "share", "events")
+    print_table(head, _cut(rows, PHASES, *_figures(found[PHASES:], per)), ("events", "kernels ms"))
+    print(f"other: {first.phases.other_share:.1%} of this time has no name")
+    if first.unknown:
+        print("kernels without a known phase that take over 2 % of the step; --names FILE gives them one")
+        print_table(
+            ("kernel", "ms", "share", "events", "streams"),
+            [
+                (
+                    _short(row.name),
+                    ms(row.kernel_us * per),
+                    f"{row.share:.1%}",
+                    _count(row.count * per),
+                    _list(row.streams),
+                )
+                for row in first.unknown
+            ],
+        )
+    if first.phases.replays is not None:
+        print(first.phases.replays.told)
+
+
+def _figures(phases: Sequence[Phase], per: float) -> tuple[str, ...]:
+    """Sums over phases."""
+    return (
+        ms(sum(one.kernel_us for one in phases) * per),
+        ms(sum(one.exposed_us for one in phases) * per),
+        f"{sum(one.share for one in phases):.1%}",
+        _count(sum(one.count for one in phases) * per),
+    )
+
+
+def _count(number: float) -> str:
+    """A mean number of a step: `12`, or `2.5` if steps differ."""
+    return f"{number:,.0f}" if abs(number - round(number)) < 0.05 else f"{number:,.1f}"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _streams(first: RankAnalysis, of: str, per: float) -> None:
+    print(f"\nstreams{of}, ms; exposed as above")
+    rows = [
+        (
+            f"{row.stream}",
+            _count(row.events * per),
+            *(
+                ms(us * per)
+                for us in (row.busy_us, row.compute_us, row.communication_us, row.copies_us, row.exposed_us)
+            ),
+            row.phase,
+        )
+        for row in first.streams
+    ]
+    head = ("stream", "events", "busy", "compute", "communication", "copies", "exposed", "most of it")
+    print_table(head, _cut(rows, STREAMS), ("copies", "events"))
+
+
+def _annotations(first: RankAnalysis, of: str, per: float) -> None:
+    if not first.annotations:
+        return
+    print(f"\nannotations{of} (record_function), ms, nested ones in both; kernels: launched inside")
+    rows = [
+        (
+            _short(row.name),
+            _count(row.count * per),
+            ms(row.host_us * per),
+            ms(row.kernel_us * per),
+            ms(row.exposed_us * per),
+            _count(row.events * per),
+        )
+        for row in first.annotations
+    ]
+    print_table(("annotation", "times", "host", "kernels", "exposed", "events"), _cut(rows, ANNOTATIONS), ("events",))
+
+
+def _path(answer: TraceAnalysis) -> None:
+    path = answer.path
+    if not path.segments:
+        return
+    over = f" over {len(answer.ranks)} ranks" if len(answer.ranks) > 1 else ""
+    kinds = ", ".join(f"{kind} {us / path.total_us:.1%}" for kind, us in path.by_kind().items())
+    print(f"\ncritical path of {path.step or 'the recording'}{over}, {ms(path.total_us)} ms: {kinds}")
+    found = path.rows()
+    rows = [
+        (f"{row.rank}", row.kind, _short(row.name), ms(row.total_us), f"{row.share:.1%}", f"{row.count:,}")
+        for row in found
+    ]
+    rest = (ms(sum(row.total_us for row in found[PATH:])), f"{sum(row.share for row in found[PATH:]):.1%}", "")
+    print_table(("rank", "on the path", "what", "ms", "share", "parts"), _cut(rows, PATH, *rest))
+
+
+def _counters(first: RankAnalysis, of: str) -> None:
+    if not first.counters:
+        return
+    print(f"\ncounters{of}")
+    rows = [
+        (
+            _short(row.name),
+            f"{row.samples:,}",
+            *(f"{value:,.6g}" for value in (row.least, row.mean, row.most, row.last)),
+        )
+        for row in first.counters
+    ]
+    print_table(("counter", "samples", "least", "mean", "most", "last"), _cut(rows, ROWS))
+
+
+def _communication(answer: TraceAnalysis) -> None:
+    collectives = answer.collectives
+    if not len(collectives.calls):
+        return
+    if len(answer.loaded) == 1:  # waiting is a difference between ranks
+        print("\ncommunication: one rank cannot tell waiting from transfer; give a folder with all ranks")
+        return
+    print("\ncommunication across ranks, ms: pure is transfer, waiting is for ranks that came later")
+    totals, per = collectives.totals_us(), answer.per_step
+    late = {one.rank: one for one in collectives.stragglers()}  # ranks that came last at least once
+    rows = []
+    for rank, (pure_us, wait_us) in totals.items():
+        times_last, caused_us = (late[rank].times_last, late[rank].caused_wait_us) if rank in late else (0, 0.0)
+        rows.append((f"{rank}", ms(pure_us * per), ms(wait_us * per), _count(times_last * per), ms(caused_us * per)))
+    print_table(("rank", "pure", "waiting", "times last", "others waited for it"), _cut(rows, 4 * ROWS))
+    _bandwidths(answer)
+    _unmatched(answer)
+
+
+def _bandwidths(answer: TraceAnalysis) -> None:
+    told = sorted(bandwidths(answer.collectives), key=lambda one: -one.pure_us * one.count)  # most time first
+    per = answer.per_step
+    if not told:
+        return
+    print("\nmatched collectives by size")
+    rows = [
+        (
+            one.name,
+            f"{one.ranks}",
+            _count(one.count * per),
+            bytes_text(one.message_bytes),
+            ms(one.pure_us),
+            f"{one.algorithm_gb_s:.1f}",
+            f"{one.bus_gb_s:.1f}",  # traffic of each link, by the formula of nccl-tests
+        )
+        for one in told
+    ]
+    print_table(("name", "ranks", "count", "bytes", "pure ms", "GB/s", "bus GB/s"), _cut(rows, ROWS))
+
+
+def _unmatched(answer: TraceAnalysis) -> None:
+    calls, unmatched = answer.collectives.calls, answer.collectives.unmatched
+    if not unmatched:
+        print("unmatched: none")
+        return
+    print(f"\nunmatched: {len(unmatched)} collectives of all steps, of which no waiting is told")
+    rows = []
+    for one in unmatched:
+        ranks = ", ".join(f"{calls.ranks[calls.rank[row]]}" for row in one.rows)
+        rows.append((one.group, f"{one.seq}", _short(one.name), ranks, one.why))
+    print_table(("group", "number", "name", "ranks", "because"), _cut(rows, ROWS))
+
+
+def _experts(answer: TraceAnalysis) -> None:
+    load = answer.experts
+    rows_text = None if load.max_over_mean is None else f"{load.max_over_mean:.2f} in {load.unit} ({load.source})"
+    time_text = None if load.kernel_max_over_mean is None else f"{load.kernel_max_over_mean:.2f} in time of products"
+    texts = [text for text in (rows_text, time_text) if text]
+    if texts:
+        full = "" if load.fullest_rank is None else f"; rank {load.fullest_rank} has most"
+        print(f"\nexperts: fullest rank over the mean {', '.join(texts)}{full}")
+    for one in answer.recorded[-1:]:  # the last step that metrics.jsonl has
+        if one.layers:
+            layer = max(one.layers, key=lambda layer: one.layers[layer])
+            print(f"by the metrics of step {one.step}: in layer {layer} the fullest expert has ", end="")
+            print(f"{one.layers[layer]:.2f} times the mean, the most of all layers")
+
+
+def _launches(first: RankAnalysis, of: str, per: float) -> None:
+    one = first.launches
+    gaps, queue = one.gaps, one.queue
+    print(f"\nlaunches{of}")
+    short, kernels = _count(one.short_count * per), _count(one.kernel_count * per)
+    print(f"  {short} of {kernels} kernels under 10 us, {ms(one.short_us * per)} ms together")
+    print(
+        f"  {_count(gaps.count * per)} gaps over 10 us, {_count(gaps.long_count * per)} over 100 us, the longest "
+        f"{ms(gaps.max_us)} ms; of {ms(gaps.total_us * per)} ms idle the host was late in {ms(gaps.hosts_us * per)}, "
+        f"work was there in {ms(gaps.devices_us * per)}"
+    )
+    if queue is not None:
+        print(
+            f"  queue: {queue.mean:.1f} deep in the mean, {queue.max:,} at most, empty {queue.empty_share:.1%} of the "
+            f"time; from launch to start {ms(queue.median_delay_us)} ms in the median"
+        )
+    if one.waits:
+        print_table(("the host waits in", "times", "ms", "from"), _cut(_waits(one.waits, per), WAITS))
+
+
+def _waits(waits: Sequence[HostWait], per: float) -> list[tuple[str, ...]]:
+    """A row for each call, span and pair of operators around it; layers and steps are added up."""
+    times: dict[tuple[str, str], tuple[int, float]] = {}
+    for one in waits:
+        # The innermost span, and the two innermost operators.
+        spans = [name for name in one.where if name in tuple(Span)]
+        around = dict.fromkeys((*spans[-1:], *one.where[-2:]))
+        place = (one.call, " > ".join(_short(name) for name in around))
+        count, us = times.get(place, (0, 0.0))  # waits, microseconds
+        times[place] = (count + one.count, us + one.total_us)
+    longest = sorted(times.items(), key=lambda item: -item[1][1])
+    return [(call, _count(count * per), ms(us * per), where) for (call, where), (count, us) in longest]
+
+
+def _roofline(first: RankAnalysis, of: str, per: float) -> None:
+    found = first.roofline
+    if not found.rows:
+        return
+    chip = "a device whose peaks are not known" if found.chip is None else found.chip.name
+    print(f"\nroofline{of}, on {chip}: {found.modelled_share:.0%} of the computing has a model")
+    rows = [
+        (
+            _short(row.operator),
+            # Without lists of tensors, whose shapes are tuples of tuples.
+            _short(shape_text([one for one in row.shapes if isinstance(one, tuple) and tuple not in map(type, one)])),
+            _count(row.count * per),
+            ms(row.kernel_us * per),
+            f"{row.share:.1%}",
+            "" if row.flops_per_second is None else f"{row.flops_per_second / 1e12:,.0f}",
+            "" if row.bytes_per_second is None else f"{row.bytes_per_second / 1e9:,.0f}",
+            row.bound or "",
+            "" if row.reached is None else f"{row.reached:.0%}",
+        )
+        for row in found.rows
+    ]
+    head = ("operator", "shapes", "calls", "ms", "share", "TFLOP/s", "GB/s", "bound by", "reached")
+    print_table(head, _cut(rows, ROOFS), ("GB/s", "TFLOP/s", "calls", "shapes"))
+    if first.used_rows is not None:
+        print(first.used_rows.told)
+
+
+def _short(text: str) -> str:
+    return shortened(text, SHORT_NAME)
+
+
+def print_memory(memory: AllocatorHistory, of: str) -> None:
+    """Print the memory tables of one device; `of` names its rank in titles."""
+    peak = memory.peak
+    phase = " ".join(filter(None, (peak.phase, peak.pass_)))
+    where = f"{phase}: {' > '.join(peak.spans)}" if peak.spans else phase
+    print(f"\nmemory{of}, device {memory.device}, over the whole recording, at the time of the host")
+    print(
+        f"  {bytes_text(peak.allocated_bytes)} handed out at most ({bytes_text(peak.reserved_bytes)} reserved then, "
+        f"{bytes_text(int(memory.reserved.max()))} at most), in {where}"
+    )
+    if peak.components:
+        print_table(
+            ("held then", "bytes", "share"),
+            [
+                (name, bytes_text(size), f"{size / max(peak.allocated_bytes, 1):.1%}")
+                for name, size in peak.components.items()
+            ],
+        )
+    rows = memory.rows()
+    largest = sorted(rows, key=lambda row: -max(row.at_peak_bytes or 0, abs(row.kept_bytes)))[:MEMORY_ROWS]
+    table: list[tuple[str, ...]] = []
+    for row in rows:  # in the order of the step
+        if row in largest:
+            there = "" if row.at_peak_bytes is None else bytes_text(row.at_peak_bytes)
+            kept = f"{'-' if row.kept_bytes < 0 else ''}{bytes_text(abs(row.kept_bytes))}"
+            handed_out, most = bytes_text(row.handed_out_bytes), bytes_text(row.most_bytes)
+            table.append((row.name, row.pass_, there, handed_out, kept, most))
+    if len(rows) > MEMORY_ROWS:
+        table.append((f"{len(rows) - MEMORY_ROWS} smaller ones", *[""] * 5))
+    print_table(("phase", "pass", "of it at the peak", "handed out", "more after than before", "most held"), table)

@@ -1,0 +1,127 @@
+"""Tables of traces as CSV files for spreadsheets, one a table, in a folder.
+
+A row has the rank first. Times are microseconds; times and counts of a table of sums are means of a recorded step, as
+`penstock trace` prints them. Rows of `collectives`, `gaps` and `critical_path` are single events or one step.
+"""
+
+import csv
+from collections.abc import Callable, Iterable, Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from penstock.base.errors import TraceError
+from penstock.base.numbers import printable
+from penstock.trace.analysis import TraceAnalysis, analysis_json
+from penstock.trace.operators import hierarchy
+
+Row = dict[str, Any]
+
+SUMS = frozenset({"count", "events", "times_last"})
+"""Columns that are counts over the recorded steps, like all that end in `_us`."""
+
+_OF_RANK: Mapping[str, tuple[Callable[[Row], Iterable[Row]], bool]] = {
+    "timeline": (
+        lambda one: [{"of": name} | spent for name, spent in one["timeline"].items() if name == "steps"],
+        True,
+    ),
+    "steps": (
+        lambda one: [{"name": step["name"], "number": step["number"]} | step["timeline"] for step in one["steps"]],
+        False,
+    ),
+    "phases": (lambda one: one["phases"], True),
+    "unknown": (lambda one: one["unknown"], True),
+    "streams": (lambda one: one["streams"], True),
+    "annotations": (lambda one: one["annotations"], True),
+    "counters": (lambda one: one["counters"], False),
+    "roofline": (lambda one: one["roofline"], True),
+    "waits": (lambda one: one["launches"]["waits"], True),
+    "gaps": (lambda one: one["launches"]["gaps"]["longest"], False),
+    "memory": (lambda one: [row for memory in one["memory"] for row in memory["phases"]], False),
+}
+"""Sheets of each rank: how its rows are in the JSON of the rank, and whether they are sums over steps."""
+
+_TOGETHER: Mapping[str, tuple[Callable[[Row], Iterable[Row]], bool]] = {
+    "collectives": (lambda tree: tree["collectives"], False),
+    "bandwidth": (lambda tree: tree["bandwidth"], False),
+    "stragglers": (lambda tree: tree["stragglers"], True),
+    "critical_path": (lambda tree: tree["critical_path"]["rows"], False),
+}
+"""Sheets of all ranks together."""
+
+
+def sheets(answer: TraceAnalysis) -> dict[str, list[Row]]:
+    """Rows by sheet; sheets without rows are left out."""
+    tree, per = analysis_json(answer), answer.per_step
+    ranks = tree.get("ranks") or {f"{answer.ranks[0].rank}": tree}
+    found: dict[str, list[Row]] = {"operators": _operators(answer)}
+    for name, (rows_of, is_sum) in _OF_RANK.items():
+        rows = [{"rank": int(rank)} | row for rank, one in ranks.items() for row in rows_of(one)]
+        found[name] = [_scaled(row, per) for row in rows] if is_sum else rows
+    for name, (rows_of, is_sum) in _TOGETHER.items():
+        found[name] = [_scaled(row, per) for row in rows_of(tree)] if is_sum else list(rows_of(tree))
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def _operators(answer: TraceAnalysis) -> list[Row]:
+    """Kernels of each operator and shape, by layer, phase and pass, added up over steps."""
+    sums: dict[tuple[Any, ...], list[float]] = {}
+    for one in answer.ranks:
+        for leaf in hierarchy(one.trace, one.phases):
+            key = (one.rank, leaf.layer, leaf.phase, leaf.pass_, leaf.operator, leaf.shapes, leaf.kernel)
+            row = sums.setdefault(key, [0.0, 0.0, 0.0])
+            for place, value in enumerate((leaf.events, leaf.kernel_us, leaf.exposed_us)):
+                row[place] += value * answer.per_step
+    names = ("rank", "layer", "phase", "pass", "operator", "shapes", "kernel", "events", "kernel_us", "exposed_us")
+    found = [dict(zip(names, (*key, *values), strict=True)) for key, values in sums.items()]
+    return sorted(found, key=lambda row: (row["rank"], -row["kernel_us"]))
+
+
+def _scaled(row: Row, per: float) -> Row:
+    """The row of one step."""
+    is_sum = {name: (name.endswith("_us") and name != "max_us") or name in SUMS for name in row}
+    return {name: value * per if is_sum[name] and value is not None else value for name, value in row.items()}
+
+
+def write_sheets(answer: TraceAnalysis, folder: Path) -> list[Path]:
+    """Write the sheets into a new or empty folder.
+
+    Raises:
+        TraceError: the folder has files, or cannot be written.
+    """
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if next(folder.iterdir(), None) is not None:
+            raise TraceError(f"--csv: {folder} is not empty", fix="name a new folder")
+        for name, rows in sheets(answer).items():
+            path = folder / f"{name}.csv"
+            path.write_text(_text(rows), encoding="utf-8", newline="")
+            written.append(path)
+    except OSError as error:
+        raise TraceError(f"--csv: cannot write {folder}: {error.strerror}", fix="name another folder") from error
+    return written
+
+
+def _text(rows: list[Row]) -> str:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = StringIO()
+    writer = csv.writer(text)
+    writer.writerow(columns)
+    writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> str | float | int:
+    """A value as a spreadsheet shows it; text that would be a formula gets a quote."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, bool | int):
+        return value
+    if isinstance(value, list | tuple):
+        text = ", ".join("x".join(map(str, one)) if isinstance(one, list | tuple) else f"{one}" for one in value)
+    else:
+        text = printable(str(value))
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text

@@ -1,0 +1,50 @@
+"""Parts of a loss that one change can save, in microseconds of the mean rank's step."""
+
+from penstock.tune.doctor.evidence import Bottlenecks, Evidence, LateRank
+
+WAITS_OF_STAGE_2 = 6 / 7
+"""Waits of the host that sync-free stage 2 saves: from 7 to 1 in a step (host-waits-h200x2.json)."""
+
+
+def named(ranks: list[LateRank]) -> str:
+    """Such as `ranks 5 and 3`."""
+    numbers = [f"{one.rank}" for one in ranks]
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def transfers_us(evidence: Evidence, bottlenecks: Bottlenecks, *kinds: str) -> float:
+    """Exposed communication of some kinds, without the share that is known to be waiting."""
+    exposed = evidence.mean("exposed_communication_us")
+    moving = bottlenecks.transfer_us / exposed if exposed else 0.0  # the same share for every kind: no trace tells more
+    return moving * sum(evidence.communication(kind) for kind in kinds)
+
+
+def waits_us(ranks: list[LateRank], evidence: Evidence, bottlenecks: Bottlenecks) -> float:
+    """Waiting of the mean rank for these ranks."""
+    # `waiting_us` is without the waiting for late hosts, so what it is divided by is too.
+    caused = evidence.caused_wait_us - sum(one.caused_wait_us for one in evidence.late if one.cause == "host")
+    return bottlenecks.waiting_us * sum(one.share * one.caused_wait_us for one in ranks) / caused if caused else 0.0
+
+
+def late_launches_us(evidence: Evidence, bottlenecks: Bottlenecks) -> float:
+    """Idle time before kernels that the host launched late, without the idle time after its waits for the device."""
+    other = evidence.mean("sync_idle_us") + evidence.mean("launched_idle_us")
+    return bottlenecks.usual_host * max(0.0, evidence.mean("idle_us") - other)
+
+
+def behind_counts_us(evidence: Evidence, bottlenecks: Bottlenecks) -> float:
+    """Idle time after waits for row counts, and the other ranks' waiting for hosts that this makes late.
+
+    If no span shows which waits these are, they are taken as the measured share of all waits.
+    """
+    behind = {
+        one.rank: WAITS_OF_STAGE_2 * one.sync_idle_us if one.counts_idle_us is None else one.counts_idle_us
+        for one in evidence.ranks
+    }
+    idle = {one.rank: one.idle_us for one in evidence.ranks}
+    late = [one for one in evidence.late if one.cause == "host" and idle.get(one.rank)]
+    caused = sum(one.caused_wait_us for one in late)
+    # A rank is late by its host for as much as the counts explain of its idle time.
+    explained = sum(one.caused_wait_us * min(1.0, behind[one.rank] / idle[one.rank]) for one in late)
+    waited = bottlenecks.late_host_us * explained / caused if caused else 0.0
+    return bottlenecks.usual_host * (sum(behind.values()) / max(1, len(behind)) + waited)

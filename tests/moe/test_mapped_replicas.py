@@ -1,0 +1,114 @@
+"""Replicas in mapped memory, of ranks that are simulated in Triton's interpreter: in whole numbers, so right is equal.
+
+The memory of slots and gradients starts as NaN, so a slot that is read without being written shows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import replica_kernels
+from penstock.kernels.replica_plan import ReplicaPlan, ReplicaRule
+from penstock.kernels.triton_operators import TRITON
+from penstock.layout.experts import ExpertPlacement
+from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter
+from penstock.moe.dispatch.contract import LocalDispatcher
+from penstock.moe.dispatch.row_capacity import RowCapacity
+from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
+from penstock.parallel.axes import Axis
+from penstock.parallel.replica_exchange import ReplicaSizes
+from penstock.parallel.replica_memory import MappedSlots, ReplicaMemory
+from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from tests.closeness import assert_equal
+from tests.moe.mixture import in_large_tiles, parts_of
+from tests.moe.test_balanced import D, F, K, Whole, mix, rule_of, workload
+from tests.parallel.symmetric_ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simulated in Triton's interpreter")
+
+Layer = tuple[Whole, ReplicaRule]
+
+
+@dataclass(frozen=True)
+class _Told(BalancedDispatcher):
+    """Knows the loads of all ranks: simulated ranks have no collectives."""
+
+    counts_WE: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def _plan(self, counts_E: Tensor) -> ReplicaPlan:
+        return replica_kernels.plan_replicas(self.counts_WE, self.rule, self.axis.rank)
+
+
+def _shapes(expert_tensor: int) -> tuple[tuple[int, ...], ...]:
+    width = F // expert_tensor
+    return (2 * width, D), (D, width), (2 * width,), (D,)
+
+
+def _solve(buffers: SymmetricBuffers, layers: Sequence[Layer], expert_tensor: int, sums: bool) -> list[list[Tensor]]:
+    """Results of a rank, layer by layer in one memory."""
+    rank, ranks = buffers.peers.rank, buffers.peers.size
+    sizes = ReplicaSizes(layers[0][1], _shapes(expert_tensor), itemsize=4)
+    memory = ReplicaMemory(buffers, sizes, torch.float32)
+    for place in range(len(sizes.shapes)):
+        memory.weights(place).fill_(torch.nan)
+        memory.gradients(place).fill_(torch.nan)
+    results = []
+    for whole, rule in layers:
+        homes = ExpertPlacement(experts=whole.experts, expert=rule.groups, expert_tensor=expert_tensor)
+        physical = replace(homes, experts=rule.groups * rule.places)
+        transport = in_large_tiles(transport_of(physical, buffers))
+        inner = SymmetricDispatcher(physical, transport, RowCapacity(physical, 1.0))
+        counts = [whole.of(one).ids_TK.flatten().bincount(minlength=whole.experts + 1)[:-1] for one in range(ranks)]
+        axis = Axis(name="expert", ranks=tuple(range(ranks)), rank=rank)
+        slots_of, meter = partial(MappedSlots, memory), ReplicaMeter(rule.groups)
+        dispatcher = _Told(rule, axis, inner, TRITON, slots_of, meter, torch.stack(counts).int())
+        results.append(mix(dispatcher, whole.of(rank), parts_of(whole.parameters, rank, homes), sums=sums))
+        assert not inner.row_capacity.left_out, "a plan with slots enough keeps its bound"
+    return results
+
+
+def _check(layers: Sequence[Layer], ranks: int, expert_tensor: int = 1, *, sums: bool = False, seed: int = 0) -> None:
+    tokens = max(max(whole.sizes) for whole, _ in layers)
+    replicas = ReplicaSizes(layers[0][1], _shapes(expert_tensor), itemsize=4)
+    sizes = BufferSizes(
+        tokens=tokens, top_k=K * expert_tensor, row_bytes=4 * D, ranks=ranks, replica_bytes=replicas.total_bytes
+    )
+    by_rank = run_ranks(_solve, sizes, layers, expert_tensor, sums, seed=seed)
+    for number, (whole, rule) in enumerate(layers):
+        local = LocalDispatcher(whole.experts, TRITON)
+        y_TD, dx_TD, dweights_TK, *gradients = mix(local, whole, whole.parameters, sums=sums)
+        found = [results[number] for results in by_rank]
+        for index, expected in enumerate((y_TD, dx_TD, dweights_TK)):
+            assert_equal(torch.cat([one[index] for one in found]), expected, what=f"layer {number}, result {index}")
+        homes = ExpertPlacement(experts=whole.experts, expert=rule.groups, expert_tensor=expert_tensor)
+        for rank, one in enumerate(found):
+            own = parts_of(gradients, rank, homes)
+            assert_equal(one[3:], own, what=f"layer {number}, parameters of rank {rank}")
+
+
+def _layers(names: Sequence[str], ranks: int, expert_tensor: int = 1) -> list[Layer]:
+    groups = ranks // expert_tensor
+    wholes = [workload(name, groups, 8) for name in names]
+    wholes = [replace(one, sizes=(len(one.ids_TK) // ranks,) * ranks) for one in wholes]
+    return [(whole, rule_of(whole, groups)) for whole in wholes]
+
+
+@pytest.mark.often("False-4-1-*", "True-4-1-*")
+@pytest.mark.parametrize(
+    ("ranks", "expert_tensor", "names"), [(2, 1, ("W2",)), (4, 1, ("W2", "W0", "W5")), (4, 2, ("W8",))]
+)
+@pytest.mark.parametrize("sums", [False, True])
+def test_layers_that_share_slots_give_what_one_process_gives(
+    sums: bool, ranks: int, expert_tensor: int, names: tuple[str, ...]
+) -> None:
+    _check(_layers(names, ranks, expert_tensor), ranks, expert_tensor, sums=sums)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_any_order_of_the_ranks_is_right(seed: int) -> None:
+    _check(_layers(("W1", "W6"), 4), 4, sums=True, seed=seed)
