@@ -61,6 +61,33 @@ def kv_heads_divide_heads(run: Run) -> Problem | None:
     return must_divide("model.attention.kv_heads", attention.kv_heads, "model.attention.heads", attention.heads)
 
 
+def key_heads_divide_value_heads(run: Run) -> Problem | None:
+    """`model.linear_attention.key_heads` divides `model.linear_attention.value_heads`.
+
+    With `model.linear_attention.kind` kda they are equal.
+    """
+    linear, name = run.model.linear_attention, "model.linear_attention"
+    if linear is None:
+        return None
+    if linear.kind == "kda" and linear.key_heads != linear.value_heads:
+        return Problem.from_line(
+            f"{name}.kind kda needs as many value heads as key heads ({linear.key_heads}); got {linear.value_heads}; "
+            f"fix: set {name}.value_heads={linear.key_heads}"
+        )
+    return must_divide(f"{name}.key_heads", linear.key_heads, f"{name}.value_heads", linear.value_heads)
+
+
+def shared_expert_has_what_is_gated(run: Run) -> Problem | None:
+    """`model.moe.shared_expert_gate` needs `model.moe.shared_expert_intermediate_size` above 0."""
+    moe = run.model.moe
+    if moe is None or not moe.shared_expert_gate or moe.shared_expert_intermediate_size > 0:
+        return None
+    return Problem.from_line(
+        "model.moe.shared_expert_gate is for a shared expert, and model.moe.shared_expert_intermediate_size is 0; "
+        "fix: set one of the two"
+    )
+
+
 def rotary_width_is_even(run: Run) -> Problem | None:
     """Rotary embedding turns pairs: the rotated part of a head is even and not 0.
 

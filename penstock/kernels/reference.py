@@ -268,22 +268,29 @@ def check_biases(has_biases: bool, rule: ExpertRule) -> None:
         )
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Returns x / sqrt(mean(x**2) + epsilon), in float32, times weight, in the wider dtype of x and weight."""
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    """Returns x / sqrt(mean(x**2) + epsilon), in float32, times weight, in the wider dtype of x and weight.
+
+    `offset` is added to the weight in float32: 1 for weights that are centred at zero.
+    """
     x_float = x_TD.float()
-    normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + epsilon)
-    return weight_D * normed.to(x_TD.dtype)
+    normed = (x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + epsilon)).to(x_TD.dtype)
+    if not offset:
+        return weight_D * normed
+    return ((weight_D.float() + offset) * normed.float()).to(torch.promote_types(x_TD.dtype, weight_D.dtype))
 
 
-def rms_norm_beside(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def rms_norm_beside(x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """(norm of a residual stream, the stream itself); the gradients of x are summed."""
-    return rms_norm(x_TD, weight_D, epsilon), x_TD
+    return rms_norm(x_TD, weight_D, epsilon, offset), x_TD
 
 
-def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(norm of the residual sum, the sum x + residual)."""
     sum_TD = x_TD + residual_TD
-    return rms_norm(sum_TD, weight_D, epsilon), sum_TD
+    return rms_norm(sum_TD, weight_D, epsilon, offset), sum_TD
 
 
 def add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
