@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import tomllib
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ def open_file(path: Path, buffering: int = -1) -> Any:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def open_to_append(path: Path) -> FileIO:
+    """Open a file, or make it, to append without a buffer. Raises OSError, also for a link, a pipe or a device."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = FileIO(os.open(path, flags, 0o644), "ab")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is a pipe or a device, no file", str(path))
+    return file
 
 
 def most_unpacked(packed_bytes: int) -> int:

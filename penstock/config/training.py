@@ -38,6 +38,16 @@ class Optimizer(Section):
     beta2: float = knob(0.95, doc="Decay of the second moment.", low=0.0, high=1.0)
     epsilon: float = knob(1e-8, doc="Added to the root of the second moment.", low=0.0)
     weight_decay: float = knob(0.1, doc="Decoupled decay of matrices; norms and biases are never decayed.", low=0.0)
+    moment_dtype: Literal["fp32", "bf16", "int8"] = knob(
+        "fp32",
+        doc="Type in which both moments are stored: 8, 4 or 2 bytes of the two. int8 has a float32 scale for each 128 "
+        "values of a row, and leaves vectors in float32. See docs/optimizer.md.",
+    )
+    store_param_remainders: bool = knob(
+        False,
+        doc="Masters of bfloat16 weights are the weight and the 16 bits that are missing to float32, in 2 bytes "
+        "instead of 4; the same numbers. Weights held in float32, such as FSDP2's shards, are their own masters.",
+    )
 
 
 class LearningRateSchedule(Section):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from penstock.kernels.embedding import add_token_rows
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.quantized import RowColQuantized, WeightCopies
 from penstock.kernels.float32_products import add_product
@@ -196,7 +197,7 @@ class _LinearInto(torch.autograd.Function):
 def look_up_into(main_grad_VD: Tensor, tokens: Tensor, weight_VD: Tensor) -> Tensor:
     """`F.embedding` whose backward adds to rows of a buffer, without a gradient of the size of the vocabulary.
 
-    The sum has a fixed order on a GPU, and on a CPU with one thread. `main_grad_VD` is in float32 or as the weight.
+    See `penstock.kernels.embedding`. `main_grad_VD` is in float32 or as the weight.
     """
     rows: Tensor = _LookUpInto.apply(tokens, weight_VD, main_grad_VD)
     return rows
@@ -213,8 +214,7 @@ class _LookUpInto(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, drows: Tensor) -> tuple[None, None, None]:
         (tokens,) = ctx.saved_tensors
-        # On a GPU index_put_ sorts the tokens; index_add_ uses atomics, in any order.
-        ctx.main_grad_VD.index_put_((tokens,), drows.to(ctx.main_grad_VD.dtype), accumulate=True)
+        add_token_rows(ctx.main_grad_VD, tokens, drows)
         return None, None, None
 
 

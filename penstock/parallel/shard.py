@@ -18,8 +18,8 @@ sharded inside a block of ranks.
 Ignored parameters (routers), and those with one rank to shard over, stay whole for the optimizer.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -55,23 +55,64 @@ class ParamShard:
         return local_slices(self.shape, self.cuts, rows)
 
 
+@dataclass(frozen=True)
+class StateCodec:
+    """A tensor that a rank holds as others: `decode` returns its float32 values, `encode` what is held for them."""
+
+    decode: Callable[[Sequence[Tensor]], Tensor]
+    encode: Callable[[Tensor], Sequence[Tensor]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardedTensor:
-    """A tensor of a checkpoint, as this rank holds it."""
+    """A tensor of a checkpoint, as this rank holds it; with a `codec` the checkpoint has the decoded values."""
 
     tensor: Tensor  # plain, no DTensor
     shape: tuple[int, ...]  # of the whole
     pieces: tuple[LocalSlice, ...]  # rectangles of the whole that `tensor` holds
     writes: bool = True  # one of the ranks with equal values writes; all of them load
+    more: tuple[Tensor, ...] = ()  # other tensors of a codec
+    codec: StateCodec | None = None
+
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """All tensors of this rank."""
+        return self.tensor, *self.more
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values in a checkpoint."""
+        return self.tensor.dtype if self.codec is None else torch.float32
+
+    def decoded(self) -> "ShardedTensor":
+        """The part in plain values: itself, or a copy."""
+        return self if self.codec is None else self._plain(self.codec.decode([one.detach() for one in self.held]))
+
+    def room(self) -> "ShardedTensor":
+        """A part to fill with values, which `fill` takes: itself, or undefined memory."""
+        if self.codec is None:
+            return self
+        return self._plain(torch.empty(self.tensor.shape, dtype=torch.float32, device=self.held[-1].device))
+
+    @torch.no_grad()
+    def fill(self, values: Tensor) -> None:
+        """Take over the values of `room`."""
+        if self.codec is not None:
+            for held, new in zip(self.held, self.codec.encode(values), strict=True):
+                held.copy_(new)
 
     def views(self) -> list[tuple[LocalSlice, Tensor]]:
         """The rectangles, each with its elements of `tensor`."""
+        assert self.codec is None, "only plain values have rectangles"
         tensor = self.tensor.detach()
         if len(self.pieces) == 1 and self.pieces[0].sizes == tuple(tensor.shape):
             return [(self.pieces[0], tensor)]
         assert tensor.is_contiguous(), "rectangles lie in a contiguous tensor"
         start = tensor.storage_offset()
         return [(one, tensor.as_strided(one.sizes, one.strides, start + one.offset)) for one in self.pieces]
+
+    def _plain(self, tensor: Tensor) -> "ShardedTensor":
+        return replace(self, tensor=tensor, more=(), codec=None)
 
 
 def whole(tensor: Tensor, *, writes: bool = True) -> ShardedTensor:

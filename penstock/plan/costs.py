@@ -18,11 +18,12 @@ from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from penstock.config.run import Run
+from penstock.kernels.delta_rule import CHUNK
 from penstock.moe.balance import even_stride
 from penstock.parallel.replica_exchange import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.op_recorder import FROM_HOST, TO_HOST, RecordedOp, RecordedOps
-from penstock.plan.rates import SUM_BYTES, GroupedProduct, Rates
+from penstock.plan.rates import SUM_BYTES, GroupedProduct, Pass, Rates
 from penstock.plan.software import OWN, Software
 from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
 
@@ -179,6 +180,8 @@ class OpCosts:
             return OpCost(self._of_experts[name](operator), "experts")
         if name == "float8_matrices_kernel":
             return self._float8_matrices(operator)
+        if name in _BY_CHUNKS:
+            return OpCost(self._by_chunks(operator), "attention")
         if name.startswith("_scaled_dot_product") and name != "_scaled_dot_product_attention_math":
             return OpCost(self._attention(operator), "attention")
         if name in _SENDERS:
@@ -271,6 +274,20 @@ class OpCosts:
         )
         return estimate.seconds * self._rounds
 
+    def _by_chunks(self, operator: RecordedOp) -> float:
+        """A kernel of linear attention: products of J x J and of J x N x M for each chunk of each head."""
+        pairs_of, states = _BY_CHUNKS[operator.name]
+        rows, positions, _, width = operator.shapes[0]  # of keys, or queries
+        with_states = next((shape for shape in operator.shapes if len(shape) == 5), None)
+        if with_states is None:
+            heads, value_width = operator.shapes[1 if operator.name == "delta_system_kernel" else -1][2:]
+        else:
+            heads, value_width = with_states[2], with_states[4]
+        of_chunk = CHUNK * CHUNK * pairs_of(width, value_width) + states * CHUNK * width * value_width
+        flops = 2.0 * rows * heads * -(-positions // CHUNK) * of_chunk
+        direction: Pass = "backward" if "backward" in operator.name else "forward"
+        return self._rates.by_chunks(direction, flops, self._bytes(operator), _DTYPES[operator.itemsize]).seconds
+
     def _send(self, operator: RecordedOp) -> float:
         """A kernel that writes rows into other ranks' memory, or the wait for its counterpart."""
         rows, ranks = operator.shapes[0][0], operator.shapes[-1][0]
@@ -341,10 +358,11 @@ _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
         # Rows and transposed ones of 8 bits are as many bytes as what they are made of; both are larger than that part.
         "latent_heads_backward_kernel": lambda operator, moved: 2.0 * operator.sizes[0],
         "index_put_": lambda operator, moved: 3.0 * operator.sizes[-1],
+        # Rows in 16 bits are read; as many rows in float32, if no token comes twice, are read and written.
+        "sum_runs_kernel": lambda operator, moved: 5.0 * operator.sizes[0],
+        "join_runs_kernel": lambda operator, moved: 0.0,
         # Each tensor is read or written, none both.
         **dict.fromkeys(("copy_", "zero_", "fill_", "_foreach_zero_", "_foreach_copy_"), lambda operator, moved: moved),
-        # Of parameter, gradient and two moments only the gradient stays as it is.
-        "_fused_adamw_": lambda operator, moved: 1.75 * moved,
         # Logits are read for the sum, read again and written as gradients. A profiler saw a little more than 3 times.
         "linear_cross_entropy_kernel": lambda operator, moved: moved + 2.4 * operator.sizes[0],
     }
@@ -369,6 +387,20 @@ def _is_by_rows(operator: RecordedOp, *, scales: int, rows: int) -> bool:
     return len(operator.shapes) > scales and operator.shapes[scales][0] == rows
 
 
+_BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyType(
+    {
+        "delta_system_kernel": (lambda width, values: 2 * width + values, 0),
+        "delta_state_kernel": (lambda width, values: 0, 2),
+        "delta_output_kernel": (lambda width, values: width + values, 1),
+        "delta_local_backward_kernel": (lambda width, values: width + values, 0),
+        "delta_state_backward_kernel": (lambda width, values: 0, 3),
+        "delta_read_backward_kernel": (lambda width, values: 3 * width + values, 2),
+        "delta_write_backward_kernel": (lambda width, values: 5 * width + 2 * values + 2 * CHUNK, 1),
+    }
+)
+"""Kernels of linear attention: the sum of depths and widths of products with J x J pairs, by the widths of keys and
+values, and the number of products with a state."""
+
 _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 """Kernels that multiply the rows of experts by their matrices."""
 
@@ -384,7 +416,7 @@ _TERMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("count_kernel", "scan_kernel", "place_kernel", "tile_table_kernel"), "route"),
         **dict.fromkeys(("count_arrivals_kernel", "place_arrivals_kernel", "spread_kernel"), "route"),
         **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", *sorted(_WAITS)), "dispatch"),
-        **dict.fromkeys(("_fused_adamw_", "_foreach_norm", "_foreach_zero_", "_foreach_copy_"), "optimizer"),
+        **dict.fromkeys(("adamw_kernel", "_foreach_norm", "_foreach_zero_"), "optimizer"),
         "linear_cross_entropy_kernel": "loss",
     }
 )

@@ -53,7 +53,7 @@ class RankMemory:
 
     Attributes:
         gradients: float32 sums.
-        master: float32 weights, where the weights themselves are not float32.
+        master: float32 weights, or the bits that are missing to them, where the weights themselves are not float32.
         moments: on the device; with the optimizer on the host, the buffers that they pass through.
         gathered: whole weights, and gradients that are being reduced, with FSDP2.
         activations: memory of forward and backward, without the loss, whose memory is `logits`.
@@ -187,8 +187,8 @@ def memory_of_meta_run(meta_run: MetaRun, overheads: Overheads = NO_OVERHEADS) -
             weights=state.weights,
             gradients=state.gradients,
             # With the optimizer on the host, `state.optimizer` are the device's buffers.
-            master=0 if state.host else state.optimizer - rank.moment_bytes,
-            moments=state.optimizer if state.host else rank.moment_bytes,
+            master=state.optimizer - state.moments,
+            moments=state.moments,
         ),
         passes=max(_peaks(meta_run), key=lambda peak: peak.bytes),
         gathered=meta_run.gathered_bytes,

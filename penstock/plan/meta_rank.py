@@ -143,7 +143,6 @@ class MetaRank:
     Attributes:
         decoders: its stages by number, with whole weights.
         state: bytes between steps; weights with their copies in 8 bits.
-        moment_bytes: of both moments, part of `state`; 0 with the optimizer on the host.
         sharded: names of the parameters that FSDP2 shards.
         optimizer: of the parameters that are not sharded; None if all are.
         schedule: of the pipeline, or None.
@@ -156,7 +155,6 @@ class MetaRank:
     axes: Axes
     decoders: Mapping[int, Decoder]
     state: StateBytes
-    moment_bytes: int
     sharded: frozenset[str]
     optimizer: MasterAdamW | None
     full_optimizer: MasterAdamW
@@ -204,14 +202,12 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
         modules = chain.from_iterable(decoder.modules() for decoder in decoders.values())
         copies = sum(sum(copy_bytes(module).values()) for module in modules)
         state = replace(state, weights=state.weights + copies)
-    moments = [part.tensor.nbytes for name, part in full_optimizer.parts().items() if name.startswith("moment")]
     return MetaRank(
         run=run,
         target=target,
         axes=axes,
         decoders=decoders,
         state=state,
-        moment_bytes=0 if run.offload.optimizer else sum(moments),
         sharded=sharded,
         optimizer=optimizer,
         full_optimizer=full_optimizer,

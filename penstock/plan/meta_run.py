@@ -176,7 +176,7 @@ def _update(rank: MetaRank) -> UpdateOps:
             peak = tracker.mark("update").peak
     with recorder:
         recorder.cut()
-        rank.full_optimizer.zero_gradients()
+        rank.full_optimizer.zero_gradients(before_passes=True)
         zero = recorder.cut()
         rank.full_optimizer.gradient_norm()
         norm = recorder.cut()

@@ -11,7 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+import torch
+
 from penstock.config.run import Run
+from penstock.config.training import Optimizer
 from penstock.layout.sharding import row_width, rows_of_shard
 from penstock.models.parameters import copy_bytes, param_shards
 from penstock.parallel.buckets import BUCKET_VALUES, IN_FLIGHT, ROW_VALUES
@@ -21,12 +24,10 @@ from penstock.plan.liveness import layer_kind
 from penstock.plan.meta_rank import MetaRank
 from penstock.plan.meta_run import UpdateOps
 from penstock.plan.op_recorder import RecordedOp, RecordedOps
-
-MOMENT_BYTES = 8
-"""Of one value: two float32 moments."""
+from penstock.train.adamw import StateShape, state_shapes
 
 SUM_BYTES = 4
-"""Of one value of a float32 sum or master."""
+"""Of one value of a float32 sum."""
 
 OTHERS = ("embed", "mtp", "head")
 """Parts that are no decoder layers; a layer is called by its kind (`penstock.plan.liveness`)."""
@@ -79,13 +80,15 @@ class ShardCounts:
         shards_optimizer: parameters that FSDP2 leaves alone are sharded when they are updated.
         reduce_bytes: of a value of a gradient in a message.
         offloads: moments and masters of 16-bit weights are in host memory.
+        optimizer: formats of moments and masters.
     """
 
     dense: int
     expert: int
     shards_optimizer: bool
     reduce_bytes: int
-    offloads: bool = False
+    offloads: bool
+    optimizer: Optimizer
 
     def of(self, fact: ParamFacts) -> int:
         """Ranks that shard a parameter."""
@@ -107,6 +110,7 @@ def shards_of(run: Run, dense_ranks: int, expert_ranks: int) -> ShardCounts:
         shards_optimizer=parallel.shard in ("auto", "optimizer"),
         reduce_bytes=SUM_BYTES if parallel.reduce == "fp32" else 2,
         offloads=run.offload.optimizer,
+        optimizer=run.optimizer,
     )
 
 
@@ -116,7 +120,7 @@ class PartState:
 
     Attributes:
         gradients: float32 sums.
-        master: float32 weights, where the weights are not float32.
+        master: float32 weights, or their missing bits, where the weights are not float32.
         whole: weights that FSDP2 shards, when they are whole.
         host: in host memory.
     """
@@ -146,11 +150,22 @@ def part_state(facts: Iterable[ParamFacts], shards: ShardCounts) -> PartState:
         else:
             weights += fact.values * fact.itemsize + fact.copy_bytes
             gradients += fact.values * SUM_BYTES
-            master += 0 if fact.itemsize >= SUM_BYTES else SUM_BYTES * own
-        moments += MOMENT_BYTES * own
+        for name, one in _state_of(fact, shards).items():
+            if name == "master":
+                master += one.nbytes
+            else:
+                moments += one.nbytes
     if shards.offloads:
         return PartState(weights, gradients, whole=whole, host=master + moments)
     return PartState(weights, gradients, master, moments, whole)
+
+
+def _state_of(fact: ParamFacts, shards: ShardCounts) -> dict[str, StateShape]:
+    """Moments and master of the values that the first rank updates."""
+    rows = fact.own(shards.of(fact)) // fact.width
+    # FSDP2's shards are float32, and so their own masters.
+    dtype = torch.float32 if fact.is_sharded or fact.itemsize >= SUM_BYTES else torch.bfloat16
+    return state_shapes((rows, fact.width) if fact.width > 1 else (rows,), dtype, shards.optimizer)
 
 
 def together(parts: Iterable[tuple[PartState, int]]) -> PartState:
@@ -251,7 +266,7 @@ def update_of(
     loads = {False: _Load(), True: _Load()}
     for facts, times in parts:
         for fact in facts:
-            loads[fact.is_expert].add(fact, times, shards.of(fact))
+            loads[fact.is_expert].add(fact, times, shards)
     reduce: list[RecordedOp] = []
     step: list[RecordedOp] = []
     for is_expert, load in loads.items():
@@ -266,21 +281,27 @@ def update_of(
             for columns, times in _buckets(values, 1)
             for _ in range(times)
         ]
-    sums = sum(load.values for load in loads.values())
     own = sum(load.own for load in loads.values())
-    copied = sum(load.copied for load in loads.values())
-    moments = _moving("_fused_adamw_", own, (SUM_BYTES,) * 4)
-    rounded = _moving("_foreach_copy_", copied, (2, SUM_BYTES))
+    # The update sets the gradients that it reads to zero; those of rows of other ranks are left.
+    left = sum(load.values for load in loads.values()) - own
+    moved = Counter[tuple[str, bool]]()
+    for load in loads.values():
+        moved.update(load.moved)
+    updates = [
+        RecordedOp("adamw_kernel", ((read,), (moved[name, True],)), (read, moved[name, True]), 1)
+        for (name, is_written), read in moved.items()
+        if not is_written and read
+    ]
     # Each weight in 8 bits is read in 16 and written twice.
     quantized = sum(load.quantized for load in loads.values()) // 2
     step += [_moving("quantize_kernel", quantized, (2, 1, 1))] if quantized else []
     host = sum(times * part_state(facts, shards).host for facts, times in parts) if shards.offloads else 0
     return UpdateOps(
         peak_bytes=update_bytes(parts, shards),
-        zero=(_moving("_foreach_zero_", sums, (SUM_BYTES,)),),
+        zero=(_moving("_foreach_zero_", left, (SUM_BYTES,)),) if left else (),
         reduce=tuple(reduce),
         norm=(_moving("_foreach_norm", own, (SUM_BYTES,)),),
-        step=(moments, rounded, *step),
+        step=(*updates, *step),
         host_bytes=host,
     )
 
@@ -290,7 +311,7 @@ class _Load:
 
     Attributes:
         values: with a float32 sum on this rank.
-        copied: values of `own` with a master of their own.
+        moved: bytes of the update, by the format of the state and whether they are written.
         width: values of a row of buckets, of parameters that FSDP2 leaves alone.
         own_sent: values of `own` that pass through buckets.
         quantized: bytes of copies in 8 bits.
@@ -298,13 +319,21 @@ class _Load:
     """
 
     def __init__(self) -> None:
-        self.values = self.own = self.copied = self.width = self.own_sent = self.quantized = 0
+        self.values = self.own = self.width = self.own_sent = self.quantized = 0
+        self.moved = Counter[tuple[str, bool]]()
         self.itemsize = SUM_BYTES
 
-    def add(self, fact: ParamFacts, times: int, ranks: int) -> None:
+    def add(self, fact: ParamFacts, times: int, shards: ShardCounts) -> None:
         """Add a parameter that the rank has `times` times."""
+        ranks, state = shards.of(fact), _state_of(fact, shards)
         own = fact.own(ranks)
         self.own += times * own
+        changed = SUM_BYTES * own + sum(one.nbytes for one in state.values())
+        weights = (SUM_BYTES if fact.is_sharded else fact.itemsize) * own
+        is_apart = "master" in state and state["master"].dtype == torch.float32
+        name = f"{state['moment1'].dtype} {is_apart} {len(state)}"
+        self.moved[name, False] += times * (changed if is_apart else changed + weights)
+        self.moved[name, True] += times * (changed + weights)
         if fact.is_sharded:
             self.values += times * own
             return
@@ -313,7 +342,6 @@ class _Load:
         self.width += times * -(-fact.rows // ranks) * fact.width
         self.own_sent += times * own
         if fact.itemsize < SUM_BYTES:
-            self.copied += times * own
             self.itemsize = fact.itemsize
 
     def sums(self, partners: Partners, shards: ShardCounts) -> RecordedOps:

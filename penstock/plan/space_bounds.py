@@ -30,8 +30,8 @@ from penstock.plan.hardware import Cluster
 from penstock.plan.liveness import PipelineShape, enough, first_of_kinds, has_experts, peak_points
 from penstock.plan.meta_run import gathered_bytes
 from penstock.plan.op_recorder import ARRIVE, END, FORK, FROM_HOST, JOIN, PUT_OFF, TO_HOST, WAIT, RecordedOps
-from penstock.plan.param_state import MOMENT_BYTES, SUM_BYTES
-from penstock.plan.rates import BYTES
+from penstock.plan.param_state import ParamFacts
+from penstock.plan.rates import BYTES, SUM_BYTES
 from penstock.plan.rules.rule import Sizes
 from penstock.plan.step_time import LAUNCHED
 from penstock.plan.streams import OVERLAP_GAIN
@@ -57,6 +57,9 @@ HOST_SHARE = 0.9
 _CONTAIN = ("layer", "moe", "expert-activation")
 """Modules of a layer that contain each other: what is computed again counts once."""
 
+
+_MOMENT_BYTES = {"fp32": 8, "bf16": 4, "int8": 2}
+"""Of both moments of a value."""
 
 ALONE = Experts(1, 1, "local", (0,))
 """All experts on each rank."""
@@ -445,12 +448,18 @@ class SpaceBounds:
                 ranks, gather, reduce = (of_experts if fact.is_expert else of_dense).T
                 values = fact.values / ranks
                 own = values / np.where(shards == "none", 1, np.minimum(world // ranks, most))
-                is_divided, rounds = shards == "optimizer", fact.itemsize < SUM_BYTES
-                moved += SUM_BYTES * (np.where(shards == "full", own, values) + 5 * own)
-                moved += np.where(shards == "full", 0, rounds * (fact.itemsize + SUM_BYTES) * own)
+                moments, master = self._state_bytes(fact)
+                moved += SUM_BYTES * (np.where(shards == "full", 0, values - own) + 2 * own) + (moments + master) * own
+                is_divided = shards == "optimizer"
                 sent += np.where(is_divided, values * (reduce * reduce_bytes + gather * fact.itemsize), 0.0)
             found[:, k] = moved / rate + sent
         return found
+
+    def _state_bytes(self, fact: ParamFacts) -> tuple[int, int]:
+        """Bytes of moments and master of a value, without scales."""
+        optimizer = self._run.optimizer
+        master = 2 if optimizer.store_param_remainders else SUM_BYTES
+        return _MOMENT_BYTES[optimizer.moment_dtype], master if fact.itemsize < SUM_BYTES else 0
 
     def _message_seconds(self, sizes: tuple[int, ...], world: int, most: int) -> np.ndarray:
         """For ranks that cut a matrix: these, and seconds to gather and to reduce a byte over ranks that hold it."""
@@ -479,10 +488,10 @@ class SpaceBounds:
                 ranks = own if fact.is_expert else tp
                 holders = np.where(shards == "none", 1, np.minimum(world // ranks, most))
                 values, is_full = fact.values / ranks, shards == "full"
-                master = SUM_BYTES if fact.itemsize < SUM_BYTES else 0
+                moments, master = self._state_bytes(fact)
                 # FSDP2's shards are their own float32 masters.
                 state[:, k] += values * np.where(is_full, 2 * SUM_BYTES / holders, fact.itemsize + SUM_BYTES)
-                movable[:, k] += values * np.where(is_full, MOMENT_BYTES, MOMENT_BYTES + master) / holders
+                movable[:, k] += values * np.where(is_full, moments, moments + master) / holders
                 whole[:, k] += np.where(is_full, values * fact.itemsize, 0.0)
         return state, movable, whole
 

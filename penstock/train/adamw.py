@@ -1,38 +1,52 @@
-"""AdamW (arXiv 1711.05101) with float32 masters, on the device or streamed from host memory.
+"""AdamW (arXiv 1711.05101) with masters of every weight, on the device or streamed from host memory.
 
-A float32 value is its own master. A value of a smaller type is a rounded copy of its master.
+A float32 value is its own master. A value of a smaller type is a rounded copy of its master, or the upper bits of it
+(`optimizer.store_param_remainders`); moments are stored as `optimizer.moment_dtype` says
+(penstock/kernels/optimizer_state.py). An update also sets the gradients to zero, in the same pass over memory: one
+kernel on a GPU (penstock/kernels/adamw.py); on a CPU PyTorch's own, or the kernel's definition for other formats.
 
-`FusedAdamW` has everything on the device and updates in one pass over memory. `StreamedAdamW` has the same interface:
+`FusedAdamW` has everything on the device. `StreamedAdamW` has the same interface:
 
-    host      masters and moments, float32, pinned            12 bytes for each value of a bfloat16 parameter
+    host      masters and moments, pinned                     4 to 12 bytes for each value of a bfloat16 parameter
     device    parameters, gradients, and two chunks at a time (penstock/parallel/copies.py)
 
 A chunk is copied in, updated by the same kernels, and copied out while the next one arrives. A step costs the time to
-move 12 bytes for each value one way (both directions run at once), once for any number of micro-batches. A value that
-is its own master (FSDP2's shards among them) stays on the device; only its moments are on the host, 8 bytes each.
+move these bytes one way (both directions run at once), once for any number of micro-batches. A value that is its own
+master (FSDP2's shards among them) stays on the device; only its moments are on the host.
 
-Chunks are cut at multiples of the widest CPU vector, because PyTorch's AdamW on CPUs rounds the last values of a tensor
-differently from full vectors. So both classes agree to the bit.
+Chunks are cut at rows where blocks of a row share a scale, else at multiples of the widest CPU vector, because
+PyTorch's AdamW on CPUs rounds the last values of a tensor differently from full vectors. So both classes agree to the
+bit.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from penstock.config.training import Optimizer
-from penstock.parallel.copies import (
-    ALIGNMENT,
-    CHUNK_BYTES,
-    ChunkStream,
-    TensorSlice,
-    buffer_bytes,
-    cut_into_chunks,
-    host_tensors,
+from penstock.kernels.adamw import APART, SPLIT, AdamWTensor, launches_of, scalars_of, update
+from penstock.kernels.language import HAS_TRITON
+from penstock.kernels.optimizer_state import (
+    MOMENT_DTYPES,
+    ROOT_DECADES,
+    SIGNED_DECADES,
+    blocks_of_row,
+    dequantize,
+    join,
+    quantize,
+    root_of,
+    salt_of,
+    split,
 )
+from penstock.layout.sharding import row_width
+from penstock.parallel.copies import ALIGNMENT, CHUNK_BYTES, ChunkStream, buffer_bytes, host_tensors
+from penstock.parallel.shard import StateCodec
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
@@ -46,43 +60,111 @@ def is_own_master(value: Tensor) -> bool:
     return value.dtype.itemsize >= torch.float32.itemsize
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdamWUpdate:
-    """Tensors of one shape on one device for an update; `master` and the moments are updated in place."""
+@dataclass(frozen=True)
+class StateShape:
+    """Shape and dtype of a tensor of the state."""
 
-    master: Tensor
-    gradient: Tensor
-    moment1: Tensor
-    moment2: Tensor
-    is_decayed: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def state_shapes(shape: tuple[int, ...], dtype: torch.dtype, settings: Optimizer) -> dict[str, StateShape]:
+    """State of a value by the field of `AdamWTensor`. Vectors have float32 moments instead of codes."""
+    moments = MOMENT_DTYPES[settings.moment_dtype]
+    is_coded = moments == torch.uint8 and row_width(shape) > 1
+    if moments == torch.uint8 and not is_coded:
+        moments = torch.float32
+    found = {name: StateShape(shape, moments) for name in ("moment1", "moment2")}
+    if is_coded:
+        blocks = StateShape((*shape[:-1], blocks_of_row(shape[-1])), torch.float32)
+        found |= {"scale1": blocks, "scale2": blocks}
+    if dtype.itemsize < torch.float32.itemsize:
+        found["master"] = StateShape(shape, torch.int16 if settings.store_param_remainders else torch.float32)
+    return found
+
+
+_BF16 = StateCodec(decode=lambda one: one[0].float(), encode=lambda whole: (whole.bfloat16(),))
+_SPLIT = StateCodec(decode=lambda both: join(both[0].to(both[1].device), both[1]), encode=split)
+_MEANS = StateCodec(
+    decode=lambda both: dequantize(both[0], both[1], SIGNED_DECADES),
+    encode=lambda whole: quantize(whole, SIGNED_DECADES),
+)
+_SQUARES = StateCodec(
+    decode=lambda both: dequantize(both[0], both[1], ROOT_DECADES).square(),
+    encode=lambda whole: quantize(root_of(whole), ROOT_DECADES),
+)
+
+
+def stored_parts(tensor: AdamWTensor) -> dict[str, tuple[tuple[Tensor, ...], StateCodec | None]]:
+    """Tensors that hold master and moments, by the name in a checkpoint, and their codec; None for plain float32."""
+    if tensor.masters == SPLIT:
+        assert tensor.master is not None, "a split master has a rest"
+        model: tuple[tuple[Tensor, ...], StateCodec | None] = (tensor.value, tensor.master), _SPLIT
+    else:
+        model = (tensor.value if tensor.master is None else tensor.master,), None
+    if tensor.scale1 is not None and tensor.scale2 is not None:
+        means, squares = (tensor.moment1, tensor.scale1), (tensor.moment2, tensor.scale2)
+        return {"model": model, "moment1": (means, _MEANS), "moment2": (squares, _SQUARES)}
+    codec = _BF16 if tensor.moment1.dtype == torch.bfloat16 else None
+    return {"model": model, "moment1": ((tensor.moment1,), codec), "moment2": ((tensor.moment2,), codec)}
+
+
+class _Pass:
+    """The update of some tensors on one device, whose addresses stay as they are."""
+
+    def __init__(self, tensors: Iterable[AdamWTensor], settings: Optimizer) -> None:
+        self._tensors = [one for one in tensors if one.value.numel()]
+        self._settings = settings
+        device = self._tensors[0].value.device if self._tensors else torch.device("cpu")
+        has_kernel = device.type == "meta" or (device.type == "cuda" and HAS_TRITON)
+        self._launches = launches_of(self._tensors) if has_kernel else []
+        formats = [one.moment1.dtype == torch.float32 and one.masters != SPLIT for one in self._tensors]
+        self._plain = [one for one, is_plain in zip(self._tensors, formats, strict=True) if is_plain]
+        self._others = [one for one, is_plain in zip(self._tensors, formats, strict=True) if not is_plain]
+
+    def run(self, step: int, learning_rate: float, divisor: float) -> None:
+        """Make the update with this number, from 1. The host does not wait."""
+        settings = self._settings
+        scalars = scalars_of(
+            step,
+            learning_rate=learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            epsilon=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            divisor=divisor,
+        )
+        for launch in self._launches:
+            launch.run(scalars)
+        if not self._launches:
+            _torch_update(self._plain, step, learning_rate, settings, divisor)
+            for one in self._others:
+                update(one, scalars)
 
 
 @torch.no_grad()
-def update_all(
-    updates: Sequence[AdamWUpdate], step: Tensor, learning_rate: float, settings: Optimizer, divisor: float = 1.0
+def _torch_update(
+    tensors: Sequence[AdamWTensor], step: int, learning_rate: float, settings: Optimizer, divisor: float
 ) -> None:
-    """Make one step of AdamW, on tensors with elements. The host does not wait.
-
-    `step` is a float32 scalar on the same device, the number of earlier steps; unchanged. Gradients are divided by
-    `divisor` in place, in the same pass over memory.
-    """
-    # Filled on the device: a copy from the host would wait for the device.
-    scale = None if divisor == 1.0 else torch.full_like(step, divisor)
+    """`update` by PyTorch's fused AdamW, for float32 state: on a CPU it passes over memory fewer times."""
     for is_decayed_ in (True, False):
-        group = [update for update in updates if update.is_decayed is is_decayed_]
+        group = [one for one in tensors if one.is_decayed is is_decayed_]
         if not group:
             continue
-        # Fused on CPUs too: it is deterministic, since values are independent, and passes over memory once.
+        before = torch.full((), float(step - 1), device=group[0].value.device)
         adamw(
-            [update.master for update in group],
-            [update.gradient for update in group],
-            [update.moment1 for update in group],
-            [update.moment2 for update in group],
+            [one.value if one.master is None else one.master for one in group],
+            [one.gradient for one in group],
+            [one.moment1 for one in group],
+            [one.moment2 for one in group],
             [],  # maxima, of AMSGrad only
-            # adamw increments one counter for each tensor, so it gets views of one temporary vector.
-            list(step.repeat(len(group))),
+            list(before.repeat(len(group))),  # adamw increments one counter for each tensor
             fused=True,
-            grad_scale=scale,
+            grad_scale=None if divisor == 1.0 else torch.full_like(before, divisor),
             amsgrad=False,
             beta1=settings.beta1,
             beta2=settings.beta2,
@@ -91,89 +173,18 @@ def update_all(
             eps=settings.epsilon,
             maximize=False,
         )
+    if apart := [(one.value, one.master) for one in tensors if one.master is not None]:
+        values, masters = zip(*apart, strict=True)
+        torch._foreach_copy_(values, masters)
+    if tensors:
+        torch._foreach_zero_([one.gradient for one in tensors])
 
 
 class FusedAdamW:
     """AdamW with all state on the device.
 
     `values` are updated in place; decay depends on the name, and some may be empty. Every update reads the float32
-    `gradients`, of the same shapes.
-    """
-
-    def __init__(self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor], settings: Optimizer) -> None:
-        self.masters = {name: one if is_own_master(one) else one.float() for name, one in values.items()}
-        self.moments1 = {name: torch.zeros_like(master) for name, master in self.masters.items()}  # mean of gradients
-        self.moments2 = {name: torch.zeros_like(master) for name, master in self.masters.items()}  # of their squares
-        self.step = torch.zeros((), device=next(iter(values.values())).device)  # float32: number of updates
-        self._settings = settings
-        self._updates = [
-            AdamWUpdate(
-                master=master,
-                gradient=gradients[name],
-                moment1=self.moments1[name],
-                moment2=self.moments2[name],
-                is_decayed=is_decayed(name, master),
-            )
-            for name, master in self.masters.items()
-            if master.numel()
-        ]
-        self._rounded = {name: one for name, one in values.items() if not is_own_master(one)}
-        self.host_bytes = 0
-        apart = [self.masters[name] for name in self._rounded]  # masters that are no parameters
-        self.device_bytes = sum(tensor.nbytes for tensor in (*apart, *self.moments1.values(), *self.moments2.values()))
-
-    def update(self, learning_rate: float, divisor: float = 1.0) -> None:
-        """Update every master from its gradient, divided by `divisor`, and the values with it."""
-        update_all(self._updates, self.step, learning_rate, self._settings, divisor)
-        self.step += 1
-        self._round()
-
-    def settle(self) -> None:
-        """Wait until host tensors may be read or filled."""
-
-    def loaded(self) -> None:
-        """Continue from filled masters, moments and `step`: values follow their masters."""
-        self._round()
-
-    @torch.no_grad()
-    def _round(self) -> None:
-        if self._rounded:
-            torch._foreach_copy_(list(self._rounded.values()), [self.masters[name] for name in self._rounded])
-
-
-BYTES = 12
-"""Master and two moments of one value."""
-
-UNIT = ALIGNMENT // torch.float32.itemsize
-"""Chunks are cut at multiples of this number of values."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Slice:
-    """Consecutive values of one tensor."""
-
-    value: Tensor  # on the device; its own master if `state` has none
-    gradient: Tensor  # on the device
-    state: tuple[Tensor, ...]  # on the host: moments, then the master
-    is_decayed: bool
-
-    def update(self, state: Sequence[Tensor]) -> AdamWUpdate:
-        """The update, with the state on the device."""
-        moment1, moment2, *master = state
-        return AdamWUpdate(
-            master=master[0] if master else self.value,
-            gradient=self.gradient,
-            moment1=moment1,
-            moment2=moment2,
-            is_decayed=self.is_decayed,
-        )
-
-
-class StreamedAdamW:
-    """AdamW with state in host memory; arguments and attributes as of `FusedAdamW`, with contiguous tensors.
-
-    Separate masters and all moments are host tensors. They may be read or filled between `settle` and the next
-    `update`. `chunk_bytes` is the device memory of one of the two chunks.
+    `gradients`, of the same shapes, and sets them to zero. `starts` are places of first values in the whole tensors.
     """
 
     def __init__(
@@ -182,77 +193,179 @@ class StreamedAdamW:
         gradients: Mapping[str, Tensor],
         settings: Optimizer,
         *,
+        starts: Mapping[str, int] | None = None,
+    ) -> None:
+        device = next(iter(values.values())).device
+        shapes = {name: state_shapes(tuple(one.shape), one.dtype, settings) for name, one in values.items()}
+        state = {
+            name: {field: torch.zeros(one.shape, dtype=one.dtype, device=device) for field, one in fields.items()}
+            for name, fields in shapes.items()
+        }
+        self.tensors = _tensors_of(values, gradients, state, starts or {})
+        self.step = torch.zeros((), device=device)  # float32: number of updates
+        self._steps = 0
+        self._pass = _Pass(self.tensors.values(), settings)
+        self.host_bytes = 0
+        self.device_bytes, self.moment_bytes = _bytes_of(self.tensors.values())
+
+    def update(self, learning_rate: float, divisor: float = 1.0) -> None:
+        """Update all masters from their gradients, divided by `divisor`, and the values with them."""
+        self._steps += 1
+        self._pass.run(self._steps, learning_rate, divisor)
+        self.step += 1
+
+    def settle(self) -> None:
+        """Wait until host tensors may be read or filled."""
+
+    def loaded(self) -> None:
+        """Continue from filled masters, moments and `step`: values follow their masters."""
+        self._steps = int(self.step)
+        _round(self.tensors.values())
+
+
+@torch.no_grad()
+def _tensors_of(
+    values: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    state: Mapping[str, Mapping[str, Tensor]],
+    starts: Mapping[str, int],
+) -> dict[str, AdamWTensor]:
+    """Tensors with their state of zeros, whose masters equal their values."""
+    found = {
+        name: AdamWTensor(
+            value=value,
+            gradient=gradients[name],
+            moment1=state[name]["moment1"],
+            moment2=state[name]["moment2"],
+            scale1=state[name].get("scale1"),
+            scale2=state[name].get("scale2"),
+            master=state[name].get("master"),
+            is_decayed=is_decayed(name, value),
+            salt=salt_of(name),
+            start=starts.get(name, 0),
+        )
+        for name, value in values.items()
+    }
+    for one in found.values():
+        if one.master is not None and one.masters == APART:
+            one.master.copy_(one.value)
+    return found
+
+
+def _bytes_of(tensors: Iterable[AdamWTensor]) -> tuple[int, int]:
+    """Bytes of all state, and those of moments."""
+    state = moments = 0
+    for one in tensors:
+        whole = sum(tensor.nbytes for tensor in one.state)
+        state, moments = state + whole, moments + whole - (0 if one.master is None else one.master.nbytes)
+    return state, moments
+
+
+@torch.no_grad()
+def _round(tensors: Iterable[AdamWTensor]) -> None:
+    for one in tensors:
+        if one.master is not None and one.masters == APART:
+            one.value.copy_(one.master)
+
+
+UNIT = ALIGNMENT // torch.float32.itemsize
+"""Chunks are cut at multiples of this number of values, or at rows."""
+
+
+class StreamedAdamW:
+    """AdamW with state in host memory; arguments and attributes as of `FusedAdamW`, with contiguous tensors.
+
+    Separate masters and all moments are host tensors. They may be read or filled between `settle` and the next
+    `update`. `chunk_bytes` is the device memory of one of the two chunks, or that of a row if it is larger.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        settings: Optimizer,
+        *,
+        starts: Mapping[str, int] | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         device = next(iter(values.values())).device
-        apart = [name for name, value in values.items() if not is_own_master(value)]
-        shapes = [values[name].shape for name in (*apart, *values, *values)]
-        host = iter(host_tensors(shapes, torch.float32, device))
-        own = dict(zip(apart, host, strict=False))
-        self.masters = {name: own.get(name, value) for name, value in values.items()}
-        self.moments1 = {name: next(host).zero_() for name in values}
-        self.moments2 = {name: next(host).zero_() for name in values}
-        for name, master in own.items():
-            master.copy_(values[name])
+        self.tensors = _tensors_of(values, gradients, _host_state(values, settings), starts or {})
         self.step = torch.zeros((), device=device)
+        self._steps = 0
         self._settings = settings
-        self._rounded = {name: values[name] for name in apart}
-        self._chunks = list(self._cut(values, gradients, max(1, chunk_bytes // (BYTES * UNIT))))
+        self._chunks = list(_cut(self.tensors.values(), max(chunk_bytes, 1)))
         self._state = [[tensor for one in chunk for tensor in one.state] for chunk in self._chunks]
+        self._passes: dict[int, _Pass] = {}  # by chunk; the buffers of chunks stay where they are
         self._stream = ChunkStream(device)
-        self.host_bytes = sum(
-            tensor.nbytes for tensor in (*own.values(), *self.moments1.values(), *self.moments2.values())
-        )
+        self.host_bytes, _ = _bytes_of(self.tensors.values())
         self.device_bytes = 2 * buffer_bytes(self._state)  # one chunk is updated while another arrives or leaves
+        self.moment_bytes = self.device_bytes
 
     def update(self, learning_rate: float, divisor: float = 1.0) -> None:
         """See `FusedAdamW.update`."""
+        self._steps += 1
         self._stream.run(self._state, partial(self._work, learning_rate, divisor))
-        self.step += 1  # on the current stream, behind the updates that read it
+        self.step += 1  # on the current stream
 
     def settle(self) -> None:
         """Wait until host tensors may be read or filled."""
         self._stream.finish()
 
-    @torch.no_grad()
     def loaded(self) -> None:
         """See `FusedAdamW.loaded`."""
-        for name, value in self._rounded.items():
-            value.copy_(self.masters[name])
+        self._steps = int(self.step)
+        _round(self.tensors.values())
 
-    def _cut(self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor], units: int) -> Iterator[list[_Slice]]:
-        """Cut all tensors into chunks of at most this number of units."""
-        names = list(values)
-        flat = {name: value.detach().view(-1) for name, value in values.items()}
-        for chunk in cut_into_chunks([-(-flat[name].numel() // UNIT) for name in names], units):
-            yield [self._slice(names[piece.index], flat, gradients, piece) for piece in chunk]
-
-    def _slice(
-        self, name: str, flat: Mapping[str, Tensor], gradients: Mapping[str, Tensor], piece: TensorSlice
-    ) -> _Slice:
-        """The values of a piece, which is counted in units."""
-        part = slice(piece.start * UNIT, piece.stop * UNIT)
-        state = [self.moments1[name], self.moments2[name]]
-        if name in self._rounded:
-            state.append(self.masters[name])
-        return _Slice(
-            value=flat[name][part],
-            gradient=gradients[name].view(-1)[part],
-            state=tuple(tensor.view(-1)[part] for tensor in state),
-            is_decayed=is_decayed(name, self.masters[name]),
-        )
-
-    @torch.no_grad()
     def _work(self, learning_rate: float, divisor: float, index: int, state: list[Tensor]) -> None:
         """Update one chunk, whose state is on the device."""
-        slices, arrived = self._chunks[index], iter(state)
-        updates = [one.update([next(arrived) for _ in one.state]) for one in slices]
-        update_all(updates, self.step, learning_rate, self._settings, divisor)
-        rounded = [
-            (one.value, update.master)
-            for one, update in zip(slices, updates, strict=True)
-            if update.master is not one.value
-        ]
-        if rounded:
-            values, masters = zip(*rounded, strict=True)
-            torch._foreach_copy_(values, masters)
+        if index not in self._passes:
+            arrived = iter(state)
+            here = [one.with_state([next(arrived) for _ in one.state_fields]) for one in self._chunks[index]]
+            self._passes[index] = _Pass(here, self._settings)
+        self._passes[index].run(self._steps, learning_rate, divisor)
+
+
+def _host_state(values: Mapping[str, Tensor], settings: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """State of zeros in host memory; tensors of one dtype share blocks."""
+    device = next(iter(values.values())).device
+    places: dict[torch.dtype, list[tuple[str, str, tuple[int, ...]]]] = {}
+    for name, value in values.items():
+        for field, one in state_shapes(tuple(value.shape), value.dtype, settings).items():
+            places.setdefault(one.dtype, []).append((name, field, one.shape))
+    state: dict[str, dict[str, Tensor]] = {name: {} for name in values}
+    for dtype, fields in places.items():
+        tensors = host_tensors([shape for _, _, shape in fields], dtype, device)
+        for (name, field, _), tensor in zip(fields, tensors, strict=True):
+            state[name][field] = tensor.zero_()
+    return state
+
+
+def _cut(tensors: Iterable[AdamWTensor], chunk_bytes: int) -> Iterator[list[AdamWTensor]]:
+    """Cut tensors into chunks whose state has at most so many bytes, or is one unit."""
+    chunk: list[AdamWTensor] = []
+    room = chunk_bytes
+    for tensor in tensors:
+        width = UNIT if tensor.scale1 is None else tensor.value.shape[-1]  # values of a unit
+        units, first = -(-tensor.value.numel() // width) if width else 0, 0
+        size = sum(one.itemsize * (one.numel() * width // tensor.value.numel()) for one in tensor.state) if units else 0
+        while first < units:
+            if room < size and chunk:
+                yield chunk
+                chunk, room = [], chunk_bytes
+            end = min(units, first + max(1, room // size))
+            chunk.append(_slice(tensor, first, end, width))
+            room -= (end - first) * size
+            first = end
+    if chunk:
+        yield chunk
+
+
+def _slice(tensor: AdamWTensor, first: int, end: int, width: int) -> AdamWTensor:
+    """Units of a tensor, as vectors or as rows."""
+    fields = {name: one for name, one in vars(tensor).items() if isinstance(one, Tensor)}
+    cut: dict[str, Any]
+    if tensor.scale1 is None:
+        cut = {name: one.view(-1)[first * width : end * width] for name, one in fields.items()}
+    else:
+        cut = {name: one.view(-1, one.shape[-1])[first:end] for name, one in fields.items()}
+    return replace(tensor, start=tensor.start + first * width, **cut)

@@ -219,7 +219,12 @@ class CheckpointStore:
 
     def _stage(self, parts: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
         """Phase 1: copy the written tensors into host memory, which the next save reuses, since pinning is slow."""
-        written = {name: part.tensor.detach() for name, part in parts.items() if part.writes}
+        written = {
+            f"{name} {place}": tensor.detach()
+            for name, part in parts.items()
+            if part.writes
+            for place, tensor in enumerate(part.held)
+        }
         sizes = [[(name, one.dtype, one.shape) for name, one in kept.items()] for kept in (written, self._staged)]
         if sizes[0] != sizes[1]:
             self._staged = {}  # freed before the new allocation
@@ -229,7 +234,11 @@ class CheckpointStore:
         # The copies run on the current stream, behind the kernels of the update; the thread reads the host memory.
         for device in {tensor.device for tensor in written.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return {name: replace(part, tensor=self._staged.get(name, part.tensor)) for name, part in parts.items()}
+        staged = {}
+        for name, part in parts.items():
+            first, *more = (self._staged.get(f"{name} {place}", one) for place, one in enumerate(part.held))
+            staged[name] = replace(part, tensor=first, more=tuple(more))
+        return staged
 
     def _write(self, step: int, parts: Mapping[str, ShardedTensor], facts: str) -> None:
         """Phases 2 to 5. All ranks leave together, after the first one has cleaned up."""

@@ -20,6 +20,7 @@ against accidents; against attackers, no file can hold code. CRC-32 reads 6.2 GB
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -97,7 +98,7 @@ class Manifest:
 
 def describe(parts: Mapping[str, ShardedTensor]) -> dict[str, str]:
     """Type and whole shape of each tensor, by name."""
-    return {name: f"{str(part.tensor.dtype).removeprefix('torch.')} {list(part.shape)}" for name, part in parts.items()}
+    return {name: f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}" for name, part in parts.items()}
 
 
 def merge(ranks: Sequence[WrittenFiles]) -> WrittenFiles:
@@ -185,6 +186,8 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
     for name in files:  # first, because it is fast
         if not (folder / name).is_file():
             raise _damaged(folder / name, "no such file")
+        if (folder / name).is_symlink():
+            raise _damaged(folder / name, "a link to another place")
     for name, expected in files.items():
         found = fingerprint(folder / name)
         if found != expected:
@@ -264,7 +267,7 @@ def _rectangles(parts: Mapping[str, ShardedTensor]) -> Iterator[tuple[str, Recta
     """Name, place in the whole, and values of every non-empty rectangle that this rank writes."""
     for name, part in parts.items():
         check_part(name, part)
-        for piece, values in part.views() if part.writes else ():
+        for piece, values in part.decoded().views() if part.writes else ():
             rectangle = Rectangle(piece.whole, piece.sizes)
             if rectangle.elements:
                 yield name, rectangle, values
@@ -272,23 +275,24 @@ def _rectangles(parts: Mapping[str, ShardedTensor]) -> Iterator[tuple[str, Recta
 
 @torch.no_grad()
 def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str, ShardedTensor]) -> None:
-    """Fill this rank's parts, on any device; each file is opened once, and only the needed elements are read.
+    """Fill this rank's parts, on any device, one after another; only the needed elements are read.
 
     Raises OSError if a file cannot be read, and SafetensorError or DamagedError if it is not what the manifest says.
     """
-    files: dict[str, list[PartRead]] = {}
-    for name, part in into.items():
-        check_part(name, part)
-        for file, read in _reads(name, part, saved[name]):
-            files.setdefault(file, []).append(read)
-    for file, reads in files.items():
-        with safe_open(folder / file, framework="pt") as content:
-            for read in reads:
-                values = content.get_slice(read.key)[read.source]
+    with ExitStack() as opened:
+        files: dict[str, Any] = {}  # each is opened once
+        for name, part in into.items():
+            check_part(name, part)
+            room = part.room()
+            for file, read in _reads(name, room, saved[name]):
+                if file not in files:
+                    files[file] = opened.enter_context(safe_open(folder / file, framework="pt"))
+                values = files[file].get_slice(read.key)[read.source]
                 if (values.dtype, values.shape) != (read.target.dtype, read.target.shape):
                     kinds = [f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in (values, read.target)]
                     raise _damaged(folder / file, f"{read.key} gives {kinds[0]} instead of {kinds[1]}")
                 read.target.copy_(values)
+            part.fill(room.tensor)
 
 
 def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple[str, PartRead]]:

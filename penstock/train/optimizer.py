@@ -7,7 +7,8 @@ two moments. A float32 parameter is its own master. A bfloat16 parameter is a ro
     reduce       once a step, gradients are summed over the ranks that saw other tokens
     step         AdamW clips gradients, updates the masters, and rounds them into the parameters
 
-So neither sums over many micro-batches nor small updates lose precision. Kernels that produce weight gradients may
+So neither sums over many micro-batches nor small updates lose precision. State may be stored in fewer bits
+(`penstock.train.adamw`). Kernels that produce weight gradients may
 accumulate into the buffer (`gradient_of`) instead (penstock/models/parameters.py). With `offload.optimizer`, masters
 and moments are in host memory (`penstock.train.adamw.StreamedAdamW`).
 
@@ -35,11 +36,11 @@ from torch.distributed.tensor import DTensor
 
 from penstock.config.parallel import Offload, Parallel
 from penstock.config.training import Optimizer
-from penstock.layout.sharding import rows_of_shard
+from penstock.layout.sharding import row_width, rows_of_shard
 from penstock.parallel.axes import ALONE, NO_AXIS, Axis
 from penstock.parallel.buckets import BucketEntry, gather_rows, reduce_rows
-from penstock.parallel.shard import ParamShard, ShardedTensor, by_rows, local_rows, whole
-from penstock.train.adamw import FusedAdamW, StreamedAdamW, is_own_master
+from penstock.parallel.shard import ParamShard, ShardedTensor, StateCodec, by_rows, local_rows, whole
+from penstock.train.adamw import FusedAdamW, StreamedAdamW, is_own_master, stored_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +57,31 @@ class OptimizerShard:
     replicate_axis: Axis  # ranks that update the same rows and sum the gradient here
     writes: bool  # this rank saves the rows
 
-    def part(self, tensor: Tensor) -> ShardedTensor:
-        """A tensor of the updated rows, as a part of a checkpoint."""
-        param = self.param
-        return ShardedTensor(tensor=tensor, shape=param.shape, pieces=param.pieces(self.rows), writes=self.writes)
+    def part(self, held: Sequence[Tensor], codec: StateCodec | None) -> ShardedTensor:
+        """Tensors of the updated rows, as a part of a checkpoint."""
+        tensor, *more = held
+        return ShardedTensor(
+            tensor=tensor,
+            shape=self.param.shape,
+            pieces=self.param.pieces(self.rows),
+            writes=self.writes,
+            more=tuple(more),
+            codec=codec,
+        )
+
+    @property
+    def start(self) -> int:
+        """Place of the first updated value in the parameter of this rank."""
+        return 0 if self.rows is None else self.rows[0] * row_width(self.param.local_shape)
+
+    @property
+    def others(self) -> tuple[Tensor, ...]:
+        """Rows of `total` that other ranks update."""
+        if self.shard_axis is NO_AXIS or self.rows is None:
+            return ()
+        first, end = self.rows
+        rows = by_rows(self.total)
+        return tuple(one for one in (rows[:first], rows[end:]) if one.numel())
 
 
 @torch.no_grad()
@@ -111,6 +133,7 @@ class StateBytes:
     weights: int
     gradients: int  # float32 sums
     optimizer: int  # moments and separate masters, or the buffers that they pass through
+    moments: int  # of `optimizer`; all of it with buffers
     host: int = 0  # of the optimizer in host memory
 
 
@@ -147,7 +170,9 @@ class MasterAdamW:
                 one.param.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, one.total))
         values = {name: one.values for name, one in self._shards.items()}
         gradients = dict(self.gradients())
-        self._adamw = (StreamedAdamW if offload.optimizer else FusedAdamW)(values, gradients, settings)
+        self._has_zeros = True  # in the updated rows
+        starts = {name: one.start for name, one in self._shards.items()}
+        self._adamw = (StreamedAdamW if offload.optimizer else FusedAdamW)(values, gradients, settings, starts=starts)
 
     def gradient_of(self, name: str) -> Tensor:
         """The float32 buffer of a parameter's gradients; the same tensor for the whole run."""
@@ -159,9 +184,17 @@ class MasterAdamW:
             yield name, one.gradient
 
     @torch.no_grad()
-    def zero_gradients(self) -> None:
-        """Zero the buffers. `model.zero_grad` would detach them."""
-        torch._foreach_zero_([one.total for one in self._shards.values()])
+    def zero_gradients(self, *, before_passes: bool = False) -> None:
+        """Zero the buffers. `model.zero_grad` would detach them.
+
+        `before_passes`: if `step` was the last call, no pass has run since then, so only rows of other ranks are left.
+        """
+        shards = self._shards.values()
+        is_rest = before_passes and self._has_zeros
+        left = [rows for one in shards for rows in one.others] if is_rest else [one.total for one in shards]
+        self._has_zeros = False
+        if left:
+            torch._foreach_zero_(left)
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over ranks, once a step after the last backward pass."""
@@ -193,24 +226,28 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float, divisor: float = 1.0) -> None:
-        """Update every parameter from the gradients, which are divided by `divisor` first (`clip_divisor`)."""
+        """Update every parameter from the gradients, which are divided by `divisor` first (`clip_divisor`).
+
+        Afterwards the gradients of the updated rows are zero.
+        """
         for name, one in self._shards.items():
             assert one.param.parameter.grad is one.attached, f"the gradient buffer of {name} was detached"
         self._adamw.update(learning_rate, divisor)
+        self._has_zeros = True
         self._gather_values()
 
     def parts(self) -> dict[str, ShardedTensor]:
-        """All float32 state for a checkpoint, by name; the live tensors.
+        """All state for a checkpoint, by name, float32 in any format; the live tensors.
 
         `model.*` is the master, with `moment1.*` and `moment2.*`; `step` counts updates. Call `loaded` after filling
         them. Read or fill them before the next step; for host tensors this waits for the last one.
         """
         self._adamw.settle()
-        kinds = {"model": self._adamw.masters, "moment1": self._adamw.moments1, "moment2": self._adamw.moments2}
+        stored = {name: stored_parts(one) for name, one in self._adamw.tensors.items()}
         parts = {
-            f"{kind}.{name}": self._shards[name].part(tensor)
-            for kind, tensors in kinds.items()
-            for name, tensor in tensors.items()
+            f"{kind}.{name}": self._shards[name].part(*kinds[kind])
+            for kind in ("model", "moment1", "moment2")
+            for name, kinds in stored.items()
         }
         return {**parts, "step": whole(self._adamw.step, writes=self._world.rank == 0)}
 
@@ -222,6 +259,7 @@ class MasterAdamW:
             weights=_bytes(weights),
             gradients=_bytes(one.total for one in shards),
             optimizer=self._adamw.device_bytes,
+            moments=self._adamw.moment_bytes,
             host=self._adamw.host_bytes,
         )
 

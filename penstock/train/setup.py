@@ -25,6 +25,7 @@ from penstock.data.sources import Split
 from penstock.data.tokenizer import BYTES
 from penstock.kernels.choose import summary
 from penstock.kernels.device_facts import device_facts
+from penstock.kernels.optimizer_state import BLOCK
 from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
 from penstock.models.build import meta_model
@@ -41,6 +42,7 @@ from penstock.parallel.launch.host import host_bytes
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.parallel.launch.watch import MARGIN
+from penstock.train.adamw import state_shapes
 from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture
 from penstock.train.optimizer import MasterAdamW, StateBytes
 from penstock.train.passes import forward_backward
@@ -181,9 +183,10 @@ def state_bytes(run: Run) -> int:
     in_bf16 = run.training.precision == "bf16"
     total = 0
     for module in meta_model(run.model).modules():
-        rounded = in_bf16 and not isinstance(module, TopKRouter)
-        # Moments and gradient are 12 bytes; a weight is 4, or 2 for its bfloat16 and 4 for its master.
-        total += (18 if rounded else 16) * sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        dtype = torch.bfloat16 if in_bf16 and not isinstance(module, TopKRouter) else torch.float32
+        for parameter in module.parameters(recurse=False):
+            state = state_shapes(tuple(parameter.shape), dtype, run.optimizer).values()
+            total += (4 + dtype.itemsize) * parameter.numel() + sum(one.nbytes for one in state)
     return total
 
 
@@ -250,8 +253,10 @@ def find_shortage(run: Run, grid: Grid, device: torch.device, local_ranks: int) 
 def _state(run: Run, parameters: float, copies: int) -> float:
     """Bytes of weights, gradients and optimizer on one rank, for parameters that `copies` ranks have."""
     divides, shards = shard(run), min(run.parallel.shard_size or copies, copies)
-    # Weight, gradient, optimizer: two moments, and a master for a weight in bfloat16.
-    weight, gradient, optimizer = (2, 4, 12) if run.training.precision == "bf16" and divides != "full" else (4, 4, 8)
+    is_own = run.training.precision == "fp32" or divides == "full"  # the weight is its own master
+    weight, gradient = 4 if is_own else 2, 4
+    state = state_shapes((1, BLOCK), torch.float32 if is_own else torch.bfloat16, run.optimizer)
+    optimizer = sum(one.nbytes for one in state.values()) / BLOCK
     if run.offload.optimizer:
         optimizer = 0
     if divides == "full":

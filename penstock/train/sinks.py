@@ -41,6 +41,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from penstock import __version__
 from penstock.base.errors import DeviceError, RunFolderError
+from penstock.base.files import open_to_append
 from penstock.config.run import Run
 from penstock.train.metrics import MetricsFile, is_recorded, scalars
 from penstock.train.observer import Observer, RunStart, StepReport
@@ -188,7 +189,7 @@ class TensorBoard(Observer):
         self._every = every
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("ab", buffering=0)
+        self._file = open_to_append(folder / name)
         start = SessionLog(status=SessionLog.START)
         self._write(Event(file_version="brain.Event:2"), Event(step=steps_done + 1, session_log=start))
 
@@ -221,7 +222,7 @@ class StartsFile(Observer):
         """Write the line. Raises a RunFolderError if that fails."""
         line = json.dumps(start_record(start, sys.argv)) + "\n"
         try:
-            with self._path.open("ab", buffering=0) as file:
+            with open_to_append(self._path) as file:
                 file.write(line.encode())
         except OSError as error:
             raise RunFolderError(f"cannot write {self._path}", got=error.strerror) from error

@@ -109,7 +109,6 @@ def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | N
         axes=axes,
         decoders=decoders,
         state=optimizer.memory(),
-        moment_bytes=0,
         sharded=frozenset(),
         optimizer=optimizer,
         full_optimizer=optimizer,

@@ -29,6 +29,9 @@ TWO_STAGES = "pipeline.stages_per_rank=2"
 CASES = {
     "one rank": (LITE, 1, "training.micro_batch=2"),
     "experts by symmetric": (LITE, 8, "parallel.expert=4 dispatch.sync_free=2"),
+    "state in fewer bits": (
+        LITE, 8, "parallel.expert=4 optimizer.moment_dtype=int8 optimizer.store_param_remainders=true"
+    ),
     "experts by all-to-all": (LITE, 8, "parallel.expert=4 dispatch.method=all-to-all"),
     "a context": (LITE, 16, "parallel.pipeline=2 parallel.context=2 parallel.expert=4"),
     "1f1b": (LITE, 16, "parallel.pipeline=4 parallel.expert=2"),
@@ -81,7 +84,7 @@ CASES = {
 OFTEN = ["one rank", "experts by all-to-all", "a context", "interleaved", "zb-v, selective recompute"]
 OFTEN += ["gathered weights", "several copies", "experts in every second layer, gathered weights", "prediction layers"]
 OFTEN += ["biases, experts in halves", "four kinds, zb-v", "eight bits, gathered so", "no experts"]
-OFTEN += ["ranks divide an expert", "the host has the optimizer"]
+OFTEN += ["ranks divide an expert", "the host has the optimizer", "state in fewer bits"]
 
 
 def run_of(name: str) -> tuple[Run, int]:
@@ -106,7 +109,7 @@ def test_a_composed_run_needs_the_memory_of_the_run(name: str) -> None:
         assert memory.master == pytest.approx(exact.master, abs=64)
 
 
-TIMED = ["experts by symmetric", "1f1b", "zb-v, selective recompute", "several copies"]
+TIMED = ["experts by symmetric", "state in fewer bits", "1f1b", "zb-v, selective recompute", "several copies"]
 TIMED += ["experts in every second layer", "local layers", "four kinds, zb-v", "eight bits", "eight bits, gathered so"]
 
 

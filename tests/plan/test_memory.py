@@ -44,6 +44,17 @@ def test_recomputed_and_offloaded_memory_is_not_on_the_device() -> None:
     assert streamed.host == plain.moments + plain.master and streamed.moments < 1 << 30
 
 
+@pytest.mark.parametrize(("moments", "bytes_"), [("bf16", 4), ("int8", 2 + 8 / 128)])
+def test_state_in_fewer_bits_is_smaller_on_the_device_and_on_the_host(moments: str, bytes_: float) -> None:
+    plain = planned()
+    chosen = [f"optimizer.moment_dtype={moments}", "optimizer.store_param_remainders=true"]
+    smaller = planned(*chosen)
+    assert smaller.master == plain.master // 2
+    # Vectors keep float32 moments, and rows of 1,408 or 2,048 values are whole blocks.
+    assert smaller.moments == pytest.approx(plain.moments * bytes_ / 8, rel=2e-3)
+    assert planned(*chosen, "offload.optimizer=true").host == smaller.moments + smaller.master
+
+
 def test_an_imbalance_counts_where_rows_are_as_many_as_they_are() -> None:
     skewed = Target(device=TARGET.device, imbalance=2.0)
     sent = ["parallel.expert=2", "dispatch.method=all-to-all"]

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.config.parallel import Offload
+from penstock.config.training import Optimizer
 from penstock.parallel.shard import ParamShard
-from penstock.train.adamw import BYTES, UNIT, FusedAdamW, StreamedAdamW, is_decayed
+from penstock.train.adamw import UNIT, FusedAdamW, StreamedAdamW, is_decayed
 from penstock.train.optimizer import MasterAdamW, clip_divisor
 from tests.closeness import assert_close, assert_equal
 from tests.examples import examples
@@ -151,7 +152,9 @@ def test_clipping_scales_to_the_limit_and_never_up(limit: float, expected: float
     assert (norm.item(), norm.dtype, norm.shape) == (13.0, torch.float32, ())
     divisor = clip_divisor(norm.item(), limit)
     optimizer.step(0.01, divisor)
-    assert_close(optimizer.gradient_norm(), expected)
+    assert not optimizer.gradient_norm(), "the update has set gradients to zero"
+    moments = [tensor.flatten() for name, tensor in _saved(optimizer).items() if name.startswith("moment1")]
+    assert_close(torch.cat(moments).norm() / (1 - SETTINGS.beta1), expected)
     assert (divisor == 1.0) == (expected == 13.0), "a gradient within the limit is not touched"
 
 
@@ -230,36 +233,53 @@ def _values(device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _check_same_bits(device: torch.device, dtype: torch.dtype, chunk_bytes: int) -> None:
+def _check_same_bits(
+    device: torch.device, dtype: torch.dtype, chunk_bytes: int, settings: Optimizer = SETTINGS
+) -> None:
     values, streamed_values = _values(device, dtype), _values(device, dtype)
     gradients = {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
-    fused = FusedAdamW(values, gradients, SETTINGS)
-    streamed = StreamedAdamW(streamed_values, gradients, SETTINGS, chunk_bytes=chunk_bytes)
-    generator = torch.Generator().manual_seed(1)
-    for rate in (0.01, 0.004, 0.02):
-        for gradient in gradients.values():
-            gradient.copy_(torch.randn(gradient.shape, generator=generator))
+    starts = {name: 1000 * place for place, name in enumerate(SHAPES)}
+    fused = FusedAdamW(values, gradients, settings, starts=starts)
+    streamed = StreamedAdamW(streamed_values, gradients, settings, starts=starts, chunk_bytes=chunk_bytes)
+    for number, rate in enumerate((0.01, 0.004, 0.02)):
         for optimizer in (fused, streamed):
+            # The stream reads gradients in its own time, but before what is launched after it.
+            generator = torch.Generator().manual_seed(1 + number)
+            for gradient in gradients.values():
+                gradient.copy_(torch.randn(gradient.shape, generator=generator))
             optimizer.update(rate)
-        # The stream reads gradients in its own time, but before what is launched after it.
-        for gradient in gradients.values():
-            gradient.zero_()
+            assert not any(gradient.any() for gradient in gradients.values())
     streamed.settle()
     assert streamed.step.item() == fused.step.item() == 3
     assert_equal(streamed_values, values)
-    for name in ("masters", "moments1", "moments2"):
-        assert_equal(vars(streamed)[name], vars(fused)[name], what=name)
-    for name, value in values.items():
-        is_own = value.dtype == torch.float32
-        assert (streamed.masters[name] is streamed_values[name]) == is_own
-        assert streamed.moments1[name].device == CPU
+    for name, one in streamed.tensors.items():
+        assert one.state_fields == fused.tensors[name].state_fields
+        assert_equal(one.state, fused.tensors[name].state, what=name)
+        assert (one.master is None) == (one.value.dtype == torch.float32)
+        assert all(tensor.device == CPU for tensor in one.state)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @given(units=st.integers(0, 20))
 @examples(12)
 def test_updates_are_those_of_an_optimizer_on_the_device_to_the_bit(dtype: torch.dtype, units: int) -> None:
-    _check_same_bits(CPU, dtype, units * UNIT * BYTES)
+    _check_same_bits(CPU, dtype, units * UNIT * 12)
+
+
+FORMATS = [
+    SETTINGS.model_copy(update={"moment_dtype": moments, "store_param_remainders": splits})
+    for moments in ("fp32", "bf16", "int8")
+    for splits in (False, True)
+]
+
+
+@pytest.mark.parametrize("settings", FORMATS[1:], ids=lambda one: f"{one.moment_dtype}-{one.store_param_remainders}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_state_in_fewer_bits_passes_through_the_device_to_the_same_bits(
+    dtype: torch.dtype, settings: Optimizer
+) -> None:
+    for chunk_bytes in (0, 2000, 1 << 20):
+        _check_same_bits(CPU, dtype, chunk_bytes, settings)
 
 
 @pytest.mark.parametrize(("dtype", "bytes_"), [(torch.bfloat16, 12), (torch.float32, 8)])
@@ -275,10 +295,13 @@ def test_what_is_its_own_master_stays_and_only_its_moments_go(dtype: torch.dtype
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chunk_bytes", [UNIT * BYTES, 5 * UNIT * BYTES, 1 << 26])
+@pytest.mark.parametrize("settings", FORMATS, ids=lambda one: f"{one.moment_dtype}-{one.store_param_remainders}")
+@pytest.mark.parametrize("chunk_bytes", [UNIT * 12, 5 * UNIT * 12, 1 << 26])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_updates_on_a_gpu_are_those_of_an_optimizer_on_it_to_the_bit(dtype: torch.dtype, chunk_bytes: int) -> None:
-    _check_same_bits(torch.device("cuda"), dtype, chunk_bytes)
+def test_updates_on_a_gpu_are_those_of_an_optimizer_on_it_to_the_bit(
+    dtype: torch.dtype, chunk_bytes: int, settings: Optimizer
+) -> None:
+    _check_same_bits(torch.device("cuda"), dtype, chunk_bytes, settings)
 
 
 @pytest.mark.gpu
@@ -287,7 +310,7 @@ def test_a_step_waits_for_nothing_and_leaves_nothing_but_two_chunks_on_the_gpu()
     gradients = {name: torch.randn_like(value, dtype=torch.float32) for name, value in values.items()}
     before = torch.cuda.memory_allocated()
     streamed = StreamedAdamW(values, gradients, SETTINGS, chunk_bytes=1 << 24)
-    assert all(moment.is_pinned() for moment in streamed.moments1.values())
+    assert all(tensor.is_pinned() for one in streamed.tensors.values() for tensor in one.state)
     torch.cuda.reset_peak_memory_stats()
     streamed.update(0.01)
     torch.cuda.set_sync_debug_mode("error")

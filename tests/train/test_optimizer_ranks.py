@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.config.parallel import Offload, Parallel
+from penstock.config.training import Optimizer
 from penstock.layout.grid import Grid
 from penstock.layout.sharding import Cut, LocalSlice
 from penstock.parallel.axes import Axes, make_axes
@@ -49,6 +50,11 @@ class Case:
     bf16: bool = False
     bucket_values: int | None = None
     offload: bool = False
+    int8: bool = False  # moments in 8 bits, masters in the bits that are missing
+
+    @property
+    def settings(self) -> Optimizer:
+        return SETTINGS.model_copy(update={"moment_dtype": "int8", "store_param_remainders": True} if self.int8 else {})
 
     @property
     def grid(self) -> Grid:
@@ -131,11 +137,10 @@ def _model(case: Case, take: Callable[[str, Tensor], Tensor], *, masters: bool =
     return model
 
 
-def _outcome(optimizer: MasterAdamW, model: nn.Module, norms: list[float]) -> Outcome:
-    # With AdamW's factors 1 - beta a moment would hide a gradient's last bits.
-    gradients = {name: gradient.clone() for name, gradient in optimizer.gradients()}
+def _outcome(optimizer: MasterAdamW, model: nn.Module, norms: list[float], gradients: dict[str, Tensor]) -> Outcome:
     parameters = {name: one.detach() for name, one in model.named_parameters() if not isinstance(one, DTensor)}
-    return Outcome(optimizer.parts(), gradients, norms, parameters)
+    parts = {name: part.decoded() for name, part in optimizer.parts().items()}
+    return Outcome(parts, gradients, norms, parameters)
 
 
 def _train(case: Case) -> Outcome:
@@ -161,7 +166,7 @@ def _train(case: Case) -> Outcome:
     holdings = [holding(name, parameter) for name, parameter in model.named_parameters()]
     optimizer = MasterAdamW(
         holdings,
-        SETTINGS,
+        case.settings,
         parallel=case.parallel,
         world=axes.world,
         bucket_values=case.bucket_values,
@@ -176,13 +181,15 @@ def _train(case: Case) -> Outcome:
             model(torch.zeros(()), given).backward()
         optimizer.reduce_gradients()
         norms.append(optimizer.gradient_norm().item())
+        # With AdamW's factors 1 - beta a moment would hide a gradient's last bits.
+        gradients = {name: gradient.clone() for name, gradient in optimizer.gradients()}
         optimizer.step(RATE)
-    return _outcome(optimizer, model, norms)
+    return _outcome(optimizer, model, norms, gradients)
 
 
 def _alone(case: Case) -> Outcome:
     model = _model(case, lambda _, whole: whole)
-    optimizer = MasterAdamW(holdings_of(model), SETTINGS)
+    optimizer = MasterAdamW(holdings_of(model), case.settings)
     norms = []
     for step in range(STEPS):
         optimizer.zero_gradients()
@@ -192,8 +199,10 @@ def _alone(case: Case) -> Outcome:
                     for tensor in range(1 if name in CUT else case.grid.tensor):
                         optimizer.gradient_of(name).add_(_gradient(name, step, micro, data, tensor))
         norms.append(optimizer.gradient_norm().item())
+        # With AdamW's factors 1 - beta a moment would hide a gradient's last bits.
+        gradients = {name: gradient.clone() for name, gradient in optimizer.gradients()}
         optimizer.step(RATE)
-    return _outcome(optimizer, model, norms)
+    return _outcome(optimizer, model, norms, gradients)
 
 
 def _cases() -> list[Case]:
@@ -207,6 +216,10 @@ def _cases() -> list[Case]:
     cases.append(Case(Parallel(shard="optimizer", shard_size=2), bucket_values=5))
     cases += [
         Case(Parallel.model_validate({"shard": shard}), bf16=True, offload=True)
+        for shard in ("none", "optimizer", "full")
+    ]
+    cases += [
+        Case(Parallel.model_validate({"shard": shard}), bf16=True, offload=shard == "optimizer", int8=True)
         for shard in ("none", "optimizer", "full")
     ]
     cases.append(Case(Parallel(shard="full", reshard="backward", prefetch=2), bf16=True))

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.base.errors import CheckpointError, DataError
-from penstock.config.parallel import Parallel
+from penstock.config.parallel import Offload, Parallel
+from penstock.config.training import Optimizer
 from penstock.data.batch import Batch
 from penstock.parallel.axes import ALONE, Axis
 from penstock.train.checkpoint import CheckpointStore
@@ -31,6 +32,7 @@ from tests.distributed.pool import Pool
 from tests.parallel.test_collectives import world
 from tests.train.small_model import SETTINGS, SmallModel, holdings_of, tokens
 
+ON_DEVICE = Offload()
 IDENTITY = {"layers": 2, "moe": {"top_k": 4, "experts": 8}, "heads": (1, 2)}
 
 
@@ -57,10 +59,11 @@ class CountingBatches:
         pass
 
 
-def _fresh(dtype: torch.dtype, seed: int) -> TrainState:
+def _fresh(dtype: torch.dtype, seed: int, settings: Optimizer = SETTINGS, offload: Offload = ON_DEVICE) -> TrainState:
     random.seed(seed)
     np.random.seed(seed)
-    return _state(SmallModel(dtype, seed))
+    model = SmallModel(dtype, seed)
+    return _state(model, optimizer=MasterAdamW(holdings_of(model), settings, offload=offload))
 
 
 @pytest.fixture
@@ -72,14 +75,14 @@ def _state(model: nn.Module, **changes: Any) -> TrainState:
     fields = {
         "identity": IDENTITY,
         "modules": [model],
-        "optimizer": MasterAdamW(holdings_of(model), SETTINGS),
+        "optimizer": changes.get("optimizer") or MasterAdamW(holdings_of(model), SETTINGS),
         "batches": CountingBatches(),
     }
     return TrainState(**(fields | changes))
 
 
 def _tensors(state: TrainState) -> dict[str, Tensor]:
-    return {name: part.tensor for name, part in state.parts().items()}
+    return {name: part.decoded().tensor for name, part in state.parts().items()}
 
 
 def _train(state: TrainState, steps: int) -> list[float]:
@@ -94,20 +97,33 @@ def _train(state: TrainState, steps: int) -> list[float]:
     return losses
 
 
+FORMATS = [
+    SETTINGS.model_copy(update={"moment_dtype": moments, "store_param_remainders": splits})
+    for moments, splits in (("bf16", False), ("fp32", True), ("int8", True))
+]
+
+
+def _named(settings: Optimizer) -> str:
+    return f"{settings.moment_dtype}-{settings.store_param_remainders}"
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, dtype: torch.dtype, asynchronous: bool) -> None:
-    whole = _fresh(dtype, seed=0)
+@pytest.mark.parametrize("settings", [SETTINGS, *FORMATS], ids=_named)
+def test_a_resumed_run_equals_one_that_never_stopped(
+    tmp_path: Path, settings: Optimizer, dtype: torch.dtype, asynchronous: bool
+) -> None:
+    whole = _fresh(dtype, 0, settings)
     expected = _train(whole, 6)
 
     store = CheckpointStore(tmp_path, keep=1, asynchronous=asynchronous)
-    first = _fresh(dtype, seed=0)
+    first = _fresh(dtype, 0, settings, Offload(optimizer=asynchronous))
     losses = _train(first, 3)
     save_state(store, 3, first, notes={"tokens_seen": 72})
     _train(first, 2)  # goes on while the checkpoint is written
     store.close()
 
-    second = _fresh(dtype, seed=1)
+    second = _fresh(dtype, 1, settings)
     store = CheckpointStore(tmp_path, keep=1, asynchronous=asynchronous)
     assert restore_state(store, 3, second) == {"tokens_seen": 72}
     assert losses + _train(second, 3) == expected
@@ -191,6 +207,23 @@ def test_a_checkpoint_does_not_depend_on_the_precision_of_the_model(store: Check
         assert torch.equal(parameter.to(rounded.dtype), rounded)
 
 
+@pytest.mark.parametrize("settings", FORMATS, ids=_named)
+def test_a_checkpoint_is_of_float32_values_whatever_the_format_of_the_state(
+    store: CheckpointStore, settings: Optimizer
+) -> None:
+    saved = _fresh(torch.bfloat16, 0, settings)
+    _train(saved, 2)
+    save_state(store, 1, saved, notes={})
+    other = _fresh(torch.bfloat16, seed=1)
+    restore_state(store, 1, other)
+    assert_equal(_tensors(other), _tensors(saved))
+    save_state(store, 2, other, notes={})
+    again = _fresh(torch.bfloat16, 2, settings)
+    restore_state(store, 2, again)
+    assert_equal(_tensors(again), _tensors(saved))
+    assert_equal(again.modules[0].state_dict(), saved.modules[0].state_dict())
+
+
 @pytest.mark.parametrize(
     "draw",
     [lambda: torch.rand(3), lambda: torch.tensor(random.gauss(0, 1)), lambda: torch.tensor(np.random.normal(size=3))],
@@ -237,10 +270,10 @@ def test_a_checkpoint_from_before_there_was_a_choice_has_its_default() -> None:
         check_same_model(7, {"model.layers": 2}, today | {"model.moe.moe_layer_freq": 2})
 
 
-def _state_on_ranks(axis: Axis, shard: str, seed: int) -> TrainState:
+def _state_on_ranks(axis: Axis, shard: str, seed: int, settings: Optimizer) -> TrainState:
     model = SmallModel(torch.bfloat16, seed).eval()  # ranks draw no random numbers
     held = [replace(holding, data=axis) for holding in holdings_of(model)]
-    optimizer = MasterAdamW(held, SETTINGS, parallel=Parallel.model_validate({"shard": shard}), world=axis)
+    optimizer = MasterAdamW(held, settings, parallel=Parallel.model_validate({"shard": shard}), world=axis)
     return TrainState(identity=IDENTITY, modules=[model], optimizer=optimizer, batches=CountingBatches(), stage=axis)
 
 
@@ -257,10 +290,10 @@ def _train_on_ranks(state: TrainState, ranks: int, steps: int) -> list[float]:
     return losses
 
 
-def _go_on(folder: str, shard: str, begin: int | None, steps: int) -> list[float]:
+def _go_on(folder: str, shard: str, begin: int | None, steps: int, settings: Optimizer) -> list[float]:
     """Train on as many ranks as there are, from a checkpoint or from the start, and save."""
     axis = world() if dist.is_initialized() else ALONE.world
-    state = _state_on_ranks(axis, shard, seed=0 if begin is None else 1)
+    state = _state_on_ranks(axis, shard, 0 if begin is None else 1, settings)
     store = CheckpointStore(Path(folder), keep=0, asynchronous=True, world=axis)
     if begin is not None:
         restore_state(store, begin, state)
@@ -270,10 +303,13 @@ def _go_on(folder: str, shard: str, begin: int | None, steps: int) -> list[float
     return losses
 
 
+@pytest.mark.parametrize("settings", [SETTINGS, FORMATS[-1]], ids=_named)
 @pytest.mark.parametrize("shard", ["optimizer", "none"])
-def test_a_run_that_changes_its_ranks_equals_one_that_does_not(ranks: Pool, tmp_path: Path, shard: Any) -> None:
-    expected = _go_on(str(tmp_path / "alone"), shard, None, 8)
+def test_a_run_that_changes_its_ranks_equals_one_that_does_not(
+    ranks: Pool, tmp_path: Path, shard: Any, settings: Optimizer
+) -> None:
+    expected = _go_on(str(tmp_path / "alone"), shard, None, 8, settings)
     folder = str(tmp_path / "changing")
-    assert ranks.run(2, _go_on, folder, shard, None, 3) == [expected[:3]] * 2
-    assert ranks.run(4, _go_on, folder, "optimizer", 3, 2) == [expected[3:5]] * 4
-    assert _go_on(folder, "none", 5, 3) == expected[5:]
+    assert ranks.run(2, _go_on, folder, shard, None, 3, settings) == [expected[:3]] * 2
+    assert ranks.run(4, _go_on, folder, "optimizer", 3, 2, settings) == [expected[3:5]] * 4
+    assert _go_on(folder, "none", 5, 3, settings) == expected[5:]

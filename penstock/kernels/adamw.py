@@ -1,0 +1,452 @@
+"""AdamW (arXiv 1711.05101) in one pass over gradients and state, for all tensors of a rank in a few launches.
+
+A pass scales the gradient (clipping), updates moments and master, rounds the master into the weight, and sets the
+gradient to zero, so that every byte is moved once. Bytes read and written for each value of a bfloat16 weight; 8 of
+them are the gradient, read and set to zero:
+
+    moments    masters whole    split
+    fp32       34               32
+    bf16       26               24
+    int8       22.1             20.1
+
+The tensors of a launch have the same formats (penstock/kernels/optimizer_state.py). A table on the device has their
+addresses and sizes, and each program updates some blocks of 128 values of one tensor: `owners` has the tensor's number.
+`update` is the definition in PyTorch; the kernel makes the same operations in the same order, without fused
+multiply-adds, so that both agree to the bit.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.language import ceil_div, tl, triton
+from penstock.kernels.launching import record_launch, start_kernel
+from penstock.kernels.optimizer_state import (
+    BLOCK,
+    FRACTION,
+    FRACTION_BITS,
+    GOLDEN,
+    MIX_1,
+    MIX_2,
+    ROOT_DECADES,
+    SIGNED_DECADES,
+    TINY,
+    blocks_of_row,
+    dequantize,
+    join,
+    noise,
+    numbers,
+    quantize,
+    root_of,
+    round_bf16,
+    seed_of,
+    split,
+)
+from penstock.kernels.tuning import KernelLaunch
+
+LAUNCH = KernelLaunch(block_rows=16, block_columns=BLOCK, warps=4)
+ALIGNMENT = 16  # bytes of a load or store of a thread
+VALUES = 16  # a row is a multiple of so many where every block begins at an aligned address
+
+OWN, APART, SPLIT = range(3)  # master: the float32 weight itself, a float32 tensor, an int16 rest of the bits
+FLOAT32, BFLOAT16, CODES = range(3)  # stored moments
+_STATE = ("moment1", "moment2", "scale1", "scale2", "master")
+FIELDS = 13  # of a table's row: seven addresses, then width, blocks of a row, blocks, first program, start, flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWTensor:
+    """One tensor with its state, contiguous and on one device; all of it is updated in place."""
+
+    value: Tensor  # float32, its own master, or bfloat16
+    gradient: Tensor  # float32, in the shape of the value, as all that follow
+    master: Tensor | None  # float32, or int16 rest (split); None if the value is its own
+    moment1: Tensor  # float32, bfloat16, or codes (uint8)
+    moment2: Tensor
+    scale1: Tensor | None = None  # float32, one for each block of each row, of codes only
+    scale2: Tensor | None = None
+    is_decayed: bool
+    salt: int = 0  # of the noise that rounds moments
+    start: int = 0  # place of the first value, for that noise
+
+    @property
+    def state_fields(self) -> tuple[str, ...]:
+        """Names of the present fields of state: moments and their scales, then the master."""
+        return tuple(one for one in _STATE if vars(self)[one] is not None)
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """The tensors of `state_fields`."""
+        return tuple(vars(self)[one] for one in self.state_fields)
+
+    def with_state(self, state: Sequence[Tensor]) -> "AdamWTensor":
+        """The same values and gradients with other tensors of state."""
+        fields: dict[str, Any] = dict(zip(self.state_fields, state, strict=True))
+        return replace(self, **fields)
+
+    @property
+    def masters(self) -> int:
+        """Place of the master: OWN, APART or SPLIT."""
+        return OWN if self.master is None else SPLIT if self.master.dtype == torch.int16 else APART
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWScalars:
+    """Numbers of one update."""
+
+    step: int  # from 1
+    decay: float  # learning rate times weight decay
+    step_size: float  # learning rate over the first moment's bias correction
+    root_factor: float  # inverse root of the second moment's bias correction
+    beta1: float
+    beta2: float
+    epsilon: float
+    scale: float  # of gradients
+
+
+def scalars_of(
+    step: int,
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    epsilon: float,
+    weight_decay: float,
+    divisor: float,
+) -> AdamWScalars:
+    """The numbers of the update with this number, from 1; gradients are divided by `divisor`."""
+    return AdamWScalars(
+        step=step,
+        decay=learning_rate * weight_decay,
+        step_size=learning_rate / (1.0 - betas[0] ** step),
+        root_factor=1.0 / sqrt(1.0 - betas[1] ** step),
+        beta1=betas[0],
+        beta2=betas[1],
+        epsilon=epsilon,
+        scale=1.0 / divisor,
+    )
+
+
+@torch.no_grad()
+def update(tensor: AdamWTensor, scalars: AdamWScalars) -> None:
+    """Make one step of AdamW and set the gradient to zero: the definition, in a fixed order of float32 operations."""
+    one = scalars
+    gradient = tensor.gradient * one.scale
+    master = master_of(tensor)
+    moment1, moment2 = moments_of(tensor)
+    if tensor.is_decayed:
+        master = master - master * one.decay
+    moment1 = moment1 * one.beta1 + gradient * (1.0 - one.beta1)
+    moment2 = moment2 * one.beta2 + gradient * (1.0 - one.beta2) * gradient
+    master = master - moment1 * one.step_size / (root_of(moment2) * one.root_factor + one.epsilon)
+    rounds = tensor.moment1.dtype != torch.float32
+    noises = noise(moment1, tensor.start, seed_of(one.step, tensor.salt)) if rounds else (None, None)
+    store_moments(tensor, moment1, moment2, *noises)
+    store_master(tensor, master)
+    tensor.gradient.zero_()
+
+
+def master_of(tensor: AdamWTensor) -> Tensor:
+    """The float32 master; the tensor itself if there is one."""
+    if tensor.master is None:
+        return tensor.value
+    return tensor.master if tensor.masters == APART else join(tensor.value, tensor.master)
+
+
+def store_master(tensor: AdamWTensor, master: Tensor) -> None:
+    """Store a float32 master, and round the value from it."""
+    if tensor.masters == SPLIT:
+        assert tensor.master is not None, "a split master has a rest"
+        value, rest = split(master)
+        tensor.value.copy_(value)
+        tensor.master.copy_(rest)
+        return
+    if tensor.master is not None:
+        tensor.master.copy_(master)
+    tensor.value.copy_(master)
+
+
+def moments_of(tensor: AdamWTensor) -> tuple[Tensor, Tensor]:
+    """Both moments in float32."""
+    if tensor.scale1 is None or tensor.scale2 is None:
+        return tensor.moment1.float(), tensor.moment2.float()
+    root = dequantize(tensor.moment2, tensor.scale2, ROOT_DECADES)
+    return dequantize(tensor.moment1, tensor.scale1, SIGNED_DECADES), root * root
+
+
+def store_moments(
+    tensor: AdamWTensor, moment1: Tensor, moment2: Tensor, noise1: Tensor | None = None, noise2: Tensor | None = None
+) -> None:
+    """Store float32 moments, rounded by noise or to nearest."""
+    if tensor.scale1 is None or tensor.scale2 is None:
+        for target, found, noise_ in ((tensor.moment1, moment1, noise1), (tensor.moment2, moment2, noise2)):
+            target.copy_(round_bf16(found, noise_) if target.dtype == torch.bfloat16 else found)
+        return
+    for codes, scales, found, decades, noise_ in (
+        (tensor.moment1, tensor.scale1, moment1, SIGNED_DECADES, noise1),
+        (tensor.moment2, tensor.scale2, root_of(moment2), ROOT_DECADES, noise2),
+    ):
+        new_codes, new_scales = quantize(found, decades, noise_)
+        codes.copy_(new_codes)
+        scales.copy_(new_scales)
+
+
+class AdamWLaunch:
+    """A launch for tensors of one device with equal formats, whose addresses stay as they are."""
+
+    def __init__(self, tensors: Sequence[AdamWTensor], *, launch: KernelLaunch = LAUNCH) -> None:
+        self._tensors, self._launch = tuple(tensors), launch
+        first = self._tensors[0]
+        (self._masters, self._moments), self._is_aligned = _formats(first), _is_aligned(first)
+        rows, owners, programs = [], [], 0
+        for number, tensor in enumerate(self._tensors):
+            assert (_formats(tensor), _is_aligned(tensor)) == (_formats(first), self._is_aligned), "formats differ"
+            width = _width(tensor)
+            blocks = tensor.value.numel() // width * blocks_of_row(width)
+            addresses = tensor.value, tensor.gradient, tensor.master, tensor.moment1, tensor.moment2
+            places = blocks_of_row(width), blocks, programs, tensor.start, (tensor.salt << 1) | tensor.is_decayed
+            rows.append([*map(_address, (*addresses, tensor.scale1, tensor.scale2)), width, *places])
+            owners.append(torch.full((ceil_div(blocks, launch.block_rows),), number, dtype=torch.int32, device="cpu"))
+            programs += len(owners[-1])
+        device = first.value.device
+        self._table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
+        self._owners = torch.cat(owners).to(device)
+        self._numbers = _numbers_on(device)
+
+    def run(self, scalars: AdamWScalars) -> None:
+        """Update all tensors; the host does not wait."""
+        one = scalars
+        if self._table.is_meta:
+            self._record()
+            return
+        start_kernel(
+            adamw_kernel, (len(self._owners),),
+            self._owners, self._table, self._numbers, seed_of(one.step, 0), one.decay, one.step_size, one.root_factor,
+            one.beta1, 1.0 - one.beta1, one.beta2, 1.0 - one.beta2, one.epsilon, one.scale,
+            MASTERS=self._masters, MOMENTS=self._moments, ALIGNED=self._is_aligned, BLOCKS=self._launch.block_rows,
+            num_warps=self._launch.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _record(self) -> None:
+        """Report the launch in a dry run."""
+        read = written = 0
+        for tensor in self._tensors:
+            changed = sum(part.nbytes for part in (tensor.gradient, *tensor.state))
+            read += changed + (0 if self._masters == APART else tensor.value.nbytes)
+            written += changed + tensor.value.nbytes
+        byte = torch.empty((), dtype=torch.uint8, device="meta")
+        record_launch(adamw_kernel.__name__, byte.expand(read), byte.expand(written))
+
+
+def launches_of(tensors: Sequence[AdamWTensor]) -> list[AdamWLaunch]:
+    """As few launches as the formats of the tensors allow; tensors without elements are left out."""
+    groups: dict[tuple[int, int, bool], list[AdamWTensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.value.numel():
+            groups[*_formats(tensor), _is_aligned(tensor)].append(tensor)
+    return [AdamWLaunch(group) for group in groups.values()]
+
+
+def _formats(tensor: AdamWTensor) -> tuple[int, int]:
+    moments = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.uint8: CODES}[tensor.moment1.dtype]
+    return tensor.masters, moments
+
+
+def _width(tensor: AdamWTensor) -> int:
+    """Values of a row of blocks: the last dim with codes, else all, because blocks have no meaning."""
+    return tensor.value.shape[-1] if tensor.scale1 is not None else tensor.value.numel()
+
+
+def _is_aligned(tensor: AdamWTensor) -> bool:
+    given = tensor.value, tensor.gradient, *tensor.state
+    return _width(tensor) % VALUES == 0 and all(one.data_ptr() % ALIGNMENT == 0 for one in given)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@cache
+def _numbers_on(device: torch.device) -> Tensor:
+    """Numbers of the codes of roots, then of signed codes."""
+    return torch.tensor((*numbers(ROOT_DECADES), *numbers(SIGNED_DECADES)), dtype=torch.float32).to(device)
+
+
+_WIDTH = tl.constexpr(BLOCK)
+_FIELDS = tl.constexpr(FIELDS)
+_APART, _SPLIT = tl.constexpr(APART), tl.constexpr(SPLIT)
+_FLOAT32, _BFLOAT16, _CODES = tl.constexpr(FLOAT32), tl.constexpr(BFLOAT16), tl.constexpr(CODES)
+_SIGNED, _ROOTS = tl.constexpr(SIGNED_DECADES), tl.constexpr(ROOT_DECADES)
+_ROOT_CODES = tl.constexpr(1 << ROOT_DECADES)
+_FRACTION, _BITS = tl.constexpr(FRACTION), tl.constexpr(FRACTION_BITS)
+_TINY = tl.constexpr(TINY)
+_GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+
+
+@triton.constexpr_function
+def _factor(decade: int, decades: int) -> float:
+    """The factor of `line_of`."""
+    return 10.0 ** (decades - 1) if decade == 0 else 2.0**decade * 10.0 ** (decades - 1 - decade) / 0.9
+
+
+@triton.constexpr_function
+def _offset(decade: int, decades: int) -> float:
+    """The offset of `line_of`."""
+    return 0.0 if decade == 0 else 2.0**decade * (8 / 9) - 1.0
+
+
+@triton.constexpr_function
+def _bound(decade: int, decades: int) -> float:
+    """The end of the decade before."""
+    return 10.0 ** (decade - decades)
+
+
+@triton.jit
+def _mixed(x):
+    """`optimizer_state.mix`."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _MIX_1
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * _MIX_2
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+@triton.jit
+def _float_of(high):
+    """Float32 numbers whose upper bits these int16 numbers are."""
+    return (high.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_codes(codes_ptr, scales_ptr, numbers_ptr, at, inside, block, is_block, DECADES: tl.constexpr):
+    """`optimizer_state.dequantize`; `numbers_ptr` has the numbers of both codes."""
+    code = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.int32)
+    largest = tl.load(scales_ptr + block, mask=is_block, other=0.0)
+    if DECADES == _SIGNED:
+        x = tl.load(numbers_ptr + _ROOT_CODES + (code & 127))
+        x = tl.where(code > 127, -x, x)
+    else:
+        x = tl.load(numbers_ptr + code)
+    return x * largest[:, None]
+
+
+@triton.jit
+def _store_codes(x, codes_ptr, scales_ptr, at, inside, block, is_block, noise_, DECADES: tl.constexpr):
+    """Store what `optimizer_state.quantize` returns; values outside of a row are 0."""
+    largest = tl.max(tl.abs(x), 1)
+    floor = tl.maximum(largest, _TINY)
+    share = tl.div_rn(tl.abs(x), tl.broadcast_to(floor[:, None], x.shape))
+    factor = tl.full(x.shape, _factor(0, DECADES), tl.float32)
+    offset = tl.full(x.shape, _offset(0, DECADES), tl.float32)
+    for decade in tl.static_range(1, DECADES):
+        is_above = share > _bound(decade, DECADES)
+        factor = tl.where(is_above, _factor(decade, DECADES), factor)
+        offset = tl.where(is_above, _offset(decade, DECADES), offset)
+    fixed = tl.floor((share * factor + offset) * _FRACTION + 0.5).to(tl.int32)
+    code = (fixed + (noise_ >> (16 - _BITS))) >> _BITS
+    if DECADES == _SIGNED:
+        code = tl.where((x < 0) & (code > 0), code + 128, code)
+    tl.store(codes_ptr + at, code.to(tl.uint8), mask=inside)
+    tl.store(scales_ptr + block, largest, mask=is_block)
+
+
+@triton.jit
+def _pointer(entry_ptr, place: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """An address of the table."""
+    pointer = tl.load(entry_ptr + place).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit(do_not_specialize=["seed"])
+def adamw_kernel(
+    owners_ptr, table_ptr, numbers_ptr, seed,
+    decay, step_size, root_factor, beta1, rest1, beta2, rest2, epsilon, scale,
+    MASTERS: tl.constexpr, MOMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One step for some blocks of one tensor; `rest1` and `rest2` are 1 - beta.
+
+    Example with blocks of 4 values: a tensor with rows of 6 has 2 blocks a row; block 3 has columns 4 and 5 of row 1.
+    """
+    # 1. The tensor, and the places of our blocks.
+    entry_ptr = table_ptr + tl.load(owners_ptr + tl.program_id(0)) * _FIELDS
+    width = tl.load(entry_ptr + 7)
+    if ALIGNED:
+        width = tl.multiple_of(width, 16)
+    row_blocks = tl.load(entry_ptr + 8).to(tl.int32)
+    first = tl.program_id(0) - tl.load(entry_ptr + 10).to(tl.int32)
+    flags = tl.load(entry_ptr + 12)
+    block = first * BLOCKS + tl.arange(0, BLOCKS)
+    is_block = block < tl.load(entry_ptr + 9).to(tl.int32)
+    column = (block % row_blocks).to(tl.int64)[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
+    # A thread has 4 neighbours in every tensor, 16 bytes of float32, so that no value changes its thread.
+    at = tl.max_contiguous((block // row_blocks).to(tl.int64)[:, None] * width + column, [1, 4])
+    inside = is_block[:, None] & (column < width)
+
+    # 2. Load gradient, master and moments; the gradient becomes zero.
+    gradient_ptr = _pointer(entry_ptr, 1, tl.float32, ALIGNED)
+    gradient = tl.load(gradient_ptr + at, mask=inside, other=0.0)
+    tl.store(gradient_ptr + at, tl.zeros_like(gradient), mask=inside)
+    if MASTERS == _SPLIT:
+        value_ptr = _pointer(entry_ptr, 0, tl.int16, ALIGNED)
+        master_ptr = _pointer(entry_ptr, 2, tl.int16, ALIGNED)
+        rest = tl.load(master_ptr + at, mask=inside, other=0).to(tl.int32)
+        master = (tl.load(value_ptr + at, mask=inside, other=0).to(tl.int32) << 16) + rest
+        master = master.to(tl.float32, bitcast=True)
+    else:
+        master_ptr = _pointer(entry_ptr, 2 if MASTERS == _APART else 0, tl.float32, ALIGNED)
+        master = tl.load(master_ptr + at, mask=inside, other=0.0)
+    MOMENT: tl.constexpr = tl.float32 if MOMENTS == _FLOAT32 else tl.int16 if MOMENTS == _BFLOAT16 else tl.uint8
+    moment1_ptr = _pointer(entry_ptr, 3, MOMENT, ALIGNED)
+    moment2_ptr = _pointer(entry_ptr, 4, MOMENT, ALIGNED)
+    if MOMENTS == _CODES:
+        scale1_ptr = _pointer(entry_ptr, 5, tl.float32, ALIGNED)
+        scale2_ptr = _pointer(entry_ptr, 6, tl.float32, ALIGNED)
+        moment1 = _load_codes(moment1_ptr, scale1_ptr, numbers_ptr, at, inside, block, is_block, _SIGNED)
+        moment2 = _load_codes(moment2_ptr, scale2_ptr, numbers_ptr, at, inside, block, is_block, _ROOTS)
+        moment2 = moment2 * moment2
+    else:
+        moment1 = tl.load(moment1_ptr + at, mask=inside, other=0)
+        moment2 = tl.load(moment2_ptr + at, mask=inside, other=0)
+        if MOMENTS == _BFLOAT16:
+            moment1, moment2 = _float_of(moment1), _float_of(moment2)
+
+    # 3. Update, as in `update`.
+    gradient = gradient * scale
+    master = master - master * tl.where((flags & 1) != 0, decay, 0.0)
+    moment1 = moment1 * beta1 + gradient * rest1
+    moment2 = moment2 * beta2 + gradient * rest2 * gradient
+    divisor = tl.sqrt_rn(moment2) * root_factor + epsilon
+    master = master - tl.div_rn(moment1 * step_size, divisor)
+
+    # 4. Store moments, rounded by noise, then master and weight.
+    if MOMENTS == _FLOAT32:
+        tl.store(moment1_ptr + at, moment1, mask=inside)
+        tl.store(moment2_ptr + at, moment2, mask=inside)
+    else:
+        place = (at + tl.load(entry_ptr + 11)).to(tl.int32)
+        mixed = _mixed(place * _GOLDEN + (seed ^ (flags >> 1).to(tl.int32)))
+        noise1, noise2 = mixed & 0xFFFF, (mixed >> 16) & 0xFFFF
+        if MOMENTS == _BFLOAT16:
+            bits1, bits2 = moment1.to(tl.int32, bitcast=True), moment2.to(tl.int32, bitcast=True)
+            tl.store(moment1_ptr + at, ((bits1 + noise1) >> 16).to(tl.int16), mask=inside)
+            tl.store(moment2_ptr + at, ((bits2 + noise2) >> 16).to(tl.int16), mask=inside)
+        else:
+            _store_codes(moment1, moment1_ptr, scale1_ptr, at, inside, block, is_block, noise1, _SIGNED)
+            root = tl.sqrt_rn(moment2)
+            _store_codes(root, moment2_ptr, scale2_ptr, at, inside, block, is_block, noise2, _ROOTS)
+    if MASTERS == _SPLIT:
+        bits = master.to(tl.int32, bitcast=True)
+        high = (bits + 0x8000) >> 16
+        tl.store(value_ptr + at, high.to(tl.int16), mask=inside)
+        tl.store(master_ptr + at, (bits - (high << 16)).to(tl.int16), mask=inside)
+    else:
+        tl.store(master_ptr + at, master, mask=inside)
+        if MASTERS == _APART:
+            bits = master.to(tl.int32, bitcast=True)  # rounded to the nearest even, in any mode of the chip
+            value_ptr = _pointer(entry_ptr, 0, tl.int16, ALIGNED)
+            tl.store(value_ptr + at, ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).to(tl.int16), mask=inside)

@@ -1,0 +1,114 @@
+"""Gradient of the token embedding: rows of tokens with the same id are summed, in a fixed order, without atomics.
+
+    order_tokens       places of tokens by id, stable: two counting passes over the digits of ids (`order_rows`)
+    sum_runs_kernel    walks over blocks of 16 places; a run of equal ids that lies inside a block goes to the gradient,
+                       what a block has of other runs is a part
+    join_runs_kernel   sums the parts of each run that crosses blocks
+
+So a frequent token is as much work as as many rare ones. Of ids [3, 5, 5, 5, 5, 9] in blocks of 2, block 0 adds row 3
+and has the part that begins run 5, block 1 is a part that continues it, and block 2 ends it and adds row 9.
+"""
+
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from penstock.kernels import reference
+from penstock.kernels.language import HAS_TRITON, ceil_div, power_of_two, tl, triton
+from penstock.kernels.launching import on_gpu, start_kernel
+from penstock.kernels.permute import order_rows
+from penstock.kernels.tuning import KernelLaunch
+
+LAUNCH = KernelLaunch(block_rows=16, block_columns=1024, warps=4)
+
+
+def add_token_rows(main_grad_VD: Tensor, tokens: Tensor, drows_TD: Tensor) -> None:
+    """`penstock.kernels.reference.add_token_rows`, by kernels on a GPU."""
+    if on_gpu(main_grad_VD) and (main_grad_VD.is_meta or HAS_TRITON):
+        add_runs(main_grad_VD, tokens, drows_TD)
+    else:
+        reference.add_token_rows(main_grad_VD, tokens, drows_TD)
+
+
+def add_runs(main_grad_VD: Tensor, tokens: Tensor, drows: Tensor, *, launch: KernelLaunch = LAUNCH) -> None:
+    """`penstock.kernels.reference.add_token_rows` in kernels; `launch` sets places of a block and columns."""
+    width = main_grad_VD.shape[1]
+    drows_TD, tokens_T = drows.reshape(-1, width).contiguous(), tokens.reshape(-1)
+    count = tokens_T.numel()
+    if not count:
+        return
+    ids_T, order_T = order_tokens(tokens_T, len(main_grad_VD))
+    blocks = ceil_div(count, launch.block_rows)
+    parts = torch.empty(2 * blocks, width, dtype=torch.float32, device=drows_TD.device)
+    grid = blocks, ceil_div(width, launch.block_columns)
+    sizes = {"D": width, "BLOCK_T": launch.block_rows, "BLOCK_D": min(launch.block_columns, power_of_two(width))}
+    start_kernel(
+        sum_runs_kernel, grid, drows_TD, ids_T, order_T, main_grad_VD, parts, count, **sizes, num_warps=launch.warps
+    )
+    start_kernel(join_runs_kernel, grid, parts, ids_T, main_grad_VD, count, **sizes, num_warps=launch.warps)
+
+
+def order_tokens(tokens_T: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Ids in ascending order, and the token of each place; tokens of one id stay in order."""
+    base = power_of_two(isqrt(vocabulary - 1) + 1)
+    by_low = order_rows((tokens_T % base)[:, None], base).slots_R
+    high_T = (tokens_T // base).index_select(0, by_low)
+    order_T = by_low.index_select(0, order_rows(high_T[:, None], ceil_div(vocabulary, base)).slots_R)
+    return tokens_T.index_select(0, order_T), order_T
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_runs_kernel(
+    drows_ptr, ids_ptr, order_ptr, sums_ptr, parts_ptr, count,  # drows T x D, sums V x D, parts 2 blocks x D
+    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add the runs inside one block of places; write the part of a run that began before, and of one that goes on."""
+    block = tl.program_id(0)
+    first = block * BLOCK_T
+    column_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = column_D < D
+    token_id = tl.load(ids_ptr + first)
+    is_later = token_id == tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)  # the run began before this block
+    total_D = tl.zeros([BLOCK_D], tl.float32)
+    for place in range(first, tl.minimum(first + BLOCK_T, count)):
+        row = tl.load(order_ptr + place)
+        total_D += tl.load(drows_ptr + row * D + column_D, mask=inside, other=0.0).to(tl.float32)
+        following = tl.load(ids_ptr + place + 1, mask=place + 1 < count, other=-1)
+        is_end = following != token_id
+        is_whole = is_end & (is_later == 0)
+        sum_ptrs = sums_ptr + token_id * D + column_D
+        sum_D = tl.load(sum_ptrs, mask=inside & is_whole, other=0.0).to(tl.float32) + total_D
+        tl.store(sum_ptrs, sum_D.to(sums_ptr.dtype.element_ty), mask=inside & is_whole)
+        is_part = (is_end | (place + 1 == first + BLOCK_T)) & (is_whole == 0)
+        part = 2 * block + tl.where(is_later, 0, 1)
+        tl.store(parts_ptr + part.to(tl.int64) * D + column_D, total_D, mask=inside & is_part)
+        total_D = tl.where(is_end, 0.0, total_D)
+        is_later = is_later & (is_end == 0)
+        token_id = following
+
+
+@triton.jit(do_not_specialize=["count"])
+def join_runs_kernel(
+    parts_ptr, ids_ptr, sums_ptr, count, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Add the run that begins in one block and goes on in the next one."""
+    block = tl.program_id(0)
+    first = block * BLOCK_T
+    end = tl.minimum(first + BLOCK_T, count)
+    column_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    token_id = tl.load(ids_ptr + end - 1)
+    began_before = (tl.load(ids_ptr + first) == token_id) & (
+        tl.load(ids_ptr + first - 1, mask=first > 0, other=-1) == token_id
+    )
+    goes_on = (began_before == 0) & (tl.load(ids_ptr + end, mask=end < count, other=-1) == token_id)
+    inside = (column_D < D) & goes_on
+    total_D = tl.load(parts_ptr + (2 * block + 1).to(tl.int64) * D + column_D, mask=inside, other=0.0)
+    while goes_on:
+        block += 1
+        total_D += tl.load(parts_ptr + (2 * block).to(tl.int64) * D + column_D, mask=inside, other=0.0)
+        end = tl.minimum((block + 1) * BLOCK_T, count)
+        goes_on = tl.load(ids_ptr + end, mask=end < count, other=-1) == token_id
+    sum_ptrs = sums_ptr + token_id * D + column_D
+    sum_D = tl.load(sum_ptrs, mask=inside, other=0.0).to(tl.float32) + total_D
+    tl.store(sum_ptrs, sum_D.to(sums_ptr.dtype.element_ty), mask=inside)
