@@ -184,11 +184,9 @@ def plan(  # noqa: PLR0913 - one argument for each option
             return search(question, status.update, workers)
 
     if phases := phases_of(train_tokens, ramp, stages):
-        failures = None if mtbf is None else Failures(mtbf_seconds=mtbf * HOUR)
-        costs = plan_campaign(run, phases, plan_of, failures)
+        costs = plan_campaign(run, phases, plan_of, None if mtbf is None else Failures(mtbf_seconds=mtbf * HOUR))
         power = watts or cluster.hardware.peaks.power_watts
-        campaign = Campaign(cluster=cluster, phases=costs, price=price, watts=power)
-        print_campaign(campaign, as_json=as_json)
+        print_campaign(Campaign(cluster=cluster, phases=costs, price=price, watts=power), as_json=as_json)
         return
     found = plan_of(run, tokens)
     more: list[Figure] = []

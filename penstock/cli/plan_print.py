@@ -96,8 +96,8 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
         print(f"nothing fits: no grid of {plan.cluster.devices:,} devices has the sizes that are asked for")
     else:
         print(f"nothing fits, of {plan.considered:,} layouts")
-    for one in plan.close:
-        print(f"may not fit: {conclusion(one)}; {bytes_text(-one.over_bytes)} left")
+    for close in plan.close:
+        print(f"may not fit: {conclusion(close)}; {bytes_text(-close.over_bytes)} left")
     if plan.nearest is not None:
         print(f"nearest: {conclusion(plan.nearest)}")
     for help_text in plan.helps:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention, Model, Moe
 from penstock.config.run import Run
@@ -222,7 +222,7 @@ class TimeBounds:
         return out, back
 
 
-_PASSES = ("forward", "backward")
+_PASSES: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
 
 
 def kept_numbers(model: Model, recompute: Sequence[str]) -> Mapping[bool, float]:

@@ -5,7 +5,7 @@
     shape     pipeline ranks, schedule, stages of a rank
     saving    recomputation, from nothing to everything, and the optimizer in host memory
 
-A `Family` has all legal layouts with one number of pipeline ranks. Rules (`penstock.plan.rules.book.illegal`) judge
+A `LayoutSet` has all legal layouts with one number of pipeline ranks. Rules (`penstock.plan.rules.book.illegal`) judge
 each choice beside neutral ones, because no rule reads sizes of the dense ranks and of the experts together, save that
 both divide the devices. `run_of` makes a run of a layout. `fixed` has parts with one value; `fixed_by` reads them from
 a command line.
@@ -128,7 +128,7 @@ class Experts:
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
+class LayoutSet:
     """The legal layouts with `pp` pipeline ranks: a product of choices, less those that `legal` leaves out.
 
     Attributes:
@@ -174,7 +174,7 @@ class SearchSpace:
         self.count = 0
         self.illegal: dict[str, Refusal] = {}
 
-    def families(self) -> Iterator[Family]:
+    def families(self) -> Iterator[LayoutSet]:
         """The legal layouts, for each number of pipeline ranks."""
         for pp in self._values("pp"):
             base = replace(
@@ -216,9 +216,9 @@ class SearchSpace:
                 alone = ranks * np.array([cp for _, cp in dense]) == 1
                 legal[alone, shards.index("full")] = False
             self.count += int(legal.sum()) * left
-            yield Family(pp, tuple(dense), experts, shards, rows, shapes, legal)
+            yield LayoutSet(pp, tuple(dense), experts, shards, rows, shapes, legal)
 
-    def sizes(self, family: Family, place: Sequence[int], shape: int, saving: Saving, sync_free: int) -> Sizes:
+    def sizes(self, family: LayoutSet, place: Sequence[int], shape: int, saving: Saving, sync_free: int) -> Sizes:
         """Sizes of a layout; `place` are its indices in `dense`, `experts`, `shards` and `rows` of the family."""
         dense, number, shard, rows = place
         (tp, cp), experts, (schedule, vpp) = family.dense[dense], family.experts[number], family.shapes[shape]
@@ -229,7 +229,7 @@ class SearchSpace:
         )  # fmt: skip
         return with_saving(sizes, saving)
 
-    def layouts(self, family: Family) -> Iterator[Sizes]:
+    def layouts(self, family: LayoutSet) -> Iterator[Sizes]:
         """Every legal layout of a family."""
         for dense, shard, rows, shape in np.argwhere(family.legal).tolist():
             for number, experts in enumerate(family.experts):

@@ -324,8 +324,6 @@ class RecordedCopyStream(CopyStream):
 _Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor on the meta device."""
 
-_results: dict[Any, tuple[_Spec, ...]] = {}
-
 
 def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The result of an operator.
@@ -333,16 +331,23 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     Torch computes shapes of many operators in Python. Operators without views and side effects give new tensors of the
     same shapes when they are called with the same shapes.
     """
-    if not _makes_new_tensors(func) or (key := _key_of((func, *args, *kwargs.items()))) is None:
+    if not _makes_new_tensors(func) or (key := _key_of((*args, *kwargs.items()))) is None:
         return func(*args, **kwargs)
-    if (known := _results.get(key)) is None:
+    known = _results_of(func)
+    if (specs := known.get(key)) is None:
         result = func(*args, **kwargs)
         made = result if isinstance(result, tuple) else (result,)
         if all(isinstance(one, Tensor) and one.is_meta for one in made):
-            _results[key] = tuple((tuple(one.shape), one.stride(), one.dtype) for one in made)
+            known[key] = tuple((tuple(one.shape), one.stride(), one.dtype) for one in made)
         return result
-    made = tuple(torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in known)
+    made = tuple(torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in specs)
     return made if len(func._schema.returns) > 1 else made[0]
+
+
+@cache
+def _results_of(func: Any) -> dict[Any, tuple[_Spec, ...]]:
+    """Results of an operator by what it was called with, filled by `_called`."""
+    return {}
 
 
 @cache

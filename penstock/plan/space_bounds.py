@@ -1,7 +1,7 @@
 """Lower bounds of the layouts of a search, as arrays.
 
-An array has an entry for each division of a family's work (`Family`): dense ranks x experts x shard x rows. A stage is
-a sum of parts: layers by kind, and the head. With the seconds f and b of a part's passes, m micro-batches, and the
+An array has an entry for each division of a family's work (`LayoutSet`): dense ranks x experts x shard x rows. A stage
+is a sum of parts: layers by kind, and the head. With the seconds f and b of a part's passes, m micro-batches, and the
 parts at a place p of the pipeline,
 
     step >= most over p of  m x (f + b) of p  +  f of the stages before p  (+ b of these, if backward is not split)
@@ -22,7 +22,7 @@ from penstock.config.run import Run
 from penstock.layout.actions import stages_of
 from penstock.layout.schedules import SCHEDULES
 from penstock.plan.bounds import TimeBounds, kept_numbers
-from penstock.plan.candidates import MOST_MICRO_BATCH, Experts, Family, Saving, run_of, with_saving
+from penstock.plan.candidates import MOST_MICRO_BATCH, Experts, LayoutSet, Saving, run_of, with_saving
 from penstock.plan.composed_run import StageContents
 from penstock.plan.composer import Composer
 from penstock.plan.costs import HardwareTimes, OpCosts, buffer_rows, routed_rows
@@ -82,7 +82,7 @@ class Divisions:
         update: seconds of the update, by part.
     """
 
-    family: Family
+    family: LayoutSet
     places: np.ndarray
     forward: np.ndarray
     backward: np.ndarray
@@ -165,24 +165,23 @@ class SpaceBounds:
         self._in_flight = cache(self._make_in_flight)
         self._reference = cache(self._make_reference)
 
-    def divisions(self, family: Family) -> Divisions:
+    def divisions(self, family: LayoutSet) -> Divisions:
         """All divisions of a family."""
         run, parts = self._run, len(self.parts)
         shape = (len(family.dense), len(family.experts), len(family.shards), len(family.rows))
         work = np.zeros((*shape, parts, 5))
         of_ffn = cache(partial(self._ffn, family.experts))
-        for (d, (tp, cp)), (s, shard), (r, rows) in product(
-            *map(enumerate, (family.dense, family.shards, family.rows))
-        ):
-            accumulates, tokens = shard != "full", rows * run.training.sequence_length // (tp * cp)
+        choices = product(enumerate(family.dense), enumerate(family.shards), enumerate(family.rows))
+        for (d, (tp, cp)), (s, shard), (r, micro_batch) in choices:
+            accumulates, tokens = shard != "full", micro_batch * run.training.sequence_length // (tp * cp)
             for k, part in enumerate(self.parts[:-1]):
-                one = self._times.attention(part.startswith("local"), tp, cp, rows, accumulates)
+                one = self._times.attention(part.startswith("local"), tp, cp, micro_batch, accumulates)
                 ffn = of_ffn(has_experts(part), tokens, tp, accumulates)
                 work[d, :, s, r, k] = ffn + np.array([one.forward, one.backward, one.forward, 0.0, 0.0])
-            head = self._times.head(tp, cp, rows)
+            head = self._times.head(tp, cp, micro_batch)
             work[d, :, s, r, -1, :2] = head.forward, head.backward
         places = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), -1).reshape(-1, 4)
-        work = work.reshape(len(places), parts, 5)
+        seconds = work.reshape(len(places), parts, 5)
         ranks = np.array([tp * cp for tp, cp in family.dense])[places[:, 0]]
         rows = np.array(family.rows)[places[:, 3]]
         state, movable, whole = self._state(family, places)
@@ -196,9 +195,9 @@ class SpaceBounds:
         return Divisions(
             family=family,
             places=places,
-            forward=work[..., 0] + gather + more[..., 0],
-            backward=work[..., 1] + gather + reduce + more[..., 1],
-            again=np.moveaxis(work[..., 2:], -1, 1),
+            forward=seconds[..., 0] + gather + more[..., 0],
+            backward=seconds[..., 1] + gather + reduce + more[..., 1],
+            again=np.moveaxis(seconds[..., 2:], -1, 1),
             micro_batches=micro_batches,
             tokens=tokens,
             state=state,
@@ -412,7 +411,7 @@ class SpaceBounds:
         found = [self._times.ffn(is_moe, tokens, tp, one, accumulates) for one in experts]
         return np.array([(one.forward, one.backward, one.again, one.again * is_moe, one.activation) for one in found])
 
-    def _fsdp_seconds(self, family: Family, places: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _fsdp_seconds(self, family: LayoutSet, places: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds to gather the weights of each part, and to reduce its gradients, that overlap cannot hide."""
         hardware, transfers = self._cluster.hardware, self._hardware_times.transfers
         rate = hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
@@ -430,7 +429,7 @@ class SpaceBounds:
         gather, reduce = times[places[:, 0]].T
         return gather[:, None] * whole, reduce[:, None] * whole
 
-    def _update_seconds(self, family: Family, places: np.ndarray) -> np.ndarray:
+    def _update_seconds(self, family: LayoutSet, places: np.ndarray) -> np.ndarray:
         """Seconds of the update by part: the optimizer's bytes, and messages of gradients and new weights."""
         hardware, world = self._cluster.hardware, self._cluster.devices // family.pp
         rate = hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
@@ -475,7 +474,7 @@ class SpaceBounds:
             rows.append((ranks, *ways))
         return np.array(rows)
 
-    def _state(self, family: Family, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _state(self, family: LayoutSet, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bytes of parameters by part that stay on the device, that can go to the host, and that FSDP2 gathers."""
         world = self._cluster.devices // family.pp
         tp = np.array([size for size, _ in family.dense])[places[:, 0]]

@@ -12,7 +12,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
-from penstock.plan.candidates import Family, SearchSpace, fixed_by, ladder_of, run_of
+from penstock.plan.candidates import LayoutSet, SearchSpace, fixed_by, ladder_of, run_of
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
 from penstock.plan.composer import Composer, meta_workers
 from penstock.plan.costs import HardwareTimes
@@ -39,7 +39,7 @@ def found(devices: str = "8xH200", top: int = 5, **fixed: str) -> Plan:
     return search(asked(devices, top=top, **fixed))
 
 
-def space_of(request: SearchRequest) -> tuple[SearchSpace, tuple[Family, ...]]:
+def space_of(request: SearchRequest) -> tuple[SearchSpace, tuple[LayoutSet, ...]]:
     space = SearchSpace(neutral_sizes(request, request.run), request.run, request.fixed)
     return space, tuple(space.families())
 
@@ -83,7 +83,7 @@ def test_no_layout_of_a_whole_space_is_faster_than_the_best(devices: str, fixed:
 
 
 @cache
-def bounded(name: str, devices: str) -> tuple[SearchSpace, SpaceBounds, Composer, ComposedTimes, tuple[Family, ...]]:
+def bounded(name: str, devices: str) -> tuple[SearchSpace, SpaceBounds, Composer, ComposedTimes, tuple[LayoutSet, ...]]:
     run = load_run(name)
     request = asked(devices, run)
     cluster, times = request.cluster, HardwareTimes.of(request.cluster.hardware)
