@@ -1,0 +1,151 @@
+"""Compare the best of searches with every layout of small spaces, and with random layouts of large ones.
+
+    python -m benchmarks.search_exact --output benchmarks/results/search-exact.json
+    python -m benchmarks.search_exact --draws 100 --only deepseek-v3
+
+Every layout is composed and its schedule played, as the search itself does it at last, so no bound decides. A layout
+counts if it fits with the room that the search leaves. `better` is the speed of the best of them over the search's
+best, less one: at most 0 if the search missed nothing.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks import record
+from penstock.config.fit import grid_of
+from penstock.config.load import load_run
+from penstock.plan.candidates import SearchSpace, run_of
+from penstock.plan.composed_run import ComposedTimes
+from penstock.plan.composer import Composer, meta_workers
+from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.known_error import memory_margin
+from penstock.plan.project import DEFAULT_ASSUMPTIONS, overheads_of, target_of
+from penstock.plan.rules.rule import Sizes
+from penstock.plan.search import SearchRequest, neutral_sizes, search
+
+_SHORT = {"cp": "1", "etp": "1"}
+
+WHOLE: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("debug", "4xH200", {"cp": "1"}),
+    ("deepseek-v2-lite-6l", "2xA100", _SHORT),
+    ("deepseek-v2-lite-6l", "4xH100", {**_SHORT, "recompute": "none"}),
+    ("deepseek-v2-lite-8l", "8xH200", {**_SHORT, "recompute": "none", "offload": "none"}),
+    ("deepseek-v2-lite", "8xH100", {**_SHORT, "tp": "1", "micro_batch": "1"}),
+    ("qwen3-30b-a3b-8l", "4xMI300X", {**_SHORT, "offload": "none"}),
+    ("qwen3-30b-a3b", "8xH100", {**_SHORT, "tp": "1", "micro_batch": "2", "vpp": "2"}),
+    ("mixtral-8x7b-2l", "4xH100", {**_SHORT, "recompute": "none"}),
+    ("mixtral-8x7b", "8xH200", {**_SHORT, "tp": "1", "micro_batch": "1", "offload": "none"}),
+    ("gpt-oss-20b-4l", "8xH200", {**_SHORT, "offload": "none"}),
+    ("olmoe-1b-7b-8l", "4xH100", {**_SHORT, "offload": "none"}),
+    ("llama3.1-8b-6l", "8xMI355X", {"cp": "1"}),
+)
+"""Model, cluster, and parts that are fixed: every legal layout of them is played."""
+
+LARGE: tuple[tuple[str, str], ...] = (
+    ("deepseek-v3", "512xH100"),
+    ("deepseek-v3", "1024xH100"),
+    ("qwen3-235b-a22b", "64xH100"),
+    ("qwen3-235b-a22b", "256xH100"),
+    ("mixtral-8x22b", "32xH100"),
+    ("mixtral-8x22b", "128xH100"),
+    ("moe-2t", "768xMI300X"),
+    ("llama4-maverick", "128xH100"),
+    ("deepseek-v2", "64xH100"),
+)
+
+
+def layouts_of(space: SearchSpace, draws: int | None, seed: int) -> Iterator[Sizes]:
+    """All legal layouts, or so many random ones: families and their parts are drawn evenly."""
+    families = list(space.families())
+    if draws is None:
+        for family in families:
+            yield from space.layouts(family)
+        return
+    source = random.Random(seed)
+    legal = [np.argwhere(family.legal) for family in families]
+    for _ in range(draws):
+        at = source.randrange(len(families))
+        dense, shard, rows, shape = source.choice(legal[at]).tolist()
+        number = source.randrange(len(families[at].experts))
+        stage = source.choice(families[at].experts[number].stages)
+        saving = source.choice(space.savings)
+        yield space.sizes(families[at], (dense, number, shard, rows), shape, saving, stage)
+
+
+def compared(request: SearchRequest, draws: int | None, seed: int) -> dict[str, Any]:
+    """The search's best beside the best of other layouts."""
+    run, cluster = request.run, request.cluster
+    begin = time.perf_counter()
+    with meta_workers() as workers:
+        plan = search(request, workers=workers)
+    seconds = time.perf_counter() - begin
+    composer = Composer(run, target_of(run, cluster, DEFAULT_ASSUMPTIONS), overheads_of(cluster.hardware))
+    times = ComposedTimes(cluster, DEFAULT_ASSUMPTIONS.imbalance)
+    limit = cluster.hardware.memory.capacity_bytes * (1 - memory_margin(cluster))
+    space = SearchSpace(neutral_sizes(request, run), run, request.fixed)
+    looked, fitting, fastest, best = 0, 0, float("inf"), None
+    for sizes in layouts_of(space, draws, seed):
+        asked = run_of(run, sizes)
+        composed = composer.composed(asked, grid_of(asked, sizes.world), closely=False)
+        looked += 1
+        if composed.fullest_of(composed.inner_places) > limit or composed.fullest_of(range(sizes.pp)) > limit:
+            continue
+        fitting += 1
+        if (played := times.seconds(composed)) < fastest:
+            fastest, best = played, sizes
+    found = plan.candidates[0] if plan.candidates else None
+    speed = 0.0 if found is None else found.time.tokens_per_second_per_device
+    other = run.tokens_per_step / fastest / cluster.devices
+    return {
+        "found": None if found is None else f"{found.layout}",
+        "tokens_per_second_per_device": speed,
+        "best_of_others": other,
+        "best_other_layout": None if best is None else _words(best),
+        "better": None if best is None or found is None else other / speed - 1,
+        "layouts": looked,
+        "fitting": fitting,
+        "legal": space.count,
+        "search_seconds": seconds,
+    }
+
+
+def _words(sizes: Sizes) -> str:
+    names = ("pp", "vpp", "schedule", "tp", "cp", "ep", "etp", "dispatcher", "sync_free", "micro_batch", "shard")
+    text = " ".join(f"{name}={getattr(sizes, name)}" for name in names)
+    return f"{text} recompute={'+'.join(sizes.recompute) or 'none'} offload={sizes.offloads_optimizer}"
+
+
+def cases(only: str, draws: int) -> Iterable[tuple[str, SearchRequest, int | None]]:
+    """By name."""
+    for model, on, fixed in WHOLE:
+        parts = ",".join(f"{name}={value}" for name, value in fixed.items())
+        if only in f"{model} {on}":
+            request = SearchRequest(run=load_run(model), cluster=parse_cluster(on), fixed=fixed, top=1)
+            yield f"{model} on {on}, {parts}", request, None
+    for model, on in LARGE:
+        if only in f"{model} {on}":
+            yield f"{model} on {on}", SearchRequest(run=load_run(model), cluster=parse_cluster(on), top=1), draws
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=2000, help="random layouts of each large space")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="cases whose model and cluster contain this")
+    record.add_arguments(parser)
+    options = parser.parse_args()
+    numbers: dict[str, Any] = {}
+    for name, request, draws in cases(options.only, options.draws):
+        numbers[name] = row = compared(request, draws, options.seed)
+        better = "none fits" if row["better"] is None else f"{row['better']:+.2%}"
+        print(f"{name}: {row['layouts']:,} layouts, {row['fitting']:,} fit, best {better}", flush=True)
+        record.write(options, numbers, seed=options.seed, draws=options.draws)
+
+
+if __name__ == "__main__":
+    main()
