@@ -77,6 +77,7 @@ class StepReport:
     evaluation: HeldOutLoss | None  # after this step; None if none was due
     records_skipped: int = 0
     graph_pool_bytes: int = 0
+    peak_host_memory_bytes: int = 0
     notices: tuple[str, ...] = ()  # new messages for the user, one line each
     expert_ranks: int = 1  # that share the experts of a layer
     phase_seconds: Mapping[str, float] = field(default_factory=dict)  # of the step before; empty in the first step

@@ -28,7 +28,8 @@ from tests import warm
 from tests.cli import answers
 from tests.train.tiny_run import tiny_run
 
-TIMED = {"tokens_per_second_per_device", "step_seconds", "phase_seconds", "peak_memory_bytes"}  # differ from run to run
+MEMORY = {"peak_memory_bytes", "peak_host_memory_bytes"}
+TIMED = {"tokens_per_second_per_device", "step_seconds", "phase_seconds", *MEMORY}  # differ from run to run
 
 
 @pytest.fixture(autouse=True)
