@@ -10,8 +10,9 @@ import json
 import os
 import stat
 import tomllib
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MOST_TOML_BYTES = 4 * 2**20
 MOST_JSON_BYTES = 128 * 2**20
@@ -22,8 +23,13 @@ _PASSED = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Open files that the shell passes, such as the pipe of `<(command)`."""
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a file to read. Raises OSError, also for a folder, a device, or a named pipe, which might wait for ever."""
+def open_file(path: Path, buffering: int = -1) -> Any:
+    """Open a file to read. Raises OSError, also for a folder, a device, or a named pipe, which might wait for ever.
+
+    `buffering` is that of `open`, which also gives the type of the result.
+    """
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "a path has no null characters", str(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -32,10 +38,25 @@ def open_file(path: Path) -> BinaryIO:
         if not stat.S_ISREG(mode) and not str(path).startswith(_PASSED):
             raise OSError(errno.EINVAL, "it is a pipe or a device, no file", str(path))
         os.set_blocking(descriptor, True)
-        return os.fdopen(descriptor, "rb")
+        return os.fdopen(descriptor, "rb", buffering)
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def open_to_append(path: Path) -> FileIO:
+    """Open a file, or make it, to append without a buffer. Raises OSError, also for a link, a pipe or a device."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = FileIO(os.open(path, flags, 0o644), "ab")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is a pipe or a device, no file", str(path))
+    return file
+
+
+def most_unpacked(packed_bytes: int) -> int:
+    """Bytes that compressed data may become: text compresses to a tenth, and what becomes 100 times as much is none."""
+    return 64 * 2**20 + 100 * packed_bytes
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
@@ -77,14 +98,22 @@ def read_json(path: Path) -> Any:
     return parse_json(read_bounded(path, MOST_JSON_BYTES))
 
 
+def draft_of(path: Path) -> Path:
+    """A hidden name beside a file for the one that will replace it, which is not there: open it with `xb`.
+
+    So a link that was planted under the name is not followed. Raises OSError.
+    """
+    draft = path.with_name(f".{path.name[:200]}.{os.getpid()}.draft")
+    draft.unlink(missing_ok=True)  # of a killed process that had our number
+    return draft
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically: a reader, or a crash, finds the old content or the new. Raises OSError.
 
-    A draft beside it becomes the file. It is always made anew, so a link that was planted under its name is not
-    followed, and removed again if a write fails.
+    A draft beside it becomes the file. It is removed again if a write fails.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    draft.unlink(missing_ok=True)  # of a killed process that had our number
+    draft = draft_of(path)
     try:
         with draft.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -77,23 +77,29 @@ def _parse_value(path: str, text: str, *, takes_text: bool) -> Any:
     return text if is_several or (takes_text and not isinstance(value, (str, list, dict))) else value
 
 
-def settle(fields: Mapping[str, Field], tree: Mapping[str, Any]) -> Tree:
+def settle(fields: Mapping[str, Field], tree: Mapping[str, Any], above: str = "") -> Tree:
     """A copy of a tree in the types of the schema; unknown keys stay, and `build` refuses them with a suggestion."""
-    return {key: _settle_value(fields.get(key), value) for key, value in tree.items()}
+    return {key: _settle_value(fields.get(key), value, f"{above}{key}") for key, value in tree.items()}
 
 
-def _settle_value(field: Field | None, value: Any) -> Any:
+def _settle_value(field: Field | None, value: Any, path: str) -> Any:
     if field is None:
         return value
     if isinstance(value, int) and abs(value) >= 2**63:  # of TOML, and of torch
-        raise ConfigError(f"{field.path} is more than 64 bits can hold", got=value)
+        raise ConfigError(f"{path} is more than 64 bits can hold", got=value)
+    texts = (value,) if isinstance(value, str) else value if isinstance(value, (list, tuple)) else ()
+    if any(isinstance(text, str) and "\0" in text for text in texts):
+        raise ConfigError(f"{path} has a null character", got=ascii(value)[:_LONGEST_VALUE])
     if field.optional and value == NONE:
         return None
     if field.sections and isinstance(value, Mapping):
         fields = fields_under(field.sections)
         if field.named:
-            return {name: settle(fields, one) if isinstance(one, Mapping) else one for name, one in value.items()}
-        return settle(fields, value)
+            return {
+                name: settle(fields, one, f"{path}.{name}.") if isinstance(one, Mapping) else one
+                for name, one in value.items()
+            }
+        return settle(fields, value, f"{path}.")
     if field.takes_list and isinstance(value, (str, int)):  # data.files=a.txt
         return (value,)
     return tuple(value) if isinstance(value, list) else value  # frozen sections hold tuples

@@ -130,6 +130,7 @@ def evaluation_batches(
 
     # 1. Take rows of each part, and behind them as many empty ones as the last batch wants.
     parts = text.parts if isinstance(text, Text) else (TextPart(documents=text),)
+    parts = tuple(filter(_has_text, parts)) or parts  # small parts of a mixture may hold out none
     shares = zip(parts, _shared(limit_rows, [part.weight for part in parts]), strict=True)
     chosen = [_choose(part.documents, limit, sequence_length) for part, limit in shares if limit > 0]
     taken = sum(len(one.rows.tokens) for one in chosen)  # fewer than limit_rows for a small text
@@ -148,6 +149,12 @@ def evaluation_batches(
         tokens=int(counted_BS.sum()),
         text_bytes=int(text_bytes[:, 1:][counted_BS].sum()),  # of the labels, which are the tokens shifted by one
     )
+
+
+def _has_text(part: TextPart) -> bool:
+    """Whether a document of a part has a token; shards are taken to have one."""
+    documents = part.documents
+    return isinstance(documents, Shards) or any(len(documents.read(index)) for index in range(len(documents)))
 
 
 class _Chosen(NamedTuple):
@@ -205,7 +212,9 @@ def _measure(source: Source, tokens: int) -> _Line:
         if line.tokens >= tokens and (len(line.documents) >= _DOCUMENTS or line.tokens >= _ENOUGH_TOKENS):
             break
     if not line.documents:
-        raise DataError("the validation data hold no text: every document is empty", got=f"{len(source)} documents")
+        what = "the validation data hold no text: every document is empty"
+        fix = "raise data.validation_share, or hold out nothing: evaluation.rows=0"
+        raise DataError(what, got=f"{len(source)} documents", fix=fix)
     return line
 
 

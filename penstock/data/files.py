@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import IO, Any
 
 from penstock.base.errors import DataError, did_you_mean_path
+from penstock.base.files import most_unpacked, open_file
 from penstock.data.sources import require
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -105,6 +106,9 @@ def _below(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
 
 
 _CHUNK = 1 << 20  # bytes
+_ZST_CHUNK = 1 << 12
+"""Read together: 4 bytes may become a block of 128 KiB."""
+
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -132,7 +136,7 @@ def _copy_of(path: Path, cache: Path) -> Path:
     """Returns the path of a file's copy."""
     digest = blake2b(digest_size=16)
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
     except OSError as error:
@@ -191,7 +195,12 @@ def _decompress(path: Path, copy: Path) -> None:
         descriptor, draft = tempfile.mkstemp(dir=copy.parent, prefix=".draft-")
         try:
             with os.fdopen(descriptor, "wb") as target:
-                target.writelines(contents(path))
+                written, most = 0, most_unpacked(path.stat().st_size)
+                for chunk in contents(path):
+                    target.write(chunk)
+                    if (written := written + len(chunk)) > most:
+                        what = f"data file {path} becomes more than 100 times as large when it is decompressed"
+                        raise DataError(what, got=f"more than {most} bytes", fix="decompress it yourself if it is text")
                 target.flush()
                 os.fsync(target.fileno())  # before the rename: a copy with its name is complete after a power cut
             os.replace(draft, copy)
@@ -209,7 +218,7 @@ def contents(path: Path) -> Iterator[bytes]:
     if zst is not None:
         damage = (*damage, zst.ZstdError)
     try:
-        raw = path.open("rb")
+        raw = open_file(path)
     except OSError as error:
         raise unreadable(path, error) from error
     with raw:
@@ -229,7 +238,7 @@ def contents(path: Path) -> Iterator[bytes]:
 def _frames(raw: IO[bytes], zst: ModuleType) -> Iterator[bytes]:
     """Yields the content of the frames of a Zstandard file. The package's readers accept truncated frames."""
     frame = None
-    while chunk := raw.read(_CHUNK >> 4):
+    while chunk := raw.read(_ZST_CHUNK):
         while chunk:  # a chunk may hold the end of a frame and the begin of the next
             if frame is None:
                 decompressor = zst.ZstdDecompressor()

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
-from penstock.base.files import read_json
+from penstock.base.files import draft_of, read_json
 from penstock.data.files import disk_errors, empty
 from penstock.data.sources import Tokens, fingerprint_of
 
@@ -155,16 +155,14 @@ class IndexedDatasetWriter:
     def __init__(self, prefix: Path, vocab_size: int) -> None:
         self.type: np.dtype[Any] = np.dtype("<u2" if vocab_size < _SMALL_VOCABULARY else "<i4")
         self._finals = {suffix: _beside(prefix, suffix) for suffix in (".bin", ".packed.json", ".idx")}
-        self._drafts = {
-            suffix: path.with_name(f".{path.name}.{os.getpid()}.draft") for suffix, path in self._finals.items()
-        }
         for path in self._finals.values():
             if path.exists():
                 raise DataError(f"{path} is there already", fix="give another name, or remove it")
         self._lengths = array("i")
         with disk_errors(prefix):
             prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._content: BinaryIO = self._drafts[".bin"].open("wb")
+            self._drafts = {suffix: draft_of(path) for suffix, path in self._finals.items()}
+            self._content: BinaryIO = self._drafts[".bin"].open("xb")
 
     def write(self, tokens: Tokens, lengths: NDArray[np.integer[Any]]) -> None:
         """Appends the tokens of documents, one after another and each with its end, and the length of each.
@@ -189,10 +187,10 @@ class IndexedDatasetWriter:
         bounds = np.arange(len(lengths) + 1, dtype="<i8")
         with disk_errors(self._finals[".idx"]):
             _sync(self._content)  # every file is on disk before the first rename
-            with self._drafts[".idx"].open("wb") as file:
+            with self._drafts[".idx"].open("xb") as file:
                 file.writelines((header, lengths.astype("<i4").data, starts.data, bounds.data))
                 _sync(file)
-            with self._drafts[".packed.json"].open("wb") as file:
+            with self._drafts[".packed.json"].open("xb") as file:
                 file.write((json.dumps(asdict(origin), indent=1) + "\n").encode())
                 _sync(file)
             for suffix, draft in self._drafts.items():  # .idx is the last

@@ -100,6 +100,12 @@ def open_text(data: Data, split: Split, *, vocab_size: int, seed: int, cache: Pa
             parts.append(opener.part(name, part, part.weight))
     if not data.mixture:
         parts.append(opener.part("", data, 1.0))
+    filled = [part for part in parts if len(part.documents)]
+    if split == "train" or not filled:  # small parts of a mixture may hold out none, if others do
+        for one in parts:
+            _check_filled(one, data, split)
+    else:
+        parts = filled
     ends = {part.documents.end_of_document: part.name for part in parts}
     if len(ends) != 1:  # one model predicts one end of a document
         raise DataError(
@@ -108,6 +114,15 @@ def open_text(data: Data, split: Split, *, vocab_size: int, seed: int, cache: Pa
             fix="encode all parts with one tokenizer",
         )
     return Text(tuple(parts), opener.corrupt)
+
+
+def _check_filled(part: TextPart, data: Data, split: Split) -> None:
+    if len(part.documents) == 0:
+        raise DataError(
+            f"the {split} split of {f'data.mixture.{part.name}' if part.name else 'data'} holds no document",
+            got=f"data.validation_share {data.validation_share:g}",
+            fix="raise data.validation_share, or hold out nothing: data.validation_share=0 evaluation.rows=0",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,12 +170,6 @@ class _Opener:
         """Opens one part."""
         path = f"data.mixture.{name}" if name else "data"
         documents = self._documents(place, path)
-        if len(documents) == 0:
-            raise DataError(
-                f"the {self.split} split of {path} holds no document",
-                got=f"data.validation_share {self.data.validation_share:g}",
-                fix="raise data.validation_share, or hold out nothing: data.validation_share=0 evaluation.rows=0",
-            )
         return TextPart(name=name, weight=weight, documents=documents, middle=self._middle)
 
     def _documents(self, place: Documents, path: str) -> Source | Shards:

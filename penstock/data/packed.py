@@ -16,24 +16,25 @@ number of processes, and errors name the document. One reader and writer is enou
 that, pack parts of the corpus. Texts without tokens are left out, as the stream skips them anyway.
 """
 
-import signal
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
-from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.base.child import Child, ChildEndedError
 from penstock.base.errors import DataError
+from penstock.data import encoding_process
+from penstock.data.encoding_process import Encoded, encode_texts
 from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata, prefix_of
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, Tokens, document_part, fingerprint_of
 from penstock.data.tokenizer import BYTES, open_tokenizer
@@ -207,6 +208,8 @@ def _meaning(
 BATCH_CHARACTERS = 2**20
 """Text of a batch, large enough to hide the cost of sending it."""
 
+_MODULE = encoding_process.__name__
+
 _AHEAD = 3
 """Batches that are sent ahead, per process."""
 
@@ -245,16 +248,6 @@ class _Batch(NamedTuple):
     faults: dict[int, str]  # errors of unreadable texts, by their number
 
 
-class _Encoded(NamedTuple):
-    """Tokens of a batch."""
-
-    tokens: Tokens  # with end tokens
-    lengths: NDArray[np.int64]  # of each document, its end token included
-    text_bytes: int
-    empty: int
-    faults: dict[int, str]  # errors of texts that could not be encoded, by their index in the batch
-
-
 def pack(
     texts: Texts,
     prefix: Path,
@@ -274,9 +267,12 @@ def pack(
     opened = open_tokenizer(tokenizer, end_of_document)
     written = tokens = text_bytes = empty = 0
     left_out: list[str] = []
-    with IndexedDatasetWriter(prefix, opened.vocab_size) as writer, _encoders(processes) as submit:
-        encode = partial(_encode, tokenizer, end_of_document, writer.type.str)
-        for batch, encoded in _in_order(_batches(texts, skip_corrupt), encode, submit, _AHEAD * processes):
+    request = {"tokenizer": tokenizer, "end_of_document": end_of_document}
+    with ExitStack() as stack:
+        writer = stack.enter_context(IndexedDatasetWriter(prefix, opened.vocab_size))
+        request["type"] = writer.type.str
+        encode, pool = stack.enter_context(_encoder(processes, partial(encode_texts, opened, writer.type.str), request))
+        for batch, encoded in _in_order(_batches(texts, skip_corrupt), encode, pool, _AHEAD * processes):
             faults = batch.faults | {
                 batch.numbers[place]: f"document {batch.numbers[place]}: {fault}"
                 for place, fault in encoded.faults.items()
@@ -327,17 +323,19 @@ def _batches(texts: Texts, skip_corrupt: bool) -> Iterator[_Batch]:
     yield batch
 
 
-Encode = Callable[[list[str]], _Encoded]
-Submit = Callable[[Encode, list[str]], "Future[_Encoded]"]
+Encode = Callable[[list[str]], Encoded]
 
 
 def _in_order(
-    batches: Iterable[_Batch], encode: Encode, submit: Submit, ahead: int
-) -> Iterator[tuple[_Batch, _Encoded]]:
-    """Yields each batch with its tokens, in order, while up to `ahead` later ones are encoded."""
-    waiting: deque[tuple[_Batch, Future[_Encoded]]] = deque()
+    batches: Iterable[_Batch], encode: Encode, pool: ThreadPoolExecutor | None, ahead: int
+) -> Iterator[tuple[_Batch, Encoded]]:
+    """Yields each batch with its tokens, in order, while up to `ahead` later ones are encoded by the pool."""
+    if pool is None:
+        yield from ((batch, encode(batch.texts)) for batch in batches)
+        return
+    waiting: deque[tuple[_Batch, Future[Encoded]]] = deque()
     for batch in batches:
-        waiting.append((batch, submit(encode, batch.texts)))
+        waiting.append((batch, pool.submit(encode, batch.texts)))
         if len(waiting) > ahead:  # bounds the texts in memory
             first, future = waiting.popleft()
             yield first, future.result()
@@ -346,57 +344,32 @@ def _in_order(
 
 
 @contextmanager
-def _encoders(processes: int) -> Iterator[Submit]:
-    """Yields a function that submits work to other processes, or runs it here for one process."""
+def _encoder(
+    processes: int, encode: Encode, request: dict[str, Any]
+) -> Iterator[tuple[Encode, ThreadPoolExecutor | None]]:
+    """Yields a function that encodes, and threads for it, each of which asks a child; one process encodes here."""
     if processes == 1:
-
-        def encode_here(encode: Encode, texts: list[str]) -> "Future[_Encoded]":
-            future: Future[_Encoded] = Future()
-            future.set_result(encode(texts))
-            return future
-
-        yield encode_here
+        yield encode, None
         return
-    # Spawned, not forked: a fork of a process with threads may deadlock on a lock.
-    pool = ProcessPoolExecutor(
-        processes,
-        mp_context=get_context("spawn"),
-        initializer=signal.signal,
-        # Ctrl-C signals all processes; only this one handles it, and ends the others.
-        initargs=(signal.SIGINT, signal.SIG_IGN),
-    )
-    try:
-        yield pool.submit
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a process that encodes was ended from outside", fix="take fewer processes if memory is short"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    children = [Child(_MODULE) for _ in range(processes)]
+    free: SimpleQueue[Child] = SimpleQueue()
+    for child in children:
+        free.put(child)
 
-
-def _encode(tokenizer: str, end_of_document: str | None, type_name: str, texts: list[str]) -> _Encoded:
-    """Encodes a batch, in any process."""
-    opened = _opened(tokenizer, end_of_document)
-    end = np.array([opened.end_of_document], dtype=type_name)
-    parts: list[Tokens] = []
-    lengths, text_bytes, empty = [], 0, 0
-    faults: dict[int, str] = {}
-    for place, text in enumerate(texts):
+    def ask(texts: list[str]) -> Encoded:
+        child = free.get()
         try:
-            tokens = opened.encode(text)
-        except RecordError as error:
-            faults[place] = str(error)
-            continue
-        if len(tokens) == 0:
-            empty += 1
-            continue
-        parts += [tokens.astype(type_name), end]  # in the type of the file, so that less is sent back
-        lengths.append(len(tokens) + 1)
-        text_bytes += len(text.encode())
-    whole = np.concatenate([np.zeros(0, dtype=type_name), *parts])
-    return _Encoded(whole, np.array(lengths, dtype=np.int64), text_bytes, empty, faults)
+            head, tokens = child.ask({**request, "texts": texts})
+        except ChildEndedError as error:
+            raise DataError(f"a process that encodes {error}", fix="take fewer processes if memory is short") from error
+        finally:
+            free.put(child)
+        return Encoded.of(head, tokens, request["type"])
 
-
-_opened = cache(open_tokenizer)
-"""Opens a tokenizer once per process."""
+    pool = ThreadPoolExecutor(processes)
+    try:
+        yield ask, pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in children:
+            child.close()

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
+from penstock.base.files import open_file
 from penstock.data.documents import CorruptRecords, TextDocuments, checked_text
 from penstock.data.files import contents, empty, readable_copies, unreadable
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, document_part, fingerprint_of
@@ -101,7 +102,7 @@ class DocumentIndex:
         """Reads a document. Raises a DataError if the file is gone, or has become shorter."""
         size = int(self.found.sizes[index])
         try:
-            with self.copies[self.file_of[index]].open("rb") as file:
+            with open_file(self.copies[self.file_of[index]]) as file:
                 file.seek(int(self.found.starts[index]))
                 content = file.read(size)
         except OSError as error:
@@ -182,7 +183,7 @@ def _blocks(path: Path, copy: Path) -> Iterator[memoryview]:
     """Yields a file in blocks of whole lines; a block is valid until the next one is requested."""
     buffer, filled = bytearray(_BLOCK), 0
     try:
-        with copy.open("rb", buffering=0) as file:
+        with open_file(copy, buffering=0) as file:
             while got := file.readinto(memoryview(buffer)[filled:]):
                 stop = filled + got
                 cut = buffer.rfind(b"\n", filled, stop) + 1  # behind the last whole line; 0 if there is none
@@ -243,7 +244,8 @@ class PlainText(IndexedText):
         def documents_in(path: Path, copy: Path) -> Iterator[FoundDocuments]:
             nonlocal is_filled
             try:
-                content = copy.read_bytes()
+                with open_file(copy) as file:
+                    content = file.read()
             except OSError as error:
                 raise unreadable(path, error) from error
             if content:

@@ -9,6 +9,7 @@ their purpose, so they cannot end documents.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.base.files import parse_json
-from penstock.data.sources import Tokens, fingerprint_of, require
+from penstock.data.sources import RecordError, Tokens, fingerprint_of, require
 from penstock.data.tokenizer_rules import (
     byte_offsets,
     bytes_between,
     bytes_by_repeating,
+    check_ids,
     find_end_of_document,
     read_tokenizer,
 )
@@ -44,16 +46,20 @@ class FileTokenizer:
             end_of_document = end_of_document or _stated_end(path / CONFIG_FILE)
             path = path / TOKENIZER_FILE
         content = _read_json_text(path)
+        if _has_empty_prepend(json.loads(content)):  # with which the library panics
+            raise _no_tokenizer(path, "it puts an empty text before each text")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # The library raises the bare Exception class: there is nothing narrower to catch.
             raise _no_tokenizer(path, error) from error
+        self._path = path
         self._tokenizer.encode_special_tokens = True  # text that spells one is encoded as ordinary text
         # A stored truncation or padding would silently cut documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        check_ids(self.vocab_size, path)
         self.end_of_document = find_end_of_document(self.token_id, end_of_document, path)
         self.fingerprint = fingerprint_of(content, self.end_of_document)
         self._bytes_of_id = self._known_bytes(json.loads(content).get("decoder"))
@@ -61,8 +67,17 @@ class FileTokenizer:
     def encode(self, text: str) -> Tokens:
         """Returns the ids, int64, without added tokens."""
         # `encode` holds Python's lock, for up to 0.1 s a document: the thread that feeds the GPU would wait meanwhile.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        encoding = self._encoded(self._tokenizer.encode_batch_fast, text)
         return np.array(encoding.ids, dtype=np.int64)
+
+    def _encoded(self, encode: Callable[..., list[Any]], text: str) -> Any:
+        try:
+            (encoding,) = encode([text], add_special_tokens=False)
+        except BaseException as error:  # the library raises the bare Exception class, and panics, which are none
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise RecordError(f"data.tokenizer {self._path} cannot encode a text: {error}") from error
+        return encoding
 
     def decode(self, tokens: Tokens) -> str:
         """Returns the text of the ids without special tokens."""
@@ -70,7 +85,7 @@ class FileTokenizer:
 
     def bytes_per_token(self, text: str) -> Tokens:
         """Returns int64; of several tokens that share a character, the first has its bytes (see `bytes_between`)."""
-        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        encoding = self._encoded(self._tokenizer.encode_batch, text)
         offsets = byte_offsets(text)
         return bytes_between(offsets[[end for _, end in encoding.offsets]], int(offsets[-1]))
 
@@ -92,6 +107,15 @@ class FileTokenizer:
         for number, added in self._tokenizer.get_added_tokens_decoder().items():
             known[number] = 0 if added.special else len(added.content.encode())
         return known
+
+
+def _has_empty_prepend(value: Any) -> bool:
+    """Whether a part of a `tokenizer.json` is a normalizer that puts an empty text before each text."""
+    if isinstance(value, dict):
+        return (value.get("type"), value.get("prepend")) == ("Prepend", "") or any(
+            map(_has_empty_prepend, value.values())
+        )
+    return isinstance(value, list) and any(map(_has_empty_prepend, value))
 
 
 def _stated_end(config: Path) -> str | None:

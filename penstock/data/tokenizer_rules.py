@@ -39,6 +39,16 @@ def find_end_of_document(
     )
 
 
+MOST_IDS = 2**24
+"""Largest vocabulary that is read: tables have a place for each id."""
+
+
+def check_ids(size: int, path: str | Path) -> None:
+    """Raises DataError for a vocabulary that no model has."""
+    if size > MOST_IDS:
+        raise DataError(f"data.tokenizer {path} has ids that no model has", got=f"up to {size - 1}", allowed=MOST_IDS)
+
+
 def read_tokenizer(path: Path, fix: str) -> bytes:
     """Reads a tokenizer's file; `fix` says in errors what to give. Raises DataError if it cannot be read."""
     try:

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from penstock.base.errors import DataError
-from penstock.base.files import read_json
+from penstock.base.files import open_file, read_json
 from penstock.data.sources import RecordError, Tokens, fingerprint_of, require
-from penstock.data.tokenizer_rules import find_end_of_document, read_tokenizer
+from penstock.data.tokenizer_rules import check_ids, find_end_of_document, read_tokenizer
 
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n?")
 
@@ -107,6 +107,7 @@ class TiktokenTokenizer:
         content = read_tokenizer(path, "give a .tiktoken file")
         ranks = _ranks(content, path)
         behind = max(ranks.values()) + 1  # the first id after the ranks
+        check_ids(behind, path)
         chosen = _choose(path, pattern, content, behind)
         self._special_tokens = {name: behind + place for name, place in chosen.special_tokens.items()}
         self._encoding = self._make_encoding(library, path, chosen.pattern, ranks)
@@ -171,7 +172,7 @@ class TiktokenTokenizer:
 def holds_ranks(path: Path) -> bool:
     """Whether a file begins like a file of ranks; False if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return _RANK_LINE.fullmatch(file.readline(4096)) is not None
     except OSError:
         return False

@@ -27,7 +27,7 @@ from penstock.kernels.grouped_gemm import (
     grouped_gemm_weight_gradient,
 )
 from penstock.kernels.launching import counts_on_host
-from penstock.kernels.operators import torch_add_bias
+from penstock.kernels.operators import aligned, torch_add_bias
 from penstock.kernels.permute import unpermute
 from penstock.kernels.reference import ExpertRule, RowOrder
 from penstock.kernels.replica_slots import SlottedWeight, joined
@@ -130,13 +130,17 @@ def _grouped_mm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor |
     rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
     if not len(rows_RD):  # grouped_mm refuses the strides of an expanded tensor without rows
         return rows_RD.new_zeros(0, w_eFD.shape[1])
-    return used(F.grouped_mm(rows_RD, w_eFD.transpose(1, 2), offs=counts_e.cumsum(0, dtype=torch.int32)), counts_e)
+    w_eDF = aligned(w_eFD, both=True).transpose(1, 2)
+    y_RF = F.grouped_mm(aligned(rows_RD), w_eDF, offs=counts_e.cumsum(0, dtype=torch.int32))
+    return used(y_RF if y_RF.shape[1] == w_eFD.shape[1] else y_RF[:, : w_eFD.shape[1]], counts_e)
 
 
 def _columns_by_grouped_mm(dy_RF: Tensor, x_RD: Tensor, counts_e: Tensor) -> Tensor:
     if not len(x_RD):  # as above
         return dy_RF.new_zeros(len(counts_e), dy_RF.shape[1], x_RD.shape[1])
-    return F.grouped_mm(dy_RF.T, x_RD, offs=counts_e.cumsum(0, dtype=torch.int32))
+    dw_eFD = F.grouped_mm(aligned(dy_RF).T, aligned(x_RD), offs=counts_e.cumsum(0, dtype=torch.int32))
+    shape = dw_eFD.shape[0], dy_RF.shape[1], x_RD.shape[1]
+    return dw_eFD if dw_eFD.shape == shape else dw_eFD[:, : shape[1], : shape[2]]
 
 
 REFERENCE = _in_torch(reference.grouped_gemm, _columns_by_definition, reference.add_bias, bias_gradient_by_definition)

@@ -152,7 +152,20 @@ def _grouped_mm(x_RD: Tensor, w_eFD: Tensor, ends_e: Tensor) -> Tensor:
     if x_RD.is_meta and x_RD.dtype != torch.bfloat16:
         # Tensors without memory have grouped_mm in bfloat16 only. All rows of one expert are as large and as much work.
         return x_RD @ w_eFD[0].T
-    return F.grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=ends_e)
+    width = w_eFD.shape[1]
+    x_RD, w_eFD = aligned(x_RD), aligned(w_eFD, both=True)
+    y_RF = F.grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=ends_e)
+    return y_RF if y_RF.shape[1] == width else y_RF[:, :width]
+
+
+def aligned(x: Tensor, *, both: bool = False) -> Tensor:
+    """The tensor with columns (and rows) of zeros, so that rows (and columns) are multiples of 16 bytes.
+
+    grouped_mm refuses other strides, which a part of a small expert may have.
+    """
+    unit = 16 // x.element_size()
+    columns, rows = -x.shape[-1] % unit, -x.shape[-2] % unit if both else 0
+    return F.pad(x, (0, columns, 0, rows)) if columns or rows else x
 
 
 REFERENCE = Operators(

@@ -80,13 +80,18 @@ class WeightPart:
 
 
 def weight_parts(weight: Any, tiles: TileTable) -> Iterator[WeightPart]:
-    """The launches of a product: one, or one for each part of a `SlottedWeight`, which waits for its slots between."""
+    """The launches of a product: one, or one for each part of a `SlottedWeight`, which waits for its slots between.
+
+    A dry run has the first launch only, whose rows are all.
+    """
     if not isinstance(weight, SlottedWeight):
         yield WeightPart(weight, tiles, slice(None))
         return
     assert tiles.parts is not None, "a weight in two places needs tables of both"
     own = tiles.parts[0].starts_e.numel() - 1
     yield WeightPart(weight.own, tiles.parts[0], slice(own))
+    if tiles.starts_e.is_meta:
+        return
     weight.wait()
     yield WeightPart(weight.slots, tiles.parts[1], slice(own, None))
 

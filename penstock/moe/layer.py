@@ -19,6 +19,7 @@ the shared expert, the other half of the micro-batch or another micro-batch can 
 Backward is the mirror image (penstock/parallel/async_transfer.py).
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -28,11 +29,12 @@ from torch import Tensor, nn
 
 from penstock.base.spans import Span
 from penstock.kernels.float8.quantized import RowColQuantized
+from penstock.moe.balance import LayerLoad
 from penstock.moe.dispatch.balanced import BalancedDispatcher
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows, SlotSorter
 from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
 from penstock.moe.experts import GroupedExperts
-from penstock.moe.router import TopKRouter
+from penstock.moe.router import TopKRouter, layer_loads
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.async_transfer import Steps, drain
 from penstock.parallel.layer_context import LayerContext
@@ -183,3 +185,11 @@ class MoE(nn.Module):
                 keep = partial(self.arena.place, even_share=self.row_capacity.even_share)
             y_RD: Tensor = self.experts(rows, recompute=recompute, keep=keep)  # called, so that FSDP2's hooks run
             return y_RD
+
+
+def moe_loads(modules: Iterable[nn.Module]) -> list[LayerLoad]:
+    """This rank's load of every MoE layer since the last reset, with the facts of its plans of replicas."""
+    modules = list(modules)
+    layers = [module for model in modules for module in model.modules() if isinstance(module, MoE)]
+    plans = {one.router.layer: one.replica_meter.sums for one in layers if one.replica_meter is not None}
+    return [replace(load, plans=plans.get(load.layer)) for load in layer_loads(modules)]

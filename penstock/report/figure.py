@@ -5,6 +5,7 @@ does not contain background, text and grid colours; these come from `THEMES` whe
 a light page, a dark page, and an image for print.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,21 @@ def left_out(shown: int, count: int, what: str) -> str:
     return f" {shown} of {count} {what}." if shown < count else ""
 
 
+_FOREIGN = re.compile(r"<(?!/?(?:b|i|br|extra)>)")
+"""Begins of tags that we do not write; Plotly would draw links and styles of names that others have written."""
+
+
 def plotly_json(figure: Figure) -> dict[str, Any]:
     """The figure as Plotly reads it."""
-    return {"data": list(figure.data), "layout": {**figure.layout, "height": figure.height}}
+    return {"data": _as_text(figure.data), "layout": _as_text({**figure.layout, "height": figure.height})}
+
+
+def _as_text(value: Any) -> Any:
+    """A value without foreign tags; `meta` is never drawn by Plotly."""
+    if isinstance(value, str):
+        return _FOREIGN.sub("&lt;", value)
+    if isinstance(value, Mapping):
+        return {key: inner if key == "meta" else _as_text(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence):
+        return list(value) if value and isinstance(value[0], (int, float)) else [_as_text(inner) for inner in value]
+    return value

@@ -26,6 +26,7 @@ from penstock.plan.project import project
 from penstock.plan.projection import Projection
 from penstock.trace.analysis import RankAnalysis, TraceAnalysis, analyse_traces, last_step, window_us
 from penstock.trace.load import read_traces
+from penstock.train.goodput import wall_seconds
 from penstock.tune.doctor.diagnosis import Diagnosis, cpu_sentence, diagnose
 from penstock.tune.doctor.evidence import Evidence, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of
@@ -40,6 +41,8 @@ from penstock.tune.doctor.run_facts import (
     json_lines,
     recording_command,
 )
+
+GOODPUT = "goodput.jsonl"
 
 LAYERS = 400
 """Recorded steps whose layers are read, evenly spaced, the last one included."""
@@ -63,6 +66,7 @@ class RunEvidence:
     judged: Evidence
     lines: tuple[Mapping[str, Any], ...] = ()  # of metrics.jsonl; only some of them have layers
     starts: tuple[Mapping[str, Any], ...] = ()
+    wall_seconds: Mapping[str, float] = field(default_factory=dict)  # of all processes of the run, by kind
     answer: TraceAnalysis | None = None
     is_host: bool = False  # the traces are of a CPU, which takes the place of the device
     projection: Projection | None = None  # of the run on its hardware
@@ -154,6 +158,7 @@ def _of_run(path: Path) -> RunEvidence:
         judged=Evidence(source="none", ranks=(), facts=facts),
         lines=tuple(lines),
         starts=tuple(json_lines(path / STARTS)),
+        wall_seconds=wall_seconds(path / GOODPUT),
         lacks=MissingReasons(steps="; ".join(missing)),
     )
 

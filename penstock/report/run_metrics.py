@@ -13,14 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from penstock.base.numbers import gigabytes, rounded, share_text, three_digits, time_text, time_unit
+from penstock.base.numbers import (
+    counted,
+    duration_text,
+    gigabytes,
+    rounded,
+    share_text,
+    three_digits,
+    time_text,
+    time_unit,
+)
 from penstock.config.run import Run
 from penstock.plan.projection import Projection
-from penstock.report.colours import LIMIT, MEMORY_PARTS, PHASES, SERIES, part_colours
+from penstock.report.colours import LIMIT, MEMORY_PARTS, PHASES, SERIES, WALL_PARTS, part_colours
 from penstock.report.figure import Figure, axis, evenly
 from penstock.report.run_evidence import RunEvidence
-from penstock.report.stacks import height_of, memory_layout, memory_parts, part_bars, stacked
+from penstock.report.stacks import height_of, memory_layout, memory_parts, part_bars, stacked, sums_beside
 from penstock.trace.analysis import RankAnalysis, last_step
+from penstock.train.goodput import goodput
 from penstock.tune.doctor.run_facts import USUAL
 
 POINTS = 1000
@@ -31,6 +41,8 @@ FEW = 60
 
 SMOOTHED = 100
 """Points from which a trailing mean is drawn over the noisy curve."""
+
+WALL_UNITS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 WINDOW = 50
 """The window of the trailing mean is this fraction of the points."""
@@ -258,6 +270,29 @@ def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | N
             "hovermode": "x unified" if names else "closest",
             "showlegend": bool(names),
         },
+    )
+
+
+def goodput_figure(evidence: RunEvidence) -> Figure | None:
+    """The wall clock of the run by kind, over all its processes, as one bar."""
+    seconds, share = evidence.wall_seconds, goodput(evidence.wall_seconds)
+    if share is None:
+        return None
+    whole = sum(seconds.values())
+    size, unit = next(((size, unit) for size, unit in WALL_UNITS if whole >= 2 * size), WALL_UNITS[-1])
+    bar = {kind: value / size for kind, value in seconds.items()}
+    starts = counted(max(1, len(evidence.starts)), "start")
+    return stacked(
+        Figure(
+            name="goodput",
+            title="Where the wall clock went",
+            caption=f"Goodput {share_text(share)}: training of steps that are kept, over {duration_text(whole)} "
+            f"since the first of {starts}. docs/metrics.md describes the kinds.",
+            data=part_bars([""], [bar], ["on the first rank"], unit, WALL_PARTS),
+            layout={"xaxis": axis(f"wall clock ({unit})"), **sums_beside([""], [bar], unit)},
+            height=height_of(1),
+            is_wide=True,
+        )
     )
 
 

@@ -120,8 +120,8 @@ EMBED           ^_LookUpInto|^(sum|join)_runs_kernel$
 INDEX           {_EP}.*(layout|scan|routing_map|preprocess|update_expected)|moe_?a2a(prepare|sanitize)
 PERMUTE         dispatch_copy_epilogue|EpDispatchCopyToStaging|skipped_token_\w*dispatch
 WAIT            {_EP}.*(notify|barrier|device_sync)|DeepEP.*notify|EpCombineSync
-DISPATCH        {_EP}.*dispatch|EpDispatch|(moe_?)?a2a_?dispatch|^dispatchKernel$|kernel_dispatch_token(?!_moe)
-COMBINE         {_EP}.*combine|EpCombine|(moe_?)?a2a_?combine|^combineKernel$|kernel_combine_token
+DISPATCH        {_EP}.*dispatch|EpDispatch|a2a.*dispatch|^dispatchKernel$|kernel_dispatch_token(?!_moe)
+COMBINE         {_EP}.*combine|EpCombine|a2a.*combine|^combineKernel$|kernel_combine_token
 DISPATCH        (Fused|HybridEP|DeepEP|MoE|Token)_?Dispatch(Backward)?$
 COMBINE         (Fused|HybridEP|DeepEP|MoE|Token)_?Combine(Backward)?$
 INDEX           get_dispatch_layout|moe_align_block_size|moe::dev::routing::.*(Offsets|Histogram)Kernel
@@ -135,7 +135,7 @@ GROUPED         fused_moe_kernel|_GroupedLinear|moe_gemm|MoeFCGemm|GroupProblemS
 EXPERTS         moe_forward|fused_moe|fused_experts|moe::|MoeRunner|mixture_of_experts
 # attention
 CACHE           reshape_and_cache|concat_and_cache|kv_cache|copy_page_indices|paged_kv
-ATTENTION       sdpa|(?<!cache_)flash(?!infer.*norm)|fmha|(?<!rope_)attention|flex_att|mla_|paged|splitkv
+ATTENTION       sdpa|(?<!cache_)flash(?!infer.*norm|_?comm)|fmha|(?<!rope_)attention|flex_att|mla_|paged|splitkv
 ATTENTION       cudnn.*(fort|mha|compute_dot_do_o|convert_dq)|_attn_|attn_fwd|attn_bwd|aiter::.*fa_|ScaledDotProduct
 POSITIONS       rotary|rope(?!rty)
 # outside of the layers
@@ -154,7 +154,7 @@ ACTIVATION      ^(?!.*({_PRODUCT})).*(silu|swiglu|gelu|relu|act_and_mul|threshol
 """Patterns of the part of the model. Kernels of Penstock come first: their short names match in full."""
 
 GENERIC_PATTERNS = _table(rf"""
-ALL_TO_ALL      all_?to_?all|nccl.*SendRecv|exchangeSplit
+ALL_TO_ALL      all_?(to|2)_?all|nccl.*SendRecv|exchangeSplit
 ALL_REDUCE      all_?reduce|cross_device_reduce|lamport
 REDUCE_SCATTER  reduce_?scatter
 ALL_GATHER      all_?gather
@@ -244,7 +244,7 @@ _BY_LIBRARY = _compiled(
         ("mori", r"mori::|ep(?:dispatch|combine)\w"),
         ("pplx", r"pplx|a2a_(?:dispatch|combine)_(?:send|recv)|^(?:dispatch|combine)kernel$"),
         ("expert_parallel", rf"{_EP}(?:\w|::)*(?:{_TRANSPORTS})|kernel_(?:dispatch|combine)_token"),
-        ("expert_parallel", r"moe_?a2a|moe_?all_?to_?all"),
+        ("expert_parallel", r"moe_?a2a|moe_?all_?(?:to|2)_?all"),
         ("nccl", r"^(?:\w+::)*(?:nccl(?!_ep)|rccl|msccl|hccl|oneccl)|nccldevkernel|ncclkernel|ncclsym|mscclkernel"),
         ("nvshmem", r"nvshmem|rocshmem|roc_shmem|ishmem|barrier_on_stream_kernel"),
         ("ucx", r"(?:^|::)(?:ucx|ucp|uct|ucc)(?:_|::)"),
@@ -254,7 +254,7 @@ _BY_LIBRARY = _compiled(
         ("userbuffers", r"userbuffers"),
         # A block or a warp that reduces stays on its device.
         ("custom", r"cross_device_reduce|lamport|(?<!block)(?<!warp)(?<!block_)(?<!warp_)all_?reduce"),
-        ("custom", r"all_?gather|reduce_?scatter|all_?to_?all"),
+        ("custom", r"all_?gather|reduce_?scatter|all_?(?:to|2)_?all"),
     )
 )
 """Libraries that communicate, and patterns of their kernels' functions. Expert parallelism first: NCCL has one too."""

@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.base.errors import TraceError, did_you_mean_path
+from penstock.base.files import most_unpacked, open_file
 from penstock.trace.decode import columns_of, parse
 from penstock.trace.events import GpuKind, HostKind, Trace, as_gpu_events
 from penstock.trace.recognize import PhaseNames, recognized
@@ -110,7 +111,7 @@ def read_text(path: Path) -> bytes:
         TraceError: it cannot be read, or its gzip data are damaged.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_file(path, buffering=0) as file:
             packed = file.read(_BEGINNING_BYTES)
             is_packed = packed[:2] == _GZIP_MAGIC
             beginning = zlib.decompressobj(_GZIP).decompress(packed, _BEGINNING_BYTES) if is_packed else packed
@@ -131,10 +132,14 @@ def read_text(path: Path) -> bytes:
 def _unpacked(packed: bytes, path: Path) -> bytes:
     """All members of a gzip file, with their checksums verified."""
     parts: list[bytes] = []
+    left = most_unpacked(len(packed))
     try:
         while packed:
             member = zlib.decompressobj(_GZIP)
-            parts.append(member.decompress(packed))
+            parts.append(member.decompress(packed, left))
+            left -= len(parts[-1])
+            if member.unconsumed_tail or not left:
+                raise TraceError(f"{path} becomes more than 100 times as large when it is unpacked: it is no trace")
             if not member.eof:
                 raise TraceError(f"{path} was cut off: its gzip data do not end", fix="copy or record it again")
             # A gzip file can have several members and zero padding.
@@ -178,7 +183,7 @@ def _traces_among(files: Sequence[Path]) -> Sequence[Path]:
 def _begins_as_trace(path: Path) -> bool:
     """Whether a file begins as a list or as an object with events; damaged files count, so that they are reported."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             text = file.read(_PEEKED_BYTES)
         text = zlib.decompressobj(_GZIP).decompress(text, _PEEKED_BYTES) if text[:2] == _GZIP_MAGIC else text
     except (OSError, zlib.error):
@@ -211,6 +216,11 @@ def _ranks(traces: Sequence[Trace]) -> list[int]:
         ranks = [told[0] if told[0] is not None else named[0] or 0]
     sure = [rank for rank in ranks if rank is not None]
     if len(set(sure)) < len(traces):
+        places = {(trace.path.parent, rank) for trace, rank in zip(traces, ranks, strict=True)}
+        folders = sorted({f"{folder}" for folder, _ in places})
+        if 1 < len(folders) < len(places) == len(traces):
+            what = f"{len(folders)} folders with traces of the same ranks"
+            raise TraceError(what, fix=f"give one of {', '.join(folders)}")
         raise TraceError(
             f"{traces[0].path.parent}: it is not clear which rank each of {len(traces)} files is of",
             got=ranks,

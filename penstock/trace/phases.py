@@ -49,6 +49,9 @@ PHASE_NAMES = {Span.SORT: Category.INDEX.value}
 TOKENS = frozenset({Category.DISPATCH, Category.COMBINE})
 """Operators around the launch of a kernel that carries tokens."""
 
+_SENT = frozenset({Category.DISPATCH, Category.COMBINE, Category.WAIT, *COLLECTIVES})
+"""Categories of kernels that communicate."""
+
 PRODUCTS = frozenset({Category.GROUPED, Category.GROUPED_WEIGHTS})
 WAITING = " waiting"
 
@@ -318,6 +321,8 @@ def _kernel_category(event: _Event) -> Category | None:
     if event.kernel == FLOAT8_GEMM and (event.span is Span.EXPERTS or event.category is Category.GROUPED):
         return Category.GROUPED_WEIGHTS
     named = specific_category(event.kernel)
+    if event.is_communication and named not in _SENT:
+        return None  # a part of a namespace, as in `flashinfer::trtllm_alltoall`
     if event.operator.startswith(ATEN):
         made = specific_category(event.operator)
         is_product = generic_category(event.operator) is Category.PRODUCTS

@@ -6,9 +6,10 @@ A kernel with an unknown name communicates if at least two of three signs say so
     operator     no operator of PyTorch launched it: it is the transport, not a copy or an index beside it
     stream       it runs on another stream than most computing
 
-Without the annotation its own name must say that something travels (`acme_send_rows`). A name that is known to move
-data inside a device (`row_copy`) needs all three signs. Everything else stays unknown, and `penstock trace` lists the
-kernels that take `TELLS` of the step, for `--names FILE`. The file is TOML, a phase for each pattern:
+Without the annotation its own name must say that something travels (`acme_send_rows`), or nothing but collectives is
+known on its stream. A name that is known to move data inside a device (`row_copy`) needs all three signs. Everything
+else stays unknown, and `penstock trace` lists the kernels that take `TELLS` of the step, for `--names FILE`. The file
+is TOML, a phase for each pattern:
 
     'acme::fused_block' = "attention"          a regular expression, searched in the name of the kernel's function
     'acme::rows_(out|back)' = "dispatch"       the first pattern that matches decides, before spans and operators
@@ -127,7 +128,8 @@ def _by_structure(trace: Trace) -> Trace:
     if time_us[is_open].sum() <= WORTH_A_LOOK * time_us.sum():
         return trace
     rows = np.flatnonzero(is_open)
-    talks = _talks(replace(trace, gpu=gpu.take(rows)), _own_streams(trace, is_open)[rows])
+    is_own, is_collective = (flags[rows] for flags in _own_streams(trace, is_open))
+    talks = _talks(replace(trace, gpu=gpu.take(rows)), is_own, is_collective)
     total_us = np.bincount(gpu.name_id[rows], time_us[rows], len(gpu.names))
     talking_us = np.bincount(gpu.name_id[rows], time_us[rows] * talks, len(gpu.names))
     found = np.flatnonzero(talking_us > HALF * total_us)  # names, not events: one kernel has one kind
@@ -146,17 +148,19 @@ def _may_travel(kernel: str) -> bool:
     return specific_category(kernel) is None and (generic_category(kernel) or Category.COPY) in MOVES
 
 
-def _own_streams(trace: Trace, is_open: Flags) -> Flags:
-    """For each GPU event, whether it runs on another stream than most computing that is known."""
+def _own_streams(trace: Trace, is_open: Flags) -> tuple[Flags, Flags]:
+    """For each GPU event, whether its stream is not that of most known computing, and has known collectives only."""
     gpu = trace.gpu
     computes = (gpu.kind == GpuKind.COMPUTE) & ~is_open
     streams, stream = np.unique(gpu.stream, return_inverse=True)
     busy_us = np.bincount(stream, gpu.duration_us * computes, len(streams))
+    talking_us = np.bincount(stream, gpu.duration_us * (gpu.kind == GpuKind.COMMUNICATION), len(streams))
     is_main = stream == busy_us.argmax()
-    return ~is_main if busy_us.any() else np.zeros(len(gpu), dtype=bool)
+    is_own = ~is_main if busy_us.any() else np.zeros(len(gpu), dtype=bool)
+    return is_own, is_own & ((busy_us == 0) & (talking_us > 0))[stream]
 
 
-def _talks(trace: Trace, is_own_stream: Flags) -> Flags:
+def _talks(trace: Trace, is_own_stream: Flags, is_collective_stream: Flags) -> Flags:
     """For each of these kernels, whether the signs say that it communicates."""
     gpu, host, placement = trace.gpu, trace.host, place(trace)
     is_token = np.array([one in TOKENS for one in CATEGORIES] + [False])
@@ -167,7 +171,7 @@ def _talks(trace: Trace, is_own_stream: Flags) -> Flags:
     unknown = gpu.named(lambda name: generic_category(name) is None)
     travels = gpu.named(lambda name: TRAVELS.search(function_of(name).lower()))
     signs = annotated.astype(int) + without_operator + is_own_stream
-    return np.where(unknown, (signs >= 2) & (annotated | travels), signs == 3) & ~is_aten
+    return np.where(unknown, (signs >= 2) & (annotated | travels | is_collective_stream), signs == 3) & ~is_aten
 
 
 @dataclass(frozen=True, kw_only=True)

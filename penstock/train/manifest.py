@@ -186,6 +186,8 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
     for name in files:  # first, because it is fast
         if not (folder / name).is_file():
             raise _damaged(folder / name, "no such file")
+        if (folder / name).is_symlink():
+            raise _damaged(folder / name, "a link to another place")
     for name, expected in files.items():
         found = fingerprint(folder / name)
         if found != expected:

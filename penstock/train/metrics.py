@@ -18,9 +18,10 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.base.errors import RunFolderError
-from penstock.base.files import open_file, parse_json, sync, write_whole
+from penstock.base.files import open_file, open_to_append, parse_json, sync, write_whole
 from penstock.base.spans import Span
-from penstock.train.observer import LayerReport, Observer, StepReport
+from penstock.train.goodput import goodput
+from penstock.train.observer import BalanceReport, LayerReport, Observer, StepReport
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ FIELDS: dict[str, MetricField] = {
     "power_limit_watts": MetricField("W", "Power that its board may draw."),
     "clock_mhz": MetricField("MHz", "Its clock, the median of the step: lower than the highest where power limits it."),
     "clock_limit_mhz": MetricField("MHz", "Its highest clock."),
+    "goodput": MetricField(
+        "", "Share of the wall clock since the first process began in which steps were trained that are kept."
+    ),
+    "wall_seconds": MetricField("s", "That wall clock by kind, see below."),
     "graph_pool_bytes": MetricField("bytes", "Device memory that captured work keeps (graphs.capture); 0 without any."),
     "expert_load_max_over_mean": MetricField("", "Of the least even layer; 1 is even. Null for a dense model."),
     "expert_rank_load_max_over_mean": MetricField(
@@ -76,6 +81,16 @@ FIELDS: dict[str, MetricField] = {
     "expert_rank_load_fullest": MetricField(
         "",
         "The same of one rank, the one whose mean of layers is highest: what its memory sees. At most the field above.",
+    ),
+    "balance_load_before": MetricField(
+        "",
+        "Rows of the fullest expert rank of each pass over its even share, without replicas; mean of layers and "
+        "passes. Null without dispatch.balance, as the next two.",
+    ),
+    "balance_load_after": MetricField("", "The same with replicas: the rows that ranks computed."),
+    "balance_replicas": MetricField("", "Replicas of a layer and pass on all ranks of a group, mean of both."),
+    "balance_slots_needed": MetricField(
+        "experts", "dispatch.balance_slots with which every plan of the step would have kept its bound; 0 without any."
     ),
     "dropped_slots": MetricField("slots", "(token, expert) pairs over capacity, all layers together."),
     "rows_left_out": MetricField(
@@ -114,6 +129,9 @@ LAYER_FIELDS: dict[str, MetricField] = {
     "entropy": MetricField("", "Entropy of the load over that of an even one: 1 is even, 0 is all on one expert."),
     "dropped_slots": MetricField("slots", "(token, expert) pairs over capacity."),
     "auxiliary_loss": MetricField("", "Balance losses of the layer, weighted."),
+    "balance_load_before": MetricField("", "As in the line, of the layer; null without dispatch.balance."),
+    "balance_load_after": MetricField("", "As in the line, of the layer; null without dispatch.balance."),
+    "balance_replicas": MetricField("", "As in the line, of the layer; null without dispatch.balance."),
 }
 """Keys of each object in `layers`, in order."""
 
@@ -138,10 +156,14 @@ def record(report: StepReport) -> dict[str, Any]:
         "power_limit_watts": report.power.limits.watts,
         "clock_mhz": report.power.clock_mhz,
         "clock_limit_mhz": report.power.limits.clock_mhz,
+        "goodput": goodput(report.wall_seconds),
+        "wall_seconds": dict(report.wall_seconds) or None,
         "graph_pool_bytes": report.graph_pool_bytes,
         "expert_load_max_over_mean": None if worst is None else worst.max_over_mean,
         "expert_rank_load_max_over_mean": report.expert_rank_load_max_over_mean,
         "expert_rank_load_fullest": report.expert_rank_load_fullest,
+        **_balance_record(report.balance),
+        "balance_slots_needed": report.slots_needed,
         "dropped_slots": sum(layer.dropped for layer in report.layers),
         "rows_left_out": report.left_out,
         "records_skipped": report.records_skipped,
@@ -162,6 +184,15 @@ def _layer_record(layer: LayerReport) -> dict[str, Any]:
         "entropy": layer.entropy,
         "dropped_slots": layer.dropped,
         "auxiliary_loss": layer.auxiliary_loss,
+        **_balance_record(layer.balance),
+    }
+
+
+def _balance_record(balance: BalanceReport | None) -> dict[str, float | None]:
+    return {
+        "balance_load_before": None if balance is None else balance.before,
+        "balance_load_after": None if balance is None else balance.after,
+        "balance_replicas": None if balance is None else balance.replicas,
     }
 
 
@@ -173,6 +204,7 @@ def scalars(report: StepReport) -> dict[str, float]:
     for layer in line.pop("layers"):
         groups[f"layer {layer.pop('layer'):02}/"] = layer
     groups["phase/"] = line.pop("phase_seconds") or {}
+    groups["wall/"] = line.pop("wall_seconds") or {}
     losses = {f"mtp_loss_{depth}": loss for depth, loss in enumerate(line.pop("mtp_losses"), start=1)}
     groups["train/"] = losses | line
     return {
@@ -262,7 +294,7 @@ class MetricsFile(Observer):
         self._path = path
         self._every = every
         try:
-            self._file = path.open("ab", buffering=0)  # a line is one write: a killed process leaves no part of it
+            self._file = open_to_append(path)  # a line is one write: a killed process leaves no part of it
             sync(path.parent)  # the name of the file
         except OSError as error:
             raise RunFolderError(f"cannot write {path}", got=error.strerror or error) from error

@@ -15,6 +15,18 @@ from penstock.train.power import NO_POWER, PowerReading
 
 
 @dataclass(frozen=True, kw_only=True)
+class BalanceReport:
+    """Plans of replicas in one layer and step (`dispatch.balance`), as means over the passes.
+
+    Loads are those of the pass's fullest expert rank over its even share.
+    """
+
+    before: float  # without replicas
+    after: float  # with them
+    replicas: float  # on all ranks
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerReport:
     """Load of one MoE layer in one step."""
 
@@ -22,6 +34,7 @@ class LayerReport:
     slots: tuple[int, ...]  # (token, choice) pairs of each expert, dropped ones included
     dropped: int  # of these pairs
     auxiliary_loss: float  # balance losses of the layer, weighted
+    balance: BalanceReport | None = None  # None without replicas
 
     @property
     def max_over_mean(self) -> float:
@@ -80,8 +93,10 @@ class StepReport:
     peak_host_memory_bytes: int = 0
     notices: tuple[str, ...] = ()  # new messages for the user, one line each
     expert_ranks: int = 1  # that share the experts of a layer
+    slots_needed: int = 0  # `balance_slots_needed` in metrics.jsonl
     phase_seconds: Mapping[str, float] = field(default_factory=dict)  # of the step before; empty in the first step
     power: PowerReading = NO_POWER  # of this rank's GPU
+    wall_seconds: Mapping[str, float] = field(default_factory=dict)  # of the whole run; empty where it is not kept
 
     @property
     def expert_rank_load_max_over_mean(self) -> float | None:
@@ -97,6 +112,15 @@ class StepReport:
             return None
         loads = (layer.rank_loads(self.expert_ranks) for layer in self.layers)
         return max(map(fmean, zip(*loads, strict=True)))
+
+    @property
+    def balance(self) -> BalanceReport | None:
+        """Means over the layers with plans of replicas; None without any."""
+        plans = [layer.balance for layer in self.layers if layer.balance is not None]
+        if not plans:
+            return None
+        means = (fmean(one) for one in zip(*((plan.before, plan.after, plan.replicas) for plan in plans), strict=True))
+        return BalanceReport(**dict(zip(("before", "after", "replicas"), means, strict=True)))
 
     @property
     def worst_layer(self) -> LayerReport | None:

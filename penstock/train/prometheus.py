@@ -33,10 +33,16 @@ EXPORTED: Mapping[str, str] = MappingProxyType(
         "power_limit_watts": "penstock_power_limit_watts",
         "clock_mhz": "penstock_clock_megahertz",
         "clock_limit_mhz": "penstock_clock_limit_megahertz",
+        "goodput": "penstock_goodput_ratio",
+        "wall_seconds": "penstock_wall_seconds",
         "graph_pool_bytes": "penstock_graph_pool_bytes",
         "expert_load_max_over_mean": "penstock_expert_load_max_over_mean_ratio",
         "expert_rank_load_max_over_mean": "penstock_expert_rank_load_max_over_mean_ratio",
         "expert_rank_load_fullest": "penstock_expert_rank_load_fullest_ratio",
+        "balance_load_before": "penstock_balance_load_before_ratio",
+        "balance_load_after": "penstock_balance_load_after_ratio",
+        "balance_replicas": "penstock_balance_replicas",
+        "balance_slots_needed": "penstock_balance_slots_needed",
         "dropped_slots": "penstock_dropped_slots",
         "rows_left_out": "penstock_left_out_rows",
         "records_skipped": "penstock_skipped_records",
@@ -46,7 +52,8 @@ EXPORTED: Mapping[str, str] = MappingProxyType(
         "evaluation_bits_per_byte": "penstock_evaluation_bits_per_byte",
     }
 )
-"""Names of the fields of `penstock.train.metrics.FIELDS`; `phase_seconds` has a label `phase`, `mtp_losses` a `depth`.
+"""Names of the fields of `penstock.train.metrics.FIELDS`; `phase_seconds` has a label `phase`, `mtp_losses` a
+`depth`, `wall_seconds` a `kind`.
 """
 
 EXPORTED_OF_LAYER: Mapping[str, str] = MappingProxyType(
@@ -55,6 +62,9 @@ EXPORTED_OF_LAYER: Mapping[str, str] = MappingProxyType(
         "entropy": "penstock_layer_expert_load_entropy_ratio",
         "dropped_slots": "penstock_layer_dropped_slots",
         "auxiliary_loss": "penstock_layer_auxiliary_loss",
+        "balance_load_before": "penstock_layer_balance_load_before_ratio",
+        "balance_load_after": "penstock_layer_balance_load_after_ratio",
+        "balance_replicas": "penstock_layer_balance_replicas",
     }
 )
 """Names of the entries of `layers`, which have a label `layer`."""
@@ -78,7 +88,7 @@ ENDPOINT_FIELDS: Mapping[str, MetricField] = MappingProxyType(
 )
 """Metrics that only the endpoint has."""
 
-_LABELS = {"phase_seconds": "phase", "mtp_losses": "depth"}
+_LABELS = {"phase_seconds": "phase", "mtp_losses": "depth", "wall_seconds": "kind"}
 _KEPT = ("evaluation_loss", "evaluation_bits_per_byte")
 
 
@@ -149,7 +159,7 @@ class PrometheusEndpoint(Observer):
             yield self._family(told, name, _samples(told.line.get(field)), FIELDS[field].doc, (label,) if label else ())
         for field, name in EXPORTED_OF_LAYER.items():
             layers: dict[tuple[str, ...], float] = {
-                (f"{layer['layer']}",): float(layer[field]) for layer in told.line["layers"]
+                (f"{layer['layer']}",): float(layer[field]) for layer in told.line["layers"] if layer[field] is not None
             }
             yield self._family(told, name, layers, LAYER_FIELDS[field].doc, ("layer",))
 

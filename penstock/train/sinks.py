@@ -14,11 +14,14 @@ are errors: a missing package or account.
 """
 
 import json
+import os
 import platform
 import queue
 import shlex
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -26,15 +29,19 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from penstock import __version__
 from penstock.base.errors import DeviceError, RunFolderError
+from penstock.base.files import open_to_append
 from penstock.config.run import Run
 from penstock.train.metrics import MetricsFile, is_recorded, scalars
 from penstock.train.observer import Observer, RunStart, StepReport
@@ -180,21 +187,29 @@ class TensorBoard(Observer):
 
     def __init__(self, folder: Path, every: int, steps_done: int) -> None:
         self._every = every
-        self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open_to_append(folder / name)
+        start = SessionLog(status=SessionLog.START)
+        self._write(Event(file_version="brain.Event:2"), Event(step=steps_done + 1, session_log=start))
 
     def stepped(self, report: StepReport) -> None:
         """Write the points of a step."""
         if is_recorded(report, self._every):
-            for name, value in scalars(report).items():
-                self._writer.add_scalar(name, value, report.step)
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(report).items()]
+            self._write(Event(step=report.step, summary=Summary(value=values)))
 
-    def saved(self, step: int) -> None:
-        """Flush the points."""
-        self._writer.flush()
+    def _write(self, *events: Any) -> None:
+        """Write at once: torch's writer has a thread that prints a traceback when the disk is full."""
+        records = BytesIO()
+        for event in events:
+            event.wall_time = time.time()
+            RecordWriter(records).write(event.SerializeToString())
+        self._file.write(records.getvalue())
 
     def closed(self) -> None:
         """Close the event file."""
-        self._writer.close()
+        self._file.close()
 
 
 class StartsFile(Observer):
@@ -207,7 +222,7 @@ class StartsFile(Observer):
         """Write the line. Raises a RunFolderError if that fails."""
         line = json.dumps(start_record(start, sys.argv)) + "\n"
         try:
-            with self._path.open("ab", buffering=0) as file:
+            with open_to_append(self._path) as file:
                 file.write(line.encode())
         except OSError as error:
             raise RunFolderError(f"cannot write {self._path}", got=error.strerror) from error

@@ -14,7 +14,7 @@ result does not depend on the batch size. Expert buffers then hold all rows.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -30,16 +30,22 @@ from penstock.data.evaluation import EvaluationRows
 from penstock.models.parameters import refresh_float8
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad
+from penstock.moe.dispatch.balanced import PlanSums, replica_meters
 from penstock.moe.dispatch.row_capacity import forget_left_out, make_room, rows_left_out
-from penstock.moe.router import layer_loads, reset_loads, update_expert_bias
+from penstock.moe.layer import moe_loads
+from penstock.moe.router import reset_loads, update_expert_bias
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import CutRule, GlobalBatch, cut, read
 from penstock.train.loss import LossRule, loss_rule
-from penstock.train.observer import HeldOutLoss, LayerReport
+from penstock.train.observer import BalanceReport, HeldOutLoss, LayerReport
 from penstock.train.optimizer import MasterAdamW, clip_divisor
 from penstock.train.passes import forward_backward, held_out_nats
 from penstock.train.stop import StopRequest
+from penstock.train.stragglers import RankPulse
+
+NO_PULSE = RankPulse()
+_OF_RANK = 2 + len(NO_PULSE)  # words of each rank: peak memory, slots of replicas, pulse
 
 Passes = Callable[[RankModel, GlobalBatch, LossRule, EnterPhase], Tensor]
 """Signature of `forward_backward`."""
@@ -68,6 +74,8 @@ class StepResult:
     peak_memory_bytes: int  # maximum over ranks when the passes were launched; an update shows in the next step
     wants_stop: bool  # a rank had received a stop request by then
     left_out: int  # rows without room in the first attempt, over all ranks and layers; above 0 the step was repeated
+    pulses: tuple[RankPulse, ...]  # of each rank, of earlier steps
+    slots_needed: int = 0  # replicas of a rank with which every plan would have kept its bound
 
     @property
     def is_finite(self) -> bool:
@@ -105,10 +113,12 @@ def train_step(
     learning_rate: float,
     stop: StopRequest | None = None,
     enter: EnterPhase = untimed,
+    pulse: RankPulse = NO_PULSE,
 ) -> StepResult:
     """Train on one global batch, unless its loss or gradients are not finite. All ranks call it together.
 
-    `batch` has this rank's rows, on the CPU. `stop` is read when the passes are launched, and sent to the other ranks.
+    `batch` has this rank's rows, on the CPU. `stop` is read when the passes are launched, and sent to the other ranks,
+    as is `pulse`.
     Raises a DataError if no token is counted, and a DeviceError if a GPU of a node did not send its rows in time.
     """
     # 1. Count the labels of the global batch, cut our rows, copy them to the device.
@@ -117,11 +127,11 @@ def train_step(
 
     # 2. to 4. Gradients and figures, repeated if rows had no room. The rows of a layer depend on the rows that earlier
     # layers left out, so buffers may have to grow twice.
-    result, loads = _differentiate(model, optimizer, whole, rule, stop, enter)
+    result, loads = _differentiate(model, optimizer, whole, rule, stop, enter, pulse)
     left_out = result.left_out
     while result.left_out:
         make_room(model.modules)
-        result, loads = _differentiate(model, optimizer, whole, rule, stop, enter)
+        result, loads = _differentiate(model, optimizer, whole, rule, stop, enter, pulse)
     result = replace(result, left_out=left_out)
     if not result.is_finite:
         return result
@@ -143,6 +153,7 @@ def _differentiate(
     rule: StepRule,
     stop: StopRequest | None,
     enter: EnterPhase,
+    pulse: RankPulse,
 ) -> tuple[StepResult, list[LayerLoad]]:
     """Gradients and figures of a global batch."""
     # 2. Forward and backward, micro-batch by micro-batch.
@@ -150,6 +161,8 @@ def _differentiate(
     with span(Span.ZERO):
         reset_loads(model.modules)
         forget_left_out(model.modules)
+        for meter in replica_meters(model.modules):
+            meter.reset()
         optimizer.zero_gradients(before_passes=True)
     losses = rule.passes(model, whole, rule.loss, enter)
 
@@ -162,7 +175,7 @@ def _differentiate(
 
     # 4. Read everything in one copy, for which the host waits.
     with span(Span.READ):
-        figures = _sum_figures(losses, _own_words(model, stop), model, rule)
+        figures = _sum_figures(losses, _own_words(model, stop, pulse), model, rule)
         result, is_late = _read(figures, norm)
     if is_late:
         refuse_late(model)
@@ -189,36 +202,49 @@ class _Figures:
     words: Tensor  # see `_own_words`
 
 
-def _own_words(model: RankModel, stop: StopRequest | None) -> Tensor:
-    """This rank's part of float64, 2 + ranks: ranks with a stop request, late ranks, peak memory of each rank."""
+def _own_words(model: RankModel, stop: StopRequest | None, pulse: RankPulse) -> Tensor:
+    """This rank's part of the words of all: ranks with a stop request, late ranks, then `_OF_RANK` words of each rank.
+
+    These are its peak memory, the slots that its plans of replicas needed, and its pulse. Float64.
+    """
     world = model.axes.world
-    words = torch.zeros(2 + world.size, dtype=torch.float64, device=model.device)
+    words = torch.zeros(2 + world.size * _OF_RANK, dtype=torch.float64, device=model.device)
     # Filled on the device: a copy from the host would wait for the device.
     words[0].fill_(stop is not None and stop.signal is not None)
     if model.buffers is not None:
         words[1] = model.buffers.late.bool()
-    words[2 + world.rank].fill_(peak_memory_bytes(model.device))
+    mine = words[2 + world.rank * _OF_RANK :]
+    for place, figure in zip((0, *range(2, _OF_RANK)), (peak_memory_bytes(model.device), *pulse), strict=True):
+        mine[place].fill_(figure)
+    if needed := [meter.slots_needed for meter in replica_meters(model.modules)]:
+        mine[1] = torch.stack(needed).max()
     return words
 
 
 def _sum_figures(losses: Tensor, words: Tensor, model: RankModel, rule: StepRule) -> _Figures:
     """Sum the figures of all ranks in one all-reduce. float64 holds counts up to 2**53 exactly."""
-    loads = layer_loads(model.modules)
+    loads = moe_loads(model.modules)
     left_out = rows_left_out(model.modules, losses.device)
     axes = model.axes
     if axes.world.group is None:
         return _Figures(losses, left_out, loads, words)  # one rank: its figures are those of the global batch
     # Ranks that share the vocabulary have the same loss; one of them contributes it.
     losses = losses.double() if axes.tensor.rank == 0 else torch.zeros_like(losses, dtype=torch.float64)
-    table = losses.new_zeros(len(rule.moe_layers), 2 + rule.experts)  # rows of layers on other stages stay zero
+    first = 2 + len(PlanSums)
+    table = losses.new_zeros(len(rule.moe_layers), first + rule.experts)  # rows of layers on other stages stay zero
     for load in loads:
         row = table[rule.moe_layers.index(load.layer)]
-        row[0], row[1], row[2:] = load.dropped, load.auxiliary_loss, load.slots_E
+        row[0], row[1], row[first:] = load.dropped, load.auxiliary_loss, load.slots_E
+        if load.plans is not None:
+            row[2:first] = load.plans
     figures = torch.cat((losses, left_out.double()[None], words, table.flatten()))
     dist.all_reduce(figures, group=axes.world.group)
     losses, left_out, words, table = figures.split((losses.numel(), 1, words.numel(), table.numel()))
-    rows = table.view(len(rule.moe_layers), 2 + rule.experts)
-    summed = [LayerLoad(layer, row[2:], row[0], row[1]) for layer, row in zip(rule.moe_layers, rows, strict=True)]
+    rows = table.view(len(rule.moe_layers), first + rule.experts)
+    summed = [
+        LayerLoad(layer, row[first:], row[0], row[1], row[2:first])
+        for layer, row in zip(rule.moe_layers, rows, strict=True)
+    ]
     return _Figures(losses, left_out, summed, words)
 
 
@@ -227,6 +253,7 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
     pieces = [figures.losses, norm, figures.left_out, figures.words]
     for load in figures.loads:
         pieces += [load.dropped, load.auxiliary_loss, load.slots_E]
+        pieces += [] if load.plans is None else [load.plans]
     values = iter(torch.cat([piece.detach().double().reshape(-1) for piece in pieces]).tolist())
 
     def take(count: int) -> list[float]:
@@ -234,22 +261,42 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
 
     main, *depths = take(figures.losses.numel())
     gradient_norm, left_out, wishes, late = take(4)
-    peaks = take(figures.words.numel() - 2)
+    ranks = [take(_OF_RANK) for _ in range((figures.words.numel() - 2) // _OF_RANK)]
     layers = []
     for load in figures.loads:
         dropped, auxiliary_loss = take(2)
         slots = tuple(map(int, take(load.slots_E.numel())))
-        layers.append(LayerReport(layer=load.layer, slots=slots, dropped=int(dropped), auxiliary_loss=auxiliary_loss))
+        balance = None if load.plans is None else balance_report(take(len(PlanSums)))
+        layers.append(
+            LayerReport(
+                layer=load.layer,
+                slots=slots,
+                dropped=int(dropped),
+                auxiliary_loss=auxiliary_loss,
+                balance=balance,
+            )
+        )
     result = StepResult(
         loss=main,
         mtp_losses=tuple(depths),
         gradient_norm=gradient_norm,
         layers=tuple(layers),
-        peak_memory_bytes=int(max(peaks)),
+        peak_memory_bytes=int(max(peak for peak, *_ in ranks)),
         wants_stop=wishes > 0,
         left_out=int(left_out),
+        pulses=tuple(RankPulse(*pulse) for _, _, *pulse in ranks),
+        slots_needed=int(max(needed for _, needed, *_ in ranks)),
     )
     return result, late > 0
+
+
+def balance_report(sums: Sequence[float]) -> BalanceReport | None:
+    """The report of a layer's plans, summed over all ranks; None without one."""
+    passes, rows = sums[PlanSums.PASSES], max(sums[PlanSums.ROWS], 1)
+    if not passes:
+        return None
+    before, after = sums[PlanSums.BEFORE] / rows, sums[PlanSums.AFTER] / rows
+    return BalanceReport(before=before, after=after, replicas=sums[PlanSums.REPLICAS] / passes)
 
 
 @torch.no_grad()

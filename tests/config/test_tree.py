@@ -56,6 +56,8 @@ NO_ASSIGNMENT = r"is not an assignment; allowed: a\.b=c, such as training\.steps
     [
         *((text, NO_ASSIGNMENT) for text in ("training", "=3", "training..steps=3", ".steps=3", "")),
         ('data.files=["a"', r'override data\.files: \["a" is not a TOML value: .*mind the shell'),
+        *((f'{field}="a\\u0000b"', f"{field} has a null character; got") for field in ("data.tokenizer", "name")),
+        ('data.files=["a", "b\\u0000"]', r"data\.files has a null character; got \['a', 'b\\x00'\]"),
         ("data.files=a\udcff", r"override data\.files is not UTF-8 text; got 'a\\udcff'"),
     ],
     ids=ascii,

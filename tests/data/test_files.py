@@ -14,6 +14,8 @@ import zstandard
 from penstock.base.errors import DataError
 from penstock.data import files
 from penstock.data.files import matched, readable_copies
+from penstock.data.text import JsonLines, PlainText
+from penstock.data.tokenizer import ByteTokenizer
 
 
 @pytest.fixture
@@ -142,3 +144,20 @@ def test_ranks_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sorted(made) == paths, "each file is decompressed by one rank"
     copies = readable_copies(paths, tmp_path / "cache")
     assert b"".join(copy.read_bytes()[:1] for copy in copies) == b"012345"
+
+
+def test_a_file_that_becomes_far_too_large_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.compress}
+    for suffix, packed in compress.items():
+        (tmp_path / f"bomb.jsonl.{suffix}").write_bytes(packed(bytes(200 << 20)))
+        with pytest.raises(DataError, match=rf"bomb\.jsonl\.{suffix} becomes more than 100 times as large"):
+            readable_copies([tmp_path / f"bomb.jsonl.{suffix}"], tmp_path / "cache")
+        assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path, suffix: str) -> None:
+    os.mkfifo(tmp_path / f"pipe.jsonl{suffix}")
+    for open_text in (PlainText, JsonLines):
+        with pytest.raises(DataError, match=rf"cannot read data file .*pipe\.jsonl{suffix}: it is a pipe or a device"):
+            open_text([tmp_path / f"pipe.jsonl{suffix}"], ByteTokenizer(), cache=tmp_path)

@@ -15,6 +15,7 @@ from penstock.base.errors import DataError
 from penstock.cli.main import main
 from penstock.config.data import Data, MixturePart
 from penstock.config.load import load_run
+from penstock.data.evaluation import EvaluationRows, evaluation_batches
 from penstock.data.mixture import Text
 from penstock.data.open import open_standard_library, open_text
 from penstock.data.sources import DocumentPart, Source, Split, SplitFilter, fingerprint_of, in_split
@@ -233,6 +234,23 @@ def test_without_a_share_only_parts_with_files_of_their_own_are_held_out(
     mixture["code"] = mixture["code"].model_copy(update=update)
     (part,) = opened(Data(mixture=mixture, validation_share=0.0), "validation").parts
     assert (part.name, len(part.documents)) == ("code", 10)
+
+
+def test_a_part_of_a_mixture_that_holds_out_no_text_is_left_out_of_evaluations(
+    mixture: dict[str, MixturePart], tmp_path: Path
+) -> None:
+    """If all do, nothing can be evaluated; to train, each part needs text."""
+    (tmp_path / "short.jsonl").write_text('{"text": "a"}')
+    mixture["short"] = MixturePart(source="jsonl", files=(str(tmp_path / "short.jsonl"),), weight=1.0)
+
+    def evaluated(parts: dict[str, MixturePart]) -> EvaluationRows:
+        text = opened(Data(mixture=parts, validation_share=0.1), "validation")
+        return evaluation_batches(text, rows=1, sequence_length=8, limit_rows=8, document_mask=False)
+
+    rows, others = (evaluated(parts) for parts in (mixture, {name: mixture[name] for name in ("web", "code")}))
+    assert (rows.tokens, rows.text_bytes) == (others.tokens, others.text_bytes)
+    with pytest.raises(DataError, match="the validation data hold no text: .*; fix: .* hold out nothing: evaluation"):
+        evaluated({"short": mixture["short"]})
 
 
 def test_an_error_names_the_part(mixture: dict[str, MixturePart]) -> None:

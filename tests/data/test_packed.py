@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.base.child import Child, ChildEndedError
 from penstock.base.errors import DataError
 from penstock.data import packed as packed_data
 from penstock.data.evaluation import evaluation_batches
@@ -277,6 +278,19 @@ def test_an_interruption_leaves_nothing_and_no_process(tmp_path: Path, processes
 
     with pytest.raises(KeyboardInterrupt):
         packed(tmp_path, *TEXTS, processes=processes, report=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_the_end_of_a_process_that_encodes_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(self: Child, request: object) -> object:
+        raise ChildEndedError("was ended by SIGKILL")
+
+    monkeypatch.setattr(Child, "ask", end)
+    with pytest.raises(DataError, match="a process that encodes was ended by SIGKILL; fix: take fewer processes"):
+        packed(tmp_path, *TEXTS, processes=2)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,10 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.base.child import Child, ChildEndedError
 from penstock.base.errors import DataError
 from penstock.data import tables
 from penstock.data.documents import CorruptRecords
@@ -93,9 +95,8 @@ def test_an_epoch_reads_each_block_once(tmp_path: Path, kind: str, monkeypatch: 
     source = opened(written(tmp_path, kind, rows(200)))
     assert 1 <= source.pool < 20  # blocks
     read: list[int] = []
-    for table in (tables.ParquetTable, tables.ArrowTable):
-        plain = table.column
-        monkeypatch.setattr(table, "column", lambda self, block, plain=plain: read.append(block) or plain(self, block))
+    plain = Child.ask
+    monkeypatch.setattr(Child, "ask", lambda self, request: read.append(request["block"]) or plain(self, request))
     stream = Stream(source, seed=0, shuffle=True, lanes=1)
     position = stream.start()
     while position.lanes[0].epoch == 0:
@@ -128,6 +129,44 @@ def test_a_damaged_block_is_named(tmp_path: Path) -> None:
     (notice,) = corrupt.take_notices()
     assert "a.parquet: row 3 of block 0 cannot be read" in notice
     assert "\n" not in notice
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.dictionary(pa.int32(), pa.string())])
+def test_one_wrong_number_of_an_arrow_file_spoils_its_block_only(tmp_path: Path, kind: pa.DataType) -> None:
+    table = pa.table({"text": pa.array([f"row {number:030}" for number in range(40)]).cast(kind)})
+    write_arrow(tmp_path / "a.arrow", table, 20)
+    content = bytearray((tmp_path / "a.arrow").read_bytes())
+    numbers = np.arange(21, dtype=np.int32) * (34 if kind == pa.string() else 1)
+    place = content.index(numbers[:20].tobytes())
+    content[place + 40 : place + 44] = np.int32(2**30).tobytes()  # of row 10: no such byte, or text
+    (tmp_path / "a.arrow").write_bytes(content)
+    corrupt = CorruptRecords("skip")
+    source = opened(tmp_path / "a.arrow", corrupt=corrupt)
+    assert [len(source.read(index)) for index in (3, 9, 10, 30)] == [0, 0, 0, 34]
+    assert "a.arrow: row 3 of block 0 cannot be read: " in corrupt.take_notices()[0]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    write_parquet(tmp_path / "a.parquet", table, 10)
+    write_arrow(tmp_path / "a.arrow", table, 10)
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(DataError, match=rf"{name} has 2 columns 'text'; got 'text', 'text'; fix: set data.text_f"):
+            opened(tmp_path / name)
+
+
+def test_a_library_that_ends_its_process_is_an_error_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, "Parquet", rows(5))
+
+    def end(self: Child, request: object) -> object:
+        raise ChildEndedError("was ended by SIGABRT")
+
+    source = opened(path)
+    monkeypatch.setattr(Child, "ask", end)
+    with pytest.raises(DataError, match=r"row 3 of block 0 cannot be read: Arrow was ended by SIGABRT"):
+        source.record(3)
+    with pytest.raises(DataError, match=r"a\.parquet is not a table: Arrow was ended by SIGABRT"):
+        opened(path)
 
 
 @pytest.mark.parametrize(

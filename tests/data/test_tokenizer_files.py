@@ -10,10 +10,11 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from penstock.base.errors import DataError
 from penstock.data import tokenizer_tiktoken
+from penstock.data.sources import RecordError
 from penstock.data.tokenizer import open_tokenizer
 from penstock.data.tokenizer_files import FileTokenizer, SentencePieceTokenizer
 from penstock.data.tokenizer_rules import END_OF_DOCUMENT_NAMES
@@ -279,3 +280,33 @@ def test_a_text_that_the_pattern_cannot_cut_is_an_error_of_that_text(ranks: Path
     assert len(tokenizer.encode(" " * 100_000 + "a")) > 0
     with pytest.raises(DataError, match="tiktoken cannot split a text: .*; fix: take the text out"):
         tokenizer.encode(" " * 2_000_000 + "a")
+
+
+def test_a_text_that_a_tokenizer_cannot_encode_is_an_error_of_that_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="[UNK]"))  # which it has not
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    opened = FileTokenizer(tmp_path / "tokenizer.json")
+    assert opened.encode("a").tolist() == [1]
+    for read in (opened.encode, opened.bytes_per_token):
+        with pytest.raises(RecordError, match=r"tokenizer\.json cannot encode a text: .*Missing \[UNK\]"):
+            read("b")
+
+
+def test_an_empty_text_before_each_text_is_refused(tmp_path: Path) -> None:
+    """With which the library panics."""
+    tokenizer = Tokenizer(models.BPE(vocab={"</s>": 0, "a": 1}, merges=[]))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Prepend("")])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"is not a tokenizer: it puts an empty text before each text"):
+        FileTokenizer(tmp_path / "tokenizer.json")
+
+
+def test_ids_that_no_model_has_are_refused(tmp_path: Path) -> None:
+    """Tables have a place for each id."""
+    text = Tokenizer(models.BPE(vocab={"</s>": 0, "a": 1}, merges=[])).to_str()
+    (tmp_path / "tokenizer.json").write_text(text.replace('"a":1', '"a":4294967295'))
+    (tmp_path / "a.tiktoken").write_text(tiktoken_lines({**RANKS, b"the": 2**40}))
+    for name in ("tokenizer.json", "a.tiktoken:cl100k"):
+        with pytest.raises(DataError, match="has ids that no model has; got up to "):
+            open_tokenizer(str(tmp_path / name))

@@ -45,8 +45,8 @@ ROUTINGS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def draw(routing: str, device: torch.device, experts: int = 5) -> Batch:
-    return draw_batch(ROUTINGS[routing](), experts, HIDDEN, WIDTH, device)
+def draw(routing: str, device: torch.device, experts: int = 5, hidden: int = HIDDEN, width: int = WIDTH) -> Batch:
+    return draw_batch(ROUTINGS[routing](), experts, hidden, width, device)
 
 
 @pytest.fixture(params=BACKENDS.values(), ids=BACKENDS.keys())
@@ -187,6 +187,16 @@ def test_output_and_gradients_equal_the_reference(
     batch = draw(routing, device)
     biases = batch.biases if rule == GPT_OSS else (None, None)
     compare(ffn, [*batch.inputs, *biases], rule, places_TK=batch.order.places_TK)
+
+
+@pytest.mark.parametrize("form", ["one function, torch", "operators, torch"])
+@pytest.mark.parametrize(("hidden", "width"), [(HIDDEN, 5), (7, WIDTH), (9, 5)])
+def test_rows_of_a_width_that_torch_refuses_are_padded(
+    form: str, hidden: int, width: int, device: torch.device
+) -> None:
+    """A part of an expert on one of several ranks need not be a multiple of 16 bytes."""
+    batch = draw("dropped slots", device, hidden=hidden, width=width)
+    compare(FORMS[form], [*batch.inputs, *batch.biases], GPT_OSS, places_TK=batch.order.places_TK)
 
 
 @pytest.mark.often("*-both, without weights", "*-index", "one function, triton-*")

@@ -98,6 +98,14 @@ def balanced(axes: Axes, rule: ReplicaRule, way: str, meter: ReplicaMeter) -> Ba
     return BalancedDispatcher(rule, axes.expert, inner, REFERENCE, slots_of, meter)
 
 
+class _Facts(ReplicaMeter):
+    """Keeps the facts of the last plan."""
+
+    def count(self, facts: Tensor) -> None:
+        super().count(facts)
+        self.facts = facts
+
+
 Job = tuple[Whole, ReplicaRule, str]
 
 
@@ -108,13 +116,13 @@ def _solve(jobs: Sequence[Job], expert_tensor: int, sums: bool) -> list[tuple[li
     axes = make_axes(Grid(world=world, expert=world // expert_tensor, expert_tensor=expert_tensor))
     results = []
     for whole, rule, way in jobs:
-        meter, own = ReplicaMeter(), whole.of(axes.expert.rank)
+        meter, own = _Facts(rule.groups), whole.of(axes.expert.rank)
         placement = ExpertPlacement(experts=whole.experts, expert=rule.groups, expert_tensor=expert_tensor)
         parameters = parts_of(whole.parameters, axes.expert.rank, placement)
         dispatcher = balanced(axes, rule, way, meter)
         found = mix(dispatcher, own, parameters, sums=sums)
         left_out = dispatcher.inner.row_capacity.left_out if isinstance(dispatcher.inner, AllGatherDispatcher) else 0
-        results.append((found, meter.sums.tolist(), int(left_out)))
+        results.append((found, meter.facts.tolist(), int(left_out)))
     torch.use_deterministic_algorithms(False)
     return results
 

@@ -64,7 +64,7 @@ def _solve(buffers: SymmetricBuffers, layers: Sequence[Layer], expert_tensor: in
         inner = SymmetricDispatcher(physical, transport, RowCapacity(physical, 1.0))
         counts = [whole.of(one).ids_TK.flatten().bincount(minlength=whole.experts + 1)[:-1] for one in range(ranks)]
         axis = Axis(name="expert", ranks=tuple(range(ranks)), rank=rank)
-        slots_of, meter = partial(MappedSlots, memory), ReplicaMeter()
+        slots_of, meter = partial(MappedSlots, memory), ReplicaMeter(rule.groups)
         dispatcher = _Told(rule, axis, inner, TRITON, slots_of, meter, torch.stack(counts).int())
         results.append(mix(dispatcher, whole.of(rank), parts_of(whole.parameters, rank, homes), sums=sums))
         assert not inner.row_capacity.left_out, "a plan with slots enough keeps its bound"

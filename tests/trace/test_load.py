@@ -1,6 +1,7 @@
 """Files become columns; a damaged file gives an error of one line."""
 
 import gzip
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -222,6 +223,15 @@ def test_two_files_of_one_rank_or_without_a_rank_are_refused(tmp_path: Path, oth
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
+def test_of_several_recordings_in_a_folder_one_must_be_given(tmp_path: Path) -> None:
+    for folder in ("first", "second"):
+        for rank in range(2):
+            write(tmp_path / folder / f"rank{rank}.json", tiny(rank))
+    assert told(tmp_path) == (
+        f"2 folders with traces of the same ranks; fix: give one of {tmp_path / 'first'}, {tmp_path / 'second'}"
+    )
+
+
 def test_a_file_or_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
     assert "cannot read" in told(tmp_path / "nothing.json")
     assert "holds no trace" in told(tmp_path)
@@ -331,3 +341,14 @@ def test_a_file_that_does_not_begin_as_json_is_refused_by_its_beginning(
         file.truncate(10**12)
     with pytest.raises(TraceError, match="is no trace of torch.profiler, or damaged"):
         load_trace(path)
+
+
+def test_a_file_that_becomes_far_too_large_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (200 << 20)))
+    assert told(path) == f"{path} becomes more than 100 times as large when it is unpacked: it is no trace"
+
+
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "trace.json")
+    assert told(tmp_path / "trace.json") == f"cannot read {tmp_path}/trace.json: it is a pipe or a device, no file"

@@ -144,6 +144,12 @@ def test_an_operator_of_pytorch_decides_before_what_is_fused_into_the_kernels_na
     assert found == phase
 
 
+def test_a_namespace_does_not_make_a_transport_part_of_the_model() -> None:
+    names = ["void flashinfer::trtllm_alltoall::moeAllToAllKernel<true>(int)", "flashinfer::allreduce_fusion_kernel"]
+    trace = decoded(*(one for place, name in enumerate(names) for one in started(100 * place, place + 1, name)))
+    assert [phase for phase, _ in named(trace)] == ["all-to-all", "all-reduce"]
+
+
 def test_an_exchange_without_a_span_is_dispatch_before_the_experts_and_combine_behind_them() -> None:
     kernels = [ALL_TO_ALL, "grouped_gemm_kernel", ALL_TO_ALL]
     trace = decoded(*(one for place, name in enumerate(kernels) for one in started(100 * place, place + 1, name)))
@@ -178,6 +184,8 @@ def test_what_nothing_names_is_other_and_its_share_is_said() -> None:
         ("sm80_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_relu_kernel", "convolution"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::relu_kernel>(int)", "activation"),
         ("batched_transpose_32x32_dword", "copy"),
+        ("void flash_comm::all2all_kernel<8>(int)", "all-to-all"),
+        ("void moe_a2a::kernel_dispatch<8>(int)", "dispatch"),
     ],
 )
 def test_kernels_of_libraries_are_known_by_name(name: str, part: str) -> None:

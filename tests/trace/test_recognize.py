@@ -75,6 +75,15 @@ def test_two_signs_of_three_decide(name: str, around: str, by: str, stream: int,
     assert (kinds(trace)[name] is GpuKind.COMMUNICATION) == talks
 
 
+@pytest.mark.parametrize(("beside", "talks"), [([], True), (ran("aten_like_gemm", 40, 1300, 5, SIDE), False)])
+def test_an_unknown_kernel_between_collectives_on_their_stream_communicates(
+    beside: list[dict[str, Any]], talks: bool
+) -> None:
+    around = ran("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(args)", 30, 1200, 50, SIDE)
+    trace = decoded(*computing(), *ran("acme_xyz", 22, 1010, 80, SIDE), *around, *beside)
+    assert (kinds(trace)["acme_xyz"] is GpuKind.COMMUNICATION) == talks
+
+
 def test_the_larger_part_of_a_kernels_time_decides_for_all_of_it() -> None:
     inside = [span("dispatch()", 20, 20), *ran("acme_xyz", 22, 1010, 80, SIDE)]
     assert set(kinds(decoded(*computing(), *inside, *ran("acme_xyz", 90, 1200, 20, MAIN))).values()) == {0, 1}

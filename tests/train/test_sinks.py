@@ -1,12 +1,15 @@
 """Which sinks a run has, what is refused before it starts, and that a sink in trouble does not end it."""
 
 import json
+import resource
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -243,3 +246,21 @@ def test_a_start_says_what_was_typed_and_on_what(start: RunStart) -> None:
     assert line["command"] == "penstock train debug seed=1 'data.files=[\"a b\"]'"
     assert start_record(start, ["/x/penstock/__main__.py", "train"])["command"] == "penstock train"
     assert (line["device"], line["ranks"], line["torch"]) == ("a laptop", 4, torch.__version__)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # a traceback of a thread
+def test_tensorboard_on_a_full_disk_is_told_and_prints_nothing_else(tmp_path: Path, start: RunStart) -> None:
+    told: list[str] = []
+    sink = BackgroundSink("TensorBoard", partial(TensorBoard, tmp_path, 1, 0), told.append)
+    sink.started(start)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is an error, as of a full disk
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limit[1]))
+        for step in range(1, 40):
+            sink.stepped(step_report(step))
+        sink.closed()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, previous)
+    assert told == ["TensorBoard is off from here on, the run goes on without it (OSError: [Errno 27] File too large)"]

@@ -116,7 +116,7 @@ def multiply_columns(
     check_groups("float8 product", counts_e, experts, None)
     if isinstance(accumulate_into, SlottedWeight):
         assert tiles is not None, "gradients in two places need tables of both"
-        own, slots = (
+        found = [
             multiply_columns(
                 *(dy, x, counts_e[part.experts]),
                 dtype=dtype,
@@ -125,8 +125,8 @@ def multiply_columns(
                 launch=launch,
             )
             for part in weight_parts(accumulate_into, tiles)
-        )
-        return SlottedWeight(own, slots)
+        ]
+        return SlottedWeight(found[0], accumulate_into.slots)
     shape = (experts, rows, columns)
     result = dy.values.new_empty(shape, dtype=dtype) if accumulate_into is None else accumulate_into
     _check_result("gradient", result, shape, dtype if accumulate_into is None else torch.float32)

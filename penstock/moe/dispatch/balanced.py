@@ -10,8 +10,9 @@ The other dispatcher sees experts x groups of ranks with per_group + slots exper
 replicas. The plan is kept for backward in the rows of the experts, and for a recomputed region by the region.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import torch
 from torch import Tensor, nn
@@ -31,27 +32,45 @@ SlotsOf = Callable[[ReplicaPlan], ReplicaSlots | None]
 """The slots of a plan; None if the plan has no replica and the host knows that."""
 
 
+class PlanSums(IntEnum):
+    """Places in `ReplicaMeter.sums`."""
+
+    ROWS = 0  # of all groups
+    BEFORE = 1  # rows of the fullest group without replicas, times groups
+    AFTER = 2  # the same with replicas
+    REPLICAS = 3
+    PASSES = 4
+
+
 class ReplicaMeter(nn.Module):
-    """Facts of a layer's plans since the last reset, by `PlanFact`; on the device, read once a step."""
+    """Facts of a layer's plans since the last reset; on the device, read once a step."""
 
-    sums: Tensor  # int64, over the passes
-    most: Tensor  # int64
+    sums: Tensor  # int64 [5], over the passes: see `PlanSums`
+    slots_needed: Tensor  # int64 scalar, the most of a pass
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int) -> None:
         super().__init__()
-        self.register_buffer("sums", torch.zeros(len(PlanFact), dtype=torch.int64), persistent=False)
-        self.register_buffer("most", torch.zeros(len(PlanFact), dtype=torch.int64), persistent=False)
+        self.groups = groups
+        self.register_buffer("sums", torch.zeros(len(PlanSums), dtype=torch.int64), persistent=False)
+        self.register_buffer("slots_needed", torch.zeros((), dtype=torch.int64), persistent=False)
 
     @torch.no_grad()
     def count(self, facts: Tensor) -> None:
         """Add one plan."""
-        self.sums += facts
-        torch.maximum(self.most, facts, out=self.most)
+        rows, home, fullest = facts[PlanFact.ROWS], facts[PlanFact.FULLEST_HOME], facts[PlanFact.FULLEST]
+        one = torch.ones_like(rows)
+        self.sums += torch.stack((rows, home * self.groups, fullest * self.groups, facts[PlanFact.REPLICAS], one))
+        torch.maximum(self.slots_needed, facts[PlanFact.SLOTS_NEEDED], out=self.slots_needed)
 
     def reset(self) -> None:
         """Start a new step."""
         self.sums.zero_()
-        self.most.zero_()
+        self.slots_needed.zero_()
+
+
+def replica_meters(modules: Iterable[nn.Module]) -> list[ReplicaMeter]:
+    """The meters of all layers."""
+    return [module for model in modules for module in model.modules() if isinstance(module, ReplicaMeter)]
 
 
 @dataclass(frozen=True)

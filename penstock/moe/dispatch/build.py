@@ -68,7 +68,7 @@ def make_dispatcher(
         slots_of = by_collectives
         if layer_context.replicas is not None:
             slots_of = partial(import_module("penstock.parallel.replica_memory").MappedSlots, layer_context.replicas)
-        return BalancedDispatcher(rule, axis, flat, operators, slots_of, ReplicaMeter()), row_capacity
+        return BalancedDispatcher(rule, axis, flat, operators, slots_of, ReplicaMeter(rule.groups)), row_capacity
     nodes = NodePlacement(placement, axes.expert_node, axes.expert_across)
     inner = _flat(choice.inner, placement.block(nodes.node.size), nodes.node, layer_context, row_capacity)
     # All-gather and symmetric dispatch need equally many tokens on each rank of the node.
