@@ -426,7 +426,7 @@ def _measured_words(evidence: RunEvidence) -> str:
         return "Nothing was measured."
     if evidence.is_cpu:
         return "Diamonds: the most that a rank's process held (resident set)."
-    return "Diamonds: the most that a rank's allocator handed out; libraries and reserve are not in it."
+    return "Diamonds: the peak memory that a rank's allocator had allocated; libraries and reserve are not in it."
 
 
 def _marks(peaks: Mapping[int, tuple[int, int | None]], row: Callable[[int], str]) -> list[dict[str, Any]]:
@@ -453,7 +453,7 @@ def _only_measured(evidence: RunEvidence, peaks: Mapping[int, tuple[int, int | N
     ranks = sorted(sorted(peaks, key=lambda rank: -peaks[rank][0])[:PLACES])
     names = [f"rank {rank}" for rank in ranks]
     bars = [{MEASURED: peaks[rank][0] / 1e9} for rank in ranks]
-    of = "the process held (resident set)" if evidence.is_cpu else "the allocator handed out"
+    of = "the process held (resident set)" if evidence.is_cpu else "the allocator allocated"
     data = part_bars(names, bars, ["the most so far"] * len(names), "GB", {MEASURED: SERIES[0]})
     left = f" The fullest {PLACES} of {len(peaks)} ranks." if len(peaks) > PLACES else ""
     return stacked(
@@ -488,7 +488,7 @@ def memory_over_time(evidence: RunEvidence) -> Figure | None:
     return Figure(
         name="memory-over-time",
         title=f"Memory over {'the trace' if step is None else f'step {step}'}",
-        caption=f"By the time at which the host asked for it; at most {peak} were handed out.{some}",
+        caption=f"By the time at which the host asked for it; at most {peak} were allocated.{some}",
         data=data,
         layout={
             "xaxis": axis("time in the step (ms)", rangemode="tozero"),
