@@ -72,6 +72,8 @@ class Family:
     # Tensors of the file that several of ours fill, by their name in a layer, and ours in the file's order.
     divided: Mapping[str, tuple[DivisionOf, tuple[str, ...]]] = field(default_factory=dict)
     prediction: Names = field(default_factory=dict)  # multi-token prediction weights outside its decoder layer
+    # Beginnings of these names, and of those of its decoder layer.
+    prediction_prefixes: tuple[str, str] = ("model.layers.{layer}.", "model.layers.{layer}.")
     values: Mapping[str, str]  # key of `config.json` to the path of our field
     renamed: Mapping[str, str] = field(default_factory=dict)  # keys of newer files to the published ones
     absent: Values = field(default_factory=dict)  # values of keys that published files leave out
@@ -85,6 +87,16 @@ class Family:
         """The name of a file's tensor without prefix; None if it is not a weight of the text model."""
         return None if re.fullmatch(self.left_out, name) else name.replace(self.prefix, "", 1)
 
+    def depth_of(self, name: str, layers: int) -> int | None:
+        """The depth of multi-token prediction, from 0, to which a `text_name` belongs; None for other weights."""
+        if self.prediction and (match := _IN_LAYER.match(name)):
+            behind = int(match["layer"]) - (0 if match["mtp"] else layers)
+            return behind if behind >= 0 else None
+        # Files with a prefix of its own have one depth.
+        return 0 if self.prediction and name.startswith("mtp.") else None
+
+
+_IN_LAYER = re.compile(r"(?:model|(?P<mtp>mtp))\.layers\.(?P<layer>\d+)\.")
 
 # -------------------------------------------------------------------------------------------------- names of weights
 
@@ -185,6 +197,13 @@ _PREDICTION: Names = {
     "norm.weight_D": ("shared_head.norm.weight",),
 }
 
+_PREDICTION_OF_QWEN: Names = {
+    "embed_norm.weight_D": ("pre_fc_norm_embedding.weight",),
+    "hidden_norm.weight_D": ("pre_fc_norm_hidden.weight",),
+    "join.weight": ("fc.weight",),
+    "norm.weight_D": ("norm.weight",),
+}
+
 # ---------------------------------------------------------------------------------------------- keys of config.json
 
 _MODEL_VALUES = {
@@ -282,9 +301,10 @@ _QWEN3_NEXT = Family(
         "linear_key_head_dim": "linear_attention.key_head_dim",
         "linear_value_head_dim": "linear_attention.value_head_dim",
         "linear_conv_kernel_dim": "linear_attention.conv_size",
+        "num_nextn_predict_layers": "mtp_layers",
     },
-    renamed={"num_local_experts": "num_experts"},
-    absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "norm_topk_prob": True},
+    renamed={"num_local_experts": "num_experts", "mtp_num_hidden_layers": "num_nextn_predict_layers"},
+    absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "norm_topk_prob": True, "num_nextn_predict_layers": 0},
     always={
         "attention.qk_norm": "head",
         "attention.output_gate": True,
@@ -294,7 +314,8 @@ _QWEN3_NEXT = Family(
     },
     fixed=_MODEL_FIXED,
     parts=(HEADS, rotary(10000.0, partial=0.25), LINEAR, EXCEPTIONS),
-    left_out=r".*\.rotary_emb\.inv_freq|mtp\..*",
+    prediction=_PREDICTION_OF_QWEN,
+    prediction_prefixes=("mtp.", "mtp.layers.{depth}."),
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -542,7 +563,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             always={**_QWEN3_NEXT.always, "moe.router.norm_topk_prob": True},
             parts=(HEADS, rotary(10000.0, partial=0.25), LINEAR),
             prefix="language_model.",
-            left_out=r".*\.rotary_emb\.inv_freq|model\.visual\..*|mtp\..*",
+            left_out=r".*\.rotary_emb\.inv_freq|model\.visual\..*",
         ),
         "llama": _LLAMA,
         "qwen3": replace(

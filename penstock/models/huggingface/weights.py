@@ -145,15 +145,20 @@ def _mappings(config: Model, family: Family, name: str, whole: tuple[int, ...]) 
 
 def _hf_names(config: Model, family: Family, name: str) -> tuple[tuple[str, ...], str, bool]:
     """Returns (names in the file, none if the family has none; our name in its layer; whether that is linear)."""
+    prefix, depth = "model.layers.{layer}.", 0
     if match := _LAYER.fullmatch(name):
-        layer = int(match["layer"] or 0) if match["depth"] is None else config.layers + int(match["depth"])
+        if match["depth"] is not None:
+            prefix, depth = family.prediction_prefixes[1], int(match["depth"])
+        layer = int(match["layer"] or 0) if match["depth"] is None else config.layers + depth
         is_linear = config.is_linear(layer) and match["rest"].startswith("attention")
         table = family.linear if is_linear else family.names
     elif match := _PREDICTION.fullmatch(name):
-        layer, table, is_linear = config.layers + int(match["depth"]), family.prediction, False
+        prefix, depth = family.prediction_prefixes[0], int(match["depth"])
+        layer, table, is_linear = config.layers + depth, family.prediction, False
     else:
         return MODEL.get(name, ()), name, False
-    return tuple(f"model.layers.{layer}.{one}" for one in table.get(match["rest"], ())), match["rest"], is_linear
+    prefix = prefix.format(layer=layer, depth=depth)
+    return tuple(f"{prefix}{one}" for one in table.get(match["rest"], ())), match["rest"], is_linear
 
 
 @torch.no_grad()
@@ -172,12 +177,25 @@ def from_huggingface(model: Decoder, weights: Mapping[str, Tensor]) -> None:
 
 
 def names_of(config: Model, names: Iterable[str]) -> dict[str, str]:
-    """The names of a file's weights by `hf_name`, without tensors that are not weights of the text model."""
+    """The names of a file's weights by `hf_name`, without tensors that are not weights of the text model.
+
+    A model without multi-token prediction leaves out that of the file.
+    """
     family = family_of(config)
     found = {text: name for name in names if (text := family.text_name(name)) is not None}
+    if not config.mtp_layers:
+        found = {text: name for text, name in found.items() if family.depth_of(text, config.layers) is None}
     if config.tie_word_embeddings:
         found.pop(_HEAD, None)  # some files repeat the embedding
     return found
+
+
+def with_prediction(config: Model, names: Iterable[str]) -> Model:
+    """The model with the multi-token prediction that a file has, which some `config.json` do not mention."""
+    family = family_of(config)
+    texts = (text for name in names if (text := family.text_name(name)) is not None)
+    depths = {depth for text in texts if (depth := family.depth_of(text, config.layers)) is not None}
+    return config.model_copy(update={"mtp_layers": max(config.mtp_layers, len(depths))})
 
 
 def check_weights(lines: Sequence[WeightMapping], weights: Mapping[str, Tensor], names: Mapping[str, str]) -> None:

@@ -71,7 +71,7 @@ MUCH_POINTWISE = 0.1
 
 TOKENS = (
     *("all-to-all", "send-recv", "symmetric", "hierarchical", "deep-ep", "hybrid-ep", "mori", "pplx"),
-    *("expert-parallel", "nvshmem", "ucx"),
+    *("expert-parallel", "gathered tokens", "nvshmem", "ucx"),
 )
 """Kinds of communication that carry tokens: collectives, dispatchers, and libraries."""
 
