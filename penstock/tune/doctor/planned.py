@@ -21,8 +21,8 @@ from penstock.tune.doctor.remedies import FLOAT8, FLOAT8_DISPATCH, SELECTIVE, ac
 _KINDS = {"weights": "all-gather", "gradients": "reduce-scatter", "exchange": "exchange", "bubble": "send-recv"}
 """Kind of communication of each term of the plan; the kind of `dispatch` is the dispatcher."""
 
-NOT_PROJECTED = ("model.moe.", "host.", "training.collect_garbage_every")
-"""Prefixes of changes that act on late ranks, which a plan does not model."""
+NOT_PROJECTED = ("model.moe.", "dispatch.balance", "host.", "training.collect_garbage_every")
+"""Prefixes of changes that act on late ranks, which a plan does not model, or on rows that it only assumes."""
 
 LAUNCHES = "graphs."
 """Prefix of changes that save only launches: a trace may show a gain that the plan hides."""
