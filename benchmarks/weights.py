@@ -31,7 +31,7 @@ from benchmarks import record
 from penstock.config.load import load_run
 from penstock.models.count import count
 from penstock.models.huggingface.config import huggingface_config
-from penstock.models.huggingface.weights import weight_mappings
+from penstock.models.huggingface.weights import by_file_tensor, weight_mappings
 from penstock.train.tensor_files import TensorEntry, write_entries
 
 PRESET = "qwen3-235b-a22b-1l"
@@ -47,7 +47,7 @@ def make(preset: str, folder: Path) -> int:
     (folder / "config.json").write_text(json.dumps(huggingface_config(model)))
     file: list[TensorEntry] = []
     total = 0
-    for number, line in enumerate(weight_mappings(model)):
+    for number, (line, *_) in enumerate(by_file_tensor(weight_mappings(model))):
         values = partial(_random, number, line.shape)
         file.append(TensorEntry(name=line.hf_name, dtype=torch.bfloat16, shape=line.shape, make=values))
         total += file[-1].nbytes
@@ -123,7 +123,7 @@ def measure(preset: str, folder: Path) -> dict[str, object]:
 
 def line_bytes(preset: str) -> list[int]:
     """Bytes of every tensor there, in bfloat16."""
-    return [2 * prod(line.shape) for line in weight_mappings(load_run(preset).model)]
+    return [2 * prod(line.shape) for line, *_ in by_file_tensor(weight_mappings(load_run(preset).model))]
 
 
 def main() -> None:

@@ -125,11 +125,17 @@ ROUTER = (
     Entry(
         "R3",
         "expert bias with sigmoid, in float32, once a batch",
-        "config",
-        ("expert-bias-goes-with-sigmoid",),
-        "the other two cannot be chosen",
+        "moot",
+        (),
+        "the bias goes with every score, and the other two cannot be chosen",
     ),
-    Entry("R4", "quantile balancing alone", "theirs", (), _NO_OPTION),
+    Entry(
+        "R4",
+        "quantile balancing without auxiliary loss, fused router and groups",
+        "config",
+        ("quantiles-are-of-all-experts", "quantiles-move-a-bias"),
+        "a loss may stand beside it",
+    ),
     Entry("R5", "sinkhorn without auxiliary loss", "theirs", (), _NO_OPTION),
     Entry("R6", "a coefficient for each kind of loss", "theirs", (), "there is one kind at a time"),
     Entry(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from penstock.train.goodput import KINDS
 from penstock.train.metrics import FIELDS, LAYER_FIELDS, PHASE_FIELDS, MetricField
 from penstock.train.prometheus import ENDPOINT_FIELDS, EXPORTED, EXPORTED_OF_LAYER
 
@@ -19,8 +20,8 @@ python -c "import json; print(json.loads(open('runs/first/metrics.jsonl').readli
 
 The other sinks ([sinks.md](sinks.md)) get the same metrics. In TensorBoard and W&B they are named `train/loss`,
 `phase/forward`, `layer 01/entropy` and so on. The Prometheus endpoint uses the names of the last column; all metrics
-there have a label `run`, `phase_seconds` a label `phase`, `mtp_losses` a label `depth`, and the fields of `layers` a
-label `layer`.
+there have a label `run`, `phase_seconds` a label `phase`, `mtp_losses` a label `depth`, `wall_seconds` a label `kind`,
+and the fields of `layers` a label `layer`.
 """
 
 
@@ -31,6 +32,7 @@ def metrics_page() -> str:
         "## Fields of a line": _table(FIELDS, EXPORTED),
         "## `layers`": _table(LAYER_FIELDS, EXPORTED_OF_LAYER),
         "## `phase_seconds`": _table(phases),
+        "## `wall_seconds`": _table({kind: MetricField("s", doc) for kind, doc in KINDS.items()}),
         "## Only at the Prometheus endpoint": _table(ENDPOINT_FIELDS),
     }
     body = "\n".join(f"{title}\n\n{table}\n" for title, table in sections.items())

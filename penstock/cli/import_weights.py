@@ -26,6 +26,7 @@ from penstock.config.training import LearningRateSchedule, Optimizer, Training
 from penstock.models.count import count
 from penstock.models.huggingface.config import facts_of
 from penstock.models.huggingface.weight_folder import WeightFolder
+from penstock.models.huggingface.weights import with_prediction
 from penstock.train.import_weights import Upcycling, import_weights, model_in
 from penstock.train.saved_weights import RUN_FILE
 
@@ -50,7 +51,7 @@ def import_(
     else:  # required fields only: the user sets text and steps
         base = Run(
             name=output.name,
-            model=model_in(source),
+            model=with_prediction(model_in(source), WeightFolder(source)),
             training=Training(steps=STEPS, sequence_length=2048),
             optimizer=Optimizer(learning_rate=LEARNING_RATE),
             schedule=LearningRateSchedule(warmup_steps=STEPS // 20),

@@ -20,6 +20,7 @@ from penstock.base.errors import PenstockError, did_you_mean_path
 from penstock.cli.plan import check_file
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import write_run_page
+from penstock.trace.recognize import read_phase_names
 
 PAGE = "report.html"  # name of the page in the folder of the run
 
@@ -28,11 +29,14 @@ Place = Annotated[
 ]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Where to; report.html in RUN if left out.")]
 On = Annotated[str | None, typer.Option("--on", metavar="NxCHIP", help="What the run is on: 8xH200, or 8xmine.toml.")]
+Names = Annotated[
+    Path | None, typer.Option("--names", metavar="FILE", help="Phases of kernels by name (docs/trace.md).")
+]
 NoPlan = Annotated[bool, typer.Option("--no-plan", help="Do not project the run.")]
 
 
-def report(path: Place, html: Html = None, on: On = None, no_plan: NoPlan = False) -> None:
-    """Write one HTML page of a run: verdict, curves, memory, timeline, flame, roofline, ranks, experts."""
+def report(path: Place, html: Html = None, on: On = None, names: Names = None, no_plan: NoPlan = False) -> None:
+    """Write one HTML page of a run: verdict, curves, goodput, memory, timeline, flame, roofline, ranks, experts."""
     if not path.exists():
         raise PenstockError(
             f"there is no {path}", allowed="the folder of a run, or traces", fix=did_you_mean_path(path)
@@ -43,7 +47,8 @@ def report(path: Place, html: Html = None, on: On = None, no_plan: NoPlan = Fals
     check_file(target, "--html")  # before anything is read
     if on is not None and no_plan:
         raise PenstockError("--on says what to plan for, and --no-plan plans nothing", fix="leave one of them out")
+    mapped = None if names is None else read_phase_names(names)
     with Console(stderr=True).status("reading"):  # nothing is drawn without a terminal
-        write_run_page(gather(path, on=on, plans=not no_plan), target)
+        write_run_page(gather(path, on=on, plans=not no_plan, names=mapped), target)
     print(f"written to {target}", file=sys.stderr)
     print(f"next:  python -m webbrowser {shlex.quote(str(target))}", file=sys.stderr)

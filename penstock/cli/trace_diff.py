@@ -14,6 +14,7 @@ from penstock.cli.output import print_next, print_table
 from penstock.trace.compare import CLOSING, ChangeKind, ComparedRow, TraceComparison, compare, named_events
 from penstock.trace.events import Trace
 from penstock.trace.load import load_ranks
+from penstock.trace.recognize import PhaseNames, read_phase_names
 
 LONGEST_NAME = 60  # characters of an operator or shape
 
@@ -29,11 +30,15 @@ def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="A file, a folder of ranks, or the folder of a run.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="What to compare with it.")],
     rank: Annotated[int | None, typer.Option("--rank", help="Which rank of several; else the lowest.")] = None,
+    names: Annotated[
+        Path | None, typer.Option("--names", metavar="FILE", help="Phases of kernels by name (docs/trace.md).")
+    ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Lines of each table.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print every row as JSON.")] = False,
 ) -> None:
     """Compare two traces of one rank: matched by span, then by operator and shape; medians over steps."""
-    work_a, work_b = (named_events(one_rank(path, rank)) for path in (a, b))
+    mapped = None if names is None else read_phase_names(names)
+    work_a, work_b = (named_events(one_rank(path, rank, names=mapped)) for path in (a, b))
     compared = compare(work_a, work_b)
     if as_json:
         print(json.dumps(as_tree(compared)))
@@ -42,9 +47,9 @@ def diff(
         print_next("doctor", b)
 
 
-def one_rank(path: Path, rank: int | None, *, gpu_required: bool = True) -> Trace:
+def one_rank(path: Path, rank: int | None, *, gpu_required: bool = True, names: PhaseNames | None = None) -> Trace:
     """The trace of a rank, or of the lowest one. Raises a TraceError if there is no such rank."""
-    traces = load_ranks(path, gpu_required=gpu_required)
+    traces = load_ranks(path, gpu_required=gpu_required, names=names)
     if rank is not None and rank not in traces:
         raise TraceError(f"{path} has no trace of this rank", got=rank, allowed=", ".join(map(str, traces)))
     return traces[next(iter(traces)) if rank is None else rank]

@@ -309,7 +309,7 @@ def _unmatched(answer: TraceAnalysis) -> None:
     if not unmatched:
         print("unmatched: none")
         return
-    print(f"\nunmatched: {len(unmatched)} collectives of all steps, of which no waiting is told")
+    print(f"\nunmatched: {len(unmatched)} collectives of all steps, whose waiting is unknown")
     rows = []
     for one in unmatched:
         ranks = ", ".join(f"{calls.ranks[calls.rank[row]]}" for row in one.rows)
@@ -340,13 +340,13 @@ def _launches(first: RankAnalysis, of: str, per: float) -> None:
     print(f"  {short} of {kernels} kernels under 10 us, {ms(one.short_us * per)} ms together")
     print(
         f"  {_count(gaps.count * per)} gaps over 10 us, {_count(gaps.long_count * per)} over 100 us, the longest "
-        f"{ms(gaps.max_us)} ms; of {ms(gaps.total_us * per)} ms idle the host was late in {ms(gaps.hosts_us * per)}, "
-        f"work was there in {ms(gaps.devices_us * per)}"
+        f"{ms(gaps.max_us)} ms; of {ms(gaps.total_us * per)} ms idle time, {ms(gaps.hosts_us * per)} ms are before a "
+        f"launch, {ms(gaps.devices_us * per)} ms after it"
     )
     if queue is not None:
         print(
-            f"  queue: {queue.mean:.1f} deep in the mean, {queue.max:,} at most, empty {queue.empty_share:.1%} of the "
-            f"time; from launch to start {ms(queue.median_delay_us)} ms in the median"
+            f"  launch queue: mean depth {queue.mean:.1f}, maximum {queue.max:,}, empty {queue.empty_share:.1%} of the "
+            f"time; from launch to start {ms(queue.median_delay_us)} ms (median)"
         )
     if one.waits:
         print_table(("the host waits in", "times", "ms", "from"), _cut(_waits(one.waits, per), WAITS))
@@ -404,12 +404,12 @@ def print_memory(memory: AllocatorHistory, of: str) -> None:
     where = f"{phase}: {' > '.join(peak.spans)}" if peak.spans else phase
     print(f"\nmemory{of}, device {memory.device}, over the whole recording, at the time of the host")
     print(
-        f"  {bytes_text(peak.allocated_bytes)} handed out at most ({bytes_text(peak.reserved_bytes)} reserved then, "
+        f"  peak: {bytes_text(peak.allocated_bytes)} allocated ({bytes_text(peak.reserved_bytes)} reserved then, "
         f"{bytes_text(int(memory.reserved.max()))} at most), in {where}"
     )
     if peak.components:
         print_table(
-            ("held then", "bytes", "share"),
+            ("at the peak", "bytes", "share"),
             [
                 (name, bytes_text(size), f"{size / max(peak.allocated_bytes, 1):.1%}")
                 for name, size in peak.components.items()
@@ -426,4 +426,4 @@ def print_memory(memory: AllocatorHistory, of: str) -> None:
             table.append((row.name, row.pass_, there, handed_out, kept, most))
     if len(rows) > MEMORY_ROWS:
         table.append((f"{len(rows) - MEMORY_ROWS} smaller ones", *[""] * 5))
-    print_table(("phase", "pass", "of it at the peak", "handed out", "more after than before", "most held"), table)
+    print_table(("phase", "pass", "at the peak", "allocated", "allocated minus freed", "maximum"), table)

@@ -20,6 +20,7 @@ the folder that their launch has made and go on there; rank 0 looks and tells th
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,7 +64,8 @@ from penstock.parallel.launch.local import (
 )
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
-from penstock.train.loop import open_store, resume, start, train_run
+from penstock.train.goodput import GoodputLedger, goodput
+from penstock.train.loop import RunHooks, open_store, resume, start, train_run
 from penstock.train.observer import RunEnd
 from penstock.train.run_folder import (
     RunFolder,
@@ -302,11 +304,14 @@ def _run(
         if begin.steps == 0:
             _say(console, f"{folder.path} has no checkpoint: it begins at its first step")
         _say(console, *begin.notices)
+    kept_in = folder.goodput if environment.rank == 0 else None
+    ledger = GoodputLedger(kept_in, begin.steps, environment.job_begin)
     view = LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console)
     sinks = open_sinks(session.run, folder, begin.steps, view.note) if environment.rank == 0 else []
     try:
         with StopRequest(view.stopping) as stop:
-            end = train_run(session, folder, store, begin, [*sinks, view], stop, meeting.mark)
+            hooks = RunHooks(mark=meeting.mark, host_of=meeting.host_of, ledger=ledger)
+            end = train_run(session, folder, store, begin, [*sinks, view], stop, hooks)
     except KeyboardInterrupt:
         newest = store.latest()
         if environment.rank == 0:
@@ -315,12 +320,12 @@ def _run(
         sys.stdout.flush()  # os._exit flushes nothing
         # Python would wait for the thread that writes a checkpoint. Half-written files have hidden names.
         os._exit(INTERRUPTED)
-    _print_end(console, session.run, folder, end)
+    _print_end(console, session.run, folder, end, ledger.seconds())
     # A rank that stops because another one was asked to ends as that one does.
     return (stop.exit_code or STOPPED) if end.stopped_by else 0
 
 
-def _print_end(console: Console, run: Run, folder: RunFolder, end: RunEnd) -> None:
+def _print_end(console: Console, run: Run, folder: RunFolder, end: RunEnd, wall: Mapping[str, float]) -> None:
     """Print the result and the next command."""
     saved = f"saved in {end.checkpoint}" if end.checkpoint else "nothing is saved"
     if end.stopped_by:
@@ -334,6 +339,11 @@ def _print_end(console: Console, run: Run, folder: RunFolder, end: RunEnd) -> No
         if end.last.forced_balance:
             figures.append(FORCED_BALANCE)
         lines.append("  ".join(figures))
+    lost = sorted(((seconds, kind) for kind, seconds in wall.items() if kind != "training"), reverse=True)
+    most = ", ".join(f"{kind} {duration_text(seconds)}" for seconds, kind in lost[:3])
+    lines.append(
+        f"goodput {goodput(wall) or 0:.1%} of {duration_text(sum(wall.values()))} since the first start; {most}"
+    )
     if end.stopped_by and end.checkpoint:
         lines.append(next_line("train", folder.path, "--resume"))
     elif not end.stopped_by:

@@ -34,6 +34,7 @@ class ModelSizes:
     dense_layers: int
     vocab_size: int
     head_counts: tuple[int, ...]  # heads, then key/value heads of grouped-query attention
+    key_heads: int  # of linear attention; 0 without
     experts: int  # routed experts of a layer; 0 in a dense model
     expert_width: int
     shared_width: int  # features of the shared expert; 0 for none
@@ -94,6 +95,7 @@ def model_sizes(model: Model) -> ModelSizes:
         dense_layers=model.layers - model.moe_layers,
         vocab_size=model.vocab_size,
         head_counts=tuple(heads_of(model.attention).values()),
+        key_heads=0 if model.linear_attention is None else model.linear_attention.key_heads,
         experts=0 if moe is None else moe.experts,  # so that rules need not ask whether there are any
         expert_width=0 if moe is None else moe.moe_intermediate_size,
         shared_width=0 if moe is None else moe.shared_expert_intermediate_size,

@@ -52,6 +52,21 @@ def tensor_ranks_divide_heads(sizes: LayoutSizes) -> Problem | None:
 
 
 @rule_of_sizes
+def ranks_divide_linear_heads(sizes: LayoutSizes) -> Problem | None:
+    """`parallel.context` x `parallel.tensor` divide `model.linear_attention.key_heads`: each has states of whole heads.
+
+    That holds for either `parallel.context_method`, because ranks exchange positions for heads.
+    """
+    ranks = sizes.cp * sizes.tp
+    if sizes.model.key_heads % ranks == 0:
+        return None
+    return Problem.from_line(
+        f"parallel.context x parallel.tensor must divide model.linear_attention.key_heads ({sizes.model.key_heads}); "
+        f"got {ranks}; fix: use fewer of these ranks"
+    )
+
+
+@rule_of_sizes
 def tensor_ranks_divide_widths(sizes: LayoutSizes) -> Problem | None:
     """`parallel.tensor` divides `model.intermediate_size` and `model.moe.shared_expert_intermediate_size`."""
     model = sizes.model

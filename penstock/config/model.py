@@ -91,6 +91,7 @@ class GroupedQueryAttention(Section):
     )
     bias: bool = knob(False, doc="Biases on all four projections.")
     qkv_bias: bool = knob(False, doc="Biases on queries, keys and values (GLM-4.5); `bias` includes them.")
+    output_gate: bool = knob(False, doc="The output of each head is multiplied by a sigmoid of the input (Qwen3-Next).")
     sinks: bool = knob(False, doc="A learned logit for each head in the softmax, without a value (attention sink).")
     local: LocalAttention | None = knob(None, doc="Layers with local attention; none: all are global.")
 
@@ -132,6 +133,25 @@ class LatentAttention(Section):
         return self.qk_rope_head_dim
 
 
+class LinearAttention(Section):
+    """Layers with linear attention by a gated delta rule, between layers with `model.attention`."""
+
+    kind: Literal["gdn", "kda"] = knob(
+        "gdn",
+        doc="Decay of the state: a number for each head (Gated DeltaNet, Qwen3-Next), or for each key feature (Kimi "
+        "Delta Attention).",
+    )
+    key_heads: int = _heads(doc="Heads of queries and keys.", low=1)
+    value_heads: int = _heads(doc="Heads of values; a multiple of `key_heads`.", low=1)
+    key_head_dim: int = _width(doc="Width of a query or key.", low=1)
+    value_head_dim: int = _width(doc="Width of a value.", low=1)
+    conv_size: int = knob(
+        4, doc="Positions of the short convolution over queries, keys and values.", unit="positions", low=1, high=64
+    )
+    full_every: int = _layers(4, doc="Every n-th layer, the n-th first, has `model.attention` instead; 0: none.", low=0)
+    full_last: bool = knob(False, doc="The last layer has `model.attention` too (Kimi Linear).")
+
+
 Attention = Annotated[GroupedQueryAttention | LatentAttention, Discriminator("kind")]
 
 
@@ -154,7 +174,9 @@ class Router(Section):
     expert_bias: bool = knob(
         False, doc="Balance without auxiliary loss: a bias for each expert steers the choice (arXiv 2408.15664)."
     )
-    expert_bias_rate: float = knob(1e-3, doc="Step of the bias, once per global batch.", low=0.0)
+    expert_bias_rate: float = knob(
+        1e-3, doc="Step of the bias, once per global batch, with `balance.bias_rule` sign.", low=0.0
+    )
     logit_bias: bool = knob(False, doc="A learned bias on the logits (gpt-oss).")
     apply_probs_on_input: bool = knob(
         False, doc="Multiply the chosen weight with the expert's input (Llama 4) instead of its output."
@@ -171,6 +193,11 @@ class Balance(Section):
     )
     aux_loss_coef: float = knob(0.0, doc="Factor of the auxiliary loss; 0 switches it off.", low=0.0)
     z_loss_coef: float = knob(0.0, doc="Factor of the router z-loss (ST-MoE); 0 switches it off.", low=0.0)
+    bias_rule: Literal["sign", "quantile"] = knob(
+        "sign",
+        doc="How `router.expert_bias` follows the loads, once per global batch: by a fixed step against each expert's "
+        "excess (sign), or to the bias with which it would have had its even share (quantile, no rate).",
+    )
     capacity_factor: float = knob(
         0.0, doc="Slots of an expert over its fair share; slots beyond are dropped. 0 means dropless.", low=0.0
     )
@@ -199,6 +226,9 @@ class Moe(Section):
     moe_layer_freq: int = _layers(
         1, doc="Every n-th layer after the first dense ones has experts, the n-th first.", low=1
     )
+    shared_expert_gate: bool = knob(
+        False, doc="A sigmoid of the token multiplies the shared expert's output (Qwen3-Next)."
+    )
     bias: bool = knob(False, doc="Biases on both products of every routed expert.")
     clamped: ClampedSwiglu | None = knob(None, doc="gpt-oss's activation in routed experts; none for SwiGLU.")
     router: Router = knob(Router(), doc="Choice of experts.")
@@ -219,6 +249,8 @@ class Model(Section):
         "glm4-moe",
         "ernie4.5-moe",
         "minimax-m2",
+        "qwen3-next",
+        "qwen3.5-moe",
         "llama",
         "qwen3",
         "plain",
@@ -230,12 +262,23 @@ class Model(Section):
         0, doc="First layers whose feed-forward network is dense; `moe.moe_layer_freq` may leave more.", low=0
     )
     intermediate_size: int = _width(0, doc="Width of a dense feed-forward network.", low=0)
-    attention: Attention = knob(doc="Attention of every layer.")
+    attention: Attention = knob(doc="Attention of every layer, or of those without linear attention.")
+    linear_attention: LinearAttention | None = knob(
+        None, doc="Linear attention of most layers; none: all layers have `attention`."
+    )
     moe: Moe | None = knob(None, doc="Mixture of experts of the other layers; none for a dense model.")
     mtp_layers: int = _layers(0, doc="Multi-token prediction depth (DeepSeek-V3 section 2.2).", low=0)
     rms_norm_eps: float = knob(1e-6, doc="Epsilon of RMSNorm.", low=0.0)
+    zero_centred_norms: bool = knob(False, doc="Weights of norms begin at 0 and are added to 1 (Qwen3-Next).")
     tie_word_embeddings: bool = knob(False, doc="Output projection shares the embedding's weights.")
     initializer_range: float = knob(0.02, doc="Standard deviation of initial weights.", low=0.0)
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether the layer of this number, from 0, has linear attention; multi-token prediction has none."""
+        linear = self.linear_attention
+        if linear is None or layer >= self.layers or (linear.full_last and layer == self.layers - 1):
+            return False
+        return linear.full_every == 0 or (layer + 1) % linear.full_every != 0
 
     def is_dense(self, layer: int) -> bool:
         """Whether the layer of this number, from 0, has no experts; multi-token prediction comes last."""

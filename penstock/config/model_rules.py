@@ -61,6 +61,33 @@ def kv_heads_divide_heads(run: Run) -> Problem | None:
     return must_divide("model.attention.kv_heads", attention.kv_heads, "model.attention.heads", attention.heads)
 
 
+def key_heads_divide_value_heads(run: Run) -> Problem | None:
+    """`model.linear_attention.key_heads` divides `model.linear_attention.value_heads`.
+
+    With `model.linear_attention.kind` kda they are equal.
+    """
+    linear, name = run.model.linear_attention, "model.linear_attention"
+    if linear is None:
+        return None
+    if linear.kind == "kda" and linear.key_heads != linear.value_heads:
+        return Problem.from_line(
+            f"{name}.kind kda needs as many value heads as key heads ({linear.key_heads}); got {linear.value_heads}; "
+            f"fix: set {name}.value_heads={linear.key_heads}"
+        )
+    return must_divide(f"{name}.key_heads", linear.key_heads, f"{name}.value_heads", linear.value_heads)
+
+
+def shared_expert_has_what_is_gated(run: Run) -> Problem | None:
+    """`model.moe.shared_expert_gate` needs `model.moe.shared_expert_intermediate_size` above 0."""
+    moe = run.model.moe
+    if moe is None or not moe.shared_expert_gate or moe.shared_expert_intermediate_size > 0:
+        return None
+    return Problem.from_line(
+        "model.moe.shared_expert_gate is for a shared expert, and model.moe.shared_expert_intermediate_size is 0; "
+        "fix: set one of the two"
+    )
+
+
 def rotary_width_is_even(run: Run) -> Problem | None:
     """Rotary embedding turns pairs: the rotated part of a head is even and not 0.
 
@@ -229,6 +256,37 @@ def biases_stand_behind_unweighted_inputs(run: Run) -> Problem | None:
         return None
     return Problem.from_line(
         "model.moe.bias does not go with model.moe.router.apply_probs_on_input; fix: set one of the two to false"
+    )
+
+
+def quantiles_move_a_bias(run: Run) -> Problem | None:
+    """`model.moe.balance.bias_rule` quantile needs `model.moe.router.expert_bias`."""
+    moe = run.model.moe
+    if moe is None or moe.balance.bias_rule != "quantile" or moe.router.expert_bias:
+        return None
+    return Problem(
+        "model.moe.balance.bias_rule",
+        "moves a bias that the router lacks",
+        got="quantile",
+        fix="set model.moe.router.expert_bias=true",
+    )
+
+
+def quantiles_are_of_all_experts(run: Run) -> Problem | None:
+    """`model.moe.balance.bias_rule` quantile needs `model.moe.top_k` below `model.moe.experts`, and no groups of them.
+
+    It compares an expert with the best one that a token did not take; groups are `model.moe.router.n_group`.
+    """
+    moe = run.model.moe
+    if moe is None or moe.balance.bias_rule != "quantile" or (moe.router.n_group == 1 and moe.top_k < moe.experts):
+        return None
+    takes_all = moe.top_k >= moe.experts
+    return Problem(
+        "model.moe.balance.bias_rule",
+        "compares each expert with the best one that a token did not take, of all experts",
+        got=f"quantile, {'every expert taken' if takes_all else f'model.moe.router.n_group {moe.router.n_group}'}",
+        allowed="sign",
+        fix="set model.moe.balance.bias_rule=sign" + ("" if takes_all else ", or model.moe.router.n_group=1"),
     )
 
 

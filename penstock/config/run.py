@@ -71,6 +71,9 @@ class Kernels(Section):
     rope: Literal["auto", "reference", "triton"] = knob(
         "auto", doc="Rotary position embedding, and the assembly of latent attention's heads."
     )
+    delta: OperatorBackend = knob(
+        "auto", doc="Linear attention: position by position (reference), by chunks (torch), or ours."
+    )
     attention: Literal["auto", "default", "math", "flash", "efficient", "cudnn", "flash-4"] = knob(
         "auto",
         doc="Backend of scaled_dot_product_attention, default leaves it to torch; or the package flash-attn-4. auto "

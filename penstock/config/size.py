@@ -7,7 +7,7 @@ on variants of them and on models that differ in one field.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.config.model import GroupedQueryAttention, LatentAttention, Model, Moe
+from penstock.config.model import GroupedQueryAttention, LatentAttention, LinearAttention, Model, Moe
 from penstock.kernels.attention_window import AttentionWindow
 
 
@@ -82,7 +82,9 @@ def _matrices(*shapes: tuple[int, int]) -> _Part:
 
 def _block(model: Model, layer: int, sequence_length: int) -> _Part:
     attention, hidden = model.attention, model.hidden_size
-    if isinstance(attention, LatentAttention):
+    if model.linear_attention is not None and model.is_linear(layer):
+        attends = _linear(model.linear_attention, hidden)
+    elif isinstance(attention, LatentAttention):
         attends = _latent(attention, hidden, sequence_length)
     else:
         attends = _grouped(attention, hidden, layer, sequence_length)
@@ -93,14 +95,35 @@ def _block(model: Model, layer: int, sequence_length: int) -> _Part:
 def _grouped(attention: GroupedQueryAttention, hidden: int, layer: int, sequence_length: int) -> _Part:
     local, width = attention.local, attention.head_dim
     queries, keys = attention.heads * width, attention.kv_heads * width  # values are as wide as keys
+    with_gates = 2 * queries if attention.output_gate else queries
     # Causal attention: a position sees half of the row on average.
     seen = sequence_length / 2
     if local is not None and not attention.is_global(layer):
         seen = AttentionWindow(kind=local.kind, size=local.size).pairs(sequence_length) / sequence_length
     norms = {"head": 2 * width, "projection": queries + keys}.get(attention.qk_norm, 0)  # of queries and keys
-    biases = (queries + 2 * keys) * (attention.bias or attention.qkv_bias) + hidden * attention.bias  # last: of output
+    biases = (with_gates + 2 * keys) * (
+        attention.bias or attention.qkv_bias
+    ) + hidden * attention.bias  # last: of output
     rest = _Part(norms + biases + attention.heads * attention.sinks, flops=2 * 2 * queries * seen)
-    return _sum([_matrices((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)), rest])
+    return _sum([_matrices((hidden, with_gates), (hidden, keys), (hidden, keys), (queries, hidden)), rest])
+
+
+def _linear(linear: LinearAttention, hidden: int) -> _Part:
+    heads = linear.value_heads
+    keys, values = linear.key_heads * linear.key_head_dim, heads * linear.value_head_dim
+    matrices = [(hidden, keys), (hidden, keys), (hidden, values), (hidden, heads), (values, hidden)]  # heads: beta
+    decays = heads
+    if linear.kind == "kda":
+        decays = heads * linear.key_head_dim
+        matrices += [(hidden, linear.key_head_dim), (linear.key_head_dim, decays)]
+        matrices += [(hidden, linear.value_head_dim), (linear.value_head_dim, values)]  # gate
+    else:
+        matrices += [(hidden, decays), (hidden, values)]
+    convolutions = (2 * keys + values) * linear.conv_size
+    # A state is read for the key, written, and read for the query.
+    flops = 3 * 2 * heads * linear.key_head_dim * linear.value_head_dim
+    rest = _Part(convolutions + heads + decays + linear.value_head_dim, flops=flops)  # rates, biases, norm
+    return _sum([_matrices(*matrices), rest])
 
 
 def _latent(attention: LatentAttention, hidden: int, sequence_length: int) -> _Part:
@@ -133,5 +156,6 @@ def _experts(model: Model) -> _Part:
             _Part(moe.experts * moe.router.logit_bias),
             _Part(routed, idle=round(routed * (1 - share)), flops=2 * moe.experts * one * share),
             _feed_forward(hidden, moe.shared_expert_intermediate_size),  # of width 0 if there is none
+            *([_matrices((hidden, 1))] if moe.shared_expert_gate and moe.shared_expert_intermediate_size else []),
         ]
     )

@@ -38,6 +38,10 @@ class Shapes:
     ffn: int
     dense_ffn: int  # width of the network that most layers have for every token (shared or dense); 0 for none
     attention: Literal["mla", "gqa"]
+    linear_key_heads: int = 0  # of linear attention; 0 without
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
     heads: int
     head_dim: int  # of a query
     rotary_dim: int  # rotated part of a query head
@@ -81,6 +85,7 @@ CHOICE_POINTS: tuple[ChoicePoint, ...] = (
     ChoicePoint(op="swiglu", knobs=("swiglu",), parts=_passes("swiglu")),
     ChoicePoint(op="norm", knobs=("norm",), parts=_passes("rms_norm", "add_rms_norm")),
     ChoicePoint(op="rope", knobs=("rope",), parts=_passes("rotate", "mla_heads")),
+    ChoicePoint(op="delta", knobs=("delta",), parts=_passes("delta_rule")),
 )
 
 # Sizes that the time of a part depends on.
@@ -96,6 +101,10 @@ PART_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "add_rms_norm": ("tokens", "hidden"),
         "rotate": ("tokens", "heads", "head_dim"),
         "mla_heads": ("tokens", "heads", "head_dim", "rotary_dim", "value_dim"),
+        "delta_rule": (
+            *("tokens", "linear_key_heads", "linear_value_heads"),
+            *("linear_key_dim", "linear_value_dim"),
+        ),
     }
 )
 
@@ -122,6 +131,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "swiglu": ("swiglu",),
         "norm": ("rms_norm", "rms_norm_beside", "add_rms_norm", "add_three", "fan_out"),
         "rope": ("rotate", "mla_heads", "mla_heads_is_fused"),
+        "delta": ("delta_rule", "short_convolution"),
     }
 )
 
@@ -148,7 +158,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
             gpu_only=True,
         ),
         "torch": Backend(
-            ops=("experts", "swiglu", "norm"),
+            ops=("experts", "swiglu", "norm", "delta"),
             operators="penstock.kernels.operators:TORCH",
             expert_kernels="penstock.kernels.expert_kernels:TORCH",
         ),

@@ -1,6 +1,6 @@
 """RMSNorm, alone or of a residual sum, in one pass over memory each way; and sums of three tensors in one pass.
 
-With r = 1 / sqrt(mean(x**2) + epsilon) and n = x r, the output is n * weight and
+With r = 1 / sqrt(mean(x**2) + epsilon) and n = x r, the output is n * weight (an offset included) and
 
     dx      = r (weight dy - n mean(weight dy n))
     dweight = sum over tokens of dy n
@@ -36,7 +36,9 @@ STAGED_BYTES = 96 * 1024  # shared memory for tiles loaded ahead: two programs f
 MOST_WARPS = 16  # 1,024 threads of 64-wide waves: the largest program
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None) -> Tensor:
+def rms_norm(
+    x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0, *, launch: KernelLaunch | None = None
+) -> Tensor:
     """`penstock.kernels.reference.rms_norm` in one kernel, and two backward.
 
     `x_TD` may have any leading dims, and its rows may lie apart (a slice of a wider tensor), but each row must be
@@ -44,19 +46,25 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLa
     KernelError if the weight does not fit.
     """
     check_weight(x_TD, weight_D)
-    return _RmsNorm.apply(x_TD, None, weight_D, epsilon, launch, False)[0]
+    return _RmsNorm.apply(x_TD, None, weight_D, epsilon, offset, launch, False)[0]
 
 
 def rms_norm_beside(
-    x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None
+    x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0, *, launch: KernelLaunch | None = None
 ) -> tuple[Tensor, Tensor]:
     """`penstock.kernels.reference.rms_norm_beside`; backward adds both gradients of x. Arguments as in `rms_norm`."""
     check_weight(x_TD, weight_D)
-    return _RmsNorm.apply(x_TD, None, weight_D, epsilon, launch, True)
+    return _RmsNorm.apply(x_TD, None, weight_D, epsilon, offset, launch, True)
 
 
 def add_rms_norm(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    epsilon: float,
+    offset: float = 0.0,
+    *,
+    launch: KernelLaunch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`penstock.kernels.reference.add_rms_norm` of two tensors of one shape; other arguments as in `rms_norm`."""
     check_weight(x_TD, weight_D)
@@ -65,7 +73,7 @@ def add_rms_norm(
             "add_rms_norm: x and residual must have one shape",
             got=f"{tuple(x_TD.shape)} and {tuple(residual_TD.shape)}",
         )
-    return _RmsNorm.apply(x_TD, residual_TD, weight_D, epsilon, launch, False)
+    return _RmsNorm.apply(x_TD, residual_TD, weight_D, epsilon, offset, launch, False)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -81,12 +89,13 @@ class _RmsNorm(torch.autograd.Function):
         residual_TD: Tensor | None,
         weight_D: Tensor,
         epsilon: float,
+        offset: float,
         launch: KernelLaunch | None,
         beside: bool,
     ) -> tuple[Tensor, Tensor | None]:
         normed_TD = x_TD.new_empty(x_TD.shape, dtype=normed_dtype(x_TD, residual_TD, weight_D))
-        sum_TD, scale_T = normalize(x_TD, residual_TD, weight_D, epsilon, normed_TD, launch)
-        save_normalized(ctx, x_TD, residual_TD, weight_D, sum_TD, scale_T)
+        sum_TD, scale_T = normalize(x_TD, residual_TD, weight_D, epsilon, normed_TD, launch, offset)
+        save_normalized(ctx, x_TD, residual_TD, weight_D, sum_TD, scale_T, offset)
         ctx.launch = launch
         # As an output of this node x gets its gradient here, where the kernel adds both.
         return normed_TD, x_TD.view_as(x_TD) if beside else sum_TD
@@ -94,7 +103,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *normalized_gradients(ctx, dnormed_TD, dsum_TD, ctx.launch), None, None, None
+        return *normalized_gradients(ctx, dnormed_TD, dsum_TD, ctx.launch), None, None, None, None
 
 
 def normed_dtype(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor) -> torch.dtype:
@@ -110,6 +119,7 @@ def normalize(
     epsilon: float,
     normed_TD: Tensor | None,
     launch: KernelLaunch | None = None,
+    offset: float = 0.0,
 ) -> tuple[Tensor | None, Tensor]:
     """Forward without autograd; returns (x + residual or None, r of each row), and writes normed rows if wanted."""
     x_rows, width = _rows(x_TD), x_TD.shape[-1]
@@ -124,16 +134,23 @@ def normalize(
         rms_norm_kernel, (triton.cdiv(tokens, block_rows),),
         x_rows, residual_rows, weight_D, normed_TD, sum_TD, scale_T, tokens, x_rows.stride(0),
         0 if residual_rows is None else residual_rows.stride(0), epsilon,
-        D=width, BLOCK_T=block_rows, BLOCK_D=block_columns, num_warps=warps,
+        D=width, OFFSET=offset, BLOCK_T=block_rows, BLOCK_D=block_columns, num_warps=warps,
     )  # fmt: skip
     return sum_TD, scale_T
 
 
 def save_normalized(
-    ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, sum_TD: Tensor | None, scale_T: Tensor
+    ctx: Any,
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    weight_D: Tensor,
+    sum_TD: Tensor | None,
+    scale_T: Tensor,
+    offset: float,
 ) -> None:
     """Save what `normalized_gradients` needs, from arguments and results of `normalize`."""
     ctx.save_for_backward(x_TD if sum_TD is None else sum_TD, weight_D, scale_T)
+    ctx.offset = offset
     ctx.dtypes = (x_TD.dtype, None if residual_TD is None else residual_TD.dtype)
     ctx.set_materialize_grads(False)  # an output that is not used has no gradient of zeros to be read
 
@@ -147,7 +164,8 @@ def normalized_gradients(
     if dnormed_TD is None:
         dx_TD, dweight_D = dsum_TD, None
     else:
-        dx_TD, dweight_D = _backward(x_TD, weight_D, scale_T, dnormed_TD, dsum_TD, launch or BACKWARD_LAUNCH)
+        how = launch or BACKWARD_LAUNCH
+        dx_TD, dweight_D = _backward(x_TD, weight_D, scale_T, dnormed_TD, dsum_TD, ctx.offset, how)
     if dx_TD is None:
         return None, None, None
     dresidual_TD = None if residual_dtype is None else dx_TD.to(residual_dtype)
@@ -155,7 +173,13 @@ def normalized_gradients(
 
 
 def _backward(
-    x_TD: Tensor, weight_D: Tensor, scale_T: Tensor, dnormed_TD: Tensor, dsum_TD: Tensor | None, launch: KernelLaunch
+    x_TD: Tensor,
+    weight_D: Tensor,
+    scale_T: Tensor,
+    dnormed_TD: Tensor,
+    dsum_TD: Tensor | None,
+    offset: float,
+    launch: KernelLaunch,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the norm's input (with that of the sum added) and of the weight."""
     x_rows, dnormed_rows = _rows(x_TD), _rows(dnormed_TD)
@@ -170,7 +194,7 @@ def _backward(
         rms_norm_backward_kernel, (programs,),
         x_rows, weight_D, scale_T, dnormed_rows, dsum_rows, dx_TD, partial_PD, tokens, tiles, x_rows.stride(0),
         dnormed_rows.stride(0), 0 if dsum_rows is None else dsum_rows.stride(0),
-        D=width, BLOCK_T=block_rows, BLOCK_D=block_columns,
+        D=width, OFFSET=offset, BLOCK_T=block_rows, BLOCK_D=block_columns,
         STAGES=stages_of(block_rows * block_columns * x_TD.element_size(), launch), num_warps=warps,
     )  # fmt: skip
     dweight_D = torch.empty_like(weight_D)
@@ -212,7 +236,7 @@ def check_weight(x_TD: Tensor, weight_D: Tensor) -> None:
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, normed_ptr, sum_ptr, scale_ptr,  # rows T x D; weight D; scale T
     tokens, x_stride, residual_stride, epsilon,  # strides of rows, in elements
-    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, OFFSET: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Some rows. Example: the row [3, 4] with weight [1, 1] and epsilon 0 is divided by sqrt(12.5).
 
@@ -235,6 +259,8 @@ def rms_norm_kernel(
     tl.store(scale_ptr + token_T, scale_T, mask=token_T < tokens)
     if normed_ptr is not None:
         weight_D = tl.load(weight_ptr + column_D, mask=column_D < D, other=0.0).to(tl.float32)
+        if OFFSET != 0.0:  # no instruction without an offset
+            weight_D += OFFSET
         normed_TD = (x_TD * scale_T[:, None]).to(rounded_to).to(tl.float32) * weight_D[None, :]
         tl.store(normed_ptr + row_T1 * D + column_1D, normed_TD.to(normed_ptr.dtype.element_ty), mask=inside)
 
@@ -243,13 +269,15 @@ def rms_norm_kernel(
 def rms_norm_backward_kernel(
     x_ptr, weight_ptr, scale_ptr, dnormed_ptr, dsum_ptr, dx_ptr, partial_ptr,  # rows T x D; partial P x D
     tokens, tiles, x_stride, dnormed_stride, dsum_stride,  # tiles of one program
-    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, OFFSET: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Input gradient of some neighbouring tiles, and their sum for the weight as one row of the partial table."""
     first = tl.program_id(0) * tiles * BLOCK_T
     column_D = tl.arange(0, BLOCK_D)
     column_1D = column_D[None, :]
     weight_1D = tl.load(weight_ptr + column_1D, mask=column_1D < D, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        weight_1D += OFFSET
     dweight_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         token_T = first + tile * BLOCK_T + tl.arange(0, BLOCK_T)

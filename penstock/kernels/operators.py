@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels import reference, replica_plan
+from penstock.kernels import delta_rule, reference, replica_plan
 from penstock.kernels.reference import SWIGLU, ExpertRule, Routed, RowOrder, check_biases
 from penstock.kernels.replica_plan import ReplicaPlan, ReplicaRule
 
@@ -29,7 +29,10 @@ class LinearLoss(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Operators:
-    """Callables with the signatures of the functions of the same name in `penstock.kernels.reference`."""
+    """Callables with the signatures of the functions of the same name in `penstock.kernels.reference`.
+
+    Those of linear attention are defined in `penstock.kernels.delta_rule`.
+    """
 
     attention_backend: str  # see `penstock.kernels.attention.causal_attention`
     route: Callable[..., Routed]
@@ -41,13 +44,15 @@ class Operators:
     expert_ffn: Callable[..., Tensor]
     expert_ffn_is_fused: bool  # one autograd function, which also takes `recompute` and `accumulate_into`
     saves_rows: bool  # of several layers in one buffer: `keep` of `penstock.kernels.expert_ffn`
-    swiglu: Callable[[Tensor], Tensor]  # without weights, for the dense networks
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    rms_norm_beside: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    swiglu: Callable[..., Tensor]  # for the dense networks; weights are those of a gated shared expert
+    rms_norm: Callable[..., Tensor]
+    rms_norm_beside: Callable[..., tuple[Tensor, Tensor]]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     add_three: Callable[[Tensor, Tensor, Tensor], Tensor]
     fan_out: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    delta_rule: Callable[..., Tensor]
+    short_convolution: Callable[..., Tensor]
     mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     mla_heads_is_fused: bool  # the 8-bit kernel, which also quantizes gradients, may replace `mla_heads`
 
@@ -66,20 +71,22 @@ def reference_balance_loss(
     return LinearLoss((mass_BE * dmass_BE).sum() + (z_B * dz_B).sum(), dmass_BE, dz_B)
 
 
-def torch_rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """`reference.rms_norm` by torch's fused kernel."""
-    return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, epsilon)
+def torch_rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    """`reference.rms_norm` by torch's fused kernel; the sum of offset and weight is rounded to the weight's dtype."""
+    return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D + offset if offset else weight_D, epsilon)
 
 
-def torch_rms_norm_beside(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def torch_rms_norm_beside(x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """`reference.rms_norm_beside` with torch's fused norm."""
-    return torch_rms_norm(x_TD, weight_D, epsilon), x_TD
+    return torch_rms_norm(x_TD, weight_D, epsilon, offset), x_TD
 
 
-def torch_add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def torch_add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """`reference.add_rms_norm` with torch's fused norm."""
     sum_TD = x_TD + residual_TD
-    return torch_rms_norm(sum_TD, weight_D, epsilon), sum_TD
+    return torch_rms_norm(sum_TD, weight_D, epsilon, offset), sum_TD
 
 
 def torch_add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
@@ -87,10 +94,11 @@ def torch_add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
     return x_TD + y_TD + z_TD
 
 
-def torch_swiglu(gate_up_RF: Tensor, rule: ExpertRule = SWIGLU) -> Tensor:
-    """`reference.swiglu` without weights, in the dtype of the input throughout."""
+def torch_swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, rule: ExpertRule = SWIGLU) -> Tensor:
+    """`reference.swiglu` in the dtype of the input throughout; weights are on the output."""
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
-    return reference.activate(gate_RF, up_RF, rule)
+    h_RF = reference.activate(gate_RF, up_RF, rule)
+    return h_RF if weights_R is None else (h_RF * weights_R[..., None]).to(h_RF.dtype)
 
 
 def torch_add_bias(y_RF: Tensor, bias_eF: Tensor, counts_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
@@ -138,9 +146,9 @@ def torch_expert_ffn(
         gate_up_RF = torch_add_bias(gate_up_RF, gate_up_bias_eF, counts_e)
     gate_up_RF = torch.where(used_R1, gate_up_RF, 0)
     if rule.weighs_input:
-        h_RF = torch_swiglu(weighted(gate_up_RF), rule)
+        h_RF = torch_swiglu(weighted(gate_up_RF), rule=rule)
     else:
-        h_RF = weighted(torch_swiglu(gate_up_RF, rule))
+        h_RF = weighted(torch_swiglu(gate_up_RF, rule=rule))
     y_RD = _grouped_mm(h_RF, down_eDF, ends_e)
     if down_bias_eD is not None:
         y_RD = torch_add_bias(y_RD, down_bias_eD, counts_e, weights_R)
@@ -186,6 +194,8 @@ REFERENCE = Operators(
     add_three=reference.add_three,
     fan_out=reference.fan_out,
     rotate=reference.rotate,
+    delta_rule=delta_rule.recurrent_delta_rule,
+    short_convolution=delta_rule.short_convolution,
     mla_heads=reference.mla_heads,
     mla_heads_is_fused=False,
 )
@@ -194,6 +204,7 @@ TORCH = replace(
     REFERENCE,
     expert_ffn=torch_expert_ffn,
     swiglu=torch_swiglu,
+    delta_rule=delta_rule.chunked_delta_rule,
     rms_norm=torch_rms_norm,
     rms_norm_beside=torch_rms_norm_beside,
     add_rms_norm=torch_add_rms_norm,

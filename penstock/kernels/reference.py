@@ -55,8 +55,7 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences:
     logits_TE = logits_TE.float()
     E = logits_TE.shape[1]
     scores_TE = _scores(logits_TE, rule)
-    choice_TE = logits_TE if rule.softmax_after_top_k else scores_TE
-    choice_TE = choice_TE.detach() if bias_E is None else choice_TE.detach() + bias_E  # a choice has no gradient
+    choice_TE = choice_scores(logits_TE.detach(), bias_E, rule)  # a choice has no gradient
     if rule.groups > 1:
         choice_TE = choice_TE.masked_fill(~_kept_groups(choice_TE, rule), float("-inf"))
     experts_TK = choice_TE.topk(rule.top_k, dim=-1, sorted=True).indices
@@ -75,6 +74,12 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences:
         shares_TE.view(sequences, -1, E).sum(1),
         logits_TE.logsumexp(-1).square().view(sequences, -1).sum(1),
     )
+
+
+def choice_scores(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> Tensor:
+    """What the experts of a token are chosen by, before the limit to groups."""
+    choice_TE = logits_TE if rule.softmax_after_top_k else _scores(logits_TE, rule)
+    return choice_TE if bias_E is None else choice_TE + bias_E
 
 
 def _scores(logits_TE: Tensor, rule: RouterRule) -> Tensor:
@@ -263,22 +268,29 @@ def check_biases(has_biases: bool, rule: ExpertRule) -> None:
         )
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Returns x / sqrt(mean(x**2) + epsilon), in float32, times weight, in the wider dtype of x and weight."""
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    """Returns x / sqrt(mean(x**2) + epsilon), in float32, times weight, in the wider dtype of x and weight.
+
+    `offset` is added to the weight in float32: 1 for weights that are centred at zero.
+    """
     x_float = x_TD.float()
-    normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + epsilon)
-    return weight_D * normed.to(x_TD.dtype)
+    normed = (x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + epsilon)).to(x_TD.dtype)
+    if not offset:
+        return weight_D * normed
+    return ((weight_D.float() + offset) * normed.float()).to(torch.promote_types(x_TD.dtype, weight_D.dtype))
 
 
-def rms_norm_beside(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def rms_norm_beside(x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """(norm of a residual stream, the stream itself); the gradients of x are summed."""
-    return rms_norm(x_TD, weight_D, epsilon), x_TD
+    return rms_norm(x_TD, weight_D, epsilon, offset), x_TD
 
 
-def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(norm of the residual sum, the sum x + residual)."""
     sum_TD = x_TD + residual_TD
-    return rms_norm(sum_TD, weight_D, epsilon), sum_TD
+    return rms_norm(sum_TD, weight_D, epsilon, offset), sum_TD
 
 
 def add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:

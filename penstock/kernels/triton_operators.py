@@ -1,11 +1,13 @@
 """All operators as Triton kernels. Attention stays with torch, whose cuDNN backend is fast."""
 
+from penstock.kernels.delta_rule_launches import delta_rule
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.norm import add_rms_norm, add_three, fan_out, rms_norm, rms_norm_beside
 from penstock.kernels.operators import Operators
 from penstock.kernels.permute import order_rows, unpermute
 from penstock.kernels.replica_kernels import assign_replicas, plan_replicas
 from penstock.kernels.rope import mla_heads, rotate
+from penstock.kernels.short_convolution import short_convolution
 from penstock.kernels.swiglu import swiglu
 from penstock.kernels.topk import balance_loss, route
 
@@ -27,6 +29,8 @@ TRITON = Operators(
     add_three=add_three,
     fan_out=fan_out,
     rotate=rotate,
+    delta_rule=delta_rule,
+    short_convolution=short_convolution,
     mla_heads=mla_heads,
     mla_heads_is_fused=True,
 )

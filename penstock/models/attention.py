@@ -1,6 +1,7 @@
 """Grouped-query attention with the options of all families.
 
     project, add biases -> norm per head or per projection -> rotate -> norm without weights -> temperature -> attend
+    -> multiply by a gate
 
 The layer's configuration and number decide which of these run; layers of one model may differ in their window and in
 whether they rotate. Masks and temperatures are computed once per pass, in `ForwardContext`.
@@ -37,12 +38,14 @@ class GroupedQueryLayer(nn.Module):
         *,
         layer: int,  # number in the model, from 0; layers of multi-token prediction count on
         epsilon: float,
+        zero_centred_norms: bool = False,
     ) -> None:
         super().__init__()
         local, is_global = config.local, config.is_global(layer)
         self.config = config
         self.layer_context = layer_context
         self.epsilon = epsilon
+        self.zero_centred_norms = zero_centred_norms
         self.scale = softmax_scale(config.rope, config.head_dim)
         self.reach = None if local is None or is_global else reach_of(local)  # None sees the whole row
         self.is_rotated = config.rotates(layer)
@@ -50,7 +53,9 @@ class GroupedQueryLayer(nn.Module):
         self.scales_queries = local is not None and is_global and local.global_temperature > 0
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         has_bias = config.bias or config.qkv_bias
-        self.query = Linear(hidden_size, queries, layer_context, split="outputs", bias=has_bias)
+        # With a gate each head has its query, then its gate.
+        in_queries = 2 * queries if config.output_gate else queries
+        self.query = Linear(hidden_size, in_queries, layer_context, split="outputs", bias=has_bias)
         self.key = Linear(hidden_size, keys, layer_context, split="outputs", bias=has_bias)
         self.value = Linear(hidden_size, keys, layer_context, split="outputs", bias=has_bias)
         self.out = Linear(queries, hidden_size, layer_context, split="inputs", bias=config.bias)
@@ -64,9 +69,11 @@ class GroupedQueryLayer(nn.Module):
         """The weighted norm of queries or keys, if the configuration has one."""
         match self.config.qk_norm:
             case "head":
-                return RMSNorm(self.config.head_dim, self.epsilon, self.layer_context.operators)
+                operators, is_centred = self.layer_context.operators, self.zero_centred_norms
+                return RMSNorm(self.config.head_dim, self.epsilon, operators, is_zero_centred=is_centred)
             case "projection":
-                return TensorParallelNorm(width, self.epsilon, self.layer_context)
+                is_centred = self.zero_centred_norms
+                return TensorParallelNorm(width, self.epsilon, self.layer_context, is_zero_centred=is_centred)
         return None
 
     @property
@@ -85,15 +92,26 @@ class GroupedQueryLayer(nn.Module):
         if tensor.size > 1:
             x_BSD = all_gather(x_BSD, tensor, dim=1)  # S / tensor -> S positions
             x_float8 = self.query.quantize_input(x_BSD)  # once, for queries, keys and values
-        q_BSHN, k_BSGN = self._positioned(*self._projected(x_BSD, x_float8), context)
+        q, gate_BSHN = self._queries(x_BSD, x_float8)
+        q_BSHN, k_BSGN = self._positioned(*self._normed(q, self.key(x_BSD, x_float8)), context)
         v_BSGN = self.value(x_BSD, x_float8).unflatten(-1, (-1, self.config.head_dim))  # (G N) -> G x N
         o_BSHN = self.layer_context.run("attention", partial(self._attended, context=context), q_BSHN, k_BSGN, v_BSGN)
+        if gate_BSHN is not None:
+            o_BSHN = o_BSHN * torch.sigmoid(gate_BSHN)
         # The products of the ranks' heads are partial sums: S -> S / tensor positions, then the bias once.
         return self.out.shifted(reduce_scatter(self.out(o_BSHN.flatten(-2)), tensor, dim=1))
 
-    def _projected(self, x_BSD: Tensor, x_float8: RowColQuantized | None = None) -> tuple[Tensor, Tensor]:
+    def _queries(self, x_BSD: Tensor, x_float8: RowColQuantized | None) -> tuple[Tensor, Tensor | None]:
+        """Queries of all heads side by side, and gates by head, if there are any."""
+        q: Tensor = self.query(x_BSD, x_float8)
+        if not self.config.output_gate:
+            return q, None
+        q_BSHN, gate_BSHN = q.unflatten(-1, (-1, 2 * self.config.head_dim)).chunk(2, dim=-1)
+        return q_BSHN.flatten(-2), gate_BSHN
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys by head, after the weighted norms."""
-        q, k, split = self.query(x_BSD, x_float8), self.key(x_BSD, x_float8), (-1, self.config.head_dim)
+        split = (-1, self.config.head_dim)
         query_norm, key_norm = self.query_norm, self.key_norm
         if isinstance(query_norm, TensorParallelNorm) and isinstance(key_norm, TensorParallelNorm):
             # Norms over all heads need sums of squares from every tensor rank: one exchange for both.

@@ -6,6 +6,7 @@ router, and the order of the slots. That part may be a captured graph (`ForwardC
 Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) has one more decoder layer for each depth.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.ffn import FeedForward
 from penstock.models.linear import Linear
+from penstock.models.linear_attention import DeltaLayer
 from penstock.models.mla import LatentLayer
 from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import PreNorm, RMSNorm
@@ -33,7 +35,7 @@ class Block(nn.Module):
     def __init__(
         self,
         attention_norm: PreNorm,
-        attention: GroupedQueryLayer | LatentLayer,
+        attention: GroupedQueryLayer | LatentLayer | DeltaLayer,
         ffn_norm: PreNorm,
         ffn: FeedForward | MoE,
         layer_context: LayerContext,
@@ -132,13 +134,15 @@ class MultiTokenPrediction(nn.Module):
     row have no target: their labels are ignored.
     """
 
-    def __init__(self, hidden_size: int, epsilon: float, block: Block, layer_context: LayerContext) -> None:
+    def __init__(
+        self, hidden_size: int, block: Block, layer_context: LayerContext, make_norm: Callable[[], RMSNorm]
+    ) -> None:
         super().__init__()
-        self.embed_norm = RMSNorm(hidden_size, epsilon, layer_context.operators)
-        self.hidden_norm = RMSNorm(hidden_size, epsilon, layer_context.operators)
+        self.embed_norm = make_norm()
+        self.hidden_norm = make_norm()
         self.join = Linear(2 * hidden_size, hidden_size, layer_context)
         self.block = block
-        self.norm = RMSNorm(hidden_size, epsilon, layer_context.operators)
+        self.norm = make_norm()
 
     def forward(self, previous_BSD: Tensor, ahead_BSD: Tensor, context: ForwardContext) -> Tensor:
         """Returns the hidden states of this depth, after its norm.

@@ -26,6 +26,7 @@ from penstock.models.ffn import FeedForward
 from penstock.models.init import initialize
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.models.linear import Embedding, Linear
+from penstock.models.linear_attention import DeltaLayer
 from penstock.models.mla import LatentLayer
 from penstock.models.norm import PreNorm, RMSNorm
 from penstock.moe.dispatch.build import capacity_factor, make_dispatcher, shares_arena
@@ -75,8 +76,11 @@ def meta_model(
     def block(layer: int) -> Block:
         return _block(config, layer, layer_context_of(layer), arena)
 
+    def norm() -> RMSNorm:
+        return RMSNorm(hidden, epsilon, plain.operators, is_zero_centred=config.zero_centred_norms)
+
     def mtp_layer(layer: int) -> MultiTokenPrediction:
-        return MultiTokenPrediction(hidden, epsilon, block(layer), layer_context_of(layer))
+        return MultiTokenPrediction(hidden, block(layer), layer_context_of(layer), norm)
 
     has_head = stage.norm_and_head and not config.tie_word_embeddings
     with torch.device("meta"):
@@ -84,7 +88,7 @@ def meta_model(
             config,
             embed=Embedding(config.vocab_size, hidden, plain) if needs_embedding(config, stage) else None,
             blocks={layer: block(layer) for layer in stage.layers},
-            norm=RMSNorm(hidden, epsilon, plain.operators) if stage.norm_and_head else None,
+            norm=norm() if stage.norm_and_head else None,
             head=Linear(hidden, config.vocab_size, plain, split="outputs") if has_head else None,
             mtp={depth: mtp_layer(config.layers + depth) for depth in stage.mtp},
             layer_context=layer_context,
@@ -232,18 +236,16 @@ def _arena(config: Model, layer_context: LayerContext) -> ActivationArena | None
 
 def _block(config: Model, layer: int, layer_context: LayerContext, arena: ActivationArena | None) -> Block:
     hidden, epsilon = config.hidden_size, config.rms_norm_eps
-    attention: GroupedQueryLayer | LatentLayer
-    if isinstance(config.attention, LatentAttention):
-        attention = LatentLayer(config.attention, hidden, layer_context)
-    else:
-        attention = GroupedQueryLayer(config.attention, hidden, layer_context, layer=layer, epsilon=epsilon)
+    attention = _attention(config, layer, layer_context)
     ffn = _ffn(config, layer, layer_context, arena)
     dense = ffn.shared if isinstance(ffn, MoE) else ffn
     saves_input = bool(layer_context.recompute.kinds & _SAVES_INPUT)
 
     def norm(*, float8: bool, keep_plain: bool) -> PreNorm:
         rule = layer_context.float8 if float8 else None
-        return PreNorm(hidden, epsilon, layer_context.operators, rule, keep_plain=keep_plain)
+        is_centred = config.zero_centred_norms
+        operators = layer_context.operators
+        return PreNorm(hidden, epsilon, operators, rule, keep_plain=keep_plain, is_zero_centred=is_centred)
 
     return Block(
         norm(float8=attention.reads_float8, keep_plain=attention.reads_high_precision),
@@ -254,6 +256,22 @@ def _block(config: Model, layer: int, layer_context: LayerContext, arena: Activa
         ),
         ffn,
         layer_context,
+    )
+
+
+def _attention(config: Model, layer: int, layer_context: LayerContext) -> GroupedQueryLayer | LatentLayer | DeltaLayer:
+    hidden, epsilon = config.hidden_size, config.rms_norm_eps
+    if config.linear_attention is not None and config.is_linear(layer):
+        return DeltaLayer(config.linear_attention, hidden, layer_context, epsilon=epsilon)
+    if isinstance(config.attention, LatentAttention):
+        return LatentLayer(config.attention, hidden, layer_context)
+    return GroupedQueryLayer(
+        config.attention,
+        hidden,
+        layer_context,
+        layer=layer,
+        epsilon=epsilon,
+        zero_centred_norms=config.zero_centred_norms,
     )
 
 
@@ -272,7 +290,7 @@ def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: Activati
         GroupedExperts(
             moe.experts, hidden, moe.moe_intermediate_size, layer_context, rule=expert_rule(moe), bias=moe.bias
         ),
-        FeedForward(hidden, shared_width, layer_context) if shared_width else None,
+        FeedForward(hidden, shared_width, layer_context, has_gate=moe.shared_expert_gate) if shared_width else None,
         layer_context,
         row_capacity,
         arena if saves_rows else None,

@@ -1,8 +1,9 @@
 """Parameters and FLOPs of a model, from the meta model that a run is built from.
 
 FLOPs are those of the matrix products for one trained token: forward once, backward twice, M x K times K x N counted as
-2 M K N. Causal attention counts as half of the full square, local layers as the visible part of it. Elementwise work
-and embedding look-ups are not counted. Of the routed experts only the top-k share is active.
+2 M K N. Causal attention counts as half of the full square, local layers as the visible part of it, linear attention as
+its definition position by position. Elementwise work, short convolutions and embedding look-ups are not counted. Of the
+routed experts only the top-k share is active.
 
 penstock/config/size.py computes the same from the configuration alone, without importing PyTorch. Tests compare them.
 """
@@ -16,6 +17,7 @@ from penstock.config.size import Count
 from penstock.layout.stages import StageCosts
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.build import meta_model
+from penstock.models.linear_attention import DeltaLayer
 from penstock.models.mla import LatentLayer
 from penstock.moe.layer import MoE
 
@@ -89,4 +91,8 @@ def _attention_flops(module: nn.Module, sequence_length: int) -> float:
             # Keys per query: half of the row under a causal mask, fewer with a window or chunks.
             seen = sequence_length / 2 if layer.reach is None else layer.reach.pairs(sequence_length) / sequence_length
             flops += layer.config.heads * 2 * 2 * layer.config.head_dim * seen
+        elif isinstance(layer, DeltaLayer):
+            # The state of a head is read for the key, written, and read for the query.
+            state = layer.config.key_head_dim * layer.config.value_head_dim
+            flops += layer.config.value_heads * 3 * 2 * state
     return flops

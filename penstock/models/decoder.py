@@ -144,6 +144,8 @@ class Decoder(nn.Module):
         with span(Span.EMBED):
             cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)  # P / 2 wide
             context = ForwardContext(cos_BSP, sin_BSP, inputs.allowed_BSS(), scope, inputs.parts)
+            if self.config.linear_attention is not None:
+                context = replace(context, documents_BS=inputs.documents_BS)
             if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
                 context = self._with_local(context, attention.local, positions_BS)
             return context.in_static_memory()  # last: captured graphs read these addresses

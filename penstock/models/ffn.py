@@ -1,5 +1,6 @@
 """Dense SwiGLU feed-forward network: the first layers of a model, and the shared expert."""
 
+import torch
 from torch import Tensor, nn
 
 from penstock.kernels.float8.quantized import RowColQuantized
@@ -14,14 +15,18 @@ class FeedForward(nn.Module):
 
     Tensor-parallel ranks divide the width F. Every token passes the whole width, so their tokens are gathered before
     the products, and the partial outputs are reduce-scattered after them.
+
+    With a gate, a sigmoid of the token multiplies the output. It is applied before the second product, which is linear,
+    as routing weights are.
     """
 
-    def __init__(self, hidden_size: int, ffn_size: int, layer_context: LayerContext) -> None:
+    def __init__(self, hidden_size: int, ffn_size: int, layer_context: LayerContext, *, has_gate: bool = False) -> None:
         super().__init__()
         self.operators = layer_context.operators
         self.axis = layer_context.axes.tensor
         self.gate_up = Linear(hidden_size, 2 * ffn_size, layer_context, split="outputs", blocks=2)
         self.down = Linear(ffn_size, hidden_size, layer_context, split="inputs")
+        self.gate = Linear(hidden_size, 1, layer_context) if has_gate else None
 
     @property
     def reads_float8(self) -> bool:
@@ -30,7 +35,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
         """Apply to every token. Returns y_TD; `x_float8` is a quantized copy of x, if there is one."""
-        if self.gate_up.float8 is None or self.down.float8 is None:
+        if self.gate_up.float8 is None or self.down.float8 is None or self.gate is not None:
             return self.narrow(self.widen(x_TD, x_float8))
         x_TD = all_gather(x_TD, self.axis, dim=0)  # tokens of all tensor ranks
         y_TD = float8_swiglu_network(x_TD, self.gate_up.float8_weight(), self.down.float8_weight(), x_float8)
@@ -39,7 +44,10 @@ class FeedForward(nn.Module):
     def widen(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
         """The first product and the activation: this rank's part of h_TF, for the tokens of all tensor ranks."""
         x_TD = all_gather(x_TD, self.axis, dim=0)  # tokens of all tensor ranks
-        return self.operators.swiglu(self.gate_up(x_TD, x_float8))  # T x 2F -> T x F
+        wide_TF = self.gate_up(x_TD, x_float8)  # T x 2F, then T x F
+        if self.gate is None:
+            return self.operators.swiglu(wide_TF)
+        return self.operators.swiglu(wide_TF, torch.sigmoid(self.gate(x_TD).float())[:, 0])
 
     def narrow(self, h_TF: Tensor) -> Tensor:
         """The second product, reduced to this rank's own tokens. Returns y_TD."""

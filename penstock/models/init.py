@@ -23,6 +23,11 @@ from penstock.moe.experts import GroupedExperts
 from penstock.moe.router import TopKRouter
 from penstock.parallel.shard import ShardedTensor, own_rows
 
+DECAY_RATES = (0.01, 16.0)
+"""Of the states of linear attention, by head, as Qwen3-Next's; their logarithms are the parameters."""
+
+DECAY_BIAS = 1.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParamInit:
@@ -33,6 +38,7 @@ class ParamInit:
     std: float
     device: torch.device  # of the random generator; CPUs and GPUs give different numbers
     constant: float | None = None  # of all elements, for norms and biases; None draws them
+    log_of: tuple[float, float] | None = None  # logarithms of numbers drawn evenly in this range; None is normal
     by_expert: bool = False  # dim 0 counts experts, which are drawn one by one
 
     def fill(self, part: ShardedTensor) -> None:
@@ -54,7 +60,10 @@ class ParamInit:
         # 56 bits: torch takes seeds below 2**63.
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "big"))
-        return torch.empty(shape, device=self.device).normal_(0.0, self.std, generator=generator)
+        values = torch.empty(shape, device=self.device)
+        if self.log_of is not None:
+            return values.uniform_(*self.log_of, generator=generator).log_()
+        return values.normal_(0.0, self.std, generator=generator)
 
 
 def _by_expert(part: ShardedTensor) -> dict[int, list[tuple[LocalSlice, Tensor]]]:
@@ -102,12 +111,14 @@ def _param_inits(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.M
         for name, parameter in module.named_parameters(recurse=False):
             # A router's bias is drawn: with equal biases all experts would start equal.
             is_zero = "bias" in name and not isinstance(module, TopKRouter)
+            constant = 1.0 - module.offset if isinstance(module, Norm) else 0.0 if is_zero else None
             init = ParamInit(
                 seed=seed,
                 name=f"{path}.{name}",
                 std=std,
                 device=parameter.device,
-                constant=1.0 if isinstance(module, Norm) else 0.0 if is_zero else None,
+                constant=DECAY_BIAS if name == "decay_bias" else constant,
+                log_of=DECAY_RATES if name == "decay_rate_H" else None,
                 by_expert=isinstance(module, GroupedExperts),
             )
             yield module, name, parameter, init

@@ -7,7 +7,7 @@ import torch
 
 from penstock.base.errors import KernelError
 from penstock.config.dispatch_rules import COUNTS_STAY, STAGES
-from penstock.config.model import LatentAttention
+from penstock.config.model import LatentAttention, LinearAttention
 from penstock.config.run import Kernels, RecipeKnob, Run
 from penstock.kernels.backends import Shapes, float8_operators_of
 from penstock.kernels.choose import AUTO, Choice, choose, operators
@@ -142,6 +142,7 @@ def shapes_of(run: Run) -> Shapes:
     """Sizes of one micro-batch of a run."""
     model, moe, attention = run.model, run.model.moe, run.model.attention
     shared_width = 0 if moe is None else moe.shared_expert_intermediate_size
+    linear = {} if model.linear_attention is None else _linear_shapes(model.linear_attention)
     return Shapes(
         tokens=run.training.micro_batch * run.training.sequence_length,
         hidden=model.hidden_size,
@@ -155,4 +156,14 @@ def shapes_of(run: Run) -> Shapes:
         head_dim=attention.head_dim,
         rotary_dim=attention.rotary_dim,
         value_dim=attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim,
+        **linear,
     )
+
+
+def _linear_shapes(linear: LinearAttention) -> dict[str, int]:
+    return {
+        "linear_key_heads": linear.key_heads,
+        "linear_value_heads": linear.value_heads,
+        "linear_key_dim": linear.key_head_dim,
+        "linear_value_dim": linear.value_head_dim,
+    }

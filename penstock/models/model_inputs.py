@@ -63,6 +63,7 @@ class ForwardContext:
     scope: Scope  # for balance losses
     parts: PartialGraphs | None = None
     nears: tuple[BlockMasks, ...] = ()  # masks of layers with a window or chunks
+    documents_BS: Tensor | None = None  # int64 of whole rows, for linear attention; None without it, or without packing
     query_scale_S: Tensor | None = None  # float32 attention temperature of global layers; None without tuning
 
     def in_static_memory(self) -> "ForwardContext":
@@ -85,6 +86,7 @@ class ForwardContext:
             sin_BSP=hold("sin_BSP", self.sin_BSP),
             allowed_BSS=hold_optional("allowed_BSS", self.allowed_BSS),
             nears=tuple(hold_masks(number, near) for number, near in enumerate(self.nears)),
+            documents_BS=hold_optional("documents_BS", self.documents_BS),
             query_scale_S=hold_optional("query_scale_S", self.query_scale_S),
         )
 

@@ -17,12 +17,13 @@ from penstock.parallel.spans import span
 
 
 class Norm(nn.Module):
-    """Weights of a root mean square norm (arXiv 1910.07467)."""
+    """Weights of a root mean square norm (arXiv 1910.07467); `is_zero_centred` ones begin at 0 and are added to 1."""
 
-    def __init__(self, size: int, epsilon: float, operators: Operators) -> None:
+    def __init__(self, size: int, epsilon: float, operators: Operators, *, is_zero_centred: bool = False) -> None:
         super().__init__()
         self.epsilon = epsilon
         self.operators = operators
+        self.offset = 1.0 if is_zero_centred else 0.0
         self.weight_D = nn.Parameter(torch.empty(size))
 
 
@@ -32,7 +33,7 @@ class RMSNorm(Norm):
     def forward(self, x_D: Tensor) -> Tensor:
         """Normalize the last dim of a tensor with any leading dims."""
         with span(Span.NORM):
-            return self.operators.rms_norm(x_D, self.weight_D, self.epsilon)
+            return self.operators.rms_norm(x_D, self.weight_D, self.epsilon, self.offset)
 
 
 class PreNorm(Norm):
@@ -50,8 +51,9 @@ class PreNorm(Norm):
         float8: Float8Rule | None = None,
         *,
         keep_plain: bool = True,
+        is_zero_centred: bool = False,
     ) -> None:
-        super().__init__(size, epsilon, operators)
+        super().__init__(size, epsilon, operators, is_zero_centred=is_zero_centred)
         self.float8 = float8
         self.keep_plain = keep_plain
 
@@ -59,7 +61,7 @@ class PreNorm(Norm):
         """Normalize the last dim: returns (normed, its float8 copy, or None if the caller does not `quantize`)."""
         with span(Span.NORM):
             if self.float8 is None or not quantize:
-                return self.operators.rms_norm(x_D, self.weight_D, self.epsilon), None
+                return self.operators.rms_norm(x_D, self.weight_D, self.epsilon, self.offset), None
             normed_D, _, normed_float8 = self._in_float8(self.float8, x_D, None)
             return normed_D, normed_float8
 
@@ -71,7 +73,7 @@ class PreNorm(Norm):
         """
         with span(Span.NORM):
             if self.float8 is None:
-                return *self.operators.rms_norm_beside(x_D, self.weight_D, self.epsilon), None
+                return *self.operators.rms_norm_beside(x_D, self.weight_D, self.epsilon, self.offset), None
             return self._in_float8(self.float8, x_D, None)
 
     def add(
@@ -80,7 +82,8 @@ class PreNorm(Norm):
         """Add to the residual stream and normalize the sum: returns (normed, sum, float8 copy of normed or None)."""
         with span(Span.NORM):
             if self.float8 is None or not quantize:
-                return *self.operators.add_rms_norm(x_D, residual_D, self.weight_D, self.epsilon), None
+                norm = self.operators.add_rms_norm
+                return *norm(x_D, residual_D, self.weight_D, self.epsilon, self.offset), None
             return self._in_float8(self.float8, x_D, residual_D)
 
     def _in_float8(
@@ -95,6 +98,7 @@ class PreNorm(Norm):
             float8.forward,
             columns=torch.is_grad_enabled(),  # backward contracts over rows
             keep_plain=self.keep_plain,
+            offset=self.offset,
         )
         return normed_TD.view_as(x_D), sum_TD.view_as(x_D), normed_float8
 
@@ -102,10 +106,12 @@ class PreNorm(Norm):
 class TensorParallelNorm(RMSNorm):
     """RMSNorm over a width that tensor-parallel ranks divide; each rank holds its part of the scale."""
 
-    def __init__(self, size: int, epsilon: float, layer_context: LayerContext) -> None:
+    def __init__(
+        self, size: int, epsilon: float, layer_context: LayerContext, *, is_zero_centred: bool = False
+    ) -> None:
         cuts = cut_over(layer_context.axes.tensor, dim=0)
         (local_size,) = local_shape((size,), cuts)
-        super().__init__(local_size, epsilon, layer_context.operators)
+        super().__init__(local_size, epsilon, layer_context.operators, is_zero_centred=is_zero_centred)
         self.cuts = {"weight_D": cuts}
 
 
@@ -125,5 +131,6 @@ def norm_together(pairs: tuple[tuple[TensorParallelNorm, Tensor], ...], axis: Ax
         for (norm, x_BSD), sum_BS1 in zip(pairs, sums.split(1, dim=-1), strict=True):
             mean_BS1 = sum_BS1 / (axis.size * x_BSD.shape[-1])  # D is the same on all ranks
             normed_BSD = x_BSD.float() * torch.rsqrt(mean_BS1 + norm.epsilon)
-            found.append(norm.weight_D * normed_BSD.to(x_BSD.dtype))
+            weight_D = norm.weight_D + norm.offset if norm.offset else norm.weight_D
+            found.append(weight_D * normed_BSD.to(x_BSD.dtype))
         return tuple(found)

@@ -11,6 +11,7 @@ from penstock.layout.sharding import Cut, global_shape
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
+from penstock.models.linear_attention import DeltaMixing
 from penstock.models.norm import TensorParallelNorm
 from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import Axes, Axis
@@ -33,7 +34,7 @@ def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
 
 def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
     """The cuts of a parameter, from the module that owns it."""
-    if isinstance(module, (Linear, Embedding, GroupedExperts, GroupedQueryLayer, TensorParallelNorm)):
+    if isinstance(module, (Linear, Embedding, GroupedExperts, GroupedQueryLayer, DeltaMixing, TensorParallelNorm)):
         return module.cuts[name]
     return ()
 

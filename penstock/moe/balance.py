@@ -32,12 +32,15 @@ class LoadMeter(nn.Module):
     slots_E: Tensor  # slots that chose each expert, dropped ones too
     dropped: Tensor  # slots over capacity
     auxiliary_loss: Tensor  # sum over micro-batches
+    margins_EU: Tensor | None  # tokens by their margin for each expert (`quantile.margin_counts`); None if unused
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, bins: int = 0) -> None:
         super().__init__()
         self.register_buffer("slots_E", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer("auxiliary_loss", torch.zeros((), dtype=torch.float32), persistent=False)
+        margins_EU = torch.zeros(experts, bins, dtype=torch.int64) if bins else None
+        self.register_buffer("margins_EU", margins_EU, persistent=False)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -45,6 +48,8 @@ class LoadMeter(nn.Module):
         self.slots_E.zero_()
         self.dropped.zero_()
         self.auxiliary_loss.zero_()
+        if self.margins_EU is not None:
+            self.margins_EU.zero_()
 
 
 @dataclass(frozen=True)

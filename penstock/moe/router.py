@@ -25,8 +25,10 @@ from penstock.moe.balance import (
     slot_counts,
     spread_evenly,
 )
+from penstock.moe.quantile import BINS, margin_counts, quantile_shift
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.axes import ALONE, Axes
+from penstock.parallel.collectives import all_reduce
 from penstock.parallel.recompute import is_recomputing, saved_as_is
 
 
@@ -65,7 +67,7 @@ class TopKRouter(nn.Module):
         self.logit_bias_E = None if logit_bias is None else nn.Parameter(logit_bias)
         bias = torch.zeros(moe.experts, dtype=torch.float32) if moe.router.expert_bias else None
         self.register_buffer("expert_bias_E", bias)
-        self.meter = LoadMeter(moe.experts)
+        self.meter = LoadMeter(moe.experts, BINS if moe.balance.bias_rule == "quantile" else 0)
 
     def forward(self, x_TD: Tensor, scope: Scope) -> Routing:
         """Route tokens."""
@@ -79,6 +81,8 @@ class TopKRouter(nn.Module):
         measured = self.training and torch.is_grad_enabled() and not is_recomputing()
         if measured:
             self.meter.slots_E += routed.counts_BE.sum(0)  # before the loss: it counts this micro-batch too
+            if self.meter.margins_EU is not None and self.expert_bias_E is not None:
+                self.meter.margins_EU += margin_counts(logits_TE, self.expert_bias_E, self.rule)
         if measured and (self.balance.aux_loss_coef or self.balance.z_loss_coef):
             load = slot_counts(routed.counts_BE, self.meter, self.balance, self.axes)
             found = auxiliary_loss(routed, tokens, self.balance, scope, load, self.operators)
@@ -109,13 +113,17 @@ def layer_loads(modules: Iterable[nn.Module]) -> list[LayerLoad]:
 
 @torch.no_grad()
 def update_expert_bias(modules: Iterable[nn.Module], loads: Iterable[LayerLoad]) -> None:
-    """Move every expert bias a fixed step against the sign of the expert's excess load (arXiv 2408.15664), once a step.
+    """Move every expert bias, once a step, by `model.moe.balance.bias_rule`. All ranks call it.
 
-    `loads` is the load of the global batch over all ranks.
+    With sign that is a fixed step against the sign of the expert's excess load (arXiv 2408.15664), with quantile as far
+    as makes the expert's load even (`penstock.moe.quantile`). `loads` is the load of the global batch over all ranks.
     """
     slots = {load.layer: load.slots_E for load in loads}
     for router in _routers(modules):
-        if router.expert_bias_E is not None:
+        margins_EU = router.meter.margins_EU
+        if router.expert_bias_E is not None and margins_EU is not None:
+            router.expert_bias_E -= quantile_shift(all_reduce(margins_EU, router.axes.stage), router.top_k)
+        elif router.expert_bias_E is not None:
             slots_E = slots[router.layer].float()
             router.expert_bias_E += router.expert_bias_rate * torch.sign(slots_E.mean() - slots_E)  # + if too few
 

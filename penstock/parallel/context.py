@@ -101,11 +101,50 @@ def _layout(layer_context: LayerContext, held: int) -> SequenceLayout:
 
 def gather_positions(x_BS: Tensor, axis: Axis) -> Tensor:
     """Gather all ranks' chunks (near before far) in the order of the row; gradients are summed over the ranks."""
-    if axis.size == 1:
-        return x_BS
-    chunks = all_gather(x_BS, axis, dim=1).chunk(2 * axis.size, dim=1)
-    # They come as 0, 2c-1, 1, 2c-2, ...: the near ones count up, the far ones down.
+    return x_BS if axis.size == 1 else _in_row_order(all_gather(x_BS, axis, dim=1), axis)
+
+
+def _in_row_order(x_BS: Tensor, axis: Axis) -> Tensor:
+    """The chunks of all ranks come as 0, 2c-1, 1, 2c-2, ...: the near ones count up, the far ones down."""
+    chunks = x_BS.chunk(2 * axis.size, dim=1)
     return torch.cat((*chunks[::2], *reversed(chunks[1::2])), dim=1)
+
+
+def _in_rank_order(x_BS: Tensor, axis: Axis) -> Tensor:
+    """The inverse of `_in_row_order`."""
+    chunks = x_BS.chunk(2 * axis.size, dim=1)
+    pairs = zip(chunks[: axis.size], reversed(chunks[axis.size :]), strict=True)
+    return torch.cat([chunk for pair in pairs for chunk in pair], dim=1)
+
+
+def heads_for_positions(parts: tuple[Tensor, ...], layer_context: LayerContext) -> tuple[Tensor, ...]:
+    """From all heads of our positions to our part of the heads at all positions of the row, in its order.
+
+    Each part is B x S x features, with heads side by side; `layer_context.context_method` says only which positions
+    are ours. All parts travel in one exchange.
+    """
+    axis = layer_context.axes.context
+    if axis.size == 1:
+        return parts
+    widest = parts[0]
+    for part in parts[1:]:
+        widest = widest if torch.promote_types(widest.dtype, part.dtype) == widest.dtype else part
+    by_rank = [part.to(widest.dtype).unflatten(-1, (axis.size, -1)) for part in parts]
+    joined_BSD = torch.cat(by_rank, dim=-1).flatten(-2)  # what goes to a rank stands together
+    joined_BSD = all_to_all(joined_BSD, axis, split_dim=2, join_dim=1)
+    if layer_context.context_method == "all-gather":
+        joined_BSD = _in_row_order(joined_BSD, axis)
+    return joined_BSD.split([part.shape[-1] // axis.size for part in parts], dim=-1)
+
+
+def positions_for_heads(x_BSH: Tensor, layer_context: LayerContext) -> Tensor:
+    """The way back for one tensor with heads in dim 2."""
+    axis = layer_context.axes.context
+    if axis.size == 1:
+        return x_BSH
+    if layer_context.context_method == "all-gather":
+        x_BSH = _in_rank_order(x_BSH, axis)
+    return all_to_all(x_BSH, axis, split_dim=1, join_dim=2)
 
 
 def attend_to_row(

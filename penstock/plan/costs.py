@@ -18,11 +18,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from penstock.config.run import Run
+from penstock.kernels.delta_rule import CHUNK
 from penstock.moe.balance import even_stride
 from penstock.parallel.replica_exchange import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.op_recorder import FROM_HOST, TO_HOST, RecordedOp, RecordedOps
-from penstock.plan.rates import SUM_BYTES, GroupedProduct, Rates
+from penstock.plan.rates import SUM_BYTES, GroupedProduct, Pass, Rates
 from penstock.plan.software import OWN, Software
 from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
 
@@ -166,6 +167,8 @@ class OpCosts:
             return OpCost(self._of_experts[name](operator), "experts")
         if name == "float8_matrices_kernel":
             return self._float8_matrices(operator)
+        if name in _BY_CHUNKS:
+            return OpCost(self._by_chunks(operator), "attention")
         if name.startswith("_scaled_dot_product") and name != "_scaled_dot_product_attention_math":
             return OpCost(self._attention(operator), "attention")
         if name in _SENDERS:
@@ -257,6 +260,20 @@ class OpCosts:
             dtype=_DTYPES[operator.itemsize],
         )
         return estimate.seconds * self._rounds
+
+    def _by_chunks(self, operator: RecordedOp) -> float:
+        """A kernel of linear attention: products of J x J and of J x N x M for each chunk of each head."""
+        pairs_of, states = _BY_CHUNKS[operator.name]
+        rows, positions, _, width = operator.shapes[0]  # of keys, or queries
+        with_states = next((shape for shape in operator.shapes if len(shape) == 5), None)
+        if with_states is None:
+            heads, value_width = operator.shapes[1 if operator.name == "delta_system_kernel" else -1][2:]
+        else:
+            heads, value_width = with_states[2], with_states[4]
+        of_chunk = CHUNK * CHUNK * pairs_of(width, value_width) + states * CHUNK * width * value_width
+        flops = 2.0 * rows * heads * -(-positions // CHUNK) * of_chunk
+        direction: Pass = "backward" if "backward" in operator.name else "forward"
+        return self._rates.by_chunks(direction, flops, self._bytes(operator), _DTYPES[operator.itemsize]).seconds
 
     def _send(self, operator: RecordedOp) -> float:
         """A kernel that writes rows into other ranks' memory, or the wait for its counterpart."""
@@ -356,6 +373,20 @@ def _is_by_rows(operator: RecordedOp, *, scales: int, rows: int) -> bool:
     """Whether each row of a product's second operand has its own scale; `scales` is the place of the scales' tensor."""
     return len(operator.shapes) > scales and operator.shapes[scales][0] == rows
 
+
+_BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyType(
+    {
+        "delta_system_kernel": (lambda width, values: 2 * width + values, 0),
+        "delta_state_kernel": (lambda width, values: 0, 2),
+        "delta_output_kernel": (lambda width, values: width + values, 1),
+        "delta_local_backward_kernel": (lambda width, values: width + values, 0),
+        "delta_state_backward_kernel": (lambda width, values: 0, 3),
+        "delta_read_backward_kernel": (lambda width, values: 3 * width + values, 2),
+        "delta_write_backward_kernel": (lambda width, values: 5 * width + 2 * values + 2 * CHUNK, 1),
+    }
+)
+"""Kernels of linear attention: the sum of depths and widths of products with J x J pairs, by the widths of keys and
+values, and the number of products with a state."""
 
 _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 """Kernels that multiply the rows of experts by their matrices."""

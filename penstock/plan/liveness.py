@@ -40,8 +40,10 @@ REPEATED = 2
 
 
 def layer_kind(model: Model, layer: int) -> str:
-    """`dense`, `moe`, `local dense` or `local moe`; layers count from 0."""
+    """`dense` or `moe`, after `local` or `linear` if the layer's attention is that; layers count from 0."""
     ffn = "dense" if model.is_dense(layer) else MOE
+    if model.is_linear(layer):
+        return f"linear {ffn}"
     attention = model.attention
     is_local = isinstance(attention, GroupedQueryAttention) and not attention.is_global(layer)
     return f"local {ffn}" if is_local else ffn

@@ -143,6 +143,11 @@ class Rates:
         """
         return self._attention(direction, heads, queries, keys, widths, causal, dtype)
 
+    def by_chunks(self, direction: Pass, flops: float, moved_bytes: float, dtype: Dtype = "bf16") -> Estimate:
+        """A kernel of linear attention, at the stated share of the peak that attention reaches; none is measured."""
+        seconds = self._roofline(flops, moved_bytes, cast(OperatorKind, f"attention_{direction}"), dtype)
+        return Estimate(seconds, "roofline", self.hardware.efficiency.source)
+
     def memory_bound(self, moved_bytes: float, *, is_update: bool = False) -> Estimate:
         """A kernel that computes little, such as a norm; `is_update` is the optimizer over many tensors."""
         efficiency = self.hardware.efficiency

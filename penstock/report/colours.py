@@ -77,6 +77,20 @@ PHASES: dict[str, str] = {
 }
 """Of phases of a step that are always timed."""
 
+WALL_PARTS: dict[str, str] = {
+    "training": "#2f9e77",
+    "data": "#d9ab2b",
+    "compile": "#b55fb0",
+    "evaluation": "#4cb3d4",
+    "checkpoint": "#3579c8",
+    "start": "#7f8896",
+    "other": "#5c636d",
+    "lost": "#cf5446",
+    "queued": "#c9ced6",
+    "down": "#a9afb9",
+}
+"""Of the wall clock of a run: training is green, lost steps are red, time without a process is grey."""
+
 KERNELS: dict[str, str] = {
     "attention": "#3579c8",
     "dense": "#7fb2e5",

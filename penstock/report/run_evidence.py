@@ -26,6 +26,8 @@ from penstock.plan.project import project
 from penstock.plan.projection import Projection
 from penstock.trace.analysis import RankAnalysis, TraceAnalysis, analyse_traces, last_step, window_us
 from penstock.trace.load import read_traces
+from penstock.trace.recognize import PhaseNames
+from penstock.train.goodput import wall_seconds
 from penstock.tune.doctor.diagnosis import Diagnosis, cpu_sentence, diagnose
 from penstock.tune.doctor.evidence import Evidence, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of
@@ -40,6 +42,8 @@ from penstock.tune.doctor.run_facts import (
     json_lines,
     recording_command,
 )
+
+GOODPUT = "goodput.jsonl"
 
 LAYERS = 400
 """Recorded steps whose layers are read, evenly spaced, the last one included."""
@@ -63,6 +67,7 @@ class RunEvidence:
     judged: Evidence
     lines: tuple[Mapping[str, Any], ...] = ()  # of metrics.jsonl; only some of them have layers
     starts: tuple[Mapping[str, Any], ...] = ()
+    wall_seconds: Mapping[str, float] = field(default_factory=dict)  # of all processes of the run, by kind
     answer: TraceAnalysis | None = None
     is_host: bool = False  # the traces are of a CPU, which takes the place of the device
     projection: Projection | None = None  # of the run on its hardware
@@ -111,11 +116,11 @@ def sentence(reason: str) -> str:
     return f"{reason[:1].upper()}{reason[1:].rstrip('.')}." if reason else ""
 
 
-def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvidence:
+def gather(path: Path, *, on: str | None = None, plans: bool = True, names: PhaseNames | None = None) -> RunEvidence:
     """Read everything.
 
     `path` is the folder of a run, a trace, or a folder of traces. `on` is hardware (`8xH200`); None takes it from the
-    traces or starts.
+    traces or starts. `names` are phases of kernels that the user names.
 
     Raises:
         TraceError: a trace is damaged, or the path holds neither a run nor a trace.
@@ -123,7 +128,7 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvide
         RunFolderError: its metrics or starts cannot be read.
         HardwareError: `on` is not known hardware.
     """
-    found = _with_traces(_of_run(path) if is_run(path) else _of_traces(path))
+    found = _with_traces(_of_run(path) if is_run(path) else _of_traces(path), names)
     if found.answer is None and not is_run(path):
         raise TraceError(found.lacks.trace)
     evidence = found.judged if found.answer is None else evidence_of(found.answer, found.facts)
@@ -154,13 +159,14 @@ def _of_run(path: Path) -> RunEvidence:
         judged=Evidence(source="none", ranks=(), facts=facts),
         lines=tuple(lines),
         starts=tuple(json_lines(path / STARTS)),
+        wall_seconds=wall_seconds(path / GOODPUT),
         lacks=MissingReasons(steps="; ".join(missing)),
     )
 
 
-def _with_traces(found: RunEvidence) -> RunEvidence:
+def _with_traces(found: RunEvidence, names: PhaseNames | None) -> RunEvidence:
     try:
-        traces, is_host = read_traces(found.path)
+        traces, is_host = read_traces(found.path, names)
     except TraceError as error:
         if is_run(found.path) and "holds no trace" in error.what:
             lack = f"no step was traced; record some steps: {recording_command(found.path)}"

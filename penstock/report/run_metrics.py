@@ -13,14 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from penstock.base.numbers import gigabytes, rounded, share_text, three_digits, time_text, time_unit
+from penstock.base.numbers import (
+    counted,
+    duration_text,
+    gigabytes,
+    rounded,
+    share_text,
+    three_digits,
+    time_text,
+    time_unit,
+)
 from penstock.config.run import Run
 from penstock.plan.projection import Projection
-from penstock.report.colours import LIMIT, MEMORY_PARTS, PHASES, SERIES, part_colours
+from penstock.report.colours import LIMIT, MEMORY_PARTS, PHASES, SERIES, WALL_PARTS, part_colours
 from penstock.report.figure import Figure, axis, evenly
 from penstock.report.run_evidence import RunEvidence
-from penstock.report.stacks import height_of, memory_layout, memory_parts, part_bars, stacked
+from penstock.report.stacks import height_of, memory_layout, memory_parts, part_bars, stacked, sums_beside
 from penstock.trace.analysis import RankAnalysis, last_step
+from penstock.train.goodput import goodput
 from penstock.tune.doctor.run_facts import USUAL
 
 POINTS = 1000
@@ -31,6 +41,8 @@ FEW = 60
 
 SMOOTHED = 100
 """Points from which a trailing mean is drawn over the noisy curve."""
+
+WALL_UNITS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 WINDOW = 50
 """The window of the trailing mean is this fraction of the points."""
@@ -261,6 +273,29 @@ def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | N
     )
 
 
+def goodput_figure(evidence: RunEvidence) -> Figure | None:
+    """The wall clock of the run by kind, over all its processes, as one bar."""
+    seconds, share = evidence.wall_seconds, goodput(evidence.wall_seconds)
+    if share is None:
+        return None
+    whole = sum(seconds.values())
+    size, unit = next(((size, unit) for size, unit in WALL_UNITS if whole >= 2 * size), WALL_UNITS[-1])
+    bar = {kind: value / size for kind, value in seconds.items()}
+    starts = counted(max(1, len(evidence.starts)), "start")
+    return stacked(
+        Figure(
+            name="goodput",
+            title="Where the wall clock went",
+            caption=f"Goodput {share_text(share)}: training of steps that are kept, over {duration_text(whole)} "
+            f"since the first of {starts}. docs/metrics.md describes the kinds.",
+            data=part_bars([""], [bar], ["on the first rank"], unit, WALL_PARTS),
+            layout={"xaxis": axis(f"wall clock ({unit})"), **sums_beside([""], [bar], unit)},
+            height=height_of(1),
+            is_wide=True,
+        )
+    )
+
+
 def usual_of(lines: Sequence[Line], name: str) -> float | None:
     """The median of a field over the last half of the lines that have it; the first half has the warm-up."""
     values = [float(line[name]) for line in _having(lines, name)]
@@ -391,7 +426,7 @@ def _measured_words(evidence: RunEvidence) -> str:
         return "Nothing was measured."
     if evidence.is_cpu:
         return "Diamonds: the most that a rank's process held (resident set)."
-    return "Diamonds: the most that a rank's allocator handed out; libraries and reserve are not in it."
+    return "Diamonds: the peak memory that a rank's allocator had allocated; libraries and reserve are not in it."
 
 
 def _marks(peaks: Mapping[int, tuple[int, int | None]], row: Callable[[int], str]) -> list[dict[str, Any]]:
@@ -418,7 +453,7 @@ def _only_measured(evidence: RunEvidence, peaks: Mapping[int, tuple[int, int | N
     ranks = sorted(sorted(peaks, key=lambda rank: -peaks[rank][0])[:PLACES])
     names = [f"rank {rank}" for rank in ranks]
     bars = [{MEASURED: peaks[rank][0] / 1e9} for rank in ranks]
-    of = "the process held (resident set)" if evidence.is_cpu else "the allocator handed out"
+    of = "the process held (resident set)" if evidence.is_cpu else "the allocator allocated"
     data = part_bars(names, bars, ["the most so far"] * len(names), "GB", {MEASURED: SERIES[0]})
     left = f" The fullest {PLACES} of {len(peaks)} ranks." if len(peaks) > PLACES else ""
     return stacked(
@@ -453,7 +488,7 @@ def memory_over_time(evidence: RunEvidence) -> Figure | None:
     return Figure(
         name="memory-over-time",
         title=f"Memory over {'the trace' if step is None else f'step {step}'}",
-        caption=f"By the time at which the host asked for it; at most {peak} were handed out.{some}",
+        caption=f"By the time at which the host asked for it; at most {peak} were allocated.{some}",
         data=data,
         layout={
             "xaxis": axis("time in the step (ms)", rangemode="tozero"),

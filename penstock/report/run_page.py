@@ -2,7 +2,7 @@
 
     write_run_page(gather(Path("runs/first")), Path("runs/first/report.html"))
 
-The page has ten sections. A section without evidence is left out; the last card lists what is missing, and how to
+The page has eleven sections. A section without evidence is left out; the last card lists what is missing, and how to
 record it. Data that are too large for a page are thinned, and the caption says so.
 """
 
@@ -19,6 +19,7 @@ from penstock.report.figure import Figure
 from penstock.report.frame import card, document, key_figures, scrolling, table, write_whole
 from penstock.report.run_evidence import RunEvidence, sentence
 from penstock.report.run_metrics import (
+    goodput_figure,
     gradient_figure,
     loss_figure,
     memory_figure,
@@ -31,6 +32,7 @@ from penstock.report.run_operators import flame_figure, roofline_figure
 from penstock.report.run_ranks import expert_pictures, rank_pictures
 from penstock.report.run_timeline import timeline_pictures
 from penstock.trace.host_table import HostTable
+from penstock.train.goodput import goodput
 from penstock.tune.doctor.diagnosis import Diagnosis, EvidenceLine, ms_text, spent_text
 from penstock.tune.doctor.evidence import Evidence
 
@@ -70,8 +72,11 @@ def sections_of(evidence: RunEvidence) -> list[PageSection]:
         PageSection(name="verdict", title="Verdict", cards=cards, missing=missing),
         _drawn("loss", "Loss", loss, no_metric),
         _drawn("speed", "Speed", speed, no_metric),
+        _drawn(
+            "goodput", "Goodput", [goodput_figure(evidence)], evidence.lacks.steps or "the run kept no goodput.jsonl"
+        ),
         _memory(evidence),
-        PageSection(name="timeline", title="Timeline", figures=timeline, missing=no_timeline),
+        PageSection(name="timeline", title="Timeline", figures=timeline, cards=_path(evidence), missing=no_timeline),
         _drawn("flame", "Flame", [flame_figure(evidence)], evidence.lacks.trace),
         _drawn("roofline", "Roofline", [roofline], no_work),
         PageSection(name="ranks", title="Rank to rank", figures=ranks, missing=no_ranks),
@@ -84,6 +89,21 @@ def _drawn(name: str, title: str, figures: Sequence[Figure | None], lack: str) -
     """The section of some figures, or the reason why there is none."""
     found = [one for one in figures if one is not None]
     return PageSection(name=name, title=title, figures=found, missing=() if found else (sentence(lack),))
+
+
+def _path(evidence: RunEvidence) -> list[tuple[str, str]]:
+    """The critical path of the last step, if a device was traced."""
+    if evidence.answer is None or not evidence.answer.path.segments:
+        return []
+    path = evidence.answer.path
+    kinds = ", ".join(f"{kind} {share_text(us / path.total_us)}" for kind, us in path.by_kind().items())
+    rows = [
+        (f"{row.rank}", escape(row.kind), escape(row.name), f"{ms_text(row.total_us)} ms", share_text(row.share))
+        for row in path.rows()[:FACTS]
+    ]
+    head = {"rank": "", "on the path": "text", "what": "reason", "time": "", "of the path": ""}
+    words = f"The chain of work that determines the end of {path.step or 'the recording'}: {kinds}."
+    return [("Critical path", f'<p class="faint">{escape(words)}</p>{table(head, rows)}')]
 
 
 def _memory(evidence: RunEvidence) -> PageSection:
@@ -182,6 +202,8 @@ def summary(evidence: RunEvidence) -> dict[str, str]:
     }
     usual = {field: usual_of(evidence.lines, field) for field in texts}
     facts |= {name: text(value) for field, (name, text) in texts.items() if (value := usual[field]) is not None}
+    if (share := goodput(evidence.wall_seconds)) is not None:
+        facts["goodput"] = share_text(share)
     if evidence.facts.peak_bytes is not None:
         facts["peak memory"] = bytes_text(evidence.facts.peak_bytes)
     if evidence.verdict is not None:

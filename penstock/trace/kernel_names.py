@@ -113,6 +113,7 @@ QUANTIZE        ^(quantize|measure|group_tiles|norm_quantize|pack_rows|unpack_ro
 EXPERTS         ^bias_(parts|sums)_kernel$
 NORM            ^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Backward)?$
 ATTENTION       ^(mla|latent)_heads_(backward_)?kernel$|^shared_key_backward_kernel$|^_(Mla|Latent)Heads(Backward)?$
+ATTENTION       ^delta_\w+_kernel$|^convolution_\w*kernel$|^_(DeltaRule|ShortConvolution)(Backward)?$
 POSITIONS       ^rotate_kernel$|^_Rotate
 LOSS            ^linear_cross_entropy_kernel$|^scale_kernel$|^_LinearCrossEntropy
 EMBED           ^_LookUpInto|^(sum|join)_runs_kernel$

@@ -267,7 +267,7 @@ def read_traces(paths: Path | Sequence[Path], names: PhaseNames | None = None) -
     traces = load_ranks(paths, gpu_required=False, names=names)
     with_device = {rank: trace for rank, trace in traces.items() if len(trace.gpu)}
     if with_device:
-        return (with_device if len(with_device) == len(traces) else load_ranks(paths)), False
+        return (with_device if len(with_device) == len(traces) else load_ranks(paths, names=names)), False
     found = {rank: on_host(trace) for rank, trace in traces.items()}
     if not all(len(trace.gpu) for trace in found.values()):
         load_ranks(paths)  # raises an error that names the file and its content

@@ -6,6 +6,7 @@ float32 on the CPU.
 """
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +23,14 @@ from penstock.config.run import Run
 from penstock.data.tokenizer_output import export_tokenizer
 from penstock.models.build import build_model, meta_model, to_dtype
 from penstock.models.huggingface.config import huggingface_config
-from penstock.models.huggingface.weights import WEIGHTS_FILE, WeightMapping, load_huggingface, weight_mappings
+from penstock.models.huggingface.weights import (
+    WEIGHTS_FILE,
+    WeightMapping,
+    by_file_tensor,
+    join,
+    load_huggingface,
+    weight_mappings,
+)
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import complete_folder
 from penstock.train.saved_weights import SavedWeights
@@ -79,18 +87,18 @@ def _entries(model: Model, store: CheckpointStore, step: int, dtype: torch.dtype
     saved = SavedWeights(store, step, kinds)
     return [
         TensorEntry(
-            name=line.hf_name,
-            dtype=dtypes[line.name],
-            shape=line.shape,
-            make=partial(_values, line, saved, dtypes[line.name]),
+            name=lines[0].hf_name,
+            dtype=dtypes[lines[0].name],
+            shape=lines[0].shape,
+            make=partial(_values, lines, saved, dtypes[lines[0].name]),
         )
-        for line in weight_mappings(model)
+        for lines in by_file_tensor(weight_mappings(model))
     ]
 
 
-def _values(line: WeightMapping, saved: SavedWeights, dtype: torch.dtype) -> Tensor:
-    ours = saved.read(line.name, line.rectangle).to(dtype)
-    return line.write(ours if line.expert is None else ours[0])
+def _values(lines: Sequence[WeightMapping], saved: SavedWeights, dtype: torch.dtype) -> Tensor:
+    ours = ((line, saved.read(line.name, line.rectangle).to(dtype)) for line in lines)
+    return join(lines, [line.write(values if line.expert is None else values[0]) for line, values in ours])
 
 
 def _write_files(entries: list[TensorEntry], folder: Path, shard_bytes: int) -> None:

@@ -152,7 +152,7 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
     if folder.exists():
         raise CheckpointError(f"{folder} exists already", fix="give the name of a new folder")
     names = names_of(source, weights)
-    lines = weight_mappings(source)
+    lines = weight_mappings(source, names.keys())
     check_weights(lines, weights, names)
     pieces: Iterator[WeightPiece] = (
         WeightPiece(

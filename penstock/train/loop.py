@@ -20,6 +20,7 @@ because it needs memory. The run ends with the figure even if one of these fails
 
 import gc
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,6 +41,7 @@ from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.spans import Stopwatch, span
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.diagnose import NonFiniteFinding, NonFiniteOrigin, find_held_out_origin, find_origin, report_figure
+from penstock.train.goodput import GoodputLedger
 from penstock.train.metrics import drop_after
 from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
 from penstock.train.power import PowerMeter
@@ -49,13 +51,33 @@ from penstock.train.saved_weights import load_initial_weights
 from penstock.train.schedule import learning_rate
 from penstock.train.setup import Session
 from penstock.train.state import random_state, restore_random_state, restore_state, save_state
-from penstock.train.step import StepResult, evaluate, train_step
+from penstock.train.step import NO_PULSE, StepResult, evaluate, train_step
 from penstock.train.stop import StopRequest
+from penstock.train.stragglers import RankPulse, StragglerWatch
 
 
 def unmarked(place: str) -> None:
     """Where no watch is kept."""
     del place
+
+
+def this_host(rank: int) -> str:
+    """The machine of a rank where all ranks are on this one."""
+    del rank
+    return socket.gethostname()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHooks:
+    """What a run needs of its surroundings."""
+
+    # Is told what begins, and an empty text for work that may take any time, for a watch over hangs.
+    mark: Callable[[str], None] = unmarked
+    host_of: Callable[[int], str] = this_host  # the machine of a rank, for the lines about late ranks
+    ledger: GoodputLedger | None = None  # gets the time of this process, on the first rank
+
+
+ALONE_HOOKS = RunHooks()
 
 
 @dataclass(frozen=True)
@@ -138,23 +160,25 @@ def train_run(
     begin: Progress,
     observers: Sequence[Observer],
     stop: StopRequest,
-    mark: Callable[[str], None] = unmarked,
+    hooks: RunHooks = ALONE_HOOKS,
 ) -> RunEnd:
     """Train until the last step or a stop request, from the state `begin` of a session.
 
-    `mark` is told what begins, and an empty text for what may take any time, for a watch over hangs. Observers are
-    closed on return, also after an error. Raises a NonFiniteError for a loss or gradient that is NaN or infinite, a
-    DataError for a document that cannot be read, and a CheckpointError or RunFolderError for failed writes.
+    Observers and the ledger are closed on return, also after an error. Raises a NonFiniteError for a loss or gradient
+    that is NaN or infinite, a DataError for a document that cannot be read, and a CheckpointError or RunFolderError for
+    failed writes.
     """
+    ledger = hooks.ledger or GoodputLedger(None, begin.steps)
     with ExitStack() as cleanup:
+        cleanup.callback(ledger.close)  # last, so that it has all of the time
         cleanup.callback(session.state.batches.close)
         for observer in observers:
             cleanup.callback(observer.closed)
         cleanup.enter_context(_manual_garbage_collection(session.run.training.collect_garbage_every))
-        loop = _Loop(session, folder, store, begin, observers, mark)
-        if loop.power is not None:
-            cleanup.callback(loop.power.close)
+        loop = _Loop(session, folder, store, begin, observers, hooks, ledger)
+        cleanup.callback(loop.power.close)
         end = loop.run(stop)
+        ledger.enter("checkpoint")
         store.close()
         if session.graphs is not None:  # not after an error: release would wait for a lost rank
             session.graphs.release()
@@ -171,9 +195,10 @@ class _Loop:
         store: CheckpointStore,
         begin: Progress,
         observers: Sequence[Observer],
-        mark: Callable[[str], None],
+        hooks: RunHooks,
+        ledger: GoodputLedger,
     ) -> None:
-        self._mark = mark
+        self._mark = hooks.mark
         self._session = session
         self._run = session.run
         self._rule = session.rule
@@ -185,7 +210,10 @@ class _Loop:
         self._saved = begin.steps or None  # not read from disk: a network file system may differ between ranks
         self._notices = session.notices  # for the first report
         self._watch = Stopwatch(session.device)
-        self.power = PowerMeter(session.device) if observers else None  # only the first rank has observers
+        self.power = PowerMeter(session.device)
+        self._ledger = ledger
+        self._stragglers = StragglerWatch(hooks.host_of)
+        self._pulse = NO_PULSE  # of this rank, sent with the next step
         self._recorder = Recorder(session.run, folder.profile, session.device, session.axes.grid, session.axes.rank)
 
     def run(self, stop: StopRequest) -> RunEnd:
@@ -198,6 +226,7 @@ class _Loop:
             done = Progress(last.step, last.tokens_seen)
             for observer in self._observers:
                 observer.stepped(last)
+            self._ledger.stepped(done.steps)
             is_stopping = wants_stop or self._may_stop_alone(stop)
             is_end = done.steps == steps or is_stopping
             if self._run.checkpoint.enabled and (is_end or _is_due(done.steps, self._run.checkpoint.every)):
@@ -239,27 +268,39 @@ class _Loop:
         rate = learning_rate(done.steps, self._run.training.steps, peak, self._run.schedule)
         self._recorder.begin(step)
         begin_seconds = time.perf_counter()
+        self._ledger.enter("data")
         self._mark(f"data of step {step}")
         self._watch.start(Span.DATA)
         with span(NUMBERED_STEP, step):
             with span(Span.DATA):
                 batch = state.batches.next_batch()
-            model = self._session.model
+            model, launched = self._session.model, 0.0
+            data_seconds = time.perf_counter() - begin_seconds
+            self._ledger.enter("training")
 
             def enter(phase: Span) -> None:
+                nonlocal launched
                 self._mark(f"{phase.value} of step {step}")
                 self._watch.enter(phase)
+                if phase is Span.REDUCE:
+                    launched = time.perf_counter() - begin_seconds - data_seconds
 
-            result = train_step(model, state.optimizer, batch, self._rule, rate, stop, enter)
+            result = train_step(model, state.optimizer, batch, self._rule, rate, stop, enter, self._pulse)
         # The host has read the step's figures, so the passes have ended; the kernels of the update may still run.
         seconds, phases = time.perf_counter() - begin_seconds, self._watch.stop()
+        power = self.power.read()
+        work = sum(phases.values()) - phases.get(Span.REDUCE, 0.0)
+        self._pulse = RankPulse(data_seconds, work, launched, power.clock_mhz or 0.0)
         self._mark("")
-        self._recorder.end(step)
         if not result.is_finite:
+            self._recorder.end(step)
             raise self._halt(done, before, batch, result)
+        self._ledger.enter("other")
+        self._recorder.end(step)
         report = self._report(done, result, rate, seconds, self._evaluate(step))
-        power = report.power if self.power is None else self.power.read()
-        return replace(report, phase_seconds=phases, power=power), result.wants_stop
+        late = self._stragglers.add(seconds, result.pulses) if self._session.axes.rank == 0 else ()
+        notices = (*report.notices, *late)
+        return replace(report, phase_seconds=phases, power=power, notices=notices), result.wants_stop
 
     def _evaluate(self, step: int) -> HeldOutLoss | None:
         """Held-out loss, or None if none is due."""
@@ -268,10 +309,12 @@ class _Loop:
         is_due = step == self._run.training.steps or (every and (step == 1 or step % every == 0))
         if rows is None or not is_due:
             return None
+        self._ledger.enter("evaluation")
         with span(Span.EVALUATE):
             held_out = evaluate(self._session.model, rows, self._rule.cut, self._rule.loss)
         if not math.isfinite(held_out.loss):
             raise self._halt_after(step, rows, held_out)
+        self._ledger.enter("other")
         return held_out
 
     def _report(
@@ -303,6 +346,7 @@ class _Loop:
             graph_pool_bytes=0 if graphs is None else graphs.pool_bytes,
             notices=notices if graphs is None else (*notices, *graphs.take_notices()),
             expert_ranks=self._run.parallel.expert,
+            wall_seconds=self._ledger.seconds(),
         )
 
     def _may_stop_alone(self, stop: StopRequest) -> bool:
@@ -310,6 +354,7 @@ class _Loop:
         return self._session.axes.world.group is None and stop.signal is not None
 
     def _save(self, done: Progress) -> None:
+        self._ledger.enter("checkpoint")
         for observer in self._observers:
             observer.saving()  # the lines of its steps are on disk before it is
         self._mark(f"checkpoint of step {done.steps}")
@@ -319,6 +364,8 @@ class _Loop:
         self._saved = done.steps
         for observer in self._observers:
             observer.saved(done.steps)
+        self._ledger.enter("other")
+        self._ledger.flush()  # steps that a restart makes again are whole lines
 
     def _halt(self, done: Progress, before: ResumePoint, batch: Batch, result: StepResult) -> NonFiniteError:
         """The error for a step that was not applied; the state before it is saved."""

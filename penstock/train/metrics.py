@@ -20,6 +20,7 @@ from typing import Any
 from penstock.base.errors import RunFolderError
 from penstock.base.files import open_file, open_to_append, parse_json, sync, write_whole
 from penstock.base.spans import Span
+from penstock.train.goodput import goodput
 from penstock.train.observer import BalanceReport, LayerReport, Observer, StepReport
 
 
@@ -63,6 +64,10 @@ FIELDS: dict[str, MetricField] = {
     "power_limit_watts": MetricField("W", "Power that its board may draw."),
     "clock_mhz": MetricField("MHz", "Its clock, the median of the step: lower than the highest where power limits it."),
     "clock_limit_mhz": MetricField("MHz", "Its highest clock."),
+    "goodput": MetricField(
+        "", "Share of the wall clock since the first process began in which steps were trained that are kept."
+    ),
+    "wall_seconds": MetricField("s", "That wall clock by kind, see below."),
     "graph_pool_bytes": MetricField("bytes", "Device memory that captured work keeps (graphs.capture); 0 without any."),
     "expert_load_max_over_mean": MetricField("", "Of the least even layer; 1 is even. Null for a dense model."),
     "expert_rank_load_max_over_mean": MetricField(
@@ -147,6 +152,8 @@ def record(report: StepReport) -> dict[str, Any]:
         "power_limit_watts": report.power.limits.watts,
         "clock_mhz": report.power.clock_mhz,
         "clock_limit_mhz": report.power.limits.clock_mhz,
+        "goodput": goodput(report.wall_seconds),
+        "wall_seconds": dict(report.wall_seconds) or None,
         "graph_pool_bytes": report.graph_pool_bytes,
         "expert_load_max_over_mean": None if worst is None else worst.max_over_mean,
         "expert_rank_load_max_over_mean": report.expert_rank_load_max_over_mean,
@@ -193,6 +200,7 @@ def scalars(report: StepReport) -> dict[str, float]:
     for layer in line.pop("layers"):
         groups[f"layer {layer.pop('layer'):02}/"] = layer
     groups["phase/"] = line.pop("phase_seconds") or {}
+    groups["wall/"] = line.pop("wall_seconds") or {}
     losses = {f"mtp_loss_{depth}": loss for depth, loss in enumerate(line.pop("mtp_losses"), start=1)}
     groups["train/"] = losses | line
     return {

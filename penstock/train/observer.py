@@ -95,6 +95,7 @@ class StepReport:
     slots_needed: int = 0  # `balance_slots_needed` in metrics.jsonl
     phase_seconds: Mapping[str, float] = field(default_factory=dict)  # of the step before; empty in the first step
     power: PowerReading = NO_POWER  # of this rank's GPU
+    wall_seconds: Mapping[str, float] = field(default_factory=dict)  # of the whole run; empty where it is not kept
 
     @property
     def expert_rank_load_max_over_mean(self) -> float | None:

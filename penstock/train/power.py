@@ -52,8 +52,13 @@ class PowerMeter:
         self._ended, self._thread = Event(), Thread(target=self._sample, name="penstock-power", daemon=True)
         if device.type != "cuda" or find_spec(name) is None:
             return
-        self._device, library = device, import_module(name)
-        self._errors = (RuntimeError, OSError, library.AmdSmiException if torch.version.hip else library.NVMLError)
+        try:
+            library = import_module(name)
+        except (ImportError, OSError, KeyError):  # amdsmi looks for its library when it is imported
+            return
+        self._device = device
+        own: type[Exception] = library.AmdSmiException if torch.version.hip else library.NVMLError
+        self._errors = (RuntimeError, OSError, ImportError, own)
         limits: Callable[[Any, torch.device], PowerLimits] = _amd_limits if torch.version.hip else _nvidia_limits
         try:
             self._limits = limits(library, device)

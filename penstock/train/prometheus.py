@@ -32,6 +32,8 @@ EXPORTED: Mapping[str, str] = MappingProxyType(
         "power_limit_watts": "penstock_power_limit_watts",
         "clock_mhz": "penstock_clock_megahertz",
         "clock_limit_mhz": "penstock_clock_limit_megahertz",
+        "goodput": "penstock_goodput_ratio",
+        "wall_seconds": "penstock_wall_seconds",
         "graph_pool_bytes": "penstock_graph_pool_bytes",
         "expert_load_max_over_mean": "penstock_expert_load_max_over_mean_ratio",
         "expert_rank_load_max_over_mean": "penstock_expert_rank_load_max_over_mean_ratio",
@@ -49,7 +51,8 @@ EXPORTED: Mapping[str, str] = MappingProxyType(
         "evaluation_bits_per_byte": "penstock_evaluation_bits_per_byte",
     }
 )
-"""Names of the fields of `penstock.train.metrics.FIELDS`; `phase_seconds` has a label `phase`, `mtp_losses` a `depth`.
+"""Names of the fields of `penstock.train.metrics.FIELDS`; `phase_seconds` has a label `phase`, `mtp_losses` a
+`depth`, `wall_seconds` a `kind`.
 """
 
 EXPORTED_OF_LAYER: Mapping[str, str] = MappingProxyType(
@@ -84,7 +87,7 @@ ENDPOINT_FIELDS: Mapping[str, MetricField] = MappingProxyType(
 )
 """Metrics that only the endpoint has."""
 
-_LABELS = {"phase_seconds": "phase", "mtp_losses": "depth"}
+_LABELS = {"phase_seconds": "phase", "mtp_losses": "depth", "wall_seconds": "kind"}
 _KEPT = ("evaluation_loss", "evaluation_bits_per_byte")
 
 

@@ -3,6 +3,7 @@
     runs/NAME/config.toml     the resolved configuration; a folder with this file is a run folder
               metrics.jsonl   one JSON object a step
               starts.jsonl    one JSON object for each start: command, device, versions
+              goodput.jsonl   where the wall clock went (penstock/train/goodput.py)
               checkpoints/    one folder for each saved step
               tensorboard/    event files
               wandb/          files of Weights & Biases (record.wandb)
@@ -57,6 +58,7 @@ class RunFolder:
         self.config = path / RUN_FILE
         self.metrics = path / "metrics.jsonl"
         self.starts = path / "starts.jsonl"
+        self.goodput = path / "goodput.jsonl"
         self.checkpoints = path / CHECKPOINTS
         self.tensorboard = path / "tensorboard"
         self.wandb = path / "wandb"

@@ -42,6 +42,10 @@ from penstock.train.observer import BalanceReport, HeldOutLoss, LayerReport
 from penstock.train.optimizer import MasterAdamW, clip_divisor
 from penstock.train.passes import forward_backward, held_out_nats
 from penstock.train.stop import StopRequest
+from penstock.train.stragglers import RankPulse
+
+NO_PULSE = RankPulse()
+_OF_RANK = 2 + len(NO_PULSE)  # words of each rank: peak memory, slots of replicas, pulse
 
 Passes = Callable[[RankModel, GlobalBatch, LossRule, EnterPhase], Tensor]
 """Signature of `forward_backward`."""
@@ -70,6 +74,7 @@ class StepResult:
     peak_memory_bytes: int  # maximum over ranks when the passes were launched; an update shows in the next step
     wants_stop: bool  # a rank had received a stop request by then
     left_out: int  # rows without room in the first attempt, over all ranks and layers; above 0 the step was repeated
+    pulses: tuple[RankPulse, ...]  # of each rank, of earlier steps
     slots_needed: int = 0  # replicas of a rank with which every plan would have kept its bound
 
     @property
@@ -108,10 +113,12 @@ def train_step(
     learning_rate: float,
     stop: StopRequest | None = None,
     enter: EnterPhase = untimed,
+    pulse: RankPulse = NO_PULSE,
 ) -> StepResult:
     """Train on one global batch, unless its loss or gradients are not finite. All ranks call it together.
 
-    `batch` has this rank's rows, on the CPU. `stop` is read when the passes are launched, and sent to the other ranks.
+    `batch` has this rank's rows, on the CPU. `stop` is read when the passes are launched, and sent to the other ranks,
+    as is `pulse`.
     Raises a DataError if no token is counted, and a DeviceError if a GPU of a node did not send its rows in time.
     """
     # 1. Count the labels of the global batch, cut our rows, copy them to the device.
@@ -120,11 +127,11 @@ def train_step(
 
     # 2. to 4. Gradients and figures, repeated if rows had no room. The rows of a layer depend on the rows that earlier
     # layers left out, so buffers may have to grow twice.
-    result, loads = _differentiate(model, optimizer, whole, rule, stop, enter)
+    result, loads = _differentiate(model, optimizer, whole, rule, stop, enter, pulse)
     left_out = result.left_out
     while result.left_out:
         make_room(model.modules)
-        result, loads = _differentiate(model, optimizer, whole, rule, stop, enter)
+        result, loads = _differentiate(model, optimizer, whole, rule, stop, enter, pulse)
     result = replace(result, left_out=left_out)
     if not result.is_finite:
         return result
@@ -146,6 +153,7 @@ def _differentiate(
     rule: StepRule,
     stop: StopRequest | None,
     enter: EnterPhase,
+    pulse: RankPulse,
 ) -> tuple[StepResult, list[LayerLoad]]:
     """Gradients and figures of a global batch."""
     # 2. Forward and backward, micro-batch by micro-batch.
@@ -167,7 +175,7 @@ def _differentiate(
 
     # 4. Read everything in one copy, for which the host waits.
     with span(Span.READ):
-        figures = _sum_figures(losses, _own_words(model, stop), model, rule)
+        figures = _sum_figures(losses, _own_words(model, stop, pulse), model, rule)
         result, is_late = _read(figures, norm)
     if is_late:
         refuse_late(model)
@@ -194,20 +202,22 @@ class _Figures:
     words: Tensor  # see `_own_words`
 
 
-def _own_words(model: RankModel, stop: StopRequest | None) -> Tensor:
-    """This rank's part of the words of all: ranks with a stop request, late ranks, then two words of each rank.
+def _own_words(model: RankModel, stop: StopRequest | None, pulse: RankPulse) -> Tensor:
+    """This rank's part of the words of all: ranks with a stop request, late ranks, then `_OF_RANK` words of each rank.
 
-    These are its peak memory, and the slots that its plans of replicas needed. Float64, 2 + 2 x ranks.
+    These are its peak memory, the slots that its plans of replicas needed, and its pulse. Float64.
     """
     world = model.axes.world
-    words = torch.zeros(2 + 2 * world.size, dtype=torch.float64, device=model.device)
+    words = torch.zeros(2 + world.size * _OF_RANK, dtype=torch.float64, device=model.device)
     # Filled on the device: a copy from the host would wait for the device.
     words[0].fill_(stop is not None and stop.signal is not None)
     if model.buffers is not None:
         words[1] = model.buffers.late.bool()
-    words[2 + world.rank].fill_(peak_memory_bytes(model.device))
+    mine = words[2 + world.rank * _OF_RANK :]
+    for place, figure in zip((0, *range(2, _OF_RANK)), (peak_memory_bytes(model.device), *pulse), strict=True):
+        mine[place].fill_(figure)
     if needed := [meter.slots_needed for meter in replica_meters(model.modules)]:
-        words[2 + world.size + world.rank] = torch.stack(needed).max()
+        mine[1] = torch.stack(needed).max()
     return words
 
 
@@ -251,8 +261,7 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
 
     main, *depths = take(figures.losses.numel())
     gradient_norm, left_out, wishes, late = take(4)
-    ranks = (figures.words.numel() - 2) // 2
-    peaks, needed = take(ranks), take(ranks)
+    ranks = [take(_OF_RANK) for _ in range((figures.words.numel() - 2) // _OF_RANK)]
     layers = []
     for load in figures.loads:
         dropped, auxiliary_loss = take(2)
@@ -272,10 +281,11 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
         mtp_losses=tuple(depths),
         gradient_norm=gradient_norm,
         layers=tuple(layers),
-        peak_memory_bytes=int(max(peaks)),
+        peak_memory_bytes=int(max(peak for peak, *_ in ranks)),
         wants_stop=wishes > 0,
         left_out=int(left_out),
-        slots_needed=int(max(needed)),
+        pulses=tuple(RankPulse(*pulse) for _, _, *pulse in ranks),
+        slots_needed=int(max(needed for _, needed, *_ in ranks)),
     )
     return result, late > 0
 

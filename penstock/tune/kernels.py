@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.run import Run
@@ -33,6 +34,7 @@ from penstock.kernels.backends import (
     shape_of,
 )
 from penstock.kernels.choose import obstacle
+from penstock.kernels.delta_rule import unit_length
 from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.measured import Measurements, OperatorTimes
 from penstock.kernels.operators import Operators
@@ -195,6 +197,15 @@ def _draw_latent_heads(work: Workload, skew: float) -> Tensors:
     return _heads(work, sizes.head_dim), kv_BSHN, k_rope_BSP, *_angles(work)
 
 
+def _draw_linear_heads(work: Workload, skew: float) -> Tensors:
+    sizes, rows = work.shapes, (work.sequences, work.shapes.tokens // work.sequences)
+    keys = sizes.linear_key_heads, sizes.linear_key_dim
+    q, k = unit_length(work.normal(*rows, *keys), sizes.linear_key_dim**-0.5), unit_length(work.normal(*rows, *keys))
+    decays, betas = (work.normal(*rows, sizes.linear_value_heads).float() for _ in range(2))
+    v = work.normal(*rows, sizes.linear_value_heads, sizes.linear_value_dim)
+    return q, k, v, -F.softplus(decays), betas.sigmoid()
+
+
 def _heads(work: Workload, width: int) -> Tensor:
     return work.normal(work.sequences, work.shapes.tokens // work.sequences, work.shapes.heads, width)
 
@@ -236,6 +247,7 @@ _OPERATORS: dict[str, _Operator] = {
         lambda ops, work, inputs: ops.rotate(*inputs),
         1,
     ),
+    "delta_rule": _Operator(_draw_linear_heads, lambda ops, work, inputs: ops.delta_rule(*inputs), 5),
     "mla_heads": _Operator(_draw_latent_heads, lambda ops, work, inputs: ops.mla_heads(*inputs), 3),
 }
 

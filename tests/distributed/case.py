@@ -17,6 +17,7 @@ from tests.models.huggingface.family_models import (
     nope,
     olmoe,
     qwen3_moe,
+    qwen3_next,
 )
 
 
@@ -68,9 +69,25 @@ CHUNKED = (
 )
 QWEN3 = (*GQA, 'model.attention.qk_norm="head"')
 GLM = (*GQA, "model.attention.partial_rotary_factor=0.5", "model.attention.qkv_bias=true")
+DELTA = (
+    *GQA,
+    "model.linear_attention={key_heads=4, value_heads=8, key_head_dim=8, value_head_dim=8, full_every=2}",
+    "model.attention.output_gate=true",
+    "model.moe.shared_expert_gate=true",
+    "model.zero_centred_norms=true",
+    'model.attention.qk_norm="head"',
+)
+KDA = (
+    *GQA,
+    'model.linear_attention={kind="kda", key_heads=4, value_heads=4, key_head_dim=8, value_head_dim=8, full_every=2}',
+    *DOCUMENTS,
+)
+DELTA_PACKED = (*DELTA, *DOCUMENTS)
 OLMOE = (*GQA, 'model.attention.qk_norm="projection"')
 
 SINKS_PACKED, CHUNKED_PACKED = (*SINKS, *DOCUMENTS), (*CHUNKED, *DOCUMENTS)
+
+HALVES = ("dispatch.overlap=halves", "training.micro_batch=2")  # halves of a micro-batch are rows
 
 GATHERED, EXCHANGED = "context_method=all-gather", "context_method=ulysses"
 
@@ -94,6 +111,18 @@ ATTENTION_CASES = (
     Case(
         "CP 2, keys gathered, half of each head rotated, documents", 2, layout("context=2", GATHERED), GLM + DOCUMENTS
     ),
+    Case("TP 2, linear attention, documents", 2, layout("tensor=2"), DELTA_PACKED),
+    Case("CP 2, heads exchanged, linear attention, documents", 2, layout("context=2", EXCHANGED), DELTA_PACKED),
+    Case("CP 2, keys gathered, linear attention, documents", 2, layout("context=2", GATHERED), DELTA_PACKED),
+    Case("TP 2 x CP 2, keys gathered, linear attention", 4, layout("tensor=2", "context=2", GATHERED), DELTA),
+    Case("EP 2 x EDP 2, FSDP, linear attention", 4, layout("expert=2", "shard=full"), DELTA_PACKED),
+    Case("PP 2 x EP 2, ZB-V, linear attention, documents", 4, pipeline("zb-v", 2, "expert=2"), DELTA_PACKED),
+    Case(
+        "FSDP 2, linear, recompute attention", 2, layout("shard=full", 'recompute.modules=["attention", "norm"]'), DELTA
+    ),
+    Case("EP 2, linear attention, recompute layer", 2, layout("expert=2", "recompute.modules=layer"), DELTA_PACKED),
+    Case("TP 2 x CP 2, keys gathered, decays by feature", 4, layout("tensor=2", "context=2", GATHERED), KDA),
+    Case("EP 2, overlap halves, decays by feature", 2, layout("expert=2", *HALVES), KDA),
     Case("TP 2, norm of all heads", 2, layout("tensor=2"), OLMOE),
     Case("TP 2 x CP 2 folded with EP 4, norm of all heads", 4, layout("tensor=2", "context=2", "expert=4"), OLMOE),
     Case("PP 2 x EP 2, norm of all heads", 4, pipeline("1f1b", 2, "expert=2"), OLMOE),
@@ -120,8 +149,6 @@ PADDED = (*CAPACITY, "model.moe.balance.pad_to_capacity=true")
 GATHERED_TOKENS = ("dispatch.method=all-gather", "dispatch.sync_free=3")
 BY_NODE = ("dispatch.method=hierarchical", "dispatch.sync_free=2")
 NO_ROOM = ("dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.row_capacity_factor=1.0")  # steps run twice
-HALVES = ("dispatch.overlap=halves", "training.micro_batch=2")  # halves of a micro-batch are rows
-
 EXPERT_CASES = (
     Case("EP 4, biases", 4, layout("expert=4"), GPT_OSS),
     Case("ETP 2, biases", 2, layout("expert_tensor=2"), GPT_OSS),
@@ -168,6 +195,7 @@ FAMILIES = {
     "GLM-4.5": _overrides(glm4_moe(bias=True, qk_norm="head", **SIZES)),
     "ERNIE-4.5": _overrides(ernie(**SIZES)),
     "MiniMax-M2": DOCUMENTS + _overrides(minimax_m2(**SIZES)),
+    "Qwen3-Next": DOCUMENTS + _overrides(qwen3_next(**SIZES)),
     "Llama 4": DOCUMENTS + _overrides(llama4(local=nope(2), qk_norm="rotated-head", rope=Rope(), every=2, **SIZES)),
     "gpt-oss": DOCUMENTS + _overrides(gpt_oss(rope=Rope(yarn=YARN), **SIZES)),
     "Qwen3, dense": _overrides(

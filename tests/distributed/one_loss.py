@@ -216,6 +216,7 @@ BALANCED_CASES = (
     ),
 )
 
+QUANTILE = ("model.moe.balance.bias_rule=quantile",)
 SIX_EXPERTS = ("model.moe.experts=6",)
 
 CASES = (
@@ -268,6 +269,8 @@ CASES = (
     Case("PP 4, explicit layout", 4, pipeline("1f1b", 4, 'pipeline.layout="Et|t*4|t*2|t,mL"')),
     Case("PP 2, tied embeddings", 2, pipeline("1f1b", 2), ("model.tie_word_embeddings=true",)),
     Case("PP 2, ZB-V, tied embeddings", 2, pipeline("zb-v", 2), ("model.tie_word_embeddings=true",)),
+    Case("TP 2 folded with EP 4, quantile balancing", 4, layout("tensor=2", "expert=4"), QUANTILE),
+    Case("PP 2 x EP 2, 1F1B, quantile balancing", 4, pipeline("1f1b", 2, "expert=2"), QUANTILE),
     Case("EP 4, capacity", 4, layout("expert=4"), CAPACITY),
     Case("EP 4, drop and pad", 4, layout("expert=4"), PADDED),
     Case("TP 2 folded with EP 4, drop and pad", 4, layout("tensor=2", "expert=4"), PADDED),
@@ -319,6 +322,7 @@ OFTEN = (
     *("EP 4, weighted inputs", "OLMoE: EP 2, FSDP", "Qwen3, dense: FSDP 2"),
     *("gpt-oss: TP 2 folded with EP 2", "Llama 4: PP 2"),
     *("EP 4, all-gather, sync-free 2, bounded balance", "EP 2 x EDP 2, FSDP, exact balance"),
+    "TP 2 folded with EP 4, quantile balancing",
     *("EP 2 x DP 2, recompute layer, exact balance", "PP 2 x EP 2, ZB-1F1B, biases, exact balance"),
 )
 """Cases that every test run plays: few in which every schedule, way of the tokens, kind of recomputation and overlap

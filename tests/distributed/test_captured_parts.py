@@ -13,6 +13,7 @@ from tests.parallel.recorded_graph import Graphs, SameAddresses
 
 SHARED = ("parallel.expert=2", "dispatch.method=all-to-all", "dispatch.sync_free=0")
 OVERLAPPED = (*SHARED, "dispatch.overlap=shared")
+BALANCED = (*SHARED, "dispatch.balance=exact")
 IN_PARTS = ("parallel.expert_tensor=2", "dispatch.method=all-to-all", "parallel.expert=1")
 Seen = tuple[Trace, Saved, tuple[str, ...], int]
 
@@ -38,8 +39,11 @@ def whole(results: list[Seen]) -> Trace:
 
 @pytest.mark.parametrize(
     "overrides",
-    [SHARED, pytest.param(OVERLAPPED, marks=pytest.mark.slow), pytest.param(IN_PARTS, marks=pytest.mark.slow)],
-    ids=["rows", "beside the shared expert", "ETP"],
+    [
+        *(SHARED, BALANCED),
+        *(pytest.param(OVERLAPPED, marks=pytest.mark.slow), pytest.param(IN_PARTS, marks=pytest.mark.slow)),
+    ],
+    ids=["rows", "replicas", "beside the shared expert", "ETP"],
 )
 def test_parts_give_the_bits_of_eager_layers_where_the_host_reads_row_counts(
     overrides: tuple[str, ...], ranks: Pool

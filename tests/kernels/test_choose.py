@@ -33,6 +33,10 @@ SHAPES = Shapes(
     head_dim=192,
     rotary_dim=64,
     value_dim=128,
+    linear_key_heads=16,
+    linear_value_heads=32,
+    linear_key_dim=128,
+    linear_value_dim=128,
 )
 DENSE = replace(SHAPES, experts=0, top_k=0, ffn=0)
 H200 = named_device("H200", "bf16")
@@ -85,7 +89,7 @@ def test_a_gpu_without_measurements_takes_triton() -> None:
 def test_a_cpu_takes_torchs_forms_where_it_has_them_and_a_gpu_without_triton_too() -> None:
     found = chosen(CPU)
     products = {f"experts {product}" for product in PRODUCTS}
-    assert {op for op, backend in found.items() if backend == "torch"} == {*products, "swiglu", "norm", "loss"}
+    assert {op for op, backend in found.items() if backend == "torch"} == {*products, "swiglu", "norm", "loss", "delta"}
     assert found["route"] == found["permute"] == found["rope"] == "reference"
     assert set(reasons(CPU).values()) == {"no GPU"}
     found = chosen(NO_TRITON)
@@ -211,7 +215,7 @@ def test_attention_is_ordered_by_vendor_and_wish() -> None:
 
 def test_the_summary_is_one_line() -> None:
     assert summary(choose({}, H200, SHAPES, None)) == (
-        "triton: route, permute, experts, swiglu, norm, rope, loss; cuDNN first: attention"
+        "triton: route, permute, experts, swiglu, norm, rope, delta, loss; cuDNN first: attention"
     )
     assert summary(choose({"all": "reference"}, CPU, SHAPES, None)).endswith("; torch: attention, loss")
     mixed = summary(choose({"experts_forward": "torch"}, H200, SHAPES, None))

@@ -20,6 +20,7 @@ from penstock.kernels.norm import (
     stages_of,
     tile_of,
 )
+from penstock.kernels.operators import torch_rms_norm
 from penstock.kernels.tuning import KernelLaunch
 from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import assert_close
@@ -30,18 +31,19 @@ SMALL = KernelLaunch(block_rows=2, block_columns=16, warps=1)
 EPSILON = 1e-5
 
 
-def _fast(operator: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *inputs: operator(*inputs, EPSILON, launch=SMALL)
+def _fast(operator: Callable[..., Any], offset: float = 0.0) -> Callable[..., Any]:
+    return lambda *inputs: operator(*inputs, EPSILON, offset, launch=SMALL)
 
 
-def _true(operator: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *inputs: operator(*inputs, EPSILON)
+def _true(operator: Callable[..., Any], offset: float = 0.0) -> Callable[..., Any]:
+    return lambda *inputs: operator(*inputs, EPSILON, offset)
 
 
 NORMS = {
     "rms_norm": (_fast(rms_norm), _true(reference.rms_norm)),
     "rms_norm_beside": (_fast(rms_norm_beside), _true(reference.rms_norm_beside)),
     "add_rms_norm": (_fast(add_rms_norm), _true(reference.add_rms_norm)),
+    "rms_norm of zero-centred weights": (_fast(rms_norm, 1.0), _true(reference.rms_norm, 1.0)),
 }
 NORM, TRUTH = NORMS["rms_norm"]
 
@@ -49,7 +51,14 @@ NORM, TRUTH = NORMS["rms_norm"]
 def _draw(name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Rows, the residual if the norm adds one, and a weight."""
     rows = [torch.randn(shape, device=device, dtype=dtype) for _ in range(2 if name == "add_rms_norm" else 1)]
-    return [*rows, (1 + 0.1 * torch.randn(shape[-1], device=device)).to(dtype)]
+    centre = 0 if "zero-centred" in name else 1
+    return [*rows, (centre + 0.1 * torch.randn(shape[-1], device=device)).to(dtype)]
+
+
+def test_weights_centred_at_zero_are_added_to_one() -> None:
+    x_TD, weight_D = torch.randn(3, 8), 0.1 * torch.randn(8)
+    for norm in (reference.rms_norm, torch_rms_norm):
+        assert_close(norm(x_TD, weight_D, EPSILON, 1.0), norm(x_TD, 1 + weight_D, EPSILON))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,7 +25,7 @@ from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.config import huggingface_config
-from penstock.models.huggingface.weights import WEIGHTS_FILE, weight_mappings
+from penstock.models.huggingface.weights import WEIGHTS_FILE, by_file_tensor, join, weight_mappings
 from penstock.models.model_inputs import ModelInputs, shifted_tokens
 
 YARN = Yarn(factor=4.0, original_max_position_embeddings=8, truncate=False)
@@ -71,8 +71,10 @@ ROUTER_OF_V3 = Router(
 def to_huggingface(model: Decoder) -> dict[str, Tensor]:
     """Every weight under its Hugging Face name."""
     state = model.state_dict()
-    lines = weight_mappings(model.config)
-    return {line.hf_name: line.write(line.place(state[line.name])).contiguous() for line in lines}
+    return {
+        lines[0].hf_name: join(lines, [line.write(line.place(state[line.name])) for line in lines]).contiguous()
+        for lines in by_file_tensor(weight_mappings(model.config))
+    }
 
 
 def save_huggingface(model: Decoder, folder: Path, positions: int | None = None) -> None:

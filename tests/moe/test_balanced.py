@@ -1,7 +1,8 @@
 """Balanced dispatch in whole numbers: outputs and all gradients equal those of one process, bit for bit.
 
 Gates are at least 17, where silu(g) is g and its derivative 1 in float32. So experts are polynomials of whole numbers,
-no sum is rounded, and right means equal, wherever a row was computed and in whatever order gradients were added.
+no sum is rounded, and right means equal, wherever a row was computed and in whatever order gradients were added. In 8
+bits numbers have at most four bits beside their power of two, which E4M3 holds, so nothing is rounded there either.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from benchmarks.balanced_cases import NAMES, all_choices, imbalance, tokens_of
 from penstock.kernels.expert_ffn import expert_ffn
+from penstock.kernels.float8.expert_ffn import expert_ffn as float8_expert_ffn
+from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
 from penstock.kernels.operators import REFERENCE
 from penstock.kernels.replica_plan import PlanFact, ReplicaRule
 from penstock.layout.experts import ExpertPlacement
@@ -22,6 +26,7 @@ from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
 from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter
 from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
+from penstock.moe.dispatch.payload import wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axes, make_axes
@@ -43,6 +48,7 @@ class Whole:
     direction_TD: Tensor
     sizes: tuple[int, ...]  # tokens of each rank
     experts: int
+    float8: Float8Rule = NO_FLOAT8
 
     @staticmethod
     def draw(ids_TK: Tensor, sizes: Sequence[int], experts: int) -> "Whole":
@@ -55,13 +61,18 @@ class Whole:
 
     def of(self, rank: int) -> "Whole":
         tensors = (self.ids_TK, self.x_TD, self.weights_TK, self.direction_TD)
-        return Whole(*(one.split(self.sizes)[rank] for one in tensors), self.sizes, self.experts)
+        return Whole(*(one.split(self.sizes)[rank] for one in tensors), self.sizes, self.experts, self.float8)
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """Both matrices and both biases of all experts."""
+        """Both matrices and both biases of all experts; in 8 bits no biases, and numbers of few bits."""
         whole = partial(torch.randint, generator=torch.Generator().manual_seed(7))
         gate_up_eFD = whole(-1, 2, (self.experts, 2 * F, D)).float()
+        if self.float8.experts is not None:
+            gate_up_eFD[:, :F] = 0
+            gate_up_eFD[:, :F, 0] = 32  # gates are 32
+            # A column of down has one number, so the gradient of h is 0, 1 or 2 without sign.
+            return gate_up_eFD, whole(-1, 2, (self.experts, D, 1)).float() * torch.eye(D, F)
         gate_up_eFD[:, :F, 0] = 32  # x_0 is 1: gates are 24 to 40
         sizes = ((-2, 3, (self.experts, D, F)), (-1, 2, (self.experts, 2 * F)), (-1, 2, (self.experts, D)))
         return gate_up_eFD, *(whole(*size).float() for size in sizes)
@@ -73,27 +84,30 @@ def mix(dispatcher: Dispatcher, own: Whole, parameters: Sequence[Tensor], *, sum
     rows, metadata = dispatcher.dispatch(leaves[0], Routing(leaves[1], own.ids_TK))
     gate_up_eFD, down_eDF, *biases = leaves[2:]
     totals = tuple(torch.full_like(parameter, 3.0).float() for parameter in parameters) if sums else None
-    y_RD = expert_ffn(
-        *(rows.x_ND, gate_up_eFD, down_eDF, rows.counts_e, rows.weights_R, rows.index_R),
-        biases=(biases[0], biases[1] if len(biases) > 1 else None),
-        places_TK=rows.places_NK,
-        accumulate_into=totals,
-        replicas=rows.replicas,
-    )
+    given = (rows.x_ND, gate_up_eFD, down_eDF, rows.counts_e, rows.weights_R, rows.index_R)
+    options = {"places_TK": rows.places_NK, "accumulate_into": totals, "replicas": rows.replicas}
+    if own.float8.experts is None:
+        y_RD = expert_ffn(*given, biases=(biases[0], biases[1] if len(biases) > 1 else None), **options)
+    else:
+        in_8_bits = {"float8": own.float8, "quantized": rows.quantized, "gradients": rows.gradients}
+        y_RD = float8_expert_ffn(*given, **in_8_bits, **options)
     y_TD = dispatcher.combine(y_RD, metadata)
     found = torch.autograd.grad(y_TD, leaves[:2] if totals else leaves, own.direction_TD)
     return [y_TD.detach(), *found, *(total - 3 for total in totals or ())]
 
 
-def balanced(axes: Axes, rule: ReplicaRule, way: str, meter: ReplicaMeter) -> BalancedDispatcher:
+def balanced(
+    axes: Axes, rule: ReplicaRule, way: str, meter: ReplicaMeter, float8: Float8Rule = NO_FLOAT8
+) -> BalancedDispatcher:
     placement = ExpertPlacement(
         experts=rule.groups * rule.places, expert=rule.groups, expert_tensor=axes.grid.expert_tensor
     )
+    wire_format = wire_format_of(float8)
     if way == "gathered":
         capacity = RowCapacity(placement, 1 + rule.tolerance / 1e6)
-        inner: Dispatcher = AllGatherDispatcher(placement, axes.expert, REFERENCE, capacity)
+        inner: Dispatcher = AllGatherDispatcher(placement, axes.expert, REFERENCE, capacity, wire_format=wire_format)
     else:
-        inner = AllToAllDispatcher(placement, axes.expert, REFERENCE)
+        inner = AllToAllDispatcher(placement, axes.expert, REFERENCE, wire_format=wire_format)
     slots_of = partial(exchanged_slots, rule=rule, axis=axes.expert)
     return BalancedDispatcher(rule, axes.expert, inner, REFERENCE, slots_of, meter)
 
@@ -119,7 +133,7 @@ def _solve(jobs: Sequence[Job], expert_tensor: int, sums: bool) -> list[tuple[li
         meter, own = _Facts(rule.groups), whole.of(axes.expert.rank)
         placement = ExpertPlacement(experts=whole.experts, expert=rule.groups, expert_tensor=expert_tensor)
         parameters = parts_of(whole.parameters, axes.expert.rank, placement)
-        dispatcher = balanced(axes, rule, way, meter)
+        dispatcher = balanced(axes, rule, way, meter, whole.float8)
         found = mix(dispatcher, own, parameters, sums=sums)
         left_out = dispatcher.inner.row_capacity.left_out if isinstance(dispatcher.inner, AllGatherDispatcher) else 0
         results.append((found, meter.facts.tolist(), int(left_out)))
@@ -134,9 +148,8 @@ def check(
     by_rank = ranks.run(count, _solve, jobs, expert_tensor, sums)
     facts = []
     for number, (whole, rule, way) in enumerate(jobs):
-        y_TD, dx_TD, dweights_TK, *gradients = mix(
-            LocalDispatcher(whole.experts, REFERENCE), whole, whole.parameters, sums=sums
-        )
+        alone = LocalDispatcher(whole.experts, REFERENCE, wire_format_of(whole.float8))
+        y_TD, dx_TD, dweights_TK, *gradients = mix(alone, whole, whole.parameters, sums=sums)
         kept_TK = whole.ids_TK < whole.experts
         found = [results[number][0] for results in by_rank]
         assert all(results[number][1:] == by_rank[0][number][1:] for results in by_rank), "ranks plan differently"
@@ -187,6 +200,23 @@ def test_sums_of_gradients_gain_each_replica_once(ranks: Pool) -> None:
     wholes = [workload(name, 4) for name in ("W1", "W2", "W5", "W8")]
     facts = check(ranks, 4, [(whole, rule_of(whole, 4), "sent") for whole in wholes], sums=True)
     assert min(one[PlanFact.REPLICAS] for one in facts) > 1
+
+
+@pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE, MXFP8], ids=lambda recipe: recipe.name)
+def test_experts_in_8_bits_are_exact_whether_rows_travel_in_8_or_16(ranks: Pool, recipe: Recipe) -> None:
+    jobs: list[Job] = []
+    for name, dispatch in (("W2", None), ("W5", recipe), ("W8", MXFP8)):
+        row_recipe = BLOCKWISE if dispatch is BLOCKWISE_SQUARE else dispatch
+        whole = replace(workload(name, 4), float8=Float8Rule(experts=recipe, dispatch=row_recipe))
+        jobs += [(whole, rule_of(whole, 4, **changes), way) for changes, way in ((EXACT, "sent"), (USUAL, "gathered"))]
+        in_16_bits = mix(LocalDispatcher(whole.experts, REFERENCE), whole, whole.parameters, sums=False)
+        plain = replace(whole, float8=NO_FLOAT8)
+        unbiased = [*whole.parameters, torch.zeros(whole.experts, 2 * F)]
+        assert_equal(in_16_bits, mix(LocalDispatcher(whole.experts, REFERENCE), plain, unbiased, sums=False)[:-1])
+    facts = check(ranks, 4, jobs)
+    assert min(one[PlanFact.REPLICAS] for one in facts) > 1
+    facts = check(ranks, 4, jobs[:1], sums=True)
+    assert facts[0][PlanFact.REPLICAS] > 1
 
 
 def test_groups_of_ranks_that_share_experts_hold_parts_of_replicas(ranks: Pool) -> None:

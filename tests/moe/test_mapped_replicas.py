@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import replica_kernels
+from penstock.kernels.float8.operators import Float8Rule
+from penstock.kernels.float8.recipes import BLOCKWISE, Recipe
+from penstock.kernels.float8.triton_operators import TRITON as TRITON_IN_8_BITS
 from penstock.kernels.replica_plan import ReplicaPlan, ReplicaRule
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter
 from penstock.moe.dispatch.contract import LocalDispatcher
+from penstock.moe.dispatch.payload import wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
 from penstock.parallel.axes import Axis
@@ -61,7 +65,8 @@ def _solve(buffers: SymmetricBuffers, layers: Sequence[Layer], expert_tensor: in
         homes = ExpertPlacement(experts=whole.experts, expert=rule.groups, expert_tensor=expert_tensor)
         physical = replace(homes, experts=rule.groups * rule.places)
         transport = in_large_tiles(transport_of(physical, buffers))
-        inner = SymmetricDispatcher(physical, transport, RowCapacity(physical, 1.0))
+        room, wire_format = RowCapacity(physical, 1.0), wire_format_of(whole.float8)
+        inner = SymmetricDispatcher(physical, transport, room, wire_format=wire_format)
         counts = [whole.of(one).ids_TK.flatten().bincount(minlength=whole.experts + 1)[:-1] for one in range(ranks)]
         axis = Axis(name="expert", ranks=tuple(range(ranks)), rank=rank)
         slots_of, meter = partial(MappedSlots, memory), ReplicaMeter(rule.groups)
@@ -79,7 +84,7 @@ def _check(layers: Sequence[Layer], ranks: int, expert_tensor: int = 1, *, sums:
     )
     by_rank = run_ranks(_solve, sizes, layers, expert_tensor, sums, seed=seed)
     for number, (whole, rule) in enumerate(layers):
-        local = LocalDispatcher(whole.experts, TRITON)
+        local = LocalDispatcher(whole.experts, TRITON, wire_format_of(whole.float8))
         y_TD, dx_TD, dweights_TK, *gradients = mix(local, whole, whole.parameters, sums=sums)
         found = [results[number] for results in by_rank]
         for index, expected in enumerate((y_TD, dx_TD, dweights_TK)):
@@ -106,6 +111,14 @@ def test_layers_that_share_slots_give_what_one_process_gives(
     sums: bool, ranks: int, expert_tensor: int, names: tuple[str, ...]
 ) -> None:
     _check(_layers(names, ranks, expert_tensor), ranks, expert_tensor, sums=sums)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", [None, BLOCKWISE], ids=["rows in 16 bits", "rows in 8 bits"])
+@pytest.mark.parametrize("sums", [False, True])
+def test_replicas_in_8_bits_are_exact(sums: bool, dispatch: Recipe | None) -> None:
+    float8 = Float8Rule(experts=BLOCKWISE, dispatch=dispatch, operators=TRITON_IN_8_BITS)
+    _check([(replace(whole, float8=float8), rule) for whole, rule in _layers(("W2", "W8"), 4)], 4, sums=sums)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from penstock.moe.balance import (
     slot_counts,
     spread_evenly,
 )
+from penstock.moe.quantile import BINS, HIGHEST, SIDE, margin_counts, quantile_shift
 from penstock.moe.router import TopKRouter, layer_loads, reset_loads, update_expert_bias
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.axes import make_axes
@@ -252,6 +253,50 @@ def test_the_bias_evens_a_skewed_load() -> None:
         uneven.append((slots_E.max() / slots_E.mean()).item())
         update_expert_bias([router], [load])
     assert uneven[0] > 1.5 and uneven[-1] < 1.15, f"from {uneven[0]:.2f} to {uneven[-1]:.2f}"
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "softmax", "logits"])
+def test_quantiles_even_a_skewed_load_in_few_steps(kind: str) -> None:
+    scoring = "softmax" if kind == "logits" else kind
+    how = Router(scoring_func=scoring, expert_bias=True, softmax_after_top_k=kind == "logits")
+    balance = Balance(bias_rule="quantile")
+    moe = Moe(experts=32, top_k=3, moe_intermediate_size=8, router=how, balance=balance)
+    router = TopKRouter(moe, hidden_size=16, layer=1, operators=REFERENCE)
+    nn.init.normal_(router.weight_ED, std=0.5, generator=torch.Generator().manual_seed(3))
+    x_TD = torch.randn(1024, 16, generator=torch.Generator().manual_seed(2)) + 1.0
+    uneven = []
+    for _ in range(6):
+        reset_loads([router])
+        for half_TD in x_TD.chunk(2):  # counts of micro-batches add up
+            router(half_TD, Scope())
+        slots_E = router.meter.slots_E.float()
+        margins_EU = router.meter.margins_EU
+        assert margins_EU is not None
+        assert torch.equal(margins_EU[:, SIDE:].sum(1), router.meter.slots_E), "a choice has a margin above 0"
+        uneven.append((slots_E.max() / slots_E.mean()).item())
+        update_expert_bias([router], layer_loads([router]))
+    assert uneven[0] > 3 and uneven[2] < 1.5 and uneven[-1] < 1.1, uneven
+
+
+def test_a_quantile_is_exceeded_by_the_even_share() -> None:
+    """An expert whose bias moves alone has its share, but for the width of a bin."""
+    generator = torch.Generator().manual_seed(5)
+    logits_TE, bias_E = 2 * torch.randn(4000, E, generator=generator), 0.1 * torch.randn(E, generator=generator)
+    rule = RouterRule(top_k=K, score="sigmoid")
+    choice_TE = logits_TE.sigmoid() + bias_E
+    shift_E = quantile_shift(margin_counts(logits_TE, bias_E, rule), K)
+    chosen = [(choice_TE - shift_E * torch.eye(E)[e]).topk(K, dim=-1).indices == e for e in range(E)]
+    share_E = torch.stack([one.sum() for one in chosen]) * E / (K * 4000)
+    assert_close(share_E, torch.ones(E), tolerance=0.02)
+
+
+def test_no_tokens_move_no_quantile_and_margins_beyond_the_bins_move_it_to_their_end() -> None:
+    assert not quantile_shift(torch.zeros(E, BINS, dtype=torch.int64), K).any()
+    logits_TE = torch.zeros(100, E)
+    logits_TE[:, 0] = 1000.0  # logits, as of softmax after top-k
+    rule = RouterRule(top_k=1, softmax_after_top_k=True)
+    shift_E = quantile_shift(margin_counts(logits_TE, torch.zeros(E), rule), 1)
+    assert 2**3 < shift_E[0] <= 2**HIGHEST and bool((-shift_E[1:] > 2**3).all())
 
 
 def test_loads_name_their_layer_and_start_anew() -> None:

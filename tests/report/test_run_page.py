@@ -102,7 +102,7 @@ def test_plotly_knows_every_word_of_every_picture(tmp_path: Path, traced: RunEvi
 
 def test_the_page_has_ten_parts_and_a_way_to_each_that_has_content(traced: RunEvidence) -> None:
     text = run_page(traced)
-    assert len(sections_of(traced)) == 10
+    assert len(sections_of(traced)) == 11
     full = [part.name for part in sections_of(traced) if part.figures or part.cards]
     assert re.findall(r'class="part" id="part-(\w+)"', text) == [*full, "missing"]
     assert re.findall(r'<a href="#(part-\w+)"', text) == re.findall(r'class="part" id="(part-\w+)"', text)
@@ -162,7 +162,7 @@ def test_a_run_on_a_cpu_has_a_page(browser: str, tmp_path: Path) -> None:
 def test_a_run_that_made_no_step_has_a_page_without_empty_parts(tmp_path: Path) -> None:
     text = run_page(gather(run_folder(tmp_path / "run", steps=0)))
     assert re.findall(r'class="part" id="part-(\w+)"', text) == ["setting", "missing"]
-    assert text.count("No step of the run is recorded") == 1 and ">Loss, Speed<" in text
+    assert text.count("No step of the run is recorded") == 1 and ">Loss, Speed, Goodput<" in text
     assert "<td></td>" not in text and 'class="faint"></p>' not in text
 
 
@@ -273,3 +273,36 @@ def test_a_damaged_file_of_a_run_is_refused(tmp_path: Path, file: str) -> None:
     (folder / file).write_text("{\n{}\n")
     with pytest.raises(RunFolderError, match="is no JSON"):
         gather(folder)
+
+
+def test_the_critical_path_stands_beside_the_timeline_with_the_rows_of_the_command_line(tmp_path: Path) -> None:
+    found = gather(traced_folder(tmp_path / "run"), plans=False)
+    (part,) = [part for part in sections_of(found) if part.name == "timeline"]
+    ((title, html),) = part.cards
+    assert title == "Critical path" and found.answer is not None
+    row = found.answer.path.rows()[0]
+    assert f"<td>{row.rank}</td>" in html and f"<td>{row.total_us / 1e3:,.2f} ms</td>" in html
+    assert row.rank == 2, "the rank with hot experts"
+    cpu = sections_of(gather(host_folder(tmp_path / "cpu", ranks=1)))
+    assert not any(part.cards for part in cpu if part.name == "timeline")
+
+
+def test_the_wall_clock_of_all_processes_is_a_bar_and_goodput_a_key_figure(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", steps=4)
+    assert "Goodput" not in summary(gather(folder, plans=False))
+    lines: list[dict[str, Any]] = [
+        {"begin": 1000.0, "step": 0, "queued": 0.0},
+        {"end": 1100.0, "step": 4, "seconds": {"start": 20.0, "training": 80.0}},
+        {"begin": 1150.0, "step": 2, "queued": 30.0},
+        {"end": 1200.0, "step": 4, "seconds": {"training": 50.0}},
+    ]
+    (folder / "goodput.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = gather(folder, plans=False)
+    assert found.wall_seconds == {"training": 90.0, "start": 20.0, "lost": 40.0, "queued": 30.0, "down": 20.0}
+    assert summary(found)["goodput"] == "45.0%"
+    (part,) = [part for part in sections_of(found) if part.name == "goodput"]
+    (figure,) = part.figures
+    assert {bar["name"]: bar["x"][0] for bar in figure.data} == pytest.approx(
+        {kind: seconds / 60 for kind, seconds in found.wall_seconds.items()}, rel=1e-3
+    )
+    assert figure.caption.startswith("Goodput 45.0%: training of steps that are kept, over 3:20")

@@ -12,6 +12,7 @@ from penstock.trace.load import decode_trace
 from penstock.trace.phases import find_phases
 from penstock.trace.recognize import PhaseNames, read_phase_names
 from penstock.trace.timeline import timeline_of
+from tests.cli.answers import outcome, printed, told_as_json
 from tests.trace.tiny import decoded, kernel, launch, operator, span, text_of, trace_of, write
 
 GEMM = "nvjet_sm90_tst_128x256"
@@ -163,3 +164,19 @@ def test_long_unknown_kernels_are_listed_until_a_file_names_them(tmp_path: Path)
     named = analyse_files([path], names=names_of(tmp_path, "'zorbl' = \"activation\""))
     assert named.ranks[0].unknown == ()
     assert named.ranks[0].phases.other_share == 0
+
+
+def test_diff_doctor_and_report_take_the_file_of_names_too(tmp_path: Path) -> None:
+    names, trace, page = tmp_path / "names.toml", tmp_path / "rank-0.json", tmp_path / "page.html"
+    names.write_text("'^acme' = \"combine\"")
+    twice = tmp_path / "other" / "rank-0.json"
+    for path, lasts in ((trace, 300), (twice, 600)):
+        write(path, trace_of(*computing(), *ran("acme_xyz", 22, 1100, lasts, MAIN)))
+    option = ("--names", names)
+    assert told_as_json("doctor", trace)["wall"] == "compute"
+    assert told_as_json("doctor", trace, *option)["wall"] == "communication"
+    text = printed("trace diff", trace, twice, *option)
+    assert "combine forward" in text and "combine" not in printed("trace diff", trace, twice)
+    for words, wall in (((), "compute"), (option, "communication")):
+        outcome("report", trace, "--html", page, *words)
+        assert f'class="wall {wall}"' in page.read_text()

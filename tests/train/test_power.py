@@ -75,12 +75,14 @@ def test_watts_of_amd_smi_are_those_of_nvml(driver: Path, monkeypatch: pytest.Mo
     meter.close()
 
 
-@pytest.mark.parametrize("fault", ["no package", "the driver refuses", "a CPU"])
+@pytest.mark.parametrize("fault", ["no package", "the driver refuses", "a CPU", "no library"])
 def test_without_a_package_or_an_answer_nothing_is_known(driver: Path, fault: str) -> None:
     if fault == "the driver refuses":
         (driver / "pynvml.py").write_text(NVML.replace("return 7\n", "raise NVMLError('not supported')\n"))
     elif fault == "a CPU":
         (driver / "pynvml.py").write_text(NVML)
+    elif fault == "no library":
+        (driver / "pynvml.py").write_text("raise OSError('libnvidia-ml.so')\n")
     meter = PowerMeter(torch.device("cpu") if fault == "a CPU" else GPU)
     assert meter.read() == PowerReading()
     meter.close()

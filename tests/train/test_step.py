@@ -26,6 +26,7 @@ from penstock.train.loss import LossRule
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.step import StepResult, StepRule, evaluate, step_rule, train_step
 from penstock.train.stop import StopRequest
+from penstock.train.stragglers import RankPulse
 from tests.closeness import assert_close, assert_equal
 from tests.distributed.one_loss import layout, start_session
 from tests.distributed.pool import Pool
@@ -109,8 +110,9 @@ def test_in_bf16_products_that_add_lose_less_than_gradients_that_are_rounded_fir
 def test_a_step_reports_losses_layers_memory_and_a_request_to_stop(tmp_path: Path) -> None:
     model, optimizer, rule = fresh(tiny_run(tmp_path))
     stop, before = StopRequest(), peak_memory_bytes(CPU)
-    result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2, stop)
-    assert result.is_finite and not result.wants_stop
+    pulse = RankPulse(0.1, 0.2, 0.3, 1700.0)
+    result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2, stop, pulse=pulse)
+    assert result.is_finite and not result.wants_stop and result.pulses == (pulse,)
     assert 1.0 < result.loss < 10.0
     assert len(result.mtp_losses) == 1
     assert [layer.layer for layer in result.layers] == [1, 2]

@@ -146,7 +146,7 @@ def name(case: Case) -> str:
 
 
 def test_every_part_that_the_model_has_is_a_case() -> None:
-    parts = {part for question in CHOICE_POINTS for part in question.parts if part.op != "rotate"}
+    parts = {part for question in CHOICE_POINTS for part in question.parts if part.op not in ("rotate", "delta_rule")}
     assert {case.part for case in ALL} == parts
     assert {case.skew for case in ALL if case.part.op == "down"} == set(SKEWS)
     assert {case.skew for case in ALL if case.part.op == "swiglu"} == {0.0}
@@ -157,6 +157,15 @@ def test_grouped_query_attention_is_timed_by_its_rotation() -> None:
         case.part.op for case in cases(work("model.attention={kind='gqa', heads=4, kv_heads=2, head_dim=16}"), AS_GPU)
     }
     assert "rotate" in found and "mla_heads" not in found
+
+
+def test_linear_attention_is_timed_where_the_model_has_it() -> None:
+    linear = "model.linear_attention={key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=16}"
+    found = [case for case in cases(work(linear), AS_GPU) if case.part.op == "delta_rule"]
+    assert {case.part.direction for case in found} == {"forward", "backward"}
+    for case in found:
+        assert set(case.backends) >= {"torch", "reference"}
+        case.bind("torch", case.draw())()
 
 
 def test_parts_that_the_model_lacks_or_that_need_triton_are_not_timed() -> None:

@@ -21,6 +21,7 @@ from penstock.config.presets import (
     moonshot,
     proxies,
     qwen3,
+    qwen3_next,
 )
 from penstock.config.run import Run
 
@@ -42,6 +43,8 @@ PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
         "mixtral-8x22b": mixtral_olmoe.mixtral_8x22b,
         "qwen3-30b-a3b": qwen3.qwen3_30b_a3b,
         "qwen3-235b-a22b": qwen3.qwen3_235b_a22b,
+        "qwen3-next-80b-a3b": qwen3_next.qwen3_next_80b_a3b,
+        "qwen3.5-35b-a3b": qwen3_next.qwen3_5_35b_a3b,
         "olmoe-1b-7b": mixtral_olmoe.olmoe_1b_7b,
         "llama4-scout": llama.llama4_scout,
         "llama4-maverick": llama.llama4_maverick,

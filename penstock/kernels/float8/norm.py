@@ -45,6 +45,7 @@ def rms_norm(
     *,
     columns: bool,
     keep_plain: bool = True,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, RowColQuantized]:
     """`penstock.kernels.float8.operators.rms_norm` in two kernels, and two more in backward.
 
@@ -61,12 +62,12 @@ def rms_norm(
         raise KernelError("rms_norm: x and residual must have one shape", got=given)
     if not _fits(recipe):
         if residual_TD is None:
-            normed_TD, sum_TD = norm.rms_norm_beside(x_TD, weight_D, epsilon)
+            normed_TD, sum_TD = norm.rms_norm_beside(x_TD, weight_D, epsilon, offset)
         else:
-            normed_TD, sum_TD = norm.add_rms_norm(x_TD, residual_TD, weight_D, epsilon)
+            normed_TD, sum_TD = norm.add_rms_norm(x_TD, residual_TD, weight_D, epsilon, offset)
         block = recipe.columns if columns else None
         return normed_TD, sum_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=block)
-    how = _How(recipe, form, columns, keep_plain)
+    how = _How(recipe, form, columns, keep_plain, offset)
     normed_TD, sum_TD, *copies = _Float8Norm.apply(x_TD, residual_TD, weight_D, epsilon, how)
     by_row = Quantized(copies[0], copies[1], recipe.rows)
     by_column = Quantized(copies[2], copies[3], recipe.columns) if columns else None
@@ -86,6 +87,7 @@ class _How(NamedTuple):
     form: Format
     columns: bool
     keep_plain: bool
+    offset: float
 
 
 class _Float8Norm(torch.autograd.Function):
@@ -96,13 +98,13 @@ class _Float8Norm(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, how: _How
     ) -> tuple[Tensor | None, ...]:
         dtype = norm.normed_dtype(x_TD, residual_TD, weight_D)
-        sum_TD, scale_T = norm.normalize(x_TD, residual_TD, weight_D, epsilon, None)
+        sum_TD, scale_T = norm.normalize(x_TD, residual_TD, weight_D, epsilon, None, offset=how.offset)
         if how.keep_plain:
             normed_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
         else:  # a carrier
             normed_TD = x_TD.new_empty((), dtype=dtype).expand(x_TD.shape)
         copies = _quantize(x_TD if sum_TD is None else sum_TD, scale_T, weight_D, normed_TD, how)
-        norm.save_normalized(ctx, x_TD, residual_TD, weight_D, sum_TD, scale_T)
+        norm.save_normalized(ctx, x_TD, residual_TD, weight_D, sum_TD, scale_T, how.offset)
         ctx.mark_non_differentiable(*copies)
         return normed_TD, x_TD.view_as(x_TD) if sum_TD is None else sum_TD, *copies
 
@@ -126,9 +128,10 @@ def _quantize(x_TD: Tensor, scale_T: Tensor, weight_D: Tensor, normed_TD: Tensor
         (triton.cdiv(width, TRANSPOSING.block_columns), triton.cdiv(tokens, TRANSPOSING.block_rows)),
         x_rows, scale_T, weight_D, normed_TD if how.keep_plain else None, *memories_of(rows), *memories_of(columns),
         tokens, x_rows.stride(0), row_stride(rows), row_stride(columns),
-        D=width, OUTER=recipe.columns[0], DEPTH=recipe.rows[1], LARGEST=form.largest, POWER=recipe.scaling != "float32",
-        IN_BF16=normed_TD.dtype == torch.bfloat16, BLOCK_T=TRANSPOSING.block_rows, BLOCK_D=TRANSPOSING.block_columns,
-        RUN=RUN, num_warps=warps_of(TRANSPOSING, x_rows.device),
+        D=width, OFFSET=how.offset, OUTER=recipe.columns[0], DEPTH=recipe.rows[1], LARGEST=form.largest,
+        POWER=recipe.scaling != "float32", IN_BF16=normed_TD.dtype == torch.bfloat16,
+        BLOCK_T=TRANSPOSING.block_rows, BLOCK_D=TRANSPOSING.block_columns, RUN=RUN,
+        num_warps=warps_of(TRANSPOSING, x_rows.device),
         **(register_limit(TRANSPOSING, x_rows.device) if recipe.rows[1] == DEPTH else {}),
     )  # fmt: skip
     copies = [rows.values, rows.scales]
@@ -146,8 +149,8 @@ def _fits(recipe: Recipe) -> bool:
 def norm_quantize_kernel(
     x_ptr, scale_ptr, weight_ptr, normed_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr,
     tokens, x_stride, rows_stride, columns_stride,
-    D: tl.constexpr, OUTER: tl.constexpr, DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr,
-    IN_BF16: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr,
+    D: tl.constexpr, OFFSET: tl.constexpr, OUTER: tl.constexpr, DEPTH: tl.constexpr, LARGEST: tl.constexpr,
+    POWER: tl.constexpr, IN_BF16: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile of normed rows; write it in 16 bits and by columns as far as there are pointers.
 
@@ -162,6 +165,8 @@ def norm_quantize_kernel(
     x_TD = tl.load(x_ptr + row_T1 * x_stride + column_D[None, :], mask=inside, other=0.0)
     scale_T = tl.load(scale_ptr + token_T, mask=is_token_T, other=0.0)
     weight_D = tl.load(weight_ptr + column_D, mask=is_column_D, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:  # no instruction without an offset
+        weight_D += OFFSET
     normed_TD = (x_TD.to(tl.float32) * scale_T[:, None]).to(x_TD.dtype).to(tl.float32) * weight_D[None, :]
     if IN_BF16:
         normed_TD = normed_TD.to(tl.bfloat16).to(tl.float32)

@@ -109,6 +109,7 @@ def rms_norm(
     *,
     columns: bool,
     keep_plain: bool = True,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, RowColQuantized]:
     """`penstock.kernels.reference.add_rms_norm` (or `rms_norm_beside` without a residual), and the norm quantized.
 
@@ -116,9 +117,9 @@ def rms_norm(
     """
     if residual_TD is None:
         # The norm reads a view of x, so that its own gradients are summed first, as in the kernel.
-        normed_TD, sum_TD = plain.rms_norm(x_TD.view_as(x_TD), weight_D, epsilon), x_TD
+        normed_TD, sum_TD = plain.rms_norm(x_TD.view_as(x_TD), weight_D, epsilon, offset), x_TD
     else:
-        normed_TD, sum_TD = plain.add_rms_norm(x_TD, residual_TD, weight_D, epsilon)
+        normed_TD, sum_TD = plain.add_rms_norm(x_TD, residual_TD, weight_D, epsilon, offset)
     both = reference.quantize_rows(normed_TD.detach(), recipe, form, columns=recipe.columns if columns else None)
     return normed_TD if keep_plain else _Carrier.apply(normed_TD), sum_TD, both
 

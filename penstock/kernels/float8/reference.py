@@ -175,8 +175,8 @@ def multiply_columns(
     if accumulate_into is None:
         return found.to(dtype)
     if isinstance(accumulate_into, SlottedWeight) and accumulate_into.own is None:
-        own, slots = add_or_return(found, accumulate_into)
-        return SlottedWeight(own.to(dtype), slots)
+        sums = add_or_return(found, accumulate_into)
+        return sums._replace(own=sums.own.to(dtype))
     return add_or_return(found, accumulate_into)
 
 

@@ -295,6 +295,23 @@ def _write_chunks(model: Model) -> Values:
     return fields | {"attn_scale": local.global_temperature, "floor_scale": local.temperature_floor}
 
 
+def _read_linear(keys: Keys) -> Values:
+    layers, interval = keys.layers, keys.whole("full_attention_interval", 4, low=1)
+    usual = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
+    types = keys.of_layers("layer_types", layers) or usual
+    if unknown := [kind for kind in types if kind not in ("full_attention", "linear_attention")]:
+        raise refused("layer_types", unknown[0], "full_attention, linear_attention")
+    # Without full attention the places of a published model would say something of no layer.
+    return {"linear_attention.full_every": global_every([kind == "full_attention" for kind in types], "layer_types")}
+
+
+def _write_linear(model: Model) -> Values:
+    kinds = ("full_attention", "linear_attention")
+    return {"layer_types": [kinds[model.is_linear(layer)] for layer in range(model.layers)]}
+
+
+LINEAR = Part(_read_linear, _write_linear)
+"""Every n-th layer has attention, the others linear attention."""
 WINDOW = Part(_read_window, _write_window)
 SWITCHED_WINDOW = Part(
     lambda keys: _read_window(keys) if keys.get("use_sliding_window", False) else {},

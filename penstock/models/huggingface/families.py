@@ -23,6 +23,7 @@ from penstock.models.huggingface.config_parts import (
     GROUPS_OF_V2,
     HEADS,
     LATENTS,
+    LINEAR,
     LIST,
     ONE_SHARED,
     QK_NORM_OF_GLM,
@@ -39,11 +40,17 @@ from penstock.models.huggingface.config_parts import (
     shared,
 )
 from penstock.models.huggingface.rearrangements import (
+    DivisionOf,
     RearrangementOf,
+    all_at_once,
+    by_key_head,
+    channels,
     interleaved,
     nested,
     rotary_halves,
+    rotary_halves_of_queries,
     transposed,
+    two_by_key_head,
 )
 
 # ----------------------------------------------------------------------------------------------------------- family
@@ -60,20 +67,36 @@ class Family:
     architecture: str
     names: Names  # our name of each layer weight to its names in the file
     forms: Mapping[str, tuple[RearrangementOf, ...]] = field(default_factory=dict)  # in the order of reading
+    instead: Names = field(default_factory=dict)  # other names that files may have, for the same of ours
+    linear: Names = field(default_factory=dict)  # in place of the attention's, in layers with linear attention
+    # Tensors of the file that several of ours fill, by their name in a layer, and ours in the file's order.
+    divided: Mapping[str, tuple[DivisionOf, tuple[str, ...]]] = field(default_factory=dict)
     prediction: Names = field(default_factory=dict)  # multi-token prediction weights outside its decoder layer
+    # Beginnings of these names, and of those of its decoder layer.
+    prediction_prefixes: tuple[str, str] = ("model.layers.{layer}.", "model.layers.{layer}.")
     values: Mapping[str, str]  # key of `config.json` to the path of our field
     renamed: Mapping[str, str] = field(default_factory=dict)  # keys of newer files to the published ones
     absent: Values = field(default_factory=dict)  # values of keys that published files leave out
     always: Values = field(default_factory=dict)  # path of our field to its value in every model of the family
     fixed: Values = field(default_factory=dict)  # keys with their only supported value
     parts: tuple[Part, ...]  # readers and writers of other keys
-    prefix: str = ""  # of all names in files of multimodal models
+    prefix: str = ""  # part of all names in files of multimodal models
     left_out: str = r".*\.rotary_emb\.inv_freq"  # matches names of tensors that are not weights of the text model
 
     def text_name(self, name: str) -> str | None:
         """The name of a file's tensor without prefix; None if it is not a weight of the text model."""
-        return None if re.fullmatch(self.left_out, name) else name.removeprefix(self.prefix)
+        return None if re.fullmatch(self.left_out, name) else name.replace(self.prefix, "", 1)
 
+    def depth_of(self, name: str, layers: int) -> int | None:
+        """The depth of multi-token prediction, from 0, to which a `text_name` belongs; None for other weights."""
+        if self.prediction and (match := _IN_LAYER.match(name)):
+            behind = int(match["layer"]) - (0 if match["mtp"] else layers)
+            return behind if behind >= 0 else None
+        # Files with a prefix of its own have one depth.
+        return 0 if self.prediction and name.startswith("mtp.") else None
+
+
+_IN_LAYER = re.compile(r"(?:model|(?P<mtp>mtp))\.layers\.(?P<layer>\d+)\.")
 
 # -------------------------------------------------------------------------------------------------- names of weights
 
@@ -104,6 +127,18 @@ _ROTARY_HALVES: Mapping[str, tuple[RearrangementOf, ...]] = {
     f"attention.{ours}": (rotary_halves,)
     for ours in ("query.weight", "query.bias", "key.weight", "key.bias", "query_norm.weight_D", "key_norm.weight_D")
 }
+
+_DELTA = "linear_attn"
+_DELTA_NAMES: Names = {
+    **_NORMS,
+    **{f"attention.mixing.{one}_conv_DJ": (f"{_DELTA}.conv1d.weight",) for one in ("query", "key", "value")},
+    "attention.mixing.decay_rate_H": (f"{_DELTA}.A_log",),
+    "attention.mixing.decay_bias": (f"{_DELTA}.dt_bias",),
+    "attention.norm.weight_D": (f"{_DELTA}.norm.weight",),
+    "attention.out.weight": (f"{_DELTA}.out_proj.weight",),
+}
+_CONVOLUTIONS = tuple(f"attention.mixing.{one}_conv_DJ" for one in ("query", "key", "value"))
+_PROJECTIONS = tuple(f"attention.{one}.weight" for one in ("query", "key", "value", "gate"))
 
 _LATENT_ATTENTION: Names = {
     **_NORMS,
@@ -162,6 +197,13 @@ _PREDICTION: Names = {
     "norm.weight_D": ("shared_head.norm.weight",),
 }
 
+_PREDICTION_OF_QWEN: Names = {
+    "embed_norm.weight_D": ("pre_fc_norm_embedding.weight",),
+    "hidden_norm.weight_D": ("pre_fc_norm_hidden.weight",),
+    "join.weight": ("fc.weight",),
+    "norm.weight_D": ("norm.weight",),
+}
+
 # ---------------------------------------------------------------------------------------------- keys of config.json
 
 _MODEL_VALUES = {
@@ -218,6 +260,62 @@ _LLAMA = Family(
     absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "rms_norm_eps": 1e-6},
     fixed={**_MODEL_FIXED, "mlp_bias": False},
     parts=(HEADS, rotary(10000.0), DENSE),
+)
+
+_NOT_IN_QWEN35 = ("intermediate_size", "norm_topk_prob")
+_QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    names={
+        **_ATTENTION,
+        **_dense("ffn", "mlp"),
+        **_dense("ffn.shared", "mlp.shared_expert"),
+        "ffn.shared.gate.weight": ("mlp.shared_expert_gate.weight",),
+        **_experts("mlp"),
+    },
+    linear={
+        **_DELTA_NAMES,
+        **dict.fromkeys(_PROJECTIONS, (f"{_DELTA}.in_proj_qkvz.weight",)),
+        **dict.fromkeys(("attention.beta.weight", "attention.decay.weight"), (f"{_DELTA}.in_proj_ba.weight",)),
+    },
+    divided={
+        f"{_DELTA}.in_proj_qkvz.weight": (by_key_head, _PROJECTIONS),
+        f"{_DELTA}.in_proj_ba.weight": (two_by_key_head, ("attention.beta.weight", "attention.decay.weight")),
+        f"{_DELTA}.conv1d.weight": (all_at_once, _CONVOLUTIONS),
+    },
+    forms={
+        **_ROTARY_HALVES,
+        "attention.query.weight": (rotary_halves_of_queries,),
+        "attention.query.bias": (rotary_halves_of_queries,),
+        **dict.fromkeys(_CONVOLUTIONS, (channels,)),
+    },
+    values={
+        **_DENSE_VALUES,
+        **_TOP_K,
+        "num_experts": "moe.experts",
+        "moe_intermediate_size": "moe.moe_intermediate_size",
+        "shared_expert_intermediate_size": "moe.shared_expert_intermediate_size",
+        "norm_topk_prob": "moe.router.norm_topk_prob",
+        "linear_num_key_heads": "linear_attention.key_heads",
+        "linear_num_value_heads": "linear_attention.value_heads",
+        "linear_key_head_dim": "linear_attention.key_head_dim",
+        "linear_value_head_dim": "linear_attention.value_head_dim",
+        "linear_conv_kernel_dim": "linear_attention.conv_size",
+        "num_nextn_predict_layers": "mtp_layers",
+    },
+    renamed={"num_local_experts": "num_experts", "mtp_num_hidden_layers": "num_nextn_predict_layers"},
+    absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "norm_topk_prob": True, "num_nextn_predict_layers": 0},
+    always={
+        "attention.qk_norm": "head",
+        "attention.output_gate": True,
+        "linear_attention.kind": "gdn",
+        "moe.shared_expert_gate": True,
+        "zero_centred_norms": True,
+    },
+    fixed=_MODEL_FIXED,
+    parts=(HEADS, rotary(10000.0, partial=0.25), LINEAR, EXCEPTIONS),
+    prediction=_PREDICTION_OF_QWEN,
+    prediction_prefixes=("mtp.", "mtp.layers.{depth}."),
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -438,6 +536,34 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             fixed={**_MODEL_FIXED, "router_jitter_noise": 0.0},
             parts=(HEADS, rotary(5e6, partial=1.0)),
+        ),
+        "qwen3-next": _QWEN3_NEXT,
+        "qwen3.5-moe": replace(
+            _QWEN3_NEXT,
+            model_type="qwen3_5_moe_text",
+            architecture="Qwen3_5MoeForCausalLM",
+            names={
+                **_QWEN3_NEXT.names,
+                "ffn.experts.gate_up_eFD": ("mlp.experts.gate_up_proj",),
+                "ffn.experts.down_eDF": ("mlp.experts.down_proj",),
+            },
+            linear={
+                **_DELTA_NAMES,
+                **dict.fromkeys(_PROJECTIONS[:3], (f"{_DELTA}.in_proj_qkv.weight",)),
+                "attention.gate.weight": (f"{_DELTA}.in_proj_z.weight",),
+                "attention.beta.weight": (f"{_DELTA}.in_proj_b.weight",),
+                "attention.decay.weight": (f"{_DELTA}.in_proj_a.weight",),
+            },
+            divided={
+                f"{_DELTA}.in_proj_qkv.weight": (all_at_once, _PROJECTIONS[:3]),
+                f"{_DELTA}.conv1d.weight": (all_at_once, _CONVOLUTIONS),
+            },
+            instead=_experts("mlp"),
+            values={key: path for key, path in _QWEN3_NEXT.values.items() if key not in _NOT_IN_QWEN35},
+            always={**_QWEN3_NEXT.always, "moe.router.norm_topk_prob": True},
+            parts=(HEADS, rotary(10000.0, partial=0.25), LINEAR),
+            prefix="language_model.",
+            left_out=r".*\.rotary_emb\.inv_freq|model\.visual\..*",
         ),
         "llama": _LLAMA,
         "qwen3": replace(

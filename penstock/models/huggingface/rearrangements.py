@@ -3,14 +3,14 @@
 A family names a rearrangement by the function that makes it for a model's sizes (`RearrangementOf`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from penstock.config.model import Model
+from penstock.config.model import LinearAttention, Model
 
 
 class Rearrangement(Protocol):
@@ -71,15 +71,17 @@ class FirstRows:
 
 @dataclass(frozen=True)
 class Nested:
-    """The file has one more dim, of size 1, in front."""
+    """The file has one more dim, of size 1."""
+
+    dim: int
 
     def read(self, stored: Tensor) -> Tensor:
         """Leave it out."""
-        return stored.squeeze(0)
+        return stored.squeeze(self.dim)
 
     def write(self, ours: Tensor) -> Tensor:
-        """Put it in front."""
-        return ours.unsqueeze(0)
+        """Put it in."""
+        return ours.unsqueeze(self.dim)
 
 
 @dataclass(frozen=True)
@@ -105,14 +107,28 @@ def rotary_halves(config: Model) -> Rearrangement:
     Here the members of a pair are neighbours. Permuting the rows of query and key weights alike does not change scores,
     so one rotation kernel serves all families. With partial rotary embedding the rest of a head keeps its order.
     """
-    width, rotary = config.attention.head_dim, config.attention.rotary_dim
+    return _halves(config, config.attention.head_dim)
+
+
+def rotary_halves_of_queries(config: Model) -> Rearrangement:
+    """The same where each head has its gate behind its query."""
+    return _halves(config, 2 * config.attention.head_dim)
+
+
+def _halves(config: Model, block: int) -> Rearrangement:
+    rotary = config.attention.rotary_dim
     halves = GridTransposed(0, 2, rotary // 2)
-    return halves if rotary == width else FirstRows(width, rotary, halves)
+    return halves if rotary == block else FirstRows(block, rotary, halves)
+
+
+def channels(config: Model) -> Rearrangement:
+    """Weights of a convolution of single channels, which the file has with one input channel each."""
+    return Nested(1)
 
 
 def nested(config: Model) -> Rearrangement:
     """A tensor with one more dim in the file."""
-    return Nested()
+    return Nested(0)
 
 
 def transposed(config: Model) -> Rearrangement:
@@ -124,3 +140,57 @@ def interleaved(config: Model) -> Rearrangement:
     """Dim 1: rows of gate and up projection alternate in the file."""
     assert config.moe is not None, "only experts are interleaved"
     return GridTransposed(1, config.moe.moe_intermediate_size, 2)
+
+
+@dataclass(frozen=True)
+class Division:
+    """A tensor of a file that several of ours fill: dim 0 is equal blocks, and each block has rows for each of them.
+
+    Of 2 blocks with widths (2, 1), for example, the first of ours has rows 0 1 3 4 and the second has rows 2 5.
+    """
+
+    blocks: int
+    widths: tuple[int, ...]  # rows of a block by tensor, in the order of the file
+
+    def take(self, stored: Tensor, index: int) -> Tensor:
+        """The rows of one of ours."""
+        begin = sum(self.widths[:index])
+        return stored.unflatten(0, (self.blocks, -1))[:, begin : begin + self.widths[index]].flatten(0, 1)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The tensor of the file, from the rows of all of ours."""
+        return torch.cat([part.unflatten(0, (self.blocks, -1)) for part in parts], dim=1).flatten(0, 1)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the file's tensor."""
+        return self.blocks * sum(self.widths)
+
+
+DivisionOf: TypeAlias = Callable[[Model], Division]
+"""A division with the sizes of a model."""
+
+
+def _linear(config: Model) -> LinearAttention:
+    assert config.linear_attention is not None, "the family has linear attention"
+    return config.linear_attention
+
+
+def by_key_head(config: Model) -> Division:
+    """Qwen3-Next: for each key head its query, its key, and the values and gates of its value heads."""
+    linear = _linear(config)
+    of_values = linear.value_heads // linear.key_heads * linear.value_head_dim
+    return Division(linear.key_heads, (linear.key_head_dim, linear.key_head_dim, of_values, of_values))
+
+
+def two_by_key_head(config: Model) -> Division:
+    """Qwen3-Next: for each key head a number and another one of its value heads."""
+    linear = _linear(config)
+    return Division(linear.key_heads, (linear.value_heads // linear.key_heads,) * 2)
+
+
+def all_at_once(config: Model) -> Division:
+    """Queries of all heads, then keys, then values."""
+    linear = _linear(config)
+    keys, values = linear.key_heads * linear.key_head_dim, linear.value_heads * linear.value_head_dim
+    return Division(1, (keys, keys, values))

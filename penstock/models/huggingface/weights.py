@@ -2,15 +2,16 @@
 
     for line in weight_mappings(config):
         line.place(state[line.name]).copy_(line.read(stored[line.hf_name]))      # in
-        stored[line.hf_name] = line.write(line.place(state[line.name]))          # out
+        stored[line.hf_name] = line.write(line.place(state[line.name]))          # out, and `join` of divided tensors
 
-One mapping per tensor of the file, so weights can be converted one at a time. The meta model lists our parameters; the
+One mapping per tensor of the file, or one per part of a tensor that several of ours fill (`Division`), so weights can
+be converted one at a time. The meta model lists our parameters; the
 family names them (`families`).
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,13 +23,14 @@ from penstock.layout.sharding import Rectangle
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.families import MODEL, Family, family_of
-from penstock.models.huggingface.rearrangements import Rearrangement
+from penstock.models.huggingface.rearrangements import Division, Rearrangement
 from penstock.models.huggingface.weight_folder import WeightFolder
 
 WEIGHTS_FILE = "model.safetensors"
 _HEAD = "lm_head.weight"
 
 _LAYER = re.compile(r"(?:blocks\.(?P<layer>\d+)|mtp\.(?P<depth>\d+)\.block)\.(?P<rest>.+)")
+_SUFFIX = re.compile(r"model\.layers\.\d+\.")
 _PREDICTION = re.compile(r"mtp\.(?P<depth>\d+)\.(?P<rest>.+)")
 
 
@@ -41,6 +43,8 @@ class WeightMapping:
     expert: int | None = None  # index of our dim 0 that it fills; None for all of it
     part: tuple[int, int] = (0, 1)  # (index, count): it fills one of `count` equal parts of the first remaining dim
     forms: tuple[Rearrangement, ...] = ()  # in the order of reading
+    division: Division | None = None  # of the file's tensor, if several of ours fill it
+    share: int = 0  # index of ours in the division
     whole: tuple[int, ...]  # shape of our tensor
 
     def place(self, ours: Tensor) -> Tensor:
@@ -60,13 +64,15 @@ class WeightMapping:
         return Rectangle(tuple(begin), tuple(sizes))
 
     def read(self, stored: Tensor) -> Tensor:
-        """Convert from the layout of the file."""
+        """Convert from the layout of the file: our rows of its tensor."""
+        if self.division is not None:
+            stored = self.division.take(stored, self.share)
         for form in self.forms:
             stored = form.read(stored)
         return stored
 
     def write(self, place: Tensor) -> Tensor:
-        """Convert that part of our tensor to the layout of the file."""
+        """Convert that part of our tensor to the layout of the file; `join` makes a divided tensor of such parts."""
         for form in reversed(self.forms):
             place = form.write(place)
         return place
@@ -74,27 +80,52 @@ class WeightMapping:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the file."""
-        return tuple(self.write(self.place(torch.empty(self.whole, device="meta"))).shape)
+        rows, *rest = self.write(self.place(torch.empty(self.whole, device="meta"))).shape
+        return (rows if self.division is None else self.division.rows, *rest)
 
 
-def weight_mappings(config: Model) -> list[WeightMapping]:
-    """The mappings of a model, in the order of our tensors.
+def by_file_tensor(lines: Iterable[WeightMapping]) -> list[tuple[WeightMapping, ...]]:
+    """The mappings of each tensor of a file, mostly one, in the order of `join`."""
+    found: dict[str, list[WeightMapping]] = {}
+    for line in lines:
+        found.setdefault(line.hf_name, []).append(line)
+    return [tuple(sorted(many, key=lambda line: line.share)) for many in found.values()]
+
+
+def join(lines: Sequence[WeightMapping], written: Sequence[Tensor]) -> Tensor:
+    """The tensor of a file, from what its mappings `write`."""
+    division = lines[0].division
+    return written[0] if division is None else division.join(written)
+
+
+def weight_mappings(config: Model, file_names: Collection[str] | None = None) -> list[WeightMapping]:
+    """The mappings of a model, in the order of our tensors; `file_names` tell which of two forms a file has.
 
     Raises a ConfigError if the model's family has no Hugging Face names, or none for one of its parameters.
     """
     family = family_of(config)
+    if file_names is not None and any(_is_there(one, file_names) for names in family.instead.values() for one in names):
+        family = replace(family, names={**family.names, **family.instead}, instead={})
     state = meta_model(config).state_dict()
     return [line for name, tensor in state.items() for line in _mappings(config, family, name, tuple(tensor.shape))]
 
 
+def _is_there(name: str, file_names: Collection[str]) -> bool:
+    """Whether a layer of the file has a tensor of this name that the family does not have in its first form."""
+    ending = f".{name.format(expert=0)}"
+    return "{expert}" in name and any(one.endswith(ending) for one in file_names)
+
+
 def _mappings(config: Model, family: Family, name: str, whole: tuple[int, ...]) -> list[WeightMapping]:
-    hf_names, rest = _hf_names(config, family, name)
+    hf_names, rest, is_linear = _hf_names(config, family, name)
     if not hf_names:
         raise ConfigError(
             f"model.family {config.family} has no Hugging Face name for {name}",
             fix="leave out what the family does not have, or train it as plain",
         )
-    forms = tuple(form(config) for form in family.forms.get(rest, ()))
+    # Queries of linear attention are not rotated.
+    forms = tuple(form(config) for form in family.forms.get(rest, ()) if not is_linear or "rotary" not in form.__name__)
+    division_of, ours = family.divided.get(_SUFFIX.sub("", hf_names[0]), (None, ()))
     experts = range(whole[0]) if "{expert}" in hf_names[0] else (None,)
     return [
         WeightMapping(
@@ -103,6 +134,8 @@ def _mappings(config: Model, family: Family, name: str, whole: tuple[int, ...]) 
             expert=expert,
             part=(index, len(hf_names)),
             forms=forms,
+            division=None if division_of is None else division_of(config),
+            share=ours.index(rest) if ours else 0,
             whole=whole,
         )
         for expert in experts
@@ -110,16 +143,22 @@ def _mappings(config: Model, family: Family, name: str, whole: tuple[int, ...]) 
     ]
 
 
-def _hf_names(config: Model, family: Family, name: str) -> tuple[tuple[str, ...], str]:
-    """Returns (names in the file, none if the family has none; our name within its layer)."""
+def _hf_names(config: Model, family: Family, name: str) -> tuple[tuple[str, ...], str, bool]:
+    """Returns (names in the file, none if the family has none; our name in its layer; whether that is linear)."""
+    prefix, depth = "model.layers.{layer}.", 0
     if match := _LAYER.fullmatch(name):
-        layer = int(match["layer"] or 0) if match["depth"] is None else config.layers + int(match["depth"])
-        table = family.names
+        if match["depth"] is not None:
+            prefix, depth = family.prediction_prefixes[1], int(match["depth"])
+        layer = int(match["layer"] or 0) if match["depth"] is None else config.layers + depth
+        is_linear = config.is_linear(layer) and match["rest"].startswith("attention")
+        table = family.linear if is_linear else family.names
     elif match := _PREDICTION.fullmatch(name):
-        layer, table = config.layers + int(match["depth"]), family.prediction
+        prefix, depth = family.prediction_prefixes[0], int(match["depth"])
+        layer, table, is_linear = config.layers + depth, family.prediction, False
     else:
-        return MODEL.get(name, ()), name
-    return tuple(f"model.layers.{layer}.{one}" for one in table.get(match["rest"], ())), match["rest"]
+        return MODEL.get(name, ()), name, False
+    prefix = prefix.format(layer=layer, depth=depth)
+    return tuple(f"{prefix}{one}" for one in table.get(match["rest"], ())), match["rest"], is_linear
 
 
 @torch.no_grad()
@@ -130,20 +169,33 @@ def from_huggingface(model: Decoder, weights: Mapping[str, Tensor]) -> None:
     CheckpointError is raised before anything is copied.
     """
     state = model.state_dict()
-    lines = weight_mappings(model.config)
     names = names_of(model.config, weights)
+    lines = weight_mappings(model.config, names.keys())
     check_weights(lines, weights, names)
     for line in lines:
         line.place(state[line.name]).copy_(line.read(weights[names[line.hf_name]]))
 
 
 def names_of(config: Model, names: Iterable[str]) -> dict[str, str]:
-    """The names of a file's weights by `hf_name`, without tensors that are not weights of the text model."""
+    """The names of a file's weights by `hf_name`, without tensors that are not weights of the text model.
+
+    A model without multi-token prediction leaves out that of the file.
+    """
     family = family_of(config)
     found = {text: name for name in names if (text := family.text_name(name)) is not None}
+    if not config.mtp_layers:
+        found = {text: name for text, name in found.items() if family.depth_of(text, config.layers) is None}
     if config.tie_word_embeddings:
         found.pop(_HEAD, None)  # some files repeat the embedding
     return found
+
+
+def with_prediction(config: Model, names: Iterable[str]) -> Model:
+    """The model with the multi-token prediction that a file has, which some `config.json` do not mention."""
+    family = family_of(config)
+    texts = (text for name in names if (text := family.text_name(name)) is not None)
+    depths = {depth for text in texts if (depth := family.depth_of(text, config.layers)) is not None}
+    return config.model_copy(update={"mtp_layers": max(config.mtp_layers, len(depths))})
 
 
 def check_weights(lines: Sequence[WeightMapping], weights: Mapping[str, Tensor], names: Mapping[str, str]) -> None:

@@ -185,6 +185,7 @@ READ = {
     "SLURM_STEP_NODELIST": "its first machine is where ranks meet",
     "SLURM_JOB_ID, SLURM_STEP_ID": "name of the launch, also after Slurm has requeued the job; the port to meet at",
     "SLURM_CPUS_PER_TASK": "cores of a rank",
+    "SLURM_JOB_START_TIME": "when the job began: the time before it was spent in the queue",
 }
 """Variables that Penstock reads, for docs/environment.md."""
 
@@ -207,12 +208,14 @@ class Environment:
     restarts: int = 0  # earlier starts of these ranks
     meeting_point: str = ""  # address of the rendezvous, `host:port`; empty for one process
     cores_each: int | None = None  # cores of each rank according to the launcher
+    job_begin: int | None = None  # seconds since 1970, of the job's present start; None without a scheduler
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """Read every variable. Raises a DeviceError if one is no number where it must be, or if two contradict."""
     threads = _whole_number(variables, "OMP_NUM_THREADS")
-    alone = Environment(color=not variables.get("NO_COLOR"), threads=threads, world_size=1)
+    job_begin = _whole_number(variables, "SLURM_JOB_START_TIME")
+    alone = Environment(color=not variables.get("NO_COLOR"), threads=threads, world_size=1, job_begin=job_begin)
     if variables.get("WORLD_SIZE", "").strip():
         return _from_torchrun(variables, alone)
     if variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # set inside a step of srun only

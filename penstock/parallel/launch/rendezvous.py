@@ -86,6 +86,10 @@ class Rendezvous:
         if self.watch is not None:
             self.watch.mark(place)
 
+    def host_of(self, rank: int) -> str:
+        """The machine of a rank, for messages."""
+        return socket.gethostname() if self.store is None else self.store.get(f"host/{rank}").decode()
+
     def agree(self, make: Callable[[], Json]) -> Json:
         """The JSON result of `make` on rank 0, or its PenstockError, on every rank. All call it, in the same order."""
         if self.world == 1:

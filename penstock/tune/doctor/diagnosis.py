@@ -211,7 +211,7 @@ def _waiting_text(evidence: Evidence, times: Bottlenecks) -> str:
     """The share of waiting, on the mean rank and on the rank that waits most."""
     waits = {one.rank: one.wait_us / one.total_us for one in evidence.ranks if one.wait_us is not None}
     if not waits:
-        return ", transfers and waiting not told apart"
+        return "; the part that waits for other ranks is unknown"
     most = max(waits, key=lambda rank: waits[rank])
     mean = times.share(times.waiting_us)
     return f"; {mean:.1%} of the step is waiting for late ranks ({waits[most]:.1%} on rank {most}, which waits most)"
@@ -273,7 +273,7 @@ def _communication(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceL
     if loads:  # a trace shows no imbalance if rows are padded to a bound
         yield EvidenceLine(f"rows of the fullest rank's experts: {max(loads):.2f} times the mean", "communication")
     if evidence.unmatched:
-        yield EvidenceLine(f"collectives of which no waiting is told: {evidence.unmatched}", "communication")
+        yield EvidenceLine(f"collectives whose waiting is unknown: {evidence.unmatched}", "communication")
 
 
 def _host(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:

@@ -278,7 +278,7 @@ def _missing(answer: TraceAnalysis) -> list[str]:
     if unmatched := answer.collectives.unmatched:
         told.append(
             f"collectives that match none of another rank: {len(unmatched)} ({unmatched[0].why}); "
-            "no waiting is told of them"
+            "their waiting is unknown"
         )
     if not any(one.steps for one in answer.ranks):
         told.append("no step is marked: figures are of all that was recorded")

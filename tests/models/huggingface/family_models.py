@@ -6,6 +6,7 @@ Parity is shown on rows of 24 tokens; windows, chunks and the floor of the tempe
 from penstock.config.model import (
     ClampedSwiglu,
     GroupedQueryAttention,
+    LinearAttention,
     Llama3Rope,
     LocalAttention,
     Model,
@@ -107,6 +108,17 @@ def minimax_m2(**changes: object) -> Model:
     return model("minimax-m2", **{"attention": heads, "moe": moe(router=sigmoid_with_bias()), **changes})
 
 
+def qwen3_next(family: str = "qwen3-next", *, value_heads: int = 4, **changes: object) -> Model:
+    """Three layers with linear attention, then one with gated attention, and so on; zero-centred norms."""
+    heads = attention(head_dim=16, partial_rotary_factor=0.25, qk_norm="head", output_gate=True)
+    linear = LinearAttention(
+        key_heads=2, value_heads=value_heads, key_head_dim=16, value_head_dim=12, conv_size=4, full_every=4
+    )
+    experts = moe(shared_expert_intermediate_size=16, shared_expert_gate=True, router=Router(norm_topk_prob=True))
+    fields = {"layers": 4, "attention": heads, "linear_attention": linear, "moe": experts, "zero_centred_norms": True}
+    return model(family, **{**fields, **changes})
+
+
 def nope(every: int) -> LocalAttention:
     """Chunks of 9; every n-th layer sees all, does not rotate, and grows its queries."""
     return LocalAttention(
@@ -165,4 +177,13 @@ VARIANTS: dict[str, Model] = {
     ),
     "minimax-m2": minimax_m2(),
     "minimax-m2, whole heads are rotated": minimax_m2(attention=attention(qk_norm="projection")),
+    "qwen3-next": qwen3_next(intermediate_size=48),
+    "qwen3-next, a value head for each key head, first layer dense, biases": qwen3_next(
+        value_heads=2,
+        layers=5,
+        dense_layers=1,
+        intermediate_size=48,
+        attention=attention(head_dim=16, partial_rotary_factor=0.5, qk_norm="head", output_gate=True, bias=True),
+    ),
+    "qwen3.5-moe": qwen3_next("qwen3.5-moe"),
 }

@@ -32,7 +32,7 @@ TORCHRUN = {
 SRUN = {
     "SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "12", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
     "SLURM_STEP_TASKS_PER_NODE": "4(x3)", "SLURM_STEP_NODELIST": "gpu[03-05],spare7", "SLURM_JOB_ID": "20077",
-    "SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "6", "SLURM_RESTART_COUNT": "1",
+    "SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "6", "SLURM_RESTART_COUNT": "1", "SLURM_JOB_START_TIME": "1764201600",
 }  # fmt: skip
 NVIDIA = LaunchFacts(vendor="nvidia", world=16, local_world=8, cores=96)
 
@@ -58,9 +58,12 @@ def test_what_the_shell_says_is_read() -> None:
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        (TORCHRUN, (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", None)),
-        (SRUN, (12, 9, 1, 4, "srun", "slurm-20077.0", 1, "gpu03:20077", 6)),
-        (SRUN | TORCHRUN, (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", None)),  # torchrun inside a step of srun
+        (TORCHRUN, (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", None, None)),
+        (SRUN, (12, 9, 1, 4, "srun", "slurm-20077.0", 1, "gpu03:20077", 6, 1_764_201_600)),
+        (
+            SRUN | TORCHRUN,
+            (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", None, 1_764_201_600),
+        ),  # torchrun inside a step of srun
     ],
 )
 def test_the_launcher_says_which_rank_this_is(variables: dict[str, str], expected: tuple[object, ...]) -> None:

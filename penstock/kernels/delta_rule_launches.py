@@ -1,0 +1,180 @@
+"""Linear attention by a gated delta rule in Triton: three kernels forward, four backward.
+
+Saved for backward are the inputs, the inverses of the triangular systems, the state before each chunk, and what the
+system kernel gives. Decays of single key features (KDA) have no kernels yet and run by chunks in PyTorch.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.base.errors import KernelError
+from penstock.kernels.delta_rule import CHUNK, chunked_delta_rule
+from penstock.kernels.delta_rule_kernels import (
+    delta_local_backward_kernel,
+    delta_output_kernel,
+    delta_read_backward_kernel,
+    delta_state_backward_kernel,
+    delta_state_kernel,
+    delta_system_kernel,
+    delta_write_backward_kernel,
+)
+from penstock.kernels.language import ceil_div, power_of_two
+from penstock.kernels.launching import start_kernel
+from penstock.kernels.tuning import target_of
+
+VALUE_BLOCK = 64  # value features that a program holds at a time
+STATE_BLOCK = 32  # of the loops over chunks: programs of few features fill the chip
+LEAST = 16  # sides of a product on matrix units
+
+
+class _Sizes(NamedTuple):
+    """Sizes of one call."""
+
+    rows: int
+    positions: int
+    key_heads: int
+    heads: int
+    key_width: int
+    value_width: int
+    chunk: int
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.positions, self.chunk)
+
+    def constants(self, block: int) -> dict[str, int]:
+        """Constants of every kernel; a program holds `block` value features at a time."""
+        return {
+            "G": self.key_heads,
+            "H": self.heads,
+            "N": self.key_width,
+            "M": self.value_width,
+            "J": self.chunk,
+            "BLOCK_N": max(LEAST, power_of_two(self.key_width)),
+            "BLOCK_M": max(LEAST, min(block, power_of_two(self.value_width))),
+        }
+
+    @property
+    def of_chunks(self) -> tuple[int, int, int]:
+        """Grid with a program for each chunk of a head."""
+        return self.chunks, self.heads, self.rows
+
+    def over_chunks(self) -> tuple[int, int, int]:
+        """Grid with a program for some value features of a head."""
+        return ceil_div(self.value_width, self.constants(STATE_BLOCK)["BLOCK_M"]), self.heads, self.rows
+
+
+def delta_rule(
+    q_BSGN: Tensor,
+    k_BSGN: Tensor,
+    v_BSHM: Tensor,
+    g_BSH: Tensor,
+    beta_BSH: Tensor,
+    documents_BS: Tensor | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """`penstock.kernels.delta_rule.recurrent_delta_rule`; products have the dtype of v, states are float32.
+
+    Raises KernelError where shapes or dtypes do not fit.
+    """
+    if g_BSH.ndim == 4:
+        return chunked_delta_rule(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS)
+    fits = q_BSGN.shape == k_BSGN.shape and v_BSHM.shape[2] % q_BSGN.shape[2] == 0
+    if not fits or g_BSH.shape != v_BSHM.shape[:3] or beta_BSH.shape != g_BSH.shape:
+        got = ", ".join(f"{tuple(one.shape)}" for one in (q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH))
+        raise KernelError("delta_rule: heads and positions do not fit", got=got)
+    o_BSHM: Tensor = _DeltaRule.apply(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, chunk)
+    return o_BSHM
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BSGN: Tensor,
+        k_BSGN: Tensor,
+        v_BSHM: Tensor,
+        g_BSH: Tensor,
+        beta_BSH: Tensor,
+        documents_BS: Tensor | None,
+        chunk: int,
+    ) -> Tensor:
+        dtype = v_BSHM.dtype
+        q_BSGN, k_BSGN, v_BSHM = (one.to(dtype).contiguous() for one in (q_BSGN, k_BSGN, v_BSHM))
+        g_BSH, beta_BSH = (one.float().contiguous() for one in (g_BSH, beta_BSH))
+        documents_BS = None if documents_BS is None else documents_BS.contiguous()
+        (rows, positions, heads, value_width), (*_, key_heads, key_width) = v_BSHM.shape, q_BSGN.shape
+        sizes = _Sizes(rows, positions, key_heads, heads, key_width, value_width, chunk)
+        c_BSH, u_BSHM = torch.empty_like(g_BSH), torch.empty_like(v_BSHM)
+        t_BSHJ, w_BSHN = (v_BSHM.new_empty(rows, positions, heads, width) for width in (chunk, key_width))
+        start_kernel(
+            delta_system_kernel, sizes.of_chunks,
+            k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, c_BSH, t_BSHJ, u_BSHM, w_BSHN, positions,
+            **sizes.constants(VALUE_BLOCK), num_warps=4,
+        )  # fmt: skip
+        states = v_BSHM.new_empty(rows, sizes.chunks, heads, key_width, value_width)
+        d_BSHM = u_BSHM  # written values replace u, which no other program reads
+        start_kernel(
+            delta_state_kernel, sizes.over_chunks(),
+            k_BSGN, c_BSH, u_BSHM, w_BSHN, documents_BS, states, d_BSHM, positions, sizes.chunks,
+            **sizes.constants(STATE_BLOCK), num_warps=_warps(v_BSHM.device),
+        )  # fmt: skip
+        o_BSHM = torch.empty_like(v_BSHM)
+        start_kernel(
+            delta_output_kernel, sizes.of_chunks,
+            q_BSGN, k_BSGN, c_BSH, d_BSHM, documents_BS, states, o_BSHM, positions, sizes.chunks,
+            **sizes.constants(VALUE_BLOCK), num_warps=4,
+        )  # fmt: skip
+        ctx.save_for_backward(q_BSGN, k_BSGN, v_BSHM, beta_BSH, documents_BS, c_BSH, t_BSHJ, w_BSHN, states, d_BSHM)
+        ctx.sizes = sizes
+        return o_BSHM
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_BSHM: Tensor) -> tuple[Tensor | None, ...]:
+        q_BSGN, k_BSGN, v_BSHM, beta_BSH, documents_BS, c_BSH, t_BSHJ, w_BSHN, states, d_BSHM = ctx.saved_tensors
+        sizes: _Sizes = ctx.sizes
+        positions, chunks, do_BSHM = sizes.positions, sizes.chunks, do_BSHM.contiguous()
+        dstates, dd_BSHM = torch.empty_like(states), torch.empty_like(v_BSHM)
+        start_kernel(
+            delta_local_backward_kernel, sizes.of_chunks,
+            q_BSGN, k_BSGN, c_BSH, documents_BS, do_BSHM, dd_BSHM, positions,
+            **sizes.constants(VALUE_BLOCK), num_warps=4,
+        )  # fmt: skip
+        start_kernel(
+            delta_state_backward_kernel, sizes.over_chunks(),
+            q_BSGN, k_BSGN, c_BSH, w_BSHN, documents_BS, do_BSHM, dstates, dd_BSHM, positions, chunks,
+            **sizes.constants(STATE_BLOCK), num_warps=_warps(v_BSHM.device),
+        )  # fmt: skip
+        # Of each value head; those that share a key head are summed below.
+        dq_BSHN, dk_BSHN = torch.empty_like(w_BSHN), torch.empty_like(w_BSHN, dtype=torch.float32)
+        dc_BSH = torch.empty_like(c_BSH)
+        start_kernel(
+            delta_read_backward_kernel, sizes.of_chunks,
+            q_BSGN, k_BSGN, c_BSH, d_BSHM, documents_BS, states, do_BSHM, dstates, dq_BSHN, dk_BSHN, dc_BSH, positions,
+            chunks, **sizes.constants(STATE_BLOCK), num_warps=8,
+        )  # fmt: skip
+        dv_BSHM, dg_BSH, dbeta_BSH = torch.empty_like(v_BSHM), torch.empty_like(c_BSH), torch.empty_like(c_BSH)
+        start_kernel(
+            delta_write_backward_kernel, sizes.of_chunks,
+            k_BSGN, v_BSHM, beta_BSH, c_BSH, t_BSHJ, documents_BS, states, dd_BSHM, dk_BSHN, dc_BSH, dv_BSHM, dg_BSH,
+            dbeta_BSH, positions, chunks, **sizes.constants(STATE_BLOCK), num_warps=_warps(v_BSHM.device),
+        )  # fmt: skip
+        dq_BSGN, dk_BSGN = (_of_key_heads(one, sizes, k_BSGN.dtype) for one in (dq_BSHN, dk_BSHN))
+        return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSH, dbeta_BSH, None, None
+
+
+def _warps(device: torch.device) -> int:
+    """Warps of programs with many numbers: a thread has up to 512 registers with four on AMD, 255 on NVIDIA."""
+    return 4 if target_of(device).startswith("gfx") else 8
+
+
+def _of_key_heads(x_BSHN: Tensor, sizes: _Sizes, dtype: torch.dtype) -> Tensor:
+    """Sums over the value heads of each key head."""
+    if sizes.heads == sizes.key_heads:
+        return x_BSHN.to(dtype)
+    return x_BSHN.unflatten(2, (sizes.key_heads, -1)).sum(3, dtype=torch.float32).to(dtype)
