@@ -14,7 +14,7 @@ from penstock.base.files import open_file
 from penstock.config.load import RUN_FILE, load_run
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import known_hardware, load_hardware, parse_cluster
-from penstock.tune.doctor.evidence import PowerFacts, RunFacts
+from penstock.tune.doctor.evidence import LayerLoads, PowerFacts, RunFacts
 
 METRICS = "metrics.jsonl"
 
@@ -26,6 +26,9 @@ WARM_UP, RECORDED = 5, 2
 
 USUAL = 0.5
 """Share of the metrics, the last part, that the medians are of: the first steps compile and warm up."""
+
+LAYERS = 64
+"""Steps whose layers are read, evenly spaced."""
 
 NEAREST_STEPS = 4
 """Number of steps next to the recorded ones that tell their time without a profiler."""
@@ -53,7 +56,7 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
     Raises a ConfigError or a RunFolderError if configuration or metrics cannot be read.
     """
     run = load_run(str(folder.absolute()))
-    lines = json_lines(folder / METRICS) if lines is None else lines
+    lines = json_lines(folder / METRICS, LAYERS) if lines is None else lines
     device = next((one["device"] for one in reversed(json_lines(folder / STARTS)) if "device" in one), None)
     if not lines:
         missing = f"no step of the run is recorded: {folder / METRICS} has no line"
@@ -78,9 +81,24 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
         phase_seconds=_phases(_last([one for one in lines if _step(one) - 1 not in disturbed])),
         repeated_steps=sum(bool(line.get("rows_left_out")) for line in lines),
         expert_load=_median(usual, "expert_rank_load_max_over_mean"),
+        layer_loads=_layer_loads(usual),
         power=_power(usual),
     )
     return facts, () if peaks else ("no memory is in the metrics",)
+
+
+def _layer_loads(lines: Sequence[dict[str, Any]]) -> tuple[LayerLoads, ...]:
+    """Loads of the ranks by layer, from the lines that have layers; none if ranks share no experts."""
+    by_layer: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        for one in line.get("layers") or ():
+            by_layer.setdefault(one["layer"], []).append(one)
+    found = []
+    for layer, ones in sorted(by_layer.items()):
+        step, computed = _median(ones, "rank_load"), _median(ones, "balance_load_after")
+        if step is not None:
+            found.append(LayerLoads(layer=layer, step=step, computed=step if computed is None else computed))
+    return tuple(found)
 
 
 def _power(lines: Sequence[dict[str, Any]]) -> PowerFacts | None:
