@@ -54,6 +54,7 @@ _NEVER_SEARCHED = (
     "recompute.layers",
     "recompute.stages",
     "offload.activations",
+    "offload.gradients",
     "dispatch.overlap",
 )
 """Fields that `run_of` sets: a search considers one value of them."""

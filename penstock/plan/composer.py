@@ -216,8 +216,8 @@ def _sharing(run: Run) -> _Sharing:
 
 
 def is_composable(run: Run) -> bool:
-    """Whether layers of one kind hold the same in this run, and all of their activations are on the device."""
-    if run.dispatch.overlap in OVERLAPS_IN_STEPS or run.offload.activations:
+    """Whether layers of one kind hold the same in this run, and no activation or gradient is on the host."""
+    if run.dispatch.overlap in OVERLAPS_IN_STEPS or run.offload.activations or run.offload.gradients:
         return False
     return not run.recompute.layers and not run.recompute.stages
 

@@ -26,6 +26,7 @@ from penstock.parallel.axes import Axes
 from penstock.plan.costs import HOST_LINK, HardwareTimes, OpCosts, buffer_rows, routed_rows
 from penstock.plan.hardware import Cluster, RankGroup
 from penstock.plan.liveness import StageActivations
+from penstock.plan.loads import Imbalance
 from penstock.plan.meta_rank import META
 from penstock.plan.meta_run import MetaRun, UpdateOps
 from penstock.plan.op_recorder import RecordedOp, RecordedOps
@@ -66,7 +67,7 @@ class StageTimer:
         self,
         run: Run,
         cluster: Cluster,
-        imbalance: float,
+        imbalance: Imbalance,
         works: Iterable[RecordedOps],
         *,
         software: Software = OWN,
@@ -170,7 +171,7 @@ def step_time(
     run: Run,
     cluster: Cluster,
     meta_runs: Sequence[MetaRun],
-    imbalance: float,
+    imbalance: Imbalance,
     *,
     software: Software = OWN,
     in_turn: bool = False,

@@ -28,6 +28,7 @@ EXPORTED: Mapping[str, str] = MappingProxyType(
         "phase_seconds": "penstock_phase_seconds",
         "model_flops_utilization": "penstock_model_flops_utilization_ratio",
         "peak_memory_bytes": "penstock_peak_memory_bytes",
+        "peak_host_memory_bytes": "penstock_peak_host_memory_bytes",
         "power_watts": "penstock_power_watts",
         "power_limit_watts": "penstock_power_limit_watts",
         "clock_mhz": "penstock_clock_megahertz",
@@ -61,12 +62,13 @@ EXPORTED_OF_LAYER: Mapping[str, str] = MappingProxyType(
         "entropy": "penstock_layer_expert_load_entropy_ratio",
         "dropped_slots": "penstock_layer_dropped_slots",
         "auxiliary_loss": "penstock_layer_auxiliary_loss",
+        "rank_load": "penstock_layer_expert_rank_load_ratio",
         "balance_load_before": "penstock_layer_balance_load_before_ratio",
         "balance_load_after": "penstock_layer_balance_load_after_ratio",
         "balance_replicas": "penstock_layer_balance_replicas",
     }
 )
-"""Names of the entries of `layers`, which have a label `layer`."""
+"""Names of the entries of `layers`, which have a label `layer`; `slots` has none, being a list."""
 
 RUN_INFO = "penstock_run_info"
 WANTED_STEPS = "penstock_wanted_steps"

@@ -253,6 +253,8 @@ def test_a_copy_costs_something_where_the_host_stays_in_it_and_the_device_lacks_
         ("wait_kernel", "wait_kernel", "symmetric"),
         ("ncclDevKernel_Generic", "ncclDevKernel_Generic(int)", "without a name"),
         ("", "void acme::ep::dispatch<7168>(int)", "expert-parallel"),
+        ("_allgather_base", "ncclDevKernel_AllGather_RING_LL(acme)", "gathered tokens"),
+        ("_allgather_base", "ncclDevKernel_AllGather_RING_LL(int)", "all-gather"),
         ("", "void hybrid_ep::dispatch_kernel<int>(int)", "hybrid-ep"),
         ("", "void deep_ep::internode::combine<int>(int)", "deep-ep"),
     ],
