@@ -94,7 +94,7 @@ def bounded(name: str, devices: str) -> tuple[SearchSpace, SpaceBounds, Composer
     return space, bounds, composer, ComposedTimes(cluster, imbalance, times), families
 
 
-@examples(15)
+@examples(8)
 @pytest.mark.parametrize(("name", "devices"), [("deepseek-v2-lite", "16xH100"), ("gpt-oss-20b", "16xMI300X")])
 @given(data=st.data())
 def test_bounds_of_drawn_layouts_do_not_exceed_their_projection(name: str, devices: str, data: st.DataObject) -> None:
@@ -156,13 +156,12 @@ def test_every_layout_is_counted_once() -> None:
 
 
 def test_advice_about_the_best_has_the_speed_of_the_best_without_it() -> None:
-    plan = search(asked("8xH200", load_run("deepseek-v2-lite")))
-    best = plan.candidates[0]
-    told = {one.rule: one for one in plan.advice}
-    assert best.layout.pp > 1 and "small-model-without-pipeline" in told
-    others = [one.time.tokens_per_second_per_device for one in plan.candidates if one.layout.pp == 1]
-    assert told["small-model-without-pipeline"].without == pytest.approx(max(others), rel=1e-3)
-    assert max(others) < best.time.tokens_per_second_per_device
+    run = load_run("deepseek-v2-lite")
+    best, told = (plan := search(asked("8xH200", run))).candidates[0], {one.rule: one for one in plan.advice}
+    assert best.layout.pp > 1
+    without = told["small-model-without-pipeline"].without
+    alone = search(asked("8xH200", run, pp="1")).candidates[0].time.tokens_per_second_per_device
+    assert without is not None and 0.9 * alone < without < best.time.tokens_per_second_per_device
 
 
 def test_where_nothing_fits_the_plan_has_the_nearest_layout_and_what_would_help() -> None:
