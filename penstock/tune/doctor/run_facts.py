@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.base.devices import chip_named
 from penstock.base.errors import RunFolderError
+from penstock.base.files import open_file
 from penstock.config.load import RUN_FILE, load_run
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import known_hardware, load_hardware, parse_cluster
@@ -156,7 +157,8 @@ def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:
     RunFolderError if the file cannot be read, or a line before the last is damaged.
     """
     try:
-        rows = path.read_bytes().splitlines()
+        with open_file(path) as file:
+            rows = file.read().splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -173,8 +175,36 @@ def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:
         if isinstance(line, dict):
             if not every or (len(rows) - number) % every:
                 line.pop("layers", None)
+            _keep_well_formed(line)
             found.append(line)
     return found
+
+
+_KINDS = {
+    "tokens_seen": int,
+    "device": str,
+    "ranks": int,
+    "steps_done": int,
+    "parameters": int,
+    "active_parameters": int,
+}
+"""Types of what a line of metrics.jsonl or starts.jsonl says."""
+
+
+def _keep_well_formed(line: dict[str, Any]) -> None:
+    """Leave out what is of another type than a run writes: a file of others may hold anything."""
+    if "layers" in line:
+        layers = line["layers"] if isinstance(line["layers"], list) else []
+        entries = [one for one in layers if isinstance(one, dict) and type(one.get("layer")) is int]
+        line["layers"] = [one for one in entries if isinstance(one.get("max_over_mean"), int | float)]
+    phases, losses = line.get("phase_seconds", {}), line.get("mtp_losses", [])
+    if not isinstance(phases, dict) or not all(isinstance(one, int | float) for one in phases.values()):
+        del line["phase_seconds"]
+    if not isinstance(losses, list) or not all(isinstance(one, int | float) for one in losses):
+        del line["mtp_losses"]
+    for name, kind in _KINDS.items():
+        if name in line and type(line[name]) is not kind:
+            del line[name]
 
 
 def _step(line: dict[str, Any]) -> int:
