@@ -17,6 +17,7 @@ import argparse
 import random
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -40,7 +41,6 @@ BY_COLLECTIVES = ("dispatch.method=all-to-all", "graphs.capture=partial")  # mor
 LITE = ("training.micro_batch=2", "training.sequence_length=4096", "training.precision=bf16")
 ON = (("H200", 4), ("H200", 8), ("GB200", 4), ("GB200", 8), ("GB200", 32), ("GB200", 64))
 EXPERTS, TOP_K, TOKENS = 64, 6, 8192
-LAYERS = 26  # with experts, of DeepSeek-V2-Lite
 
 
 def drawn(seed: int) -> tuple[str, ReplicaRule, list[list[int]]]:
@@ -123,13 +123,12 @@ def vectors(count: int) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def loads_of(name: str, ranks: int) -> RecordedLoads:
-    """Loads of the layers; those of W9 are the three recorded ones."""
-    layers = []
-    for layer in range(LAYERS if name == "W8" else 3):
-        ids_TK = all_choices(name, layer, TOKENS * min(ranks, 8), EXPERTS, TOP_K, ranks)
-        layers.append(tuple(ids_TK.flatten().bincount(minlength=EXPERTS).tolist()))
-    return RecordedLoads(name, (tuple(layers),))
+@cache
+def loads_of(name: str) -> RecordedLoads:
+    """Loads of three layers; those of W9 are the recorded ones."""
+    ids = (all_choices(name, layer, TOKENS, EXPERTS, TOP_K, ranks=1) for layer in range(3))
+    layers = tuple(tuple(ids_TK.flatten().bincount(minlength=EXPERTS).tolist()) for ids_TK in ids)
+    return RecordedLoads(name, (layers,))
 
 
 def steps() -> list[dict[str, Any]]:
@@ -140,7 +139,7 @@ def steps() -> list[dict[str, Any]]:
         run = load_run("deepseek-v2-lite", (*LITE, *sizes, *(IN_A_NODE if ranks <= MOST_PEERS else BY_COLLECTIVES)))
         cluster = parse_cluster(f"{ranks}x{chip}")
         for name in ("W9", "W8"):
-            cases = balance_json(balance_cases(run, cluster, Assumptions(loads=loads_of(name, ranks))))["balance"]
+            cases = balance_json(balance_cases(run, cluster, Assumptions(loads=loads_of(name))))["balance"]
             forced = cases[-1]["step_seconds"]
             for case in cases:
                 rows.append({"on": f"{ranks} x {chip}", "loads": name, **case})
