@@ -354,7 +354,7 @@ _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
         # Rows in 16 bits are read; as many rows in float32, if no token comes twice, are read and written.
         "sum_runs_kernel": lambda operator, moved: 5.0 * operator.sizes[0],
         "join_runs_kernel": lambda operator, moved: 0.0,
-        # Of replicas, one for each rank: how many there are depends on the loads. Those that others gain are read twice.
+        # Of replicas, one of each rank: how many there are depends on the loads.
         **dict.fromkeys(
             ("push_replicas_kernel", "clear_slots_kernel"),
             lambda operator, moved: operator.sizes[0] / operator.shapes[0][0],
