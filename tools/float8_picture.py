@@ -1,8 +1,9 @@
-"""Loss curves of docs/float8.md: 8 bits beside 16, and how far apart they are.
+"""Loss curves of docs/float8.md and docs/optimizer.md: fewer bits beside more, and how far apart they are.
 
     python -m tools.float8_picture
 
-Reads benchmarks/results/float8-curves-*.json (`benchmarks.float8_curves`). Needs the extra `pictures`.
+Reads benchmarks/results/float8-curves-*.json and optimizer-formats.json (`benchmarks.float8_curves`). Needs the extra
+`pictures`.
 """
 
 import json
@@ -21,7 +22,7 @@ FOLDER = Path("docs/pictures")
 def main() -> None:
     """Draw one picture for each result."""
     pyplot.rcParams["svg.hashsalt"] = "penstock"
-    for path in sorted(RESULTS.glob("float8-curves-*.json")):
+    for path in sorted([*RESULTS.glob("float8-curves-*.json"), RESULTS / "optimizer-formats.json"]):
         numbers = json.loads(path.read_text(encoding="utf-8"))["numbers"]
         target = FOLDER / f"{path.stem}.svg"
         draw(numbers["cases"], target)

@@ -1,6 +1,7 @@
 """Tables of docs/float8.md, from results of the benchmarks that it names. As `tools.kernel_tables`."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -9,25 +10,25 @@ from tools.kernel_tables import origin
 Result = dict[str, Any]
 
 
-def curves(result: Result) -> str:
-    """The last losses of every case, beside those of the first."""
+def curves(result: Result, what: str = "recipe of dense products and experts", beside: str = "none") -> str:
+    """The last losses of every case, beside those of the first, in words: `what` the cases are, and the first is."""
     numbers = result["numbers"]
     first = numbers["cases"][0]
     sizes = f"{numbers['steps']:,} steps, {first['tokens'] / 1e6:.1f} M tokens"
     lines = [
         f"`{result['command']}`, commit `{result['commit']}`: {sizes}{_seeds(numbers['cases'])}.",
         "",
-        "| recipe of dense products and experts | loss of the last steps | beside none | held-out loss | beside none |",
+        f"| {what} | loss of the last steps | beside {beside} | held-out loss | beside {beside} |",
         "|---|---:|---:|---:|---:|",
     ]
     for case in numbers["cases"]:
         held_out = case["held_out_loss"]
         name = "none in 8 bits" if case["case"] == "none" else f"`{case['case']}`"
         # Results of one run a case say nothing of seeds, and of held-out text only the loss.
-        beside = case["held_out_difference"] if "seeds" in case else held_out / first["held_out_loss"] - 1
+        share = case["held_out_difference"] if "seeds" in case else held_out / first["held_out_loss"] - 1
         lines.append(
             f"| {name} | {case['last_loss']:.4f} | {_difference(case['difference'], case.get('difference_error'))} "
-            f"| {_figure(held_out, '.4f')} | {_difference(beside, case.get('held_out_error'))} |"
+            f"| {_figure(held_out, '.4f')} | {_difference(share, case.get('held_out_error'))} |"
         )
     return "\n".join(lines)
 
@@ -190,6 +191,7 @@ def power(result: Result) -> str:
 
 TABLES: dict[str, Callable[[Result], str]] = {
     "float8-curves": curves,
+    "optimizer-curves": partial(curves, what="state of the optimizer", beside="float32"),
     "float8-launches": launches,
     "float8-products": products,
     "float8-products-of-all": products_of_all,

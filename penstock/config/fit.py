@@ -185,7 +185,7 @@ def grid_of(run: Run, world: int) -> Grid:
     )
     batch, order = micro_batches_are_whole(sizes, world), schedule_has_its_micro_batches(sizes, world)
     # Rules of the batch come last: they divide by the data-parallel ranks of a grid that exists.
-    refuse([problem for problem in (batch, order, _shards(run, grid)) if problem])
+    refuse([problem for problem in (batch, order, _shards(run, grid), _host_gradients(run, world)) if problem])
     return grid
 
 
@@ -256,6 +256,14 @@ def schedule_has_its_micro_batches(sizes: LayoutSizes, world: int) -> Problem | 
         f"pipeline.schedule {sizes.schedule} on {sizes.pp} pipeline ranks has too few micro-batches; got {count}; "
         f"allowed: {least} or more; fix: set training.global_batch={least * rows}, or pipeline.schedule=zb-v"
     )
+
+
+def _host_gradients(run: Run, world: int) -> Problem | None:
+    """Gradients in host memory are not summed over ranks."""
+    if not run.offload.gradients or world == 1:
+        return None
+    fix = "set it to false: ranks divide the optimizer's state (parallel.shard)"
+    return Problem("offload.gradients", "is for one rank", got=counted(world, "rank"), fix=fix)
 
 
 def _shards(run: Run, grid: Grid) -> Problem | None:

@@ -53,6 +53,16 @@ def captured_activations_stay_on_the_device(run: Run) -> Problem | None:
     )
 
 
+def captured_gradients_stay_on_the_device(run: Run) -> Problem | None:
+    """`graphs.capture` full does not go with `offload.gradients`, whose copies the host starts."""
+    if not _captures(run, "full") or not run.offload.gradients:
+        return None
+    return Problem.from_line(
+        "offload.gradients starts copies from the host, which takes no part in what graphs.capture full replays; "
+        "got true; allowed: false; fix: set graphs.capture=partial"
+    )
+
+
 def captured_shapes_are_known(run: Run) -> Problem | None:
     """`graphs.capture` full needs row counts that the host never reads, if ranks share experts.
 

@@ -138,7 +138,8 @@ def nothing_learns_beside_the_warm_up(run: Run) -> Problem | None:
         return None
     if attention.indexer.loss_coef == 0:
         return Problem.from_line(
-            "model.attention.indexer.stage dense trains by model.attention.indexer.loss_coef, which is 0; fix: set it to 1"
+            "model.attention.indexer.stage dense trains by model.attention.indexer.loss_coef, which is 0; "
+            "fix: set it to 1"
         )
     if moe is None or not moe.router.expert_bias or moe.router.expert_bias_rate == 0:
         return None

@@ -171,6 +171,11 @@ class Offload(Section):
         doc="Keep moments, and the masters of bfloat16 weights, in host memory; they pass through the device in each "
         "step. Weights held in float32, such as FSDP2's shards, stay on the device.",
     )
+    gradients: bool = knob(
+        False,
+        doc="Keep the float32 sums of gradients of decoder layers in host memory; a layer's sums are on the device "
+        "while its backward pass runs. On one GPU, with `optimizer`. See docs/optimizer.md.",
+    )
 
 
 class Graphs(Section):

@@ -21,6 +21,23 @@ def name_is_a_folder_name(run: Run) -> Problem | None:
     )
 
 
+def gradients_on_the_host_follow_their_layers(run: Run) -> Problem | None:
+    """`offload.gradients` needs `offload.optimizer`, and `dispatch.overlap` none or shared."""
+    if not run.offload.gradients:
+        return None
+    if not run.offload.optimizer:
+        return Problem.from_line(
+            "offload.gradients needs the rest of the optimizer's state there too; got offload.optimizer false; "
+            "fix: set offload.optimizer=true"
+        )
+    if run.dispatch.overlap in ("halves", "passes"):
+        return Problem.from_line(
+            "offload.gradients needs the backward passes of layers one after another; "
+            f"got dispatch.overlap {run.dispatch.overlap}; allowed: none, shared; fix: set dispatch.overlap=none"
+        )
+    return None
+
+
 def micro_batches_fill_the_global_batch(run: Run) -> Problem | None:
     """`training.micro_batch` divides `training.global_batch`."""
     training = run.training

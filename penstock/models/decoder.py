@@ -5,6 +5,7 @@ previous stage; without a norm it returns those for the next stage. Blocks and p
 the whole model, so a parameter has the same name on every stage.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +26,7 @@ from penstock.models.rope import angles
 from penstock.moe.routing import Scope
 from penstock.parallel.async_transfer import Steps, drain, interleave, within
 from penstock.parallel.context import held_positions, nears_of
+from penstock.parallel.gradient_offload import EMBEDDING
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
 
@@ -74,6 +76,7 @@ class Decoder(nn.Module):
         self.mtp = nn.ModuleDict({str(depth): layer for depth, layer in mtp.items()})
         attentions = [block.attention for block in (*blocks.values(), *(layer.block for layer in mtp.values()))]
         grouped = [one for one in attentions if isinstance(one, GroupedQueryLayer)]
+        self.reached: Callable[[int], None] | None = None  # called when backward reaches a layer's output
         self.has_reach = any(one.reach is not None for one in grouped)  # a window or chunks
         self.scales_queries = any(one.scales_queries for one in grouped)
 
@@ -109,6 +112,7 @@ class Decoder(nn.Module):
         context = self.forward_context(inputs)
         if self.is_first:
             x_BSD = self._embed(inputs.tokens_BS)
+            self._mark(x_BSD, EMBEDDING)
         assert x_BSD is not None, "a stage without embedding needs the hidden states of the stage before"
         for number, block in self.blocks.items():
             assert isinstance(block, Block), "nothing else is a decoder layer"
@@ -117,6 +121,7 @@ class Decoder(nn.Module):
                 continue
             with span(LAYER, number):
                 x_BSD = block(x_BSD, context)  # called as a module, so that its hooks (FSDP2) run
+            self._mark(x_BSD, int(number))
         main_BSD = x_BSD if self.norm is None else self.norm(x_BSD)
         previous_BSD, depths = main_BSD, []
         # Every stage gets `ahead`; only the last one has prediction layers.
@@ -130,6 +135,11 @@ class Decoder(nn.Module):
     def _begin(self) -> None:
         if self.arena is not None:
             self.arena.begin()
+
+    def _mark(self, x_BSD: Tensor, layer: int) -> None:
+        """Tell `reached` when backward has the gradient of a layer's output."""
+        if self.reached is not None and x_BSD.requires_grad:
+            x_BSD.register_hook(lambda _, reached=self.reached: reached(layer))
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         assert self.embed is not None, "this stage has no embedding"

@@ -60,10 +60,15 @@ class CopyStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # sources are written there
         return self.copy_early(pairs, after=after)
 
+    def wait_for_current(self) -> None:
+        """Copies that follow come after the current stream."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
     def copy_early(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: PendingCopy) -> PendingCopy:
         """`copy` without waiting for the current stream: both ends are free once `after` is over."""
         if self._stream is None:
-            return self.copy(pairs)
+            return self.copy(pairs, after=after)
         after.wait(self._stream)
         with torch.cuda.stream(self._stream):
             for source, target in pairs:
@@ -147,19 +152,28 @@ class ChunkStream:
         self._buffers: list[Tensor] = []  # two of equal size, uint8
         self._left = [DONE, DONE]  # the last copy out of each buffer
 
-    def run(self, chunks: Sequence[Sequence[Tensor]], work: Callable[[int, list[Tensor]], None]) -> None:
+    def run(
+        self,
+        chunks: Sequence[Sequence[Tensor]],
+        work: Callable[[int, list[Tensor]], None],
+        *,
+        returned: Sequence[int] | None = None,
+    ) -> None:
         """Work on every chunk in order. The host does not wait: see `finish`.
 
         Chunks are contiguous host tensors, pinned for a GPU; no two share memory. `work` gets a chunk's index and its
-        tensors on the device, and changes them in place on the current stream.
+        tensors on the device, and changes them in place on the current stream. Of each chunk the first `returned`
+        tensors go back, all without it. The host tensors may still be written by copies before on the current stream.
         """
         self._make_buffers(chunks)
+        self._inward.wait_for_current()
         coming = [self._bring(index, chunk) for index, chunk in enumerate(chunks[:2])]
         for index, chunk in enumerate(chunks):
             tensors, arrival = coming.pop(0)
             arrival.wait()  # the compute stream waits, not the host
             work(index, tensors)
-            self._left[index % 2] = self._outward.copy(list(zip(tensors, chunk, strict=True)))  # after `work`
+            count = len(chunk) if returned is None else returned[index]
+            self._left[index % 2] = self._outward.copy(list(zip(tensors, chunk, strict=True))[:count])  # after `work`
             if index + 2 < len(chunks):
                 coming.append(self._bring(index + 2, chunks[index + 2]))
 

@@ -191,7 +191,8 @@ def _sharing(run: Run) -> _Sharing:
 
 def is_composable(run: Run) -> bool:
     """Whether layers of one kind hold the same in this run, and all that it holds is on the device."""
-    if run.dispatch.overlap in OVERLAPS_IN_STEPS or run.offload.activations or run.offload.optimizer:
+    leaves = run.offload.activations or run.offload.optimizer or run.offload.gradients
+    if run.dispatch.overlap in OVERLAPS_IN_STEPS or leaves:
         return False
     return not run.recompute.layers and not run.recompute.stages
 

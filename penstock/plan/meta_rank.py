@@ -192,6 +192,12 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
         elif target.passes_keys and isinstance(module, (GroupedQueryLayer, LatentLayer)):
             alone = replace(module.layer_context.axes, context=ALONE.context)
             module.layer_context = replace(module.layer_context, axes=alone)
+    if optimizer is not None and optimizer.gradient_offload is not None:
+        gradients = optimizer.gradient_offload
+        gradients.outward, gradients.inward = RecordedCopyStream(is_back=False), RecordedCopyStream(is_back=True)
+        gradients.have_sums()  # as in all micro-batches but the first
+        for decoder in decoders.values():
+            decoder.reached = gradients.reached
     full_optimizer = full_optimizer or optimizer
     assert full_optimizer is not None, "a rank has parameters"
     state = full_optimizer.memory()

@@ -264,6 +264,7 @@ def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> 
     blocks = {int(layer): block for layer, block in decoder.blocks.items() if isinstance(block, Block)}
     # Overlap and offload connect neighbouring layers, so one layer cannot stand for its kind.
     runs_all = rank.run.dispatch.overlap in OVERLAPS_IN_STEPS or bool(rank.run.offload.activations)
+    runs_all = runs_all or rank.run.offload.gradients
     kinds = {layer: (layer if runs_all else kind_of(decoder, layer, block)) for layer, block in blocks.items()}
     first_of: dict[Hashable, int] = {}
     for layer, kind in kinds.items():

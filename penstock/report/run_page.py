@@ -76,7 +76,7 @@ def sections_of(evidence: RunEvidence) -> list[PageSection]:
             "goodput", "Goodput", [goodput_figure(evidence)], evidence.lacks.steps or "the run kept no goodput.jsonl"
         ),
         _memory(evidence),
-        PageSection(name="timeline", title="Timeline", figures=timeline, missing=no_timeline),
+        PageSection(name="timeline", title="Timeline", figures=timeline, cards=_path(evidence), missing=no_timeline),
         _drawn("flame", "Flame", [flame_figure(evidence)], evidence.lacks.trace),
         _drawn("roofline", "Roofline", [roofline], no_work),
         PageSection(name="ranks", title="Rank to rank", figures=ranks, missing=no_ranks),
@@ -89,6 +89,21 @@ def _drawn(name: str, title: str, figures: Sequence[Figure | None], lack: str) -
     """The section of some figures, or the reason why there is none."""
     found = [one for one in figures if one is not None]
     return PageSection(name=name, title=title, figures=found, missing=() if found else (sentence(lack),))
+
+
+def _path(evidence: RunEvidence) -> list[tuple[str, str]]:
+    """The critical path of the last step, if a device was traced."""
+    if evidence.answer is None or not evidence.answer.path.segments:
+        return []
+    path = evidence.answer.path
+    kinds = ", ".join(f"{kind} {share_text(us / path.total_us)}" for kind, us in path.by_kind().items())
+    rows = [
+        (f"{row.rank}", escape(row.kind), escape(row.name), f"{ms_text(row.total_us)} ms", share_text(row.share))
+        for row in path.rows()[:FACTS]
+    ]
+    head = {"rank": "", "on the path": "text", "what": "reason", "time": "", "of the path": ""}
+    words = f"The chain of work that determines the end of {path.step or 'the recording'}: {kinds}."
+    return [("Critical path", f'<p class="faint">{escape(words)}</p>{table(head, rows)}')]
 
 
 def _memory(evidence: RunEvidence) -> PageSection:

@@ -19,11 +19,11 @@ PyTorch's AdamW on CPUs rounds the last values of a tensor differently from full
 bit.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,13 +90,35 @@ def state_shapes(shape: tuple[int, ...], dtype: torch.dtype, settings: Optimizer
 
 ROUNDED = StateCodec(decode=lambda one: one[0].float(), encode=lambda whole: (whole.bfloat16(),))
 _SPLIT = StateCodec(decode=lambda both: join(both[0].to(both[1].device), both[1]), encode=split)
+_PIECE = 1 << 24
+"""Values that are coded at a time: their temporaries take a few hundred MB."""
+
+
+def _encode(whole: Tensor, decades: int) -> tuple[Tensor, Tensor]:
+    """`quantize` in pieces; roots of the values with `ROOT_DECADES`."""
+    rows = whole.view(-1, whole.shape[-1])
+    pieces = rows.split(max(1, _PIECE // whole.shape[-1]))
+    coded = [quantize(root_of(one) if decades == ROOT_DECADES else one, decades) for one in pieces]
+    codes, scales = (torch.cat(one) for one in zip(*coded, strict=True))
+    return codes.view(whole.shape), scales.view(*whole.shape[:-1], scales.shape[-1])
+
+
+def _decode(codes: Tensor, scales: Tensor, decades: int) -> Tensor:
+    """The inverse of `_encode`."""
+    whole = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    size = max(1, _PIECE // codes.shape[-1])
+    parts = (one.view(-1, one.shape[-1]).split(size) for one in (whole, codes, scales))
+    for values, code, scale in zip(*parts, strict=True):
+        found = dequantize(code, scale, decades)
+        values.copy_(found.square() if decades == ROOT_DECADES else found)
+    return whole
+
+
 _MEANS = StateCodec(
-    decode=lambda both: dequantize(both[0], both[1], SIGNED_DECADES),
-    encode=lambda whole: quantize(whole, SIGNED_DECADES),
+    decode=lambda both: _decode(both[0], both[1], SIGNED_DECADES), encode=lambda whole: _encode(whole, SIGNED_DECADES)
 )
 _SQUARES = StateCodec(
-    decode=lambda both: dequantize(both[0], both[1], ROOT_DECADES).square(),
-    encode=lambda whole: quantize(root_of(whole), ROOT_DECADES),
+    decode=lambda both: _decode(both[0], both[1], ROOT_DECADES), encode=lambda whole: _encode(whole, ROOT_DECADES)
 )
 
 
@@ -276,7 +298,8 @@ class StreamedAdamW:
     """AdamW with state in host memory; arguments and attributes as of `FusedAdamW`, with contiguous tensors.
 
     Separate masters and all moments are host tensors. They may be read or filled between `settle` and the next
-    `update`. `chunk_bytes` is the device memory of one of the two chunks, or that of a row if it is larger.
+    `update`. Gradients of `host_gradients` are host tensors too; they are read and stay as they are. `chunk_bytes` is
+    the device memory of one of the two chunks, or that of a row if it is larger.
     """
 
     def __init__(
@@ -286,6 +309,7 @@ class StreamedAdamW:
         settings: Optimizer,
         *,
         starts: Mapping[str, int] | None = None,
+        host_gradients: Collection[str] = (),
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         device = next(iter(values.values())).device
@@ -293,8 +317,12 @@ class StreamedAdamW:
         self.step = torch.zeros((), device=device)
         self._steps = 0
         self._settings = settings
-        self._chunks = list(_cut(self.tensors.values(), max(chunk_bytes, 1)))
-        self._state = [[tensor for one in chunk for tensor in one.state] for chunk in self._chunks]
+        self._chunks = list(_cut(self.tensors, host_gradients, max(chunk_bytes, 1)))
+        # State goes back to the host; gradients behind it only come.
+        self._state = [[tensor for one in chunk for tensor in one.tensor.state] for chunk in self._chunks]
+        self._returned = [len(state) for state in self._state]
+        for state, chunk in zip(self._state, self._chunks, strict=True):
+            state += [one.tensor.gradient for one in chunk if one.brings_gradient]
         self._passes: dict[int, _Pass] = {}  # by chunk; the buffers of chunks stay where they are
         self._stream = ChunkStream(device)
         self.host_bytes, _ = _bytes_of(self.tensors.values())
@@ -304,7 +332,7 @@ class StreamedAdamW:
     def update(self, learning_rate: float, divisor: float = 1.0) -> None:
         """See `FusedAdamW.update`."""
         self._steps += 1
-        self._stream.run(self._state, partial(self._work, learning_rate, divisor))
+        self._stream.run(self._state, partial(self._work, learning_rate, divisor), returned=self._returned)
         self.step += 1  # on the current stream
 
     def settle(self) -> None:
@@ -319,8 +347,12 @@ class StreamedAdamW:
     def _work(self, learning_rate: float, divisor: float, index: int, state: list[Tensor]) -> None:
         """Update one chunk, whose state is on the device."""
         if index not in self._passes:
-            arrived = iter(state)
-            here = [one.with_state([next(arrived) for _ in one.state_fields]) for one in self._chunks[index]]
+            chunk, arrived = self._chunks[index], iter(state)
+            here = [one.tensor.with_state([next(arrived) for _ in one.tensor.state_fields]) for one in chunk]
+            here = [
+                replace(tensor, gradient=next(arrived)) if one.brings_gradient else tensor
+                for one, tensor in zip(chunk, here, strict=True)
+            ]
             self._passes[index] = _Pass(here, self._settings)
         self._passes[index].run(self._steps, learning_rate, divisor)
 
@@ -340,20 +372,30 @@ def _host_state(values: Mapping[str, Tensor], settings: Optimizer) -> dict[str, 
     return state
 
 
-def _cut(tensors: Iterable[AdamWTensor], chunk_bytes: int) -> Iterator[list[AdamWTensor]]:
-    """Cut tensors into chunks whose state has at most so many bytes, or is one unit."""
-    chunk: list[AdamWTensor] = []
+class _Slice(NamedTuple):
+    """Consecutive values of a tensor, whose gradient may be on the host."""
+
+    tensor: AdamWTensor
+    brings_gradient: bool
+
+
+def _cut(
+    tensors: Mapping[str, AdamWTensor], host_gradients: Collection[str], chunk_bytes: int
+) -> Iterator[list[_Slice]]:
+    """Cut tensors into chunks of which at most so many bytes come from the host, or one unit."""
+    chunk: list[_Slice] = []
     room = chunk_bytes
-    for tensor in tensors:
+    for name, tensor in tensors.items():
+        coming = (*tensor.state, tensor.gradient) if name in host_gradients else tensor.state
         width = UNIT if tensor.scale1 is None else tensor.value.shape[-1]  # values of a unit
         units, first = -(-tensor.value.numel() // width) if width else 0, 0
-        size = sum(one.itemsize * (one.numel() * width // tensor.value.numel()) for one in tensor.state) if units else 0
+        size = sum(one.itemsize * (one.numel() * width // tensor.value.numel()) for one in coming) if units else 0
         while first < units:
             if room < size and chunk:
                 yield chunk
                 chunk, room = [], chunk_bytes
             end = min(units, first + max(1, room // size))
-            chunk.append(_slice(tensor, first, end, width))
+            chunk.append(_Slice(_slice(tensor, first, end, width), name in host_gradients))
             room -= (end - first) * size
             first = end
     if chunk:

@@ -34,6 +34,7 @@ EVERY = 10.0
 """Seconds after which a line is written."""
 
 BEAT = 1.0
+"""Seconds after which a step sets the time of the file."""
 
 Kind = Literal["start", "data", "training", "evaluation", "checkpoint", "other", "lost"]
 
@@ -48,7 +49,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "other": "Records, and garbage between steps.",
         "lost": "Steps that were made again or not finished, and the time of a killed process since its last record.",
         "queued": "Between processes, before the job of the next one began (Slurm).",
-        "down": "Between processes otherwise.",
+        "down": "Between processes otherwise, and a hang that ended the process before.",
     }
 )
 """Kinds of the wall clock, with their meaning."""
@@ -190,8 +191,9 @@ class GoodputLedger:
         if self._path is None or not (found := _read(self._path)):
             return []
         last = found[-1]
-        end, now = self._path.stat().st_mtime, time.time()
-        if last.end < end <= now:
+        end = self._path.stat().st_mtime
+        # The write of a line takes some time, too. A later time than the next line would have is that of a copy.
+        if BEAT / 10 < end - last.end <= EVERY:
             lost = _Stretch(end, last.stretches[-1].step if last.stretches else last.step, {"lost": end - last.end})
             last.stretches.append(lost)
             self._write({"end": lost.end, "step": lost.step, "seconds": lost.seconds})

@@ -38,6 +38,7 @@ from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
 from penstock.data.stream import LoaderState
 from penstock.parallel.axes import ALONE, Axis
+from penstock.parallel.launch.process import peak_host_memory_bytes
 from penstock.parallel.spans import Stopwatch, span
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.diagnose import NonFiniteFinding, NonFiniteOrigin, find_held_out_origin, find_origin, report_figure
@@ -337,6 +338,7 @@ class _Loop:
             elapsed_seconds=time.perf_counter() - self._begin_seconds,
             model_flops_utilization=self._session.size.flops_per_token * per_device / peak if peak else None,
             peak_memory_bytes=result.peak_memory_bytes,
+            peak_host_memory_bytes=peak_host_memory_bytes(),
             forced_balance=moe is not None and moe.balance.force_load_balance,
             layers=result.layers,
             left_out=result.left_out,

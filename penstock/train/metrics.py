@@ -56,6 +56,9 @@ FIELDS: dict[str, MetricField] = {
     "peak_memory_bytes": MetricField(
         "bytes", "Most memory so far: allocated by PyTorch on a GPU, resident set of the process on a CPU."
     ),
+    "peak_host_memory_bytes": MetricField(
+        "bytes", "Most host memory of the first rank's process so far: its resident set, pinned memory included."
+    ),
     "power_watts": MetricField(
         "W",
         "Power of the first rank's GPU, the median of the step. This and the next three need the package nvidia-ml-py "
@@ -148,6 +151,7 @@ def record(report: StepReport) -> dict[str, Any]:
         "phase_seconds": dict(report.phase_seconds) or None,
         "model_flops_utilization": report.model_flops_utilization,
         "peak_memory_bytes": report.peak_memory_bytes,
+        "peak_host_memory_bytes": report.peak_host_memory_bytes,
         "power_watts": report.power.watts,
         "power_limit_watts": report.power.limits.watts,
         "clock_mhz": report.power.clock_mhz,

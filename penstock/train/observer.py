@@ -90,6 +90,7 @@ class StepReport:
     evaluation: HeldOutLoss | None  # after this step; None if none was due
     records_skipped: int = 0
     graph_pool_bytes: int = 0
+    peak_host_memory_bytes: int = 0
     notices: tuple[str, ...] = ()  # new messages for the user, one line each
     expert_ranks: int = 1  # that share the experts of a layer
     slots_needed: int = 0  # `balance_slots_needed` in metrics.jsonl

@@ -39,6 +39,7 @@ from penstock.config.training import Optimizer
 from penstock.layout.sharding import row_width, rows_of_shard
 from penstock.parallel.axes import ALONE, NO_AXIS, Axis
 from penstock.parallel.buckets import BucketEntry, gather_rows, reduce_rows
+from penstock.parallel.gradient_offload import GradientOffload, layer_of_sums
 from penstock.parallel.shard import ParamShard, ShardedTensor, StateCodec, by_rows, local_rows, whole
 from penstock.train.adamw import ROUNDED, FusedAdamW, StreamedAdamW, is_own_master, stored_parts
 
@@ -85,8 +86,10 @@ class OptimizerShard:
 
 
 @torch.no_grad()
-def optimizer_shard_of(param: ParamShard, parallel: Parallel) -> OptimizerShard:
-    """Decide which rows of a parameter this rank updates, and create the gradient."""
+def optimizer_shard_of(
+    param: ParamShard, parallel: Parallel, gradients: GradientOffload | None = None
+) -> OptimizerShard:
+    """Decide which rows of a parameter this rank updates, and create the gradient, unless `gradients` has it."""
     parameter, data = param.parameter, param.data
     is_precise = is_own_master(parameter)
     rows: tuple[int, int] | None = None
@@ -100,6 +103,10 @@ def optimizer_shard_of(param: ParamShard, parallel: Parallel) -> OptimizerShard:
         total = gradient = attached.to_local()
         values = parameter.to_local().detach()
         replicate = NO_AXIS
+    elif gradients is not None and param.name in gradients.totals:
+        assert data.size == 1 and not param.partial, f"{param.name}: gradients of one rank only are on the host"
+        total, gradient = gradients.totals[param.name], gradients.host[param.name]
+        attached, values, writer = total if is_precise else None, parameter.detach(), True
     else:
         total = torch.zeros_like(parameter, dtype=parameter.dtype if is_precise else torch.float32)
         attached = total if is_precise else None
@@ -131,10 +138,10 @@ class StateBytes:
     """Bytes that one rank holds for the whole run, on the device unless noted."""
 
     weights: int
-    gradients: int  # float32 sums
+    gradients: int  # float32 sums, or the slots that they pass through
     optimizer: int  # moments and separate masters, or the buffers that they pass through
     moments: int  # of `optimizer`; all of it with buffers
-    host: int = 0  # of the optimizer in host memory
+    host: int = 0  # of the optimizer and the gradients in host memory
 
 
 class MasterAdamW:
@@ -158,9 +165,9 @@ class MasterAdamW:
         self._frozen = [param for param in params if not param.parameter.requires_grad]
         assert trained, "an optimizer needs a parameter that is trained"
         # In the order of names, so that messages match even between ranks that hold different layers.
-        self._shards = {
-            one.name: optimizer_shard_of(one, parallel) for one in sorted(trained, key=lambda one: one.name)
-        }
+        trained = sorted(trained, key=lambda one: one.name)
+        self.gradient_offload = _offload_of(trained) if offload.gradients else None
+        self._shards = {one.name: optimizer_shard_of(one, parallel, self.gradient_offload) for one in trained}
         assert len({id(one.parameter) for one in trained}) == len(self._shards) == len(trained), "one comes twice"
         self._world = world
         self._reduce_dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
@@ -169,11 +176,17 @@ class MasterAdamW:
             one.param.parameter.grad = one.attached
             if one.attached is None:
                 one.param.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, one.total))
+        on_host = frozenset(() if self.gradient_offload is None else self.gradient_offload.totals)
+        self._on_device = [one for name, one in self._shards.items() if name not in on_host]  # their gradients
         values = {name: one.values for name, one in self._shards.items()}
         gradients = dict(self.gradients())
         self._has_zeros = True  # in the updated rows
         starts = {name: one.start for name, one in self._shards.items()}
-        self._adamw = (StreamedAdamW if offload.optimizer else FusedAdamW)(values, gradients, settings, starts=starts)
+        self._adamw: FusedAdamW | StreamedAdamW
+        if offload.optimizer:
+            self._adamw = StreamedAdamW(values, gradients, settings, starts=starts, host_gradients=on_host)
+        else:
+            self._adamw = FusedAdamW(values, gradients, settings, starts=starts)
 
     def gradient_of(self, name: str) -> Tensor:
         """The float32 buffer of a parameter's gradients; the same tensor for the whole run."""
@@ -190,8 +203,9 @@ class MasterAdamW:
 
         `before_passes`: if `step` was the last call, no pass has run since then, so only rows of other ranks are left.
         """
-        shards = self._shards.values()
-        is_rest = before_passes and self._has_zeros
+        if self.gradient_offload is not None:
+            self.gradient_offload.start_step()
+        shards, is_rest = self._on_device, before_passes and self._has_zeros
         left = [rows for one in shards for rows in one.others] if is_rest else [one.total for one in shards]
         self._has_zeros = False
         if left:
@@ -199,6 +213,8 @@ class MasterAdamW:
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over ranks, once a step after the last backward pass."""
+        if self.gradient_offload is not None:
+            self.gradient_offload.finish()
         # All ranks take the axes in the order of their names, which avoids deadlocks.
         by_axes: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
         for one in self._shards.values():
@@ -216,9 +232,12 @@ class MasterAdamW:
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """2-norm of the gradient of the whole model, over all ranks: float32 scalar on the device."""
-        counted = [one.gradient for one in self._shards.values() if one.writes]  # each row on one rank only
-        norms = torch._foreach_norm(counted) if counted else [torch.zeros_like(self._adamw.step)]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        counted = {one.param.name: one.gradient for one in self._on_device if one.writes}  # each row on one rank only
+        norms = dict(zip(counted, torch._foreach_norm(list(counted.values())), strict=True)) if counted else {}
+        if self.gradient_offload is not None:
+            norms |= self.gradient_offload.norms()
+        ordered = [norms[name] for name in self._shards if name in norms] or [torch.zeros_like(self._adamw.step)]
+        norm = torch.linalg.vector_norm(torch.stack(ordered))
         if self._world.group is None:
             return norm
         square = norm.double().square()  # float64, whose range squares of float32 cannot leave
@@ -233,6 +252,8 @@ class MasterAdamW:
         """
         for name, one in self._shards.items():
             assert one.param.parameter.grad is one.attached, f"the gradient buffer of {name} was detached"
+        if self.gradient_offload is not None:
+            self.gradient_offload.finish()
         self._adamw.update(learning_rate, divisor)
         self._has_zeros = True
         self._gather_values()
@@ -259,12 +280,13 @@ class MasterAdamW:
         weights = [one.values if isinstance(one.param.parameter, DTensor) else one.param.parameter for one in shards]
         frozen = (param.parameter for param in self._frozen)
         weights += [one.to_local() if isinstance(one, DTensor) else one for one in frozen]
+        there = self.gradient_offload
         return StateBytes(
             weights=_bytes(weights),
-            gradients=_bytes(one.total for one in shards),
+            gradients=_bytes(one.total for one in self._on_device) + (0 if there is None else there.device_bytes),
             optimizer=self._adamw.device_bytes,
             moments=self._adamw.moment_bytes,
-            host=self._adamw.host_bytes,
+            host=self._adamw.host_bytes + (0 if there is None else there.host_bytes),
         )
 
     def loaded(self) -> None:
@@ -284,6 +306,12 @@ class MasterAdamW:
         for _, shards in sorted(divided.items()):
             entries = [BucketEntry(whole=one.param.parameter.detach(), own=one.values) for one in shards]
             gather_rows(entries, shards[0].shard_axis, self._bucket_values)
+
+
+def _offload_of(params: Sequence[ParamShard]) -> GradientOffload:
+    """Gradients of decoder layers on the host."""
+    shapes = {one.name: tuple(one.parameter.shape) for one in params if layer_of_sums(one.name) is not None}
+    return GradientOffload(shapes, params[0].parameter.device)
 
 
 def clip_divisor(norm: float, limit: float) -> float:

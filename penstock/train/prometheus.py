@@ -28,6 +28,7 @@ EXPORTED: Mapping[str, str] = MappingProxyType(
         "phase_seconds": "penstock_phase_seconds",
         "model_flops_utilization": "penstock_model_flops_utilization_ratio",
         "peak_memory_bytes": "penstock_peak_memory_bytes",
+        "peak_host_memory_bytes": "penstock_peak_host_memory_bytes",
         "power_watts": "penstock_power_watts",
         "power_limit_watts": "penstock_power_limit_watts",
         "clock_mhz": "penstock_clock_megahertz",

@@ -111,6 +111,8 @@ def prepare(run: Run, environment: Environment) -> Session:
     optimizer = MasterAdamW(
         param_shards(model.modules, axes), run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload
     )
+    if optimizer.gradient_offload is not None:
+        model.whole.reached = optimizer.gradient_offload.reached
     # Values go into the float32 masters and are rounded from there, so they do not depend on precision or layout.
     initialize_masters(model.modules, optimizer.parts(), run.seed, run.model.initializer_range)
     fuse_wgrad_accumulation(model.modules, optimizer.gradient_of)
@@ -259,6 +261,8 @@ def _state(run: Run, parameters: float, copies: int) -> float:
     optimizer = sum(one.nbytes for one in state.values()) / BLOCK
     if run.offload.optimizer:
         optimizer = 0
+    if run.offload.gradients:
+        gradient = 0
     if divides == "full":
         return parameters * (weight + gradient + optimizer) / shards
     return parameters * (weight + gradient + optimizer / (shards if divides == "optimizer" else 1))

@@ -103,6 +103,20 @@ def test_the_kernel_equals_the_definition_to_the_bit(moments: MomentDtype, maste
                 theirs.gradient.copy_(again)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("masters", MASTERS)
+@pytest.mark.parametrize("moments", MOMENT_DTYPES)
+def test_many_programs_equal_the_definition_on_a_gpu(moments: MomentDtype, masters: str) -> None:
+    device = torch.device("cuda")
+    given = [_tensor(shape, moments, masters, device, 5) for shape in ((4, 700, 1408), (3000, 100), (2048,), (777, 33))]
+    expected = [_copy(one) for one in given]
+    for launch in launches_of(given):
+        launch.run(_scalars(3, 1.7))
+    for ours, theirs in zip(given, expected, strict=True):
+        update(theirs, _scalars(3, 1.7))
+        assert_equal(_tensors_of(ours), _tensors_of(theirs))
+
+
 def test_one_launch_updates_many_tensors_of_a_format_and_leaves_their_neighbours_alone(device: torch.device) -> None:
     room = torch.full((64, 48), 5.0, device=device)
     given = [_tensor((8, 48), "fp32", "own", device, seed) for seed in range(3)]

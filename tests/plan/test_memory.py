@@ -44,6 +44,18 @@ def test_recomputed_and_offloaded_memory_is_not_on_the_device() -> None:
     assert streamed.host == plain.moments + plain.master and streamed.moments < 1 << 30
 
 
+def test_gradients_in_host_memory_leave_slots_of_the_largest_layer() -> None:
+    plain = planned("offload.optimizer=true")
+    there = planned("offload.optimizer=true", "offload.gradients=true")
+    # Sums of the embedding and the output projection stay: 102,400 rows of 2,048 each. Three slots have a layer each.
+    ends = 2 * 102_400 * 2048 * 4
+    layers = plain.gradients - ends
+    assert there.host - plain.host == pytest.approx(layers, rel=1e-3)
+    # Three of the four layers have experts, and are most of the model.
+    assert there.gradients == pytest.approx(ends + layers, rel=0.04)
+    assert there.parameters == plain.parameters
+
+
 @pytest.mark.parametrize(("moments", "bytes_"), [("bf16", 4), ("int8", 2 + 8 / 128)])
 def test_state_in_fewer_bits_is_smaller_on_the_device_and_on_the_host(moments: str, bytes_: float) -> None:
     plain = planned()

@@ -275,6 +275,18 @@ def test_a_damaged_file_of_a_run_is_refused(tmp_path: Path, file: str) -> None:
         gather(folder)
 
 
+def test_the_critical_path_stands_beside_the_timeline_with_the_rows_of_the_command_line(tmp_path: Path) -> None:
+    found = gather(traced_folder(tmp_path / "run"), plans=False)
+    (part,) = [part for part in sections_of(found) if part.name == "timeline"]
+    ((title, html),) = part.cards
+    assert title == "Critical path" and found.answer is not None
+    row = found.answer.path.rows()[0]
+    assert f"<td>{row.rank}</td>" in html and f"<td>{row.total_us / 1e3:,.2f} ms</td>" in html
+    assert row.rank == 2, "the rank with hot experts"
+    cpu = sections_of(gather(host_folder(tmp_path / "cpu", ranks=1)))
+    assert not any(part.cards for part in cpu if part.name == "timeline")
+
+
 def test_the_wall_clock_of_all_processes_is_a_bar_and_goodput_a_key_figure(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", steps=4)
     assert "Goodput" not in summary(gather(folder, plans=False))

@@ -118,6 +118,15 @@ def test_steps_that_are_made_again_are_lost_and_time_between_processes_is_queued
     assert wall_seconds(path) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("later", [1e-3, EVERY + 1, 1e6, -5.0])
+def test_the_time_of_a_copy_or_of_a_write_is_no_lost_time(later: float, tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "goodput.jsonl"
+    first_process(path, clock).close()
+    os.utime(path, (clock.now + later, clock.now + later))
+    clock.now += 100
+    assert GoodputLedger(path, 8, begin=clock.now).seconds() == FIRST | {"down": 100.0}
+
+
 def test_lost_steps_may_be_those_of_several_processes(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "goodput.jsonl"
     first_process(path, clock).close()

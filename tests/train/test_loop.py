@@ -55,7 +55,7 @@ def _train(
 def lines_of(folder: RunFolder) -> list[dict[str, object]]:
     """Lines of metrics.jsonl without what depends on the clock or on the process."""
     timed = {"tokens_per_second_per_device", "step_seconds", "phase_seconds", "peak_memory_bytes"}
-    timed |= {"goodput", "wall_seconds"}
+    timed |= {"goodput", "wall_seconds", "peak_host_memory_bytes"}
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     return [{name: value for name, value in line.items() if name not in timed} for line in lines]
 

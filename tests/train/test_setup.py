@@ -10,9 +10,9 @@ from penstock.base.errors import ConfigError, DataError
 from penstock.config.data import Data
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
-from penstock.config.parallel import Offload
+from penstock.config.parallel import Offload, Recompute
 from penstock.config.run import Run
-from penstock.config.training import Evaluation
+from penstock.config.training import Evaluation, Optimizer
 from penstock.parallel.launch.host import host_bytes
 from penstock.train.setup import (
     Rehearsal,
@@ -24,7 +24,9 @@ from penstock.train.setup import (
     rehearse,
     state_bytes,
 )
-from tests.train.tiny_run import CPU, ENVIRONMENT, TRAINING, byte_run, tiny_run
+from penstock.train.step import train_step
+from tests.closeness import assert_equal
+from tests.train.tiny_run import CPU, ENVIRONMENT, TRAINING, byte_run, random_batch, tiny_run
 
 
 def session_of(run: Run) -> Session:
@@ -187,3 +189,31 @@ def test_fsdp_divides_weights_and_gradients_among_the_ranks(rank: int) -> None:
 def test_a_rank_outside_of_the_world_is_refused() -> None:
     with pytest.raises(ConfigError, match="--rank is not a rank of --fake-world; got 4; allowed: 0 to 3"):
         of(world=4, rank=4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("modules", [(), ("layer",)], ids=["saved", "recomputed"])
+def test_gradients_in_host_memory_are_those_of_the_device_to_the_bit(
+    precision: str, modules: tuple[str, ...], tmp_path: Path
+) -> None:
+    training = TRAINING.model_copy(update={"precision": precision, "global_batch": 6})
+    few_bits = Optimizer(learning_rate=1e-2, moment_dtype="int8", store_param_remainders=True)
+    outcomes = []
+    for offload in (Offload(optimizer=True), Offload(optimizer=True, gradients=True)):
+        run = tiny_run(
+            tmp_path, training=training, optimizer=few_bits, offload=offload, recompute=Recompute(modules=modules)
+        )
+        session = session_of(run)
+        results = []
+        for seed in range(4):
+            batch = random_batch(6, 12, seed=seed)
+            result = train_step(session.model, session.state.optimizer, batch, session.rule, 1e-2)
+            results.append((result.loss, result.gradient_norm))
+        tensors = {name: part.decoded().tensor for name, part in session.state.parts().items()}
+        memory = session.state.optimizer.memory()
+        outcomes.append((results, tensors, memory))
+    (plain, state, before), (found, other, after) = outcomes
+    assert found == plain
+    assert_equal(other, state)
+    assert after.host > before.host and after.weights == before.weights
+    assert least_memory_need(run, grid_of(run, 1)).state < state_bytes(run)

@@ -16,7 +16,7 @@ from penstock.trace.analysis import TraceAnalysis, analyse_files, analyse_traces
 from penstock.trace.calls import SyncKind
 from penstock.trace.events import NONE
 from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
-from penstock.tune.doctor.evidence import STANDS, Evidence, HostCopy, RunFacts
+from penstock.tune.doctor.evidence import STANDS, Evidence, HostCopy, PowerFacts, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of, kind_of
 from penstock.tune.doctor.remedies import Remedy
 from penstock.tune.doctor.run_facts import facts_of
@@ -253,6 +253,8 @@ def test_a_copy_costs_something_where_the_host_stays_in_it_and_the_device_lacks_
         ("wait_kernel", "wait_kernel", "symmetric"),
         ("ncclDevKernel_Generic", "ncclDevKernel_Generic(int)", "without a name"),
         ("", "void acme::ep::dispatch<7168>(int)", "expert-parallel"),
+        ("_allgather_base", "ncclDevKernel_AllGather_RING_LL(acme)", "gathered tokens"),
+        ("_allgather_base", "ncclDevKernel_AllGather_RING_LL(int)", "all-gather"),
         ("", "void hybrid_ep::dispatch_kernel<int>(int)", "hybrid-ep"),
         ("", "void deep_ep::internode::combine<int>(int)", "deep-ep"),
     ],
@@ -438,3 +440,19 @@ def test_beside_recorded_steps_the_longest_of_the_nearest_counts(tmp_path: Path)
     times = [5000, 900, 310, 330, 320, 420, 800, 300, 305, 950, 960, 970, 980]  # milliseconds; step 6 is recorded
     found = facts(tmp_path, times, "profile.start=6", "profile.steps=1")
     assert found.beside_seconds == pytest.approx(0.330)
+
+
+DRAWN = {"power_watts": 664.0, "power_limit_watts": 700.0, "clock_mhz": 1485.0, "clock_limit_mhz": 1980.0}
+
+
+@pytest.mark.parametrize(("more", "known"), [(DRAWN, True), (DRAWN | {"power_watts": None}, False), ({}, False)])
+def test_power_and_clock_of_a_run_are_the_medians_of_its_metrics(
+    more: dict[str, float | None], known: bool, tmp_path: Path
+) -> None:
+    found = facts(tmp_path, [300.0] * 6, **more)
+    expected = PowerFacts(watts=664.0, limit_watts=700.0, clock_mhz=1485.0, limit_mhz=1980.0)
+    assert found.power == (expected if known else None)
+    job = replace(V2_LITE, dispatch="symmetric")  # computing is its bottleneck
+    traces = make(job).write(tmp_path / "traces")
+    verdict = diagnose(evidence_of(analyse_files([traces]), replace(found, run=None, beside_seconds=None)))
+    assert verdict.bottleneck == ("power" if known else "compute")

@@ -91,7 +91,10 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory since the process began: PyTorch's on a GPU, the resident set of the whole process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_host_memory_bytes()
+
+
+def peak_host_memory_bytes() -> int:
+    """Largest resident set since the process began; pinned memory is a part of it."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB

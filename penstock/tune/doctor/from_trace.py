@@ -252,17 +252,19 @@ def _by_kind(one: RankAnalysis, calls: CollectiveCalls) -> dict[str, float]:
 def kind_of(collective: str, kernel: str, phase: str = "") -> str:
     """Kind of a collective by its name or its kernel's; for kernels that carry tokens their library.
 
-    `phase` tells kernels that are known by what is around them only.
+    `phase` tells kernels that are known by what is around them only, and gathers of tokens from those of weights.
     """
+    carries_tokens = phase.removesuffix(WAITING) in (Span.DISPATCH, Span.COMBINE)
     library = library_of(kernel)
     if library == OWN:
         return "symmetric"
     if library in EXPERT_PARALLEL:
         return library.replace("_", "-")
-    if library is None and phase.removesuffix(WAITING) in (Span.DISPATCH, Span.COMBINE):
+    if library is None and carries_tokens:
         return "expert-parallel"
     texts = (collective.lower(), kernel.lower())
-    return next((kind for text in texts for kind, part in _KINDS.items() if part.search(text)), "without a name")
+    kind = next((kind for text in texts for kind, part in _KINDS.items() if part.search(text)), "without a name")
+    return "gathered tokens" if carries_tokens and kind in ("all-gather", "reduce-scatter") else kind
 
 
 def _missing(answer: TraceAnalysis) -> list[str]:

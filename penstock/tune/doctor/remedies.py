@@ -70,6 +70,7 @@ TOKENS = (
         "mori",
         "pplx",
         "expert-parallel",
+        "gathered tokens",
     ),
     *("nvshmem", "ucx"),
 )
