@@ -34,13 +34,13 @@ class ModelSizes:
     dense_layers: int
     vocab_size: int
     head_counts: tuple[int, ...]  # heads, then key/value heads of grouped-query attention
-    key_heads: int  # of linear attention; 0 without
+    key_heads: int = 0  # of linear attention; 0 without
     experts: int  # routed experts of a layer; 0 in a dense model
     expert_width: int
     shared_width: int  # features of the shared expert; 0 for none
     dense_width: int  # features of a dense network; 0 if no layer is dense
     is_latent: bool
-    has_indexer: bool
+    has_indexer: bool = False
     pads: bool  # every expert gets exactly its capacity of rows
 
 

@@ -113,9 +113,9 @@ class GroupedQueryAttention(Section):
 class Indexer(Section):
     """Sparse attention: a light indexer chooses the keys of each query (DeepSeek-V3.2, arXiv 2512.02556)."""
 
-    heads: int = _heads(doc="Heads of the indexer, which share one key.", low=1)
-    head_dim: int = _width(doc="Width of such a head; at least the rotary part of attention's heads.", low=2)
-    top_k: int = knob(doc="Keys that a query attends to.", unit="positions", low=1, high=MOST_TOKENS)
+    index_n_heads: int = _heads(doc="Heads of the indexer, which share one key.", low=1)
+    index_head_dim: int = _width(doc="Width of such a head; at least the rotary part of attention's heads.", low=2)
+    index_topk: int = knob(doc="Keys that a query attends to.", unit="positions", low=1, high=MOST_TOKENS)
     stage: Literal["dense", "sparse"] = knob(
         "sparse",
         doc="dense: attention reads all keys, and only the indexer learns (warm-up); sparse: it reads the chosen ones.",

@@ -111,7 +111,7 @@ def rotary_width_is_even(run: Run) -> Problem | None:
 def indexer_reads_a_latent_query(run: Run) -> Problem | None:
     """`model.attention.indexer` needs `model.attention.q_lora_rank` above 0, and heads as wide as the rotary part.
 
-    That part is `model.attention.qk_rope_head_dim`, the heads' width `model.attention.indexer.head_dim`.
+    That part is `model.attention.qk_rope_head_dim`, the heads' width `model.attention.indexer.index_head_dim`.
     """
     attention, name = run.model.attention, "model.attention.indexer"
     if not isinstance(attention, LatentAttention) or attention.indexer is None:
@@ -120,11 +120,11 @@ def indexer_reads_a_latent_query(run: Run) -> Problem | None:
         return Problem.from_line(
             f"{name} reads the latent of queries, and model.attention.q_lora_rank is 0; fix: set q_lora_rank"
         )
-    if attention.indexer.head_dim >= attention.qk_rope_head_dim:
+    if attention.indexer.index_head_dim >= attention.qk_rope_head_dim:
         return None
     return Problem.from_line(
-        f"{name}.head_dim must be at least model.attention.qk_rope_head_dim ({attention.qk_rope_head_dim}); "
-        f"got {attention.indexer.head_dim}"
+        f"{name}.index_head_dim must be at least model.attention.qk_rope_head_dim ({attention.qk_rope_head_dim}); "
+        f"got {attention.indexer.index_head_dim}"
     )
 
 

@@ -69,9 +69,9 @@ def _of_expert(model: Model, moe: Moe) -> tuple[int, int]:
 
 def keys_seen(indexer: Indexer | None, sequence_length: int) -> float:
     """Keys that a query of latent attention reads on average: half of the row, or the chosen ones."""
-    if indexer is None or indexer.stage == "dense" or indexer.top_k >= sequence_length:
+    if indexer is None or indexer.stage == "dense" or indexer.index_topk >= sequence_length:
         return sequence_length / 2
-    return indexer.top_k - indexer.top_k**2 / (2 * sequence_length)  # early queries have fewer
+    return indexer.index_topk - indexer.index_topk**2 / (2 * sequence_length)  # early queries have fewer
 
 
 def _sum(parts: Iterable[_Part]) -> _Part:
@@ -146,9 +146,9 @@ def _latent(attention: LatentAttention, hidden: int, sequence_length: int) -> _P
     flops = (queries + values) * 2 * keys_seen(attention.indexer, sequence_length)
     rest = [_Part(q_lora_rank + kv_lora_rank, flops=flops)]
     if (indexer := attention.indexer) is not None:
-        wide = indexer.heads * indexer.head_dim
-        rest += [_matrices((q_lora_rank, wide), (hidden, indexer.head_dim), (hidden, indexer.heads))]
-        rest += [_Part(2 * indexer.head_dim, flops=wide * sequence_length)]  # norm of keys; scores of all of them
+        wide = indexer.index_n_heads * indexer.index_head_dim
+        rest += [_matrices((q_lora_rank, wide), (hidden, indexer.index_head_dim), (hidden, indexer.index_n_heads))]
+        rest += [_Part(2 * indexer.index_head_dim, flops=wide * sequence_length)]  # norm of keys; scores of all of them
     return _sum([_matrices(*query, *keys), *rest])
 
 

@@ -88,7 +88,7 @@ def _attention_flops(module: nn.Module, sequence_length: int) -> float:
             widths, indexer = layer.config.head_dim + layer.config.v_head_dim, layer.config.indexer
             flops += layer.config.heads * widths * 2 * keys_seen(indexer, sequence_length)
             if indexer is not None:  # it scores all keys
-                flops += indexer.heads * indexer.head_dim * sequence_length
+                flops += indexer.index_n_heads * indexer.index_head_dim * sequence_length
         elif isinstance(layer, GroupedQueryLayer):
             # Keys per query: half of the row under a causal mask, fewer with a window or chunks.
             seen = sequence_length / 2 if layer.reach is None else layer.reach.pairs(sequence_length) / sequence_length

@@ -43,23 +43,25 @@ class LightningIndexer(nn.Module):
         self.config = config
         self.operators = layer_context.operators
         plain = replace(layer_context, float8=NO_FLOAT8)
-        self.query = Linear(q_lora_rank, config.heads * config.head_dim, plain)
-        self.key = Linear(hidden_size, config.head_dim, plain)
-        self.key_norm = LayerNorm(config.head_dim, NORM_EPSILON, layer_context.operators)
-        self.weights = Linear(hidden_size, config.heads, plain)
+        self.query = Linear(q_lora_rank, config.index_n_heads * config.index_head_dim, plain)
+        self.key = Linear(hidden_size, config.index_head_dim, plain)
+        self.key_norm = LayerNorm(config.index_head_dim, NORM_EPSILON, layer_context.operators)
+        self.weights = Linear(hidden_size, config.index_n_heads, plain)
 
     def forward(self, x_BSD: Tensor, latent_BSC: Tensor, context: ForwardContext) -> Chosen:
         """Score all keys of a row for each query, from hidden states and the queries' latent."""
         config, rotate = self.config, self.operators.rotate
         x_BSD, latent_BSC = x_BSD.detach(), latent_BSC.detach()
-        q_BSHN = rotate(self.query(latent_BSC).unflatten(-1, (config.heads, -1)), context.cos_BSP, context.sin_BSP)
+        q_BSHN = rotate(
+            self.query(latent_BSC).unflatten(-1, (config.index_n_heads, -1)), context.cos_BSP, context.sin_BSP
+        )
         k_BSN = rotate(self.key_norm(self.key(x_BSD))[:, :, None], context.cos_BSP, context.sin_BSP)[:, :, 0]
-        scale = (config.heads * config.head_dim) ** -0.5
+        scale = (config.index_n_heads * config.index_head_dim) ** -0.5
         scores_BSS = index_scores(q_BSHN, k_BSN, self.weights(x_BSD).float() * scale)
         allowed_BSS = seen_keys(context.allowed_BSS, x_BSD.shape[1], x_BSD.device)
         if config.stage == "dense":
             return Chosen(scores_BSS, allowed_BSS.expand_as(scores_BSS))
-        return Chosen(scores_BSS, best_keys(scores_BSS, allowed_BSS, config.top_k))
+        return Chosen(scores_BSS, best_keys(scores_BSS, allowed_BSS, config.index_topk))
 
     def taught(
         self, o_BSHM: Tensor, chosen: Chosen, q_BSHN: Tensor, k_BSHN: Tensor, scale: float, share: float

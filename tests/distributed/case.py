@@ -83,7 +83,7 @@ KDA = (
     *DOCUMENTS,
 )
 INDEXER = (
-    *("model.attention.q_lora_rank=32", "model.attention.indexer={heads=2, head_dim=16, top_k=8}"),
+    *("model.attention.q_lora_rank=32", "model.attention.indexer={index_n_heads=2, index_head_dim=16, index_topk=8}"),
     *DOCUMENTS,
 )
 WARM_UP = (*INDEXER, "model.attention.indexer.stage=dense")

@@ -38,7 +38,7 @@ def test_the_best_allowed_keys_are_chosen() -> None:
 
 
 def test_a_query_sees_all_keys_if_they_are_fewer_than_top_k() -> None:
-    dense, sparse = (unsettled(tiny_decoder(with_indexer(top_k=top_k))).eval() for top_k in (12, 100))
+    dense, sparse = (unsettled(tiny_decoder(with_indexer(index_topk=top_k))).eval() for top_k in (12, 100))
     without = unsettled(tiny_decoder(with_indexer(stage="dense"))).eval()
     expected = without.logits(TOKENS_BS, POSITIONS_BS)
     assert_close(dense.logits(TOKENS_BS, POSITIONS_BS), expected)
@@ -46,7 +46,7 @@ def test_a_query_sees_all_keys_if_they_are_fewer_than_top_k() -> None:
 
 
 def test_documents_of_a_row_choose_their_own_keys() -> None:
-    model = unsettled(tiny_decoder(with_indexer(top_k=3))).eval()
+    model = unsettled(tiny_decoder(with_indexer(index_topk=3))).eval()
     documents_BS = torch.tensor([[0] * 5 + [1] * 7] * 2)
     positions_BS = torch.cat((torch.arange(5), torch.arange(7))).expand(2, -1)
     packed = model(reading_of(TOKENS_BS, positions_BS, documents_BS)).main_BSD

@@ -107,6 +107,8 @@ def deepseek_v3_2() -> Run:
     """DeepSeek-V3.2: V3 with sparse attention, 671.9 B parameters; its second stage (arXiv 2512.02556 section 2.1)."""
     model = deepseek_v3().model
     assert isinstance(model.attention, LatentAttention), "V3 has latent attention"
-    attention = model.attention.model_copy(update={"indexer": Indexer(heads=64, head_dim=128, top_k=2048)})
+    attention = model.attention.model_copy(
+        update={"indexer": Indexer(index_n_heads=64, index_head_dim=128, index_topk=2048)}
+    )
     model = model.model_copy(update={"family": "deepseek-v3.2", "attention": attention})
     return pretrain("deepseek-v3.2", model, learning_rate=7.3e-6, sequence_length=131072, rows=480)

@@ -266,9 +266,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             forms=dict.fromkeys([*INDEXER][:-1], (rotary_halves_of_indexer,)),
             values={
                 **_DEEPSEEK_V3.values,
-                "index_n_heads": "attention.indexer.heads",
-                "index_head_dim": "attention.indexer.head_dim",
-                "index_topk": "attention.indexer.top_k",
+                "index_n_heads": "attention.indexer.index_n_heads",
+                "index_head_dim": "attention.indexer.index_head_dim",
+                "index_topk": "attention.indexer.index_topk",
             },
         ),
         "mixtral": Family(

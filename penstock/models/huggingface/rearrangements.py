@@ -120,7 +120,7 @@ def rotary_halves_of_indexer(config: Model) -> Rearrangement:
     attention = config.attention
     assert isinstance(attention, LatentAttention), "the family has an indexer"
     assert attention.indexer is not None, "the family has an indexer"
-    return _halves(config, attention.indexer.head_dim)
+    return _halves(config, attention.indexer.index_head_dim)
 
 
 def _halves(config: Model, block: int) -> Rearrangement:

@@ -131,7 +131,7 @@ LATENT_YARN = tiny_attention(
     q_lora_rank=20, yarn=Yarn(factor=8.0, original_max_position_embeddings=16, mscale=0.707, mscale_all_dim=0.707)
 )
 V2, V3 = tiny_model("deepseek-v2"), tiny_model("deepseek-v3")
-INDEXER = Indexer(heads=3, head_dim=12, top_k=6)
+INDEXER = Indexer(index_n_heads=3, index_head_dim=12, index_topk=6)
 V32 = tiny_model("deepseek-v3").model_copy(
     update={
         "family": "deepseek-v3.2",

@@ -60,7 +60,11 @@ def test_choices_of_training_have_their_defaults_after_reading() -> None:
     read = model_of_config(huggingface_config(config)).moe
     assert read.balance == Balance()
     assert read.router.expert_bias_rate == Router().expert_bias_rate
-    assert {path.rpartition(".")[0] or path for path in TRAINING_ONLY} == {"moe.balance", "moe.router"}
+    assert {path.rpartition(".")[0] or path for path in TRAINING_ONLY} == {
+        "moe.balance",
+        "moe.router",
+        "attention.indexer",
+    }
 
 
 @given(st.data())
