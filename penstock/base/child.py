@@ -79,7 +79,9 @@ def serve(answer: Callable[[dict[str, Any]], Answer]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a library that prints would be in the way
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the caller decides
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))  # mapped files do not count
+    _, least = resource.getrlimit(resource.RLIMIT_DATA)  # that of the user
+    most = MOST_BYTES if least == resource.RLIM_INFINITY else min(MOST_BYTES, least)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # mapped files do not count
     for line in sys.stdin.buffer:
         request, _ = json.loads(line)
         _send(answers, *answer(request))

@@ -6,10 +6,14 @@ every fault of the content is a ValueError.
 """
 
 import errno
+import glob
 import json
 import os
+import socket
 import stat
+import time
 import tomllib
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,9 @@ MOST_TOML_BYTES = 4 * 2**20
 MOST_JSON_BYTES = 128 * 2**20
 """Several times the largest published tokenizer.json."""
 
+
+STALE_SECONDS = 3600.0
+"""Age of the last write to a draft that no living process can be writing."""
 
 _PASSED = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Open files that the shell passes, such as the pipe of `<(command)`."""
@@ -101,10 +108,16 @@ def read_json(path: Path) -> Any:
 def draft_of(path: Path) -> Path:
     """A hidden name beside a file for the one that will replace it, which is not there: open it with `xb`.
 
-    So a link that was planted under the name is not followed. Raises OSError.
+    So a link that was planted under the name is not followed. Drafts of the same file that a killed process has left
+    are deleted: those under this name, and those that nothing has written to for `STALE_SECONDS`. Raises OSError.
     """
-    draft = path.with_name(f".{path.name[:200]}.{os.getpid()}.draft")
-    draft.unlink(missing_ok=True)  # of a killed process that had our number
+    start = f".{path.name[:150]}."
+    # The machine too: containers that share a folder have the same numbers of processes.
+    draft = path.with_name(f"{start}{socket.gethostname()[:40]}-{os.getpid()}.draft")
+    for other in path.parent.glob(f"{glob.escape(start)}*.draft"):
+        with suppress(FileNotFoundError):  # its process may rename it just now
+            if other == draft or time.time() - other.lstat().st_mtime > STALE_SECONDS:
+                other.unlink()
     return draft
 
 

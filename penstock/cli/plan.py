@@ -29,6 +29,7 @@ from rich.status import Status
 from penstock.base.errors import PenstockError, did_you_mean
 from penstock.cli.config import Json, Overrides, warn_of_unfilled
 from penstock.cli.output import Force, check_output, print_next, write_file
+from penstock.cli.plan_balance import print_balance
 from penstock.cli.plan_print import (
     check_topic,
     cluster_text,
@@ -46,11 +47,13 @@ from penstock.cli.plan_print import (
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
 from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout
+from penstock.plan.balance import BalanceCase, balance_cases, balance_json
 from penstock.plan.campaign import HOUR, Campaign, Failures, phases_of, plan_campaign
 from penstock.plan.candidates import fixed_by
 from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.loads import read_loads
 from penstock.plan.project import Assumptions, advice_for, project
 from penstock.plan.projection import Plan, Projection, Refusal, plan_json
 from penstock.plan.search import SearchRequest, search
@@ -93,7 +96,12 @@ Imbalance = Annotated[
     ),
 ]
 Routing = Annotated[
-    str, typer.Option("--routing", metavar="HOW", help="router, or in-turn: experts one after the other.")
+    str,
+    typer.Option(
+        "--routing",
+        metavar="HOW",
+        help="router; in-turn: experts one after the other; or a metrics.jsonl: by its loads, of one --layout.",
+    ),
 ]
 Trainer = Annotated[
     str,
@@ -192,11 +200,11 @@ def plan(  # noqa: PLR0913 - one argument for each option
     if scales is not None or swept is not None:
         more = _what_if(_first(found), planner, scales, swept, as_json=as_json)
     elif as_json:
-        print(json.dumps(plan_json(found), indent=2))
+        print(json.dumps(plan_json(found) | balance_json(_balance(found, assumptions)), indent=2))
     elif topic is not None:
         explain(found, topic)
     else:
-        print_plan(found, _assumed(assumptions, run))
+        _print(found, assumptions, run)
     warn_of_unfilled(run)
     _write(found, files, assumptions, more)
     if write is not None:
@@ -227,12 +235,17 @@ def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *,
 def _assumptions(
     imbalance: float | None, saving: str, routing: str, software: str, *, writes: bool, searches: bool
 ) -> Assumptions:
-    for option, word, allowed in (("--saving", saving, _SAVING), ("--routing", routing, _ROUTING)):
-        if word not in allowed:
-            told = did_you_mean(word, tuple(allowed))
+    recorded = None if routing in _ROUTING or not Path(routing).exists() else read_loads(Path(routing))
+    routings = (*_ROUTING, "a metrics.jsonl")
+    for option, word, allowed in (("--saving", saving, tuple(_SAVING)), ("--routing", routing, routings)):
+        if word not in allowed and (option == "--saving" or recorded is None):
+            told = did_you_mean(word, allowed)
             raise PenstockError(f"{option} is unknown", got=word, allowed=", ".join(allowed), fix=told)
     if imbalance is not None and not isfinite(imbalance):
         raise PenstockError("--imbalance is no number", got=imbalance, allowed="1 or more, such as 1.2")
+    if recorded is not None and (imbalance is not None or searches):
+        asked = "a search, whose layouts share experts in many ways" if searches else "--imbalance"
+        raise PenstockError(f"--routing {routing} does not go with {asked}", fix="name a layout: --layout own, or ep=8")
     trainer = parse_software(software)
     if trainer != OWN_SOFTWARE and searches:
         raise PenstockError("--software is of one layout, and a search is of runs of ours", fix="name it: --layout")
@@ -242,7 +255,7 @@ def _assumptions(
     in_turn = routing == "in-turn"
     even = imbalance or (1.0 if in_turn else 1.2)
     kept: Literal["run", "conventional"] = "conventional" if saving == "conventional" else "run"
-    return Assumptions(imbalance=even, saving=kept, in_turn=in_turn, software=trainer)
+    return Assumptions(imbalance=even, saving=kept, in_turn=in_turn, software=trainer, loads=recorded)
 
 
 _SAVING: Mapping[str, str] = {
@@ -260,7 +273,10 @@ def _assumed(assumptions: Assumptions, run: Run) -> list[str]:
     lines = []
     if run.model.moe is not None:
         forced = "model.moe.balance.force_load_balance" if run.model.moe.balance.force_load_balance else "--imbalance"
-        share = f"{assumed_imbalance(run, assumptions.imbalance):g} x their even share of rows, at most all"
+        share = f"{assumed_imbalance(run, assumptions.in_time):.4g} x their even share of rows, at most all"
+        loads = assumptions.loads
+        if loads is not None and forced == "--imbalance":
+            forced = f"mean of {loads.layers} layers and {len(loads.steps_LE)} steps, --routing {loads.path}"
         lines.append(f"the fullest rank's experts get {share} ({forced})")
         lines += [_ROUTING["in-turn"]] if assumptions.in_turn else []
     lines.append(_SAVING[assumptions.saving])
@@ -277,6 +293,20 @@ def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Plan
     candidates = () if isinstance(answer, Refusal) else (answer,)
     told = advice_for(there, cluster) if candidates else ()
     return Plan(model=run.name, cluster=cluster, candidates=candidates, refused=refused, considered=1, advice=told)
+
+
+def _print(found: Plan, assumptions: Assumptions, run: Run) -> None:
+    has_loads = assumptions.loads is not None and bool(found.candidates)
+    print_plan(found, _assumed(assumptions, found.candidates[0].run if has_loads else run))
+    print_balance(_balance(found, assumptions))
+
+
+def _balance(found: Plan, assumptions: Assumptions) -> tuple[BalanceCase, ...]:
+    """The first candidate with and without `dispatch.balance`, if its loads are recorded."""
+    if assumptions.loads is None or not found.candidates:
+        return ()
+    with _working():
+        return balance_cases(found.candidates[0].run, found.cluster, assumptions)
 
 
 def _working() -> Status:

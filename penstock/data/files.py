@@ -18,7 +18,6 @@ import gzip
 import lzma
 import os
 import sys
-import tempfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from types import ModuleType
 from typing import IO, Any
 
 from penstock.base.errors import DataError, did_you_mean_path
-from penstock.base.files import most_unpacked, open_file
+from penstock.base.files import draft_of, most_unpacked, open_file
 from penstock.data.sources import require
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -192,9 +191,9 @@ def _decompress(path: Path, copy: Path) -> None:
     """Writes the copy of a file, whole or not at all."""
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=copy.parent, prefix=".draft-")
+        draft = draft_of(copy)
         try:
-            with os.fdopen(descriptor, "wb") as target:
+            with draft.open("xb") as target:
                 written, most = 0, most_unpacked(path.stat().st_size)
                 for chunk in contents(path):
                     target.write(chunk)
@@ -205,8 +204,7 @@ def _decompress(path: Path, copy: Path) -> None:
                 os.fsync(target.fileno())  # before the rename: a copy with its name is complete after a power cut
             os.replace(draft, copy)
         finally:
-            with suppress(FileNotFoundError):
-                os.unlink(draft)
+            draft.unlink(missing_ok=True)
     except OSError as error:  # of the cache: errors of the source are DataErrors
         raise _cache_error(copy.parent, error) from error
 

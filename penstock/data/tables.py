@@ -170,7 +170,7 @@ class Tables(TextDocuments, InBlocks):
 
     def _ask(self, path: Path, **request: int) -> tuple[dict[str, Any], bytes]:
         return _reader(os.getpid()).ask(
-            {"path": str(path), "is_parquet": path.suffix == PARQUET, "field": self._text_field, **request}
+            {"path": os.path.abspath(path), "is_parquet": path.suffix == PARQUET, "field": self._text_field, **request}
         )
 
 

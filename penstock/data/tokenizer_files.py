@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.base.files import parse_json
-from penstock.data.sources import RecordError, Tokens, fingerprint_of, require
+from penstock.data.sources import Tokens, fingerprint_of, require
 from penstock.data.tokenizer_rules import (
     byte_offsets,
     bytes_between,
     bytes_by_repeating,
     check_ids,
     find_end_of_document,
+    library_errors,
     read_tokenizer,
 )
 
@@ -71,12 +72,8 @@ class FileTokenizer:
         return np.array(encoding.ids, dtype=np.int64)
 
     def _encoded(self, encode: Callable[..., list[Any]], text: str) -> Any:
-        try:
+        with library_errors(self._path):
             (encoding,) = encode([text], add_special_tokens=False)
-        except BaseException as error:  # the library raises the bare Exception class, and panics, which are none
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise RecordError(f"data.tokenizer {self._path} cannot encode a text: {error}") from error
         return encoding
 
     def decode(self, tokens: Tokens) -> str:
@@ -95,7 +92,8 @@ class FileTokenizer:
 
     def token_id(self, name: str) -> int | None:
         """Returns the id of a token, special or not."""
-        return self._tokenizer.token_to_id(name)
+        is_text = not any("\ud800" <= letter <= "\udfff" for letter in name)  # JSON can hold half of a surrogate pair
+        return self._tokenizer.token_to_id(name) if is_text else None
 
     def _known_bytes(self, decoder: dict[str, Any] | None) -> NDArray[np.int64] | None:
         """Returns the bytes of each id of a byte-level vocabulary, where one character is one byte; None for others."""

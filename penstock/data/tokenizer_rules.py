@@ -5,7 +5,8 @@ Bytes compare losses of different tokenizers. With the text, the tokenizer gives
 byte-level vocabularies; otherwise `bytes_by_repeating` decodes and encodes the tokens again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.base.files import MOST_JSON_BYTES, read_bounded
-from penstock.data.sources import TokenIds, Tokens
+from penstock.data.sources import RecordError, TokenIds, Tokens
 
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 """Tokens that end a document for GPT-2, Llama 2, Llama 3 and DeepSeek, in order of preference."""
@@ -47,6 +48,19 @@ def check_ids(size: int, path: str | Path) -> None:
     """Raises DataError for a vocabulary that no model has."""
     if size > MOST_IDS:
         raise DataError(f"data.tokenizer {path} has ids that no model has", got=f"up to {size - 1}", allowed=MOST_IDS)
+
+
+@contextmanager
+def library_errors(path: str | Path) -> Iterator[None]:
+    """Turns what a library raises for a text into a RecordError: bare exceptions, and panics, which are none."""
+    try:
+        yield
+    except RecordError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise RecordError(f"data.tokenizer {path} cannot encode a text: {error}") from error
 
 
 def read_tokenizer(path: Path, fix: str) -> bytes:

@@ -27,7 +27,7 @@ import numpy as np
 from penstock.base.errors import DataError
 from penstock.base.files import open_file, read_json
 from penstock.data.sources import RecordError, Tokens, fingerprint_of, require
-from penstock.data.tokenizer_rules import check_ids, find_end_of_document, read_tokenizer
+from penstock.data.tokenizer_rules import check_ids, find_end_of_document, library_errors, read_tokenizer
 
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n?")
 
@@ -109,6 +109,7 @@ class TiktokenTokenizer:
         behind = max(ranks.values()) + 1  # the first id after the ranks
         check_ids(behind, path)
         chosen = _choose(path, pattern, content, behind)
+        self._path = path
         self._special_tokens = {name: behind + place for name, place in chosen.special_tokens.items()}
         self._encoding = self._make_encoding(library, path, chosen.pattern, ranks)
         self.vocab_size = behind + chosen.size
@@ -142,13 +143,14 @@ class TiktokenTokenizer:
 
         Raises a RecordError where the pattern cannot be matched: published ones fail only on a million spaces in a row.
         """
-        try:
-            # Nothing is disallowed: text that spells a special token is ordinary text.
-            return np.asarray(self._encoding.encode_to_numpy(text, disallowed_special=()))
-        except ValueError as error:
-            raise RecordError(
-                f"tiktoken cannot split a text: {error}", fix="take the text out, or break it up"
-            ) from error
+        with library_errors(self._path):
+            try:
+                # Nothing is disallowed: text that spells a special token is ordinary text.
+                return np.asarray(self._encoding.encode_to_numpy(text, disallowed_special=()))
+            except ValueError as error:
+                raise RecordError(
+                    f"tiktoken cannot split a text: {error}", fix="take the text out, or break it up"
+                ) from error
 
     def decode(self, tokens: Tokens) -> str:
         """Returns the text of the ids without special tokens and unused ids."""
@@ -228,7 +230,7 @@ def _read_beside(path: Path, behind: int) -> Pattern:
         special = {str(token): int(number) - behind for token, number in values.get("special_tokens", {}).items()}
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise DataError(f"{path} does not describe a tokenizer: {error!r}", allowed=_BESIDE) from error
     if not special:
         if known is None:

@@ -96,8 +96,8 @@ def plan_replicas(counts_WE: Tensor, rule: ReplicaRule, source: int) -> ReplicaP
         return empty_plan(counts_WE, rule)
     counts: list[list[int]] = counts_WE.tolist()
     totals = [sum(column) for column in zip(*counts, strict=True)]
-    found, needed = _plan(totals, rule)
-    facts = [sum(totals), rule.bound(sum(totals)), max(_loads(totals, rule)), found.fullest]
+    found, needed = place_replicas(totals, rule)
+    facts = [sum(totals), rule.bound(sum(totals)), max(group_loads(totals, rule)), found.fullest]
     facts += [sum(map(len, found.replicas)), found.most_slots, needed]
     targets, ends, first = [], [], 0
     for expert in range(rule.experts):
@@ -143,14 +143,20 @@ def empty_plan(counts_WE: Tensor, rule: ReplicaRule) -> ReplicaPlan:
 
 
 @dataclass(frozen=True)
-class _Attempt:
-    """Replicas of each group in the order of its slots, as pairs of expert and rows."""
+class PlacedReplicas:
+    """PlacedReplicas of each group in the order of its slots, as pairs of expert and rows."""
 
     replicas: list[list[tuple[int, int]]]
-    fullest: int  # rows of the fullest group
+    loads: list[int]  # rows of each group with them
+
+    @property
+    def fullest(self) -> int:
+        """Rows of the fullest group."""
+        return max(self.loads)
 
     @property
     def most_slots(self) -> int:
+        """PlacedReplicas of the group that holds most."""
         return max(map(len, self.replicas))
 
     def of(self, expert: int) -> Iterator[tuple[int, int, int]]:
@@ -159,12 +165,13 @@ class _Attempt:
             yield from ((group, slot, rows) for slot, (one, rows) in enumerate(held) if one == expert)
 
 
-def _loads(totals: Sequence[int], rule: ReplicaRule) -> list[int]:
+def group_loads(totals: Sequence[int], rule: ReplicaRule) -> list[int]:
+    """Rows of each group without replicas."""
     m = rule.per_group
     return [sum(totals[group * m : (group + 1) * m]) for group in range(rule.groups)]
 
 
-def _plan(totals: Sequence[int], rule: ReplicaRule) -> tuple[_Attempt, int]:
+def place_replicas(totals: Sequence[int], rule: ReplicaRule) -> tuple[PlacedReplicas, int]:
     """The first attempt that succeeds, and the slots with which the bound holds."""
     bound = rule.bound(sum(totals))
     plain = _attempt(totals, rule, bound)
@@ -174,14 +181,14 @@ def _plan(totals: Sequence[int], rule: ReplicaRule) -> tuple[_Attempt, int]:
     assert filled is not None, "a group has rows to fill any other one"
     if filled.most_slots <= rule.slots:
         return filled, filled.most_slots
-    over = max(_loads(totals, rule)) - bound
+    over = max(group_loads(totals, rule)) - bound
     looser = (_attempt(totals, rule, bound + over * step // ATTEMPTS) for step in range(1, ATTEMPTS + 1))
     return next(attempt for attempt in looser if attempt is not None), filled.most_slots
 
 
-def _attempt(totals: Sequence[int], rule: ReplicaRule, bound: int, *, fills: bool = False) -> _Attempt | None:
+def _attempt(totals: Sequence[int], rule: ReplicaRule, bound: int, *, fills: bool = False) -> PlacedReplicas | None:
     """Give rows away until no group has more than `bound`; None if slots are missing. With `fills` slots are free."""
-    home, loads = list(totals), _loads(totals, rule)
+    home, loads = list(totals), group_loads(totals, rule)
     replicas: list[list[tuple[int, int]]] = [[] for _ in loads]
     donor = target = -1
     while (fullest := max(loads)) > bound:
@@ -204,7 +211,7 @@ def _attempt(totals: Sequence[int], rule: ReplicaRule, bound: int, *, fills: boo
         loads[donor] -= rows
         loads[target] += rows
         replicas[target].append((expert, rows))
-    return _Attempt(replicas, fullest)
+    return PlacedReplicas(replicas, loads)
 
 
 def _ends(counts: Sequence[int], by_group: Sequence[int], source: int) -> list[int]:

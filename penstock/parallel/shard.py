@@ -85,8 +85,8 @@ class ShardedTensor:
         return self.tensor.dtype if self.codec is None else torch.float32
 
     def decoded(self) -> "ShardedTensor":
-        """The part in plain values: itself, or a copy."""
-        return self if self.codec is None else self._plain(self.codec.decode([one.detach() for one in self.held]))
+        """The part in plain values: itself, or a copy in host memory, because a device may have no room."""
+        return self if self.codec is None else self._plain(self.codec.decode([one.detach().cpu() for one in self.held]))
 
     def room(self) -> "ShardedTensor":
         """A part to fill with values, which `fill` takes: itself, or undefined memory."""

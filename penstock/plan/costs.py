@@ -22,6 +22,7 @@ from penstock.kernels.delta_rule import CHUNK
 from penstock.moe.balance import even_stride
 from penstock.parallel.replica_exchange import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
+from penstock.plan.loads import Imbalance, RecordedLoads
 from penstock.plan.op_recorder import FROM_HOST, TO_HOST, RecordedOp, RecordedOps
 from penstock.plan.rates import SUM_BYTES, GroupedProduct, Pass, Rates
 from penstock.plan.software import OWN, Software
@@ -77,15 +78,20 @@ def routed_traffic(run: Run, *, in_turn: bool = False) -> TokenTraffic:
     )
 
 
-def assumed_imbalance(run: Run, imbalance: float) -> float:
-    """The assumption, or 1 where the run itself forces balance, or the bound to which replicas of experts keep it."""
+def assumed_imbalance(run: Run, imbalance: Imbalance) -> float:
+    """The assumption, or 1 where the run itself forces balance, or the bound to which replicas of experts keep it.
+
+    Recorded loads have the rows of the run's own ranks, with its replicas.
+    """
     moe = run.model.moe
+    if isinstance(imbalance, RecordedLoads):
+        return imbalance.of(run).fullest
     if moe is not None and moe.balance.force_load_balance:
         return 1.0
     return imbalance if run.dispatch.balance == "none" else min(imbalance, bound_factor(run.dispatch))
 
 
-def routed_rows(run: Run, imbalance: float, *, in_turn: bool = False) -> RoutedRows | None:
+def routed_rows(run: Run, imbalance: Imbalance, *, in_turn: bool = False) -> RoutedRows | None:
     """Rows of a run with experts, or None.
 
     `imbalance` is rows of the fullest rank over the even share. It is cut to the most that can be: every token chooses

@@ -10,6 +10,7 @@ from penstock.models.count import count
 from penstock.moe.layer import MoE
 from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import Cluster, Hardware
+from penstock.plan.loads import Imbalance, RecordedLoads
 from penstock.plan.memory import Overheads, RankMemory, memory_of_meta_run
 from penstock.plan.meta_rank import Saving, Target, conventional
 from penstock.plan.meta_run import MetaRun, meta_runs_of
@@ -30,6 +31,7 @@ class Assumptions:
         saving: activations that are saved for backward: as the run does it, or without fused kernels.
         in_turn: tokens take the experts in turn, as many benchmarks force balance.
         software: the trainer that runs the layout.
+        loads: recorded loads of experts, in the place of both imbalances. Searches have none.
     """
 
     imbalance: float = 1.2
@@ -37,6 +39,18 @@ class Assumptions:
     saving: Saving = "run"
     in_turn: bool = False
     software: Software = OWN
+    loads: RecordedLoads | None = None
+
+    @property
+    def in_time(self) -> Imbalance:
+        """What decides the time of a layer."""
+        return self.imbalance if self.loads is None else self.loads
+
+    def in_memory(self, run: Run) -> float:
+        """What decides the memory of a rank."""
+        if self.loads is not None:
+            return self.loads.of(run).most
+        return self.imbalance if self.kept_imbalance is None else self.kept_imbalance
 
 
 DEFAULT_ASSUMPTIONS = Assumptions()
@@ -59,7 +73,7 @@ def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUM
         cluster=cluster,
         layout=layout_of(run, grid_of(run, cluster.devices), dispatcher_of(meta_runs[0]), shard_of(run)),
         memories=tuple(_state_of(software, one) for one in memories),
-        time=step_time(run, cluster, meta_runs, assumptions.imbalance, software=software, in_turn=assumptions.in_turn),
+        time=step_time(run, cluster, meta_runs, assumptions.in_time, software=software, in_turn=assumptions.in_turn),
     )
 
 
@@ -74,11 +88,10 @@ def _state_of(software: Software, memory: RankMemory) -> RankMemory:
 
 def target_of(run: Run, cluster: Cluster, assumptions: Assumptions) -> Target:
     """Where the ranks of a run would be."""
-    kept = assumptions.imbalance if assumptions.kept_imbalance is None else assumptions.kept_imbalance
     return Target(
         device=device_of(cluster.hardware, run),
         ranks_per_node=cluster.node_devices,
-        imbalance=assumed_imbalance(run, kept),
+        imbalance=assumed_imbalance(run, assumptions.in_memory(run)),
         saving=assumptions.saving,
         in_turn=assumptions.in_turn,
         passes_keys=passes_keys(assumptions.software, run),

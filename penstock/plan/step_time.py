@@ -25,6 +25,7 @@ from penstock.models.rank_model import message_of
 from penstock.plan.costs import HOST_LINK, OpCosts, buffer_rows, routed_rows
 from penstock.plan.hardware import Cluster, RankGroup
 from penstock.plan.liveness import StageActivations
+from penstock.plan.loads import Imbalance
 from penstock.plan.meta_rank import META
 from penstock.plan.meta_run import MetaRun, UpdateOps
 from penstock.plan.op_recorder import RecordedOp, RecordedOps
@@ -64,7 +65,7 @@ class StageTimer:
         self,
         run: Run,
         cluster: Cluster,
-        imbalance: float,
+        imbalance: Imbalance,
         works: Iterable[RecordedOps],
         *,
         software: Software = OWN,
@@ -159,7 +160,7 @@ def step_time(
     run: Run,
     cluster: Cluster,
     meta_runs: Sequence[MetaRun],
-    imbalance: float,
+    imbalance: Imbalance,
     *,
     software: Software = OWN,
     in_turn: bool = False,

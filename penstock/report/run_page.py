@@ -189,9 +189,11 @@ def summary(evidence: RunEvidence) -> dict[str, str]:
         last = lines[-1]
         steps = evidence.run.training.steps if evidence.run is not None else None
         facts["done"] = f"{last['step']:,} of {counted(steps, 'step')}" if steps else counted(last["step"], "step")
-        facts["seen"] = f"{count_text(last['tokens_seen'])} tokens"
-        facts["loss"] = f"{last['loss']:.4f} nats/token"
-        held_out = [line for line in lines if "evaluation_loss" in line]
+        if "tokens_seen" in last:
+            facts["seen"] = f"{count_text(last['tokens_seen'])} tokens"
+        if isinstance(last.get("loss"), int | float):
+            facts["loss"] = f"{last['loss']:.4f} nats/token"
+        held_out = [line for line in lines if isinstance(line.get("evaluation_loss"), int | float)]
         if held_out:
             facts["held out"] = f"{held_out[-1]['evaluation_loss']:.4f} nats/token"
     # Key figures of the usual step: field of a line of metrics, name on the page, and text.

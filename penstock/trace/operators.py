@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.trace.events import NONE, Integers, Trace, decoded_or
+from penstock.trace.events import DAMAGE, NONE, Integers, Trace, decoded_or
 from penstock.trace.kernel_names import function_of
 from penstock.trace.phases import PASSES, Phases, grouped
 from penstock.trace.tree import Placement
@@ -96,7 +96,10 @@ def calls_made(trace: Trace, placement: Placement) -> CallTable:
 
 def _value(text: bytes) -> list[Any]:
     """A list from its text; empty for anything else."""
-    found = msgspec.json.decode(text) if text else []
+    try:
+        found = msgspec.json.decode(text) if text else []
+    except DAMAGE:  # such as a number out of range
+        return []
     return found if isinstance(found, list) else []
 
 

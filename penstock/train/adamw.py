@@ -89,7 +89,7 @@ def state_shapes(shape: tuple[int, ...], dtype: torch.dtype, settings: Optimizer
 
 
 ROUNDED = StateCodec(decode=lambda one: one[0].float(), encode=lambda whole: (whole.bfloat16(),))
-_SPLIT = StateCodec(decode=lambda both: join(both[0].to(both[1].device), both[1]), encode=split)
+_SPLIT = StateCodec(decode=lambda both: join(both[0], both[1]), encode=split)
 _PIECE = 1 << 24
 """Values that are coded at a time: their temporaries take a few hundred MB."""
 

@@ -32,6 +32,9 @@ class MetricField:
     doc: str
 
 
+SLOTS_EVERY = 100
+"""Steps between lines that list the slots of each expert; powers of two list them too."""
+
 FIELDS: dict[str, MetricField] = {
     "step": MetricField("steps", "Optimizer steps done, this one included."),
     "loss": MetricField(
@@ -129,9 +132,17 @@ LAYER_FIELDS: dict[str, MetricField] = {
     "entropy": MetricField("", "Entropy of the load over that of an even one: 1 is even, 0 is all on one expert."),
     "dropped_slots": MetricField("slots", "(token, expert) pairs over capacity."),
     "auxiliary_loss": MetricField("", "Balance losses of the layer, weighted."),
+    "rank_load": MetricField(
+        "", "Rows of the fullest expert rank over the mean, of the whole step; null if ranks do not share experts."
+    ),
     "balance_load_before": MetricField("", "As in the line, of the layer; null without dispatch.balance."),
     "balance_load_after": MetricField("", "As in the line, of the layer; null without dispatch.balance."),
     "balance_replicas": MetricField("", "As in the line, of the layer; null without dispatch.balance."),
+    "slots": MetricField(
+        "slots",
+        "(token, expert) pairs of each expert, dropped ones included, as a list: what `penstock plan --routing` reads. "
+        "In lines of every hundredth step and of steps 1, 2, 4, 8 and so on; null in others.",
+    ),
 }
 """Keys of each object in `layers`, in order."""
 
@@ -169,7 +180,7 @@ def record(report: StepReport) -> dict[str, Any]:
         "records_skipped": report.records_skipped,
         "auxiliary_loss": sum(layer.auxiliary_loss for layer in report.layers),
         "forced_balance": report.forced_balance,
-        "layers": [_layer_record(layer) for layer in report.layers],
+        "layers": [_layer_record(layer, report) for layer in report.layers],
     }
     if report.evaluation is not None:
         line["evaluation_loss"] = report.evaluation.loss
@@ -177,14 +188,17 @@ def record(report: StepReport) -> dict[str, Any]:
     return line
 
 
-def _layer_record(layer: LayerReport) -> dict[str, Any]:
+def _layer_record(layer: LayerReport, report: StepReport) -> dict[str, Any]:
+    lists_slots = report.step % SLOTS_EVERY == 0 or report.step.bit_count() == 1
     return {
         "layer": layer.layer,
         "max_over_mean": layer.max_over_mean,
         "entropy": layer.entropy,
         "dropped_slots": layer.dropped,
         "auxiliary_loss": layer.auxiliary_loss,
+        "rank_load": None if report.expert_ranks == 1 else max(layer.rank_loads(report.expert_ranks)),
         **_balance_record(layer.balance),
+        "slots": list(layer.slots) if lists_slots else None,
     }
 
 
@@ -202,6 +216,7 @@ def scalars(report: StepReport) -> dict[str, float]:
     del line["step"]
     groups: dict[str, dict[str, float | None]] = {}
     for layer in line.pop("layers"):
+        del layer["slots"]
         groups[f"layer {layer.pop('layer'):02}/"] = layer
     groups["phase/"] = line.pop("phase_seconds") or {}
     groups["wall/"] = line.pop("wall_seconds") or {}

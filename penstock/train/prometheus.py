@@ -62,12 +62,13 @@ EXPORTED_OF_LAYER: Mapping[str, str] = MappingProxyType(
         "entropy": "penstock_layer_expert_load_entropy_ratio",
         "dropped_slots": "penstock_layer_dropped_slots",
         "auxiliary_loss": "penstock_layer_auxiliary_loss",
+        "rank_load": "penstock_layer_expert_rank_load_ratio",
         "balance_load_before": "penstock_layer_balance_load_before_ratio",
         "balance_load_after": "penstock_layer_balance_load_after_ratio",
         "balance_replicas": "penstock_layer_balance_replicas",
     }
 )
-"""Names of the entries of `layers`, which have a label `layer`."""
+"""Names of the entries of `layers`, which have a label `layer`; `slots` has none, being a list."""
 
 RUN_INFO = "penstock_run_info"
 WANTED_STEPS = "penstock_wanted_steps"

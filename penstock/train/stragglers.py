@@ -1,7 +1,7 @@
 """Which rank is late while a run trains, and why: rank 0 judges figures that every rank sends with those of a step.
 
     every step        each rank sends its `RankPulse`, in the all-reduce of the step's figures
-    every `WINDOW`    rank 0 takes medians over the steps, compares ranks, and says what has changed in one line
+    every `WINDOW`    rank 0 takes medians over the steps, compares ranks, and prints a line if the finding is new
 
 A rank is late if its part of a step before the sum of gradients takes `LATE` of the step longer than that of the median
 rank: the others wait for it. Ranks that exchange tokens or messages wait for each other inside of it and look equally
@@ -25,8 +25,11 @@ WINDOW = 20
 WARM_UP = 5
 """First steps of a process, which compile and are not judged."""
 
-LATE, SLOWER = 0.05, 0.1
+LATE, SLOWER = 0.05, 0.2
 """Shares of the step."""
+
+SURE = 0.15
+"""Share of the step from which one window is enough; less must be found in two windows one after the other."""
 
 LOW_CLOCK = 0.9
 """Share of the median clock below which a clock is low. Clocks of H200s that are limited by power differ by less."""
@@ -66,6 +69,7 @@ class StragglerWatch:
         self._seen = 0
         self._steps: list[tuple[float, tuple[RankPulse, ...]]] = []
         self._least_sums: float | None = None  # seconds that no rank worked, in the fastest window
+        self._last: LateFinding | None = None
         self._told: LateFinding | None = None
 
     def add(self, seconds: float, pulses: tuple[RankPulse, ...]) -> tuple[str, ...]:
@@ -82,11 +86,14 @@ class StragglerWatch:
         sums = max(0.0, step - float(figures[:, 1].max()))
         found = late_rank(step, figures) or self._network(step, sums)
         self._least_sums = sums if self._least_sums is None else min(sums, self._least_sums)
-        before, self._told = self._told, found
+        last, self._last = self._last, found
         if found is None:
+            before, self._told = self._told, None
             return () if before is None else (f"{self._named(before)} no longer late ({before.cause})",)
-        if before is not None and (before.rank, before.cause) == (found.rank, found.cause):
+        is_large = found.seconds >= SURE * step
+        if _same(found, self._told) or not (is_large or _same(found, last)):
             return ()
+        self._told = found
         share = f"{found.seconds:.3g} s of a step of {step:.3g} s, " if found.seconds else ""
         return (f"{self._named(found)} late: {share}median of {WINDOW} steps; cause: {found.cause}, {found.detail}",)
 
@@ -99,6 +106,10 @@ class StragglerWatch:
 
     def _named(self, one: LateFinding) -> str:
         return "all ranks are" if one.rank < 0 else f"rank {one.rank} on {self._host_of(one.rank)} is"
+
+
+def _same(one: LateFinding, other: LateFinding | None) -> bool:
+    return other is not None and (one.rank, one.cause) == (other.rank, other.cause)
 
 
 def late_rank(step: float, figures: Floats) -> LateFinding | None:

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock.base.files import open_file, read_bounded, write_whole
+from penstock.base.files import STALE_SECONDS, draft_of, open_file, read_bounded, write_whole
 
 
 def test_a_file_is_replaced_whole_and_no_draft_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,12 +23,24 @@ def test_a_file_is_replaced_whole_and_no_draft_stays(tmp_path: Path, monkeypatch
 def test_a_link_that_was_planted_under_the_name_of_a_draft_is_not_followed(tmp_path: Path) -> None:
     victim, path = tmp_path / "victim", tmp_path / "config.toml"
     victim.write_text("precious")
-    for name in (f".config.toml.{os.getpid()}.draft", ".config.toml.draft"):
+    for name in (draft_of(path).name, ".config.toml.draft"):
         (tmp_path / name).symlink_to(victim)
     write_whole(path, b"new")
     assert victim.read_text() == "precious"
     assert path.read_text() == "new"
     assert not path.is_symlink()
+
+
+def test_drafts_that_a_killed_process_left_are_deleted_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+    path = tmp_path / "a[1].bin"
+    left, living, others = (tmp_path / f".{name}.host-7.draft" for name in ("a[1].bin", "a[1].bin.b", "a1.bin"))
+    (tmp_path / ".a[1].bin.host-8.draft").touch()
+    for draft in (left, living, others):
+        draft.touch()
+        os.utime(draft, (0, left.stat().st_mtime - STALE_SECONDS - 1))
+    os.utime(living)
+    write_whole(path, "new")
+    assert {one.name for one in tmp_path.iterdir()} == {path.name, living.name, others.name, ".a[1].bin.host-8.draft"}
 
 
 @pytest.mark.timeout(10)

@@ -254,7 +254,7 @@ def test_pictures_are_written_by_their_suffix(
         (("debug", *ON, "--saving", "all"), "--saving is unknown; got all; allowed: run, conventional"),
         (("debug", *ON, "--imbalance", "0.5"), "--imbalance"),
         (("debug", *ON, "--imbalance", "inf"), "--imbalance is no number"),
-        (("debug", *ON, "--routing", "turn"), "--routing is unknown; got turn; allowed: router, in-turn"),
+        (("debug", *ON, "--routing", "turn"), "got turn; allowed: router, in-turn, a metrics.jsonl"),
         (("debug", *ON, "--software", "megatron"), "--software is of one layout"),
         (("debug", *ON, "--layout", "own", "--software", "megatorn"), "did you mean megatron?"),
         (("debug", *ON, "--layout", "own", "--software", "own,speed=2"), "--software has no such field"),

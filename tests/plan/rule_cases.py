@@ -16,6 +16,7 @@ V3 = ModelFacts(
     shared_width=2048,
     dense_width=18432,
     is_latent=True,
+    key_heads=0,
     forces_balance=False,
     pads=False,
     total_parameters=671_000_000_000,

@@ -87,7 +87,7 @@ def test_every_question_is_about_what_is_told_of_the_chosen_run() -> None:
 
 def test_every_legend_names_a_label_that_there_is() -> None:
     legends = [target["legendFormat"] for panel in PANELS for target in panel["targets"]]
-    assert {name for legend in legends for name in re.findall(r"\{\{(\w+)\}\}", legend)} == {"phase", "layer"}
+    assert {name for legend in legends for name in re.findall(r"\{\{(\w+)\}\}", legend)} == {"phase", "layer", "kind"}
 
 
 def test_panels_have_numbers_of_their_own_and_lie_side_by_side() -> None:

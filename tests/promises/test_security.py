@@ -16,7 +16,7 @@ import yaml
 
 from penstock.base import child
 from penstock.base.errors import CheckpointError, ConfigError, DataError, TraceError
-from penstock.base.files import MOST_JSON_BYTES, MOST_TOML_BYTES, most_unpacked, open_to_append, write_whole
+from penstock.base.files import MOST_JSON_BYTES, MOST_TOML_BYTES, draft_of, most_unpacked, open_to_append, write_whole
 from penstock.config.load import dump_toml, load_run
 from penstock.config.training import Record
 from penstock.data import tables
@@ -158,7 +158,7 @@ def test_links(tmp_path: Path) -> None:
     """A link under the name of a draft, or in place of a file to append to, is not followed."""
     other = tmp_path / "other"
     other.write_text("mine")
-    for name in (".config.toml.draft", f".config.toml.{os.getpid()}.draft"):
+    for name in (".config.toml.draft", draft_of(tmp_path / "config.toml").name):
         (tmp_path / name).symlink_to(other)
     write_whole(tmp_path / "config.toml", "new")
     (tmp_path / "metrics.jsonl").symlink_to(other)

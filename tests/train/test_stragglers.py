@@ -23,7 +23,7 @@ STEP = 1.0
 USUAL = RankPulse(data=0.01, work=0.7, host=0.4, clock=1700.0)
 
 
-def told(*pulses: RankPulse, steps: int = WARM_UP + WINDOW, step: float = STEP) -> list[str]:
+def told(*pulses: RankPulse, steps: int = WARM_UP + 2 * WINDOW, step: float = STEP) -> list[str]:
     watch = StragglerWatch(lambda rank: f"node-{rank // 2}")
     return [line for _ in range(steps) for line in watch.add(step, pulses)]
 
@@ -70,6 +70,8 @@ def test_small_differences_single_ranks_first_steps_and_single_slow_steps_are_no
     assert told(USUAL, USUAL, USUAL._replace(work=0.7 + 0.9 * LATE)) == []
     assert told(late) == []
     assert told(USUAL, USUAL, late, steps=WARM_UP + WINDOW - 1) == []
+    assert told(USUAL, USUAL, USUAL._replace(work=0.8), steps=WARM_UP + 2 * WINDOW - 1) == [], "in one window only"
+    assert len(told(USUAL, USUAL, USUAL._replace(work=0.8))) == 1
     watch = StragglerWatch(lambda rank: "here")
     for step in range(4 * WINDOW):
         assert watch.add(STEP, (USUAL, USUAL, late if step % 3 == 0 else USUAL)) == ()

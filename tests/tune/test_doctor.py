@@ -20,6 +20,7 @@ from penstock.tune.doctor.evidence import (
     HostCopy,
     KernelLaunches,
     LateRank,
+    LayerLoads,
     PowerFacts,
     RankCosts,
     RunFacts,
@@ -106,6 +107,42 @@ def test_the_walls_add_up_to_the_step() -> None:
     assert walls.power_us > 0
     parts = sum(walls.losses.values()) + walls.compute_us
     assert parts == pytest.approx(walls.total_us)
+
+
+def uneven(*loads: tuple[float, float], computing: float = 20_000.0, **more: Any) -> Evidence:
+    """Four ranks that share experts, with `(step, computed)` loads of their layers; experts take 20 ms."""
+    ranks = [
+        costs(rank, exposed_communication_us=30_000.0, computing_us={"experts": computing}, **more) for rank in range(4)
+    ]
+    layers = tuple(LayerLoads(layer=place, step=one, computed=two) for place, (one, two) in enumerate(loads, start=1))
+    return evidence(*ranks, facts=RunFacts(layer_loads=layers))
+
+
+def test_the_tax_of_imbalance_is_the_fullest_ranks_rows_beyond_the_mean_in_each_layer() -> None:
+    found = with_run(uneven((1.5, 1.5), (1.04, 1.04)))  # layers of 10 ms: 5 and 0.4
+    lines = diagnose(found).lines
+    (first,) = [place for place, line in enumerate(lines) if "tax of imbalance" in line.what]
+    taxes = lines[first : first + 4]
+    assert [line.time_us for line in taxes] == pytest.approx([5_400.0, 4_500.0, 5_400.0, 5_400.0])
+    assert "the fullest rank of layer 1 has 1.50 times the mean" in taxes[0].what and "over 1.05 times" in taxes[1].what
+    assert gain(found, "rows-within-a-bound") == pytest.approx(4_500.0)
+    assert gain(found, "even-experts") == pytest.approx(5_400.0)
+    assert gain(with_run(uneven((1.5, 1.5), wait_us=2_000.0)), "rows-within-a-bound") == pytest.approx(2_000.0)
+
+
+def test_replicas_leave_what_they_do_not_even_out_and_routing_returns_what_whole_steps_show() -> None:
+    found = with_run(uneven((1.2, 1.6), (1.3, 1.1)), "dispatch.balance=bounded")
+    lines = {line.what: line.time_us for line in diagnose(found).lines}
+    (tax,) = [time_us for what, time_us in lines.items() if what.startswith("tax of imbalance")]
+    (routing,) = [time_us for what, time_us in lines.items() if "a bias of the router" in what]
+    assert (tax, routing) == pytest.approx((7_000.0, 3_000.0))
+    assert "rows-within-a-bound" not in rules(found) and not any("returns these, less" in what for what in lines)
+
+
+def test_even_loads_and_runs_without_shared_experts_have_no_tax() -> None:
+    for found in (uneven((1.0, 1.0)), uneven(), uneven((1.5, 1.5), computing=0.0)):
+        assert not any("tax" in line.what for line in diagnose(with_run(found)).lines)
+        assert not {"even-experts", "rows-within-a-bound"} & {*rules(with_run(found))}
 
 
 def test_waiting_for_a_rank_whose_host_is_late_is_the_hosts() -> None:

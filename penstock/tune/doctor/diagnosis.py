@@ -11,6 +11,7 @@ from typing import Any
 from penstock.base.errors import TraceError
 from penstock.trace.host_table import HostTable
 from penstock.tune.doctor.evidence import ALSO, Bottleneck, Bottlenecks, Evidence, LateRank, bottlenecks_of
+from penstock.tune.doctor.losses import between_steps_us, imbalance_us, least_even
 from penstock.tune.doctor.remedies import Remedy, accepted, remedies
 
 NAMED_LATE, TOLD_LATE = 4, 8
@@ -272,8 +273,25 @@ def _communication(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceL
     loads = [one for one in (evidence.max_over_mean, evidence.facts.expert_load) if one is not None]
     if loads:  # a trace shows no imbalance if rows are padded to a bound
         yield EvidenceLine(f"rows of the fullest rank's experts: {max(loads):.2f} times the mean", "communication")
+    yield from _imbalance(evidence, times)
     if evidence.unmatched:
         yield EvidenceLine(f"collectives whose waiting is unknown: {evidence.unmatched}", "communication")
+
+
+def _imbalance(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
+    """What ranks lose to the fullest rank of each layer, and what each remedy returns at most."""
+    lost, run = imbalance_us(evidence), evidence.facts.run
+    if times.share(lost) < LEAST:
+        return
+    what = f"tax of imbalance, rows beyond the mean on each layer's fullest rank: {least_even(evidence)}"
+    yield _time(what, "communication", lost, times)
+    if run is not None and run.dispatch.balance == "none":
+        bound = 1 + run.dispatch.balance_tolerance
+        what = f"of it rows over {bound:g} times the mean: dispatch.balance=bounded returns these, less its copies"
+        yield _time(what, "communication", imbalance_us(evidence, bound), times)
+    what = "of it in the loads of whole steps: a bias of the router or an auxiliary loss returns these at most"
+    yield _time(what, "communication", between_steps_us(evidence), times)
+    yield _time("of it all: the limit, forced balance (benchmarks only)", "communication", lost, times)
 
 
 def _host(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:

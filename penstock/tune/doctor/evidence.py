@@ -136,6 +136,15 @@ class PowerFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerLoads:
+    """Rows of a layer's fullest rank over the mean, as medians of the metrics."""
+
+    layer: int
+    step: float  # of the slots of a whole step, without replicas
+    computed: float  # with replicas, of each pass, if the run has any; else `step`
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """Configuration, metrics and plan of a run; None and empty where they are unknown."""
 
@@ -149,6 +158,7 @@ class RunFacts:
     phase_seconds: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)  # medians on the first rank's device
     repeated_steps: int = 0  # steps that ran twice because the rows exceeded their buffers
     expert_load: float | None = None  # rows of the fullest expert rank over the mean
+    layer_loads: tuple[LayerLoads, ...] = ()  # of the layers with experts, if ranks share these
     power: PowerFacts | None = None
     planned_bytes: int | None = None  # need of the fullest rank by the plan, context and reserve included
     planned_terms: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)

@@ -26,6 +26,36 @@ def waits_us(ranks: list[LateRank], evidence: Evidence, bottlenecks: Bottlenecks
     return bottlenecks.waiting_us * sum(one.share * one.caused_wait_us for one in ranks) / caused if caused else 0.0
 
 
+def imbalance_us(evidence: Evidence, most: float = 1.0) -> float:
+    """Time that ranks lose because each layer waits for its fullest rank: what an end to rows beyond `most` saves.
+
+    It is the sum over layers of the fullest rank's rows beyond `most` times the mean, times the mean rank's time in the
+    experts of a layer.
+    """
+    loads = evidence.facts.layer_loads
+    beyond = sum(one.computed - min(one.computed, max(1.0, most)) for one in loads)
+    return evidence.computing.get("experts", 0.0) / len(loads) * beyond if loads else 0.0
+
+
+def between_steps_us(evidence: Evidence) -> float:
+    """The part of `imbalance_us` that the loads of whole steps show: routing that is more even can save it."""
+    loads = evidence.facts.layer_loads
+    beyond = sum(min(one.step, one.computed) - 1.0 for one in loads)
+    return evidence.computing.get("experts", 0.0) / len(loads) * beyond if loads else 0.0
+
+
+def least_even(evidence: Evidence) -> str:
+    """The least even layer in words."""
+    worst = max(evidence.facts.layer_loads, key=lambda one: one.computed, default=None)
+    return "" if worst is None else f"the fullest rank of layer {worst.layer} has {worst.computed:.2f} times the mean"
+
+
+def most_waiting_us(evidence: Evidence, bottlenecks: Bottlenecks) -> float:
+    """Exposed communication that may be waiting for late ranks; all of it if no trace compares ranks."""
+    compared = any(one.wait_us is not None for one in evidence.ranks)
+    return bottlenecks.waiting_us if compared else bottlenecks.communication_us
+
+
 def late_launches_us(evidence: Evidence, bottlenecks: Bottlenecks) -> float:
     """Idle time before kernels that the host launched late, without the idle time after its waits for the device."""
     other = evidence.mean("sync_idle_us") + evidence.mean("launched_idle_us")

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 from penstock.base.errors import ConfigError, HardwareError, KernelError
 from penstock.config.run import Run
+from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import Cluster
 from penstock.plan.memory import components
-from penstock.plan.project import project
+from penstock.plan.project import DEFAULT_ASSUMPTIONS, project
 from penstock.plan.projection import Projection, RankTime
 from penstock.tune.doctor.evidence import Evidence, RankCosts, RunFacts, bottlenecks_of
 from penstock.tune.doctor.remedies import FLOAT8, FLOAT8_DISPATCH, SELECTIVE, accepted, remedies
@@ -20,8 +21,8 @@ from penstock.tune.doctor.remedies import FLOAT8, FLOAT8_DISPATCH, SELECTIVE, ac
 _KINDS = {"weights": "all-gather", "gradients": "reduce-scatter", "exchange": "exchange", "bubble": "send-recv"}
 """Kind of communication of each term of the plan; the kind of `dispatch` is the dispatcher."""
 
-NOT_PROJECTED = ("model.moe.", "host.", "training.collect_garbage_every")
-"""Prefixes of changes that act on late ranks, which a plan does not model."""
+NOT_PROJECTED = ("model.moe.", "dispatch.balance", "host.", "training.collect_garbage_every")
+"""Prefixes of changes that act on late ranks, which a plan does not model, or on rows that it only assumes."""
 
 LAUNCHES = "graphs."
 """Prefix of changes that save only launches: a trace may show a gain that the plan hides."""
@@ -52,15 +53,19 @@ def with_projection(evidence: Evidence, planned: Projection) -> Evidence:
     evidence = replace(evidence, facts=facts)
     if not evidence.ranks:
         step_us = planned.time.step_seconds * 1e6
-        ranks = tuple(_costs(one, step_us, planned.layout.dispatcher) for one in planned.time.ranks)
+        fullest = assumed_imbalance(planned.run, DEFAULT_ASSUMPTIONS.in_time)
+        ranks = tuple(_costs(one, step_us, planned.layout.dispatcher, fullest) for one in planned.time.ranks)
         reason = "no trace was recorded" if evidence.host is None else "the trace is of a CPU"
         missing = (*evidence.missing, f"times are those of the plan: {reason}")
         evidence = replace(evidence, source="plan", ranks=ranks, steps=1, missing=missing)
     return with_changes(evidence, planned)
 
 
-def _costs(time: RankTime, step_us: float, dispatcher: str) -> RankCosts:
-    """Costs of one pipeline rank; waiting for other stages counts as exposed communication."""
+def _costs(time: RankTime, step_us: float, dispatcher: str, fullest: float) -> RankCosts:
+    """Costs of one pipeline rank; waiting for other stages counts as exposed communication.
+
+    `fullest` is the rows of the rank's experts in the plan over those of the mean rank.
+    """
     exposed = (time.exposed_communication + time.waiting) * 1e6  # the plan's seconds become microseconds
     host, copies = time.host * 1e6, time.host_link * 1e6
     terms = {kind: time.terms.get(term, 0.0) for term, kind in (_KINDS | {"dispatch": dispatcher}).items()}
@@ -73,6 +78,7 @@ def _costs(time: RankTime, step_us: float, dispatcher: str) -> RankCosts:
         exposed_communication_us=exposed,
         exposed_copies_us=copies,
         idle_us=host,
+        computing_us={"experts": time.terms.get("experts", 0.0) * 1e6 / fullest},
         communication_us={kind: value * scale for kind, value in terms.items() if value},
     )
 

@@ -26,7 +26,17 @@ from penstock.config.tree import build, merge, parse_overrides
 from penstock.plan.rules.advice import ADVICE, FEW_PEERS, MANY_COPIES
 from penstock.plan.rules.order import ORDER
 from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence
-from penstock.tune.doctor.losses import behind_counts_us, late_launches_us, named, transfers_us, waits_us
+from penstock.tune.doctor.losses import (
+    behind_counts_us,
+    between_steps_us,
+    imbalance_us,
+    late_launches_us,
+    least_even,
+    most_waiting_us,
+    named,
+    transfers_us,
+    waits_us,
+)
 
 WORTH_SAYING = 0.005
 """Share of the step below which a gain is noise."""
@@ -60,19 +70,8 @@ MUCH_POINTWISE = 0.1
 """Share of the step in elementwise kernels from which fusing them is offered."""
 
 TOKENS = (
-    *(
-        "all-to-all",
-        "send-recv",
-        "symmetric",
-        "hierarchical",
-        "deep-ep",
-        "hybrid-ep",
-        "mori",
-        "pplx",
-        "expert-parallel",
-        "gathered tokens",
-    ),
-    *("nvshmem", "ucx"),
+    *("all-to-all", "send-recv", "symmetric", "hierarchical", "deep-ep", "hybrid-ep", "mori", "pplx"),
+    *("expert-parallel", "gathered tokens", "nvshmem", "ucx"),
 )
 """Kinds of communication that carry tokens: collectives, dispatchers, and libraries."""
 
@@ -235,12 +234,13 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 @rule(
     "even-experts",
     "arXiv 2408.15664 (bias), arXiv 2101.03961 (auxiliary loss)",
-    how="waiting that these ranks caused by their experts",
+    how="waiting that these ranks caused by their experts; without such ranks, by the rows of the metrics",
 )
 def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A router bias or an auxiliary loss evens out the rows of the experts."""
     hot = [one for one in evidence.late if one.cause == "experts"]
-    if not hot:
+    lost = min(between_steps_us(evidence), most_waiting_us(evidence, bottlenecks))
+    if not hot and not lost:
         return None
     run = evidence.facts.run
     weight = f'model.moe.balance.aux_loss="global-batch" model.moe.balance.aux_loss_coef={EXPERTS_WEIGHT:g}'
@@ -250,7 +250,26 @@ def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         if run.model.moe.balance.aux_loss_coef > 0:
             changes[1] = f"model.moe.balance.aux_loss_coef={2 * run.model.moe.balance.aux_loss_coef:g}"
     change = first_accepted(evidence, *changes, words="a bias of the router by load, or an auxiliary loss")
-    return (change, f"even out the experts of {named(hot)}: {hot[0].detail}", waits_us(hot, evidence, bottlenecks))
+    if hot:
+        return (change, f"even out the experts of {named(hot)}: {hot[0].detail}", waits_us(hot, evidence, bottlenecks))
+    return (change, f"even out the routing: {least_even(evidence)}", lost)
+
+
+@rule(
+    "rows-within-a-bound",
+    "docs/dispatch.md, Balanced dispatch",
+    how="rows over the bound on each layer's fullest rank, times the mean rank's time in the experts, without copies",
+)
+def bounded_rows(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
+    """Replicas of a few experts bound the rows of every rank."""
+    run = evidence.facts.run
+    if run is None or run.dispatch.balance != "none" or run.parallel.expert == 1:
+        return None
+    return (
+        first_accepted(evidence, 'dispatch.balance="bounded"'),
+        f"a few experts are copied to ranks with room: {least_even(evidence)}",
+        min(imbalance_us(evidence, 1 + run.dispatch.balance_tolerance), most_waiting_us(evidence, bottlenecks)),
+    )
 
 
 @rule("no-rank-is-late", "the trace, waiting in collectives", how="waiting that these ranks caused")
@@ -568,7 +587,7 @@ def make_it_fit(evidence: Evidence) -> list[Remedy]:
 
 
 RULES: tuple[RemedyRule, ...] = (
-    *(symmetric, overlap, even_experts, late_rank, gathers, fewer_sums, sums_in_two_bytes, more_stages),
+    *(symmetric, overlap, even_experts, bounded_rows, late_rank, gathers, fewer_sums, sums_in_two_bytes, more_stages),
     *(graphs, larger_passes, sync_free, late_host),
     *(recompute_less, optimizer_on_device, host_copies, kernels, float8, fuse, power),
 )

@@ -10,10 +10,11 @@ import msgspec
 
 from penstock.base.devices import chip_named
 from penstock.base.errors import RunFolderError
+from penstock.base.files import open_file
 from penstock.config.load import RUN_FILE, load_run
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import known_hardware, load_hardware, parse_cluster
-from penstock.tune.doctor.evidence import PowerFacts, RunFacts
+from penstock.tune.doctor.evidence import LayerLoads, PowerFacts, RunFacts
 
 METRICS = "metrics.jsonl"
 
@@ -25,6 +26,9 @@ WARM_UP, RECORDED = 5, 2
 
 USUAL = 0.5
 """Share of the metrics, the last part, that the medians are of: the first steps compile and warm up."""
+
+LAYERS = 64
+"""Steps whose layers are read, evenly spaced."""
 
 NEAREST_STEPS = 4
 """Number of steps next to the recorded ones that tell their time without a profiler."""
@@ -52,7 +56,7 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
     Raises a ConfigError or a RunFolderError if configuration or metrics cannot be read.
     """
     run = load_run(str(folder.absolute()))
-    lines = json_lines(folder / METRICS) if lines is None else lines
+    lines = json_lines(folder / METRICS, LAYERS) if lines is None else lines
     device = next((one["device"] for one in reversed(json_lines(folder / STARTS)) if "device" in one), None)
     if not lines:
         missing = f"no step of the run is recorded: {folder / METRICS} has no line"
@@ -77,9 +81,24 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
         phase_seconds=_phases(_last([one for one in lines if _step(one) - 1 not in disturbed])),
         repeated_steps=sum(bool(line.get("rows_left_out")) for line in lines),
         expert_load=_median(usual, "expert_rank_load_max_over_mean"),
+        layer_loads=_layer_loads(usual),
         power=_power(usual),
     )
     return facts, () if peaks else ("no memory is in the metrics",)
+
+
+def _layer_loads(lines: Sequence[dict[str, Any]]) -> tuple[LayerLoads, ...]:
+    """Loads of the ranks by layer, from the lines that have layers; none if ranks share no experts."""
+    by_layer: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        for one in line.get("layers") or ():
+            by_layer.setdefault(one["layer"], []).append(one)
+    found = []
+    for layer, ones in sorted(by_layer.items()):
+        step, computed = _median(ones, "rank_load"), _median(ones, "balance_load_after")
+        if step is not None:
+            found.append(LayerLoads(layer=layer, step=step, computed=step if computed is None else computed))
+    return tuple(found)
 
 
 def _power(lines: Sequence[dict[str, Any]]) -> PowerFacts | None:
@@ -138,7 +157,8 @@ def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:
     RunFolderError if the file cannot be read, or a line before the last is damaged.
     """
     try:
-        rows = path.read_bytes().splitlines()
+        with open_file(path) as file:
+            rows = file.read().splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -155,8 +175,36 @@ def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:
         if isinstance(line, dict):
             if not every or (len(rows) - number) % every:
                 line.pop("layers", None)
+            _keep_well_formed(line)
             found.append(line)
     return found
+
+
+_KINDS = {
+    "tokens_seen": int,
+    "device": str,
+    "ranks": int,
+    "steps_done": int,
+    "parameters": int,
+    "active_parameters": int,
+}
+"""Types of what a line of metrics.jsonl or starts.jsonl says."""
+
+
+def _keep_well_formed(line: dict[str, Any]) -> None:
+    """Leave out what is of another type than a run writes: a file of others may hold anything."""
+    if "layers" in line:
+        layers = line["layers"] if isinstance(line["layers"], list) else []
+        entries = [one for one in layers if isinstance(one, dict) and type(one.get("layer")) is int]
+        line["layers"] = [one for one in entries if isinstance(one.get("max_over_mean"), int | float)]
+    phases, losses = line.get("phase_seconds", {}), line.get("mtp_losses", [])
+    if not isinstance(phases, dict) or not all(isinstance(one, int | float) for one in phases.values()):
+        del line["phase_seconds"]
+    if not isinstance(losses, list) or not all(isinstance(one, int | float) for one in losses):
+        del line["mtp_losses"]
+    for name, kind in _KINDS.items():
+        if name in line and type(line[name]) is not kind:
+            del line[name]
 
 
 def _step(line: dict[str, Any]) -> int:

@@ -1,0 +1,227 @@
+"""Faults of every kind, drawn by a seed. Each takes a folder, disturbs a run, lets it finish and compares it.
+
+A fault returns how often it has happened: a process that ended before its moment was not disturbed.
+"""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.train import loop
+from tests.campaign.runs import RESUME, Reference, begin, end_of, finish, go_on, kill_all, moment, output
+
+MOST_ATTEMPTS = 10
+"""Of one run, before it is left alone."""
+
+Fault = Callable[[Path, random.Random, Reference], int]
+
+
+def _killed(folder: Path, draw: random.Random, wanted: Reference) -> int:
+    """SIGKILL of every process at random moments."""
+    kills = 0
+    for _ in range(draw.randint(1, MOST_ATTEMPTS)):
+        process = go_on(folder, wanted)
+        time.sleep(moment(draw, wanted))
+        kill_all(process)
+        kills += end_of(process) == -signal.SIGKILL
+    finish(folder, wanted)
+    return kills
+
+
+def _launcher_killed(folder: Path, draw: random.Random, wanted: Reference) -> int:
+    """SIGKILL of the launcher: its ranks save and end by themselves."""
+    process = go_on(folder, wanted)
+    time.sleep(moment(draw, wanted))
+    os.kill(process, signal.SIGKILL)
+    killed = end_of(process) == -signal.SIGKILL
+    finish(folder, wanted)
+    return int(killed)
+
+
+def _rank_killed(folder: Path, draw: random.Random, wanted: Reference) -> int:
+    """SIGKILL of one rank: the others end, and the launcher says which one it was."""
+    process = go_on(folder, wanted)
+    time.sleep(moment(draw, wanted))
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    if len(children) < 2:  # the ranks have not begun, or have ended
+        kill_all(process)
+        end_of(process)
+        finish(folder, wanted)
+        return 0
+    os.kill(int(draw.choice(children)), signal.SIGKILL)
+    code = end_of(process)
+    assert code in (0, 1), output(folder)
+    assert code == 0 or "was ended by SIGKILL" in output(folder), output(folder)
+    finish(folder, wanted)
+    return int(code == 1)
+
+
+def _stopped(folder: Path, draw: random.Random, wanted: Reference) -> int:
+    """SIGTERM, SIGINT or SIGHUP: a checkpoint, and the shell's exit code."""
+    number = draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    process = go_on(folder, wanted)
+    time.sleep(moment(draw, wanted))
+    os.kill(process, number)
+    code = end_of(process)
+    assert code in (0, -number, 128 + number), (code, output(folder))
+    finish(folder, wanted)
+    return int(code != 0)
+
+
+def _damaged(folder: Path, draw: random.Random, wanted: Reference) -> int:
+    """A file of the newest checkpoint is missing, cut, flipped, or that of another step: the one before serves."""
+    process = go_on(folder, wanted)
+    time.sleep(moment(draw, wanted))
+    kill_all(process)
+    end_of(process)
+    steps = sorted((folder / "runs/tiny/checkpoints").glob("step-*"))
+    if len(steps) > 1:
+        path = draw.choice(sorted(steps[-1].iterdir()))
+        content = bytearray(path.read_bytes())
+        kind = draw.choice(("missing", "cut", "flipped", "swapped"))
+        if kind == "missing":
+            path.unlink()
+        elif kind == "swapped":
+            path.write_bytes((steps[-2] / path.name).read_bytes())
+        elif kind == "cut":
+            path.write_bytes(content[: draw.randrange(len(content))])
+        else:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            path.write_bytes(content)
+    finish(folder, wanted)  # the damaged checkpoint is put aside, under a name that says so
+    return int(len(steps) > 1)
+
+
+def _metrics_cut(folder: Path, draw: random.Random, wanted: Reference) -> int:
+    """The end of the metrics is missing, in the middle of a line, as after a power cut."""
+    process = go_on(folder, wanted)
+    time.sleep(moment(draw, wanted))
+    kill_all(process)
+    end_of(process)
+    path = folder / "runs/tiny/metrics.jsonl"
+    cut = path.exists() and path.stat().st_size > 40
+    if cut:
+        newest = max((int(one.name[5:]) for one in (folder / "runs/tiny/checkpoints").glob("step-*")), default=0)
+        lines = path.read_bytes().splitlines(keepends=True)  # those up to the checkpoint were synced before it
+        kept = b"".join(lines[:newest])
+        rest = b"".join(lines[newest:])
+        path.write_bytes(kept + rest[: draw.randrange(len(rest) + 1)])
+    finish(folder, wanted)
+    return int(cut)
+
+
+def _two_at_once(folder: Path, draw: random.Random, wanted: Reference) -> int:
+    """Two processes resume one folder: one trains, the other is refused with a line."""
+    process = go_on(folder, wanted)
+    time.sleep(moment(draw, wanted))
+    kill_all(process)
+    end_of(process)
+    if not (folder / "runs/tiny/config.toml").exists():
+        finish(folder, wanted)
+        return 0
+    first = go_on(folder, wanted)
+    second = begin(folder, (*RESUME, *[word for word in wanted.words if not word.startswith("parallel")]))
+    codes = sorted((end_of(first), end_of(second)))
+    assert codes in ([0, 0], [0, 2]), (codes, output(folder))  # the second may come after the end of the first
+    finish(folder, wanted)
+    return 1
+
+
+def _clock_back(folder: Path, draw: random.Random, wanted: Reference) -> int:
+    """A run is killed, and goes on while the clock of the machine shows an earlier time."""
+    process = go_on(folder, wanted)
+    time.sleep(moment(draw, wanted))
+    kill_all(process)
+    end_of(process)
+    back = draw.uniform(60.0, 1e7)
+    now = time.time
+
+    def turn_back() -> None:
+        vars(time)["time"] = lambda: now() - back
+
+    process = go_on(folder, wanted, turn_back)
+    time.sleep(moment(draw, wanted))
+    kill_all(process)
+    end_of(process)
+    finish(folder, wanted)
+    return 1
+
+
+def _out_of_memory(folder: Path, draw: random.Random, wanted: Reference) -> int:
+    """An allocation fails in a step, an evaluation or a save: one line, and the next start goes on."""
+    name, calls = draw.choice((("train_step", 15), ("evaluate", 3), ("save_state", 7)))
+    left = draw.randint(1, calls)
+    function: Callable[..., Any] = vars(loop)[name]
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return function(*arguments, **options)
+
+    process = go_on(folder, wanted, lambda: vars(loop).update({name: fail}))
+    code = end_of(process)
+    assert code == 2, output(folder)
+    assert "error: the GPU is out of memory" in output(folder), output(folder)
+    finish(folder, wanted)
+    return 1
+
+
+def _full_disk(folder: Path, draw: random.Random, wanted: Reference) -> int:
+    """The disk is full at a random write: one line, and with more space the next start goes on.
+
+    On a small file system of its own where this process may mount one, else by a limit on the size of files.
+    """
+    runs = folder / "runs"
+    runs.mkdir()
+    size = draw.randrange(20, 900)  # KiB; three checkpoints need about 600
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(runs)], capture_output=True, check=False
+    )
+    is_mounted = mounted.returncode == 0
+    try:
+        code = end_of(go_on(folder, wanted, (lambda: None) if is_mounted else partial(_limit_files, size)))
+        said = output(folder)
+        assert code == 0 or (code == 2 and said.count("error:") == 1 and "Traceback" not in said), (code, said)
+        if is_mounted:
+            subprocess.run(["mount", "-o", "remount,size=100m", str(runs)], check=True)
+        finish(folder, wanted)
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", str(runs)], check=True)
+    return int(code == 2)
+
+
+def _limit_files(kib: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 256, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+ALONE: dict[str, Fault] = {
+    "killed": _killed,
+    "stopped": _stopped,
+    "checkpoint damaged": _damaged,
+    "metrics cut": _metrics_cut,
+    "two at once": _two_at_once,
+    "clock back": _clock_back,
+    "out of memory": _out_of_memory,
+    "full disk": _full_disk,
+}
+TOGETHER: dict[str, Fault] = {
+    "ranks killed": _killed,
+    "launcher killed": _launcher_killed,
+    "rank killed": _rank_killed,
+    "ranks stopped": _stopped,
+}
+KILLS = ("killed", "ranks killed", "launcher killed", "rank killed")
+"""Faults whose number is one of kills."""

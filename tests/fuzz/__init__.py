@@ -1,0 +1,1 @@
+"""Damaged files of every kind that Penstock reads: `damage` makes them, `readers` reads them, `harness` judges."""

@@ -1,0 +1,73 @@
+"""Damaged files are read or refused with one line, whatever is damaged; benchmarks/fuzz.py runs 10,000 cases."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.harness import Ended, cases, make_material, run, undamaged
+from tests.fuzz.readers import READERS, Reader
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED = 1
+
+
+def judged(readers: str, count: int, folder: Path) -> list[Ended]:
+    """So many cases of `READERS` or `BROKEN`, by a process without threads, which may fork."""
+    code = f"from tests.fuzz.test_fuzz import print_cases; print_cases({readers!r}, {count}, {str(folder)!r})"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [Ended(*json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def print_cases(readers: str, count: int, folder: str) -> None:
+    """Print how cases ended, a line each: first one of each reader without damage, then damaged ones."""
+    chosen = READERS if readers == "READERS" else BROKEN
+    make_material(chosen, Path(folder))
+    for some, number in ((undamaged(chosen), len(chosen)), (chosen, count)):
+        for one in run(some, cases(some, number, SEED), Path(folder)):
+            sys.stdout.write(json.dumps([one.reader, one.seed, one.how]) + "\n")
+
+
+@pytest.mark.parametrize("count", [6 * len(READERS), pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(3600)
+def test_damaged_files_are_read_or_refused_with_one_line(count: int, tmp_path: Path) -> None:
+    ended = judged("READERS", count, tmp_path)
+    assert len(ended) == len(READERS) + count
+    assert [one for one in ended if one.is_fault] == []
+    assert [one.reader for one in ended[: len(READERS)] if one.how == "read"] == sorted(READERS), "without damage"
+    assert 0.1 * count < sum(one.how == "read" for one in ended[len(READERS) :]) < 0.9 * count
+
+
+def _abort(folder: Path) -> None:
+    os.abort()
+
+
+def _exhaust(folder: Path) -> None:
+    bytearray(5 * 10**9)
+
+
+def _fail(folder: Path) -> None:
+    raise KeyError(folder)
+
+
+BROKEN = {
+    name: Reader(lambda folder: None, lambda folder, draw: None, read)
+    for name, read in {"abort": _abort, "exhaust": _exhaust, "fail": _fail, "read": lambda folder: None}.items()
+}
+
+
+def test_the_harness_sees_aborts_exceptions_and_large_memory_and_goes_on(tmp_path: Path) -> None:
+    ended = judged("BROKEN", 4, tmp_path)
+    found = [(one.reader, one.how.partition(" at ")[0]) for one in ended]
+    assert found == 2 * [
+        ("abort", "fault: its process ended with -6"),
+        ("exhaust", "fault: MemoryError: "),
+        ("fail", "fault: KeyError: PosixPath('.')"),
+        ("read", "read"),
+    ]
