@@ -34,12 +34,13 @@ class ModelSizes:
     dense_layers: int
     vocab_size: int
     head_counts: tuple[int, ...]  # heads, then key/value heads of grouped-query attention
-    key_heads: int  # of linear attention; 0 without
+    key_heads: int = 0  # of linear attention; 0 without
     experts: int  # routed experts of a layer; 0 in a dense model
     expert_width: int
     shared_width: int  # features of the shared expert; 0 for none
     dense_width: int  # features of a dense network; 0 if no layer is dense
     is_latent: bool
+    has_indexer: bool = False
     pads: bool  # every expert gets exactly its capacity of rows
 
 
@@ -101,6 +102,7 @@ def model_sizes(model: Model) -> ModelSizes:
         shared_width=0 if moe is None else moe.shared_expert_intermediate_size,
         dense_width=model.intermediate_size if model.moe_layers < model.layers else 0,
         is_latent=isinstance(model.attention, LatentAttention),
+        has_indexer=isinstance(model.attention, LatentAttention) and model.attention.indexer is not None,
         pads=moe is not None and moe.balance.pad_to_capacity,
     )
 

@@ -18,7 +18,7 @@ from penstock.config.data_rules import evaluation_has_text
 from penstock.config.dispatch_rules import COUNTS_STAY, passes_stand_beside_each_other
 from penstock.config.graph_rules import captured_shapes_are_known
 from penstock.config.layout_rules import schedule_has_its_stages
-from penstock.config.model import GroupedQueryAttention
+from penstock.config.model import GroupedQueryAttention, warms_indexer_up
 from penstock.config.run import Run
 from penstock.config.schema import Section
 from penstock.layout.schedules import SCHEDULES
@@ -185,6 +185,8 @@ def _router(run: Run, _: Written) -> Values:
         values["model.moe.router.norm_topk_prob"] = False  # one weight over itself is always 1
     if moe.router.apply_probs_on_input:
         values["model.moe.bias"] = False  # weighted inputs would leave the biases without their weight
+    if warms_indexer_up(run.model):
+        values["model.moe.router.expert_bias_rate"] = 0.0  # only the indexer learns
     if moe.balance.aux_loss == "none":
         values["model.moe.balance.aux_loss_coef"] = 0.0  # a factor of nothing
     if moe.balance.capacity_factor == 0:

@@ -52,6 +52,18 @@ def tensor_ranks_divide_heads(sizes: LayoutSizes) -> Problem | None:
 
 
 @rule_of_sizes
+def indexer_has_rows_and_heads_of_its_own(sizes: LayoutSizes) -> Problem | None:
+    """`model.attention.indexer` needs `parallel.tensor` and `parallel.context` 1: its loss compares whole attention."""
+    for name, ranks in (("tensor", sizes.tp), ("context", sizes.cp)):
+        if sizes.model.has_indexer and ranks > 1:
+            return Problem.from_line(
+                f"parallel.{name} does not go with model.attention.indexer, whose loss reads all heads and positions; "
+                f"got {ranks}; allowed: 1; fix: use expert and pipeline parallelism, or shard=full"
+            )
+    return None
+
+
+@rule_of_sizes
 def ranks_divide_linear_heads(sizes: LayoutSizes) -> Problem | None:
     """`parallel.context` x `parallel.tensor` divide `model.linear_attention.key_heads`: each has states of whole heads.
 

@@ -110,6 +110,19 @@ class GroupedQueryAttention(Section):
         return int(self.head_dim * self.partial_rotary_factor)
 
 
+class Indexer(Section):
+    """Sparse attention: a light indexer chooses the keys of each query (DeepSeek-V3.2, arXiv 2512.02556)."""
+
+    index_n_heads: int = _heads(doc="Heads of the indexer, which share one key.", low=1)
+    index_head_dim: int = _width(doc="Width of such a head; at least the rotary part of attention's heads.", low=2)
+    index_topk: int = knob(doc="Keys that a query attends to.", unit="positions", low=1, high=MOST_TOKENS)
+    stage: Literal["dense", "sparse"] = knob(
+        "sparse",
+        doc="dense: attention reads all keys, and only the indexer learns (warm-up); sparse: it reads the chosen ones.",
+    )
+    loss_coef: float = knob(1.0, doc="Factor of the loss that trains the indexer; 0 switches it off.", low=0.0)
+
+
 class LatentAttention(Section):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1)."""
 
@@ -121,6 +134,7 @@ class LatentAttention(Section):
     qk_rope_head_dim: int = _width(doc="Part of a query/key head with position; even.", low=2)
     v_head_dim: int = _width(doc="Width of a value head.", low=1)
     rope: Rope = knob(Rope(), doc="Position embedding of the rotary part.")
+    indexer: Indexer | None = knob(None, doc="Choice of keys; none: a query attends to all.")
 
     @property
     def head_dim(self) -> int:
@@ -241,6 +255,7 @@ class Model(Section):
     family: Literal[
         "deepseek-v2",
         "deepseek-v3",
+        "deepseek-v3.2",
         "mixtral",
         "qwen3-moe",
         "olmoe",
@@ -291,3 +306,11 @@ class Model(Section):
     def moe_layers(self) -> int:
         """Decoder layers with experts, without multi-token prediction."""
         return 0 if self.moe is None else (self.layers - self.dense_layers) // self.moe.moe_layer_freq
+
+
+def warms_indexer_up(model: Model) -> bool:
+    """Whether only the indexer of sparse attention learns, from dense attention."""
+    attention = model.attention
+    return (
+        isinstance(attention, LatentAttention) and attention.indexer is not None and attention.indexer.stage == "dense"
+    )

@@ -1,6 +1,6 @@
 """Rules between fields of the model. Each docstring is the rule as users read it; `rules` says how they are used."""
 
-from penstock.config.model import GroupedQueryAttention, LatentAttention
+from penstock.config.model import GroupedQueryAttention, LatentAttention, warms_indexer_up
 from penstock.config.problem import Problem, at_most, must_divide
 from penstock.config.run import Run
 
@@ -105,6 +105,47 @@ def rotary_width_is_even(run: Run) -> Problem | None:
     return Problem.from_line(
         f"model.attention.{name} must be even, since rotary embedding turns pairs; got {width}; "
         f"fix: use {width - 1} or {width + 1}"
+    )
+
+
+def indexer_reads_a_latent_query(run: Run) -> Problem | None:
+    """`model.attention.indexer` needs `model.attention.q_lora_rank` above 0, and heads as wide as the rotary part.
+
+    That part is `model.attention.qk_rope_head_dim`, the heads' width `model.attention.indexer.index_head_dim`.
+    """
+    attention, name = run.model.attention, "model.attention.indexer"
+    if not isinstance(attention, LatentAttention) or attention.indexer is None:
+        return None
+    if attention.q_lora_rank == 0:
+        return Problem.from_line(
+            f"{name} reads the latent of queries, and model.attention.q_lora_rank is 0; fix: set q_lora_rank"
+        )
+    if attention.indexer.index_head_dim >= attention.qk_rope_head_dim:
+        return None
+    return Problem.from_line(
+        f"{name}.index_head_dim must be at least model.attention.qk_rope_head_dim ({attention.qk_rope_head_dim}); "
+        f"got {attention.indexer.index_head_dim}"
+    )
+
+
+def nothing_learns_beside_the_warm_up(run: Run) -> Problem | None:
+    """With `model.attention.indexer.stage` dense, `model.attention.indexer.loss_coef` is above 0.
+
+    And `model.moe.router.expert_bias_rate` is 0: only the indexer learns.
+    """
+    attention, moe = run.model.attention, run.model.moe
+    if not warms_indexer_up(run.model) or not isinstance(attention, LatentAttention) or attention.indexer is None:
+        return None
+    if attention.indexer.loss_coef == 0:
+        return Problem.from_line(
+            "model.attention.indexer.stage dense trains by model.attention.indexer.loss_coef, which is 0; "
+            "fix: set it to 1"
+        )
+    if moe is None or not moe.router.expert_bias or moe.router.expert_bias_rate == 0:
+        return None
+    return Problem.from_line(
+        "model.moe.router.expert_bias_rate must be 0 while only the indexer learns (model.attention.indexer.stage "
+        f"dense); got {moe.router.expert_bias_rate:g}; fix: set it to 0"
     )
 
 

@@ -7,7 +7,7 @@ on variants of them and on models that differ in one field.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.config.model import GroupedQueryAttention, LatentAttention, LinearAttention, Model, Moe
+from penstock.config.model import GroupedQueryAttention, Indexer, LatentAttention, LinearAttention, Model, Moe
 from penstock.kernels.attention_window import AttentionWindow
 
 
@@ -65,6 +65,13 @@ def _of_expert(model: Model, moe: Moe) -> tuple[int, int]:
         3 * model.hidden_size * moe.moe_intermediate_size,  # gate, up [H, F] and down [F, H]
         2 * moe.moe_intermediate_size + model.hidden_size if moe.bias else 0,  # of gate and up, and of down
     )
+
+
+def keys_seen(indexer: Indexer | None, sequence_length: int) -> float:
+    """Keys that a query of latent attention reads on average: half of the row, or the chosen ones."""
+    if indexer is None or indexer.stage == "dense" or indexer.index_topk >= sequence_length:
+        return sequence_length / 2
+    return indexer.index_topk - indexer.index_topk**2 / (2 * sequence_length)  # early queries have fewer
 
 
 def _sum(parts: Iterable[_Part]) -> _Part:
@@ -136,8 +143,13 @@ def _latent(attention: LatentAttention, hidden: int, sequence_length: int) -> _P
         (values, hidden),  # output projection
     ]
     # Norms; scores and weighted values, causal.
-    rest = _Part(q_lora_rank + kv_lora_rank, flops=(queries + values) * sequence_length)
-    return _sum([_matrices(*query, *keys), rest])
+    flops = (queries + values) * 2 * keys_seen(attention.indexer, sequence_length)
+    rest = [_Part(q_lora_rank + kv_lora_rank, flops=flops)]
+    if (indexer := attention.indexer) is not None:
+        wide = indexer.index_n_heads * indexer.index_head_dim
+        rest += [_matrices((q_lora_rank, wide), (hidden, indexer.index_head_dim), (hidden, indexer.index_n_heads))]
+        rest += [_Part(2 * indexer.index_head_dim, flops=wide * sequence_length)]  # norm of keys; scores of all of them
+    return _sum([_matrices(*query, *keys), *rest])
 
 
 def _feed_forward(hidden: int, width: int) -> _Part:

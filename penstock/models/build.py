@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from penstock.config.model import LatentAttention, Model
+from penstock.config.model import LatentAttention, Model, warms_indexer_up
 from penstock.config.run import Run
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.operators import Operators
@@ -23,6 +23,7 @@ from penstock.models.attention import GroupedQueryLayer
 from penstock.models.block import Block, MultiTokenPrediction
 from penstock.models.decoder import Decoder
 from penstock.models.ffn import FeedForward
+from penstock.models.indexer import LightningIndexer
 from penstock.models.init import initialize
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.models.linear import Embedding, Linear
@@ -126,10 +127,20 @@ def meta_stages(run: Run, layer_context: LayerContext, stages: Mapping[int, Stag
         number: meta_model(run.model, layer_context, stage, partial(_layer_context_of, run, layer_context, number))
         for number, stage in stages.items()
     }
+    if warms_indexer_up(run.model):
+        for decoder in decoders.values():
+            _freeze_all_but_the_indexer(decoder)
     with_embedding = [decoder for decoder in decoders.values() if decoder.embed is not None]
     for decoder in with_embedding[1:]:
         decoder.embed = with_embedding[0].embed  # stages of one rank share one embedding, so it has one gradient
     return decoders
+
+
+def _freeze_all_but_the_indexer(decoder: Decoder) -> None:
+    decoder.requires_grad_(False)
+    for module in decoder.modules():
+        if isinstance(module, LightningIndexer):
+            module.requires_grad_(True)
 
 
 def _layer_context_of(run: Run, layer_context: LayerContext, stage: int, layer: int) -> LayerContext:
@@ -218,7 +229,8 @@ def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
         if not isinstance(module, TopKRouter):
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.dtype != dtype and not isinstance(parameter, DTensor):
-                    module.register_parameter(name, nn.Parameter(parameter.to(dtype)))
+                    cast = nn.Parameter(parameter.to(dtype), requires_grad=parameter.requires_grad)
+                    module.register_parameter(name, cast)
 
 
 _SAVES_INPUT = frozenset({"dense", "moe", "shared-expert"})

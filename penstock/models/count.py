@@ -13,7 +13,7 @@ from functools import lru_cache
 from torch import nn
 
 from penstock.config.model import Model
-from penstock.config.size import Count
+from penstock.config.size import Count, keys_seen
 from penstock.layout.stages import StageCosts
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.build import meta_model
@@ -85,8 +85,10 @@ def _attention_flops(module: nn.Module, sequence_length: int) -> float:
     flops = 0.0
     for layer in module.modules():
         if isinstance(layer, LatentLayer):
-            widths = layer.config.head_dim + layer.config.v_head_dim
-            flops += layer.config.heads * widths * sequence_length
+            widths, indexer = layer.config.head_dim + layer.config.v_head_dim, layer.config.indexer
+            flops += layer.config.heads * widths * 2 * keys_seen(indexer, sequence_length)
+            if indexer is not None:  # it scores all keys
+                flops += indexer.index_n_heads * indexer.index_head_dim * sequence_length
         elif isinstance(layer, GroupedQueryLayer):
             # Keys per query: half of the row under a causal mask, fewer with a window or chunks.
             seen = sequence_length / 2 if layer.reach is None else layer.reach.pairs(sequence_length) / sequence_length

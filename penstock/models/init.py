@@ -111,7 +111,7 @@ def _param_inits(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.M
         for name, parameter in module.named_parameters(recurse=False):
             # A router's bias is drawn: with equal biases all experts would start equal.
             is_zero = "bias" in name and not isinstance(module, TopKRouter)
-            constant = 1.0 - module.offset if isinstance(module, Norm) else 0.0 if is_zero else None
+            constant = 0.0 if is_zero else 1.0 - module.offset if isinstance(module, Norm) else None
             init = ParamInit(
                 seed=seed,
                 name=f"{path}.{name}",

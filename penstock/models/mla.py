@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.config.model import LatentAttention
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, LatentHeadChannels, latent_heads_obstacle
 from penstock.kernels.float8.quantized import RowColQuantized
+from penstock.models.indexer import LightningIndexer
 from penstock.models.linear import Linear
 from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import RMSNorm
@@ -96,6 +97,8 @@ class LatentLayer(nn.Module):
         per_head = config.qk_nope_head_dim + config.v_head_dim
         self.kv_up = Linear(config.kv_lora_rank, config.heads * per_head, layer_context, split="outputs")
         self.out = Linear(config.heads * config.v_head_dim, hidden_size, layer_context, split="inputs")
+        indexer, rank = config.indexer, config.q_lora_rank
+        self.indexer = None if indexer is None else LightningIndexer(indexer, hidden_size, rank, layer_context)
 
     @property
     def reads_float8(self) -> bool:
@@ -105,7 +108,7 @@ class LatentLayer(nn.Module):
     @property
     def reads_high_precision(self) -> bool:
         """Whether any product or collective reads the input in high precision."""
-        return self.kv_down.float8 is None or self.query.reads_high_precision
+        return self.kv_down.float8 is None or self.query.reads_high_precision or self.indexer is not None
 
     @property
     def gathers_row(self) -> bool:
@@ -125,6 +128,9 @@ class LatentLayer(nn.Module):
             latent_BSC, k_rope_BSP = self._split_latent(joined_BSC)
         heads = self._heads_of_row if self.gathers_row else partial(self._heads, channels=channels)
         q_BSHN, k_BSHN, v_BSHM = run("latent-up", heads, query, latent_BSC, k_rope_BSP, context)
+        if self.indexer is not None:
+            o_BSHM = run("attention", partial(self._sparse, context=context), x_BSD, query, q_BSHN, k_BSHN, v_BSHM)
+            return self.out(o_BSHM.flatten(-2))  # no rank shares heads or positions
         attend_by = partial(
             attend_to_row if self.gathers_row else attend,
             layer_context=self.layer_context,
@@ -133,6 +139,16 @@ class LatentLayer(nn.Module):
         )
         o_BSHM = run("attention", attend_by, q_BSHN, k_BSHN, v_BSHM)
         return reduce_scatter(self.out(o_BSHM.flatten(-2)), tensor, dim=1)  # sum over heads; S -> S / tensor
+
+    def _sparse(
+        self, x_BSD: Tensor, query: Tensor, q_BSHN: Tensor, k_BSHN: Tensor, v_BSHM: Tensor, *, context: ForwardContext
+    ) -> Tensor:
+        """Attention over the keys that the indexer chooses, with the loss that trains it."""
+        assert self.indexer is not None, "dense attention has no indexer"
+        chosen = self.indexer(x_BSD, query, context)
+        keys_BSS = context.allowed_BSS if self.indexer.config.stage == "dense" else chosen.keys_BSS
+        o_BSHM = attend(q_BSHN, k_BSHN, v_BSHM, self.layer_context, scale=self.scale, allowed_BSS=keys_BSS)
+        return self.indexer.taught(o_BSHM, chosen, q_BSHN, k_BSHN, self.scale, context.scope.share)
 
     def _grad_channels(self) -> LatentHeadChannels:
         """Side channels for float8 gradients from the heads' kernel to the products before it; empty if unsupported."""

@@ -1,6 +1,7 @@
 """RMSNorm as a module: alone, with a float8 copy of its output, or over a width that tensor-parallel ranks divide."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.base.spans import Span
@@ -34,6 +35,19 @@ class RMSNorm(Norm):
         """Normalize the last dim of a tensor with any leading dims."""
         with span(Span.NORM):
             return self.operators.rms_norm(x_D, self.weight_D, self.epsilon, self.offset)
+
+
+class LayerNorm(Norm):
+    """Layer norm with a learned scale and bias (arXiv 1607.06450), for the keys of the indexer."""
+
+    def __init__(self, size: int, epsilon: float, operators: Operators) -> None:
+        super().__init__(size, epsilon, operators)
+        self.bias_D = nn.Parameter(torch.empty(size))
+
+    def forward(self, x_D: Tensor) -> Tensor:
+        """Normalize the last dim."""
+        with span(Span.NORM):
+            return F.layer_norm(x_D, self.weight_D.shape, self.weight_D, self.bias_D, self.epsilon)
 
 
 class PreNorm(Norm):

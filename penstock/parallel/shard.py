@@ -154,7 +154,8 @@ def shard_fully(
         if own.shard.size > 1:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim > 2:
-                    module.register_parameter(name, nn.Parameter(by_rows(parameter.detach())))
+                    matrix = nn.Parameter(by_rows(parameter.detach()), requires_grad=parameter.requires_grad)
+                    module.register_parameter(name, matrix)
         _divide(module, own, settings, device, compute_dtype, ignored)
     if axis.shard.size == 1:
         return

@@ -88,7 +88,7 @@ def state_shapes(shape: tuple[int, ...], dtype: torch.dtype, settings: Optimizer
     return found
 
 
-_BF16 = StateCodec(decode=lambda one: one[0].float(), encode=lambda whole: (whole.bfloat16(),))
+ROUNDED = StateCodec(decode=lambda one: one[0].float(), encode=lambda whole: (whole.bfloat16(),))
 _SPLIT = StateCodec(decode=lambda both: join(both[0], both[1]), encode=split)
 _PIECE = 1 << 24
 """Values that are coded at a time: their temporaries take a few hundred MB."""
@@ -132,7 +132,7 @@ def stored_parts(tensor: AdamWTensor) -> dict[str, tuple[tuple[Tensor, ...], Sta
     if tensor.scale1 is not None and tensor.scale2 is not None:
         means, squares = (tensor.moment1, tensor.scale1), (tensor.moment2, tensor.scale2)
         return {"model": model, "moment1": (means, _MEANS), "moment2": (squares, _SQUARES)}
-    codec = _BF16 if tensor.moment1.dtype == torch.bfloat16 else None
+    codec = ROUNDED if tensor.moment1.dtype == torch.bfloat16 else None
     return {"model": model, "moment1": ((tensor.moment1,), codec), "moment2": ((tensor.moment2,), codec)}
 
 

@@ -41,7 +41,7 @@ from penstock.parallel.axes import ALONE, NO_AXIS, Axis
 from penstock.parallel.buckets import BucketEntry, gather_rows, reduce_rows
 from penstock.parallel.gradient_offload import GradientOffload, layer_of_sums
 from penstock.parallel.shard import ParamShard, ShardedTensor, StateCodec, by_rows, local_rows, whole
-from penstock.train.adamw import FusedAdamW, StreamedAdamW, is_own_master, stored_parts
+from penstock.train.adamw import ROUNDED, FusedAdamW, StreamedAdamW, is_own_master, stored_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class StateBytes:
 
 
 class MasterAdamW:
-    """AdamW (arXiv 1711.05101) over the parameters of one rank, all on one device; frozen parameters are skipped.
+    """AdamW (arXiv 1711.05101) over the parameters of one rank, all on one device; frozen ones are saved only.
 
     Ranks with the same parameters create their optimizers together. `bucket_values` is the size of a message; None for
     the default (penstock/parallel/buckets.py).
@@ -162,6 +162,7 @@ class MasterAdamW:
         offload: Offload = _ON_DEVICE,
     ) -> None:
         trained = [param for param in params if param.parameter.requires_grad]
+        self._frozen = [param for param in params if not param.parameter.requires_grad]
         assert trained, "an optimizer needs a parameter that is trained"
         # In the order of names, so that messages match even between ranks that hold different layers.
         trained = sorted(trained, key=lambda one: one.name)
@@ -270,12 +271,15 @@ class MasterAdamW:
             for kind in ("model", "moment1", "moment2")
             for name, kinds in stored.items()
         }
-        return {**parts, "step": whole(self._adamw.step, writes=self._world.rank == 0)}
+        frozen = {f"model.{param.name}": _frozen_part(param) for param in self._frozen}
+        return {**parts, **frozen, "step": whole(self._adamw.step, writes=self._world.rank == 0)}
 
     def memory(self) -> StateBytes:
         """Memory of this optimizer; works on the meta device."""
         shards = self._shards.values()
         weights = [one.values if isinstance(one.param.parameter, DTensor) else one.param.parameter for one in shards]
+        frozen = (param.parameter for param in self._frozen)
+        weights += [one.to_local() if isinstance(one, DTensor) else one for one in frozen]
         there = self.gradient_offload
         return StateBytes(
             weights=_bytes(weights),
@@ -317,6 +321,21 @@ def clip_divisor(norm: float, limit: float) -> float:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _frozen_part(param: ParamShard) -> ShardedTensor:
+    """A parameter that is not trained, as a part of a checkpoint: it has no master, and is saved as float32."""
+    parameter = param.parameter
+    rows = local_rows(parameter) if isinstance(parameter, DTensor) else None
+    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    rank = param.data.replicate.rank if isinstance(parameter, DTensor) else param.data.rank
+    return ShardedTensor(
+        tensor=held.detach(),
+        shape=param.shape,
+        pieces=param.pieces(rows),
+        writes=rank == 0 and all(axis.rank == 0 for axis in param.partial) and held.numel() > 0,
+        codec=None if is_own_master(held) else ROUNDED,
+    )
 
 
 def _move_gradient(total: Tensor, parameter: Tensor) -> None:

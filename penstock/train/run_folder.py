@@ -44,9 +44,12 @@ CHECKPOINTS = "checkpoints"
 FIXED = ("model", "data", "seed", "name", "record.folder", "training.precision")
 """Options that a checkpoint is bound to."""
 
-FREE = ("model.moe.balance", "model.moe.router.expert_bias_rate", "data.corrupt", "data.cache")
-"""Exceptions in FIXED: DeepSeek-V3 set the rate to 0 for its last part (arXiv 2412.19437, section 4.2), and a run that
-stopped at a corrupt record may skip it.
+FREE = (
+    *("model.moe.balance", "model.moe.router.expert_bias_rate", "data.corrupt", "data.cache"),
+    *("model.attention.indexer.stage", "model.attention.indexer.loss_coef"),
+)
+"""Exceptions in FIXED: DeepSeek-V3 set the rate to 0 for its last part (arXiv 2412.19437, section 4.2), a run that
+stopped at a corrupt record may skip it, and weights of an indexer's warm-up begin its sparse stage.
 """
 
 

@@ -17,7 +17,18 @@ from typing import Any
 import torch
 
 from penstock.train import loop
-from tests.campaign.runs import RESUME, Reference, begin, end_of, finish, go_on, kill_all, moment, output
+from tests.campaign.runs import (
+    RESUME,
+    STEPS,
+    Reference,
+    begin,
+    end_of,
+    finish,
+    go_on,
+    kill_all,
+    output,
+    wait_for_moment,
+)
 
 MOST_ATTEMPTS = 10
 """Of one run, before it is left alone."""
@@ -25,14 +36,19 @@ MOST_ATTEMPTS = 10
 Fault = Callable[[Path, random.Random, Reference], int]
 
 
+def _killed_once(folder: Path, draw: random.Random, wanted: Reference, saves: int = 0) -> bool:
+    """SIGKILL of every process; whether it came before the end of the run."""
+    process = go_on(folder, wanted)
+    wait_for_moment(folder, process, draw, wanted, saves)
+    kill_all(process)
+    return end_of(process) == -signal.SIGKILL
+
+
 def _killed(folder: Path, draw: random.Random, wanted: Reference) -> int:
     """SIGKILL of every process at random moments."""
     kills = 0
     for _ in range(draw.randint(1, MOST_ATTEMPTS)):
-        process = go_on(folder, wanted)
-        time.sleep(moment(draw, wanted))
-        kill_all(process)
-        kills += end_of(process) == -signal.SIGKILL
+        kills += _killed_once(folder, draw, wanted)
     finish(folder, wanted)
     return kills
 
@@ -40,7 +56,7 @@ def _killed(folder: Path, draw: random.Random, wanted: Reference) -> int:
 def _launcher_killed(folder: Path, draw: random.Random, wanted: Reference) -> int:
     """SIGKILL of the launcher: its ranks save and end by themselves."""
     process = go_on(folder, wanted)
-    time.sleep(moment(draw, wanted))
+    wait_for_moment(folder, process, draw, wanted)
     os.kill(process, signal.SIGKILL)
     killed = end_of(process) == -signal.SIGKILL
     finish(folder, wanted)
@@ -50,7 +66,7 @@ def _launcher_killed(folder: Path, draw: random.Random, wanted: Reference) -> in
 def _rank_killed(folder: Path, draw: random.Random, wanted: Reference) -> int:
     """SIGKILL of one rank: the others end, and the launcher says which one it was."""
     process = go_on(folder, wanted)
-    time.sleep(moment(draw, wanted))
+    wait_for_moment(folder, process, draw, wanted)
     children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     if len(children) < 2:  # the ranks have not begun, or have ended
         kill_all(process)
@@ -69,7 +85,7 @@ def _stopped(folder: Path, draw: random.Random, wanted: Reference) -> int:
     """SIGTERM, SIGINT or SIGHUP: a checkpoint, and the shell's exit code."""
     number = draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     process = go_on(folder, wanted)
-    time.sleep(moment(draw, wanted))
+    wait_for_moment(folder, process, draw, wanted)
     os.kill(process, number)
     code = end_of(process)
     assert code in (0, -number, 128 + number), (code, output(folder))
@@ -79,12 +95,10 @@ def _stopped(folder: Path, draw: random.Random, wanted: Reference) -> int:
 
 def _damaged(folder: Path, draw: random.Random, wanted: Reference) -> int:
     """A file of the newest checkpoint is missing, cut, flipped, or that of another step: the one before serves."""
-    process = go_on(folder, wanted)
-    time.sleep(moment(draw, wanted))
-    kill_all(process)
-    end_of(process)
+    _killed_once(folder, draw, wanted, saves=2)
     steps = sorted((folder / "runs/tiny/checkpoints").glob("step-*"))
-    if len(steps) > 1:
+    is_damaged = len(steps) > 1 and not steps[-1].name.endswith(f"{STEPS}")  # a run that has ended reads none
+    if is_damaged:
         path = draw.choice(sorted(steps[-1].iterdir()))
         content = bytearray(path.read_bytes())
         kind = draw.choice(("missing", "cut", "flipped", "swapped"))
@@ -98,15 +112,12 @@ def _damaged(folder: Path, draw: random.Random, wanted: Reference) -> int:
             content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
             path.write_bytes(content)
     finish(folder, wanted)  # the damaged checkpoint is put aside, under a name that says so
-    return int(len(steps) > 1)
+    return int(is_damaged)
 
 
 def _metrics_cut(folder: Path, draw: random.Random, wanted: Reference) -> int:
     """The end of the metrics is missing, in the middle of a line, as after a power cut."""
-    process = go_on(folder, wanted)
-    time.sleep(moment(draw, wanted))
-    kill_all(process)
-    end_of(process)
+    _killed_once(folder, draw, wanted, saves=2)
     path = folder / "runs/tiny/metrics.jsonl"
     cut = path.exists() and path.stat().st_size > 40
     if cut:
@@ -121,10 +132,7 @@ def _metrics_cut(folder: Path, draw: random.Random, wanted: Reference) -> int:
 
 def _two_at_once(folder: Path, draw: random.Random, wanted: Reference) -> int:
     """Two processes resume one folder: one trains, the other is refused with a line."""
-    process = go_on(folder, wanted)
-    time.sleep(moment(draw, wanted))
-    kill_all(process)
-    end_of(process)
+    _killed_once(folder, draw, wanted, saves=2)
     if not (folder / "runs/tiny/config.toml").exists():
         finish(folder, wanted)
         return 0
@@ -138,10 +146,7 @@ def _two_at_once(folder: Path, draw: random.Random, wanted: Reference) -> int:
 
 def _clock_back(folder: Path, draw: random.Random, wanted: Reference) -> int:
     """A run is killed, and goes on while the clock of the machine shows an earlier time."""
-    process = go_on(folder, wanted)
-    time.sleep(moment(draw, wanted))
-    kill_all(process)
-    end_of(process)
+    _killed_once(folder, draw, wanted, saves=2)
     back = draw.uniform(60.0, 1e7)
     now = time.time
 
@@ -149,7 +154,7 @@ def _clock_back(folder: Path, draw: random.Random, wanted: Reference) -> int:
         vars(time)["time"] = lambda: now() - back
 
     process = go_on(folder, wanted, turn_back)
-    time.sleep(moment(draw, wanted))
+    wait_for_moment(folder, process, draw, wanted)
     kill_all(process)
     end_of(process)
     finish(folder, wanted)

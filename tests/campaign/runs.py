@@ -12,12 +12,13 @@ from typing import Any
 
 from penstock.config.load import dump_toml
 from penstock.config.training import Checkpoint, Evaluation
+from penstock.train import run_lock
 from penstock.train.manifest import FACTS, read_manifest
 from penstock.train.run_folder import RunFolder
 from tests import warm
 from tests.train.tiny_run import TRAINING, tiny_run
 
-STEPS, EVERY = 16, 2
+STEPS, EVERY = 30, 2
 FIGURES = (
     *("step", "loss", "mtp_losses", "gradient_norm", "learning_rate", "tokens_seen", "auxiliary_loss", "layers"),
     *("dropped_slots", "rows_left_out", "records_skipped", "evaluation_loss", "evaluation_bits_per_byte"),
@@ -62,6 +63,7 @@ def begin(folder: Path, words: Sequence[str], prepare: Callable[[], object] = la
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     try:
+        vars(run_lock)["STALE_SECONDS"] = 0.0  # no other process makes a folder here
         prepare()
         code = warm.penstock(list(words))
     except BaseException:  # noqa: BLE001 - a fork must not go on behind its caller
@@ -132,6 +134,21 @@ def finish(folder: Path, wanted: Reference) -> None:
     assert not left, f"left behind: {left}"
 
 
-def moment(draw: random.Random, wanted: Reference) -> float:
-    """Seconds after which something happens, most often while the run trains."""
-    return draw.uniform(0.2, 1.1) * wanted.seconds
+def wait_for_moment(folder: Path, process: int, draw: random.Random, wanted: Reference, saves: int = 0) -> None:
+    """Wait for a random moment of a run: often while it trains, else any, its start included.
+
+    With `saves` the run has made so many checkpoints by then, unless it has ended.
+    """
+    if not saves and draw.random() < 0.3:
+        time.sleep(draw.uniform(0.0, 1.1) * wanted.seconds)
+        return
+    least = _saved(folder) + EVERY * (saves or draw.randint(1, 4))
+    while min(least, STEPS) > _saved(folder) and not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        time.sleep(0.001)
+    time.sleep(draw.uniform(0.0, 0.05))
+
+
+def _saved(folder: Path) -> int:
+    """The step of the newest checkpoint."""
+    names = (path.name for path in (folder / "runs/tiny/checkpoints").glob("step-??????"))
+    return max((int(name.removeprefix("step-")) for name in names), default=0)

@@ -82,6 +82,11 @@ KDA = (
     'model.linear_attention={kind="kda", key_heads=4, value_heads=4, key_head_dim=8, value_head_dim=8, full_every=2}',
     *DOCUMENTS,
 )
+INDEXER = (
+    *("model.attention.q_lora_rank=32", "model.attention.indexer={index_n_heads=2, index_head_dim=16, index_topk=8}"),
+    *DOCUMENTS,
+)
+WARM_UP = (*INDEXER, "model.attention.indexer.stage=dense")
 DELTA_PACKED = (*DELTA, *DOCUMENTS)
 OLMOE = (*GQA, 'model.attention.qk_norm="projection"')
 
@@ -123,6 +128,11 @@ ATTENTION_CASES = (
     Case("EP 2, linear attention, recompute layer", 2, layout("expert=2", "recompute.modules=layer"), DELTA_PACKED),
     Case("TP 2 x CP 2, keys gathered, decays by feature", 4, layout("tensor=2", "context=2", GATHERED), KDA),
     Case("EP 2, overlap halves, decays by feature", 2, layout("expert=2", *HALVES), KDA),
+    Case("EP 2 x EDP 2, FSDP, chosen keys, documents", 4, layout("expert=2", "shard=full"), INDEXER),
+    Case("PP 2 x EP 2, ZB-V, chosen keys", 4, pipeline("zb-v", 2, "expert=2"), INDEXER),
+    Case("EP 2, chosen keys, recompute layer", 2, layout("expert=2", "recompute.modules=layer"), INDEXER),
+    Case("EP 2, FSDP, warm-up of the indexer", 2, layout("expert=2", "shard=full"), WARM_UP),
+    Case("PP 2, warm-up of the indexer", 2, pipeline("1f1b", 2), WARM_UP),
     Case("TP 2, norm of all heads", 2, layout("tensor=2"), OLMOE),
     Case("TP 2 x CP 2 folded with EP 4, norm of all heads", 4, layout("tensor=2", "context=2", "expert=4"), OLMOE),
     Case("PP 2 x EP 2, norm of all heads", 4, pipeline("1f1b", 2, "expert=2"), OLMOE),

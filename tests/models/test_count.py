@@ -9,11 +9,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.config.load import load_run
 from penstock.config.model import GroupedQueryAttention, Model
-from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
+from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3, deepseek_v3_2
 from penstock.config.presets.ernie_minimax import ernie_4_5_21b_a3b, ernie_4_5_300b_a47b, minimax_m2
 from penstock.config.presets.glm import glm_4_5, glm_4_5_air
 from penstock.config.presets.moonshot import kimi_k2, moonlight_16b_a3b
 from penstock.config.presets.proxies import moe_1t, moe_2t, moe_515b
+from penstock.config.presets.qwen3_next import qwen3_5_35b_a3b, qwen3_next_80b_a3b
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.size import size_of
@@ -82,6 +83,7 @@ def _attention_flops(config: Model, sequence_length: int) -> float:
         (deepseek_v2_lite, 15.7e9, 2.66e9, None),
         (deepseek_v2, 235.7e9, 21.4e9, None),
         (deepseek_v3, 671.0e9, 37.6e9, None),
+        (deepseek_v3_2, 671.9e9, 38.4e9, None),
         (moonlight_16b_a3b, 15.96e9, 2.91e9, None),
         (kimi_k2, 1026e9, 32.9e9, None),
         (glm_4_5, 352.8e9, 33.6e9, None),
@@ -89,6 +91,8 @@ def _attention_flops(config: Model, sequence_length: int) -> float:
         (ernie_4_5_21b_a3b, 21.8e9, 3.35e9, None),
         (ernie_4_5_300b_a47b, 299.5e9, 47.9e9, None),
         (minimax_m2, 228.7e9, 11.0e9, None),
+        (qwen3_next_80b_a3b, 79.7e9, 3.87e9, None),
+        (qwen3_5_35b_a3b, 34.66e9, 3.45e9, None),
         # The advertised active sizes leave out projections of attention heads.
         (moe_515b, 528e9, 57.0e9, 44e9),
         (moe_1t, 1036e9, 57.1e9, 44e9),

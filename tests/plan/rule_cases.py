@@ -96,6 +96,18 @@ LEGAL = (
         {"cp": 16, "tp": 16, "context_method": "auto"},
         "(256); got 128",
     ),
+    Case(
+        "ranks-divide-linear-heads",
+        {"cp": 4, "tp": 8, "model": replace(V3, key_heads=16)},
+        {"cp": 2, "tp": 8, "model": replace(V3, key_heads=16)},
+        "linear_attention.key_heads (16); got 32",
+    ),
+    Case(
+        "indexer-has-rows-and-heads-of-its-own",
+        {"cp": 2, "model": replace(V3, has_indexer=True)},
+        {"cp": 1, "model": replace(V3, has_indexer=True)},
+        "parallel.context does not go with model.attention.indexer",
+    ),
     Case("schedule-has-its-stages", {**PP16, "vpp": 2}, PP16, "pipeline.schedule 1f1b; got 2"),
     Case("schedule-has-its-stages", {**PP8X2, "vpp": 1}, PP8X2, "interleaved; got 1"),
     Case("pipeline-has-enough-layers", {"pp": 64, "schedule": "1f1b"}, PP16, "64 ranks x 1 stages = 64"),

@@ -1,10 +1,10 @@
-"""DeepSeek-V2-Lite, V2 and V3, as their authors published them.
+"""DeepSeek-V2-Lite, V2, V3 and V3.2, as their authors published them.
 
 Sources: the Hugging Face configs of the three models (sizes, rotary scaling), arXiv 2405.04434 section 3.1.2 and
 appendix B (V2, V2-Lite: optimizer, auxiliary loss), arXiv 2412.19437 sections 4.1 and 4.2 (V3).
 """
 
-from penstock.config.model import Balance, LatentAttention, Model, Moe, Rope, Router, Yarn
+from penstock.config.model import Balance, Indexer, LatentAttention, Model, Moe, Rope, Router, Yarn
 from penstock.config.presets.recipe import pretrain
 from penstock.config.run import Run
 
@@ -101,3 +101,14 @@ def deepseek_v3() -> Run:
         initializer_range=0.006,
     )
     return pretrain("deepseek-v3", model, learning_rate=2.2e-4, rows=15360)
+
+
+def deepseek_v3_2() -> Run:
+    """DeepSeek-V3.2: V3 with sparse attention, 671.9 B parameters; its second stage (arXiv 2512.02556 section 2.1)."""
+    model = deepseek_v3().model
+    assert isinstance(model.attention, LatentAttention), "V3 has latent attention"
+    attention = model.attention.model_copy(
+        update={"indexer": Indexer(index_n_heads=64, index_head_dim=128, index_topk=2048)}
+    )
+    model = model.model_copy(update={"family": "deepseek-v3.2", "attention": attention})
+    return pretrain("deepseek-v3.2", model, learning_rate=7.3e-6, sequence_length=131072, rows=480)

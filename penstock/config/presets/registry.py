@@ -32,6 +32,7 @@ PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
         "deepseek-v2-lite": deepseek.deepseek_v2_lite,
         "deepseek-v2": deepseek.deepseek_v2,
         "deepseek-v3": deepseek.deepseek_v3,
+        "deepseek-v3.2": deepseek.deepseek_v3_2,
         "moonlight-16b-a3b": moonshot.moonlight_16b_a3b,
         "kimi-k2": moonshot.kimi_k2,
         "glm-4.5": glm.glm_4_5,

@@ -18,7 +18,10 @@ from penstock.config.schema import as_toml, find, leaves
 from penstock.models.huggingface.config_parts import KEYS_OF_PARTS, Keys, Values, refused
 from penstock.models.huggingface.families import FAMILIES, Family, family_of
 
-TRAINING_ONLY = ("moe.balance.", "moe.router.expert_bias_rate")
+TRAINING_ONLY = (
+    *("moe.balance.", "moe.router.expert_bias_rate"),
+    *("attention.indexer.stage", "attention.indexer.loss_coef"),
+)
 """Prefixes of the paths below `model` that `config.json` does not have."""
 
 _POSITIONS = 4096  # if the longest row of training is unknown

@@ -47,15 +47,30 @@ from penstock.models.huggingface.rearrangements import (
     channels,
     interleaved,
     nested,
-    rotary_halves,
+    rotary_halves_of_indexer,
     rotary_halves_of_queries,
     transposed,
     two_by_key_head,
 )
+from penstock.models.huggingface.weight_names import (
+    ATTENTION,
+    CONVOLUTIONS,
+    DEEPSEEK,
+    DELTA,
+    DELTA_NAMES,
+    EXPERT_BIAS,
+    INDEXER,
+    PREDICTION,
+    PREDICTION_OF_QWEN,
+    PROJECTIONS,
+    ROTARY_HALVES,
+    Names,
+    dense_network,
+    experts_one_by_one,
+    experts_stacked,
+)
 
 # ----------------------------------------------------------------------------------------------------------- family
-
-Names = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,112 +112,6 @@ class Family:
 
 
 _IN_LAYER = re.compile(r"(?:model|(?P<mtp>mtp))\.layers\.(?P<layer>\d+)\.")
-
-# -------------------------------------------------------------------------------------------------- names of weights
-
-MODEL: Names = {
-    "embed.weight": ("model.embed_tokens.weight",),
-    "norm.weight_D": ("model.norm.weight",),
-    "head.weight": ("lm_head.weight",),
-}
-
-_NORMS: Names = {
-    "attention_norm.weight_D": ("input_layernorm.weight",),
-    "ffn_norm.weight_D": ("post_attention_layernorm.weight",),
-}
-
-_ATTENTION: Names = {
-    **_NORMS,
-    **{
-        f"attention.{ours}.{kind}": (f"self_attn.{theirs}.{kind}",)
-        for ours, theirs in {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}.items()
-        for kind in ("weight", "bias")
-    },
-    "attention.query_norm.weight_D": ("self_attn.q_norm.weight",),
-    "attention.key_norm.weight_D": ("self_attn.k_norm.weight",),
-    "attention.sinks_H": ("self_attn.sinks",),
-}
-
-_ROTARY_HALVES: Mapping[str, tuple[RearrangementOf, ...]] = {
-    f"attention.{ours}": (rotary_halves,)
-    for ours in ("query.weight", "query.bias", "key.weight", "key.bias", "query_norm.weight_D", "key_norm.weight_D")
-}
-
-_DELTA = "linear_attn"
-_DELTA_NAMES: Names = {
-    **_NORMS,
-    **{f"attention.mixing.{one}_conv_DJ": (f"{_DELTA}.conv1d.weight",) for one in ("query", "key", "value")},
-    "attention.mixing.decay_rate_H": (f"{_DELTA}.A_log",),
-    "attention.mixing.decay_bias": (f"{_DELTA}.dt_bias",),
-    "attention.norm.weight_D": (f"{_DELTA}.norm.weight",),
-    "attention.out.weight": (f"{_DELTA}.out_proj.weight",),
-}
-_CONVOLUTIONS = tuple(f"attention.mixing.{one}_conv_DJ" for one in ("query", "key", "value"))
-_PROJECTIONS = tuple(f"attention.{one}.weight" for one in ("query", "key", "value", "gate"))
-
-_LATENT_ATTENTION: Names = {
-    **_NORMS,
-    "attention.query.weight": ("self_attn.q_proj.weight",),
-    "attention.query.down.weight": ("self_attn.q_a_proj.weight",),
-    "attention.query.norm.weight_D": ("self_attn.q_a_layernorm.weight",),
-    "attention.query.up.weight": ("self_attn.q_b_proj.weight",),
-    "attention.kv_down.weight": ("self_attn.kv_a_proj_with_mqa.weight",),
-    "attention.kv_norm.weight_D": ("self_attn.kv_a_layernorm.weight",),
-    "attention.kv_up.weight": ("self_attn.kv_b_proj.weight",),
-    "attention.out.weight": ("self_attn.o_proj.weight",),
-}
-
-
-def _dense(ours: str, theirs: str) -> Names:
-    return {
-        f"{ours}.gate_up.weight": (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"),
-        f"{ours}.down.weight": (f"{theirs}.down_proj.weight",),
-    }
-
-
-def _experts(theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
-    stem = f"{theirs}.experts.{{expert}}"
-    return {
-        "ffn.router.weight_ED": (f"{theirs}.gate.weight",),
-        "ffn.experts.gate_up_eFD": (f"{stem}.{gate}.weight", f"{stem}.{up}.weight"),
-        "ffn.experts.down_eDF": (f"{stem}.{down}.weight",),
-    }
-
-
-def _stacks(theirs: str) -> Names:
-    return {
-        "ffn.router.weight_ED": (f"{theirs}.router.weight",),
-        "ffn.router.logit_bias_E": (f"{theirs}.router.bias",),
-        "ffn.experts.gate_up_eFD": (f"{theirs}.experts.gate_up_proj",),
-        "ffn.experts.gate_up_bias_eF": (f"{theirs}.experts.gate_up_proj_bias",),
-        "ffn.experts.down_eDF": (f"{theirs}.experts.down_proj",),
-        "ffn.experts.down_bias_eD": (f"{theirs}.experts.down_proj_bias",),
-    }
-
-
-_EXPERT_BIAS: Names = {"ffn.router.expert_bias_E": ("mlp.gate.e_score_correction_bias",)}
-
-_DEEPSEEK: Names = {
-    **_LATENT_ATTENTION,
-    **_dense("ffn", "mlp"),
-    **_dense("ffn.shared", "mlp.shared_experts"),
-    **_experts("mlp"),
-    **_EXPERT_BIAS,
-}
-
-_PREDICTION: Names = {
-    "embed_norm.weight_D": ("enorm.weight",),
-    "hidden_norm.weight_D": ("hnorm.weight",),
-    "join.weight": ("eh_proj.weight",),
-    "norm.weight_D": ("shared_head.norm.weight",),
-}
-
-_PREDICTION_OF_QWEN: Names = {
-    "embed_norm.weight_D": ("pre_fc_norm_embedding.weight",),
-    "hidden_norm.weight_D": ("pre_fc_norm_hidden.weight",),
-    "join.weight": ("fc.weight",),
-    "norm.weight_D": ("norm.weight",),
-}
 
 # ---------------------------------------------------------------------------------------------- keys of config.json
 
@@ -251,11 +160,29 @@ _SIGMOID_WITH_BIAS: Values = {
 _REPEATED = r".*\.rotary_emb\.inv_freq|model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
 """Names that files with multi-token prediction have twice: embedding and output projection are the main model's."""
 
+_DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    also=("kimi_k2",),
+    architecture="DeepseekV3ForCausalLM",
+    names=DEEPSEEK,
+    prediction=PREDICTION,
+    values={
+        **_DEEPSEEK_VALUES,
+        **_GROUPS,
+        "num_nextn_predict_layers": "mtp_layers",
+    },
+    absent={**_MODEL_ABSENT, "num_nextn_predict_layers": 0},
+    always=_SIGMOID_WITH_BIAS,
+    fixed={**_DEEPSEEK_FIXED, "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    parts=(LATENTS, rotary(10000.0, scales_scores=True), SHARED),
+    left_out=_REPEATED,
+)
+
 _LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    names={**_ATTENTION, **_dense("ffn", "mlp")},
-    forms=_ROTARY_HALVES,
+    names={**ATTENTION, **dense_network("ffn", "mlp")},
+    forms=ROTARY_HALVES,
     values=_DENSE_VALUES,
     absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "rms_norm_eps": 1e-6},
     fixed={**_MODEL_FIXED, "mlp_bias": False},
@@ -267,27 +194,27 @@ _QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     names={
-        **_ATTENTION,
-        **_dense("ffn", "mlp"),
-        **_dense("ffn.shared", "mlp.shared_expert"),
+        **ATTENTION,
+        **dense_network("ffn", "mlp"),
+        **dense_network("ffn.shared", "mlp.shared_expert"),
         "ffn.shared.gate.weight": ("mlp.shared_expert_gate.weight",),
-        **_experts("mlp"),
+        **experts_one_by_one("mlp"),
     },
     linear={
-        **_DELTA_NAMES,
-        **dict.fromkeys(_PROJECTIONS, (f"{_DELTA}.in_proj_qkvz.weight",)),
-        **dict.fromkeys(("attention.beta.weight", "attention.decay.weight"), (f"{_DELTA}.in_proj_ba.weight",)),
+        **DELTA_NAMES,
+        **dict.fromkeys(PROJECTIONS, (f"{DELTA}.in_proj_qkvz.weight",)),
+        **dict.fromkeys(("attention.beta.weight", "attention.decay.weight"), (f"{DELTA}.in_proj_ba.weight",)),
     },
     divided={
-        f"{_DELTA}.in_proj_qkvz.weight": (by_key_head, _PROJECTIONS),
-        f"{_DELTA}.in_proj_ba.weight": (two_by_key_head, ("attention.beta.weight", "attention.decay.weight")),
-        f"{_DELTA}.conv1d.weight": (all_at_once, _CONVOLUTIONS),
+        f"{DELTA}.in_proj_qkvz.weight": (by_key_head, PROJECTIONS),
+        f"{DELTA}.in_proj_ba.weight": (two_by_key_head, ("attention.beta.weight", "attention.decay.weight")),
+        f"{DELTA}.conv1d.weight": (all_at_once, CONVOLUTIONS),
     },
     forms={
-        **_ROTARY_HALVES,
+        **ROTARY_HALVES,
         "attention.query.weight": (rotary_halves_of_queries,),
         "attention.query.bias": (rotary_halves_of_queries,),
-        **dict.fromkeys(_CONVOLUTIONS, (channels,)),
+        **dict.fromkeys(CONVOLUTIONS, (channels,)),
     },
     values={
         **_DENSE_VALUES,
@@ -314,7 +241,7 @@ _QWEN3_NEXT = Family(
     },
     fixed=_MODEL_FIXED,
     parts=(HEADS, rotary(10000.0, partial=0.25), LINEAR, EXCEPTIONS),
-    prediction=_PREDICTION_OF_QWEN,
+    prediction=PREDICTION_OF_QWEN,
     prediction_prefixes=("mtp.", "mtp.layers.{depth}."),
 )
 
@@ -323,34 +250,32 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "deepseek-v2": Family(
             model_type="deepseek_v2",
             architecture="DeepseekV2ForCausalLM",
-            names=_DEEPSEEK,
+            names=DEEPSEEK,
             values=_DEEPSEEK_VALUES,
             absent=_MODEL_ABSENT,
             fixed={**_DEEPSEEK_FIXED, "norm_topk_prob": False, "scoring_func": "softmax"},
             parts=(LATENTS, rotary(10000.0, scales_scores=True), SHARED, GROUPS_OF_V2),
         ),
-        "deepseek-v3": Family(
-            model_type="deepseek_v3",
-            also=("kimi_k2",),
-            architecture="DeepseekV3ForCausalLM",
-            names=_DEEPSEEK,
-            prediction=_PREDICTION,
+        "deepseek-v3": _DEEPSEEK_V3,
+        "deepseek-v3.2": replace(
+            _DEEPSEEK_V3,
+            model_type="deepseek_v32",
+            also=(),
+            architecture="DeepseekV32ForCausalLM",
+            names={**DEEPSEEK, **INDEXER},
+            forms=dict.fromkeys([*INDEXER][:-1], (rotary_halves_of_indexer,)),
             values={
-                **_DEEPSEEK_VALUES,
-                **_GROUPS,
-                "num_nextn_predict_layers": "mtp_layers",
+                **_DEEPSEEK_V3.values,
+                "index_n_heads": "attention.indexer.index_n_heads",
+                "index_head_dim": "attention.indexer.index_head_dim",
+                "index_topk": "attention.indexer.index_topk",
             },
-            absent={**_MODEL_ABSENT, "num_nextn_predict_layers": 0},
-            always=_SIGMOID_WITH_BIAS,
-            fixed={**_DEEPSEEK_FIXED, "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-            parts=(LATENTS, rotary(10000.0, scales_scores=True), SHARED),
-            left_out=_REPEATED,
         ),
         "mixtral": Family(
             model_type="mixtral",
             architecture="MixtralForCausalLM",
-            names={**_ATTENTION, **_experts("block_sparse_moe", "w1", "w3", "w2")},
-            forms=_ROTARY_HALVES,
+            names={**ATTENTION, **experts_one_by_one("block_sparse_moe", "w1", "w3", "w2")},
+            forms=ROTARY_HALVES,
             values={
                 **_MODEL_VALUES,
                 **_TOP_K,
@@ -365,8 +290,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3-moe": Family(
             model_type="qwen3_moe",
             architecture="Qwen3MoeForCausalLM",
-            names={**_ATTENTION, **_dense("ffn", "mlp"), **_experts("mlp")},
-            forms=_ROTARY_HALVES,
+            names={**ATTENTION, **dense_network("ffn", "mlp"), **experts_one_by_one("mlp")},
+            forms=ROTARY_HALVES,
             values={
                 **_DENSE_VALUES,
                 **_TOP_K,
@@ -383,8 +308,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "olmoe": Family(
             model_type="olmoe",
             architecture="OlmoeForCausalLM",
-            names={**_ATTENTION, **_experts("mlp")},
-            forms=_ROTARY_HALVES,
+            names={**ATTENTION, **experts_one_by_one("mlp")},
+            forms=ROTARY_HALVES,
             values={
                 **_MODEL_VALUES,
                 **_BIAS,
@@ -402,10 +327,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             model_type="llama4_text",
             architecture="Llama4ForCausalLM",
             names={
-                **_ATTENTION,
-                **_dense("ffn", "feed_forward"),
-                **_dense("ffn.shared", "feed_forward.shared_expert"),
-                **_stacks("feed_forward"),
+                **ATTENTION,
+                **dense_network("ffn", "feed_forward"),
+                **dense_network("ffn.shared", "feed_forward.shared_expert"),
+                **experts_stacked("feed_forward"),
             },
             forms={"ffn.experts.gate_up_eFD": (transposed,), "ffn.experts.down_eDF": (transposed,)},
             values={
@@ -426,9 +351,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gpt-oss": Family(
             model_type="gpt_oss",
             architecture="GptOssForCausalLM",
-            names={**_ATTENTION, **_stacks("mlp")},
+            names={**ATTENTION, **experts_stacked("mlp")},
             forms={
-                **_ROTARY_HALVES,
+                **ROTARY_HALVES,
                 "ffn.experts.gate_up_eFD": (transposed, interleaved),
                 "ffn.experts.gate_up_bias_eF": (interleaved,),
                 "ffn.experts.down_eDF": (transposed,),
@@ -456,14 +381,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             model_type="glm4_moe",
             architecture="Glm4MoeForCausalLM",
             names={
-                **_ATTENTION,
-                **_dense("ffn", "mlp"),
-                **_dense("ffn.shared", "mlp.shared_experts"),
-                **_experts("mlp"),
-                **_EXPERT_BIAS,
+                **ATTENTION,
+                **dense_network("ffn", "mlp"),
+                **dense_network("ffn.shared", "mlp.shared_experts"),
+                **experts_one_by_one("mlp"),
+                **EXPERT_BIAS,
             },
-            forms=_ROTARY_HALVES,
-            prediction=_PREDICTION,
+            forms=ROTARY_HALVES,
+            prediction=PREDICTION,
             values={
                 **_MODEL_VALUES,
                 **_TOP_K,
@@ -487,10 +412,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             model_type="ernie4_5_moe",
             architecture="Ernie4_5_MoeForCausalLM",
             names={
-                **_ATTENTION,
-                **_dense("ffn", "mlp"),
-                **_dense("ffn.shared", "mlp.shared_experts"),
-                **_experts("mlp"),
+                **ATTENTION,
+                **dense_network("ffn", "mlp"),
+                **dense_network("ffn.shared", "mlp.shared_experts"),
+                **experts_one_by_one("mlp"),
                 "ffn.router.expert_bias_E": ("mlp.moe_statics.e_score_correction_bias",),
             },
             forms={"ffn.router.expert_bias_E": (nested,)},
@@ -515,11 +440,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             model_type="minimax_m2",
             architecture="MiniMaxM2ForCausalLM",
             names={
-                **_ATTENTION,
-                **_experts("block_sparse_moe", "w1", "w3", "w2"),
+                **ATTENTION,
+                **experts_one_by_one("block_sparse_moe", "w1", "w3", "w2"),
                 "ffn.router.expert_bias_E": ("block_sparse_moe.e_score_correction_bias",),
             },
-            forms=_ROTARY_HALVES,
+            forms=ROTARY_HALVES,
             values={
                 **_MODEL_VALUES,
                 **_TOP_K,
@@ -548,17 +473,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "ffn.experts.down_eDF": ("mlp.experts.down_proj",),
             },
             linear={
-                **_DELTA_NAMES,
-                **dict.fromkeys(_PROJECTIONS[:3], (f"{_DELTA}.in_proj_qkv.weight",)),
-                "attention.gate.weight": (f"{_DELTA}.in_proj_z.weight",),
-                "attention.beta.weight": (f"{_DELTA}.in_proj_b.weight",),
-                "attention.decay.weight": (f"{_DELTA}.in_proj_a.weight",),
+                **DELTA_NAMES,
+                **dict.fromkeys(PROJECTIONS[:3], (f"{DELTA}.in_proj_qkv.weight",)),
+                "attention.gate.weight": (f"{DELTA}.in_proj_z.weight",),
+                "attention.beta.weight": (f"{DELTA}.in_proj_b.weight",),
+                "attention.decay.weight": (f"{DELTA}.in_proj_a.weight",),
             },
             divided={
-                f"{_DELTA}.in_proj_qkv.weight": (all_at_once, _PROJECTIONS[:3]),
-                f"{_DELTA}.conv1d.weight": (all_at_once, _CONVOLUTIONS),
+                f"{DELTA}.in_proj_qkv.weight": (all_at_once, PROJECTIONS[:3]),
+                f"{DELTA}.conv1d.weight": (all_at_once, CONVOLUTIONS),
             },
-            instead=_experts("mlp"),
+            instead=experts_one_by_one("mlp"),
             values={key: path for key, path in _QWEN3_NEXT.values.items() if key not in _NOT_IN_QWEN35},
             always={**_QWEN3_NEXT.always, "moe.router.norm_topk_prob": True},
             parts=(HEADS, rotary(10000.0, partial=0.25), LINEAR),

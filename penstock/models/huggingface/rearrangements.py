@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from penstock.config.model import LinearAttention, Model
+from penstock.config.model import LatentAttention, LinearAttention, Model
 
 
 class Rearrangement(Protocol):
@@ -113,6 +113,14 @@ def rotary_halves(config: Model) -> Rearrangement:
 def rotary_halves_of_queries(config: Model) -> Rearrangement:
     """The same where each head has its gate behind its query."""
     return _halves(config, 2 * config.attention.head_dim)
+
+
+def rotary_halves_of_indexer(config: Model) -> Rearrangement:
+    """The same for queries and the key of the indexer, whose first features are rotated."""
+    attention = config.attention
+    assert isinstance(attention, LatentAttention), "the family has an indexer"
+    assert attention.indexer is not None, "the family has an indexer"
+    return _halves(config, attention.indexer.index_head_dim)
 
 
 def _halves(config: Model, block: int) -> Rearrangement:

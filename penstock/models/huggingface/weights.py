@@ -22,9 +22,10 @@ from penstock.config.model import Model
 from penstock.layout.sharding import Rectangle
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
-from penstock.models.huggingface.families import MODEL, Family, family_of
+from penstock.models.huggingface.families import Family, family_of
 from penstock.models.huggingface.rearrangements import Division, Rearrangement
 from penstock.models.huggingface.weight_folder import WeightFolder
+from penstock.models.huggingface.weight_names import MODEL
 
 WEIGHTS_FILE = "model.safetensors"
 _HEAD = "lm_head.weight"

@@ -58,6 +58,8 @@ LEGAL: tuple[Rule, ...] = (
     _by_config(layout_rules.expert_ranks_divide_experts, "L3"),
     _by_config(layout_rules.expert_tensor_ranks_divide_an_expert, "our layout"),
     _by_config(layout_rules.tensor_ranks_divide_heads, "L4"),
+    _by_config(layout_rules.indexer_has_rows_and_heads_of_its_own, "our layout"),
+    _by_config(layout_rules.ranks_divide_linear_heads, "our layout"),
     _by_config(layout_rules.tensor_ranks_divide_widths, "our layout"),
     _by_config(layout_rules.tensor_ranks_divide_the_vocabulary, "our layout"),
     _by_config(layout_rules.ranks_divide_the_sequence, "L6"),

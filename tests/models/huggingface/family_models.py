@@ -6,6 +6,7 @@ Parity is shown on rows of 24 tokens; windows, chunks and the floor of the tempe
 from penstock.config.model import (
     ClampedSwiglu,
     GroupedQueryAttention,
+    Indexer,
     LinearAttention,
     Llama3Rope,
     LocalAttention,
@@ -130,6 +131,13 @@ LATENT_YARN = tiny_attention(
     q_lora_rank=20, yarn=Yarn(factor=8.0, original_max_position_embeddings=16, mscale=0.707, mscale_all_dim=0.707)
 )
 V2, V3 = tiny_model("deepseek-v2"), tiny_model("deepseek-v3")
+INDEXER = Indexer(index_n_heads=3, index_head_dim=12, index_topk=6)
+V32 = tiny_model("deepseek-v3").model_copy(
+    update={
+        "family": "deepseek-v3.2",
+        "attention": tiny_attention(q_lora_rank=20).model_copy(update={"indexer": INDEXER}),
+    }
+)
 GROUPED_V2 = Router(scoring_func="softmax", n_group=4, topk_group=2, group_score="max", routed_scaling_factor=16.0)
 RAW_V3 = Router(scoring_func="sigmoid", expert_bias=True, group_score="top2")
 
@@ -142,6 +150,7 @@ VARIANTS: dict[str, Model] = {
     "deepseek-v3, latent queries, YaRN": V3.model_copy(update={"attention": LATENT_YARN}),
     "deepseek-v3, raw weights, no groups": moe_with(V3, router=RAW_V3),
     "deepseek-v3, top 4": moe_with(V3, top_k=4),
+    "deepseek-v3.2": V32,
     "llama": dense("llama", attention=attention(rope=Rope(llama3=LLAMA3))),
     "llama, frequencies divided or kept": dense("llama", attention=attention(rope=Rope(llama3=SHARP))),
     "llama, plain rotary embedding, biases": dense("llama", attention=attention(bias=True)),

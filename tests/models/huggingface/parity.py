@@ -113,7 +113,7 @@ def _masks(theirs: PreTrainedModel, tokens_BS: Tensor, positions_BS: Tensor) -> 
         "position_ids": positions_BS,
     }
     fields = config.to_dict()
-    if fields.get("layer_types") is None:
+    if fields.get("layer_types") is None or "indexed_attention" in fields["layer_types"]:
         make = create_causal_mask if fields.get("sliding_window") is None else create_sliding_window_causal_mask
         return make(**arguments)
     makers = {
@@ -139,6 +139,8 @@ def _worst_gradient(ours: Decoder, expected: dict[str, Tensor]) -> tuple[float, 
     least = SMALL * max(float(gradient.abs().max()) for gradient in expected.values())
     apart = {}
     for name, parameter in ours.named_parameters():
+        if ".indexer." in name:  # `transformers` has no gradient for it: tests/models/test_indexer.py
+            continue
         assert parameter.grad is not None, f"{name} has no gradient"
         apart[name] = relative_error(parameter.grad, expected[name], least=least)
     worst = max(apart, key=lambda name: apart[name])

@@ -60,7 +60,11 @@ def test_choices_of_training_have_their_defaults_after_reading() -> None:
     read = model_of_config(huggingface_config(config)).moe
     assert read.balance == Balance()
     assert read.router.expert_bias_rate == Router().expert_bias_rate
-    assert {path.rpartition(".")[0] or path for path in TRAINING_ONLY} == {"moe.balance", "moe.router"}
+    assert {path.rpartition(".")[0] or path for path in TRAINING_ONLY} == {
+        "moe.balance",
+        "moe.router",
+        "attention.indexer",
+    }
 
 
 @given(st.data())
@@ -152,8 +156,9 @@ def _changed(name: str, **changes: Any) -> dict[str, Any]:
 CANNOT_BE_READ = {
     "an unknown family": (
         _changed("llama", model_type="gemma3"),
-        "config.json: model_type is not known here; got gemma3; allowed: deepseek_v2, deepseek_v3, mixtral, qwen3_moe, "
-        "olmoe, llama4_text, gpt_oss, glm4_moe, ernie4_5_moe, minimax_m2, qwen3_next, qwen3_5_moe_text, llama, qwen3",
+        "config.json: model_type is not known here; got gemma3; allowed: deepseek_v2, deepseek_v3, deepseek_v32, "
+        "mixtral, qwen3_moe, olmoe, llama4_text, gpt_oss, glm4_moe, ernie4_5_moe, minimax_m2, qwen3_next, "
+        "qwen3_5_moe_text, llama, qwen3",
     ),
     "no family": ({}, "config.json: model_type is not known here; allowed: deepseek_v2, "),
     "a key that is not there": (_changed("llama", hidden_size=None), "config.json lacks hidden_size"),
