@@ -20,7 +20,7 @@ from penstock.config.run import Run
 from penstock.plan.candidates import Experts
 from penstock.plan.costs import HardwareTimes, assumed_imbalance, routed_traffic
 from penstock.plan.hardware import Cluster, Dtype
-from penstock.plan.rates import BYTES, SUM_BYTES, GroupedProduct
+from penstock.plan.rates import ACCUMULATED_BYTES, BYTES, GroupedProduct
 from penstock.plan.streams import OVERLAP_GAIN
 from penstock.plan.transfers import CollectiveName, DispatchMethod
 
@@ -83,7 +83,7 @@ class TimeBounds:
             return min(self._rates.product(m, n, k, dtype).seconds for dtype in kinds)
 
         def weight(k: int, n: int) -> float:
-            return max(seconds(n, k, m), SUM_BYTES * n * k / self._bandwidth if accumulates else 0.0)
+            return max(seconds(n, k, m), ACCUMULATED_BYTES * n * k / self._bandwidth if accumulates else 0.0)
 
         forward = [seconds(m, n, k) for k, n in shapes]
         return WorkSeconds(sum(forward), sum(seconds(m, k, n) + weight(k, n) for k, n in shapes), forward[0])

@@ -36,6 +36,9 @@ from penstock.plan.transfers import DispatchMethod
 
 MOST_MICRO_BATCH = 8
 
+ROW_UNIT = 8
+"""The width of a part of an expert is a multiple of it."""
+
 DISPATCHERS = ("all-to-all", "all-gather", "symmetric", "hierarchical")
 
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
@@ -337,8 +340,11 @@ class SearchSpace:
                 return [size for size in sizes if self._neutral.sequence_length % size == 0]
             case "pp":
                 return [size for size in sizes if size <= model.layers + 2]
-        width = model.experts if name == "ep" else model.expert_width
-        return [size for size in sizes if width % size == 0] if model.experts else (1,)
+        if not model.experts:
+            return (1,)
+        # Kernels copy rows in blocks of 16 bytes.
+        width, unit = (model.experts, 1) if name == "ep" else (model.expert_width, ROW_UNIT)
+        return [size for size in sizes if size == 1 or width % (size * unit) == 0]
 
 
 def ladder_of(model: Model) -> tuple[tuple[str, ...], ...]:

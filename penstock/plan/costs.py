@@ -24,7 +24,7 @@ from penstock.parallel.replica_exchange import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.loads import Imbalance, RecordedLoads
 from penstock.plan.op_recorder import FROM_HOST, TO_HOST, RecordedOp, RecordedOps
-from penstock.plan.rates import SUM_BYTES, GroupedProduct, Pass, Rates
+from penstock.plan.rates import ACCUMULATED_BYTES, GroupedProduct, Pass, Rates
 from penstock.plan.software import OWN, Software
 from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
 
@@ -206,7 +206,11 @@ class OpCosts:
         by_rows = dtype == "fp8" and _is_by_rows(operator, scales=3, rows=n)
         seconds = prod(left[:-2]) * self._rates.product(m, n, k, dtype, by_rows=by_rows).seconds
         # A weight gradient that is added to its float32 sum: the sum moves while the product is computed.
-        return max(seconds, SUM_BYTES * m * n / self._bandwidth) if given == 3 and operator.itemsize == 4 else seconds
+        return (
+            max(seconds, ACCUMULATED_BYTES * m * n / self._bandwidth)
+            if given == 3 and operator.itemsize == 4
+            else seconds
+        )
 
     @property
     def _bandwidth(self) -> float:
@@ -247,7 +251,7 @@ class OpCosts:
         is_sum, by_rows = "ACCUMULATE" in operator.switches, _is_by_rows(operator, scales=4, rows=k)
         if groups == 1:
             seconds = self._rates.product(n, k, depth, "fp8", by_rows=by_rows).seconds
-            return OpCost(max(seconds, SUM_BYTES * n * k / self._bandwidth) if is_sum else seconds, "products")
+            return OpCost(max(seconds, ACCUMULATED_BYTES * n * k / self._bandwidth) if is_sum else seconds, "products")
         # Beside the experts' rows there is room between them, which is not computed.
         rows = max(1, min(depth, self._rows(self._room)) // groups) if self._room else max(1, depth // groups)
         product: GroupedProduct = "weight_gradient_accumulated" if is_sum else "weight_gradient"

@@ -32,7 +32,7 @@ BYTES: dict[Dtype, int] = {"bf16": 2, "fp8": 1, "fp32": 4}
 RESULT_BYTES: dict[Dtype, int] = {"bf16": 2, "fp8": 2, "fp32": 4}
 """Of one number of a product's result."""
 
-SUM_BYTES = 8
+ACCUMULATED_BYTES = 8
 """Of one number of a float32 sum that is read and written."""
 
 GroupedProduct = Literal[
@@ -219,7 +219,7 @@ class Rates:
             else:
                 moved = BYTES[dtype] * (given + found) + RESULT_BYTES[dtype] * weights
             # An accumulated gradient reads and writes the float32 sum instead of writing a result.
-            extra = (SUM_BYTES - RESULT_BYTES[dtype]) * weights if is_sum else 0
+            extra = (ACCUMULATED_BYTES - RESULT_BYTES[dtype]) * weights if is_sum else 0
             computing = self._roofline(2.0 * rows * weights, moved, operator, dtype, by_rows=by_rows)
             return computing + self._moving(extra)
 

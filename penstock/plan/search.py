@@ -85,7 +85,7 @@ PLAYED, FINALISTS = 20, 4
 CLOSE_TRIED, CLOSE_SHOWN = 8, 3
 """Layouts within the margin of the memory that are projected, and shown."""
 
-MORE_DEVICES, SHORTER_ROWS, HELP_TRIES = (2, 4, 8), (2, 4), 6
+MORE_DEVICES, SHORTER_ROWS, HELP_TRIES = (2, 4, 8), (2, 4), 20
 """Times that are tried where nothing fits, and layouts of each."""
 
 OTHERS_TRIED = 3

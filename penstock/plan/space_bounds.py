@@ -30,8 +30,8 @@ from penstock.plan.hardware import Cluster
 from penstock.plan.liveness import PipelineShape, enough, first_of_kinds, has_experts, peak_points
 from penstock.plan.meta_run import gathered_bytes
 from penstock.plan.op_recorder import ARRIVE, END, FORK, FROM_HOST, JOIN, PUT_OFF, TO_HOST, WAIT, RecordedOps
-from penstock.plan.param_state import ParamFacts
-from penstock.plan.rates import BYTES, SUM_BYTES
+from penstock.plan.param_state import SUM_BYTES, ParamFacts
+from penstock.plan.rates import BYTES
 from penstock.plan.rules.rule import Sizes
 from penstock.plan.step_time import LAUNCHED
 from penstock.plan.streams import OVERLAP_GAIN
