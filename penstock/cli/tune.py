@@ -45,7 +45,7 @@ from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import known_hardware, load_hardware
 from penstock.report.tune_page import write_tune_page
 from penstock.train.run_folder import free_name
-from penstock.tune.belief import Candidate
+from penstock.tune.belief import TrialCandidate
 from penstock.tune.real_trials import RealTrials
 from penstock.tune.result_file import commit_of_code, describe_machine
 from penstock.tune.search_loop import Objective, Search, SearchSettings, TrialRecord, median_error
@@ -114,7 +114,7 @@ class _Session:
         best = "none yet" if leader is None else time_text(leader.result.step / leader.candidate.batches)
         self.say(f"{_trial_line(len(search.records), record)}; best {best}, {duration_text(left)} left")
 
-    def diagnose(self, leader: TrialRecord) -> Sequence[Candidate]:
+    def diagnose(self, leader: TrialRecord) -> Sequence[TrialCandidate]:
         """Record steps of the leader once, and ask the doctor."""
         name = f"profile-{zlib.crc32(leader.candidate.key.encode()):08x}"
         folder = self.trials.base.folder / name

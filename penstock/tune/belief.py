@@ -53,7 +53,7 @@ CONFIDENT = 1.645
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class TrialCandidate:
     """A configuration that may be tried.
 
     Attributes:
@@ -96,7 +96,7 @@ def grouped_terms(terms: Mapping[str, float]) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class StepEstimate:
     """Seconds of a candidate: the median, and the standard deviation of its logarithm."""
 
     seconds: float
@@ -119,7 +119,7 @@ class Estimate:
 class Measured:
     """A measured candidate: seconds for the tokens of a step of the reference, and their relative standard error."""
 
-    candidate: Candidate
+    candidate: TrialCandidate
     seconds: float
     error: float = 0.0
 
@@ -128,15 +128,15 @@ class Measured:
 class Belief:
     """Estimates of all candidates after the trials so far."""
 
-    candidates: Sequence[Candidate]
+    candidates: Sequence[TrialCandidate]
     measured: Sequence[Measured] = field(default_factory=list)
 
-    def estimates(self) -> list[Estimate]:
+    def estimates(self) -> list[StepEstimate]:
         """An estimate of each candidate, in their order."""
         prior = np.log([one.projected for one in self.candidates])
         if not self.measured:
             sure = math.hypot(SCALE, CORRECTION)
-            return [Estimate(seconds=math.exp(mean), deviation=sure) for mean in prior]
+            return [StepEstimate(seconds=math.exp(mean), deviation=sure) for mean in prior]
         seen = [one.candidate for one in self.measured]
         away = np.log([one.seconds / one.candidate.projected for one in self.measured])
         noise = np.array([math.hypot(LEAST_NOISE, one.error) for one in self.measured]) ** 2
@@ -147,12 +147,12 @@ class Belief:
         own = np.array([_covariance([one], [one], spread)[0, 0] for one in self.candidates])
         variances = np.maximum(own - np.einsum("ij,jk,ik->i", across, inverse, across), 0.0)
         return [
-            Estimate(seconds=math.exp(mean), deviation=math.sqrt(variance))
+            StepEstimate(seconds=math.exp(mean), deviation=math.sqrt(variance))
             for mean, variance in zip(means, variances, strict=True)
         ]
 
 
-def _covariance(left: Sequence[Candidate], right: Sequence[Candidate], spread: float) -> Array:
+def _covariance(left: Sequence[TrialCandidate], right: Sequence[TrialCandidate], spread: float) -> Array:
     """Of the logarithms of the factors by which projections are off, between two lists of candidates."""
     terms = CORRECTION**2 * spread**2 * (_shares(left) @ _shares(right).T)
     ours, theirs = [one.choices for one in left], [one.choices for one in right]
@@ -160,7 +160,7 @@ def _covariance(left: Sequence[Candidate], right: Sequence[Candidate], spread: f
     return SCALE**2 + terms + (OWN * spread) ** 2 * np.exp(-apart / NEAR)
 
 
-def _shares(candidates: Sequence[Candidate]) -> Array:
+def _shares(candidates: Sequence[TrialCandidate]) -> Array:
     """Shares of the corrected terms in the projections."""
     return np.array([[one.terms.get(name, 0.0) / sum(one.terms.values()) for name in TERMS] for one in candidates])
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.tune.belief import CONFIDENT, Candidate
+from penstock.tune.belief import CONFIDENT, TrialCandidate
 from penstock.tune.search_loop import Kind, TrialResult
 from penstock.tune.trial import Failure, Trial, run_trial
 
@@ -70,7 +70,7 @@ class RealTrials:
     longest: float = 0.0
     count: int = 0
 
-    def run(self, candidate: Candidate, most_seconds: float) -> TrialResult:
+    def run(self, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
         """Train with the overrides of a candidate."""
         self.count += 1
         limit = self.first_limit if not self.longest else max(LEAST_LIMIT, HANG * self.longest)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from penstock.tune.belief import CONFIDENT, Belief, Candidate, Estimate, Measured
+from penstock.tune.belief import CONFIDENT, Belief, Measured, StepEstimate, TrialCandidate
 
 LEAST_GAIN = 0.01
 """A candidate that cannot gain more is not tried."""
@@ -80,7 +80,7 @@ class TrialResult:
 class Trials(Protocol):
     """Runs configurations."""
 
-    def run(self, candidate: Candidate, most_seconds: float) -> TrialResult:
+    def run(self, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
         """Try a candidate; it may be ended as soon as its step surely takes more than `most_seconds`."""
         ...
 
@@ -89,10 +89,10 @@ class Trials(Protocol):
 class TrialRecord:
     """A trial in the order of the search; `projected` and `estimated` are from before it, in seconds of its step."""
 
-    candidate: Candidate
+    candidate: TrialCandidate
     result: TrialResult
     projected: float
-    estimated: Estimate
+    estimated: StepEstimate
     score: float = math.inf  # seconds, or bytes for the objective `memory`; less is better
     number: int = 1  # of the trials of this candidate
 
@@ -108,7 +108,7 @@ class SearchSettings:
     capacity_bytes: float = math.inf
 
 
-Diagnose = Callable[[TrialRecord], Sequence[Candidate]]
+Diagnose = Callable[[TrialRecord], Sequence[TrialCandidate]]
 """Further candidates for a leader."""
 
 
@@ -116,7 +116,7 @@ Diagnose = Callable[[TrialRecord], Sequence[Candidate]]
 class Search:
     """A search; `run` returns when it has ended, and `records` and `leader` can be read at any time."""
 
-    candidates: list[Candidate]  # the first one is the reference
+    candidates: list[TrialCandidate]  # the first one is the reference
     trials: Trials
     settings: SearchSettings
     tell: Callable[[TrialRecord, "Search"], None] = lambda record, search: None
@@ -155,7 +155,7 @@ class Search:
                 continue
             self.try_one(chosen)
 
-    def replan(self, candidates: Sequence[Candidate]) -> None:
+    def replan(self, candidates: Sequence[TrialCandidate]) -> None:
         """Replace the candidates, and the projections of those that were tried."""
         self.candidates = list(candidates)
         fresh = {one.key: one for one in candidates}
@@ -170,7 +170,7 @@ class Search:
             self.ending = f"{len(self.records)} trials were made"
         return bool(self.ending)
 
-    def add(self, more: Sequence[Candidate]) -> None:
+    def add(self, more: Sequence[TrialCandidate]) -> None:
         """Let candidates join, unless they are there already."""
         known = {one.key for one in self.candidates}
         self.candidates += [one for one in {one.key: one for one in more}.values() if one.key not in known]
@@ -210,7 +210,7 @@ class Search:
         result = replace(first.result, step_seconds=steps, spread=statistics.stdev(medians) / statistics.fmean(medians))
         return replace(first, result=result, score=self._score(first.candidate, result))
 
-    def try_one(self, candidate: Candidate) -> TrialRecord:
+    def try_one(self, candidate: TrialCandidate) -> TrialRecord:
         """Run a trial, or take it from the journal; judge and record it."""
         estimate = self.estimates()[candidate.key]
         leader = self.leader
@@ -233,7 +233,7 @@ class Search:
         self.tell(record, self)
         return record
 
-    def estimates(self) -> dict[str, Estimate]:
+    def estimates(self) -> dict[str, StepEstimate]:
         """Seconds of each candidate for the tokens of a step of the reference, by key."""
         ran = self._ran()
         # Two trials of one configuration tell how far single trials of others may be off.
@@ -249,7 +249,7 @@ class Search:
         found = Belief(self.candidates, measured).estimates()
         return {one.key: estimate for one, estimate in zip(self.candidates, found, strict=True)}
 
-    def _score(self, candidate: Candidate, result: TrialResult) -> float:
+    def _score(self, candidate: TrialCandidate, result: TrialResult) -> float:
         if result.kind != "ran":
             return math.inf
         if self.settings.objective == "memory":
@@ -259,7 +259,7 @@ class Search:
             return result.step * steps_to(result.losses, self.reference.result.losses[-1])
         return seconds if self.settings.objective == "tokens" else result.step * len(result.losses)
 
-    def _next(self) -> Candidate | None:
+    def _next(self) -> TrialCandidate | None:
         """The candidate with the largest expected gain; None if no candidate can gain enough."""
         leader, tried = self.leader, {one.candidate.key for one in self.records}
         left = [one for one in self.candidates if one.key not in tried and self._fit(one) > 0.05]
@@ -274,7 +274,7 @@ class Search:
         able = [one for one in left if estimates[one.key].least < best_seconds * (1 - LEAST_GAIN)]
         return max(able, key=lambda one: estimates[one.key].expected_gain(best_seconds) * self._fit(one), default=None)
 
-    def _fit(self, candidate: Candidate) -> float:
+    def _fit(self, candidate: TrialCandidate) -> float:
         """How likely a candidate fits into memory."""
         fit = max((one.candidate.memory_bytes for one in self._ran()), default=0.0)
         full = [one.candidate.memory_bytes for one in self.records if one.result.kind == "out of memory"]
@@ -295,7 +295,7 @@ class Search:
         return statistics.median(found) if found and self.settings.objective == "memory" else 1.0
 
 
-def trial_key(candidate: Candidate, number: int) -> str:
+def trial_key(candidate: TrialCandidate, number: int) -> str:
     """Names a trial in a journal."""
     return candidate.key if number == 1 else f"{candidate.key} #{number}"
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from penstock.tune.belief import TERMS, Candidate
+from penstock.tune.belief import TERMS, TrialCandidate
 from penstock.tune.search_loop import Kind, TrialResult
 
 
-def random_candidates(rng: random.Random) -> list[Candidate]:
+def random_candidates(rng: random.Random) -> list[TrialCandidate]:
     """Candidates of a made-up run: layouts that trade the terms of the step against each other, and memory."""
     experts, attention, sent, host, update = (rng.uniform(low, 1.0) for low in (0.5, 0.1, 0.05, 0.02, 0.05))
     found = []
@@ -30,7 +30,9 @@ def random_candidates(rng: random.Random) -> list[Candidate]:
         kept = rows * (1.0 if recompute == "none" else 0.35)
         overrides = (f"parallel.expert={ep}", f"training.micro_batch={rows}", f"recompute.modules={recompute}")
         memory = 30e9 / ep + 14e9 * kept + (4e9 if stage else 0.0)
-        found.append(Candidate(overrides=(*overrides, f"dispatch.sync_free={stage}"), terms=terms, memory_bytes=memory))
+        found.append(
+            TrialCandidate(overrides=(*overrides, f"dispatch.sync_free={stage}"), terms=terms, memory_bytes=memory)
+        )
     first = next(one for one in found if "parallel.expert=1" in one.overrides and "layer" in one.key)
     return [replace(first, overrides=(), source="reference"), *(one for one in found if one is not first)]
 
@@ -39,7 +41,7 @@ def random_candidates(rng: random.Random) -> list[Candidate]:
 class SimulatedMachine:
     """`Trials` of a hidden truth; `faults` are kinds by key, and `asked` the keys that were run."""
 
-    candidates: list[Candidate]
+    candidates: list[TrialCandidate]
     rng: random.Random
     capacity_bytes: float = math.inf
     noise: float = 0.01
@@ -67,7 +69,7 @@ class SimulatedMachine:
         """The true step time of the best candidate."""
         return min(map(self.seconds, self._seconds))
 
-    def run(self, candidate: Candidate, most_seconds: float) -> TrialResult:
+    def run(self, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
         """Measure with noise, or fail."""
         key = candidate.key
         self.asked.append(key)

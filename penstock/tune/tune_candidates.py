@@ -23,7 +23,7 @@ from penstock.plan.project import Assumptions, project
 from penstock.plan.projection import Projection
 from penstock.plan.search import Progress, SearchRequest, search
 from penstock.trace.analysis import analyse_files
-from penstock.tune.belief import Candidate, grouped_terms
+from penstock.tune.belief import TrialCandidate, grouped_terms
 from penstock.tune.doctor.diagnosis import cpu_changes, diagnose
 from penstock.tune.doctor.evidence import RunFacts
 from penstock.tune.doctor.from_trace import evidence_of
@@ -86,7 +86,7 @@ class CandidateSource:
         each = max(1, moe.experts // self.cluster.devices)
         self.imbalance = min(MOST_IMBALANCE, max(1.0, 1 + (expert_load - 1) / each**0.5))
 
-    def reference(self) -> Candidate:
+    def reference(self) -> TrialCandidate:
         """The run as it is."""
         return self._candidate(self._project(self.run), "reference")
 
@@ -101,7 +101,7 @@ class CandidateSource:
             self.run = plan.candidates[0].run
             self.was_fitted = True
 
-    def planned(self, progress: Progress | None = None) -> list[Candidate]:
+    def planned(self, progress: Progress | None = None) -> list[TrialCandidate]:
         """The reference; layouts of a plan; and single changes of both."""
         first = self._project(self.run)
         plan = search(self._request(LAYOUTS), progress)
@@ -139,7 +139,7 @@ class CandidateSource:
         if "global_batch" in self.free:
             yield from (f"training.global_batch={times * run.training.global_batch}" for times in (2, 4))
 
-    def doctor(self, leader: Candidate, folder: Path, step_seconds: float) -> list[Candidate]:
+    def doctor(self, leader: TrialCandidate, folder: Path, step_seconds: float) -> list[TrialCandidate]:
         """Changes that the doctor proposes for the recorded run of a leader, with their gains."""
         run = with_overrides(self.run, leader.overrides)
         try:
@@ -160,7 +160,7 @@ class CandidateSource:
             found.append(replace(leader, overrides=overrides, terms=terms, source=rule))
         return found
 
-    def without_each(self, leader: Candidate) -> list[tuple[str, Candidate]]:
+    def without_each(self, leader: TrialCandidate) -> list[tuple[str, TrialCandidate]]:
         """The leader without each of its changed fields, where that is legal; and the field."""
         found = []
         for field in leader.choices:
@@ -209,9 +209,9 @@ class CandidateSource:
             except (ConfigError, HardwareError, KernelError):
                 continue
 
-    def _candidate(self, projection: Projection, source: str) -> Candidate:
+    def _candidate(self, projection: Projection, source: str) -> TrialCandidate:
         slowest = max(projection.time.ranks, key=lambda one: sum(one.terms.values()))
-        return Candidate(
+        return TrialCandidate(
             overrides=self.overrides_of(projection.run) or (),
             terms=grouped_terms(slowest.terms),
             memory_bytes=float(projection.memory.total),

@@ -10,7 +10,7 @@ from penstock.config.load import load_run
 from penstock.plan.projection import Plan
 from penstock.plan.search import SearchRequest
 from penstock.tune import tune_candidates
-from penstock.tune.belief import Candidate
+from penstock.tune.belief import TrialCandidate
 from penstock.tune.real_trials import RealTrials
 from penstock.tune.search_loop import TrialResult
 from tests.cli import answers
@@ -29,7 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Trials take less time with larger micro-batches, and recomputation fails; keys of those that were asked for."""
     keys: list[str] = []
 
-    def run(trials: RealTrials, candidate: Candidate, most_seconds: float) -> TrialResult:
+    def run(trials: RealTrials, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
         keys.append(candidate.key)
         if "recompute" in candidate.key:
             return TrialResult(kind="hang", reason="not done after 90 s, in which it made 0 steps", seconds=90.0)
@@ -69,7 +69,7 @@ def test_a_search_goes_on_with_nothing_measured_twice(asked: list[str]) -> None:
 def test_an_interrupted_search_leaves_its_best(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = RealTrials.run
 
-    def stop(trials: RealTrials, candidate: Candidate, most_seconds: float) -> TrialResult:
+    def stop(trials: RealTrials, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
         if len(asked) == 2:
             raise KeyboardInterrupt
         return run(trials, candidate, most_seconds)

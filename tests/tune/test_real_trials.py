@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.tune import real_trials
-from penstock.tune.belief import Candidate
+from penstock.tune.belief import TrialCandidate
 from penstock.tune.real_trials import RealTrials, kind_of
 from penstock.tune.search_loop import judged
 from penstock.tune.trial import Failure, Trial
@@ -54,7 +54,7 @@ def trials(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Re
     return RealTrials(base, first_limit=20.0)
 
 
-NOTHING = Candidate(overrides=(), terms={"products": 1.0})
+NOTHING = TrialCandidate(overrides=(), terms={"products": 1.0})
 
 
 def test_a_trial_that_cannot_win_is_ended_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

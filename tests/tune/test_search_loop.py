@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.tune.belief import Belief, Candidate, Measured
+from penstock.tune.belief import Belief, Measured, TrialCandidate
 from penstock.tune.search_loop import (
     Kind,
     Search,
@@ -55,8 +55,8 @@ def test_random_machines_are_tuned_to_3_percent_in_few_trials() -> None:
 
 def test_a_measured_term_corrects_candidates_that_share_it() -> None:
     sends = {"products": 0.5, "dispatch": 0.5}
-    ones = [Candidate(overrides=(f"a={place}",), terms=sends) for place in range(2)]
-    other = Candidate(overrides=("b=1",), terms={"products": 1.0})
+    ones = [TrialCandidate(overrides=(f"a={place}",), terms=sends) for place in range(2)]
+    other = TrialCandidate(overrides=("b=1",), terms={"products": 1.0})
     seen = [Measured(candidate=other, seconds=1.0), Measured(candidate=ones[0], seconds=1.4)]
     guess, plain = Belief([ones[1], other], seen).estimates()
     assert guess.seconds == pytest.approx(1.4, rel=0.03)
@@ -114,9 +114,9 @@ def test_memory_is_an_objective() -> None:
 
 def test_a_diagnosis_adds_candidates_once_for_a_leader() -> None:
     there, asked = machine(1), list[str]()
-    extra = Candidate(overrides=("host.bind=true",), terms={"products": 1e-3}, source="doctor")
+    extra = TrialCandidate(overrides=("host.bind=true",), terms={"products": 1e-3}, source="doctor")
 
-    def diagnose(leader: TrialRecord) -> list[Candidate]:
+    def diagnose(leader: TrialRecord) -> list[TrialCandidate]:
         asked.append(leader.candidate.key)
         return [extra]
 
@@ -143,7 +143,7 @@ def test_a_gain_that_a_second_trial_does_not_confirm_is_no_gain() -> None:
     luck = iter([0.5 * there.seconds("") / there.seconds(key), 2.0 * there.seconds("") / there.seconds(key)])
     run = there.run
 
-    def lucky(candidate: Candidate, most_seconds: float) -> TrialResult:
+    def lucky(candidate: TrialCandidate, most_seconds: float) -> TrialResult:
         result = run(candidate, most_seconds)
         factor = next(luck, 1.0) if candidate.key == key else 1.0
         times = tuple(factor * one for one in result.step_seconds)
