@@ -41,9 +41,10 @@ def played(folder: Path, seconds: float, kills: int) -> tuple[float, float, floa
         if stretch <= kills:
             process.kill()
             process.wait()
-            lost += sum(line["step_seconds"] for line in steps_of(folder) if line["step"] > newest(folder))
+            killed, saved = time.monotonic(), newest(folder)
+            lost += sum(line["step_seconds"] for line in steps_of(folder) if line["step"] > saved)
             time.sleep(DOWN_SECONDS)
-            down += DOWN_SECONDS
+            down += time.monotonic() - killed
         else:
             process.terminate()
             process.wait()
@@ -73,7 +74,7 @@ def main() -> None:
         "ledger_seconds": told,
         "difference": told / wall - 1,
         "kinds": seconds,
-        "planted_down_seconds": down,
+        "down_seconds": down,
         "lost_seconds_by_metrics": lost,
     }
     print(json.dumps(numbers, indent=2))

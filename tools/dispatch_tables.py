@@ -74,6 +74,29 @@ def host_waits(result: Result) -> str:
     return "\n".join(lines)
 
 
+def balanced_plan(result: Result) -> str:
+    """Projected steps by recorded loads with and without balance, and their share of the speed of forced balance."""
+    head = "| on | loads | fullest rank | replicas | waiting for them | step | of forced balance |"
+    lines = [
+        f"Projected, commit `{result['commit']}`. Columns have none, bounded and exact, or the last two of them.",
+        *("", head, "|---|---|---:|---:|---:|---:|---:|"),
+    ]
+    cases: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in result["numbers"]["steps"]:
+        if row["dispatch.balance"] != "forced":
+            cases.setdefault((row["on"], row["loads"]), []).append(row)
+    for (place, loads), rows in cases.items():
+        columns = [
+            ", ".join(f"{row['fullest']:.2f}" for row in rows),
+            ", ".join(f"{row['replicas']:.1f}" for row in rows[1:]),
+            ", ".join(f"{1e3 * row['exposed_seconds']:.1f}" for row in rows[1:]) + " ms",
+            ", ".join(f"{1e3 * row['step_seconds']:,.0f}" for row in rows) + " ms",
+            ", ".join(f"{row['of_forced']:.1%}" for row in rows),
+        ]
+        lines.append(f"| {place} | {loads} | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
 def origin(result: Result) -> str:
     """Where and when it was measured."""
     environment = result["environment"]
@@ -95,4 +118,5 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "dispatch-launches": dispatch_launches,
     "moe-layer": moe_layer,
     "host-waits": host_waits,
+    "balanced-plan": balanced_plan,
 }

@@ -21,7 +21,7 @@ the folder that their launch has made and go on there; rank 0 looks and tells th
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -267,7 +267,11 @@ def _is_finished(launch: Launch) -> bool:
     latest = open_store(launch.run, launch.folder).latest()  # newest step on disk
     if latest is None:
         check_nothing_is_lost(launch.folder, launch.run)  # metrics without a checkpoint are no new run
-    return latest is not None and latest >= launch.run.training.steps
+    is_finished = latest is not None and latest >= launch.run.training.steps
+    if is_finished:  # a process that was killed behind its last checkpoint has left old ones under hidden names
+        with suppress(RunFolderError), training_in(launch.folder):
+            pass
+    return is_finished
 
 
 def _hold(console: Console, folder: RunFolder, held: ExitStack) -> None:

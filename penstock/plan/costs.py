@@ -354,6 +354,12 @@ _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
         # Rows in 16 bits are read; as many rows in float32, if no token comes twice, are read and written.
         "sum_runs_kernel": lambda operator, moved: 5.0 * operator.sizes[0],
         "join_runs_kernel": lambda operator, moved: 0.0,
+        # Of replicas, one of each rank: how many there are depends on the loads.
+        **dict.fromkeys(
+            ("push_replicas_kernel", "clear_slots_kernel"),
+            lambda operator, moved: operator.sizes[0] / operator.shapes[0][0],
+        ),
+        "pull_gradients_kernel": lambda operator, moved: 3.0 * operator.sizes[0] / operator.shapes[0][0],
         # Each tensor is read or written, none both.
         **dict.fromkeys(("copy_", "zero_", "fill_", "_foreach_zero_", "_foreach_copy_"), lambda operator, moved: moved),
         # Logits are read for the sum, read again and written as gradients. A profiler saw a little more than 3 times.

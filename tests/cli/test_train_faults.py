@@ -152,3 +152,14 @@ def test_lines_of_metrics_are_on_disk_before_the_checkpoint_of_their_steps(monke
     for number, name in enumerate(synced):
         if name.startswith("tensors-"):
             assert "metrics.jsonl" in synced[max(0, number - 2) : number]
+
+
+def test_a_finished_run_is_cleaned_of_what_a_kill_behind_its_last_checkpoint_left() -> None:
+    left = LAST.with_name(".step-000002.removed-77")
+    left.mkdir()
+    assert "is finished: all 4 steps are done" in printed("runs/tiny", "--resume")
+    assert not left.exists()
+    left.mkdir()
+    with locked(Path("runs/tiny")):  # its process lives, and deletes it itself
+        assert "is finished: all 4 steps are done" in printed("runs/tiny", "--resume")
+    assert left.exists()
