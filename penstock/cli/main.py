@@ -41,13 +41,14 @@ VERBS = (
     Verb("data", "penstock.cli.data", "app", "Show what batches hold, pack text, train tokenizers.", computes=False),
     Verb("config", "penstock.cli.config", "app", "List, show, explain, compare and check configurations."),
     Verb("layout", "penstock.cli.layout", "layout", "Show the contents of each rank, on any number of ranks."),
-    Verb("plan", "penstock.cli.plan", "plan", "Rank layouts on a cluster by speed, and say why others are refused."),
+    Verb("plan", "penstock.cli.plan", "plan", "Rank layouts on a cluster by speed; say why others are refused."),
     Verb("trace", "penstock.cli.trace", "app", "Show where the time of a step went, from profiler traces.", False),
     Verb(
         "doctor", "penstock.cli.doctor", "doctor", "Name the bottleneck of a run, and the gain of each remedy.", False
     ),
     Verb("report", "penstock.cli.report", "report", "Write one HTML page of a run, planned beside measured."),
     Verb("ladder", "penstock.cli.ladder", "ladder", "Measure what each optimization is worth, on this machine."),
+    Verb("tune", "penstock.cli.tune", "tune", "Find the fastest configuration of a run here, by short trials."),
     Verb("preflight", "penstock.cli.preflight", "preflight", "Check this machine, and report faults."),
     Verb("calibrate", "penstock.cli.calibrate", "calibrate", "Measure this machine, for plans of runs on it."),
     Verb("kernels", "penstock.cli.kernels", "app", "List which kernels will run and why; measure them on this GPU."),

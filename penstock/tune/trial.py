@@ -16,9 +16,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,7 +95,12 @@ class Failure:
 
         A run that crashes, hangs or ends with a non-finite loss must be reported, not replaced.
         """
-        return bool(_NO_MEMORY.search(self.reason)) or (self.kind == "refused" and not self.had_begun)
+        return self.lacks_memory or (self.kind == "refused" and not self.had_begun)
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether it ran out of memory."""
+        return bool(_NO_MEMORY.search(self.reason))
 
 
 _NO_MEMORY = re.compile(r"out of memory|finds no memory|_ALLOC_FAILED", re.IGNORECASE)
@@ -125,13 +131,19 @@ def first_steps(run: Run, steps: int) -> tuple[str, ...]:
     )
 
 
-def run_trial(trial: Trial) -> Figures | Failure:
-    """Train, and read the metrics."""
+Watch = Callable[[Path], bool]
+"""Asked with the file of the metrics, every `POLL_SECONDS`, whether a trial shall end at once."""
+
+POLL_SECONDS = 0.05
+
+
+def run_trial(trial: Trial, watch: Watch | None = None) -> Figures | Failure:
+    """Train, and read the metrics; a trial that `watch` ends has the figures of its steps so far."""
     begin = time.perf_counter()
     trial.folder.mkdir(parents=True, exist_ok=True)
     log = trial.folder / f"{trial.name}.log"
     with log.open("wb") as output:
-        code = _train(trial, output.fileno())
+        code = _train(trial, output.fileno(), watch)
     seconds = time.perf_counter() - begin
     folder = RunFolder(trial.folder / trial.name)
     if code is None:
@@ -198,8 +210,8 @@ def _shortened(text: str) -> str:
     return f"{beginning.rpartition(' ')[0] or beginning} ..."
 
 
-def _train(trial: Trial, output: int) -> int | None:
-    """Exit code; None after the time limit."""
+def _train(trial: Trial, output: int, watch: Watch | None) -> int | None:
+    """Exit code, 0 if `watch` has ended it; None after the time limit."""
     words = ["train", trial.target, *trial.overrides, f"record.folder={trial.folder}", "--name", trial.name]
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", *words, "--processes", str(trial.processes)],
@@ -209,10 +221,18 @@ def _train(trial: Trial, output: int) -> int | None:
         start_new_session=True,  # a process group of its own, which `_ended_with_us` can kill
     )
     with _ended_with_us(process):
-        try:
-            return process.wait(trial.most_seconds or None)
-        except subprocess.TimeoutExpired:
-            return None
+        if watch is None:
+            try:
+                return process.wait(trial.most_seconds or None)
+            except subprocess.TimeoutExpired:
+                return None
+        metrics, end = RunFolder(trial.folder / trial.name).metrics, time.monotonic() + (trial.most_seconds or inf)
+        while (code := process.poll()) is None and time.monotonic() < end:
+            if watch(metrics):
+                return 0
+            time.sleep(POLL_SECONDS)
+        watch(metrics)
+        return code
 
 
 @contextmanager

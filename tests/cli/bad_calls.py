@@ -124,6 +124,7 @@ SHORT = {
     "doctor": "doctor M/run",
     "report": "report M/run",
     "ladder": f"ladder {RUN} --steps 3 --warm-up 1",
+    "tune": f"tune {RUN} --budget 1s --trials 1",
     "kernels list": f"kernels list {RUN}",
     "kernels tune": f"kernels tune {RUN}",
 }

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "trace": "reads the files of a profiler, and needs no PyTorch",
     "doctor": "reads the files of a profiler",
     "ladder": "trains what `train` trains, many times",
+    "tune": "trains what `train` trains, many times",
     "init": "plans for this machine, as `plan` does",
     "preflight": "measures this machine for half a minute",
     "calibrate": "measures this machine for half a minute",

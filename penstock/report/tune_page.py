@@ -1,0 +1,102 @@
+"""One HTML page of `penstock tune`: the path of the search, projected against measured, and what would win next."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from penstock.base.numbers import counted, duration_text, gigabytes, time_text
+from penstock.report.colours import SERIES
+from penstock.report.figure import Figure, axis
+from penstock.report.frame import card, document, key_figures, table, write_whole
+from penstock.tune.search_loop import Search, TrialRecord, median_error
+
+
+def write_tune_page(
+    path: Path, name: str, search: Search, spent: Mapping[str, float], next_wins: Sequence[str]
+) -> None:
+    """Write the page; `spent` are seconds by part. Raises a PicturesError if it cannot be written."""
+    ran = [one for one in search.records if one.result.kind == "ran"]
+    figures = [_path(search.records), _projected(ran)] if ran else []
+    leader, first = search.leader, search.reference
+    facts = {"trials": counted(len(search.records), "trial"), "time": duration_text(sum(spent.values()))}
+    if leader is not None and first is not None:
+        gain = first.result.step / first.candidate.batches / (leader.result.step / leader.candidate.batches)
+        facts = {"step": time_text(leader.result.step), "gain": f"{gain:.2f} x", **facts}
+        facts["memory"] = gigabytes(leader.result.peak_memory_bytes)
+    before, after = median_error(search.records, corrected=False), median_error(search.records, corrected=True)
+    error = "" if before is None or after is None else f"Median error {before:.1%}, {after:.1%} after correction."
+    parts = "".join(f"<li>{escape(part)}: {duration_text(seconds)}</li>" for part, seconds in spent.items())
+    wins = "".join(f"<li>{escape(one)}</li>" for one in next_wins) or "<li>nothing that the plan knows of</li>"
+    body = f"""
+<header><h1>{escape(name)} <span class="faint">tuned</span></h1>
+<p class="faint">{escape(search.ending)}. {error}</p>{key_figures(facts)}</header>
+<main>
+{"".join(card(one, is_wide=True) for one in figures)}
+<section class="wide"><h2>Trials</h2>{trials_table(search)}</section>
+<section><h2>Time spent</h2><ul>{parts}</ul></section>
+<section><h2>What would win next, by the plan</h2><ul>{wins}</ul></section>
+</main>"""
+    write_whole(path, document(f"{name} tuned", body, figures).encode())
+
+
+def trials_table(search: Search) -> str:
+    """All trials in their order."""
+    columns = {
+        "": "",
+        "change": "text",
+        "from": "text",
+        "projected": "",
+        "expected": "",
+        "measured": "",
+        "result": "text",
+    }
+    rows, best = [], None if search.leader is None else search.leader.candidate.key
+    for number, one in enumerate(search.records, 1):
+        is_ran = one.result.kind == "ran"
+        word = "leader" if one.candidate.key == best else "stopped early" if one.result.was_stopped else one.result.kind
+        rows.append(
+            (
+                f"{number}",
+                escape(one.candidate.key or "the run as it is"),
+                escape(one.candidate.source),
+                time_text(one.projected),
+                time_text(one.estimated.seconds * one.candidate.batches),
+                time_text(one.result.step) if is_ran else "",
+                escape(word if is_ran else f"{word}: {one.result.reason}"),
+            )
+        )
+    return table(columns, rows)
+
+
+def _path(records: Sequence[TrialRecord]) -> Figure:
+    """Measured steps of all trials, in their order, and the best so far."""
+    numbers = [place for place, one in enumerate(records, 1) if one.result.kind == "ran"]
+    ran = [one for one in records if one.result.kind == "ran"]
+    steps = [1e3 * one.result.step / one.candidate.batches for one in ran]
+    best = [min(steps[: place + 1]) for place in range(len(steps))]
+    texts = [one.candidate.key or "the run as it is" for one in ran]
+    data = [
+        {"type": "scatter", "mode": "markers", "name": "trial", "x": numbers, "y": steps, "text": texts,
+         "marker": {"color": SERIES[0], "size": 9}},
+        {"type": "scatter", "mode": "lines", "name": "best so far", "x": numbers, "y": best,
+         "line": {"shape": "hv", "color": SERIES[1]}},
+    ]  # fmt: skip
+    layout = {"xaxis": axis("trial", dtick=1), "yaxis": axis("ms for the tokens of a step", rangemode="tozero")}
+    return Figure(name="path", title="The search", caption="Failed trials leave a gap.", data=data, layout=layout)
+
+
+def _projected(ran: Sequence[TrialRecord]) -> Figure:
+    """Measured over projected steps: by the bare plan, and as corrected by the trials before."""
+    measured = [1e3 * one.result.step for one in ran]
+    bare = [1e3 * one.projected for one in ran]
+    known = [1e3 * one.estimated.seconds * one.candidate.batches for one in ran[1:]]
+    ends = [0.0, 1.05 * max([*measured, *bare, *known])]
+    marks = {"type": "scatter", "mode": "markers"}
+    data = [
+        {**marks, "name": "plan", "x": bare, "y": measured, "marker": {"color": SERIES[0], "size": 9}},
+        {**marks, "name": "corrected", "x": known, "y": measured[1:], "marker": {"color": SERIES[1], "size": 9}},
+        {"type": "scatter", "mode": "lines", "name": "equal", "x": ends, "y": ends, "line": {"dash": "dot"}},
+    ]
+    layout = {"xaxis": axis("projected ms"), "yaxis": axis("measured ms")}
+    caption = "Each trial by the plan alone, and by the plan corrected with the trials before it."
+    return Figure(name="projected", title="Projected and measured", caption=caption, data=data, layout=layout)

@@ -1,0 +1,171 @@
+"""What measured trials say about the step times of all candidates: the planner's projection, corrected.
+
+The projection of a candidate is a sum of terms. Each term may be off by a factor that all candidates share, and each
+candidate by a factor of its own that it shares in part with its neighbours, the candidates with few other choices:
+
+    log(measured / projected) = scale + sum over terms of share x correction + own + noise
+
+All of these are Gaussian with mean 0, so the step time of a candidate after some trials is a Gaussian too (in
+logarithms), and exact: a small system of equations. How far projections are off on this machine is not known before
+it is measured; `SPREADS` are tried and the likeliest counts. `expected_gain` is the mean of how much faster than the
+best a candidate is, where it is faster.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+TERMS = ("products", "attention", "dispatch", "host", "update")
+"""Terms of a projection that have a correction of their own; what is left is only scaled."""
+
+_TERM_OF: Mapping[str, str] = {
+    "attention": "attention",
+    "dispatch": "dispatch",
+    "exchange": "dispatch",
+    "host": "host",
+    "host link": "host",
+    "optimizer": "update",
+    "gradients": "update",
+    "weights": "update",
+    "bubble": "bubble",
+}
+"""Of the planner's terms; others are products and what is computed beside them."""
+
+SCALE, CORRECTION, OWN = 0.5, 0.25, 0.03
+"""Standard deviations of the machine's factor, of a term's, and of a candidate's own, at a spread of 1."""
+
+SPREADS = (0.7, 1.0, 1.4, 2.0, 4.0)
+"""Factors of `CORRECTION` and `OWN` that are tried; few trials that agree by chance are no proof of a smaller one."""
+
+NEAR = 3.0
+"""Choices in which a neighbour differs until it shares a third of a candidate's own factor."""
+
+LEAST_NOISE = 0.004
+"""Standard deviation of a measured step time between two trials of one configuration, at least."""
+
+CONFIDENT = 1.645
+"""Standard deviations to the bound that a Gaussian is above with 95 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialCandidate:
+    """A configuration that may be tried.
+
+    Attributes:
+        overrides: changes of the reference run, `a.b=c`; none for the reference itself.
+        terms: projected seconds by term; they add up to the step.
+        memory_bytes: projected, of the fullest rank.
+        source: `reference`, `plan`, `switch`, `free`, `without` a change, or the rule of the doctor.
+        batches: tokens of its step over those of a step of the reference.
+    """
+
+    overrides: tuple[str, ...]
+    terms: Mapping[str, float]
+    memory_bytes: float = 0.0
+    source: str = "plan"
+    batches: float = 1.0
+
+    @property
+    def key(self) -> str:
+        """Names a candidate in files."""
+        return " ".join(sorted(self.overrides))
+
+    @property
+    def projected(self) -> float:
+        """Seconds for the tokens of a step of the reference."""
+        return sum(self.terms.values()) / self.batches
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Values by field."""
+        return dict(one.split("=", 1) for one in self.overrides)
+
+
+def grouped_terms(terms: Mapping[str, float]) -> dict[str, float]:
+    """The planner's terms of a rank, added up to those that are corrected."""
+    found: dict[str, float] = {}
+    for name, seconds in terms.items():
+        term = _TERM_OF.get(name, "products")
+        found[term] = found.get(term, 0.0) + seconds
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEstimate:
+    """Seconds of a candidate: the median, and the standard deviation of its logarithm."""
+
+    seconds: float
+    deviation: float
+
+    @property
+    def least(self) -> float:
+        """Seconds that it takes at least, with 95 % confidence."""
+        return self.seconds * math.exp(-CONFIDENT * self.deviation)
+
+    def expected_gain(self, best: float) -> float:
+        """Mean share by which it is faster than `best` seconds, 0 where it is slower."""
+        ahead, spread = math.log(best / self.seconds), max(self.deviation, 1e-9)
+        z = ahead / spread
+        density = math.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+        return ahead * 0.5 * math.erfc(-z / math.sqrt(2)) + spread * density
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A measured candidate: seconds for the tokens of a step of the reference, and their relative standard error."""
+
+    candidate: TrialCandidate
+    seconds: float
+    error: float = 0.0
+
+
+@dataclass
+class Belief:
+    """Estimates of all candidates after the trials so far."""
+
+    candidates: Sequence[TrialCandidate]
+    measured: Sequence[Measured] = field(default_factory=list)
+
+    def estimates(self) -> list[StepEstimate]:
+        """An estimate of each candidate, in their order."""
+        prior = np.log([one.projected for one in self.candidates])
+        if not self.measured:
+            sure = math.hypot(SCALE, CORRECTION)
+            return [StepEstimate(seconds=math.exp(mean), deviation=sure) for mean in prior]
+        seen = [one.candidate for one in self.measured]
+        away = np.log([one.seconds / one.candidate.projected for one in self.measured])
+        noise = np.array([math.hypot(LEAST_NOISE, one.error) for one in self.measured]) ** 2
+        spread = max(SPREADS, key=lambda one: _likelihood(_covariance(seen, seen, one) + np.diag(noise), away))
+        inverse = np.linalg.inv(_covariance(seen, seen, spread) + np.diag(noise))
+        across = _covariance(self.candidates, seen, spread)
+        means = prior + across @ inverse @ away
+        own = np.array([_covariance([one], [one], spread)[0, 0] for one in self.candidates])
+        variances = np.maximum(own - np.einsum("ij,jk,ik->i", across, inverse, across), 0.0)
+        return [
+            StepEstimate(seconds=math.exp(mean), deviation=math.sqrt(variance))
+            for mean, variance in zip(means, variances, strict=True)
+        ]
+
+
+def _covariance(left: Sequence[TrialCandidate], right: Sequence[TrialCandidate], spread: float) -> Array:
+    """Of the logarithms of the factors by which projections are off, between two lists of candidates."""
+    terms = CORRECTION**2 * spread**2 * (_shares(left) @ _shares(right).T)
+    ours, theirs = [one.choices for one in left], [one.choices for one in right]
+    apart = np.array([[sum(a.get(k) != b.get(k) for k in {**a, **b}) for b in theirs] for a in ours], float)
+    return SCALE**2 + terms + (OWN * spread) ** 2 * np.exp(-apart / NEAR)
+
+
+def _shares(candidates: Sequence[TrialCandidate]) -> Array:
+    """Shares of the corrected terms in the projections."""
+    return np.array([[one.terms.get(name, 0.0) / sum(one.terms.values()) for name in TERMS] for one in candidates])
+
+
+def _likelihood(covariance: Array, away: Array) -> float:
+    """Logarithm of the density of a Gaussian, without constants."""
+    _, determinant = np.linalg.slogdet(covariance)
+    return float(-0.5 * (away @ np.linalg.solve(covariance, away)) - 0.5 * determinant)

@@ -1,0 +1,347 @@
+"""The loop of `penstock tune`: which candidate is tried next, what a trial says, and when the search ends.
+
+    1. the reference   the run as it is; its losses are those that every trial must have
+    2. a trial         of the candidate with the largest expected gain that is likely to fit
+    3. a judgement     memory, hang, crash, NaN, another loss, a clock that lies: results that are never repeated
+    4. a correction    of all estimates (penstock/tune/belief.py), which decides the next one
+    5. a diagnosis     when nothing can gain any more, the doctor's changes of the leader join, once for each leader
+    6. a second trial  of the reference and the leader, one after the other: the gain is a fact, not the luck of a trial
+    7. the end         no candidate can gain more than `LEAST_GAIN` with 95 % confidence, or the budget is spent
+
+It starts no process and needs no PyTorch: `Trials` runs configurations, on this machine (penstock/tune/real_trials.py)
+or on a made-up one (penstock/tune/simulated_machine.py). It is deterministic, so that a search which goes on takes the
+results of the one before from its journal and asks for the same candidates in the same order.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from penstock.tune.belief import CONFIDENT, Belief, Measured, StepEstimate, TrialCandidate
+
+LEAST_GAIN = 0.01
+"""A candidate that cannot gain more is not tried."""
+
+CLOCK = 1.3
+"""Factor between the clock of a trial and the clock of the loop that is no accident any more."""
+
+MEMORY_ERROR = 0.05
+"""Standard deviation of the projected memory, as a share."""
+
+Objective = Literal["tokens", "memory", "time-to-loss"]
+
+Kind = Literal["ran", "out of memory", "hang", "crash", "refused", "not finite", "another loss", "lying clock"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    """What a trial says; without `kind` ran, `reason` is one line.
+
+    Attributes:
+        step_seconds: of its timed steps, by its own clock.
+        observed_seconds: of a timed step, by the clock of the process that started it; 0 if it is not known.
+        losses: of all its steps.
+        seconds: that it took of the budget.
+        was_stopped: it was ended early because it could not win.
+        spread: relative standard deviation of the medians of several trials; 0 of one.
+        expert_load: fullest expert over the mean; None without experts.
+        folder: of its run.
+    """
+
+    step_seconds: tuple[float, ...] = ()
+    observed_seconds: float = 0.0
+    losses: tuple[float, ...] = ()
+    peak_memory_bytes: int = 0
+    seconds: float = 0.0
+    kind: Kind = "ran"
+    reason: str = ""
+    was_stopped: bool = False
+    spread: float = 0.0
+    expert_load: float | None = None
+    folder: str = ""
+
+    @property
+    def step(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(self.step_seconds)
+
+    @property
+    def error(self) -> float:
+        """Relative standard error of `step`."""
+        count = len(self.step_seconds)
+        if count < 2:
+            return 0.05
+        within = 1.25 * statistics.stdev(self.step_seconds) / self.step / math.sqrt(count)
+        return math.hypot(within, self.spread / math.sqrt(2))
+
+
+class Trials(Protocol):
+    """Runs configurations."""
+
+    def run(self, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
+        """Try a candidate; it may be ended as soon as its step surely takes more than `most_seconds`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRecord:
+    """A trial in the order of the search; `projected` and `estimated` are from before it, in seconds of its step."""
+
+    candidate: TrialCandidate
+    result: TrialResult
+    projected: float
+    estimated: StepEstimate
+    score: float = math.inf  # seconds, or bytes for the objective `memory`; less is better
+    number: int = 1  # of the trials of this candidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """Limits of a search; `loss_tolerance` is a relative difference, None without a check of losses."""
+
+    budget_seconds: float
+    most_trials: int = 12
+    objective: Objective = "tokens"
+    loss_tolerance: float | None = 2e-3
+    capacity_bytes: float = math.inf
+
+
+Diagnose = Callable[[TrialRecord], Sequence[TrialCandidate]]
+"""Further candidates for a leader."""
+
+
+@dataclass
+class Search:
+    """A search; `run` returns when it has ended, and `records` and `leader` can be read at any time."""
+
+    candidates: list[TrialCandidate]  # the first one is the reference
+    trials: Trials
+    settings: SearchSettings
+    tell: Callable[[TrialRecord, "Search"], None] = lambda record, search: None
+    diagnose: Diagnose = lambda leader: ()
+    recorded: Mapping[str, TrialResult] = field(default_factory=dict)
+    records: list[TrialRecord] = field(default_factory=list)
+    spent: float = 0.0
+    ending: str = ""
+    _diagnosed: set[str] = field(default_factory=set)
+    _confirmed: set[str] = field(default_factory=set)
+
+    def run(self) -> None:
+        """Search until nothing can gain or the budget is spent."""
+        if not self.records:
+            self.try_one(self.candidates[0])
+        while True:
+            if self.is_spent():
+                return
+            chosen = self._next()
+            if chosen is None:
+                leader, first = self.leader, self.reference
+                if leader is None or first is None:
+                    self.ending = "every candidate was tried"
+                    return
+                if leader.candidate.key not in self._diagnosed:
+                    self._diagnosed.add(leader.candidate.key)
+                    self.add(self.diagnose(leader))
+                elif leader.candidate.key != first.candidate.key and leader.candidate.key not in self._confirmed:
+                    # In turn, so that a machine that became slower or faster meanwhile is no gain.
+                    self._confirmed.add(leader.candidate.key)
+                    self.try_one(first.candidate)
+                    self.try_one(leader.candidate)
+                else:
+                    self.ending = f"no candidate can gain more than {LEAST_GAIN:.0%} with 95% confidence"
+                    return
+                continue
+            self.try_one(chosen)
+
+    def replan(self, candidates: Sequence[TrialCandidate]) -> None:
+        """Replace the candidates, and the projections of those that were tried."""
+        self.candidates = list(candidates)
+        fresh = {one.key: one for one in candidates}
+        self.records = [replace(one, candidate=fresh.get(one.candidate.key, one.candidate)) for one in self.records]
+
+    def is_spent(self) -> bool:
+        """Whether budget or trials are used up, which `ending` then says; a trial that would not end is not begun."""
+        longest = max((one.result.seconds for one in self.records if one.result.kind == "ran"), default=0.0)
+        if self.spent + 0.8 * longest > self.settings.budget_seconds:
+            self.ending = "the budget is spent"
+        elif len(self.records) >= self.settings.most_trials:
+            self.ending = f"{len(self.records)} trials were made"
+        return bool(self.ending)
+
+    def add(self, more: Sequence[TrialCandidate]) -> None:
+        """Let candidates join, unless they are there already."""
+        known = {one.key for one in self.candidates}
+        self.candidates += [one for one in {one.key: one for one in more}.values() if one.key not in known]
+
+    @property
+    def reference(self) -> TrialRecord | None:
+        """The first candidate that ran, with all its trials: the run as it is, or else what could run."""
+        return next(iter(self._ran()), None)
+
+    @property
+    def leader(self) -> TrialRecord | None:
+        """The best candidate, with all its trials; the reference unless another is better by more than the errors."""
+        ran = self._ran()
+        if not ran:
+            return None
+        best, first = min(ran, key=lambda one: one.score), ran[0]
+        if self.settings.objective == "memory":
+            return best
+        unsure = CONFIDENT * math.hypot(best.result.error, first.result.error)
+        return first if best.score > first.score * (1 - unsure) else best
+
+    def _ran(self) -> list[TrialRecord]:
+        """Candidates that ran, in their order, each with the steps of all its trials."""
+        trials: dict[str, list[TrialRecord]] = {}
+        for one in self.records:
+            if one.result.kind == "ran":
+                trials.setdefault(one.candidate.key, []).append(one)
+        return [self._merged(ones) for ones in trials.values()]
+
+    def _merged(self, ones: Sequence[TrialRecord]) -> TrialRecord:
+        """The first of several trials of a candidate, with the steps of all."""
+        first = ones[0]
+        if len(ones) == 1:
+            return first
+        medians = [one.result.step for one in ones]
+        steps = tuple(second for one in ones for second in one.result.step_seconds)
+        result = replace(first.result, step_seconds=steps, spread=statistics.stdev(medians) / statistics.fmean(medians))
+        return replace(first, result=result, score=self._score(first.candidate, result))
+
+    def try_one(self, candidate: TrialCandidate) -> TrialRecord:
+        """Run a trial, or take it from the journal; judge and record it."""
+        estimate = self.estimates()[candidate.key]
+        leader = self.leader
+        number = 1 + sum(one.candidate.key == candidate.key for one in self.records)
+        limit = math.inf
+        if leader is not None and self.settings.objective == "tokens" and number == 1:
+            limit = leader.score * candidate.batches
+        result = self.recorded.get(trial_key(candidate, number)) or self.trials.run(candidate, limit)
+        self.spent += result.seconds
+        result = judged(result, self.reference, self.settings)
+        record = TrialRecord(
+            candidate=candidate,
+            result=result,
+            projected=candidate.projected * candidate.batches,
+            estimated=estimate,
+            score=self._score(candidate, result),
+            number=number,
+        )
+        self.records.append(record)
+        self.tell(record, self)
+        return record
+
+    def estimates(self) -> dict[str, StepEstimate]:
+        """Seconds of each candidate for the tokens of a step of the reference, by key."""
+        ran = self._ran()
+        # Two trials of one configuration tell how far single trials of others may be off.
+        between = max((one.result.spread for one in ran), default=0.0)
+        measured = [
+            Measured(
+                candidate=one.candidate,
+                seconds=one.result.step / one.candidate.batches,
+                error=one.result.error if one.result.spread else math.hypot(one.result.error, between),
+            )
+            for one in ran
+        ]
+        found = Belief(self.candidates, measured).estimates()
+        return {one.key: estimate for one, estimate in zip(self.candidates, found, strict=True)}
+
+    def _score(self, candidate: TrialCandidate, result: TrialResult) -> float:
+        if result.kind != "ran":
+            return math.inf
+        if self.settings.objective == "memory":
+            return float(result.peak_memory_bytes)
+        seconds = result.step / candidate.batches
+        if self.settings.objective == "time-to-loss" and self.reference is not None:
+            return result.step * steps_to(result.losses, self.reference.result.losses[-1])
+        return seconds if self.settings.objective == "tokens" else result.step * len(result.losses)
+
+    def _next(self) -> TrialCandidate | None:
+        """The candidate with the largest expected gain; None if no candidate can gain enough."""
+        leader, tried = self.leader, {one.candidate.key for one in self.records}
+        left = [one for one in self.candidates if one.key not in tried and self._fit(one) > 0.05]
+        if leader is None or not left:  # nothing ran yet: the one that is most likely to fit, then the fastest
+            return max(left, key=lambda one: (round(self._fit(one), 1), -one.projected), default=None)
+        if self.settings.objective == "memory":
+            best = self._memory_factor() * min(one.memory_bytes for one in left)
+            found = min(left, key=lambda one: one.memory_bytes)
+            return found if best < leader.score * (1 - LEAST_GAIN) else None
+        estimates = self.estimates()
+        best_seconds = min(one.result.step / one.candidate.batches for one in self._ran())
+        able = [one for one in left if estimates[one.key].least < best_seconds * (1 - LEAST_GAIN)]
+        return max(able, key=lambda one: estimates[one.key].expected_gain(best_seconds) * self._fit(one), default=None)
+
+    def _fit(self, candidate: TrialCandidate) -> float:
+        """How likely a candidate fits into memory."""
+        fit = max((one.candidate.memory_bytes for one in self._ran()), default=0.0)
+        full = [one.candidate.memory_bytes for one in self.records if one.result.kind == "out of memory"]
+        full = [one for one in full if one > fit]  # one that needs less than what fits was something else's fault
+        limit = min([self.settings.capacity_bytes, *full])
+        if limit == math.inf or not candidate.memory_bytes:
+            return 1.0
+        away = limit / (candidate.memory_bytes * self._memory_factor()) - 1
+        return 0.5 * math.erfc(-away / MEMORY_ERROR / math.sqrt(2))
+
+    def _memory_factor(self) -> float:
+        """Measured over projected memory, as a median over trials."""
+        found = [
+            one.result.peak_memory_bytes / one.candidate.memory_bytes
+            for one in self.records
+            if one.result.kind == "ran" and one.result.peak_memory_bytes and one.candidate.memory_bytes
+        ]
+        return statistics.median(found) if found and self.settings.objective == "memory" else 1.0
+
+
+def trial_key(candidate: TrialCandidate, number: int) -> str:
+    """Names a trial in a journal."""
+    return candidate.key if number == 1 else f"{candidate.key} #{number}"
+
+
+def judged(result: TrialResult, reference: TrialRecord | None, settings: SearchSettings) -> TrialResult:
+    """The result, as a failure if its losses or its clock are wrong."""
+    if result.kind != "ran":
+        return result
+    if not result.step_seconds:
+        return _failed(result, "crash", "it ended without a timed step")
+    if not all(map(math.isfinite, result.losses)):
+        place = next(place for place, loss in enumerate(result.losses) if not math.isfinite(loss))
+        return _failed(result, "not finite", f"the loss of step {place + 1} is {result.losses[place]}")
+    mean = statistics.fmean(result.step_seconds)
+    if min(result.step_seconds) <= 0 or (
+        result.observed_seconds and max(mean / result.observed_seconds, result.observed_seconds / mean) > CLOCK
+    ):
+        told = f"its clock says {mean * 1e3:.1f} ms a step, ours {result.observed_seconds * 1e3:.1f} ms"
+        return _failed(result, "lying clock", told)
+    if reference is not None and settings.loss_tolerance is not None:
+        for place, (loss, wanted) in enumerate(zip(result.losses, reference.result.losses, strict=False)):
+            gap = abs(loss - wanted) / max(abs(wanted), 1e-9)
+            if gap > settings.loss_tolerance:
+                told = f"step {place + 1}: {loss:.5f}, the reference has {wanted:.5f} ({gap:.1e} apart)"
+                return _failed(result, "another loss", told)
+    return result
+
+
+def _failed(result: TrialResult, kind: Kind, reason: str) -> TrialResult:
+    return replace(result, kind=kind, reason=reason)
+
+
+def steps_to(losses: Sequence[float], wanted: float) -> float:
+    """Steps until the loss is `wanted`, between two steps by a straight line; as many more as it lacks at the end."""
+    for place, loss in enumerate(losses):
+        if loss <= wanted:
+            before = losses[place - 1] if place else loss
+            return place + (1.0 if before == loss else (before - wanted) / (before - loss))
+    fallen = losses[0] - losses[-1]
+    return math.inf if fallen <= 0 else len(losses) * (losses[0] - wanted) / fallen
+
+
+def median_error(records: Sequence[TrialRecord], *, corrected: bool) -> float | None:
+    """Median share by which trials differ from what was estimated right before, or from the bare projections."""
+    ran = [one for one in records if one.result.kind == "ran"][1:]  # the first one sets the scale
+    if not ran:
+        return None
+    expected = [one.estimated.seconds * one.candidate.batches if corrected else one.projected for one in ran]
+    return statistics.median(abs(one.result.step / guess - 1) for one, guess in zip(ran, expected, strict=True))

@@ -1,0 +1,250 @@
+"""The candidates of `penstock tune`: configurations that train the same thing as the run, with their projections.
+
+    plan       layouts of a search on this machine (penstock/plan/search.py), with the measured load of the experts
+    change     one choice of the run or of the best layout, because a plan leaves out what is slower by it
+    doctor     changes that the doctor proposes for the leader
+    free       8-bit recipes and larger batches, only if they are named
+    without    the leader without one of its changes, which tells what that change gains
+
+`may_change` has the fields that do not change what is learned; a candidate with another difference is left out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.base.errors import ConfigError, HardwareError, KernelError, PenstockError, TraceError
+from penstock.config.fit import grid_of, shard
+from penstock.config.load import with_overrides
+from penstock.config.run import Run
+from penstock.config.schema import differences
+from penstock.plan.hardware import Cluster, cluster_of
+from penstock.plan.project import Assumptions, project
+from penstock.plan.projection import Projection
+from penstock.plan.search import Progress, SearchRequest, search
+from penstock.trace.analysis import analyse_files
+from penstock.tune.belief import TrialCandidate, grouped_terms
+from penstock.tune.doctor.diagnosis import cpu_changes, diagnose
+from penstock.tune.doctor.evidence import RunFacts
+from penstock.tune.doctor.from_trace import evidence_of
+from penstock.tune.doctor.planned import with_plan
+from penstock.tune.doctor.remedies import FLOAT8, accepted
+
+_SAFE = ("pipeline.", "recompute.", "offload.", "graphs.", "kernels.", "host.", "parallel.", "dispatch.")
+_LEARNED = ("parallel.reduce", "dispatch.row_capacity_factor", "dispatch.layer_capacity_factor")
+
+FREE = ("float8", "global_batch")
+"""What `--free` may name."""
+
+_FREED: Mapping[str, tuple[str, ...]] = {"float8": ("float8.",), "global_batch": ("training.global_batch",)}
+
+_RECOMPUTE = ("[]", '["expert-activation"]', '["norm", "expert-activation"]', '["layer"]')
+
+LAYOUTS, CHANGED = 40, 1
+"""Layouts of a plan that become candidates, and those of them that are changed in one choice more."""
+
+MOST_IMBALANCE = 4.0
+
+
+def may_change(field: str, free: Sequence[str] = ()) -> bool:
+    """Whether a field may differ from the run's: it does not change what is learned, or is named."""
+    freed = tuple(prefix for name in free for prefix in _FREED[name])
+    if field.startswith(freed) and freed:
+        return True
+    return field == "training.micro_batch" or (field.startswith(_SAFE) and field not in _LEARNED)
+
+
+@dataclass
+class CandidateSource:
+    """Candidates of a run on a cluster.
+
+    Attributes:
+        run: the reference.
+        fixed: parts of the layout that stay, by their names in plans.
+        kept: fields that stay.
+        free: of `FREE`.
+        imbalance: rows of the fullest rank's experts over the even share.
+        next_wins: what would be faster with more memory or devices, after `planned`.
+        was_fitted: the run as it is could not start, and `run` is a layout of a plan.
+    """
+
+    run: Run
+    cluster: Cluster
+    fixed: Mapping[str, str]
+    kept: frozenset[str] = frozenset()
+    free: tuple[str, ...] = ()
+    imbalance: float = 1.2
+    next_wins: tuple[str, ...] = ()
+    was_fitted: bool = False
+
+    def measured_load(self, expert_load: float | None) -> None:
+        """Take the measured load of the fullest expert over the mean for the imbalance of ranks."""
+        moe = self.run.model.moe
+        if moe is None or expert_load is None or self.cluster.devices == 1:
+            return
+        # Experts of one rank are filled unequally by chance, so their sum is closer to even.
+        each = max(1, moe.experts // self.cluster.devices)
+        self.imbalance = min(MOST_IMBALANCE, max(1.0, 1 + (expert_load - 1) / each**0.5))
+
+    def reference(self) -> TrialCandidate:
+        """The run as it is."""
+        return self._candidate(self._project(self.run), "reference")
+
+    def fit(self, progress: Progress | None = None) -> None:
+        """Where the run as it is cannot start on these devices, take the best layout of a plan for the reference."""
+        try:
+            grid_of(self.run, self.cluster.devices)
+        except ConfigError as error:
+            plan = search(self._request(1), progress)
+            if not plan.candidates:
+                raise ConfigError(f"no layout of {self.run.name} fits {self.cluster.devices} devices") from error
+            self.run = plan.candidates[0].run
+            self.was_fitted = True
+
+    def planned(self, progress: Progress | None = None) -> list[TrialCandidate]:
+        """The reference; layouts of a plan; and single changes of both."""
+        first = self._project(self.run)
+        plan = search(self._request(LAYOUTS), progress)
+        bases = [self.run, *(one.run for one in plan.candidates[:CHANGED])]
+        found = [(one, "plan") for one in plan.candidates]
+        for change in self._changes():
+            source = "free" if change.startswith(("float8", "training.global_batch")) else "change"
+            found += [(one, source) for one in self._changed(bases, change)]
+        self.next_wins = tuple(self._next_wins(first))
+        # Of candidates that are the same run in other words, the first one stays.
+        kept = {_effect(first): self._candidate(first, "reference")}
+        for projection, source in found:
+            if self.overrides_of(projection.run):
+                kept.setdefault(_effect(projection), self._candidate(projection, source))
+        return list(kept.values())
+
+    def _changes(self) -> Iterator[str]:
+        """Changes of one choice, by a factor of two where it is a size."""
+        run, ranks = self.run, self.cluster.devices
+        sizes = [1 << power for power in range(ranks.bit_length()) if ranks % (1 << power) == 0]
+        yield from (f"training.micro_batch={1 << power}" for power in range(4))
+        yield from (f"recompute.modules={modules} recompute.layers=[]" for modules in _RECOMPUTE)
+        if ranks > 1:
+            yield from (f"parallel.expert={size}" for size in sizes if run.model.moe is not None)
+            yield from (f'dispatch.method="{method}"' for method in ("all-to-all", "all-gather", "symmetric"))
+            yield from (f'parallel.shard="{shard}"' for shard in ("optimizer", "full"))
+        yield 'dispatch.overlap="halves"'
+        yield 'dispatch.overlap="none"'
+        if self.cluster.hardware.vendor != "cpu":
+            yield from (f'graphs.capture="{capture}"' for capture in ("none", "partial"))
+            yield from ("dispatch.sync_free=0", "dispatch.sync_free=2", "offload.optimizer=false")
+            yield 'graphs.capture="full" dispatch.sync_free=2'
+        if "float8" in self.free:
+            yield FLOAT8
+        if "global_batch" in self.free:
+            yield from (f"training.global_batch={times * run.training.global_batch}" for times in (2, 4))
+
+    def doctor(self, leader: TrialCandidate, folder: Path, step_seconds: float) -> list[TrialCandidate]:
+        """Changes that the doctor proposes for the recorded run of a leader, with their gains."""
+        run = with_overrides(self.run, leader.overrides)
+        try:
+            evidence = evidence_of(analyse_files([folder]), RunFacts(run=run, world=self.cluster.devices))
+            if evidence.host is not None and not evidence.ranks:
+                offers = [(change, 0.02, "doctor") for change, _ in cpu_changes(evidence.host, evidence)]
+            else:
+                verdict = diagnose(with_plan(evidence, self.cluster))
+                offers = [(one.change, one.gain_us / 1e6 / step_seconds, one.rule) for one in verdict.remedies]
+        except (TraceError, ConfigError, HardwareError):
+            return []
+        found = []
+        for change, share, rule in offers:
+            changed = accepted(run, change, self.cluster.devices)
+            if changed is None or (overrides := self.overrides_of(changed)) is None:
+                continue
+            terms = {name: seconds * (1 - min(share, 0.9)) for name, seconds in leader.terms.items()}
+            found.append(replace(leader, overrides=overrides, terms=terms, source=rule))
+        return found
+
+    def without_each(self, leader: TrialCandidate) -> list[tuple[str, TrialCandidate]]:
+        """The leader without each of its changed fields, where that is legal; and the field."""
+        found = []
+        for field in leader.choices:
+            left = tuple(one for one in leader.overrides if one.partition("=")[0] != field)
+            if not left:
+                continue
+            try:
+                changed = with_overrides(self.run, left)
+                found.append((field, self._candidate(self._project(changed), "without")))
+            except (ConfigError, HardwareError, KernelError):
+                continue
+        return found
+
+    def overrides_of(self, run: Run) -> tuple[str, ...] | None:
+        """What a run changes of the reference; None if it changes what may not be changed."""
+        if shard(run) == shard(self.run):  # `auto` in other words
+            parallel = run.parallel.model_copy(update={"shard": self.run.parallel.shard})
+            run = run.model_copy(update={"parallel": parallel})
+        changes = differences(self.run, run)
+        if any(one.right is None or one.field in self.kept or not may_change(one.field, self.free) for one in changes):
+            return None
+        return tuple(f"{one.field}={one.right}" for one in changes)
+
+    @property
+    def _assumptions(self) -> Assumptions:
+        return Assumptions(imbalance=self.imbalance)
+
+    def _fixed(self) -> dict[str, str]:
+        """With the micro-batch, if an auxiliary loss or a capacity is of micro-batches: then it is learned."""
+        moe = self.run.model.moe
+        learned = moe is not None and (
+            (moe.balance.aux_loss == "micro-batch" and moe.balance.aux_loss_coef > 0) or moe.balance.capacity_factor
+        )
+        return {**self.fixed, **({"micro_batch": f"{self.run.training.micro_batch}"} if learned else {})}
+
+    def _project(self, run: Run) -> Projection:
+        return project(run, self.cluster, self._assumptions)
+
+    def _changed(self, bases: Sequence[Run], change: str) -> Iterator[Projection]:
+        for base in bases:
+            changed = accepted(base, change, self.cluster.devices)
+            if changed is None:
+                continue
+            try:
+                yield self._project(changed)
+            except (ConfigError, HardwareError, KernelError):
+                continue
+
+    def _candidate(self, projection: Projection, source: str) -> TrialCandidate:
+        slowest = max(projection.time.ranks, key=lambda one: sum(one.terms.values()))
+        return TrialCandidate(
+            overrides=self.overrides_of(projection.run) or (),
+            terms=grouped_terms(slowest.terms),
+            memory_bytes=float(projection.memory.total),
+            source=source,
+            batches=projection.run.training.global_batch / self.run.training.global_batch,
+        )
+
+    def _next_wins(self, first: Projection) -> Iterator[str]:
+        """What would be faster if more memory, more devices or an 8-bit recipe were allowed, by projection."""
+        hardware, ranks = self.cluster.hardware, self.cluster.devices
+        memory = hardware.memory.model_copy(update={"capacity_bytes": 2 * hardware.memory.capacity_bytes})
+        others = {f"with {2 * ranks} devices": cluster_of(2 * ranks, hardware)}
+        if hardware.vendor != "cpu":
+            others["with twice the memory"] = cluster_of(ranks, replace(hardware, memory=memory))
+        for words, there in others.items():
+            try:
+                found = search(replace(self._request(1), cluster=there)).candidates
+            except PenstockError:
+                continue
+            if found and (ratio := first.time.step_seconds / found[0].time.step_seconds) > 1:
+                yield f"{words}: {found[0].layout}, {ratio:.2f} x the speed of the reference"
+        if "float8" not in self.free:
+            for one in self._changed([self.run], FLOAT8):
+                if (ratio := first.time.step_seconds / one.time.step_seconds) > 1:
+                    yield f"with --free float8: {ratio:.2f} x the speed of the reference"
+
+    def _request(self, top: int) -> SearchRequest:
+        return SearchRequest(
+            run=self.run, cluster=self.cluster, fixed=self._fixed(), top=top, assumptions=self._assumptions
+        )
+
+
+def _effect(projection: Projection) -> str:
+    """Equal for candidates that run the same way."""
+    run = projection.run
+    return f"{projection.layout} {run.graphs} {run.dispatch.overlap} {run.float8} {run.training.global_batch}"

@@ -1,0 +1,113 @@
+"""The files of `penstock tune`: its journal after each trial, the tuned run, and JSON of everything."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.base.errors import ConfigError
+from penstock.base.files import read_json, write_whole
+from penstock.config.load import dump_toml, with_overrides
+from penstock.config.run import Run
+from penstock.config.schema import differences
+from penstock.tune.real_trials import result_from
+from penstock.tune.search_loop import Search, TrialRecord, TrialResult, median_error, trial_key
+
+JOURNAL, TUNED, PAGE, EVERYTHING = "journal.json", "tuned.toml", "tune.html", "tune.json"
+
+
+def read_journal(folder: Path, identity: Mapping[str, Any]) -> dict[str, TrialResult]:
+    """Results by key of an earlier search of this run on this machine; a ConfigError if it is of another one."""
+    path = folder / JOURNAL
+    if not path.exists():
+        return {}
+    try:
+        saved = read_json(path)
+        results = {one["key"]: result_from(one["result"]) for one in saved["trials"]}
+        then = saved["identity"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no journal to go on with", got=error, fix="leave out --resume") from error
+    if then != identity:
+        others = [name for name in {**then, **identity} if then.get(name) != identity.get(name)]
+        raise ConfigError(f"{path} is of another search", got=", ".join(others), fix="leave out --resume")
+    return results
+
+
+def write_journal(folder: Path, identity: Mapping[str, Any], search: Search) -> None:
+    """Write all results; called after each trial."""
+    trials = [{"key": trial_key(one.candidate, one.number), "result": asdict(one.result)} for one in search.records]
+    write_whole(folder / JOURNAL, json.dumps({"identity": identity, "trials": trials}, indent=1) + "\n")
+
+
+def gain_of(record: TrialRecord, over: TrialRecord) -> float:
+    """Times that a record is faster than another, for the same tokens."""
+    return (over.result.step / over.candidate.batches) / (record.result.step / record.candidate.batches)
+
+
+def line_gains(search: Search) -> dict[str, str]:
+    """By changed field of the leader, what it gained, as measured: alone, or together with the other changes."""
+    leader, first = search.leader, search.reference
+    if leader is None or first is None:
+        return {}
+    ran = {one.candidate.key: one for one in search.records if one.result.kind == "ran"}
+    whole = gain_of(leader, first)
+    found = {}
+    for field in leader.candidate.choices:
+        rest = " ".join(sorted(one for one in leader.candidate.overrides if one.partition("=")[0] != field))
+        if rest in ran:
+            found[field] = f"{gain_of(leader, ran[rest]):.3f} x, measured with and without it"
+        else:
+            found[field] = f"part of {whole:.3f} x, measured with all changes"
+    return found
+
+
+def write_tuned(path: Path, own: Run, reference: Run, search: Search, command: str) -> Run:
+    """Write the run of the leader, with a comment on each line that differs from the user's run `own`."""
+    leader = search.leader
+    tuned = reference if leader is None else with_overrides(reference, leader.candidate.overrides)
+    gains = line_gains(search)
+    comments = {
+        one.field: f"was {one.left}; " + gains.get(one.field, "the run could not start otherwise")
+        for one in differences(own, tuned)
+    }
+    lines, section = [], ""
+    for line in dump_toml(tuned).splitlines():
+        if line.startswith("["):
+            section = line.strip("[]") + "."
+        name = section + line.partition(" = ")[0]
+        # A list over several lines takes its comment after the bracket.
+        lines.append(f"{line}  # {comments[name]}" if " = " in line and name in comments else line)
+    head = f"# {command}\n# {search.ending}; {len(search.records)} trials\n"
+    write_whole(path, head + "\n".join(lines) + "\n")
+    return tuned
+
+
+def search_json(search: Search, spent: Mapping[str, float], next_wins: Sequence[str]) -> dict[str, Any]:
+    """Everything, for `--json`."""
+    leader, first = search.leader, search.reference
+    return {
+        "ending": search.ending,
+        "objective": search.settings.objective,
+        "trials": [
+            {
+                "change": list(one.candidate.overrides),
+                "source": one.candidate.source,
+                "projected_seconds": one.projected,
+                "projected_terms": dict(one.candidate.terms),
+                "expected_seconds": one.estimated.seconds * one.candidate.batches,
+                "expected_deviation": one.estimated.deviation,
+                **asdict(one.result),
+                "measured_seconds": one.result.step if one.result.step_seconds else None,
+            }
+            for one in search.records
+        ],
+        "candidates": len(search.candidates),
+        "leader": None if leader is None else list(leader.candidate.overrides),
+        "gain": None if leader is None or first is None else gain_of(leader, first),
+        "gains": line_gains(search),
+        "median_error": median_error(search.records, corrected=False),
+        "median_error_corrected": median_error(search.records, corrected=True),
+        "spent_seconds": dict(spent),
+        "next": list(next_wins),
+    }

@@ -1,0 +1,107 @@
+"""`penstock tune` from the outside: with trials that are made up, and once, slowly, with real ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import tune as verb
+from penstock.config.load import load_run
+from penstock.plan.projection import Plan
+from penstock.plan.search import SearchRequest
+from penstock.tune import tune_candidates
+from penstock.tune.belief import TrialCandidate
+from penstock.tune.real_trials import RealTrials
+from penstock.tune.search_loop import TrialResult
+from tests.cli import answers
+
+RUN = "tune debug-2l training.micro_batch=1 device=cpu --processes 1 --on H200"
+LOSSES = (5.5, 5.4, 5.3, 5.2, 5.1, 5.0)
+
+
+def no_layouts(request: SearchRequest, progress: object = None) -> Plan:
+    """A search takes seconds; without layouts the candidates are single changes."""
+    return Plan(model="debug", cluster=request.cluster, candidates=(), refused=(), considered=0)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Trials take less time with larger micro-batches, and recomputation fails; keys of those that were asked for."""
+    keys: list[str] = []
+
+    def run(trials: RealTrials, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
+        keys.append(candidate.key)
+        if "recompute" in candidate.key:
+            return TrialResult(kind="hang", reason="not done after 90 s, in which it made 0 steps", seconds=90.0)
+        step = 0.1 / int(candidate.choices.get("training.micro_batch", "1"))
+        return TrialResult(step_seconds=(step, step, step), losses=LOSSES, peak_memory_bytes=10**9, seconds=5.0)
+
+    monkeypatch.setattr(RealTrials, "run", run)
+    monkeypatch.setattr(tune_candidates, "search", no_layouts)
+    monkeypatch.setattr(verb._Session, "diagnose", lambda session, leader: ())
+    return keys
+
+
+def test_the_tuned_run_trains_as_it_is_and_tells_what_each_line_gained(asked: list[str]) -> None:
+    told = answers.printed(RUN)
+    assert "best: training.micro_batch=4: 4.000 x the run as it is" in told
+    text = Path("runs/tune-debug-2l/tuned.toml").read_text(encoding="utf-8")
+    assert "micro_batch = 4  # was 1; 4.000 x, measured with and without it" in text
+    tuned, own = load_run("runs/tune-debug-2l/tuned.toml"), load_run("debug-2l", ["training.micro_batch=1"])
+    assert tuned.training.micro_batch == 4
+    assert tuned.training.global_batch == own.training.global_batch
+    assert Path("runs/tune-debug-2l/tune.html").stat().st_size > 10_000
+    found = json.loads(Path("runs/tune-debug-2l/tune.json").read_text(encoding="utf-8"))
+    assert found["leader"] == ["training.micro_batch=4"]
+    assert found["gain"] == pytest.approx(4.0)
+
+
+def test_a_search_goes_on_with_nothing_measured_twice(asked: list[str]) -> None:
+    answers.printed(RUN, "--trials", "2")
+    before = len(asked)
+    answers.printed(RUN, "--resume")
+    assert asked[:before] != []
+    twice = {key for key in asked if asked.count(key) > 1}
+    assert len(twice) <= 2, "only the reference and the leader have a second trial"
+    assert max(map(asked.count, asked)) <= 2
+
+
+def test_an_interrupted_search_leaves_its_best(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RealTrials.run
+
+    def stop(trials: RealTrials, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return run(trials, candidate, most_seconds)
+
+    monkeypatch.setattr(RealTrials, "run", stop)
+    code, out, _ = answers.outcome(*RUN.split())
+    assert code == 130
+    assert "interrupted" in out
+    assert load_run("runs/tune-debug-2l/tuned.toml").name == "debug-2l"
+
+
+def test_kept_fields_stay(asked: list[str]) -> None:
+    found = answers.told_as_json(RUN, "--keep", "training.micro_batch=1")
+    assert not [one for trial in found["trials"] for one in trial["change"] if one.startswith("training.micro_batch")]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--budget", "soon"), "--budget is no time"),
+        (("--free", "floot8"), "did you mean float8?"),
+        (("--objective", "joy"), "--objective is unknown"),
+        (("--resume",), "there is no search to go on with"),
+        (("--keep", "training.micro_batsh=1"), "micro_batch"),
+    ],
+)
+def test_wrong_options_are_refused(words: tuple[str, ...], told: str) -> None:
+    assert told in answers.refused(RUN, *words)
+
+
+@pytest.mark.slow
+def test_real_trials_tune_a_small_run() -> None:
+    told = answers.printed("tune debug-2l device=cpu --processes 1 --budget 2m --steps 6 --trials 2")
+    assert "2 trials were made" in told
+    assert load_run("runs/tune-debug-2l/tuned.toml").name == "debug-2l"

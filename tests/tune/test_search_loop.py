@@ -1,0 +1,175 @@
+"""The search of `penstock tune` on made-up machines: what it finds, in how many trials, and what failures do to it."""
+
+import math
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from penstock.tune.belief import Belief, Measured, TrialCandidate
+from penstock.tune.search_loop import (
+    Kind,
+    Search,
+    SearchSettings,
+    TrialRecord,
+    TrialResult,
+    judged,
+    median_error,
+    steps_to,
+    trial_key,
+)
+from penstock.tune.simulated_machine import SimulatedMachine, random_candidates
+
+CAPACITY = 80e9
+NO_LIMIT = SearchSettings(budget_seconds=1e9, capacity_bytes=CAPACITY)
+
+
+def machine(seed: int, **more: object) -> SimulatedMachine:
+    rng = random.Random(seed)
+    return replace(SimulatedMachine(random_candidates(rng), rng, capacity_bytes=CAPACITY), **more)  # type: ignore[arg-type]
+
+
+def searched(there: SimulatedMachine, settings: SearchSettings = NO_LIMIT, **more: object) -> Search:
+    search = Search(list(there.candidates), there, settings, **more)  # type: ignore[arg-type]
+    search.run()
+    return search
+
+
+def slower(search: Search, there: SimulatedMachine) -> float:
+    """True step of the leader over that of the best candidate."""
+    assert search.leader is not None
+    return there.seconds(search.leader.candidate.key) / there.best
+
+
+def test_random_machines_are_tuned_to_3_percent_in_few_trials() -> None:
+    there = [machine(seed) for seed in range(40)]
+    searches = [searched(one) for one in there]
+    good = [slower(search, one) <= 1.03 for search, one in zip(searches, there, strict=True)]
+    assert statistics.fmean(good) >= 0.95
+    assert max(len(search.records) for search in searches) <= 12
+    assert statistics.median(len(search.records) for search in searches) <= 7
+    bare, corrected = ([median_error(one.records, corrected=way) for one in searches] for way in (False, True))
+    assert statistics.median(filter(None, corrected)) < 0.03 < 0.1 < statistics.median(filter(None, bare))
+
+
+def test_a_measured_term_corrects_candidates_that_share_it() -> None:
+    sends = {"products": 0.5, "dispatch": 0.5}
+    ones = [TrialCandidate(overrides=(f"a={place}",), terms=sends) for place in range(2)]
+    other = TrialCandidate(overrides=("b=1",), terms={"products": 1.0})
+    seen = [Measured(candidate=other, seconds=1.0), Measured(candidate=ones[0], seconds=1.4)]
+    guess, plain = Belief([ones[1], other], seen).estimates()
+    assert guess.seconds == pytest.approx(1.4, rel=0.03)
+    assert plain.seconds == pytest.approx(1.0, rel=0.01)
+    assert guess.deviation < Belief([ones[1]]).estimates()[0].deviation / 5
+
+
+FAULTS: tuple[Kind, ...] = ("out of memory", "hang", "crash", "not finite", "another loss", "lying clock")
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_of_the_best_candidates_is_a_result_and_the_next_best_wins(kind: Kind) -> None:
+    for seed in range(4):
+        there = machine(seed)
+        ranked = sorted((one.key for one in there.candidates[1:]), key=there.seconds)
+        there = machine(seed, faults={ranked[0]: kind, ranked[1]: kind})
+        search = searched(there, replace(NO_LIMIT, most_trials=20))
+        assert slower(search, there) <= 1.03
+        failed = [one for one in search.records if one.candidate.key in ranked[:2]]
+        assert all(one.result.kind == kind and one.result.reason for one in failed)
+        asked = [key for key in there.asked if key in ranked[:2]]
+        assert len(asked) == len(set(asked)), "a failure is not repeated"
+
+
+def test_a_reference_that_does_not_run_still_gives_a_leader() -> None:
+    there = machine(3, faults={"": "crash"})
+    search = searched(there, replace(NO_LIMIT, most_trials=20))
+    assert search.records[0].result.kind == "crash"
+    assert slower(search, there) <= 1.03
+
+
+def test_a_resumed_search_measures_nothing_twice_and_ends_the_same() -> None:
+    whole = searched(machine(5))
+    saved = {trial_key(one.candidate, one.number): one.result for one in whole.records[:3]}
+    again = machine(5)
+    resumed = searched(again, recorded=saved)
+    assert len(again.asked) == len(resumed.records) - 3
+    assert [one.candidate.key for one in resumed.records[:4]] == [one.candidate.key for one in whole.records[:4]]
+
+
+def test_the_budget_ends_a_search_with_the_best_so_far() -> None:
+    search = searched(machine(7), replace(NO_LIMIT, budget_seconds=30.0))
+    assert search.ending == "the budget is spent"
+    assert search.leader is not None
+    assert search.spent <= 60
+
+
+def test_memory_is_an_objective() -> None:
+    there = machine(2)
+    search = searched(there, replace(NO_LIMIT, objective="memory"))
+    assert search.leader is not None
+    least = min(one.memory_bytes for one in there.candidates)
+    assert search.leader.candidate.memory_bytes <= 1.03 * least
+
+
+def test_a_diagnosis_adds_candidates_once_for_a_leader() -> None:
+    there, asked = machine(1), list[str]()
+    extra = TrialCandidate(overrides=("host.bind=true",), terms={"products": 1e-3}, source="doctor")
+
+    def diagnose(leader: TrialRecord) -> list[TrialCandidate]:
+        asked.append(leader.candidate.key)
+        return [extra]
+
+    there._seconds[extra.key], there._memory[extra.key] = there.best * 0.8, 1e9
+    search = searched(there, diagnose=diagnose)
+    assert search.leader is not None
+    assert search.leader.candidate is extra
+    assert len(asked) == len(set(asked)) == 2
+
+
+RAN = TrialResult(step_seconds=(0.1,) * 5, observed_seconds=0.1, losses=(5.0, 4.9, 4.8), seconds=3.0)
+
+
+def test_a_clock_that_lies_is_found_by_ours() -> None:
+    found = judged(replace(RAN, step_seconds=(0.01,) * 5), None, NO_LIMIT)
+    assert (found.kind, found.reason) == ("lying clock", "its clock says 10.0 ms a step, ours 100.0 ms")
+    assert judged(replace(RAN, step_seconds=(-0.1,) * 5), None, NO_LIMIT).kind == "lying clock"
+    assert judged(RAN, None, NO_LIMIT) is RAN
+
+
+def test_a_gain_that_a_second_trial_does_not_confirm_is_no_gain() -> None:
+    there = machine(0, noise=0.0)
+    key = min((one.key for one in there.candidates), key=there.seconds)
+    luck = iter([0.5 * there.seconds("") / there.seconds(key), 2.0 * there.seconds("") / there.seconds(key)])
+    run = there.run
+
+    def lucky(candidate: TrialCandidate, most_seconds: float) -> TrialResult:
+        result = run(candidate, most_seconds)
+        factor = next(luck, 1.0) if candidate.key == key else 1.0
+        times = tuple(factor * one for one in result.step_seconds)
+        return replace(result, step_seconds=times, observed_seconds=times[0] if times else 0.0)
+
+    there.run = lucky  # type: ignore[method-assign]
+    first, best = there.candidates[0], next(one for one in there.candidates if one.key == key)
+    search = Search([first, best], there, NO_LIMIT)
+    search.run()
+    assert [one.number for one in search.records] == [1, 1, 2, 2]
+    assert search.leader is not None
+    assert search.leader.candidate is first
+
+
+def test_another_loss_is_told_with_its_step_and_can_be_allowed_by_name() -> None:
+    search = searched(machine(0))
+    first = search.reference
+    assert first is not None
+    other = replace(RAN, losses=(5.0, 4.7))
+    found = judged(other, first, NO_LIMIT)
+    assert found.kind == "another loss"
+    assert found.reason.startswith("step 2: 4.70000, the reference has 4.90000")
+    assert judged(other, first, replace(NO_LIMIT, loss_tolerance=None)) is other
+
+
+def test_steps_to_a_loss_are_interpolated_and_continued() -> None:
+    assert steps_to([5.0, 4.0, 3.0], 3.5) == pytest.approx(2.5)
+    assert steps_to([5.0, 4.5, 4.0], 3.0) == pytest.approx(6.0)
+    assert steps_to([5.0, 5.1], 3.0) == math.inf
