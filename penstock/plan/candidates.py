@@ -324,7 +324,10 @@ class SearchSpace:
             obstacle="no GPUs" if sizes.vendor == "cpu" else "",
         )
         chosen = [choose_dispatcher(replace(facts, method=name)) for name in ("auto", *DISPATCHERS)]
-        return tuple(dict.fromkeys(one.name for one in chosen if one.refusal is None))
+        names = dict.fromkeys(one.name for one in chosen if one.refusal is None)
+        # An expert that lies on several nodes needs its rows on all of these: nothing is saved by sending to nodes.
+        crosses = facts.node_ranks % sizes.etp != 0
+        return tuple(name for name in names if not (crosses and name == "hierarchical")) or ("all-to-all",)
 
     def _values(self, name: str) -> Sequence[int]:
         """Sizes of an axis that divide the devices, without those that divide nothing of the model."""

@@ -337,7 +337,8 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if (specs := known.get(key)) is None:
         result = func(*args, **kwargs)
         made = result if isinstance(result, tuple) else (result,)
-        if all(isinstance(one, Tensor) and one.is_meta for one in made):
+        given = {one.untyped_storage()._cdata for one in _tensors_in((*args, *kwargs.values()))}
+        if all(isinstance(one, Tensor) and one.is_meta and one.untyped_storage()._cdata not in given for one in made):
             known[key] = tuple((tuple(one.shape), one.stride(), one.dtype) for one in made)
         return result
     made = tuple(torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in specs)
