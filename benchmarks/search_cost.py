@@ -17,12 +17,18 @@ from typing import Any
 
 from benchmarks import record
 from penstock.config.load import load_run
+from penstock.plan.composer import meta_workers
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.search import SearchRequest, search
 
 DEVICES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LAYERS = (8, 16, 32, 48, 61)
-BARS = ({"model": "deepseek-v3", "on": "1024xMI300X"}, {"model": "moe-2t", "on": "8192xMI300X"})
+BARS = (
+    {"model": "deepseek-v3", "on": "1024xMI325X"},
+    {"model": "deepseek-v3", "on": "1024xH100"},
+    {"model": "qwen3-235b-a22b", "on": "256xH100"},
+    {"model": "moe-2t", "on": "768xMI300X"},
+)
 
 
 def cases() -> list[dict[str, str]]:
@@ -36,7 +42,8 @@ def cases() -> list[dict[str, str]]:
 def one(model: str, on: str) -> dict[str, Any]:
     """Search here; seconds are those of the search alone."""
     begin = time.perf_counter()
-    plan = search(SearchRequest(run=load_run(model), cluster=parse_cluster(on)))
+    with meta_workers() as workers:
+        plan = search(SearchRequest(run=load_run(model), cluster=parse_cluster(on)), workers=workers)
     best = plan.candidates[0] if plan.candidates else None
     return {
         "search_seconds": time.perf_counter() - begin,
