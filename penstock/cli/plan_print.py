@@ -96,6 +96,8 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
         print(f"nothing fits: no grid of {plan.cluster.devices:,} devices has the sizes that are asked for")
     else:
         print(f"nothing fits, of {plan.considered:,} layouts")
+    if plan.gap:
+        print(f"not proved: the search ended early, and by its bound another layout could be {plan.gap:.1%} faster")
     for close in plan.close:
         print(f"may not fit: {conclusion(close)}; {bytes_text(-close.over_bytes)} left")
     if plan.nearest is not None:

@@ -217,6 +217,7 @@ class Plan:
         nearest: the layout that lacks the least memory, where nothing fits.
         helps: changes with which `nearest` fits, in words.
         margin: share of the memory that candidates leave free for the error of the projection.
+        gap: share by which a layout that was not looked at could be faster by its bound; 0 if the best is proved.
     """
 
     model: str
@@ -229,6 +230,7 @@ class Plan:
     nearest: Projection | None = None
     helps: tuple[str, ...] = ()
     margin: float = 0.0
+    gap: float = 0.0
 
 
 _TIMES = (
@@ -266,6 +268,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "nearest": None if plan.nearest is None else candidate_json(plan.nearest),
         "helps": list(plan.helps),
         "margin": plan.margin,
+        "gap": plan.gap,
         "refused": [asdict(one) for one in plan.refused],
         "advice": [asdict(one) for one in plan.advice],
     }

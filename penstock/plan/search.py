@@ -7,8 +7,9 @@
                   that share them (`penstock.plan.composer`), which gives its memory and a closer bound; a layout whose
                   closer bound is the least is projected
 
-The search ends when the least bound is no faster than the best. No rule of thumb leaves anything out, and how many
-layouts are shown does not decide which one is the best: the others are the fastest that were looked at.
+The search ends when the least bound is no faster than the best, or after `MOST_LOOKED` layouts: then the plan says by
+how much others could be faster by their bounds. No rule of thumb leaves anything out, and how many layouts are shown
+does not decide which one is the best: the others are the fastest that were looked at.
 
 A layout needs room for the projection's own error (`penstock.plan.known_error`). One that fits only without that room
 is shown apart, because it may not fit.
@@ -75,6 +76,9 @@ FEW, FIRST_TRIES = 2000, 40
 
 BATCH = 16
 """Layouts that are looked at side by side."""
+
+MOST_LOOKED = 5000
+"""Layouts that are looked at before a search ends without proof: bounds of small models are far from their times."""
 
 TELLS = 64
 """Layouts looked at between two words of progress."""
@@ -244,6 +248,7 @@ class _Search:
         self._fitting: dict[_Node, _Fitting] = {}
         self._exact: dict[_Node, float] = {}
         self._best = math.inf
+        self._gap = 0.0
         self._close: list[_Fitting] = []
         self._too_large: Counter[str] = Counter()
         self._large_in_group: dict[_Node, int] = {}
@@ -271,6 +276,7 @@ class _Search:
             considered=self._space.count + sum(one.count for one in self._space.illegal.values()),
             advice=tuple(self._advice(best[0], tries)) if best else (),
             margin=self._margin,
+            gap=self._gap,
         )
 
     def _best_first(self, kept: Sequence[Divisions], waiting: list[_Waiting]) -> None:
@@ -278,6 +284,9 @@ class _Search:
         heapq.heapify(waiting)
         looked = 0
         while waiting and waiting[0].bound < self._cutoff():
+            if looked >= MOST_LOOKED and self._exact:
+                self._gap = self._best / waiting[0].bound - 1
+                return
             batch = [heapq.heappop(waiting) for _ in range(min(BATCH, len(waiting)))]
             batch = [one for one in batch if one.step == 0 or not self._is_dominated(one.node)]
             self._composer.prefetch(run for one in batch for run in self._stages_of(one))

@@ -164,6 +164,12 @@ def test_advice_about_the_best_has_the_speed_of_the_best_without_it() -> None:
     assert without is not None and 0.9 * alone < without < best.time.tokens_per_second_per_device
 
 
+def test_a_search_that_ends_early_says_how_much_faster_another_layout_could_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.plan.search.MOST_LOOKED", 16)
+    plan = search(asked("8xH200"))
+    assert plan.candidates and 0 < plan.gap < 1 and found().gap == 0
+
+
 def test_where_nothing_fits_the_plan_has_the_nearest_layout_and_what_would_help() -> None:
     plan = search(asked("4xH100", load_run("deepseek-v3-16l"), top=3))
     assert plan.candidates == () and plan.nearest is not None and plan.nearest.over_bytes > 0
