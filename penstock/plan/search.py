@@ -80,6 +80,9 @@ BATCH = 16
 MOST_LOOKED = 5000
 """Layouts that are looked at before a search ends without proof: bounds of small models are far from their times."""
 
+FINISHED = 100
+"""Layouts that are projected when a search ends without proof."""
+
 TELLS = 64
 """Layouts looked at between two words of progress."""
 
@@ -285,7 +288,11 @@ class _Search:
         looked = 0
         while waiting and waiting[0].bound < self._cutoff():
             if looked >= MOST_LOOKED and self._exact:
-                self._gap = self._best / waiting[0].bound - 1
+                # Those that were looked at closely are played, because one of them may be the best.
+                for _, step, node in sorted(one for one in waiting if one.step > 1)[:FINISHED]:
+                    if step == 3 or self._fit(node) < math.inf:
+                        self._play(node)
+                self._gap = max(0.0, self._best / waiting[0].bound - 1)
                 return
             batch = [heapq.heappop(waiting) for _ in range(min(BATCH, len(waiting)))]
             batch = [one for one in batch if one.step == 0 or not self._is_dominated(one.node)]
