@@ -20,7 +20,7 @@ from benchmarks import record
 from penstock.config.training import Optimizer
 from penstock.kernels import reference
 from penstock.kernels.adamw import APART, AdamWLaunch, scalars_of
-from penstock.kernels.embedding import add_token_rows
+from penstock.kernels.embedding import add_runs
 from penstock.kernels.tuning import KernelLaunch
 from penstock.train.adamw import FusedAdamW
 
@@ -150,18 +150,18 @@ def _embedding_row() -> dict[str, Any]:
     tokens = torch.multinomial(1 / (ranks + 1), count, replacement=True)
     drows = torch.randn(count, width, device="cuda").bfloat16()
     ours, theirs = (torch.zeros(vocabulary, width, device="cuda") for _ in range(2))
-    add_token_rows(ours, tokens, drows)
+    add_runs(ours, tokens, drows)
     reference.add_token_rows(theirs, tokens, drows)
     error = float((ours - theirs).norm() / theirs.norm())
     again = torch.zeros_like(ours)
-    add_token_rows(again, tokens, drows)
+    add_runs(again, tokens, drows)
     assert torch.equal(again, ours), "sums differ from call to call"
     return {
         "tokens": count,
         "ids": int(tokens.unique().numel()),
         "most_frequent": int(tokens.bincount().max()),
         "error": error,
-        "us": timed(lambda: add_token_rows(ours, tokens, drows)),
+        "us": timed(lambda: add_runs(ours, tokens, drows)),
         "index_put_us": timed(lambda: reference.add_token_rows(theirs, tokens, drows)),
     }
 

@@ -5,8 +5,11 @@
                        what a block has of other runs is a part
     join_runs_kernel   sums the parts of each run that crosses blocks
 
-So a frequent token is as much work as as many rare ones. Of ids [3, 5, 5, 5, 5, 9] in blocks of 2, block 0 adds row 3
-and has the part that begins run 5, block 1 is a part that continues it, and block 2 ends it and adds row 9.
+A frequent token is as much work as as many rare ones. Of ids [3, 5, 5, 5, 5, 9] in blocks of 2, block 0 adds row 3 and
+has the part that begins run 5, block 1 is a part that continues it, and block 2 ends it and adds row 9.
+
+No run calls these kernels yet: until they have been measured on a GPU, `penstock.kernels.reference.add_token_rows` does
+the same with PyTorch's sort.
 """
 
 from math import isqrt
@@ -14,21 +17,12 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-from penstock.kernels import reference
-from penstock.kernels.language import HAS_TRITON, ceil_div, power_of_two, tl, triton
-from penstock.kernels.launching import on_gpu, start_kernel
+from penstock.kernels.language import ceil_div, power_of_two, tl, triton
+from penstock.kernels.launching import start_kernel
 from penstock.kernels.permute import order_rows
 from penstock.kernels.tuning import KernelLaunch
 
 LAUNCH = KernelLaunch(block_rows=16, block_columns=1024, warps=4)
-
-
-def add_token_rows(main_grad_VD: Tensor, tokens: Tensor, drows_TD: Tensor) -> None:
-    """`penstock.kernels.reference.add_token_rows`, by kernels on a GPU."""
-    if on_gpu(main_grad_VD) and (main_grad_VD.is_meta or HAS_TRITON):
-        add_runs(main_grad_VD, tokens, drows_TD)
-    else:
-        reference.add_token_rows(main_grad_VD, tokens, drows_TD)
 
 
 def add_runs(main_grad_VD: Tensor, tokens: Tensor, drows: Tensor, *, launch: KernelLaunch = LAUNCH) -> None:

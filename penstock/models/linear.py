@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from penstock.kernels.embedding import add_token_rows
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.quantized import RowColQuantized, WeightCopies
 from penstock.kernels.float32_products import add_product
 from penstock.kernels.launching import on_gpu
+from penstock.kernels.reference import add_token_rows
 from penstock.layout.sharding import Cut, local_shape
 from penstock.models.float8_linear import Float8Weight, fits, float8_linear, quantize_input, recipe_of
 from penstock.parallel.axes import Axis
@@ -197,7 +197,7 @@ class _LinearInto(torch.autograd.Function):
 def look_up_into(main_grad_VD: Tensor, tokens: Tensor, weight_VD: Tensor) -> Tensor:
     """`F.embedding` whose backward adds to rows of a buffer, without a gradient of the size of the vocabulary.
 
-    See `penstock.kernels.embedding`. `main_grad_VD` is in float32 or as the weight.
+    See `penstock.kernels.reference.add_token_rows`. `main_grad_VD` is in float32 or as the weight.
     """
     rows: Tensor = _LookUpInto.apply(tokens, weight_VD, main_grad_VD)
     return rows

@@ -281,9 +281,9 @@ def update_of(
             for columns, times in _buckets(values, 1)
             for _ in range(times)
         ]
-    own = sum(load.own for load in loads.values())
-    # The update sets the gradients that it reads to zero; those of rows of other ranks are left.
-    left = sum(load.values for load in loads.values()) - own
+    own, plain, copied = (sum(vars(load)[name] for load in loads.values()) for name in ("own", "plain", "copied"))
+    # The kernel sets the gradients that it reads to zero; the others are left.
+    left = sum(load.values for load in loads.values()) - (own - plain)
     moved = Counter[tuple[str, bool]]()
     for load in loads.values():
         moved.update(load.moved)
@@ -292,6 +292,8 @@ def update_of(
         for (name, is_written), read in moved.items()
         if not is_written and read
     ]
+    updates += [_moving("_fused_adamw_", plain, (SUM_BYTES,) * 4)] if plain else []
+    updates += [_moving("_foreach_copy_", copied, (2, SUM_BYTES))] if copied else []
     # Each weight in 8 bits is read in 16 and written twice.
     quantized = sum(load.quantized for load in loads.values()) // 2
     step += [_moving("quantize_kernel", quantized, (2, 1, 1))] if quantized else []
@@ -311,7 +313,8 @@ class _Load:
 
     Attributes:
         values: with a float32 sum on this rank.
-        moved: bytes of the update, by the format of the state and whether they are written.
+        moved: bytes of our kernel's update, by the format of the state and whether they are written.
+        plain: values of `own` that PyTorch updates, because their state is float32; `copied` have a master.
         width: values of a row of buckets, of parameters that FSDP2 leaves alone.
         own_sent: values of `own` that pass through buckets.
         quantized: bytes of copies in 8 bits.
@@ -319,7 +322,7 @@ class _Load:
     """
 
     def __init__(self) -> None:
-        self.values = self.own = self.width = self.own_sent = self.quantized = 0
+        self.values = self.own = self.plain = self.copied = self.width = self.own_sent = self.quantized = 0
         self.moved = Counter[tuple[str, bool]]()
         self.itemsize = SUM_BYTES
 
@@ -328,12 +331,12 @@ class _Load:
         ranks, state = shards.of(fact), _state_of(fact, shards)
         own = fact.own(ranks)
         self.own += times * own
-        changed = SUM_BYTES * own + sum(one.nbytes for one in state.values())
-        weights = (SUM_BYTES if fact.is_sharded else fact.itemsize) * own
-        is_apart = "master" in state and state["master"].dtype == torch.float32
-        name = f"{state['moment1'].dtype} {is_apart} {len(state)}"
-        self.moved[name, False] += times * (changed if is_apart else changed + weights)
-        self.moved[name, True] += times * (changed + weights)
+        master = state["master"].dtype if "master" in state else None
+        if state["moment1"].dtype == torch.float32 and master in (None, torch.float32):
+            self.plain += times * own
+            self.copied += 0 if master is None else times * own
+        else:
+            self._add_kernel(fact, own, times, state)
         if fact.is_sharded:
             self.values += times * own
             return
@@ -343,6 +346,14 @@ class _Load:
         self.own_sent += times * own
         if fact.itemsize < SUM_BYTES:
             self.itemsize = fact.itemsize
+
+    def _add_kernel(self, fact: ParamFacts, own: int, times: int, state: Mapping[str, StateShape]) -> None:
+        changed = SUM_BYTES * own + sum(one.nbytes for one in state.values())
+        weights = (SUM_BYTES if fact.is_sharded else fact.itemsize) * own
+        is_apart = "master" in state and state["master"].dtype == torch.float32
+        name = f"{state['moment1'].dtype} {is_apart} {len(state)}"
+        self.moved[name, False] += times * (changed if is_apart else changed + weights)
+        self.moved[name, True] += times * (changed + weights)
 
     def sums(self, partners: Partners, shards: ShardCounts) -> RecordedOps:
         """Sums of gradients over ranks."""

@@ -2,8 +2,9 @@
 
 A float32 value is its own master. A value of a smaller type is a rounded copy of its master, or the upper bits of it
 (`optimizer.store_param_remainders`); moments are stored as `optimizer.moment_dtype` says
-(penstock/kernels/optimizer_state.py). An update also sets the gradients to zero, in the same pass over memory: one
-kernel on a GPU (penstock/kernels/adamw.py); on a CPU PyTorch's own, or the kernel's definition for other formats.
+(penstock/kernels/optimizer_state.py). An update also sets the gradients to zero. float32 state is updated by PyTorch's
+fused AdamW; other formats by one kernel on a GPU (penstock/kernels/adamw.py), and by its definition on a CPU. The
+kernel can update float32 state too, in fewer bytes; it takes over when it has been measured on a GPU.
 
 `FusedAdamW` has everything on the device. `StreamedAdamW` has the same interface:
 
@@ -143,11 +144,11 @@ class _Pass:
         self._tensors = [one for one in tensors if one.value.numel()]
         self._settings = settings
         device = self._tensors[0].value.device if self._tensors else torch.device("cpu")
-        has_kernel = device.type == "meta" or (device.type == "cuda" and HAS_TRITON)
-        self._launches = launches_of(self._tensors) if has_kernel else []
         formats = [one.moment1.dtype == torch.float32 and one.masters != SPLIT for one in self._tensors]
         self._plain = [one for one, is_plain in zip(self._tensors, formats, strict=True) if is_plain]
         self._others = [one for one, is_plain in zip(self._tensors, formats, strict=True) if not is_plain]
+        has_kernel = device.type == "meta" or (device.type == "cuda" and HAS_TRITON)
+        self._launches = launches_of(self._others) if has_kernel and self._others else []
 
     def run(self, step: int, learning_rate: float, divisor: float) -> None:
         """Make the update with this number, from 1. The host does not wait."""
@@ -160,10 +161,10 @@ class _Pass:
             weight_decay=settings.weight_decay,
             divisor=divisor,
         )
+        _torch_update(self._plain, step, learning_rate, settings, divisor)
         for launch in self._launches:
             launch.run(scalars)
         if not self._launches:
-            _torch_update(self._plain, step, learning_rate, settings, divisor)
             for one in self._others:
                 update(one, scalars)
 
@@ -172,7 +173,7 @@ class _Pass:
 def _torch_update(
     tensors: Sequence[AdamWTensor], step: int, learning_rate: float, settings: Optimizer, divisor: float
 ) -> None:
-    """`update` by PyTorch's fused AdamW, for float32 state: on a CPU it passes over memory fewer times."""
+    """`update` by PyTorch's fused AdamW, for float32 state."""
     for is_decayed_ in (True, False):
         group = [one for one in tensors if one.is_decayed is is_decayed_]
         if not group:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels import reference
-from penstock.kernels.embedding import LAUNCH, add_runs, add_token_rows, order_tokens
+from penstock.kernels.embedding import LAUNCH, add_runs, order_tokens
 from penstock.kernels.tuning import KernelLaunch
 from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import assert_close, assert_equal
@@ -77,7 +77,7 @@ def test_many_tokens_of_a_text_are_summed_on_a_gpu() -> None:
     drows = torch.randn(2, 4096, 2048, generator=generator).bfloat16().cuda()
     found = [torch.zeros(102_400, 2048, device="cuda") for _ in range(2)]
     for sums_VD in found:
-        add_token_rows(sums_VD, tokens, drows)
+        add_runs(sums_VD, tokens, drows)
     assert torch.equal(*found)
     expected_VD = torch.zeros(102_400, 2048, device="cuda")
     reference.add_token_rows(expected_VD, tokens, drows)
@@ -86,7 +86,7 @@ def test_many_tokens_of_a_text_are_summed_on_a_gpu() -> None:
 
 def test_a_dry_run_makes_no_gradient_of_the_size_of_the_vocabulary() -> None:
     with OpRecorder() as recorder:
-        add_token_rows(on_meta(1000, 64, dtype=torch.float32), on_meta(2, 32, dtype=torch.int64), on_meta(2, 32, 64))
+        add_runs(on_meta(1000, 64, dtype=torch.float32), on_meta(2, 32, dtype=torch.int64), on_meta(2, 32, 64))
     names = [one.name for one in recorder.cut()]
     assert names[-2:] == ["sum_runs_kernel", "join_runs_kernel"] and "index_put_" not in names
 

@@ -58,7 +58,7 @@ class Rendezvous:
         self.world = environment.world_size
         self.timeout = timedelta(seconds=LAST_WORD_SECONDS)
         self.store: Store | None = None  # None before the ranks have met
-        self.watch: Watch | None = None  # likewise, and for one rank
+        self.watch: Watch | None = None  # None for one rank too
         self._environment = environment
         self._leave = leave
         self._ending = threading.Lock()  # one thread ends the process
