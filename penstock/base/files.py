@@ -13,7 +13,7 @@ import socket
 import stat
 import time
 import tomllib
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,17 @@ def open_file(path: Path, buffering: int = -1) -> Any:
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "a path has no null characters", str(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
+    with ExitStack() as unless_opened:
+        unless_opened.callback(os.close, descriptor)
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode) and not str(path).startswith(_PASSED):
             raise OSError(errno.EINVAL, "it is a pipe or a device, no file", str(path))
         os.set_blocking(descriptor, True)
-        return os.fdopen(descriptor, "rb", buffering)
-    except BaseException:
-        os.close(descriptor)
-        raise
+        file = os.fdopen(descriptor, "rb", buffering)
+        unless_opened.pop_all()  # the file closes it now
+        return file
 
 
 def open_to_append(path: Path) -> FileIO:

@@ -1,4 +1,4 @@
-"""`penstock plan`: which layout of a run fits a cluster, how fast it will be, and why the others are refused.
+"""`penstock plan`: which layout of a run fits a cluster, how fast it will be, and why the others are left out.
 
     penstock plan deepseek-v3 --on 512xMI325X                          search, the fastest first
     penstock plan moe-1t --on 768xMI300X --only micro_batch=1          search among some
@@ -55,7 +55,7 @@ from penstock.plan.composer import meta_workers
 from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.loads import read_loads
+from penstock.plan.loads import RecordedLoads, read_loads
 from penstock.plan.project import Assumptions, advice_for, project
 from penstock.plan.projection import Plan, Projection, Refusal, plan_json
 from penstock.plan.search import SearchRequest, search
@@ -164,21 +164,23 @@ def plan(  # noqa: PLR0913 - one argument for each option
     png: Png = None,
     svg: Svg = None,
 ) -> None:
-    """Rank layouts of a run on a cluster by speed, and say why others are refused. Nothing is started."""
+    """Rank layouts of a run on a cluster by speed, and say why others are left out. Nothing is started."""
     files = {"--write": write, "--html": html, "--png": png, "--svg": svg}
     _check({"--explain": topic, "--compare": compared, "--scale": scales, "--sweep": swept}, files, force=force)
     searches = layout is None and compared is None
     assumptions = _assumptions(imbalance, saving, routing, software, writes=write is not None, searches=searches)
     cluster, planner = parse_cluster(on), partial(project, assumptions=assumptions)
     if compared is not None:
-        words = [*([target] if target else []), *(overrides or [])]
-        _write(_compare(compared, cluster, planner, words, as_json=as_json), files, assumptions)
+        both = [word for word in (target, *(overrides or ())) if word]
+        _write(_compare(compared, cluster, planner, both, as_json=as_json), files, assumptions)
         return
     if target is None:
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
-    run = load_run(target, overrides or ())
+    words = overrides or []
+    # A layout that is asked for completes the run; its rules are asked when it is projected.
+    run = load_run(target, words, is_whole=layout in (None, OWN))
     # Overrides of a layout bind the search as --only does; those of a file do not.
-    fixed = fixed_by(run, overrides or (), parse_layout(only) if only else {}) if layout is None else {}
+    fixed = {} if layout is not None else fixed_by(run, words, parse_layout(only) if only else {})
 
     def plan_of(run: Run, tokens: float | None) -> Plan:
         if layout is not None:
@@ -200,20 +202,33 @@ def plan(  # noqa: PLR0913 - one argument for each option
     more: list[Figure] = []
     if scales is not None or swept is not None:
         more = _what_if(_first(found), planner, scales, swept, as_json=as_json)
-    elif as_json:
+    else:
+        _tell(found, assumptions, run, topic, as_json=as_json)
+    warn_of_unfilled(run)
+    _write(found, files, assumptions, more)
+    if write is not None:
+        print_next("train", write, to_stderr=True)
+    elif not as_json and _can_be_written(found, assumptions):
+        asked = {"--on": on, "--only": only or None, "--layout": layout, "--global-batch-tokens": tokens}
+        print_next("plan", target, *words, *_options(asked), "--write", "best.toml")
+
+
+def _tell(found: Plan, assumptions: Assumptions, run: Run, topic: str | None, *, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(plan_json(found) | balance_json(_balance(found, assumptions)), indent=2))
     elif topic is not None:
         explain(found, topic)
     else:
         _print(found, assumptions, run)
-    warn_of_unfilled(run)
-    _write(found, files, assumptions, more)
-    if write is not None:
-        print_next("train", write, to_stderr=True)
-    elif found.candidates and not as_json and saving == "run" and assumptions.software == OWN_SOFTWARE:
-        asked = {"--only": only or None, "--layout": layout, "--global-batch-tokens": tokens}
-        options = [word for name, value in asked.items() if value is not None for word in (name, f"{value}")]
-        print_next("plan", target, *(overrides or ()), "--on", on, *options, "--write", "best.toml")
+
+
+def _options(asked: Mapping[str, object]) -> list[str]:
+    return [word for name, value in asked.items() if value is not None for word in (name, f"{value}")]
+
+
+def _can_be_written(found: Plan, assumptions: Assumptions) -> bool:
+    is_ours = assumptions.saving == "run" and assumptions.software == OWN_SOFTWARE
+    return is_ours and bool(found.candidates)
 
 
 def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *, force: bool) -> None:
@@ -236,17 +251,11 @@ def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *,
 def _assumptions(
     imbalance: float | None, saving: str, routing: str, software: str, *, writes: bool, searches: bool
 ) -> Assumptions:
-    recorded = None if routing in _ROUTING or not Path(routing).exists() else read_loads(Path(routing))
-    routings = (*_ROUTING, "a metrics.jsonl")
-    for option, word, allowed in (("--saving", saving, tuple(_SAVING)), ("--routing", routing, routings)):
-        if word not in allowed and (option == "--saving" or recorded is None):
-            told = did_you_mean(word, allowed)
-            raise PenstockError(f"{option} is unknown", got=word, allowed=", ".join(allowed), fix=told)
+    if saving not in _SAVING:
+        raise _unknown("--saving", saving, tuple(_SAVING))
     if imbalance is not None and not isfinite(imbalance):
         raise PenstockError("--imbalance is no number", got=imbalance, allowed="1 or more, such as 1.2")
-    if recorded is not None and (imbalance is not None or searches):
-        asked = "a search, whose layouts share experts in many ways" if searches else "--imbalance"
-        raise PenstockError(f"--routing {routing} does not go with {asked}", fix="name a layout: --layout own, or ep=8")
+    recorded = _recorded_loads(routing, goes_with_imbalance=imbalance is None, searches=searches)
     trainer = parse_software(software)
     if trainer != OWN_SOFTWARE and searches:
         raise PenstockError("--software is of one layout, and a search is of runs of ours", fix="name it: --layout")
@@ -257,6 +266,23 @@ def _assumptions(
     even = imbalance or (1.0 if in_turn else 1.2)
     kept: Literal["run", "conventional"] = "conventional" if saving == "conventional" else "run"
     return Assumptions(imbalance=even, saving=kept, in_turn=in_turn, software=trainer, loads=recorded)
+
+
+def _recorded_loads(routing: str, *, goes_with_imbalance: bool, searches: bool) -> RecordedLoads | None:
+    """The loads of a metrics.jsonl; None for another routing."""
+    if routing in _ROUTING:
+        return None
+    if not Path(routing).exists():
+        raise _unknown("--routing", routing, (*_ROUTING, "a metrics.jsonl"))
+    if searches or not goes_with_imbalance:
+        asked = "a search, whose layouts share experts in many ways" if searches else "--imbalance"
+        raise PenstockError(f"--routing {routing} does not go with {asked}", fix="name a layout: --layout own, or ep=8")
+    return read_loads(Path(routing))
+
+
+def _unknown(option: str, word: str, allowed: Sequence[str]) -> PenstockError:
+    told = did_you_mean(word, allowed)
+    return PenstockError(f"{option} is unknown", got=word, allowed=", ".join(allowed), fix=told)
 
 
 _SAVING: Mapping[str, str] = {

@@ -32,14 +32,14 @@ RUN_FILE = "config.toml"  # the resolved configuration in the folder of a run
 _PRESET = "preset"
 
 
-def load_run(target: str, overrides: Sequence[str] = (), *, follows: bool = True) -> Run:
+def load_run(target: str, overrides: Sequence[str] = (), *, follows: bool = True, is_whole: bool = True) -> Run:
     """The run that a user asks for, resolved and checked. Raises a ConfigError if there is none.
 
     Of overrides `a.b=c` the later ones win. Values that were not written follow the written ones unless `follows` is
-    false: a run that goes on stays as it is.
+    false: a run that goes on stays as it is. Of a run that is not whole, rules are not asked: more of it will change.
     """
     tree, written = _read_target(target)
-    return _built(tree, overrides, written if follows else None)
+    return _built(tree, overrides, written if follows else None, is_whole=is_whole)
 
 
 def with_overrides(run: Run, overrides: Sequence[str]) -> Run:
@@ -47,13 +47,14 @@ def with_overrides(run: Run, overrides: Sequence[str]) -> Run:
     return _built(run.model_dump(), overrides, frozenset())
 
 
-def _built(tree: Tree, overrides: Sequence[str], written: frozenset[str] | None) -> Run:
+def _built(tree: Tree, overrides: Sequence[str], written: frozenset[str] | None, *, is_whole: bool = True) -> Run:
     """The run of a tree, in which values follow those at the paths that were written; None lets none follow."""
     changes = parse_overrides(Run, overrides)
     run = build(Run, merge(Run, tree, changes))
     if written is not None:
         run = follow(run, written | paths_in(changes))
-    check(run)
+    if is_whole:
+        check(run)
     return run
 
 

@@ -10,6 +10,7 @@ their purpose, so they cannot end documents.
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from penstock.data.tokenizer_rules import (
     byte_offsets,
     bytes_between,
     bytes_by_repeating,
+    cannot_encode,
     check_ids,
     find_end_of_document,
     library_errors,
@@ -49,10 +51,8 @@ class FileTokenizer:
         content = _read_json_text(path)
         if _has_empty_prepend(json.loads(content)):  # with which the library panics
             raise _no_tokenizer(path, "it puts an empty text before each text")
-        try:
+        with library_errors(partial(_no_tokenizer, path)):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # The library raises the bare Exception class: there is nothing narrower to catch.
-            raise _no_tokenizer(path, error) from error
         self._path = path
         self._tokenizer.encode_special_tokens = True  # text that spells one is encoded as ordinary text
         # A stored truncation or padding would silently cut documents.
@@ -72,7 +72,7 @@ class FileTokenizer:
         return np.array(encoding.ids, dtype=np.int64)
 
     def _encoded(self, encode: Callable[..., list[Any]], text: str) -> Any:
-        with library_errors(self._path):
+        with library_errors(cannot_encode(self._path)):
             (encoding,) = encode([text], add_special_tokens=False)
         return encoding
 

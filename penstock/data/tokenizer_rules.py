@@ -51,8 +51,11 @@ def check_ids(size: int, path: str | Path) -> None:
 
 
 @contextmanager
-def library_errors(path: str | Path) -> Iterator[None]:
-    """Turns what a library raises for a text into a RecordError: bare exceptions, and panics, which are none."""
+def library_errors(as_error: Callable[[object], Exception]) -> Iterator[None]:
+    """Turns what a library of tokenizers raises into an error of ours.
+
+    These are bare exceptions, for which there is nothing narrower to catch, and panics, which are none.
+    """
     try:
         yield
     except RecordError:
@@ -60,7 +63,12 @@ def library_errors(path: str | Path) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise RecordError(f"data.tokenizer {path} cannot encode a text: {error}") from error
+        raise as_error(error) from error
+
+
+def cannot_encode(path: str | Path) -> Callable[[object], RecordError]:
+    """For `library_errors` around a text."""
+    return lambda error: RecordError(f"data.tokenizer {path} cannot encode a text: {error}")
 
 
 def read_tokenizer(path: Path, fix: str) -> bytes:

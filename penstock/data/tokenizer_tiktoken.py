@@ -27,7 +27,7 @@ import numpy as np
 from penstock.base.errors import DataError
 from penstock.base.files import open_file, read_json
 from penstock.data.sources import RecordError, Tokens, fingerprint_of, require
-from penstock.data.tokenizer_rules import check_ids, find_end_of_document, library_errors, read_tokenizer
+from penstock.data.tokenizer_rules import cannot_encode, check_ids, find_end_of_document, library_errors, read_tokenizer
 
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n?")
 
@@ -143,7 +143,7 @@ class TiktokenTokenizer:
 
         Raises a RecordError where the pattern cannot be matched: published ones fail only on a million spaces in a row.
         """
-        with library_errors(self._path):
+        with library_errors(cannot_encode(self._path)):
             try:
                 # Nothing is disallowed: text that spells a special token is ordinary text.
                 return np.asarray(self._encoding.encode_to_numpy(text, disallowed_special=()))

@@ -288,11 +288,7 @@ class _Search:
         looked = 0
         while waiting and waiting[0].bound < self._cutoff():
             if looked >= MOST_LOOKED and self._exact:
-                # Those that were looked at closely are played, because one of them may be the best.
-                for _, step, node in sorted(one for one in waiting if one.step > 1)[:FINISHED]:
-                    if step == 3 or self._fit(node) < math.inf:
-                        self._play(node)
-                self._gap = max(0.0, self._best / waiting[0].bound - 1)
+                self._end_early(waiting)
                 return
             batch = [heapq.heappop(waiting) for _ in range(min(BATCH, len(waiting)))]
             batch = [one for one in batch if one.step == 0 or not self._is_dominated(one.node)]
@@ -306,6 +302,13 @@ class _Search:
                 found = f"best {self._tokens(self._best):,.0f}" if self._exact else "none fits yet"
                 bound = f", at most {self._tokens(waiting[0].bound):,.0f}" if waiting else ""
                 self._progress(f"{looked:,} of {self._space.count:,} layouts looked at: {found}{bound} tokens/s")
+
+    def _end_early(self, waiting: Sequence[_Waiting]) -> None:
+        """Play the layouts that were looked at closely, because one of them may be the best, and note the gap."""
+        for _, step, node in sorted(one for one in waiting if one.step > 1)[:FINISHED]:
+            if step == 3 or self._fit(node) < math.inf:
+                self._play(node)
+        self._gap = max(0.0, self._best / waiting[0].bound - 1)
 
     def _look_at(self, one: _Waiting, divisions: Divisions) -> Iterator[_Waiting]:
         """The same layouts with closer bounds, as far as they may be the best."""

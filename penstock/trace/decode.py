@@ -176,20 +176,7 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
     Raises:
         TraceError: a number or the `args` of an event are damaged, or there is no GPU event.
     """
-    tables: list[list[ChromeEvent]] = [[], [], [], [], [], []]
-    on_gpu, on_host, arrows, named, endless, counted = tables
-    table_of = dict.fromkeys(_GPU, on_gpu) | dict.fromkeys(_HOST, on_host)  # by category; others are left out
-    for event in file.traceEvents:
-        table = table_of.get(event.cat or "")
-        if table is not None and event.ph in _TIMED:
-            is_endless = event.dur is None and event.ph == "X" and event.ts is not None
-            (endless if is_endless else table).append(event)
-        elif event.cat == _ARROW:
-            arrows.append(event)
-        elif event.name == "thread_name" and event.ph == "M":
-            named.append(event)
-        elif event.ph == "C" or event.cat == _MEASURED:
-            counted.append(event)
+    on_gpu, on_host, arrows, named, endless, counted = _sorted_events(file)
     if gpu_required and not on_gpu:
         raise _no_gpu(file, path, endless)
     file.traceEvents.clear()
@@ -206,8 +193,6 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
         if len(devices := np.unique(gpu.device)) > 1:
             notes.append(f"events of {len(devices)} devices in one file are taken as of one")
         distributed = _mapping(value_of(file.distributedInfo))
-        properties = value_of(file.deviceProperties)
-        each = [_mapping(one) for one in properties] if isinstance(properties, list) else []
         texts = tuple(map(printable, names))  # names in a file can hold control characters
         sizes = (distributed.get(key) for key in ("rank", "world_size"))
         rank, world = (size if isinstance(size, int) else None for size in sizes)
@@ -218,11 +203,7 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
             gpu=replace(gpu, names=texts),
             host=replace(host, names=texts),
             threads=_threads(named, places),
-            devices=tuple(
-                {**one, "name": printable(one["name"])}
-                for one in each
-                if isinstance(one.get("id"), int) and isinstance(one.get("name"), str)
-            ),
+            devices=_devices(file),
             distributed=distributed,
             header={key: value for key in _HEADER if (value := value_of(getattr(file, key))) is not None},
             notes=tuple(notes),
@@ -230,6 +211,36 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
         )
     except DAMAGE as error:
         raise TraceError(f"{path} is damaged: {reason(error)}", fix="record it again") from error
+
+
+def _sorted_events(file: TraceFile) -> list[list[ChromeEvent]]:
+    """Events on the GPU, on the host, arrows, names of threads, timed events without a duration, and counters."""
+    tables: list[list[ChromeEvent]] = [[], [], [], [], [], []]
+    on_gpu, on_host, arrows, named, endless, counted = tables
+    table_of = dict.fromkeys(_GPU, on_gpu) | dict.fromkeys(_HOST, on_host)  # by category; others are left out
+    for event in file.traceEvents:
+        table = table_of.get(event.cat or "")
+        if table is not None and event.ph in _TIMED:
+            is_endless = event.dur is None and event.ph == "X" and event.ts is not None
+            (endless if is_endless else table).append(event)
+        elif event.cat == _ARROW:
+            arrows.append(event)
+        elif event.name == "thread_name" and event.ph == "M":
+            named.append(event)
+        elif event.ph == "C" or event.cat == _MEASURED:
+            counted.append(event)
+    return tables
+
+
+def _devices(file: TraceFile) -> tuple[dict[str, Any], ...]:
+    """Properties of the devices that have a number and a name."""
+    properties = value_of(file.deviceProperties)
+    each = [_mapping(one) for one in properties] if isinstance(properties, list) else []
+    return tuple(
+        {**one, "name": printable(one["name"])}
+        for one in each
+        if isinstance(one.get("id"), int) and isinstance(one.get("name"), str)
+    )
 
 
 def _counters(events: Sequence[ChromeEvent]) -> dict[str, tuple[Floats, Floats]]:

@@ -120,6 +120,14 @@ def test_a_layout_that_is_asked_for_comes_with_advice(searched: Searched) -> Non
     assert told_as_json("debug", *ON)["advice"] == []
 
 
+def test_an_override_that_needs_the_layout_goes_with_it() -> None:
+    sizes = "pp=2,vpp=2,ep=4,schedule=interleaved"
+    model = ("deepseek-v2-lite-6l", "model.vocab_size=257", "dispatch.overlap=passes")
+    words = (*model, "--on", "8xH200", "--layout")
+    assert "asked: PP2 x 2 EP4, interleaved" in shown(*words, sizes)
+    assert "refused by passes-stand-beside-each-other" in shown(*words, "ep=8")
+
+
 def test_json_is_the_contract(searched: Searched) -> None:
     found = told_as_json("debug", *ON)
     assert (found["model"], found["hardware"], found["world"]) == ("debug", "MI300X", 16)
