@@ -155,6 +155,6 @@ def record_routing(path: Path = RECORDED, steps: int = 60) -> None:
     session.state.batches.close()
     ids_LTK = torch.stack([seen[layer] for layer in sorted(seen)]).to(torch.uint8)
     packed = bytes(ids_LTK.flatten().tolist())
-    content = {"made_by": f"benchmarks.balanced --record, {steps} steps of debug-softmax", "experts": 64}
+    content = {"made_by": f"benchmarks.balanced_cases.record_routing, {steps} steps of debug-softmax", "experts": 64}
     content |= {"shape": list(ids_LTK.shape), "sha256": hashlib.sha256(packed).hexdigest(), "ids": packed.hex()}
     path.write_text(json.dumps(content) + "\n")

@@ -18,7 +18,6 @@ MAKERS: Mapping[str, str] = {
     "report.png": "report_picture",
     "folding.svg": "concept_pictures",
     "schedules.png": "concept_pictures",
-    "search-cost.svg": "search_tables",
     "projection-step-time.svg": "projection_picture",
     "projection-memory.svg": "projection_picture",
     "float8-curves-1b.svg": "float8_picture",

@@ -13,7 +13,7 @@ import socket
 import stat
 import time
 import tomllib
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -37,18 +37,23 @@ def open_file(path: Path, buffering: int = -1) -> Any:
     """
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "a path has no null characters", str(path))
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with ExitStack() as unless_opened:
-        unless_opened.callback(os.close, descriptor)
+    return open(str(path), "rb", buffering, opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    # As an opener: from here on `open` closes the descriptor, also when a signal interrupts it.
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode) and not str(path).startswith(_PASSED):
-            raise OSError(errno.EINVAL, "it is a pipe or a device, no file", str(path))
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(mode) and not path.startswith(_PASSED):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, no file", path)
         os.set_blocking(descriptor, True)
-        file = os.fdopen(descriptor, "rb", buffering)
-        unless_opened.pop_all()  # the file closes it now
-        return file
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def open_to_append(path: Path) -> FileIO:

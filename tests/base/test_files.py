@@ -2,7 +2,11 @@
 
 import errno
 import os
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from unittest.mock import Mock
 
 import pytest
@@ -50,6 +54,29 @@ def test_pipes_devices_and_folders_are_no_files(tmp_path: Path) -> None:
     for path in (pipe, Path("/dev/zero"), Path("/dev/null"), tmp_path):
         with pytest.raises(OSError, match="no file|Is a directory"):
             open_file(path)
+
+
+def test_a_signal_while_a_file_is_opened_is_told_as_it_is(tmp_path: Path) -> None:
+    # A descriptor that is closed twice would make "Bad file descriptor" of Ctrl-C.
+    class SignalledError(Exception):
+        pass
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise SignalledError
+
+    path = tmp_path / "a"
+    path.write_bytes(b"x")
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(4000):
+            with suppress(SignalledError):
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + number % 40))
+                with open_file(path):
+                    for _ in range(1000):  # A signal right before a sleep does not end it.
+                        time.sleep(0.001)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_pipe_that_the_shell_passes_is_read_up_to_the_limit() -> None:
