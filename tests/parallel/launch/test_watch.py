@@ -1,5 +1,6 @@
 """The rank that is lost is named: it does not answer, or does something else than the others."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from penstock.base.errors import LostRankError
 from penstock.parallel.launch import watch as module
-from penstock.parallel.launch.watch import RankAnswer, Watch, named
+from penstock.parallel.launch.watch import RankAnswer, Watch, named, within
 
 WHERE = "backward of step 7"
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
@@ -107,3 +108,44 @@ def test_without_a_store_the_error_stays_as_it_is(
     error = LostRankError("a rank is lost")
     assert watch.name(error, 2) is error
     watch.answer()
+
+
+def test_a_hang_is_noticed_while_the_store_does_not_answer(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung: list[LostRankError] = []
+    is_cut, is_over = threading.Event(), threading.Event()
+
+    class Cut:
+        """A connection whose other end is not reached: calls wait."""
+
+        def clone(self) -> "Cut":
+            return self
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            pass
+
+        def set(self, key: str, value: str) -> None:
+            pass
+
+        def check(self, keys: list[str]) -> bool:
+            is_cut.set()
+            return is_over.wait(60.0)
+
+    watch = Watch(Cut(), 2, "host-2", timedelta(seconds=0.2), hung.append)  # type: ignore[arg-type]
+    assert is_cut.wait(10.0)
+    watch.mark(WHERE)
+    deadline = time.monotonic() + 10.0
+    while not hung and time.monotonic() < deadline:
+        time.sleep(0.02)
+    is_over.set()
+    watch.stop()
+    assert [error.what for error in hung] == ["no progress"]
+
+
+def test_a_call_has_a_time_limit_and_its_error_comes_through() -> None:
+    assert within(10.0, lambda: 3) == 3
+    with pytest.raises(KeyError):
+        within(10.0, lambda: {}["a"])
+    wait = threading.Event()
+    with pytest.raises(TimeoutError):
+        within(0.02, wait.wait)
+    wait.set()
