@@ -43,7 +43,9 @@ Saved = list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
 """Name and whole shape of tensors, and (offset, values) of every rectangle that a rank writes."""
 
 
-def follow(session: Session, steps: int, rate: float, begin: Callable[[int], object] = lambda step: None) -> Trace:
+def follow(
+    session: Session, steps: int = 3, rate: float = 1e-2, begin: Callable[[int], object] = lambda step: None
+) -> Trace:
     """Train a session for some steps at a constant rate, and evaluate it if it has held-out rows.
 
     `begin` is told the number of each step, and that of the evaluation, which comes after them.

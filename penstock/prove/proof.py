@@ -7,12 +7,12 @@
 4. A fault is made smaller, setting by setting, as long as it stays one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 
-from penstock.prove.choices import first_flip, least_margin
+from penstock.prove.choices import Choices, Place, first_flip, least_margin
 from penstock.prove.draws import BASE, Composition, draw, refusal
 from penstock.prove.play import BOUNDS, Trace, differences, put_together, whole_tensors, worst_tensor
 from penstock.prove.ranks import Part, Played, PlayError, Ranks, two_nodes, write_choices
@@ -73,9 +73,8 @@ class Prover:
         told = f"{margin} up to {flip.margin:.1e}"
         if flip.margin > (LOW_TIE if is_low(composition) else TIE):
             return replace(outcome, text=f"{outcome.text}; {told}, which is no tie")
-        write_choices(self._given, alone.choices)
         try:
-            again = self._compare(composition, self._play(composition, str(self._given)), alone)
+            again = self._compare(composition, self._play(composition, self.give(alone.choices)), alone)
         except PlayError as error:
             return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {error}")
         if again.kind == "equal":
@@ -101,6 +100,16 @@ class Prover:
                     break
         return fault
 
+    def part(self, composition: Composition, given: str = "") -> Part:
+        """What each rank does; `given` is what `give` returned."""
+        words = composition.overrides
+        return Part(BASE + words, STEPS, RATE, two_nodes(words), given)
+
+    def give(self, choices: Mapping[Place, Choices]) -> str:
+        """Write choices for ranks to make; returns the name of the file."""
+        write_choices(self._given, choices)
+        return str(self._given)
+
     def _alone(self, overrides: tuple[str, ...]) -> Played:
         if self._known is None or self._known[0] != overrides:
             (played,) = self._ranks.play(1, Part(BASE + overrides, STEPS, RATE))
@@ -108,8 +117,7 @@ class Prover:
         return self._known[1]
 
     def _play(self, composition: Composition, given: str = "") -> list[Played]:
-        words = composition.overrides
-        return self._ranks.play(composition.ranks, Part(BASE + words, STEPS, RATE, two_nodes(words), given))
+        return self._ranks.play(composition.ranks, self.part(composition, given))
 
     def _compare(self, composition: Composition, played: list[Played], alone: Played) -> Outcome:
         bounds = LOW_BOUNDS if is_low(composition) else BOUNDS
