@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import record
 from penstock.prove.play import BOUNDS
-from penstock.prove.proof import LOW_BOUNDS, Outcome, Prover, outcomes
+from penstock.prove.proof import LOW_BOUNDS, Prover, Verdict, outcomes
 from penstock.prove.ranks import Children
 
 SEED = 29
@@ -54,7 +54,7 @@ def main() -> int:
     return 1 if numbers["faults"] else 0
 
 
-def as_line(outcome: Outcome) -> dict[str, Any]:
+def as_line(outcome: Verdict) -> dict[str, Any]:
     """An outcome as it is in the log."""
     composition = outcome.composition
     figures = {name: float(f"{value:.1e}") for name, value in outcome.figures.items() if value < float("inf")}

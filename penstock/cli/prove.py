@@ -22,7 +22,7 @@ import typer
 from penstock.base.errors import FAILED, ConfigError
 from penstock.cli.config import Json, Overrides
 from penstock.prove.draws import composition_of
-from penstock.prove.proof import Outcome, Prover, outcomes
+from penstock.prove.proof import Prover, Verdict, outcomes
 from penstock.prove.ranks import MOST_RANKS, Children
 from penstock.train.run_lock import temporary_folder
 
@@ -84,13 +84,13 @@ def _counted(counts: Counter[str]) -> str:
     return f"{counts.total()} draws: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
 
 
-def _lines(outcome: Outcome) -> list[str]:
+def _lines(outcome: Verdict) -> list[str]:
     lines = [outcome.kind if not outcome.text else f"{outcome.kind}: {outcome.text}"]
     lines += [f"{figure:<14} differs by {value:.1e}" for figure, value in outcome.figures.items()]
     return [*lines, f"the nearest choice of an expert has a margin of {outcome.margin:.1e}"]
 
 
-def as_facts(outcome: Outcome) -> dict[str, Any]:
+def as_facts(outcome: Verdict) -> dict[str, Any]:
     """An outcome for programs."""
     return {
         "kind": outcome.kind,

@@ -56,7 +56,7 @@ class Flip:
     apart: float  # how far their logits are from those of one process
 
 
-class Recorder:
+class ChoiceRecorder:
     """Records what the routers of a model choose, or lets them choose what is given."""
 
     def __init__(self, modules: Iterable[nn.Module], given: Mapping[Place, Choices] | None = None) -> None:

@@ -19,7 +19,7 @@ BASE = (
     *("data.source=synthetic-learnable", "model.vocab_size=64", "model.layers=2", "model.hidden_size=32"),
     *("model.intermediate_size=48", "model.initializer_range=0.1", "model.moe.moe_intermediate_size=16"),
     "model.moe.shared_expert_intermediate_size=16",
-    *("training.sequence_length=16", "training.global_batch=8", "training.micro_batch=1", "optimizer.epsilon=1e-3"),
+    *("training.sequence_length=16", "training.global_batch=4", "training.micro_batch=1", "optimizer.epsilon=1e-3"),
     *("schedule.warmup_steps=0", "evaluation.rows=0", "checkpoint.enabled=false", "device=cpu"),
 )
 """On top of PRESET. AdamW with a small epsilon makes full steps of gradients that are zero but for rounding."""
@@ -120,7 +120,7 @@ class _Draw:
 def _model(draw: _Draw) -> None:
     """Everything that one process has too."""
     is_dense = draw.chance(0.06)
-    layers = draw.any(1, 2, 2, 3, 4)
+    layers = draw.any(1, 1, 2, 2, 2, 3, 4)
     first_dense = layers if is_dense else draw.any(*range(min(2, layers)))
     draw.add("model.family=plain", f"model.layers={layers}", f"model.dense_layers={first_dense}")
     draw.facts |= {"layers": layers, "dense": first_dense, "moe": int(not is_dense)}
@@ -141,8 +141,8 @@ def _model(draw: _Draw) -> None:
     draw.maybe(0.2, "evaluation.rows=4")
     if draw.maybe(0.3, "training.micro_batch=2"):
         draw.facts["micro"] = 2
-    draw.facts["global"] = draw.any(8, 8, 16)
-    draw.add(f"training.global_batch={draw.facts['global']}")
+    if draw.chance(0.4) or draw.facts.get("micro"):
+        draw.add("training.global_batch=8")
     draw.maybe(0.1, "training.precision=bf16") and draw.maybe(0.3, "optimizer.store_param_remainders=true")
 
 

@@ -28,7 +28,7 @@ _FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepFigures:
     """What some steps gave."""
 
     losses: list[float]  # of each step, each followed by those of multi-token prediction
@@ -45,7 +45,7 @@ Saved = list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
 
 def follow(
     session: Session, steps: int = 3, rate: float = 1e-2, begin: Callable[[int], object] = lambda step: None
-) -> Trace:
+) -> StepFigures:
     """Train a session for some steps at a constant rate, and evaluate it if it has held-out rows.
 
     `begin` is told the number of each step, and that of the evaluation, which comes after them.
@@ -63,7 +63,7 @@ def follow(
     held_out = 0.0
     if session.held_out is not None:
         held_out = evaluate(session.model, session.held_out, session.rule.cut, session.rule.loss).loss
-    return Trace(losses, norms, balance, held_out, left_out, {})
+    return StepFigures(losses, norms, balance, held_out, left_out, {})
 
 
 def saved_by(session: Session) -> Saved:
@@ -75,13 +75,13 @@ def saved_by(session: Session) -> Saved:
     ]
 
 
-def put_together(results: Sequence[tuple[Trace, Saved]]) -> Trace:
+def put_together(results: Sequence[tuple[StepFigures, Saved]]) -> StepFigures:
     """One trace of all ranks, which must agree on everything that is not theirs alone, or an AssertionError."""
     first = results[0][0]
     for seen, _ in results:
         assert (seen.losses, seen.norms, seen.held_out) == (first.losses, first.norms, first.held_out), "ranks disagree"
     tensors = whole_tensors(saved for _, saved in results)
-    return Trace(first.losses, first.norms, first.balance, first.held_out, first.left_out, tensors)
+    return StepFigures(first.losses, first.norms, first.balance, first.held_out, first.left_out, tensors)
 
 
 def whole_tensors(parts: Iterable[Saved]) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def whole_tensors(parts: Iterable[Saved]) -> dict[str, Tensor]:
     return tensors
 
 
-def differences(got: Trace, expected: Trace, start: dict[str, Tensor]) -> dict[str, float]:
+def differences(got: StepFigures, expected: StepFigures, start: dict[str, Tensor]) -> dict[str, float]:
     """Largest relative difference of each figure; `start` are the tensors before the first step."""
 
     def relative(left: list[float], right: list[float]) -> float:
@@ -125,7 +125,7 @@ def differences(got: Trace, expected: Trace, start: dict[str, Tensor]) -> dict[s
     }
 
 
-def worst_tensor(got: Trace, expected: Trace) -> tuple[float, str]:
+def worst_tensor(got: StepFigures, expected: StepFigures) -> tuple[float, str]:
     """The largest relative difference of a tensor's first moments, which are sums of its gradients, and its name."""
     names = [name for name in expected.tensors if name.startswith("moment1.")]
     floor = _FLOOR * max((float(expected.tensors[name].norm()) for name in names), default=0.0)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from penstock.prove.choices import Choices, Place, first_flip, least_margin
 from penstock.prove.draws import BASE, Composition, draw, refusal
-from penstock.prove.play import BOUNDS, Trace, differences, put_together, whole_tensors, worst_tensor
-from penstock.prove.ranks import Part, Played, PlayError, Ranks, two_nodes, write_choices
+from penstock.prove.play import BOUNDS, StepFigures, differences, put_together, whole_tensors, worst_tensor
+from penstock.prove.ranks import Assignment, Played, PlayError, Ranks, two_nodes, write_choices
 
 STEPS, RATE = 2, 1e-2  # the second step is of weights that the first one changed
 
@@ -36,7 +36,7 @@ TIE, LOW_TIE = 1e-4, 3e-2
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Verdict:
     """How a composition compares with one process."""
 
     kind: str  # equal, tie, refused, fault
@@ -54,15 +54,15 @@ class Prover:
         self._given = folder / "choices.safetensors"
         self._known: tuple[tuple[str, ...], Played] | None = None  # one process: the last one
 
-    def judge(self, composition: Composition) -> Outcome:
+    def judge(self, composition: Composition) -> Verdict:
         """Play a composition."""
         if (line := refusal(composition)) is not None:
-            return Outcome("refused", composition, line)
+            return Verdict("refused", composition, line)
         try:
             alone = self._alone(composition.alone)
             played = self._play(composition)
         except PlayError as error:
-            return Outcome("refused" if error.is_line else "fault", composition, str(error))
+            return Verdict("refused" if error.is_line else "fault", composition, str(error))
         outcome = self._compare(composition, played, alone)
         if outcome.kind == "equal":
             return outcome
@@ -81,7 +81,7 @@ class Prover:
             return replace(again, kind="tie", text=told)
         return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {again.text}")
 
-    def smallest(self, fault: Outcome, tell: Callable[[str], object] = lambda line: None) -> Outcome:
+    def smallest(self, fault: Verdict, tell: Callable[[str], object] = lambda line: None) -> Verdict:
         """The same fault with fewer settings."""
         is_smaller = True
         while is_smaller:
@@ -100,10 +100,10 @@ class Prover:
                     break
         return fault
 
-    def part(self, composition: Composition, given: str = "") -> Part:
+    def part(self, composition: Composition, given: str = "") -> Assignment:
         """What each rank does; `given` is what `give` returned."""
         words = composition.overrides
-        return Part(BASE + words, STEPS, RATE, two_nodes(words), given)
+        return Assignment(BASE + words, STEPS, RATE, two_nodes(words), given)
 
     def give(self, choices: Mapping[Place, Choices]) -> str:
         """Write choices for ranks to make; returns the name of the file."""
@@ -112,14 +112,14 @@ class Prover:
 
     def _alone(self, overrides: tuple[str, ...]) -> Played:
         if self._known is None or self._known[0] != overrides:
-            (played,) = self._ranks.play(1, Part(BASE + overrides, STEPS, RATE))
+            (played,) = self._ranks.play(1, Assignment(BASE + overrides, STEPS, RATE))
             self._known = overrides, played
         return self._known[1]
 
     def _play(self, composition: Composition, given: str = "") -> list[Played]:
         return self._ranks.play(composition.ranks, self.part(composition, given))
 
-    def _compare(self, composition: Composition, played: list[Played], alone: Played) -> Outcome:
+    def _compare(self, composition: Composition, played: list[Played], alone: Played) -> Verdict:
         bounds = LOW_BOUNDS if is_low(composition) else BOUNDS
         margin = least_margin(alone.choices)
         try:
@@ -127,16 +127,16 @@ class Prover:
             expected = put_together([(alone.trace, alone.end)])
             figures, name = _figures(got, expected, alone)
         except AssertionError as error:
-            return Outcome("fault", composition, str(error), margin=margin)
+            return Verdict("fault", composition, str(error), margin=margin)
         wrong = {figure: value for figure, value in figures.items() if not value <= bounds[figure]}
         if not wrong:
-            return Outcome("equal", composition, figures=figures, margin=margin)
+            return Verdict("equal", composition, figures=figures, margin=margin)
         told = ", ".join(f"{figure} {value:.1e}" for figure, value in wrong.items())
         text = f"{told}; most of {name}" if name else told
-        return Outcome("fault", composition, text, figures, margin)
+        return Verdict("fault", composition, text, figures, margin)
 
 
-def _figures(got: Trace, expected: Trace, alone: Played) -> tuple[dict[str, float], str]:
+def _figures(got: StepFigures, expected: StepFigures, alone: Played) -> tuple[dict[str, float], str]:
     figures = differences(got, expected, whole_tensors([alone.start]))
     figures["one tensor"], name = worst_tensor(got, expected)
     return {figure: value if isfinite(value) else float("inf") for figure, value in figures.items()}, name
@@ -147,7 +147,7 @@ def is_low(composition: Composition) -> bool:
     return not set(LOW).isdisjoint(composition.overrides)
 
 
-def outcomes(prover: Prover, seed: int, first: int = 0) -> Iterator[tuple[int, Outcome]]:
+def outcomes(prover: Prover, seed: int, first: int = 0) -> Iterator[tuple[int, Verdict]]:
     """Draws by number, without end."""
     number = first
     while True:

@@ -27,9 +27,9 @@ from penstock.base.child import Answer, Child, ChildEndedError, serve
 from penstock.base.errors import PenstockError
 from penstock.config.load import load_run
 from penstock.parallel.launch.environment import Environment
-from penstock.prove.choices import Choices, Place, Recorder
+from penstock.prove.choices import ChoiceRecorder, Choices, Place
 from penstock.prove.draws import PRESET
-from penstock.prove.play import Saved, Trace, follow, saved_by
+from penstock.prove.play import Saved, StepFigures, follow, saved_by
 from penstock.train.setup import prepare
 
 LOCALHOST = "127.0.0.1"
@@ -47,7 +47,7 @@ class PlayError(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class Assignment:
     """What each rank does."""
 
     overrides: tuple[str, ...]  # of PRESET
@@ -61,7 +61,7 @@ class Part:
 class Played:
     """What the steps of one rank gave."""
 
-    trace: Trace  # without tensors
+    trace: StepFigures  # without tensors
     start: Saved  # before the first step
     end: Saved
     choices: dict[Place, Choices] = field(repr=False)
@@ -70,11 +70,11 @@ class Played:
 class Ranks(Protocol):
     """What plays compositions."""
 
-    def play(self, ranks: int, part: Part) -> list[Played]:
+    def play(self, ranks: int, part: Assignment) -> list[Played]:
         """What each rank gave. Raises a PlayError."""
 
 
-def play(part: Part) -> Played:
+def play(part: Assignment) -> Played:
     """Train on this rank of the process group."""
     world, rank = dist.get_world_size(), dist.get_rank()
     here = max(1, world // 2) if part.two_nodes else 1
@@ -82,7 +82,7 @@ def play(part: Part) -> Played:
     session = prepare(load_run(PRESET, part.overrides), environment)
     try:
         start = saved_by(session)
-        recorder = Recorder(session.model.modules, read_choices(Path(part.given)) if part.given else None)
+        recorder = ChoiceRecorder(session.model.modules, read_choices(Path(part.given)) if part.given else None)
         trace = follow(session, part.steps, part.rate, recorder.begin)
     finally:
         session.state.batches.close()
@@ -97,7 +97,7 @@ class Children:
         self._children: list[Child] = []
         self._calls = 0
 
-    def play(self, ranks: int, part: Part) -> list[Played]:
+    def play(self, ranks: int, part: Assignment) -> list[Played]:
         """See Ranks."""
         self._children += [Child(__name__) for _ in range(len(self._children), ranks)]
         self._calls += 1
@@ -153,7 +153,7 @@ def unpack(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Played:
             for name, shape, offsets in facts[when]
         ]
 
-    return Played(Trace(**facts["trace"]), saved("start"), saved("end"), unpack_choices(tensors))
+    return Played(StepFigures(**facts["trace"]), saved("start"), saved("end"), unpack_choices(tensors))
 
 
 def pack_choices(choices: Mapping[Place, Choices]) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ def unpack_choices(tensors: Mapping[str, Tensor]) -> dict[Place, Choices]:
 
 
 def write_choices(path: Path, choices: Mapping[Place, Choices]) -> None:
-    """Write the file of `Part.given`."""
+    """Write the file of `Assignment.given`."""
     save_file(pack_choices(choices), path)
 
 
@@ -202,7 +202,7 @@ def in_group(request: Mapping[str, Any]) -> Played:
     dist.init_process_group("gloo", None, seconds, world_size=ranks, rank=rank, store=store)
     try:
         fields = request["part"]
-        played = play(Part(**fields | {"overrides": tuple(fields["overrides"])}))
+        played = play(Assignment(**fields | {"overrides": tuple(fields["overrides"])}))
         dist.barrier()  # a rank that is done early must not close connections that others still read
     finally:
         dist.destroy_process_group()

@@ -17,7 +17,7 @@ from benchmarks import record
 from penstock.config.load import load_run
 from penstock.config.parallel import RECOMPUTABLE
 from penstock.parallel.launch.environment import Environment
-from penstock.prove.play import BOUNDS, Saved, Trace, differences, follow, put_together, saved_by
+from penstock.prove.play import BOUNDS, Saved, StepFigures, differences, follow, put_together, saved_by
 from penstock.train.setup import Session, prepare
 from tests.distributed.case import ATTENTION_CASES, DOCUMENTS, EXPERT_CASES, FAMILY_CASES, GQA, Case, layout, pipeline
 from tests.distributed.pool import Pool
@@ -35,7 +35,7 @@ BASE = (
 TOLERANCES = {figure: BOUNDS[figure] for figure in BOUNDS if figure != "one tensor"}
 
 
-def play(overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> tuple[Trace, Saved]:
+def play(overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> tuple[StepFigures, Saved]:
     """Train on this rank; returns what it saw, and the parts of the state that it would save."""
     session = start_session(overrides)
     seen = follow(session, steps, rate)
@@ -60,7 +60,7 @@ def same_state(one: Saved, other: Saved) -> bool:
     )
 
 
-def trace(ranks: Pool, count: int, overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> Trace:
+def trace(ranks: Pool, count: int, overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> StepFigures:
     return put_together(ranks.run(count, play, overrides, steps, rate))
 
 

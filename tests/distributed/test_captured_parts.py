@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.train.capture import CapturedParts
-from tests.distributed.one_loss import Saved, Trace, follow, put_together, saved_by, start_session
+from tests.distributed.one_loss import Saved, StepFigures, follow, put_together, saved_by, start_session
 from tests.distributed.pool import Pool
 from tests.parallel.recorded_graph import Graphs, SameAddresses
 
@@ -15,7 +15,7 @@ SHARED = ("parallel.expert=2", "dispatch.method=all-to-all", "dispatch.sync_free
 OVERLAPPED = (*SHARED, "dispatch.overlap=shared")
 BALANCED = (*SHARED, "dispatch.balance=exact")
 IN_PARTS = ("parallel.expert_tensor=2", "dispatch.method=all-to-all", "parallel.expert=1")
-Seen = tuple[Trace, Saved, tuple[str, ...], int]
+Seen = tuple[StepFigures, Saved, tuple[str, ...], int]
 
 
 def play(overrides: tuple[str, ...], replays: bool, fails_on: int = -1, layers: int = 3) -> Seen:
@@ -33,7 +33,7 @@ def play(overrides: tuple[str, ...], replays: bool, fails_on: int = -1, layers: 
     return seen, saved_by(session), parts.take_notices(), graphs.captures
 
 
-def whole(results: list[Seen]) -> Trace:
+def whole(results: list[Seen]) -> StepFigures:
     return put_together([one[:2] for one in results])
 
 

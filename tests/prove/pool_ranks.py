@@ -1,11 +1,11 @@
 """The pool of all distributed tests as the ranks of `penstock prove`."""
 
 from penstock.base.errors import PenstockError
-from penstock.prove.ranks import LONGEST_SECONDS, Part, Played, PlayError, play
+from penstock.prove.ranks import LONGEST_SECONDS, Assignment, Played, PlayError, play
 from tests.distributed.pool import Pool, WorkerError
 
 
-def _played(part: Part) -> Played | str:
+def _played(part: Assignment) -> Played | str:
     """What this rank gave, or the line of its refusal."""
     try:
         return play(part)
@@ -17,7 +17,7 @@ class PoolRanks:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def play(self, ranks: int, part: Part) -> list[Played]:
+    def play(self, ranks: int, part: Assignment) -> list[Played]:
         try:
             results = self._pool.run(ranks, _played, part, timeout=LONGEST_SECONDS)
         except WorkerError as error:

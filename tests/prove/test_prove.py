@@ -13,9 +13,9 @@ from penstock.cli import prove as verb
 from penstock.cli.main import main
 from penstock.prove.choices import Choices, first_flip
 from penstock.prove.draws import composition_of, draw, refusal
-from penstock.prove.play import Trace
-from penstock.prove.proof import Outcome, Prover, outcomes
-from penstock.prove.ranks import Children, Part, Played, PlayError, pack, unpack
+from penstock.prove.play import StepFigures
+from penstock.prove.proof import Prover, Verdict, outcomes
+from penstock.prove.ranks import Assignment, Children, Played, PlayError, pack, unpack
 from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
 from tests.prove.pool_ranks import PoolRanks
@@ -26,7 +26,7 @@ SEED, OFTEN = 29, 24
 SLOW_SECONDS = 1200
 
 
-def told(outcome: Outcome) -> str:
+def told(outcome: Verdict) -> str:
     return f"{outcome.text}\n{outcome.composition.command}"
 
 
@@ -61,7 +61,7 @@ class FaultyRanks:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def play(self, ranks: int, part: Part) -> list[Played]:
+    def play(self, ranks: int, part: Assignment) -> list[Played]:
         words = set(part.overrides)
         is_wrong = words >= {"parallel.tensor=2", "model.tie_word_embeddings=true"}
         if is_wrong and self.kind == "traceback":
@@ -75,7 +75,7 @@ class FaultyRanks:
         tensors = {"model.a": 1.0, "moment1.a": 2.0, "moment2.a": 3.0}
         first = [(name, (1,), [((0,), torch.zeros(1))]) for name in tensors]
         last = [(name, (1,), [((0,), torch.tensor([value + shift]))]) for name, value in tensors.items()]
-        trace = Trace([4.0 + shift], [1.0], [0.0, 0.0], 0.0, [0], {})
+        trace = StepFigures([4.0 + shift], [1.0], [0.0, 0.0], 0.0, [0], {})
         others = [Played(trace, [], [], choices)] * (ranks - 1)
         return [Played(trace, first, last, choices), *others]
 
