@@ -2,7 +2,8 @@
 
 python -m benchmarks.campaign --seconds 1200 --log campaign.jsonl --output benchmarks/results/campaign.json
 
-Each run is a line of the log; a campaign that finds a log goes on behind it, and the record counts all runs of the log.
+Each run is a line of the log; a campaign that finds a log goes on behind it, and the record counts all runs of the log
+(--seconds 0 only counts).
 """
 
 import argparse
@@ -34,7 +35,8 @@ def main() -> int:
     first = len(options.log.read_text().splitlines())
     last = time.monotonic()
     with TemporaryDirectory(prefix="penstock-campaign-") as folder, options.log.open("a", buffering=1) as log:
-        for one in rounds(Path(folder), options.seconds, options.seed, options.kinds, first):
+        more = rounds(Path(folder), options.seconds, options.seed, options.kinds, first) if options.seconds else ()
+        for one in more:
             now = time.monotonic()
             log.write(json.dumps({**asdict(one), "seconds": round(now - last, 1)}) + "\n")
             last = now
