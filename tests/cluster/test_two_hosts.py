@@ -1,7 +1,9 @@
 """Two machines with names and addresses of their own: torchrun's rendezvous, layouts across, bad and cut links."""
 
 import json
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -111,6 +113,14 @@ def test_a_link_that_becomes_slow_is_named_by_the_run(hosts: Mapping[str, Host],
     hosts["right"].limit("50mbit")
     line = wait_for_line(tmp_path, "left", "all ranks are late: ")
     assert "cause: network, no rank works longer, and the sum of gradients takes" in line
+
+
+def test_the_doctor_names_a_slow_link(hosts: Mapping[str, Host], tmp_path: Path) -> None:
+    hosts["right"].limit("50mbit")
+    check_ends_well(start(hosts, tmp_path, *SHORT, "profile.start=8"), tmp_path)
+    words = [sys.executable, "-m", "penstock", "doctor", str(tmp_path / "runs/two")]
+    printed = subprocess.run(words, env={**os.environ, **VARIABLES}, capture_output=True, text=True, check=True).stdout
+    assert printed.startswith("communication: the network takes "), printed
 
 
 def test_a_cut_link_is_an_end_on_both_sides_and_a_restart_goes_on(hosts: Mapping[str, Host], tmp_path: Path) -> None:
