@@ -160,7 +160,7 @@ def test_the_ranks_of_a_killed_slurmd_save_before_the_job_goes_on(
 
 
 def test_each_task_of_an_array_is_a_run(slurm: Slurm, tmp_path: Path) -> None:
-    script = print_script(tmp_path / "job.sh", run=(*RUN, "training.steps=5"))
+    script = print_script(tmp_path / "job.sh", run=(*RUN, "training.steps=5", "schedule.warmup_steps=5"))
     array = slurm.submit("--array=0-1", script, "seed=%a", "--name=seed-%a", folder=tmp_path)
     for task in range(2):
         assert slurm.wait_for(f"{array}_{task}", *ENDED) == "COMPLETED", output(tmp_path, f"{array}_{task}")

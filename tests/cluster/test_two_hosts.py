@@ -15,7 +15,7 @@ from tests.cluster.runs import ENDLESS, EVERY, RUN, VARIABLES, losses_of, saved_
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-STEPS = 12
+STEPS = 20
 SHORT = (*RUN, f"training.steps={STEPS}")
 TORCHRUN = ("torchrun", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=left:29400")
 
@@ -70,7 +70,7 @@ HIERARCHICAL = "dispatch.method=hierarchical"
         ("parallel.expert=4", HIERARCHICAL),
         ("parallel.pipeline=2", "parallel.expert=2"),
         ("parallel.shard=full",),
-        ("parallel.tensor=2", "parallel.expert=4", HIERARCHICAL),
+        ("parallel.context=2", "parallel.expert=4", HIERARCHICAL),
     ],
     ids=" ".join,
 )

@@ -85,14 +85,21 @@ def test_a_rank_that_ends_first_may_answer_before_it_is_asked(watch_of: Callable
 def test_a_place_that_lasts_too_long_is_a_hang_and_work_without_a_place_is_not(watch_of: Callable[..., Watch]) -> None:
     hung: list[LostRankError] = []
     watch = watch_of(0, 0.3, hung.append)
-    for _ in range(6):  # longer than the timeout, but each place is short
+    longest, begin = 0.0, time.monotonic()
+    while time.monotonic() - begin < 0.6:  # longer than the timeout, but each place is short
+        marked = time.monotonic()
         watch.mark(WHERE)
-        time.sleep(0.1)
+        time.sleep(0.02)
+        longest = max(longest, time.monotonic() - marked)
     watch.mark("")
     time.sleep(0.6)
-    assert not hung
+    assert not hung or longest > 0.25, "a place that was short"  # a busy machine may have made it long
+    if hung:
+        pytest.skip(f"this process stood still for {longest:.2f} s")
     watch.mark(WHERE)
-    time.sleep(0.6)
+    deadline = time.monotonic() + 30.0
+    while not hung and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert [str(error) for error in hung] == ["no progress; got backward of step 7 for 0.005 minutes"]
 
 
