@@ -111,4 +111,5 @@ def _collective_times(one: RankAnalysis) -> Floats:
     events = one.trace.gpu
     rows = events.named(lambda name: name.startswith(COLLECTIVES))
     calls, call = np.unique(events.launch[rows], return_inverse=True)
-    return np.bincount(call, events.duration_us[rows], len(calls))
+    times: Floats = np.bincount(call, events.duration_us[rows], len(calls)).astype(np.float64)
+    return times
