@@ -41,14 +41,14 @@ def test_a_name_that_is_taken_gets_a_number(run: Run) -> None:
     names = [create_run_folder(run, number_if_taken=True)[1].path.name for _ in range(3)]
     assert names == ["tiny", "tiny-2", "tiny-3"]
     assert load_run(str(Path(run.record.folder) / "tiny-3")).name == "tiny-3"
+    (Path(run.record.folder) / "tiny-4").write_text("")  # a file takes its name too
+    assert free_name(Path(run.record.folder), "tiny") == "tiny-5"
 
 
 def test_the_number_is_no_change_of_a_run_that_goes_on(run: Run) -> None:
     named = run.model_copy(update={"name": "tiny-2", "seed": run.seed + 1})
     saved = json.loads(json.dumps(leaves(run)))
     assert changes_since(saved, named) == [f"seed {run.seed} -> {run.seed + 1}"]
-    (Path(run.record.folder) / "tiny-4").write_text("")  # a file takes its name too
-    assert free_name(Path(run.record.folder), "tiny") == "tiny-5"
 
 
 def test_a_chosen_name_that_is_taken_is_refused(run: Run) -> None:
