@@ -93,12 +93,23 @@ def decay_steps_belong_to_wsd(run: Run) -> Problem | None:
 
 
 def moments_forget(run: Run) -> Problem | None:
-    """`optimizer.beta1` and `optimizer.beta2` are below 1."""
+    """`optimizer.beta1`, `optimizer.beta2` and `optimizer.muon.momentum` are below 1."""
     # The range of the fields includes 1.
-    for name, beta in (("beta1", run.optimizer.beta1), ("beta2", run.optimizer.beta2)):
+    one = run.optimizer
+    for name, beta in (("beta1", one.beta1), ("beta2", one.beta2), ("muon.momentum", one.muon.momentum)):
         if beta == 1:
             return Problem(f"optimizer.{name}", "must be below 1", got="1", fix="0.9 and 0.95 are the usual values")
     return None
+
+
+def muon_stays_on_the_device(run: Run) -> Problem | None:
+    """`optimizer.method` muon keeps its state on the device: `offload.optimizer` is false."""
+    if run.optimizer.method != "muon" or not run.offload.optimizer:
+        return None
+    return Problem.from_line(
+        "optimizer.method muon keeps masters and momentum on the device; got offload.optimizer true; "
+        "fix: set offload.optimizer=false, or optimizer.method=adamw"
+    )
 
 
 def cpu_has_no_triton(run: Run) -> Problem | None:

@@ -262,7 +262,7 @@ def _sharded_state(
     # A second set of decoders, sharded by FSDP2, for the optimizer's state only.
     shards = param_shards(decoders.values(), axes)
     sharded = frozenset(one.name for one in shards if isinstance(one.parameter, DTensor))
-    return sharded, MasterAdamW(shards, run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload)
+    return sharded, MasterAdamW(shards, run.optimizer, parallel=run.parallel, axes=axes, offload=run.offload)
 
 
 def _optimizer(run: Run, axes: Axes, decoders: Mapping[int, Decoder], sharded: frozenset[str]) -> MasterAdamW | None:
@@ -271,7 +271,7 @@ def _optimizer(run: Run, axes: Axes, decoders: Mapping[int, Decoder], sharded: f
     if not shards:
         return None
     parallel = _unsharded(run).parallel if sharded else run.parallel
-    return MasterAdamW(shards, run.optimizer, parallel=parallel, world=axes.world, offload=run.offload)
+    return MasterAdamW(shards, run.optimizer, parallel=parallel, axes=axes, offload=run.offload)
 
 
 def _shared_buffers(run: Run, axes: Axes, device: DeviceFacts) -> SymmetricBuffers | None:

@@ -1,11 +1,12 @@
-"""AdamW with float32 masters and float32 gradient sums, over any number of ranks.
+"""AdamW or Muon with float32 masters and float32 gradient sums, over any number of ranks.
 
-Every trained parameter has a master (float32, updated by AdamW), a gradient (float32, one buffer for the whole run) and
-two moments. A float32 parameter is its own master. A bfloat16 parameter is a rounded copy of its master:
+Every trained parameter has a master (float32), a gradient (float32, one buffer for the whole run) and two moments, or
+one with Muon (`penstock.train.muon`). A float32 parameter is its own master. A bfloat16 parameter is a rounded copy of
+its master:
 
     backward     a hook adds the parameter's bfloat16 gradient to the float32 buffer and frees it
     reduce       once a step, gradients are summed over the ranks that saw other tokens
-    step         AdamW clips gradients, updates the masters, and rounds them into the parameters
+    step         gradients are clipped, masters updated, and rounded into the parameters
 
 So neither sums over many micro-batches nor small updates lose precision. State may be stored in fewer bits
 (`penstock.train.adamw`). Kernels that produce weight gradients may
@@ -25,7 +26,7 @@ larger tensor or a shard, so results do not depend on the layout. Nothing here w
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,12 +37,15 @@ from torch.distributed.tensor import DTensor
 
 from penstock.config.parallel import Offload, Parallel
 from penstock.config.training import Optimizer
+from penstock.kernels.adamw import StateTensor
 from penstock.layout.sharding import row_width, rows_of_shard
-from penstock.parallel.axes import ALONE, NO_AXIS, Axis
+from penstock.parallel.axes import ALONE, NO_AXIS, Axes, Axis
 from penstock.parallel.buckets import BucketEntry, gather_rows, reduce_rows
 from penstock.parallel.gradient_offload import GradientOffload, layer_of_sums
+from penstock.parallel.matrix_exchange import MatrixShard, RowDivision
 from penstock.parallel.shard import ParamShard, ShardedTensor, StateCodec, by_rows, local_rows, whole
 from penstock.train.adamw import ROUNDED, FusedAdamW, StreamedAdamW, is_own_master, stored_parts
+from penstock.train.muon import ShardedMuon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,18 @@ class OptimizerShard:
             writes=self.writes,
             more=tuple(more),
             codec=codec,
+        )
+
+    def matrices(self) -> MatrixShard:
+        """The gradients of the updated rows, as matrices that are orthogonalized."""
+        param, axis = self.param, self.param.data
+        assert param.matrices is not None, f"{param.name} has no matrices"
+        is_chunked = isinstance(param.parameter, DTensor)
+        return MatrixShard(
+            matrices=param.matrices,
+            cuts=param.cuts,
+            division=RowDivision(axis.name, 1 if self.rows is None else axis.shard.size, is_chunked),
+            part=self.part((self.gradient,), None),
         )
 
     @property
@@ -157,7 +173,7 @@ class MasterAdamW:
         settings: Optimizer,
         *,
         parallel: Parallel = _DEFAULTS,
-        world: Axis = ALONE.world,
+        axes: Axes = ALONE,
         bucket_values: int | None = None,
         offload: Offload = _ON_DEVICE,
     ) -> None:
@@ -169,7 +185,7 @@ class MasterAdamW:
         self.gradient_offload = _offload_of(trained) if offload.gradients else None
         self._shards = {one.name: optimizer_shard_of(one, parallel, self.gradient_offload) for one in trained}
         assert len({id(one.parameter) for one in trained}) == len(self._shards) == len(trained), "one comes twice"
-        self._world = world
+        self._world = axes.world
         self._reduce_dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
         self._bucket_values = bucket_values
         for one in self._shards.values():
@@ -178,15 +194,30 @@ class MasterAdamW:
                 one.param.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, one.total))
         on_host = frozenset(() if self.gradient_offload is None else self.gradient_offload.totals)
         self._on_device = [one for name, one in self._shards.items() if name not in on_host]  # their gradients
-        values = {name: one.values for name, one in self._shards.items()}
-        gradients = dict(self.gradients())
         self._has_zeros = True  # in the updated rows
+        of_muon = {name: one.matrices() for name, one in self._shards.items() if one.param.matrices is not None}
+        of_muon = of_muon if settings.method == "muon" else {}
+        values, muon_values = _parted({name: one.values for name, one in self._shards.items()}, of_muon)
+        gradients, muon_gradients = _parted(dict(self.gradients()), of_muon)
         starts = {name: one.start for name, one in self._shards.items()}
         self._adamw: FusedAdamW | StreamedAdamW
         if offload.optimizer:
+            assert not of_muon, "a rule refuses Muon with its state in host memory"
             self._adamw = StreamedAdamW(values, gradients, settings, starts=starts, host_gradients=on_host)
         else:
             self._adamw = FusedAdamW(values, gradients, settings, starts=starts)
+        self._muon = None
+        if settings.method == "muon":
+            self._muon = ShardedMuon(
+                muon_values,
+                muon_gradients,
+                of_muon,
+                settings,
+                axes,
+                starts=starts,
+                step=self._adamw.step,
+                round_values=bucket_values,
+            )
 
     def gradient_of(self, name: str) -> Tensor:
         """The float32 buffer of a parameter's gradients; the same tensor for the whole run."""
@@ -255,21 +286,25 @@ class MasterAdamW:
         if self.gradient_offload is not None:
             self.gradient_offload.finish()
         self._adamw.update(learning_rate, divisor)
+        if self._muon is not None:
+            self._muon.update(learning_rate, divisor)
         self._has_zeros = True
         self._gather_values()
 
     def parts(self) -> dict[str, ShardedTensor]:
         """All state for a checkpoint, by name, float32 in any format; the live tensors.
 
-        `model.*` is the master, with `moment1.*` and `moment2.*`; `step` counts updates. Call `loaded` after filling
-        them. Read or fill them before the next step; for host tensors this waits for the last one.
+        `model.*` is the master, with `moment1.*` and, of AdamW, `moment2.*`; `step` counts updates. Call `loaded` after
+        filling them. Read or fill them before the next step; for host tensors this waits for the last one.
         """
         self._adamw.settle()
-        stored = {name: stored_parts(one) for name, one in self._adamw.tensors.items()}
+        tensors: dict[str, StateTensor] = {**self._adamw.tensors, **({} if self._muon is None else self._muon.tensors)}
+        stored = {name: stored_parts(tensors[name]) for name in self._shards}
         parts = {
             f"{kind}.{name}": self._shards[name].part(*kinds[kind])
             for kind in ("model", "moment1", "moment2")
             for name, kinds in stored.items()
+            if kind in kinds
         }
         frozen = {f"model.{param.name}": _frozen_part(param) for param in self._frozen}
         return {**parts, **frozen, "step": whole(self._adamw.step, writes=self._world.rank == 0)}
@@ -284,14 +319,16 @@ class MasterAdamW:
         return StateBytes(
             weights=_bytes(weights),
             gradients=_bytes(one.total for one in self._on_device) + (0 if there is None else there.device_bytes),
-            optimizer=self._adamw.device_bytes,
-            moments=self._adamw.moment_bytes,
+            optimizer=self._adamw.device_bytes + (0 if self._muon is None else self._muon.device_bytes),
+            moments=self._adamw.moment_bytes + (0 if self._muon is None else self._muon.moment_bytes),
             host=self._adamw.host_bytes + (0 if there is None else there.host_bytes),
         )
 
     def loaded(self) -> None:
         """Continue from filled tensors of `parts`: parameters follow their masters."""
         self._adamw.loaded()
+        if self._muon is not None:
+            self._muon.loaded()
         self._gather_values()
 
     def _reduce(self, entries: Sequence[BucketEntry], shard: Axis, replicate: Axis) -> None:
@@ -306,6 +343,12 @@ class MasterAdamW:
         for _, shards in sorted(divided.items()):
             entries = [BucketEntry(whole=one.param.parameter.detach(), own=one.values) for one in shards]
             gather_rows(entries, shards[0].shard_axis, self._bucket_values)
+
+
+def _parted(tensors: Mapping[str, Tensor], names: Collection[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors of other names, and of these."""
+    there = {name: one for name, one in tensors.items() if name in names}
+    return {name: one for name, one in tensors.items() if name not in names}, there
 
 
 def _offload_of(params: Sequence[ParamShard]) -> GradientOffload:
