@@ -211,9 +211,7 @@ def _torch_update(
             eps=settings.epsilon,
             maximize=False,
         )
-    if apart := [(one.value, one.master) for one in tensors if one.master is not None]:
-        values, masters = zip(*apart, strict=True)
-        torch._foreach_copy_(values, masters)
+    round_values(tensors)
     if tensors:
         torch._foreach_zero_([one.gradient for one in tensors])
 
@@ -307,9 +305,10 @@ def bytes_of(tensors: Iterable[StateTensor]) -> tuple[int, int]:
 @torch.no_grad()
 def round_values(tensors: Iterable[StateTensor]) -> None:
     """Let values follow masters that were filled."""
-    for one in tensors:
-        if one.master is not None and one.masters == APART:
-            one.value.copy_(one.master)
+    apart = [(one.value, one.master) for one in tensors if one.master is not None and one.masters == APART]
+    if apart:
+        values, masters = zip(*apart, strict=True)
+        torch._foreach_copy_(values, masters)
 
 
 UNIT = ALIGNMENT // torch.float32.itemsize
