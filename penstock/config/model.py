@@ -256,6 +256,7 @@ class Model(Section):
         "deepseek-v2",
         "deepseek-v3",
         "deepseek-v3.2",
+        "glm5-moe",
         "mixtral",
         "qwen3-moe",
         "olmoe",

@@ -112,6 +112,31 @@ def muon_stays_on_the_device(run: Run) -> Problem | None:
     )
 
 
+def clipped_logits_are_of_weights(run: Run) -> Problem | None:
+    """`optimizer.muon.qk_clip` is for `optimizer.method` muon and attention whose logits follow the weights.
+
+    So queries and keys have no norm, no layer has a window, an indexer or a temperature, and `parallel.context` is 1.
+    """
+    if not run.optimizer.muon.qk_clip:
+        return None
+    attention, found = run.model.attention, []
+    if run.optimizer.method != "muon":
+        found.append(f"optimizer.method {run.optimizer.method}")
+    if isinstance(attention, LatentAttention):
+        found += ["model.attention.indexer"] if attention.indexer is not None else []
+    else:
+        found += ["model.attention.qk_norm"] if attention.qk_norm != "none" else []
+        found += ["model.attention.local"] if attention.local is not None else []
+    if run.parallel.context > 1:
+        found.append(f"parallel.context {run.parallel.context}")
+    if not found:
+        return None
+    return Problem.from_line(
+        "optimizer.muon.qk_clip needs Muon, and queries and keys that follow their weights on one rank of a row; "
+        f"got {found[0]}; fix: set optimizer.muon.qk_clip=0"
+    )
+
+
 def cpu_has_no_triton(run: Run) -> Problem | None:
     """With `device` cpu, no field of `kernels` (`kernels.all`, `kernels.experts`, ...) is triton: it needs a GPU."""
     asking = [name for name, value in run.kernels if value == "triton"]  # fields of `kernels`

@@ -45,6 +45,12 @@ class Muon(Section):
         "multiplied by this and the root of max(A, B). 0.2 is that of AdamW, so its learning rates can stay.",
         low=0.0,
     )
+    qk_clip: float = knob(
+        0.0,
+        doc="Largest attention logit that a step may have without its head's queries and keys being scaled down "
+        "after the update (Kimi-K2: 100); 0 switches it off. Costs a product of queries and keys in each pass.",
+        low=0.0,
+    )
 
 
 class Optimizer(Section):

@@ -42,6 +42,7 @@ from penstock.models.kernels import float8_rule, kernel_choices
 from penstock.models.linear import Embedding, Linear
 from penstock.models.mla import LatentLayer
 from penstock.models.parameters import copy_bytes, fuse_wgrad_accumulation, param_shards, refresh_float8
+from penstock.models.qk_clip import measure_logits
 from penstock.models.rank_model import schedule_of, stages_of
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
@@ -185,6 +186,8 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
     sharded, full_optimizer = _sharded_state(run, axes, layer_context, own)
     optimizer = _optimizer(run, axes, decoders, sharded)
     _fuse_accumulation(decoders, sharded, optimizer)
+    if run.optimizer.muon.qk_clip:
+        measure_logits(decoders.values(), META)
     for module in chain.from_iterable(decoder.modules() for decoder in decoders.values()):
         if isinstance(module, MoE):
             traffic = routed_traffic(run, in_turn=target.in_turn)

@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.config.parallel import Offload, Parallel
 from penstock.config.training import Optimizer
-from penstock.kernels.adamw import StateTensor
+from penstock.kernels.adamw import StateTensor, master_of, store_master
 from penstock.layout.sharding import row_width, rows_of_shard
 from penstock.parallel.axes import ALONE, NO_AXIS, Axes, Axis
 from penstock.parallel.buckets import BucketEntry, gather_rows, reduce_rows
@@ -145,6 +146,8 @@ def optimizer_shard_of(
     )
 
 
+NO_FACTORS: Mapping[str, Tensor] = MappingProxyType({})
+
 _DEFAULTS = Parallel()
 _ON_DEVICE = Offload()
 
@@ -218,6 +221,8 @@ class MasterAdamW:
                 step=self._adamw.step,
                 round_values=bucket_values,
             )
+        of_muon_too = {} if self._muon is None else self._muon.tensors
+        self._tensors: dict[str, StateTensor] = {**self._adamw.tensors, **of_muon_too}
 
     def gradient_of(self, name: str) -> Tensor:
         """The float32 buffer of a parameter's gradients; the same tensor for the whole run."""
@@ -276,10 +281,11 @@ class MasterAdamW:
         return square.sqrt().float()
 
     @torch.no_grad()
-    def step(self, learning_rate: float, divisor: float = 1.0) -> None:
+    def step(self, learning_rate: float, divisor: float = 1.0, row_factors: Mapping[str, Tensor] = NO_FACTORS) -> None:
         """Update every parameter from the gradients, which are divided by `divisor` first (`clip_divisor`).
 
-        Afterwards the gradients of the updated rows are zero.
+        Then multiply rows of parameters by factors (QK-clip), one for each row on this rank. Afterwards the gradients
+        of the updated rows are zero.
         """
         for name, one in self._shards.items():
             assert one.param.parameter.grad is one.attached, f"the gradient buffer of {name} was detached"
@@ -288,6 +294,10 @@ class MasterAdamW:
         self._adamw.update(learning_rate, divisor)
         if self._muon is not None:
             self._muon.update(learning_rate, divisor)
+        for name, factors in row_factors.items():
+            tensor, rows = self._tensors[name], self._shards[name].rows
+            own = factors if rows is None else factors[rows[0] : rows[1]]
+            store_master(tensor, master_of(tensor) * own.view(-1, *(1,) * (tensor.value.ndim - 1)))
         self._has_zeros = True
         self._gather_values()
 
@@ -298,8 +308,7 @@ class MasterAdamW:
         filling them. Read or fill them before the next step; for host tensors this waits for the last one.
         """
         self._adamw.settle()
-        tensors: dict[str, StateTensor] = {**self._adamw.tensors, **({} if self._muon is None else self._muon.tensors)}
-        stored = {name: stored_parts(tensors[name]) for name in self._shards}
+        stored = {name: stored_parts(self._tensors[name]) for name in self._shards}
         parts = {
             f"{kind}.{name}": self._shards[name].part(*kinds[kind])
             for kind in ("model", "moment1", "moment2")

@@ -33,6 +33,7 @@ from penstock.models.count import count
 from penstock.models.init import initialize_masters
 from penstock.models.kernels import kernel_choices
 from penstock.models.parameters import fuse_wgrad_accumulation, matrices_of, param_shards, refresh_float8
+from penstock.models.qk_clip import measure_logits
 from penstock.models.rank_model import RankModel, build_rank, embedding_places, stages_of
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.router import TopKRouter
@@ -116,6 +117,8 @@ def prepare(run: Run, environment: Environment) -> Session:
     # Values go into the float32 masters and are rounded from there, so they do not depend on precision or layout.
     initialize_masters(model.modules, optimizer.parts(), run.seed, run.model.initializer_range)
     fuse_wgrad_accumulation(model.modules, optimizer.gradient_of)
+    if run.optimizer.muon.qk_clip:
+        measure_logits(model.modules, device)
     refresh_float8(model.modules)  # 8-bit copies are of the initialized weights
     choices = kernel_choices(run, device_facts(device, run.training.precision))
     graphs, graphs_note = choose_capture(run, device, choices)

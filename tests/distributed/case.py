@@ -88,6 +88,7 @@ INDEXER = (
 )
 WARM_UP = (*INDEXER, "model.attention.indexer.stage=dense")
 MUON = ("optimizer.method=muon", "optimizer.muon.precision=fp32")
+CLIPPED = (*MUON, "optimizer.muon.qk_clip=0.02")
 DELTA_PACKED = (*DELTA, *DOCUMENTS)
 OLMOE = (*GQA, 'model.attention.qk_norm="projection"')
 
@@ -149,6 +150,8 @@ MUON_CASES = (
     Case("Muon: TP 2 folded with EP 4", 4, layout("tensor=2", "expert=4"), MUON),
     Case("Muon: CP 2 x TP 2, grouped queries", 4, layout("context=2", "tensor=2"), GQA + MUON),
     Case("Muon: PP 2 x VPP 2 x EP 2", 4, pipeline("interleaved", 2, "expert=2"), MUON),
+    Case("Muon: TP 2 folded with EP 4, FSDP, QK-clip", 4, layout("tensor=2", "expert=4", "shard=full"), CLIPPED),
+    Case("Muon: PP 2 x EP 2, QK-clip, grouped queries", 4, pipeline("1f1b", 2, "expert=2"), GQA + CLIPPED),
     Case("Muon: PP 2 x TP 2 folded with EP 2, ZB-V", 4, pipeline("zb-v", 2, "tensor=2", "expert=2"), MUON),
 )
 

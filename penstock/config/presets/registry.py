@@ -37,6 +37,7 @@ PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
         "kimi-k2": moonshot.kimi_k2,
         "glm-4.5": glm.glm_4_5,
         "glm-4.5-air": glm.glm_4_5_air,
+        "glm-5": glm.glm_5,
         "ernie-4.5-21b-a3b": ernie_minimax.ernie_4_5_21b_a3b,
         "ernie-4.5-300b-a47b": ernie_minimax.ernie_4_5_300b_a47b,
         "minimax-m2": ernie_minimax.minimax_m2,

@@ -178,6 +178,21 @@ _DEEPSEEK_V3 = Family(
     left_out=_REPEATED,
 )
 
+_DEEPSEEK_V32 = replace(
+    _DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    also=(),
+    architecture="DeepseekV32ForCausalLM",
+    names={**DEEPSEEK, **INDEXER},
+    forms=dict.fromkeys([*INDEXER][:-1], (rotary_halves_of_indexer,)),
+    values={
+        **_DEEPSEEK_V3.values,
+        "index_n_heads": "attention.indexer.index_n_heads",
+        "index_head_dim": "attention.indexer.index_head_dim",
+        "index_topk": "attention.indexer.index_topk",
+    },
+)
+
 _LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
@@ -257,19 +272,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             parts=(LATENTS, rotary(10000.0, scales_scores=True), SHARED, GROUPS_OF_V2),
         ),
         "deepseek-v3": _DEEPSEEK_V3,
-        "deepseek-v3.2": replace(
-            _DEEPSEEK_V3,
-            model_type="deepseek_v32",
-            also=(),
-            architecture="DeepseekV32ForCausalLM",
-            names={**DEEPSEEK, **INDEXER},
-            forms=dict.fromkeys([*INDEXER][:-1], (rotary_halves_of_indexer,)),
-            values={
-                **_DEEPSEEK_V3.values,
-                "index_n_heads": "attention.indexer.index_n_heads",
-                "index_head_dim": "attention.indexer.index_head_dim",
-                "index_topk": "attention.indexer.index_topk",
-            },
+        "deepseek-v3.2": _DEEPSEEK_V32,
+        "glm5-moe": replace(
+            _DEEPSEEK_V32,
+            model_type="glm_moe_dsa",
+            architecture="GlmMoeDsaForCausalLM",
+            forms={},  # the indexer's features are rotated in pairs, as ours are
+            absent={**_DEEPSEEK_V32.absent, "index_topk_freq": 1},
+            fixed={**_DEEPSEEK_V32.fixed, "index_topk_freq": 1},  # each layer has an indexer of its own
         ),
         "mixtral": Family(
             model_type="mixtral",

@@ -151,6 +151,7 @@ VARIANTS: dict[str, Model] = {
     "deepseek-v3, raw weights, no groups": moe_with(V3, router=RAW_V3),
     "deepseek-v3, top 4": moe_with(V3, top_k=4),
     "deepseek-v3.2": V32,
+    "glm5-moe": V32.model_copy(update={"family": "glm5-moe"}),
     "llama": dense("llama", attention=attention(rope=Rope(llama3=LLAMA3))),
     "llama, frequencies divided or kept": dense("llama", attention=attention(rope=Rope(llama3=SHARP))),
     "llama, plain rotary embedding, biases": dense("llama", attention=attention(bias=True)),
