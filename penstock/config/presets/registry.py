@@ -35,6 +35,7 @@ PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
         "deepseek-v3.2": deepseek.deepseek_v3_2,
         "moonlight-16b-a3b": moonshot.moonlight_16b_a3b,
         "kimi-k2": moonshot.kimi_k2,
+        "kimi-linear-48b-a3b": moonshot.kimi_linear_48b_a3b,
         "glm-4.5": glm.glm_4_5,
         "glm-4.5-air": glm.glm_4_5_air,
         "glm-5": glm.glm_5,
