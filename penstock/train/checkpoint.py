@@ -65,11 +65,15 @@ class CheckpointStore:
 
     All ranks create the store and call `latest_of_all`, `save`, `load`, `wait` and `close` together. The other methods
     only look at the folder, on each rank alone. A save leaves `keep` checkpoints; 0 keeps all. `asynchronous` stores
-    write in the background, which needs host memory for this rank's tensors.
+    write in the background, which needs host memory for this rank's tensors. `mark` is a file that is made when a
+    checkpoint is complete.
     """
 
-    def __init__(self, folder: Path, keep: int, asynchronous: bool, world: Axis = ALONE.world) -> None:
+    def __init__(
+        self, folder: Path, keep: int, asynchronous: bool, world: Axis = ALONE.world, mark: Path | None = None
+    ) -> None:
         self._folder = folder
+        self._mark = mark
         self._keep = keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._running: Future[None] | None = None
@@ -276,6 +280,8 @@ class CheckpointStore:
         if self.path(step).exists():
             self.path(step).rename(replaced)
         partial.rename(self.path(step))
+        if self._mark is not None:
+            self._mark.touch()
         sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
 

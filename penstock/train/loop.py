@@ -100,7 +100,7 @@ class ResumePoint:
 
 def open_store(run: Run, folder: RunFolder, world: Axis = ALONE.world) -> CheckpointStore:
     """The checkpoints of a run. All ranks of `world` call this together; a single reader passes none."""
-    return CheckpointStore(folder.checkpoints, run.checkpoint.keep, run.checkpoint.asynchronous, world)
+    return CheckpointStore(folder.checkpoints, run.checkpoint.keep, run.checkpoint.asynchronous, world, folder.saved)
 
 
 def start(session: Session) -> Progress:
