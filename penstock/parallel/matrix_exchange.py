@@ -100,10 +100,10 @@ class MatrixExchange:
         *,
         dtype: torch.dtype,
         steps: int,
-        round_values: int | None = None,
+        values_per_round: int | None = None,
     ) -> None:
         self._stage, self._steps = axes.stage, steps
-        rounds = _tasks(shards, axes, steps, round_values or ROUND_VALUES)
+        rounds = _tasks(shards, axes, steps, values_per_round or ROUND_VALUES)
         places = [_Places(one.part) for one in shards]
         prototype = shards[0].part.tensor.new_empty(0, dtype=dtype) if shards else torch.empty(0, dtype=dtype)
         self._rounds = [_Round(tasks, places, axes.stage.rank, axes.stage.size, prototype) for tasks in rounds]
@@ -152,7 +152,7 @@ def _advanced(under_way: Iterable[Iterator[None]]) -> deque[Iterator[None]]:
     return deque(one for one in under_way if next(one, one) is None)
 
 
-def _tasks(shards: Sequence[MatrixShard], axes: Axes, steps: int, round_values: int) -> list[list[_Task]]:
+def _tasks(shards: Sequence[MatrixShard], axes: Axes, steps: int, values_per_round: int) -> list[list[_Task]]:
     """All matrices of the stage in rounds; in each, those of one shape are neighbours."""
     stage = axes.stage
     by_matrix = [
@@ -170,7 +170,7 @@ def _tasks(shards: Sequence[MatrixShard], axes: Axes, steps: int, round_values: 
     rounds: list[list[_Task]] = []
     order = sorted(range(len(found)), key=lambda one: (found[one][1].rows, found[one][1].columns, one))
     for (place, matrices, number, parts), owner in ((found[one], owners[one]) for one in order):
-        round_ = filled[owner] // round_values
+        round_ = filled[owner] // values_per_round
         filled[owner] += matrices.rows * matrices.columns
         rounds += [[] for _ in range(round_ + 1 - len(rounds))]
         rounds[round_].append(_Task(place, matrices.box(number), parts, owner))

@@ -55,7 +55,7 @@ class ShardedMuon:
         *,
         starts: Mapping[str, int],
         step: Tensor,
-        round_values: int | None = None,
+        values_per_round: int | None = None,
     ) -> None:
         self._settings, self._step, self._steps = settings, step, 0
         self.tensors = {
@@ -74,7 +74,7 @@ class ShardedMuon:
             axes,
             dtype=torch.bfloat16 if settings.muon.precision == "bf16" else torch.float32,
             steps=settings.muon.iterations,
-            round_values=round_values,
+            values_per_round=values_per_round,
         )
         self.device_bytes, self.moment_bytes = bytes_of(self.tensors.values())
 

@@ -219,7 +219,7 @@ class MasterAdamW:
                 axes,
                 starts=starts,
                 step=self._adamw.step,
-                round_values=bucket_values,
+                values_per_round=bucket_values,
             )
         of_muon_too = {} if self._muon is None else self._muon.tensors
         self._tensors: dict[str, StateTensor] = {**self._adamw.tensors, **of_muon_too}

@@ -225,9 +225,10 @@ JUNK = st.sampled_from(
 @given(name=st.sampled_from(sorted(VARIANTS)), data=st.data(), junk=JUNK)
 def test_a_file_with_junk_in_it_is_read_or_refused(name: str, data: st.DataObject, junk: object) -> None:
     fields = huggingface_config(VARIANTS[name])
-    inside = fields["rope_parameters"]
+    section = "rope_parameters" if "rope_parameters" in fields else "linear_attn_config"
+    inside = fields[section]
     key = data.draw(st.sampled_from([*fields, *inside, "rope_scaling", "mlp_only_layers", "layer_types", "head_dim"]))
-    changed = fields | ({"rope_parameters": inside | {key: junk}} if key in inside else {key: junk})
+    changed = fields | ({section: inside | {key: junk}} if key in inside else {key: junk})
     with contextlib.suppress(ConfigError):
         model_of_config(changed)
 
