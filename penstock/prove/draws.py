@@ -80,6 +80,15 @@ def refusal(composition: Composition) -> str | None:
     return None
 
 
+def with_another_clamp(composition: Composition) -> Composition | None:
+    """The composition with a slightly higher limit of clamped activations; None if nothing is clamped."""
+    moe = load_run(PRESET, BASE + composition.overrides).model.moe
+    if moe is None or moe.clamped is None:
+        return None
+    limit = (f"model.moe.clamped.limit={moe.clamped.limit * 1.001:.6g}",)
+    return Composition(composition.ranks, (*composition.settings, limit))
+
+
 def draw(seed: int, number: int) -> Composition:
     """The composition of this number; `MODELS_SHARE` neighbours have the same model."""
     model = _Draw(random.Random(f"{seed} {number // MODELS_SHARE} model"))
