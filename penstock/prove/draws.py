@@ -16,7 +16,13 @@ from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
 
 PRESET = "debug"
 BASE = (
-    *("data.source=synthetic-learnable", "model.vocab_size=64", "model.layers=2", "model.hidden_size=32"),
+    *(
+        "data.source=synthetic-learnable",
+        "data.shuffle=false",
+        "model.vocab_size=64",
+        "model.layers=2",
+        "model.hidden_size=32",
+    ),
     *("model.intermediate_size=48", "model.initializer_range=0.1", "model.moe.moe_intermediate_size=16"),
     "model.moe.shared_expert_intermediate_size=16",
     *("training.sequence_length=16", "training.global_batch=4", "training.micro_batch=1", "optimizer.epsilon=1e-3"),

@@ -30,6 +30,7 @@ def told(outcome: Verdict) -> str:
     return f"{outcome.text}\n{outcome.composition.command}"
 
 
+@pytest.mark.timeout(1200)
 def test_random_compositions_equal_one_process(ranks: Pool, tmp_path: Path) -> None:
     prover = Prover(PoolRanks(ranks), tmp_path)
     made = [outcome for _, outcome in islice(outcomes(prover, SEED), OFTEN)]
