@@ -9,6 +9,7 @@ fault after its own times, which are in the file; the rest is the start of four 
 
 import argparse
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -98,7 +99,7 @@ def main() -> None:
         numbers,
         cores=os.cpu_count(),
         load=round(os.getloadavg()[1], 1),  # of everything on this machine, over the last five minutes
-        slurm="22.05.8",
+        slurm=subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout.split()[-1],
         slurmd_timeout_seconds=NODE_LOST_SECONDS,
         credential_seconds=CREDENTIAL_SECONDS,
     )
