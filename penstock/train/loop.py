@@ -100,7 +100,8 @@ class ResumePoint:
 
 def open_store(run: Run, folder: RunFolder, world: Axis = ALONE.world) -> CheckpointStore:
     """The checkpoints of a run. All ranks of `world` call this together; a single reader passes none."""
-    return CheckpointStore(folder.checkpoints, run.checkpoint.keep, run.checkpoint.asynchronous, world)
+    wanted = run.checkpoint
+    return CheckpointStore(folder.checkpoints, wanted.keep, wanted.asynchronous, world, keep_every=wanted.keep_every)
 
 
 def start(session: Session) -> Progress:
