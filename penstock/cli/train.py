@@ -38,6 +38,7 @@ from penstock.cli.config import Overrides, Target, warn_of_unfilled
 from penstock.cli.main import main
 from penstock.cli.output import next_line, warn
 from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView
+from penstock.config.elastic import on_ranks, possible_ranks
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.presets.registry import is_preset
@@ -138,7 +139,7 @@ def train(  # noqa: PLR0913 - one argument for each option
         if rank is not None:
             raise DeviceError("--rank says which rank --fake-world builds", fix="add --fake-world N")
         started = processes_to_start(launch.run, environment, processes)  # 1: this process is the rank
-        grid = grid_of(launch.run, environment.world_size * started)
+        grid = _grid(launch.run, environment.world_size * started)
         if not environment.started_by:  # ranks of torchrun ask rank 0 for it, later
             check_sinks(launch.run)
         parent = Path(launch.run.record.folder)
@@ -152,15 +153,36 @@ def train(  # noqa: PLR0913 - one argument for each option
             return 0
         # On a GPU each rank checks the memory of its own device.
         if launch.run.device == "cpu" or not torch.cuda.is_available():
-            _check_memory(launch.run, grid, torch.device("cpu"), max(started, environment.local_world_size))
+            _check_memory(
+                on_ranks(launch.run, grid.world), grid, torch.device("cpu"), max(started, environment.local_world_size)
+            )
         if started > 1 or restarts:  # this process only starts the ranks and waits for them
             if launch.is_named and launch.folder is None:
                 check_is_free(parent, launch.run.name)
             facts = facts_of_run(launch.run, facts_of_ranks(environment, started))
             say = partial(_say, console)
-            return run_processes(main, words, LocalLaunch(processes=started, restarts=restarts, facts=facts, say=say))
+            plan = LocalLaunch(
+                processes=started, restarts=restarts, fewer=_fewer(launch.run, started), facts=facts, say=say
+            )
+            return run_processes(main, words, plan)
         meeting.open(launch.run.host.timeout_minutes)
         return _be_a_rank(console, environment, meeting, _launch_of_all(environment, meeting, launch, overrides))
+
+
+def _grid(run: Run, world: int) -> Grid:
+    return grid_of(on_ranks(run, world), world)
+
+
+def _fewer(run: Run, started: int) -> tuple[int, ...]:
+    """Numbers of ranks with which a run on this machine goes on after losses; on GPUs each rank checks its memory."""
+    if not run.elastic.min:
+        return ()
+    on_cpu = run.device == "cpu" or not torch.cuda.is_available()
+    return tuple(
+        ranks
+        for ranks in possible_ranks(run, started - 1)
+        if not on_cpu or find_shortage(on_ranks(run, ranks), _grid(run, ranks), torch.device("cpu"), ranks) is None
+    )
 
 
 def _say(console: Console, *lines: str) -> None:
@@ -171,7 +193,7 @@ def _say(console: Console, *lines: str) -> None:
 
 def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, launch: Launch) -> int:
     """Train, as one of the ranks or alone."""
-    run = launch.run
+    run = on_ranks(launch.run, environment.world_size)
     if meeting.agree(lambda: _is_finished(launch)):
         assert launch.folder is not None, "a new run is not finished"
         folder, steps = launch.folder.path, run.training.steps
@@ -293,7 +315,7 @@ def _run(
         begin = start(session)  # before there is a folder: weights that it names may not be there
 
         def make_folder() -> list[str]:
-            run, folder = create_run_folder(session.run, number_if_taken=not launch.is_named, launch=environment.launch)
+            run, folder = create_run_folder(launch.run, number_if_taken=not launch.is_named, launch=environment.launch)
             _hold(console, folder, held)
             return [run.name, str(folder.path)]
 
@@ -304,7 +326,7 @@ def _run(
     else:
         folder = launch.folder
         store = open_store(session.run, folder, session.axes.world)
-        begin = resume(session, folder, store)
+        begin = resume(session, folder, store, launch.run)
         if begin.steps == 0:
             _say(console, f"{folder.path} has no checkpoint: it begins at its first step")
         _say(console, *begin.notices)

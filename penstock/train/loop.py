@@ -114,8 +114,10 @@ def start(session: Session) -> Progress:
     return Progress()
 
 
-def resume(session: Session, folder: RunFolder, store: CheckpointStore) -> Progress:
+def resume(session: Session, folder: RunFolder, store: CheckpointStore, wanted: Run | None = None) -> Progress:
     """Restore the newest checkpoint, or begin anew if the run was killed before its first.
+
+    The folder keeps the run as `wanted`, without it the session's, which fewer ranks may have changed.
 
     Of damaged checkpoints the one before is restored, and they are renamed, unless `checkpoint.fall_back` is false. The
     folder does not change unless a checkpoint is valid. Raises a CheckpointError if none can be used, or if some rank
@@ -127,7 +129,7 @@ def resume(session: Session, folder: RunFolder, store: CheckpointStore) -> Progr
         # Steps after the checkpoint are made again, and so are their lines.
         lost = drop_after(folder.metrics, progress.steps, session.run.record.every)
         progress = replace(progress, notices=(*progress.notices, *lost))
-        folder.write_config(session.run)
+        folder.write_config(wanted or session.run)
     return progress
 
 

@@ -28,6 +28,7 @@ from mmap import mmap
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,19 +125,30 @@ def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[
 
 def _blocks(parts: Iterable[Tensor], size: int) -> Iterator[memoryview]:
     """Bytes of tensors in blocks of host memory. `WRITES` blocks later a block is overwritten."""
-    memories = [mmap(-1, min(BLOCK_BYTES, size + -size % PAGE_BYTES)) for _ in range(WRITES)]
-    blocks = [torch.frombuffer(memory, dtype=torch.uint8) for memory in memories]
+    blocks = [np.frombuffer(mmap(-1, min(BLOCK_BYTES, size + -size % PAGE_BYTES)), np.uint8) for _ in range(WRITES)]
     number = filled = 0
     for part in parts:
         while part.numel():
-            count = min(part.numel(), blocks[number].numel() - filled)
-            blocks[number][filled : filled + count].copy_(part[:count])
-            part, filled = part[count:], filled + count
-            if filled == blocks[number].numel():
-                yield memoryview(memories[number])
+            room = blocks[number][filled : filled + part.numel()]
+            _copy(part[: room.size], room)
+            part, filled = part[room.size :], filled + room.size
+            if filled == blocks[number].size:
+                yield blocks[number].data
                 number, filled = (number + 1) % WRITES, 0
     if filled:
-        yield memoryview(memories[number])[:filled]
+        yield blocks[number].data[:filled]
+
+
+def _copy(source: Tensor, target: np.ndarray) -> None:
+    """Copy bytes to host memory.
+
+    By NumPy, because an operator of PyTorch starts OpenMP threads of its own in each thread that calls it, after which
+    those of the training thread wait asleep: steps took twice as long (docs/decisions/0167-checkpoints-at-size.md).
+    """
+    if source.device.type == "cpu":
+        np.copyto(target, source.numpy())
+    else:
+        torch.from_numpy(target).copy_(source)
 
 
 def _start(threads: ThreadPoolExecutor, file: FileIO, block: memoryview, offset: int) -> Future[None]:
@@ -205,4 +217,11 @@ def _bytes_of(entry: TensorEntry) -> Tensor:
     """Values of a tensor, row by row, on its device."""
     tensor = entry.make()
     assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), f"{entry.name} is not what it said"
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and not tensor.is_contiguous():
+        tensor = torch.from_numpy(np.ascontiguousarray(tensor.view(_INTEGERS[tensor.itemsize]).numpy()))
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes; NumPy knows no bfloat16."""
