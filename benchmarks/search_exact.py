@@ -11,7 +11,10 @@ best, less one: at most 0 if the search missed nothing.
 import argparse
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -19,9 +22,11 @@ import numpy as np
 from benchmarks import record
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
+from penstock.config.run import Run
 from penstock.plan.candidates import SearchSpace, run_of
 from penstock.plan.composed_run import ComposedTimes
 from penstock.plan.composer import Composer, meta_workers
+from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.known_error import memory_margin
 from penstock.plan.project import DEFAULT_ASSUMPTIONS, overheads_of, target_of
@@ -59,6 +64,10 @@ LARGE: tuple[tuple[str, str], ...] = (
 )
 
 
+BATCH = 200
+"""Layouts of a process."""
+
+
 def layouts_of(space: SearchSpace, draws: int | None, seed: int) -> Iterator[Sizes]:
     """All legal layouts, or so many random ones: families and their parts are drawn evenly."""
     families = list(space.families())
@@ -84,20 +93,15 @@ def compared(request: SearchRequest, draws: int | None, seed: int) -> dict[str, 
     with meta_workers() as workers:
         plan = search(request, workers=workers)
     seconds = time.perf_counter() - begin
-    composer = Composer(run, target_of(run, cluster, DEFAULT_ASSUMPTIONS), overheads_of(cluster.hardware))
-    times = ComposedTimes(cluster, DEFAULT_ASSUMPTIONS.imbalance)
-    limit = cluster.hardware.memory.capacity_bytes * (1 - memory_margin(cluster))
     space = SearchSpace(neutral_sizes(request, run), run, request.fixed)
     looked, fitting, fastest, best = 0, 0, float("inf"), None
-    for sizes in layouts_of(space, draws, seed):
-        asked = run_of(run, sizes)
-        composed = composer.composed(asked, grid_of(asked, sizes.world), closely=False)
-        looked += 1
-        if composed.fullest_of(composed.inner_places) > limit or composed.fullest_of(range(sizes.pp)) > limit:
-            continue
-        fitting += 1
-        if (played := times.seconds(composed)) < fastest:
-            fastest, best = played, sizes
+    # What layouts share is kept in memory, so a process plays a batch of them and ends.
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        for sizes in batched(layouts_of(space, draws, seed), BATCH):
+            some, seconds_of_best, best_of_some = pool.submit(played, run, cluster, sizes).result()
+            looked, fitting = looked + len(sizes), fitting + some
+            if seconds_of_best < fastest:
+                fastest, best = seconds_of_best, best_of_some
     found = plan.candidates[0] if plan.candidates else None
     speed = 0.0 if found is None else found.time.tokens_per_second_per_device
     other = run.tokens_per_step / fastest / cluster.devices
@@ -112,6 +116,30 @@ def compared(request: SearchRequest, draws: int | None, seed: int) -> dict[str, 
         "legal": space.count,
         "search_seconds": seconds,
     }
+
+
+def played(run: Run, cluster: Cluster, layouts: Sequence[Sizes]) -> tuple[int, float, Sizes | None]:
+    """How many layouts fit, and seconds of a step and layout of the fastest of these."""
+    composer = Composer(run, target_of(run, cluster, DEFAULT_ASSUMPTIONS), overheads_of(cluster.hardware))
+    times = ComposedTimes(cluster, DEFAULT_ASSUMPTIONS.imbalance)
+    limit = cluster.hardware.memory.capacity_bytes * (1 - memory_margin(cluster))
+    fitting, fastest, best = 0, float("inf"), None
+    for sizes in layouts:
+        asked = run_of(run, sizes)
+        composed = composer.composed(asked, grid_of(asked, sizes.world), closely=False)
+        if composed.fullest_of(composed.inner_places) > limit or composed.fullest_of(range(sizes.pp)) > limit:
+            continue
+        fitting += 1
+        if (seconds := times.seconds(composed)) < fastest:
+            fastest, best = seconds, sizes
+    return fitting, fastest, best
+
+
+def batched(layouts: Iterable[Sizes], most: int) -> Iterator[list[Sizes]]:
+    """The layouts, so many at a time."""
+    layouts = iter(layouts)
+    while some := list(islice(layouts, most)):
+        yield some
 
 
 def _words(sizes: Sizes) -> str:

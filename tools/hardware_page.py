@@ -150,7 +150,8 @@ them. The world need not fill its last nodes: `256xGB200` are 4 racks of 72 with
 
 Capacity is in bytes as drivers report it. A *node* is a group of GPUs with fast links: 8 GPUs, or the 72 GPUs of an
 NVL72 rack. In a *mesh* each GPU divides its links equally among the other GPUs, so a group of fewer ranks uses only a
-part of them. Bandwidths are of one direction.
+part of them. Bandwidths are of one direction. How nodes are joined (pods, oversubscription, rails) is that of a cluster
+and not of its chip: `penstock plan --network` or `[node]` of a file says it ([plan.md](plan.md#the-network)).
 
 ## Data sheet values
 """

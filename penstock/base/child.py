@@ -41,8 +41,8 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def ask(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """The answer to a request. Raises ChildEndedError."""
+    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> tuple[dict[str, Any], bytes]:
+        """The answer to a request. Raises ChildEndedError, also after `seconds`, when the child is killed."""
         with self._lock:
             if self._process is None:
                 command = [sys.executable, "-P", "-c", _BEGIN, self._module, *sys.path]
@@ -50,14 +50,21 @@ class Child:
                 self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere)
             answers = self._process.stdout
             assert answers is not None, "it was started with a pipe"
-            with suppress(BrokenPipeError):
-                _send(self._process.stdin, request, b"")
-            if not (line := answers.readline()).endswith(b"\n"):
-                raise self._ended()
-            head, size = json.loads(line)
-            if len(content := answers.read(size)) < size:
-                raise self._ended()
-            return head, content
+            limit = None if seconds is None else threading.Timer(seconds, self._process.kill)
+            if limit is not None:
+                limit.start()
+            try:
+                with suppress(BrokenPipeError):
+                    _send(self._process.stdin, request, b"")
+                if not (line := answers.readline()).endswith(b"\n"):
+                    raise self._ended()
+                head, size = json.loads(line)
+                if len(content := answers.read(size)) < size:
+                    raise self._ended()
+                return head, content
+            finally:
+                if limit is not None:
+                    limit.cancel()
 
     def close(self) -> None:
         """End the child."""

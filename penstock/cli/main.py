@@ -49,6 +49,7 @@ VERBS = (
     Verb("report", "penstock.cli.report", "report", "Write one HTML page of a run, planned beside measured."),
     Verb("ladder", "penstock.cli.ladder", "ladder", "Measure what each optimization is worth, on this machine."),
     Verb("tune", "penstock.cli.tune", "tune", "Find the fastest configuration of a run here, by short trials."),
+    Verb("prove", "penstock.cli.prove", "prove", "Train random layouts beside one process; shrink what differs."),
     Verb("preflight", "penstock.cli.preflight", "preflight", "Check this machine, and report faults."),
     Verb("calibrate", "penstock.cli.calibrate", "calibrate", "Measure this machine, for plans of runs on it."),
     Verb("kernels", "penstock.cli.kernels", "app", "List which kernels will run and why; measure them on this GPU."),

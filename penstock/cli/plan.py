@@ -8,6 +8,7 @@
     penstock plan moe-1t --on 768xMI300X --write best.toml             and train it: penstock train best.toml
     penstock plan --on 8xH200 --compare a.toml b.toml                  which term of two runs differs
     penstock plan ... --scale 128,256,512 | --sweep ep=8,16,32         what if
+    penstock plan ... --on 1000xH100 --worlds auto                     use all of them, or keep some spare
     penstock plan ... --layout pp=16,ep=8 --software megatron          as another trainer runs it
 
 Nothing is started: a laptop plans for a cluster. docs/plan.md says how to read what is printed. Here it is settled what
@@ -16,7 +17,7 @@ is asked; the answers come from penstock/plan/search.py (many layouts), project.
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -44,6 +45,7 @@ from penstock.cli.plan_print import (
     print_plan,
     print_scaling,
     print_sweep,
+    print_worlds,
 )
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
@@ -53,7 +55,7 @@ from penstock.plan.campaign import HOUR, Campaign, Failures, phases_of, plan_cam
 from penstock.plan.candidates import fixed_by
 from penstock.plan.composer import meta_workers
 from penstock.plan.costs import assumed_imbalance
-from penstock.plan.hardware import Cluster
+from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.loads import RecordedLoads, read_loads
 from penstock.plan.project import Assumptions, advice_for, project
@@ -61,7 +63,7 @@ from penstock.plan.projection import Plan, Projection, Refusal, plan_json
 from penstock.plan.search import SearchRequest, search
 from penstock.plan.software import OWN as OWN_SOFTWARE
 from penstock.plan.software import SOFTWARE, parse_software
-from penstock.plan.what_if import Planner, answer_to, compare, scale, sweep
+from penstock.plan.what_if import Planner, SweepPoint, answer_to, compare, scale, sweep, usable_worlds
 from penstock.report.curves import scaling_pictures, sweep_pictures
 from penstock.report.export import find_browser, write_image
 from penstock.report.figure import Figure
@@ -70,6 +72,10 @@ from penstock.report.page import write_page
 
 Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
 On = Annotated[str, typer.Option("--on", metavar="NxCHIP", help="Where: 768xMI300X, or 8xmine.toml.")]
+Network = Annotated[
+    str | None,
+    typer.Option("--network", metavar="A=B,...", help="Network: pod_nodes=4,oversubscription=8,rails=true."),
+]
 Layout = Annotated[
     str | None, typer.Option("--layout", metavar="A=B,...", help="Only this one: pp=24,ep=8,cp=2; own: as it is.")
 ]
@@ -85,6 +91,9 @@ Compared = Annotated[
     tuple[str, str] | None, typer.Option("--compare", metavar="A B", help="Two runs: which term differs.")
 ]
 Scales = Annotated[str | None, typer.Option("--scale", metavar="N,N,...", help="The layout on so many devices.")]
+Worlds = Annotated[
+    str | None, typer.Option("--worlds", metavar="N,N,...|auto", help="The fastest layout of each number of devices.")
+]
 Swept = Annotated[
     str | None, typer.Option("--sweep", metavar="A=B,C,...", help="sequence_length, micro_batch, ep, or a field.")
 ]
@@ -131,6 +140,9 @@ Svg = Annotated[Path | None, typer.Option("--svg", metavar="F.svg", help="The sa
 OWN = "own"
 """Asks for the layout of the run itself."""
 
+NOTHING_FITS = "nothing-fits"
+"""Rule of a number of devices that no layout fits."""
+
 KINDS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
 """Ways to scale."""
 
@@ -143,9 +155,11 @@ def plan(  # noqa: PLR0913 - one argument for each option
     only: Only = "",
     tokens: Tokens = None,
     top: Top = 10,
+    network: Network = None,
     topic: Topic = None,
     compared: Compared = None,
     scales: Scales = None,
+    worlds: Worlds = None,
     swept: Swept = None,
     imbalance: Imbalance = None,
     routing: Routing = "router",
@@ -166,37 +180,38 @@ def plan(  # noqa: PLR0913 - one argument for each option
 ) -> None:
     """Rank layouts of a run on a cluster by speed, and say why others are left out. Nothing is started."""
     files = {"--write": write, "--html": html, "--png": png, "--svg": svg}
-    _check({"--explain": topic, "--compare": compared, "--scale": scales, "--sweep": swept}, files, force=force)
+    others = {"--compare": compared, "--scale": scales, "--sweep": swept, "--worlds": worlds}
+    _check({"--explain": topic, **others}, files, force=force)
     searches = layout is None and compared is None
     assumptions = _assumptions(imbalance, saving, routing, software, writes=write is not None, searches=searches)
-    cluster, planner = parse_cluster(on), partial(project, assumptions=assumptions)
+    cluster, planner = parse_cluster(on, network), partial(project, assumptions=assumptions)
+    words = overrides or []
     if compared is not None:
-        both = [word for word in (target, *(overrides or ())) if word]
-        _write(_compare(compared, cluster, planner, both, as_json=as_json), files, assumptions)
+        of_both = [target, *words] if target else words
+        _write(_compare(compared, cluster, planner, of_both, as_json=as_json), files, assumptions)
         return
     if target is None:
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
-    words = overrides or []
     # A layout that is asked for completes the run; its rules are asked when it is projected.
     run = load_run(target, words, is_whole=layout in (None, OWN))
     # Overrides of a layout bind the search as --only does; those of a file do not.
     fixed = {} if layout is not None else fixed_by(run, words, parse_layout(only) if only else {})
 
-    def plan_of(run: Run, tokens: float | None) -> Plan:
+    def plan_of(run: Run, tokens: float | None, cluster: Cluster = cluster) -> Plan:
         if layout is not None:
             return _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, tokens)
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
-        question = SearchRequest(
-            run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions
+        return _searched(
+            SearchRequest(run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions)
         )
-        # Processes are forked before the thread that draws progress starts.
-        with meta_workers() as workers, _working() as status:
-            return search(question, status.update, workers)
 
     if phases := phases_of(train_tokens, ramp, stages):
         costs = plan_campaign(run, phases, plan_of, None if mtbf is None else Failures(mtbf_seconds=mtbf * HOUR))
         power = watts or cluster.hardware.peaks.power_watts
         print_campaign(Campaign(cluster=cluster, phases=costs, price=price, watts=power), as_json=as_json)
+        return
+    if worlds is not None:
+        _print_worlds(run, cluster, worlds, partial(plan_of, run, tokens or run.tokens_per_step), as_json=as_json)
         return
     found = plan_of(run, tokens)
     more: list[Figure] = []
@@ -209,8 +224,20 @@ def plan(  # noqa: PLR0913 - one argument for each option
     if write is not None:
         print_next("train", write, to_stderr=True)
     elif not as_json and _can_be_written(found, assumptions):
-        asked = {"--on": on, "--only": only or None, "--layout": layout, "--global-batch-tokens": tokens}
-        print_next("plan", target, *words, *_options(asked), "--write", "best.toml")
+        asked = {"--on": on, "--network": network, "--only": only or None, "--layout": layout}
+        _print_next_plan([target, *words], asked | {"--global-batch-tokens": tokens})
+
+
+def _searched(question: SearchRequest) -> Plan:
+    # Processes are forked before the thread that draws progress starts.
+    with meta_workers() as workers, _working() as status:
+        return search(question, status.update, workers)
+
+
+def _print_next_plan(words: Sequence[str], options: Mapping[str, object]) -> None:
+    """The command that also writes the run."""
+    said = [word for name, value in options.items() if value is not None for word in (name, f"{value}")]
+    print_next("plan", *words, *said, "--write", "best.toml")
 
 
 def _tell(found: Plan, assumptions: Assumptions, run: Run, topic: str | None, *, as_json: bool) -> None:
@@ -220,10 +247,6 @@ def _tell(found: Plan, assumptions: Assumptions, run: Run, topic: str | None, *,
         explain(found, topic)
     else:
         _print(found, assumptions, run)
-
-
-def _options(asked: Mapping[str, object]) -> list[str]:
-    return [word for name, value in asked.items() if value is not None for word in (name, f"{value}")]
 
 
 def _can_be_written(found: Plan, assumptions: Assumptions) -> bool:
@@ -373,7 +396,7 @@ def _what_if(
 ) -> list[Figure]:
     """Project the layout on other numbers of devices or with other values, and return pictures of the answers."""
     if scales is not None:
-        worlds = [_whole(word) for word in scales.split(",")]
+        worlds = [_whole(word, "--scale") for word in scales.split(",")]
         with _working():
             kinds = {f"{kind}": scale(base.run, base.cluster, worlds, planner, kind) for kind in KINDS}
         if as_json:
@@ -394,6 +417,26 @@ def _what_if(
     return sweep_pictures(points, base)
 
 
+def _print_worlds(
+    run: Run, cluster: Cluster, worlds: str, plan_of: Callable[[Cluster], Plan], *, as_json: bool
+) -> None:
+    """Search for the best layout of each number of devices."""
+    counts = usable_worlds(cluster) if worlds == "auto" else [_whole(word, "--worlds") for word in worlds.split(",")]
+    if max(counts) > cluster.devices:
+        raise PenstockError("--worlds are devices of the cluster", got=max(counts), allowed=f"up to {cluster.devices}")
+    points = []
+    for count in counts:
+        found = plan_of(cluster_of(count, cluster.hardware))
+        nothing = Refusal(layout={}, rule=NOTHING_FITS, reason="nothing fits")
+        answer = found.candidates[0] if found.candidates else nothing
+        points.append(SweepPoint(asked={"devices": f"{count}"}, answer=answer))
+    if as_json:
+        head = {"model": run.name, "hardware": cluster.hardware.name, "world": cluster.devices}
+        print(json.dumps({**head, "worlds": points_json(points)}, indent=2))
+    else:
+        print_worlds(points, cluster)
+
+
 def _print_json(base: Projection, answer: Mapping[str, object]) -> None:
     """Print an answer with the model, the hardware and the world."""
     cluster = base.cluster
@@ -401,9 +444,9 @@ def _print_json(base: Projection, answer: Mapping[str, object]) -> None:
     print(json.dumps({**head, **answer}, indent=2))
 
 
-def _whole(word: str) -> int:
+def _whole(word: str, option: str) -> int:
     if not word.strip().isdecimal() or int(word) < 1:
-        raise PenstockError("--scale is a list of numbers of devices", got=repr(word), allowed="128,256,512")
+        raise PenstockError(f"{option} is a list of numbers of devices", got=repr(word), allowed="128,256,512")
     return int(word)
 
 

@@ -57,7 +57,12 @@ def cluster_text(cluster: Cluster) -> str:
     each, whole = cluster.node_devices, hardware.node.devices
     size = f"{each}" if each == whole else f"{whole}, {each} used of each"
     nodes = f" ({cluster.nodes} nodes of {size})" if cluster.nodes > 1 else ""
-    return f"{cluster.devices} {hardware.name}{nodes}, {bytes_text(hardware.memory.capacity_bytes)} each"
+    node = hardware.node
+    pods = ""
+    if cluster.pod_devices:
+        pods = f", pods of {counted(cluster.pod_devices // each, 'node')}, {node.oversubscription:g}:1 between them"
+    rails = ", rails" if node.rails and cluster.nodes > 1 else ""
+    return f"{cluster.devices} {hardware.name}{nodes}{pods}{rails}, {bytes_text(hardware.memory.capacity_bytes)} each"
 
 
 def conclusion(projection: Projection) -> str:
@@ -445,6 +450,30 @@ def print_sweep(points: Sequence[SweepPoint], base: Projection) -> None:
     """Print one run with several values of one field."""
     print(f"from: {conclusion(base)}\n")
     _print_points(points, base.cluster.speed_unit)
+
+
+def print_worlds(points: Sequence[SweepPoint], cluster: Cluster) -> None:
+    """Print the fastest layout of each number of devices, and what it leaves spare of the cluster."""
+    print(f"{cluster_text(cluster)}: the fastest layout of each number of them\n")
+    speeds = [_speed_of_all(point) for point in points]
+    rows = []
+    for point, speed in zip(points, speeds, strict=True):
+        one, devices = point.answer, int(point.asked["devices"])
+        rows.append([f"{devices:,}", f"{cluster.devices - devices:,}"])
+        if isinstance(one, Refusal):
+            rows[-1] += ["", "", "", "", "", one.reason]
+            continue
+        rows[-1] += [f"{one.run.training.global_batch:,}", time_text(one.time.step_seconds)]
+        rows[-1] += [f"{one.time.tokens_per_second_per_device:,.0f}", f"{speed:,.0f}"]
+        rows[-1] += [f"{speed / max(speeds):.1%}", f"{one.layout}"]
+    head = ["devices", "spare", "rows", "step", cluster.speed_unit, "tokens/s", "of the most", ""]
+    print_table(head, rows, ("step",))
+
+
+def _speed_of_all(point: SweepPoint) -> float:
+    """Tokens per second of all devices; 0 without an answer."""
+    one = point.answer
+    return 0.0 if isinstance(one, Refusal) else one.time.tokens_per_second_per_device * one.cluster.devices
 
 
 def _print_points(points: Sequence[SweepPoint], speed: str) -> None:

@@ -288,7 +288,7 @@ def _is_finished(launch: Launch) -> bool:
         return False
     latest = open_store(launch.run, launch.folder).latest()  # newest step on disk
     if latest is None:
-        check_nothing_is_lost(launch.folder, launch.run)  # metrics without a checkpoint are no new run
+        check_nothing_is_lost(launch.folder)  # metrics without a checkpoint are no new run
     is_finished = latest is not None and latest >= launch.run.training.steps
     if is_finished:  # a process that was killed behind its last checkpoint has left old ones under hidden names
         with suppress(RunFolderError), training_in(launch.folder):

@@ -65,7 +65,6 @@ def on_one_screen(group: type[TyperGroup]) -> type[TyperGroup]:
             with formatter.indentation():
                 formatter.write_dl([(name, verb.help or "") for name, verb in self.commands.items()])
             names = [max(option.opts, key=len) for option in self.get_params(ctx)]  # long forms
-            formatter.write_paragraph()
             formatter.write_text(f"Options: {', '.join(names)}.")
 
     return OneScreen

@@ -90,7 +90,8 @@ def _exposed(run: Run, cluster: Cluster, loads: RankLoads, terms: Mapping[str, f
     moe_layers = run.model.moe_layers + run.model.mtp_layers
     passes = micro_batches(run, grid) * max(1.0, moe_layers / grid.pipeline)  # of layers of a rank, in a step
     each = sizes.gradients[0] / sizes.rule.slots  # bytes of a replica's weights
-    pair = RankGroup(2, 2 if cluster.group(grid.expert * grid.expert_tensor).nodes == 1 else 1)
+    experts = cluster.group(grid.expert * grid.expert_tensor)
+    pair = RankGroup(2, 2 if experts.nodes == 1 else 1, 0 if experts.pods == 1 else 1)
     transfers = TransferTimes(cluster.hardware)
 
     def sent(size: float) -> float:

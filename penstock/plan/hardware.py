@@ -10,6 +10,7 @@ sheets and drivers, the other tables figures that programs reach. Each table has
 
 `penstock.plan.hardware_file` reads and writes such files, `penstock.plan.rates` turns them into seconds. Nothing here
 needs PyTorch. Bandwidths are in one direction. Fast links join the devices of a node: 8 GPUs, or 72 of an NVL72 rack.
+The network joins the nodes of a pod (a row of racks, a scalable unit) at full bandwidth, and pods at a part of it.
 """
 
 from collections.abc import Mapping
@@ -87,6 +88,9 @@ class Node(SourcedTable):
     )
     link_bytes_per_second: float | None = knob(None, doc="Out of one device, over all links.", unit="bytes/s", low=1)
     network_bytes_per_second: float | None = knob(None, doc="Out of one device, to other nodes.", unit="bytes/s", low=1)
+    pod_nodes: int | None = knob(None, doc="Nodes that the network joins at full bandwidth; all if not said.", low=1)
+    oversubscription: float = knob(1.0, doc="Bandwidth out of the devices of a pod over that out of the pod.", low=1)
+    rails: bool = knob(False, doc="Device i of a node reaches devices i of other nodes only; others through its node.")
 
 
 class MemoryOverhead(SourcedTable):
@@ -286,15 +290,37 @@ class Hardware:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks of one collective; `node_ranks` of them share a node, and divide `ranks`."""
+    """Ranks of one collective; `node_ranks` of them share a node and `pod_ranks` a pod, and each divides the next."""
 
     ranks: int
     node_ranks: int
+    pod_ranks: int = 0  # 0 for all
 
     @property
     def nodes(self) -> int:
         """Nodes of the ranks."""
         return self.ranks // self.node_ranks
+
+    @property
+    def pods(self) -> int:
+        """Pods of the ranks."""
+        return self.ranks // (self.pod_ranks or self.ranks)
+
+    @property
+    def between_nodes(self) -> "RankGroup":
+        """One rank of each node."""
+        return RankGroup(self.nodes, 1, self.pod_ranks // self.node_ranks)
+
+
+def group_of(ranks: int, node_most: int, pod_most: int) -> RankGroup:
+    """As many of the ranks in each node as divide them, at most `node_most`, and in each pod; 0 for no limit."""
+    inside = max(1, min(ranks, node_most or ranks))
+    while ranks % inside:
+        inside -= 1
+    pod = max(inside, min(ranks, pod_most or ranks) // inside * inside)
+    while ranks % pod:
+        pod -= inside
+    return RankGroup(ranks, inside, pod if pod < ranks else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +334,12 @@ class Cluster:
     def node_devices(self) -> int:
         """Devices of a node that take part, as many of each."""
         return self.devices // self.nodes
+
+    @property
+    def pod_devices(self) -> int:
+        """Devices that the network joins at full bandwidth; 0 for all."""
+        pod = self.hardware.node.pod_nodes
+        return self.node_devices * pod if pod is not None and pod < self.nodes else 0
 
     @property
     def nodes(self) -> int:
@@ -324,10 +356,8 @@ class Cluster:
 
         The stride is the product of the axes that change faster; a node holds a whole part of every axis.
         """
-        inside = max(1, min(ranks, self.node_devices // stride))
-        while ranks % inside:
-            inside -= 1
-        return RankGroup(ranks, inside)
+        pod = max(1, self.pod_devices // stride) if self.pod_devices else 0
+        return group_of(ranks, max(1, self.node_devices // stride), pod)
 
 
 def cluster_of(devices: int, hardware: Hardware) -> Cluster:

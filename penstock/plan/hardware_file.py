@@ -30,7 +30,7 @@ from penstock.base.devices import CHIPS, chip_named
 from penstock.base.errors import ConfigError, HardwareError, asked, did_you_mean, did_you_mean_path
 from penstock.base.files import read_toml, write_whole
 from penstock.config.schema import Section, fields_of, knob
-from penstock.config.tree import build, settle
+from penstock.config.tree import build, parse_overrides, settle
 from penstock.plan.hardware import (
     ORIGINS,
     POINTS,
@@ -97,8 +97,11 @@ def load_hardware(name_or_path: str) -> Hardware:
     return read_hardware(PACKAGED / f"{name.lower()}.toml")
 
 
-def parse_cluster(text: str) -> Cluster:
-    """A cluster from a text such as `768xMI300X` or `8xmine.toml`; a HardwareError if it is none."""
+def parse_cluster(text: str, network: str | None = None) -> Cluster:
+    """A cluster from a text such as `768xMI300X` or `8xmine.toml`; a HardwareError if it is none.
+
+    `network` is that of `with_network`; None for the file's.
+    """
     match = re.fullmatch(r"\s*(?P<devices>[0-9]{1,40})\s*[xX]\s*(?P<hardware>\S.*?)\s*", text)
     if match is None or int(match["devices"]) < 1:
         loose = re.fullmatch(r"\s*(\d+)[\s*]*(\w.*)", text)
@@ -108,7 +111,29 @@ def parse_cluster(text: str) -> Cluster:
             allowed="768xMI300X, 8xmine.toml",
             fix=asked([f"{loose[1]}x{loose[2]}"]) if loose is not None and int(loose[1]) else None,
         )
-    return cluster_of(int(match["devices"]), load_hardware(match["hardware"]))
+    cluster = cluster_of(int(match["devices"]), load_hardware(match["hardware"]))
+    return cluster if network is None else with_network(cluster, network)
+
+
+NETWORK = ("pod_nodes", "oversubscription", "rails")
+"""Fields of `Node` that say how nodes are joined, which one chip has in as many ways as there are clusters."""
+
+
+def with_network(cluster: Cluster, text: str) -> Cluster:
+    """The cluster with another network, such as `pod_nodes=32,oversubscription=4`; a HardwareError if it is none."""
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word.partition("=")[0] not in NETWORK or "=" not in word:
+            allowed = "pod_nodes=32, oversubscription=4, rails=true"
+            raise HardwareError("the network has no such part", got=repr(word), allowed=allowed)
+    try:
+        tree = parse_overrides(Node, words)
+    except ConfigError as error:
+        raise HardwareError(f"network: {error.what}", got=error.got, allowed=error.allowed, fix=error.fix) from error
+    said = _built(Node, _as_table(cluster.hardware.node) | tree, "network: ")
+    if said.oversubscription > 1 and said.pod_nodes is None:
+        raise HardwareError("oversubscription is between pods, and there are none", fix="say pod_nodes=N as well")
+    return replace(cluster, hardware=replace(cluster.hardware, node=said))
 
 
 def read_hardware(path: Path) -> Hardware:

@@ -122,6 +122,7 @@ class Target:
 
     Attributes:
         ranks_per_node: ranks that fast links join; 0 for all.
+        ranks_per_pod: ranks that the network joins at full bandwidth; 0 for all.
         imbalance: rows of the fullest rank's experts over the even share, for dispatchers without a fixed capacity.
         saving: activations that are saved for backward.
         in_turn: tokens take the experts in turn, as benchmarks with forced balance do.
@@ -130,6 +131,7 @@ class Target:
 
     device: DeviceFacts
     ranks_per_node: int = 8
+    ranks_per_pod: int = 0
     imbalance: float = 1.2
     saving: Saving = "run"
     in_turn: bool = False

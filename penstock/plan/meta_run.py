@@ -163,7 +163,7 @@ def _parts_of(run: Run, stages: tuple[Stage, ...], place: int) -> Hashable:
 
 def _update(rank: MetaRank) -> UpdateOps:
     """Run the optimizer's update. FSDP2 has reduced its own gradients; all else runs for every parameter."""
-    recorder, tracker, peak = OpRecorder(rank.target.ranks_per_node), MemoryTracker(), 0
+    recorder, tracker, peak = OpRecorder(rank.target.ranks_per_node, rank.target.ranks_per_pod), MemoryTracker(), 0
     reduce: RecordedOps = ()
     if rank.optimizer is not None:
         if rank.run.offload.optimizer:
@@ -299,7 +299,7 @@ class _Passes:
         self.device = batch.reading.tokens_BS.device
         self.decoder = decoder
         self.tracker = MemoryTracker()
-        self.recorder = OpRecorder(rank.target.ranks_per_node, self.tracker)
+        self.recorder = OpRecorder(rank.target.ranks_per_node, rank.target.ranks_per_pod, self.tracker)
         self.weight = 0
         self.ops: list[RecordedOps] = []
         self.tasks: list[Task] = []

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.parallel.async_transfer import Result, TransferStream
 from penstock.parallel.copies import DONE, CopyStream, PendingCopy
 from penstock.parallel.weight_grad_store import Task, WeightGradStore
-from penstock.plan.hardware import RankGroup
+from penstock.plan.hardware import RankGroup, group_of
 
 GRANULE = 512
 """The allocator of a GPU hands out multiples of so many bytes."""
@@ -210,13 +210,13 @@ RecordedOps = tuple[RecordedOp, ...]
 class OpRecorder(TorchDispatchMode):
     """Records operators while it is entered.
 
-    `ranks_per_node` ranks are joined by fast links; 0 means all. `tracker` counts the results of the same operators,
-    because two dispatch modes would run Python twice for each operator.
+    `ranks_per_node` ranks are joined by fast links and `ranks_per_pod` at the network's full bandwidth; 0 means all.
+    `tracker` counts the results of the same operators, because two dispatch modes would run Python twice for each.
     """
 
-    def __init__(self, ranks_per_node: int = 0, tracker: MemoryTracker | None = None) -> None:
+    def __init__(self, ranks_per_node: int = 0, ranks_per_pod: int = 0, tracker: MemoryTracker | None = None) -> None:
         super().__init__()
-        self._ranks_per_node = ranks_per_node
+        self._ranks_per_node, self._ranks_per_pod = ranks_per_node, ranks_per_pod
         self._tracker = tracker
         self._recorded: list[RecordedOp] = []
 
@@ -250,10 +250,12 @@ class OpRecorder(TorchDispatchMode):
             if isinstance(one, torch.ScriptObject) and one._type().name() == "ProcessGroup"  # type: ignore[attr-defined]
         )
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(script))
-        # Ranks of a node are consecutive numbers.
-        here = self._ranks_per_node or len(ranks)
-        inside = sum(rank // here == ranks[0] // here for rank in ranks)
-        return RankGroup(len(ranks), inside if len(ranks) % inside == 0 else 1)
+        # Ranks of a node, and of a pod, are consecutive numbers.
+        node, pod = (
+            sum(rank // size == ranks[0] // size for rank in ranks) if size else len(ranks)
+            for size in (self._ranks_per_node, self._ranks_per_pod)
+        )
+        return group_of(len(ranks), node if len(ranks) % node == 0 else 1, pod)
 
 
 class RecordedWeightGradStore(WeightGradStore):

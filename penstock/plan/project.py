@@ -91,6 +91,7 @@ def target_of(run: Run, cluster: Cluster, assumptions: Assumptions) -> Target:
     return Target(
         device=device_of(cluster.hardware, run),
         ranks_per_node=cluster.node_devices,
+        ranks_per_pod=cluster.pod_devices,
         imbalance=assumed_imbalance(run, assumptions.in_memory(run)),
         saving=assumptions.saving,
         in_turn=assumptions.in_turn,

@@ -9,6 +9,10 @@ nodes, bytes inside and between nodes travel at the same time, and the slower co
     reduce-scatter  there; so a rank takes 1/L of the crossing bytes
     all-reduce      a reduce-scatter and an all-gather
 
+Bytes that leave a pod take the network's bandwidth over its oversubscription: of an all-to-all those to ranks of other
+pods; of an all-gather and a reduce-scatter every part once for each other pod, over the ranks of the pod; a message
+whole. Where the network has rails, an all-to-all moves what crosses to the right device of its node first, over links.
+
 Measured points correct this as in `penstock.plan.rates`. docs/dispatch.md explains how many copies of a token each
 dispatcher sends. Routing is taken as even; the caller adds the surplus of a busier rank.
 """
@@ -113,8 +117,11 @@ class TransferTimes:
             sizes = (group.ranks, 1, max(1, round(near)))
             return corrected(seconds, sizes, self._corrections(kind), self._rate(kind, "node").source)
         rate = self._rate(kind, "cluster")
-        # Bytes inside a node travel at the same time as bytes between nodes.
-        crossing = far / (self._network() * rate.efficiency) + far_rows * rate.row_seconds
+        if kind == "all-to-all" and self._hardware.node.rails:
+            near += far * (group.node_ranks - 1) / group.node_ranks
+        # Bytes inside a node travel at the same time as bytes between nodes, and those between pods.
+        slower = max(1.0, self._hardware.node.oversubscription * _leaves_pod(kind, group))
+        crossing = slower * far / (self._network() * rate.efficiency) + far_rows * rate.row_seconds
         staying = self._inside(kind, near, group, starts=False) if near else 0.0
         start = rate.latency_seconds + rate.peer_seconds * (group.ranks - 2)
         sizes = (group.ranks, group.nodes, max(1, round(near + far)))
@@ -202,11 +209,23 @@ class TransferTimes:
         crossing = tokens * traffic.copy_bytes
         if method == "deep-ep":
             return self._carry("deep-ep", _spread_bytes(traffic, group), crossing, group, tokens)
-        between = self._carry("all-to-all", 0.0, crossing, RankGroup(group.nodes, 1))
+        between = self._carry("all-to-all", 0.0, crossing, group.between_nodes)
         if group.node_ranks == 1:
             return between
         inside = self.spread(traffic, group)
         return Estimate(between.seconds + inside.seconds, between.basis, between.source)
+
+
+def _leaves_pod(kind: CollectiveKind, group: RankGroup) -> float:
+    """Of the bytes that leave nodes, the share that leaves pods."""
+    if group.pods == 1:
+        return 0.0
+    if kind in ("all-gather", "reduce-scatter"):
+        pod_nodes = group.nodes // group.pods
+        return (group.pods - 1) / group.pods / ((group.nodes - 1) / group.nodes * pod_nodes)
+    if kind == "point-to-point":
+        return 1.0
+    return (group.ranks - group.pod_ranks) / (group.ranks - group.node_ranks)
 
 
 def _spread_bytes(traffic: TokenTraffic, group: RankGroup) -> float:

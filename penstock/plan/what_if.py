@@ -15,6 +15,7 @@ from penstock.config.run import Run
 from penstock.config.schema import Difference, differences, find
 from penstock.plan.asked_layout import FIELDS, FOLLOW, layout_fields, with_layout, with_overrides
 from penstock.plan.hardware import Cluster, cluster_of
+from penstock.plan.hardware_file import NETWORK, with_network
 from penstock.plan.memory import components
 from penstock.plan.projection import Projection, RankTime, Refusal
 from penstock.plan.rules.book import config_refusal
@@ -113,6 +114,17 @@ def answer_to(run: Run, cluster: Cluster, plan: Planner) -> Projection | Refusal
     return Refusal(layout=layout_fields(run), rule=rule, reason=reason)
 
 
+def usable_worlds(cluster: Cluster) -> tuple[int, ...]:
+    """Numbers of devices worth a search, the largest first: all, and most of them with more factors of two.
+
+    1,000 devices are 125 nodes of 8, which only DP 125, 25 or 5 divides; 124, 120, 112 and 96 nodes leave more choices.
+    """
+    each = cluster.node_devices if cluster.nodes > 1 else 1
+    units = cluster.devices // each
+    most = {units >> power << power for power in range(units.bit_length())}
+    return tuple(each * count for count in sorted(most, reverse=True) if 4 * count >= 3 * units)
+
+
 def scale(
     run: Run, cluster: Cluster, worlds: Sequence[int], plan: Planner, kind: Literal["strong", "weak"]
 ) -> tuple[SweepPoint, ...]:
@@ -143,11 +155,17 @@ def scale(
 def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Planner) -> tuple[SweepPoint, ...]:
     """One run with several values of one field, at about the same tokens of a step.
 
-    `name` is a part of the layout, `sequence_length`, or the full path of a field; `ep` is asked for every dispatcher.
+    `name` is a part of the layout, `sequence_length`, or the full path of a field, or a part of the network; `ep` is
+    asked for every dispatcher.
 
     Raises:
         ConfigError: there is no such field, or it does not take a value.
     """
+    if name in NETWORK:
+        clusters = {value: with_network(cluster, f"{name}={value}") for value in values}
+        return tuple(
+            SweepPoint(asked={name: value}, answer=answer_to(run, other, plan)) for value, other in clusters.items()
+        )
     field, questions = _field(name), list[dict[str, str]]()
     for value in values:
         ways = DISPATCHERS if name == "ep" and value != "1" else ()
@@ -174,7 +192,7 @@ def _field(name: str) -> str | None:
     path = SHORT.get(name, name)
     if find(Run, path):
         return path
-    known = (*FIELDS, *SHORT)
+    known = (*FIELDS, *SHORT, *NETWORK)
     raise ConfigError(
         f"{name} follows from the layout" if name in FOLLOW else "nothing of this name can be swept",
         got=None if name in FOLLOW else name,

@@ -70,13 +70,21 @@ class CheckpointStore:
     All ranks create the store and call `latest_of_all`, `save`, `load`, `wait` and `close` together. The other methods
     only look at the folder, on each rank alone. A save leaves `keep` checkpoints, and those of multiples of
     `keep_every` steps; a `keep` of 0 keeps all. `asynchronous` stores write in the background, which needs host memory
-    for this rank's tensors.
+    for this rank's tensors. `mark` is a file that is made when a checkpoint is complete.
     """
 
     def __init__(
-        self, folder: Path, keep: int, asynchronous: bool, world: Axis = ALONE.world, *, keep_every: int = 0
+        self,
+        folder: Path,
+        keep: int,
+        asynchronous: bool,
+        world: Axis = ALONE.world,
+        *,
+        mark: Path | None = None,
+        keep_every: int = 0,
     ) -> None:
         self._folder = folder
+        self._mark = mark
         self._keep = keep
         self._keep_every = keep_every
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
@@ -287,6 +295,8 @@ class CheckpointStore:
         if self.path(step).exists():
             self.path(step).rename(replaced)
         partial.rename(self.path(step))
+        if self._mark is not None:
+            self._mark.touch()
         sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
 

@@ -100,8 +100,10 @@ class ResumePoint:
 
 def open_store(run: Run, folder: RunFolder, world: Axis = ALONE.world) -> CheckpointStore:
     """The checkpoints of a run. All ranks of `world` call this together; a single reader passes none."""
-    wanted = run.checkpoint
-    return CheckpointStore(folder.checkpoints, wanted.keep, wanted.asynchronous, world, keep_every=wanted.keep_every)
+    asked = run.checkpoint
+    return CheckpointStore(
+        folder.checkpoints, asked.keep, asked.asynchronous, world, mark=folder.saved, keep_every=asked.keep_every
+    )
 
 
 def start(session: Session) -> Progress:

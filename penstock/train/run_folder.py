@@ -10,6 +10,7 @@
               profile/        traces of recorded steps
               nonfinite.json  only after a NaN or infinity: its origin
               .lock           held by the process that trains (penstock/train/run_lock.py)
+              saved           empty; made when the first checkpoint was complete
               launch          only if several ranks were started together: the name of their launch
 
 A folder is created under a hidden name with its configuration, and then renamed, so it is complete and two runs never
@@ -68,6 +69,7 @@ class RunFolder:
         self.profile = path / "profile"
         self.nonfinite = path / "nonfinite.json"
         self.launch = path / "launch"
+        self.saved = path / "saved"
 
     @property
     def exists(self) -> bool:
@@ -204,16 +206,14 @@ def changes_since(saved: Mapping[str, Any], run: Run) -> list[str]:
     ]
 
 
-def check_nothing_is_lost(folder: RunFolder, run: Run) -> None:
+def check_nothing_is_lost(folder: RunFolder) -> None:
     """Refuse to begin a run again, and to delete its metrics, if it had checkpoints and has none now.
 
-    A run that was killed before its first checkpoint may begin again. Raises a RunFolderError if the folder of
-    checkpoints is gone, or empty although a checkpoint was due.
+    A run that ended before its first checkpoint was complete, whatever its metrics have, may begin again. Raises a
+    RunFolderError if the folder of checkpoints is gone, or empty although a checkpoint was complete.
     """
-    steps, every = last_step(folder.metrics), run.checkpoint.every
-    is_there = folder.checkpoints.is_dir()
-    was_due = run.checkpoint.enabled and (0 < every < steps or steps >= run.training.steps)
-    if steps == 0 or (is_there and (not was_due or any(folder.checkpoints.iterdir()))):
+    steps, is_there = last_step(folder.metrics), folder.checkpoints.is_dir()
+    if steps == 0 or (is_there and (not folder.saved.exists() or any(folder.checkpoints.iterdir()))):
         return
     raise RunFolderError(
         f"{folder.checkpoints} {'holds no checkpoint' if is_there else 'is gone'}: the run cannot go on",

@@ -23,16 +23,16 @@ class Round:
     why: str = ""  # what went wrong; empty if the run equals the one that nothing disturbed
 
 
-def rounds(folder: Path, seconds: float, seed: int, kinds: Sequence[str] = ()) -> Iterator[Round]:
-    """Disturb run after run until the time is over, at least one for each kind."""
+def rounds(folder: Path, seconds: float, seed: int, kinds: Sequence[str] = (), first: int = 0) -> Iterator[Round]:
+    """Disturb run after run until the time is over, at least one for each kind; `first` is the number of the first."""
     names = list(kinds) or [*ALONE, *TOGETHER]
     wanted: dict[str, Reference] = {}
     if not TOGETHER.keys().isdisjoint(names):
         wanted |= dict.fromkeys(TOGETHER, reference(folder / "together", TWO_RANKS))
     if not ALONE.keys().isdisjoint(names):
         wanted |= dict.fromkeys(ALONE, reference(folder / "alone"))
-    end, number = time.monotonic() + seconds, 0
-    while number < len(names) or time.monotonic() < end:
+    end, number = time.monotonic() + seconds, first
+    while number < first + len(names) or time.monotonic() < end:
         kind, own = names[number % len(names)], seed * 1_000_003 + number
         place = folder / f"round-{number}"
         make_folder(place)

@@ -202,6 +202,23 @@ def test_a_sweep_tells_answers_and_refusals(planner: MadeUp) -> None:
     assert found["points"][1]["refused"]["rule"] == "ranks-divide-the-sequence"
 
 
+def test_numbers_of_devices_are_told_with_what_each_leaves_spare(searched: Searched) -> None:
+    text = shown("debug", *ON, "--worlds", "16,8")
+    rows = [line.split() for line in text.splitlines()[3:5]]
+    assert [row[:3] for row in rows] == [["16", "0", "64"], ["8", "8", "64"]]
+    assert all("PP2 EP4" in line for line in text.splitlines()[3:5])
+    assert [question.cluster.devices for question in searched.questions] == [16, 8]
+    found = told_as_json("debug", *ON, "--worlds", "auto")
+    assert [point["asked"]["devices"] for point in found["worlds"]] == ["16"]
+    assert "--worlds are devices of the cluster; got 32" in refused("debug", *ON, "--worlds", "8,32")
+
+
+def test_a_network_is_planned_for_and_told(searched: Searched) -> None:
+    text = shown("debug", *ON, "--network", "pod_nodes=1,oversubscription=4,rails=true")
+    assert text.startswith("debug on 16 MI300X (2 nodes of 8), pods of 1 node, 4:1 between them, rails, 206.1 GB each")
+    assert searched.questions[0].cluster.pod_devices == 8
+
+
 def test_two_files_are_compared_with_overrides_of_both(planner: MadeUp, tmp_path: Path) -> None:
     for name, rows in (("a", 1), ("b", 2)):
         (tmp_path / f"{name}.toml").write_text(f'preset = "debug"\n[training]\nmicro_batch = {rows}\n')

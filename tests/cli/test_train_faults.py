@@ -1,5 +1,6 @@
 """What a run finds after a fault: damaged checkpoints and metrics, another process, a changed configuration."""
 
+import errno
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.config.load import dump_toml
+from penstock.train import checkpoint
 from penstock.train.manifest import FACTS, MANIFEST, _seal
 from penstock.train.run_lock import locked
 from penstock.train.tensor_files import fingerprint
@@ -29,6 +31,21 @@ def a_finished_run(in_a_folder_of_its_own: None) -> None:
     """Four steps, with checkpoints after the second and the last."""
     Path("tiny.toml").write_text(dump_toml(tiny_run(Path("runs"))), encoding="utf-8")
     printed("tiny.toml")
+
+
+def test_a_run_whose_first_save_found_no_space_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = metrics_of("runs/tiny")
+    options = ("--name", "full", "checkpoint.every=1", "checkpoint.asynchronous=true")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_parts", no_space)  # in the background: a step more is trained meanwhile
+        assert "cannot write runs/full/checkpoints/step-000001" in refused("tiny.toml", *options)
+    assert [line["step"] for line in metrics_of("runs/full")] == [1, 2]
+    assert "runs/full has no checkpoint: it begins at its first step" in printed("runs/full", "--resume")
+    assert [line["loss"] for line in metrics_of("runs/full")] == [line["loss"] for line in wanted]
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def flip(path: Path) -> None:

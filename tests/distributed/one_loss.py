@@ -9,19 +9,16 @@ its sign.
 """
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks import record
 from penstock.config.load import load_run
 from penstock.config.parallel import RECOMPUTABLE
 from penstock.parallel.launch.environment import Environment
+from penstock.prove.play import BOUNDS, Saved, StepFigures, differences, follow, put_together, saved_by
 from penstock.train.setup import Session, prepare
-from penstock.train.step import evaluate, train_step
 from tests.distributed.case import ATTENTION_CASES, DOCUMENTS, EXPERT_CASES, FAMILY_CASES, GQA, Case, layout, pipeline
 from tests.distributed.pool import Pool
 
@@ -35,27 +32,10 @@ BASE = (
     *("evaluation.rows=8", "checkpoint.enabled=false", "device=cpu"),
 )
 
-TOLERANCES = {"loss": 2e-5, "gradient norm": 1e-4, "parameters": 1e-4, "moments": 1e-4, "held-out loss": 2e-5}
-"""Largest relative difference that passes; of tensors the norm of the difference over the norm of the change."""
+TOLERANCES = {figure: BOUNDS[figure] for figure in BOUNDS if figure != "one tensor"}
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What some steps gave."""
-
-    losses: list[float]  # of each step, each followed by those of multi-token prediction
-    norms: list[float]
-    balance: list[float]  # of each step, sums of auxiliary losses and of dropped slots over the layers
-    held_out: float  # loss on held-out rows after the last step
-    left_out: list[int]  # of each step, rows that found no room at first
-    tensors: dict[str, Tensor] = field(repr=False)  # of the checkpoint: weights, buffers, moments
-
-
-Saved = list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
-"""Name and whole shape of tensors, and (offset, values) of every rectangle that a rank writes."""
-
-
-def play(overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> tuple[Trace, Saved]:
+def play(overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> tuple[StepFigures, Saved]:
     """Train on this rank; returns what it saw, and the parts of the state that it would save."""
     session = start_session(overrides)
     seen = follow(session, steps, rate)
@@ -71,33 +51,6 @@ def start_session(overrides: tuple[str, ...]) -> Session:
     return prepare(load_run("debug", BASE + overrides), alone)
 
 
-def follow(session: Session, steps: int = STEPS, rate: float = RATE) -> Trace:
-    losses, norms, balance, left_out = [], [], [], []
-    for _ in range(steps):
-        batch = session.state.batches.next_batch()
-        result = train_step(session.model, session.state.optimizer, batch, session.rule, rate)
-        losses += [result.loss, *result.mtp_losses]
-        norms.append(result.gradient_norm)
-        left_out.append(result.left_out)
-        balance += [sum(layer.auxiliary_loss for layer in result.layers), sum(layer.dropped for layer in result.layers)]
-    assert session.held_out is not None
-    held_out = evaluate(session.model, session.held_out, session.rule.cut, session.rule.loss).loss
-    return Trace(losses, norms, balance, held_out, left_out, {})
-
-
-def saved_by(session: Session) -> Saved:
-    """Parts that this rank writes; of equal parts one rank writes each."""
-    return [
-        (name, part.shape, [(piece.whole, values.clone()) for piece, values in part.views()])
-        for name, part in session.state.parts().items()
-        if part.writes
-    ]
-
-
-def _region(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-
-
 def same_state(one: Saved, other: Saved) -> bool:
     """Whether two ranks would save the same bits."""
     return [entry[:2] for entry in one] == [entry[:2] for entry in other] and all(
@@ -107,50 +60,8 @@ def same_state(one: Saved, other: Saved) -> bool:
     )
 
 
-def trace(ranks: Pool, count: int, overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> Trace:
+def trace(ranks: Pool, count: int, overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> StepFigures:
     return put_together(ranks.run(count, play, overrides, steps, rate))
-
-
-def put_together(results: list[tuple[Trace, Saved]]) -> Trace:
-    """One trace of all ranks, which must agree on everything that is not theirs alone."""
-    first = results[0][0]
-    for seen, _ in results:
-        assert (seen.losses, seen.norms, seen.held_out) == (first.losses, first.norms, first.held_out), "ranks disagree"
-    tensors: dict[str, Tensor] = {}
-    for _, saved in results:
-        for name, shape, rectangles in saved:
-            whole = tensors.setdefault(name, torch.full(shape, float("nan")))  # nan: not saved by any rank
-            for offsets, values in rectangles:
-                region = _region(offsets, values.shape)
-                assert whole[region].isnan().all(), f"{name} is saved twice"
-                whole[region] = values
-    for name, tensor in tensors.items():
-        assert tensor.isfinite().all(), f"{name} has values that were not saved"
-    return Trace(first.losses, first.norms, first.balance, first.held_out, first.left_out, tensors)
-
-
-def differences(got: Trace, expected: Trace, start: dict[str, Tensor]) -> dict[str, float]:
-    """Largest relative difference of each figure; `start` are the tensors before the first step."""
-
-    def relative(left: list[float], right: list[float]) -> float:
-        return max(abs(one - other) / max(abs(other), 1e-6) for one, other in zip(left, right, strict=True))
-
-    assert got.tensors.keys() == expected.tensors.keys(), "checkpoints hold other tensors"
-    assert expected.tensors.keys() == start.keys(), "the start is of another model"
-
-    def strayed(kind: str) -> float:
-        names = [name for name in start if name.startswith(kind)]
-        wrong = torch.stack([(got.tensors[name] - expected.tensors[name]).norm() for name in names]).norm()
-        moved = torch.stack([(expected.tensors[name] - start[name]).norm() for name in names]).norm()
-        return float(wrong / moved)
-
-    return {
-        "loss": relative(got.losses + got.balance, expected.losses + expected.balance),
-        "gradient norm": relative(got.norms, expected.norms),
-        "parameters": strayed("model."),
-        "moments": max(strayed("moment1."), strayed("moment2.")),
-        "held-out loss": relative([got.held_out], [expected.held_out]),
-    }
 
 
 TWO_NODES = "dispatch.method=hierarchical"

@@ -16,7 +16,15 @@ from penstock.kernels.operators import Operators
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.moe.dispatch.row_capacity import ActivationArena
 from tests.distributed.case import layout, pipeline
-from tests.distributed.one_loss import TOLERANCES, Trace, differences, follow, put_together, saved_by, start_session
+from tests.distributed.one_loss import (
+    TOLERANCES,
+    StepFigures,
+    differences,
+    follow,
+    put_together,
+    saved_by,
+    start_session,
+)
 from tests.distributed.pool import Pool
 
 GATHERED = "dispatch.method=all-gather"
@@ -55,7 +63,7 @@ def with_our_kernels(run: Run, device: torch.device) -> Float8Rule:
     return replace(choose_float8(run, device), operators=TRITON_IN_8_BITS)
 
 
-def play(overrides: tuple[str, ...]) -> tuple[Trace, list, float, int]:
+def play(overrides: tuple[str, ...]) -> tuple[StepFigures, list, float, int]:
     """Train on this rank; also the bound of its arena and how many layers share it."""
     place = "penstock.models.rank_model"
     with patch(f"{place}.choose_operators", with_our_experts), patch(f"{place}.choose_float8", with_our_kernels):

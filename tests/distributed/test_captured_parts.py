@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.train.capture import CapturedParts
-from tests.distributed.one_loss import Saved, Trace, follow, put_together, saved_by, start_session
+from tests.closeness import assert_equal
+from tests.distributed.one_loss import Saved, StepFigures, follow, put_together, saved_by, start_session
 from tests.distributed.pool import Pool
 from tests.parallel.recorded_graph import Graphs, SameAddresses
 
@@ -15,7 +16,7 @@ SHARED = ("parallel.expert=2", "dispatch.method=all-to-all", "dispatch.sync_free
 OVERLAPPED = (*SHARED, "dispatch.overlap=shared")
 BALANCED = (*SHARED, "dispatch.balance=exact")
 IN_PARTS = ("parallel.expert_tensor=2", "dispatch.method=all-to-all", "parallel.expert=1")
-Seen = tuple[Trace, Saved, tuple[str, ...], int]
+Seen = tuple[StepFigures, Saved, tuple[str, ...], int]
 
 
 def play(overrides: tuple[str, ...], replays: bool, fails_on: int = -1, layers: int = 3) -> Seen:
@@ -33,7 +34,7 @@ def play(overrides: tuple[str, ...], replays: bool, fails_on: int = -1, layers: 
     return seen, saved_by(session), parts.take_notices(), graphs.captures
 
 
-def whole(results: list[Seen]) -> Trace:
+def whole(results: list[Seen]) -> StepFigures:
     return put_together([one[:2] for one in results])
 
 
@@ -53,6 +54,15 @@ def test_parts_give_the_bits_of_eager_layers_where_the_host_reads_row_counts(
     assert (found.losses, found.norms, found.held_out) == (expected.losses, expected.norms, expected.held_out)
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
     assert [captures for _, _, _, captures in results] == [2 * 3] * 2  # forward and backward of each layer
+
+
+def test_the_expert_bias_moves_behind_captured_routers_as_behind_eager_ones(ranks: Pool) -> None:
+    eager, captured = (
+        {name: tensor for name, tensor in whole(results).tensors.items() if name.endswith("expert_bias_E")}
+        for results in (ranks.run(2, play, SHARED, False), ranks.run(2, play, SHARED, True))
+    )
+    assert eager and all(float(tensor.abs().max()) > 0 for tensor in eager.values())
+    assert_equal(captured, eager)
 
 
 def test_a_rank_without_memory_lets_all_ranks_stay_eager_and_none_waits(ranks: Pool) -> None:

@@ -13,22 +13,22 @@ from tests.distributed.one_loss import (
     OFTEN,
     TOLERANCES,
     Case,
-    Trace,
+    StepFigures,
     differences,
     pipeline,
     trace,
 )
 from tests.distributed.pool import Pool
 
-Alone = Callable[[tuple[str, ...]], tuple[Trace, dict[str, Tensor]]]
+Alone = Callable[[tuple[str, ...]], tuple[StepFigures, dict[str, Tensor]]]
 
 
 @pytest.fixture(scope="session")
 def alone(ranks: Pool) -> Alone:
     """What one process sees of a model, and the weights that it starts from; made once for each model."""
-    known: dict[tuple[str, ...], tuple[Trace, dict[str, Tensor]]] = {}
+    known: dict[tuple[str, ...], tuple[StepFigures, dict[str, Tensor]]] = {}
 
-    def of(model: tuple[str, ...]) -> tuple[Trace, dict[str, Tensor]]:
+    def of(model: tuple[str, ...]) -> tuple[StepFigures, dict[str, Tensor]]:
         if model not in known:
             known[model] = trace(ranks, 1, model, TWO), trace(ranks, 1, model, 0).tensors
         return known[model]

@@ -28,7 +28,7 @@ from tests.distributed.one_loss import (
     BASE,
     TOLERANCES,
     Saved,
-    Trace,
+    StepFigures,
     differences,
     follow,
     layout,
@@ -78,14 +78,14 @@ IN_BF16 = {"loss": 1e-3, "gradient norm": 2e-2, "parameters": 5e-2, "moments": 0
 class Leg:
     """A part of a run on one layout."""
 
-    begun: Trace  # tensors of the ranks before the first step
-    seen: Trace  # what its steps gave, and tensors after them
+    begun: StepFigures  # tensors of the ranks before the first step
+    seen: StepFigures  # what its steps gave, and tensors after them
     places: tuple[Mapping[str, Any], Mapping[str, Any]]  # of every rank in the data, before and after
 
 
 def _ride(
     overrides: tuple[str, ...], folder: str, begin: int, end: int
-) -> tuple[Saved, Trace, Saved, list[dict[str, Any]]]:
+) -> tuple[Saved, StepFigures, Saved, list[dict[str, Any]]]:
     """Train from one step to another on this rank, with a checkpoint before and after."""
     session = start_session(overrides)
     state = session.state
@@ -110,12 +110,12 @@ def ride(ranks: Pool, on: Layout, folder: Path, begin: int, end: int, model: tup
 
 
 @cache
-def _uninterrupted(ranks: Pool, folder: Path, model: tuple[str, ...] = ()) -> tuple[Leg, Trace]:
+def _uninterrupted(ranks: Pool, folder: Path, model: tuple[str, ...] = ()) -> tuple[Leg, StepFigures]:
     """One process that trains all steps; and what of it lies behind the stop of the others."""
     whole = ride(ranks, ALONE, folder, 0, STEPS, model)
     seen = whole.seen
     figures = (figures[len(figures) // STEPS * HALF :] for figures in (seen.losses, seen.norms, seen.balance))
-    return whole, Trace(*figures, seen.held_out, seen.left_out[HALF:], seen.tensors)
+    return whole, StepFigures(*figures, seen.held_out, seen.left_out[HALF:], seen.tensors)
 
 
 @pytest.fixture(scope="module")

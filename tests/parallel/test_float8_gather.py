@@ -24,7 +24,7 @@ from penstock.parallel.float8_gather import Float8Shard, refresh
 from penstock.parallel.shard import by_rows, local_rows, shard_fully
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.state import restore_state, save_state
-from tests.distributed.one_loss import Saved, Trace, follow, same_state, saved_by, start_session
+from tests.distributed.one_loss import Saved, StepFigures, follow, same_state, saved_by, start_session
 from tests.distributed.pool import Pool, WorkerError
 
 CPU = torch.device("cpu")
@@ -233,7 +233,7 @@ RUN = ("parallel.shard=full", "float8.dense=blockwise", "float8.experts=blockwis
 RUN += ("training.precision=bf16", "model.layers=2")
 
 
-def _run(gather: bool, folder: str, saves: bool) -> tuple[Trace, Saved]:
+def _run(gather: bool, folder: str, saves: bool) -> tuple[StepFigures, Saved]:
     session = start_session((*RUN, f"float8.gather={str(gather).lower()}"))
     assert bool(session.model.whole.blocks["0"].attention.out.gathered) == gather
     assert bool(session.model.whole.blocks["1"].ffn.experts.gathered) == gather

@@ -21,6 +21,7 @@ from penstock.plan.hardware_file import (
     load_hardware,
     parse_cluster,
     read_hardware,
+    with_network,
     write_hardware,
 )
 from penstock.plan.project import device_of
@@ -248,6 +249,31 @@ def test_texts_that_are_no_cluster_and_devices_that_do_not_fill_their_nodes_are_
 )
 def test_a_group_knows_how_many_of_its_ranks_share_a_node(ranks: int, stride: int, inside: int) -> None:
     assert parse_cluster("64xH200").group(ranks, stride) == RankGroup(ranks, inside)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "inside", "pod"),
+    [(8, 1, 8, 0), (64, 1, 8, 32), (4, 8, 1, 0), (8, 8, 1, 4), (2, 64, 1, 1), (48, 1, 8, 24), (40, 1, 8, 8)],
+)
+def test_a_group_knows_how_many_of_its_ranks_share_a_pod(ranks: int, stride: int, inside: int, pod: int) -> None:
+    cluster = with_network(parse_cluster("128xH200"), "pod_nodes=4,oversubscription=2")
+    assert (cluster.pod_devices, cluster.group(ranks, stride)) == (32, RankGroup(ranks, inside, pod))
+    assert with_network(cluster, "pod_nodes=16").pod_devices == 0, "all nodes are one pod"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pods=4", r"the network has no such part; got 'pods=4'; allowed: pod_nodes=32, .*rails=true"),
+        ("rails", "the network has no such part"),
+        ("pod_nodes=0", "network: pod_nodes is out of range"),
+        ("oversubscription=x", "network: oversubscription has the wrong type"),
+        ("oversubscription=2", "oversubscription is between pods, and there are none; fix: say pod_nodes=N"),
+    ],
+)
+def test_a_network_that_is_none_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(HardwareError, match=message):
+        with_network(parse_cluster("128xH200"), text)
 
 
 def test_a_file_without_a_link_has_the_usual_one(tmp_path: Path) -> None:

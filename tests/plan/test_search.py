@@ -85,7 +85,8 @@ def test_no_layout_of_a_whole_space_is_faster_than_the_best(devices: str, fixed:
 @cache
 def bounded(name: str, devices: str) -> tuple[SearchSpace, SpaceBounds, Composer, ComposedTimes, tuple[LayoutSet, ...]]:
     run = load_run(name)
-    request = asked(devices, run)
+    on, _, network = devices.partition(" ")
+    request = SearchRequest(run=run, cluster=parse_cluster(on, network or None))
     cluster, times = request.cluster, HardwareTimes.of(request.cluster.hardware)
     composer = Composer(run, target_of(run, cluster, DEFAULT_ASSUMPTIONS), overheads_of(cluster.hardware))
     space, families = space_of(request)
@@ -95,7 +96,14 @@ def bounded(name: str, devices: str) -> tuple[SearchSpace, SpaceBounds, Composer
 
 
 @examples(8)
-@pytest.mark.parametrize(("name", "devices"), [("deepseek-v2-lite", "16xH100"), ("gpt-oss-20b", "16xMI300X")])
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("deepseek-v2-lite", "16xH100"),
+        ("gpt-oss-20b", "16xMI300X"),
+        ("deepseek-v2-lite", "32xH100 pod_nodes=2,oversubscription=8,rails=true"),
+    ],
+)
 @given(data=st.data())
 def test_bounds_of_drawn_layouts_do_not_exceed_their_projection(name: str, devices: str, data: st.DataObject) -> None:
     space, bounds, composer, times, families = bounded(name, devices)

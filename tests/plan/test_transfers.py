@@ -76,6 +76,35 @@ def test_bytes_take_the_slower_of_links_and_network(
     assert plain(chip).collective(kind, size, RankGroup(*group)).seconds == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "group", "leaving"),
+    [
+        # 8 nodes of 8 in pods of 2 nodes: 48 of 64 parts of an all-to-all leave the pod, at a quarter of the bandwidth.
+        ("all-to-all", 64e6, (64, 8, 16), 4 * 48e6),
+        # The parts of 3 other pods enter once, by the 16 cards of a pod; those of the own pod's other node cost less.
+        ("all-gather", 64e6, (64, 8, 16), 4 * 48e6 / 16),
+        ("reduce-scatter", 64e6, (8, 1, 2), 4 * 48e6 / 2),
+        ("point-to-point", 1e6, (2, 1, 1), 4e6),
+        # A group inside of a pod does not notice.
+        ("all-to-all", 16e6, (16, 8, 0), 8e6),
+    ],
+)
+def test_bytes_that_leave_a_pod_take_the_oversubscribed_network(
+    kind: CollectiveName, size: float, group: tuple[int, int, int], leaving: float
+) -> None:
+    node = H200.node.model_copy(update={"pod_nodes": 2, "oversubscription": 4.0})
+    seconds = plain(replace(H200, node=node)).collective(kind, size, RankGroup(*group)).seconds
+    assert seconds == pytest.approx(leaving / 50e9)
+
+
+def test_rails_carry_an_all_to_all_through_the_links_of_the_node_first() -> None:
+    # 8 of 16 parts cross; 7 of these 8 go to another number on the other node, beside 7 parts that stay.
+    node = H200.node.model_copy(update={"rails": True, "link_bytes_per_second": 50e9})
+    rails = plain(replace(H200, node=node))
+    assert rails.collective("all-to-all", 16e6, RankGroup(16, 8)).seconds == pytest.approx(14e6 / 50e9)
+    assert rails.collective("all-gather", 16e6, RankGroup(2, 1)).seconds == pytest.approx(8e6 / 50e9)
+
+
 @examples(100, deadline=None)
 @given(kind=st.sampled_from(KINDS), size=st.floats(1, 1e10), nodes=st.integers(1, 64), inside=st.integers(1, 8))
 def test_more_bytes_never_take_less_time_and_no_way_beats_its_bandwidth(

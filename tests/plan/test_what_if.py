@@ -11,9 +11,10 @@ from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout, with_overrides
+from penstock.plan.hardware_file import parse_cluster, with_network
 from penstock.plan.memory import COMPONENTS, RankMemory, components
 from penstock.plan.projection import Projection, Refusal, layout_of
-from penstock.plan.what_if import DISPATCHERS, SweepPoint, compare, scale, slowest, sweep
+from penstock.plan.what_if import DISPATCHERS, SweepPoint, compare, scale, slowest, sweep, usable_worlds
 from tests.cli.made_plans import CLUSTER, GB, MadeUp, projection, rank_time, run_of
 
 
@@ -107,6 +108,21 @@ def test_expert_ranks_are_swept_by_dispatcher() -> None:
     assert len(points) == 1 + 2 * len(DISPATCHERS)
     assert (refused(points[4]).rule, refused(points[4]).reason) == ("cannot-start", "one node")
     assert projected(points[6]).run.parallel.expert == 8
+
+
+def test_a_part_of_the_network_is_swept_with_the_run_as_it_is() -> None:
+    cluster = with_network(CLUSTER, "pod_nodes=1")
+    points = sweep(run_of(), cluster, "oversubscription", ("1", "4"), MadeUp())
+    assert [projected(one).cluster.hardware.node.oversubscription for one in points] == [1, 4]
+    assert [projected(one).run for one in points] == [run_of(), run_of()]
+
+
+@pytest.mark.parametrize(
+    ("devices", "worlds"),
+    [(1000, (1000, 992, 960, 896, 768)), (1024, (1024,)), (64, (64,)), (56, (56, 48)), (7, (7, 6)), (1, (1,))],
+)
+def test_numbers_of_devices_worth_a_search_have_more_factors_of_two(devices: int, worlds: tuple[int, ...]) -> None:
+    assert usable_worlds(parse_cluster(f"{devices}xH200")) == worlds
 
 
 def test_a_value_that_a_rule_refuses_is_told_with_the_rule_and_the_planner_is_not_asked() -> None:

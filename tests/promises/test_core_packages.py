@@ -26,6 +26,7 @@ MORE = (
     "import weights --output back",
     "data inspect debug-2l",
     "kernels list debug",
+    "prove --processes 1 recompute.modules=norm",
     "plan debug-2l --on 2xH200 --layout ep=2 training.global_batch=8 --write best.toml --html plan.html",
 )
 """Commands of verbs, and ways through them, that README.md does not run."""

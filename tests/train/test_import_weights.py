@@ -20,7 +20,7 @@ from penstock.train.loop import start
 from penstock.train.saved_weights import STEP, WEIGHTS
 from penstock.train.setup import Session, prepare
 from tests.closeness import assert_close, assert_equal
-from tests.distributed.one_loss import BASE, Saved, Trace, put_together, saved_by, start_session
+from tests.distributed.one_loss import BASE, Saved, StepFigures, put_together, saved_by, start_session
 from tests.distributed.pool import Pool
 from tests.models.families import save_huggingface
 from tests.models.huggingface.family_models import VARIANTS
@@ -79,12 +79,12 @@ def test_a_run_starts_with_what_was_imported(tmp_path: Path) -> None:
     assert not masters["moment1.embed.weight"].tensor.any()
 
 
-def _started(overrides: tuple[str, ...]) -> tuple[Trace, Saved]:
+def _started(overrides: tuple[str, ...]) -> tuple[StepFigures, Saved]:
     """What a rank would save before its first step; nothing was seen so far."""
     session = start_session(overrides)
     start(session)
     session.state.batches.close()
-    return Trace([], [], [], 0.0, [], {}), saved_by(session)
+    return StepFigures([], [], [], 0.0, [], {}), saved_by(session)
 
 
 @pytest.mark.slow

@@ -1,0 +1,114 @@
+"""Random compositions of models, layouts and options beside one process (penstock/prove), counted.
+
+python -m benchmarks.composition --seconds 1200 --log composition.jsonl --output benchmarks/results/composition.json
+
+Each draw is a line of the log; a record that finds a log goes on behind it, and counts all draws of the log. With
+--again it plays the faults of the log once more first, on the code as it is now.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks import record
+from penstock.prove.play import BOUNDS
+from penstock.prove.proof import LOW_BOUNDS, Prover, Verdict, outcomes
+from penstock.prove.ranks import Children
+
+SEED = 29
+
+
+def main() -> int:
+    """Draw and record; the exit code is 1 if a draw is not explained."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=1200.0)
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--log", type=Path, required=True)
+    record.add_arguments(parser)
+    options = parser.parse_args()
+    options.log.touch()
+    lines = [json.loads(line) for line in options.log.read_text().splitlines()]
+    first = 1 + max((line["number"] for line in lines if line["seed"] == options.seed), default=-1)
+    end, last, ranks = time.monotonic() + options.seconds, time.monotonic(), Children()
+    with TemporaryDirectory(prefix="penstock-prove-") as folder, options.log.open("a", buffering=1) as log:
+        if options.seconds:
+            for number, outcome in outcomes(Prover(ranks, Path(folder)), options.seed, first):
+                now = time.monotonic()
+                facts = {"seed": options.seed, "number": number, "seconds": round(now - last, 2), **as_line(outcome)}
+                last = now
+                log.write(json.dumps(facts) + "\n")
+                if outcome.kind == "fault":
+                    print(f"{number}: {outcome.text[-1000:]}\n  {outcome.composition.command}", flush=True)
+                if now > end:
+                    break
+    ranks.close()
+    numbers = total([json.loads(line) for line in options.log.read_text().splitlines()])
+    print(numbers, flush=True)
+    record.write(options, numbers)
+    return 1 if numbers["faults"] else 0
+
+
+def as_line(outcome: Verdict) -> dict[str, Any]:
+    """An outcome as it is in the log."""
+    composition = outcome.composition
+    figures = {name: float(f"{value:.1e}") for name, value in outcome.figures.items() if value < float("inf")}
+    return {
+        "kind": outcome.kind,
+        "ranks": composition.ranks,
+        "overrides": composition.overrides,
+        "text": outcome.text,
+        "figures": figures,
+        "margin": outcome.margin if outcome.margin < float("inf") else None,
+    }
+
+
+def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts of a log; what was played is counted by setting."""
+    kinds = Counter(line["kind"] for line in lines)
+    played = [line for line in lines if line["kind"] != "refused"]
+    settings: Counter[str] = Counter()
+    for line in played:
+        settings.update(axis(override) for override in line["overrides"])
+    agreed = [line for line in played if line["kind"] == "equal"]
+    exact = [line for line in agreed if not _is_low(line)]
+    return {
+        "draws": len(lines),
+        **{kind: kinds[kind] for kind in ("equal", "tie", "refused")},
+        "faults": [
+            {"seed": line["seed"], "number": line["number"], "ranks": line["ranks"], "text": line["text"][-300:]}
+            for line in lines
+            if line["kind"] == "fault"
+        ],
+        "seconds": round(sum(line["seconds"] for line in lines)),
+        "bounds": {"float32": BOUNDS, "16 bits": LOW_BOUNDS},
+        "largest": {"float32": largest(exact), "16 bits": largest([line for line in agreed if _is_low(line)])},
+        "ties": [line["text"] for line in lines if line["kind"] == "tie"],
+        "refusals": dict(Counter(line["text"].partition(";")[0] for line in lines if line["kind"] == "refused")),
+        "ranks": {str(ranks): count for ranks, count in sorted(Counter(line["ranks"] for line in played).items())},
+        "settings": dict(sorted(settings.items())),
+    }
+
+
+def _is_low(line: Mapping[str, Any]) -> bool:
+    return not {"training.precision=bf16", "parallel.reduce=bf16"}.isdisjoint(line["overrides"])
+
+
+def largest(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The largest difference of each figure."""
+    return {name: max((line["figures"].get(name, 0.0) for line in lines), default=0.0) for name in BOUNDS}
+
+
+def axis(override: str) -> str:
+    """A setting by which draws are counted: short values stay."""
+    path, _, value = override.partition("=")
+    return override if len(value) <= 14 else path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

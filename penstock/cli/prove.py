@@ -1,0 +1,101 @@
+"""`penstock prove`: whether random compositions of models, layouts and options compute what one process computes.
+
+    penstock prove                                    a minute of draws, on up to 8 processes of this machine's CPU
+    penstock prove --seconds 1200 --seed 7            longer, and other draws
+    penstock prove --processes 4 parallel.expert=4    one composition: four ranks, with these overrides of a small model
+    penstock prove --json                             for programs
+
+Each draw trains two steps in float32 or bfloat16 beside one process, and losses, gradient norms, weights and moments
+are compared. A draw that differs because scores of a router tie, by the printed margin, equals one process that makes
+the same choices. One that does not is a fault: it is made smaller, and the command that repeats it is printed.
+
+Exit codes: 0 without a fault, 1 with one. docs/numerics.md says what was found so far.
+"""
+
+import json
+import time
+from collections import Counter
+from typing import Annotated, Any
+
+import typer
+
+from penstock.base.errors import FAILED, ConfigError
+from penstock.cli.config import Json, Overrides
+from penstock.prove.draws import composition_of
+from penstock.prove.proof import Prover, Verdict, outcomes
+from penstock.prove.ranks import MOST_RANKS, Children
+from penstock.train.run_lock import temporary_folder
+
+KINDS = ("equal", "tie", "refused", "fault")
+TELL_SECONDS = 10.0
+"""How often the counts are printed."""
+
+
+def prove(
+    overrides: Overrides = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, max=MOST_RANKS, help="Ranks of the one composition to play.")
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to draw.")] = 60.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
+    as_json: Json = False,
+) -> int:
+    """Train random compositions on CPU ranks beside one process, and shrink what differs."""
+    if overrides and processes is None:
+        raise ConfigError("overrides are of one composition, whose ranks are not given", fix="--processes 4")
+    ranks = Children()
+    try:
+        with temporary_folder("prove") as folder:
+            prover = Prover(ranks, folder)
+            if processes is None:
+                return _draws(prover, seconds, seed, as_json=as_json)
+            outcome = prover.judge(composition_of(processes, overrides or ()))
+            print(json.dumps(as_facts(outcome)) if as_json else "\n".join(_lines(outcome)))
+            return FAILED if outcome.kind == "fault" else 0
+    finally:
+        ranks.close()
+
+
+def _draws(prover: Prover, seconds: float, seed: int, *, as_json: bool) -> int:
+    begin = told = time.monotonic()
+    counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+    faults = []
+    for number, outcome in outcomes(prover, seed):
+        counts[outcome.kind] += 1
+        if outcome.kind == "fault":
+            smallest = prover.smallest(outcome)
+            faults.append(as_facts(smallest) | {"seed": seed, "number": number})
+        if not as_json and outcome.kind in ("tie", "fault"):
+            print(f"draw {number}: {outcome.kind}: {outcome.text}", flush=True)
+            if outcome.kind == "fault":
+                print(f"  smallest: {smallest.text}\n  {smallest.composition.command}", flush=True)
+        now = time.monotonic()
+        if not as_json and (now - told > TELL_SECONDS or now - begin > seconds):
+            told = now
+            print(f"{now - begin:5.0f} s: {_counted(counts)}", flush=True)
+        if now - begin > seconds:
+            break
+    if as_json:
+        print(json.dumps({"seed": seed, "counts": counts, "faults": faults}))
+    return FAILED if faults else 0
+
+
+def _counted(counts: Counter[str]) -> str:
+    return f"{counts.total()} draws: " + ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
+
+
+def _lines(outcome: Verdict) -> list[str]:
+    lines = [outcome.kind if not outcome.text else f"{outcome.kind}: {outcome.text}"]
+    lines += [f"{figure:<14} differs by {value:.1e}" for figure, value in outcome.figures.items()]
+    return [*lines, f"the nearest choice of an expert has a margin of {outcome.margin:.1e}"]
+
+
+def as_facts(outcome: Verdict) -> dict[str, Any]:
+    """An outcome for programs."""
+    return {
+        "kind": outcome.kind,
+        "command": outcome.composition.command,
+        "text": outcome.text,
+        "figures": outcome.figures,
+        "margin": outcome.margin if outcome.margin < float("inf") else None,
+    }

@@ -1,0 +1,335 @@
+"""Random compositions: a model, and a layout that trains it.
+
+A composition is a list of settings. A setting is one or several overrides that mean something together, such as a
+pipeline with its schedule and stages. Settings of the model, batch, data and optimizer hold for one process too;
+settings of the layout do not. Values are drawn so that rules refuse few; which are legal is for the rules to say.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.base.errors import PenstockError
+from penstock.config.fit import grid_of
+from penstock.config.load import load_run
+from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
+
+PRESET = "debug"
+BASE = (
+    *("data.source=synthetic-learnable", "model.vocab_size=64", "model.layers=2", "model.hidden_size=32"),
+    *("model.intermediate_size=48", "model.initializer_range=0.1", "model.moe.moe_intermediate_size=16"),
+    "model.moe.shared_expert_intermediate_size=16",
+    *("training.sequence_length=16", "training.global_batch=4", "training.micro_batch=1", "optimizer.epsilon=1e-3"),
+    *("schedule.warmup_steps=0", "evaluation.rows=0", "checkpoint.enabled=false", "device=cpu"),
+)
+"""On top of PRESET. AdamW with a small epsilon makes full steps of gradients that are zero but for rounding."""
+
+OF_LAYOUT = ("parallel", "dispatch", "pipeline", "recompute", "offload")
+"""Sections that one process does not have. The others are the model's."""
+
+MODELS_SHARE = 6
+"""Layouts that are drawn for one model, whose single process trains once."""
+
+Setting = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A model and a layout."""
+
+    ranks: int
+    settings: tuple[Setting, ...]
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """All overrides of BASE."""
+        return tuple(override for setting in self.settings for override in setting)
+
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """Those that hold for one process too."""
+        return tuple(one for one in self.overrides if not is_of_layout(one))
+
+    @property
+    def command(self) -> str:
+        """The command that plays it."""
+        words = [f"'{one}'" if set(one) & set("[]{}\"'|* ()") else one for one in self.overrides]
+        return " ".join(["penstock prove", f"--processes {self.ranks}", *words])
+
+
+def is_of_layout(override: str) -> bool:
+    """Whether one process lacks it."""
+    return override.partition(".")[0] in OF_LAYOUT
+
+
+def composition_of(ranks: int, overrides: Sequence[str]) -> Composition:
+    """A composition of overrides, each a setting."""
+    return Composition(ranks, tuple((one,) for one in overrides))
+
+
+def refusal(composition: Composition) -> str | None:
+    """The line with which rules refuse a composition, or why it is no equal of one process; else None."""
+    try:
+        run = load_run(PRESET, BASE + composition.overrides)
+        grid = grid_of(run, composition.ranks)
+    except PenstockError as error:
+        return str(error)
+    balance = None if run.model.moe is None else run.model.moe.balance
+    if balance is not None and balance.aux_loss == "global-batch" and balance.aux_loss_coef and grid.data > 1:
+        return "model.moe.balance.aux_loss global-batch depends on the number of data-parallel ranks by definition"
+    return None
+
+
+def draw(seed: int, number: int) -> Composition:
+    """The composition of this number; `MODELS_SHARE` neighbours have the same model."""
+    model = _Draw(random.Random(f"{seed} {number // MODELS_SHARE} model"))
+    _model(model)
+    layout = _Draw(random.Random(f"{seed} {number} layout"))
+    layout.facts = dict(model.facts)
+    ranks = layout.numbers.choices((1, 2, 4, 8), (4, 50, 40, 6))[0]
+    _layout(layout, ranks)
+    return Composition(ranks, tuple(model.settings + layout.settings))
+
+
+class _Draw:
+    def __init__(self, numbers: random.Random) -> None:
+        self.numbers = numbers
+        self.settings: list[Setting] = []
+        self.facts: dict[str, int] = {}  # what later settings depend on
+
+    def any(self, *values: int) -> int:
+        return self.numbers.choice(values)
+
+    def word(self, *values: str) -> str:
+        return self.numbers.choice(values)
+
+    def chance(self, share: float) -> bool:
+        return self.numbers.random() < share
+
+    def add(self, *overrides: str) -> None:
+        self.settings.append(overrides)
+
+    def maybe(self, share: float, *overrides: str) -> bool:
+        """Add a setting in this share of draws."""
+        is_added = self.chance(share)
+        if is_added:
+            self.add(*overrides)
+        return is_added
+
+
+def _model(draw: _Draw) -> None:
+    """Everything that one process has too."""
+    is_dense = draw.chance(0.06)
+    layers = draw.any(1, 1, 2, 2, 2, 3, 4)
+    first_dense = layers if is_dense else draw.any(*range(min(2, layers)))
+    draw.add("model.family=plain", f"model.layers={layers}", f"model.dense_layers={first_dense}")
+    draw.facts |= {"layers": layers, "dense": first_dense, "moe": int(not is_dense)}
+    _attention(draw, layers)
+    if is_dense:
+        draw.add("model.moe=none")
+    else:
+        _experts(draw, layers - first_dense)
+    if draw.chance(0.3):
+        draw.facts["mtp"] = draw.any(1, 1, 2)
+        draw.add(f"model.mtp_layers={draw.facts['mtp']}")
+    draw.maybe(0.15, "model.tie_word_embeddings=true")
+    draw.maybe(0.1, "model.zero_centred_norms=true")
+    draw.maybe(0.25, "data.document_mask=true")
+    draw.maybe(0.3, "training.z_loss_coef=0.001")
+    draw.maybe(0.2, "training.sequence_length=32")
+    draw.maybe(0.15, "training.clip_norm=0.1")
+    draw.maybe(0.2, "evaluation.rows=4")
+    if draw.maybe(0.3, "training.micro_batch=2"):
+        draw.facts["micro"] = 2
+    if draw.chance(0.4) or draw.facts.get("micro"):
+        draw.add("training.global_batch=8")
+    draw.maybe(0.1, "training.precision=bf16") and draw.maybe(0.3, "optimizer.store_param_remainders=true")
+
+
+def _attention(draw: _Draw, layers: int) -> None:
+    """Latent attention, grouped queries with what families add, or linear attention between."""
+    if draw.chance(0.4):
+        draw.facts["latent"] = 1
+        latent = ("kv_lora_rank=16", "qk_nope_head_dim=8", "qk_rope_head_dim=8", "v_head_dim=8")
+        draw.add(*(f"model.attention.{size}" for size in latent))
+        has_query = draw.maybe(0.4, "model.attention.q_lora_rank=16")
+        if has_query and draw.chance(0.25):
+            draw.facts["indexer"] = 1
+            draw.add("model.attention.indexer={index_n_heads=2, index_head_dim=8, index_topk=6}")
+        return
+    heads = draw.any(1, 2, 4)
+    draw.add(
+        *("model.attention.kind=gqa", "model.attention.heads=4", "model.attention.head_dim=8"),
+        f"model.attention.kv_heads={heads}",
+    )
+    kind = draw.word("none", "none", "head", "projection", "rotated-head")
+    if kind != "none":
+        draw.add(f"model.attention.qk_norm={kind}")
+    draw.maybe(0.15, "model.attention.bias=true") or draw.maybe(0.15, "model.attention.qkv_bias=true")
+    draw.maybe(0.15, "model.attention.partial_rotary_factor=0.5")
+    draw.maybe(0.2, "model.attention.sinks=true")
+    draw.maybe(0.15, "model.attention.output_gate=true")
+    if draw.chance(0.3):
+        every = draw.any(0, 2)
+        kind = draw.word("window", "chunk")
+        extra = ", global_rope=false, global_temperature=0.3, temperature_floor=5" if every and draw.chance(0.4) else ""
+        size = draw.any(5, 6, 9)
+        draw.add(f'model.attention.local={{kind="{kind}", size={size}, global_every={every}{extra}}}')
+    if draw.chance(0.2):
+        kind, values = draw.numbers.choice((("gdn", 4), ("gdn", 8), ("kda", 4)))
+        last = f"full_every=2, full_last={str(draw.chance(0.5)).lower()}"
+        sizes = f"key_heads=4, value_heads={values}, key_head_dim=8, value_head_dim=8"
+        draw.add(f'model.linear_attention={{kind="{kind}", {sizes}, {last}}}')
+
+
+def _experts(draw: _Draw, layers: int) -> None:
+    """Experts, router, balance."""
+    experts = draw.any(4, 8, 8, 8, 6)
+    groups = experts == 8 and draw.chance(0.25)
+    top_k = draw.any(1, 2, 2, 2, 3) if not groups else 2
+    draw.facts["experts"] = experts
+    draw.add(f"model.moe.experts={experts}", f"model.moe.top_k={top_k}")
+    if layers > 1:
+        draw.maybe(0.15, "model.moe.moe_layer_freq=2")
+    if draw.chance(0.5):
+        draw.facts["shared"] = 1
+        draw.maybe(0.25, "model.moe.shared_expert_gate=true")
+    else:
+        draw.add("model.moe.shared_expert_intermediate_size=0")
+    score = draw.word("softmax", "sigmoid", "sqrt-softplus")
+    router = [f"scoring_func={score}", f"norm_topk_prob={str(top_k > 1 and draw.chance(0.5)).lower()}"]
+    if score == "softmax" and top_k > 1 and draw.chance(0.4):
+        router += ["softmax_after_top_k=true"]
+    has_bias = draw.chance(0.5)
+    router += [f"expert_bias={str(has_bias).lower()}"]
+    draw.add(*(f"model.moe.router.{one}" for one in router))
+    if groups:
+        score = draw.word("max", "top2")
+        draw.add(*(f"model.moe.router.{one}" for one in ("n_group=4", "topk_group=2", f"group_score={score}")))
+    draw.maybe(0.2, "model.moe.router.routed_scaling_factor=2.5")
+    draw.maybe(0.15, "model.moe.router.logit_bias=true")
+    draw.maybe(0.15, "model.moe.router.apply_probs_on_input=true") or draw.maybe(0.2, "model.moe.bias=true")
+    draw.maybe(0.15, "model.moe.clamped={alpha=1.702, limit=0.5}")
+    _balance(draw, has_bias=has_bias and not groups and top_k < experts)
+
+
+def _balance(draw: _Draw, *, has_bias: bool) -> None:
+    global_batch = "sequence" if draw.facts.get("indexer") else "global-batch"  # it leaves no data-parallel ranks
+    kind = draw.word("none", "sequence", "sequence", "micro-batch", global_batch)
+    prefix = "model.moe.balance"
+    draw.add(f"{prefix}.aux_loss={kind}", f"{prefix}.aux_loss_coef={0 if kind == 'none' else 0.01}")
+    draw.facts |= {"global-batch": int(kind == "global-batch"), "micro-batch": int(kind == "micro-batch")}
+    draw.maybe(0.4, f"{prefix}.z_loss_coef=0.001")
+    if has_bias:
+        draw.maybe(0.2, f"{prefix}.bias_rule=quantile")
+    if draw.chance(0.15):
+        padded = draw.chance(0.4)
+        draw.facts |= {"capacity": 1, "padded": int(padded)}
+        draw.add(f"{prefix}.capacity_factor=1.0", *([f"{prefix}.pad_to_capacity=true"] if padded else []))
+
+
+def _layout(draw: _Draw, ranks: int) -> None:
+    """Everything that one process does not have."""
+    pipeline = _factor(draw, ranks, 0.3)
+    can_share_rows = not draw.facts.get("indexer")
+    tensor = _factor(draw, ranks // pipeline, 0.3) if can_share_rows else 1
+    context = _factor(draw, ranks // pipeline // tensor, 0.3) if can_share_rows else 1
+    if draw.facts.get("global-batch"):
+        context = ranks // pipeline // tensor
+    data = ranks // pipeline // tensor // context
+    if tensor > 1:
+        draw.add(f"parallel.tensor={tensor}")
+    if context > 1:
+        method = draw.word("auto", "all-gather", "ulysses")
+        draw.add(f"parallel.context={context}", f"parallel.context_method={method}")
+    _shard(draw, data * context)
+    if pipeline > 1:
+        _pipeline(draw, pipeline)
+    if draw.facts["moe"]:
+        _dispatch(draw, ranks // pipeline)
+    _memory(draw)
+
+
+def _factor(draw: _Draw, ranks: int, share: float) -> int:
+    """A divisor of the ranks, above 1 in this share of draws."""
+    if ranks == 1 or not draw.chance(share):
+        return 1
+    return draw.any(*(size for size in (2, 4) if ranks % size == 0 and size <= ranks))
+
+
+def _shard(draw: _Draw, copies: int) -> None:
+    if copies == 1:
+        return
+    kind = draw.word("none", "optimizer", "optimizer", "full", "full")
+    setting = [f"parallel.shard={kind}"]
+    if kind != "none" and copies == 4 and draw.chance(0.3):
+        setting.append("parallel.shard_size=2")
+    if kind == "full":
+        setting += [f"parallel.reshard={draw.word('forward', 'backward')}", f"parallel.prefetch={draw.any(0, 1, 2)}"]
+    draw.add(*setting)
+    draw.facts["full"] = int(kind == "full")
+    draw.maybe(0.04, "parallel.reduce=bf16")
+
+
+def _pipeline(draw: _Draw, ranks: int) -> None:
+    whole = ("gpipe", "1f1b", "interleaved")
+    split = () if draw.facts.get("full") else ("zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
+    schedule = draw.word(*whole, *split)
+    stages = {"gpipe": 1, "1f1b": 1, "zb-1f1b": 1}.get(schedule, 2)
+    if ranks * stages > draw.facts["layers"] + 2:
+        schedule, stages = ("1f1b", 1) if draw.facts.get("full") else (draw.word("1f1b", "zb-1f1b", "gpipe"), 1)
+    draw.add(f"parallel.pipeline={ranks}", f"pipeline.schedule={schedule}", f"pipeline.stages_per_rank={stages}")
+    draw.facts["passes"] = int(schedule in ("interleaved", "dualpipe-v") and not draw.facts.get("full"))
+
+
+def _dispatch(draw: _Draw, ranks: int) -> None:
+    experts = draw.facts["experts"]
+    expert = draw.any(*(size for size in (1, 2, 4, 8) if ranks % size == 0 and experts % size == 0), ranks)
+    expert = expert if experts % expert == 0 else 1
+    expert_tensor = _factor(draw, ranks // expert, 0.3)
+    if expert > 1 or expert_tensor > 1:
+        sizes = [f"parallel.expert={expert}"] if expert > 1 else []
+        draw.add(*sizes, *([f"parallel.expert_tensor={expert_tensor}"] if expert_tensor > 1 else []))
+        method = draw.word("auto", "all-to-all", "all-gather", "hierarchical")
+        method = "auto" if draw.facts.get("padded") else method
+        stage = draw.any(0, 1) if method == "all-to-all" else draw.any(0, 1, 2, 3)
+        factor = ["dispatch.row_capacity_factor=1.0"] if stage == 2 and draw.chance(0.4) else []
+        draw.add(f"dispatch.method={method}", f"dispatch.sync_free={stage}", *factor)
+        if expert > 1 and method != "hierarchical" and not draw.facts.get("padded") and draw.chance(0.2):
+            bounded = ("dispatch.balance=bounded", "dispatch.balance_rows=4", "dispatch.balance_tolerance=0.02")
+            draw.add(*(bounded if draw.chance(0.5) else ("dispatch.balance=exact",)))
+    kinds = ["shared"] if draw.facts.get("shared") else []
+    if draw.facts.get("passes"):
+        kinds.append("passes")
+    judged = any(draw.facts.get(name) for name in ("capacity", "micro-batch", "global-batch", "full"))
+    if draw.facts.get("micro") == 2 and not judged:
+        kinds.append("halves")
+    if kinds and draw.chance(0.35):
+        draw.facts["overlap"] = 1
+        draw.add(f"dispatch.overlap={draw.word(*kinds)}")
+
+
+def _memory(draw: _Draw) -> None:
+    """Recomputation and offload."""
+    missing = {"norm": 0}
+    missing["latent-up"] = not draw.facts.get("latent")
+    missing["shared-expert"] = not draw.facts.get("shared")
+    missing["dense"] = not draw.facts["dense"]
+    missing["moe"] = missing["layer"] = draw.facts.get("overlap", 0)
+    for name in ("moe", "expert-activation"):
+        missing[name] = missing.get(name) or not draw.facts["moe"]
+    if draw.chance(0.35):
+        there = [name for name in RECOMPUTABLE if not missing.get(name)]
+        names = draw.numbers.sample(there, draw.any(1, 1, 2, min(3, len(there))))
+        where = []
+        if draw.facts["layers"] > 1 and draw.chance(0.2):
+            where = [f"recompute.layers=[{draw.any(*range(draw.facts['layers']))}]"]
+        draw.add(f"recompute.modules={_listed(names)}", *where)
+    if draw.chance(0.15):
+        there = [name for name in OFFLOADABLE if not missing.get(name)]
+        draw.add(f"offload.activations={_listed(draw.numbers.sample(there, 1))}")
+    draw.maybe(0.12, "offload.optimizer=true")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"

@@ -1,0 +1,136 @@
+"""A few training steps on this rank, and what they gave; and the figures of all ranks beside those of one process.
+
+A layout must not change what a run computes. Losses, gradient norms, held-out loss, weights and moments of a layout
+equal those of one process, up to rounding: float32 numbers are summed in another order.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.train.setup import Session
+from penstock.train.step import evaluate, train_step
+
+BOUNDS = {
+    "loss": 2e-5,
+    "gradient norm": 1e-4,
+    "parameters": 1e-4,
+    "moments": 1e-4,
+    "held-out loss": 2e-5,
+    "one tensor": 1e-3,
+}
+"""Largest relative difference that passes; of tensors the norm of the difference over the norm of the change."""
+
+_FLOOR = 1e-3
+"""A tensor whose gradient is smaller than this part of the largest one's is compared relative to this part."""
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What some steps gave."""
+
+    losses: list[float]  # of each step, each followed by those of multi-token prediction
+    norms: list[float]
+    balance: list[float]  # of each step, sums of auxiliary losses and of dropped slots over the layers
+    held_out: float  # loss on held-out rows after the last step; 0 without any
+    left_out: list[int]  # of each step, rows that found no room at first
+    tensors: dict[str, Tensor] = field(repr=False)  # of the checkpoint: weights, buffers, moments
+
+
+Saved = list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
+"""Name and whole shape of tensors, and (offset, values) of every rectangle that a rank writes."""
+
+
+def follow(
+    session: Session, steps: int = 3, rate: float = 1e-2, begin: Callable[[int], object] = lambda step: None
+) -> StepFigures:
+    """Train a session for some steps at a constant rate, and evaluate it if it has held-out rows.
+
+    `begin` is told the number of each step, and that of the evaluation, which comes after them.
+    """
+    losses, norms, balance, left_out = [], [], [], []
+    for step in range(steps):
+        begin(step)
+        batch = session.state.batches.next_batch()
+        result = train_step(session.model, session.state.optimizer, batch, session.rule, rate)
+        losses += [result.loss, *result.mtp_losses]
+        norms.append(result.gradient_norm)
+        left_out.append(result.left_out)
+        balance += [sum(layer.auxiliary_loss for layer in result.layers), sum(layer.dropped for layer in result.layers)]
+    begin(steps)
+    held_out = 0.0
+    if session.held_out is not None:
+        held_out = evaluate(session.model, session.held_out, session.rule.cut, session.rule.loss).loss
+    return StepFigures(losses, norms, balance, held_out, left_out, {})
+
+
+def saved_by(session: Session) -> Saved:
+    """Parts that this rank writes; of equal parts one rank writes each."""
+    return [
+        (name, part.shape, [(piece.whole, values.clone()) for piece, values in part.views()])
+        for name, part in session.state.parts().items()
+        if part.writes
+    ]
+
+
+def put_together(results: Sequence[tuple[StepFigures, Saved]]) -> StepFigures:
+    """One trace of all ranks, which must agree on everything that is not theirs alone, or an AssertionError."""
+    first = results[0][0]
+    for seen, _ in results:
+        assert (seen.losses, seen.norms, seen.held_out) == (first.losses, first.norms, first.held_out), "ranks disagree"
+    tensors = whole_tensors(saved for _, saved in results)
+    return StepFigures(first.losses, first.norms, first.balance, first.held_out, first.left_out, tensors)
+
+
+def whole_tensors(parts: Iterable[Saved]) -> dict[str, Tensor]:
+    """Tensors from the rectangles of all ranks. An AssertionError says what is missing or there twice."""
+    tensors: dict[str, Tensor] = {}
+    for saved in parts:
+        for name, shape, rectangles in saved:
+            whole = tensors.setdefault(name, torch.full(shape, float("nan")))  # nan: not saved by any rank
+            for offsets, values in rectangles:
+                region = tuple(slice(start, start + size) for start, size in zip(offsets, values.shape, strict=True))
+                assert whole[region].isnan().all(), f"{name} is saved twice"
+                whole[region] = values
+    for name, tensor in tensors.items():
+        assert tensor.isfinite().all(), f"{name} has values that were not saved"
+    return tensors
+
+
+def differences(got: StepFigures, expected: StepFigures, start: dict[str, Tensor]) -> dict[str, float]:
+    """Largest relative difference of each figure; `start` are the tensors before the first step."""
+
+    def relative(left: list[float], right: list[float]) -> float:
+        return max(
+            (abs(one - other) / max(abs(other), 1e-6) for one, other in zip(left, right, strict=True)), default=0
+        )
+
+    assert got.tensors.keys() == expected.tensors.keys(), "checkpoints hold other tensors"
+    assert expected.tensors.keys() == start.keys(), "the start is of another model"
+
+    def strayed(kind: str) -> float:
+        names = [name for name in start if name.startswith(kind)]
+        wrong = torch.stack([(got.tensors[name] - expected.tensors[name]).norm() for name in names]).norm()
+        moved = torch.stack([(expected.tensors[name] - start[name]).norm() for name in names]).norm()
+        return float(wrong / moved)
+
+    return {
+        "loss": relative(got.losses + got.balance, expected.losses + expected.balance),
+        "gradient norm": relative(got.norms, expected.norms),
+        "parameters": strayed("model."),
+        "moments": max(strayed("moment1."), strayed("moment2.")),
+        "held-out loss": relative([got.held_out], [expected.held_out]),
+    }
+
+
+def worst_tensor(got: StepFigures, expected: StepFigures) -> tuple[float, str]:
+    """The largest relative difference of a tensor's first moments, which are sums of its gradients, and its name."""
+    names = [name for name in expected.tensors if name.startswith("moment1.")]
+    floor = _FLOOR * max((float(expected.tensors[name].norm()) for name in names), default=0.0)
+    found = [
+        (float((got.tensors[name] - expected.tensors[name]).norm() / max(expected.tensors[name].norm(), floor)), name)
+        for name in names
+    ]
+    return max(found, default=(0.0, ""))

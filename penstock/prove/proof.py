@@ -1,0 +1,155 @@
+"""Whether a composition computes what one process computes, and the smallest one that does not.
+
+1. Rules refuse it with a line: that is an answer. A traceback, a hang or the end of a process is a fault.
+2. It trains some steps beside one process. Figures within their bounds: equal.
+3. Else routers of some tokens may have chosen other experts. If the scores of these tokens tie, it trains again with
+   the choices of one process: within the bounds it was a tie, else it is a fault.
+4. A fault is made smaller, setting by setting, as long as it stays one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from pathlib import Path
+
+from penstock.prove.choices import Choices, Place, first_flip, least_margin
+from penstock.prove.draws import BASE, Composition, draw, refusal
+from penstock.prove.play import BOUNDS, StepFigures, differences, put_together, whole_tensors, worst_tensor
+from penstock.prove.ranks import Assignment, Played, PlayError, Ranks, two_nodes, write_choices
+
+STEPS, RATE = 2, 1e-2  # the second step is of weights that the first one changed
+
+LOW_BOUNDS = {
+    "loss": 1e-2,
+    "gradient norm": 5e-2,
+    "parameters": 0.1,
+    "moments": 0.2,
+    "held-out loss": 1e-2,
+    "one tensor": 0.5,
+}
+"""Of compositions in which something is rounded to 16 bits."""
+
+LOW = ("training.precision=bf16", "parallel.reduce=bf16")
+
+TIE, LOW_TIE = 1e-4, 3e-2
+"""Scores that are nearer may tie."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a composition compares with one process."""
+
+    kind: str  # equal, tie, refused, fault
+    composition: Composition
+    text: str = ""  # the refusal, or what is wrong
+    figures: dict[str, float] = field(default_factory=dict)  # relative differences; of a tie those given the choices
+    margin: float = float("inf")  # least distance of two scores that decides a choice
+
+
+class Prover:
+    """Compares compositions with one process. `folder` is for files between processes."""
+
+    def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self._ranks = ranks
+        self._given = folder / "choices.safetensors"
+        self._known: tuple[tuple[str, ...], Played] | None = None  # one process: the last one
+
+    def judge(self, composition: Composition) -> Verdict:
+        """Play a composition."""
+        if (line := refusal(composition)) is not None:
+            return Verdict("refused", composition, line)
+        try:
+            alone = self._alone(composition.alone)
+            played = self._play(composition)
+        except PlayError as error:
+            return Verdict("refused" if error.is_line else "fault", composition, str(error))
+        outcome = self._compare(composition, played, alone)
+        if outcome.kind == "equal":
+            return outcome
+        flip = first_flip([one.choices for one in played], alone.choices)
+        if flip is None:
+            return outcome
+        margin = f"step {flip.place[0]}, layer {flip.place[1]}: {flip.tokens} tokens chose other experts, by margins of"
+        told = f"{margin} up to {flip.margin:.1e}"
+        if flip.margin > (LOW_TIE if is_low(composition) else TIE):
+            return replace(outcome, text=f"{outcome.text}; {told}, which is no tie")
+        try:
+            again = self._compare(composition, self._play(composition, self.give(alone.choices)), alone)
+        except PlayError as error:
+            return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {error}")
+        if again.kind == "equal":
+            return replace(again, kind="tie", text=told)
+        return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {again.text}")
+
+    def smallest(self, fault: Verdict, tell: Callable[[str], object] = lambda line: None) -> Verdict:
+        """The same fault with fewer settings."""
+        is_smaller = True
+        while is_smaller:
+            is_smaller = False
+            for setting in fault.composition.settings:
+                settings = tuple(one for one in fault.composition.settings if one is not setting)
+                for ranks in sorted({1, 2, fault.composition.ranks}):
+                    if ranks > fault.composition.ranks:
+                        continue
+                    outcome = self.judge(Composition(ranks, settings))
+                    if outcome.kind == "fault":
+                        fault, is_smaller = outcome, True
+                        tell(fault.composition.command)
+                        break
+                if is_smaller:
+                    break
+        return fault
+
+    def part(self, composition: Composition, given: str = "") -> Assignment:
+        """What each rank does; `given` is what `give` returned."""
+        words = composition.overrides
+        return Assignment(BASE + words, STEPS, RATE, two_nodes(words), given)
+
+    def give(self, choices: Mapping[Place, Choices]) -> str:
+        """Write choices for ranks to make; returns the name of the file."""
+        write_choices(self._given, choices)
+        return str(self._given)
+
+    def _alone(self, overrides: tuple[str, ...]) -> Played:
+        if self._known is None or self._known[0] != overrides:
+            (played,) = self._ranks.play(1, Assignment(BASE + overrides, STEPS, RATE))
+            self._known = overrides, played
+        return self._known[1]
+
+    def _play(self, composition: Composition, given: str = "") -> list[Played]:
+        return self._ranks.play(composition.ranks, self.part(composition, given))
+
+    def _compare(self, composition: Composition, played: list[Played], alone: Played) -> Verdict:
+        bounds = LOW_BOUNDS if is_low(composition) else BOUNDS
+        margin = least_margin(alone.choices)
+        try:
+            got = put_together([(one.trace, one.end) for one in played])
+            expected = put_together([(alone.trace, alone.end)])
+            figures, name = _figures(got, expected, alone)
+        except AssertionError as error:
+            return Verdict("fault", composition, str(error), margin=margin)
+        wrong = {figure: value for figure, value in figures.items() if not value <= bounds[figure]}
+        if not wrong:
+            return Verdict("equal", composition, figures=figures, margin=margin)
+        told = ", ".join(f"{figure} {value:.1e}" for figure, value in wrong.items())
+        text = f"{told}; most of {name}" if name else told
+        return Verdict("fault", composition, text, figures, margin)
+
+
+def _figures(got: StepFigures, expected: StepFigures, alone: Played) -> tuple[dict[str, float], str]:
+    figures = differences(got, expected, whole_tensors([alone.start]))
+    figures["one tensor"], name = worst_tensor(got, expected)
+    return {figure: value if isfinite(value) else float("inf") for figure, value in figures.items()}, name
+
+
+def is_low(composition: Composition) -> bool:
+    """Whether something is rounded to 16 bits."""
+    return not set(LOW).isdisjoint(composition.overrides)
+
+
+def outcomes(prover: Prover, seed: int, first: int = 0) -> Iterator[tuple[int, Verdict]]:
+    """Draws by number, without end."""
+    number = first
+    while True:
+        yield number, prover.judge(draw(seed, number))
+        number += 1

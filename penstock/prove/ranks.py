@@ -1,0 +1,230 @@
+"""Processes that stay, and play one composition after another as ranks of it.
+
+    the caller                                        each of R children (penstock/base/child.py)
+    {"part": ..., "rank": r, "ranks": R, "port"} ->   makes a gloo group, trains, ends the group
+    what the steps gave, and tensors             <-   or the line of an error, or a traceback
+
+After a failure that is no line all children are replaced. They meet at a store that the caller holds; it listens on the
+loopback only.
+"""
+
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, load_file, save, save_file
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from penstock.base.child import Answer, Child, ChildEndedError, serve
+from penstock.base.errors import PenstockError
+from penstock.config.load import load_run
+from penstock.parallel.launch.environment import Environment
+from penstock.prove.choices import ChoiceRecorder, Choices, Place
+from penstock.prove.draws import PRESET
+from penstock.prove.play import Saved, StepFigures, follow, saved_by
+from penstock.train.setup import prepare
+
+LOCALHOST = "127.0.0.1"
+MOST_RANKS = 8
+LONGEST_SECONDS = 300.0
+"""Of a composition, whose steps take less than one on an idle machine."""
+
+
+class PlayError(Exception):
+    """A rank did not end its steps; the argument says why."""
+
+    def __init__(self, text: str, *, is_line: bool = False) -> None:
+        super().__init__(text)
+        self.is_line = is_line  # of a PenstockError: what a user would read
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What each rank does."""
+
+    overrides: tuple[str, ...]  # of PRESET
+    steps: int
+    rate: float
+    two_nodes: bool = False  # the ranks are on two nodes of equal size; else each is alone on its own
+    given: str = ""  # file with choices of routers
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the steps of one rank gave."""
+
+    trace: StepFigures  # without tensors
+    start: Saved  # before the first step
+    end: Saved
+    choices: dict[Place, Choices] = field(repr=False)
+
+
+class Ranks(Protocol):
+    """What plays compositions."""
+
+    def play(self, ranks: int, part: Assignment) -> list[Played]:
+        """What each rank gave. Raises a PlayError."""
+
+
+def play(part: Assignment) -> Played:
+    """Train on this rank of the process group."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    here = max(1, world // 2) if part.two_nodes else 1
+    environment = Environment(color=False, threads=1, world_size=world, rank=rank, local_world_size=here)
+    session = prepare(load_run(PRESET, part.overrides), environment)
+    try:
+        start = saved_by(session)
+        recorder = ChoiceRecorder(session.model.modules, read_choices(Path(part.given)) if part.given else None)
+        trace = follow(session, part.steps, part.rate, recorder.begin)
+    finally:
+        session.state.batches.close()
+    return Played(trace, start, saved_by(session), recorder.choices())
+
+
+class Children:
+    """Ranks that are processes of their own."""
+
+    def __init__(self) -> None:
+        self._store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+        self._children: list[Child] = []
+        self._calls = 0
+
+    def play(self, ranks: int, part: Assignment) -> list[Played]:
+        """See Ranks."""
+        self._start(ranks)
+        self._calls += 1
+        common = {"part": asdict(part), "ranks": ranks, "port": self._store.port, "call": str(self._calls)}
+
+        def ask(rank: int) -> tuple[dict[str, Any], bytes]:
+            try:
+                return self._children[rank].ask(common | {"rank": rank}, LONGEST_SECONDS + 30)
+            except ChildEndedError as error:
+                return {"failure": f"rank {rank} {error}"}, b""
+
+        with ThreadPoolExecutor(ranks) as threads:
+            answers = list(threads.map(ask, range(ranks)))
+        if failures := [facts["failure"] for facts, _ in answers if "failure" in facts]:
+            self.close()
+            raise PlayError("\n".join(failures))
+        if lines := [facts["line"] for facts, _ in answers if "line" in facts]:
+            if len(lines) < ranks:
+                self.close()
+                raise PlayError(f"only {len(lines)} of {ranks} ranks refused: {lines[0]}")
+            raise PlayError(lines[0], is_line=True)
+        return [unpack(facts, load(content)) for facts, content in answers]
+
+    def _start(self, ranks: int) -> None:
+        """Let so many children import what they need; the first gloo group does not wait for that."""
+        new = [Child(__name__) for _ in range(len(self._children), ranks)]
+        if new:
+            with ThreadPoolExecutor(len(new)) as threads:
+                list(threads.map(lambda child: child.ask({}), new))
+            self._children += new
+
+    def close(self) -> None:
+        """End the processes."""
+        for child in self._children:
+            child.close()
+        self._children = []
+
+
+def two_nodes(overrides: Sequence[str]) -> bool:
+    """Whether a layout needs nodes."""
+    return "dispatch.method=hierarchical" in overrides
+
+
+def pack(played: Played) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Facts as JSON has them, and tensors by name."""
+    facts: dict[str, Any] = {"trace": asdict(played.trace)}
+    tensors: dict[str, Tensor] = {}
+    for when, saved in (("start", played.start), ("end", played.end)):
+        facts[when] = [(name, shape, [offset for offset, _ in pieces]) for name, shape, pieces in saved]
+        for name, _, pieces in saved:
+            tensors |= {f"{when} {number} {name}": values for number, (_, values) in enumerate(pieces)}
+    return facts, tensors | pack_choices(played.choices)
+
+
+def unpack(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Played:
+    """The opposite of `pack`."""
+
+    def saved(when: str) -> Saved:
+        return [
+            (name, tuple(shape), [(tuple(one), tensors[f"{when} {n} {name}"]) for n, one in enumerate(offsets)])
+            for name, shape, offsets in facts[when]
+        ]
+
+    return Played(StepFigures(**facts["trace"]), saved("start"), saved("end"), unpack_choices(tensors))
+
+
+def pack_choices(choices: Mapping[Place, Choices]) -> dict[str, Tensor]:
+    """Tensors by name."""
+    return {
+        f"choice {step} {layer} {name}": tensor.contiguous()
+        for (step, layer), one in choices.items()
+        for name, tensor in vars(one).items()
+    }
+
+
+def unpack_choices(tensors: Mapping[str, Tensor]) -> dict[Place, Choices]:
+    """The opposite of `pack_choices`; other tensors are left."""
+    found: dict[Place, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, step, layer, *rest = name.split(" ")
+        if kind == "choice":
+            found.setdefault((int(step), int(layer)), {})[rest[0]] = tensor
+    return {place: Choices(**fields) for place, fields in found.items()}
+
+
+def write_choices(path: Path, choices: Mapping[Place, Choices]) -> None:
+    """Write the file of `Assignment.given`."""
+    save_file(pack_choices(choices), path)
+
+
+def read_choices(path: Path) -> dict[Place, Choices]:
+    """Read it."""
+    return unpack_choices(load_file(path))
+
+
+def _answer(request: dict[str, Any]) -> Answer:
+    if not request:  # it asks whether this process is ready
+        return {}, b""
+    try:
+        facts, tensors = pack(in_group(request))
+    except PenstockError as error:
+        return {"line": str(error)}, b""
+    except Exception:  # noqa: BLE001 - whatever it is, a user would read it
+        return {"failure": f"rank {request['rank']}:\n{traceback.format_exc()}"}, b""
+    return facts, save(tensors)
+
+
+def in_group(request: Mapping[str, Any]) -> Played:
+    """Play in a new process group."""
+    store = PrefixStore(request["call"], TCPStore(LOCALHOST, request["port"]))
+    seconds, (rank, ranks) = timedelta(seconds=LONGEST_SECONDS), (request["rank"], request["ranks"])
+    dist.init_process_group("gloo", None, seconds, world_size=ranks, rank=rank, store=store)
+    try:
+        fields = request["part"]
+        played = play(Assignment(**fields | {"overrides": tuple(fields["overrides"])}))
+        dist.barrier()  # a rank that is done early must not close connections that others still read
+    finally:
+        dist.destroy_process_group()
+    return played
+
+
+def main() -> None:
+    """Be a rank of `Children`."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    serve(_answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Random compositions equal one process; a planted fault is found and made small, and a tie is told from a fault."""
+
+import json
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.cli import prove as verb
+from penstock.cli.main import main
+from penstock.prove.choices import Choices, first_flip
+from penstock.prove.draws import composition_of, draw, refusal
+from penstock.prove.play import StepFigures
+from penstock.prove.proof import Prover, Verdict, outcomes
+from penstock.prove.ranks import Assignment, Children, Played, PlayError, pack, unpack
+from tests.closeness import assert_equal
+from tests.distributed.pool import Pool
+from tests.prove.pool_ranks import PoolRanks
+
+SEED, OFTEN = 29, 24
+"""Of the draws that every test run makes, and how many."""
+
+SLOW_SECONDS = 1200
+
+
+def told(outcome: Verdict) -> str:
+    return f"{outcome.text}\n{outcome.composition.command}"
+
+
+def test_random_compositions_equal_one_process(ranks: Pool, tmp_path: Path) -> None:
+    prover = Prover(PoolRanks(ranks), tmp_path)
+    made = [outcome for _, outcome in islice(outcomes(prover, SEED), OFTEN)]
+    assert [told(one) for one in made if one.kind == "fault"] == []
+    assert sum(one.kind == "equal" for one in made) > OFTEN * 2 // 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * SLOW_SECONDS)
+def test_twenty_minutes_of_random_compositions_equal_one_process(ranks: Pool, tmp_path: Path) -> None:
+    begin, prover = time.monotonic(), Prover(PoolRanks(ranks), tmp_path)
+    for _, outcome in outcomes(prover, SEED + 1):
+        assert outcome.kind != "fault", told(prover.smallest(outcome))
+        if time.monotonic() - begin > SLOW_SECONDS:
+            break
+
+
+def test_draws_are_the_same_every_time_and_mostly_legal() -> None:
+    made = [draw(3, number) for number in range(120)]
+    assert made == [draw(3, number) for number in range(120)]
+    assert sum(refusal(one) is None for one in made) > 90
+    words = {one.partition("=")[0].partition(".")[0] for composition in made for one in composition.overrides}
+    assert words >= {"model", "training", "data", "parallel", "dispatch", "pipeline", "recompute", "offload"}
+
+
+class FaultyRanks:
+    """Ranks that compute nothing, and are wrong where two settings meet."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def play(self, ranks: int, part: Assignment) -> list[Played]:
+        words = set(part.overrides)
+        is_wrong = words >= {"parallel.tensor=2", "model.tie_word_embeddings=true"}
+        if is_wrong and self.kind == "traceback":
+            raise PlayError("rank 1:\nTraceback ...\nKeyError: 'head'")
+        if is_wrong and self.kind == "line":
+            raise PlayError("this machine cannot do that", is_line=True)
+        shift = 0.01 if is_wrong and not part.given else 0.0
+        chosen = [[1, 0]] if is_wrong and not part.given and self.kind != "wrong" else [[0, 1]]
+        margin = 1e-7 if self.kind == "tie" else 0.5
+        choices = {(0, 1): Choices(torch.tensor([[0.3, 0.3]]), torch.tensor(chosen)[:, :1], *seen(margin))}
+        tensors = {"model.a": 1.0, "moment1.a": 2.0, "moment2.a": 3.0}
+        first = [(name, (1,), [((0,), torch.zeros(1))]) for name in tensors]
+        last = [(name, (1,), [((0,), torch.tensor([value + shift]))]) for name, value in tensors.items()]
+        trace = StepFigures([4.0 + shift], [1.0], [0.0, 0.0], 0.0, [0], {})
+        others = [Played(trace, [], [], choices)] * (ranks - 1)
+        return [Played(trace, first, last, choices), *others]
+
+
+def seen(margin: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """That one slot was kept, and its margin."""
+    return torch.ones(1, 1, dtype=torch.bool), torch.tensor([margin])
+
+
+PLANTED = (
+    *("parallel.tensor=2", "model.layers=3", "training.z_loss_coef=0.001", "model.tie_word_embeddings=true"),
+    *("recompute.modules=norm", "data.document_mask=true"),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("wrong", "loss 2.5e-03, parameters 1.0e-02, moments 5.0e-03, one tensor 5.0e-03; most of moment1.a"),
+        ("traceback", "KeyError: 'head'"),
+        ("flip", "by margins of up to 5.0e-01, which is no tie"),
+    ],
+)
+def test_a_fault_is_made_as_small_as_its_two_settings(kind: str, text: str, tmp_path: Path) -> None:
+    prover = Prover(FaultyRanks(kind), tmp_path)
+    fault = prover.judge(composition_of(4, PLANTED))
+    assert fault.kind == "fault" and text in fault.text
+    smallest = prover.smallest(fault)
+    assert smallest.composition.command == (
+        "penstock prove --processes 2 parallel.tensor=2 model.tie_word_embeddings=true"
+    )
+    assert text in smallest.text
+
+
+def test_what_equals_one_process_with_its_choices_is_a_tie(tmp_path: Path) -> None:
+    outcome = Prover(FaultyRanks("tie"), tmp_path).judge(composition_of(2, PLANTED))
+    assert (outcome.kind, outcome.figures["loss"]) == ("tie", 0.0)
+    assert outcome.text == "step 0, layer 1: 2 tokens chose other experts, by margins of up to 1.0e-07"
+
+
+def test_a_line_is_no_fault(tmp_path: Path) -> None:
+    prover = Prover(FaultyRanks("line"), tmp_path)
+    assert prover.judge(composition_of(2, PLANTED)).kind == "refused"
+    assert prover.judge(composition_of(3, ("parallel.expert=2",))).text.startswith("parallel does not divide the ranks")
+    both = ("model.moe.balance.aux_loss=global-batch", "model.moe.balance.aux_loss_coef=0.01")
+    assert "by definition" in prover.judge(composition_of(2, both)).text
+
+
+def turned_one(choices: Choices) -> Choices:
+    """Every token takes the neighbours of its experts."""
+    return replace(choices, experts_TK=(choices.experts_TK + 1) % choices.logits_TE.shape[1])
+
+
+ROUTERS = (
+    ("model.moe.router.scoring_func=softmax", "model.moe.router.softmax_after_top_k=true"),
+    ("model.moe.router.n_group=4", "model.moe.router.topk_group=2", "model.moe.router.group_score=top2"),
+    ("model.moe.balance.capacity_factor=1.0",),
+)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_routers_choose_what_is_given_on_any_layout(router: tuple[str, ...], ranks: Pool, tmp_path: Path) -> None:
+    pool, words = PoolRanks(ranks), ("model.layers=2", "training.micro_batch=1", "training.global_batch=4", *router)
+    prover = Prover(pool, tmp_path)
+    (alone,) = pool.play(1, prover.part(composition_of(1, words)))
+    turned = {place: turned_one(one) for place, one in alone.choices.items()}
+    file = prover.give(turned)
+    for count, layout in ((1, ()), (2, ("parallel.tensor=2", "parallel.expert=2", "recompute.modules=layer"))):
+        played = pool.play(count, prover.part(composition_of(count, words + layout), file))
+        assert first_flip([one.choices for one in played], alone.choices) is not None
+        of_first = {place: one for place, one in turned.items() if place == (0, 1)}  # later logits are others
+        seen = [{place: one for place, one in part.choices.items() if place in of_first} for part in played]
+        assert first_flip(seen, of_first) is None
+
+
+def test_what_a_rank_gave_travels_whole(ranks: Pool, tmp_path: Path) -> None:
+    prover = Prover(PoolRanks(ranks), tmp_path)
+    (played,) = PoolRanks(ranks).play(1, prover.part(composition_of(1, ("model.layers=2",))))
+    facts, tensors = pack(played)
+    again = unpack(json.loads(json.dumps(facts)), tensors)
+    assert again.trace == played.trace
+    for one, other in ((played.start, again.start), (played.end, again.end)):
+        assert [(name, tuple(shape)) for name, shape, _ in one] == [(name, shape) for name, shape, _ in other]
+        for (_, _, pieces), (_, _, wanted) in zip(one, other, strict=True):
+            assert_equal([values for _, values in pieces], [values for _, values in wanted])
+    assert again.choices.keys() == played.choices.keys()
+
+
+@pytest.mark.slow
+def test_children_answer_refuse_and_are_replaced(tmp_path: Path) -> None:
+    children = Children()
+    try:
+        prover = Prover(children, tmp_path)
+        layout = composition_of(2, ("parallel.expert=2", "model.layers=2"))
+        assert prover.judge(layout).kind == "equal"
+        broken = replace(prover.part(layout), steps=-1)
+        with pytest.raises(PlayError, match="rank 0:\nTraceback"):
+            children.play(2, broken)
+        assert prover.judge(layout).kind == "equal"
+    finally:
+        children.close()
+
+
+def test_the_verb_plays_one_composition_or_draws(
+    ranks: Pool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verb, "Children", lambda: PoolRanks(ranks))
+    assert main(["prove", "--processes", "2", "parallel.expert=2", "model.layers=2"]) == 0
+    assert capsys.readouterr().out.startswith("equal\nloss           differs by ")
+    monkeypatch.setattr(verb, "Children", lambda: Closed(FaultyRanks("wrong")))
+    monkeypatch.setattr(verb, "outcomes", lambda prover, seed: enumerate([prover.judge(composition_of(2, PLANTED))]))
+    assert main(["prove", "--seconds", "0"]) == 1
+    out = capsys.readouterr().out
+    assert "draw 0: fault: loss 2.5e-03" in out
+    assert "  penstock prove --processes 2 parallel.tensor=2 model.tie_word_embeddings=true" in out
+    assert main(["prove", "--seconds", "0", "--json"]) == 1
+    (fault,) = json.loads(capsys.readouterr().out)["faults"]
+    assert (fault["kind"], fault["number"]) == ("fault", 0)
+
+
+class Closed:
+    def __init__(self, ranks: FaultyRanks) -> None:
+        self.play = ranks.play
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def test_overrides_need_their_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prove", "parallel.expert=2"]) == 2
+    assert "fix: --processes 4" in capsys.readouterr().err
