@@ -31,7 +31,7 @@ import torch
 import typer
 from rich.console import Console
 
-from penstock.base.errors import DeviceError, RunFolderError
+from penstock.base.errors import ConfigError, DeviceError, RunFolderError
 from penstock.base.interrupts import INTERRUPTED, STOPPED
 from penstock.base.numbers import bytes_text, count_text, duration_text, flops_text
 from penstock.cli.config import Overrides, Target, warn_of_unfilled
@@ -66,7 +66,8 @@ from penstock.parallel.launch.local import (
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.train.goodput import GoodputLedger, goodput
-from penstock.train.loop import RunHooks, open_store, resume, start, train_run
+from penstock.train.loop import RunHooks, open_memory_store, open_store, resume, start, train_run
+from penstock.train.memory_replica import remove_memory
 from penstock.train.observer import RunEnd
 from penstock.train.run_folder import (
     RunFolder,
@@ -203,6 +204,11 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, 
         return 0
     facts = facts_of_run(run, facts_of_machine(environment))
     prepare_environment(facts)  # before the first use of the device
+    if run.checkpoint.memory_every and environment.local_world_size < environment.world_size:
+        got = f"{environment.local_world_size} of {environment.world_size} ranks on this one"
+        raise ConfigError(
+            "checkpoint.memory_every is for ranks on one machine", got=got, fix="checkpoint.memory_every=0"
+        )
     device = choose_device(run.device, environment)
     if device.type == "cuda":
         _check_memory(run, grid_of(run, environment.world_size), device, environment.local_world_size)
@@ -317,16 +323,19 @@ def _run(
         def make_folder() -> list[str]:
             run, folder = create_run_folder(launch.run, number_if_taken=not launch.is_named, launch=environment.launch)
             _hold(console, folder, held)
+            remove_memory(folder.path)  # of an earlier run in a folder of this name
             return [run.name, str(folder.path)]
 
         name, path = meeting.agree(make_folder)  # rank 0 makes it, all take its name
         session = replace(session, run=session.run.model_copy(update={"name": name}))
         folder = RunFolder(Path(path))
         store = open_store(session.run, folder, session.axes.world)
+        memory = open_memory_store(session.run, folder, session.axes.world)
     else:
         folder = launch.folder
         store = open_store(session.run, folder, session.axes.world)
-        begin = resume(session, folder, store, launch.run)
+        memory = open_memory_store(session.run, folder, session.axes.world)
+        begin = resume(session, folder, store, launch.run, memory)
         if begin.steps == 0:
             _say(console, f"{folder.path} has no checkpoint: it begins at its first step")
         _say(console, *begin.notices)
@@ -336,7 +345,7 @@ def _run(
     sinks = open_sinks(session.run, folder, begin.steps, view.note) if environment.rank == 0 else []
     try:
         with StopRequest(view.stopping) as stop:
-            hooks = RunHooks(mark=meeting.mark, host_of=meeting.host_of, ledger=ledger)
+            hooks = RunHooks(mark=meeting.mark, host_of=meeting.host_of, ledger=ledger, memory=memory)
             end = train_run(session, folder, store, begin, [*sinks, view], stop, hooks)
     except KeyboardInterrupt:
         newest = store.latest()
@@ -346,6 +355,8 @@ def _run(
         sys.stdout.flush()  # os._exit flushes nothing
         # Python would wait for the thread that writes a checkpoint. Half-written files have hidden names.
         os._exit(INTERRUPTED)
+    if environment.rank == 0 and memory is not None:
+        remove_memory(folder.path)  # the disk has this state
     _print_end(console, session.run, folder, end, ledger.seconds())
     # A rank that stops because another one was asked to ends as that one does.
     return (stop.exit_code or STOPPED) if end.stopped_by else 0

@@ -23,6 +23,7 @@ from penstock.cli.main import main
 from penstock.config.load import dump_toml, load_run
 from penstock.parallel.launch.rendezvous import Rendezvous
 from penstock.train import manifest, run_folder, stop
+from penstock.train.memory_replica import memory_folder
 from penstock.train.metrics import FIELDS, MetricsFile
 from penstock.train.observer import StepReport
 from tests import warm
@@ -419,6 +420,30 @@ def test_a_run_that_loses_a_rank_goes_on_with_fewer_and_then_with_all_on_the_sam
     assert [line["tokens_seen"] for line in lossy] == [line["tokens_seen"] for line in whole]
     # Only the order of sums differs; rounding grows from step to step.
     assert [line["loss"] for line in lossy] == pytest.approx([line["loss"] for line in whole], rel=1e-3)
+
+
+def test_a_rank_that_is_killed_goes_on_from_the_replica_in_memory(
+    warm_ranks: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("tiny.toml", "training.steps=60", "checkpoint.every=0", "checkpoint.memory_every=5")
+    printed("tiny.toml", "training.steps=60", "checkpoint.every=0", "--name", "whole")
+    others = multiprocessing.active_children()  # of the pool that other tests share
+    replica = memory_folder(Path("runs/broken"))
+
+    def kill_after_a_replica() -> None:
+        while not any(replica.glob("step-*/manifest.json")):
+            time.sleep(0.001)
+        for child in set(multiprocessing.active_children()).difference(others):
+            child.kill()
+
+    watcher = threading.Thread(target=kill_after_a_replica, daemon=True)
+    watcher.start()
+    printed(*words, "--name", "broken", "--processes", "1", "--restarts", "1")
+    watcher.join(timeout=10)
+    assert re.search(r"goes on from step \d+, from a replica in memory", capfd.readouterr().out)
+    assert not replica.exists()
+    assert metrics_of("runs/broken") == metrics_of("runs/whole")
+    assert [path.name for path in Path("runs/broken/checkpoints").iterdir()] == ["step-000060"]
 
 
 def test_a_rank_that_is_killed_is_started_again_and_loses_nothing(warm_ranks: None) -> None:
