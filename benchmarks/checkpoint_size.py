@@ -8,6 +8,8 @@ round a plain loop writes files of the same sizes past the page cache, syncs the
 
 Steps: a run with a save after every tenth step, by the clock of its goodput ledger. The processor time of the same
 steps without saves shows what the thread that writes takes from them.
+
+Restarts: one of two ranks is killed, and all go on from a checkpoint on disk, or from a newer replica in memory.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,6 +38,8 @@ from penstock.train.manifest import FILE_BYTES
 TENSOR_BYTES = 256 << 20
 WRITTEN_BYTES, READ_BYTES = 16 << 20, 4 << 20  # at once, by the plain loop
 EVERY = 10
+KILLED_AT = 48
+RESTARTS = {"disk": ("checkpoint.every=40",), "memory": ("checkpoint.every=40", "checkpoint.memory_every=10")}
 RUN = ("debug-2l", "training.steps=80", "evaluation.rows=0", "checkpoint.keep=1", "record.tensorboard=false")
 
 
@@ -152,6 +157,32 @@ def cost_of_saves(folder: Path, rounds: int, words: list[str]) -> dict[str, Any]
     return found | {"with_saves": [one for one, _ in pairs], "without": [one for _, one in pairs]}
 
 
+def last_step(metrics: Path) -> int:
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+
+def restart(folder: Path, words: tuple[str, ...]) -> dict[str, float]:
+    """Seconds from the death of one of two ranks to a step that was not made before, and the repeated steps."""
+    with fresh(folder / "runs") as runs:
+        command = ["train", *RUN, "training.steps=100000", "training.micro_batch=1", *words, f"record.folder={runs}"]
+        command += ["--name", "run", "--processes", "2", "--restarts", "1"]
+        launcher = subprocess.Popen([sys.executable, "-m", "penstock", *command], stdout=subprocess.DEVNULL)
+        metrics = runs / "run" / "metrics.jsonl"
+        while last_step(metrics) < KILLED_AT:
+            time.sleep(0.01)
+        os.kill(int(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()[1]), signal.SIGKILL)
+        begin, made = time.perf_counter(), last_step(metrics)
+        lowest = made
+        while (now := last_step(metrics)) <= made:
+            lowest = min(lowest, now)
+            time.sleep(0.01)
+        seconds = time.perf_counter() - begin
+        launcher.terminate()
+        launcher.wait()
+        return {"seconds": seconds, "repeated_steps": made - lowest}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Checkpoints at size")
     parser.add_argument("folders", type=Path, nargs="+", help="such as one on a disk and one in memory")
@@ -165,6 +196,11 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         found = rates(folder, gigabytes, options.rounds) if gigabytes else {}
         numbers[folder.name] = found | cost_of_saves(folder, options.rounds, options.run)
+    where = options.folders[0]
+    numbers["restart"] = {
+        kind: [restart(where, words) for _ in range(options.rounds)] for kind, words in RESTARTS.items()
+    }
+    print(numbers["restart"])
     record.write(options, numbers)
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -261,11 +262,13 @@ class PartRead(NamedTuple):
 def write_parts(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> WrittenFiles:
     """Write the rectangles of a rank, and sync them to disk. Raises OSError if a file cannot be written."""
     written = WrittenFiles({name: SavedTensor(kind) for name, kind in describe(parts).items()}, {})
+    blocks: list[np.ndarray] = []
     for number, group in enumerate(in_files(_rectangles(parts), lambda one: one[2].nbytes, FILE_BYTES)):
         file = f"tensors-{rank:05d}-{number:05d}.safetensors"
         for name, rectangle, _ in group:
             written.tensors[name].rectangles[str(rectangle)] = file
-        written.files[file] = write_tensors(folder / file, {f"{name}{place}": tensor for name, place, tensor in group})
+        tensors = {f"{name}{place}": tensor for name, place, tensor in group}
+        written.files[file] = write_tensors(folder / file, tensors, blocks)
     return written
 
 

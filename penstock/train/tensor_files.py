@@ -82,17 +82,22 @@ class TensorEntry:
         return self.dtype.itemsize * prod(self.shape)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors of any device to a new file, and sync it to disk; they are copied to the host one by one.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], blocks: list[np.ndarray] | None = None) -> str:
+    """Write tensors of any device to a new file, and sync it to disk; they are copied to the host block by block.
 
-    Returns the `fingerprint` of the intended content. Raises OSError if the file cannot be written.
+    `blocks` is the memory of the file before, to be used again, at first an empty list. Returns the `fingerprint` of
+    the intended content. Raises OSError if the file cannot be written.
     """
-    return write_entries(
-        path, [TensorEntry(name=n, dtype=x.dtype, shape=tuple(x.shape), make=x.detach) for n, x in tensors.items()]
-    )
+    made = [TensorEntry(name=n, dtype=x.dtype, shape=tuple(x.shape), make=x.detach) for n, x in tensors.items()]
+    return write_entries(path, made, blocks=blocks)
 
 
-def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None = None) -> str:
+def write_entries(
+    path: Path,
+    entries: Iterable[TensorEntry],
+    metadata: Mapping[str, str] | None = None,
+    blocks: list[np.ndarray] | None = None,
+) -> str:
     """`write_tensors` for tensors that are never in memory together, with `metadata` in the header."""
     entries = list(entries)
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -108,7 +113,7 @@ def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(WRITES) as threads:
         is_direct = size >= DIRECT_BYTES and _set_direct(file, True)
         writes = deque[Future[None]]()
-        for block in _blocks(chain([begin], map(_bytes_of, entries)), size):  # one tensor at a time
+        for block in _blocks(chain([begin], map(_bytes_of, entries)), size, blocks):  # one tensor at a time
             padding = -len(block) % PAGE_BYTES if is_direct else 0
             writes.append(_start(threads, file, memoryview(block.obj)[: len(block) + padding], written))
             checksum = zlib.crc32(block, checksum)
@@ -123,9 +128,11 @@ def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[
     return describe_file(size, checksum)
 
 
-def _blocks(parts: Iterable[Tensor], size: int) -> Iterator[memoryview]:
+def _blocks(parts: Iterable[Tensor], size: int, blocks: list[np.ndarray] | None) -> Iterator[memoryview]:
     """Bytes of tensors in blocks of host memory. `WRITES` blocks later a block is overwritten."""
-    blocks = [np.frombuffer(mmap(-1, min(BLOCK_BYTES, size + -size % PAGE_BYTES)), np.uint8) for _ in range(WRITES)]
+    blocks, most = [] if blocks is None else blocks, min(BLOCK_BYTES, size + -size % PAGE_BYTES)
+    if not blocks or blocks[0].size < most:
+        blocks[:] = [np.frombuffer(mmap(-1, most), np.uint8) for _ in range(WRITES)]
     number = filled = 0
     for part in parts:
         while part.numel():

@@ -315,7 +315,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_report() -> None:
 
 
 def test_a_full_disk_is_one_line_and_the_run_can_go_on() -> None:
-    def no_space(path: Path, tensors: object) -> str:
+    def no_space(path: Path, tensors: object, blocks: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
