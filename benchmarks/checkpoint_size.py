@@ -38,8 +38,8 @@ from penstock.train.manifest import FILE_BYTES
 TENSOR_BYTES = 256 << 20
 WRITTEN_BYTES, READ_BYTES = 16 << 20, 4 << 20  # at once, by the plain loop
 EVERY = 10
-KILLED_AT = 48
-RESTARTS = {"disk": ("checkpoint.every=40",), "memory": ("checkpoint.every=40", "checkpoint.memory_every=10")}
+KILLED_AT = 58
+RESTARTS = {"disk": ("checkpoint.every=30",), "memory": ("checkpoint.every=30", "checkpoint.memory_every=10")}
 RUN = ("debug-2l", "training.steps=80", "evaluation.rows=0", "checkpoint.keep=1", "record.tensorboard=false")
 
 

@@ -248,9 +248,8 @@ class _Loop:
         self._begin = begin
         self._observers = observers
         self._begin_seconds = time.perf_counter()
-        self._saved = (
-            (begin.steps or None) if begin.is_on_disk else None
-        )  # not read from disk: a network file system may differ between ranks
+        # Not read from disk: a network file system may differ between ranks.
+        self._saved = (begin.steps or None) if begin.is_on_disk else None
         self._notices = session.notices  # for the first report
         self._watch = Stopwatch(session.device)
         self.power = PowerMeter(session.device)

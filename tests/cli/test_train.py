@@ -88,7 +88,7 @@ def test_a_run_leaves_configuration_metrics_checkpoints_and_events() -> None:
     text = printed("tiny.toml", "record.tensorboard=true")
     folder = Path("runs/tiny")
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "checkpoints", "config.toml", "goodput.jsonl", "metrics.jsonl", "starts.jsonl", "tensorboard",
+        ".lock", "checkpoints", "config.toml", "goodput.jsonl", "metrics.jsonl", "saved", "starts.jsonl", "tensorboard",
     ]  # fmt: skip
     assert load_run(str(folder)) == load_run("tiny.toml", ["record.tensorboard=true"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
