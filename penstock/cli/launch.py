@@ -48,6 +48,7 @@ def slurm(  # noqa: PLR0913 (a parameter is an option)
     partition: Annotated[str | None, typer.Option("--partition", help="Partition.")] = None,
     account: Annotated[str | None, typer.Option("--account", help="Account.")] = None,
     container: Annotated[str | None, typer.Option("--container", help="Image for the pyxis plugin.")] = None,
+    until_done: Annotated[bool, typer.Option("--until-done", help="Requeue the job at its time limit.")] = False,
     output: Output = None,
     force: Force = False,
 ) -> None:
@@ -58,7 +59,7 @@ def slurm(  # noqa: PLR0913 (a parameter is an option)
     job = _job(run, words, run.name if name is None else name, nodes, gpus, cpus, restarts, vendor)
     wanted = {"time": time, "partition": partition, "account": account}
     options = {option: value for option, value in wanted.items() if value is not None}
-    print_or_write(slurm_script(job, options, container), output)
+    print_or_write(slurm_script(job, options, container, until_done=until_done), output)
     warn_of_unfilled(run)
 
 

@@ -4,6 +4,9 @@ Both start one torchrun on each machine, which starts a rank for each GPU. The l
 so ranks go on from the newest checkpoint after a restart by torchrun (a crash), Slurm (a lost machine) or Kubernetes
 (an eviction). The environment rules are written out, and the shell's settings stand. All machines must see the same
 folder of runs.
+
+Slurm requeues a job that it has ended, such as one that lost a machine. It first asks a job that it preempts to stop;
+the run then saves and ends, which for Slurm is a job that failed. So the script requeues itself.
 """
 
 import json
@@ -19,6 +22,9 @@ from penstock.parallel.launch.host import Vendor
 
 STOP_SECONDS = 120
 """Time for the current step and its checkpoint before the end of a Slurm job, or of a pod."""
+
+EARLY_SECONDS = 60
+"""Slurm may send the signal before its time limit so much earlier."""
 
 _SLURM_TIME = re.compile(
     r"\d+(:[0-5]?\d(:[0-5]?\d)?)?|\d+-([01]?\d|2[0-3])(:[0-5]?\d){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE
@@ -54,14 +60,16 @@ class Job:
         return settings(self.facts) | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(STOP_SECONDS)}
 
 
-def slurm_script(job: Job, options: dict[str, str], container: str | None = None) -> str:
+def slurm_script(job: Job, options: dict[str, str], container: str | None = None, *, until_done: bool = False) -> str:
     """A script for sbatch, with further options such as {"time": "24:00:00"} and a container for the pyxis plugin.
 
-    Raises a ConfigError if Slurm would refuse an option.
+    With `until_done` the job requeues itself at its time limit too. Raises a ConfigError if Slurm would refuse an
+    option, or would stop the run at its begin.
     """
     for option, value in {"name": job.name, **options}.items():
         if option == "time":
             _check(value, "--time", _SLURM_TIME, "24:00:00, 90 (minutes), 2-12 (days-hours), 2-12:30:00, UNLIMITED")
+            _check_limit(value)
         else:
             _check(value, f"--{option}", _SLURM_NAME, "letters, digits and . , @ : + _ -, not first")
     if container is not None:
@@ -85,11 +93,12 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
         *inside,
         f"torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --max-restarts={job.restarts}",
         '--rdzv-id="slurm-$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first:$port"',
-        f"-m penstock {shlex.join(job.words)}",
+        f'-m penstock {shlex.join(job.words)} "${{@//%a/${{SLURM_ARRAY_TASK_ID:-}}}}" || code=$?',
     ]
     lines = [
         "#!/bin/bash",
         f"# {job.nodes} machines x {job.gpus} GPUs = {job.facts.world} ranks. Submit it in a folder that all see.",
+        "# Words behind the script go to the run, with the number of a job array for %a: sbatch job.sh --resume",
         *(f"#SBATCH --{name}={value}" for name, value in wanted.items()),
         "#SBATCH --requeue",
         "",
@@ -97,6 +106,7 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
         "",
         "# What the rules of docs/environment.md ask for here; what is set already stays.",
         *(f'export {name}="${{{name}:-{value}}}"' for name, value in job.variables.items()),
+        'export SLURM_JOB_START_TIME="${SLURM_JOB_START_TIME:-$(date +%s)}"  # old versions of Slurm do not set it',
         "",
         "# The ranks meet on the first machine, at a port of this job. A job that is requeued keeps its number, so its",
         "# run goes on from the newest checkpoint.",
@@ -104,10 +114,47 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
         "first=${machines%%$'\\n'*}",
         f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))",
         "",
+        "code=0",
         " \\\n    ".join(command),
+        "",
+        *_requeue(until_done=until_done),
+        'exit "$code"',
         "",
     ]
     return "\n".join(lines)
+
+
+def _requeue(*, until_done: bool) -> list[str]:
+    """Lines that requeue the job if Slurm has asked the run to stop."""
+    most = STOP_SECONDS + EARLY_SECONDS
+    reasons = "a preemption or at its time limit" if until_done else "a preemption"
+    is_preempted = '[[ $facts =~ " PreemptTime="[0-9] ]]'
+    ends = '[[ $facts =~ " EndTime="([0-9][^ ]*) ]]'
+    is_ending = f'{{ {ends} && (($(date --date "${{BASH_REMATCH[1]}}" +%s) - $(date +%s) < {most})); }}'
+    return [
+        f"# A run that was asked to stop has saved. After {reasons} its job requeues itself.",
+        "if ((code)); then",
+        "    job=${SLURM_ARRAY_TASK_ID+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID-$SLURM_JOB_ID}",
+        '    facts=$(scontrol show job --oneliner "$job")',
+        f"    if {f'{is_preempted} ||' if until_done else f'{is_preempted}; then'}",
+        *([f"        {is_ending}; then"] if until_done else []),
+        '        scontrol requeue "$job"',
+        "    fi",
+        "fi",
+    ]
+
+
+def _check_limit(limit: str) -> None:
+    """Refuse a time limit before which Slurm's signal comes with the begin of the job."""
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")] if rest.isdigit() or ":" in rest else [0]  # UNLIMITED
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    seconds = int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    if 0 < seconds <= (most := STOP_SECONDS + EARLY_SECONDS):
+        allowed = f"more than {most // 60} minutes"
+        raise ConfigError(
+            "Slurm would ask the run to stop at its begin: --time is too short", got=limit, allowed=allowed
+        )
 
 
 Kind = Literal["pytorchjob", "trainjob"]

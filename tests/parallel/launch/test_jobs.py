@@ -3,7 +3,9 @@
 import json
 import os
 import subprocess
+import time
 from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, ValidationError
 
+from penstock.base.errors import ConfigError
 from penstock.parallel.launch.environment import LaunchFacts, settings
 from penstock.parallel.launch.jobs import Job, Kind, kubernetes_manifest, kubernetes_name, slurm_script, yaml_lines
 
@@ -38,20 +41,34 @@ FAKE_SRUN = """#!/bin/bash
 shift  # its own options
 printf '%s\\n' "$@"
 echo "NVLS=$NCCL_NVLS_ENABLE OMP=$OMP_NUM_THREADS"
+exit "${CODE:-0}"
+"""
+
+FAKE_SCONTROL = """#!/bin/bash
+case "$1 $2" in
+    "show hostnames") printf 'gpu03\\ngpu04\\n' ;;
+    "show job") echo "JobId=$4 PreemptEligibleTime=2026-11-27T03:50:39 $FACTS SuspendTime=None" ;;
+    *) echo "$@" ;;
+esac
 """
 
 
-def run_script(script: str, folder: Path, **variables: str) -> list[str]:
-    """Run a script with commands that stand in for Slurm's; what srun was asked to start, word by word."""
-    for name, text in {"srun": FAKE_SRUN, "scontrol": "#!/bin/bash\necho gpu03\necho gpu04\n"}.items():
+def run_script(script: str, folder: Path, *words: str, code: int = 0, **variables: str) -> list[str]:
+    """Run a script with commands that stand in for Slurm's; what srun was asked to start, word by word.
+
+    srun ends with the code, and `FACTS` are facts of the job. A call that requeues it is a line more.
+    """
+    for name, text in {"srun": FAKE_SRUN, "scontrol": FAKE_SCONTROL}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     environment = {
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_ID": "20077", "SLURM_JOB_NODELIST": "gpu[03-04]",
     }  # fmt: skip
-    words, told = ["bash", "-c", script], environment | variables
-    return subprocess.run(words, env=told, capture_output=True, text=True, check=True).stdout.splitlines()
+    call, told = ["bash", "-c", script, "job.sh", *words], {**environment, "CODE": str(code), **variables}
+    done = subprocess.run(call, env=told, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stdout.splitlines()
 
 
 def manifest(job: Job = JOB, **options: str) -> Any:
@@ -76,12 +93,68 @@ def test_the_script_starts_torchrun_on_each_machine(tmp_path: Path) -> None:
     assert words[:2] == ["--cpus-per-task=96", "torchrun"]
     assert words[2:8] == [
         "--nnodes=2", "--nproc-per-node=8", "--max-restarts=3", "--rdzv-id=slurm-20077", "--rdzv-backend=c10d",
-        "--rdzv-endpoint=gpu03:20077",
+        "--rdzv-endpoint=gpu03:28077",
     ]  # fmt: skip
     assert words[8:] == ["-m", "penstock", *JOB.words, "NVLS=0 OMP=12"]
     assert run_script(slurm_script(JOB, {}), tmp_path, NCCL_NVLS_ENABLE="1")[-1] == "NVLS=1 OMP=12"
     in_container = slurm_script(JOB, {"time": "24:00:00"}, "registry/penstock:1")
     subprocess.run(["bash", "-n", "-c", in_container], check=True)
+
+
+def test_words_behind_the_script_go_to_the_run(tmp_path: Path) -> None:
+    script, words = slurm_script(JOB, {}), ["--resume", "data.files=['a %a.txt']", "seed=%a"]
+    assert run_script(script, tmp_path, *words)[-4:-1] == ["--resume", "data.files=['a .txt']", "seed="]
+    array = {"SLURM_ARRAY_JOB_ID": "20070", "SLURM_ARRAY_TASK_ID": "3"}
+    assert run_script(script, tmp_path, *words, **array)[-4:-1] == ["--resume", "data.files=['a 3.txt']", "seed=3"]
+
+
+def at(seconds: float) -> str:
+    """A time from now as Slurm prints it."""
+    return (datetime.now() + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "preempted", "until_done", "is_requeued"),
+    [
+        (143, 60, "2026-11-27T03:52:53", False, True),
+        (143, 60, "None", False, False),  # the time limit, or a signal of the user
+        (143, 60, "None", True, True),
+        (143, 600, "None", True, False),  # a signal of the user
+        (143, 600, "2026-11-27T03:52:53", True, True),
+        (0, 60, "2026-11-27T03:52:53", True, False),  # all steps are done
+    ],
+)
+def test_a_job_that_slurm_asked_to_stop_requeues_itself(
+    code: int, seconds: float, preempted: str, until_done: bool, is_requeued: bool, tmp_path: Path
+) -> None:
+    script = slurm_script(JOB, {}, until_done=until_done)
+    facts = f"EndTime={at(seconds)} PreemptTime={preempted}"
+    array = {"SLURM_ARRAY_JOB_ID": "20070", "SLURM_ARRAY_TASK_ID": "3"}
+    for variables, name in (({}, "20077"), (array, "20070_3")):
+        last = run_script(script, tmp_path, code=code, FACTS=facts, **variables)[-1]
+        assert (last == f"requeue {name}") == is_requeued
+
+
+def test_a_job_without_a_time_limit_is_not_at_its_end(tmp_path: Path) -> None:
+    script = slurm_script(JOB, {}, until_done=True)
+    assert run_script(script, tmp_path, code=1, FACTS="EndTime=Unknown PreemptTime=None")[-1].startswith("NVLS=")
+
+
+def test_the_start_of_the_job_is_told_where_slurm_does_not(tmp_path: Path) -> None:
+    script = slurm_script(JOB, {}).replace("srun --kill", "echo $SLURM_JOB_START_TIME; srun --kill")
+    assert abs(int(run_script(script, tmp_path)[0]) - time.time()) < 60
+    assert run_script(script, tmp_path, SLURM_JOB_START_TIME="1764201600")[0] == "1764201600"
+
+
+@pytest.mark.parametrize("limit", ["3", "2:59", "0:03:00", "0-0:3"])
+def test_a_time_limit_that_slurm_signals_at_the_begin_is_refused(limit: str) -> None:
+    with pytest.raises(ConfigError, match="at its begin: --time is too short; got .*; allowed: more than 3 minutes"):
+        slurm_script(JOB, {"time": limit})
+
+
+@pytest.mark.parametrize("limit", ["0", "4", "3:01", "0:03:01", "0-1", "1-00", "UNLIMITED", "INFINITE"])
+def test_longer_limits_are_taken(limit: str) -> None:
+    assert f"#SBATCH --time={limit}" in slurm_script(JOB, {"time": limit})
 
 
 def test_the_options_of_sbatch_come_before_the_first_command() -> None:
