@@ -3,7 +3,7 @@
 python -m benchmarks.composition --seconds 1200 --log composition.jsonl --output benchmarks/results/composition.json
 
 Each draw is a line of the log; a record that finds a log goes on behind it, and counts all draws of the log. With
---again it plays the faults of the log once more first, on the code as it is now.
+--again it plays the faults of the log once more, on the code as it is now, and the record says what they were.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import record
+from penstock.prove.draws import composition_of
 from penstock.prove.play import BOUNDS
 from penstock.prove.proof import LOW_BOUNDS, Prover, Verdict, outcomes
 from penstock.prove.ranks import Children
@@ -30,28 +31,54 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1200.0)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--again", action="store_true")
     record.add_arguments(parser)
     options = parser.parse_args()
     options.log.touch()
-    lines = [json.loads(line) for line in options.log.read_text().splitlines()]
-    first = 1 + max((line["number"] for line in lines if line["seed"] == options.seed), default=-1)
-    end, last, ranks = time.monotonic() + options.seconds, time.monotonic(), Children()
-    with TemporaryDirectory(prefix="penstock-prove-") as folder, options.log.open("a", buffering=1) as log:
-        if options.seconds:
-            for number, outcome in outcomes(Prover(ranks, Path(folder)), options.seed, first):
-                now = time.monotonic()
-                facts = {"seed": options.seed, "number": number, "seconds": round(now - last, 2), **as_line(outcome)}
-                last = now
-                log.write(json.dumps(facts) + "\n")
-                if outcome.kind == "fault":
-                    print(f"{number}: {outcome.text[-1000:]}\n  {outcome.composition.command}", flush=True)
-                if now > end:
-                    break
-    ranks.close()
-    numbers = total([json.loads(line) for line in options.log.read_text().splitlines()])
+    ranks = Children()
+    try:
+        with TemporaryDirectory(prefix="penstock-prove-") as folder:
+            if options.again:
+                play_again(Prover(ranks, Path(folder)), options.log)
+            if options.seconds:
+                play_more(Prover(ranks, Path(folder)), options.log, options.seed, options.seconds)
+    finally:
+        ranks.close()
+    numbers = total(read(options.log))
     print(numbers, flush=True)
     record.write(options, numbers)
     return 1 if numbers["faults"] else 0
+
+
+def read(log: Path) -> list[dict[str, Any]]:
+    """The lines of a log."""
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def play_more(prover: Prover, log: Path, seed: int, seconds: float) -> None:
+    """Draw for a time, behind the draws of this seed in the log."""
+    first = 1 + max((line["number"] for line in read(log) if line["seed"] == seed), default=-1)
+    last = time.monotonic()
+    end = last + seconds
+    with log.open("a", buffering=1) as lines:
+        for number, verdict in outcomes(prover, seed, first):
+            now = time.monotonic()
+            lines.write(json.dumps({"seed": seed, "number": number, "seconds": now - last, **as_line(verdict)}) + "\n")
+            last = now
+            if verdict.kind == "fault":
+                print(f"{number}: {verdict.text[-1000:]}\n  {verdict.composition.command}", flush=True)
+            if now > end:
+                return
+
+
+def play_again(prover: Prover, log: Path) -> None:
+    """Play the faults of the log again, and write what they are now."""
+    lines = read(log)
+    for line in lines:
+        if line["kind"] == "fault":
+            verdict = prover.judge(composition_of(line["ranks"], line["overrides"]))
+            line |= {"was": line["text"][-300:], **as_line(verdict)}
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def as_line(outcome: Verdict) -> dict[str, Any]:
@@ -81,9 +108,12 @@ def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "draws": len(lines),
         **{kind: kinds[kind] for kind in ("equal", "tie", "refused")},
         "faults": [
-            {"seed": line["seed"], "number": line["number"], "ranks": line["ranks"], "text": line["text"][-300:]}
+            {"ranks": line["ranks"], "overrides": line["overrides"], "text": line["text"][-300:]}
             for line in lines
             if line["kind"] == "fault"
+        ],
+        "were_faults": [
+            {"was": line["was"], "is": line["kind"], "text": line["text"]} for line in lines if "was" in line
         ],
         "seconds": round(sum(line["seconds"] for line in lines)),
         "bounds": {"float32": BOUNDS, "16 bits": LOW_BOUNDS},
@@ -101,7 +131,8 @@ def _is_low(line: Mapping[str, Any]) -> bool:
 
 def largest(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The largest difference of each figure."""
-    return {name: max((line["figures"].get(name, 0.0) for line in lines), default=0.0) for name in BOUNDS}
+    found = {name: max((line["figures"].get(name, 0.0) for line in lines), default=0.0) for name in BOUNDS}
+    return {name.replace(" ", "_"): value for name, value in found.items()}
 
 
 def axis(override: str) -> str:

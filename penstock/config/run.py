@@ -100,7 +100,7 @@ class Run(Section):
     device: Literal["auto", "cpu", "cuda"] = knob("auto", doc="Device; auto takes a GPU if there is one.")
     model: Model = knob(doc="The model.")
     training: Training = knob(doc="Batch, length, precision.")
-    optimizer: Optimizer = knob(doc="AdamW.")
+    optimizer: Optimizer = knob(doc="Update of the weights.")
     schedule: LearningRateSchedule = knob(LearningRateSchedule(), doc="Learning rate over the steps.")
     data: Data = knob(Data(), doc="Text.")
     evaluation: Evaluation = knob(Evaluation(), doc="Loss on held-out text.")

@@ -376,6 +376,7 @@ class ComposedTimes:
                 cluster.group(grid.expert_data // shards.expert, experts * shards.expert),
             ),
             self._embedding(composed, place),
+            cluster.group(grid.world // grid.pipeline),
         )
 
     def _embedding(self, composed: ComposedRun, place: int) -> tuple[RankGroup, int] | None:

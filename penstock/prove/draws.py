@@ -16,7 +16,13 @@ from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
 
 PRESET = "debug"
 BASE = (
-    *("data.source=synthetic-learnable", "model.vocab_size=64", "model.layers=2", "model.hidden_size=32"),
+    *(
+        "data.source=synthetic-learnable",
+        "data.shuffle=false",
+        "model.vocab_size=64",
+        "model.layers=2",
+        "model.hidden_size=32",
+    ),
     *("model.intermediate_size=48", "model.initializer_range=0.1", "model.moe.moe_intermediate_size=16"),
     "model.moe.shared_expert_intermediate_size=16",
     *("training.sequence_length=16", "training.global_batch=4", "training.micro_batch=1", "optimizer.epsilon=1e-3"),
@@ -78,6 +84,15 @@ def refusal(composition: Composition) -> str | None:
     if balance is not None and balance.aux_loss == "global-batch" and balance.aux_loss_coef and grid.data > 1:
         return "model.moe.balance.aux_loss global-batch depends on the number of data-parallel ranks by definition"
     return None
+
+
+def with_another_clamp(composition: Composition) -> Composition | None:
+    """The composition with a slightly higher limit of clamped activations; None if nothing is clamped."""
+    moe = load_run(PRESET, BASE + composition.overrides).model.moe
+    if moe is None or moe.clamped is None:
+        return None
+    limit = (f"model.moe.clamped.limit={moe.clamped.limit * 1.001:.6g}",)
+    return Composition(composition.ranks, (*composition.settings, limit))
 
 
 def draw(seed: int, number: int) -> Composition:

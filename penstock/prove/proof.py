@@ -4,7 +4,9 @@
 2. It trains some steps beside one process. Figures within their bounds: equal.
 3. Else routers of some tokens may have chosen other experts. If the scores of these tokens tie, it trains again with
    the choices of one process: within the bounds it was a tie, else it is a fault.
-4. A fault is made smaller, setting by setting, as long as it stays one.
+4. The slope of a clamped activation changes at its limit, so a value there is a tie too: a fault must be one with
+   another limit as well.
+5. A fault is made smaller, setting by setting, as long as it stays one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +15,7 @@ from math import isfinite
 from pathlib import Path
 
 from penstock.prove.choices import Choices, Place, first_flip, least_margin
-from penstock.prove.draws import BASE, Composition, draw, refusal
+from penstock.prove.draws import BASE, Composition, draw, refusal, with_another_clamp
 from penstock.prove.play import BOUNDS, StepFigures, differences, put_together, whole_tensors, worst_tensor
 from penstock.prove.ranks import Assignment, Played, PlayError, Ranks, two_nodes, write_choices
 
@@ -56,6 +58,17 @@ class Prover:
 
     def judge(self, composition: Composition) -> Verdict:
         """Play a composition."""
+        verdict = self._judge(composition)
+        moved = with_another_clamp(composition) if verdict.kind == "fault" and verdict.figures else None
+        if moved is None:
+            return verdict
+        again = self._judge(moved)
+        if again.kind not in ("equal", "tie"):
+            return verdict
+        text = f"{verdict.text}; a value is at the limit of the clamp: {moved.overrides[-1]} agrees"
+        return replace(again, kind="tie", composition=composition, text=text)
+
+    def _judge(self, composition: Composition) -> Verdict:
         if (line := refusal(composition)) is not None:
             return Verdict("refused", composition, line)
         try:

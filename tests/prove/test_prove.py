@@ -30,6 +30,7 @@ def told(outcome: Verdict) -> str:
     return f"{outcome.text}\n{outcome.composition.command}"
 
 
+@pytest.mark.timeout(1200)
 def test_random_compositions_equal_one_process(ranks: Pool, tmp_path: Path) -> None:
     prover = Prover(PoolRanks(ranks), tmp_path)
     made = [outcome for _, outcome in islice(outcomes(prover, SEED), OFTEN)]
@@ -64,12 +65,14 @@ class FaultyRanks:
     def play(self, ranks: int, part: Assignment) -> list[Played]:
         words = set(part.overrides)
         is_wrong = words >= {"parallel.tensor=2", "model.tie_word_embeddings=true"}
+        if self.kind == "clamp" and "model.moe.clamped.limit=0.5005" in words:
+            is_wrong = False
         if is_wrong and self.kind == "traceback":
             raise PlayError("rank 1:\nTraceback ...\nKeyError: 'head'")
         if is_wrong and self.kind == "line":
             raise PlayError("this machine cannot do that", is_line=True)
         shift = 0.01 if is_wrong and not part.given else 0.0
-        chosen = [[1, 0]] if is_wrong and not part.given and self.kind != "wrong" else [[0, 1]]
+        chosen = [[1, 0]] if is_wrong and not part.given and self.kind not in ("wrong", "clamp") else [[0, 1]]
         margin = 1e-7 if self.kind == "tie" else 0.5
         choices = {(0, 1): Choices(torch.tensor([[0.3, 0.3]]), torch.tensor(chosen)[:, :1], *seen(margin))}
         tensors = {"model.a": 1.0, "moment1.a": 2.0, "moment2.a": 3.0}
@@ -114,6 +117,14 @@ def test_what_equals_one_process_with_its_choices_is_a_tie(tmp_path: Path) -> No
     outcome = Prover(FaultyRanks("tie"), tmp_path).judge(composition_of(2, PLANTED))
     assert (outcome.kind, outcome.figures["loss"]) == ("tie", 0.0)
     assert outcome.text == "step 0, layer 1: 2 tokens chose other experts, by margins of up to 1.0e-07"
+
+
+def test_what_agrees_with_another_limit_of_the_clamp_is_a_tie(tmp_path: Path) -> None:
+    words = (*PLANTED, "model.moe.clamped={limit=0.5}")
+    verdict = Prover(FaultyRanks("clamp"), tmp_path).judge(composition_of(2, words))
+    assert verdict.kind == "tie" and verdict.composition.overrides == words
+    assert verdict.text.endswith("a value is at the limit of the clamp: model.moe.clamped.limit=0.5005 agrees")
+    assert Prover(FaultyRanks("wrong"), tmp_path).judge(composition_of(2, words)).kind == "fault"
 
 
 def test_a_line_is_no_fault(tmp_path: Path) -> None:
