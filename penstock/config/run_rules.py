@@ -1,8 +1,9 @@
 """Rules between fields of batch, schedule, devices and `float8`. Each docstring is the rule as users read it."""
 
 import re
+from dataclasses import replace
 
-from penstock.config.fit import context_method, shard
+from penstock.config.fit import context_method, layout_sizes, shard, smallest_world
 from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.config.problem import Problem, multiples_near
 from penstock.config.run import Run
@@ -266,3 +267,37 @@ def gathered_blocks_are_squares(run: Run) -> Problem | None:
                 "fix: set float8.gather=false"
             )
     return None
+
+
+def fewer_ranks_go_on_from_a_checkpoint(run: Run) -> Problem | None:
+    """`elastic.min` needs `checkpoint.enabled`."""
+    if not run.elastic.min or run.checkpoint.enabled:
+        return None
+    got = str(run.elastic.min)
+    return Problem("elastic.min", "needs checkpoints to go on from", got=got, fix="checkpoint.enabled=true")
+
+
+def fewer_ranks_hold_what_does_not_shrink(run: Run) -> Problem | None:
+    """`elastic.min` is a multiple of `parallel.pipeline` x `parallel.context` x `parallel.tensor`, which do not shrink.
+
+    Of stages whose experts are shared by `parallel.expert_tensor` too: of the least common multiple.
+    """
+    least = smallest_world(replace(layout_sizes(run), ep=1))
+    if run.elastic.min % least == 0:
+        return None
+    sizes = ", ".join(
+        f"{name} {size}"
+        for name in ("pipeline", "tensor", "context", "expert_tensor")
+        if (size := dict(run.parallel)[name]) > 1
+    )
+    wrong = f"is no multiple of the {least} ranks of sizes that do not shrink (parallel: {sizes})"
+    allowed = f"0, or a multiple of {least}"
+    return Problem("elastic.min", wrong, got=str(run.elastic.min), allowed=allowed)
+
+
+def replicas_are_of_runs_with_checkpoints(run: Run) -> Problem | None:
+    """`checkpoint.memory_every` needs `checkpoint.enabled`: the memory is lost with the machine."""
+    if not run.checkpoint.memory_every or run.checkpoint.enabled:
+        return None
+    got = str(run.checkpoint.memory_every)
+    return Problem("checkpoint.memory_every", "is for runs with checkpoints", got=got, fix="checkpoint.enabled=true")

@@ -1,8 +1,10 @@
 """Job scripts and manifests: what they say, and that a shell and a YAML parser understand them."""
 
+import json
 import os
 import subprocess
 import time
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -12,10 +14,11 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator, ValidationError
 
 from penstock.base.errors import ConfigError
 from penstock.parallel.launch.environment import LaunchFacts, settings
-from penstock.parallel.launch.jobs import Job, kubernetes_manifest, kubernetes_name, slurm_script, yaml_lines
+from penstock.parallel.launch.jobs import Job, Kind, kubernetes_manifest, kubernetes_name, slurm_script, yaml_lines
 
 JOB = Job(
     name="deep-seek-v2",
@@ -26,6 +29,13 @@ JOB = Job(
     restarts=3,
     facts=LaunchFacts(vendor="nvidia", world=16, local_world=8, cores=96),
 )
+
+SCHEMAS = json.loads((Path(__file__).parent / "kubeflow" / "schemas.json").read_text())
+DEFINITIONS = {
+    "PyTorchJob": "KubeflowOrgV1PyTorchJob",
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
+}
 
 FAKE_SRUN = """#!/bin/bash
 shift  # its own options
@@ -63,6 +73,15 @@ def run_script(script: str, folder: Path, *words: str, code: int = 0, **variable
 
 def manifest(job: Job = JOB, **options: str) -> Any:
     return yaml.safe_load(kubernetes_manifest(job, image="registry/penstock:1", claim="shared", **options))
+
+
+def documents(kind: Kind, job: Job = JOB, **options: str) -> list[Any]:
+    return [*yaml.safe_load_all(kubernetes_manifest(job, "registry/penstock:1", "shared", kind=kind, **options))]
+
+
+def check(document: Any) -> None:
+    schema = SCHEMAS | {"$ref": f"#/$defs/{DEFINITIONS[document['kind']]}"}
+    Draft202012Validator(schema).validate(document)
 
 
 def container_of(job: Any) -> Any:
@@ -174,6 +193,61 @@ def test_the_manifest_is_a_pytorchjob_of_as_many_workers_as_machines() -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "cpu": 96}
 
 
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
+@pytest.mark.parametrize("nodes", [1, 4])
+@pytest.mark.parametrize("namespace", [None, "training"])
+def test_kubeflows_schemas_accept_the_manifest(kind: Kind, nodes: int, namespace: str | None) -> None:
+    options = {} if namespace is None else {"namespace": namespace}
+    for document in documents(kind, replace(JOB, nodes=nodes, cpus=None if nodes == 1 else 96), **options):
+        check(document)
+
+
+def test_kubeflows_schemas_refuse_a_field_that_does_not_exist() -> None:
+    (job,) = documents("pytorchjob")
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    runtime, train = documents("trainjob")
+    node = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    for place, document, key, value in (
+        (job["spec"]["runPolicy"], job, "backOffLimit", 3),
+        (worker["template"]["spec"], job, "terminationGracePeriod", 120),
+        (worker["template"]["spec"]["volumes"][0], job, "name", None),
+        (node["template"]["spec"], runtime, "restartPolicy", 1),
+        (train["spec"]["trainer"], train, "numProcPerNode", "8"),
+    ):
+        before = place.get(key)
+        place[key] = value
+        with pytest.raises(ValidationError):
+            check(document)
+        place |= {key: before}
+        if before is None:
+            del place[key]
+        check(document)
+
+
+def test_a_trainjob_names_its_runtime_whose_pods_meet_at_the_address_that_trainer_gives() -> None:
+    runtime, train = documents("trainjob")
+    assert train["spec"]["runtimeRef"] == {"kind": "TrainingRuntime", "name": runtime["metadata"]["name"]}
+    trainer, policy = train["spec"]["trainer"], runtime["spec"]["mlPolicy"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"], policy) == (2, 8, {"numNodes": 2, "torch": {}})
+    assert trainer["args"][:6] == [
+        "--nnodes=2", "--nproc-per-node=8", "--max-restarts=3", "--rdzv-id=deep-seek-v2", "--rdzv-backend=c10d",
+        "--rdzv-endpoint=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)",
+    ]  # fmt: skip
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    pod = node["template"]["spec"]["template"]["spec"]
+    assert (node["name"], pod["containers"][0]["name"], pod["restartPolicy"]) == ("node", "node", "OnFailure")
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
+def test_pods_get_time_to_save_and_a_limit_of_restarts_and_dollars_stay_dollars(kind: Kind) -> None:
+    words = ("train", "data.files=['$(HOME)/a']")
+    text = json.dumps(documents(kind, replace(JOB, words=words)))
+    assert '"terminationGracePeriodSeconds": 120' in text
+    assert '"backoffLimit": 6' in text  # 3 restarts on each of 2 machines
+    assert "data.files=['$$(HOME)/a']" in text  # Kubernetes makes one dollar of two, and replaces no $$(NAME)
+
+
 def test_amd_gpus_have_a_name_of_their_own() -> None:
     job = Job(name="x", words=("train", "x"), nodes=1, gpus=8, cpus=None, restarts=0, facts=LaunchFacts(vendor="amd"))
     assert container_of(manifest(job))["resources"]["limits"] == {"amd.com/gpu": 8}
@@ -183,7 +257,7 @@ def test_amd_gpus_have_a_name_of_their_own() -> None:
 TEXT = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]))  # as JSON writes these, YAML reads them
 SCALARS = TEXT | st.integers(-(2**40), 2**40) | st.booleans() | st.none()
 MAPS = partial(st.dictionaries, st.from_regex(r"[a-z][a-zA-Z./]{2,8}x", fullmatch=True), min_size=1, max_size=3)
-FILLED = st.recursive(SCALARS, lambda inner: st.lists(inner, min_size=1, max_size=3) | MAPS(inner), max_leaves=8)
+FILLED = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | MAPS(inner) | st.just({}), max_leaves=8)
 
 
 @given(MAPS(FILLED))
