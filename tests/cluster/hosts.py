@@ -28,6 +28,8 @@ INTERFACE = "eth0"
 BRIDGE = "bridge"
 NAMESPACES = ("--net", "--uts", "--mount", "--pid")
 CABLE = Path(__file__).with_name("cable.py")
+WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+"""Begin of a command that ends with the process that has started it, however that ends."""
 
 
 class Host:
@@ -116,7 +118,7 @@ class Host:
 
 def missing_rights() -> str:
     """Why this machine cannot hold hosts; empty if it can."""
-    programs = [name for name in ("ip", "tc", "unshare", "nsenter") if shutil.which(name) is None]
+    programs = [name for name in ("ip", "tc", "unshare", "nsenter", "setpriv") if shutil.which(name) is None]
     if programs:
         return f"{', '.join(programs)} is missing (Debian: iproute2, util-linux)"
     return "" if _may_make_namespaces() else "network namespaces need root"
@@ -159,7 +161,8 @@ def _namespaces(name: str, names_file: Path) -> Iterator[int]:
 @contextmanager
 def _ready(words: Sequence[str]) -> Iterator[int]:
     """A process that has printed `ready`, and is killed at the end; yields its number."""
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen([*WITH_PARENT, *words], stdout=pipe, stderr=nowhere, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n", f"{words} does not start"
         yield process.pid

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.cluster.hosts import Host, cluster_of, missing_rights
+from tests.cluster.hosts import WITH_PARENT, Host, cluster_of, missing_rights
 from tests.cluster.runs import VARIABLES, until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
@@ -172,7 +172,7 @@ def _munge(folder: Path) -> Iterator[None]:
     own = [f"--{name}={folder}/munge.{name}" for name in ("pid-file", "log-file", "seed-file")]
     words = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={socket}", *own]
     with (folder / "munged.out").open("w") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output)
+        process = subprocess.Popen([*WITH_PARENT, *words], stdout=output, stderr=output)
     try:
         deadline = time.monotonic() + 20.0
         while not socket.exists():
