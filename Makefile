@@ -42,7 +42,7 @@ VENV  := .venv/stamps/made
 READY := .venv/stamps/run-$(KEY)
 DEV   := .venv/stamps/test-$(KEY)
 
-.PHONY: help setup train test test-all lint lint-types lint-rest docs pictures site clean
+.PHONY: help setup train test test-all test-cluster lint lint-types lint-rest docs pictures site clean
 
 help: ## show this
 	@echo "Penstock: make TARGET"
@@ -59,6 +59,9 @@ test: lint ## set up what is missing, then run every check and every test that i
 test-all: lint ## everything, the slow tests too
 	@echo "== pytest, slow tests too"
 	@$(PYTEST) $(TESTS)
+
+test-cluster: $(DEV) ## runs on hosts in network namespaces and on a Slurm of their own; minutes, and root
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster --durations=0 --durations-min=2 tests/cluster $(TESTS)
 
 lint: $(DEV) ## the checks that run nothing: ruff, mypy, import-linter, house rules
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint-types lint-rest

@@ -13,8 +13,8 @@ of 1.3 B parameters, for which text is best packed beforehand (`--set data.sourc
 What is a difference worth? Every case is trained once for each seed and held against the first case's run of the same
 seed, which began with the same weights and read the same text; the standard error over the seeds is beside the mean.
 Case `rows-2` makes passes of so many rows instead of the target's: the same run, whose sums are rounded in another
-order. Case `bf16` is the run in bfloat16, which a debug preset in float32 is not. Cases of `FORMATS` store the state of
-the optimizer in fewer bits.
+order. Case `bf16` is the run in bfloat16, which a debug preset in float32 is not. Cases of `OPTIMIZERS` store the state
+of the optimizer in fewer bits, or are trained with Muon.
 
 Other cases are a recipe for dense products and experts; `+dispatch` behind it sends rows in 8 bits too, those of
 `blockwise-square` as `blockwise`. The last loss is the mean over the last `--last` steps, because a single one depends
@@ -44,13 +44,14 @@ CASES = ("none", "blockwise", "blockwise-e5m2", "blockwise-square", "tensorwise"
 E5M2 = "-e5m2"
 """Behind a recipe."""
 
-FORMATS = {
+OPTIMIZERS = {
+    "muon": ("optimizer.method=muon",),
     "moments-bf16": ("optimizer.moment_dtype=bf16",),
     "moments-int8": ("optimizer.moment_dtype=int8",),
     "remainders": ("optimizer.store_param_remainders=true",),
     "moments-int8-remainders": ("optimizer.moment_dtype=int8", "optimizer.store_param_remainders=true"),
 }
-"""Cases of the optimizer's state, in 16 bits otherwise."""
+"""Cases of the optimizer, whose products are not in 8 bits."""
 
 POINTS = 200
 """Of a curve in the file; each is the mean of the steps since the one before."""
@@ -238,8 +239,8 @@ def overrides_of(case: str) -> list[str]:
         return [f"training.micro_batch={case.removeprefix('rows-')}"]
     if case == "bf16":
         return ["training.precision=bf16"]
-    if case in FORMATS:
-        return list(FORMATS[case])
+    if case in OPTIMIZERS:
+        return list(OPTIMIZERS[case])
     recipe, _, also = case.partition("+")
     is_wide = recipe.endswith(E5M2)
     recipe = recipe.removesuffix(E5M2)

@@ -12,6 +12,8 @@ Tests that take `ranks` share one pool of worker processes, so one of pytest's p
 - `examples(60)` of tests/examples.py draws a third as many examples when slow tests are left out.
 
 `pytest --budget 5` fails every test that is not marked slow and takes longer than 5 s.
+
+Tests marked `cluster` run only where the markers of the command name them, as `make test-cluster` does.
 """
 
 import gc
@@ -62,6 +64,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A pattern of `often` that names no case is a mistake in the test.
     """
+    if "cluster" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("cluster") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     unused: dict[str, set[str]] = {}
     has_gpu = torch.cuda.is_available()
     for item in items:

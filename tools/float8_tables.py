@@ -191,6 +191,7 @@ def power(result: Result) -> str:
 
 TABLES: dict[str, Callable[[Result], str]] = {
     "float8-curves": curves,
+    "muon-curves": partial(curves, what="optimizer", beside="AdamW"),
     "optimizer-curves": partial(curves, what="state of the optimizer", beside="float32"),
     "float8-launches": launches,
     "float8-products": products,

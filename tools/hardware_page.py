@@ -92,6 +92,7 @@ def _overheads(chips: Sequence[Hardware]) -> list[tuple[str, ...]]:
         ("idle time of a step, ms", *(f"{chip.host.step_seconds * 1e3:g}" for chip in chips)),
         ("source", *(chip.host.origin for chip in chips)),
         ("to or from host memory, GB/s", *(_gigabytes(chip.host_link.bytes_per_second) for chip in chips)),
+        ("host memory for a device, GB", *(_gigabytes(chip.host_link.memory_bytes) for chip in chips)),
         ("source", *(chip.host_link.origin for chip in chips)),
         ("memory available to tensors, GB", *(f"{chip.usable_bytes / 1e9:.1f}" for chip in chips)),
         ("source", *(chip.overhead.origin for chip in chips)),

@@ -19,7 +19,7 @@ from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.parallel.launch.environment import LaunchFacts
-from penstock.parallel.launch.jobs import Job, kubernetes_manifest, kubernetes_name, slurm_script
+from penstock.parallel.launch.jobs import Job, Kind, kubernetes_manifest, kubernetes_name, slurm_script
 from penstock.parallel.launch.local import facts_of_run
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset or a TOML file, as the machines see it.")]
@@ -48,6 +48,7 @@ def slurm(  # noqa: PLR0913 (a parameter is an option)
     partition: Annotated[str | None, typer.Option("--partition", help="Partition.")] = None,
     account: Annotated[str | None, typer.Option("--account", help="Account.")] = None,
     container: Annotated[str | None, typer.Option("--container", help="Image for the pyxis plugin.")] = None,
+    until_done: Annotated[bool, typer.Option("--until-done", help="Requeue the job at its time limit.")] = False,
     output: Output = None,
     force: Force = False,
 ) -> None:
@@ -58,7 +59,7 @@ def slurm(  # noqa: PLR0913 (a parameter is an option)
     job = _job(run, words, run.name if name is None else name, nodes, gpus, cpus, restarts, vendor)
     wanted = {"time": time, "partition": partition, "account": account}
     options = {option: value for option, value in wanted.items() if value is not None}
-    print_or_write(slurm_script(job, options, container), output)
+    print_or_write(slurm_script(job, options, container, until_done=until_done), output)
     warn_of_unfilled(run)
 
 
@@ -75,15 +76,16 @@ def kubernetes(  # noqa: PLR0913 (a parameter is an option)
     vendor: Vendor = "nvidia",
     name: Name = None,
     namespace: Annotated[str | None, typer.Option("--namespace", help="Namespace of the job.")] = None,
+    kind: Annotated[Kind, typer.Option("--kind", help="PyTorchJob, or TrainJob of Kubeflow Trainer.")] = "pytorchjob",
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Print a PyTorchJob (kubeflow.org/v1)."""
+    """Print a PyTorchJob (kubeflow.org/v1) or a TrainJob (trainer.kubeflow.org/v1alpha1)."""
     check_output(output, "--output", force=force)
     run = load_run(target, overrides or ())
     words = ("train", target, *(overrides or ()))
     job = _job(run, words, kubernetes_name(run.name) if name is None else name, nodes, gpus, cpus, restarts, vendor)
-    print_or_write(kubernetes_manifest(job, image, claim, namespace), output)
+    print_or_write(kubernetes_manifest(job, image, claim, namespace, kind), output)
     warn_of_unfilled(run)
 
 

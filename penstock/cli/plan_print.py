@@ -72,6 +72,10 @@ def conclusion(projection: Projection) -> str:
     speed = f"{time_text(time.step_seconds)} a step, {each}"
     if projection.fits:
         return f"{projection.layout}: {speed}, {bytes_text(projection.memory.total)} of {capacity}"
+    if projection.memory.total <= projection.capacity_bytes:
+        share = bytes_text(projection.cluster.hardware.host_link.memory_bytes)
+        lacks = f"{bytes_text(projection.over_bytes)} too much in the host, of which a device has {share}"
+        return f"{projection.layout}: does not fit: {lacks} (host_link.memory_bytes); if it did, {speed}"
     parts = components(projection.memory)
     largest = max(parts, key=lambda name: parts[name])
     return (

@@ -31,13 +31,14 @@ import torch
 import typer
 from rich.console import Console
 
-from penstock.base.errors import DeviceError, RunFolderError
+from penstock.base.errors import ConfigError, DeviceError, RunFolderError
 from penstock.base.interrupts import INTERRUPTED, STOPPED
 from penstock.base.numbers import bytes_text, count_text, duration_text, flops_text
 from penstock.cli.config import Overrides, Target, warn_of_unfilled
 from penstock.cli.main import main
 from penstock.cli.output import next_line, warn
 from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView
+from penstock.config.elastic import on_ranks, possible_ranks
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.presets.registry import is_preset
@@ -65,7 +66,8 @@ from penstock.parallel.launch.local import (
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.train.goodput import GoodputLedger, goodput
-from penstock.train.loop import RunHooks, open_store, resume, start, train_run
+from penstock.train.loop import RunHooks, open_memory_store, open_store, resume, start, train_run
+from penstock.train.memory_replica import remove_memory
 from penstock.train.observer import RunEnd
 from penstock.train.run_folder import (
     RunFolder,
@@ -138,7 +140,7 @@ def train(  # noqa: PLR0913 - one argument for each option
         if rank is not None:
             raise DeviceError("--rank says which rank --fake-world builds", fix="add --fake-world N")
         started = processes_to_start(launch.run, environment, processes)  # 1: this process is the rank
-        grid = grid_of(launch.run, environment.world_size * started)
+        grid = _grid(launch.run, environment.world_size * started)
         if not environment.started_by:  # ranks of torchrun ask rank 0 for it, later
             check_sinks(launch.run)
         parent = Path(launch.run.record.folder)
@@ -152,15 +154,36 @@ def train(  # noqa: PLR0913 - one argument for each option
             return 0
         # On a GPU each rank checks the memory of its own device.
         if launch.run.device == "cpu" or not torch.cuda.is_available():
-            _check_memory(launch.run, grid, torch.device("cpu"), max(started, environment.local_world_size))
+            _check_memory(
+                on_ranks(launch.run, grid.world), grid, torch.device("cpu"), max(started, environment.local_world_size)
+            )
         if started > 1 or restarts:  # this process only starts the ranks and waits for them
             if launch.is_named and launch.folder is None:
                 check_is_free(parent, launch.run.name)
             facts = facts_of_run(launch.run, facts_of_ranks(environment, started))
             say = partial(_say, console)
-            return run_processes(main, words, LocalLaunch(processes=started, restarts=restarts, facts=facts, say=say))
+            plan = LocalLaunch(
+                processes=started, restarts=restarts, fewer=_fewer(launch.run, started), facts=facts, say=say
+            )
+            return run_processes(main, words, plan)
         meeting.open(launch.run.host.timeout_minutes)
         return _be_a_rank(console, environment, meeting, _launch_of_all(environment, meeting, launch, overrides))
+
+
+def _grid(run: Run, world: int) -> Grid:
+    return grid_of(on_ranks(run, world), world)
+
+
+def _fewer(run: Run, started: int) -> tuple[int, ...]:
+    """Numbers of ranks with which a run on this machine goes on after losses; on GPUs each rank checks its memory."""
+    if not run.elastic.min:
+        return ()
+    on_cpu = run.device == "cpu" or not torch.cuda.is_available()
+    return tuple(
+        ranks
+        for ranks in possible_ranks(run, started - 1)
+        if not on_cpu or find_shortage(on_ranks(run, ranks), _grid(run, ranks), torch.device("cpu"), ranks) is None
+    )
 
 
 def _say(console: Console, *lines: str) -> None:
@@ -171,7 +194,7 @@ def _say(console: Console, *lines: str) -> None:
 
 def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, launch: Launch) -> int:
     """Train, as one of the ranks or alone."""
-    run = launch.run
+    run = on_ranks(launch.run, environment.world_size)
     if meeting.agree(lambda: _is_finished(launch)):
         assert launch.folder is not None, "a new run is not finished"
         folder, steps = launch.folder.path, run.training.steps
@@ -181,6 +204,11 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, 
         return 0
     facts = facts_of_run(run, facts_of_machine(environment))
     prepare_environment(facts)  # before the first use of the device
+    if run.checkpoint.memory_every and environment.local_world_size < environment.world_size:
+        got = f"{environment.local_world_size} of {environment.world_size} ranks on this one"
+        raise ConfigError(
+            "checkpoint.memory_every is for ranks on one machine", got=got, fix="checkpoint.memory_every=0"
+        )
     device = choose_device(run.device, environment)
     if device.type == "cuda":
         _check_memory(run, grid_of(run, environment.world_size), device, environment.local_world_size)
@@ -293,18 +321,21 @@ def _run(
         begin = start(session)  # before there is a folder: weights that it names may not be there
 
         def make_folder() -> list[str]:
-            run, folder = create_run_folder(session.run, number_if_taken=not launch.is_named, launch=environment.launch)
+            run, folder = create_run_folder(launch.run, number_if_taken=not launch.is_named, launch=environment.launch)
             _hold(console, folder, held)
+            remove_memory(folder.path)  # of an earlier run in a folder of this name
             return [run.name, str(folder.path)]
 
         name, path = meeting.agree(make_folder)  # rank 0 makes it, all take its name
         session = replace(session, run=session.run.model_copy(update={"name": name}))
         folder = RunFolder(Path(path))
         store = open_store(session.run, folder, session.axes.world)
+        memory = open_memory_store(session.run, folder, session.axes.world)
     else:
         folder = launch.folder
         store = open_store(session.run, folder, session.axes.world)
-        begin = resume(session, folder, store)
+        memory = open_memory_store(session.run, folder, session.axes.world)
+        begin = resume(session, folder, store, launch.run, memory)
         if begin.steps == 0:
             _say(console, f"{folder.path} has no checkpoint: it begins at its first step")
         _say(console, *begin.notices)
@@ -314,7 +345,7 @@ def _run(
     sinks = open_sinks(session.run, folder, begin.steps, view.note) if environment.rank == 0 else []
     try:
         with StopRequest(view.stopping) as stop:
-            hooks = RunHooks(mark=meeting.mark, host_of=meeting.host_of, ledger=ledger)
+            hooks = RunHooks(mark=meeting.mark, host_of=meeting.host_of, ledger=ledger, memory=memory)
             end = train_run(session, folder, store, begin, [*sinks, view], stop, hooks)
     except KeyboardInterrupt:
         newest = store.latest()
@@ -324,6 +355,8 @@ def _run(
         sys.stdout.flush()  # os._exit flushes nothing
         # Python would wait for the thread that writes a checkpoint. Half-written files have hidden names.
         os._exit(INTERRUPTED)
+    if environment.rank == 0 and memory is not None:
+        remove_memory(folder.path)  # the disk has this state
     _print_end(console, session.run, folder, end, ledger.seconds())
     # A rank that stops because another one was asked to ends as that one does.
     return (stop.exit_code or STOPPED) if end.stopped_by else 0

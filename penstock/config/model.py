@@ -134,6 +134,7 @@ class LatentAttention(Section):
     qk_rope_head_dim: int = _width(doc="Part of a query/key head with position; even.", low=2)
     v_head_dim: int = _width(doc="Width of a value head.", low=1)
     rope: Rope = knob(Rope(), doc="Position embedding of the rotary part.")
+    rotary: bool = knob(True, doc="Rotate that part; false: keys have no position, only an order (Kimi Linear).")
     indexer: Indexer | None = knob(None, doc="Choice of keys; none: a query attends to all.")
 
     @property
@@ -256,6 +257,7 @@ class Model(Section):
         "deepseek-v2",
         "deepseek-v3",
         "deepseek-v3.2",
+        "glm5-moe",
         "mixtral",
         "qwen3-moe",
         "olmoe",
@@ -266,6 +268,7 @@ class Model(Section):
         "minimax-m2",
         "qwen3-next",
         "qwen3.5-moe",
+        "kimi-linear",
         "llama",
         "qwen3",
         "plain",

@@ -200,3 +200,15 @@ class Host(Section):
     timeout_minutes: int = knob(
         30, doc="Time that a rank waits for the others before it gives up.", unit="minutes", low=1
     )
+
+
+class Elastic(Section):
+    """Going on with fewer ranks after a loss; see docs/launch.md."""
+
+    min: int = knob(
+        0,
+        doc="Fewest ranks with which the run goes on when some are lost for good: the same batches with more "
+        "accumulation, and a smaller `parallel.expert` where it must be; 0 needs all ranks.",
+        unit="ranks",
+        low=0,
+    )

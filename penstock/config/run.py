@@ -4,7 +4,7 @@ from typing import Literal
 
 from penstock.config.data import Data
 from penstock.config.model import Model
-from penstock.config.parallel import Dispatch, Graphs, Host, Offload, Parallel, Pipeline, Recompute
+from penstock.config.parallel import Dispatch, Elastic, Graphs, Host, Offload, Parallel, Pipeline, Recompute
 from penstock.config.schema import Section, knob
 from penstock.config.training import Checkpoint, Evaluation, LearningRateSchedule, Optimizer, Profile, Record, Training
 
@@ -100,7 +100,7 @@ class Run(Section):
     device: Literal["auto", "cpu", "cuda"] = knob("auto", doc="Device; auto takes a GPU if there is one.")
     model: Model = knob(doc="The model.")
     training: Training = knob(doc="Batch, length, precision.")
-    optimizer: Optimizer = knob(doc="AdamW.")
+    optimizer: Optimizer = knob(doc="Update of the weights.")
     schedule: LearningRateSchedule = knob(LearningRateSchedule(), doc="Learning rate over the steps.")
     data: Data = knob(Data(), doc="Text.")
     evaluation: Evaluation = knob(Evaluation(), doc="Loss on held-out text.")
@@ -116,6 +116,7 @@ class Run(Section):
     offload: Offload = knob(Offload(), doc="State in host memory.")
     graphs: Graphs = knob(Graphs(), doc="Work that is captured once and replayed.")
     host: Host = knob(Host(), doc="Processes on their machine.")
+    elastic: Elastic = knob(Elastic(), doc="Fewer ranks after a loss.")
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,8 +1,9 @@
 """Rules between fields of batch, schedule, devices and `float8`. Each docstring is the rule as users read it."""
 
 import re
+from dataclasses import replace
 
-from penstock.config.fit import context_method, shard
+from penstock.config.fit import context_method, layout_sizes, shard, smallest_world
 from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.config.problem import Problem, multiples_near
 from penstock.config.run import Run
@@ -93,12 +94,48 @@ def decay_steps_belong_to_wsd(run: Run) -> Problem | None:
 
 
 def moments_forget(run: Run) -> Problem | None:
-    """`optimizer.beta1` and `optimizer.beta2` are below 1."""
+    """`optimizer.beta1`, `optimizer.beta2` and `optimizer.muon.momentum` are below 1."""
     # The range of the fields includes 1.
-    for name, beta in (("beta1", run.optimizer.beta1), ("beta2", run.optimizer.beta2)):
+    one = run.optimizer
+    for name, beta in (("beta1", one.beta1), ("beta2", one.beta2), ("muon.momentum", one.muon.momentum)):
         if beta == 1:
             return Problem(f"optimizer.{name}", "must be below 1", got="1", fix="0.9 and 0.95 are the usual values")
     return None
+
+
+def muon_stays_on_the_device(run: Run) -> Problem | None:
+    """`optimizer.method` muon keeps its state on the device: `offload.optimizer` is false."""
+    if run.optimizer.method != "muon" or not run.offload.optimizer:
+        return None
+    return Problem.from_line(
+        "optimizer.method muon keeps masters and momentum on the device; got offload.optimizer true; "
+        "fix: set offload.optimizer=false, or optimizer.method=adamw"
+    )
+
+
+def clipped_logits_are_of_weights(run: Run) -> Problem | None:
+    """`optimizer.muon.qk_clip` is for `optimizer.method` muon and attention whose logits follow the weights.
+
+    So queries and keys have no norm, no layer has a window, an indexer or a temperature, and `parallel.context` is 1.
+    """
+    if not run.optimizer.muon.qk_clip:
+        return None
+    attention, found = run.model.attention, []
+    if run.optimizer.method != "muon":
+        found.append(f"optimizer.method {run.optimizer.method}")
+    if isinstance(attention, LatentAttention):
+        found += ["model.attention.indexer"] if attention.indexer is not None else []
+    else:
+        found += ["model.attention.qk_norm"] if attention.qk_norm != "none" else []
+        found += ["model.attention.local"] if attention.local is not None else []
+    if run.parallel.context > 1:
+        found.append(f"parallel.context {run.parallel.context}")
+    if not found:
+        return None
+    return Problem.from_line(
+        "optimizer.muon.qk_clip needs Muon, and queries and keys that follow their weights on one rank of a row; "
+        f"got {found[0]}; fix: set optimizer.muon.qk_clip=0"
+    )
 
 
 def cpu_has_no_triton(run: Run) -> Problem | None:
@@ -230,3 +267,37 @@ def gathered_blocks_are_squares(run: Run) -> Problem | None:
                 "fix: set float8.gather=false"
             )
     return None
+
+
+def fewer_ranks_go_on_from_a_checkpoint(run: Run) -> Problem | None:
+    """`elastic.min` needs `checkpoint.enabled`."""
+    if not run.elastic.min or run.checkpoint.enabled:
+        return None
+    got = str(run.elastic.min)
+    return Problem("elastic.min", "needs checkpoints to go on from", got=got, fix="checkpoint.enabled=true")
+
+
+def fewer_ranks_hold_what_does_not_shrink(run: Run) -> Problem | None:
+    """`elastic.min` is a multiple of `parallel.pipeline` x `parallel.context` x `parallel.tensor`, which do not shrink.
+
+    Of stages whose experts are shared by `parallel.expert_tensor` too: of the least common multiple.
+    """
+    least = smallest_world(replace(layout_sizes(run), ep=1))
+    if run.elastic.min % least == 0:
+        return None
+    sizes = ", ".join(
+        f"{name} {size}"
+        for name in ("pipeline", "tensor", "context", "expert_tensor")
+        if (size := dict(run.parallel)[name]) > 1
+    )
+    wrong = f"is no multiple of the {least} ranks of sizes that do not shrink (parallel: {sizes})"
+    allowed = f"0, or a multiple of {least}"
+    return Problem("elastic.min", wrong, got=str(run.elastic.min), allowed=allowed)
+
+
+def replicas_are_of_runs_with_checkpoints(run: Run) -> Problem | None:
+    """`checkpoint.memory_every` needs `checkpoint.enabled`: the memory is lost with the machine."""
+    if not run.checkpoint.memory_every or run.checkpoint.enabled:
+        return None
+    got = str(run.checkpoint.memory_every)
+    return Problem("checkpoint.memory_every", "is for runs with checkpoints", got=got, fix="checkpoint.enabled=true")

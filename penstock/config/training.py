@@ -30,9 +30,36 @@ class Training(Section):
     )
 
 
-class Optimizer(Section):
-    """AdamW (arXiv 1711.05101)."""
+class Muon(Section):
+    """Muon for the matrices of hidden layers (arXiv 2502.16982); read with `optimizer.method` muon."""
 
+    momentum: float = knob(0.95, doc="Decay of the momentum.", low=0.0, high=1.0)
+    nesterov: bool = knob(True, doc="Orthogonalize the mean of gradient and momentum instead of the momentum.")
+    iterations: int = knob(5, doc="Newton-Schulz iterations.", low=1, high=20)
+    precision: Literal["bf16", "fp32"] = knob(
+        "bf16", doc="Type of Newton-Schulz products, and of the matrices that ranks exchange for them."
+    )
+    update_rms: float = knob(
+        0.2,
+        doc="Root mean square of an update of an A x B matrix over the learning rate, about: the orthogonal factor is "
+        "multiplied by this and the root of max(A, B). 0.2 is that of AdamW, so its learning rates can stay.",
+        low=0.0,
+    )
+    qk_clip: float = knob(
+        0.0,
+        doc="Largest attention logit that a step may have without its head's queries and keys being scaled down "
+        "after the update (Kimi-K2: 100); 0 switches it off. Costs a product of queries and keys in each pass.",
+        low=0.0,
+    )
+
+
+class Optimizer(Section):
+    """AdamW (arXiv 1711.05101), or Muon with AdamW for embeddings, head, norms, routers and vectors."""
+
+    method: Literal["adamw", "muon"] = knob(
+        "adamw", doc="adamw: for all parameters. muon: orthogonalizes updates of matrices. See docs/optimizer.md."
+    )
+    muon: Muon = knob(Muon(), doc="Muon.")
     learning_rate: float = knob(doc="Peak learning rate.", low=0.0)
     beta1: float = knob(0.9, doc="Decay of the first moment.", low=0.0, high=1.0)
     beta2: float = knob(0.95, doc="Decay of the second moment.", low=0.0, high=1.0)
@@ -75,6 +102,12 @@ class Checkpoint(Section):
     enabled: bool = knob(True, doc="Save at all; a run without checkpoints cannot be resumed.")
     every: int = _steps(1000, doc="Steps between checkpoints; 0 saves only at the end.")
     keep: int = knob(3, doc="Checkpoints that are kept, the newest first; 0 keeps all.", unit="checkpoints", low=0)
+    keep_every: int = _steps(0, doc="Checkpoints of multiples of so many steps are kept beyond `keep`; 0 keeps none.")
+    memory_every: int = _steps(
+        0,
+        doc="Steps between replicas of the state in memory of the machine, from which a run goes on after a rank has "
+        "died; 0 makes none. For ranks on one machine (Linux).",
+    )
     asynchronous: bool = knob(True, doc="Write in the background while training goes on.")
     fall_back: bool = knob(True, doc="Resume from the checkpoint before a damaged one; false ends the run instead.")
 

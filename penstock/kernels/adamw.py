@@ -61,16 +61,14 @@ FIELDS = 13  # of a table's row: seven addresses, then width, blocks of a row, b
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWTensor:
-    """One tensor with its state, contiguous and on one device; all of it is updated in place."""
+class StateTensor:
+    """One tensor with its master and first moment, contiguous and on one device; all of it is updated in place."""
 
     value: Tensor  # float32, its own master, or bfloat16
     gradient: Tensor  # float32, in the shape of the value, as all that follow
     master: Tensor | None  # float32, or int16 rest (split); None if the value is its own
     moment1: Tensor  # float32, bfloat16, or codes (uint8)
-    moment2: Tensor
     scale1: Tensor | None = None  # float32, one for each block of each row, of codes only
-    scale2: Tensor | None = None
     is_decayed: bool
     salt: int = 0  # of the noise that rounds moments
     start: int = 0  # place of the first value, for that noise
@@ -78,22 +76,30 @@ class AdamWTensor:
     @property
     def state_fields(self) -> tuple[str, ...]:
         """Names of the present fields of state: moments and their scales, then the master."""
-        return tuple(one for one in _STATE if vars(self)[one] is not None)
+        return tuple(one for one in _STATE if vars(self).get(one) is not None)
 
     @property
     def state(self) -> tuple[Tensor, ...]:
         """The tensors of `state_fields`."""
         return tuple(vars(self)[one] for one in self.state_fields)
 
-    def with_state(self, state: Sequence[Tensor]) -> "AdamWTensor":
-        """The same values and gradients with other tensors of state."""
-        fields: dict[str, Any] = dict(zip(self.state_fields, state, strict=True))
-        return replace(self, **fields)
-
     @property
     def masters(self) -> int:
         """Place of the master: OWN, APART or SPLIT."""
         return OWN if self.master is None else SPLIT if self.master.dtype == torch.int16 else APART
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWTensor(StateTensor):
+    """One tensor with all state of AdamW."""
+
+    moment2: Tensor
+    scale2: Tensor | None = None
+
+    def with_state(self, state: Sequence[Tensor]) -> "AdamWTensor":
+        """The same values and gradients with other tensors of state."""
+        fields: dict[str, Any] = dict(zip(self.state_fields, state, strict=True))
+        return replace(self, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,14 +157,14 @@ def update(tensor: AdamWTensor, scalars: AdamWScalars) -> None:
     tensor.gradient.zero_()
 
 
-def master_of(tensor: AdamWTensor) -> Tensor:
+def master_of(tensor: StateTensor) -> Tensor:
     """The float32 master; the tensor itself if there is one."""
     if tensor.master is None:
         return tensor.value
     return tensor.master if tensor.masters == APART else join(tensor.value, tensor.master)
 
 
-def store_master(tensor: AdamWTensor, master: Tensor) -> None:
+def store_master(tensor: StateTensor, master: Tensor) -> None:
     """Store a float32 master, and round the value from it."""
     if tensor.masters == SPLIT:
         assert tensor.master is not None, "a split master has a rest"
@@ -173,27 +179,41 @@ def store_master(tensor: AdamWTensor, master: Tensor) -> None:
 
 def moments_of(tensor: AdamWTensor) -> tuple[Tensor, Tensor]:
     """Both moments in float32."""
-    if tensor.scale1 is None or tensor.scale2 is None:
-        return tensor.moment1.float(), tensor.moment2.float()
+    moment1 = first_moment_of(tensor)
+    if tensor.scale2 is None:
+        return moment1, tensor.moment2.float()
     root = dequantize(tensor.moment2, tensor.scale2, ROOT_DECADES)
-    return dequantize(tensor.moment1, tensor.scale1, SIGNED_DECADES), root * root
+    return moment1, root * root
+
+
+def first_moment_of(tensor: StateTensor) -> Tensor:
+    """The first moment in float32; the tensor itself if it is float32."""
+    if tensor.scale1 is None:
+        return tensor.moment1.float()
+    return dequantize(tensor.moment1, tensor.scale1, SIGNED_DECADES)
 
 
 def store_moments(
     tensor: AdamWTensor, moment1: Tensor, moment2: Tensor, noise1: Tensor | None = None, noise2: Tensor | None = None
 ) -> None:
     """Store float32 moments, rounded by noise or to nearest."""
-    if tensor.scale1 is None or tensor.scale2 is None:
-        for target, found, noise_ in ((tensor.moment1, moment1, noise1), (tensor.moment2, moment2, noise2)):
-            target.copy_(round_bf16(found, noise_) if target.dtype == torch.bfloat16 else found)
+    store_first_moment(tensor, moment1, noise1)
+    found = moment2 if tensor.scale2 is None else root_of(moment2)
+    _store(tensor.moment2, tensor.scale2, found, ROOT_DECADES, noise2)
+
+
+def store_first_moment(tensor: StateTensor, moment1: Tensor, noise_: Tensor | None = None) -> None:
+    """Store a float32 first moment, rounded by noise or to nearest."""
+    _store(tensor.moment1, tensor.scale1, moment1, SIGNED_DECADES, noise_)
+
+
+def _store(target: Tensor, scales: Tensor | None, found: Tensor, decades: int, noise_: Tensor | None) -> None:
+    if scales is None:
+        target.copy_(round_bf16(found, noise_) if target.dtype == torch.bfloat16 else found)
         return
-    for codes, scales, found, decades, noise_ in (
-        (tensor.moment1, tensor.scale1, moment1, SIGNED_DECADES, noise1),
-        (tensor.moment2, tensor.scale2, root_of(moment2), ROOT_DECADES, noise2),
-    ):
-        new_codes, new_scales = quantize(found, decades, noise_)
-        codes.copy_(new_codes)
-        scales.copy_(new_scales)
+    new_codes, new_scales = quantize(found, decades, noise_)
+    target.copy_(new_codes)
+    scales.copy_(new_scales)
 
 
 class AdamWLaunch:

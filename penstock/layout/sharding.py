@@ -29,6 +29,7 @@ class Cut:
     index: int
     count: int  # number of parts; divides the size of every block
     blocks: int = 1  # equal blocks of the dim, each cut separately
+    axis: str = "tensor"  # coordinate of the grid that counts the parts
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from penstock.config.model import GroupedQueryAttention, LocalAttention
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.linear import Linear, cut_over
+from penstock.models.logits import LogitMeter
 from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import RMSNorm, TensorParallelNorm, norm_together
 from penstock.models.rope import softmax_scale
@@ -44,6 +45,8 @@ class GroupedQueryLayer(nn.Module):
         local, is_global = config.local, config.is_global(layer)
         self.config = config
         self.layer_context = layer_context
+        self.heads = config.heads // layer_context.axes.tensor.size
+        self.logits: LogitMeter | None = None  # of QK-clip
         self.epsilon = epsilon
         self.zero_centred_norms = zero_centred_norms
         self.scale = softmax_scale(config.rope, config.head_dim)
@@ -63,7 +66,7 @@ class GroupedQueryLayer(nn.Module):
         tensor = layer_context.axes.tensor
         self.cuts = {"sinks_H": cut_over(tensor, dim=0)}
         # One softmax logit for each head of this rank.
-        self.sinks_H = nn.Parameter(torch.empty(config.heads // tensor.size)) if config.sinks else None
+        self.sinks_H = nn.Parameter(torch.empty(self.heads)) if config.sinks else None
 
     def _norm(self, width: int) -> RMSNorm | None:
         """The weighted norm of queries or keys, if the configuration has one."""
@@ -94,6 +97,8 @@ class GroupedQueryLayer(nn.Module):
             x_float8 = self.query.quantize_input(x_BSD)  # once, for queries, keys and values
         q, gate_BSHN = self._queries(x_BSD, x_float8)
         q_BSHN, k_BSGN = self._positioned(*self._normed(q, self.key(x_BSD, x_float8)), context)
+        if self.logits is not None and self.training:
+            self.logits.see(q_BSHN, k_BSGN, self.scale, context.allowed_BSS)
         v_BSGN = self.value(x_BSD, x_float8).unflatten(-1, (-1, self.config.head_dim))  # (G N) -> G x N
         o_BSHN = self.layer_context.run("attention", partial(self._attended, context=context), q_BSHN, k_BSGN, v_BSGN)
         if gate_BSHN is not None:

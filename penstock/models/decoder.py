@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.base.spans import LAYER, Span
-from penstock.config.model import GroupedQueryAttention, LocalAttention, Model
+from penstock.config.model import GroupedQueryAttention, LatentAttention, LocalAttention, Model
 from penstock.config.parallel import Overlap
 from penstock.models.attention import GroupedQueryLayer, query_scale, reach_of
 from penstock.models.block import Block, MultiTokenPrediction
@@ -151,6 +151,8 @@ class Decoder(nn.Module):
         """Rotary angles, masks and share of a micro-batch, computed once for all layers."""
         attention, positions_BS = self.config.attention, inputs.positions_BS
         scope = Scope(sequences=positions_BS.shape[0], share=inputs.share)
+        if isinstance(attention, LatentAttention) and not attention.rotary:
+            positions_BS = torch.zeros_like(positions_BS)  # angles of zero
         with span(Span.EMBED):
             cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)  # P / 2 wide
             context = ForwardContext(cos_BSP, sin_BSP, inputs.allowed_BSS(), scope, inputs.parts)

@@ -56,6 +56,7 @@ class Linear(nn.Linear):
         rows, columns = local_shape((outputs, inputs), cuts)
         super().__init__(columns, rows, bias=bias)
         self.cuts = {"weight": cuts}
+        self.blocks = blocks
         if bias:
             self.cuts["bias"] = cuts if split == "outputs" else ()
         self.weight_grads = layer_context.weight_grads  # deferred weight gradients

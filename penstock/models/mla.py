@@ -14,6 +14,7 @@ from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, L
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.indexer import LightningIndexer
 from penstock.models.linear import Linear
+from penstock.models.logits import LogitMeter
 from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import softmax_scale
@@ -97,6 +98,7 @@ class LatentLayer(nn.Module):
         per_head = config.qk_nope_head_dim + config.v_head_dim
         self.kv_up = Linear(config.kv_lora_rank, config.heads * per_head, layer_context, split="outputs")
         self.out = Linear(config.heads * config.v_head_dim, hidden_size, layer_context, split="inputs")
+        self.logits: LogitMeter | None = None  # of QK-clip
         indexer, rank = config.indexer, config.q_lora_rank
         self.indexer = None if indexer is None else LightningIndexer(indexer, hidden_size, rank, layer_context)
 
@@ -128,6 +130,8 @@ class LatentLayer(nn.Module):
             latent_BSC, k_rope_BSP = self._split_latent(joined_BSC)
         heads = self._heads_of_row if self.gathers_row else partial(self._heads, channels=channels)
         q_BSHN, k_BSHN, v_BSHM = run("latent-up", heads, query, latent_BSC, k_rope_BSP, context)
+        if self.logits is not None and self.training:
+            self.logits.see(q_BSHN, k_BSHN, self.scale, context.allowed_BSS)
         if self.indexer is not None:
             o_BSHM = run("attention", partial(self._sparse, context=context), x_BSD, query, q_BSHN, k_BSHN, v_BSHM)
             return self.out(o_BSHM.flatten(-2))  # no rank shares heads or positions

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.kernels.float8.quantized import WeightCopies
+from penstock.layout.matrices import Matrices
 from penstock.layout.sharding import Cut, global_shape
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.decoder import Decoder
@@ -42,6 +43,18 @@ def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
 def local_shape_of(module: nn.Module, name: str) -> tuple[int, ...]:
     """Shape of the rank's part of a parameter, before data-parallel ranks divide it."""
     return module.shapes[name] if isinstance(module, GroupedExperts) else tuple(module.get_parameter(name).shape)
+
+
+def matrices_of(module: nn.Module, name: str, shape: tuple[int, ...]) -> Matrices | None:
+    """The matrices of hidden layers in a parameter, as published checkpoints divide them; None for other parameters."""
+    if len(shape) < 2 or min(shape[-2:]) == 1:
+        return None
+    *path, last = name.split(".")
+    if isinstance(module, GroupedExperts) and "bias" not in last:
+        return Matrices(shape, blocks=2 if last == "gate_up_eFD" else 1)
+    if isinstance(module, Linear) and path != ["head"]:
+        return Matrices(shape, blocks=module.blocks)
+    return None
 
 
 def fuse_wgrad_accumulation(decoders: Iterable[Decoder], buffer_of: Callable[[str], Tensor]) -> None:
@@ -121,10 +134,12 @@ def _shard(
     partial: tuple[Axis, ...] = () if is_expert or cuts else (axes.tensor,)
     if isinstance(module, Embedding):
         partial += (axes.embedding,)  # pipeline ranks that hold it too
+    shape = global_shape(local_shape, cuts)
     return ParamShard(
         name=name,
         parameter=parameter,
-        shape=global_shape(local_shape, cuts),
+        shape=shape,
+        matrices=matrices_of(module, name, shape),
         cuts=cuts,
         data=axes.expert_data if is_expert else axes.dense_data,
         partial=tuple(axis for axis in partial if axis.size > 1),

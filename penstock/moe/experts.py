@@ -66,10 +66,11 @@ class GroupedExperts(nn.Module):
         grid = layer_context.axes.grid
         self.is_balanced = layer_context.dispatch.balance != "none" and grid.expert > 1
         group, part = divmod(layer_context.axes.expert.rank, grid.expert_tensor)
-        of_experts = () if grid.expert == 1 else (Cut(0, group, grid.expert),)
+        of_experts = () if grid.expert == 1 else (Cut(0, group, grid.expert, axis="expert"),)
         # Gate and up are stacked, and each is cut by itself.
-        of_gate_up = () if grid.expert_tensor == 1 else (Cut(1, part, grid.expert_tensor, blocks=2),)
-        of_down = () if grid.expert_tensor == 1 else (Cut(2, part, grid.expert_tensor),)
+        cut_by_tensor = partial(Cut, index=part, count=grid.expert_tensor, axis="expert_tensor")
+        of_gate_up = () if grid.expert_tensor == 1 else (cut_by_tensor(1, blocks=2),)
+        of_down = () if grid.expert_tensor == 1 else (cut_by_tensor(2),)
         self.cuts = {
             "gate_up_eFD": of_experts + of_gate_up,
             "down_eDF": of_experts + of_down,

@@ -1,8 +1,7 @@
 """Everything that ranks do together: process groups, collectives, sharding, pipelines, memory of activations.
 
 Reading order: `axes` (process groups), `collectives`, `layer_context` (arguments of every module), `shard` and
-`buckets` (parameters and gradients), `recompute` and `offload` (activations), `async_transfer` and `weight_grad_store`
-(overlap), `pipeline`, `context` (attention over shared rows), `symmetric` (peer memory), `replica_exchange` and
-`replica_memory` (replicas of experts), `graphs` (CUDA graphs),
-`launch`.
+`buckets` (parameters and gradients), `matrix_exchange` (matrices of Muon), `recompute` and `offload` (activations),
+`async_transfer` and `weight_grad_store` (overlap), `pipeline`, `context` (attention over shared rows), `symmetric`
+(peer memory), `replica_exchange` and `replica_memory` (replicas of experts), `graphs` (CUDA graphs), `launch`.
 """

@@ -147,6 +147,11 @@ def make_axes(
     return Axes(grid=grid, rank=rank, **axes)
 
 
+def place_on(grid: Grid, axis: str, rank: int) -> int:
+    """Place of any rank on an axis of the table at the top of the file."""
+    return 0 if grid.world == 1 else grid.group(rank, _AXES[axis]).index(rank)
+
+
 def _divide(axis: Axis, groups: Sequence[tuple[int, ...]], size: int, made: _Groups) -> Axis:
     """Copies go to blocks of neighbours; ranks at the same place of their blocks hold the same part."""
     if not 0 < size < axis.size:

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from penstock.config.parallel import Parallel
+from penstock.layout.matrices import Matrices
 from penstock.layout.sharding import Cut, LocalSlice, local_shape, local_slices, row_width, rows_of_chunk
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_flat
@@ -44,6 +45,7 @@ class ParamShard:
     cuts: tuple[Cut, ...]  # our part of it, before `data` divides it
     data: Axis  # ranks that hold the same part and see different tokens
     partial: tuple[Axis, ...] = ()  # further axes over which the gradient is summed
+    matrices: Matrices | None = None  # that Muon orthogonalizes; None for vectors, embeddings, head and routers
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -413,7 +413,9 @@ def measured_hardware(
     reserve = RESERVE_SHARE if known is None else known.overhead.reserve_share
     # A CPU's host memory is its own; the link of a GPU is not measured.
     quarter = f"{measured}; of the memory a quarter, as a copy reads and writes and both ways share it"
-    own_link = HostLink(bytes_per_second=findings.memory_bytes_per_second / 4, source=quarter)
+    own_link = HostLink(
+        bytes_per_second=findings.memory_bytes_per_second / 4, memory_bytes=findings.capacity_bytes, source=quarter
+    )
     link = own_link if vendor == "cpu" else USUAL_HOST_LINK
     points: list[tuple[str, tuple[MeasuredPoint, ...]]] = [*findings.points.items(), *transfers.items()]
     return Hardware(

@@ -172,7 +172,8 @@ class SearchSpace:
         recompute = fixed.get("recompute", "none")
         modules = () if recompute == "none" else tuple(recompute.split("+"))
         ladder = ladder_of(run.model) if "recompute" not in fixed else (modules,)
-        offloads = [run.offload.optimizer] if "offload" in fixed or neutral.vendor == "cpu" else [False, True]
+        stays = "offload" in fixed or neutral.vendor == "cpu" or run.optimizer.method == "muon"
+        offloads = [run.offload.optimizer] if stays else [False, True]
         self.offloads = len(offloads)
         self.savings = tuple(Saving(modules, offload) for offload in offloads for modules in ladder)
         self.count = 0

@@ -223,6 +223,11 @@ class ComposedRun:
         """`memory(place).total`, faster: without terms."""
         return self._memory(place, PassPeak(name="", bytes=max(size for size, _ in self._peaks(place)), terms={})).total
 
+    @property
+    def most_host_bytes(self) -> int:
+        """Host memory of the rank that keeps most there."""
+        return max(self.state.of(self.contents_at(place)).host for place in range(self.grid.pipeline))
+
     def _memory(self, place: int, passes: PassPeak) -> RankMemory:
         held, state = self.contents_at(place), self.state
         # The rows of the whole step are on the device.
@@ -371,6 +376,7 @@ class ComposedTimes:
                 cluster.group(grid.expert_data // shards.expert, experts * shards.expert),
             ),
             self._embedding(composed, place),
+            cluster.group(grid.world // grid.pipeline),
         )
 
     def _embedding(self, composed: ComposedRun, place: int) -> tuple[RankGroup, int] | None:

@@ -338,7 +338,7 @@ class Composer:
     def state(self, run: Run, grid: Grid) -> RankState:
         """Model state of the parts of a run's ranks."""
         key, facts = _sharing(run), self.facts(run)
-        shards = shards_of(run, grid.data * grid.context, grid.expert_data)
+        shards = shards_of(run, grid)
         if (key, shards) not in self._states:
             self._states[key, shards] = {kind: part_state(parameters, shards) for kind, parameters in facts.items()}
         return RankState(run, facts, shards, self._states[key, shards])

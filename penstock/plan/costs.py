@@ -379,6 +379,9 @@ _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
         "pull_gradients_kernel": lambda operator, moved: 3.0 * operator.sizes[0] / operator.shapes[0][0],
         # Each tensor is read or written, none both.
         **dict.fromkeys(("copy_", "zero_", "fill_", "_foreach_zero_", "_foreach_copy_"), lambda operator, moved: moved),
+        # The first half of the tensors is read and written, the other one read; factors are on the host.
+        **dict.fromkeys(("_foreach_lerp_", "_foreach_add_"), lambda operator, moved: 1.5 * moved),
+        "_foreach_mul_": lambda operator, moved: 2.0 * moved,
         # Of parameter, gradient and two moments only the gradient stays as it is.
         "_fused_adamw_": lambda operator, moved: 1.75 * moved,
         # Logits are read for the sum, read again and written as gradients. A profiler saw a little more than 3 times.
@@ -437,6 +440,7 @@ _TERMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             ("adamw_kernel", "_fused_adamw_", "_foreach_norm", "_foreach_zero_", "_foreach_copy_"), "optimizer"
         ),
+        **dict.fromkeys(("_foreach_lerp_", "_foreach_add_", "_foreach_mul_"), "optimizer"),
         "linear_cross_entropy_kernel": "loss",
     }
 )

@@ -119,10 +119,13 @@ class LaunchOverhead(SourcedTable):
 
 
 class HostLink(SourcedTable):
-    """The link between a device and its host's memory."""
+    """The link between a device and its host's memory, and how much of it the device can use."""
 
     bytes_per_second: float = knob(
         doc="Of large copies from pinned memory to one device, while as much goes back.", unit="bytes/s", low=1
+    )
+    memory_bytes: int = knob(
+        250 * 10**9, doc="Of the host for one device; assumed if not said: 2 TB for 8.", unit="bytes", low=1
     )
 
 

@@ -42,6 +42,7 @@ from penstock.models.kernels import float8_rule, kernel_choices
 from penstock.models.linear import Embedding, Linear
 from penstock.models.mla import LatentLayer
 from penstock.models.parameters import copy_bytes, fuse_wgrad_accumulation, param_shards, refresh_float8
+from penstock.models.qk_clip import measure_logits
 from penstock.models.rank_model import schedule_of, stages_of
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
@@ -187,6 +188,8 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
     sharded, full_optimizer = _sharded_state(run, axes, layer_context, own)
     optimizer = _optimizer(run, axes, decoders, sharded)
     _fuse_accumulation(decoders, sharded, optimizer)
+    if run.optimizer.muon.qk_clip:
+        measure_logits(decoders.values(), META)
     for module in chain.from_iterable(decoder.modules() for decoder in decoders.values()):
         if isinstance(module, MoE):
             traffic = routed_traffic(run, in_turn=target.in_turn)
@@ -264,7 +267,7 @@ def _sharded_state(
     # A second set of decoders, sharded by FSDP2, for the optimizer's state only.
     shards = param_shards(decoders.values(), axes)
     sharded = frozenset(one.name for one in shards if isinstance(one.parameter, DTensor))
-    return sharded, MasterAdamW(shards, run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload)
+    return sharded, MasterAdamW(shards, run.optimizer, parallel=run.parallel, axes=axes, offload=run.offload)
 
 
 def _optimizer(run: Run, axes: Axes, decoders: Mapping[int, Decoder], sharded: frozenset[str]) -> MasterAdamW | None:
@@ -273,7 +276,7 @@ def _optimizer(run: Run, axes: Axes, decoders: Mapping[int, Decoder], sharded: f
     if not shards:
         return None
     parallel = _unsharded(run).parallel if sharded else run.parallel
-    return MasterAdamW(shards, run.optimizer, parallel=parallel, world=axes.world, offload=run.offload)
+    return MasterAdamW(shards, run.optimizer, parallel=parallel, axes=axes, offload=run.offload)
 
 
 def _shared_buffers(run: Run, axes: Axes, device: DeviceFacts) -> SymmetricBuffers | None:

@@ -163,12 +163,13 @@ def _parts_of(run: Run, stages: tuple[Stage, ...], place: int) -> Hashable:
 
 def _update(rank: MetaRank) -> UpdateOps:
     """Run the optimizer's update. FSDP2 has reduced its own gradients; all else runs for every parameter."""
-    recorder, tracker, peak = OpRecorder(rank.target.ranks_per_node, rank.target.ranks_per_pod), MemoryTracker(), 0
+    tracker, peak = MemoryTracker(), 0
+    recorder = OpRecorder(rank.target.ranks_per_node, rank.target.ranks_per_pod, tracker)
     reduce: RecordedOps = ()
     if rank.optimizer is not None:
         if rank.run.offload.optimizer:
             rank.optimizer.step(0.0)  # Allocates the buffers that the optimizer itself counts as state.
-        with tracker, recorder:
+        with recorder:
             rank.optimizer.reduce_gradients()
             reduce = recorder.cut()
             rank.optimizer.gradient_norm()
@@ -181,6 +182,7 @@ def _update(rank: MetaRank) -> UpdateOps:
         rank.full_optimizer.gradient_norm()
         norm = recorder.cut()
         rank.full_optimizer.step(0.0)
+        peak = max(peak, tracker.mark("update of all").peak)
         if not rank.sharded or rank.run.float8.gather:
             refresh_float8(rank.decoders.values())
         step = recorder.cut()

@@ -7,18 +7,24 @@ optimizer. `update_of` is the update as operators: one operator stands for all o
 messages are full buckets. The norm's sum over ranks and gradients that tensor-parallel ranks share are left out.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import ceil, prod
+from typing import Any
 
 import torch
 
 from penstock.config.run import Run
 from penstock.config.training import Optimizer
+from penstock.layout.grid import Grid
+from penstock.layout.matrices import Matrices, newton_schulz_flops
 from penstock.layout.sharding import row_width, rows_of_shard
 from penstock.models.parameters import copy_bytes, param_shards
 from penstock.parallel.buckets import BUCKET_VALUES, IN_FLIGHT, ROW_VALUES
 from penstock.parallel.copies import CHUNK_BYTES
+from penstock.parallel.matrix_exchange import ROUND_VALUES
+from penstock.parallel.shard import ParamShard
 from penstock.plan.hardware import RankGroup
 from penstock.plan.liveness import layer_kind
 from penstock.plan.meta_rank import MetaRank
@@ -43,6 +49,8 @@ class ParamFacts:
         is_sharded: by FSDP2.
         is_partial: tensor-parallel ranks sum its gradient.
         copy_bytes: of its copies in 8 bits.
+        matrices: that Muon updates, of all ranks that divide them; None if AdamW updates it.
+        cuts: tensor-parallel ranks that divide each matrix.
     """
 
     rows: int
@@ -52,6 +60,8 @@ class ParamFacts:
     is_sharded: bool
     is_partial: bool
     copy_bytes: int = 0
+    matrices: Matrices | None = None
+    cuts: int = 1
 
     @property
     def values(self) -> int:
@@ -81,6 +91,8 @@ class ShardCounts:
         reduce_bytes: of a value of a gradient in a message.
         offloads: moments and masters of 16-bit weights are in host memory.
         optimizer: formats of moments and masters.
+        dense_owners: ranks that may orthogonalize a dense matrix, those of the stage.
+        expert_owners: ranks that may orthogonalize an expert's matrix, those that hold parts of it.
     """
 
     dense: int
@@ -89,6 +101,8 @@ class ShardCounts:
     reduce_bytes: int
     offloads: bool
     optimizer: Optimizer
+    dense_owners: int = 1
+    expert_owners: int = 1
 
     def of(self, fact: ParamFacts) -> int:
         """Ranks that shard a parameter."""
@@ -97,20 +111,22 @@ class ShardCounts:
         return self.expert if fact.is_expert else self.dense
 
 
-def shards_of(run: Run, dense_ranks: int, expert_ranks: int) -> ShardCounts:
-    """Shards of a run; `dense_ranks` hold the same dense matrices, `expert_ranks` the same experts."""
+def shards_of(run: Run, grid: Grid) -> ShardCounts:
+    """Shards of a run."""
     parallel, size = run.parallel, run.parallel.shard_size
 
     def within(ranks: int) -> int:
         return size if 0 < size < ranks else ranks
 
     return ShardCounts(
-        dense=within(dense_ranks),
-        expert=within(expert_ranks),
+        dense=within(grid.data * grid.context),
+        expert=within(grid.expert_data),
         shards_optimizer=parallel.shard in ("auto", "optimizer"),
         reduce_bytes=SUM_BYTES if parallel.reduce == "fp32" else 2,
         offloads=run.offload.optimizer,
         optimizer=run.optimizer,
+        dense_owners=grid.world // grid.pipeline,
+        expert_owners=grid.expert_data * grid.expert_tensor,
     )
 
 
@@ -165,7 +181,8 @@ def _state_of(fact: ParamFacts, shards: ShardCounts) -> dict[str, StateShape]:
     rows = fact.own(shards.of(fact)) // fact.width
     # FSDP2's shards are float32, and so their own masters.
     dtype = torch.float32 if fact.is_sharded or fact.itemsize >= SUM_BYTES else torch.bfloat16
-    return state_shapes((rows, fact.width) if fact.width > 1 else (rows,), dtype, shards.optimizer)
+    shape, is_muon = (rows, fact.width) if fact.width > 1 else (rows,), fact.matrices is not None
+    return state_shapes(shape, dtype, shards.optimizer, is_muon=is_muon)
 
 
 def together(parts: Iterable[tuple[PartState, int]]) -> PartState:
@@ -201,8 +218,19 @@ def facts_of(rank: MetaRank) -> ParamsByKind:
             is_sharded=one.name in rank.sharded,
             is_partial=any(axis.name == "tensor" for axis in one.partial),
             copy_bytes=copies.get(one.name, 0),
+            **(_of_muon(one) if rank.run.optimizer.method == "muon" else {}),
         )
     return {kind: tuple(facts.values()) for kind, facts in found.items()}
+
+
+def _of_muon(one: ParamShard) -> dict[str, Any]:
+    """The matrices of a parameter that ranks with the same experts have."""
+    if one.matrices is None:
+        return {}
+    groups = prod(cut.count for cut in one.cuts if cut.axis == "expert")
+    first, *others = one.matrices.shape
+    matrices = replace(one.matrices, shape=(first // groups, *others))
+    return {"matrices": matrices, "cuts": prod(cut.count for cut in one.cuts) // groups}
 
 
 def _kinds(rank: MetaRank) -> Callable[[str], tuple[str, str]]:
@@ -244,7 +272,85 @@ def update_bytes(parts: ParamCounts, shards: ShardCounts) -> int:
         # A sum also has the rank's own row.
         row = ranks * int(what.split()[1]) if what.startswith("new") else (ranks + (ranks > 1)) * shards.reduce_bytes
         peak = max(peak, in_flight * row)
-    return peak
+    return max(peak, _MuonLoad.of(parts, shards).peak_bytes)
+
+
+class _MuonLoad:
+    """What Muon does on a rank, if the ranks of its stage do the same.
+
+    Attributes:
+        own: values that it updates.
+        stacks: matrices that it orthogonalizes, by their shape.
+        sent: values that it sends to owners, about.
+    """
+
+    def __init__(self, shards: ShardCounts) -> None:
+        self.own, self.sent = 0, 0.0
+        self.stacks = Counter[tuple[int, int]]()
+        self._shares: dict[tuple[int, int], float] = defaultdict(float)
+        self._muon = shards.optimizer.muon
+        self._itemsize = 2 if self._muon.precision == "bf16" else SUM_BYTES
+
+    @classmethod
+    def of(cls, parts: ParamCounts, shards: ShardCounts) -> "_MuonLoad":
+        """The load of a rank with these parts."""
+        found = cls(shards)
+        for facts, times in parts:
+            for fact in facts:
+                if fact.matrices is not None:
+                    found._add(fact, fact.matrices, times, shards)
+        found.stacks.update({shape: int(share) for shape, share in found._shares.items() if share >= 1})
+        # Ranks with fewer matrices of one shape have more of another: what is left counts as matrices of the smallest.
+        left = sum(share % 1 * newton_schulz_flops(*shape, 1) for shape, share in found._shares.items())
+        if left:
+            smallest = min((shape for shape, share in found._shares.items() if share % 1), key=prod)
+            found.stacks[smallest] += ceil(left / newton_schulz_flops(*smallest, 1))
+        return found
+
+    def _add(self, fact: ParamFacts, matrices: Matrices, times: int, shards: ShardCounts) -> None:
+        ranks, owners = shards.of(fact), shards.expert_owners if fact.is_expert else shards.dense_owners
+        self.own += times * fact.own(ranks)
+        self._shares[matrices.rows, matrices.columns] += times * matrices.count / owners
+        # A matrix is in so many parts, one of which is its owner's.
+        cut_into = max(1.0, fact.cuts * ranks / matrices.count)
+        self.sent += times * prod(matrices.shape) / owners * (1 - 1 / cut_into)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Matrices of a round with the temporaries of products, and its messages and those of the next round."""
+        most = 0
+        for (rows, columns), count in self.stacks.items():
+            short, whole = min(rows, columns), rows * columns
+            matrices = min(count, max(1, ROUND_VALUES // whole))
+            most = max(most, matrices * (3 * whole + 2 * short * short))
+        messages = 3 * min(int(self.sent), ROUND_VALUES)
+        return (most + messages) * self._itemsize
+
+    def ops(self, stage: RankGroup) -> RecordedOps:
+        """The update, without AdamW's."""
+        if not self.own:
+            return ()
+        item, iterations = self._itemsize, self._muon.iterations
+        found = [
+            *(_moving("_foreach_lerp_", self.own, (SUM_BYTES, SUM_BYTES)) for _ in range(2)),
+            *(_moving("_foreach_copy_", self.own, (item, SUM_BYTES)) for _ in range(2)),
+            _moving("_foreach_mul_", self.own, (SUM_BYTES,)),
+            _moving("_foreach_add_", self.own, (SUM_BYTES, SUM_BYTES)),
+            _moving("_foreach_zero_", self.own, (SUM_BYTES,)),
+        ]
+        if sent := int(self.sent):
+            found += [_message("alltoall_base_", (sent, sent), (sent * item,) * 2, stage)] * 2
+        for (rows, columns), count in self.stacks.items():
+            short, long = sorted((rows, columns))
+            for left, right in (
+                ((short, long), (long, short)),
+                ((short,) * 2, (short,) * 2),
+                ((short,) * 2, (short, long)),
+            ):
+                shapes = (count, *left), (count, *right)
+                sizes = tuple(prod(shape) * item for shape in shapes)
+                found += [RecordedOp("bmm", shapes=shapes, sizes=sizes, itemsize=item)] * iterations
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -256,12 +362,18 @@ class Partners:
 
 
 def update_of(
-    parts: ParamCounts, shards: ShardCounts, dense: Partners, expert: Partners, embedding: tuple[RankGroup, int] | None
+    parts: ParamCounts,
+    shards: ShardCounts,
+    dense: Partners,
+    expert: Partners,
+    embedding: tuple[RankGroup, int] | None,
+    stage: RankGroup,
 ) -> UpdateOps:
     """The update of a rank with `parts`.
 
     `dense` and `expert` are the ranks that hold the same dense matrices and the same experts. `embedding` are the
-    stages that hold the embedding too, and values of it that this rank updates; None if no other does.
+    stages that hold the embedding too, and values of it that this rank updates; None if no other does. `stage` are all
+    ranks of the pipeline stage.
     """
     loads = {False: _Load(), True: _Load()}
     for facts, times in parts:
@@ -297,6 +409,7 @@ def update_of(
     # Each weight in 8 bits is read in 16 and written twice.
     quantized = sum(load.quantized for load in loads.values()) // 2
     step += [_moving("quantize_kernel", quantized, (2, 1, 1))] if quantized else []
+    step += _MuonLoad.of(parts, shards).ops(stage)
     host = sum(times * part_state(facts, shards).host for facts, times in parts) if shards.offloads else 0
     return UpdateOps(
         peak_bytes=update_bytes(parts, shards),
@@ -332,7 +445,9 @@ class _Load:
         own = fact.own(ranks)
         self.own += times * own
         master = state["master"].dtype if "master" in state else None
-        if state["moment1"].dtype == torch.float32 and master in (None, torch.float32):
+        if fact.matrices is not None:
+            self.copied += times * own if master == torch.float32 else 0
+        elif state["moment1"].dtype == torch.float32 and master in (None, torch.float32):
             self.plain += times * own
             self.copied += 0 if master is None else times * own
         else:

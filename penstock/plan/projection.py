@@ -160,13 +160,19 @@ class Projection:
         return self.cluster.hardware.memory.capacity_bytes
 
     @property
+    def host_over_bytes(self) -> int:
+        """Bytes that a rank's share of the host's memory lacks; at most 0 if it is enough."""
+        return max(memory.host for memory in self.memories) - self.cluster.hardware.host_link.memory_bytes
+
+    @property
     def over_bytes(self) -> int:
-        """Bytes that the fullest rank lacks; at most 0 if the run fits."""
-        return self.memory.total - self.capacity_bytes
+        """Bytes that the fullest rank lacks, or else those of the host; at most 0 if the run fits."""
+        over, host = self.memory.total - self.capacity_bytes, self.host_over_bytes
+        return host if over <= 0 < host else over
 
     @property
     def fits(self) -> bool:
-        """Every rank's memory is enough."""
+        """Every rank's memory is enough, and the host's."""
         return self.over_bytes <= 0
 
 

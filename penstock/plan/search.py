@@ -92,8 +92,8 @@ PLAYED, FINALISTS = 20, 4
 CLOSE_TRIED, CLOSE_SHOWN = 8, 3
 """Layouts within the margin of the memory that are projected, and shown."""
 
-MORE_DEVICES, SHORTER_ROWS, HELP_TRIES = (2, 4, 8), (2, 4), 20
-"""Times that are tried where nothing fits, and layouts of each."""
+MORE_DEVICES, SMALLER_MOMENTS, SHORTER_ROWS, HELP_TRIES = (2, 4, 8), ("bf16", "int8"), (2, 4), 20
+"""Times and types that are tried where nothing fits, and layouts of each."""
 
 OTHERS_TRIED = 3
 """Layouts that are projected to say how fast a run is without something that a rule advises against."""
@@ -237,6 +237,7 @@ class _Search:
         self._capacity = cluster.hardware.memory.capacity_bytes
         self._margin = memory_margin(cluster)
         self._limit = int(self._capacity * (1 - self._margin))
+        self._host_limit = cluster.hardware.host_link.memory_bytes
         neutral = neutral_sizes(request, run)
         self._overheads = overheads_of(cluster.hardware)
         self._composer = Composer(run, target_of(run, cluster, assumptions), self._overheads, workers)
@@ -248,6 +249,7 @@ class _Search:
         self._bounds = SpaceBounds(run, cluster, assumptions.imbalance, self._composer, neutral, times)
         self._scaled: dict[tuple[int, int, tuple[str, ...], bool], tuple[Divisions, np.ndarray]] = {}
         self._rows_over: dict[_Node, int] = {}
+        self._refused: set[_Node] = set()
         self._fitting: dict[_Node, _Fitting] = {}
         self._exact: dict[_Node, float] = {}
         self._best = math.inf
@@ -440,8 +442,7 @@ class _Search:
         inner = composed.inner_places
         size = composed.fullest_of(inner)
         if size > self._limit * SURE:
-            self._refuse_large(node, sizes, composed, size)
-            return math.inf
+            return self._refuse_large(node, sizes, composed, size)
         return self._times.bound(composed, inner)
 
     def _fit(self, node: _Node) -> float:
@@ -454,21 +455,32 @@ class _Search:
             # So near the limit rare stages matter.
             size = max(one.total for one in self._composer.memories(run, grid))
         if size > self._limit:
-            self._refuse_large(node, sizes, composed, size)
-            return math.inf
+            return self._refuse_large(node, sizes, composed, size)
+        if (over := composed.most_host_bytes - self._host_limit) > 0:
+            return self._refuse(node, over)
         seconds = self._times.bound(composed, range(grid.pipeline))
         self._fitting[node] = _Fitting(sizes, composed, size, seconds)
         return seconds
 
-    def _refuse_large(self, node: _Node, sizes: Sizes, composed: ComposedRun, size: int) -> None:
+    def _refuse_large(self, node: _Node, sizes: Sizes, composed: ComposedRun, size: int) -> float:
         key = node._replace(rows=0)
         self._rows_over[key] = min(node.rows, self._rows_over.get(key, node.rows))
         if size <= self._capacity:
-            self._too_large[MARGIN] += 1
-            self._close.append(_Fitting(sizes, composed, size, self._times.bound(composed, composed.inner_places)))
-            return
-        self._too_large[MEMORY] += 1
-        self._note_over(size - self._limit, node, is_composed=True)
+            if node not in self._refused:
+                self._close.append(_Fitting(sizes, composed, size, self._times.bound(composed, composed.inner_places)))
+            self._count_large(node, MARGIN)
+            return math.inf
+        return self._refuse(node, size - self._limit)
+
+    def _refuse(self, node: _Node, over: float) -> float:
+        self._count_large(node, MEMORY)
+        self._note_over(over, node, is_composed=True)
+        return math.inf
+
+    def _count_large(self, node: _Node, rule: str) -> None:
+        """Count a layout that was composed; the first tries of a search are looked at again."""
+        self._too_large[rule] += node not in self._refused
+        self._refused.add(node)
 
     def _note_over(self, over: float, node: _Node, *, is_composed: bool) -> None:
         if over > 0:
@@ -521,12 +533,17 @@ class _Search:
         return self._projection(_Fitting(sizes, composed, 0, 0.0))
 
     def _helps(self) -> Iterator[str]:
-        """What makes the run fit where nothing does: more devices, shorter rows; each alone, with its layout."""
+        """What makes the run fit where nothing does: more devices, smaller moments, shorter rows; each alone."""
         request, training, cluster = self._request, self._run.training, self._request.cluster
         for times in MORE_DEVICES:
             there = replace(request, cluster=cluster_of(times * cluster.devices, cluster.hardware))
             if (sizes := self._fits_if(there, self._run)) is not None:
                 yield f"{there.cluster.devices:,} devices, such as {_layout_text(self._run, sizes)}"
+                break
+        for moments in SMALLER_MOMENTS:
+            run = _with(self._run, "optimizer", moment_dtype=moments)
+            if (sizes := self._fits_if(request, run)) is not None:
+                yield f"optimizer.moment_dtype={moments}, such as {_layout_text(run, sizes)}"
                 break
         for times in SHORTER_ROWS:
             length = training.sequence_length // times
@@ -543,20 +560,14 @@ class _Search:
 
     def _legal_refusals(self, best: Sequence[Projection]) -> list[Refusal]:
         """Legal layouts that are no candidates: that do not fit, fit within the margin, or are slower."""
-        slower = self._space.count - self._too_large.total() - len(best)
-        free = f"leaves less than {self._margin:.1%} of the memory, which the projection may be off by"
-        fast = f"no faster than the best by its bound; {self._tokens(self._best):,.0f} tokens/s on a device"
+        slower = max(0, self._space.count - self._too_large.total() - len(best))
         reasons = {
-            MEMORY: "more than the memory of a device, by its bound or its projection",
-            MARGIN: free,
-            SLOWER: fast,
+            MEMORY: "more than the memory of a device or its host, by its bound or its projection",
+            MARGIN: f"leaves less than {self._margin:.1%} of the memory, which the projection may be off by",
+            SLOWER: f"no faster than the best by its bound; {self._tokens(self._best):,.0f} tokens/s on a device",
         }
-        counts = {**self._too_large, SLOWER: max(0, slower)}
-        return [
-            Refusal(layout={}, rule=rule, reason=reason, count=counts[rule])
-            for rule, reason in reasons.items()
-            if counts.get(rule, 0)
-        ]
+        counts = self._too_large | Counter({SLOWER: slower})
+        return [Refusal(layout={}, rule=one, reason=reasons[one], count=counts[one]) for one in reasons if counts[one]]
 
     def _advice(self, best: Projection, tries: Sequence[_Waiting]) -> Iterator[Advice]:
         """What rules have against the best, each with the speed of the best layout that was found without it."""

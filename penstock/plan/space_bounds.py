@@ -458,7 +458,8 @@ class SpaceBounds:
         """Bytes of moments and master of a value, without scales."""
         optimizer = self._run.optimizer
         master = 2 if optimizer.store_param_remainders else SUM_BYTES
-        return _MOMENT_BYTES[optimizer.moment_dtype], master if fact.itemsize < SUM_BYTES else 0
+        moments = _MOMENT_BYTES[optimizer.moment_dtype] // (1 if fact.matrices is None else 2)
+        return moments, master if fact.itemsize < SUM_BYTES else 0
 
     def _message_seconds(self, sizes: tuple[int, ...], world: int, most: int) -> np.ndarray:
         """For ranks that cut a matrix: these, and seconds to gather and to reduce a byte over ranks that hold it."""

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from penstock.trace.analysis import RankAnalysis
-from penstock.trace.events import NONE, Integers
+from penstock.trace.events import NONE, Floats, Integers
 from penstock.trace.phases import PASSES, grouped
+
+COLLECTIVES = ("gloo:", "c10d::")
+"""Begins of the names of collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +92,24 @@ def host_table(one: RankAnalysis) -> HostTable:
         operators=rows(events.names, events.name_id, np.full(count, NONE)),
         phases=rows(phases.names, phases.name_id[:count], phases.pass_id[:count]),  # without waiting parts of events
     )
+
+
+def shared_collectives_us(ranks: Sequence[RankAnalysis]) -> float | None:
+    """Time per step of the collectives of all ranks, without waits for late ranks.
+
+    A rank that comes late to a collective spends the least time in it, so the least over the ranks counts. None for one
+    rank, or if the ranks have not called equally many.
+    """
+    times = [_collective_times(one) for one in ranks]
+    if len(times) < 2 or len({len(one) for one in times}) > 1:
+        return None
+    return float(np.stack(times).min(axis=0).sum()) / max(1, len(ranks[0].steps))
+
+
+def _collective_times(one: RankAnalysis) -> Floats:
+    """Own time of each call of a collective, in order."""
+    events = one.trace.gpu
+    rows = events.named(lambda name: name.startswith(COLLECTIVES))
+    calls, call = np.unique(events.launch[rows], return_inverse=True)
+    times: Floats = np.bincount(call, events.duration_us[rows], len(calls)).astype(np.float64)
+    return times

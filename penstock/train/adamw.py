@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from penstock.config.training import Optimizer
-from penstock.kernels.adamw import APART, SPLIT, AdamWTensor, launches_of, scalars_of, update
+from penstock.kernels.adamw import APART, SPLIT, AdamWTensor, StateTensor, launches_of, scalars_of, update
 from penstock.kernels.language import HAS_TRITON
 from penstock.kernels.optimizer_state import (
     MOMENT_DTYPES,
@@ -74,16 +74,22 @@ class StateShape:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def state_shapes(shape: tuple[int, ...], dtype: torch.dtype, settings: Optimizer) -> dict[str, StateShape]:
-    """State of a value by the field of `AdamWTensor`. Vectors have float32 moments instead of codes."""
+def state_shapes(
+    shape: tuple[int, ...], dtype: torch.dtype, settings: Optimizer, *, is_muon: bool = False
+) -> dict[str, StateShape]:
+    """State of a value by the field of `AdamWTensor`; Muon has the first moment only.
+
+    Vectors have float32 moments instead of codes.
+    """
     moments = MOMENT_DTYPES[settings.moment_dtype]
     is_coded = moments == torch.uint8 and row_width(shape) > 1
     if moments == torch.uint8 and not is_coded:
         moments = torch.float32
-    found = {name: StateShape(shape, moments) for name in ("moment1", "moment2")}
+    numbers = "1" if is_muon else "12"
+    found = {f"moment{number}": StateShape(shape, moments) for number in numbers}
     if is_coded:
         blocks = StateShape((*shape[:-1], blocks_of_row(shape[-1])), torch.float32)
-        found |= {"scale1": blocks, "scale2": blocks}
+        found |= {f"scale{number}": blocks for number in numbers}
     if dtype.itemsize < torch.float32.itemsize:
         found["master"] = StateShape(shape, torch.int16 if settings.store_param_remainders else torch.float32)
     return found
@@ -123,18 +129,27 @@ _SQUARES = StateCodec(
 )
 
 
-def stored_parts(tensor: AdamWTensor) -> dict[str, tuple[tuple[Tensor, ...], StateCodec | None]]:
-    """Tensors that hold master and moments, by the name in a checkpoint, and their codec; None for plain float32."""
+Stored = tuple[tuple[Tensor, ...], StateCodec | None]
+"""Tensors that hold a float32 tensor, and their codec; None for the plain tensor."""
+
+
+def stored_parts(tensor: StateTensor) -> dict[str, Stored]:
+    """How master and moments are held, by the name in a checkpoint."""
     if tensor.masters == SPLIT:
         assert tensor.master is not None, "a split master has a rest"
-        model: tuple[tuple[Tensor, ...], StateCodec | None] = (tensor.value, tensor.master), _SPLIT
+        model: Stored = (tensor.value, tensor.master), _SPLIT
     else:
         model = (tensor.value if tensor.master is None else tensor.master,), None
-    if tensor.scale1 is not None and tensor.scale2 is not None:
-        means, squares = (tensor.moment1, tensor.scale1), (tensor.moment2, tensor.scale2)
-        return {"model": model, "moment1": (means, _MEANS), "moment2": (squares, _SQUARES)}
-    codec = ROUNDED if tensor.moment1.dtype == torch.bfloat16 else None
-    return {"model": model, "moment1": ((tensor.moment1,), codec), "moment2": ((tensor.moment2,), codec)}
+    found = {"model": model, "moment1": _stored_moment(tensor.moment1, tensor.scale1, _MEANS)}
+    if isinstance(tensor, AdamWTensor):
+        found["moment2"] = _stored_moment(tensor.moment2, tensor.scale2, _SQUARES)
+    return found
+
+
+def _stored_moment(moment: Tensor, scales: Tensor | None, codes: StateCodec) -> Stored:
+    if scales is not None:
+        return (moment, scales), codes
+    return (moment,), ROUNDED if moment.dtype == torch.bfloat16 else None
 
 
 class _Pass:
@@ -196,9 +211,7 @@ def _torch_update(
             eps=settings.epsilon,
             maximize=False,
         )
-    if apart := [(one.value, one.master) for one in tensors if one.master is not None]:
-        values, masters = zip(*apart, strict=True)
-        torch._foreach_copy_(values, masters)
+    round_values(tensors)
     if tensors:
         torch._foreach_zero_([one.gradient for one in tensors])
 
@@ -218,7 +231,7 @@ class FusedAdamW:
         *,
         starts: Mapping[str, int] | None = None,
     ) -> None:
-        device = next(iter(values.values())).device
+        device = next((one.device for one in values.values()), torch.device("cpu"))
         shapes = {name: state_shapes(tuple(one.shape), one.dtype, settings) for name, one in values.items()}
         state = {
             name: {field: torch.zeros(one.shape, dtype=one.dtype, device=device) for field, one in fields.items()}
@@ -229,7 +242,7 @@ class FusedAdamW:
         self._steps = 0
         self._pass = _Pass(self.tensors.values(), settings)
         self.host_bytes = 0
-        self.device_bytes, self.moment_bytes = _bytes_of(self.tensors.values())
+        self.device_bytes, self.moment_bytes = bytes_of(self.tensors.values())
 
     def update(self, learning_rate: float, divisor: float = 1.0) -> None:
         """Update all masters from their gradients, divided by `divisor`, and the values with them."""
@@ -243,7 +256,7 @@ class FusedAdamW:
     def loaded(self) -> None:
         """Continue from filled masters, moments and `step`: values follow their masters."""
         self._steps = int(self.step)
-        _round(self.tensors.values())
+        round_values(self.tensors.values())
 
 
 @torch.no_grad()
@@ -269,13 +282,18 @@ def _tensors_of(
         )
         for name, value in values.items()
     }
-    for one in found.values():
-        if one.master is not None and one.masters == APART:
-            one.master.copy_(one.value)
+    start_masters(found.values())
     return found
 
 
-def _bytes_of(tensors: Iterable[AdamWTensor]) -> tuple[int, int]:
+def start_masters(tensors: Iterable[StateTensor]) -> None:
+    """Let separate masters equal their values."""
+    for one in tensors:
+        if one.master is not None and one.masters == APART:
+            one.master.copy_(one.value)
+
+
+def bytes_of(tensors: Iterable[StateTensor]) -> tuple[int, int]:
     """Bytes of all state, and those of moments."""
     state = moments = 0
     for one in tensors:
@@ -285,10 +303,12 @@ def _bytes_of(tensors: Iterable[AdamWTensor]) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _round(tensors: Iterable[AdamWTensor]) -> None:
-    for one in tensors:
-        if one.master is not None and one.masters == APART:
-            one.value.copy_(one.master)
+def round_values(tensors: Iterable[StateTensor]) -> None:
+    """Let values follow masters that were filled."""
+    apart = [(one.value, one.master) for one in tensors if one.master is not None and one.masters == APART]
+    if apart:
+        values, masters = zip(*apart, strict=True)
+        torch._foreach_copy_(values, masters)
 
 
 UNIT = ALIGNMENT // torch.float32.itemsize
@@ -326,7 +346,7 @@ class StreamedAdamW:
             state += [one.tensor.gradient for one in chunk if one.brings_gradient]
         self._passes: dict[int, _Pass] = {}  # by chunk; the buffers of chunks stay where they are
         self._stream = ChunkStream(device)
-        self.host_bytes, _ = _bytes_of(self.tensors.values())
+        self.host_bytes, _ = bytes_of(self.tensors.values())
         self.device_bytes = 2 * buffer_bytes(self._state)  # one chunk is updated while another arrives or leaves
         self.moment_bytes = self.device_bytes
 
@@ -343,7 +363,7 @@ class StreamedAdamW:
     def loaded(self) -> None:
         """See `FusedAdamW.loaded`."""
         self._steps = int(self.step)
-        _round(self.tensors.values())
+        round_values(self.tensors.values())
 
     def _work(self, learning_rate: float, divisor: float, index: int, state: list[Tensor]) -> None:
         """Update one chunk, whose state is on the device."""

@@ -6,10 +6,12 @@
     2. write     each rank writes its rectangles as safetensors into `.step-000123.partial-PID`, and syncs them to disk
     3. seal      the first rank writes facts.json and manifest.json (penstock/train/manifest.py)
     4. publish   it renames the folder to `step-000123` and syncs the parent folder
-    5. prune     it renames checkpoints older than the last `keep` to hidden names, then deletes them
+    5. prune     it renames checkpoints older than the last `keep`, but not those of multiples of `keep_every`, to
+                 hidden names, then deletes them
 
-So a name without a leading dot always belongs to a complete checkpoint. Hidden leftovers of a killed process are
-deleted by the next start, which holds the lock of the run folder, and by the next save; readers never do, because
+So a name without a leading dot always belongs to a complete checkpoint, which does not change: it can be copied while
+the run goes on. If it is pruned meanwhile, the copy lacks files and is refused. Hidden leftovers of a killed process
+are deleted by the next start, which holds the lock of the run folder, and by the next save; readers never do, because
 another process may be writing them.
 
 The ranks share a file system and end every phase together: an error on one rank is raised on all, with the same
@@ -24,13 +26,14 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from errno import EIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError
@@ -48,8 +51,9 @@ from penstock.train.manifest import (
     check_files,
     check_no_more_tensors,
     check_tensors,
+    check_there,
     describe,
-    files_of,
+    files_to_read,
     fill_parts,
     merge,
     parse_json,
@@ -64,17 +68,25 @@ class CheckpointStore:
     """The checkpoints in one folder, which the first save creates.
 
     All ranks create the store and call `latest_of_all`, `save`, `load`, `wait` and `close` together. The other methods
-    only look at the folder, on each rank alone. A save leaves `keep` checkpoints; 0 keeps all. `asynchronous` stores
-    write in the background, which needs host memory for this rank's tensors. `mark` is a file that is made when a
-    checkpoint is complete.
+    only look at the folder, on each rank alone. A save leaves `keep` checkpoints, and those of multiples of
+    `keep_every` steps; a `keep` of 0 keeps all. `asynchronous` stores write in the background, which needs host memory
+    for this rank's tensors. `mark` is a file that is made when a checkpoint is complete.
     """
 
     def __init__(
-        self, folder: Path, keep: int, asynchronous: bool, world: Axis = ALONE.world, mark: Path | None = None
+        self,
+        folder: Path,
+        keep: int,
+        asynchronous: bool,
+        world: Axis = ALONE.world,
+        *,
+        mark: Path | None = None,
+        keep_every: int = 0,
     ) -> None:
         self._folder = folder
         self._mark = mark
         self._keep = keep
+        self._keep_every = keep_every
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._running: Future[None] | None = None
         self._staged: dict[str, Tensor] = {}  # host memory that the saves share
@@ -163,25 +175,28 @@ class CheckpointStore:
         """Fill tensors, on any device, from a checkpoint of any layout; returns its facts.
 
         All ranks together hold exactly the saved tensors (names, types, shapes), or some of them without `all_of_it`.
-        Nothing is changed unless the checkpoint is valid: a CheckpointError says that it is missing, damaged, of
-        another program, version or model, or unreadable.
+        A CheckpointError says that the checkpoint is missing, damaged, of another program, version or model, or
+        unreadable. After damage in a tensor file the tensors are undefined; all other faults change nothing.
         """
         self.wait()
         folder = self.path(step)
         with _Phase(self._messages, f"cannot read {folder}"):
             manifest = read_manifest(self._existing(step))
         wanted = _same_step(self._messages.all_gather([step, describe(into)]))
-        # Every rank checks before any rank fills, so a fault that one rank finds leaves the tensors of all unchanged.
+        # Every rank checks before any rank fills.
         with _Phase(self._messages, f"cannot read {folder}"):
             saved = manifest.kinds if all_of_it else {name: manifest.kinds.get(name, "none") for name in wanted}
             check_tensors(folder, saved, wanted)
             check_no_more_tensors(folder, manifest)
-            # To check the files, each is read once, by one of the ranks.
-            ours = files_of(manifest, wanted)[self.rank :: self._messages.ranks]
-            check_files(folder, {name: manifest.files[name] for name in ours})
+            own = files_to_read(manifest.tensors, into)
+            check_there(folder, own)
+            check_files(folder, {FACTS: manifest.files[FACTS]})
             facts = _facts(folder)
+        # Each file is checked by one of the ranks that read it, so that the disk is asked once.
+        read = self._messages.all_gather(own)
+        ours = [file for file in own if _checking_rank(file, read) == self.rank]
         with _Phase(self._messages, f"cannot read {folder}"):
-            fill_parts(folder, manifest.tensors, into)
+            fill_parts(folder, manifest.tensors, into, {file: manifest.files[file] for file in ours})
         return facts
 
     def read_facts(self, step: int) -> dict[str, Any]:
@@ -287,8 +302,11 @@ class CheckpointStore:
 
     def _prune(self, step: int) -> None:
         """Delete old checkpoints under hidden names, so that none is visible in part."""
+        every = self._keep_every
         if self._keep:
             for old in [old for old in self.steps() if old <= step][: -self._keep]:
+                if every and old % every == 0:
+                    continue
                 hidden = self._hidden(old, "removed")
                 self.path(old).rename(hidden)
                 shutil.rmtree(hidden, ignore_errors=True)
@@ -353,6 +371,12 @@ def _same_step(ranks: list[tuple[int, dict[str, str]]]) -> dict[str, str]:
         for name, kind in kinds.items():
             assert wanted.setdefault(name, kind) == kind, f"{name} is {kind} on one rank, {wanted[name]} on another"
     return wanted
+
+
+def _checking_rank(file: str, read: Sequence[Sequence[str]]) -> int:
+    """The rank that checks a file, of those that read it; other files have others."""
+    readers = [rank for rank, files in enumerate(read) if file in files]
+    return readers[crc32(file.encode()) % len(readers)]
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,12 +20,14 @@ against accidents; against attackers, no file can hold code. CRC-32 reads 6.2 GB
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -183,15 +185,20 @@ def _faults(manifest: Manifest) -> Iterator[str]:
 
 def check_files(folder: Path, files: Mapping[str, str]) -> None:
     """Compare files with their checksums, from all of their bytes; a CheckpointError names one that is not as saved."""
-    for name in files:  # first, because it is fast
-        if not (folder / name).is_file():
-            raise _damaged(folder / name, "no such file")
-        if (folder / name).is_symlink():
-            raise _damaged(folder / name, "a link to another place")
+    check_there(folder, files)  # first, because it is fast
     for name, expected in files.items():
         found = fingerprint(folder / name)
         if found != expected:
             raise _damaged(folder / name, f"{found} instead of {expected}")
+
+
+def check_there(folder: Path, files: Iterable[str]) -> None:
+    """Refuse files that are missing, or links, by a CheckpointError."""
+    for name in files:
+        if not (folder / name).is_file():
+            raise _damaged(folder / name, "no such file")
+        if (folder / name).is_symlink():
+            raise _damaged(folder / name, "a link to another place")
 
 
 def check_no_more_tensors(folder: Path, manifest: Manifest) -> None:
@@ -255,11 +262,13 @@ class PartRead(NamedTuple):
 def write_parts(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> WrittenFiles:
     """Write the rectangles of a rank, and sync them to disk. Raises OSError if a file cannot be written."""
     written = WrittenFiles({name: SavedTensor(kind) for name, kind in describe(parts).items()}, {})
+    blocks: list[np.ndarray] = []
     for number, group in enumerate(in_files(_rectangles(parts), lambda one: one[2].nbytes, FILE_BYTES)):
         file = f"tensors-{rank:05d}-{number:05d}.safetensors"
         for name, rectangle, _ in group:
             written.tensors[name].rectangles[str(rectangle)] = file
-        written.files[file] = write_tensors(folder / file, {f"{name}{place}": tensor for name, place, tensor in group})
+        tensors = {f"{name}{place}": tensor for name, place, tensor in group}
+        written.files[file] = write_tensors(folder / file, tensors, blocks)
     return written
 
 
@@ -273,26 +282,77 @@ def _rectangles(parts: Mapping[str, ShardedTensor]) -> Iterator[tuple[str, Recta
                 yield name, rectangle, values
 
 
+def files_to_read(saved: Mapping[str, SavedTensor], into: Mapping[str, ShardedTensor]) -> list[str]:
+    """Files that `fill_parts` reads, in the order of their first use."""
+    found: dict[str, None] = {}
+    for name, part in into.items():
+        places = saved[name].places()
+        for ours in (Rectangle(piece.whole, piece.sizes) for piece in part.pieces):
+            found.update((file, None) for theirs, file in places if ours.overlap(theirs) is not None)
+    return list(found)
+
+
 @torch.no_grad()
-def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str, ShardedTensor]) -> None:
+def fill_parts(
+    folder: Path,
+    saved: Mapping[str, SavedTensor],
+    into: Mapping[str, ShardedTensor],
+    expected: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Fill this rank's parts, on any device, one after another; only the needed elements are read.
 
+    Files of `expected`, in the order of their first use, are compared with these checksums before they are used.
     Raises OSError if a file cannot be read, and SafetensorError or DamagedError if it is not what the manifest says.
     """
-    with ExitStack() as opened:
-        files: dict[str, Any] = {}  # each is opened once
+    with ThreadPoolExecutor(1) as thread:
+        files = _OpenFiles(folder, expected, thread)
         for name, part in into.items():
             check_part(name, part)
             room = part.room()
             for file, read in _reads(name, room, saved[name]):
-                if file not in files:
-                    files[file] = opened.enter_context(safe_open(folder / file, framework="pt"))
-                values = files[file].get_slice(read.key)[read.source]
+                values = files.open(file).get_slice(read.key)[read.source]
                 if (values.dtype, values.shape) != (read.target.dtype, read.target.shape):
                     kinds = [f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in (values, read.target)]
                     raise _damaged(folder / file, f"{read.key} gives {kinds[0]} instead of {kinds[1]}")
                 read.target.copy_(values)
             part.fill(room.tensor)
+
+
+MOST_OPEN = 2
+"""Files that are mapped at once: mapped pages count as memory of the process."""
+
+
+class _OpenFiles:
+    """Files of a checkpoint that are open. A thread checks the next one while values are copied from this one.
+
+    So a file is read from the disk once: after its check it is in the page cache.
+    """
+
+    def __init__(self, folder: Path, expected: Mapping[str, str], thread: ThreadPoolExecutor) -> None:
+        self._folder = folder
+        self._expected = expected
+        self._thread = thread
+        self._left = iter(expected)
+        self._checks: dict[str, Future[None]] = {}
+        self._open: dict[str, Any] = {}
+
+    def open(self, name: str) -> Any:
+        """The open file, which is as saved if it is expected."""
+        if name not in self._open:
+            if name in self._expected:
+                while name not in self._checks:
+                    self._check_next()
+                self._check_next()
+                self._checks[name].result()
+            while len(self._open) >= MOST_OPEN:
+                del self._open[next(iter(self._open))]
+            self._open[name] = safe_open(self._folder / name, framework="pt")
+        return self._open[name]
+
+    def _check_next(self) -> None:
+        if (name := next(self._left, None)) is not None:
+            one = {name: self._expected[name]}
+            self._checks[name] = self._thread.submit(check_files, self._folder, one)
 
 
 def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple[str, PartRead]]:

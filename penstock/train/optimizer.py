@@ -1,11 +1,12 @@
-"""AdamW with float32 masters and float32 gradient sums, over any number of ranks.
+"""AdamW or Muon with float32 masters and float32 gradient sums, over any number of ranks.
 
-Every trained parameter has a master (float32, updated by AdamW), a gradient (float32, one buffer for the whole run) and
-two moments. A float32 parameter is its own master. A bfloat16 parameter is a rounded copy of its master:
+Every trained parameter has a master (float32), a gradient (float32, one buffer for the whole run) and two moments, or
+one with Muon (`penstock.train.muon`). A float32 parameter is its own master. A bfloat16 parameter is a rounded copy of
+its master:
 
     backward     a hook adds the parameter's bfloat16 gradient to the float32 buffer and frees it
     reduce       once a step, gradients are summed over the ranks that saw other tokens
-    step         AdamW clips gradients, updates the masters, and rounds them into the parameters
+    step         gradients are clipped, masters updated, and rounded into the parameters
 
 So neither sums over many micro-batches nor small updates lose precision. State may be stored in fewer bits
 (`penstock.train.adamw`). Kernels that produce weight gradients may
@@ -25,9 +26,10 @@ larger tensor or a shard, so results do not depend on the layout. Nothing here w
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -36,12 +38,15 @@ from torch.distributed.tensor import DTensor
 
 from penstock.config.parallel import Offload, Parallel
 from penstock.config.training import Optimizer
+from penstock.kernels.adamw import StateTensor, master_of, store_master
 from penstock.layout.sharding import row_width, rows_of_shard
-from penstock.parallel.axes import ALONE, NO_AXIS, Axis
+from penstock.parallel.axes import ALONE, NO_AXIS, Axes, Axis
 from penstock.parallel.buckets import BucketEntry, gather_rows, reduce_rows
 from penstock.parallel.gradient_offload import GradientOffload, layer_of_sums
+from penstock.parallel.matrix_exchange import MatrixShard, RowDivision
 from penstock.parallel.shard import ParamShard, ShardedTensor, StateCodec, by_rows, local_rows, whole
 from penstock.train.adamw import ROUNDED, FusedAdamW, StreamedAdamW, is_own_master, stored_parts
+from penstock.train.muon import ShardedMuon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,18 @@ class OptimizerShard:
             writes=self.writes,
             more=tuple(more),
             codec=codec,
+        )
+
+    def matrices(self) -> MatrixShard:
+        """The gradients of the updated rows, as matrices that are orthogonalized."""
+        param, axis = self.param, self.param.data
+        assert param.matrices is not None, f"{param.name} has no matrices"
+        is_chunked = isinstance(param.parameter, DTensor)
+        return MatrixShard(
+            matrices=param.matrices,
+            cuts=param.cuts,
+            division=RowDivision(axis.name, 1 if self.rows is None else axis.shard.size, is_chunked),
+            part=self.part((self.gradient,), None),
         )
 
     @property
@@ -129,6 +146,8 @@ def optimizer_shard_of(
     )
 
 
+NO_FACTORS: Mapping[str, Tensor] = MappingProxyType({})
+
 _DEFAULTS = Parallel()
 _ON_DEVICE = Offload()
 
@@ -157,7 +176,7 @@ class MasterAdamW:
         settings: Optimizer,
         *,
         parallel: Parallel = _DEFAULTS,
-        world: Axis = ALONE.world,
+        axes: Axes = ALONE,
         bucket_values: int | None = None,
         offload: Offload = _ON_DEVICE,
     ) -> None:
@@ -169,7 +188,7 @@ class MasterAdamW:
         self.gradient_offload = _offload_of(trained) if offload.gradients else None
         self._shards = {one.name: optimizer_shard_of(one, parallel, self.gradient_offload) for one in trained}
         assert len({id(one.parameter) for one in trained}) == len(self._shards) == len(trained), "one comes twice"
-        self._world = world
+        self._world = axes.world
         self._reduce_dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
         self._bucket_values = bucket_values
         for one in self._shards.values():
@@ -178,15 +197,32 @@ class MasterAdamW:
                 one.param.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, one.total))
         on_host = frozenset(() if self.gradient_offload is None else self.gradient_offload.totals)
         self._on_device = [one for name, one in self._shards.items() if name not in on_host]  # their gradients
-        values = {name: one.values for name, one in self._shards.items()}
-        gradients = dict(self.gradients())
         self._has_zeros = True  # in the updated rows
+        of_muon = {name: one.matrices() for name, one in self._shards.items() if one.param.matrices is not None}
+        of_muon = of_muon if settings.method == "muon" else {}
+        values, muon_values = _parted({name: one.values for name, one in self._shards.items()}, of_muon)
+        gradients, muon_gradients = _parted(dict(self.gradients()), of_muon)
         starts = {name: one.start for name, one in self._shards.items()}
         self._adamw: FusedAdamW | StreamedAdamW
         if offload.optimizer:
+            assert not of_muon, "a rule refuses Muon with its state in host memory"
             self._adamw = StreamedAdamW(values, gradients, settings, starts=starts, host_gradients=on_host)
         else:
             self._adamw = FusedAdamW(values, gradients, settings, starts=starts)
+        self._muon = None
+        if settings.method == "muon":
+            self._muon = ShardedMuon(
+                muon_values,
+                muon_gradients,
+                of_muon,
+                settings,
+                axes,
+                starts=starts,
+                step=self._adamw.step,
+                values_per_round=bucket_values,
+            )
+        of_muon_too = {} if self._muon is None else self._muon.tensors
+        self._tensors: dict[str, StateTensor] = {**self._adamw.tensors, **of_muon_too}
 
     def gradient_of(self, name: str) -> Tensor:
         """The float32 buffer of a parameter's gradients; the same tensor for the whole run."""
@@ -245,31 +281,39 @@ class MasterAdamW:
         return square.sqrt().float()
 
     @torch.no_grad()
-    def step(self, learning_rate: float, divisor: float = 1.0) -> None:
+    def step(self, learning_rate: float, divisor: float = 1.0, row_factors: Mapping[str, Tensor] = NO_FACTORS) -> None:
         """Update every parameter from the gradients, which are divided by `divisor` first (`clip_divisor`).
 
-        Afterwards the gradients of the updated rows are zero.
+        Then multiply rows of parameters by factors (QK-clip), one for each row on this rank. Afterwards the gradients
+        of the updated rows are zero.
         """
         for name, one in self._shards.items():
             assert one.param.parameter.grad is one.attached, f"the gradient buffer of {name} was detached"
         if self.gradient_offload is not None:
             self.gradient_offload.finish()
         self._adamw.update(learning_rate, divisor)
+        if self._muon is not None:
+            self._muon.update(learning_rate, divisor)
+        for name, factors in row_factors.items():
+            tensor, rows = self._tensors[name], self._shards[name].rows
+            own = factors if rows is None else factors[rows[0] : rows[1]]
+            store_master(tensor, master_of(tensor) * own.view(-1, *(1,) * (tensor.value.ndim - 1)))
         self._has_zeros = True
         self._gather_values()
 
     def parts(self) -> dict[str, ShardedTensor]:
         """All state for a checkpoint, by name, float32 in any format; the live tensors.
 
-        `model.*` is the master, with `moment1.*` and `moment2.*`; `step` counts updates. Call `loaded` after filling
-        them. Read or fill them before the next step; for host tensors this waits for the last one.
+        `model.*` is the master, with `moment1.*` and, of AdamW, `moment2.*`; `step` counts updates. Call `loaded` after
+        filling them. Read or fill them before the next step; for host tensors this waits for the last one.
         """
         self._adamw.settle()
-        stored = {name: stored_parts(one) for name, one in self._adamw.tensors.items()}
+        stored = {name: stored_parts(self._tensors[name]) for name in self._shards}
         parts = {
             f"{kind}.{name}": self._shards[name].part(*kinds[kind])
             for kind in ("model", "moment1", "moment2")
             for name, kinds in stored.items()
+            if kind in kinds
         }
         frozen = {f"model.{param.name}": _frozen_part(param) for param in self._frozen}
         return {**parts, **frozen, "step": whole(self._adamw.step, writes=self._world.rank == 0)}
@@ -284,14 +328,16 @@ class MasterAdamW:
         return StateBytes(
             weights=_bytes(weights),
             gradients=_bytes(one.total for one in self._on_device) + (0 if there is None else there.device_bytes),
-            optimizer=self._adamw.device_bytes,
-            moments=self._adamw.moment_bytes,
+            optimizer=self._adamw.device_bytes + (0 if self._muon is None else self._muon.device_bytes),
+            moments=self._adamw.moment_bytes + (0 if self._muon is None else self._muon.moment_bytes),
             host=self._adamw.host_bytes + (0 if there is None else there.host_bytes),
         )
 
     def loaded(self) -> None:
         """Continue from filled tensors of `parts`: parameters follow their masters."""
         self._adamw.loaded()
+        if self._muon is not None:
+            self._muon.loaded()
         self._gather_values()
 
     def _reduce(self, entries: Sequence[BucketEntry], shard: Axis, replicate: Axis) -> None:
@@ -306,6 +352,12 @@ class MasterAdamW:
         for _, shards in sorted(divided.items()):
             entries = [BucketEntry(whole=one.param.parameter.detach(), own=one.values) for one in shards]
             gather_rows(entries, shards[0].shard_axis, self._bucket_values)
+
+
+def _parted(tensors: Mapping[str, Tensor], names: Collection[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors of other names, and of these."""
+    there = {name: one for name, one in tensors.items() if name in names}
+    return {name: one for name, one in tensors.items() if name not in names}, there
 
 
 def _offload_of(params: Sequence[ParamShard]) -> GradientOffload:

@@ -32,7 +32,8 @@ from penstock.models.build import meta_model
 from penstock.models.count import count
 from penstock.models.init import initialize_masters
 from penstock.models.kernels import kernel_choices
-from penstock.models.parameters import fuse_wgrad_accumulation, param_shards, refresh_float8
+from penstock.models.parameters import fuse_wgrad_accumulation, matrices_of, param_shards, refresh_float8
+from penstock.models.qk_clip import measure_logits
 from penstock.models.rank_model import RankModel, build_rank, embedding_places, stages_of
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.router import TopKRouter
@@ -109,13 +110,15 @@ def prepare(run: Run, environment: Environment) -> Session:
         ranks=axes.data.size,
     )
     optimizer = MasterAdamW(
-        param_shards(model.modules, axes), run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload
+        param_shards(model.modules, axes), run.optimizer, parallel=run.parallel, axes=axes, offload=run.offload
     )
     if optimizer.gradient_offload is not None:
         model.whole.reached = optimizer.gradient_offload.reached
     # Values go into the float32 masters and are rounded from there, so they do not depend on precision or layout.
     initialize_masters(model.modules, optimizer.parts(), run.seed, run.model.initializer_range)
     fuse_wgrad_accumulation(model.modules, optimizer.gradient_of)
+    if run.optimizer.muon.qk_clip:
+        measure_logits(model.modules, device)
     refresh_float8(model.modules)  # 8-bit copies are of the initialized weights
     choices = kernel_choices(run, device_facts(device, run.training.precision))
     graphs, graphs_note = choose_capture(run, device, choices)
@@ -184,10 +187,12 @@ def state_bytes(run: Run) -> int:
     """Bytes of weights, float32 gradients, masters and moments of a run."""
     in_bf16 = run.training.precision == "bf16"
     total = 0
-    for module in meta_model(run.model).modules():
+    for path, module in meta_model(run.model).named_modules():
         dtype = torch.bfloat16 if in_bf16 and not isinstance(module, TopKRouter) else torch.float32
-        for parameter in module.parameters(recurse=False):
-            state = state_shapes(tuple(parameter.shape), dtype, run.optimizer).values()
+        for name, parameter in module.named_parameters(recurse=False):
+            shape = tuple(parameter.shape)
+            is_muon = run.optimizer.method == "muon" and matrices_of(module, f"{path}.{name}", shape) is not None
+            state = state_shapes(shape, dtype, run.optimizer, is_muon=is_muon).values()
             total += (4 + dtype.itemsize) * parameter.numel() + sum(one.nbytes for one in state)
     return total
 
@@ -257,7 +262,8 @@ def _state(run: Run, parameters: float, copies: int) -> float:
     divides, shards = shard(run), min(run.parallel.shard_size or copies, copies)
     is_own = run.training.precision == "fp32" or divides == "full"  # the weight is its own master
     weight, gradient = 4 if is_own else 2, 4
-    state = state_shapes((1, BLOCK), torch.float32 if is_own else torch.bfloat16, run.optimizer)
+    dtype, is_muon = torch.float32 if is_own else torch.bfloat16, run.optimizer.method == "muon"
+    state = state_shapes((1, BLOCK), dtype, run.optimizer, is_muon=is_muon)
     optimizer = sum(one.nbytes for one in state.values()) / BLOCK
     if run.offload.optimizer:
         optimizer = 0
@@ -293,7 +299,7 @@ def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
         axes = make_axes(grid, embedding_places(run), run.parallel.shard_size)
         model = build_rank(run, axes, torch.device("meta"))
         held = param_shards(model.modules, axes)
-        optimizer = MasterAdamW(held, run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload)
+        optimizer = MasterAdamW(held, run.optimizer, parallel=run.parallel, axes=axes, offload=run.offload)
         memory = optimizer.memory()
     finally:
         stop_process_group()

@@ -28,6 +28,7 @@ from penstock.config.run import Run
 from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
 from penstock.models.parameters import refresh_float8
+from penstock.models.qk_clip import clip_factors, reset_logits
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad
 from penstock.moe.dispatch.balanced import PlanSums, replica_meters
@@ -39,7 +40,7 @@ from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import CutRule, GlobalBatch, cut, read
 from penstock.train.loss import LossRule, loss_rule
 from penstock.train.observer import BalanceReport, HeldOutLoss, LayerReport
-from penstock.train.optimizer import MasterAdamW, clip_divisor
+from penstock.train.optimizer import NO_FACTORS, MasterAdamW, clip_divisor
 from penstock.train.passes import forward_backward, held_out_nats
 from penstock.train.stop import StopRequest
 from penstock.train.stragglers import RankPulse
@@ -61,6 +62,7 @@ class StepRule:
     moe_layers: tuple[int, ...]  # indices of the MoE layers of all ranks
     experts: int
     passes: Passes = forward_backward
+    qk_clip: float = 0.0  # largest attention logit; 0 does not clip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,7 @@ def step_rule(run: Run, model: RankModel, device: torch.device, passes: Passes =
         moe_layers=tuple(layer for layer in model_layers if not run.model.is_dense(layer)),
         experts=0 if run.model.moe is None else run.model.moe.experts,
         passes=passes,
+        qk_clip=run.optimizer.muon.qk_clip,
     )
 
 
@@ -139,7 +142,8 @@ def train_step(
     # 5. Clip and update, 6. move the expert bias: once a global batch.
     enter(Span.OPTIMIZER)
     with span(Span.OPTIMIZER):
-        optimizer.step(learning_rate, clip_divisor(result.gradient_norm, rule.clip_norm))
+        factors = clip_factors(model.modules, rule.qk_clip, model.axes.dense_data) if rule.qk_clip else NO_FACTORS
+        optimizer.step(learning_rate, clip_divisor(result.gradient_norm, rule.clip_norm), factors)
         refresh_float8(model.modules)
     with span(Span.BALANCE):
         update_expert_bias(model.modules, loads)
@@ -161,6 +165,8 @@ def _differentiate(
     with span(Span.ZERO):
         reset_loads(model.modules)
         forget_left_out(model.modules)
+        if rule.qk_clip:
+            reset_logits(model.modules)
         for meter in replica_meters(model.modules):
             meter.reset()
         optimizer.zero_gradients(before_passes=True)

@@ -6,18 +6,29 @@ A file is a length (8 bytes, little-endian), a JSON header of that length, and t
 
 Unlike the library's writer, this needs no second pass for the checksum, syncs the open file, raises the system's errors
 unchanged, and gives others read permission (docs/decisions/0012-any-layout.md).
+
+A few blocks of host memory are enough for tensors of any size and device: threads write blocks while the next one is
+filled and summed. Large files are written past the page cache (docs/decisions/0167-checkpoints-at-size.md).
 """
 
+import fcntl
 import json
 import os
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from errno import EINVAL
+from io import FileIO
 from itertools import chain
 from math import prod
+from mmap import mmap
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +51,20 @@ Item = TypeVar("Item")
 ALIGNMENT = 64
 """Bytes. Spaces pad the header, so that tensors are aligned in a mapped file."""
 
-BLOCK_BYTES = 4 << 20
-"""Written and summed at once; fits the cache."""
+READ_BYTES = 4 << 20
+"""Read and summed at once; fits the cache."""
+
+BLOCK_BYTES = 16 << 20
+"""Written at once."""
+
+WRITES = 3
+"""Blocks: one is filled and summed while the others are written."""
+
+DIRECT_BYTES = 64 << 20
+"""Size of a file from which on it is written past the page cache."""
+
+PAGE_BYTES = 4096
+"""Past the page cache, sizes are multiples of it. A file of another size is cut after its last block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +82,22 @@ class TensorEntry:
         return self.dtype.itemsize * prod(self.shape)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors of any device to a new file, and sync it to disk; they are copied to the host one by one.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], blocks: list[np.ndarray] | None = None) -> str:
+    """Write tensors of any device to a new file, and sync it to disk; they are copied to the host block by block.
 
-    Returns the `fingerprint` of the intended content. Raises OSError if the file cannot be written.
+    `blocks` is the memory of the file before, to be used again, at first an empty list. Returns the `fingerprint` of
+    the intended content. Raises OSError if the file cannot be written.
     """
-    return write_entries(
-        path, [TensorEntry(name=n, dtype=x.dtype, shape=tuple(x.shape), make=x.detach) for n, x in tensors.items()]
-    )
+    made = [TensorEntry(name=n, dtype=x.dtype, shape=tuple(x.shape), make=x.detach) for n, x in tensors.items()]
+    return write_entries(path, made, blocks=blocks)
 
 
-def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None = None) -> str:
+def write_entries(
+    path: Path,
+    entries: Iterable[TensorEntry],
+    metadata: Mapping[str, str] | None = None,
+    blocks: list[np.ndarray] | None = None,
+) -> str:
     """`write_tensors` for tensors that are never in memory together, with `metadata` in the header."""
     entries = list(entries)
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -80,18 +108,86 @@ def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[
         offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    checksum = size = 0
-    with path.open("xb", buffering=0) as file:
-        begin_of_file = memoryview(len(text).to_bytes(8, "little") + text)
-        for view in chain([begin_of_file], map(_bytes_of, entries)):  # one tensor at a time is in memory
-            for begin in range(0, len(view), BLOCK_BYTES):
-                part = view[begin : begin + BLOCK_BYTES]
-                checksum = zlib.crc32(part, checksum)
-                size += len(part)
-                while part:  # an unbuffered write may write a part only
-                    part = part[file.write(part) :]
+    begin = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+    checksum, written, size = 0, 0, begin.numel() + offset
+    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(WRITES) as threads:
+        is_direct = size >= DIRECT_BYTES and _set_direct(file, True)
+        writes = deque[Future[None]]()
+        for block in _blocks(chain([begin], map(_bytes_of, entries)), size, blocks):  # one tensor at a time
+            padding = -len(block) % PAGE_BYTES if is_direct else 0
+            writes.append(_start(threads, file, memoryview(block.obj)[: len(block) + padding], written))
+            checksum = zlib.crc32(block, checksum)
+            written += len(block)
+            if len(writes) == WRITES:
+                writes.popleft().result()
+        for write in writes:
+            write.result()
+        if is_direct:
+            file.truncate(size)
         os.fsync(file.fileno())
     return describe_file(size, checksum)
+
+
+def _blocks(parts: Iterable[Tensor], size: int, blocks: list[np.ndarray] | None) -> Iterator[memoryview]:
+    """Bytes of tensors in blocks of host memory. `WRITES` blocks later a block is overwritten."""
+    blocks, most = [] if blocks is None else blocks, min(BLOCK_BYTES, size + -size % PAGE_BYTES)
+    if not blocks or blocks[0].size < most:
+        blocks[:] = [np.frombuffer(mmap(-1, most), np.uint8) for _ in range(WRITES)]
+    number = filled = 0
+    for part in parts:
+        while part.numel():
+            room = blocks[number][filled : filled + part.numel()]
+            _copy(part[: room.size], room)
+            part, filled = part[room.size :], filled + room.size
+            if filled == blocks[number].size:
+                yield blocks[number].data
+                number, filled = (number + 1) % WRITES, 0
+    if filled:
+        yield blocks[number].data[:filled]
+
+
+def _copy(source: Tensor, target: np.ndarray) -> None:
+    """Copy bytes to host memory.
+
+    By NumPy, because an operator of PyTorch starts OpenMP threads of its own in each thread that calls it, after which
+    those of the training thread wait asleep: steps took twice as long (docs/decisions/0167-checkpoints-at-size.md).
+    """
+    if source.device.type == "cpu":
+        np.copyto(target, source.numpy())
+    else:
+        torch.from_numpy(target).copy_(source)
+
+
+def _start(threads: ThreadPoolExecutor, file: FileIO, block: memoryview, offset: int) -> Future[None]:
+    """Write a block in a thread, or here if no thread can start any more, because the interpreter ends."""
+    with suppress(RuntimeError):
+        return threads.submit(_write, file, block, offset)
+    done = Future[None]()
+    _write(file, block, offset)
+    done.set_result(None)
+    return done
+
+
+def _write(file: FileIO, block: memoryview, offset: int) -> None:
+    while block:
+        try:
+            count = os.pwrite(file.fileno(), block, offset)  # which may write a part only
+            block, offset = block[count:], offset + count
+        except OSError as error:  # of a file system that takes other sizes past the page cache, or none
+            if error.errno != EINVAL or not _set_direct(file, False):
+                raise
+
+
+def _set_direct(file: FileIO, direct: bool) -> bool:
+    """Write past the page cache or not; returns whether that is a change, which not every file system allows."""
+    flag = vars(os).get("O_DIRECT", 0)  # Linux only
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    wanted = flags | flag if direct else flags & ~flag
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, wanted)
+    except OSError:
+        return False
+    return wanted != flags
 
 
 def in_files(items: Iterable[Item], nbytes: Callable[[Item], int], most_bytes: int) -> Iterator[list[Item]]:
@@ -111,7 +207,7 @@ def in_files(items: Iterable[Item], nbytes: Callable[[Item], int], most_bytes: i
 def fingerprint(path: Path) -> str:
     """Size and checksum of a file, from all of its bytes. Raises OSError if it cannot be read."""
     checksum = size = 0
-    block = memoryview(bytearray(BLOCK_BYTES))
+    block = memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
             checksum = zlib.crc32(block[:count], checksum)
@@ -124,9 +220,15 @@ def describe_file(size: int, checksum: int) -> str:
     return f"{size} bytes, crc32 {checksum:08x}"
 
 
-def _bytes_of(entry: TensorEntry) -> memoryview:
-    """Values of a tensor, row by row."""
+def _bytes_of(entry: TensorEntry) -> Tensor:
+    """Values of a tensor, row by row, on its device."""
     tensor = entry.make()
     assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), f"{entry.name} is not what it said"
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().data
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and not tensor.is_contiguous():
+        tensor = torch.from_numpy(np.ascontiguousarray(tensor.view(_INTEGERS[tensor.itemsize]).numpy()))
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes; NumPy knows no bfloat16."""

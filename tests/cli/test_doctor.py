@@ -15,8 +15,9 @@ from penstock.trace.analysis import analyse_files
 from penstock.tune.doctor.diagnosis import ms_text
 from penstock.tune.doctor.run_facts import recording_command
 from tests.cli import answers
-from tests.report.made_runs import host_folder
+from tests.report.made_runs import host_folder, host_trace
 from tests.trace.synthetic import Job, make
+from tests.trace.tiny import write
 
 LINE = {
     "step_seconds": 0.25,
@@ -141,6 +142,18 @@ def test_a_run_on_a_cpu_has_its_operators_and_no_wall(tmp_path: Path) -> None:
     assert text.splitlines()[-1] == f"next:  penstock train {folder}/config.toml training.micro_batch=8"
     found = told(folder)
     assert (found["wall"], found["host"]["operators"][0]["name"]) == (None, "aten::addmm")
+
+
+@pytest.mark.parametrize(("sums_us", "is_network"), [((700.0, 560.0), True), ((700.0, 30.0), False)])
+def test_on_cpus_the_network_is_the_wall_if_no_rank_is_late(
+    sums_us: tuple[float, float], is_network: bool, tmp_path: Path
+) -> None:
+    folder = host_folder(tmp_path / "run", ranks=2)
+    for rank, sum_us in enumerate(sums_us):
+        write(folder / "profile" / f"rank-{rank}.json.gz", host_trace(rank, sum_us))
+    found = told(folder)
+    assert found["wall"] == ("communication" if is_network else None)
+    assert found["verdict"].startswith("communication: the network takes 63.6%" if is_network else "no wall: ")
 
 
 def test_another_chip_than_the_runs_is_said_to_be_another_machine(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_slurm_prints_a_script_that_a_shell_understands() -> None:
     subprocess.run(["bash", "-n", "-c", script], check=True)  # -n parses and runs nothing
     assert "#SBATCH --account=moe\n" in script
     assert "#SBATCH --job-name=night\n" in script
-    assert "-m penstock train deepseek-v2-lite parallel.expert=8\n" in script
+    assert '-m penstock train deepseek-v2-lite parallel.expert=8 "${@' in script
     assert "HSA_KERNARG_POOL_SIZE" not in script
 
 

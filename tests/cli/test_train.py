@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from penstock.cli.main import main
 from penstock.config.load import dump_toml, load_run
 from penstock.parallel.launch.rendezvous import Rendezvous
 from penstock.train import manifest, run_folder, stop
+from penstock.train.memory_replica import memory_folder
 from penstock.train.metrics import FIELDS, MetricsFile
 from penstock.train.observer import StepReport
 from tests import warm
@@ -86,7 +88,7 @@ def test_a_run_leaves_configuration_metrics_checkpoints_and_events() -> None:
     text = printed("tiny.toml", "record.tensorboard=true")
     folder = Path("runs/tiny")
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "checkpoints", "config.toml", "goodput.jsonl", "metrics.jsonl", "starts.jsonl", "tensorboard",
+        ".lock", "checkpoints", "config.toml", "goodput.jsonl", "metrics.jsonl", "saved", "starts.jsonl", "tensorboard",
     ]  # fmt: skip
     assert load_run(str(folder)) == load_run("tiny.toml", ["record.tensorboard=true"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -313,7 +315,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_report() -> None:
 
 
 def test_a_full_disk_is_one_line_and_the_run_can_go_on() -> None:
-    def no_space(path: Path, tensors: object) -> str:
+    def no_space(path: Path, tensors: object, blocks: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -382,6 +384,66 @@ def test_a_restart_that_does_not_know_its_run_starts_none(monkeypatch: pytest.Mo
     be_the_only_rank(monkeypatch, launch="none", restarts=1)  # torchrun without --rdzv-id
     assert "a restart does not know with which run it goes on" in refused("tiny.toml")
     assert not Path("runs").exists()
+
+
+def test_a_run_that_loses_a_rank_goes_on_with_fewer_and_then_with_all_on_the_same_curve(warm_ranks: None) -> None:
+    words = ("training.steps=80", "checkpoint.every=5", "training.micro_batch=1", "training.global_batch=4")
+    words = ("tiny.toml", *words, "parallel.expert=4", "evaluation.rows=0", "training.precision=fp32")
+    printed(*words, "--name", "whole", "--processes", "1", "parallel.expert=1")
+    others = multiprocessing.active_children()  # of the pool that other tests share
+    saved = Path("runs/lossy/checkpoints")
+
+    def kill_a_rank_and_ask_for_all() -> None:
+        while not (saved / "step-000005").exists():
+            time.sleep(0.001)
+        next(iter(set(multiprocessing.active_children()).difference(others))).kill()
+        while not fewer():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def fewer() -> bool:
+        """Two ranks have saved a checkpoint: those of four had another `parallel.expert`."""
+        with suppress(FileNotFoundError):  # of a checkpoint that is pruned just now
+            facts = [json.loads(path.read_text()) for path in saved.glob("step-*/facts.json")]
+            return any(one["options"]["parallel.expert"] == 2 for one in facts)
+        return False
+
+    watcher = threading.Thread(target=kill_a_rank_and_ask_for_all, daemon=True)
+    watcher.start()
+    text = printed(*words, "elastic.min=2", "--name", "lossy", "--processes", "4")
+    watcher.join(timeout=10)
+    assert re.search(r"rank \d \(process \d+\) was ended by SIGKILL; the run goes on with 2 of 4 ranks", text)
+    assert "all 4 ranks start again, as SIGUSR1 asked" in text
+    assert load_run("runs/lossy/config.toml", follows=False).parallel.expert == 4
+    lossy, whole = metrics_of("runs/lossy"), metrics_of("runs/whole")
+    assert [line["step"] for line in lossy] == [*range(1, 81)]
+    assert [line["tokens_seen"] for line in lossy] == [line["tokens_seen"] for line in whole]
+    # Only the order of sums differs; rounding grows from step to step.
+    assert [line["loss"] for line in lossy] == pytest.approx([line["loss"] for line in whole], rel=1e-3)
+
+
+def test_a_rank_that_is_killed_goes_on_from_the_replica_in_memory(
+    warm_ranks: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("tiny.toml", "training.steps=60", "checkpoint.every=0", "checkpoint.memory_every=5")
+    printed("tiny.toml", "training.steps=60", "checkpoint.every=0", "--name", "whole")
+    others = multiprocessing.active_children()  # of the pool that other tests share
+    replica = memory_folder(Path("runs/broken"))
+
+    def kill_after_a_replica() -> None:
+        while not any(replica.glob("step-*/manifest.json")):
+            time.sleep(0.001)
+        for child in set(multiprocessing.active_children()).difference(others):
+            child.kill()
+
+    watcher = threading.Thread(target=kill_after_a_replica, daemon=True)
+    watcher.start()
+    printed(*words, "--name", "broken", "--processes", "1", "--restarts", "1")
+    watcher.join(timeout=10)
+    assert re.search(r"goes on from step \d+, from a replica in memory", capfd.readouterr().out)
+    assert not replica.exists()
+    assert metrics_of("runs/broken") == metrics_of("runs/whole")
+    assert [path.name for path in Path("runs/broken/checkpoints").iterdir()] == ["step-000060"]
 
 
 def test_a_rank_that_is_killed_is_started_again_and_loses_nothing(warm_ranks: None) -> None:

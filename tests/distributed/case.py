@@ -87,6 +87,8 @@ INDEXER = (
     *DOCUMENTS,
 )
 WARM_UP = (*INDEXER, "model.attention.indexer.stage=dense")
+MUON = ("optimizer.method=muon", "optimizer.muon.precision=fp32")
+CLIPPED = (*MUON, "optimizer.muon.qk_clip=0.02")
 DELTA_PACKED = (*DELTA, *DOCUMENTS)
 OLMOE = (*GQA, 'model.attention.qk_norm="projection"')
 
@@ -136,6 +138,21 @@ ATTENTION_CASES = (
     Case("TP 2, norm of all heads", 2, layout("tensor=2"), OLMOE),
     Case("TP 2 x CP 2 folded with EP 4, norm of all heads", 4, layout("tensor=2", "context=2", "expert=4"), OLMOE),
     Case("PP 2 x EP 2, norm of all heads", 4, pipeline("1f1b", 2, "expert=2"), OLMOE),
+)
+
+
+MUON_CASES = (
+    Case("Muon: DP 2, optimizer whole", 2, layout("shard=none"), MUON),
+    Case("Muon: DP 4, ZeRO-1 in pairs", 4, layout("shard=optimizer", "shard_size=2"), MUON),
+    Case("Muon: EP 2 x EDP 2, FSDP", 4, layout("expert=2", "shard=full"), MUON),
+    Case("Muon: EP 2 x ETP 2", 4, layout("expert=2", "expert_tensor=2"), MUON),
+    Case("Muon: TP 2 x DP 4 folded with EP 4 x EDP 2, FSDP", 8, layout("tensor=2", "expert=4", "shard=full"), MUON),
+    Case("Muon: TP 2 folded with EP 4", 4, layout("tensor=2", "expert=4"), MUON),
+    Case("Muon: CP 2 x TP 2, grouped queries", 4, layout("context=2", "tensor=2"), GQA + MUON),
+    Case("Muon: PP 2 x VPP 2 x EP 2", 4, pipeline("interleaved", 2, "expert=2"), MUON),
+    Case("Muon: TP 2 folded with EP 4, FSDP, QK-clip", 4, layout("tensor=2", "expert=4", "shard=full"), CLIPPED),
+    Case("Muon: PP 2 x EP 2, QK-clip, grouped queries", 4, pipeline("1f1b", 2, "expert=2"), GQA + CLIPPED),
+    Case("Muon: PP 2 x TP 2 folded with EP 2, ZB-V", 4, pipeline("zb-v", 2, "tensor=2", "expert=2"), MUON),
 )
 
 

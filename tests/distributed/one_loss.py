@@ -19,7 +19,17 @@ from penstock.config.parallel import RECOMPUTABLE
 from penstock.parallel.launch.environment import Environment
 from penstock.prove.play import BOUNDS, Saved, StepFigures, differences, follow, put_together, saved_by
 from penstock.train.setup import Session, prepare
-from tests.distributed.case import ATTENTION_CASES, DOCUMENTS, EXPERT_CASES, FAMILY_CASES, GQA, Case, layout, pipeline
+from tests.distributed.case import (
+    ATTENTION_CASES,
+    DOCUMENTS,
+    EXPERT_CASES,
+    FAMILY_CASES,
+    GQA,
+    MUON_CASES,
+    Case,
+    layout,
+    pipeline,
+)
 from tests.distributed.pool import Pool
 
 STEPS, RATE = 3, 1e-2  # the rate is constant
@@ -219,6 +229,7 @@ CASES = (
     *ATTENTION_CASES,
     *EXPERT_CASES,
     *BALANCED_CASES,
+    *MUON_CASES,
 )
 
 OFTEN = (
@@ -234,6 +245,7 @@ OFTEN = (
     *("gpt-oss: TP 2 folded with EP 2", "Llama 4: PP 2"),
     *("EP 4, all-gather, sync-free 2, bounded balance", "EP 2 x EDP 2, FSDP, exact balance"),
     "TP 2 folded with EP 4, quantile balancing",
+    *("Muon: EP 2 x EDP 2, FSDP", "Muon: TP 2 folded with EP 4", "Muon: PP 2 x VPP 2 x EP 2"),
     *("EP 2 x DP 2, recompute layer, exact balance", "PP 2 x EP 2, ZB-1F1B, biases, exact balance"),
 )
 """Cases that every test run plays: few in which every schedule, way of the tokens, kind of recomputation and overlap

@@ -24,6 +24,7 @@ from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import RunFolder
 from penstock.train.state import restore_state, save_state
 from tests.closeness import assert_close, assert_equal
+from tests.distributed.case import MUON
 from tests.distributed.one_loss import (
     BASE,
     TOLERANCES,
@@ -147,6 +148,10 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     name: str, ranks: Pool, kept: Path, tmp_path: Path
 ) -> None:
     _check_legs(ranks, kept, tmp_path, PAIRS[name], (), TOLERANCES)  # float32: sums in another order only
+
+
+def test_a_run_with_muon_goes_on_in_another_layout(ranks: Pool, kept: Path, tmp_path: Path) -> None:
+    _check_legs(ranks, kept / "muon", tmp_path, PAIRS["FSDP 4 to TP 2 folded with EP 2"], MUON, TOLERANCES)
 
 
 @pytest.mark.slow

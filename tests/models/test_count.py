@@ -11,8 +11,8 @@ from penstock.config.load import load_run
 from penstock.config.model import GroupedQueryAttention, Model
 from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3, deepseek_v3_2
 from penstock.config.presets.ernie_minimax import ernie_4_5_21b_a3b, ernie_4_5_300b_a47b, minimax_m2
-from penstock.config.presets.glm import glm_4_5, glm_4_5_air
-from penstock.config.presets.moonshot import kimi_k2, moonlight_16b_a3b
+from penstock.config.presets.glm import glm_4_5, glm_4_5_air, glm_5
+from penstock.config.presets.moonshot import kimi_k2, kimi_linear_48b_a3b, moonlight_16b_a3b
 from penstock.config.presets.proxies import moe_1t, moe_2t, moe_515b
 from penstock.config.presets.qwen3_next import qwen3_5_35b_a3b, qwen3_next_80b_a3b
 from penstock.config.presets.registry import PRESETS
@@ -88,6 +88,8 @@ def _attention_flops(config: Model, sequence_length: int) -> float:
         (kimi_k2, 1026e9, 32.9e9, None),
         (glm_4_5, 352.8e9, 33.6e9, None),
         (glm_4_5_air, 106.9e9, 13.4e9, None),
+        (glm_5, 743.9e9, 41.8e9, None),
+        (kimi_linear_48b_a3b, 49.1e9, 3.48e9, None),
         (ernie_4_5_21b_a3b, 21.8e9, 3.35e9, None),
         (ernie_4_5_300b_a47b, 299.5e9, 47.9e9, None),
         (minimax_m2, 228.7e9, 11.0e9, None),

@@ -99,9 +99,7 @@ def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | N
     decoders = meta_stages(run, layer_context, {0: whole_model(run.model)})
     set_dtypes(run, decoders.values(), axes, CPU)
     materialize(run, CPU, decoders.values())
-    optimizer = MasterAdamW(
-        param_shards(decoders.values(), axes), run.optimizer, parallel=run.parallel, world=axes.world
-    )
+    optimizer = MasterAdamW(param_shards(decoders.values(), axes), run.optimizer, parallel=run.parallel, axes=axes)
     fuse_wgrad_accumulation(decoders.values(), optimizer.gradient_of)
     rank = MetaRank(
         run=run,

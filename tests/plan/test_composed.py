@@ -32,6 +32,10 @@ CASES = {
     "state in fewer bits": (
         LITE, 8, "parallel.expert=4 optimizer.moment_dtype=int8 optimizer.store_param_remainders=true"
     ),
+    "muon": (LITE, 16, "parallel.tensor=2 parallel.expert=4 optimizer.method=muon"),
+    "muon, gathered weights": (
+        LITE, 16, "parallel.expert=4 parallel.pipeline=2 parallel.shard=full optimizer.method=muon"
+    ),
     "experts by all-to-all": (LITE, 8, "parallel.expert=4 dispatch.method=all-to-all"),
     "a context": (LITE, 16, "parallel.pipeline=2 parallel.context=2 parallel.expert=4"),
     "1f1b": (LITE, 16, "parallel.pipeline=4 parallel.expert=2"),
@@ -84,7 +88,7 @@ CASES = {
 OFTEN = ["one rank", "experts by all-to-all", "a context", "interleaved", "zb-v, selective recompute"]
 OFTEN += ["gathered weights", "several copies", "experts in every second layer, gathered weights", "prediction layers"]
 OFTEN += ["biases, experts in halves", "four kinds, zb-v", "eight bits, gathered so", "no experts"]
-OFTEN += ["ranks divide an expert", "the host has the optimizer", "state in fewer bits"]
+OFTEN += ["muon", "ranks divide an expert", "the host has the optimizer", "state in fewer bits"]
 
 
 def run_of(name: str) -> tuple[Run, int]:
@@ -109,11 +113,19 @@ def test_a_composed_run_needs_the_memory_of_the_run(name: str) -> None:
         assert memory.master == pytest.approx(exact.master, abs=64)
 
 
-TIMED = ["experts by symmetric", "state in fewer bits", "1f1b", "zb-v, selective recompute", "several copies"]
+TIMED = [
+    "muon",
+    "muon, gathered weights",
+    "experts by symmetric",
+    "state in fewer bits",
+    "1f1b",
+    "zb-v, selective recompute",
+    "several copies",
+]
 TIMED += ["experts in every second layer", "local layers", "four kinds, zb-v", "eight bits", "eight bits, gathered so"]
 
 
-@pytest.mark.often("four kinds, zb-v", "several copies", "eight bits, gathered so", "1f1b")
+@pytest.mark.often("muon", "four kinds, zb-v", "several copies", "eight bits, gathered so", "1f1b")
 @pytest.mark.parametrize("name", TIMED)
 def test_a_composed_run_takes_as_long_as_the_run(name: str) -> None:
     run, world = run_of(name)

@@ -1,5 +1,6 @@
 """A search finds the fastest layout that fits, whatever guides say of it, and counts every other layout."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from penstock.plan.candidates import LayoutSet, SearchSpace, fixed_by, ladder_of
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
 from penstock.plan.composer import Composer, meta_workers
 from penstock.plan.costs import HardwareTimes
+from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.known_error import memory_margin
 from penstock.plan.project import DEFAULT_ASSUMPTIONS, overheads_of, project, target_of
@@ -28,6 +30,7 @@ from tests.examples import examples
 
 LITE = load_run("deepseek-v2-lite-6l", ["training.global_batch=64"])
 LEGAL = (MEMORY, MARGIN, SLOWER)
+GB = 10**9
 
 
 def asked(devices: str, run: Run = LITE, top: int = 5, **fixed: str) -> SearchRequest:
@@ -184,6 +187,21 @@ def test_where_nothing_fits_the_plan_has_the_nearest_layout_and_what_would_help(
     assert plan.candidates == () and plan.nearest is not None and plan.nearest.over_bytes > 0
     assert plan.nearest.layout.offload == "optimizer" and plan.nearest.layout.recompute == "layer"
     assert any("devices, such as" in one for one in plan.helps)
+
+
+def test_the_optimizer_is_offloaded_as_far_as_the_host_has_memory() -> None:
+    run = load_run("deepseek-v2-lite")
+    there = search(asked("1xH200", run)).candidates[0]
+    (memory,) = there.memories
+    assert there.run.offload.optimizer and there.fits and memory.host > 150 * GB
+    host = there.cluster.hardware.host_link.model_copy(update={"memory_bytes": 137 * GB})
+    small = Cluster(devices=1, hardware=replace(there.cluster.hardware, host_link=host))
+    plan = search(SearchRequest(run=run, cluster=small))
+    assert not plan.candidates and plan.nearest is not None and not plan.nearest.fits
+    # Masters and moments take 12 bytes of a weight, and 7 or 8 with smaller moments.
+    assert plan.nearest.over_bytes == plan.nearest.host_over_bytes == memory.host - 137 * GB
+    assert any(one.startswith("optimizer.moment_dtype=bf16, such as") for one in plan.helps)
+    assert sum(one.count for one in plan.refused) == plan.considered
 
 
 def test_a_layout_that_only_the_error_of_the_projection_keeps_out_is_shown_apart(

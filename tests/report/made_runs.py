@@ -129,7 +129,7 @@ def piped_folder(path: Path) -> Path:
     return folder
 
 
-def host_trace(rank: int = 0) -> dict[str, Any]:
+def host_trace(rank: int = 0, sum_us: float = 30) -> dict[str, Any]:
     """A step on a CPU: a product within a linear layer, and a sum over ranks on a thread of its own."""
     events = [
         span("step 3", 0, 1000),
@@ -140,7 +140,7 @@ def host_trace(rank: int = 0) -> dict[str, Any]:
         operator("aten::addmm", 50, 120, **{"Input Dims": [[8, 4], [4, 4]]}),
         span("optimizer", 800, 150),
         operator("aten::_fused_adamw_", 810, 100),
-        span("gloo:all_reduce", 760, 30) | {"tid": 99},
+        span("gloo:all_reduce", 790 - sum_us, sum_us) | {"tid": 99},
     ]
     return trace_of(*events, rank=rank) | {"deviceProperties": []}
 

@@ -1,11 +1,15 @@
 """Checkpoints are complete or absent after every failure or kill, and reading one never executes code."""
 
 import errno
+import itertools
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -111,6 +115,45 @@ def test_the_last_few_are_kept(store: CheckpointStore) -> None:
     for name in ("step-12", "step-000009.old", ".step-000009.partial-1"):
         (store.path(4).parent / name).mkdir()
     assert store.steps() == [2, 3, 4]
+
+
+def test_checkpoints_of_every_so_many_steps_are_kept_beyond_the_last_few(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2, asynchronous=False, keep_every=4)
+    _save(store, *range(1, 12))
+    assert store.steps() == [4, 8, 10, 11]
+    _assert_holds(store, 4)
+
+
+def test_a_copy_that_is_made_while_checkpoints_are_written_and_pruned_is_whole_or_refused(tmp_path: Path) -> None:
+    source, over = tmp_path / "source", Event()
+
+    def save() -> None:
+        store = CheckpointStore(source, keep=1, asynchronous=True)
+        for step in itertools.count(1):
+            if over.is_set():
+                break
+            _save(store, step, step)  # the second replaces the first
+        store.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        saving = thread.submit(save)
+        whole_ones = refused = 0
+        for number in itertools.count():
+            assert number < 2000 and not saving.done(), "the store does not save"
+            target = tmp_path / f"copy-{number}"
+            with suppress(OSError, shutil.Error):  # a file that was deleted; `cp -r` goes on with the next one too
+                shutil.copytree(source, target)
+            copy = CheckpointStore(target, keep=0, asynchronous=False)
+            for step in copy.steps():
+                try:
+                    _assert_holds(copy, step)
+                    whole_ones += 1
+                except CheckpointError:
+                    refused += 1
+            if whole_ones > 5 and number > 20:
+                break
+        over.set()
+        saving.result()
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(saved: CheckpointStore) -> None:

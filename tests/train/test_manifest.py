@@ -1,6 +1,9 @@
 """A folder is a whole checkpoint of ours, or one clear line says why not."""
 
+import errno
+import fcntl
 import json
+import os
 import stat
 import tempfile
 import zlib
@@ -281,9 +284,61 @@ def test_the_library_reads_every_type_and_shape_and_a_file_is_aligned_readable_a
     assert plain.read_text() == "mine"
 
 
-@pytest.mark.parametrize("block", [64, 4 << 20])
+@pytest.mark.parametrize("block", [64, 16 << 20])
 def test_the_checksum_is_of_what_was_written(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", block)
     said = write_tensors(tmp_path / "a", {"w": torch.randn(30, 7), "v": torch.randn(5).bfloat16()})
     content = (tmp_path / "a").read_bytes()
     assert said == fingerprint(tmp_path / "a") == f"{len(content)} bytes, crc32 {zlib.crc32(content):08x}"
+
+
+@pytest.mark.parametrize("refuses", ["nothing", "the flag", "the write"])
+@pytest.mark.parametrize("elements", [1 << 13, 12_345])
+def test_a_large_file_is_written_past_the_page_cache_where_the_file_system_can(
+    tmp_path: Path, elements: int, refuses: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", tensor_files.PAGE_BYTES)
+    monkeypatch.setattr(tensor_files, "DIRECT_BYTES", 0)
+    set_flags, write = fcntl.fcntl, os.pwrite
+
+    def fcntl_of_a_file_system(file: Any, command: int, flags: int = 0) -> int:
+        if refuses == "the flag" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct writes")
+        return set_flags(file, command, flags)
+
+    def pwrite_of_a_file_system(file: int, block: memoryview, offset: int) -> int:
+        if refuses == "the write" and set_flags(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct writes")
+        return write(file, block, offset)
+
+    monkeypatch.setattr(tensor_files.fcntl, "fcntl", fcntl_of_a_file_system)
+    monkeypatch.setattr(os, "pwrite", pwrite_of_a_file_system)
+    tensors = {"w": torch.randn(elements), "v": torch.randn(3, 5).t()}
+    said = write_tensors(tmp_path / "a", tensors)
+    assert said == fingerprint(tmp_path / "a")
+    assert_equal(load_file(tmp_path / "a"), tensors)
+
+
+def test_each_file_is_checked_before_it_is_read_and_few_are_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "FILE_BYTES", 100)
+    tensors = {str(index): torch.full((20,), float(index)) for index in range(8)}
+    written = write_parts(tmp_path, {name: whole(tensor) for name, tensor in tensors.items()}, 0)
+    names, happened, reads = sorted(written.files), list[str](), manifest.safe_open
+    check = manifest.check_files
+    monkeypatch.setattr(
+        manifest, "check_files", lambda folder, files: (check(folder, files), happened.extend(f"+{f}" for f in files))
+    )
+    monkeypatch.setattr(
+        manifest, "safe_open", lambda path, framework: (happened.append(path.name), reads(path, framework))[1]
+    )
+    into = {name: whole(torch.zeros(20)) for name in tensors}
+    assert manifest.files_to_read(written.tensors, into) == names
+    fill_parts(tmp_path, written.tensors, into, {name: written.files[name] for name in names})
+    assert [one for one in happened if one[0] != "+"] == names
+    assert all(happened.index(f"+{name}") < happened.index(name) for name in names)
+    assert_equal({name: part.tensor for name, part in into.items()}, tensors)
+    (tmp_path / names[3]).write_bytes((tmp_path / names[3]).read_bytes()[:-4] + b"1234")
+    with pytest.raises(CheckpointError, match=f"{names[3]} is damaged"):
+        fill_parts(tmp_path, written.tensors, into, {name: written.files[name] for name in names})

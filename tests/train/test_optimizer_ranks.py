@@ -3,7 +3,7 @@
 Gradients are multiples of 1/64 that bfloat16 holds exactly, and so are their sums: they are equal bit for bit in any
 order of summing. The norm is a sum of squares in another order. PyTorch's fused AdamW on CPUs rounds the last values of
 a tensor another way than those that fill its vectors, so masters and moments differ by a bit where a value is among the
-last ones here and not there.
+last ones here and not there. Muon's are equal to the bit: matrices are orthogonalized whole.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.config.parallel import Offload, Parallel
-from penstock.config.training import Optimizer
+from penstock.config.training import Muon, Optimizer
 from penstock.layout.grid import Grid
+from penstock.layout.matrices import Matrices
 from penstock.layout.sharding import Cut, LocalSlice
 from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.shard import ParamShard, ShardedTensor, shard_fully
@@ -38,6 +39,7 @@ SHAPES = {
     "embed": (8, 4),
 }
 CUT = {"units.0.up": Cut(dim=0, index=0, count=2, blocks=3), "embed": Cut(dim=1, index=0, count=2)}
+BLOCKS = {"units.0.up": 3, "units.1.down": 1, "units.1.stack": 1}  # of matrices that Muon updates
 REPLICATED = ("units.0.router", "units.1.scale")
 STEPS, MICRO_BATCHES, RATE = 2, 2, 0.01  # RATE: learning rate
 
@@ -51,10 +53,14 @@ class Case:
     bucket_values: int | None = None
     offload: bool = False
     int8: bool = False  # moments in 8 bits, masters in the bits that are missing
+    muon: bool = False
 
     @property
     def settings(self) -> Optimizer:
-        return SETTINGS.model_copy(update={"moment_dtype": "int8", "store_param_remainders": True} if self.int8 else {})
+        changes: dict[str, object] = {"moment_dtype": "int8", "store_param_remainders": True} if self.int8 else {}
+        if self.muon:
+            changes |= {"method": "muon", "muon": Muon(precision="fp32")}
+        return SETTINGS.model_copy(update=changes)
 
     @property
     def grid(self) -> Grid:
@@ -111,6 +117,10 @@ def _gradient(name: str, step: int, micro_batch: int, data: int, tensor: int) ->
     return _exact(SHAPES[name], place, step, micro_batch, data, 0 if name in CUT else tensor)
 
 
+def _matrices(name: str) -> Matrices | None:
+    return Matrices(SHAPES[name], BLOCKS[name]) if name in BLOCKS else None
+
+
 def _cuts(name: str, axes: Axes) -> tuple[Cut, ...]:
     return (replace(CUT[name], index=axes.tensor.rank),) if name in CUT and axes.tensor.size > 1 else ()
 
@@ -150,7 +160,10 @@ def _train(case: Case) -> Outcome:
     def holding(name: str, parameter: nn.Parameter) -> ParamShard:
         cuts = _cuts(name, axes)
         partial, data = (tensor,) if tensor.size > 1 and not cuts else (), axes.dense_data
-        return ParamShard(name=name, parameter=parameter, shape=SHAPES[name], cuts=cuts, data=data, partial=partial)
+        shape, matrices = SHAPES[name], _matrices(name)
+        return ParamShard(
+            name=name, parameter=parameter, shape=shape, cuts=cuts, data=data, partial=partial, matrices=matrices
+        )
 
     def take(name: str, whole: Tensor) -> Tensor:
         one = holding(name, nn.Parameter(torch.empty(0)))
@@ -168,7 +181,7 @@ def _train(case: Case) -> Outcome:
         holdings,
         case.settings,
         parallel=case.parallel,
-        world=axes.world,
+        axes=axes,
         bucket_values=case.bucket_values,
         offload=Offload(optimizer=case.offload),
     )
@@ -189,7 +202,8 @@ def _train(case: Case) -> Outcome:
 
 def _alone(case: Case) -> Outcome:
     model = _model(case, lambda _, whole: whole)
-    optimizer = MasterAdamW(holdings_of(model), case.settings)
+    held = [replace(one, matrices=_matrices(one.name)) for one in holdings_of(model)]
+    optimizer = MasterAdamW(held, case.settings)
     norms = []
     for step in range(STEPS):
         optimizer.zero_gradients()
@@ -222,6 +236,11 @@ def _cases() -> list[Case]:
         Case(Parallel.model_validate({"shard": shard}), bf16=True, offload=shard == "optimizer", int8=True)
         for shard in ("none", "optimizer", "full")
     ]
+    cases += [replace(case, muon=True, bucket_values=20 * place) for place, case in enumerate(cases[:8])]
+    cases += [
+        Case(Parallel.model_validate({"shard": shard}), bf16=True, int8=True, muon=True)
+        for shard in ("none", "optimizer", "full")
+    ]
     cases.append(Case(Parallel(shard="full", reshard="backward", prefetch=2), bf16=True))
     cases.append(Case(Parallel(shard="full", prefetch=0, reduce="bf16"), bf16=True))
     return cases
@@ -239,6 +258,8 @@ def test_every_division_gives_the_state_of_one_process_and_each_value_is_written
             assert torch.equal(gradient, _take(expected.gradients[name], pieces, tuple(gradient.shape))), name
         for name, held in rank.parts.items():
             wanted = _take(expected.parts[name].tensor, held.pieces, tuple(held.tensor.shape))
+            if case.muon and name.partition(".")[2] in BLOCKS:
+                assert torch.equal(held.tensor, wanted), name
             assert_close(held.tensor, wanted, tolerance=1e-6, what=name)
         for name, value in rank.parameters.items():
             if case.parallel.tensor == 1:
@@ -262,7 +283,7 @@ def _load(case: Case, saved: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, one in model.named_parameters()
     ]
     offload = Offload(optimizer=case.offload)
-    optimizer = MasterAdamW(holdings, SETTINGS, parallel=case.parallel, world=axes.world, offload=offload)
+    optimizer = MasterAdamW(holdings, SETTINGS, parallel=case.parallel, axes=axes, offload=offload)
     for name, part in optimizer.parts().items():
         part.tensor.copy_(_take(saved[name], part.pieces, tuple(part.tensor.shape)))
     optimizer.loaded()

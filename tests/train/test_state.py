@@ -16,7 +16,7 @@ from penstock.base.errors import CheckpointError, DataError
 from penstock.config.parallel import Offload, Parallel
 from penstock.config.training import Optimizer
 from penstock.data.batch import Batch
-from penstock.parallel.axes import ALONE, Axis
+from penstock.parallel.axes import ALONE, Axes, Axis
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.optimizer import MasterAdamW, clip_divisor
 from penstock.train.state import (
@@ -273,7 +273,7 @@ def test_a_checkpoint_from_before_there_was_a_choice_has_its_default() -> None:
 def _state_on_ranks(axis: Axis, shard: str, seed: int, settings: Optimizer) -> TrainState:
     model = SmallModel(torch.bfloat16, seed).eval()  # ranks draw no random numbers
     held = [replace(holding, data=axis) for holding in holdings_of(model)]
-    optimizer = MasterAdamW(held, settings, parallel=Parallel.model_validate({"shard": shard}), world=axis)
+    optimizer = MasterAdamW(held, settings, parallel=Parallel.model_validate({"shard": shard}), axes=Axes(world=axis))
     return TrainState(identity=IDENTITY, modules=[model], optimizer=optimizer, batches=CountingBatches(), stage=axis)
 
 

@@ -1,10 +1,10 @@
-"""GLM-4.5 and GLM-4.5-Air.
+"""GLM-4.5, GLM-4.5-Air and GLM-5.
 
 Sources: the Hugging Face configs of the base models (sizes), arXiv 2508.06471 section 2 (Muon with a peak learning rate
-of 2.5e-4, batches that grow to 64 Mi tokens, bias step, auxiliary loss).
+of 2.5e-4, batches that grow to 64 Mi tokens, bias step, auxiliary loss). Of GLM-5's training only the sizes are taken.
 """
 
-from penstock.config.model import Balance, GroupedQueryAttention, Model, Moe, Rope, Router
+from penstock.config.model import Balance, GroupedQueryAttention, Indexer, LatentAttention, Model, Moe, Rope, Router
 from penstock.config.presets.recipe import pretrain
 from penstock.config.run import Run
 
@@ -86,3 +86,43 @@ def glm_4_5_air() -> Run:
         scale=1.0,
         has_norm=False,
     )
+
+
+def glm_5() -> Run:
+    """GLM-5: sparse attention as DeepSeek-V3.2's in a model of its own sizes, and a layer of multi-token prediction."""
+    model = Model(
+        family="glm5-moe",
+        vocab_size=154880,
+        hidden_size=6144,
+        layers=78,
+        dense_layers=3,
+        intermediate_size=12288,
+        attention=LatentAttention(
+            heads=64,
+            q_lora_rank=2048,
+            kv_lora_rank=512,
+            qk_nope_head_dim=192,
+            qk_rope_head_dim=64,
+            v_head_dim=256,
+            rope=Rope(theta=1e6),
+            indexer=Indexer(index_n_heads=32, index_head_dim=128, index_topk=2048),
+        ),
+        moe=Moe(
+            experts=256,
+            top_k=8,
+            moe_intermediate_size=2048,
+            shared_expert_intermediate_size=2048,
+            router=Router(
+                scoring_func="sigmoid",
+                group_score="top2",
+                norm_topk_prob=True,
+                routed_scaling_factor=2.5,
+                expert_bias=True,
+                expert_bias_rate=1e-3,
+            ),
+            balance=Balance(aux_loss="sequence", aux_loss_coef=1e-4),
+        ),
+        mtp_layers=1,
+        rms_norm_eps=1e-5,
+    )
+    return pretrain("glm-5", model, learning_rate=2.5e-4, rows=16384)

@@ -1,10 +1,11 @@
-"""Moonlight-16B-A3B and Kimi-K2: the parts of DeepSeek-V3 in other sizes, without expert groups.
+"""Moonlight-16B-A3B and Kimi-K2: the parts of DeepSeek-V3 in other sizes, without expert groups; Kimi-Linear-48B-A3B.
 
 Sources: the Hugging Face configs of the base models (sizes, rotary scaling, auxiliary loss), arXiv 2502.16982
-(Moonlight: learning rate, batch), arXiv 2507.20534 section 2.5 (Kimi-K2). Both were trained with Muon.
+(Moonlight: learning rate, batch), arXiv 2507.20534 section 2.5 (Kimi-K2). Kimi Linear has Moonlight's learning rate.
+All were trained with Muon (`optimizer.method=muon`).
 """
 
-from penstock.config.model import Balance, LatentAttention, Model, Moe, Rope, Router, Yarn
+from penstock.config.model import Balance, LatentAttention, LinearAttention, Model, Moe, Rope, Router, Yarn
 from penstock.config.presets.recipe import pretrain
 from penstock.config.run import Run
 
@@ -77,3 +78,37 @@ def kimi_k2() -> Run:
         ),
     )
     return pretrain("kimi-k2", model, learning_rate=2e-4, rows=16384)
+
+
+def kimi_linear_48b_a3b() -> Run:
+    """Kimi-Linear-48B-A3B: three layers with Kimi Delta Attention, then one with latent attention without positions."""
+    attention = _latent_attention(32, 0, None).model_copy(update={"rotary": False, "rope": Rope()})
+    model = Model(
+        family="kimi-linear",
+        vocab_size=163840,
+        hidden_size=2304,
+        layers=27,
+        dense_layers=1,
+        intermediate_size=9216,
+        attention=attention,
+        linear_attention=LinearAttention(
+            kind="kda",
+            key_heads=32,
+            value_heads=32,
+            key_head_dim=128,
+            value_head_dim=128,
+            conv_size=4,
+            full_every=4,
+            full_last=True,
+        ),
+        moe=Moe(
+            experts=256,
+            top_k=8,
+            moe_intermediate_size=1024,
+            shared_expert_intermediate_size=1024,
+            router=_router(2.446),
+            balance=BALANCE,
+        ),
+        rms_norm_eps=1e-5,
+    )
+    return pretrain("kimi-linear-48b-a3b", model, learning_rate=4.2e-4, rows=2048)

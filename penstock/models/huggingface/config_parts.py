@@ -310,8 +310,55 @@ def _write_linear(model: Model) -> Values:
     return {"layer_types": [kinds[model.is_linear(layer)] for layer in range(model.layers)]}
 
 
+def _read_kda(keys: Keys) -> Values:
+    section, layers = keys.section("linear_attn_config"), keys.layers
+    full = section.numbers_of_layers("full_attn_layers")
+    if full is None:
+        types = keys.of_layers("layer_types", layers) or keys.need("linear_attn_config")
+        full = [layer for layer, kind in enumerate(types, 1) if kind == "full_attention"]
+    is_full = [layer in full for layer in range(1, layers + 1)]  # layers count from 1
+    every = is_full.index(True) + 1 if any(is_full) else 0
+    usual = [every > 0 and layer % every == 0 for layer in range(1, layers + 1)]
+    is_last = is_full[-1] and not usual[-1]
+    if is_full[:-1] != usual[:-1] or (usual[-1] and not is_full[-1]):
+        raise refused("full_attn_layers", full, "every n-th layer from the n-th on, and maybe the last one")
+    width = section.whole("head_dim", keys.whole("linear_head_dim", 128), low=1)
+    heads = section.whole("num_heads", keys.whole("linear_num_heads", 32), low=1)
+    return {
+        "linear_attention.full_every": every,
+        "linear_attention.full_last": is_last,
+        **{f"linear_attention.{one}_heads": heads for one in ("key", "value")},
+        **{f"linear_attention.{one}_head_dim": width for one in ("key", "value")},
+        "linear_attention.conv_size": section.whole("short_conv_kernel_size", keys.whole("linear_conv_kernel_dim", 4)),
+    }
+
+
+def _write_kda(model: Model) -> Values:
+    linear = model.linear_attention
+    assert linear is not None, "the family has linear attention"
+    layers = [model.is_linear(layer) for layer in range(model.layers)]
+    return {
+        "linear_attn_config": {
+            "full_attn_layers": [layer for layer, is_linear in enumerate(layers, 1) if not is_linear],
+            "kda_layers": [layer for layer, is_linear in enumerate(layers, 1) if is_linear],
+            "num_heads": linear.key_heads,
+            "head_dim": linear.key_head_dim,
+            "short_conv_kernel_size": linear.conv_size,
+        }
+    }
+
+
+def _refuse_shared_indexers(keys: Keys) -> Values:
+    types = keys.of_layers("indexer_types", keys.layers) or []
+    if any(kind != "full" for kind in types) or keys.get("index_topk_pattern", None) is not None:
+        raise refused("indexer_types", types, "full in each layer: no layer takes the keys of another one")
+    return {}
+
+
 LINEAR = Part(_read_linear, _write_linear)
 """Every n-th layer has attention, the others linear attention."""
+KDA = Part(_read_kda, _write_kda)
+INDEXERS = Part(_refuse_shared_indexers, lambda model: {})
 WINDOW = Part(_read_window, _write_window)
 SWITCHED_WINDOW = Part(
     lambda keys: _read_window(keys) if keys.get("use_sliding_window", False) else {},

@@ -22,6 +22,8 @@ from penstock.models.huggingface.config_parts import (
     EXCEPTIONS,
     GROUPS_OF_V2,
     HEADS,
+    INDEXERS,
+    KDA,
     LATENTS,
     LINEAR,
     LIST,
@@ -47,6 +49,7 @@ from penstock.models.huggingface.rearrangements import (
     channels,
     interleaved,
     nested,
+    nested_last,
     rotary_halves_of_indexer,
     rotary_halves_of_queries,
     transposed,
@@ -60,6 +63,8 @@ from penstock.models.huggingface.weight_names import (
     DELTA_NAMES,
     EXPERT_BIAS,
     INDEXER,
+    KDA_NAMES,
+    LATENT_ATTENTION,
     PREDICTION,
     PREDICTION_OF_QWEN,
     PROJECTIONS,
@@ -178,6 +183,21 @@ _DEEPSEEK_V3 = Family(
     left_out=_REPEATED,
 )
 
+_DEEPSEEK_V32 = replace(
+    _DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    also=(),
+    architecture="DeepseekV32ForCausalLM",
+    names={**DEEPSEEK, **INDEXER},
+    forms=dict.fromkeys([*INDEXER][:-1], (rotary_halves_of_indexer,)),
+    values={
+        **_DEEPSEEK_V3.values,
+        "index_n_heads": "attention.indexer.index_n_heads",
+        "index_head_dim": "attention.indexer.index_head_dim",
+        "index_topk": "attention.indexer.index_topk",
+    },
+)
+
 _LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
@@ -245,6 +265,49 @@ _QWEN3_NEXT = Family(
     prediction_prefixes=("mtp.", "mtp.layers.{depth}."),
 )
 
+_KIMI_LINEAR = Family(
+    model_type="kimi_linear",
+    architecture="KimiLinearForCausalLM",
+    names={
+        **LATENT_ATTENTION,
+        **dense_network("ffn", "mlp"),
+        **dense_network("ffn.shared", "block_sparse_moe.shared_experts"),
+        **experts_one_by_one("block_sparse_moe", "w1", "w3", "w2"),
+        "ffn.router.expert_bias_E": ("block_sparse_moe.gate.e_score_correction_bias",),
+    },
+    instead=dense_network("ffn", "block_sparse_moe"),  # transformers writes dense layers so, too
+    linear=KDA_NAMES,
+    forms={
+        **dict.fromkeys(CONVOLUTIONS, (channels,)),
+        "attention.mixing.decay_rate_H": (nested, nested, nested_last),
+    },
+    values={
+        **_MODEL_VALUES,
+        **{key: path for key, path in _DEEPSEEK_VALUES.items() if key not in (*_TOP_K, "n_routed_experts")},
+        "num_experts": "moe.experts",
+        "num_experts_per_token": "moe.top_k",
+        "num_expert_group": "moe.router.n_group",
+        "topk_group": "moe.router.topk_group",
+        "moe_renormalize": "moe.router.norm_topk_prob",
+    },
+    renamed={
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_group": "num_expert_group",
+        "norm_topk_prob": "moe_renormalize",
+        "n_shared_experts": "num_shared_experts",
+    },
+    absent=_MODEL_ABSENT,
+    always={**_SIGMOID_WITH_BIAS, "attention.rotary": False, "linear_attention.kind": "kda"},
+    fixed={
+        **_DEEPSEEK_FIXED,
+        "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+    },
+    parts=(LATENTS, KDA, shared("num_shared_experts")),
+)
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "deepseek-v2": Family(
@@ -257,19 +320,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             parts=(LATENTS, rotary(10000.0, scales_scores=True), SHARED, GROUPS_OF_V2),
         ),
         "deepseek-v3": _DEEPSEEK_V3,
-        "deepseek-v3.2": replace(
-            _DEEPSEEK_V3,
-            model_type="deepseek_v32",
-            also=(),
-            architecture="DeepseekV32ForCausalLM",
-            names={**DEEPSEEK, **INDEXER},
-            forms=dict.fromkeys([*INDEXER][:-1], (rotary_halves_of_indexer,)),
-            values={
-                **_DEEPSEEK_V3.values,
-                "index_n_heads": "attention.indexer.index_n_heads",
-                "index_head_dim": "attention.indexer.index_head_dim",
-                "index_topk": "attention.indexer.index_topk",
-            },
+        "deepseek-v3.2": _DEEPSEEK_V32,
+        "glm5-moe": replace(
+            _DEEPSEEK_V32,
+            model_type="glm_moe_dsa",
+            architecture="GlmMoeDsaForCausalLM",
+            forms={},  # the indexer's features are rotated in pairs, as ours are
+            fixed={**_DEEPSEEK_V32.fixed, "indexer_rope_interleave": True, "index_topk_freq": 1},
+            parts=(*_DEEPSEEK_V32.parts, INDEXERS),
         ),
         "mixtral": Family(
             model_type="mixtral",
@@ -490,6 +548,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             prefix="language_model.",
             left_out=r".*\.rotary_emb\.inv_freq|model\.visual\..*",
         ),
+        "kimi-linear": _KIMI_LINEAR,
         "llama": _LLAMA,
         "qwen3": replace(
             _LLAMA,

@@ -139,6 +139,11 @@ def nested(config: Model) -> Rearrangement:
     return Nested(0)
 
 
+def nested_last(config: Model) -> Rearrangement:
+    """A tensor with one more dim at its end in the file."""
+    return Nested(-1)
+
+
 def transposed(config: Model) -> Rearrangement:
     """A stack of matrices that the file has as inputs x outputs."""
     return Transposed()

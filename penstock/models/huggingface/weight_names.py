@@ -47,6 +47,21 @@ DELTA_NAMES: Names = {
     "attention.norm.weight_D": (f"{DELTA}.norm.weight",),
     "attention.out.weight": (f"{DELTA}.out_proj.weight",),
 }
+KDA_NAMES: Names = {
+    **NORMS,
+    **{
+        f"attention.{ours}.weight": (f"self_attn.{theirs}.weight",)
+        for ours, theirs in (
+            *(("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"), ("beta", "b_proj"), ("out", "o_proj")),
+            *(("decay.down", "f_a_proj"), ("decay.up", "f_b_proj")),
+            *(("gate.down", "g_a_proj"), ("gate.up", "g_b_proj")),
+        )
+    },
+    **{f"attention.mixing.{one}_conv_DJ": (f"self_attn.{one[0]}_conv1d.weight",) for one in ("query", "key", "value")},
+    "attention.mixing.decay_rate_H": ("self_attn.A_log",),
+    "attention.mixing.decay_bias": ("self_attn.dt_bias",),
+    "attention.norm.weight_D": ("self_attn.o_norm.weight",),
+}
 CONVOLUTIONS = tuple(f"attention.mixing.{one}_conv_DJ" for one in ("query", "key", "value"))
 PROJECTIONS = tuple(f"attention.{one}.weight" for one in ("query", "key", "value", "gate"))
 

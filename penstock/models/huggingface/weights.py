@@ -105,16 +105,18 @@ def weight_mappings(config: Model, file_names: Collection[str] | None = None) ->
     Raises a ConfigError if the model's family has no Hugging Face names, or none for one of its parameters.
     """
     family = family_of(config)
-    if file_names is not None and any(_is_there(one, file_names) for names in family.instead.values() for one in names):
+    known = {one for names in family.names.values() for one in names}
+    others = {one for names in family.instead.values() for one in names} - known
+    if file_names is not None and any(_is_there(one, file_names) for one in others):
         family = replace(family, names={**family.names, **family.instead}, instead={})
     state = meta_model(config).state_dict()
     return [line for name, tensor in state.items() for line in _mappings(config, family, name, tuple(tensor.shape))]
 
 
 def _is_there(name: str, file_names: Collection[str]) -> bool:
-    """Whether a layer of the file has a tensor of this name that the family does not have in its first form."""
+    """Whether a layer of the file has a tensor of this name."""
     ending = f".{name.format(expert=0)}"
-    return "{expert}" in name and any(one.endswith(ending) for one in file_names)
+    return any(one.endswith(ending) for one in file_names)
 
 
 def _mappings(config: Model, family: Family, name: str, whole: tuple[int, ...]) -> list[WeightMapping]:

@@ -189,8 +189,10 @@ READ = {
 }
 """Variables that Penstock reads, for docs/environment.md."""
 
-FIRST_PORT, PORTS = 20_000, 20_000
-"""Ports at which ranks meet under Slurm: one by the number of the job, so that two jobs on a machine do not meet."""
+FIRST_PORT, PORTS = 20_000, 12_000
+"""Ports at which ranks meet under Slurm: one by the number of the job, so that two jobs on a machine do not meet. Linux
+gives ports from 32768 on to outgoing connections.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,9 @@ Both start one torchrun on each machine, which starts a rank for each GPU. The l
 so ranks go on from the newest checkpoint after a restart by torchrun (a crash), Slurm (a lost machine) or Kubernetes
 (an eviction). The environment rules are written out, and the shell's settings stand. All machines must see the same
 folder of runs.
+
+Slurm requeues a job that it has ended, such as one that lost a machine. It first asks a job that it preempts to stop;
+the run then saves and ends, which for Slurm is a job that failed. So the script requeues itself.
 """
 
 import json
@@ -11,7 +14,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from penstock.base.errors import ConfigError
 from penstock.parallel.launch.environment import FIRST_PORT, PORTS, LaunchFacts, settings
@@ -19,6 +22,9 @@ from penstock.parallel.launch.host import Vendor
 
 STOP_SECONDS = 120
 """Time for the current step and its checkpoint before the end of a Slurm job, or of a pod."""
+
+EARLY_SECONDS = 60
+"""Slurm may send the signal before its time limit so much earlier."""
 
 _SLURM_TIME = re.compile(
     r"\d+(:[0-5]?\d(:[0-5]?\d)?)?|\d+-([01]?\d|2[0-3])(:[0-5]?\d){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE
@@ -54,14 +60,16 @@ class Job:
         return settings(self.facts) | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(STOP_SECONDS)}
 
 
-def slurm_script(job: Job, options: dict[str, str], container: str | None = None) -> str:
+def slurm_script(job: Job, options: dict[str, str], container: str | None = None, *, until_done: bool = False) -> str:
     """A script for sbatch, with further options such as {"time": "24:00:00"} and a container for the pyxis plugin.
 
-    Raises a ConfigError if Slurm would refuse an option.
+    With `until_done` the job requeues itself at its time limit too. Raises a ConfigError if Slurm would refuse an
+    option, or would stop the run at its begin.
     """
     for option, value in {"name": job.name, **options}.items():
         if option == "time":
             _check(value, "--time", _SLURM_TIME, "24:00:00, 90 (minutes), 2-12 (days-hours), 2-12:30:00, UNLIMITED")
+            _check_limit(value)
         else:
             _check(value, f"--{option}", _SLURM_NAME, "letters, digits and . , @ : + _ -, not first")
     if container is not None:
@@ -85,11 +93,12 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
         *inside,
         f"torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --max-restarts={job.restarts}",
         '--rdzv-id="slurm-$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first:$port"',
-        f"-m penstock {shlex.join(job.words)}",
+        f'-m penstock {shlex.join(job.words)} "${{@//%a/${{SLURM_ARRAY_TASK_ID:-}}}}" || code=$?',
     ]
     lines = [
         "#!/bin/bash",
         f"# {job.nodes} machines x {job.gpus} GPUs = {job.facts.world} ranks. Submit it in a folder that all see.",
+        "# Words behind the script go to the run, with the number of a job array for %a: sbatch job.sh --resume",
         *(f"#SBATCH --{name}={value}" for name, value in wanted.items()),
         "#SBATCH --requeue",
         "",
@@ -97,6 +106,7 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
         "",
         "# What the rules of docs/environment.md ask for here; what is set already stays.",
         *(f'export {name}="${{{name}:-{value}}}"' for name, value in job.variables.items()),
+        'export SLURM_JOB_START_TIME="${SLURM_JOB_START_TIME:-$(date +%s)}"  # old versions of Slurm do not set it',
         "",
         "# The ranks meet on the first machine, at a port of this job. A job that is requeued keeps its number, so its",
         "# run goes on from the newest checkpoint.",
@@ -104,69 +114,144 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
         "first=${machines%%$'\\n'*}",
         f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))",
         "",
+        "code=0",
         " \\\n    ".join(command),
+        "",
+        *_requeue(until_done=until_done),
+        'exit "$code"',
         "",
     ]
     return "\n".join(lines)
 
 
-def kubernetes_manifest(job: Job, image: str, claim: str, namespace: str | None = None) -> str:
-    """A PyTorchJob (kubeflow.org/v1) in YAML. `claim` is the PersistentVolumeClaim of all pods, which holds the runs.
+def _requeue(*, until_done: bool) -> list[str]:
+    """Lines that requeue the job if Slurm has asked the run to stop."""
+    most = STOP_SECONDS + EARLY_SECONDS
+    reasons = "a preemption or at its time limit" if until_done else "a preemption"
+    is_preempted = '[[ $facts =~ " PreemptTime="[0-9] ]]'
+    ends = '[[ $facts =~ " EndTime="([0-9][^ ]*) ]]'
+    is_ending = f'{{ {ends} && (($(date --date "${{BASH_REMATCH[1]}}" +%s) - $(date +%s) < {most})); }}'
+    return [
+        f"# A run that was asked to stop has saved. After {reasons} its job requeues itself.",
+        "if ((code)); then",
+        "    job=${SLURM_ARRAY_TASK_ID+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID-$SLURM_JOB_ID}",
+        '    facts=$(scontrol show job --oneliner "$job")',
+        f"    if {f'{is_preempted} ||' if until_done else f'{is_preempted}; then'}",
+        *([f"        {is_ending}; then"] if until_done else []),
+        '        scontrol requeue "$job"',
+        "    fi",
+        "fi",
+    ]
 
-    Raises a ConfigError if Kubernetes would refuse a name.
+
+def _check_limit(limit: str) -> None:
+    """Refuse a time limit before which Slurm's signal comes with the begin of the job."""
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")] if rest.isdigit() or ":" in rest else [0]  # UNLIMITED
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    seconds = int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    if 0 < seconds <= (most := STOP_SECONDS + EARLY_SECONDS):
+        allowed = f"more than {most // 60} minutes"
+        raise ConfigError(
+            "Slurm would ask the run to stop at its begin: --time is too short", got=limit, allowed=allowed
+        )
+
+
+Kind = Literal["pytorchjob", "trainjob"]
+"""Of a job: PyTorchJob of the training operator (Trainer version 1), or TrainJob of Kubeflow Trainer (version 2)."""
+
+
+def kubernetes_manifest(
+    job: Job, image: str, claim: str, namespace: str | None = None, kind: Kind = "pytorchjob"
+) -> str:
+    """A PyTorchJob (kubeflow.org/v1), or a TrainJob with its runtime (trainer.kubeflow.org/v1alpha1), in YAML.
+
+    `claim` is the PersistentVolumeClaim of all pods, which holds the runs. Raises a ConfigError if Kubernetes would
+    refuse a name.
     """
     assert job.facts.vendor != "cpu", "a cluster without GPUs is not planned for"
-    name = job.name
     rule = "letters a to z, digits and -, which is neither first nor last"
-    _check(name, "--name", _LABEL, rule, _LABEL_LENGTH - len(f"-worker-{job.nodes - 1}"))  # Pods are called so.
+    pod_suffix = f"-worker-{job.nodes - 1}" if kind == "pytorchjob" else f"-node-0-{job.nodes - 1}-abcde"
+    _check(job.name, "--name", _LABEL, rule, _LABEL_LENGTH - len(pod_suffix))
     _check(claim, "--claim", _SUBDOMAIN, rule.replace("and -", "- and ."), _SUBDOMAIN_LENGTH)
     _check(image, "--image", _IMAGE, "registry/name:tag or name@sha256:...", _IMAGE_LENGTH)
     if namespace is not None:
         _check(namespace, "--namespace", _LABEL, rule, _LABEL_LENGTH)
-    arguments = [
-        f"--nnodes={job.nodes}",
-        f"--nproc-per-node={job.gpus}",
-        f"--max-restarts={job.restarts}",
-        f"--rdzv-id={name}",
-        "-m",
-        "penstock",
-        *job.words,
-    ]
-    limits: dict[str, Any] = {_RESOURCE[job.facts.vendor]: job.gpus} | ({"cpu": job.cpus} if job.cpus else {})
-    container = {
-        "name": "pytorch",  # the operator looks for this name
-        "image": image,
-        "workingDir": "/workspace",
-        "command": ["torchrun"],
-        "args": arguments,
-        "env": [{"name": name, "value": value} for name, value in job.variables.items()],
-        "resources": {"limits": limits},
-        "volumeMounts": [
-            {"name": "workspace", "mountPath": "/workspace"},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-        ],
-    }
-    pod = {
-        "terminationGracePeriodSeconds": STOP_SECONDS,
-        "containers": [container],
-        "volumes": [
-            {"name": "workspace", "persistentVolumeClaim": {"claimName": claim}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
-    # The operator tells each pod where to meet (PET_RDZV_ENDPOINT); torchrun reads that.
-    elastic = {"rdzvBackend": "c10d", "rdzvId": name, "minReplicas": job.nodes, "maxReplicas": job.nodes}
+    metadata = {"name": job.name} | ({"namespace": namespace} if namespace else {})
+    make = _pytorch_job if kind == "pytorchjob" else _train_job
+    return "---\n".join("\n".join(yaml_lines(one)) + "\n" for one in make(job, metadata, image, claim))
+
+
+def _pytorch_job(job: Job, metadata: dict[str, str], image: str, claim: str) -> list[dict[str, Any]]:
+    # The operator looks for a container of this name and tells it where to meet (PET_RDZV_ENDPOINT).
+    pod = _pod({"name": "pytorch", "image": image, **_program(job), "resources": _resources(job)}, claim)
+    elastic = {"rdzvBackend": "c10d", "rdzvId": job.name, "minReplicas": job.nodes, "maxReplicas": job.nodes}
     worker = {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": pod}}
-    manifest = {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": {"name": name} | ({"namespace": namespace} if namespace else {}),
-        "spec": {
-            "elasticPolicy": elastic | {"maxRestarts": job.restarts},
-            "pytorchReplicaSpecs": {"Worker": worker},
-        },
+    spec = {
+        "elasticPolicy": elastic | {"maxRestarts": job.restarts},
+        "runPolicy": {"backoffLimit": _most_pod_restarts(job), "cleanPodPolicy": "Running"},
+        "pytorchReplicaSpecs": {"Worker": worker},
     }
-    return "\n".join(yaml_lines(manifest)) + "\n"
+    return [{"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": metadata, "spec": spec}]
+
+
+def _train_job(job: Job, metadata: dict[str, str], image: str, claim: str) -> list[dict[str, Any]]:
+    """The runtime, which has the pods, and the job, which has the program."""
+    # Trainer looks for `node`. It sets PET_MASTER_ADDR and _PORT, which Kubernetes replaces in arguments.
+    pod = _pod({"name": "node", "image": image}, claim) | {"restartPolicy": "OnFailure"}
+    node = {
+        "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+        "spec": {"backoffLimit": _most_pod_restarts(job), "template": {"spec": pod}},
+    }
+    job_set = {"replicatedJobs": [{"name": "node", "template": node}]}
+    runtime = {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": job_set}}
+    endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"]
+    trainer = {
+        "numNodes": job.nodes,
+        "numProcPerNode": job.gpus,
+        **_program(job, *endpoint),
+        "resourcesPerNode": _resources(job),
+    }
+    spec = {"runtimeRef": {"kind": "TrainingRuntime", "name": job.name}, "trainer": trainer}
+    version = "trainer.kubeflow.org/v1alpha1"
+    return [
+        {"apiVersion": version, "kind": "TrainingRuntime", "metadata": metadata, "spec": runtime},
+        {"apiVersion": version, "kind": "TrainJob", "metadata": metadata, "spec": spec},
+    ]
+
+
+def _program(job: Job, *rendezvous: str) -> dict[str, Any]:
+    """Command, arguments and environment of each pod's container."""
+    torchrun = [f"--nnodes={job.nodes}", f"--nproc-per-node={job.gpus}", f"--max-restarts={job.restarts}"]
+    words = [word.replace("$", "$$") for word in job.words]  # Kubernetes replaces $(NAME), and $$ by $
+    return {
+        "command": ["torchrun"],
+        "args": [*torchrun, f"--rdzv-id={job.name}", *rendezvous, "-m", "penstock", *words],
+        "env": [{"name": name, "value": value} for name, value in job.variables.items()],
+    }
+
+
+def _resources(job: Job) -> dict[str, Any]:
+    return {"limits": {_RESOURCE[job.facts.vendor]: job.gpus} | ({"cpu": job.cpus} if job.cpus else {})}
+
+
+def _pod(container: dict[str, Any], claim: str) -> dict[str, Any]:
+    """A pod with the volume of the runs, which is its working folder, and shared memory between its ranks."""
+    mounts = [{"name": "workspace", "mountPath": "/workspace"}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
+    volumes = [
+        {"name": "workspace", "persistentVolumeClaim": {"claimName": claim}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    return {
+        "terminationGracePeriodSeconds": STOP_SECONDS,
+        "containers": [container | {"workingDir": "/workspace", "volumeMounts": mounts}],
+        "volumes": volumes,
+    }
+
+
+def _most_pod_restarts(job: Job) -> int:
+    """Of all pods together, after which the job has failed: each failure may end the torchrun of every pod."""
+    return job.restarts * job.nodes
 
 
 def kubernetes_name(name: str) -> str:
@@ -181,13 +266,13 @@ def _check(value: str, option: str, pattern: re.Pattern[str], allowed: str, most
 
 
 def yaml_lines(value: dict[str, Any] | Sequence[Any]) -> list[str]:
-    """Lines of YAML: maps and lists in blocks, everything else as JSON, which is YAML too."""
+    """Lines of YAML: maps and lists in blocks, everything else and what is empty as JSON, which is YAML too."""
     lines: list[str] = []
     entries = (
         [(f"{key}:", inner) for key, inner in value.items()] if isinstance(value, dict) else [("-", v) for v in value]
     )
     for head, inner in entries:
-        if not isinstance(inner, dict | list):
+        if not isinstance(inner, dict | list) or not inner:
             lines.append(f"{head} {json.dumps(inner)}")
             continue
         block = yaml_lines(inner)

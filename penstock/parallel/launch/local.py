@@ -2,7 +2,9 @@
 
     Ctrl-C, SIGTERM, SIGHUP    are forwarded to every rank; the launcher waits until they have saved
     exit code 2                a user's mistake: nothing is restarted, and the rank has printed its line itself
-    a rank that dies           the others are ended; all start again, up to `restarts` times, with the same run
+    a rank that dies           the others are ended; all start again, up to `restarts` times, with the same run; then
+                               fewer, if the run allows it (penstock/config/elastic.py)
+    SIGUSR1                    a run with fewer ranks saves, and all ranks start again
     the launcher dies          its ranks stop as after SIGTERM (penstock/parallel/launch/rank.py)
 
 A rank gets the variables of torchrun, and meets the others at a store that the launcher holds; it listens on the
@@ -20,14 +22,15 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import count
 from types import FrameType
 from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from penstock.base.errors import FAILED, LOST, WRONG_INPUT, ConfigError, DeviceError
-from penstock.config.fit import grid_of
+from penstock.base.errors import FAILED, LOST, WRONG_INPUT, DeviceError
+from penstock.config.elastic import possible_ranks
 from penstock.config.run import Run
 from penstock.parallel.launch.environment import (
     Environment,
@@ -77,7 +80,8 @@ class LocalLaunch:
 
     processes: int
     facts: LaunchFacts
-    restarts: int = 0  # how often all are started again after one has died
+    restarts: int = 0  # how often so many are started again after one has died
+    fewer: tuple[int, ...] = ()  # ranks with which the run goes on after that, one number after the other
     name: str = field(default_factory=lambda: f"local-{uuid.uuid4().hex}")  # the same after a restart
     say: Callable[[str], None] = _say  # prints a line
 
@@ -117,34 +121,42 @@ def processes_to_start(run: Run, environment: Environment, asked: int | None) ->
         )
     if asked is not None:
         return asked
-    return next((ranks for ranks in range(gpus, 0, -1) if _fits(run, ranks)), max(1, gpus))
-
-
-def _fits(run: Run, ranks: int) -> bool:
-    try:
-        grid_of(run, ranks)
-    except ConfigError:
-        return False
-    return True
+    return next(iter(possible_ranks(run, gpus)), max(1, gpus))
 
 
 def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> int:
     """Start the ranks and wait for them. Returns the ranks' exit code, or 1 if one died too often."""
-    with environment_for_children(launch.facts), _SignalForwarder() as forwarder:
-        for attempt in range(launch.restarts + 1):
-            with ExitStack() as stack:
-                ranks = _start(work, words, launch, attempt, stack)
-                forwarder.forward_to(ranks)
+    sizes = (launch.processes, *launch.fewer)
+    place, left = 0, launch.restarts  # in `sizes`; restarts with so many ranks
+    with _SignalForwarder() as forwarder:
+        for attempt in count():
+            now = sizes[place]
+            facts = replace(launch.facts, world=now, local_world=now)
+            with environment_for_children(facts), ExitStack() as stack:
+                ranks = _start(work, words, replace(launch, processes=now), attempt, stack)
+                forwarder.forward_to(ranks, may_grow=place > 0)
                 codes = _wait(ranks)
             if forwarder.signal is not None:  # a rank that the signal ended is no failure
                 return 128 + forwarder.signal
             failed = [rank for rank, code in enumerate(codes) if _is_failure(code)]
-            if not failed:
+            if not failed and not forwarder.grows:
                 return max(codes)
             if WRONG_INPUT in codes:
                 return WRONG_INPUT
-            again = f"; restart {attempt + 1} of {launch.restarts}" if attempt < launch.restarts else ""
-            launch.say(f"{_cause(ranks, codes, failed)}{again}")
+            if not failed:
+                place, left = 0, launch.restarts
+                launch.say(f"all {launch.processes} ranks start again, as SIGUSR1 asked")
+                continue
+            cause = _cause(ranks, codes, failed)
+            if left:
+                left -= 1
+                launch.say(f"{cause}; restart {launch.restarts - left} of {launch.restarts}")
+            elif place + 1 < len(sizes):
+                place, left = place + 1, launch.restarts
+                launch.say(f"{cause}; the run goes on with {sizes[place]} of {launch.processes} ranks")
+            else:
+                launch.say(cause)
+                break
     return FAILED
 
 
@@ -226,21 +238,27 @@ def _cause(ranks: Sequence[RankProcess], codes: Sequence[int], failed: Sequence[
 
 
 class _SignalForwarder:
-    """Forwards signals to the ranks; `signal` is the first that came. The launcher goes on."""
+    """Forwards signals to the ranks; `signal` is the first that came. The launcher goes on.
+
+    SIGUSR1 stops ranks that are fewer than the run wants, and sets `grows`; others ignore it.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.grows = False
+        self._may_grow = False
         self._ranks: Sequence[RankProcess] = ()
 
-    def forward_to(self, ranks: Sequence[RankProcess]) -> None:
+    def forward_to(self, ranks: Sequence[RankProcess], *, may_grow: bool) -> None:
         """From here on forward to these ranks, also a signal that came while they were started."""
-        self._ranks = ranks
+        self._ranks, self._may_grow, self.grows = ranks, may_grow, False
         if self.signal is not None:
             _send(ranks, self.signal)
 
     def __enter__(self) -> "_SignalForwarder":
         handled = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]  # as by nohup
         self._previous = {number: signal.signal(number, self._forward) for number in handled}
+        self._previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._grow)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -251,3 +269,8 @@ class _SignalForwarder:
         if self.signal is None:
             self.signal = signal.Signals(number)
         _send(self._ranks, number)
+
+    def _grow(self, number: int, frame: FrameType | None) -> None:
+        if self._may_grow:
+            self.grows, self._may_grow = True, False
+            _send(self._ranks, signal.SIGTERM)

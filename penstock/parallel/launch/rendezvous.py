@@ -12,7 +12,8 @@ it, each rank answers under the name that it reads, with a random word, and rank
 whose word is not in the list has read an old name, and reads again.
 
 When a run fails, ranks fail one after the other. The first prints its error; the others leave quietly. If the error is
-that another rank is lost, it names that rank (penstock/parallel/launch/watch.py).
+that another rank is lost, it names that rank (penstock/parallel/launch/watch.py). On a machine that no longer reaches
+the store, such as behind a cut link, one rank says so.
 """
 
 import json
@@ -26,6 +27,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -38,13 +40,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from penstock.base.errors import FAILED, LOST, DeviceError, LostRankError, PenstockError, every_kind
 from penstock.parallel.launch.environment import Environment, facts_of_machine, prepare_environment
 from penstock.parallel.launch.process import choose_device, prepare_process
-from penstock.parallel.launch.watch import MARGIN, Watch
+from penstock.parallel.launch.watch import MARGIN, Watch, within
 
 Json = TypeVar("Json")
 
 LOOK_SECONDS = 0.1
 LAST_WORD_SECONDS = 10.0
 """How long a rank that failed before the rendezvous looks for the others."""
+
+REACH_SECONDS = 20.0
+"""How long the store is tried to be reached at the end of a run: more than two times the time of any single call."""
 
 LEAVE_SECONDS = 1.0
 """How long a later rank to fail stays, so that the launcher sees the first one end."""
@@ -62,6 +67,7 @@ class Rendezvous:
         self._environment = environment
         self._leave = leave
         self._ending = threading.Lock()  # one thread ends the process
+        self._is_cut_off = False  # whether the store is not reached at the end
         self._agreements = 0  # so far: each has its own key, the same on all ranks
 
     def open(self, timeout_minutes: float) -> None:
@@ -124,11 +130,17 @@ class Rendezvous:
             store.set_timeout(timedelta(seconds=LAST_WORD_SECONDS))
             return store.add("failures", 1) == 1
         except RuntimeError:  # the store has gone with the process that held it
-            return self.rank == (1 if is_held_by_first and self.store is not None else 0)
+            return self._is_first_here(1 if is_held_by_first and self.store is not None else 0)
+
+    def _is_first_here(self, first: int) -> bool:
+        """Whether this rank speaks for its machine, on which `first` is the first rank that is left if it is there."""
+        return self.rank == first or (self._environment.local_rank == 0 and self.rank > first)
 
     def _code_of_first(self, error: Exception) -> int:
         """Exit code of the rank that failed first, so that a launcher sees the same code from every rank."""
         own = _code_of(error)
+        if self._is_cut_off:
+            return own
         try:
             return int(self.store.get("code")) if self.store is not None and self.store.check(["code"]) else own
         except RuntimeError:
@@ -158,6 +170,19 @@ class Rendezvous:
 
     def _last_word(self, error: Exception) -> Exception | None:
         """The error that this rank tells; None if another rank speaks. A lost rank is named."""
+        try:
+            return within(REACH_SECONDS, partial(self._tell, error))
+        except TimeoutError:
+            self._is_cut_off = True
+        if not self._is_first_here(0):
+            return None
+        if not isinstance(error, LostRankError):
+            return error
+        what = f"rank 0 at {self._environment.meeting_point} is not reached from {socket.gethostname()}"
+        return LostRankError(what, got=error.got, fix="look at the network between the two, then --resume")
+
+    def _tell(self, error: Exception) -> Exception | None:
+        """`_last_word` of a rank that reaches the store."""
         is_first = self.first_to_fail()
         if self.watch is not None:
             self.watch.answer()
@@ -178,6 +203,7 @@ class Rendezvous:
                 sys.stderr.write(f"error: {told}\n")
                 sys.stderr.flush()
                 sys.stdout.flush()
+            if told is not None or self._is_cut_off:
                 self._leave(LOST)
 
     @property

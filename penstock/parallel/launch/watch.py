@@ -7,9 +7,10 @@
 
 A collective that times out, or whose peer has closed its connection, says at most which address it waited for. So a
 rank that loses another one calls the roll too, before its error is told. A thread looks for calls once a second; it has
-its own connection to the store, because a call of another thread may wait there.
+its own connection to the store, because a call of another thread may wait there. Another thread has the clock: if the
+network to the store is cut, calls to the store wait until TCP gives up, which takes a quarter of an hour.
 
-Collectives of gloo and NCCL time out `MARGIN` later than the thread, because NCCL then ends the process by itself.
+Collectives of gloo and NCCL time out `MARGIN` later than the clock, because NCCL then ends the process by itself.
 """
 
 import json
@@ -17,9 +18,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -37,6 +39,23 @@ SHOWN = 8
 """Ranks that an error names."""
 
 
+Result = TypeVar("Result")
+
+
+def within(seconds: float, act: Callable[[], Result]) -> Result:
+    """The result of `act`, or its error. Raises a TimeoutError if that takes longer; its thread then waits on."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except Exception as error:  # noqa: BLE001 - it is raised in the thread of the caller
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="penstock call", daemon=True).start()
+    return future.result(seconds)
+
+
 class RankAnswer(NamedTuple):
     """What a rank says of itself."""
 
@@ -45,7 +64,7 @@ class RankAnswer(NamedTuple):
 
 
 class Watch:
-    """The thread of one rank; `store` is that of all ranks.
+    """The two threads of one rank; `store` is that of all ranks.
 
     The clock runs while `mark` has named a place. A place that lasts longer than `timeout` is a hang, and `leave` gets
     the error on the first rank that notices.
@@ -64,15 +83,15 @@ class Watch:
         self._is_over = threading.Event()
         self._lock = threading.Lock()  # one thread at a time uses the store's connection
         self._store.set(f"host/{rank}", host)
-        self._thread = threading.Thread(target=self._look, name="penstock watch", daemon=True)
-        self._thread.start()
+        for work in (self._look_at_clock, self._look_for_call):
+            threading.Thread(target=work, name="penstock watch", daemon=True).start()
 
     def mark(self, place: str) -> None:
         """Say what the training thread begins; empty for work that may take any time."""
         self._mark = (place, time.monotonic()) if place else None
 
     def stop(self) -> None:
-        """End the thread, without waiting for it."""
+        """End the threads, without waiting for them."""
         self._is_over.set()
 
     def answer(self) -> None:
@@ -86,18 +105,20 @@ class Watch:
             return self._call(world, error.got)
         return error
 
-    def _look(self) -> None:
-        is_answered = False
+    def _look_at_clock(self) -> None:
+        while not self._is_over.wait(LOOK_SECONDS):
+            mark = self._mark
+            if mark is not None and time.monotonic() - mark[1] > self._timeout:
+                self._leave(LostRankError("no progress", got=f"{mark[0]} for {self._timeout / 60:g} minutes"))
+                return
+
+    def _look_for_call(self) -> None:
         with suppress(RuntimeError):  # the store has gone with its process
             while not self._is_over.wait(LOOK_SECONDS):
                 with self._lock:
-                    if not is_answered and self._store.check(["roll"]):
+                    if self._store.check(["roll"]):
                         self._answer()
-                        is_answered = True
-                mark = self._mark
-                if mark is not None and time.monotonic() - mark[1] > self._timeout:
-                    self._leave(LostRankError("no progress", got=f"{mark[0]} for {self._timeout / 60:g} minutes"))
-                    return
+                        return
 
     def _answer(self) -> None:
         place, since = self._mark or ("", time.monotonic())

@@ -32,6 +32,9 @@ OUTSIDE = 0.2
 AGAIN = 0.05
 """Share of a CPU's step in recomputation from which it is reported."""
 
+NETWORK = 0.5
+"""Share of a CPU's step in collectives, beyond waits for late ranks, from which the network is its wall."""
+
 
 @dataclass(frozen=True)
 class EvidenceLine:
@@ -130,10 +133,23 @@ def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
 def cpu_sentence(evidence: Evidence) -> str:
     """The conclusion for a recording of a CPU."""
     device = f" ({evidence.facts.device})" if evidence.facts.device else ""
+    if is_network_bound(evidence):
+        assert evidence.host is not None and evidence.host_collectives_us is not None, "a CPU trace of several ranks"
+        share = evidence.host_collectives_us / evidence.host.step_us
+        return (
+            f"communication: the network takes {share:.1%} of the step, {ms_text(evidence.host_collectives_us)} ms in "
+            f"collectives, beyond waits for late ranks; of a CPU{device} the doctor derives no remedy"
+        )
     return (
         f"no wall: this recording is of a CPU{device}, and the doctor derives the wall (memory, communication, host, "
         "power, compute) from kernels of a device"
     )
+
+
+def is_network_bound(evidence: Evidence) -> bool:
+    """Whether collectives take half of the step of a CPU, beyond waits for late ranks."""
+    host, collectives_us = evidence.host, evidence.host_collectives_us
+    return host is not None and collectives_us is not None and collectives_us >= NETWORK * host.step_us > 0.0
 
 
 def cpu_changes(table: HostTable, evidence: Evidence) -> Iterator[tuple[str, str]]:
@@ -154,9 +170,9 @@ def cpu_changes(table: HostTable, evidence: Evidence) -> Iterator[tuple[str, str
 
 
 def cpu_json(table: HostTable, evidence: Evidence) -> dict[str, Any]:
-    """The keys of `diagnosis_json`, without a bottleneck, and the table."""
+    """The keys of `diagnosis_json`, without a bottleneck but the network, and the table."""
     return {
-        "wall": None,
+        "wall": "communication" if is_network_bound(evidence) else None,
         "then": [],
         "verdict": cpu_sentence(evidence),
         "total_us": table.step_us,

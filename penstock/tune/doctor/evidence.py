@@ -189,6 +189,7 @@ class Evidence:
     missing: tuple[str, ...] = ()  # unavailable inputs and how to get them, one line each
     notes: tuple[str, ...] = ()  # remarks for the reader, one line each
     host: HostTable | None = None  # operators of a CPU trace; `ranks` is then empty unless a plan fills it
+    host_collectives_us: float | None = None  # of a CPU trace, without waits for late ranks
 
     @property
     def has_experts(self) -> bool:

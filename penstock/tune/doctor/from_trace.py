@@ -28,7 +28,7 @@ from penstock.trace.analysis import RankAnalysis, TraceAnalysis
 from penstock.trace.calls import CollectiveCalls, SyncKind
 from penstock.trace.collectives import any_row
 from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
-from penstock.trace.host_table import host_table
+from penstock.trace.host_table import host_table, shared_collectives_us
 from penstock.trace.kernel_names import EXPERT_PARALLEL, OWN, Category, generic_category, library_of, specific_category
 from penstock.trace.launches import CopyCalls, idle_behind_waits, longest_copies
 from penstock.trace.phases import EXPERTS as EXPERT_SPANS
@@ -70,7 +70,14 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
     """Evidence from the traces of all ranks that were read, and what other sources know of the run or miss."""
     if answer.is_host:
         facts = replace(facts, world=facts.world or len(answer.loaded))
-        return Evidence(source="none", ranks=(), facts=facts, missing=tuple(missing), host=host_table(answer.ranks[0]))
+        return Evidence(
+            source="none",
+            ranks=(),
+            facts=facts,
+            missing=tuple(missing),
+            host=host_table(answer.ranks[0]),
+            host_collectives_us=shared_collectives_us(answer.ranks),
+        )
     collectives = answer.collectives
     totals = collectives.totals_us() if len(answer.loaded) > 1 and len(collectives.meetings) else {}
     per_step = answer.per_step

@@ -120,6 +120,17 @@ def qwen3_next(family: str = "qwen3-next", *, value_heads: int = 4, **changes: o
     return model(family, **{**fields, **changes})
 
 
+def kimi_linear(**changes: object) -> Model:
+    """Kimi Delta Attention, but for every second layer and the last one: latent attention without positions."""
+    linear = LinearAttention(
+        kind="kda", key_heads=2, value_heads=2, key_head_dim=12, value_head_dim=12, full_every=2, full_last=True
+    )
+    experts = moe(shared_expert_intermediate_size=16, router=sigmoid_with_bias(group_score="top2"))
+    heads = tiny_attention(q_lora_rank=0).model_copy(update={"rotary": False})
+    fields = {"layers": 3, "dense_layers": 1, "intermediate_size": 48, "attention": heads, "linear_attention": linear}
+    return model("kimi-linear", **{**fields, "moe": experts, **changes})
+
+
 def nope(every: int) -> LocalAttention:
     """Chunks of 9; every n-th layer sees all, does not rotate, and grows its queries."""
     return LocalAttention(
@@ -151,6 +162,7 @@ VARIANTS: dict[str, Model] = {
     "deepseek-v3, raw weights, no groups": moe_with(V3, router=RAW_V3),
     "deepseek-v3, top 4": moe_with(V3, top_k=4),
     "deepseek-v3.2": V32,
+    "glm5-moe": V32.model_copy(update={"family": "glm5-moe"}),
     "llama": dense("llama", attention=attention(rope=Rope(llama3=LLAMA3))),
     "llama, frequencies divided or kept": dense("llama", attention=attention(rope=Rope(llama3=SHARP))),
     "llama, plain rotary embedding, biases": dense("llama", attention=attention(bias=True)),
@@ -195,4 +207,5 @@ VARIANTS: dict[str, Model] = {
         attention=attention(head_dim=16, partial_rotary_factor=0.5, qk_norm="head", output_gate=True, bias=True),
     ),
     "qwen3.5-moe": qwen3_next("qwen3.5-moe"),
+    "kimi-linear": kimi_linear(),
 }

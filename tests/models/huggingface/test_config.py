@@ -157,14 +157,22 @@ CANNOT_BE_READ = {
     "an unknown family": (
         _changed("llama", model_type="gemma3"),
         "config.json: model_type is not known here; got gemma3; allowed: deepseek_v2, deepseek_v3, deepseek_v32, "
-        "mixtral, qwen3_moe, olmoe, llama4_text, gpt_oss, glm4_moe, ernie4_5_moe, minimax_m2, qwen3_next, "
-        "qwen3_5_moe_text, llama, qwen3",
+        "glm_moe_dsa, mixtral, qwen3_moe, olmoe, llama4_text, gpt_oss, glm4_moe, ernie4_5_moe, minimax_m2, qwen3_next, "
+        "qwen3_5_moe_text, kimi_linear, llama, qwen3",
     ),
     "no family": ({}, "config.json: model_type is not known here; allowed: deepseek_v2, "),
     "a key that is not there": (_changed("llama", hidden_size=None), "config.json lacks hidden_size"),
     "another activation": (
         _changed("llama", hidden_act="gelu"),
         'config.json: hidden_act cannot be used; got "gelu"; allowed: "silu"',
+    ),
+    "indexers that layers share": (
+        _changed("glm5-moe", indexer_types=["full", "full", "shared"]),
+        'config.json: indexer_types cannot be used; got ["full", "full", "shared"]; allowed: full in each layer',
+    ),
+    "full attention at other places": (
+        _changed("kimi-linear", linear_attn_config={"full_attn_layers": [1, 3]}),
+        "config.json: full_attn_layers cannot be used; got [1, 3]; allowed: every n-th layer from the n-th on",
     ),
     "windows at other places": (
         _changed("gpt-oss", layer_types=["full_attention", "sliding_attention"] * 2),
@@ -217,9 +225,10 @@ JUNK = st.sampled_from(
 @given(name=st.sampled_from(sorted(VARIANTS)), data=st.data(), junk=JUNK)
 def test_a_file_with_junk_in_it_is_read_or_refused(name: str, data: st.DataObject, junk: object) -> None:
     fields = huggingface_config(VARIANTS[name])
-    inside = fields["rope_parameters"]
+    section = "rope_parameters" if "rope_parameters" in fields else "linear_attn_config"
+    inside = fields[section]
     key = data.draw(st.sampled_from([*fields, *inside, "rope_scaling", "mlp_only_layers", "layer_types", "head_dim"]))
-    changed = fields | ({"rope_parameters": inside | {key: junk}} if key in inside else {key: junk})
+    changed = fields | ({section: inside | {key: junk}} if key in inside else {key: junk})
     with contextlib.suppress(ConfigError):
         model_of_config(changed)
 

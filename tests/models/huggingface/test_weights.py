@@ -158,6 +158,8 @@ def test_weights_that_transformers_saved_load_bit_for_bit(name: str, tmp_path: P
     ours = unsettled(tiny_decoder(FIRSTS[name]))
     in_transformers(ours, tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     names = [set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("ours", "theirs")]
+    if name == "kimi-linear":  # transformers names the dense layer's network as if it had experts
+        names[1] = {one.replace("layers.0.block_sparse_moe", "layers.0.mlp") for one in names[1]}
     assert names[0] == names[1]
     other = tiny_decoder(FIRSTS[name], seed=9)
     load_huggingface(other, tmp_path / "theirs")

@@ -57,9 +57,11 @@ def _act(word: str, attempt: int, rank: int, folder: Path) -> int:
         raise DataError("the text of rank 1 is bad")
     if word == "die-once" and rank == 1 and attempt == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    if word in {"mistake-of-one", "die-once"}:
+    if word == "lose-one" and rank == 1 and attempt < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word in {"mistake-of-one", "die-once"} or (word == "lose-one" and attempt < 2):
         dist.all_reduce(torch.ones(1))  # the others wait for rank 1
-    if word == "wait":
+    if word == "wait" or (word == "lose-one" and attempt == 2):
         with StopRequest() as stop:
             (folder / f"ready-{rank}").touch()
             while stop.signal is None:

@@ -59,7 +59,7 @@ def test_what_the_shell_says_is_read() -> None:
     ("variables", "expected"),
     [
         (TORCHRUN, (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", None, None)),
-        (SRUN, (12, 9, 1, 4, "srun", "slurm-20077.0", 1, "gpu03:20077", 6, 1_764_201_600)),
+        (SRUN, (12, 9, 1, 4, "srun", "slurm-20077.0", 1, "gpu03:28077", 6, 1_764_201_600)),
         (
             SRUN | TORCHRUN,
             (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", None, 1_764_201_600),
@@ -83,7 +83,7 @@ def test_a_batch_script_is_no_rank_and_a_launch_may_have_no_name() -> None:
     [("node7", "node7"), ("a1,a2", "a1"), ("n[012-014,20]", "n012"), ("x[3,9]-ib", "x3-ib"), ("", "localhost")],
 )
 def test_ranks_of_srun_meet_on_the_first_machine(nodes: str, first: str) -> None:
-    assert read_environment({**SRUN, "SLURM_STEP_NODELIST": nodes}).meeting_point == f"{first}:20077"
+    assert read_environment({**SRUN, "SLURM_STEP_NODELIST": nodes}).meeting_point == f"{first}:28077"
     by_hand = {**SRUN, "MASTER_ADDR": "fe80::1", "MASTER_PORT": "5"}
     assert read_environment(by_hand).meeting_point == "[fe80::1]:5"
 

@@ -20,11 +20,13 @@ from tests.parallel.launch.ranks import add_up, when
 SHELL = Environment(color=False, threads=None, world_size=1)
 
 
-def launch(word: str, folder: Path, *, restarts: int = 0) -> tuple[int, list[str]]:
-    """Exit code of two ranks, and what the launcher said."""
+def launch(
+    word: str, folder: Path, *, restarts: int = 0, ranks: int = 2, fewer: tuple[int, ...] = ()
+) -> tuple[int, list[str]]:
+    """Exit code of the ranks, and what the launcher said."""
     said: list[str] = []
-    facts = LaunchFacts(world=2, local_world=2, cores=2)
-    plan = LocalLaunch(processes=2, restarts=restarts, name="launch-1", facts=facts, say=said.append)
+    facts = LaunchFacts(world=ranks, local_world=ranks, cores=2)
+    plan = LocalLaunch(processes=ranks, restarts=restarts, fewer=fewer, name="launch-1", facts=facts, say=said.append)
     others = set(multiprocessing.active_children())  # of the pool that other tests share
     code = run_processes(add_up, [word, str(folder)], plan)
     assert set(multiprocessing.active_children()) == others
@@ -50,6 +52,30 @@ def test_a_rank_that_dies_is_started_again_with_the_others(tmp_path: Path, capfd
     assert list(notes(tmp_path)) == ["attempt-0-0", "attempt-0-1", "attempt-1-0", "attempt-1-1"]
     assert set(notes(tmp_path).values()) == {"3.0 2 launch-1 lo"}
     assert "ChildFailedError" not in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_after_the_restarts_fewer_ranks_go_on_and_with_a_signal_all_again(tmp_path: Path) -> None:
+    when(lambda: (tmp_path / "ready-1").exists(), lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    code, said = launch("lose-one", tmp_path, ranks=3, restarts=1, fewer=(2, 1))
+    assert code == 0
+    died = r"rank 1 \(process \d+\) was ended by SIGKILL; "
+    assert re.fullmatch(died + "restart 1 of 1", said[0])
+    assert re.fullmatch(died + "the run goes on with 2 of 3 ranks", said[1])
+    assert said[2:] == ["all 3 ranks start again, as SIGUSR1 asked"]
+    worlds = {name: note.split()[1] for name, note in notes(tmp_path).items()}
+    assert worlds == {
+        f"attempt-{attempt}-{rank}": str(world) for attempt, world in enumerate((3, 3, 2, 3)) for rank in range(world)
+    }
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_signal_for_more_ranks_changes_nothing_while_all_run(tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGUSR1)
+    when(lambda: len(list(tmp_path.glob("ready-*"))) == 2, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    when(lambda: (tmp_path / "ready-1").exists(), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert launch("wait", tmp_path) == (143, [])
+    assert signal.getsignal(signal.SIGUSR1) is handler
 
 
 @pytest.mark.often("mistake-of-one*")

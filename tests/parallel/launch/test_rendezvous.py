@@ -1,9 +1,12 @@
 """Ranks that find each other, agree and fail: as threads of one process, each with a meeting of its own."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from penstock.base.errors import ConfigError, DeviceError, PenstockError, RunFolderError, every_kind
+from penstock.base.errors import ConfigError, DeviceError, LostRankError, PenstockError, RunFolderError, every_kind
 from penstock.parallel.launch import rendezvous as module
 from penstock.parallel.launch.environment import Environment
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
@@ -179,3 +182,43 @@ def test_a_fake_group_is_whatever_rank_it_is_told() -> None:
         assert (dist.get_rank(), dist.get_world_size()) == (517, 1024)
         dist.all_reduce(torch.ones(3))
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "speaks"), [(2, 0, True), (3, 1, False)])
+def test_behind_a_cut_link_one_rank_of_the_machine_says_so(
+    rank: int, local_rank: int, speaks: bool, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REACH_SECONDS", 0.05)
+    left: list[int] = []
+    environment = replace(environment_of(rank, 4, store.port), local_rank=local_rank)
+    meeting = Rendezvous(environment, left.append)
+    is_over = threading.Event()
+    monkeypatch.setattr(meeting, "_tell", lambda error: is_over.wait(60.0))  # a call to the store that is not answered
+    with pytest.raises(LostRankError) as lost, meeting:
+        raise LostRankError("no progress", got="forward of step 13 for 1 minutes")
+    is_over.set()
+    assert left == ([] if speaks else [75])
+    told = f"rank 0 at 127.0.0.1:{store.port} is not reached from {socket.gethostname()}; got forward of step 13"
+    assert str(lost.value).startswith(told) == speaks
+
+
+def test_where_the_store_is_gone_a_rank_of_each_machine_speaks(store: TCPStore) -> None:
+    def speaks(rank: int, started_by: str) -> bool:
+        environment = replace(environment_of(rank, 4, store.port, started_by), local_rank=rank % 2)
+        meeting = Rendezvous(environment)
+        meeting.store = GoneStore()  # type: ignore[assignment]
+        return meeting.first_to_fail()
+
+    assert [speaks(rank, "torchrun") for rank in range(4)] == [True, False, True, False]
+    assert [speaks(rank, "srun") for rank in range(4)] == [False, True, True, False]  # rank 0 held the store
+
+
+class GoneStore:
+    """A store whose process has ended."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Take a timeout."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Fail."""
+        raise dist.DistNetworkError("connection closed")

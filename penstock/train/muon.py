@@ -1,0 +1,152 @@
+"""Muon (arXiv 2502.16982) for matrices of hidden layers, with the state and formats of AdamW's first moment.
+
+    momentum    M <- m M + (1 - m) G                         on the rows that a rank updates
+    direction   U = m M + (1 - m) G, or M                    with and without Nesterov
+    update      O = Newton-Schulz(U)                         of whole matrices (penstock/parallel/matrix_exchange.py)
+    step        W <- W - rate (decay W + s sqrt(max(A, B)) O)    rows again; W is the float32 master, A x B the matrix
+
+Newton-Schulz does not see the scale of U, so this is also Muon with M <- m M + G. The buffer of gradients holds U, then
+O: there is no further memory of their size. On CPUs products and sums are separate operations, because fused ones
+round the last values of a tensor differently there: so any division of the rows gives the same bits.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from penstock.config.training import Optimizer
+from penstock.kernels.adamw import SPLIT, StateTensor, first_moment_of, master_of, store_first_moment, store_master
+from penstock.kernels.optimizer_state import noise, salt_of, seed_of
+from penstock.layout.matrices import Matrices
+from penstock.parallel.axes import Axes
+from penstock.parallel.matrix_exchange import MatrixExchange, MatrixShard
+from penstock.train.adamw import bytes_of, round_values, start_masters, state_shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonTensor(StateTensor):
+    """Rows of a parameter with their state."""
+
+    scale: float  # of the orthogonal factor
+
+
+def update_scale(matrices: Matrices, update_rms: float) -> float:
+    """Factor of an orthogonal A x B matrix, whose root mean square is 1 over the root of max(A, B)."""
+    return update_rms * sqrt(max(matrices.rows, matrices.columns))
+
+
+class ShardedMuon:
+    """Muon over the matrices of one rank, on the device; the interface is that of `penstock.train.adamw.FusedAdamW`.
+
+    `shards` have the gradients as values to orthogonalize. `step` is the number of updates that a checkpoint holds.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        shards: Mapping[str, MatrixShard],
+        settings: Optimizer,
+        axes: Axes,
+        *,
+        starts: Mapping[str, int],
+        step: Tensor,
+        values_per_round: int | None = None,
+    ) -> None:
+        self._settings, self._step, self._steps = settings, step, 0
+        self.tensors = {
+            name: _with_state(name, value, gradients[name], shards[name].matrices, settings, starts.get(name, 0))
+            for name, value in values.items()
+        }
+        start_masters(self.tensors.values())
+        tensors = [one for one in self.tensors.values() if one.value.numel()]
+        self._defined = [one for one in tensors if not _is_fused(one)]
+        self._fused: dict[float, list[MuonTensor]] = defaultdict(list)  # by their scale
+        for one in tensors:
+            if _is_fused(one):
+                self._fused[one.scale].append(one)
+        self._exchange = MatrixExchange(
+            list(shards.values()),
+            axes,
+            dtype=torch.bfloat16 if settings.muon.precision == "bf16" else torch.float32,
+            steps=settings.muon.iterations,
+            values_per_round=values_per_round,
+        )
+        self.device_bytes, self.moment_bytes = bytes_of(self.tensors.values())
+
+    @torch.no_grad()
+    def update(self, learning_rate: float, divisor: float = 1.0) -> None:
+        """Update all masters from their gradients, divided by `divisor`, and the values with them.
+
+        The ranks of a pipeline stage call it together. The host does not wait.
+        """
+        self._steps += 1
+        self._move_momenta(1.0 / divisor)
+        self._exchange.run()
+        decay = learning_rate * self._settings.weight_decay
+        for one in self._defined:
+            master = master_of(one)
+            change = one.gradient.mul_(learning_rate * one.scale)
+            store_master(one, master - master * decay - change)
+            one.gradient.zero_()
+        for scale, group in self._fused.items():
+            masters, gradients = [master_of(one) for one in group], [one.gradient for one in group]
+            torch._foreach_mul_(masters, 1.0 - decay)
+            torch._foreach_add_(masters, gradients, alpha=-learning_rate * scale)
+            torch._foreach_zero_(gradients)
+            round_values(group)
+
+    def loaded(self) -> None:
+        """See `FusedAdamW.loaded`."""
+        self._steps = int(self._step)
+        round_values(self.tensors.values())
+
+    def _move_momenta(self, scale: float) -> None:
+        """The new momenta; gradients become directions."""
+        muon = self._settings.muon
+        for one in self._defined:
+            gradient = one.gradient.mul_(scale).mul_(1.0 - muon.momentum)
+            momentum = first_moment_of(one) * muon.momentum + gradient
+            rounds = one.moment1.dtype != torch.float32
+            noise_ = noise(momentum, one.start, seed_of(self._steps, one.salt))[0] if rounds else None
+            store_first_moment(one, momentum, noise_)
+            if muon.nesterov:
+                gradient.add_(momentum.mul_(muon.momentum))
+            else:
+                gradient.copy_(momentum)
+        for group in self._fused.values():
+            gradients, momenta = [one.gradient for one in group], [one.moment1 for one in group]
+            if scale != 1.0:
+                torch._foreach_mul_(gradients, scale)
+            torch._foreach_lerp_(momenta, gradients, 1.0 - muon.momentum)
+            if muon.nesterov:
+                torch._foreach_lerp_(gradients, momenta, muon.momentum)
+            else:
+                torch._foreach_copy_(gradients, momenta)
+
+
+def _is_fused(tensor: MuonTensor) -> bool:
+    """Whether PyTorch's kernels for lists of tensors update it: float32 state on a GPU, where they round all alike."""
+    return tensor.value.device.type != "cpu" and tensor.moment1.dtype == torch.float32 and tensor.masters != SPLIT
+
+
+def _with_state(
+    name: str, value: Tensor, gradient: Tensor, matrices: Matrices, settings: Optimizer, start: int
+) -> MuonTensor:
+    shapes = state_shapes(tuple(value.shape), value.dtype, settings, is_muon=True)
+    state = {field: torch.zeros(one.shape, dtype=one.dtype, device=value.device) for field, one in shapes.items()}
+    return MuonTensor(
+        value=value,
+        gradient=gradient,
+        moment1=state["moment1"],
+        scale1=state.get("scale1"),
+        master=state.get("master"),
+        is_decayed=True,
+        salt=salt_of(name),
+        start=start,
+        scale=update_scale(matrices, settings.muon.update_rms),
+    )
