@@ -197,12 +197,15 @@ def check_same_run(saved: Run, wanted: Run) -> None:
 
 
 def changes_since(saved: Mapping[str, Any], run: Run) -> list[str]:
-    """Options whose value is another one than in `saved`, all options by path: `training.steps 4 -> 8`."""
+    """Options whose value is another one than in `saved`, all options by path: `training.steps 4 -> 8`.
+
+    The name is left out: a run whose name was taken gets the one of its folder after its options were saved.
+    """
     now: dict[str, Any] = json.loads(json.dumps(leaves(run)))  # tuples are lists, as in what was saved
     return [
         f"{path} {as_toml(saved[path])} -> {as_toml(value)}"
         for path, value in now.items()
-        if path in saved and saved[path] != value
+        if path in saved and path != "name" and saved[path] != value
     ]
 
 

@@ -60,6 +60,12 @@ def losses_of(run: Path) -> list[float]:
     return [line["loss"] for line in lines_of(run)]
 
 
+def begins_of(run: Path) -> list[int]:
+    """The step from which each process of a run began, by its ledger."""
+    lines = map(json.loads, (run / "goodput.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if "begin" in line]
+
+
 def saved_steps(run: Path) -> list[int]:
     """Steps with a checkpoint."""
     return sorted(int(path.name.partition("-")[2]) for path in (run / "checkpoints").glob("step-??????"))

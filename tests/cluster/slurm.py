@@ -25,6 +25,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scont
 SETUP = "apt-get install --yes --no-install-recommends slurm-wlm munge iproute2"
 
 NODE_LOST_SECONDS = 10
+CREDENTIAL_SECONDS = 10
 
 CONFIGURATION = """
 ClusterName=penstock
@@ -32,7 +33,7 @@ SlurmctldHost=login
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=10
+AuthInfo=socket={folder}/munge.socket,cred_expire={credential_seconds}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -142,7 +143,12 @@ def slurm_of(nodes: int, folder: Path) -> Iterator[Slurm]:
     """A cluster of some nodes, whose files are all below a folder; every process ends with the context."""
     names = [f"node{number}" for number in range(1, nodes + 1)]
     (folder / "state").mkdir()
-    text = CONFIGURATION.format(folder=folder, nodes=",".join(names), node_lost_seconds=NODE_LOST_SECONDS)
+    text = CONFIGURATION.format(
+        folder=folder,
+        nodes=",".join(names),
+        node_lost_seconds=NODE_LOST_SECONDS,
+        credential_seconds=CREDENTIAL_SECONDS,
+    )
     (folder / "slurm.conf").write_text(text)
     (folder / "gres.conf").write_text("Name=gpu File=/dev/tty[0-1]\n")
     with ExitStack() as stack:

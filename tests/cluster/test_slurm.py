@@ -22,7 +22,13 @@ from tests.cluster.runs import (
 )
 from tests.cluster.slurm import Slurm, missing, slurm_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+LACKS = missing()
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+    *([pytest.mark.skip(reason=LACKS)] if LACKS else []),  # such a mark is one line for all tests
+]
 
 BEGUN = EVERY + 3  # steps before a disturbance
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
@@ -31,8 +37,6 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     """Three nodes, of which a job needs two."""
-    if lacks := missing():
-        pytest.skip(lacks)
     with slurm_of(3, tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 

@@ -1,6 +1,5 @@
 """Two machines with names and addresses of their own: torchrun's rendezvous, layouts across, bad and cut links."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Host, cluster_of, missing_rights
-from tests.cluster.runs import ENDLESS, EVERY, RUN, VARIABLES, losses_of, saved_steps, train_here, until
+from tests.cluster.runs import ENDLESS, EVERY, RUN, VARIABLES, begins_of, losses_of, saved_steps, train_here, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -47,12 +46,6 @@ def check_ends_well(processes: Processes, folder: Path) -> None:
 def output(folder: Path, name: str) -> str:
     """What torchrun has printed on a host."""
     return (folder / f"{name}.out").read_text()
-
-
-def begins_of(run: Path) -> list[int]:
-    """The step from which each process of a run began, by its ledger."""
-    lines = map(json.loads, (run / "goodput.jsonl").read_text().splitlines())
-    return [line["step"] for line in lines if "begin" in line]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """A run folder is there whole or not at all, has one owner, and goes on as what it was."""
 
 import errno
+import json
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -9,8 +10,10 @@ import pytest
 from penstock.base.errors import CheckpointError, RunFolderError
 from penstock.config.load import load_run
 from penstock.config.run import Run
+from penstock.config.schema import leaves
 from penstock.train import run_folder
 from penstock.train.run_folder import (
+    changes_since,
     check_is_free,
     check_name,
     check_same_run,
@@ -40,6 +43,12 @@ def test_a_name_that_is_taken_gets_a_number(run: Run) -> None:
     assert load_run(str(Path(run.record.folder) / "tiny-3")).name == "tiny-3"
     (Path(run.record.folder) / "tiny-4").write_text("")  # a file takes its name too
     assert free_name(Path(run.record.folder), "tiny") == "tiny-5"
+
+
+def test_the_number_is_no_change_of_a_run_that_goes_on(run: Run) -> None:
+    named = run.model_copy(update={"name": "tiny-2", "seed": run.seed + 1})
+    saved = json.loads(json.dumps(leaves(run)))
+    assert changes_since(saved, named) == [f"seed {run.seed} -> {run.seed + 1}"]
 
 
 def test_a_chosen_name_that_is_taken_is_refused(run: Run) -> None:
