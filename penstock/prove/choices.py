@@ -53,7 +53,6 @@ class Flip:
     place: Place
     tokens: int
     margin: float  # the largest of these tokens: if it is beyond rounding, the flip has another cause
-    apart: float  # how far their logits are from those of one process
 
 
 class ChoiceRecorder:
@@ -128,15 +127,13 @@ def first_flip(got: Iterable[Mapping[Place, Choices]], expected: Mapping[Place, 
             wanted = expected[place].at(_nearest(choices.logits_TE, expected[place].logits_TE))
             differ_T = (choices.sets() != wanted.sets()).any(1)
             if differ_T.any():
-                apart_T = (choices.logits_TE - wanted.logits_TE).abs().amax(1)
-                margin, apart = float(wanted.margins_T[differ_T].max()), float(apart_T[differ_T].max())
-                flips.append(Flip(place, int(differ_T.sum()), margin, apart))
+                flips.append(Flip(place, int(differ_T.sum()), float(wanted.margins_T[differ_T].max())))
     first = min((flip.place for flip in flips), default=None)
     there = [flip for flip in flips if flip.place == first]
     if first is None:
         return None
     tokens = sum(flip.tokens for flip in there)
-    return Flip(first, tokens, max(flip.margin for flip in there), max(flip.apart for flip in there))
+    return Flip(first, tokens, max(flip.margin for flip in there))
 
 
 def least_margin(choices: Mapping[Place, Choices]) -> float:

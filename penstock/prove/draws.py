@@ -6,6 +6,7 @@ settings of the layout do not. Values are drawn so that rules refuse few; which 
 """
 
 import random
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,8 +60,7 @@ class Composition:
     @property
     def command(self) -> str:
         """The command that plays it."""
-        words = [f"'{one}'" if set(one) & set("[]{}\"'|* ()") else one for one in self.overrides]
-        return " ".join(["penstock prove", f"--processes {self.ranks}", *words])
+        return shlex.join(["penstock", "prove", "--processes", str(self.ranks), *self.overrides])
 
 
 def is_of_layout(override: str) -> bool:
@@ -158,7 +158,8 @@ def _model(draw: _Draw) -> None:
         draw.facts["micro"] = 2
     if draw.chance(0.4) or draw.facts.get("micro"):
         draw.add("training.global_batch=8")
-    draw.maybe(0.1, "training.precision=bf16") and draw.maybe(0.3, "optimizer.store_param_remainders=true")
+    if draw.maybe(0.1, "training.precision=bf16"):
+        draw.maybe(0.3, "optimizer.store_param_remainders=true")
 
 
 def _attention(draw: _Draw, layers: int) -> None:
@@ -326,19 +327,21 @@ def _dispatch(draw: _Draw, ranks: int) -> None:
 
 def _memory(draw: _Draw) -> None:
     """Recomputation and offload."""
-    missing = {"norm": 0}
-    missing["latent-up"] = not draw.facts.get("latent")
-    missing["shared-expert"] = not draw.facts.get("shared")
-    missing["dense"] = not draw.facts["dense"]
-    missing["moe"] = missing["layer"] = draw.facts.get("overlap", 0)
-    for name in ("moe", "expert-activation"):
-        missing[name] = missing.get(name) or not draw.facts["moe"]
+    facts = draw.facts
+    missing = {
+        "latent-up": not facts.get("latent"),
+        "shared-expert": not facts.get("shared"),
+        "dense": not facts["dense"],
+        "expert-activation": not facts["moe"],
+        "moe": not facts["moe"] or facts.get("overlap"),
+        "layer": facts.get("overlap"),
+    }
     if draw.chance(0.35):
         there = [name for name in RECOMPUTABLE if not missing.get(name)]
         names = draw.numbers.sample(there, draw.any(1, 1, 2, min(3, len(there))))
         where = []
-        if draw.facts["layers"] > 1 and draw.chance(0.2):
-            where = [f"recompute.layers=[{draw.any(*range(draw.facts['layers']))}]"]
+        if facts["layers"] > 1 and draw.chance(0.2):
+            where = [f"recompute.layers=[{draw.any(*range(facts['layers']))}]"]
         draw.add(f"recompute.modules={_listed(names)}", *where)
     if draw.chance(0.15):
         there = [name for name in OFFLOADABLE if not missing.get(name)]

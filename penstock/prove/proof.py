@@ -82,8 +82,10 @@ class Prover:
         flip = first_flip([one.choices for one in played], alone.choices)
         if flip is None:
             return outcome
-        margin = f"step {flip.place[0]}, layer {flip.place[1]}: {flip.tokens} tokens chose other experts, by margins of"
-        told = f"{margin} up to {flip.margin:.1e}"
+        step, layer = flip.place
+        told = (
+            f"step {step}, layer {layer}: {flip.tokens} tokens chose other experts, by margins up to {flip.margin:.1e}"
+        )
         if flip.margin > (LOW_TIE if is_low(composition) else TIE):
             return replace(outcome, text=f"{outcome.text}; {told}, which is no tie")
         try:

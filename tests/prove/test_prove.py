@@ -82,6 +82,9 @@ class FaultyRanks:
         others = [Played(trace, [], [], choices)] * (ranks - 1)
         return [Played(trace, first, last, choices), *others]
 
+    def close(self) -> None:
+        """Nothing runs."""
+
 
 def seen(margin: float) -> tuple[torch.Tensor, torch.Tensor]:
     """That one slot was kept, and its margin."""
@@ -99,7 +102,7 @@ PLANTED = (
     [
         ("wrong", "loss 2.5e-03, parameters 1.0e-02, moments 5.0e-03, one tensor 5.0e-03; most of moment1.a"),
         ("traceback", "KeyError: 'head'"),
-        ("flip", "by margins of up to 5.0e-01, which is no tie"),
+        ("flip", "by margins up to 5.0e-01, which is no tie"),
     ],
 )
 def test_a_fault_is_made_as_small_as_its_two_settings(kind: str, text: str, tmp_path: Path) -> None:
@@ -116,7 +119,7 @@ def test_a_fault_is_made_as_small_as_its_two_settings(kind: str, text: str, tmp_
 def test_what_equals_one_process_with_its_choices_is_a_tie(tmp_path: Path) -> None:
     outcome = Prover(FaultyRanks("tie"), tmp_path).judge(composition_of(2, PLANTED))
     assert (outcome.kind, outcome.figures["loss"]) == ("tie", 0.0)
-    assert outcome.text == "step 0, layer 1: 2 tokens chose other experts, by margins of up to 1.0e-07"
+    assert outcome.text == "step 0, layer 1: 2 tokens chose other experts, by margins up to 1.0e-07"
 
 
 def test_what_agrees_with_another_limit_of_the_clamp_is_a_tie(tmp_path: Path) -> None:
@@ -182,7 +185,7 @@ def test_children_answer_refuse_and_are_replaced(tmp_path: Path) -> None:
         prover = Prover(children, tmp_path)
         layout = composition_of(2, ("parallel.expert=2", "model.layers=2"))
         assert prover.judge(layout).kind == "equal"
-        broken = replace(prover.part(layout), steps=-1)
+        broken = replace(prover.part(layout), rate="fast")
         with pytest.raises(PlayError, match="rank 0:\nTraceback"):
             children.play(2, broken)
         assert prover.judge(layout).kind == "equal"
@@ -196,7 +199,7 @@ def test_the_verb_plays_one_composition_or_draws(
     monkeypatch.setattr(verb, "Children", lambda: PoolRanks(ranks))
     assert main(["prove", "--processes", "2", "parallel.expert=2", "model.layers=2"]) == 0
     assert capsys.readouterr().out.startswith("equal\nloss           differs by ")
-    monkeypatch.setattr(verb, "Children", lambda: Closed(FaultyRanks("wrong")))
+    monkeypatch.setattr(verb, "Children", lambda: FaultyRanks("wrong"))
     monkeypatch.setattr(verb, "outcomes", lambda prover, seed: enumerate([prover.judge(composition_of(2, PLANTED))]))
     assert main(["prove", "--seconds", "0"]) == 1
     out = capsys.readouterr().out
@@ -205,14 +208,6 @@ def test_the_verb_plays_one_composition_or_draws(
     assert main(["prove", "--seconds", "0", "--json"]) == 1
     (fault,) = json.loads(capsys.readouterr().out)["faults"]
     assert (fault["kind"], fault["number"]) == ("fault", 0)
-
-
-class Closed:
-    def __init__(self, ranks: FaultyRanks) -> None:
-        self.play = ranks.play
-
-    def close(self) -> None:
-        """Nothing runs."""
 
 
 def test_overrides_need_their_ranks(capsys: pytest.CaptureFixture[str]) -> None:
