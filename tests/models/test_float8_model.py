@@ -29,7 +29,7 @@ from penstock.train.setup import Session, prepare
 from penstock.train.state import restore_state, save_state
 from tests.closeness import assert_close, is_close
 from tests.distributed.case import GQA, layout, pipeline
-from tests.distributed.one_loss import BASE, Trace, follow, trace
+from tests.distributed.one_loss import BASE, StepFigures, follow, trace
 from tests.distributed.pool import Pool
 from tests.parallel.recorded_graph import Graphs
 
@@ -47,7 +47,7 @@ CASES = {
 
 
 @cache
-def alone(ranks: Pool, model: tuple[str, ...]) -> Trace:
+def alone(ranks: Pool, model: tuple[str, ...]) -> StepFigures:
     return trace(ranks, 1, model, 2)
 
 
