@@ -13,7 +13,7 @@ import socket
 import stat
 import time
 import tomllib
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,15 @@ def open_file(path: Path, buffering: int = -1) -> Any:
 def _open_regular(path: str, flags: int) -> int:
     # As an opener: from here on `open` closes the descriptor, also when a signal interrupts it.
     descriptor = os.open(path, flags | os.O_NONBLOCK)
-    try:
+    with ExitStack() as unless_returned:
+        unless_returned.callback(os.close, descriptor)
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(mode) and not path.startswith(_PASSED):
             raise OSError(errno.EINVAL, "it is a pipe or a device, no file", path)
         os.set_blocking(descriptor, True)
-    except BaseException:
-        os.close(descriptor)
-        raise
+        unless_returned.pop_all()
     return descriptor
 
 
