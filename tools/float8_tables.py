@@ -23,7 +23,8 @@ def curves(result: Result, what: str = "recipe of dense products and experts", b
     ]
     for case in numbers["cases"]:
         held_out = case["held_out_loss"]
-        name = "none in 8 bits" if case["case"] == "none" else f"`{case['case']}`"
+        none = "none in 8 bits" if beside == "none" else beside
+        name = none if case["case"] == "none" else f"`{case['case']}`"
         # Results of one run a case say nothing of seeds, and of held-out text only the loss.
         share = case["held_out_difference"] if "seeds" in case else held_out / first["held_out_loss"] - 1
         lines.append(
