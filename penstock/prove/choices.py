@@ -33,8 +33,10 @@ class Choices:
 
     logits_TE: Tensor
     experts_TK: Tensor
+    weights_TK: Tensor
     kept_TK: Tensor  # False for slots over capacity, which are dropped
     margins_T: Tensor  # by how much a score must move to change the choice
+    drop_margins_T: Tensor  # by how much a weight must move to change what is dropped
 
     def at(self, index_T: Tensor) -> "Choices":
         """The choices of some tokens."""
@@ -53,6 +55,7 @@ class Flip:
     place: Place
     tokens: int
     margin: float  # the largest of these tokens: if it is beyond rounding, the flip has another cause
+    drops_only: bool = False  # their experts are the same, and other slots are dropped
 
 
 class ChoiceRecorder:
@@ -87,7 +90,9 @@ class ChoiceRecorder:
             if not is_recomputing():
                 margins_T = _margins(choice_scores(logits_TE.detach(), bias_E, rule), rule)
                 kept_TK = torch.ones_like(routed.experts_TK, dtype=torch.bool)
-                one = Choices(logits_TE.detach().clone(), routed.experts_TK.clone(), kept_TK, margins_T)
+                never_T = torch.full_like(margins_T, float("inf"))
+                experts_TK, weights_TK = routed.experts_TK.clone(), routed.weights_TK.detach().float()
+                one = Choices(logits_TE.detach().clone(), experts_TK, weights_TK, kept_TK, margins_T, never_T)
                 self._seen[self.step, router.layer].append(one)
             self._last[router.layer] = logits_TE.detach()
             return routed
@@ -102,7 +107,8 @@ class ChoiceRecorder:
             if not is_recomputing():
                 kept_TK = routing.experts_TK < router.experts
                 seen = self._seen[self.step, router.layer]
-                seen[-1] = replace(seen[-1], kept_TK=kept_TK)
+                margins_T = _drop_margins(seen[-1], kept_TK)
+                seen[-1] = replace(seen[-1], kept_TK=kept_TK, drop_margins_T=margins_T)
                 if given is not None and torch.is_grad_enabled():
                     router.meter.dropped += (~kept_TK).sum()
             return routing
@@ -120,20 +126,27 @@ class ChoiceRecorder:
 
 
 def first_flip(got: Iterable[Mapping[Place, Choices]], expected: Mapping[Place, Choices]) -> Flip | None:
-    """The first place in which tokens of any rank chose other experts than in one process, or None."""
+    """The first place in which tokens of any rank chose other experts than in one process, or None.
+
+    A token that chooses another expert moves the cut between slots that are kept and dropped, so the margins of those
+    count only where no token chose another one.
+    """
     flips = []
     for one in got:
         for place, choices in one.items():
             wanted = expected[place].at(_nearest(choices.logits_TE, expected[place].logits_TE))
-            differ_T = (choices.sets() != wanted.sets()).any(1)
-            if differ_T.any():
-                flips.append(Flip(place, int(differ_T.sum()), float(wanted.margins_T[differ_T].max())))
-    first = min((flip.place for flip in flips), default=None)
-    there = [flip for flip in flips if flip.place == first]
+            ours_TE, theirs_TE = choices.sets(), wanted.sets()
+            for drops_only, differ_T, margins_T in (
+                (False, ((ours_TE > 0) != (theirs_TE > 0)).any(1), wanted.margins_T),
+                (True, (ours_TE != theirs_TE).any(1), wanted.drop_margins_T),
+            ):
+                if differ_T.any():
+                    flips.append(Flip(place, int(differ_T.sum()), float(margins_T[differ_T].max()), drops_only))
+    first = min(((flip.place, flip.drops_only) for flip in flips), default=None)
+    there = [flip for flip in flips if (flip.place, flip.drops_only) == first]
     if first is None:
         return None
-    tokens = sum(flip.tokens for flip in there)
-    return Flip(first, tokens, max(flip.margin for flip in there))
+    return Flip(first[0], sum(flip.tokens for flip in there), max(flip.margin for flip in there), first[1])
 
 
 def least_margin(choices: Mapping[Place, Choices]) -> float:
@@ -149,6 +162,20 @@ def _nearest(logits_TE: Tensor, others_NE: Tensor) -> Tensor:
     """For each token the other token with the nearest logits."""
     # Differences, not products: those of equal logits would be lost in rounding.
     return torch.cdist(logits_TE.float(), others_NE.float(), compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+
+
+def _drop_margins(chosen: Choices, kept_TK: Tensor) -> Tensor:
+    """Of each token: how far the weight of a slot is from the cut of its expert, of all tokens of a call."""
+    tokens, experts = chosen.logits_TE.shape
+
+    def of_experts(slots_TK: Tensor, other: float) -> Tensor:
+        weights_TK = chosen.weights_TK.masked_fill(~slots_TK, other)
+        return chosen.weights_TK.new_full((tokens, experts), other).scatter(1, chosen.experts_TK, weights_TK)
+
+    least_kept_E = of_experts(kept_TK, float("inf")).amin(0)
+    most_dropped_E = of_experts(~kept_TK, float("-inf")).amax(0)
+    beyond_TK = torch.where(kept_TK, most_dropped_E[chosen.experts_TK], least_kept_E[chosen.experts_TK])
+    return (chosen.weights_TK - beyond_TK).abs().amin(1)
 
 
 def _margins(scores_TE: Tensor, rule: RouterRule) -> Tensor:

@@ -69,7 +69,7 @@ def follow(
 def saved_by(session: Session) -> Saved:
     """Parts that this rank writes; of equal parts one rank writes each."""
     return [
-        (name, part.shape, [(piece.whole, values.clone()) for piece, values in part.views()])
+        (name, part.shape, [(piece.whole, values.clone()) for piece, values in part.decoded().views()])
         for name, part in session.state.parts().items()
         if part.writes
     ]

@@ -83,9 +83,8 @@ class Prover:
         if flip is None:
             return outcome
         step, layer = flip.place
-        told = (
-            f"step {step}, layer {layer}: {flip.tokens} tokens chose other experts, by margins up to {flip.margin:.1e}"
-        )
+        what = "dropped other slots" if flip.drops_only else "chose other experts"
+        told = f"step {step}, layer {layer}: {flip.tokens} tokens {what}, by margins up to {flip.margin:.1e}"
         if flip.margin > (LOW_TIE if is_low(composition) else TIE):
             return replace(outcome, text=f"{outcome.text}; {told}, which is no tie")
         try:

@@ -38,6 +38,12 @@ def test_random_compositions_equal_one_process(ranks: Pool, tmp_path: Path) -> N
     assert sum(one.kind == "equal" for one in made) > OFTEN * 2 // 3
 
 
+def test_state_in_formats_of_its_own_is_compared_by_its_values(ranks: Pool, tmp_path: Path) -> None:
+    formats = ("training.precision=bf16", "optimizer.store_param_remainders=true", "optimizer.moment_dtype=bf16")
+    outcome = Prover(PoolRanks(ranks), tmp_path).judge(composition_of(2, ("model.layers=2", *formats)))
+    assert outcome.kind in ("equal", "tie"), told(outcome)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SLOW_SECONDS)
 def test_twenty_minutes_of_random_compositions_equal_one_process(ranks: Pool, tmp_path: Path) -> None:
@@ -86,9 +92,9 @@ class FaultyRanks:
         """Nothing runs."""
 
 
-def seen(margin: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """That one slot was kept, and its margin."""
-    return torch.ones(1, 1, dtype=torch.bool), torch.tensor([margin])
+def seen(margin: float) -> tuple[torch.Tensor, ...]:
+    """The weight of one slot, that it was kept, and its margins."""
+    return torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), torch.tensor([margin]), torch.tensor([float("inf")])
 
 
 PLANTED = (
@@ -163,6 +169,29 @@ def test_routers_choose_what_is_given_on_any_layout(router: tuple[str, ...], ran
         of_first = {place: one for place, one in turned.items() if place == (0, 1)}  # later logits are others
         seen = [{place: one for place, one in part.choices.items() if place in of_first} for part in played]
         assert first_flip(seen, of_first) is None
+
+
+def test_the_margin_of_a_flip_is_that_of_the_choice_which_moved_the_others() -> None:
+    # Token 0 nearly chose expert 1; if it does, expert 1 is full, and drops the slot of token 1.
+    logits_TE = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.9, 0.1]])
+    experts_TK, weights_TK = torch.tensor([[0], [1]]), torch.tensor([[0.5], [0.4]])
+    margins_T, drop_margins_T = torch.tensor([1e-7, 0.8]), torch.tensor([0.3, 0.1])
+    alone = Choices(logits_TE, experts_TK, weights_TK, experts_TK >= 0, margins_T, drop_margins_T)
+    moved = replace(alone, experts_TK=torch.tensor([[1], [1]]), kept_TK=torch.tensor([[True], [False]]))
+    found = first_flip([{(0, 1): moved}], {(0, 1): alone})
+    assert found is not None and (found.tokens, found.margin, found.drops_only) == (1, pytest.approx(1e-7), False)
+    dropped = replace(alone, kept_TK=torch.tensor([[True], [False]]))
+    found = first_flip([{(0, 1): dropped}], {(0, 1): alone})
+    assert found is not None and (found.tokens, found.margin, found.drops_only) == (1, pytest.approx(0.1), True)
+
+
+def test_slots_over_capacity_have_the_margin_of_their_weights(ranks: Pool, tmp_path: Path) -> None:
+    words = ("model.layers=2", "model.moe.balance.capacity_factor=1.0")
+    (alone,) = PoolRanks(ranks).play(1, Prover(PoolRanks(ranks), tmp_path).part(composition_of(1, words)))
+    for one in alone.choices.values():
+        assert not one.kept_TK.all() and one.drop_margins_T.min() >= 0
+        # A token that lost a slot to another one has a margin.
+        assert one.drop_margins_T[(~one.kept_TK).any(1)].isfinite().all()
 
 
 def test_what_a_rank_gave_travels_whole(ranks: Pool, tmp_path: Path) -> None:
