@@ -2,7 +2,7 @@
 
     python -m benchmarks.tune_simulated --output benchmarks/results/tune-simulated.json
 
-Each machine is the planner's projection with hidden wrong coefficients and noise (penstock/tune/simulated_machine.py).
+Each machine is the planner's projection with hidden wrong coefficients and noise (benchmarks/simulated_machine.py).
 """
 
 import argparse
@@ -11,8 +11,8 @@ import statistics
 from typing import Any
 
 from benchmarks import record
+from benchmarks.simulated_machine import SimulatedMachine, random_candidates
 from penstock.tune.search_loop import Search, SearchSettings, median_error
-from penstock.tune.simulated_machine import SimulatedMachine, random_candidates
 
 CAPACITY = 80e9
 

@@ -262,7 +262,8 @@ def _layout(draw: _Draw, ranks: int) -> None:
     if pipeline > 1:
         _pipeline(draw, pipeline)
     if draw.facts["moe"]:
-        _dispatch(draw, ranks // pipeline)
+        _expert_ranks(draw, ranks // pipeline)
+        _overlap(draw)
     _memory(draw)
 
 
@@ -298,22 +299,27 @@ def _pipeline(draw: _Draw, ranks: int) -> None:
     draw.facts["passes"] = int(schedule in ("interleaved", "dualpipe-v") and not draw.facts.get("full"))
 
 
-def _dispatch(draw: _Draw, ranks: int) -> None:
+def _expert_ranks(draw: _Draw, ranks: int) -> None:
+    """How ranks share experts, and how tokens reach them."""
     experts = draw.facts["experts"]
     expert = draw.any(*(size for size in (1, 2, 4, 8) if ranks % size == 0 and experts % size == 0), ranks)
     expert = expert if experts % expert == 0 else 1
     expert_tensor = _factor(draw, ranks // expert, 0.3)
-    if expert > 1 or expert_tensor > 1:
-        sizes = [f"parallel.expert={expert}"] if expert > 1 else []
-        draw.add(*sizes, *([f"parallel.expert_tensor={expert_tensor}"] if expert_tensor > 1 else []))
-        method = draw.word("auto", "all-to-all", "all-gather", "hierarchical")
-        method = "auto" if draw.facts.get("padded") else method
-        stage = draw.any(0, 1) if method == "all-to-all" else draw.any(0, 1, 2, 3)
-        factor = ["dispatch.row_capacity_factor=1.0"] if stage == 2 and draw.chance(0.4) else []
-        draw.add(f"dispatch.method={method}", f"dispatch.sync_free={stage}", *factor)
-        if expert > 1 and method != "hierarchical" and not draw.facts.get("padded") and draw.chance(0.2):
-            bounded = ("dispatch.balance=bounded", "dispatch.balance_rows=4", "dispatch.balance_tolerance=0.02")
-            draw.add(*(bounded if draw.chance(0.5) else ("dispatch.balance=exact",)))
+    if expert == expert_tensor == 1:
+        return
+    sizes = [f"parallel.expert={expert}"] if expert > 1 else []
+    draw.add(*sizes, *([f"parallel.expert_tensor={expert_tensor}"] if expert_tensor > 1 else []))
+    method = draw.word("auto", "all-to-all", "all-gather", "hierarchical")
+    method = "auto" if draw.facts.get("padded") else method
+    stage = draw.any(0, 1) if method == "all-to-all" else draw.any(0, 1, 2, 3)
+    factor = ["dispatch.row_capacity_factor=1.0"] if stage == 2 and draw.chance(0.4) else []
+    draw.add(f"dispatch.method={method}", f"dispatch.sync_free={stage}", *factor)
+    if expert > 1 and method != "hierarchical" and not draw.facts.get("padded") and draw.chance(0.2):
+        bounded = ("dispatch.balance=bounded", "dispatch.balance_rows=4", "dispatch.balance_tolerance=0.02")
+        draw.add(*(bounded if draw.chance(0.5) else ("dispatch.balance=exact",)))
+
+
+def _overlap(draw: _Draw) -> None:
     kinds = ["shared"] if draw.facts.get("shared") else []
     if draw.facts.get("passes"):
         kinds.append("passes")

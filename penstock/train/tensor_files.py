@@ -111,7 +111,9 @@ def write_entries(
     begin = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
     checksum, written, size = 0, 0, begin.numel() + offset
     with path.open("xb", buffering=0) as file, ThreadPoolExecutor(WRITES) as threads:
-        is_direct = size >= DIRECT_BYTES and _set_direct(file, True)
+        if size >= DIRECT_BYTES:
+            _set_direct(file, True)
+        is_direct = _is_direct(file)
         writes = deque[Future[None]]()
         for block in _blocks(chain([begin], map(_bytes_of, entries)), size, blocks):  # one tensor at a time
             padding = -len(block) % PAGE_BYTES if is_direct else 0
@@ -170,24 +172,29 @@ def _start(threads: ThreadPoolExecutor, file: FileIO, block: memoryview, offset:
 
 def _write(file: FileIO, block: memoryview, offset: int) -> None:
     while block:
+        is_direct = _is_direct(file)  # before the write: another thread's failure may end it meanwhile
         try:
             count = os.pwrite(file.fileno(), block, offset)  # which may write a part only
             block, offset = block[count:], offset + count
         except OSError as error:  # of a file system that takes other sizes past the page cache, or none
-            if error.errno != EINVAL or not _set_direct(file, False):
+            if error.errno != EINVAL or not is_direct:
                 raise
+            _set_direct(file, False)
 
 
-def _set_direct(file: FileIO, direct: bool) -> bool:
-    """Write past the page cache or not; returns whether that is a change, which not every file system allows."""
-    flag = vars(os).get("O_DIRECT", 0)  # Linux only
+_DIRECT = vars(os).get("O_DIRECT", 0)  # Linux only
+
+
+def _is_direct(file: FileIO) -> bool:
+    """Whether writes go past the page cache."""
+    return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
+
+
+def _set_direct(file: FileIO, direct: bool) -> None:
+    """Write past the page cache, which not every file system allows, or not."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    wanted = flags | flag if direct else flags & ~flag
-    try:
-        fcntl.fcntl(file, fcntl.F_SETFL, wanted)
-    except OSError:
-        return False
-    return wanted != flags
+    with suppress(OSError):
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | _DIRECT if direct else flags & ~_DIRECT)
 
 
 def in_files(items: Iterable[Item], nbytes: Callable[[Item], int], most_bytes: int) -> Iterator[list[Item]]:

@@ -9,7 +9,7 @@
     7. the end         no candidate can gain more than `LEAST_GAIN` with 95 % confidence, or the budget is spent
 
 It starts no process and needs no PyTorch: `Trials` runs configurations, on this machine (penstock/tune/real_trials.py)
-or on a made-up one (penstock/tune/simulated_machine.py). It is deterministic, so that a search which goes on takes the
+or on a made-up one (benchmarks/simulated_machine.py). It is deterministic, so that a search which goes on takes the
 results of the one before from its journal and asks for the same candidates in the same order.
 """
 

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import tempfile
+import threading
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -292,7 +293,7 @@ def test_the_checksum_is_of_what_was_written(tmp_path: Path, block: int, monkeyp
     assert said == fingerprint(tmp_path / "a") == f"{len(content)} bytes, crc32 {zlib.crc32(content):08x}"
 
 
-@pytest.mark.parametrize("refuses", ["nothing", "the flag", "the write"])
+@pytest.mark.parametrize("refuses", ["nothing", "the flag", "the write", "writes at once"])
 @pytest.mark.parametrize("elements", [1 << 13, 12_345])
 def test_a_large_file_is_written_past_the_page_cache_where_the_file_system_can(
     tmp_path: Path, elements: int, refuses: str, monkeypatch: pytest.MonkeyPatch
@@ -300,6 +301,7 @@ def test_a_large_file_is_written_past_the_page_cache_where_the_file_system_can(
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", tensor_files.PAGE_BYTES)
     monkeypatch.setattr(tensor_files, "DIRECT_BYTES", 0)
     set_flags, write = fcntl.fcntl, os.pwrite
+    together = threading.Barrier(tensor_files.WRITES)  # all have begun before the first one fails
 
     def fcntl_of_a_file_system(file: Any, command: int, flags: int = 0) -> int:
         if refuses == "the flag" and flags & os.O_DIRECT:
@@ -307,7 +309,9 @@ def test_a_large_file_is_written_past_the_page_cache_where_the_file_system_can(
         return set_flags(file, command, flags)
 
     def pwrite_of_a_file_system(file: int, block: memoryview, offset: int) -> int:
-        if refuses == "the write" and set_flags(file, fcntl.F_GETFL) & os.O_DIRECT:
+        if refuses in ("the write", "writes at once") and set_flags(file, fcntl.F_GETFL) & os.O_DIRECT:
+            if refuses == "writes at once":
+                together.wait(60)
             raise OSError(errno.EINVAL, "no direct writes")
         return write(file, block, offset)
 

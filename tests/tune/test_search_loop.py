@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.simulated_machine import SimulatedMachine, random_candidates
 from penstock.tune.belief import Belief, Measured, TrialCandidate
 from penstock.tune.search_loop import (
     Kind,
@@ -19,7 +20,6 @@ from penstock.tune.search_loop import (
     steps_to,
     trial_key,
 )
-from penstock.tune.simulated_machine import SimulatedMachine, random_candidates
 
 CAPACITY = 80e9
 NO_LIMIT = SearchSettings(budget_seconds=1e9, capacity_bytes=CAPACITY)
