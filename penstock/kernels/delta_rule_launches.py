@@ -1,7 +1,8 @@
 """Linear attention by a gated delta rule in Triton: three kernels forward, four backward.
 
 Saved for backward are the inputs, the inverses of the triangular systems, the state before each chunk, and what the
-system kernel gives. Decays of single key features (KDA) have no kernels yet and run by chunks in PyTorch.
+system kernel gives. Decays of single key features (KDA) have no kernels yet and run by chunks in PyTorch, as does
+float32 on a GPU: its products use no matrix units of NVIDIA, and its states take more shared memory than a chip has.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from penstock.kernels.delta_rule_kernels import (
     delta_write_backward_kernel,
 )
 from penstock.kernels.language import ceil_div, power_of_two
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.launching import on_gpu, start_kernel
 from penstock.kernels.tuning import target_of
 
 VALUE_BLOCK = 64  # value features that a program holds at a time
@@ -81,7 +82,7 @@ def delta_rule(
 
     Raises KernelError where shapes or dtypes do not fit.
     """
-    if g_BSH.ndim == 4:
+    if g_BSH.ndim == 4 or (on_gpu(v_BSHM) and v_BSHM.dtype.itemsize >= torch.float32.itemsize):
         return chunked_delta_rule(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS)
     fits = q_BSGN.shape == k_BSGN.shape and v_BSHM.shape[2] % q_BSGN.shape[2] == 0
     if not fits or g_BSH.shape != v_BSHM.shape[:3] or beta_BSH.shape != g_BSH.shape:

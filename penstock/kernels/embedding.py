@@ -96,13 +96,21 @@ def join_runs_kernel(
         tl.load(ids_ptr + first - 1, mask=first > 0, other=-1) == token_id
     )
     goes_on = (began_before == 0) & (tl.load(ids_ptr + end, mask=end < count, other=-1) == token_id)
-    inside = (column_D < D) & goes_on
-    total_D = tl.load(parts_ptr + (2 * block + 1).to(tl.int64) * D + column_D, mask=inside, other=0.0)
-    while goes_on:
-        block += 1
-        total_D += tl.load(parts_ptr + (2 * block).to(tl.int64) * D + column_D, mask=inside, other=0.0)
-        end = tl.minimum((block + 1) * BLOCK_T, count)
-        goes_on = tl.load(ids_ptr + end, mask=end < count, other=-1) == token_id
-    sum_ptrs = sums_ptr + token_id * D + column_D
-    sum_D = tl.load(sum_ptrs, mask=inside, other=0.0).to(tl.float32) + total_D
-    tl.store(sum_ptrs, sum_D.to(sums_ptr.dtype.element_ty), mask=inside)
+    if goes_on:
+        # The run ends before `stop`: ids ascend, so halving the places finds it.
+        stop, past = end, count
+        while stop < past:
+            middle = (stop + past) // 2
+            is_of_run = tl.load(ids_ptr + middle) == token_id
+            stop = tl.where(is_of_run, middle + 1, stop)
+            past = tl.where(is_of_run, past, middle)
+        inside = column_D < D
+        part_ptrs = parts_ptr + (2 * block + 1).to(tl.int64) * D + column_D
+        total_D = tl.load(part_ptrs, mask=inside, other=0.0)
+        part_ptrs += D
+        for _ in range(block + 1, tl.cdiv(stop, BLOCK_T)):
+            total_D += tl.load(part_ptrs, mask=inside, other=0.0)
+            part_ptrs += 2 * D
+        sum_ptrs = sums_ptr + token_id * D + column_D
+        sum_D = tl.load(sum_ptrs, mask=inside, other=0.0).to(tl.float32) + total_D
+        tl.store(sum_ptrs, sum_D.to(sums_ptr.dtype.element_ty), mask=inside)

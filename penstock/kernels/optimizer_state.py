@@ -42,7 +42,7 @@ MOMENT_DTYPES: Mapping[MomentDtype, torch.dtype] = MappingProxyType(
 
 BLOCK = 128  # values of a row that share a scale
 SIGNED_DECADES, ROOT_DECADES = 7, 8
-TINY = 1e-38  # least divisor: a block of zeros has scale 0
+TINY = 2.0**-126  # least divisor, since a block of zeros has scale 0: smaller constants are float64 to Triton 3.6
 FRACTION_BITS = 12  # of a place between two codes; more than rounding disturbs
 FRACTION = 1 << FRACTION_BITS
 

@@ -221,6 +221,7 @@ def split_kernel(
         tl.store(facts_ptr + 4, tl.load(found_ptr + _REPLICAS))
         tl.store(facts_ptr + 5, most)
         tl.store(facts_ptr + 6, tl.where(chosen == 0, most, filled))
+        tl.store(facts_ptr + 7, 1)
 
 
 @triton.jit

@@ -77,6 +77,7 @@ class PlanFact(IntEnum):
     REPLICAS = 4
     MOST_SLOTS = 5  # replicas of the group that holds most
     SLOTS_NEEDED = 6  # slots with which the bound holds: those used, or those of attempt 2
+    PLANS = 7  # 1, so that a sum of facts counts plans
 
 
 class ReplicaPlan(NamedTuple):
@@ -98,7 +99,7 @@ def plan_replicas(counts_WE: Tensor, rule: ReplicaRule, source: int) -> ReplicaP
     totals = [sum(column) for column in zip(*counts, strict=True)]
     found, needed = place_replicas(totals, rule)
     facts = [sum(totals), rule.bound(sum(totals)), max(group_loads(totals, rule)), found.fullest]
-    facts += [sum(map(len, found.replicas)), found.most_slots, needed]
+    facts += [sum(map(len, found.replicas)), found.most_slots, needed, 1]
     targets, ends, first = [], [], 0
     for expert in range(rule.experts):
         home, by_group = expert // rule.per_group, [0] * rule.groups

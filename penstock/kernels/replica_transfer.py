@@ -111,7 +111,8 @@ def pull_gradients_kernel(
     group = rank // PARTS
     slot_S = tl.arange(0, BLOCK_S)  # slots of all groups
     expert_S = tl.load(slot_experts_ptr + slot_S, mask=slot_S < Z * X, other=E)
-    for own in range(PER_GROUP):
+    copies_of_all = tl.sum((expert_S // PER_GROUP == group).to(tl.int32), 0)
+    for own in range(tl.where(copies_of_all > 0, PER_GROUP, 0)):  # without replicas there is nothing to look for
         is_copy_S = expert_S == group * PER_GROUP + own
         copies = tl.sum(is_copy_S.to(tl.int32), 0)
         if copies > 0:

@@ -188,6 +188,8 @@ class OpCosts:
             return self._float8_matrices(operator)
         if name in _BY_CHUNKS:
             return OpCost(self._by_chunks(operator), "attention")
+        if name == "largest_logits_kernel":
+            return OpCost(self._logits(operator), "attention")
         if name.startswith("_scaled_dot_product") and name != "_scaled_dot_product_attention_math":
             return OpCost(self._attention(operator), "attention")
         if name in _SENDERS:
@@ -283,6 +285,13 @@ class OpCosts:
             dtype=_DTYPES[operator.itemsize],
         )
         return estimate.seconds * self._rounds
+
+    def _logits(self, operator: RecordedOp) -> float:
+        """The first of the two products of attention."""
+        rows, positions, heads, width = operator.shapes[0]
+        dtype = _DTYPES[operator.itemsize]
+        sizes = rows * heads, positions, positions, (width, width)
+        return self._rates.attention("forward", *sizes, causal=True, dtype=dtype).seconds / 2
 
     def _by_chunks(self, operator: RecordedOp) -> float:
         """A kernel of linear attention: products of J x J and of J x N x M for each chunk of each head."""

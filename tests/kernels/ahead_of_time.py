@@ -125,11 +125,11 @@ def compile_launches(target: str, call: Callable[[], object]) -> list[Compiled]:
 
 
 def compile_without_spills(target: str, call: Callable[[], object]) -> list[Compiled]:
-    """`compile_launches`, and fail if registers spill, or nothing is launched."""
+    """`compile_launches`, and fail if registers spill, shared memory is too small, or nothing is launched."""
     found = compile_launches(target, call)
     assert found, "no kernel was launched"
     for compiled in found:
-        assert compiled.spills == 0, compiled.summary
+        assert compiled.spills == 0 and compiled.shared_bytes <= CHIPS[target].shared_bytes, compiled.summary
     return found
 
 

@@ -48,7 +48,7 @@ def draw(dtype: torch.dtype, *, by_channel: bool, decay: float = 2.0) -> list[Te
 def run(function: Callable[..., Tensor], inputs: list[Tensor], documents_BS: Tensor | None) -> list[Tensor]:
     """Output, and gradients of all inputs."""
     output = function(*inputs, documents_BS)
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output).sin()
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device).view_as(output).sin()
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
 
 

@@ -128,7 +128,7 @@ def test_the_example_of_the_file_holds() -> None:
     plan = plan_replicas(torch.tensor([[4, 1, 0, 0], [2, 1, 1, 1]], dtype=torch.int32), EXAMPLE, 0)
     assert plan.slot_experts_ZX.tolist() == [[4], [0]] and plan.slot_rows_ZX.tolist() == [[0], [3]]
     assert plan.targets_EZ.tolist() == [[0, 5], [1, -1], [-1, 3], [-1, 4]]
-    assert plan.facts.tolist() == [10, 5, 8, 5, 1, 1, 1]
+    assert plan.facts.tolist() == [10, 5, 8, 5, 1, 1, 1, 1]
     assert plan.ends_EZ[0].tolist() == [3, 4]  # 3 of the 4 rows stay in the source's own group
 
 

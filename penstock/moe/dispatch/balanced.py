@@ -45,26 +45,33 @@ class PlanSums(IntEnum):
 class ReplicaMeter(nn.Module):
     """Facts of a layer's plans since the last reset; on the device, read once a step."""
 
-    sums: Tensor  # int64 [5], over the passes: see `PlanSums`
+    facts: Tensor  # int64, sums over the passes by `PlanFact`
     slots_needed: Tensor  # int64 scalar, the most of a pass
 
     def __init__(self, groups: int) -> None:
         super().__init__()
         self.groups = groups
-        self.register_buffer("sums", torch.zeros(len(PlanSums), dtype=torch.int64), persistent=False)
+        self.register_buffer("facts", torch.zeros(len(PlanFact), dtype=torch.int64), persistent=False)
         self.register_buffer("slots_needed", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    @property
+    def sums(self) -> Tensor:
+        """Int64 [5] by `PlanSums`, for once a step."""
+        rows, home, fullest, replicas, plans = (
+            self.facts[fact]
+            for fact in (PlanFact.ROWS, PlanFact.FULLEST_HOME, PlanFact.FULLEST, PlanFact.REPLICAS, PlanFact.PLANS)
+        )
+        return torch.stack((rows, home * self.groups, fullest * self.groups, replicas, plans))
 
     @torch.no_grad()
     def count(self, facts: Tensor) -> None:
-        """Add one plan."""
-        rows, home, fullest = facts[PlanFact.ROWS], facts[PlanFact.FULLEST_HOME], facts[PlanFact.FULLEST]
-        one = torch.ones_like(rows)
-        self.sums += torch.stack((rows, home * self.groups, fullest * self.groups, facts[PlanFact.REPLICAS], one))
+        """Add one plan, in two kernels: each layer does it in each pass."""
+        self.facts += facts
         torch.maximum(self.slots_needed, facts[PlanFact.SLOTS_NEEDED], out=self.slots_needed)
 
     def reset(self) -> None:
         """Start a new step."""
-        self.sums.zero_()
+        self.facts.zero_()
         self.slots_needed.zero_()
 
 
