@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.config.load import load_run
-from penstock.models.attention import GroupedQueryLayer
 from penstock.kernels.largest_logits import largest_logits
+from penstock.models.attention import GroupedQueryLayer
 from penstock.parallel.launch.environment import Environment
 from penstock.train.setup import prepare
 from penstock.train.step import train_step
