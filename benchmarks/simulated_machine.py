@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from penstock.tune.belief import TERMS, TrialCandidate
-from penstock.tune.search_loop import Kind, TrialResult
+from penstock.tune.search_loop import Kind, TrialLimits, TrialResult
 
 
 def random_candidates(rng: random.Random) -> list[TrialCandidate]:
@@ -47,17 +47,18 @@ class SimulatedMachine:
     noise: float = 0.01
     faults: Mapping[str, Kind] = field(default_factory=dict)
     steps: int = 8
+    start_seconds: float = 10.0
     asked: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         scale = math.exp(self.rng.gauss(0, 0.4))
-        factors = {name: scale * math.exp(self.rng.gauss(0, 0.25)) for name in TERMS}
-        self._seconds = {
-            one.key: sum(factors[name] * seconds for name, seconds in one.terms.items())
-            * math.exp(self.rng.gauss(0, 0.02))
-            for one in self.candidates
-        }
+        self._scale, self._factors = scale, {name: scale * math.exp(self.rng.gauss(0, 0.25)) for name in TERMS}
+        self._seconds = {one.key: self._sum(one.terms) * math.exp(self.rng.gauss(0, 0.02)) for one in self.candidates}
         self._memory = {one.key: one.memory_bytes * math.exp(self.rng.gauss(0, 0.02)) for one in self.candidates}
+
+    def _sum(self, terms: Mapping[str, float]) -> float:
+        """The true seconds of a step with these terms, but for the candidate's own factor."""
+        return sum(self._factors.get(name, self._scale) * seconds for name, seconds in terms.items())
 
     def seconds(self, key: str) -> float:
         """The true step time; infinite if it does not fit or has a fault."""
@@ -69,19 +70,21 @@ class SimulatedMachine:
         """The true step time of the best candidate."""
         return min(map(self.seconds, self._seconds))
 
-    def run(self, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
+    def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
         """Measure with noise, or fail."""
         key = candidate.key
         self.asked.append(key)
         kind = self.faults.get(key) or ("ran" if self._memory[key] <= self.capacity_bytes else "out of memory")
         step = self._seconds[key]
-        count = 3 if step > 1.1 * most_seconds else self.steps
+        if candidate.short is not None:
+            step *= self._sum(candidate.short.terms) / self._sum(candidate.terms)
+        count = 3 if step > 1.1 * limits.most_seconds or limits.most_steps < self.steps else self.steps
         losses = tuple(5.0 - 0.1 * place for place in range(count))
         times = tuple(step * math.exp(self.rng.gauss(0, self.noise)) for _ in range(count))
-        peak = int(self._memory[key])
+        peak = int(self._memory[key] - candidate.more_bytes)
         ran = TrialResult(
-            step_seconds=times, observed_seconds=step, losses=losses, peak_memory_bytes=peak, seconds=10 + count * step,
-            was_stopped=count < self.steps,
+            step_seconds=times, observed_seconds=step, losses=losses, peak_memory_bytes=peak,
+            seconds=self.start_seconds + count * step, was_stopped=count < self.steps,
         )  # fmt: skip
         # The loop has to find out about these three by itself.
         if kind == "not finite":

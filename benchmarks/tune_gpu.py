@@ -10,6 +10,7 @@ A case has three parts, each written as soon as it is measured: `tune` (at most 
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from penstock.config.load import dump_toml, load_run
 from penstock.plan.hardware import cluster_of
 from penstock.plan.hardware_file import load_hardware
 from penstock.tune.real_trials import RealTrials
-from penstock.tune.search_loop import TrialResult
+from penstock.tune.search_loop import TrialLimits, TrialResult
 from penstock.tune.trial import Trial, first_steps
 from penstock.tune.tune_candidates import CandidateSource
 
@@ -44,14 +45,15 @@ PLAIN = (
 )
 """Plain torch kernels where the run has ours."""
 
-STEPS, WARM_UP = 14, 4
+STEPS, WARM_UP, BUDGET_MINUTES = 14, 4, 6
 
 
 def tuned(words: tuple[str, ...], chip: str) -> dict[str, Any]:
     """The JSON of `penstock tune`, with its wall time."""
-    command = [sys.executable, "-m", "penstock", "tune", *words, "--budget", "6m", "--on", chip, "--json"]
+    command = [sys.executable, "-m", "penstock", "tune", *words, "--on", chip, "--json"]
     begin = time.perf_counter()
-    done = subprocess.run([*command, "--processes", "1"], capture_output=True, text=True, check=False)
+    command += ["--budget", f"{BUDGET_MINUTES}m", "--processes", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": done.stderr.strip()[-500:]}
     return {**json.loads(done.stdout), "wall_seconds": time.perf_counter() - begin}
@@ -62,6 +64,7 @@ def sweep(words: tuple[str, ...], chip: str, folder: Path, most: int) -> list[di
     run = load_run(words[0], words[1:])
     source = CandidateSource(run=run, cluster=cluster_of(1, load_hardware(chip)), fixed={})
     source.fit()
+    source.shorten(STEPS, BUDGET_MINUTES * 60.0, 12)  # steps as short as those of the search
     candidates = sorted(source.planned(), key=lambda one: one.projected)[:most]
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "reference.toml", dump_toml(source.run))
@@ -73,19 +76,22 @@ def sweep(words: tuple[str, ...], chip: str, folder: Path, most: int) -> list[di
         warm_up=WARM_UP,
         folder=folder / "trials",
     )
-    trials, rows = RealTrials(base, first_limit=300.0), []
+    trials, rows = RealTrials(base), []
     for place, candidate in enumerate(candidates):
         saved = folder / f"{place}.json"
         if saved.exists():
             rows.append(json.loads(saved.read_text(encoding="utf-8")))
             continue
         trials.count = place
-        result: TrialResult = trials.run(candidate, float("inf"))
+        expected = candidate.projected * candidate.batches / candidate.stretch
+        result: TrialResult = trials.run(candidate, TrialLimits(expected_seconds=expected, left_seconds=math.inf))
         row = {"change": candidate.key, "projected": candidate.projected, **asdict(result)}
+        row["short_rows"] = None if candidate.short is None else candidate.short.rows
         row["measured_seconds"] = result.step if result.step_seconds else None
+        row["whole_seconds"] = result.step * candidate.stretch if result.step_seconds else None
         write_whole(saved, json.dumps(row))
         rows.append(row)
-        print(f"  {place + 1}/{len(candidates)} {candidate.key or 'reference'}: {row['measured_seconds']}", flush=True)
+        print(f"  {place + 1}/{len(candidates)} {candidate.key or 'reference'}: {row['whole_seconds']}", flush=True)
     return rows
 
 

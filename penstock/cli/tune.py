@@ -32,7 +32,7 @@ from penstock.base.devices import chip_named
 from penstock.base.errors import FAILED, ConfigError, DeviceError, PicturesError, did_you_mean
 from penstock.base.files import write_whole
 from penstock.base.interrupts import INTERRUPTED
-from penstock.base.numbers import bytes_text, duration_text, time_text
+from penstock.base.numbers import bytes_text, counted, duration_text, time_text
 from penstock.cli.config import Overrides, Target
 from penstock.cli.output import check_output, next_line, print_next, print_table, warn
 from penstock.config.load import dump_toml, load_run
@@ -46,7 +46,7 @@ from penstock.plan.hardware_file import known_hardware, load_hardware
 from penstock.report.tune_page import write_tune_page
 from penstock.train.run_folder import free_name
 from penstock.tune.belief import TrialCandidate
-from penstock.tune.real_trials import RealTrials
+from penstock.tune.real_trials import FIRST_LIMIT, HANG, RealTrials
 from penstock.tune.result_file import commit_of_code, describe_machine
 from penstock.tune.search_loop import Objective, Search, SearchSettings, TrialRecord, median_error
 from penstock.tune.trial import Trial, first_steps, run_trial
@@ -56,8 +56,10 @@ from penstock.tune.tune_files import (
     PAGE,
     TUNED,
     gain_of,
+    measured_text,
     read_journal,
     search_json,
+    short_steps_text,
     write_journal,
     write_tuned,
 )
@@ -103,7 +105,7 @@ class _Session:
 
     def save(self, search: Search) -> None:
         """Write journal and tuned run, so that an ended search has its best so far."""
-        write_journal(self.folder, self.identity, search)
+        write_journal(self.folder, self.identity, self.source.rows, search)
         write_tuned(self.output, self.own, self.source.run, search, " ".join(["penstock", *sys.argv[1:]]))
 
     def tell(self, record: TrialRecord, search: Search) -> None:
@@ -111,7 +113,7 @@ class _Session:
         self.save(search)
         left = max(0.0, search.settings.budget_seconds - search.spent)
         leader = search.leader
-        best = "none yet" if leader is None else time_text(leader.result.step / leader.candidate.batches)
+        best = "none yet" if leader is None else time_text(leader.even_step)
         self.say(f"{_trial_line(len(search.records), record)}; best {best}, {duration_text(left)} left")
 
     def diagnose(self, leader: TrialRecord) -> Sequence[TrialCandidate]:
@@ -121,8 +123,9 @@ class _Session:
         with self.part("diagnose"):
             if not folder.exists():
                 profile = (f"profile.start={WARM_UP + 1}", "profile.steps=2")
-                overrides = (*self.trials.base.overrides, *leader.candidate.overrides, *profile)
-                run_trial(replace(self.trials.base, name=name, overrides=overrides, most_seconds=300.0))
+                overrides = (*self.trials.overrides_of(leader.candidate), *profile)
+                most = FIRST_LIMIT + HANG * leader.result.step * len(leader.result.losses)
+                run_trial(replace(self.trials.base, name=name, overrides=overrides, most_seconds=most))
             found = self.source.doctor(leader.candidate, folder, leader.result.step)
         self.say(f"    the doctor proposes {len(found)} changes of the leader")
         return found
@@ -176,7 +179,7 @@ def tune(  # noqa: PLR0913 - one argument for each option
             kept=frozenset(one.partition("=")[0] for one in kept),
             free=tuple(one for one in freed if one in FREE),
         ),
-        trials=RealTrials(_base(own, folder, ranks, steps), first_limit=max(seconds, 60.0)),
+        trials=RealTrials(_base(own, folder, ranks, steps)),
         quiet=as_json,
         spent={"look": time.monotonic() - begin},
     )
@@ -188,19 +191,29 @@ def tune(  # noqa: PLR0913 - one argument for each option
         loss_tolerance=None if "global_batch" in freed else tolerance,
         capacity_bytes=float(cluster.hardware.memory.capacity_bytes),
     )
-    search = _searched(session, settings)
+    search = _searched(session, settings, steps)
     return _end(session, search, as_json=as_json)
 
 
-def _searched(session: _Session, settings: SearchSettings) -> Search:
+def _searched(session: _Session, settings: SearchSettings, steps: int) -> Search:
     """Measure the reference, plan, and search; Ctrl-C ends it with what it has."""
-    source = session.source
+    source, journal = session.source, read_journal(session.folder, session.identity)
     with session.part("plan"):
         source.fit()
+        if journal is None:
+            source.shorten(steps, settings.budget_seconds, settings.most_trials)
+        else:
+            source.rows = journal.rows  # with another budget, too: nothing is measured twice
         reference = source.reference()
     if source.was_fitted:
-        session.say(f"{session.own.name} cannot start here as it is: the best planned layout is the reference")
-    recorded = read_journal(session.folder, session.identity)
+        session.say(f"{session.own.name} does not fit here as it is: the best planned layout is the reference")
+    if reference.short is not None:
+        rows, each = session.own.training.global_batch, sum(reference.short.terms.values())
+        session.say(
+            f"a step of {rows:,} rows is projected at {time_text(reference.projected)}, too long for trials: "
+            f"they make steps of {reference.short.rows:,} rows ({time_text(each)}), from which whole ones are computed"
+        )
+    recorded = {} if journal is None else journal.results
     session.folder.mkdir(parents=True, exist_ok=True)
     write_whole(session.folder / REFERENCE, dump_toml(source.run))
     session.trials.count = len(recorded)
@@ -218,7 +231,8 @@ def _searched(session: _Session, settings: SearchSettings) -> Search:
         load = (
             f", with a measured load of {source.imbalance:.2f} on the fullest rank" if source.imbalance != 1.2 else ""
         )
-        session.say(f"    {len(search.candidates)} candidates{load}")
+        left = f"; {source.left_out} cannot have such short steps" if source.left_out else ""
+        session.say(f"    {counted(len(search.candidates), 'candidate')}{load}{left}")
         search.run()
         _prove(session, search)
     except KeyboardInterrupt:
@@ -244,10 +258,12 @@ def _prove(session: _Session, search: Search) -> None:
 def _end(session: _Session, search: Search, *, as_json: bool) -> int:
     """Write everything, and tell the result."""
     session.save(search)
-    found = search_json(search, session.spent, session.source.next_wins)
+    rows = session.own.training.global_batch
+    found = search_json(search, session.spent, session.source.next_wins, rows)
     write_whole(session.folder / EVERYTHING, json.dumps(found, indent=1) + "\n")
     try:
-        write_tune_page(session.folder / PAGE, session.own.name, search, session.spent, session.source.next_wins)
+        page = session.folder / PAGE
+        write_tune_page(page, session.own.name, search, session.spent, session.source.next_wins, rows)
     except PicturesError as error:
         warn(f"no page: {error}")
     if as_json:
@@ -267,15 +283,19 @@ def _print(session: _Session, search: Search) -> None:
         return
     rows = [
         (f"{number}", one.candidate.source, one.candidate.key or "the run as it is", time_text(one.projected),
-         time_text(one.estimated.seconds * one.candidate.batches),
-         time_text(one.result.step) if one.result.kind == "ran" else one.result.kind,
-         bytes_text(one.result.peak_memory_bytes))
+         time_text(one.expected),
+         time_text(one.step) if one.result.kind == "ran" else one.result.kind,
+         measured_text(one) if one.result.kind == "ran" else "",
+         bytes_text(one.peak_memory_bytes))
         for number, one in enumerate(search.records, 1)
     ]  # fmt: skip
-    print_table(("trial", "from", "change", "projected", "expected", "measured", "memory"), rows, ("from", "memory"))
+    heads = ("trial", "from", "change", "projected", "expected", "step", "measured", "memory")
+    print_table(heads, rows, ("from", "memory"))
     before, after = median_error(search.records, corrected=False), median_error(search.records, corrected=True)
     if before is not None and after is not None:
         print(f"\nmedian error of the plan {before:.1%}, corrected by earlier trials {after:.1%}")
+    if words := short_steps_text(search, session.own.training.global_batch):
+        print(words)
     change = leader.candidate.key or "the run as it is; no change is surely faster"
     print(f"best: {change}: {gain_of(leader, first):.3f} x {first.candidate.key or 'the run as it is'}")
     print(", ".join(f"{name} {duration_text(seconds)}" for name, seconds in session.spent.items()))
@@ -287,13 +307,14 @@ def _print(session: _Session, search: Search) -> None:
 
 def _trial_line(number: int, record: TrialRecord) -> str:
     result, change = record.result, record.candidate.key or "the run as it is"
-    again = ", again" if record.number > 1 else ""
+    again = ", whole steps" if record.is_whole else ", again" if record.number > 1 else ""
     head = f"{number:>3}  {change}{again}: "
     if result.kind != "ran":
         return f"{head}{result.kind}: {result.reason} ({result.seconds:.0f} s)"
-    early = ", stopped early" if result.was_stopped else ""
-    expected = record.estimated.seconds * record.candidate.batches
-    return f"{head}{time_text(result.step)} a step, expected {time_text(expected)}{early} ({result.seconds:.0f} s)"
+    early = ", stopped early" if result.was_stopped and not record.is_whole else ""
+    short = "" if record.is_whole or record.candidate.short is None else f", from {measured_text(record)}"
+    step, expected = time_text(record.step), time_text(record.expected)
+    return f"{head}{step} a step{short}, expected {expected}{early} ({result.seconds:.0f} s)"
 
 
 def _base(own: Run, folder: Path, ranks: int, steps: int) -> Trial:

@@ -9,27 +9,29 @@ from penstock.report.colours import SERIES
 from penstock.report.figure import Figure, axis
 from penstock.report.frame import card, document, key_figures, table, write_whole
 from penstock.tune.search_loop import Search, TrialRecord, median_error
+from penstock.tune.tune_files import gain_of, measured_text, short_steps_text
 
 
 def write_tune_page(
-    path: Path, name: str, search: Search, spent: Mapping[str, float], next_wins: Sequence[str]
+    path: Path, name: str, search: Search, spent: Mapping[str, float], next_wins: Sequence[str], whole_rows: int
 ) -> None:
     """Write the page; `spent` are seconds by part. Raises a PicturesError if it cannot be written."""
     ran = [one for one in search.records if one.result.kind == "ran"]
+    short = short_steps_text(search, whole_rows)
+    short = f'<p class="faint">{escape(short[0].upper() + short[1:])}.</p>' if short else ""
     figures = [_path(search.records), _projected(ran)] if ran else []
     leader, first = search.leader, search.reference
     facts = {"trials": counted(len(search.records), "trial"), "time": duration_text(sum(spent.values()))}
     if leader is not None and first is not None:
-        gain = first.result.step / first.candidate.batches / (leader.result.step / leader.candidate.batches)
-        facts = {"step": time_text(leader.result.step), "gain": f"{gain:.2f} x", **facts}
-        facts["memory"] = gigabytes(leader.result.peak_memory_bytes)
+        facts = {"step": time_text(leader.step), "gain": f"{gain_of(leader, first):.2f} x", **facts}
+        facts["memory"] = gigabytes(leader.peak_memory_bytes)
     before, after = median_error(search.records, corrected=False), median_error(search.records, corrected=True)
     error = "" if before is None or after is None else f"Median error {before:.1%}, {after:.1%} after correction."
     parts = "".join(f"<li>{escape(part)}: {duration_text(seconds)}</li>" for part, seconds in spent.items())
     wins = "".join(f"<li>{escape(one)}</li>" for one in next_wins) or "<li>nothing that the plan knows of</li>"
     body = f"""
 <header><h1>{escape(name)} <span class="faint">tuned</span></h1>
-<p class="faint">{escape(search.ending)}. {error}</p>{key_figures(facts)}</header>
+<p class="faint">{escape(search.ending)}. {error}</p>{short}{key_figures(facts)}</header>
 <main>
 {"".join(card(one, is_wide=True) for one in figures)}
 <section class="wide"><h2>Trials</h2>{trials_table(search)}</section>
@@ -47,21 +49,29 @@ def trials_table(search: Search) -> str:
         "from": "text",
         "projected": "",
         "expected": "",
+        "step": "",
         "measured": "",
         "result": "text",
     }
     rows, best = [], None if search.leader is None else search.leader.candidate.key
     for number, one in enumerate(search.records, 1):
         is_ran = one.result.kind == "ran"
-        word = "leader" if one.candidate.key == best else "stopped early" if one.result.was_stopped else one.result.kind
+        word: str = one.result.kind
+        if is_ran and one.is_whole:
+            word = "whole steps"
+        elif one.candidate.key == best:
+            word = "leader"
+        elif one.result.was_stopped:
+            word = "stopped early"
         rows.append(
             (
                 f"{number}",
                 escape(one.candidate.key or "the run as it is"),
                 escape(one.candidate.source),
                 time_text(one.projected),
-                time_text(one.estimated.seconds * one.candidate.batches),
-                time_text(one.result.step) if is_ran else "",
+                time_text(one.expected),
+                time_text(one.step) if is_ran else "",
+                measured_text(one) if is_ran else "",
                 escape(word if is_ran else f"{word}: {one.result.reason}"),
             )
         )
@@ -72,7 +82,7 @@ def _path(records: Sequence[TrialRecord]) -> Figure:
     """Measured steps of all trials, in their order, and the best so far."""
     numbers = [place for place, one in enumerate(records, 1) if one.result.kind == "ran"]
     ran = [one for one in records if one.result.kind == "ran"]
-    steps = [1e3 * one.result.step / one.candidate.batches for one in ran]
+    steps = [1e3 * one.even_step for one in ran]
     best = [min(steps[: place + 1]) for place in range(len(steps))]
     texts = [one.candidate.key or "the run as it is" for one in ran]
     data = [
@@ -87,9 +97,9 @@ def _path(records: Sequence[TrialRecord]) -> Figure:
 
 def _projected(ran: Sequence[TrialRecord]) -> Figure:
     """Measured over projected steps: by the bare plan, and as corrected by the trials before."""
-    measured = [1e3 * one.result.step for one in ran]
+    measured = [1e3 * one.step for one in ran]
     bare = [1e3 * one.projected for one in ran]
-    known = [1e3 * one.estimated.seconds * one.candidate.batches for one in ran[1:]]
+    known = [1e3 * one.expected for one in ran[1:]]
     ends = [0.0, 1.05 * max([*measured, *bare, *known])]
     marks = {"type": "scatter", "mode": "markers"}
     data = [

@@ -53,6 +53,21 @@ CONFIDENT = 1.645
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortStep:
+    """The step of a candidate's trials, where the whole step is too long: fewer rows, all else as it is.
+
+    Attributes:
+        rows: of the step over all ranks.
+        terms: projected seconds by term; they add up to the short step.
+        memory_bytes: projected, of the fullest rank.
+    """
+
+    rows: int
+    terms: Mapping[str, float]
+    memory_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrialCandidate:
     """A configuration that may be tried.
 
@@ -62,6 +77,7 @@ class TrialCandidate:
         memory_bytes: projected, of the fullest rank.
         source: `reference`, `plan`, `switch`, `free`, `without` a change, or the rule of the doctor.
         batches: tokens of its step over those of a step of the reference.
+        short: what its trials measure in the place of the step; None if they measure the step itself.
     """
 
     overrides: tuple[str, ...]
@@ -69,6 +85,7 @@ class TrialCandidate:
     memory_bytes: float = 0.0
     source: str = "plan"
     batches: float = 1.0
+    short: ShortStep | None = None
 
     @property
     def key(self) -> str:
@@ -79,6 +96,20 @@ class TrialCandidate:
     def projected(self) -> float:
         """Seconds for the tokens of a step of the reference."""
         return sum(self.terms.values()) / self.batches
+
+    @property
+    def stretch(self) -> float:
+        """The step over the short step, both projected: by this a measured short step becomes a whole one.
+
+        Work of each micro-batch grows with their number, work of each step (update, gradient sums, host) does not,
+        and the pipeline's bubble is that of each schedule.
+        """
+        return 1.0 if self.short is None else sum(self.terms.values()) / sum(self.short.terms.values())
+
+    @property
+    def more_bytes(self) -> float:
+        """Projected memory that the step needs beyond the short step."""
+        return 0.0 if self.short is None else self.memory_bytes - self.short.memory_bytes
 
     @property
     def choices(self) -> dict[str, str]:

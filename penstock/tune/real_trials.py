@@ -1,8 +1,11 @@
 """Trials of `penstock tune` on this machine: `penstock train` in processes of its own, by a clock of ours.
 
-A trial makes the first steps of the run (penstock/tune/trial.py), which all trials share with their rows. It is ended
-as soon as its steps surely take longer than the leader's, and after a few times the longest trial so far, which is a
-hang.
+A trial makes the first steps of the run (penstock/tune/trial.py), which all trials share with their rows; where a whole
+step is too long, each of them has fewer rows (`ShortStep`). A trial is ended
+
+    as a result     as soon as its steps surely take longer than the leader's, and at the end of the budget
+    as a hang       if the next step takes a few times as long as expected
+    as too slow     if the budget ends before its second step
 """
 
 import json
@@ -15,42 +18,72 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.base.numbers import counted
 from penstock.tune.belief import CONFIDENT, TrialCandidate
-from penstock.tune.search_loop import Kind, TrialResult
+from penstock.tune.search_loop import Kind, TrialLimits, TrialResult
 from penstock.tune.trial import Failure, Trial, run_trial
 
 FEWEST = 3
 """Timed steps of a trial before it may be ended."""
 
 HANG, LEAST_LIMIT = 3.0, 90.0
-"""A trial hangs after this many times the longest one, and at least these seconds."""
+"""A step hangs if it takes these seconds and this many times the expected or the longest time of a step."""
 
+FIRST_LIMIT = 300.0
+"""The same of the start of the first trial, which may compile all kernels."""
+
+OVERRUN = 1.25
+"""A trial may take this many times the rest of the budget, because the loop begins none that would not end in it."""
 
 _NOT_FINITE = re.compile(r"of step \d+ is -?(nan|inf)")
 """In the message that ends such a run (penstock/train/diagnose.py)."""
 
 
 class _Watch:
-    """Reads the metrics of a trial while it runs; `times` are those at which a step was first seen."""
+    """Reads the metrics of a trial while it runs; `times` are those at which a step was first seen.
 
-    def __init__(self, warm_up: int, most_seconds: float) -> None:
-        self._warm_up, self._most = warm_up, most_seconds
+    `start` and `least` are seconds that the start and any step may take in any case.
+    """
+
+    def __init__(self, warm_up: int, limits: TrialLimits, start: float, least: float) -> None:
+        self._warm_up, self._limits, self._least = warm_up, limits, least
+        self._begin = self._seen = time.monotonic()
+        self._patience = max(start, least) + HANG * limits.expected_seconds
         self.times: list[float] = []
         self.has_stopped = False
+        self.kind: Kind = "ran"
 
-    def __call__(self, metrics: Path) -> bool:
-        """Whether the trial cannot win any more."""
-        if not metrics.exists():
+    def __call__(self, metrics: Path) -> str | None:
+        """Whether the trial has lost, hangs or is too slow."""
+        now, lines = time.monotonic(), metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+        if len(lines) > len(self.times):
+            gap, self._seen = now - self._seen, now
+            longest = gap if self.times else 0.0  # the first step compiles
+            self._patience = self._least + HANG * max(self._limits.expected_seconds, longest)
+            self.times += [now] * (len(lines) - len(self.times))
+            steps = [json.loads(line)["step_seconds"] for line in lines]
+            self.has_stopped = self._has_lost(steps) or len(steps) >= self._limits.most_steps
+        elif now - self._seen > self._patience:
+            made = counted(len(self.times), "step")
+            self.kind = "hang"
+            return f"no further step for {now - self._seen:.0f} s, after {made}"
+        if now - self._begin > OVERRUN * self._limits.left_seconds and not self.has_stopped:
+            if len(self.times) < 2:
+                late = now - self._seen > self._least + HANG * self._limits.expected_seconds
+                self.kind = "hang" if late else "too slow"
+                return f"{counted(len(self.times), 'step')} in {now - self._begin:.0f} s, when the budget ended"
+            self.has_stopped = True
+        return "" if self.has_stopped else None
+
+    def _has_lost(self, steps: list[float]) -> bool:
+        """Whether the steps, by the trial's own clock, are surely longer than they may be."""
+        most, timed = self._limits.most_seconds, steps[self._warm_up :]
+        if not math.isfinite(most):
             return False
-        lines = metrics.read_text(encoding="utf-8").splitlines()
-        if len(lines) == len(self.times):
-            return False
-        self.times += [time.monotonic()] * (len(lines) - len(self.times))
-        steps = [json.loads(line)["step_seconds"] for line in lines[self._warm_up :]]
-        if len(steps) >= FEWEST and math.isfinite(self._most):
-            error = statistics.stdev(steps) / math.sqrt(len(steps))
-            self.has_stopped = statistics.fmean(steps) - 2 * CONFIDENT * error > self._most < min(steps)
-        return self.has_stopped
+        if len(timed) < FEWEST:  # one that is far behind does not finish its warm-up
+            return len(steps) > FEWEST and min(steps[1:]) > 2 * most
+        error = statistics.stdev(timed) / math.sqrt(len(timed))
+        return statistics.fmean(timed) - 2 * CONFIDENT * error > most < min(timed)
 
     @property
     def observed_seconds(self) -> float:
@@ -60,28 +93,34 @@ class _Watch:
             return 0.0
         return (seen[-1] - seen[0]) / (len(seen) - 1)
 
+    @property
+    def start_seconds(self) -> float:
+        """Until the first step was done; 0 if none was."""
+        return self.times[0] - self._begin if self.times else 0.0
+
 
 @dataclass
 class RealTrials:
     """`Trials` of a run: `base` has its file, ranks, steps and folder."""
 
     base: Trial
-    first_limit: float  # seconds of the first trial, which may compile
-    longest: float = 0.0
+    first_limit: float = FIRST_LIMIT
+    least_limit: float = LEAST_LIMIT
+    longest_start: float = 0.0
     count: int = 0
 
-    def run(self, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
+    def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
         """Train with the overrides of a candidate."""
         self.count += 1
-        limit = self.first_limit if not self.longest else max(LEAST_LIMIT, HANG * self.longest)
         name = f"trial-{self.count}"
-        watch = _Watch(self.base.warm_up, most_seconds)
-        overrides = (*self.base.overrides, *candidate.overrides)
-        found = run_trial(replace(self.base, name=name, overrides=overrides, most_seconds=limit), watch)
+        start = HANG * self.longest_start or self.first_limit
+        watch = _Watch(self.base.warm_up, limits, start, self.least_limit)
+        found = run_trial(replace(self.base, name=name, overrides=self.overrides_of(candidate)), watch)
         folder = f"{self.base.folder / name}"
         if isinstance(found, Failure):
-            return TrialResult(kind=kind_of(found), reason=found.reason, seconds=found.seconds, folder=folder)
-        self.longest = max(self.longest, found.seconds)
+            kind = kind_of(found) if watch.kind == "ran" else watch.kind
+            return TrialResult(kind=kind, reason=found.reason, seconds=found.seconds, folder=folder)
+        self.longest_start = max(self.longest_start, watch.start_seconds)
         return TrialResult(
             step_seconds=found.step_seconds,
             observed_seconds=watch.observed_seconds,
@@ -93,13 +132,16 @@ class RealTrials:
             folder=folder,
         )
 
+    def overrides_of(self, candidate: TrialCandidate) -> tuple[str, ...]:
+        """Of a trial of a candidate; the rows of a short step come last."""
+        short = () if candidate.short is None else (f"training.global_batch={candidate.short.rows}",)
+        return (*self.base.overrides, *candidate.overrides, *short)
+
 
 def kind_of(failure: Failure) -> Kind:
-    """What a failed trial is for the search."""
+    """What a trial that failed by itself is for the search."""
     if failure.lacks_memory:
         return "out of memory"
-    if "not done after" in failure.reason:
-        return "hang"
     if _NOT_FINITE.search(failure.reason):
         return "not finite"
     return "refused" if failure.kind == "refused" and not failure.had_begun else "crash"

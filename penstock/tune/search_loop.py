@@ -7,6 +7,9 @@
     5. a diagnosis     when nothing can gain any more, the doctor's changes of the leader join, once for each leader
     6. a second trial  of the reference and the leader, one after the other: the gain is a fact, not the luck of a trial
     7. the end         no candidate can gain more than `LEAST_GAIN` with 95 % confidence, or the budget is spent
+    8. a whole step    of the leader, once, if the trials were of short steps and the budget has room
+
+Seconds are those of whole steps: a measured short step (`ShortStep`) is multiplied by `TrialCandidate.stretch`.
 
 It starts no process and needs no PyTorch: `Trials` runs configurations, on this machine (penstock/tune/real_trials.py)
 or on a made-up one (benchmarks/simulated_machine.py). It is deterministic, so that a search which goes on takes the
@@ -30,9 +33,14 @@ CLOCK = 1.3
 MEMORY_ERROR = 0.05
 """Standard deviation of the projected memory, as a share."""
 
+WHOLE_STEPS = 3
+"""Steps of a trial of whole steps, the first of them not timed."""
+
 Objective = Literal["tokens", "memory", "time-to-loss"]
 
-Kind = Literal["ran", "out of memory", "hang", "crash", "refused", "not finite", "another loss", "lying clock"]
+Kind = Literal[
+    "ran", "out of memory", "hang", "crash", "refused", "not finite", "another loss", "lying clock", "too slow"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +85,37 @@ class TrialResult:
         return math.hypot(within, self.spread / math.sqrt(2))
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrialLimits:
+    """When a trial may end; seconds of its own steps, which may be short ones.
+
+    Attributes:
+        expected_seconds: of a step.
+        left_seconds: of the budget.
+        most_seconds: of a step; it may be ended as soon as its steps surely take more.
+        most_steps: after which it is ended.
+    """
+
+    expected_seconds: float
+    left_seconds: float
+    most_seconds: float = math.inf
+    most_steps: float = math.inf
+
+
 class Trials(Protocol):
     """Runs configurations."""
 
-    def run(self, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
-        """Try a candidate; it may be ended as soon as its step surely takes more than `most_seconds`."""
+    def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
+        """Try a candidate."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord:
-    """A trial in the order of the search; `projected` and `estimated` are from before it, in seconds of its step."""
+    """A trial in the order of the search; `projected` and `estimated` are from before it.
+
+    `result` has seconds of the steps that it made; all other seconds are those of whole steps.
+    """
 
     candidate: TrialCandidate
     result: TrialResult
@@ -95,6 +123,28 @@ class TrialRecord:
     estimated: StepEstimate
     score: float = math.inf  # seconds, or bytes for the objective `memory`; less is better
     number: int = 1  # of the trials of this candidate
+    is_whole: bool = False  # the one trial of whole steps, where those of `candidate` are short
+
+    @property
+    def step(self) -> float:
+        """Seconds of a whole step: measured, or computed from the measured short step."""
+        return self.result.step * (1.0 if self.is_whole else self.candidate.stretch)
+
+    @property
+    def expected(self) -> float:
+        """Seconds of a whole step as estimated before the trial."""
+        return self.estimated.seconds * self.candidate.batches
+
+    @property
+    def even_step(self) -> float:
+        """Seconds for the tokens of a step of the reference."""
+        return self.step / self.candidate.batches
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        """Of a whole step: measured, with what the plan adds to a short step; 0 if it did not run."""
+        more = 0.0 if self.is_whole or self.result.kind != "ran" else self.candidate.more_bytes
+        return self.result.peak_memory_bytes + more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +179,11 @@ class Search:
     _confirmed: set[str] = field(default_factory=set)
 
     def run(self) -> None:
-        """Search until nothing can gain or the budget is spent."""
+        """Search until nothing can gain or the budget is spent, then measure a whole step of the leader."""
+        self._search()
+        self._try_whole()
+
+    def _search(self) -> None:
         if not self.records:
             self.try_one(self.candidates[0])
         while True:
@@ -163,11 +217,12 @@ class Search:
 
     def is_spent(self) -> bool:
         """Whether budget or trials are used up, which `ending` then says; a trial that would not end is not begun."""
-        longest = max((one.result.seconds for one in self.records if one.result.kind == "ran"), default=0.0)
+        trials = [one for one in self.records if not one.is_whole]
+        longest = max((one.result.seconds for one in trials if one.result.kind == "ran"), default=0.0)
         if self.spent + 0.8 * longest > self.settings.budget_seconds:
             self.ending = "the budget is spent"
-        elif len(self.records) >= self.settings.most_trials:
-            self.ending = f"{len(self.records)} trials were made"
+        elif len(trials) >= self.settings.most_trials:
+            self.ending = f"{len(trials)} trials were made"
         return bool(self.ending)
 
     def add(self, more: Sequence[TrialCandidate]) -> None:
@@ -192,12 +247,20 @@ class Search:
         unsure = CONFIDENT * math.hypot(best.result.error, first.result.error)
         return first if best.score > first.score * (1 - unsure) else best
 
+    @property
+    def whole(self) -> TrialRecord | None:
+        """The trial of whole steps."""
+        return next((one for one in self.records if one.is_whole), None)
+
     def _ran(self) -> list[TrialRecord]:
-        """Candidates that ran, in their order, each with the steps of all its trials."""
+        """Candidates that ran, in their order, each with the steps of all its trials; none whose whole step failed."""
         trials: dict[str, list[TrialRecord]] = {}
         for one in self.records:
-            if one.result.kind == "ran":
+            if one.result.kind == "ran" and not one.is_whole:
                 trials.setdefault(one.candidate.key, []).append(one)
+        whole = self.whole
+        if whole is not None and whole.result.kind not in ("ran", "too slow"):
+            trials.pop(whole.candidate.key, None)
         return [self._merged(ones) for ones in trials.values()]
 
     def _merged(self, ones: Sequence[TrialRecord]) -> TrialRecord:
@@ -208,30 +271,48 @@ class Search:
         medians = [one.result.step for one in ones]
         steps = tuple(second for one in ones for second in one.result.step_seconds)
         result = replace(first.result, step_seconds=steps, spread=statistics.stdev(medians) / statistics.fmean(medians))
-        return replace(first, result=result, score=self._score(first.candidate, result))
+        return self._scored(replace(first, result=result))
 
     def try_one(self, candidate: TrialCandidate) -> TrialRecord:
         """Run a trial, or take it from the journal; judge and record it."""
-        estimate = self.estimates()[candidate.key]
         leader = self.leader
         number = 1 + sum(one.candidate.key == candidate.key for one in self.records)
-        limit = math.inf
+        most = math.inf
         if leader is not None and self.settings.objective == "tokens" and number == 1:
-            limit = leader.score * candidate.batches
-        result = self.recorded.get(trial_key(candidate, number)) or self.trials.run(candidate, limit)
+            most = leader.even_step * candidate.batches / candidate.stretch
+        return self._tried(candidate, number, most_seconds=most)
+
+    def _tried(self, candidate: TrialCandidate, number: int, *, is_whole: bool = False, **more: float) -> TrialRecord:
+        estimate = self.estimates()[candidate.key]
+        expected = estimate.seconds * candidate.batches / (1.0 if is_whole else candidate.stretch)
+        left = self.settings.budget_seconds - self.spent
+        limits = TrialLimits(expected_seconds=expected, left_seconds=left, **more)
+        measured = replace(candidate, short=None) if is_whole else candidate
+        key = trial_key(candidate, number, is_whole=is_whole)
+        result = self.recorded.get(key) or self.trials.run(measured, limits)
         self.spent += result.seconds
-        result = judged(result, self.reference, self.settings)
         record = TrialRecord(
             candidate=candidate,
-            result=result,
+            result=judged(result, None if is_whole else self.reference, self.settings),  # a whole step has other rows
             projected=candidate.projected * candidate.batches,
             estimated=estimate,
-            score=self._score(candidate, result),
             number=number,
+            is_whole=is_whole,
         )
+        record = self._scored(record)
         self.records.append(record)
         self.tell(record, self)
         return record
+
+    def _try_whole(self) -> None:
+        """Measure whole steps of a leader that was found by short ones, if the rest of the budget is enough."""
+        leader, first = self.leader, self.reference
+        if leader is None or first is None or leader.candidate.short is None or self.whole is not None:
+            return
+        starts = [one.result.seconds - one.result.step * len(one.result.losses) for one in self._ran()]
+        needed = statistics.median(starts) + WHOLE_STEPS * leader.step
+        if leader.candidate.key != first.candidate.key and needed <= self.settings.budget_seconds - self.spent:
+            self._tried(leader.candidate, 1, is_whole=True, most_steps=WHOLE_STEPS)
 
     def estimates(self) -> dict[str, StepEstimate]:
         """Seconds of each candidate for the tokens of a step of the reference, by key."""
@@ -241,7 +322,7 @@ class Search:
         measured = [
             Measured(
                 candidate=one.candidate,
-                seconds=one.result.step / one.candidate.batches,
+                seconds=one.even_step,
                 error=one.result.error if one.result.spread else math.hypot(one.result.error, between),
             )
             for one in ran
@@ -249,15 +330,17 @@ class Search:
         found = Belief(self.candidates, measured).estimates()
         return {one.key: estimate for one, estimate in zip(self.candidates, found, strict=True)}
 
-    def _score(self, candidate: TrialCandidate, result: TrialResult) -> float:
-        if result.kind != "ran":
-            return math.inf
-        if self.settings.objective == "memory":
-            return float(result.peak_memory_bytes)
-        seconds = result.step / candidate.batches
-        if self.settings.objective == "time-to-loss" and self.reference is not None:
-            return result.step * steps_to(result.losses, self.reference.result.losses[-1])
-        return seconds if self.settings.objective == "tokens" else result.step * len(result.losses)
+    def _scored(self, record: TrialRecord) -> TrialRecord:
+        objective, result, score = self.settings.objective, record.result, math.inf
+        if result.kind == "ran" and objective == "memory":
+            score = record.peak_memory_bytes
+        elif result.kind == "ran" and objective == "tokens":
+            score = record.even_step
+        elif result.kind == "ran":
+            first = self.reference
+            steps = len(result.losses) if first is None else steps_to(result.losses, first.result.losses[-1])
+            score = record.step * steps
+        return replace(record, score=score)
 
     def _next(self) -> TrialCandidate | None:
         """The candidate with the largest expected gain; None if no candidate can gain enough."""
@@ -270,7 +353,7 @@ class Search:
             found = min(left, key=lambda one: one.memory_bytes)
             return found if best < leader.score * (1 - LEAST_GAIN) else None
         estimates = self.estimates()
-        best_seconds = min(one.result.step / one.candidate.batches for one in self._ran())
+        best_seconds = min(one.even_step for one in self._ran())
         able = [one for one in left if estimates[one.key].least < best_seconds * (1 - LEAST_GAIN)]
         return max(able, key=lambda one: estimates[one.key].expected_gain(best_seconds) * self._fit(one), default=None)
 
@@ -288,15 +371,17 @@ class Search:
     def _memory_factor(self) -> float:
         """Measured over projected memory, as a median over trials."""
         found = [
-            one.result.peak_memory_bytes / one.candidate.memory_bytes
+            one.peak_memory_bytes / one.candidate.memory_bytes
             for one in self.records
             if one.result.kind == "ran" and one.result.peak_memory_bytes and one.candidate.memory_bytes
         ]
         return statistics.median(found) if found and self.settings.objective == "memory" else 1.0
 
 
-def trial_key(candidate: TrialCandidate, number: int) -> str:
+def trial_key(candidate: TrialCandidate, number: int, *, is_whole: bool = False) -> str:
     """Names a trial in a journal."""
+    if is_whole:
+        return f"{candidate.key} #whole"
     return candidate.key if number == 1 else f"{candidate.key} #{number}"
 
 
@@ -343,5 +428,5 @@ def median_error(records: Sequence[TrialRecord], *, corrected: bool) -> float | 
     ran = [one for one in records if one.result.kind == "ran"][1:]  # the first one sets the scale
     if not ran:
         return None
-    expected = [one.estimated.seconds * one.candidate.batches if corrected else one.projected for one in ran]
-    return statistics.median(abs(one.result.step / guess - 1) for one, guess in zip(ran, expected, strict=True))
+    expected = [one.expected if corrected else one.projected for one in ran]
+    return statistics.median(abs(one.step / guess - 1) for one, guess in zip(ran, expected, strict=True))

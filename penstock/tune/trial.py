@@ -131,8 +131,11 @@ def first_steps(run: Run, steps: int) -> tuple[str, ...]:
     )
 
 
-Watch = Callable[[Path], bool]
-"""Asked with the file of the metrics, every `POLL_SECONDS`, whether a trial shall end at once."""
+Watch = Callable[[Path], str | None]
+"""Asked with the file of the metrics, every `POLL_SECONDS`, whether a trial shall end at once.
+
+None lets it go on. An empty text ends it with the figures of its steps so far, another text is why it has failed.
+"""
 
 POLL_SECONDS = 0.05
 
@@ -146,6 +149,8 @@ def run_trial(trial: Trial, watch: Watch | None = None) -> Figures | Failure:
         code = _train(trial, output.fileno(), watch)
     seconds = time.perf_counter() - begin
     folder = RunFolder(trial.folder / trial.name)
+    if isinstance(code, str):
+        return Failure(kind="failed", reason=code, seconds=seconds)
     if code is None:
         # The run may have made all steps: freeing much pinned memory takes many seconds, too.
         made = len(folder.metrics.read_text(encoding="utf-8").splitlines()) if folder.metrics.exists() else 0
@@ -159,8 +164,11 @@ def run_trial(trial: Trial, watch: Watch | None = None) -> Figures | Failure:
 
 
 def figures_of(lines: Sequence[dict[str, Any]], warm_up: int, seconds: float) -> Figures:
-    """The figures of a run by its metrics, one line for each step, of which the first `warm_up` are not timed."""
-    timed = lines[warm_up:]
+    """The figures of a run by its metrics, one line for each step, of which the first `warm_up` are not timed.
+
+    A run that was ended during its warm-up has times too, those after its first step.
+    """
+    timed = lines[warm_up:] or lines[1:]
     times = tuple(float(line["step_seconds"]) for line in timed)
     return Figures(
         tokens_per_second_per_device=statistics.median(line["tokens_per_second_per_device"] for line in timed),
@@ -210,8 +218,8 @@ def _shortened(text: str) -> str:
     return f"{beginning.rpartition(' ')[0] or beginning} ..."
 
 
-def _train(trial: Trial, output: int, watch: Watch | None) -> int | None:
-    """Exit code, 0 if `watch` has ended it; None after the time limit."""
+def _train(trial: Trial, output: int, watch: Watch | None) -> int | str | None:
+    """Exit code, 0 if `watch` has ended it well, or its reason; None after the time limit."""
     words = ["train", trial.target, *trial.overrides, f"record.folder={trial.folder}", "--name", trial.name]
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", *words, "--processes", str(trial.processes)],
@@ -228,8 +236,8 @@ def _train(trial: Trial, output: int, watch: Watch | None) -> int | None:
                 return None
         metrics, end = RunFolder(trial.folder / trial.name).metrics, time.monotonic() + (trial.most_seconds or inf)
         while (code := process.poll()) is None and time.monotonic() < end:
-            if watch(metrics):
-                return 0
+            if (verdict := watch(metrics)) is not None:
+                return verdict or 0
             time.sleep(POLL_SECONDS)
         watch(metrics)
         return code

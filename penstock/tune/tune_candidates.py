@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.base.errors import ConfigError, HardwareError, KernelError, PenstockError, TraceError
-from penstock.config.fit import grid_of, shard
+from penstock.base.numbers import bytes_text, counted
+from penstock.config.fit import shard
 from penstock.config.load import with_overrides
 from penstock.config.run import Run
 from penstock.config.schema import differences
@@ -23,12 +24,13 @@ from penstock.plan.project import Assumptions, project
 from penstock.plan.projection import Projection
 from penstock.plan.search import Progress, SearchRequest, search
 from penstock.trace.analysis import analyse_files
-from penstock.tune.belief import TrialCandidate, grouped_terms
+from penstock.tune.belief import ShortStep, TrialCandidate, grouped_terms
 from penstock.tune.doctor.diagnosis import cpu_changes, diagnose
 from penstock.tune.doctor.evidence import RunFacts
 from penstock.tune.doctor.from_trace import evidence_of
 from penstock.tune.doctor.planned import with_plan
 from penstock.tune.doctor.remedies import FLOAT8, accepted
+from penstock.tune.short_step import rows_of_trials, with_rows
 
 _SAFE = ("pipeline.", "recompute.", "offload.", "graphs.", "kernels.", "host.", "parallel.", "dispatch.")
 _LEARNED = ("parallel.reduce", "dispatch.row_capacity_factor", "dispatch.layer_capacity_factor")
@@ -44,6 +46,9 @@ LAYOUTS, CHANGED = 40, 1
 """Layouts of a plan that become candidates, and those of them that are changed in one choice more."""
 
 MOST_IMBALANCE = 4.0
+
+TOO_LARGE = 1.1
+"""Projected memory of a reference over that of a device with which it is not tried."""
 
 
 def may_change(field: str, free: Sequence[str] = ()) -> bool:
@@ -64,8 +69,10 @@ class CandidateSource:
         kept: fields that stay.
         free: of `FREE`.
         imbalance: rows of the fullest rank's experts over the even share.
+        rows: of a step of the trials; 0 if they measure whole steps.
         next_wins: what would be faster with more memory or devices, after `planned`.
-        was_fitted: the run as it is could not start, and `run` is a layout of a plan.
+        left_out: candidates that cannot have steps of `rows`, after `planned`.
+        was_fitted: the run as it is could not start or fit, and `run` is a layout of a plan.
     """
 
     run: Run
@@ -74,7 +81,9 @@ class CandidateSource:
     kept: frozenset[str] = frozenset()
     free: tuple[str, ...] = ()
     imbalance: float = 1.2
+    rows: int = 0
     next_wins: tuple[str, ...] = ()
+    left_out: int = 0
     was_fitted: bool = False
 
     def measured_load(self, expert_load: float | None) -> None:
@@ -93,13 +102,30 @@ class CandidateSource:
     def fit(self, progress: Progress | None = None) -> None:
         """Where the run as it is cannot start on these devices, take the best layout of a plan for the reference."""
         try:
-            grid_of(self.run, self.cluster.devices)
-        except ConfigError as error:
-            plan = search(self._request(1), progress)
-            if not plan.candidates:
-                raise ConfigError(f"no layout of {self.run.name} fits {self.cluster.devices} devices") from error
-            self.run = plan.candidates[0].run
-            self.was_fitted = True
+            projection = self._project(self.run)
+        except ConfigError:
+            pass
+        else:
+            if projection.memory.total <= TOO_LARGE * projection.capacity_bytes:
+                return
+        plan = search(self._request(1), progress)
+        if not plan.candidates:
+            there = f"{counted(self.cluster.devices, 'device')} of {bytes_text(self.cluster.hardware.usable_bytes)}"
+            raise ConfigError(f"no layout of {self.run.name} fits {there}", fix="; ".join(plan.helps) or None)
+        self.run = plan.candidates[0].run
+        self.was_fitted = True
+
+    def shorten(self, steps: int, budget_seconds: float, most_trials: int) -> None:
+        """Choose the rows of a step of the trials; a ConfigError if the budget is too short for any."""
+
+        def seconds_of(rows: int) -> float:
+            return self._project(with_rows(self.run, rows)).time.step_seconds
+
+        whole, ranks = self.run.training.global_batch, self.cluster.devices
+        rows = rows_of_trials(
+            self.run, ranks, seconds_of, steps=steps, budget_seconds=budget_seconds, most_trials=most_trials
+        )
+        self.rows = rows if rows < whole else 0
 
     def planned(self, progress: Progress | None = None) -> list[TrialCandidate]:
         """The reference; layouts of a plan; and single changes of both."""
@@ -113,9 +139,16 @@ class CandidateSource:
         self.next_wins = tuple(self._next_wins(first))
         # Of candidates that are the same run in other words, the first one stays.
         kept = {_effect(first): self._candidate(first, "reference")}
+        left_out = set()
         for projection, source in found:
-            if self.overrides_of(projection.run):
-                kept.setdefault(_effect(projection), self._candidate(projection, source))
+            effect = _effect(projection)
+            if effect in kept or not self.overrides_of(projection.run):
+                continue
+            try:
+                kept[effect] = self._candidate(projection, source)
+            except ConfigError:
+                left_out.add(effect)
+        self.left_out = len(left_out)
         return list(kept.values())
 
     def _changes(self) -> Iterator[str]:
@@ -142,8 +175,9 @@ class CandidateSource:
     def doctor(self, leader: TrialCandidate, folder: Path, step_seconds: float) -> list[TrialCandidate]:
         """Changes that the doctor proposes for the recorded run of a leader, with their gains."""
         run = with_overrides(self.run, leader.overrides)
+        recorded = run if leader.short is None else with_rows(run, leader.short.rows)
         try:
-            evidence = evidence_of(analyse_files([folder]), RunFacts(run=run, world=self.cluster.devices))
+            evidence = evidence_of(analyse_files([folder]), RunFacts(run=recorded, world=self.cluster.devices))
             if evidence.host is not None and not evidence.ranks:
                 offers = [(change, 0.02, "doctor") for change, _ in cpu_changes(evidence.host, evidence)]
             else:
@@ -156,8 +190,18 @@ class CandidateSource:
             changed = accepted(run, change, self.cluster.devices)
             if changed is None or (overrides := self.overrides_of(changed)) is None:
                 continue
-            terms = {name: seconds * (1 - min(share, 0.9)) for name, seconds in leader.terms.items()}
-            found.append(replace(leader, overrides=overrides, terms=terms, source=rule))
+            if self.rows and changed.training.global_batch != run.training.global_batch:
+                continue  # the doctor doubles the rows of a short step
+            try:
+                short = self._short(changed)
+            except ConfigError:
+                continue
+            left = 1 - min(share, 0.9)
+            if short is not None and leader.short is not None:
+                short = replace(short, terms=_scaled(leader.short.terms, left))
+            found.append(
+                replace(leader, overrides=overrides, terms=_scaled(leader.terms, left), short=short, source=rule)
+            )
         return found
 
     def without_each(self, leader: TrialCandidate) -> list[tuple[str, TrialCandidate]]:
@@ -209,14 +253,23 @@ class CandidateSource:
             except (ConfigError, HardwareError, KernelError):
                 continue
 
+    def _short(self, run: Run) -> ShortStep | None:
+        """The step of the trials of a run; a ConfigError if its layout cannot have it."""
+        if not self.rows:
+            return None
+        # In proportion, if `--free global_batch` has changed the rows.
+        rows = self.rows * run.training.global_batch // self.run.training.global_batch
+        there = self._project(with_rows(run, rows))
+        return ShortStep(rows=rows, terms=_terms(there), memory_bytes=float(there.memory.total))
+
     def _candidate(self, projection: Projection, source: str) -> TrialCandidate:
-        slowest = max(projection.time.ranks, key=lambda one: sum(one.terms.values()))
         return TrialCandidate(
             overrides=self.overrides_of(projection.run) or (),
-            terms=grouped_terms(slowest.terms),
+            terms=_terms(projection),
             memory_bytes=float(projection.memory.total),
             source=source,
             batches=projection.run.training.global_batch / self.run.training.global_batch,
+            short=self._short(projection.run),
         )
 
     def _next_wins(self, first: Projection) -> Iterator[str]:
@@ -242,6 +295,15 @@ class CandidateSource:
         return SearchRequest(
             run=self.run, cluster=self.cluster, fixed=self._fixed(), top=top, assumptions=self._assumptions
         )
+
+
+def _terms(projection: Projection) -> dict[str, float]:
+    """Seconds of the slowest rank by term."""
+    return grouped_terms(max(projection.time.ranks, key=lambda one: sum(one.terms.values())).terms)
+
+
+def _scaled(terms: Mapping[str, float], factor: float) -> dict[str, float]:
+    return {name: factor * seconds for name, seconds in terms.items()}
 
 
 def _effect(projection: Projection) -> str:

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import ConfigError
 from penstock.base.files import read_json, write_whole
+from penstock.base.numbers import counted, time_text
 from penstock.config.load import dump_toml, with_overrides
 from penstock.config.run import Run
 from penstock.config.schema import differences
@@ -17,32 +18,64 @@ from penstock.tune.search_loop import Search, TrialRecord, TrialResult, median_e
 JOURNAL, TUNED, PAGE, EVERYTHING = "journal.json", "tuned.toml", "tune.html", "tune.json"
 
 
-def read_journal(folder: Path, identity: Mapping[str, Any]) -> dict[str, TrialResult]:
-    """Results by key of an earlier search of this run on this machine; a ConfigError if it is of another one."""
+@dataclass(frozen=True, kw_only=True)
+class Journal:
+    """An earlier search: its results by key, and `rows` of a step of its trials, 0 for whole steps."""
+
+    results: Mapping[str, TrialResult]
+    rows: int
+
+
+def read_journal(folder: Path, identity: Mapping[str, Any]) -> Journal | None:
+    """An earlier search of this run on this machine, None without one; a ConfigError if it is of another one."""
     path = folder / JOURNAL
     if not path.exists():
-        return {}
+        return None
     try:
         saved = read_json(path)
         results = {one["key"]: result_from(one["result"]) for one in saved["trials"]}
-        then = saved["identity"]
+        then, rows = saved["identity"], int(saved["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no journal to go on with", got=error, fix="leave out --resume") from error
     if then != identity:
         others = [name for name in {**then, **identity} if then.get(name) != identity.get(name)]
         raise ConfigError(f"{path} is of another search", got=", ".join(others), fix="leave out --resume")
-    return results
+    return Journal(results=results, rows=rows)
 
 
-def write_journal(folder: Path, identity: Mapping[str, Any], search: Search) -> None:
+def write_journal(folder: Path, identity: Mapping[str, Any], rows: int, search: Search) -> None:
     """Write all results; called after each trial."""
-    trials = [{"key": trial_key(one.candidate, one.number), "result": asdict(one.result)} for one in search.records]
-    write_whole(folder / JOURNAL, json.dumps({"identity": identity, "trials": trials}, indent=1) + "\n")
+    keys = [trial_key(one.candidate, one.number, is_whole=one.is_whole) for one in search.records]
+    trials = [{"key": key, "result": asdict(one.result)} for key, one in zip(keys, search.records, strict=True)]
+    saved = {"identity": identity, "rows": rows, "trials": trials}
+    write_whole(folder / JOURNAL, json.dumps(saved, indent=1) + "\n")
 
 
 def gain_of(record: TrialRecord, over: TrialRecord) -> float:
     """Times that a record is faster than another, for the same tokens."""
-    return (over.result.step / over.candidate.batches) / (record.result.step / record.candidate.batches)
+    return over.even_step / record.even_step
+
+
+def short_steps_text(search: Search, whole_rows: int) -> str:
+    """How the seconds of whole steps came about, where trials made short ones; else empty."""
+    first, whole = search.reference, search.whole
+    if first is None or first.candidate.short is None:
+        return ""
+    change = first.candidate.key or "the run as it is"
+    text = (
+        f"trials made steps of {first.candidate.short.rows:,} of {whole_rows:,} rows; a whole step is the measured "
+        f"short one x the projected whole one / the projected short one, {first.candidate.stretch:.4g} for {change}"
+    )
+    if whole is None:
+        return f"{text}; no whole step was measured"
+    found = time_text(whole.step) if whole.result.kind == "ran" else f"{whole.result.kind}, {whole.result.reason}"
+    return f"{text}; the whole step of the best: expected {time_text(whole.expected)}, measured {found}"
+
+
+def measured_text(record: TrialRecord) -> str:
+    """The measured seconds of a trial that ran, with the rows of a short step."""
+    short = None if record.is_whole else record.candidate.short
+    return time_text(record.result.step) + ("" if short is None else f" ({counted(short.rows, 'row')})")
 
 
 def line_gains(search: Search) -> dict[str, str]:
@@ -50,7 +83,7 @@ def line_gains(search: Search) -> dict[str, str]:
     leader, first = search.leader, search.reference
     if leader is None or first is None:
         return {}
-    ran = {one.candidate.key: one for one in search.records if one.result.kind == "ran"}
+    ran = {one.candidate.key: one for one in search.records if one.result.kind == "ran" and not one.is_whole}
     whole = gain_of(leader, first)
     found = {}
     for field in leader.candidate.choices:
@@ -83,8 +116,10 @@ def write_tuned(path: Path, own: Run, reference: Run, search: Search, command: s
     return tuned
 
 
-def search_json(search: Search, spent: Mapping[str, float], next_wins: Sequence[str]) -> dict[str, Any]:
-    """Everything, for `--json`."""
+def search_json(
+    search: Search, spent: Mapping[str, float], next_wins: Sequence[str], whole_rows: int
+) -> dict[str, Any]:
+    """Everything, for `--json`; `whole_rows` has a step of the run."""
     leader, first = search.leader, search.reference
     return {
         "ending": search.ending,
@@ -95,13 +130,17 @@ def search_json(search: Search, spent: Mapping[str, float], next_wins: Sequence[
                 "source": one.candidate.source,
                 "projected_seconds": one.projected,
                 "projected_terms": dict(one.candidate.terms),
-                "expected_seconds": one.estimated.seconds * one.candidate.batches,
+                "expected_seconds": one.expected,
                 "expected_deviation": one.estimated.deviation,
                 **asdict(one.result),
+                "short_rows": None if one.is_whole or one.candidate.short is None else one.candidate.short.rows,
+                "stretch": 1.0 if one.is_whole else one.candidate.stretch,
                 "measured_seconds": one.result.step if one.result.step_seconds else None,
+                "whole_seconds": one.step if one.result.step_seconds else None,
             }
             for one in search.records
         ],
+        "short_steps": short_steps_text(search, whole_rows) or None,
         "candidates": len(search.candidates),
         "leader": None if leader is None else list(leader.candidate.overrides),
         "gain": None if leader is None or first is None else gain_of(leader, first),

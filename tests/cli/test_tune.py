@@ -7,12 +7,17 @@ import pytest
 
 from penstock.cli import tune as verb
 from penstock.config.load import load_run
+from penstock.config.run import Run
+from penstock.plan.hardware import cluster_of
+from penstock.plan.hardware_file import load_hardware
+from penstock.plan.project import project
 from penstock.plan.projection import Plan
 from penstock.plan.search import SearchRequest
-from penstock.tune import tune_candidates
+from penstock.tune import real_trials, tune_candidates
 from penstock.tune.belief import TrialCandidate
 from penstock.tune.real_trials import RealTrials
-from penstock.tune.search_loop import TrialResult
+from penstock.tune.search_loop import TrialLimits, TrialResult
+from penstock.tune.trial import Failure, Figures, Trial, figures_of
 from tests.cli import answers
 
 RUN = "tune debug-2l training.micro_batch=1 device=cpu --processes 1 --on H200"
@@ -29,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Trials take less time with larger micro-batches, and recomputation fails; keys of those that were asked for."""
     keys: list[str] = []
 
-    def run(trials: RealTrials, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
+    def run(trials: RealTrials, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
         keys.append(candidate.key)
         if "recompute" in candidate.key:
             return TrialResult(kind="hang", reason="not done after 90 s, in which it made 0 steps", seconds=90.0)
@@ -69,10 +74,10 @@ def test_a_search_goes_on_with_nothing_measured_twice(asked: list[str]) -> None:
 def test_an_interrupted_search_leaves_its_best(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = RealTrials.run
 
-    def stop(trials: RealTrials, candidate: TrialCandidate, most_seconds: float) -> TrialResult:
+    def stop(trials: RealTrials, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return run(trials, candidate, most_seconds)
+        return run(trials, candidate, limits)
 
     monkeypatch.setattr(RealTrials, "run", stop)
     code, out, _ = answers.outcome(*RUN.split())
@@ -98,6 +103,36 @@ def test_kept_fields_stay(asked: list[str]) -> None:
 )
 def test_wrong_options_are_refused(words: tuple[str, ...], told: str) -> None:
     assert told in answers.refused(RUN, *words)
+
+
+@pytest.fixture
+def simulated_h200(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """Trials take what the plan of their run on an H200 says, a start included; the runs that were tried."""
+    there, tried = cluster_of(1, load_hardware("H200")), list[Run]()
+
+    def trained(trial: Trial, watch: object = None) -> Figures | Failure:
+        run = load_run(trial.target, trial.overrides)
+        tried.append(run)
+        step = 1.1 * project(run, there).time.step_seconds
+        seconds = 15.0 + run.training.steps * step
+        if 0 < trial.most_seconds < seconds:
+            made = int((trial.most_seconds - 15.0) / step)
+            reason = f"not done after {trial.most_seconds:.0f} s, in which it made {made} steps"
+            return Failure(kind="failed", reason=reason, seconds=trial.most_seconds)
+        each = {"tokens_per_second_per_device": 1.0, "step_seconds": step, "model_flops_utilization": None}
+        each |= {"peak_memory_bytes": 10**10, "expert_load_max_over_mean": 2.0, "rows_left_out": 0}
+        lines = [{**each, "loss": 11.0 - step / run.training.global_batch} for step in range(run.training.steps)]
+        return figures_of(lines, trial.warm_up, seconds)
+
+    monkeypatch.setattr(real_trials, "run_trial", trained)
+    monkeypatch.setattr(tune_candidates, "search", no_layouts)
+    monkeypatch.setattr(verb._Session, "diagnose", lambda session, leader: ())
+    return tried
+
+
+def test_a_step_that_is_longer_than_the_budget_is_tuned_by_shorter_ones(simulated_h200: list[Run]) -> None:
+    found = answers.told_as_json("tune gpt-oss-20b-4l device=cpu --processes 1 --on H200 --budget 2m")
+    assert found["leader"] == ["training.micro_batch=8"], "1,024 micro-batches of a step take a minute"
 
 
 @pytest.mark.slow

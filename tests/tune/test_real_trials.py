@@ -1,15 +1,19 @@
 """Trials of `penstock tune` in processes: how they are watched, and what their failures are."""
 
 import json
+import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.tune import real_trials
-from penstock.tune.belief import TrialCandidate
+from penstock.tune.belief import ShortStep, TrialCandidate
 from penstock.tune.real_trials import RealTrials, kind_of
-from penstock.tune.search_loop import judged
+from penstock.tune.search_loop import TrialLimits, judged
 from penstock.tune.trial import Failure, Trial
 from tests.tune.test_search_loop import NO_LIMIT
 
@@ -18,7 +22,6 @@ from tests.tune.test_search_loop import NO_LIMIT
     ("reason", "begun", "kind"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", True, "out of memory"),
-        ("not done after 90 s, in which it made 3 steps", True, "hang"),
         ("the loss of step 3 is nan: it began in layer 2", True, "not finite"),
         ("rank 1 (process 71) was ended by SIGSEGV", True, "crash"),
     ],
@@ -51,7 +54,11 @@ def trials(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Re
     starter.chmod(0o755)
     monkeypatch.setattr("penstock.tune.trial.sys.executable", f"{starter}")
     base = Trial(name="", target="x", overrides=overrides, processes=1, warm_up=2, folder=folder / "trials")
-    return RealTrials(base, first_limit=20.0)
+    return RealTrials(base, first_limit=20.0, least_limit=20.0)
+
+
+def limits(expected: float = 0.1, most: float = math.inf, left: float = math.inf) -> TrialLimits:
+    return TrialLimits(expected_seconds=expected, most_seconds=most, left_seconds=left)
 
 
 NOTHING = TrialCandidate(overrides=(), terms={"products": 1.0})
@@ -60,7 +67,7 @@ NOTHING = TrialCandidate(overrides=(), terms={"products": 1.0})
 def test_a_trial_that_cannot_win_is_ended_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = trials(tmp_path, monkeypatch, "a.real=0.1", "a.told=0.1", "a.steps=100")
     begin = time.monotonic()
-    found = there.run(NOTHING, 0.05)
+    found = there.run(NOTHING, limits(most=0.05))
     assert found.was_stopped
     assert found.kind == "ran"
     assert found.step == pytest.approx(0.1)
@@ -68,16 +75,87 @@ def test_a_trial_that_cannot_win_is_ended_early(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_clock_that_lies_is_caught_by_the_real_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = trials(tmp_path, monkeypatch, "a.real=0.15", "a.told=0.01", "a.steps=9").run(NOTHING, 1.0)
+    found = trials(tmp_path, monkeypatch, "a.real=0.15", "a.told=0.01", "a.steps=9").run(NOTHING, limits())
     assert judged(found, None, NO_LIMIT).kind == "lying clock"
 
 
-def test_a_hang_is_ended_by_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = trials(tmp_path, monkeypatch, "a.real=60", "a.told=1", "a.steps=3")
-    there.first_limit = 1.0
-    found = there.run(NOTHING, 1.0)
+    there.least_limit = there.first_limit = 0.5
+    found = there.run(NOTHING, limits(expected=0.01))
     assert found.kind == "hang"
-    assert "made 0 steps" in found.reason
+    assert found.reason.startswith("no further step for ")
+    assert found.reason.endswith(" s, after 0 steps")
+
+
+@dataclass
+class Watched:
+    """A watch with a clock of its own, and the metrics that it reads."""
+
+    watch: real_trials._Watch
+    metrics: Path
+    clock: list[float]
+
+    def after(self, seconds: float, steps: int = 0, *, told: float = 1.0) -> str | None:
+        """What the watch says when the time has passed and so many further steps are done."""
+        self.clock[0] += seconds
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(steps * (json.dumps({"step_seconds": told}) + "\n"))
+        return self.watch(self.metrics)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[TrialLimits], Watched]:
+    """Watches of trials with four steps of warm-up, which may start for 300 s and make steps of 90 s in any case."""
+    clock = [0.0]
+    monkeypatch.setattr(real_trials, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return lambda limits: Watched(real_trials._Watch(4, limits, 300.0, 90.0), tmp_path / "metrics.jsonl", clock)
+
+
+def test_a_trial_is_no_hang_as_long_as_it_makes_steps(watched: Callable[[TrialLimits], Watched]) -> None:
+    one = watched(limits(expected=58.0))
+    assert one.after(450.0) is None, "300 s, and three steps"
+    for _ in range(14):
+        assert one.after(100.0, 1, told=100.0) is None
+    assert one.after(380.0) is None, "90 s, and three of the longest steps"
+    assert one.after(20.0) == "no further step for 400 s, after 14 steps"
+    assert one.watch.kind == "hang"
+
+
+def test_a_trial_that_is_far_behind_is_ended_in_its_warm_up(watched: Callable[[TrialLimits], Watched]) -> None:
+    one = watched(limits(most=1.0))
+    assert one.after(9.0, 1, told=9.0) is None, "the first step compiles"
+    assert one.after(2.5, 2, told=2.5) is None
+    assert one.after(2.5, 1, told=2.5) == ""
+    assert (one.watch.kind, one.watch.has_stopped) == ("ran", True)
+
+
+def test_the_end_of_the_budget_ends_a_trial(watched: Callable[[TrialLimits], Watched]) -> None:
+    slow = watched(limits(expected=58.0, left=120.0))
+    assert slow.after(149.0, 1) is None
+    assert slow.after(2.0) == "1 step in 151 s, when the budget ended"
+    assert slow.watch.kind == "too slow"
+    steps = watched(limits(left=120.0))
+    assert steps.after(151.0, 2) == "", "the figures of its steps so far"
+    stuck = watched(limits(expected=0.1, left=120.0))
+    assert stuck.after(10.0, 1) is None
+    assert stuck.after(85.0) is None
+    assert stuck.after(60.0) is not None
+    assert stuck.watch.kind == "hang"
+
+
+def test_a_trial_of_whole_steps_makes_few_of_them(watched: Callable[[TrialLimits], Watched]) -> None:
+    one = watched(replace(limits(), most_steps=3))
+    assert one.after(60.0, 2) is None
+    assert one.after(60.0, 1) == ""
+
+
+def test_a_short_step_overrides_the_rows_of_a_candidate() -> None:
+    base = Trial(name="", target="x", overrides=("a=1",), processes=1, warm_up=2, folder=Path("x"))
+    short = ShortStep(rows=8, terms={"products": 0.1})
+    candidate = replace(NOTHING, overrides=("training.global_batch=64",), short=short)
+    assert RealTrials(base).overrides_of(candidate) == ("a=1", "training.global_batch=64", "training.global_batch=8")
+    assert RealTrials(base).overrides_of(replace(candidate, short=None))[-1] == "training.global_batch=64"
 
 
 def test_results_go_through_a_journal() -> None:

@@ -13,6 +13,7 @@ from penstock.tune.search_loop import (
     Kind,
     Search,
     SearchSettings,
+    TrialLimits,
     TrialRecord,
     TrialResult,
     judged,
@@ -143,8 +144,8 @@ def test_a_gain_that_a_second_trial_does_not_confirm_is_no_gain() -> None:
     luck = iter([0.5 * there.seconds("") / there.seconds(key), 2.0 * there.seconds("") / there.seconds(key)])
     run = there.run
 
-    def lucky(candidate: TrialCandidate, most_seconds: float) -> TrialResult:
-        result = run(candidate, most_seconds)
+    def lucky(candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
+        result = run(candidate, limits)
         factor = next(luck, 1.0) if candidate.key == key else 1.0
         times = tuple(factor * one for one in result.step_seconds)
         return replace(result, step_seconds=times, observed_seconds=times[0] if times else 0.0)
