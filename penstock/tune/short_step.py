@@ -35,14 +35,15 @@ def rows_of_trials(
 
     Raises a ConfigError if the budget is not enough for the shortest step.
     """
+    fewest = min(most_trials, FEWEST_TRIALS)
     each = budget_seconds / min(most_trials, USUAL_TRIALS) - START_SECONDS
-    allowed = max(each, START_SECONDS / 2)  # shorter steps would save little beside the start
+    # Shorter steps than half a start would save little.
+    allowed = min(max(each, START_SECONDS / 2), budget_seconds / fewest)
     rows, seconds = 0, 0.0
     for rows in (run.training.global_batch, *shorter(run, ranks)):
         seconds = steps * seconds_of(rows)
         if seconds <= allowed:
-            break
-    fewest = min(most_trials, FEWEST_TRIALS)
+            return rows
     if fewest * seconds <= budget_seconds:
         return rows
     raise ConfigError(

@@ -130,9 +130,50 @@ def simulated_h200(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     return tried
 
 
+LONG = "tune gpt-oss-20b-4l device=cpu --processes 1 --on H200"
+"""1,024 micro-batches of a step take a minute."""
+
+
 def test_a_step_that_is_longer_than_the_budget_is_tuned_by_shorter_ones(simulated_h200: list[Run]) -> None:
-    found = answers.told_as_json("tune gpt-oss-20b-4l device=cpu --processes 1 --on H200 --budget 2m")
-    assert found["leader"] == ["training.micro_batch=8"], "1,024 micro-batches of a step take a minute"
+    told = answers.printed(LONG, "--budget", "2m")
+    assert "they make steps of 8 rows" in told.splitlines()[0]
+    assert "trials made steps of 8 of 1,024 rows; a whole step is the measured short one x the projected" in told
+    assert "no whole step was measured" in told
+    assert {run.training.global_batch for run in simulated_h200} == {8}
+    tuned = load_run("runs/tune-gpt-oss-20b-4l/tuned.toml")
+    assert (tuned.training.micro_batch, tuned.training.global_batch) == (8, 1024)
+    assert "steps of 8 of 1,024 rows" in Path("runs/tune-gpt-oss-20b-4l/tune.html").read_text(encoding="utf-8")
+    found = json.loads(Path("runs/tune-gpt-oss-20b-4l/tune.json").read_text(encoding="utf-8"))
+    first, there = found["trials"][0], cluster_of(1, load_hardware("H200"))
+    whole = project(load_run("gpt-oss-20b-4l"), there).time.step_seconds
+    assert first["short_rows"] == 8
+    assert first["measured_seconds"] < 1
+    assert first["whole_seconds"] == pytest.approx(1.1 * whole), "trials take a tenth longer than the plan says"
+
+
+def test_a_search_goes_on_with_the_steps_that_it_began_with(simulated_h200: list[Run]) -> None:
+    answers.printed(LONG, "--budget", "45s")
+    before = len(simulated_h200)
+    told = answers.printed(LONG, "--budget", "20m", "--resume")
+    assert "whole steps: " in told, "the larger budget has room for one trial of whole steps"
+    rows = [run.training.global_batch for run in simulated_h200]
+    assert rows == [8] * (len(rows) - 1) + [1024]
+    assert len(rows) == told.count(" a step, ") > before > 1, "nothing is measured twice"
+
+
+def test_a_journal_that_does_not_say_its_steps_is_not_gone_on_with(asked: list[str]) -> None:
+    answers.printed(RUN, "--trials", "1")
+    path = Path("runs/tune-debug-2l/journal.json")
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    del saved["rows"]
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    assert "is no journal to go on with; got 'rows'; fix: leave out --resume" in answers.refused(RUN, "--resume")
+
+
+def test_a_budget_that_no_step_fits_is_told_before_a_trial(simulated_h200: list[Run]) -> None:
+    told = answers.refused(LONG, "--budget", "6s")
+    assert "the shortest possible step, of 4 rows, is projected at 285 ms; got 0:06; fix: --budget 2m" in told
+    assert simulated_h200 == []
 
 
 @pytest.mark.slow

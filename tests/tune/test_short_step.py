@@ -101,13 +101,14 @@ def no_layouts(request: SearchRequest, progress: object = None) -> Plan:
     return Plan(model="gpt-oss", cluster=request.cluster, candidates=(), refused=(), considered=0)
 
 
-@pytest.fixture
-def candidates(monkeypatch: pytest.MonkeyPatch) -> list[TrialCandidate]:
+@pytest.fixture(scope="module")
+def candidates() -> list[TrialCandidate]:
     """Changes of a run whose whole step takes a minute, with the short steps of a budget of six minutes."""
-    monkeypatch.setattr(tune_candidates, "search", no_layouts)
     source = CandidateSource(run=LONG, cluster=cluster_of(1, load_hardware("H200")), fixed={})
     source.shorten(14, 360.0, 12)
-    return source.planned()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune_candidates, "search", no_layouts)
+        return source.planned()
 
 
 def machine(candidates: Sequence[TrialCandidate]) -> SimulatedMachine:
