@@ -4,9 +4,9 @@
     python -m benchmarks.tune_presets --layouts --preset gpt-oss-20b --layers 8
 
 The machine is the planner's projection with hidden wrong coefficients and noise (benchmarks/simulated_machine.py), and
-its trials take as long as their steps and a start would. Candidates are single changes of the run; those of a plan, which
-takes minutes for a large model, join where the run hardly fits, and everywhere with --layouts. Without it, runs that need
-more than the GPU has are left out.
+its trials take as long as their steps and a start would. Candidates are single changes of the run; those of a plan,
+which takes minutes for a large model, join where the run hardly fits, and everywhere with --layouts. Without it, runs
+that need more than the GPU has are left out.
 """
 
 import argparse
@@ -99,7 +99,8 @@ def main() -> None:
         for preset in options.preset or PRESETS:
             if preset.startswith("debug"):
                 continue
-            row = measure(f"{preset}-{layers}l", options.on, 60 * options.minutes, with_layouts=options.layouts, seed=len(rows))
+            name, budget = f"{preset}-{layers}l", 60 * options.minutes
+            row = measure(name, options.on, budget, with_layouts=options.layouts, seed=len(rows))
             rows.append(row)
             print(row, flush=True)
             tuned = [one for one in rows if "trials" in one]

@@ -56,9 +56,9 @@ from penstock.tune.tune_files import (
     PAGE,
     TUNED,
     gain_of,
-    measured_text,
     read_journal,
     search_json,
+    short_source,
     short_steps_text,
     write_journal,
     write_tuned,
@@ -140,7 +140,9 @@ def tune(  # noqa: PLR0913 - one argument for each option
     ] = None,
     keep: Annotated[str, typer.Option("--keep", metavar="A.B=C,...", help="Fields that stay.")] = "",
     objective: Annotated[str, typer.Option("--objective", help="tokens, memory or time-to-loss.")] = "tokens",
-    free: Annotated[str, typer.Option("--free", help="What may change learning: float8, global_batch, loss.")] = "",
+    free: Annotated[
+        str, typer.Option("--free", help="What may change learning: float8, global_batch, micro_batch, loss.")
+    ] = "",
     steps: Annotated[int, typer.Option("--steps", min=6, help="Training steps of a trial.")] = 14,
     most_trials: Annotated[int, typer.Option("--trials", min=1, help="Trials at most.")] = 12,
     hardware: Annotated[str | None, typer.Option("--on", metavar="CHIP", help="Hardware file, not calibrated.")] = None,
@@ -284,13 +286,11 @@ def _print(session: _Session, search: Search) -> None:
     rows = [
         (f"{number}", one.candidate.source, one.candidate.key or "the run as it is", time_text(one.projected),
          time_text(one.expected),
-         time_text(one.step) if one.result.kind == "ran" else one.result.kind,
-         measured_text(one) if one.result.kind == "ran" else "",
+         f"{time_text(one.step)}{short_source(one)}" if one.result.kind == "ran" else one.result.kind,
          bytes_text(one.peak_memory_bytes))
         for number, one in enumerate(search.records, 1)
     ]  # fmt: skip
-    heads = ("trial", "from", "change", "projected", "expected", "step", "measured", "memory")
-    print_table(heads, rows, ("from", "memory"))
+    print_table(("trial", "from", "change", "projected", "expected", "measured", "memory"), rows, ("from", "memory"))
     before, after = median_error(search.records, corrected=False), median_error(search.records, corrected=True)
     if before is not None and after is not None:
         print(f"\nmedian error of the plan {before:.1%}, corrected by earlier trials {after:.1%}")
@@ -312,9 +312,8 @@ def _trial_line(number: int, record: TrialRecord) -> str:
     if result.kind != "ran":
         return f"{head}{result.kind}: {result.reason} ({result.seconds:.0f} s)"
     early = ", stopped early" if result.was_stopped and not record.is_whole else ""
-    short = "" if record.is_whole or record.candidate.short is None else f", from {measured_text(record)}"
-    step, expected = time_text(record.step), time_text(record.expected)
-    return f"{head}{step} a step{short}, expected {expected}{early} ({result.seconds:.0f} s)"
+    step, expected = f"{time_text(record.step)} a step{short_source(record)}", time_text(record.expected)
+    return f"{head}{step}, expected {expected}{early} ({result.seconds:.0f} s)"
 
 
 def _base(own: Run, folder: Path, ranks: int, steps: int) -> Trial:

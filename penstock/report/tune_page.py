@@ -9,7 +9,7 @@ from penstock.report.colours import SERIES
 from penstock.report.figure import Figure, axis
 from penstock.report.frame import card, document, key_figures, table, write_whole
 from penstock.tune.search_loop import Search, TrialRecord, median_error
-from penstock.tune.tune_files import gain_of, measured_text, short_steps_text
+from penstock.tune.tune_files import gain_of, short_source, short_steps_text
 
 
 def write_tune_page(
@@ -49,7 +49,6 @@ def trials_table(search: Search) -> str:
         "from": "text",
         "projected": "",
         "expected": "",
-        "step": "",
         "measured": "",
         "result": "text",
     }
@@ -70,8 +69,7 @@ def trials_table(search: Search) -> str:
                 escape(one.candidate.source),
                 time_text(one.projected),
                 time_text(one.expected),
-                time_text(one.step) if is_ran else "",
-                measured_text(one) if is_ran else "",
+                f"{time_text(one.step)}{short_source(one)}" if is_ran else "",
                 escape(word if is_ran else f"{word}: {one.result.reason}"),
             )
         )

@@ -3,7 +3,7 @@
     plan       layouts of a search on this machine (penstock/plan/search.py), with the measured load of the experts
     change     one choice of the run or of the best layout, because a plan leaves out what is slower by it
     doctor     changes that the doctor proposes for the leader
-    free       8-bit recipes and larger batches, only if they are named
+    free       8-bit recipes, larger batches, and micro-batches that are learned, only if they are named
     without    the leader without one of its changes, which tells what that change gains
 
 `may_change` has the fields that do not change what is learned; a candidate with another difference is left out.
@@ -35,10 +35,16 @@ from penstock.tune.short_step import rows_of_trials, with_rows
 _SAFE = ("pipeline.", "recompute.", "offload.", "graphs.", "kernels.", "host.", "parallel.", "dispatch.")
 _LEARNED = ("parallel.reduce", "dispatch.row_capacity_factor", "dispatch.layer_capacity_factor")
 
-FREE = ("float8", "global_batch")
+_FREED: Mapping[str, tuple[str, ...]] = {
+    "float8": ("float8.",),
+    "global_batch": ("training.global_batch",),
+    "micro_batch": ("training.micro_batch",),
+}
+
+FREE = tuple(_FREED)
 """What `--free` may name."""
 
-_FREED: Mapping[str, tuple[str, ...]] = {"float8": ("float8.",), "global_batch": ("training.global_batch",)}
+_MICRO_BATCHES = tuple(f"training.micro_batch={1 << power}" for power in range(4))
 
 _RECOMPUTE = ("[]", '["expert-activation"]', '["norm", "expert-activation"]', '["layer"]')
 
@@ -155,7 +161,7 @@ class CandidateSource:
         """Changes of one choice, by a factor of two where it is a size."""
         run, ranks = self.run, self.cluster.devices
         sizes = [1 << power for power in range(ranks.bit_length()) if ranks % (1 << power) == 0]
-        yield from (f"training.micro_batch={1 << power}" for power in range(4))
+        yield from _MICRO_BATCHES
         yield from (f"recompute.modules={modules} recompute.layers=[]" for modules in _RECOMPUTE)
         if ranks > 1:
             yield from (f"parallel.expert={size}" for size in sizes if run.model.moe is not None)
@@ -224,7 +230,8 @@ class CandidateSource:
             parallel = run.parallel.model_copy(update={"shard": self.run.parallel.shard})
             run = run.model_copy(update={"parallel": parallel})
         changes = differences(self.run, run)
-        if any(one.right is None or one.field in self.kept or not may_change(one.field, self.free) for one in changes):
+        kept = {*self.kept, *(("training.micro_batch",) if self._keeps_micro_batch else ())}
+        if any(one.right is None or one.field in kept or not may_change(one.field, self.free) for one in changes):
             return None
         return tuple(f"{one.field}={one.right}" for one in changes)
 
@@ -232,13 +239,19 @@ class CandidateSource:
     def _assumptions(self) -> Assumptions:
         return Assumptions(imbalance=self.imbalance)
 
-    def _fixed(self) -> dict[str, str]:
-        """With the micro-batch, if an auxiliary loss or a capacity is of micro-batches: then it is learned."""
+    @property
+    def _keeps_micro_batch(self) -> bool:
+        """Whether the micro-batch is learned and not free: an auxiliary loss or a capacity is of micro-batches."""
         moe = self.run.model.moe
-        learned = moe is not None and (
-            (moe.balance.aux_loss == "micro-batch" and moe.balance.aux_loss_coef > 0) or moe.balance.capacity_factor
-        )
-        return {**self.fixed, **({"micro_batch": f"{self.run.training.micro_batch}"} if learned else {})}
+        if moe is None or "micro_batch" in self.free:
+            return False
+        balance = moe.balance
+        return (balance.aux_loss == "micro-batch" and balance.aux_loss_coef > 0) or balance.capacity_factor > 0
+
+    def _fixed(self) -> dict[str, str]:
+        """Parts of a layout that stay."""
+        kept = {"micro_batch": f"{self.run.training.micro_batch}"} if self._keeps_micro_batch else {}
+        return {**self.fixed, **kept}
 
     def _project(self, run: Run) -> Projection:
         return project(run, self.cluster, self._assumptions)
@@ -286,10 +299,12 @@ class CandidateSource:
                 continue
             if found and (ratio := first.time.step_seconds / found[0].time.step_seconds) > 1:
                 yield f"{words}: {found[0].layout}, {ratio:.2f} x the speed of the reference"
-        if "float8" not in self.free:
-            for one in self._changed([self.run], FLOAT8):
-                if (ratio := first.time.step_seconds / one.time.step_seconds) > 1:
-                    yield f"with --free float8: {ratio:.2f} x the speed of the reference"
+        freed = {} if "float8" in self.free else {"float8": (FLOAT8,)}
+        for name, changes in (freed | ({"micro_batch": _MICRO_BATCHES} if self._keeps_micro_batch else {})).items():
+            fits = [one for change in changes for one in self._changed([self.run], change) if one.fits]
+            ratio = max((first.time.step_seconds / one.time.step_seconds for one in fits), default=0.0)
+            if ratio > 1:
+                yield f"with --free {name}: {ratio:.2f} x the speed of the reference"
 
     def _request(self, top: int) -> SearchRequest:
         return SearchRequest(

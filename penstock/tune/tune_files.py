@@ -72,10 +72,10 @@ def short_steps_text(search: Search, whole_rows: int) -> str:
     return f"{text}; the whole step of the best: expected {time_text(whole.expected)}, measured {found}"
 
 
-def measured_text(record: TrialRecord) -> str:
-    """The measured seconds of a trial that ran, with the rows of a short step."""
+def short_source(record: TrialRecord) -> str:
+    """` from` the measured short step, if seconds of a trial are computed from one; else empty."""
     short = None if record.is_whole else record.candidate.short
-    return time_text(record.result.step) + ("" if short is None else f" ({counted(short.rows, 'row')})")
+    return "" if short is None else f" from {time_text(record.result.step)} ({counted(short.rows, 'row')})"
 
 
 def line_gains(search: Search) -> dict[str, str]:

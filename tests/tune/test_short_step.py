@@ -104,7 +104,7 @@ def no_layouts(request: SearchRequest, progress: object = None) -> Plan:
 @pytest.fixture(scope="module")
 def candidates() -> list[TrialCandidate]:
     """Changes of a run whose whole step takes a minute, with the short steps of a budget of six minutes."""
-    source = CandidateSource(run=LONG, cluster=cluster_of(1, load_hardware("H200")), fixed={})
+    source = CandidateSource(run=LONG, cluster=cluster_of(1, load_hardware("H200")), fixed={}, free=("micro_batch",))
     source.shorten(14, 360.0, 12)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune_candidates, "search", no_layouts)
@@ -214,3 +214,13 @@ def test_a_run_that_does_not_fit_is_not_tried_as_it_is(monkeypatch: pytest.Monke
     monkeypatch.setattr(tune_candidates, "search", lambda request, progress: replace(plan, candidates=()))
     with pytest.raises(ConfigError, match=r"no layout of gpt-oss-20b-14l fits 1 device of .* GB; fix: 2 devices"):
         source.fit()
+
+
+def test_a_micro_batch_that_is_learned_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_candidates, "search", no_layouts)
+    balance = ("model.moe.balance.aux_loss=micro-batch", "model.moe.balance.aux_loss_coef=0.01")
+    run, there = load_run("debug-2l", [*balance, "training.global_batch=8"]), cluster_of(1, load_hardware("H200"))
+    found = [CandidateSource(run=run, cluster=there, fixed={}, free=free) for free in ((), ("micro_batch",))]
+    kept, freed = ([one.key for one in source.planned() if "micro_batch" in one.key] for source in found)
+    assert (kept, len(freed)) == ([], 3)
+    assert [line for line in found[0].next_wins if "--free micro_batch" in line], "what it would gain is told"
