@@ -153,7 +153,7 @@ def plan(bench: Bench, measured: Mapping[str, Any], limit: float) -> dict[str, A
     if bench.tiny:
         return {"projected": {}}
     device = torch.cuda.get_device_name().split()[1]
-    found = {}
+    found: dict[str, Any] = {}
     for name, row in measured.items():
         if name.startswith("step"):
             imbalance = row["balance_load_after"] or row["expert_rank_load_max_over_mean"] or 1.0
@@ -161,7 +161,12 @@ def plan(bench: Bench, measured: Mapping[str, Any], limit: float) -> dict[str, A
             command = [sys.executable, "-m", "penstock", "plan", bench.preset, "--on", f"{bench.ranks}x{device}"]
             command += ["--layout", "own", "--imbalance", f"{imbalance}", "--json", *chosen]
             said = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-            found[name] = said.stdout[-4000:] if said.returncode == 0 else said.stderr[-500:]
+            if said.returncode != 0:
+                found[name] = {"error": said.stderr[-500:]}
+                continue
+            (one,) = json.loads(said.stdout)["candidates"]
+            taken = {key: one[key] for key in ("step_seconds", "tokens_per_second_per_device")}
+            found[name] = {**taken, "memory_bytes": one["memory"]["total"]}
     return {"projected": found}
 
 
