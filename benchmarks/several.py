@@ -8,6 +8,7 @@ time; each part is processes of its own. Call it again until it says that nothin
 
     step bf16      training steps on real text, expert parallelism over all GPUs, forward and backward captured:
                    natural routing without balance, with `dispatch.balance` bounded, and forced balance as the limit
+    step shared    the same with shared experts computed while tokens travel, and a bound of 2 %
     layer          the workloads W0 to W9 of one MoE layer (benchmarks/balanced_layer.py)
     step 8 bits    as step bf16 with 8-bit products and rows
     trace          a step of bounded recorded on all ranks: the doctor's words on it
@@ -43,6 +44,7 @@ EIGHT_BITS = (
 WAYS: Mapping[str, tuple[str, ...]] = {
     "none": ("dispatch.row_capacity_factor=1.5", "dispatch.layer_capacity_factor=3"),
     "bounded": ("dispatch.balance=bounded",),
+    "tight": ("dispatch.balance=bounded", "dispatch.balance_tolerance=0.02"),
     "forced": ("model.moe.balance.force_load_balance=true", "dispatch.row_capacity_factor=1.05"),
     "exact": ("dispatch.balance=exact",),
 }
@@ -153,7 +155,7 @@ def plan(bench: Bench, measured: Mapping[str, Any], limit: float) -> dict[str, A
     if bench.tiny:
         return {"projected": {}}
     device = torch.cuda.get_device_name().split()[1]
-    found = {}
+    found: dict[str, Any] = {}
     for name, row in measured.items():
         if name.startswith("step"):
             imbalance = row["balance_load_after"] or row["expert_rank_load_max_over_mean"] or 1.0
@@ -161,7 +163,12 @@ def plan(bench: Bench, measured: Mapping[str, Any], limit: float) -> dict[str, A
             command = [sys.executable, "-m", "penstock", "plan", bench.preset, "--on", f"{bench.ranks}x{device}"]
             command += ["--layout", "own", "--imbalance", f"{imbalance}", "--json", *chosen]
             said = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-            found[name] = said.stdout[-4000:] if said.returncode == 0 else said.stderr[-500:]
+            if said.returncode != 0:
+                found[name] = {"error": said.stderr[-500:]}
+                continue
+            (one,) = json.loads(said.stdout)["candidates"]
+            taken = {key: one[key] for key in ("step_seconds", "tokens_per_second_per_device")}
+            found[name] = {**taken, "memory_bytes": one["memory"]["total"]}
     return {"projected": found}
 
 
@@ -178,6 +185,9 @@ def parts(bench: Bench) -> dict[str, Part]:
     found: dict[str, Part] = {
         f"step bf16, {way}": step(f"bf16 {way}", *WAYS[way]) for way in ("none", "bounded", "forced")
     }
+    if not bench.tiny:
+        for way in ("tight", "bounded", "forced"):
+            found[f"step shared, {way}"] = step(f"shared {way}", "dispatch.overlap=shared", *WAYS[way])
     found["layer"] = 240.0, lambda done, limit: layer(bench, False, limit)
     if not bench.tiny:
         for way in ("none", "bounded", "forced"):

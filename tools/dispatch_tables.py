@@ -97,6 +97,51 @@ def balanced_plan(result: Result) -> str:
     return "\n".join(lines)
 
 
+def balanced_steps(result: Result) -> str:
+    """Measured steps without balance, with it and with forced balance; beside each what the plan projects."""
+    numbers = result["numbers"]
+    lines = [
+        f"{origin(result)}, natural routing but where forced.",
+        "",
+        "| bits | `dispatch.balance` | tokens/s/GPU | of forced balance | fullest rank | memory | plan |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for bits in ("bf16", "8 bits"):
+        forced = numbers[f"step {bits}, forced"]["tokens_per_second_per_device"]
+        for way in ("none", "bounded", "exact", "forced"):
+            row = numbers.get(f"step {bits}, {way}")
+            if row is None:
+                continue
+            speed = row["tokens_per_second_per_device"]
+            projected = numbers["plan"]["projected"][f"step {bits}, {way}"]["tokens_per_second_per_device"]
+            fullest = row["balance_load_after"] or (1.0 if way == "forced" else row["balance_load_before"])
+            columns = [
+                f"{speed:,.0f}",
+                f"{speed / forced:.1%}",
+                "" if fullest is None else f"{fullest:.2f}",
+                f"{row['peak_memory_bytes'] / 1e9:.1f} GB",
+                f"{projected / speed - 1:+.1%}",
+            ]
+            lines.append(f"| {bits} | {way} | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def balanced_layer(result: Result) -> str:
+    """One layer with and without balance, by workload."""
+    lines = [
+        "| workload | fullest rank | none | bounded | exact | replicas |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in result["numbers"]["layer"]["rows"]:
+        cases.setdefault(row["workload"], {})[row["way"]] = row
+    for name, ways in cases.items():
+        times = " | ".join(f"{ways[way]['ms']:.2f} ms" for way in ("none", "bounded", "exact"))
+        replicas = f"{ways['bounded']['replicas']}, {ways['exact']['replicas']}"
+        lines.append(f"| {name} | {ways['none']['fullest_over_even']:.2f} | {times} | {replicas} |")
+    return "\n".join(lines)
+
+
 def origin(result: Result) -> str:
     """Where and when it was measured."""
     environment = result["environment"]
@@ -114,6 +159,8 @@ def _case(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 TABLES: dict[str, Callable[[Result], str]] = {
+    "balanced-steps": balanced_steps,
+    "balanced-layer": balanced_layer,
     "dispatch-speed": dispatch_speed,
     "dispatch-launches": dispatch_launches,
     "moe-layer": moe_layer,

@@ -233,7 +233,29 @@ def attention(result: Result) -> str:
     return "\n".join(lines)
 
 
+def optimizer_step(result: Result) -> str:
+    """The update of each format in its best launch, beside PyTorch's of float32 state."""
+    numbers = result["numbers"]
+    (theirs,) = (row["us"] for row in numbers["updates"] if row["moments"] == "fp32" and not row["remainders"])
+    lines = [
+        origin(result),
+        "",
+        "| moments | remainders | bytes that move | microseconds | beside PyTorch's | of a copy's rate |",
+        "|---|---|---:|---:|---:|---:|",
+        f"| fp32, by PyTorch | no | {numbers['updates'][0]['bytes'] / 1e9:.1f} GB | {theirs:,.0f} | 1.00 | "
+        f"{numbers['updates'][0]['share_of_copy']:.0%} |",
+    ]
+    for row in numbers["updates"]:
+        best = min(row["launches"].values())
+        share = row["bytes"] / best * 1e6 / numbers["copy_bytes_per_s"]
+        has_remainders = "yes" if row["remainders"] else "no"
+        times = f"{best:,.0f} | {best / theirs:.2f} | {share:.0%}"
+        lines.append(f"| {row['moments']} | {has_remainders} | {row['bytes'] / 1e9:.1f} GB | {times} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[Result], str]] = {
+    "optimizer-step": optimizer_step,
     "origin": origin,
     "rings": rings,
     "rings_over_triton": rings_over_triton,

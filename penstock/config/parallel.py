@@ -12,7 +12,7 @@ RECOMPUTABLE = ("norm", "latent-up", "attention", "expert-activation", "shared-e
 OFFLOADABLE = ("attention", "dense", "moe", "layer")  # parts of a layer that `offload.activations` can name
 
 Overlap = Literal["none", "shared", "halves", "passes"]  # work that overlaps dispatch and combine
-Balancing = Literal["none", "bounded", "exact"]  # rows that a rank computes
+Balancing = Literal["none", "auto", "bounded", "exact"]  # rows that a rank computes
 Captured = Literal["full", "partial"]  # contents of a graph
 
 _ranks = partial(knob, low=1, high=MOST_RANKS)
@@ -97,27 +97,29 @@ class Dispatch(Section):
     balance: Balancing = knob(
         "none",
         doc="Replicas of experts on ranks with room, planned in every layer of every micro-batch, so that no rank "
-        "computes more rows than its even share and `balance_tolerance` (bounded) or than its even share (exact).",
+        "computes more rows than its even share and `balance_tolerance` (bounded) or than its even share (exact)."
+        " With auto as with bounded, but only where the fullest rank has more than 1.1 times its even share: "
+        "below that copies take as long as they save.",
     )
     balance_slots: int = knob(
         0,
-        doc="With `balance`: replicas that a rank can hold; 0 takes 4 with bounded (or as many as a rank has experts, "
-        "if that is less), and with exact as many as a rank has experts, which is always enough.",
+        doc="With `balance`: replicas that a rank can hold; 0 takes 4 with auto and bounded (or as many as a rank has"
+        " experts, if that is less), and with exact as many as a rank has experts, which is always enough.",
         unit="experts",
         low=0,
         high=MOST_EXPERTS,
     )
     balance_tolerance: float = knob(
         0.05,
-        doc="With `balance` bounded: rows over its even share that a rank may compute, as a part of that share. "
-        "Nothing is copied while all ranks are within it.",
+        doc="With `balance` auto and bounded: rows over its even share that a rank may compute, as a part of that "
+        "share. Nothing is copied while all ranks are within it.",
         low=0.0,
         high=1.0,
     )
     balance_rows: int = knob(
         1024,
-        doc="With `balance` bounded: rows of a replica, if its expert has them and its rank has room. Fewer would not "
-        "pay for the transfer of the weights.",
+        doc="With `balance` auto and bounded: rows of a replica, if its expert has them and its rank has room. Fewer "
+        "would not pay for the transfer of the weights.",
         unit="rows",
         low=0,
     )

@@ -50,7 +50,8 @@ from penstock.kernels.optimizer_state import (
 )
 from penstock.kernels.tuning import KernelLaunch
 
-LAUNCH = KernelLaunch(block_rows=16, block_columns=BLOCK, warps=4)
+LAUNCH = KernelLaunch(block_rows=32, block_columns=BLOCK, warps=4)
+LAUNCH_OF_CODES = KernelLaunch(block_rows=16, block_columns=BLOCK, warps=4)  # which take more registers
 ALIGNMENT = 16  # bytes of a load or store of a thread
 VALUES = 16  # a row is a multiple of so many where every block begins at an aligned address
 
@@ -219,10 +220,11 @@ def _store(target: Tensor, scales: Tensor | None, found: Tensor, decades: int, n
 class AdamWLaunch:
     """A launch for tensors of one device with equal formats, whose addresses stay as they are."""
 
-    def __init__(self, tensors: Sequence[AdamWTensor], *, launch: KernelLaunch = LAUNCH) -> None:
-        self._tensors, self._launch = tuple(tensors), launch
+    def __init__(self, tensors: Sequence[AdamWTensor], *, launch: KernelLaunch | None = None) -> None:
+        self._tensors = tuple(tensors)
         first = self._tensors[0]
         (self._masters, self._moments), self._is_aligned = _formats(first), _is_aligned(first)
+        self._launch = launch = launch or (LAUNCH_OF_CODES if self._moments == CODES else LAUNCH)
         rows, owners, programs = [], [], 0
         for number, tensor in enumerate(self._tensors):
             assert (_formats(tensor), _is_aligned(tensor)) == (_formats(first), self._is_aligned), "formats differ"

@@ -87,10 +87,11 @@ def delta_system_kernel(
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a head: the triangular system is inverted row by row.
+    """One chunk of a head: the triangular system is inverted row by row in blocks, and blocks are joined in pairs.
 
-    Row i of the inverse is -A[i] (1 + rows before it). Example: two equal keys of length 1 with beta 1 and no decay
-    have A = [[0, 0], [1, 0]] and T = [[1, 0], [-1, 1]].
+    Row i of a block's inverse is -A[i] (1 + rows before it). With a lower left block B between two blocks of inverses S
+    and T, that of both has -T B S there. Example: two equal keys of length 1 with beta 1 and no decay have
+    A = [[0, 0], [1, 0]] and T = [[1, 0], [-1, 1]].
     """
     head, row = tl.program_id(1), tl.program_id(2)
     position_J, inside_J, document_J, before, _ = _place(documents_ptr, positions, J)
@@ -105,10 +106,20 @@ def delta_system_kernel(
 
     a_JJ = _dot(k_JN, tl.trans(k_JN), dtype) * _decays(c_J, document_J, J, True) * beta_J[:, None]
     t_JJ = tl.where(place_J[:, None] == place_J[None, :], 1.0, 0.0)
-    for i in range(1, J):
-        row_J = tl.sum(tl.where(place_J[:, None] == i, a_JJ, 0.0), 0)
-        solved_J = tl.sum(tl.where(place_J[:, None] < i, t_JJ, 0.0) * row_J[:, None], 0)
-        t_JJ -= tl.where(place_J[:, None] == i, solved_J[None, :], 0.0)
+    SIDE: tl.constexpr = 8  # of a block; all of them are inverted at once
+    is_block_JJ = place_J[:, None] // SIDE == place_J[None, :] // SIDE
+    own_JJ = tl.where(is_block_JJ, a_JJ, 0.0)
+    for i in range(1, SIDE):
+        is_row_J = place_J % SIDE == i
+        row_J = tl.sum(tl.where(is_row_J[:, None], own_JJ, 0.0), 0)  # a column has one block
+        solved_J = tl.sum(t_JJ * row_J[:, None], 0)
+        t_JJ -= tl.where(is_row_J[:, None] & is_block_JJ, solved_J[None, :], 0.0)
+    for level in tl.static_range(8):
+        if (SIDE << level) < J:
+            block_J = place_J // (SIDE << level)
+            is_left_JJ = (block_J[:, None] == block_J[None, :] + 1) & (block_J[:, None] % 2 == 1)
+            # TF32 has more bits than the dtype to which the result is rounded; AMD multiplies float32.
+            t_JJ -= tl.dot(t_JJ, tl.dot(tl.where(is_left_JJ, a_JJ, 0.0), t_JJ))
     t_ptrs = _rows(t_ptr, H, head, row, position_J, positions, J) + place_J[None, :]
     tl.store(t_ptrs, t_JJ.to(t_ptr.dtype.element_ty), mask=inside_J[:, None])
 

@@ -5,11 +5,10 @@
                        what a block has of other runs is a part
     join_runs_kernel   sums the parts of each run that crosses blocks
 
-A frequent token is as much work as as many rare ones. Of ids [3, 5, 5, 5, 5, 9] in blocks of 2, block 0 adds row 3 and
-has the part that begins run 5, block 1 is a part that continues it, and block 2 ends it and adds row 9.
-
-No run calls these kernels yet: until they have been measured on a GPU, `penstock.kernels.reference.add_token_rows` does
-the same with PyTorch's sort.
+On one H200, with 16,384 tokens of a text, it is 1.7 times as fast as PyTorch's `index_put_`, which sorts
+(benchmarks/results/optimizer-step-h200.json). A frequent token is as much work as as many rare ones. Of ids [3, 5, 5,
+5, 5, 9] in blocks of 2, block 0 adds row 3 and has the part that begins run 5, block 1 is a part that continues it,
+and block 2 ends it and adds row 9.
 """
 
 from math import isqrt

@@ -32,11 +32,11 @@ def plan_replicas(counts_WE: Tensor, rule: ReplicaRule, source: int) -> ReplicaP
     sizes = {"E": rule.experts, "Z": rule.groups, "X": rule.slots, "PER_GROUP": rule.per_group}
     sizes |= {"BLOCK_E": power_of_two(rule.experts), "BLOCK_Z": power_of_two(rule.groups)}
     start_kernel(
-        attempt_kernel, (attempts,), counts_WE, replicas, outcomes, ranks, rule.tolerance, rule.least_rows,
+        attempt_kernel, (attempts,), counts_WE, replicas, outcomes, ranks, rule.tolerance, rule.idle, rule.least_rows,
         SLOTS=slots, BLOCK_X=power_of_two(slots), ATTEMPTS=ATTEMPTS, MILLION=MILLION, **sizes, num_warps=1,
     )  # fmt: skip
     start_kernel(
-        split_kernel, (rule.experts,), counts_WE, replicas, outcomes, *plan, source, rule.tolerance,
+        split_kernel, (rule.experts,), counts_WE, replicas, outcomes, *plan, source, rule.tolerance, rule.idle,
         SLOTS=slots, TRIES=attempts, W=ranks, BLOCK_W=power_of_two(ranks),
         BLOCK_X=power_of_two(max(1, rule.slots)), BLOCK_T=power_of_two(attempts), MILLION=MILLION, **sizes,
         num_warps=1 if ranks <= 16 else 4,
@@ -57,10 +57,17 @@ def assign_replicas(experts_TK: Tensor, order: RowOrder, plan: ReplicaPlan, rule
 
 
 @triton.jit
-def _bound(rows, tolerance, Z: tl.constexpr, MILLION: tl.constexpr):
+def _bound(rows, fullest, tolerance, idle, Z: tl.constexpr, MILLION: tl.constexpr):
     """`ReplicaRule.bound`."""
+    bound = _share(rows, tolerance, Z, MILLION)
+    return tl.where((fullest > bound) & (fullest <= _share(rows, idle, Z, MILLION)), fullest, bound)
+
+
+@triton.jit
+def _share(rows, over, Z: tl.constexpr, MILLION: tl.constexpr):
+    """The even share of a group and `over` millionths of it, rounded up."""
     parts = tl.full([], MILLION, tl.int64) * Z
-    return ((rows.to(tl.int64) * (MILLION + tolerance) + parts - 1) // parts).to(tl.int32)
+    return ((rows.to(tl.int64) * (MILLION + over) + parts - 1) // parts).to(tl.int32)
 
 
 @triton.jit
@@ -76,9 +83,9 @@ def _loads(
     return load_Z
 
 
-@triton.jit(do_not_specialize=["tolerance", "least"])
+@triton.jit(do_not_specialize=["tolerance", "idle", "least"])
 def attempt_kernel(
-    counts_ptr, replicas_ptr, outcomes_ptr, ranks, tolerance, least,
+    counts_ptr, replicas_ptr, outcomes_ptr, ranks, tolerance, idle, least,
     E: tl.constexpr, Z: tl.constexpr, X: tl.constexpr, PER_GROUP: tl.constexpr, SLOTS: tl.constexpr,
     ATTEMPTS: tl.constexpr, MILLION: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Z: tl.constexpr,
     BLOCK_X: tl.constexpr,
@@ -96,8 +103,8 @@ def attempt_kernel(
     for rank in range(ranks):
         home_E += tl.load(counts_ptr + rank * E + expert_E, mask=expert_E < E, other=0)
     load_Z = _loads(home_E, E, Z, PER_GROUP, BLOCK_E, BLOCK_Z)
-    bound = _bound(tl.sum(home_E, 0), tolerance, Z, MILLION)
     fullest = tl.max(load_Z, 0)
+    bound = _bound(tl.sum(home_E, 0), fullest, tolerance, idle, Z, MILLION)
     step = tl.maximum(attempt - 1, 0)
     over = tl.maximum(fullest - bound, 0).to(tl.int64) * step // ATTEMPTS
     bound += over.to(tl.int32)
@@ -146,10 +153,10 @@ def attempt_kernel(
     tl.store(outcome_ptr + _MOST_SLOTS, most)
 
 
-@triton.jit(do_not_specialize=["source", "tolerance"])
+@triton.jit(do_not_specialize=["source", "tolerance", "idle"])
 def split_kernel(
     counts_ptr, replicas_ptr, outcomes_ptr, slot_experts_ptr, slot_rows_ptr, targets_ptr, ends_ptr, facts_ptr,
-    source, tolerance,
+    source, tolerance, idle,
     E: tl.constexpr, Z: tl.constexpr, X: tl.constexpr, PER_GROUP: tl.constexpr, SLOTS: tl.constexpr,
     TRIES: tl.constexpr, W: tl.constexpr, MILLION: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -215,8 +222,9 @@ def split_kernel(
         most = tl.load(found_ptr + _MOST_SLOTS)
         filled = tl.load(outcomes_ptr + _WORDS + _MOST_SLOTS)
         tl.store(facts_ptr, rows)
-        tl.store(facts_ptr + 1, _bound(rows, tolerance, Z, MILLION))
-        tl.store(facts_ptr + 2, tl.max(_loads(total_E, E, Z, PER_GROUP, BLOCK_E, BLOCK_Z), 0))
+        fullest_home = tl.max(_loads(total_E, E, Z, PER_GROUP, BLOCK_E, BLOCK_Z), 0)
+        tl.store(facts_ptr + 1, _bound(rows, fullest_home, tolerance, idle, Z, MILLION))
+        tl.store(facts_ptr + 2, fullest_home)
         tl.store(facts_ptr + 3, tl.load(found_ptr + _FULLEST))
         tl.store(facts_ptr + 4, tl.load(found_ptr + _REPLICAS))
         tl.store(facts_ptr + 5, most)

@@ -23,8 +23,9 @@ more slots than there are is taken:
        experts only, and as many slots as a group has experts always suffice.
     3. As 1, with a looser bound: ATTEMPTS from the bound to the fullest group, which is no copy at all.
 
-Nothing is copied if the loads are within the bound. Ties go to the lowest index, and all numbers are integers: ranks
-and implementations agree to the bit. `penstock.kernels.replica_kernels` has the same functions for GPUs.
+Nothing is copied if the loads are within the bound, or within `ReplicaRule.idle`. Ties go to the lowest index, and all
+numbers are integers: ranks and implementations agree to the bit. `penstock.kernels.replica_kernels` has the same
+functions for GPUs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,7 @@ class ReplicaRule:
     groups: int
     slots: int  # replicas that a group can hold
     tolerance: int = 0  # rows over the even share that a group may have, in millionths of that share
+    idle: int = 0  # rows over it up to which nothing is copied, if these are more
     least_rows: int = 0  # of a replica, if its expert has them and its group has room
 
     @property
@@ -62,9 +64,10 @@ class ReplicaRule:
         """Physical experts of a group."""
         return self.per_group + self.slots
 
-    def bound(self, rows: int) -> int:
-        """Most rows of a group, if all groups have `rows` together."""
-        return -(-rows * (MILLION + self.tolerance) // (MILLION * self.groups))
+    def bound(self, rows: int, fullest: int) -> int:
+        """Most rows of a group, if all groups have `rows` together and the fullest one that many at home."""
+        bound, idle = (-(-rows * (MILLION + over) // (MILLION * self.groups)) for over in (self.tolerance, self.idle))
+        return fullest if bound < fullest <= idle else bound
 
 
 class PlanFact(IntEnum):
@@ -98,7 +101,8 @@ def plan_replicas(counts_WE: Tensor, rule: ReplicaRule, source: int) -> ReplicaP
     counts: list[list[int]] = counts_WE.tolist()
     totals = [sum(column) for column in zip(*counts, strict=True)]
     found, needed = place_replicas(totals, rule)
-    facts = [sum(totals), rule.bound(sum(totals)), max(group_loads(totals, rule)), found.fullest]
+    fullest_home = max(group_loads(totals, rule))
+    facts = [sum(totals), rule.bound(sum(totals), fullest_home), fullest_home, found.fullest]
     facts += [sum(map(len, found.replicas)), found.most_slots, needed, 1]
     targets, ends, first = [], [], 0
     for expert in range(rule.experts):
@@ -174,7 +178,8 @@ def group_loads(totals: Sequence[int], rule: ReplicaRule) -> list[int]:
 
 def place_replicas(totals: Sequence[int], rule: ReplicaRule) -> tuple[PlacedReplicas, int]:
     """The first attempt that succeeds, and the slots with which the bound holds."""
-    bound = rule.bound(sum(totals))
+    fullest = max(group_loads(totals, rule))
+    bound = rule.bound(sum(totals), fullest)
     plain = _attempt(totals, rule, bound)
     if plain is not None:
         return plain, plain.most_slots
@@ -182,7 +187,7 @@ def place_replicas(totals: Sequence[int], rule: ReplicaRule) -> tuple[PlacedRepl
     assert filled is not None, "a group has rows to fill any other one"
     if filled.most_slots <= rule.slots:
         return filled, filled.most_slots
-    over = max(group_loads(totals, rule)) - bound
+    over = fullest - bound
     looser = (_attempt(totals, rule, bound + over * step // ATTEMPTS) for step in range(1, ATTEMPTS + 1))
     return next(attempt for attempt in looser if attempt is not None), filled.most_slots
 

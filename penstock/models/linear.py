@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from penstock.kernels.embedding import add_runs
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.quantized import RowColQuantized, WeightCopies
 from penstock.kernels.float32_products import add_product
+from penstock.kernels.language import HAS_TRITON
 from penstock.kernels.launching import on_gpu
 from penstock.kernels.reference import add_token_rows
 from penstock.layout.sharding import Cut, local_shape
@@ -215,7 +217,8 @@ class _LookUpInto(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, drows: Tensor) -> tuple[None, None, None]:
         (tokens,) = ctx.saved_tensors
-        add_token_rows(ctx.main_grad_VD, tokens, drows)
+        has_kernel = drows.is_meta or (drows.is_cuda and HAS_TRITON)
+        (add_runs if has_kernel else add_token_rows)(ctx.main_grad_VD, tokens, drows)
         return None, None, None
 
 

@@ -316,7 +316,8 @@ def _expert_ranks(draw: _Draw, ranks: int) -> None:
     draw.add(f"dispatch.method={method}", f"dispatch.sync_free={stage}", *factor)
     if expert > 1 and method != "hierarchical" and not draw.facts.get("padded") and draw.chance(0.2):
         bounded = ("dispatch.balance=bounded", "dispatch.balance_rows=4", "dispatch.balance_tolerance=0.02")
-        draw.add(*(bounded if draw.chance(0.5) else ("dispatch.balance=exact",)))
+        auto = ("dispatch.balance=auto", "dispatch.balance_rows=4")
+        draw.add(*draw.numbers.choice([bounded, auto, ("dispatch.balance=exact",)]))
 
 
 def _overlap(draw: _Draw) -> None:

@@ -109,12 +109,14 @@ NO_ROOM = (*gathered(2, "expert=4"), "dispatch.row_capacity_factor=1.0")
 
 BOUNDED = ("dispatch.balance=bounded", "dispatch.balance_rows=4", "dispatch.balance_tolerance=0.02")
 EXACT = ("dispatch.balance=exact",)
+AUTO = ("dispatch.balance=auto", "dispatch.balance_rows=4")
 BIASED = ("model.moe.bias=true",)
 
 BALANCED_CASES = (
     Case("EP 4, bounded balance", 4, (*layout("expert=4"), *BOUNDED)),
     Case("EP 4, all-gather, sync-free 2, bounded balance", 4, (*gathered(2, "expert=4"), *BOUNDED)),
     Case("EP 4, all-gather, sync-free 3, exact balance", 4, (*gathered(3, "expert=4"), *EXACT)),
+    Case("EP 4, all-gather, sync-free 2, balance where it pays", 4, (*gathered(2, "expert=4"), *AUTO)),
     Case("EP 2 x EDP 2, ZeRO-1, exact balance", 4, (*layout("expert=2"), *EXACT)),
     Case("EP 2 x EDP 2, FSDP, exact balance", 4, (*layout("expert=2", "shard=full"), *EXACT)),
     Case("EP 2 x ETP 2, exact balance", 4, (*layout("expert=2", "expert_tensor=2"), *EXACT)),

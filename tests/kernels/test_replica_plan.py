@@ -38,6 +38,7 @@ def _drawn(seed: int) -> tuple[ReplicaRule, Tensor, random.Random]:
         groups=groups,
         slots=draw.choice([0, 1, 2, 4, per_group]),
         tolerance=draw.choice([0, 20_000, 50_000]),
+        idle=draw.choice([0, 100_000]),
         least_rows=draw.choice([0, 7]),
     )
     skew, hot, empty = draw.choice([0, 1, 4]), draw.randrange(groups), draw.choice([-1, draw.randrange(groups)])
@@ -67,10 +68,10 @@ def _rows(plan: ReplicaPlan, counts_WE: Tensor, rule: ReplicaRule) -> tuple[list
 def _check(rule: ReplicaRule, counts_WE: Tensor) -> None:
     plan = plan_replicas(counts_WE, rule, 0)
     facts, m = plan.facts.tolist(), rule.per_group
-    bound = rule.bound(int(counts_WE.sum()))
     home, by_group = _rows(plan, counts_WE, rule)
     loads = [sum(home[group * m : (group + 1) * m]) + sum(rows) for group, rows in enumerate(by_group)]
     fullest_home = int(counts_WE.sum(0).view(rule.groups, m).sum(1).max())
+    bound = rule.bound(int(counts_WE.sum()), fullest_home)
 
     assert min(home) >= 0
     assert sum(loads) == facts[PlanFact.ROWS] == int(counts_WE.sum())
@@ -185,6 +186,14 @@ def test_kernels_give_the_plan_of_the_definition(seed: int, device: torch.device
 @given(seed=st.integers(0, 10**9))
 def test_kernels_give_the_plan_of_the_definition_for_any_loads(seed: int, device: torch.device) -> None:
     _parity(seed, device)
+
+
+@pytest.mark.parametrize(("hot", "replicas"), [(110, 0), (111, 1)])
+def test_with_an_idle_range_nothing_is_copied_until_the_fullest_group_is_over_it(hot: int, replicas: int) -> None:
+    rule = ReplicaRule(experts=4, groups=2, slots=1, tolerance=50_000, idle=100_000)
+    plan = plan_replicas(torch.tensor([[hot, 0, 0, 0], [0, 0, 200 - hot, 0]], dtype=torch.int32), rule, 0)
+    assert plan.facts[PlanFact.REPLICAS] == replicas
+    assert plan.facts[PlanFact.FULLEST] == plan.facts[PlanFact.BOUND] == (105 if replicas else 110)
 
 
 @pytest.mark.often("*sm_90*", "*gfx942*")

@@ -189,7 +189,8 @@ def test_every_workload_is_exact_and_within_its_bound(ranks: Pool, count: int) -
     facts = check(ranks, count, jobs)
     for (whole, rule, _), one in zip(jobs, facts, strict=True):
         if rule.slots == rule.per_group:
-            assert one[PlanFact.FULLEST] <= one[PlanFact.BOUND] == rule.bound(whole.ids_TK.numel())
+            bound = rule.bound(whole.ids_TK.numel(), one[PlanFact.FULLEST_HOME])
+            assert one[PlanFact.FULLEST] <= one[PlanFact.BOUND] == bound
             assert one[-1] == 0, "no row is left out"
         if imbalance(whole.ids_TK, whole.experts, count) <= 1 + rule.tolerance / 1e6:
             assert one[PlanFact.REPLICAS] == 0
