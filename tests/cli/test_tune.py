@@ -172,7 +172,8 @@ def test_a_journal_that_does_not_say_its_steps_is_not_gone_on_with(asked: list[s
 
 def test_a_budget_that_no_step_fits_is_told_before_a_trial(simulated_h200: list[Run]) -> None:
     told = answers.refused(LONG, "--budget", "6s")
-    assert "the shortest possible step, of 4 rows, is projected at 285 ms; got 0:06; fix: --budget 2m" in told
+    assert "the shortest possible step, of 4 rows, is projected at " in told
+    assert told.endswith("got 0:06; fix: --budget 2m")
     assert simulated_h200 == []
 
 
