@@ -48,7 +48,8 @@ class _Watch:
     def __init__(self, warm_up: int, limits: TrialLimits, start: float, least: float) -> None:
         self._warm_up, self._limits, self._least = warm_up, limits, least
         self._begin = self._seen = time.monotonic()
-        self._patience = max(start, least) + HANG * limits.expected_seconds
+        self._longest = limits.expected_seconds  # of a step
+        self._patience = max(start, least) + HANG * self._longest
         self.times: list[float] = []
         self.has_stopped = False
         self.kind: Kind = "ran"
@@ -58,8 +59,8 @@ class _Watch:
         now, lines = time.monotonic(), metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
         if len(lines) > len(self.times):
             gap, self._seen = now - self._seen, now
-            longest = gap if self.times else 0.0  # the first step compiles
-            self._patience = self._least + HANG * max(self._limits.expected_seconds, longest)
+            self._longest = max(self._longest, gap) if self.times else self._longest  # the first step compiles
+            self._patience = self._least + HANG * self._longest
             self.times += [now] * (len(lines) - len(self.times))
             steps = [json.loads(line)["step_seconds"] for line in lines]
             self.has_stopped = self._has_lost(steps) or len(steps) >= self._limits.most_steps

@@ -217,13 +217,18 @@ class Search:
 
     def is_spent(self) -> bool:
         """Whether budget or trials are used up, which `ending` then says; a trial that would not end is not begun."""
-        trials = [one for one in self.records if not one.is_whole]
-        longest = max((one.result.seconds for one in trials if one.result.kind == "ran"), default=0.0)
-        if self.spent + 0.8 * longest > self.settings.budget_seconds:
+        trials = sum(not one.is_whole for one in self.records)
+        if self.spent + 0.8 * self._longest > self.settings.budget_seconds:
             self.ending = "the budget is spent"
-        elif len(trials) >= self.settings.most_trials:
-            self.ending = f"{len(trials)} trials were made"
+        elif trials >= self.settings.most_trials:
+            self.ending = f"{trials} trials were made"
         return bool(self.ending)
+
+    @property
+    def _longest(self) -> float:
+        """Seconds of the longest trial that ran, but for that of whole steps."""
+        ran = (one.result.seconds for one in self.records if one.result.kind == "ran" and not one.is_whole)
+        return max(ran, default=0.0)
 
     def add(self, more: Sequence[TrialCandidate]) -> None:
         """Let candidates join, unless they are there already."""
@@ -285,7 +290,8 @@ class Search:
     def _tried(self, candidate: TrialCandidate, number: int, *, is_whole: bool = False, **more: float) -> TrialRecord:
         estimate = self.estimates()[candidate.key]
         expected = estimate.seconds * candidate.batches / (1.0 if is_whole else candidate.stretch)
-        left = self.settings.budget_seconds - self.spent
+        # The second of two trials that were begun together may find no time left.
+        left = max(self.settings.budget_seconds - self.spent, self._longest)
         limits = TrialLimits(expected_seconds=expected, left_seconds=left, **more)
         measured = replace(candidate, short=None) if is_whole else candidate
         key = trial_key(candidate, number, is_whole=is_whole)

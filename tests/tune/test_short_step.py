@@ -191,6 +191,21 @@ def test_limits_of_a_trial_follow_the_projection_of_its_own_steps(candidates: li
     assert asked[0].most_steps == math.inf
 
 
+def test_the_second_of_two_trials_has_time_when_the_first_one_has_spent_the_budget(
+    candidates: list[TrialCandidate],
+) -> None:
+    def lefts(budget: float) -> list[tuple[float, float]]:
+        there, asked = machine(candidates), list[float]()
+        run = there.run
+        there.run = lambda one, limits: (asked.append(limits.left_seconds), run(one, limits))[1]  # type: ignore[method-assign]
+        search = searched(there, budget)
+        return [(left, one.result.seconds) for left, one in zip(asked, search.records, strict=True) if one.number == 2]
+
+    (first, took), _ = lefts(360.0)
+    _, (second, needed) = lefts(360.0 - first + 0.9 * took)
+    assert 1.25 * second >= needed, "what a trial may take"
+
+
 def test_memory_that_only_whole_steps_need_is_added_to_that_of_short_ones() -> None:
     short = ShortStep(rows=8, terms={"products": 1.0}, memory_bytes=2e9)
     one = TrialCandidate(overrides=(), terms={"products": 16.0}, memory_bytes=5e9, short=short)
