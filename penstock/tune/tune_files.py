@@ -44,9 +44,11 @@ def read_journal(folder: Path, identity: Mapping[str, Any]) -> Journal | None:
 
 
 def write_journal(folder: Path, identity: Mapping[str, Any], rows: int, search: Search) -> None:
-    """Write all results; called after each trial."""
-    keys = [trial_key(one.candidate, one.number, is_whole=one.is_whole) for one in search.records]
-    trials = [{"key": key, "result": asdict(one.result)} for key, one in zip(keys, search.records, strict=True)]
+    """Write all results, also those that a search which goes on has not come to; called after each trial."""
+    results = dict(search.recorded)
+    for one in search.records:
+        results[trial_key(one.candidate, one.number, is_whole=one.is_whole)] = one.result
+    trials = [{"key": key, "result": asdict(result)} for key, result in results.items()]
     saved = {"identity": identity, "rows": rows, "trials": trials}
     write_whole(folder / JOURNAL, json.dumps(saved, indent=1) + "\n")
 

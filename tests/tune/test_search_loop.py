@@ -4,6 +4,7 @@ import math
 import random
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ from penstock.tune.search_loop import (
     steps_to,
     trial_key,
 )
+from penstock.tune.tune_files import read_journal, write_journal
 
 CAPACITY = 80e9
 NO_LIMIT = SearchSettings(budget_seconds=1e9, capacity_bytes=CAPACITY)
@@ -96,6 +98,17 @@ def test_a_resumed_search_measures_nothing_twice_and_ends_the_same() -> None:
     resumed = searched(again, recorded=saved)
     assert len(again.asked) == len(resumed.records) - 3
     assert [one.candidate.key for one in resumed.records[:4]] == [one.candidate.key for one in whole.records[:4]]
+
+
+def test_a_journal_keeps_results_that_a_search_has_not_come_to(tmp_path: Path) -> None:
+    saved = {trial_key(one.candidate, one.number): one.result for one in searched(machine(5)).records}
+    there = machine(5)
+    resumed = Search(list(there.candidates), there, NO_LIMIT, recorded=saved)
+    resumed.try_one(there.candidates[0])
+    write_journal(tmp_path, {}, 8, resumed)
+    found = read_journal(tmp_path, {})
+    assert found is not None
+    assert (found.results, found.rows) == (saved, 8)
 
 
 def test_the_budget_ends_a_search_with_the_best_so_far() -> None:
