@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.numbers import counted
+from penstock.train.run_folder import free_name
 from penstock.tune.belief import CONFIDENT, TrialCandidate
 from penstock.tune.search_loop import Kind, TrialLimits, TrialResult
 from penstock.tune.trial import Failure, Trial, run_trial
@@ -113,7 +114,7 @@ class RealTrials:
     def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
         """Train with the overrides of a candidate."""
         self.count += 1
-        name = f"trial-{self.count}"
+        name = free_name(self.base.folder, f"trial-{self.count}")  # a killed search leaves the folder of a trial
         start = HANG * self.longest_start or self.first_limit
         watch = _Watch(self.base.warm_up, limits, start, self.least_limit)
         found = run_trial(replace(self.base, name=name, overrides=self.overrides_of(candidate)), watch)

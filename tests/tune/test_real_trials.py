@@ -79,6 +79,15 @@ def test_a_clock_that_lies_is_caught_by_the_real_one(tmp_path: Path, monkeypatch
     assert judged(found, None, NO_LIMIT).kind == "lying clock"
 
 
+def test_the_folder_of_a_trial_that_was_killed_stays_beside_that_of_its_repetition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = trials(tmp_path, monkeypatch, "a.real=0", "a.told=0.1", "a.steps=5")
+    (there.base.folder / "trial-1").mkdir(parents=True)
+    found = there.run(NOTHING, limits())
+    assert (found.kind, Path(found.folder).name) == ("ran", "trial-1-2")
+
+
 def test_a_hang_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = trials(tmp_path, monkeypatch, "a.real=60", "a.told=1", "a.steps=3")
     there.least_limit = there.first_limit = 0.5
