@@ -122,20 +122,32 @@ def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
     return max(1, math.ceil(tokens * top_k * factor / experts))
 
 
-def drop_over_capacity(routing: Routing, experts: int, limit: int, axis: Axis = ALONE.sequence) -> Routing:
+def drop_over_capacity(
+    routing: Routing, experts: int, limit: int, sequences: int = 1, axis: Axis = ALONE.sequence
+) -> Routing:
     """Drop the slots with the smallest weights of every expert that has more than `limit` over all ranks of `axis`.
 
-    Slots that were dropped before stay dropped. In the result dropped slots have expert id E and weight 0.
+    Of equal weights those of earlier rows and positions stay, so the ranks that share rows drop what one rank would:
+    tokens that follow nothing, such as the first of documents, are often equal. Slots that were dropped before stay
+    dropped. In the result dropped slots have expert id E and weight 0.
     """
-    weights_TK = all_gather(routing.weights_TK.detach().float(), axis, dim=0)
-    experts_TK = all_gather(routing.experts_TK, axis, dim=0)
+
+    def in_rows(part_TK: Tensor) -> Tensor:
+        """Slots of all ranks; a rank has a part of each of the `sequences` rows."""
+        parts_WBTK = all_gather(part_TK, axis, dim=0).unflatten(0, (axis.size, sequences, -1))
+        return parts_WBTK.transpose(0, 1).flatten(0, 2)
+
+    weights_TK, experts_TK = in_rows(routing.weights_TK.detach().float()), in_rows(routing.experts_TK)
     T = experts_TK.shape[0]  # of all ranks
     weights_TE = torch.full((T, experts + 1), -1.0, device=experts_TK.device)  # -1: the token did not choose it
     weights_TE.scatter_(1, experts_TK, weights_TK)  # dropped slots go to the last column
-    best_cE = weights_TE.topk(min(limit, T), dim=0).indices  # tokens of each expert
+    # The bits of weights, which are not negative, have the order of the weights; behind them the place of the token.
+    keys_TE = weights_TE.view(torch.int32).long() * T + torch.arange(T - 1, -1, -1, device=experts_TK.device)[:, None]
+    best_cE = keys_TE.topk(min(limit, T), dim=0).indices  # tokens of each expert
     kept_TE = torch.zeros_like(weights_TE, dtype=torch.bool).scatter_(0, best_cE, True)
     kept_TE[:, experts] = False
-    kept_TK = kept_TE.gather(1, experts_TK).chunk(axis.size)[axis.rank]  # our tokens
+    kept_BWTK = kept_TE.gather(1, experts_TK).unflatten(0, (sequences, axis.size, -1))
+    kept_TK = kept_BWTK[:, axis.rank].flatten(0, 1)  # our tokens
     return Routing(routing.weights_TK * kept_TK, routing.experts_TK.masked_fill(~kept_TK, experts))
 
 

@@ -93,7 +93,7 @@ class TopKRouter(nn.Module):
             routing = spread_evenly(routing, self.experts)
         if self.balance.capacity_factor:
             limit = capacity(tokens, self.top_k, self.experts, self.balance.capacity_factor)
-            routing = drop_over_capacity(routing, self.experts, limit, self.axes.sequence)
+            routing = drop_over_capacity(routing, self.experts, limit, scope.sequences, self.axes.sequence)
             if measured:
                 self.meter.dropped += (routing.experts_TK == self.experts).sum()
         return routing

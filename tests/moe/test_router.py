@@ -308,24 +308,32 @@ def test_loads_name_their_layer_and_start_anew() -> None:
     assert layer_loads([router])[0].slots_E.sum().item() == 0
 
 
-def _whole_routing() -> Routing:
+def _whole_routing(tokens_are_equal: bool) -> Routing:
+    """Of two rows of six tokens."""
     generator = torch.Generator().manual_seed(5)
     experts_TK = torch.stack([torch.randperm(FEW, generator=generator)[:K] for _ in range(12)])
-    return Routing(torch.rand(12, K, generator=generator), experts_TK)
+    weights_TK = torch.rand(12, K, generator=generator)
+    if tokens_are_equal:
+        experts_TK, weights_TK = experts_TK[:1].expand(12, K).clone(), weights_TK[:1].expand(12, K).clone()
+    return Routing(weights_TK, experts_TK)
 
 
-def _dropped_among_ranks(limit: int) -> tuple[Tensor, Tensor]:
+def _dropped_among_ranks(tokens_are_equal: bool) -> list[Tensor]:
     size = dist.get_world_size()
-    whole, axis = _whole_routing(), make_axes(Grid(world=size, context=size)).sequence
-    own = Routing(*(part.chunk(axis.size)[axis.rank] for part in (whole.weights_TK, whole.experts_TK)))
-    return drop_over_capacity(own, FEW, limit, axis).tensors()
+    whole, axis = _whole_routing(tokens_are_equal), make_axes(Grid(world=size, context=size)).sequence
+    parts = (part.unflatten(0, (2, size, -1))[:, axis.rank].flatten(0, 1) for part in whole.tensors())
+    dropped = drop_over_capacity(Routing(*parts), FEW, 2, sequences=2, axis=axis)
+    return [part.unflatten(0, (2, -1)) for part in dropped.tensors()]
 
 
-def test_tokens_of_ranks_that_share_a_row_compete_for_the_same_slots(ranks: Pool) -> None:
-    expected = drop_over_capacity(_whole_routing(), FEW, limit=2)
+@pytest.mark.parametrize("tokens_are_equal", [False, True])
+def test_tokens_of_ranks_that_share_rows_compete_for_the_same_slots(tokens_are_equal: bool, ranks: Pool) -> None:
+    expected = drop_over_capacity(_whole_routing(tokens_are_equal), FEW, limit=2, sequences=2)
     assert (expected.experts_TK == FEW).any(), "this case must drop something"
-    of_ranks = zip(*ranks.run(2, _dropped_among_ranks, 2), strict=True)
-    assert_equal(list(map(torch.cat, of_ranks)), expected.tensors())
+    of_ranks = zip(*ranks.run(2, _dropped_among_ranks, tokens_are_equal), strict=True)
+    assert_equal([torch.cat(parts, dim=1).flatten(0, 1) for parts in of_ranks], expected.tensors())
+    if tokens_are_equal:
+        assert (expected.experts_TK < FEW).any(1).tolist() == [True] * 2 + [False] * 10, "the first ones stay"
 
 
 def _loss_among_ranks(balance: Balance) -> tuple[Tensor, Tensor]:
