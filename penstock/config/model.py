@@ -214,7 +214,10 @@ class Balance(Section):
         "excess (sign), or to the bias with which it would have had its even share (quantile, no rate).",
     )
     capacity_factor: float = knob(
-        0.0, doc="Slots of an expert over its fair share; slots beyond are dropped. 0 means dropless.", low=0.0
+        0.0,
+        doc="Slots of an expert over its fair share; slots beyond are dropped, those of smaller weights first, and of "
+        "equal weights those of later positions. 0 means dropless.",
+        low=0.0,
     )
     pad_to_capacity: bool = knob(False, doc="Give every expert exactly its capacity of rows (drop and pad).")
     force_load_balance: bool = knob(

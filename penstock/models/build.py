@@ -297,7 +297,7 @@ def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: Activati
     saves_rows = uses_arena and not layer_context.recompute.kinds & {"expert-activation", "moe", "layer"}
     hidden, shared_width = config.hidden_size, moe.shared_expert_intermediate_size
     return MoE(
-        TopKRouter(moe, hidden, layer, layer_context.operators, layer_context.axes),
+        TopKRouter(moe, hidden, layer, layer_context.operators, layer_context.axes, layer_context.context_method),
         dispatcher,
         GroupedExperts(
             moe.experts, hidden, moe.moe_intermediate_size, layer_context, rule=expert_rule(moe), bias=moe.bias

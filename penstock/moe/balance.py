@@ -21,8 +21,9 @@ from torch.autograd.function import once_differentiable
 from penstock.config.model import Balance
 from penstock.kernels.operators import LinearLoss, Operators
 from penstock.kernels.reference import Routed
+from penstock.layout.sequence import Method
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.axes import ALONE, Axes, Axis
+from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.collectives import all_gather, all_reduce
 
 
@@ -122,21 +123,49 @@ def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
     return max(1, math.ceil(tokens * top_k * factor / experts))
 
 
-def drop_over_capacity(routing: Routing, experts: int, limit: int, axis: Axis = ALONE.sequence) -> Routing:
-    """Drop the slots with the smallest weights of every expert that has more than `limit` over all ranks of `axis`.
+def drop_over_capacity(
+    routing: Routing, experts: int, limit: int, sequences: int = 1, axes: Axes = ALONE, method: Method = "ulysses"
+) -> Routing:
+    """Drop the slots with the smallest weights of every expert that has more than `limit` over ranks that share rows.
 
-    Slots that were dropped before stay dropped. In the result dropped slots have expert id E and weight 0.
+    Of equal weights those of earlier rows and positions stay, so these ranks drop what one rank would: tokens that
+    follow nothing, such as the first of documents, are often equal. Slots that were dropped before stay dropped. In the
+    result dropped slots have expert id E and weight 0. `method` places positions (penstock/layout/sequence.py).
     """
-    weights_TK = all_gather(routing.weights_TK.detach().float(), axis, dim=0)
-    experts_TK = all_gather(routing.experts_TK, axis, dim=0)
+    weights_TK = _in_rows(routing.weights_TK.detach().float(), sequences, axes, method)
+    experts_TK = _in_rows(routing.experts_TK, sequences, axes, method)
     T = experts_TK.shape[0]  # of all ranks
     weights_TE = torch.full((T, experts + 1), -1.0, device=experts_TK.device)  # -1: the token did not choose it
     weights_TE.scatter_(1, experts_TK, weights_TK)  # dropped slots go to the last column
-    best_cE = weights_TE.topk(min(limit, T), dim=0).indices  # tokens of each expert
+    # The bits of weights, which are not negative, have the order of the weights; behind them the place of the token.
+    keys_TE = weights_TE.view(torch.int32).long() * T + torch.arange(T - 1, -1, -1, device=experts_TK.device)[:, None]
+    best_cE = keys_TE.topk(min(limit, T), dim=0).indices  # tokens of each expert
     kept_TE = torch.zeros_like(weights_TE, dtype=torch.bool).scatter_(0, best_cE, True)
     kept_TE[:, experts] = False
-    kept_TK = kept_TE.gather(1, experts_TK).chunk(axis.size)[axis.rank]  # our tokens
+    kept_TK = _of_rank(kept_TE.gather(1, experts_TK), sequences, axes, method)
     return Routing(routing.weights_TK * kept_TK, routing.experts_TK.masked_fill(~kept_TK, experts))
+
+
+def _in_rows(part_TK: Tensor, sequences: int, axes: Axes, method: Method) -> Tensor:
+    """Slots of all ranks that share rows, row by row and position by position."""
+    context, tensor = axes.context.size, axes.tensor.size
+    parts = all_gather(part_TK, axes.sequence, dim=0).unflatten(0, (context, tensor, sequences, -1))
+    parts = parts.permute(2, 0, 1, 3, 4).flatten(2, 3)  # B x context x P x K
+    if method == "all-gather" and context > 1:  # an early and a late chunk
+        early, late = parts.unflatten(2, (2, -1)).unbind(2)
+        parts = torch.cat((early, late.flip(1)), dim=1)
+    return parts.flatten(0, 2)
+
+
+def _of_rank(whole_TK: Tensor, sequences: int, axes: Axes, method: Method) -> Tensor:
+    """The inverse of `_in_rows` on this rank."""
+    context, tensor = axes.context, axes.tensor
+    if method == "all-gather" and context.size > 1:
+        chunks = whole_TK.unflatten(0, (sequences, 2 * context.size, -1))
+        part = torch.cat((chunks[:, context.rank], chunks[:, 2 * context.size - 1 - context.rank]), dim=1)
+    else:
+        part = whole_TK.unflatten(0, (sequences, context.size, -1))[:, context.rank]
+    return part.chunk(tensor.size, dim=1)[tensor.rank].flatten(0, 1)
 
 
 def spread_evenly(routing: Routing, experts: int) -> Routing:

@@ -15,6 +15,7 @@ from penstock.config.model import Moe
 from penstock.kernels.float32_products import float32_linear
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RouterRule
+from penstock.layout.sequence import Method
 from penstock.moe.balance import (
     LayerLoad,
     LoadMeter,
@@ -52,10 +53,19 @@ class TopKRouter(nn.Module):
 
     expert_bias_E: Tensor | None  # float32, added to scores for the choice only; None without bias
 
-    def __init__(self, moe: Moe, hidden_size: int, layer: int, operators: Operators, axes: Axes = ALONE) -> None:
+    def __init__(
+        self,
+        moe: Moe,
+        hidden_size: int,
+        layer: int,
+        operators: Operators,
+        axes: Axes = ALONE,
+        context_method: Method = "ulysses",
+    ) -> None:
         super().__init__()
         self.operators = operators
         self.axes = axes
+        self.context_method = context_method
         self.layer = layer
         self.experts = moe.experts
         self.top_k = moe.top_k
@@ -93,7 +103,7 @@ class TopKRouter(nn.Module):
             routing = spread_evenly(routing, self.experts)
         if self.balance.capacity_factor:
             limit = capacity(tokens, self.top_k, self.experts, self.balance.capacity_factor)
-            routing = drop_over_capacity(routing, self.experts, limit, self.axes.sequence)
+            routing = drop_over_capacity(routing, self.experts, limit, scope.sequences, self.axes, self.context_method)
             if measured:
                 self.meter.dropped += (routing.experts_TK == self.experts).sum()
         return routing

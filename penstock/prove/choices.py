@@ -20,6 +20,9 @@ from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing
 from penstock.parallel.recompute import is_recomputing
 
+_EQUAL = 1e-5
+"""Tokens with nearer logits are taken for equal: layouts round the same logits differently."""
+
 _FORCED = 64.0
 """Added to the scores of given experts; other scores of small models are far below."""
 
@@ -56,6 +59,7 @@ class Flip:
     tokens: int
     margin: float  # the largest of these tokens: if it is beyond rounding, the flip has another cause
     drops_only: bool = False  # their experts are the same, and other slots are dropped
+    of_equal_tokens: bool = False  # all of them are equal to other tokens of the step
 
 
 class ChoiceRecorder:
@@ -129,24 +133,28 @@ def first_flip(got: Iterable[Mapping[Place, Choices]], expected: Mapping[Place, 
     """The first place in which tokens of any rank chose other experts than in one process, or None.
 
     A token that chooses another expert moves the cut between slots that are kept and dropped, so the margins of those
-    count only where no token chose another one.
+    count only where no token chose another one. A token that is equal to others is at the cut if one of them is.
     """
     flips = []
     for one in got:
         for place, choices in one.items():
-            wanted = expected[place].at(_nearest(choices.logits_TE, expected[place].logits_TE))
+            nearest_T = _nearest(choices.logits_TE, expected[place].logits_TE)
+            wanted, is_equal_T = expected[place].at(nearest_T), _have_equals(expected[place].logits_TE)[nearest_T]
             ours_TE, theirs_TE = choices.sets(), wanted.sets()
             for drops_only, differ_T, margins_T in (
                 (False, ((ours_TE > 0) != (theirs_TE > 0)).any(1), wanted.margins_T),
-                (True, (ours_TE != theirs_TE).any(1), wanted.drop_margins_T),
+                (True, (ours_TE != theirs_TE).any(1), wanted.drop_margins_T.masked_fill(is_equal_T, 0.0)),
             ):
                 if differ_T.any():
-                    flips.append(Flip(place, int(differ_T.sum()), float(margins_T[differ_T].max()), drops_only))
+                    are_equal = drops_only and bool(is_equal_T[differ_T].all())
+                    margin = float(margins_T[differ_T].max())
+                    flips.append(Flip(place, int(differ_T.sum()), margin, drops_only, are_equal))
     first = min(((flip.place, flip.drops_only) for flip in flips), default=None)
     there = [flip for flip in flips if (flip.place, flip.drops_only) == first]
     if first is None:
         return None
-    return Flip(first[0], sum(flip.tokens for flip in there), max(flip.margin for flip in there), first[1])
+    tokens, margin = sum(flip.tokens for flip in there), max(flip.margin for flip in there)
+    return Flip(first[0], tokens, margin, first[1], all(flip.of_equal_tokens for flip in there))
 
 
 def least_margin(choices: Mapping[Place, Choices]) -> float:
@@ -156,6 +164,12 @@ def least_margin(choices: Mapping[Place, Choices]) -> float:
 
 def _joined(seen: list[Choices]) -> Choices:
     return Choices(*(torch.cat(tensors) for tensors in zip(*(vars(one).values() for one in seen), strict=True)))
+
+
+def _have_equals(logits_TE: Tensor) -> Tensor:
+    """Boolean T: another token has the same logits."""
+    far_TT = torch.cdist(logits_TE.float(), logits_TE.float(), compute_mode="donot_use_mm_for_euclid_dist")
+    return (far_TT < _EQUAL).sum(1) > 1
 
 
 def _nearest(logits_TE: Tensor, others_NE: Tensor) -> Tensor:

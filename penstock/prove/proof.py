@@ -3,7 +3,8 @@
 1. Rules refuse it with a line: that is an answer. A traceback, a hang or the end of a process is a fault.
 2. It trains some steps beside one process. Figures within their bounds: equal.
 3. Else routers of some tokens may have chosen other experts. If the scores of these tokens tie, it trains again with
-   the choices of one process: within the bounds it was a tie, else it is a fault.
+   the choices of one process: within the bounds it was a tie, else it is a fault. Of equal tokens (of equal ids that
+   follow nothing) over capacity, rounding decides which are dropped, and nothing tells them apart: a tie too.
 4. The slope of a clamped activation changes at its limit, so a value there is a tie too: a fault must be one with
    another limit as well.
 5. A fault is made smaller, setting by setting, as long as it stays one.
@@ -23,6 +24,7 @@ STEPS, RATE = 2, 1e-2  # the second step is of weights that the first one change
 
 LOW_BOUNDS = {
     "loss": 1e-2,
+    "balance": 5e-2,  # a few of a hundred dropped slots
     "gradient norm": 5e-2,
     "parameters": 0.1,
     "moments": 0.2,
@@ -93,6 +95,8 @@ class Prover:
             return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {error}")
         if again.kind == "equal":
             return replace(again, kind="tie", text=told)
+        if flip.of_equal_tokens:
+            return replace(outcome, kind="tie", text=f"{told}; these tokens are equal to others")
         return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {again.text}")
 
     def smallest(self, fault: Verdict, tell: Callable[[str], object] = lambda line: None) -> Verdict:

@@ -11,6 +11,7 @@ from penstock.config.model import Balance, Moe, Router
 from penstock.kernels.operators import REFERENCE, LinearLoss
 from penstock.kernels.reference import Routed, RouterRule, route
 from penstock.layout.grid import Grid
+from penstock.layout.sequence import Method, SequenceLayout
 from penstock.moe.balance import (
     LoadMeter,
     SlotCounts,
@@ -308,24 +309,47 @@ def test_loads_name_their_layer_and_start_anew() -> None:
     assert layer_loads([router])[0].slots_E.sum().item() == 0
 
 
-def _whole_routing() -> Routing:
+def _whole_routing(tokens_are_equal: bool) -> Routing:
+    """Of two rows of 16 tokens."""
     generator = torch.Generator().manual_seed(5)
-    experts_TK = torch.stack([torch.randperm(FEW, generator=generator)[:K] for _ in range(12)])
-    return Routing(torch.rand(12, K, generator=generator), experts_TK)
+    experts_TK = torch.stack([torch.randperm(FEW, generator=generator)[:K] for _ in range(32)])
+    weights_TK = torch.rand(32, K, generator=generator)
+    if tokens_are_equal:
+        experts_TK, weights_TK = experts_TK[:1].expand(32, K).clone(), weights_TK[:1].expand(32, K).clone()
+    return Routing(weights_TK, experts_TK)
 
 
-def _dropped_among_ranks(limit: int) -> tuple[Tensor, Tensor]:
-    size = dist.get_world_size()
-    whole, axis = _whole_routing(), make_axes(Grid(world=size, context=size)).sequence
-    own = Routing(*(part.chunk(axis.size)[axis.rank] for part in (whole.weights_TK, whole.experts_TK)))
-    return drop_over_capacity(own, FEW, limit, axis).tensors()
+def _dropped_among_ranks(
+    tokens_are_equal: bool, context: int, tensor: int, method: Method
+) -> tuple[list[int], list[Tensor]]:
+    """Positions of this rank, and its slots in each of the two rows."""
+    axes = make_axes(Grid(world=context * tensor, context=context, tensor=tensor))
+    layout = SequenceLayout(length=16, context=context, tensor=tensor, method=method)
+    positions = list(layout.of_rank(axes.context.rank, axes.tensor.rank))
+    parts = (
+        part.unflatten(0, (2, 16))[:, positions].flatten(0, 1) for part in _whole_routing(tokens_are_equal).tensors()
+    )
+    dropped = drop_over_capacity(Routing(*parts), FEW, 3, 2, axes, method)
+    return positions, [part.unflatten(0, (2, -1)) for part in dropped.tensors()]
 
 
-def test_tokens_of_ranks_that_share_a_row_compete_for_the_same_slots(ranks: Pool) -> None:
-    expected = drop_over_capacity(_whole_routing(), FEW, limit=2)
+@pytest.mark.parametrize("tokens_are_equal", [False, True])
+@pytest.mark.parametrize(
+    ("context", "tensor", "method"), [(2, 1, "ulysses"), (2, 1, "all-gather"), (1, 2, "ulysses"), (2, 2, "all-gather")]
+)
+def test_tokens_of_ranks_that_share_rows_compete_for_the_same_slots(
+    context: int, tensor: int, method: Method, tokens_are_equal: bool, ranks: Pool
+) -> None:
+    expected = drop_over_capacity(_whole_routing(tokens_are_equal), FEW, 3, sequences=2)
     assert (expected.experts_TK == FEW).any(), "this case must drop something"
-    of_ranks = zip(*ranks.run(2, _dropped_among_ranks, 2), strict=True)
-    assert_equal(list(map(torch.cat, of_ranks)), expected.tensors())
+    found = ranks.run(context * tensor, _dropped_among_ranks, tokens_are_equal, context, tensor, method)
+    order = torch.tensor([position for positions, _ in found for position in positions]).argsort()
+    whole = (
+        torch.cat(parts, dim=1)[:, order].flatten(0, 1) for parts in zip(*(parts for _, parts in found), strict=True)
+    )
+    assert_equal(list(whole), expected.tensors())
+    if tokens_are_equal:
+        assert (expected.experts_TK < FEW).any(1).tolist() == [True] * 3 + [False] * 29, "the first ones stay"
 
 
 def _loss_among_ranks(balance: Balance) -> tuple[Tensor, Tensor]:

@@ -185,6 +185,19 @@ def test_the_margin_of_a_flip_is_that_of_the_choice_which_moved_the_others() -> 
     assert found is not None and (found.tokens, found.margin, found.drops_only) == (1, pytest.approx(0.1), True)
 
 
+def test_equal_tokens_that_are_dropped_for_each_other_are_at_the_cut() -> None:
+    logits_TE = torch.tensor([[0.0, 0.9], [0.0, 0.9], [0.8, 0.0]])
+    far_T, kept_TK = torch.tensor([0.9, 0.9, 0.8]), torch.tensor([[True], [False], [True]])
+    alone = Choices(logits_TE, torch.tensor([[1], [1], [0]]), torch.ones(3, 1), kept_TK, far_T, far_T)
+    # All equal tokens take the first one's place, because nothing tells them apart.
+    other = replace(alone, kept_TK=torch.tensor([[False], [True], [True]]))
+    found = first_flip([{(0, 1): other}], {(0, 1): alone})
+    assert found is not None and (found.tokens, found.margin, found.of_equal_tokens) == (1, 0.0, True)
+    lost = replace(alone, kept_TK=torch.tensor([[True], [True], [False]]))
+    found = first_flip([{(0, 1): lost}], {(0, 1): alone})
+    assert found is not None and found.margin == pytest.approx(0.8) and not found.of_equal_tokens
+
+
 def test_slots_over_capacity_have_the_margin_of_their_weights(ranks: Pool, tmp_path: Path) -> None:
     words = ("model.layers=2", "model.moe.balance.capacity_factor=1.0")
     (alone,) = PoolRanks(ranks).play(1, Prover(PoolRanks(ranks), tmp_path).part(composition_of(1, words)))
