@@ -206,7 +206,11 @@ class OpCosts:
         (m, k), n = left[-2:], right[-1]
         dtype = _DTYPES[operator.sizes[given - 2] // max(1, prod(left))]
         by_rows = dtype == "fp8" and _is_by_rows(operator, scales=3, rows=n)
-        seconds = prod(left[:-2]) * self._rates.product(m, n, k, dtype, by_rows=by_rows).seconds
+        # A batch fills the chip as one product of as many rows does, but each of its matrices is read.
+        batch = prod(left[:-2])
+        seconds = self._rates.product(batch * m, n, k, dtype, by_rows=by_rows).seconds
+        if batch > 1:
+            seconds = max(seconds, sum(operator.sizes) / self._bandwidth)
         # A weight gradient that is added to its float32 sum: the sum moves while the product is computed.
         return (
             max(seconds, ACCUMULATED_BYTES * m * n / self._bandwidth)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from math import prod
 
 import pytest
 
@@ -140,6 +141,14 @@ def test_a_weight_gradient_of_few_rows_takes_as_long_as_its_sum_moves() -> None:
     shapes = ((2048, 2048), (2048, 65536), (65536, 2048))
     many = RecordedOp("addmm", shapes, (4 * 2048**2, 2 * 2048 * 65536, 2 * 2048 * 65536), 4)
     assert COSTS.of(many).seconds == RATES.product(2048, 2048, 65536).seconds
+
+
+def test_a_batch_of_small_products_takes_the_time_of_its_bytes() -> None:
+    shapes = (1 << 20, 1, 16), (1 << 20, 16, 16), (1 << 20, 1, 16)  # by chunks of a linear attention in PyTorch
+    operator = RecordedOp("bmm", shapes, tuple(4 * prod(shape) for shape in shapes), 4)
+    assert COSTS.of(operator).seconds == pytest.approx(sum(operator.sizes) / BANDWIDTH, rel=0.01)
+    whole = RecordedOp("bmm", ((8, 2048, 2048),) * 3, (2 * 8 * 2048 * 2048,) * 3, 2)
+    assert COSTS.of(whole).seconds == pytest.approx(RATES.product(8 * 2048, 2048, 2048).seconds)
 
 
 def test_the_room_is_that_of_the_rows_of_the_experts_kernels() -> None:
