@@ -221,14 +221,18 @@ def _shortened(text: str) -> str:
 def _train(trial: Trial, output: int, watch: Watch | None) -> int | str | None:
     """Exit code, 0 if `watch` has ended it well, or its reason; None after the time limit."""
     words = ["train", trial.target, *trial.overrides, f"record.folder={trial.folder}", "--name", trial.name]
+    words += ["--processes", str(trial.processes)]
+    lifeline, ours = os.pipe()  # the trial stops when `ours` is closed: also if this process is killed
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", *words, "--processes", str(trial.processes)],
+        [sys.executable, *_FOLLOWER, str(lifeline), _COMMAND_LINE, str(len(words)), *words, "penstock", *words],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
+        pass_fds=(lifeline,),
         start_new_session=True,  # a process group of its own, which `_ended_with_us` can kill
     )
-    with _ended_with_us(process):
+    os.close(lifeline)
+    with _ended_with_us(process, ours):
         if watch is None:
             try:
                 return process.wait(trial.most_seconds or None)
@@ -243,8 +247,11 @@ def _train(trial: Trial, output: int, watch: Watch | None) -> int | str | None:
         return code
 
 
+_FOLLOWER, _COMMAND_LINE = ("-m", "penstock.parallel.launch.rank"), "penstock.cli.main:main"
+
+
 @contextmanager
-def _ended_with_us(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+def _ended_with_us(process: "subprocess.Popen[bytes]", lifeline: int) -> Iterator[None]:
     """Inside of this context, the end of this process also ends the trial and its ranks."""
     # SIGTERM would end Python without `finally`; an exit does not.
     previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -260,3 +267,4 @@ def _ended_with_us(process: "subprocess.Popen[bytes]") -> Iterator[None]:
                 # The launcher leads its own process group, which contains the ranks.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        os.close(lifeline)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -173,6 +174,30 @@ def test_a_trial_ends_with_the_process_that_asked_for_it(tmp_path: Path, stubbor
     assert raised.value.code == 143  # 128 + SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
     assert_ends(int(stubborn.read_text()))
+
+
+KILLED = """
+from pathlib import Path
+from penstock.tune.trial import Trial, run_trial
+folder = Path({folder!r})
+run_trial(Trial(name="first", target="debug-2l", overrides={overrides}, processes=2, warm_up=1, folder=folder))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux whether a process lives")
+def test_a_trial_ends_when_the_process_that_asked_for_it_is_killed(tmp_path: Path) -> None:
+    overrides = ("training.steps=100000", "training.micro_batch=1", "checkpoint.enabled=false", "evaluation.rows=0")
+    code = KILLED.format(overrides=overrides, folder=str(tmp_path))
+    asking = subprocess.Popen([sys.executable, "-c", code])
+    metrics, deadline = RunFolder(tmp_path / "first").metrics, time.monotonic() + 100
+    while not metrics.exists() or not metrics.read_text():
+        assert asking.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    (trial,) = (int(one) for one in Path(f"/proc/{asking.pid}/task/{asking.pid}/children").read_text().split())
+    asking.kill()
+    asking.wait()
+    assert_ends(trial)
 
 
 @pytest.mark.parametrize("had_begun", [True, False])
