@@ -262,7 +262,8 @@ class AdamWLaunch:
             read += changed + (0 if self._masters == APART else tensor.value.nbytes)
             written += changed + tensor.value.nbytes
         byte = torch.empty((), dtype=torch.uint8, device="meta")
-        record_launch(adamw_kernel.__name__, byte.expand(read), byte.expand(written))
+        switches = ["CODES"] if self._moments == CODES else []
+        record_launch(adamw_kernel.__name__, byte.expand(read), byte.expand(written), switches=switches)
 
 
 def launches_of(tensors: Sequence[AdamWTensor]) -> list[AdamWLaunch]:

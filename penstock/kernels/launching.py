@@ -9,6 +9,7 @@ Skipped launches and waits of the host are reported to torch's dispatcher as the
 `penstock::waited`, which do nothing. So a dispatch mode sees every event of such a dry run.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constant
     kernel[grid](*arguments, **constants)
 
 
-def record_launch(name: str, *tensors: Tensor) -> None:
+def record_launch(name: str, *tensors: Tensor, switches: Sequence[str] = ()) -> None:
     """Report, in a dry run, an operator that would have run here and allocates no tensor."""
-    torch.ops.penstock.launched(name, list(tensors), [])
+    torch.ops.penstock.launched(name, list(tensors), list(switches))
 
 
 def record_wait(counts: Tensor) -> None:

@@ -400,7 +400,7 @@ def update_of(
     for load in loads.values():
         moved.update(load.moved)
     updates = [
-        RecordedOp("adamw_kernel", ((read,), (moved[name, True],)), (read, moved[name, True]), 1)
+        RecordedOp("adamw_kernel", ((read,), (moved[name, True],)), (read, moved[name, True]), 1, _switches(name))
         for (name, is_written), read in moved.items()
         if not is_written and read
     ]
@@ -419,6 +419,11 @@ def update_of(
         step=(*updates, *step),
         host_bytes=host,
     )
+
+
+def _switches(state: str) -> tuple[str, ...]:
+    """Of a launch of our kernel for this format of `_Load.moved`."""
+    return ("CODES",) if state.startswith(str(torch.uint8)) else ()
 
 
 class _Load:

@@ -210,6 +210,7 @@ def test_a_dry_run_counts_the_bytes() -> None:
     apart, split_ = (one for one in recorder.cut() if one.name == "adamw_kernel")
     assert apart.sizes == (1024 * 16, 1024 * 18)  # the weight is written only: 34 bytes a value
     assert split_.sizes == (1024 * 10 + 64,) * 2  # two scales for each block of 128
+    assert (apart.switches, split_.switches) == ((), ("CODES",))
 
 
 @pytest.mark.often("sm_90-int8-split", "gfx942-bf16-apart")

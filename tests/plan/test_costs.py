@@ -123,6 +123,14 @@ def test_the_optimizer_has_a_rate_of_its_own_and_a_storage_that_is_set_takes_no_
     assert COSTS.of(RecordedOp("set_", ((1 << 20,), (1 << 20,)), (1 << 21, 1 << 21), 2)).seconds == 0
 
 
+def test_our_update_moves_fewer_bytes_in_a_second_than_that_of_torch_and_codes_the_fewest() -> None:
+    def seconds(name: str, *switches: str) -> float:
+        return COSTS.of(RecordedOp(name, ((1 << 30,),), (1 << 30,), 1, switches)).seconds
+
+    plain, codes = seconds("adamw_kernel"), seconds("adamw_kernel", "CODES")
+    assert seconds("_foreach_norm") < plain < codes
+
+
 def test_more_rows_an_uneven_load_and_a_mask_cost_more_and_8_bits_less() -> None:
     crowded = OpCosts(H200, replace(EXPERTS, rows=9999), buffers=frozenset({4096}))
     rows = experts_product("rows_kernel", *ROWS)
