@@ -17,7 +17,7 @@ BLOCK, DEPTH = 128, 64  # queries and keys of a tile, and features that are mult
 @torch.no_grad()
 def largest_logits(q_BSHN: Tensor, k_BSGN: Tensor, scale: float, allowed_BSS: Tensor | None) -> Tensor:
     """The largest scaled product of a query of each head and a key that it may see, float32; None: the causal mask."""
-    if q_BSHN.is_meta or (HAS_TRITON and on_gpu(q_BSHN) and q_BSHN.dtype.itemsize == 2):
+    if on_gpu(q_BSHN) and q_BSHN.dtype.itemsize == 2 and (HAS_TRITON or q_BSHN.is_meta):
         return logits_by_kernel(q_BSHN, k_BSGN, allowed_BSS) * scale
     batch, length, heads, _ = q_BSHN.shape
     k_BHNS = k_BSGN.repeat_interleave(heads // k_BSGN.shape[2], dim=2).permute(0, 2, 3, 1)

@@ -407,7 +407,7 @@ _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
 
 _UPDATE_SHARES = {False: 0.7, True: 0.35}
 """Bytes in a second of our update over those of PyTorch's, by whether moments are codes of 8 bits. On an H200, with its
-usual launches: 0.60 to 0.79, and 0.34 to 0.36 (benchmarks/results/optimizer-step-h200.json)."""
+usual launches: 0.64 to 0.77, and 0.34 to 0.36 (benchmarks/results/optimizer-step-h200.json)."""
 
 _WAITS = frozenset({"wait_kernel", "hold_kernel", "signal_kernel"})
 """Kernels that move nothing."""
