@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from penstock.base.errors import PenstockError
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
+from penstock.config.model import LatentAttention
 from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
 
 PRESET = "debug"
@@ -98,7 +99,8 @@ def with_another_clamp(composition: Composition) -> Composition | None:
 def with_all_keys(composition: Composition) -> Composition | None:
     """The composition with an indexer that chooses every key; None if there is no indexer."""
     run = load_run(PRESET, BASE + composition.overrides)
-    if run.model.attention.indexer is None:
+    attention = run.model.attention
+    if not isinstance(attention, LatentAttention) or attention.indexer is None:
         return None
     every = (f"model.attention.indexer.index_topk={run.training.sequence_length}",)
     return Composition(composition.ranks, (*composition.settings, every))
