@@ -10,7 +10,8 @@ launch with a name of its own. The processes of the search use no GPU, so a tria
 memory takes nothing with it: its ranks are ended, and the next trial begins with fresh ones.
 
 Keys of the store, for the trial NUMBER:  NUMBER the command; NUMBER/stop asks for the end; NUMBER/over and
-NUMBER/failed count ranks; NUMBER/told/RANK is what a rank that failed has said.
+NUMBER/failed count ranks; NUMBER/told/RANK is what a rank that failed has said. `left` counts processes that follow no
+more.
 """
 
 import json
@@ -221,9 +222,14 @@ class Director:
 
     def dismiss(self, code: int) -> None:
         """Let the other processes end with an exit code, unless they were told one before."""
-        if self._store is not None:
-            self._store.set(f"{self._number + 1}", json.dumps({"end": code}))
-            self._store = None
+        store, self._store = self._store, None
+        if store is None:
+            return
+        store.set(f"{self._number + 1}", json.dumps({"end": code}))
+        end = time.monotonic() + GRACE_SECONDS
+        # Under srun the store ends with this process.
+        while store.add("left", 0) < self._meeting.world - 1 and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
 
 
 class _AllRanks:
@@ -301,6 +307,7 @@ def _follow(meeting: Rendezvous, store: Store, folder: Path) -> int:
         number += 1
         command = json.loads(_wait_for(store, f"{number}"))
         if "end" in command:
+            store.add("left", 1)
             return int(command["end"])
         with _stopped_by_signal():
             process = _Process(command["words"], output, variables_of_trial(command["name"]))

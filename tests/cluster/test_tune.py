@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import main
+from penstock.plan.hardware_file import load_hardware
 from tests.cluster.slurm import Slurm, missing, slurm_of
 from tests.cluster.test_slurm import ENDED, output
 
@@ -58,6 +59,17 @@ def test_trials_of_two_machines_run_in_one_job(slurm: Slurm, tmp_path: Path) -> 
     assert found["ending"] == "3 trials were made"
     log = (tmp_path / FOLDER / "trials/trial-1.log").read_text()
     assert "4 x 64 tokens in 1 micro-batch on each of 4" in log, log
+    (measured,) = (tmp_path / "runs/cache").glob("hardware-*-2x2.toml")
+    node = load_hardware(str(measured)).node
+    assert node.devices == 2 and node.link_bytes_per_second and node.network_bytes_per_second
+
+
+def test_srun_alone_starts_a_search(slurm: Slurm, tmp_path: Path) -> None:
+    words = ["srun", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "penstock", "tune", *RUN]
+    told = slurm.run(*words, "--steps", "6", "--trials", "2", folder=tmp_path, seconds=600.0)
+    assert "error: " not in told
+    found = found_in(tmp_path)
+    assert ([one["kind"] for one in found["trials"]], found["ending"]) == (["ran"] * 2, "2 trials were made")
 
 
 def test_a_rank_that_is_killed_is_a_crash_of_its_trial_and_the_search_goes_on(slurm: Slurm, tmp_path: Path) -> None:

@@ -133,6 +133,20 @@ def test_collectives_between_machines_say_nothing_of_links_and_those_of_a_mesh_c
     assert mesh.collectives[0].efficiency == pytest.approx(0.7)
 
 
+def test_several_nodes_have_rates_of_their_links_and_of_the_network() -> None:
+    between = tuple(transfer(size, 1e-4 + size / 5e9, node_ranks=2) for size in (10**6, 10**8))
+    inside = tuple(transfer(size, 1e-5 + size / 50e9, 2, 2) for size in (10**6, 10**8))
+    mine = measured_hardware(
+        "Ours", "nvidia", findings(), {"all-gather": between}, in_node={"all-gather": inside}, known=None, where=WHERE
+    )
+    rates = (mine.node.link_bytes_per_second, mine.node.network_bytes_per_second)
+    assert (mine.node.devices, rates) == (2, (pytest.approx(50e9), pytest.approx(5e9)))
+    assert [(one.kind, one.reach) for one in mine.collectives] == [("all-gather", "node"), ("all-gather", "cluster")]
+    times = TransferTimes(mine)
+    one, two = (times.collective("all-gather", 1e8, RankGroup(ranks, 2)).seconds for ranks in (2, 4))
+    assert one < two / 3
+
+
 def test_a_fit_finds_latency_and_bandwidth_and_no_negative_latency() -> None:
     exact = [transfer(size, 30e-6 + size / 200e9, 2, 2) for size in (10**5, 10**6, 10**8)]
     assert fit(exact) == (pytest.approx(30e-6), pytest.approx(200e9))
