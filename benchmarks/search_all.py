@@ -32,7 +32,8 @@ from penstock.plan.asked_layout import rows_to_share, with_layout
 from penstock.plan.hardware_file import known_hardware, parse_cluster
 from penstock.plan.project import project
 from penstock.plan.projection import Projection
-from penstock.plan.search import SearchRequest, search
+from penstock.plan.search import search
+from penstock.plan.search_request import SearchRequest
 from penstock.plan.what_if import answer_to
 from penstock.tune.result_file import commit_of_code
 

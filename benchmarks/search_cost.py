@@ -19,7 +19,8 @@ from benchmarks import record
 from penstock.config.load import load_run
 from penstock.plan.composer import meta_workers
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.search import SearchRequest, search
+from penstock.plan.search import search
+from penstock.plan.search_request import SearchRequest
 
 DEVICES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LAYERS = (8, 16, 32, 48, 61)

@@ -31,7 +31,8 @@ from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.known_error import memory_margin
 from penstock.plan.project import DEFAULT_ASSUMPTIONS, overheads_of, target_of
 from penstock.plan.rules.rule import Sizes
-from penstock.plan.search import SearchRequest, neutral_sizes, search
+from penstock.plan.search import search
+from penstock.plan.search_request import SearchRequest, neutral_sizes
 
 _SHORT = {"cp": "1", "etp": "1"}
 

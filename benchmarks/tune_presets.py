@@ -23,7 +23,8 @@ from penstock.config.presets.registry import PRESETS
 from penstock.plan.hardware import cluster_of
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.projection import Plan, Projection
-from penstock.plan.search import SearchRequest, search
+from penstock.plan.search import search
+from penstock.plan.search_request import SearchRequest
 from penstock.tune import tune_candidates
 from penstock.tune.search_loop import Search, SearchSettings
 from penstock.tune.short_step import START_SECONDS

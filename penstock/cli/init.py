@@ -54,7 +54,8 @@ from penstock.plan.campaign import MOST_TOKENS
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import known_hardware, load_hardware, parse_cluster
 from penstock.plan.projection import Projection
-from penstock.plan.search import SearchRequest, search
+from penstock.plan.search import search
+from penstock.plan.search_request import SearchRequest
 from penstock.train.run_lock import temporary_folder
 from penstock.train.setup import open_texts, state_bytes
 

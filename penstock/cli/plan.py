@@ -60,7 +60,8 @@ from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.loads import RecordedLoads, read_loads
 from penstock.plan.project import Assumptions, advice_for, project
 from penstock.plan.projection import Plan, Projection, Refusal, plan_json
-from penstock.plan.search import SearchRequest, search
+from penstock.plan.search import search
+from penstock.plan.search_request import SearchRequest
 from penstock.plan.software import OWN as OWN_SOFTWARE
 from penstock.plan.software import SOFTWARE, parse_software
 from penstock.plan.what_if import Planner, SweepPoint, answer_to, compare, scale, sweep, usable_worlds

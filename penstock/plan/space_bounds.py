@@ -10,7 +10,7 @@ because a place starts after the first micro-batch has passed the stages before 
 last gradient on. Memory is at least the state of a place, and what its layers keep for the micro-batches in flight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -221,6 +221,20 @@ class SpaceBounds:
         """The divisions with the least ideal time, of those whose state fits if the host has the optimizer."""
         fits = divisions.where(divisions.state @ self._layers / divisions.family.pp <= limit)
         return fits.where(np.argsort(self.ideal_seconds(fits))[:most])
+
+    def smallest(
+        self, divisions: Divisions, shape: int, saving: Saving, limit: int
+    ) -> Iterator[tuple[float, tuple[int, ...]]]:
+        """Divisions with the fewest rows each that may have less memory than a limit: bytes, and place."""
+        some = divisions.where(divisions.legal(shape))
+        if not len(some):
+            return
+        memory = self.bytes(some, shape, saving)
+        some, memory = some.where(memory <= limit), memory[memory <= limit]
+        order = np.argsort(some.places[:, 3], kind="stable")
+        _, fewest = np.unique(some.places[order, :3], axis=0, return_index=True)
+        for at in order[fewest].tolist():
+            yield float(memory[at]), tuple(some.places[at].tolist())
 
     def seconds(self, divisions: Divisions, shape: int, saving: Saving) -> np.ndarray:
         """Seconds of a step; infinite where shape and division do not go together."""

@@ -22,7 +22,8 @@ from penstock.config.schema import differences
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.project import Assumptions, project
 from penstock.plan.projection import Projection
-from penstock.plan.search import Progress, SearchRequest, search
+from penstock.plan.search import Progress, search
+from penstock.plan.search_request import SearchRequest
 from penstock.trace.analysis import analyse_files
 from penstock.tune.belief import ShortStep, TrialCandidate, grouped_terms
 from penstock.tune.doctor.diagnosis import cpu_changes, diagnose

@@ -12,7 +12,8 @@ from penstock.cli.main import main
 from penstock.config.load import load_run
 from penstock.plan.hardware_file import load_hardware, write_hardware
 from penstock.plan.projection import SLOWER, Plan
-from penstock.plan.search import Progress, SearchRequest
+from penstock.plan.search import Progress
+from penstock.plan.search_request import SearchRequest
 from tests.cli import answers
 from tests.cli.made_plans import GB, MadeUp, projection, refusal, run_of
 

@@ -13,7 +13,7 @@ from penstock.plan.hardware import cluster_of
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.project import project
 from penstock.plan.projection import Plan
-from penstock.plan.search import SearchRequest
+from penstock.plan.search_request import SearchRequest
 from penstock.tune import real_trials, tune_candidates
 from penstock.tune.belief import TrialCandidate
 from penstock.tune.real_trials import RealTrials

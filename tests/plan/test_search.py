@@ -24,7 +24,8 @@ from penstock.plan.project import DEFAULT_ASSUMPTIONS, overheads_of, project, ta
 from penstock.plan.projection import MARGIN, MEMORY, SLOWER, Plan
 from penstock.plan.rules.book import config_refusal, illegal
 from penstock.plan.rules.rule import Sizes
-from penstock.plan.search import TOLERANCE, SearchRequest, neutral_sizes, search
+from penstock.plan.search import TOLERANCE, search
+from penstock.plan.search_request import SearchRequest, neutral_sizes
 from penstock.plan.space_bounds import SpaceBounds
 from tests.examples import examples
 
@@ -187,6 +188,22 @@ def test_where_nothing_fits_the_plan_has_the_nearest_layout_and_what_would_help(
     assert plan.candidates == () and plan.nearest is not None and plan.nearest.over_bytes > 0
     assert plan.nearest.layout.offload == "optimizer" and plan.nearest.layout.recompute == "layer"
     assert any("devices, such as" in one for one in plan.helps)
+
+
+def test_where_memory_is_scarce_layouts_that_save_most_are_a_best_to_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, hardware = load_run("deepseek-v2-lite-3l"), parse_cluster("2xH200").hardware
+
+    def plan_with(capacity: float) -> Plan:
+        memory = hardware.memory.model_copy(update={"capacity_bytes": int(capacity)})
+        there = Cluster(devices=2, hardware=replace(hardware, memory=memory))
+        return search(SearchRequest(run=run, cluster=there, fixed={"tp": "1", "cp": "1", "pp": "1", "ep": "2"}))
+
+    nothing = plan_with(2 * GB)
+    assert not nothing.candidates and nothing.nearest is not None
+    monkeypatch.setattr("penstock.plan.search.MOST_LOOKED", 0)  # the search ends with what it has at once
+    scarce = plan_with(1.05 * nothing.nearest.memory.total / (1 - nothing.margin))
+    assert scarce.gap > 0 and scarce.candidates[0].layout.recompute == "layer"
+    assert sum(one.count for one in scarce.refused) + len(scarce.candidates) == scarce.considered
 
 
 def test_the_optimizer_is_offloaded_as_far_as_the_host_has_memory() -> None:

@@ -15,7 +15,7 @@ from penstock.plan.hardware import cluster_of
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.project import Assumptions, project
 from penstock.plan.projection import Plan
-from penstock.plan.search import SearchRequest
+from penstock.plan.search_request import SearchRequest
 from penstock.tune import tune_candidates
 from penstock.tune.belief import ShortStep, TrialCandidate
 from penstock.tune.search_loop import Search, SearchSettings, TrialLimits, TrialResult, trial_key

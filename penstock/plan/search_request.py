@@ -1,0 +1,68 @@
+"""What a search of layouts is asked, and the run without the parts that the search decides."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from penstock.config.fit import NO_PIPELINE
+from penstock.config.run import Run
+from penstock.models.count import count
+from penstock.models.kernels import most_sync_free
+from penstock.plan.candidates import check_fixed, searched_overlap
+from penstock.plan.hardware import Cluster
+from penstock.plan.meta_rank import conventional
+from penstock.plan.project import DEFAULT_ASSUMPTIONS, Assumptions, device_of
+from penstock.plan.rules.rule import Sizes, facts_of, sizes_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchRequest:
+    """A search.
+
+    Attributes:
+        run: to train; the search ignores the parts of its layout that it chooses.
+        global_batch: rows of a step; None for the run's.
+        fixed: texts by names of a layout (penstock/plan/asked_layout.py): parts that the search does not choose.
+        top: candidates that are wanted; there may be fewer.
+    """
+
+    run: Run
+    cluster: Cluster
+    global_batch: int | None = None
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    top: int = 10
+    assumptions: Assumptions = DEFAULT_ASSUMPTIONS
+
+
+def prepared_run(request: SearchRequest) -> Run:
+    """The run without the parts that the search decides."""
+    check_fixed(request.fixed)
+    rows = request.global_batch
+    run = request.run if rows is None else with_values(request.run, "training", global_batch=rows)
+    if request.assumptions.saving == "conventional":
+        run = conventional(run)
+    if (shard := request.fixed.get("shard")) is not None:
+        run = with_values(run, "parallel", shard=shard)
+    if (offload := request.fixed.get("offload")) is not None:
+        run = with_values(run, "offload", optimizer=offload == "optimizer")
+    return run
+
+
+def with_values(run: Run, section: str, **values: object) -> Run:
+    """The run with other values of a section."""
+    return run.model_copy(update={section: dict(run)[section].model_copy(update=values)})
+
+
+def neutral_sizes(request: SearchRequest, run: Run) -> Sizes:
+    """Sizes of a run on the cluster of a request, with one rank for everything."""
+    counted = count(run.model, run.training.sequence_length)
+    facts = facts_of(
+        run.model,
+        total_parameters=counted.parameters,
+        active_parameters=counted.active_parameters,
+        most_sync_free=most_sync_free(run, device_of(request.cluster.hardware, run)),
+    )
+    sizes = sizes_of(run, request.cluster, facts)
+    return replace(
+        sizes, tp=1, cp=1, pp=1, vpp=1, ep=1, etp=1, micro_batch=1, schedule=NO_PIPELINE, recompute=(), sync_free=0,
+        dispatcher="local", overlap=searched_overlap(run), capture=run.graphs.capture, offloads_optimizer=False,
+    )  # fmt: skip
