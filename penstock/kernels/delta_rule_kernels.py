@@ -69,7 +69,7 @@ def _dot(a, b, DTYPE: tl.constexpr):
 def delta_system_kernel(
     k_ptr, v_ptr, g_ptr, beta_ptr, documents_ptr, c_ptr, carried_ptr, kept_ptr, t_ptr, u_ptr, w_ptr, positions,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a head: the triangular system is inverted row by row in blocks, and blocks are joined in pairs.
 
@@ -95,15 +95,17 @@ def delta_system_kernel(
     tl.store(_numbers(kept_ptr, H, head, row, first, positions, J), kept_J, mask=inside_J)
 
     a_JJ = _dot(k_JN, tl.trans(k_JN), dtype) * _decays(c_J, document_J, J, True) * beta_J[:, None]
-    t_JJ = tl.where(place_J[:, None] == place_J[None, :], 1.0, 0.0)
-    SIDE: tl.constexpr = 8  # of a block; all of them are inverted at once
-    is_block_JJ = place_J[:, None] // SIDE == place_J[None, :] // SIDE
-    own_JJ = tl.where(is_block_JJ, a_JJ, 0.0)
-    for i in range(1, SIDE):
-        is_row_J = place_J % SIDE == i
-        row_J = tl.sum(tl.where(is_row_J[:, None], own_JJ, 0.0), 0)  # a column has one block
-        solved_J = tl.sum(t_JJ * row_J[:, None], 0)
-        t_JJ -= tl.where(is_row_J[:, None] & is_block_JJ, solved_J[None, :], 0.0)
+    BLOCKS: tl.constexpr = J // SIDE
+    block_Q, place_P = tl.arange(0, BLOCKS), tl.arange(0, SIDE)
+    is_own = block_Q[:, None, None, None] == block_Q[None, None, :, None]
+    own_QPP = tl.sum(tl.where(is_own, tl.reshape(a_JJ, [BLOCKS, SIDE, BLOCKS, SIDE]), 0.0), 2)
+    t_QPP = tl.where(place_P[:, None] == place_P[None, :], 1.0, 0.0)[None] + tl.zeros_like(own_QPP)
+    for i in range(1, SIDE):  # all blocks at once
+        is_row_P1 = (place_P == i)[None, :, None]
+        row_QP = tl.sum(tl.where(is_row_P1, own_QPP, 0.0), 1)
+        solved_QP = tl.sum(t_QPP * row_QP[:, :, None], 1)
+        t_QPP -= tl.where(is_row_P1, solved_QP[:, None, :], 0.0)
+    t_JJ = tl.reshape(tl.where(is_own, t_QPP[:, :, None, :], 0.0), [J, J])
     for level in tl.static_range(8):
         if (SIDE << level) < J:
             block_J = place_J // (SIDE << level)

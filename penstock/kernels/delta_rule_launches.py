@@ -26,6 +26,7 @@ from penstock.kernels.language import ceil_div, power_of_two
 from penstock.kernels.launching import on_gpu, start_kernel
 from penstock.kernels.tuning import target_of
 
+INVERTED = 16  # side of the blocks of a triangular matrix that are inverted row by row
 LEAST = 16  # sides of a product on matrix units
 
 
@@ -151,7 +152,7 @@ class _DeltaRule(torch.autograd.Function):
         start_kernel(
             delta_system_kernel, sizes.of_chunks,
             k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, c_BSH, carried_BSH, kept_BSH, t_BSHJ, u_BSHM, w_BSHN,
-            positions, **sizes.launch("system"),
+            positions, **sizes.launch("system"), SIDE=INVERTED,
         )  # fmt: skip
         states = v_BSHM.new_empty(rows, sizes.chunks, heads, key_width, value_width)
         d_BSHM = u_BSHM  # written values replace u, which no other program reads
@@ -209,6 +210,7 @@ class _DeltaRule(torch.autograd.Function):
 
 def _of_key_heads(x_BSHN: Tensor, sizes: _Sizes, dtype: torch.dtype) -> Tensor:
     """Sums over the value heads of each key head."""
-    if sizes.heads == sizes.key_heads:
-        return x_BSHN.to(dtype)
-    return x_BSHN.unflatten(2, (sizes.key_heads, -1)).sum(3, dtype=torch.float32).to(dtype)
+    shared = x_BSHN.unflatten(2, (sizes.key_heads, -1)).unbind(3)
+    if len(shared) == 2:  # as in Qwen3-Next; several times as fast as torch's sum
+        return shared[0] + shared[1]
+    return torch.stack(shared).sum(0, dtype=torch.float32).to(dtype) if len(shared) > 1 else shared[0]

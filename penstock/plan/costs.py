@@ -50,7 +50,7 @@ class RoutedRows:
         ranks: that share the experts of a layer.
         rows: that the fullest rank's experts get.
         imbalance: `rows` over the even share.
-        is_clamped: experts have gpt-oss's activation.
+        is_clamped: experts have a clamped activation.
     """
 
     traffic: TokenTraffic
@@ -305,7 +305,7 @@ class OpCosts:
         rows, positions, _, width = operator.shapes[0]  # of keys, or queries
         with_states = next((shape for shape in operator.shapes if len(shape) == 5), None)
         if with_states is None:
-            heads, value_width = operator.shapes[1 if operator.name == "delta_system_kernel" else -1][2:]
+            heads, value_width = operator.shapes[-1 if operator.name == "delta_local_backward_kernel" else 1][2:]
         else:
             heads, value_width = with_states[2], with_states[4]
         of_chunk = CHUNK * CHUNK * pairs_of(width, value_width) + states * CHUNK * width * value_width
@@ -434,8 +434,8 @@ _BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyTy
         "delta_output_kernel": (lambda width, values: width + values, 1),
         "delta_local_backward_kernel": (lambda width, values: width + values, 0),
         "delta_state_backward_kernel": (lambda width, values: 0, 3),
-        "delta_read_backward_kernel": (lambda width, values: 3 * width + values, 2),
-        "delta_write_backward_kernel": (lambda width, values: 5 * width + 2 * values + 2 * CHUNK, 1),
+        "delta_read_backward_kernel": (lambda width, values: 2 * width + values, 3),
+        "delta_write_backward_kernel": (lambda width, values: 4 * width + 2 * values + 2 * CHUNK, 0),
     }
 )
 """Kernels of linear attention: the sum of depths and widths of products with J x J pairs, by the widths of keys and
