@@ -148,6 +148,7 @@ def _model(draw: _Draw) -> None:
         draw.facts["mtp"] = draw.any(1, 1, 2)
         draw.add(f"model.mtp_layers={draw.facts['mtp']}")
     draw.maybe(0.15, "model.tie_word_embeddings=true")
+    draw.maybe(0.15, "model.hidden_act=relu2")
     draw.maybe(0.1, "model.zero_centred_norms=true")
     draw.maybe(0.25, "data.document_mask=true")
     draw.maybe(0.3, "training.z_loss_coef=0.001")
@@ -172,6 +173,8 @@ def _attention(draw: _Draw, layers: int) -> None:
         if has_query and draw.chance(0.25):
             draw.facts["indexer"] = 1
             draw.add("model.attention.indexer={index_n_heads=2, index_head_dim=8, index_topk=6}")
+        else:
+            draw.maybe(0.2, "model.attention.sinks=true")
         return
     heads = draw.any(1, 2, 4)
     draw.add(
@@ -225,7 +228,11 @@ def _experts(draw: _Draw, layers: int) -> None:
     draw.maybe(0.2, "model.moe.router.routed_scaling_factor=2.5")
     draw.maybe(0.15, "model.moe.router.logit_bias=true")
     draw.maybe(0.15, "model.moe.router.apply_probs_on_input=true") or draw.maybe(0.2, "model.moe.bias=true")
-    draw.maybe(0.15, "model.moe.clamped={alpha=1.702, limit=0.5}")
+    if draw.chance(0.2):
+        offset = draw.any(0, 1)
+        draw.add(f"model.moe.clamped={{alpha=1.702, limit=0.5, up_offset={offset}}}")
+        draw.maybe(0.5, "model.moe.clamp_shared=true")
+    draw.maybe(0.15, "model.moe.router.num_hash_layers=1")
     _balance(draw, has_bias=has_bias and not groups and top_k < experts)
 
 
