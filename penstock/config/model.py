@@ -237,7 +237,7 @@ class ClampedSwiglu(Section):
 
     alpha: float = knob(1.702, doc="Factor inside the sigmoid; 1 makes it SwiGLU's (DeepSeek-V4).", low=0.0)
     limit: float = knob(7.0, doc="Gate is at most this, up at most this and at least its negative.", low=0.0)
-    up_offset: float = knob(1.0, doc="Added to up after it is clamped; 0 for DeepSeek-V4.")
+    up_offset: float = knob(1.0, doc="Added to up after it is clamped; 0 for DeepSeek-V4.", low=0.0)
 
 
 class Moe(Section):
