@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from penstock.base.errors import PenstockError
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
+from penstock.config.model import LatentAttention
 from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
 
 PRESET = "debug"
@@ -93,6 +94,16 @@ def with_another_clamp(composition: Composition) -> Composition | None:
         return None
     limit = (f"model.moe.clamped.limit={moe.clamped.limit * 1.001:.6g}",)
     return Composition(composition.ranks, (*composition.settings, limit))
+
+
+def with_all_keys(composition: Composition) -> Composition | None:
+    """The composition with an indexer that chooses every key; None if there is no indexer."""
+    run = load_run(PRESET, BASE + composition.overrides)
+    attention = run.model.attention
+    if not isinstance(attention, LatentAttention) or attention.indexer is None:
+        return None
+    every = (f"model.attention.indexer.index_topk={run.training.sequence_length}",)
+    return Composition(composition.ranks, (*composition.settings, every))
 
 
 def draw(seed: int, number: int) -> Composition:

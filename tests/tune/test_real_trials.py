@@ -52,7 +52,7 @@ def trials(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Re
     starter = folder / "python"
     starter.write_text(f'#!/bin/sh\nshift 2\nexec python3 {program} "$@"\n', encoding="utf-8")
     starter.chmod(0o755)
-    monkeypatch.setattr("penstock.tune.trial.sys.executable", f"{starter}")
+    monkeypatch.setattr("penstock.tune.trial_ranks.sys.executable", f"{starter}")
     base = Trial(name="", target="x", overrides=overrides, processes=1, warm_up=2, folder=folder / "trials")
     return RealTrials(base, first_limit=20.0, least_limit=20.0)
 
@@ -157,6 +157,19 @@ def test_a_trial_of_whole_steps_makes_few_of_them(watched: Callable[[TrialLimits
     one = watched(replace(limits(), most_steps=3))
     assert one.after(60.0, 2) is None
     assert one.after(60.0, 1) == ""
+
+
+def test_a_trial_ends_when_its_time_is_known(watched: Callable[[TrialLimits], Watched]) -> None:
+    even = watched(replace(limits(), sure_error=0.002))
+    assert even.after(9.0, 4 + 4) is None, "four timed steps"
+    assert even.after(1.0, 1) == ""
+    assert (even.watch.kind, even.watch.has_stopped) == ("ran", False)
+
+
+def test_a_trial_whose_steps_scatter_makes_all_of_them(watched: Callable[[TrialLimits], Watched]) -> None:
+    uneven = watched(replace(limits(), sure_error=0.002))
+    assert uneven.after(9.0, 8) is None
+    assert uneven.after(1.0, 2, told=1.1) is None
 
 
 def test_a_short_step_overrides_the_rows_of_a_candidate() -> None:
