@@ -26,6 +26,7 @@ from penstock.kernels.language import ceil_div, power_of_two
 from penstock.kernels.launching import on_gpu, start_kernel
 from penstock.kernels.tuning import target_of
 
+APART = True
 INVERTED = 16  # side of the blocks of a triangular matrix that are inverted row by row
 LEAST = 16  # sides of a product on matrix units
 
@@ -197,7 +198,7 @@ class _DeltaRule(torch.autograd.Function):
         start_kernel(
             delta_read_backward_kernel, sizes.of_chunks,
             q_BSGN, k_BSGN, c_BSH, carried_BSH, kept_BSH, documents_BS, states, d_BSHM, do_BSHM, dstates, dd_BSHM,
-            dq_BSHN, dk_BSHN, dw_BSHN, dc_BSH, positions, chunks, **sizes.launch("read backward"),
+            dq_BSHN, dk_BSHN, dw_BSHN, dc_BSH, positions, chunks, **sizes.launch("read backward"), APART=APART,
         )  # fmt: skip
         start_kernel(
             delta_write_backward_kernel, sizes.of_chunks,

@@ -53,6 +53,8 @@ class Operators:
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     delta_rule: Callable[..., Tensor]
     short_convolution: Callable[..., Tensor]
+    unit_length: Callable[..., Tensor]
+    gated_norm: Callable[..., Tensor]
     mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     mla_heads_is_fused: bool  # the 8-bit kernel, which also quantizes gradients, may replace `mla_heads`
 
@@ -195,6 +197,8 @@ REFERENCE = Operators(
     rotate=reference.rotate,
     delta_rule=delta_rule.recurrent_delta_rule,
     short_convolution=delta_rule.short_convolution,
+    unit_length=delta_rule.unit_length,
+    gated_norm=delta_rule.gated_norm,
     mla_heads=reference.mla_heads,
     mla_heads_is_fused=False,
 )

@@ -9,8 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.base.errors import KernelError
+from penstock.kernels import head_norms
 from penstock.kernels import short_convolution as kernels
-from penstock.kernels.delta_rule import chunked_delta_rule, recurrent_delta_rule, short_convolution, unit_length
+from penstock.kernels.delta_rule import (
+    chunked_delta_rule,
+    gated_norm,
+    recurrent_delta_rule,
+    short_convolution,
+    unit_length,
+)
 from penstock.kernels.delta_rule_launches import delta_rule
 from tests.closeness import assert_close, assert_equal
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
@@ -103,6 +110,21 @@ def test_a_convolution_is_torchs_with_padding_in_front() -> None:
     assert_equal(short_convolution(x_BSD[:, :2], weight_DJ), short_convolution(x_BSD, weight_DJ)[:, :2])  # a short row
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [6, 16])
+def test_norms_of_heads_equal_the_definition(width: int, dtype: torch.dtype, device: torch.device) -> None:
+    o_BSHM, gate_BSHM = (torch.randn(2, 150, 4, width, device=device, dtype=dtype) for _ in range(2))
+    weight_M = torch.randn(width, device=device, dtype=dtype)
+    assert_parity(lambda x: head_norms.unit_length(x, 0.3), lambda x: unit_length(x, 0.3), [o_BSHM])
+    for is_silu in (True, False):
+        how = {"epsilon": 1e-6, "is_silu": is_silu}
+        assert_parity(
+            lambda *x, how=how: head_norms.gated_norm(*x, **how),
+            lambda *x, how=how: gated_norm(*x, **how),
+            [o_BSHM, gate_BSHM, weight_M],
+        )
+
+
 def test_unit_length_survives_zeros() -> None:
     x_BSHN = torch.zeros(1, 1, 1, 4, requires_grad=True)
     unit_length(x_BSHN).sum().backward()
@@ -168,9 +190,11 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
             o_BSHM.backward(torch.empty_like(o_BSHM))
         y_BSD = kernels.short_convolution(v.flatten(2), on_meta(4096, 4).requires_grad_(), documents_BS)
         y_BSD.backward(torch.empty_like(y_BSD))
+        y_BSHM = head_norms.gated_norm(head_norms.unit_length(v), v, on_meta(128).requires_grad_(), 1e-6, is_silu=True)
+        y_BSHM.backward(torch.empty_like(y_BSHM))
 
     compiled = compile_without_spills(target, both_passes)
-    assert len(compiled) == 10
+    assert len(compiled) == 14
     assert all(one.matrix_instructions for one in compiled[:7])
 
 
