@@ -75,7 +75,7 @@ def composition_of(ranks: int, overrides: Sequence[str]) -> Composition:
 
 
 def refusal(composition: Composition) -> str | None:
-    """The line with which rules refuse a composition, or why it is no equal of one process; else None."""
+    """The line with which rules refuse a composition, or why it need not equal one process; else None."""
     try:
         run = load_run(PRESET, BASE + composition.overrides)
         grid = grid_of(run, composition.ranks)
@@ -84,6 +84,10 @@ def refusal(composition: Composition) -> str | None:
     balance = None if run.model.moe is None else run.model.moe.balance
     if balance is not None and balance.aux_loss == "global-batch" and balance.aux_loss_coef and grid.data > 1:
         return "model.moe.balance.aux_loss global-batch depends on the number of data-parallel ranks by definition"
+    cut = [grid.tensor] if run.float8.dense != "none" else []
+    cut += [grid.expert_tensor] if run.float8.experts != "none" else []
+    if max(cut, default=1) > 1:
+        return "tensor parallelism cuts the blocks that float8 quantizes, in rows as short as these"
     return None
 
 
@@ -172,6 +176,17 @@ def _model(draw: _Draw) -> None:
         draw.add("training.global_batch=8")
     if draw.maybe(0.1, "training.precision=bf16"):
         draw.maybe(0.3, "optimizer.store_param_remainders=true")
+    _formats(draw, is_dense=is_dense)
+
+
+def _formats(draw: _Draw, *, is_dense: bool) -> None:
+    """Formats of products and moments, or Muon, whose step would enlarge their rounding."""
+    is_low = draw.maybe(0.05, f"optimizer.moment_dtype={draw.word('bf16', 'int8')}")
+    is_low |= draw.maybe(0.04, "float8.dense=blockwise")
+    is_low |= not is_dense and draw.maybe(0.04, "float8.experts=blockwise")
+    if not is_low and ("training.precision=bf16",) not in draw.settings and draw.chance(0.08):
+        draw.add("optimizer.method=muon", "optimizer.muon.precision=fp32")
+        draw.maybe(0.3, "optimizer.muon.qk_clip=0.05")
 
 
 def _attention(draw: _Draw, layers: int) -> None:
