@@ -258,7 +258,7 @@ def delta_read_backward_kernel(
     q_ptr, k_ptr, c_ptr, carried_ptr, kept_ptr, documents_ptr, states_ptr, d_ptr, do_ptr, dstates_ptr, dd_ptr, dq_ptr,
     dk_ptr, dw_ptr, dc_ptr, positions, chunks,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, APART: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a head: dq, dw, and parts of dk and dc: those through o and through the state behind the chunk."""
     first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
@@ -288,16 +288,6 @@ def delta_read_backward_kernel(
         dk_JN = tl.zeros([J, BLOCK_N], tl.float32)
         dw_JN = tl.zeros([J, BLOCK_N], tl.float32)
         dkept_N = tl.zeros([BLOCK_N], tl.float32)
-        if APART:
-            for start in range(0, M, BLOCK_M):
-                column_M = start + tl.arange(0, BLOCK_M)
-                is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
-                place_NM = column_N[:, None] * M + column_M[None, :]
-                state_ptrs = _state(states_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
-                dstate_ptrs = _state(dstates_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
-                state_NM = tl.load(state_ptrs, mask=is_state, other=0.0)
-                dstate_NM = tl.load(dstate_ptrs, mask=is_state, other=0.0)
-                dkept_N += tl.sum(state_NM.to(tl.float32) * dstate_NM.to(tl.float32), 1)
         for start in range(0, M, BLOCK_M):
             column_M = start + tl.arange(0, BLOCK_M)
             is_value = inside_J[:, None] & (column_M < M)[None, :]
@@ -313,8 +303,7 @@ def delta_read_backward_kernel(
             dq_JN += _dot(do_JM, tl.trans(state_NM), dtype)
             dk_JN += _dot(d_JM, tl.trans(dstate_NM), dtype)
             dw_JN += _dot(dd_JM, tl.trans(state_NM), dtype)
-            if not APART:
-                dkept_N += tl.sum(state_NM.to(tl.float32) * dstate_NM.to(tl.float32), 1)
+            dkept_N += tl.sum(state_NM.to(tl.float32) * dstate_NM.to(tl.float32), 1)
         tl.store(_rows(dw_ptr, H, head, row, first, positions, J, N) + column_N, (-dw_JN).to(dtype), mask=is_key)
         q_JN = tl.load(_rows(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
         k_JN = tl.load(_rows(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)

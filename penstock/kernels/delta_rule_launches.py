@@ -26,8 +26,8 @@ from penstock.kernels.language import ceil_div, power_of_two
 from penstock.kernels.launching import on_gpu, start_kernel
 from penstock.kernels.tuning import target_of
 
-APART = True
-INVERTED = 16  # side of the blocks of a triangular matrix that are inverted row by row
+INVERTED = 8  # side of the blocks of a triangular matrix that are inverted row by row
+FEW_HEADS = 64  # of all rows; below, a kernel over the chunks of a row has too few programs
 LEAST = 16  # sides of a product on matrix units
 
 
@@ -40,26 +40,27 @@ class _Launch(NamedTuple):
     key_block: int = 256  # key features; kernels that hold a state hold all of them
 
 
-# A kernel over all chunks of a row has programs of few features, which fill the chip.
-_LAUNCHES = {
-    "nvidia": {
-        "system": _Launch(64, 4),
-        "state": _Launch(32, 4),
-        "output": _Launch(64, 4),
-        "local backward": _Launch(64, 4),
-        "state backward": _Launch(32, 4),
-        "read backward": _Launch(64, 4, 1, 64),
-        "write backward": _Launch(64, 4, 1, 64),
-    },
-    "amd": {
-        "system": _Launch(64, 4),
-        "state": _Launch(32, 4),
-        "output": _Launch(64, 4),
-        "local backward": _Launch(64, 4),
-        "state backward": _Launch(32, 4),
-        "read backward": _Launch(64, 4, 1, 64),
-        "write backward": _Launch(64, 4, 1, 64),
-    },
+_OF_ALL = {
+    "system": _Launch(64, 4),
+    "state": _Launch(32, 4),
+    "output": _Launch(64, 4),
+    "local backward": _Launch(64, 4),
+    "state backward": _Launch(32, 4),
+    "read backward": _Launch(64, 4, 1, 64),
+    "write backward": _Launch(128, 4, 1, 64),
+}
+# benchmarks/results/delta-rule-h200.json has those that were tried. Triton 3.6 gives the kernels over all chunks of a
+# row wrong results with one stage, and the read kernel slightly different ones with two.
+_OF_HOPPER = {
+    "system": _Launch(64, 4),
+    "state": _Launch(64, 4),
+    "state of few heads": _Launch(32, 4, 4),
+    "output": _Launch(64, 4, 1),
+    "local backward": _Launch(128, 4, 1),
+    "state backward": _Launch(64, 4),
+    "state backward of few heads": _Launch(32, 4, 3),
+    "read backward": _Launch(64, 8, 1, 128),
+    "write backward": _Launch(128, 4, 1, 64),
 }
 
 
@@ -73,7 +74,7 @@ class _Sizes(NamedTuple):
     key_width: int
     value_width: int
     chunk: int
-    is_amd: bool
+    target: str
 
     @property
     def chunks(self) -> int:
@@ -81,7 +82,10 @@ class _Sizes(NamedTuple):
 
     def launch(self, part: str) -> dict[str, int]:
         """Constants, warps and stages of a kernel."""
-        launch = _LAUNCHES["amd" if self.is_amd else "nvidia"][part]
+        launches = _OF_HOPPER if self.target == "sm_90" else _OF_ALL
+        launch = launches[part]
+        if self.rows * self.heads < FEW_HEADS:  # narrower programs fill the chip
+            launch = launches.get(f"{part} of few heads", launch)
         return {
             "G": self.key_heads,
             "H": self.heads,
@@ -145,8 +149,8 @@ class _DeltaRule(torch.autograd.Function):
         g_BSH, beta_BSH = (one.float().contiguous() for one in (g_BSH, beta_BSH))
         documents_BS = None if documents_BS is None else documents_BS.contiguous()
         (rows, positions, heads, value_width), (*_, key_heads, key_width) = v_BSHM.shape, q_BSGN.shape
-        is_amd = target_of(v_BSHM.device).startswith("gfx")
-        sizes = _Sizes(rows, positions, key_heads, heads, key_width, value_width, chunk, is_amd)
+        target = target_of(v_BSHM.device)
+        sizes = _Sizes(rows, positions, key_heads, heads, key_width, value_width, chunk, target)
         c_BSH, carried_BSH, kept_BSH = (torch.empty_like(g_BSH) for _ in range(3))
         u_BSHM = torch.empty_like(v_BSHM)
         t_BSHJ, w_BSHN = (v_BSHM.new_empty(rows, positions, heads, width) for width in (chunk, key_width))
@@ -198,7 +202,7 @@ class _DeltaRule(torch.autograd.Function):
         start_kernel(
             delta_read_backward_kernel, sizes.of_chunks,
             q_BSGN, k_BSGN, c_BSH, carried_BSH, kept_BSH, documents_BS, states, d_BSHM, do_BSHM, dstates, dd_BSHM,
-            dq_BSHN, dk_BSHN, dw_BSHN, dc_BSH, positions, chunks, **sizes.launch("read backward"), APART=APART,
+            dq_BSHN, dk_BSHN, dw_BSHN, dc_BSH, positions, chunks, **sizes.launch("read backward"),
         )  # fmt: skip
         start_kernel(
             delta_write_backward_kernel, sizes.of_chunks,
