@@ -10,7 +10,7 @@ counting them, a tensor with a row for each slot counts by the expected rows. `_
 each tensor exactly once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -188,6 +188,8 @@ class OpCosts:
             return self._float8_matrices(operator)
         if name in _BY_CHUNKS:
             return OpCost(self._by_chunks(operator), "attention")
+        if name in _OF_CHOSEN:
+            return OpCost(self._of_chosen(operator), "attention")
         if name == "largest_logits_kernel":
             return OpCost(self._logits(operator), "attention")
         if name.startswith("_scaled_dot_product") and name != "_scaled_dot_product_attention_math":
@@ -312,6 +314,16 @@ class OpCosts:
         flops = 2.0 * rows * heads * -(-positions // CHUNK) * of_chunk
         direction: Pass = "backward" if "backward" in operator.name else "forward"
         return self._rates.by_chunks(direction, flops, self._bytes(operator), _DTYPES[operator.itemsize]).seconds
+
+    def _of_chosen(self, operator: RecordedOp) -> float:
+        """A kernel of sparse attention, whose queries choose as many keys as there are, or have all before them."""
+        of_pairs, keys = _OF_CHOSEN[operator.name]
+        flops = 2.0 * of_pairs(operator.shapes)
+        if keys is not None:
+            _, positions, top_k = operator.shapes[keys]
+            flops *= 1 - top_k / (2 * positions) if top_k < positions else positions / (2 * top_k)
+        direction: Pass = "backward" if "backward" in operator.name else "forward"
+        return self._rates.by_chunks(direction, flops, 0.0, _DTYPES[operator.itemsize]).seconds
 
     def _send(self, operator: RecordedOp) -> float:
         """A kernel that writes rows into other ranks' memory, or the wait for its counterpart."""
@@ -440,6 +452,20 @@ _BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyTy
 )
 """Kernels of linear attention: the sum of depths and widths of products with J x J pairs, by the widths of keys and
 values, and the number of products with a state."""
+
+_OF_CHOSEN: Mapping[str, tuple[Callable[[Sequence[Sequence[int]]], int], int | None]] = MappingProxyType(
+    {
+        "sparse_forward_kernel": (lambda shapes: prod(shapes[4]) * shapes[0][0] * (2 * shapes[0][3] + shapes[1][3]), 4),
+        "sparse_score_backward_kernel": (lambda shapes: prod(shapes[9]) * (2 * shapes[0][3] + shapes[1][3]), 4),
+        "sparse_query_backward_kernel": (lambda shapes: prod(shapes[0]) * shapes[1][2], 2),
+        # With values two products, else one.
+        "sparse_key_backward_kernel": (lambda shapes: prod(shapes[-2]) * shapes[-1][2] * (len(shapes) - 5), -5),
+        "index_scores_kernel": (lambda shapes: prod(shapes[4]) * prod(shapes[0][2:]), None),
+        "index_backward_kernel": (lambda shapes: 4 * shapes[5][0] * shapes[5][2] * prod(shapes[0][2:]), 3),
+    }
+)
+"""Kernels of sparse attention: multiplications of all pairs of a query and a chosen key, by the shapes of the tensors;
+the place of the keys' numbers among these."""
 
 _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 """Kernels that multiply the rows of experts by their matrices."""
