@@ -1,6 +1,7 @@
 """The kernels of the lightning indexer; `penstock.kernels.sparse_attention` has the definitions.
 
     index_scores_kernel    some queries and keys: scores of all keys, -inf where a query does not see a key
+    choose_keys_kernel     per query: the keys with the highest scores
     index_backward_kernel  per query: gradients of the loss over its chosen keys
 
 A query at position s sees the keys from the first position of its document to s.
@@ -41,6 +42,67 @@ def index_scores_kernel(
         score_KQ = tl.where(is_seen, score_KQ, float("-inf"))
         score_ptrs = scores_ptr + local_Q[None, :].to(tl.int64) * keys + key_K[:, None]
         tl.store(score_ptrs, score_KQ, mask=is_Q[None, :] & (key_K < keys)[:, None])
+
+
+@triton.jit
+def _ordered(score):
+    """Integers in the order of float32 numbers: those of negative ones have all bits but the sign inverted."""
+    bits = score.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def choose_keys_kernel(
+    scores_ptr, firsts_ptr, keys_ptr, positions, first_query, queries, keys,
+    K: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Numbers of the K best keys of a query in ascending order, or of all that it sees; -1 after the last one.
+
+    The K-th highest score is found by halving an interval of integers in the order of scores, and counting those above
+    its middle: the first BLOCK keys in registers, the others, PART at a time, in memory. Of equal scores the first
+    keys are chosen. Scores [3, 1, 3, 2, 3] and K = 2 choose keys 0 and 2.
+    """
+    row, local = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    query = first_query + local
+    first = tl.load(firsts_ptr + row * positions + query)
+    count = query - first + 1
+    scores_ptr += (row * queries + local) * keys + first
+    keys_ptr += (row * positions + query) * K
+    slot_P = tl.arange(0, PART)
+    if count <= K:
+        for start in range(0, K, PART):
+            number_P = tl.where(start + slot_P < count, first + start + slot_P, -1)
+            tl.store(keys_ptr + start + slot_P, number_P, mask=start + slot_P < K)
+    else:
+        slot_B = tl.arange(0, BLOCK)
+        held_B = _ordered(tl.load(scores_ptr + slot_B, mask=slot_B < count, other=float("-inf")))
+        high = tl.max(held_B, 0)
+        for start in range(BLOCK, count, PART):
+            score_P = tl.load(scores_ptr + start + slot_P, mask=start + slot_P < count, other=float("-inf"))
+            high = tl.maximum(high, tl.max(_ordered(score_P), 0))
+        # At least K are low or above, fewer than K are high or above.
+        low, high = tl.full([], -2139095040, tl.int64), high.to(tl.int64) + 1  # low is next to that of -inf
+        at_low, at_high = count, tl.full([], 0, tl.int32)
+        while (high - low > 1) & (at_low != K):
+            middle = (low + high) // 2
+            at_middle = tl.sum((held_B >= middle).to(tl.int32), 0)
+            for start in range(BLOCK, count, PART):
+                score_P = tl.load(scores_ptr + start + slot_P, mask=start + slot_P < count, other=float("-inf"))
+                at_middle += tl.sum((_ordered(score_P) >= middle).to(tl.int32), 0)
+            is_low = at_middle >= K
+            low, high = tl.where(is_low, middle, low), tl.where(is_low, high, middle)
+            at_low, at_high = tl.where(is_low, at_middle, at_low), tl.where(is_low, at_high, at_middle)
+        equals = tl.where(at_low == K, count, K - at_high)  # how many of those equal to low are chosen
+        before, equals_before = 0, 0
+        for start in range(0, count, PART):
+            score_P = tl.load(scores_ptr + start + slot_P, mask=start + slot_P < count, other=float("-inf"))
+            number_P = _ordered(score_P)
+            is_equal_P = (number_P == low).to(tl.int32)
+            is_best_P = (number_P > low) | ((is_equal_P > 0) & (equals_before + tl.cumsum(is_equal_P, 0) <= equals))
+            place_P = before + tl.cumsum(is_best_P.to(tl.int32), 0) - 1
+            tl.store(keys_ptr + place_P, first + start + slot_P, mask=is_best_P)
+            before += tl.sum(is_best_P.to(tl.int32), 0)
+            equals_before += tl.sum(is_equal_P, 0)
 
 
 @triton.jit

@@ -77,14 +77,15 @@ def index_loss(scores_BSS: Tensor, mass_BSS: Tensor, keys_BSS: Tensor) -> Tensor
 def choose_keys(q_BSGN: Tensor, k_BSN: Tensor, weights_BSG: Tensor, first_BS: Tensor, top_k: int) -> Tensor:
     """Int32 B x S x top_k: keys with the highest scores from the query's `first_BS` to itself, -1 where they are fewer.
 
-    Scores [3, 1, 2] of the keys that the last of three queries sees and top_k = 2 choose keys 0 and 2.
+    They ascend; of equal scores the first keys are chosen. Scores [3, 1, 3, 2, 3] of the keys that a query sees and
+    top_k = 2 choose keys 0 and 2.
     """
     allowed_BSS = between(first_BS)
-    keys_BSS = best_keys(index_scores(q_BSGN, k_BSN, weights_BSG), allowed_BSS, top_k)
-    position_S = torch.arange(keys_BSS.shape[-1], device=keys_BSS.device)
-    numbers_BSS = torch.where(keys_BSS, position_S, len(position_S)).sort(-1).values[..., :top_k]
-    numbers_BSK = F.pad(numbers_BSS, (0, top_k - numbers_BSS.shape[-1]), value=len(position_S))
-    return numbers_BSK.masked_fill(numbers_BSK == len(position_S), -1).int()
+    scores_BSS = index_scores(q_BSGN, k_BSN, weights_BSG).masked_fill(~allowed_BSS, float("-inf"))
+    best_BSK = scores_BSS.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    none = scores_BSS.shape[-1]
+    numbers_BSK = torch.where(allowed_BSS.gather(-1, best_BSK), best_BSK, none).sort(-1).values
+    return F.pad(numbers_BSK.masked_fill(numbers_BSK == none, -1), (0, top_k - numbers_BSK.shape[-1]), value=-1).int()
 
 
 def between(first_BS: Tensor, queries: slice = slice(None)) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.gluon.support import obstacle
-from penstock.kernels.index_kernels import index_backward_kernel, index_scores_kernel
+from penstock.kernels.index_kernels import choose_keys_kernel, index_backward_kernel, index_scores_kernel
 from penstock.kernels.language import ceil_div, power_of_two
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.sparse_attention import IndexLoss
@@ -28,9 +28,13 @@ from penstock.kernels.sparse_attention_kernels import (
 from penstock.kernels.tuning import INTERPRETER, KernelLaunch, target_of
 
 if obstacle("sm_90") is None:
-    from penstock.kernels.gluon.sparse_attention import sparse_forward_hopper_kernel
+    from penstock.kernels.gluon.sparse_attention import (
+        sparse_forward_hopper_kernel,
+        sparse_score_backward_hopper_kernel,
+    )
 
 LEAST = 16  # sides of a product on matrix units
+PART = 4096  # scores that a program reads at a time
 SCORE_BYTES = 1 << 30  # of the scores that exist at once
 PAIR_BYTES = 1 << 30  # of the probabilities and gradients of scores that exist at once
 
@@ -44,6 +48,7 @@ class SparseLaunches:
     queries: KernelLaunch
     keys: KernelLaunch
     index: KernelLaunch
+    choice: KernelLaunch
     index_backward: KernelLaunch
 
 
@@ -53,6 +58,7 @@ _HOPPER = SparseLaunches(
     queries=KernelLaunch(block_rows=128, block_columns=64, block_depth=256, warps=8, stages=3),
     keys=KernelLaunch(block_rows=128, block_columns=64, block_depth=128, warps=4, stages=2),
     index=KernelLaunch(block_rows=128, block_columns=128, warps=4, stages=2),
+    choice=KernelLaunch(block_rows=1, block_columns=32768, warps=16),
     index_backward=KernelLaunch(block_rows=64, block_columns=64, warps=8, stages=2),
 )
 _BLACKWELL = replace(
@@ -66,6 +72,7 @@ _SMALL = SparseLaunches(
     queries=KernelLaunch(block_rows=64, block_columns=32, block_depth=128, warps=4, stages=1),
     keys=KernelLaunch(block_rows=32, block_columns=32, block_depth=64, warps=4, stages=1),
     index=KernelLaunch(block_rows=64, block_columns=64, warps=4, stages=1),
+    choice=KernelLaunch(block_rows=1, block_columns=8192, warps=8),
     index_backward=KernelLaunch(block_rows=64, block_columns=32, warps=4, stages=1),
 )
 
@@ -118,7 +125,7 @@ def choose_keys(q_BSGN: Tensor, k_BSN: Tensor, weights_BSG: Tensor, first_BS: Te
     """`penstock.kernels.sparse_attention.choose_keys`; scores of one chunk of queries exist at a time."""
     (rows, positions, heads, width), launch = q_BSGN.shape, launches_for(q_BSGN.device).index
     q_BSGN, k_BSN, weights_BSG = q_BSGN.contiguous(), k_BSN.contiguous(), weights_BSG.float().contiguous()
-    keys_BSK = torch.full((rows, positions, top_k), -1, dtype=torch.int32, device=q_BSGN.device)
+    keys_BSK = torch.empty(rows, positions, top_k, dtype=torch.int32, device=q_BSGN.device)
     block_heads = power_of_two(heads)
     together = max(1, launch.block_rows // block_heads)
     chunk = max(together, min(positions, SCORE_BYTES // (4 * rows * positions)))
@@ -134,8 +141,11 @@ def choose_keys(q_BSGN: Tensor, k_BSN: Tensor, weights_BSG: Tensor, first_BS: Te
             G=heads, N=width, BLOCK_G=block_heads, BLOCK_N=max(LEAST, power_of_two(width)), QUERIES=together,
             BLOCK_K=launch.block_columns, BLOCKS=blocks, STAGES=launch.stages, num_warps=launch.warps,
         )  # fmt: skip
-        best = scores_BQS.topk(min(top_k, seen), dim=-1)  # sorted: keys that a query does not see come last
-        keys_BSK[:, first:seen, : best.indices.shape[-1]] = best.indices.masked_fill(best.values == float("-inf"), -1)
+        held = min(power_of_two(seen), launches_for(q_BSGN.device).choice.block_columns)
+        start_kernel(
+            choose_keys_kernel, (queries, rows), scores_BQS, first_BS, keys_BSK, positions, first, queries, seen,
+            K=top_k, BLOCK=held, PART=min(held, PART), num_warps=launches_for(q_BSGN.device).choice.warps,
+        )  # fmt: skip
     return keys_BSK
 
 
@@ -202,25 +212,34 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_HBSC: Tensor) -> tuple[Tensor | None, ...]:
-        q_HBSC, q_rope_BSHP, latent_BSC, rope_BSP, keys_BSK, first_BS, *index, o_HBSC, log_sums_BSH = ctx.saved_tensors
+        *inputs, index_q, index_k, weights, o_HBSC, log_sums_BSH = ctx.saved_tensors
+        q_HBSC, q_rope_BSHP, latent_BSC, rope_BSP, keys_BSK, first_BS = inputs
         sizes: _Sizes = ctx.sizes
         launches, do_HBSC = launches_for(q_HBSC.device), do_HBSC.contiguous()
         chunk = max(1, min(sizes.places, PAIR_BYTES // (2 * sizes.heads * sizes.top_k * q_HBSC.itemsize)))
         p_QHK, ds_QHK = q_HBSC.new_empty(2, chunk, sizes.heads, sizes.top_k).unbind()
-        parts = sizes.blocks(launches.scores)
+        is_hoppers = _is_hoppers(sizes, q_HBSC)
+        parts = sizes.heads // 64 if is_hoppers else sizes.blocks(launches.scores)
         mass_QK = torch.empty(chunk, parts, sizes.top_k, dtype=torch.float32, device=q_HBSC.device)
         dq_HBSC, dq_rope_BSHP = torch.empty_like(q_HBSC), torch.empty_like(q_rope_BSHP)
         dlatent_BSC, drope_BSP = (torch.zeros_like(one, dtype=torch.float32) for one in (latent_BSC, rope_BSP))
-        gradients = None if index[0] is None else _IndexBackward((*index, keys_BSK, first_BS), parts, ctx.factor)
+        of_loss = index_q, index_k, weights, keys_BSK, first_BS
+        gradients = None if index_q is None else _IndexBackward(of_loss, parts, ctx.factor)
         by_head, by_place = (1, sizes.places), (sizes.heads, 1)  # steps of a place and of a head, in rows
         for first in range(0, sizes.places, chunk):
             queries = min(chunk, sizes.places - first)
             p_QHK, ds_QHK, mass_QK = p_QHK[:queries], ds_QHK[:queries], mass_QK[:queries]
-            start_kernel(
-                sparse_score_backward_kernel, (queries * parts,),
-                q_HBSC, q_rope_BSHP, latent_BSC, rope_BSP, keys_BSK, first_BS, o_HBSC, log_sums_BSH, do_HBSC, p_QHK,
-                ds_QHK, mass_QK, sizes.places, sizes.positions, first, ctx.scale, **sizes.constants(launches.scores),
-            )  # fmt: skip
+            tensors = (*inputs, o_HBSC, log_sums_BSH, do_HBSC, p_QHK, ds_QHK, mass_QK)
+            if is_hoppers:
+                start_kernel(
+                    sparse_score_backward_hopper_kernel, (queries * parts,), *tensors, q_HBSC.stride(0),
+                    sizes.positions, first, ctx.scale, H=sizes.heads, K=sizes.top_k, num_warps=8,
+                )  # fmt: skip
+            else:
+                start_kernel(
+                    sparse_score_backward_kernel, (queries * parts,), *tensors, sizes.places, sizes.positions, first,
+                    ctx.scale, **sizes.constants(launches.scores),
+                )  # fmt: skip
             for rows, dq, steps in ((latent_BSC, dq_HBSC, by_head), (rope_BSP, dq_rope_BSHP, by_place)):
                 grid, constants = _by_columns(sizes, rows.shape[-1], launches.queries, queries)
                 start_kernel(
@@ -291,5 +310,6 @@ def _by_columns(
 
 def _is_hoppers(sizes: _Sizes, q_HBSC: Tensor) -> bool:
     """Whether Hopper's own kernel has these widths."""
-    fits = sizes.latent == 512 and sizes.rotary == 64 and sizes.heads % 64 == 0 and q_HBSC.itemsize == 2
+    fits = sizes.latent == 512 and sizes.rotary == 64 and q_HBSC.itemsize == 2
+    fits = fits and sizes.heads % 64 == 0 and sizes.top_k % 64 == 0
     return fits and obstacle(target_of(q_HBSC.device)) is None

@@ -105,5 +105,28 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
             o.backward(torch.empty_like(o))
 
     compiled = compile_without_spills(target, both_passes)
-    assert len(compiled) == 8
-    assert all(one.matrix_instructions for one in compiled)
+    assert len(compiled) == 9
+    assert all(one.matrix_instructions for one in compiled if one.kernel != "choose_keys_kernel")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [64, 48])  # 48: not by Hopper's own kernels
+def test_kernels_at_the_widths_of_a_model_equal_the_definition(heads: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    rows, positions, top_k = 2, 1300, 256
+    inputs = [0.3 * normal(heads, rows, positions, 512), 0.3 * normal(rows, positions, heads, 64)]
+    inputs += [normal(rows, positions, *width) for width in ((512,), (64,), (64, 128), (128,))]
+    inputs.append(0.01 * normal(rows, positions, 64).float())
+    first_BS = torch.zeros(rows, positions, dtype=torch.int32, device="cuda")
+    first_BS[1, 500:] = 500
+    keys_BSK = kernels.choose_keys(*inputs[4:], first_BS, top_k)
+    expected = keys_mask(choose_keys(*inputs[4:], first_BS, top_k))
+    # Sums in another order may swap keys whose scores are nearly equal.
+    assert (keys_mask(keys_BSK) != expected).sum() < 1e-3 * expected.sum()
+    exact = run(sparse_attention, [one.float() for one in inputs], keys_BSK, first_BS, 0.07)
+    for got, expected in zip(run(kernels.sparse_attention, inputs, keys_BSK, first_BS, 0.07), exact, strict=True):
+        assert_close(got.float(), expected, tolerance=1e-2, by="norm")
