@@ -1,6 +1,6 @@
 """The kernels of the lightning indexer; `penstock.kernels.sparse_attention` has the definitions.
 
-    index_scores_kernel    some queries and keys: scores of all keys, -inf where a query does not see a key
+    index_scores_kernel    some queries and keys: scores of the keys that a query sees, and of some that it does not
     choose_keys_kernel     per query: the keys with the highest scores
     index_backward_kernel  per query: gradients of the loss over its chosen keys
 
@@ -16,7 +16,10 @@ def index_scores_kernel(
     G: tl.constexpr, N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Scores of QUERIES queries from `first_query` on, for BLOCKS blocks of keys: rows x `queries` x `keys`."""
+    """Scores of QUERIES queries from `first_query` on, for BLOCKS blocks of keys: rows x `queries` x `keys`.
+
+    Those of blocks that no query of the program sees are not written.
+    """
     row = tl.program_id(2).to(tl.int64)
     local_Q = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     is_Q = local_Q < queries
@@ -27,19 +30,18 @@ def index_scores_kernel(
     number_R = (row * positions + first_query + query_R) * G + head_R
     q_RN = tl.load(q_ptr + number_R[:, None] * N + column_N, mask=is_R[:, None] & (column_N < N)[None, :], other=0.0)
     weight_R = tl.load(weights_ptr + number_R, mask=is_R, other=0.0)
-    query_Q = first_query + local_Q
-    first_Q = tl.load(firsts_ptr + row * positions + query_Q, mask=is_Q, other=positions)
+    first_Q = tl.load(firsts_ptr + row * positions + first_query + local_Q, mask=is_Q, other=positions)
     k_ptr += row * positions * N
     scores_ptr += row * queries * keys
-    for block in tl.range(0, BLOCKS, num_stages=STAGES):
-        key_K = (tl.program_id(1) * BLOCKS + block) * BLOCK_K + slot_K
+    begin = tl.maximum(tl.program_id(1) * BLOCKS, tl.min(first_Q, 0) // BLOCK_K)
+    last = first_query + tl.minimum((tl.program_id(0) + 1) * QUERIES, queries) - 1
+    for block in tl.range(begin, tl.minimum((tl.program_id(1) + 1) * BLOCKS, last // BLOCK_K + 1), num_stages=STAGES):
+        key_K = block * BLOCK_K + slot_K
         is_KN = (key_K < keys)[:, None] & (column_N < N)[None, :]
         k_KN = tl.load(k_ptr + key_K[:, None] * N + column_N, mask=is_KN, other=0.0)
         s_KR = tl.dot(k_KN, tl.trans(q_RN), input_precision="ieee")
         s_KR = tl.maximum(s_KR, 0.0) * weight_R[None, :]
         score_KQ = tl.sum(tl.reshape(s_KR, (BLOCK_K, QUERIES, BLOCK_G)), 2)
-        is_seen = (key_K[:, None] <= query_Q[None, :]) & (key_K[:, None] >= first_Q[None, :])
-        score_KQ = tl.where(is_seen, score_KQ, float("-inf"))
         score_ptrs = scores_ptr + local_Q[None, :].to(tl.int64) * keys + key_K[:, None]
         tl.store(score_ptrs, score_KQ, mask=is_Q[None, :] & (key_K < keys)[:, None])
 

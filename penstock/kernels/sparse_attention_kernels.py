@@ -22,6 +22,19 @@ def _columns(heads: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
+def _part(heads: tl.constexpr, columns: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Of this program: number of the query in the chunk, first column, and heads.
+
+    A query's programs follow each other, so that all but the first find its probabilities in the L2 cache.
+    """
+    across: tl.constexpr = (columns + BLOCK_C - 1) // BLOCK_C
+    down: tl.constexpr = (heads + BLOCK_H - 1) // BLOCK_H
+    part = tl.program_id(0) % (across * down)
+    local = (tl.program_id(0) // (across * down)).to(tl.int64)
+    return local, part % across * BLOCK_C, part // across * BLOCK_H + tl.arange(0, BLOCK_H)
+
+
+@triton.jit
 def _seen(firsts_ptr, place, positions, K: tl.constexpr):
     """Number of keys of a query."""
     return tl.minimum(K, place % positions - tl.load(firsts_ptr + place) + 1).to(tl.int32)
@@ -137,12 +150,11 @@ def sparse_query_backward_kernel(
     BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the gradients of some heads of a query: ds k. The steps are those of rows of C columns of dq."""
-    local, first_column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_C
+    local, first_column, head_H = _part(H, C, BLOCK_H, BLOCK_C)
     place = local + first_place
     count = _seen(firsts_ptr, place, positions, K)
     written = (count + 15) // 16 * 16  # with zeros at the end; a multiple, so that rows are copied 16 bytes at a time
     column_C, slot_K = first_column + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
-    head_H = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_C, is_H = column_C < C, head_H < H
     latent_ptr += place // positions * positions * C
     keys_ptr += place * K
@@ -171,12 +183,11 @@ def sparse_key_backward_kernel(
 
     The steps are those of rows of C columns of q and do.
     """
-    local, first_column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_C
+    local, first_column, head_H = _part(H, C, BLOCK_H, BLOCK_C)
     place = local + first_place
     count = _seen(firsts_ptr, place, positions, K)
     written = (count + 15) // 16 * 16  # with zeros at the end; a multiple, so that rows are copied 16 bytes at a time
     column_C, slot_K = first_column + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
-    head_H = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_C, is_H = column_C < C, head_H < H
     is_HC = is_H[:, None] & is_C[None, :]
     row_H1 = (place * place_step + head_H.to(tl.int64) * head_step)[:, None]

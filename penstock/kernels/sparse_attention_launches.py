@@ -34,6 +34,7 @@ if obstacle("sm_90") is None:
     )
 
 LEAST = 16  # sides of a product on matrix units
+KEYS = 1024  # whose scores a program computes
 PART = 4096  # scores that a program reads at a time
 SCORE_BYTES = 1 << 30  # of the scores that exist at once
 PAIR_BYTES = 1 << 30  # of the probabilities and gradients of scores that exist at once
@@ -56,15 +57,15 @@ _HOPPER = SparseLaunches(
     forward=KernelLaunch(block_rows=64, block_columns=64, warps=8, stages=2),
     scores=KernelLaunch(block_rows=64, block_columns=32, warps=4, stages=2),
     queries=KernelLaunch(block_rows=128, block_columns=64, block_depth=256, warps=8, stages=3),
-    keys=KernelLaunch(block_rows=128, block_columns=64, block_depth=128, warps=4, stages=2),
-    index=KernelLaunch(block_rows=128, block_columns=128, warps=4, stages=2),
+    keys=KernelLaunch(block_rows=128, block_columns=64, block_depth=128, warps=4, stages=1),
+    index=KernelLaunch(block_rows=128, block_columns=64, warps=4, stages=3),
     choice=KernelLaunch(block_rows=1, block_columns=32768, warps=16),
-    index_backward=KernelLaunch(block_rows=64, block_columns=64, warps=8, stages=2),
+    index_backward=KernelLaunch(block_rows=64, block_columns=64, warps=4, stages=2),
 )
 _BLACKWELL = replace(
     _HOPPER,
     forward=KernelLaunch(block_rows=64, block_columns=32, warps=8, stages=2),
-    index=KernelLaunch(block_rows=128, block_columns=128, warps=8, stages=2),
+    index_backward=KernelLaunch(block_rows=64, block_columns=64, warps=8, stages=2),
 )
 _SMALL = SparseLaunches(
     forward=KernelLaunch(block_rows=16, block_columns=16, warps=4, stages=1),
@@ -133,7 +134,7 @@ def choose_keys(q_BSGN: Tensor, k_BSN: Tensor, weights_BSG: Tensor, first_BS: Te
         queries = min(chunk, positions - first)
         seen = first + queries
         scores_BQS = weights_BSG.new_empty(rows, queries, seen)
-        blocks = max(1, min(8, ceil_div(seen, launch.block_columns)))
+        blocks = min(KEYS // launch.block_columns, ceil_div(seen, launch.block_columns))
         start_kernel(
             index_scores_kernel,
             (ceil_div(queries, together), ceil_div(seen, launch.block_columns * blocks), rows),
@@ -289,9 +290,7 @@ class _IndexBackward:
         return self.dq_BSGN, self.dk_BSN.to(self.inputs[1].dtype), self.dweights_BSG
 
 
-def _by_columns(
-    sizes: _Sizes, width: int, launch: KernelLaunch, queries: int
-) -> tuple[tuple[int, int, int], dict[str, int]]:
+def _by_columns(sizes: _Sizes, width: int, launch: KernelLaunch, queries: int) -> tuple[tuple[int], dict[str, int]]:
     """Grid and constants of a kernel with a program for some columns of a query's heads."""
     columns = max(LEAST, min(launch.block_depth, power_of_two(width)))
     heads = max(LEAST, min(launch.block_rows, power_of_two(sizes.heads)))
@@ -305,7 +304,7 @@ def _by_columns(
         "STAGES": launch.stages,
         "num_warps": launch.warps,
     }
-    return (queries, ceil_div(width, columns), ceil_div(sizes.heads, heads)), constants
+    return (queries * ceil_div(width, columns) * ceil_div(sizes.heads, heads),), constants
 
 
 def _is_hoppers(sizes: _Sizes, q_HBSC: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.kernels import sparse_attention_launches as kernels
 from penstock.kernels.sparse_attention import IndexLoss, between, choose_keys, keys_mask, sparse_attention
 from tests.closeness import assert_close, assert_equal
-from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
+from tests.kernels.ahead_of_time import TARGETS, compile_launches, on_meta
 
 ROWS, POSITIONS, TOP_K, SCALE = 2, 21, 6, 0.3
 FIRSTS = ([0] * 21, [0] * 5 + [5] * 16)  # the second row has two documents
@@ -82,7 +82,7 @@ def test_the_definition_chooses_the_highest_scores_of_a_document() -> None:
 
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_kernels_compile_without_spills(target: str) -> None:
+def test_the_kernels_compile_with_few_spills(target: str) -> None:
     """With the sizes of DeepSeek-V3.2."""
 
     def both_passes() -> None:
@@ -104,8 +104,12 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
             o = kernels.sparse_attention(q, q_rope, latent, rope, keys_BSK, first_BS, scale=0.1, index=index)
             o.backward(torch.empty_like(o))
 
-    compiled = compile_without_spills(target, both_passes)
+    compiled = compile_launches(target, both_passes)
     assert len(compiled) == 9
+    for one in compiled:
+        # 64 outputs of 512 numbers and their sums in float32 are half of the registers of Hopper and Blackwell.
+        assert one.spills <= 128 * target.startswith("sm_"), one.summary
+        assert one.shared_bytes <= TARGETS[target].shared_bytes, one.summary
     assert all(one.matrix_instructions for one in compiled if one.kernel != "choose_keys_kernel")
 
 
