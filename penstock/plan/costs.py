@@ -457,9 +457,8 @@ _OF_CHOSEN: Mapping[str, tuple[Callable[[Sequence[Sequence[int]]], int], int | N
     {
         "sparse_forward_kernel": (lambda shapes: prod(shapes[4]) * shapes[0][0] * (2 * shapes[0][3] + shapes[1][3]), 4),
         "sparse_score_backward_kernel": (lambda shapes: prod(shapes[9]) * (2 * shapes[0][3] + shapes[1][3]), 4),
-        "sparse_query_backward_kernel": (lambda shapes: prod(shapes[0]) * shapes[1][2], 2),
-        # With values two products, else one.
-        "sparse_key_backward_kernel": (lambda shapes: prod(shapes[-2]) * shapes[-1][2] * (len(shapes) - 5), -5),
+        # Keys, which are values too, have two products.
+        "sparse_rows_backward_kernel": (lambda shapes: prod(shapes[7]) * (3 * shapes[0][3] + 2 * shapes[1][3]), 4),
         "index_scores_kernel": (lambda shapes: prod(shapes[4]) * prod(shapes[0][2:]), None),
         "index_backward_kernel": (lambda shapes: 4 * shapes[5][0] * shapes[5][2] * prod(shapes[0][2:]), 3),
     }

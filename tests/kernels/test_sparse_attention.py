@@ -105,7 +105,7 @@ def test_the_kernels_compile_with_few_spills(target: str) -> None:
             o.backward(torch.empty_like(o))
 
     compiled = compile_launches(target, both_passes)
-    assert len(compiled) == 9
+    assert len(compiled) == 6
     for one in compiled:
         # 64 outputs of 512 numbers and their sums in float32 are half of the registers of Hopper and Blackwell.
         assert one.spills <= 128 * target.startswith("sm_"), one.summary

@@ -108,11 +108,9 @@ PAIRS = 8192 * 2048 * (1 - 2048 / 16384)  # of a query and a key
     [
         (of_bf16("sparse_forward_kernel", *CHOSEN), "forward", 2 * 128 * 1088 * PAIRS),
         (
-            of_bf16(
-                "sparse_key_backward_kernel", CHOSEN[0], CHOSEN[0], *CHOSEN[4:], *[(8192, 128, 2048)] * 2, CHOSEN[2]
-            ),
+            of_bf16("sparse_rows_backward_kernel", *CHOSEN, CHOSEN[0], *[(8192, 128, 2048)] * 2, *CHOSEN[:4]),
             "backward",
-            2 * 128 * 2 * 512 * PAIRS,
+            2 * 128 * (3 * 512 + 2 * 64) * PAIRS,
         ),
         (
             of_bf16("index_scores_kernel", (1, 8192, 64, 128), *CHOSEN[2:4], (1, 8192), (1, 1024, 4096)),
