@@ -19,6 +19,9 @@ from penstock.kernels.measured import Measurements, find
 from penstock.kernels.operators import Operators
 
 
+SUMS = "sparse", "triton"  # operator and backend whose sums are in any order
+
+
 def choose_operators(run: Run, device: torch.device) -> Operators:
     """The operators of a run's model.
 
@@ -33,12 +36,14 @@ def kernel_choices(run: Run, device: DeviceFacts) -> tuple[Choice, ...]:
     A kernel that waits for the device at a stage of `dispatch.sync_free` that forbids it is refused.
     """
     wanted = run.kernels.model_dump(exclude={"float8", "loss_chunk", "measured"})
-    if run.training.deterministic:
-        if wanted["sparse"] == "triton":
-            fix = "set kernels.sparse=auto, or training.deterministic=false"
-            raise KernelError("kernels.sparse=triton sums gradients of keys in any order", allowed="reference", fix=fix)
-        wanted["sparse"] = "reference"
+    if run.training.deterministic and wanted["sparse"] == "triton":
+        fix = "set kernels.sparse=auto, or training.deterministic=false"
+        raise KernelError("kernels.sparse=triton sums gradients of keys in any order", allowed="reference", fix=fix)
     choices = choose(wanted, device, shapes_of(run), measurements(run.kernels, device))
+    if run.training.deterministic:
+        why = "training.deterministic, and Triton's sums are in any order"
+        in_order = Choice("sparse", "both", "reference", why)
+        choices = tuple(in_order if (one.op, one.backend) == SUMS else one for one in choices)
     stage = run.dispatch.sync_free
     if device.kind != "cpu" and run.model.moe is not None:
         for op, first in _host_counters(choices):
