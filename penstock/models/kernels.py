@@ -18,7 +18,6 @@ from penstock.kernels.float8.torch_products import obstacle as torch_obstacle
 from penstock.kernels.measured import Measurements, find
 from penstock.kernels.operators import Operators
 
-
 SUMS = "sparse", "triton"  # operator and backend whose sums are in any order
 
 
