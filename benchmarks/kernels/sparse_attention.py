@@ -5,12 +5,13 @@
 TFLOP/s count products of pairs of a query and a key that it chose, whatever is computed again: forward scores and
 values, backward scores, dP, dV, dQ and dK. Chosen keys are drawn: equally many are at every distance. The layer has
 random weights and hidden states, and its own indexer chooses. Dense attention is the same layer without indexer, with
-the backend that `kernels.attention=auto` takes. Layers take turns; times are medians of all rounds.
+the backend that `kernels.attention=auto` takes; masks are the definition. Layers take turns; times are medians of all
+rounds.
 """
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -37,7 +38,8 @@ def main() -> None:
     torch.manual_seed(0)
     numbers = {
         "kernels": print_kernels(options.positions, options.rounds),
-        "layer": print_layers(options.layer_positions, options.rounds),
+        "layer": print_layers(options.layer_positions, options.rounds, ("sparse", "dense")),
+        "short_layer": print_layers(options.short_positions, options.rounds, ("sparse", "dense", "masks")),
     }
     record.write(options, numbers)
 
@@ -47,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="timed passes of each candidate")
     parser.add_argument("--positions", type=int, default=32768, help="of the kernels' row")
     parser.add_argument("--layer-positions", type=int, default=65536, help="of the layers' row")
+    parser.add_argument("--short-positions", type=int, default=4096, help="of a row whose squares fit, for the masks")
     record.add_arguments(parser)
     return parser.parse_args()
 
@@ -121,19 +124,21 @@ def print_kernels(positions: int, rounds: int) -> dict[str, float]:
     return found
 
 
-def print_layers(positions: int, rounds: int) -> dict[str, float]:
+def print_layers(positions: int, rounds: int, names: Sequence[str]) -> dict[str, float]:
     """Milliseconds of both passes of the layers, and what a pass allocates at its peak."""
     config = attention_config()
     x_BSD = normal(1, positions, MODEL.hidden_size).requires_grad_()
     cos_BSP, sin_BSP = angles(config.rope, config.rotary_dim, torch.arange(positions, device="cuda")[None])
     first_BS = torch.zeros(1, positions, dtype=torch.int32, device="cuda")
     context = ForwardContext(cos_BSP, sin_BSP, None, Scope(sequences=1, share=1.0), first_BS=first_BS)
-    context_of_layers = replace(LayerContext(), operators=TRITON)
+    plain = config.model_copy(update={"indexer": None})
+    masks = replace(TRITON, choose_keys=None, sparse_attention=None)
+    kinds = {"sparse": (config, TRITON), "dense": (plain, TRITON), "masks": (config, masks)}
     found: dict[str, float] = {}
     steps = {}
-    for name, of_layer in (("sparse", config), ("dense", config.model_copy(update={"indexer": None}))):
+    for name in names:
         with torch.device("meta"):
-            layer = LatentLayer(of_layer, MODEL.hidden_size, context_of_layers)
+            layer = LatentLayer(kinds[name][0], MODEL.hidden_size, replace(LayerContext(), operators=kinds[name][1]))
         layer.to_empty(device="cuda").to(torch.bfloat16)
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
@@ -151,7 +156,8 @@ def print_layers(positions: int, rounds: int) -> dict[str, float]:
         found[f"{name}_forward_ms"] = statistics.median(pair[0] for pair in pairs)
         found[f"{name}_backward_ms"] = statistics.median(pair[1] for pair in pairs)
     whole = {name: found[f"{name}_forward_ms"] + found[f"{name}_backward_ms"] for name in steps}
-    found["speed_of_dense"] = whole["dense"] / whole["sparse"]
+    for name in names[1:]:
+        found[f"sparse_over_{name}"] = whole[name] / whole["sparse"]
     print(f"{positions} positions, a layer: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
     return found
 
