@@ -1,6 +1,7 @@
 """Sparse attention: the choice of keys, the loss that trains the indexer, and what does not learn from it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.sparse_attention import attach_loss, attention_mass, best_keys, index_loss, index_scores
 from penstock.models.decoder import Decoder
 from penstock.models.mla import LatentLayer
+from penstock.parallel.recompute import RecomputeRule
 from tests.closeness import assert_close, assert_equal
 from tests.models.families import reading_of, tiny_decoder
 from tests.models.huggingface.family_models import INDEXER, V32
@@ -38,8 +40,12 @@ def gradients(
     with_loss: bool = True,
     operators: Operators = REFERENCE,
     documents_BS: Tensor | None = None,
+    recomputed: tuple[str, ...] = (),
 ) -> tuple[Decoder, dict[str, Tensor | None]]:
     model = unsettled(tiny_decoder(config, operators).train())
+    for layer in model.modules():
+        if isinstance(layer, LatentLayer):
+            layer.layer_context = replace(layer.layer_context, recompute=RecomputeRule(kinds=frozenset(recomputed)))
     hidden = model(reading_of(TOKENS_BS, POSITIONS_BS, documents_BS)).main_BSD
     loss = F.cross_entropy(F.linear(hidden, model.head_VD).flatten(0, 1), TOKENS_BS.roll(-1, 1).flatten())
     (loss if with_loss else 0.0 * loss).backward()
@@ -116,6 +122,21 @@ def test_kernels_that_gather_the_chosen_keys_give_the_gradients_of_masks(lengths
         assert (gradient is None) == (found[name] is None), name
         if gradient is not None:
             assert_close(found[name], gradient, tolerance=1e-5, by="norm", what=name)
+
+
+def test_recomputation_does_not_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, choices = with_indexer(index_topk=4), []
+
+    def choose_keys(*inputs: Any) -> Tensor:
+        choices.append(inputs)
+        return sparse_attention_launches.choose_keys(*inputs)
+
+    counting = replace(GATHERING, choose_keys=choose_keys)
+    _, expected = gradients(config, operators=GATHERING)
+    model, found = gradients(config, operators=counting, recomputed=("latent-up", "attention"))
+    assert len(choices) == sum(isinstance(layer, LatentLayer) for layer in model.modules())
+    for name, gradient in expected.items():
+        assert_equal(found[name], gradient, what=name)
 
 
 def test_the_dense_loss_is_computed_for_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
