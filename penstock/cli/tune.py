@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,7 +46,7 @@ from penstock.plan.hardware_file import known_hardware, load_hardware
 from penstock.report.tune_page import write_tune_page
 from penstock.train.run_folder import free_name
 from penstock.tune.belief import TrialCandidate
-from penstock.tune.real_trials import FIRST_LIMIT, HANG, RealTrials
+from penstock.tune.real_trials import FIRST_LIMIT, HANG, OVERRUN, RealTrials
 from penstock.tune.result_file import commit_of_code, describe_machine
 from penstock.tune.search_loop import Objective, Search, SearchSettings, TrialRecord, median_error
 from penstock.tune.trial import Trial, first_steps, run_trial
@@ -64,8 +64,8 @@ from penstock.tune.tune_files import (
     write_tuned,
 )
 
-WARM_UP = 4
-"""First steps of a trial, which are not timed."""
+WARM_UP, RECORDED = 4, 2
+"""First steps of a trial, which are not timed; and steps that are recorded for the doctor."""
 
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-3}
 """Relative difference of losses of a step that is no rounding any more, by the precision of the run."""
@@ -111,21 +111,27 @@ class _Session:
     def tell(self, record: TrialRecord, search: Search) -> None:
         """Save a trial, and print its line."""
         self.save(search)
-        left = max(0.0, search.settings.budget_seconds - search.spent)
         leader = search.leader
         best = "none yet" if leader is None else time_text(leader.even_step)
-        self.say(f"{_trial_line(len(search.records), record)}; best {best}, {duration_text(left)} left")
+        self.say(f"{_trial_line(len(search.records), record)}; best {best}, {duration_text(search.left)} left")
 
-    def diagnose(self, leader: TrialRecord) -> Sequence[TrialCandidate]:
+    def around(self, leader: TrialRecord) -> Sequence[TrialCandidate]:
+        """Single changes of the leader."""
+        with self.part("plan"):
+            return self.source.around(leader.candidate)
+
+    def diagnose(self, leader: TrialRecord, left: float) -> Sequence[TrialCandidate]:
         """Record steps of the leader once, and ask the doctor."""
         name = f"profile-{zlib.crc32(leader.candidate.key.encode()):08x}"
         folder = self.trials.base.folder / name
         with self.part("diagnose"):
             if not folder.exists():
-                profile = (f"profile.start={WARM_UP + 1}", "profile.steps=2")
-                overrides = (*self.trials.overrides_of(leader.candidate), *profile)
-                most = FIRST_LIMIT + HANG * leader.result.step * len(leader.result.losses)
-                run_trial(replace(self.trials.base, name=name, overrides=overrides, most_seconds=most))
+                steps = WARM_UP + RECORDED
+                base = replace(self.trials.base, name=name, overrides=first_steps(self.source.run, steps))
+                profile = (f"profile.start={WARM_UP + 1}", f"profile.steps={RECORDED}")
+                overrides = (*RealTrials(base).overrides_of(leader.candidate), *profile)
+                most = FIRST_LIMIT + HANG * leader.result.step * steps
+                run_trial(replace(base, overrides=overrides, most_seconds=min(most, OVERRUN * left)))
             found = self.source.doctor(leader.candidate, folder, leader.result.step)
         self.say(f"    the doctor proposes {len(found)} changes of the leader")
         return found
@@ -134,7 +140,7 @@ class _Session:
 def tune(  # noqa: PLR0913 - one argument for each option
     target: Target,
     overrides: Overrides = None,
-    budget: Annotated[str, typer.Option("--budget", metavar="TIME", help="Time of all trials: 90s, 20m, 2h.")] = "20m",
+    budget: Annotated[str, typer.Option("--budget", metavar="TIME", help="Time of the search: 90s, 20m, 2h.")] = "20m",
     processes: Annotated[
         int | None, typer.Option("--processes", min=1, help="Number of ranks; without it, one for each GPU.")
     ] = None,
@@ -220,7 +226,14 @@ def _searched(session: _Session, settings: SearchSettings, steps: int) -> Search
     write_whole(session.folder / REFERENCE, dump_toml(source.run))
     session.trials.count = len(recorded)
     search = Search(
-        [reference], session.trials, settings, tell=session.tell, diagnose=session.diagnose, recorded=recorded
+        [reference],
+        session.trials,
+        settings,
+        tell=session.tell,
+        around=session.around,
+        diagnose=session.diagnose,
+        elsewhere=lambda: sum(session.spent.values()),
+        recorded=recorded,
     )
     session.say(
         f"tune {source.run.name} on {source.cluster.devices} x {source.cluster.hardware.name}: {session.folder}"
@@ -239,7 +252,6 @@ def _searched(session: _Session, settings: SearchSettings, steps: int) -> Search
         _prove(session, search)
     except KeyboardInterrupt:
         search.ending = "interrupted"
-    session.spent["trials"] = search.spent
     return search
 
 
@@ -261,23 +273,24 @@ def _end(session: _Session, search: Search, *, as_json: bool) -> int:
     """Write everything, and tell the result."""
     session.save(search)
     rows = session.own.training.global_batch
-    found = search_json(search, session.spent, session.source.next_wins, rows)
+    spent = {**session.spent, "trials": search.trial_seconds}
+    found = search_json(search, spent, session.source.next_wins, rows)
     write_whole(session.folder / EVERYTHING, json.dumps(found, indent=1) + "\n")
     try:
         page = session.folder / PAGE
-        write_tune_page(page, session.own.name, search, session.spent, session.source.next_wins, rows)
+        write_tune_page(page, session.own.name, search, spent, session.source.next_wins, rows)
     except PicturesError as error:
         warn(f"no page: {error}")
     if as_json:
         print(json.dumps(found, indent=1))
     else:
-        _print(session, search)
+        _print(session, search, spent)
     if search.ending == "interrupted":
         return INTERRUPTED
     return FAILED if search.leader is None else 0
 
 
-def _print(session: _Session, search: Search) -> None:
+def _print(session: _Session, search: Search, spent: Mapping[str, float]) -> None:
     leader, first = search.leader, search.reference
     print(f"\n{search.ending}")
     if leader is None or first is None:
@@ -298,7 +311,7 @@ def _print(session: _Session, search: Search) -> None:
         print(words)
     change = leader.candidate.key or "the run as it is; no change is surely faster"
     print(f"best: {change}: {gain_of(leader, first):.3f} x {first.candidate.key or 'the run as it is'}")
-    print(", ".join(f"{name} {duration_text(seconds)}" for name, seconds in session.spent.items()))
+    print(", ".join(f"{name} {duration_text(seconds)}" for name, seconds in spent.items()))
     for line in session.source.next_wins:
         print(f"next by the plan: {line}")
     print(f"written to {session.output}; page {session.folder / PAGE}")

@@ -95,6 +95,15 @@ def with_another_clamp(composition: Composition) -> Composition | None:
     return Composition(composition.ranks, (*composition.settings, limit))
 
 
+def with_all_keys(composition: Composition) -> Composition | None:
+    """The composition with an indexer that chooses every key; None if there is no indexer."""
+    run = load_run(PRESET, BASE + composition.overrides)
+    if run.model.attention.indexer is None:
+        return None
+    every = (f"model.attention.indexer.index_topk={run.training.sequence_length}",)
+    return Composition(composition.ranks, (*composition.settings, every))
+
+
 def draw(seed: int, number: int) -> Composition:
     """The composition of this number; `MODELS_SHARE` neighbours have the same model."""
     model = _Draw(random.Random(f"{seed} {number // MODELS_SHARE} model"))

@@ -6,7 +6,7 @@
    the choices of one process: within the bounds it was a tie, else it is a fault. Of equal tokens (of equal ids that
    follow nothing) over capacity, rounding decides which are dropped, and nothing tells them apart: a tie too.
 4. The slope of a clamped activation changes at its limit, so a value there is a tie too: a fault must be one with
-   another limit as well.
+   another limit as well. In 16 bits an indexer may choose other keys: a fault must be one with all keys chosen.
 5. A fault is made smaller, setting by setting, as long as it stays one.
 """
 
@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 
 from penstock.prove.choices import Choices, Place, first_flip, least_margin
-from penstock.prove.draws import BASE, Composition, draw, refusal, with_another_clamp
+from penstock.prove.draws import BASE, Composition, draw, refusal, with_all_keys, with_another_clamp
 from penstock.prove.play import BOUNDS, StepFigures, differences, put_together, whole_tensors, worst_tensor
 from penstock.prove.ranks import Assignment, Played, PlayError, Ranks, two_nodes, write_choices
 
@@ -61,14 +61,17 @@ class Prover:
     def judge(self, composition: Composition) -> Verdict:
         """Play a composition."""
         verdict = self._judge(composition)
-        moved = with_another_clamp(composition) if verdict.kind == "fault" and verdict.figures else None
-        if moved is None:
+        if verdict.kind != "fault" or not verdict.figures:
             return verdict
-        again = self._judge(moved)
-        if again.kind not in ("equal", "tie"):
-            return verdict
-        text = f"{verdict.text}; a value is at the limit of the clamp: {moved.overrides[-1]} agrees"
-        return replace(again, kind="tie", composition=composition, text=text)
+        others = [(with_another_clamp(composition), "a value is at the limit of the clamp")]
+        if is_low(composition):  # float32 hardly ever chooses other keys
+            others.append((with_all_keys(composition), "the indexer chose other keys"))
+        for moved, why in others:
+            again = verdict if moved is None else self._judge(moved)
+            if moved is not None and again.kind in ("equal", "tie"):
+                text = f"{verdict.text}; {why}: {moved.overrides[-1]} agrees"
+                return replace(again, kind="tie", composition=composition, text=text)
+        return verdict
 
     def _judge(self, composition: Composition) -> Verdict:
         if (line := refusal(composition)) is not None:

@@ -3,7 +3,8 @@
 A trial makes the first steps of the run (penstock/tune/trial.py), which all trials share with their rows; where a whole
 step is too long, each of them has fewer rows (`ShortStep`). A trial is ended
 
-    as a result     as soon as its steps surely take longer than the leader's, and at the end of the budget
+    as a result     as soon as its steps surely take longer than the leader's, or their time is surely known, and at the
+                    end of the budget
     as a hang       if the next step takes a few times as long as expected
     as too slow     if the budget ends before its second step
 """
@@ -21,11 +22,11 @@ from typing import Any
 from penstock.base.numbers import counted
 from penstock.train.run_folder import free_name
 from penstock.tune.belief import CONFIDENT, TrialCandidate
-from penstock.tune.search_loop import Kind, TrialLimits, TrialResult
+from penstock.tune.search_loop import Kind, TrialLimits, TrialResult, median_error_of
 from penstock.tune.trial import Failure, Trial, run_trial
 
-FEWEST = 3
-"""Timed steps of a trial before it may be ended."""
+FEWEST, SURE = 3, 5
+"""Timed steps of a trial before it may be ended because it lost, and because its time is known."""
 
 HANG, LEAST_LIMIT = 3.0, 90.0
 """A step hangs if it takes these seconds and this many times the expected or the longest time of a step."""
@@ -53,6 +54,7 @@ class _Watch:
         self._patience = max(start, least) + HANG * self._longest
         self.times: list[float] = []
         self.has_stopped = False
+        self._is_known = False
         self.kind: Kind = "ran"
 
     def __call__(self, metrics: Path) -> str | None:
@@ -65,6 +67,8 @@ class _Watch:
             self.times += [now] * (len(lines) - len(self.times))
             steps = [json.loads(line)["step_seconds"] for line in lines]
             self.has_stopped = self._has_lost(steps) or len(steps) >= self._limits.most_steps
+            timed = steps[self._warm_up :]
+            self._is_known = len(timed) >= SURE and median_error_of(timed) < self._limits.sure_error
         elif now - self._seen > self._patience:
             made = counted(len(self.times), "step")
             self.kind = "hang"
@@ -75,7 +79,7 @@ class _Watch:
                 self.kind = "hang" if late else "too slow"
                 return f"{counted(len(self.times), 'step')} in {now - self._begin:.0f} s, when the budget ended"
             self.has_stopped = True
-        return "" if self.has_stopped else None
+        return "" if self.has_stopped or self._is_known else None
 
     def _has_lost(self, steps: list[float]) -> bool:
         """Whether the steps, by the trial's own clock, are surely longer than they may be."""

@@ -4,12 +4,14 @@
     2. a trial         of the candidate with the largest expected gain that is likely to fit
     3. a judgement     memory, hang, crash, NaN, another loss, a clock that lies: results that are never repeated
     4. a correction    of all estimates (penstock/tune/belief.py), which decides the next one
-    5. a diagnosis     when nothing can gain any more, the doctor's changes of the leader join, once for each leader
-    6. a second trial  of the reference and the leader, one after the other: the gain is a fact, not the luck of a trial
+    5. a diagnosis     when nothing can gain any more, single changes of the leader join, and when these cannot either,
+                       the doctor's; once for each leader
+    6. a second trial  of the reference and the best, one after the other: the gain is a fact, not the luck of a trial
     7. the end         no candidate can gain more than `LEAST_GAIN` with 95 % confidence, or the budget is spent
     8. a whole step    of the leader, once, if the trials were of short steps and the budget has room
 
-Seconds are those of whole steps: a measured short step (`ShortStep`) is multiplied by `TrialCandidate.stretch`.
+Seconds are those of whole steps: a measured short step (`ShortStep`) is multiplied by `TrialCandidate.stretch`. The
+budget is of the wall clock: trials, and what the caller says that it has spent beside them.
 
 It starts no process and needs no PyTorch: `Trials` runs configurations, on this machine (penstock/tune/real_trials.py)
 or on a made-up one (benchmarks/simulated_machine.py). It is deterministic, so that a search which goes on takes the
@@ -22,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from penstock.tune.belief import CONFIDENT, Belief, Measured, StepEstimate, TrialCandidate
+from penstock.tune.belief import CONFIDENT, LEAST_NOISE, Belief, Measured, StepEstimate, TrialCandidate
 
 LEAST_GAIN = 0.01
 """A candidate that cannot gain more is not tried."""
@@ -78,11 +80,14 @@ class TrialResult:
     @property
     def error(self) -> float:
         """Relative standard error of `step`."""
-        count = len(self.step_seconds)
-        if count < 2:
-            return 0.05
-        within = 1.25 * statistics.stdev(self.step_seconds) / self.step / math.sqrt(count)
-        return math.hypot(within, self.spread / math.sqrt(2))
+        return math.hypot(median_error_of(self.step_seconds), self.spread / math.sqrt(2))
+
+
+def median_error_of(seconds: Sequence[float]) -> float:
+    """Relative standard error of the median of some step times."""
+    if len(seconds) < 2:
+        return 0.05
+    return 1.25 * statistics.stdev(seconds) / statistics.median(seconds) / math.sqrt(len(seconds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +99,14 @@ class TrialLimits:
         left_seconds: of the budget.
         most_seconds: of a step; it may be ended as soon as its steps surely take more.
         most_steps: after which it is ended.
+        sure_error: relative standard error of the step at which it has enough steps; 0 asks for all of them.
     """
 
     expected_seconds: float
     left_seconds: float
     most_seconds: float = math.inf
     most_steps: float = math.inf
+    sure_error: float = 0.0
 
 
 class Trials(Protocol):
@@ -158,8 +165,11 @@ class SearchSettings:
     capacity_bytes: float = math.inf
 
 
-Diagnose = Callable[[TrialRecord], Sequence[TrialCandidate]]
+Around = Callable[[TrialRecord], Sequence[TrialCandidate]]
 """Further candidates for a leader."""
+
+Diagnose = Callable[[TrialRecord, float], Sequence[TrialCandidate]]
+"""The same from a recording, for which so many seconds of the budget are left."""
 
 
 @dataclass
@@ -170,11 +180,14 @@ class Search:
     trials: Trials
     settings: SearchSettings
     tell: Callable[[TrialRecord, "Search"], None] = lambda record, search: None
-    diagnose: Diagnose = lambda leader: ()
+    around: Around = lambda leader: ()  # single changes of a leader
+    diagnose: Diagnose = lambda leader, left: ()
+    elsewhere: Callable[[], float] = lambda: 0.0  # seconds of the budget beside trials
     recorded: Mapping[str, TrialResult] = field(default_factory=dict)
     records: list[TrialRecord] = field(default_factory=list)
-    spent: float = 0.0
+    trial_seconds: float = 0.0
     ending: str = ""
+    _widened: set[str] = field(default_factory=set)
     _diagnosed: set[str] = field(default_factory=set)
     _confirmed: set[str] = field(default_factory=set)
 
@@ -195,14 +208,18 @@ class Search:
                 if leader is None or first is None:
                     self.ending = "every candidate was tried"
                     return
-                if leader.candidate.key not in self._diagnosed:
+                if leader.candidate.key not in self._widened:
+                    self._widened.add(leader.candidate.key)
+                    self.add(self.around(leader))
+                elif leader.candidate.key not in self._diagnosed:
                     self._diagnosed.add(leader.candidate.key)
-                    self.add(self.diagnose(leader))
-                elif leader.candidate.key != first.candidate.key and leader.candidate.key not in self._confirmed:
+                    self.add(self.diagnose(leader, self.left))
+                elif self._best.key != first.candidate.key and self._best.key not in self._confirmed:
                     # In turn, so that a machine that became slower or faster meanwhile is no gain.
-                    self._confirmed.add(leader.candidate.key)
+                    best = self._best
+                    self._confirmed.add(best.key)
                     self.try_one(first.candidate)
-                    self.try_one(leader.candidate)
+                    self.try_one(best)
                 else:
                     self.ending = f"no candidate can gain more than {LEAST_GAIN:.0%} with 95% confidence"
                     return
@@ -223,6 +240,16 @@ class Search:
         elif trials >= self.settings.most_trials:
             self.ending = f"{trials} trials were made"
         return bool(self.ending)
+
+    @property
+    def spent(self) -> float:
+        """Seconds of the budget that are used up."""
+        return self.trial_seconds + self.elsewhere()
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return max(0.0, self.settings.budget_seconds - self.spent)
 
     @property
     def _longest(self) -> float:
@@ -246,11 +273,16 @@ class Search:
         ran = self._ran()
         if not ran:
             return None
-        best, first = min(ran, key=lambda one: one.score), ran[0]
+        best, first = min(ran, key=_score), ran[0]
         if self.settings.objective == "memory":
             return best
         unsure = CONFIDENT * math.hypot(best.result.error, first.result.error)
         return first if best.score > first.score * (1 - unsure) else best
+
+    @property
+    def _best(self) -> TrialCandidate:
+        """The leader, or what may be better within the errors; something ran."""
+        return min(self._ran(), key=_score).candidate
 
     @property
     def whole(self) -> TrialRecord | None:
@@ -291,12 +323,13 @@ class Search:
         estimate = self.estimates()[candidate.key]
         expected = estimate.seconds * candidate.batches / (1.0 if is_whole else candidate.stretch)
         # The second of two trials that were begun together may find no time left.
-        left = max(self.settings.budget_seconds - self.spent, self._longest)
-        limits = TrialLimits(expected_seconds=expected, left_seconds=left, **more)
+        left = max(self.left, self._longest)
+        sure = 0.0 if self.settings.objective == "time-to-loss" or is_whole else LEAST_NOISE / 2
+        limits = TrialLimits(expected_seconds=expected, left_seconds=left, sure_error=sure, **more)
         measured = replace(candidate, short=None) if is_whole else candidate
         key = trial_key(candidate, number, is_whole=is_whole)
         result = self.recorded.get(key) or self.trials.run(measured, limits)
-        self.spent += result.seconds
+        self.trial_seconds += result.seconds
         record = TrialRecord(
             candidate=candidate,
             result=judged(result, None if is_whole else self.reference, self.settings),  # a whole step has other rows
@@ -317,7 +350,7 @@ class Search:
             return
         starts = [one.result.seconds - one.result.step * len(one.result.losses) for one in self._ran()]
         needed = statistics.median(starts) + WHOLE_STEPS * leader.step
-        if leader.candidate.key != first.candidate.key and needed <= self.settings.budget_seconds - self.spent:
+        if leader.candidate.key != first.candidate.key and needed <= self.left:
             self._tried(leader.candidate, 1, is_whole=True, most_steps=WHOLE_STEPS)
 
     def estimates(self) -> dict[str, StepEstimate]:
@@ -382,6 +415,10 @@ class Search:
             if one.result.kind == "ran" and one.result.peak_memory_bytes and one.candidate.memory_bytes
         ]
         return statistics.median(found) if found and self.settings.objective == "memory" else 1.0
+
+
+def _score(record: TrialRecord) -> float:
+    return record.score
 
 
 def trial_key(candidate: TrialCandidate, number: int, *, is_whole: bool = False) -> str:

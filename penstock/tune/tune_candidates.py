@@ -46,7 +46,7 @@ FREE = tuple(_FREED)
 
 _MICRO_BATCHES = tuple(f"training.micro_batch={1 << power}" for power in range(4))
 
-_RECOMPUTE = ("[]", '["expert-activation"]', '["norm", "expert-activation"]', '["layer"]')
+_RECOMPUTE = ("[]", '["norm"]', '["expert-activation"]', '["norm","expert-activation"]', '["layer"]')
 
 LAYOUTS, CHANGED = 40, 1
 """Layouts of a plan that become candidates, and those of them that are changed in one choice more."""
@@ -103,7 +103,11 @@ class CandidateSource:
 
     def reference(self) -> TrialCandidate:
         """The run as it is."""
-        return self._candidate(self._project(self.run), "reference")
+        return self.candidate(self.run, "reference")
+
+    def candidate(self, run: Run, source: str) -> TrialCandidate:
+        """A run that differs from the reference only in what may be changed; raises a ConfigError if it is illegal."""
+        return self._candidate(self._project(run), source)
 
     def fit(self, progress: Progress | None = None) -> None:
         """Where the run as it is cannot start on these devices, take the best layout of a plan for the reference."""
@@ -156,6 +160,21 @@ class CandidateSource:
                 left_out.add(effect)
         self.left_out = len(left_out)
         return list(kept.values())
+
+    def around(self, leader: TrialCandidate) -> list[TrialCandidate]:
+        """Single changes of a leader."""
+        base = with_overrides(self.run, leader.overrides)
+        found = {one.key: one for change in self._changes() for one in self.changed(base, change, "change")}
+        return list(found.values())
+
+    def changed(self, base: Run, change: str, source: str) -> Iterator[TrialCandidate]:
+        """A run with a change, which may be several overrides; none if that is illegal or may not be tried."""
+        for projection in self._changed([base], change):
+            try:
+                if self.overrides_of(projection.run):
+                    yield self._candidate(projection, source)
+            except ConfigError:  # its layout cannot have the short step
+                continue
 
     def _changes(self) -> Iterator[str]:
         """Changes of one choice, by a factor of two where it is a size."""
@@ -219,7 +238,7 @@ class CandidateSource:
                 continue
             try:
                 changed = with_overrides(self.run, left)
-                found.append((field, self._candidate(self._project(changed), "without")))
+                found.append((field, self.candidate(changed, "without")))
             except (ConfigError, HardwareError, KernelError):
                 continue
         return found
@@ -324,4 +343,5 @@ def _scaled(terms: Mapping[str, float], factor: float) -> dict[str, float]:
 def _effect(projection: Projection) -> str:
     """Equal for candidates that run the same way."""
     run = projection.run
-    return f"{projection.layout} {run.graphs} {run.dispatch.overlap} {run.float8} {run.training.global_batch}"
+    kept = (run.graphs, run.dispatch.overlap, run.dispatch.sync_free, run.float8, run.training.global_batch)
+    return f"{projection.layout} {kept}"

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(RealTrials, "run", run)
     monkeypatch.setattr(tune_candidates, "search", no_layouts)
-    monkeypatch.setattr(verb._Session, "diagnose", lambda session, leader: ())
+    monkeypatch.setattr(verb._Session, "diagnose", lambda session, leader, left: ())
     return keys
 
 
@@ -125,8 +126,9 @@ def simulated_h200(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         return figures_of(lines, trial.warm_up, seconds)
 
     monkeypatch.setattr(real_trials, "run_trial", trained)
+    monkeypatch.setattr(verb, "time", SimpleNamespace(monotonic=lambda: 0.0))  # planning takes no time of the budget
     monkeypatch.setattr(tune_candidates, "search", no_layouts)
-    monkeypatch.setattr(verb._Session, "diagnose", lambda session, leader: ())
+    monkeypatch.setattr(verb._Session, "diagnose", lambda session, leader, left: ())
     return tried
 
 

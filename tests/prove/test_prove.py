@@ -71,14 +71,16 @@ class FaultyRanks:
     def play(self, ranks: int, part: Assignment) -> list[Played]:
         words = set(part.overrides)
         is_wrong = words >= {"parallel.tensor=2", "model.tie_word_embeddings=true"}
+        if self.kind == "keys":
+            is_wrong = "parallel.expert=2" in words and "model.attention.indexer.index_topk=16" not in words
         if self.kind == "clamp" and "model.moe.clamped.limit=0.5005" in words:
             is_wrong = False
         if is_wrong and self.kind == "traceback":
             raise PlayError("rank 1:\nTraceback ...\nKeyError: 'head'")
         if is_wrong and self.kind == "line":
             raise PlayError("this machine cannot do that", is_line=True)
-        shift = 0.01 if is_wrong and not part.given else 0.0
-        chosen = [[1, 0]] if is_wrong and not part.given and self.kind not in ("wrong", "clamp") else [[0, 1]]
+        shift = (1.0 if self.kind == "keys" else 0.01) if is_wrong and not part.given else 0.0
+        chosen = [[1, 0]] if is_wrong and not part.given and self.kind not in ("wrong", "clamp", "keys") else [[0, 1]]
         margin = 1e-7 if self.kind == "tie" else 0.5
         choices = {(0, 1): Choices(torch.tensor([[0.3, 0.3]]), torch.tensor(chosen)[:, :1], *seen(margin))}
         tensors = {"model.a": 1.0, "moment1.a": 2.0, "moment2.a": 3.0}
@@ -134,6 +136,18 @@ def test_what_agrees_with_another_limit_of_the_clamp_is_a_tie(tmp_path: Path) ->
     assert verdict.kind == "tie" and verdict.composition.overrides == words
     assert verdict.text.endswith("a value is at the limit of the clamp: model.moe.clamped.limit=0.5005 agrees")
     assert Prover(FaultyRanks("wrong"), tmp_path).judge(composition_of(2, words)).kind == "fault"
+
+
+def test_what_agrees_when_an_indexer_chooses_all_keys_is_a_tie_in_16_bits_only(tmp_path: Path) -> None:
+    sizes = ("kv_lora_rank=16", "qk_nope_head_dim=8", "qk_rope_head_dim=8", "v_head_dim=8", "q_lora_rank=16")
+    latent = tuple(f"model.attention.{one}" for one in sizes)
+    indexer = "model.attention.indexer={index_n_heads=2, index_head_dim=8, index_topk=6}"
+    words = (*latent, indexer, "parallel.expert=2")
+    prover = Prover(FaultyRanks("keys"), tmp_path)
+    verdict = prover.judge(composition_of(2, (*words, "training.precision=bf16")))
+    assert verdict.kind == "tie", verdict.text
+    assert verdict.text.endswith("the indexer chose other keys: model.attention.indexer.index_topk=16 agrees")
+    assert prover.judge(composition_of(2, words)).kind == "fault"
 
 
 def test_a_line_is_no_fault(tmp_path: Path) -> None:

@@ -159,6 +159,19 @@ def test_a_trial_of_whole_steps_makes_few_of_them(watched: Callable[[TrialLimits
     assert one.after(60.0, 1) == ""
 
 
+def test_a_trial_ends_when_its_time_is_known(watched: Callable[[TrialLimits], Watched]) -> None:
+    even = watched(replace(limits(), sure_error=0.002))
+    assert even.after(9.0, 4 + 4) is None, "four timed steps"
+    assert even.after(1.0, 1) == ""
+    assert (even.watch.kind, even.watch.has_stopped) == ("ran", False)
+
+
+def test_a_trial_whose_steps_scatter_makes_all_of_them(watched: Callable[[TrialLimits], Watched]) -> None:
+    uneven = watched(replace(limits(), sure_error=0.002))
+    assert uneven.after(9.0, 8) is None
+    assert uneven.after(1.0, 2, told=1.1) is None
+
+
 def test_a_short_step_overrides_the_rows_of_a_candidate() -> None:
     base = Trial(name="", target="x", overrides=("a=1",), processes=1, warm_up=2, folder=Path("x"))
     short = ShortStep(rows=8, terms={"products": 0.1})

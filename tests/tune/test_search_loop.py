@@ -130,7 +130,7 @@ def test_a_diagnosis_adds_candidates_once_for_a_leader() -> None:
     there, asked = machine(1), list[str]()
     extra = TrialCandidate(overrides=("host.bind=true",), terms={"products": 1e-3}, source="doctor")
 
-    def diagnose(leader: TrialRecord) -> list[TrialCandidate]:
+    def diagnose(leader: TrialRecord, left: float) -> list[TrialCandidate]:
         asked.append(leader.candidate.key)
         return [extra]
 
@@ -139,6 +139,56 @@ def test_a_diagnosis_adds_candidates_once_for_a_leader() -> None:
     assert search.leader is not None
     assert search.leader.candidate is extra
     assert len(asked) == len(set(asked)) == 2
+
+
+def test_changes_of_the_leader_join_before_it_is_diagnosed() -> None:
+    there, order = machine(1), list[str]()
+    better = TrialCandidate(overrides=("pipeline.x=2",), terms={"products": 1e-3}, source="change")
+    there._seconds[better.key], there._memory[better.key] = there.best * 0.8, 1e9
+
+    def around(leader: TrialRecord) -> list[TrialCandidate]:
+        order.append(f"around {leader.candidate.key}")
+        return [better]
+
+    def diagnose(leader: TrialRecord, left: float) -> list[TrialCandidate]:
+        order.append(f"diagnose {leader.candidate.key}")
+        return []
+
+    search = searched(there, around=around, diagnose=diagnose)
+    assert search.leader is not None
+    assert search.leader.candidate is better
+    assert order[1:] == [f"around {better.key}", f"diagnose {better.key}"], "no recording before something can gain"
+
+
+def test_what_is_spent_beside_trials_counts() -> None:
+    recorded = list[float]()
+
+    def diagnose(leader: TrialRecord, left: float) -> list[TrialCandidate]:
+        recorded.append(left)
+        return []
+
+    settings = replace(NO_LIMIT, budget_seconds=1000.0)
+    search = searched(machine(7), settings, diagnose=diagnose, elsewhere=lambda: 900.0 * len(recorded) + 60.0)
+    assert search.ending == "the budget is spent"
+    assert [one.number for one in search.records if one.number > 1] == [], "no time for second trials after a recording"
+    assert recorded == [pytest.approx(1000.0 - 60.0 - search.trial_seconds)]
+    assert search.spent == pytest.approx(search.trial_seconds + 960.0)
+
+
+def test_a_change_that_may_be_better_gets_a_second_trial() -> None:
+    """Steps of the first trials scatter by 15 %, so a gain of 10 % is not sure."""
+    first = TrialCandidate(overrides=(), terms={"products": 1.0}, source="reference")
+    other = TrialCandidate(overrides=("a=1",), terms={"products": 0.95})
+    scattered = (0.85, 1.15, 0.85, 1.15)
+
+    class Scattered:
+        def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
+            seconds = tuple(one * (0.9 if candidate.overrides else 1.0) for one in scattered)
+            return TrialResult(step_seconds=seconds, losses=(5.0,), seconds=10.0)
+
+    search = Search([first, other], Scattered(), NO_LIMIT)
+    search.run()
+    assert [one.candidate.key for one in search.records] == ["", "a=1", "", "a=1"]
 
 
 RAN = TrialResult(step_seconds=(0.1,) * 5, observed_seconds=0.1, losses=(5.0, 4.9, 4.8), seconds=3.0)

@@ -239,3 +239,17 @@ def test_a_micro_batch_that_is_learned_stays(monkeypatch: pytest.MonkeyPatch) ->
     kept, freed = ([one.key for one in source.planned() if "micro_batch" in one.key] for source in found)
     assert (kept, len(freed)) == ([], 3)
     assert [line for line in found[0].next_wins if "--free micro_batch" in line], "what it would gain is told"
+
+
+def test_choices_of_a_leader_are_candidates_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_candidates, "search", no_layouts)
+    source = CandidateSource(
+        run=load_run("deepseek-v2-lite-2l"), cluster=cluster_of(1, load_hardware("H200")), fixed={}
+    )
+    sync_free = "dispatch.sync_free=2"
+    leader = next(one for one in source.planned() if one.overrides == (sync_free,))
+    found = source.around(leader)
+    assert all(sync_free in one.overrides or not any("sync_free" in word for word in one.overrides) for one in found)
+    both = 'recompute.modules=["norm", "expert-activation"]'
+    assert f"{sync_free} {both}" in {one.key for one in found}
+    assert len({one.key for one in found}) == len(found)
