@@ -107,7 +107,7 @@ class _Sizes(NamedTuple):
             "C": self.latent,
             "P": self.rotary,
             "K": self.top_k,
-            "BLOCK_H": launch.block_rows,
+            "BLOCK_H": min(launch.block_rows, max(LEAST, power_of_two(self.heads))),
             "BLOCK_K": launch.block_columns,
             "BLOCK_C": launch.block_depth or max(LEAST, power_of_two(self.latent)),
             "BLOCK_P": max(LEAST, power_of_two(self.rotary)),
