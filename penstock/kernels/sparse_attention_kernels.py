@@ -2,7 +2,8 @@
 
     sparse_forward_kernel         per query, some heads: o and logsumexp over the gathered rows of the latent
     sparse_score_backward_kernel  per query, some heads: probabilities and gradients of scores, which are written
-    sparse_rows_backward_kernel   per query, some columns: gradients of queries; adds those of the gathered rows
+    sparse_query_backward_kernel  per query, some columns: gradients of the query
+    sparse_key_backward_kernel    per query, some columns: gradients of the gathered rows, added to those of all queries
 
 All heads of a query read the same rows: C columns of the latent, which are the values too, and P rotary ones. A query
 at position s of a document that starts at position d has min(K, s - d + 1) keys, which come first among its K numbers.
@@ -19,6 +20,19 @@ def _columns(heads: tl.constexpr, BLOCK_H: tl.constexpr):
     blocks = (heads + BLOCK_H - 1) // BLOCK_H
     place = (tl.program_id(0) // blocks).to(tl.int64)
     return place, (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+
+
+@triton.jit
+def _part(heads: tl.constexpr, columns: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Of this program: number of the query in the chunk, first column, and heads.
+
+    A query's programs follow each other, so that all but the first find its probabilities in the L2 cache.
+    """
+    across: tl.constexpr = (columns + BLOCK_C - 1) // BLOCK_C
+    down: tl.constexpr = (heads + BLOCK_H - 1) // BLOCK_H
+    part = tl.program_id(0) % (across * down)
+    local = (tl.program_id(0) // (across * down)).to(tl.int64)
+    return local, part % across * BLOCK_C, part // across * BLOCK_H + tl.arange(0, BLOCK_H)
 
 
 @triton.jit
@@ -131,19 +145,60 @@ def sparse_score_backward_kernel(
 
 
 @triton.jit
-def _add_to_keys(
-    q_ptr, do_ptr, keys_ptr, p_ptr, ds_ptr, dk_ptr, row_H1, head_H, first_column, count,
-    H: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
-    STAGES: tl.constexpr,
+def sparse_query_backward_kernel(
+    ds_ptr, latent_ptr, keys_ptr, firsts_ptr, dq_ptr, place_step, head_step, positions, first_place,
+    H: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the gradients of a query's keys: ds^T q, and p^T do where the columns are values."""
+    """Some columns of the gradients of some heads of a query: ds k. The steps are those of rows of C columns of dq."""
+    local, first_column, head_H = _part(H, C, BLOCK_H, BLOCK_C)
+    place = local + first_place
+    count = _seen(firsts_ptr, place, positions, K)
+    written = (count + 15) // 16 * 16  # with zeros at the end; a multiple, so that rows are copied 16 bytes at a time
+    column_C, slot_K = first_column + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
+    is_C, is_H = column_C < C, head_H < H
+    latent_ptr += place // positions * positions * C
+    keys_ptr += place * K
+    ds_ptr += local * H * K
+    tile_HK = head_H[:, None] * K + slot_K[None, :]
+    dq_HC = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
+    key_K = tl.load(keys_ptr + slot_K, mask=slot_K < count, other=0)
+    for first in tl.range(0, count, BLOCK_K, num_stages=STAGES):
+        k_KC = tl.load(latent_ptr + key_K[:, None] * C + column_C[None, :], mask=is_C[None, :], other=0.0)
+        is_tile = is_H[:, None] & ((first + slot_K < written) & (first + slot_K < K))[None, :]
+        ds_HK = tl.load(ds_ptr + tile_HK + first, mask=is_tile, other=0.0)
+        after_K = first + BLOCK_K + slot_K
+        key_K = tl.load(keys_ptr + after_K, mask=after_K < count, other=0)
+        dq_HC = tl.dot(ds_HK, k_KC, dq_HC, input_precision="ieee")
+    dq_ptrs = dq_ptr + (place * place_step + head_H.to(tl.int64) * head_step)[:, None] * C + column_C
+    tl.store(dq_ptrs, dq_HC.to(dq_ptr.dtype.element_ty), mask=is_H[:, None] & is_C[None, :])
+
+
+@triton.jit
+def sparse_key_backward_kernel(
+    q_ptr, do_ptr, keys_ptr, firsts_ptr, p_ptr, ds_ptr, dk_ptr, place_step, head_step, positions, first_place,
+    H: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Some columns of the gradients of a query's keys, over some heads: ds^T q, and p^T do where columns are values.
+
+    The steps are those of rows of C columns of q and do.
+    """
+    local, first_column, head_H = _part(H, C, BLOCK_H, BLOCK_C)
+    place = local + first_place
+    count = _seen(firsts_ptr, place, positions, K)
     written = (count + 15) // 16 * 16  # with zeros at the end; a multiple, so that rows are copied 16 bytes at a time
     column_C, slot_K = first_column + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
     is_C, is_H = column_C < C, head_H < H
     is_HC = is_H[:, None] & is_C[None, :]
+    row_H1 = (place * place_step + head_H.to(tl.int64) * head_step)[:, None]
     q_HC = tl.load(q_ptr + row_H1 * C + column_C, mask=is_HC, other=0.0)
     if do_ptr is not None:
         do_HC = tl.load(do_ptr + row_H1 * C + column_C, mask=is_HC, other=0.0)
+    dk_ptr += place // positions * positions * C
+    keys_ptr += place * K
+    p_ptr += local * H * K
+    ds_ptr += local * H * K
     tile_HK = head_H[:, None] * K + slot_K[None, :]
     for first in tl.range(0, count, BLOCK_K, num_stages=STAGES):
         inside_K = first + slot_K < count
@@ -154,76 +209,7 @@ def _add_to_keys(
             p_HK = tl.load(p_ptr + tile_HK + first, mask=is_tile, other=0.0)
             dk_KC = tl.dot(tl.trans(p_HK), do_HC, dk_KC, input_precision="ieee")
         key_K = tl.load(keys_ptr + first + slot_K, mask=inside_K, other=0)
-        dk_ptrs = dk_ptr + key_K[:, None] * C + column_C[None, :]
-        tl.atomic_add(dk_ptrs, dk_KC, mask=inside_K[:, None] & is_C[None, :], sem="relaxed")
-
-
-@triton.jit
-def _sum_of_keys(
-    rows_ptr, keys_ptr, ds_ptr, dq_ptr, row_H1, head_H, first_column, count,
-    H: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Some columns of the gradients of a query's heads: ds k."""
-    written = (count + 15) // 16 * 16
-    column_C, slot_K = first_column + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
-    is_C, is_H = column_C < C, head_H < H
-    tile_HK = head_H[:, None] * K + slot_K[None, :]
-    dq_HC = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
-    key_K = tl.load(keys_ptr + slot_K, mask=slot_K < count, other=0)
-    for first in tl.range(0, count, BLOCK_K, num_stages=STAGES):
-        k_KC = tl.load(rows_ptr + key_K[:, None] * C + column_C[None, :], mask=is_C[None, :], other=0.0)
-        is_tile = is_H[:, None] & ((first + slot_K < written) & (first + slot_K < K))[None, :]
-        ds_HK = tl.load(ds_ptr + tile_HK + first, mask=is_tile, other=0.0)
-        after_K = first + BLOCK_K + slot_K
-        key_K = tl.load(keys_ptr + after_K, mask=after_K < count, other=0)
-        dq_HC = tl.dot(ds_HK, k_KC, dq_HC, input_precision="ieee")
-    tl.store(dq_ptr + row_H1 * C + column_C, dq_HC.to(dq_ptr.dtype.element_ty), mask=is_H[:, None] & is_C[None, :])
-
-
-@triton.jit
-def sparse_rows_backward_kernel(
-    q_ptr, q_rope_ptr, latent_ptr, rope_ptr, keys_ptr, firsts_ptr, do_ptr, p_ptr, ds_ptr, dq_ptr, dq_rope_ptr,
-    dlatent_ptr, drope_ptr, places, positions, first_place,
-    H: tl.constexpr, C: tl.constexpr, P: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr, SUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    """Gradients of queries and keys from those of the scores, of queries from `first_place` on.
-
-    A program has some columns of one of the four gradients for some heads of a query. Those of a query follow each
-    other: all but the first find its probabilities in the L2 cache, and while one adds, which waits for memory, another
-    one on the same multiprocessor multiplies.
-    """
-    across: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-    parts: tl.constexpr = 2 * across + 2
-    blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    local = (tl.program_id(0) // (parts * blocks)).to(tl.int64)
-    part = tl.program_id(0) % parts
-    place = local + first_place
-    count = _seen(firsts_ptr, place, positions, K)
-    head_H = tl.program_id(0) // parts % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
-    of_row = place // positions * positions
-    keys_ptr += place * K
-    p_ptr += local * H * K
-    ds_ptr += local * H * K
-    row_H1 = (head_H.to(tl.int64) * places + place)[:, None]
-    if part < across:
-        _add_to_keys(
-            q_ptr, do_ptr, keys_ptr, p_ptr, ds_ptr, dlatent_ptr + of_row * C, row_H1, head_H, part * BLOCK_C, count,
-            H, C, K, BLOCK_K, BLOCK_C, STAGES,
-        )  # fmt: skip
-    elif part < 2 * across:
-        _sum_of_keys(
-            latent_ptr + of_row * C, keys_ptr, ds_ptr, dq_ptr, row_H1, head_H, (part - across) * BLOCK_C, count,
-            H, C, K, BLOCK_H, BLOCK_K, BLOCK_C, SUM_STAGES,
-        )  # fmt: skip
-    elif part == 2 * across:
-        _add_to_keys(
-            q_rope_ptr, None, keys_ptr, p_ptr, ds_ptr, drope_ptr + of_row * P, (place * H + head_H)[:, None], head_H, 0,
-            count, H, P, K, BLOCK_K, BLOCK_P, STAGES,
-        )  # fmt: skip
-    else:
-        _sum_of_keys(
-            rope_ptr + of_row * P, keys_ptr, ds_ptr, dq_rope_ptr, (place * H + head_H)[:, None], head_H, 0, count,
-            H, P, K, BLOCK_H, BLOCK_K, BLOCK_P, SUM_STAGES,
+        tl.atomic_add(
+            dk_ptr + key_K[:, None] * C + column_C[None, :], dk_KC, mask=inside_K[:, None] & is_C[None, :],
+            sem="relaxed",
         )  # fmt: skip

@@ -21,7 +21,8 @@ from penstock.kernels.launching import start_kernel
 from penstock.kernels.sparse_attention import IndexLoss
 from penstock.kernels.sparse_attention_kernels import (
     sparse_forward_kernel,
-    sparse_rows_backward_kernel,
+    sparse_key_backward_kernel,
+    sparse_query_backward_kernel,
     sparse_score_backward_kernel,
 )
 from penstock.kernels.tuning import INTERPRETER, KernelLaunch, target_of
@@ -45,8 +46,8 @@ class SparseLaunches:
 
     forward: KernelLaunch
     scores: KernelLaunch
-    gradients: KernelLaunch
-    sum_stages: int  # of the gradients of queries; `stages` are of those of keys
+    queries: KernelLaunch
+    keys: KernelLaunch
     index: KernelLaunch
     choice: KernelLaunch
     index_backward: KernelLaunch
@@ -55,8 +56,8 @@ class SparseLaunches:
 _HOPPER = SparseLaunches(
     forward=KernelLaunch(block_rows=64, block_columns=64, warps=8, stages=2),
     scores=KernelLaunch(block_rows=64, block_columns=32, warps=4, stages=2),
-    gradients=KernelLaunch(block_rows=128, block_columns=64, block_depth=128, warps=4, stages=1),
-    sum_stages=3,
+    queries=KernelLaunch(block_rows=128, block_columns=64, block_depth=128, warps=4, stages=2),
+    keys=KernelLaunch(block_rows=128, block_columns=64, block_depth=64, warps=4, stages=1),
     index=KernelLaunch(block_rows=128, block_columns=64, warps=4, stages=3),
     choice=KernelLaunch(block_rows=1, block_columns=32768, warps=16),
     index_backward=KernelLaunch(block_rows=64, block_columns=64, warps=4, stages=2),
@@ -69,8 +70,8 @@ _BLACKWELL = replace(
 _SMALL = SparseLaunches(
     forward=KernelLaunch(block_rows=16, block_columns=16, warps=4, stages=1),
     scores=KernelLaunch(block_rows=16, block_columns=16, warps=4, stages=1),
-    gradients=KernelLaunch(block_rows=32, block_columns=32, block_depth=64, warps=4, stages=1),
-    sum_stages=1,
+    queries=KernelLaunch(block_rows=64, block_columns=32, block_depth=128, warps=4, stages=1),
+    keys=KernelLaunch(block_rows=32, block_columns=32, block_depth=64, warps=4, stages=1),
     index=KernelLaunch(block_rows=64, block_columns=64, warps=4, stages=1),
     choice=KernelLaunch(block_rows=1, block_columns=8192, warps=8),
     index_backward=KernelLaunch(block_rows=64, block_columns=32, warps=4, stages=1),
@@ -109,15 +110,11 @@ class _Sizes(NamedTuple):
             "K": self.top_k,
             "BLOCK_H": min(launch.block_rows, max(LEAST, power_of_two(self.heads))),
             "BLOCK_K": launch.block_columns,
-            "BLOCK_C": launch.block_depth or max(LEAST, power_of_two(self.latent)),
+            "BLOCK_C": max(LEAST, power_of_two(self.latent)),
             "BLOCK_P": max(LEAST, power_of_two(self.rotary)),
             "STAGES": launch.stages,
             "num_warps": launch.warps,
         }
-
-    def gradient_programs(self, launch: KernelLaunch) -> int:
-        """Programs for the four gradients of a query."""
-        return self.blocks(launch) * (2 * ceil_div(self.latent, launch.block_depth) + 2)
 
     def blocks(self, launch: KernelLaunch) -> int:
         """Blocks of heads."""
@@ -229,6 +226,7 @@ class _SparseAttention(torch.autograd.Function):
         dlatent_BSC, drope_BSP = (torch.zeros_like(one, dtype=torch.float32) for one in (latent_BSC, rope_BSP))
         of_loss = index_q, index_k, weights, keys_BSK, first_BS
         gradients = None if index_q is None else _IndexBackward(of_loss, parts, ctx.factor)
+        by_head, by_place = (1, sizes.places), (sizes.heads, 1)  # steps of a place and of a head, in rows
         for first in range(0, sizes.places, chunk):
             queries = min(chunk, sizes.places - first)
             p_QHK, ds_QHK, mass_QK = p_QHK[:queries], ds_QHK[:queries], mass_QK[:queries]
@@ -243,11 +241,21 @@ class _SparseAttention(torch.autograd.Function):
                     sparse_score_backward_kernel, (queries * parts,), *tensors, sizes.places, sizes.positions, first,
                     ctx.scale, **sizes.constants(launches.scores),
                 )  # fmt: skip
-            start_kernel(
-                sparse_rows_backward_kernel, (queries * sizes.gradient_programs(launches.gradients),),
-                *inputs, do_HBSC, p_QHK, ds_QHK, dq_HBSC, dq_rope_BSHP, dlatent_BSC, drope_BSP, sizes.places,
-                sizes.positions, first, **sizes.constants(launches.gradients), SUM_STAGES=launches.sum_stages,
-            )  # fmt: skip
+            for rows, dq, steps in ((latent_BSC, dq_HBSC, by_head), (rope_BSP, dq_rope_BSHP, by_place)):
+                grid, constants = _by_columns(sizes, rows.shape[-1], launches.queries, queries)
+                start_kernel(
+                    sparse_query_backward_kernel, grid, ds_QHK, rows, keys_BSK, first_BS, dq, *steps, sizes.positions,
+                    first, **constants,
+                )  # fmt: skip
+            for q, do, drows, steps in (
+                (q_HBSC, do_HBSC, dlatent_BSC, by_head),
+                (q_rope_BSHP, None, drope_BSP, by_place),
+            ):
+                grid, constants = _by_columns(sizes, q.shape[-1], launches.keys, queries)
+                start_kernel(
+                    sparse_key_backward_kernel, grid, q, do, keys_BSK, first_BS, p_QHK, ds_QHK, drows, *steps,
+                    sizes.positions, first, **constants,
+                )  # fmt: skip
             if gradients is not None:
                 gradients.add(mass_QK, first, queries)
         of_index = (None, None, None) if gradients is None else gradients.result()
@@ -280,6 +288,23 @@ class _IndexBackward:
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and weights."""
         return self.dq_BSGN, self.dk_BSN.to(self.inputs[1].dtype), self.dweights_BSG
+
+
+def _by_columns(sizes: _Sizes, width: int, launch: KernelLaunch, queries: int) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and constants of a kernel with a program for some columns of a query's heads."""
+    columns = max(LEAST, min(launch.block_depth, power_of_two(width)))
+    heads = max(LEAST, min(launch.block_rows, power_of_two(sizes.heads)))
+    constants = {
+        "H": sizes.heads,
+        "C": width,
+        "K": sizes.top_k,
+        "BLOCK_H": heads,
+        "BLOCK_K": launch.block_columns,
+        "BLOCK_C": columns,
+        "STAGES": launch.stages,
+        "num_warps": launch.warps,
+    }
+    return (queries * ceil_div(width, columns) * ceil_div(sizes.heads, heads),), constants
 
 
 def _is_hoppers(sizes: _Sizes, q_HBSC: Tensor) -> bool:

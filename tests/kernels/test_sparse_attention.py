@@ -105,7 +105,7 @@ def test_the_kernels_compile_with_few_spills(target: str) -> None:
             o.backward(torch.empty_like(o))
 
     compiled = compile_launches(target, both_passes)
-    assert len(compiled) == 6
+    assert len(compiled) == 9
     for one in compiled:
         # 64 outputs of 512 numbers and their sums in float32 are half of the registers of Hopper and Blackwell.
         assert one.spills <= 128 * target.startswith("sm_"), one.summary
@@ -134,3 +134,30 @@ def test_kernels_at_the_widths_of_a_model_equal_the_definition(heads: int) -> No
     exact = run(sparse_attention, [one.float() for one in inputs], keys_BSK, first_BS, 0.07)
     for got, expected in zip(run(kernels.sparse_attention, inputs, keys_BSK, first_BS, 0.07), exact, strict=True):
         assert_close(got.float(), expected, tolerance=1e-2, by="norm")
+
+
+@pytest.mark.gpu
+def test_queries_at_the_end_of_a_long_row_equal_those_of_a_short_one() -> None:
+    heads, positions, top_k = 128, 65536, 64  # more than 2 ** 31 numbers in a tensor
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    inputs = [normal(heads, 1, positions, 512).mul_(0.3), normal(1, positions, heads, 64), normal(1, positions, 512)]
+    inputs.append(normal(1, positions, 64))
+    position_S = torch.arange(positions, device="cuda", dtype=torch.int32)
+    keys_BSK = (position_S[:, None] - torch.arange(top_k, device="cuda", dtype=torch.int32)).clamp(min=-1)[None]
+    first_BS = torch.zeros(1, positions, dtype=torch.int32, device="cuda")
+
+    def ends(tail: int, attend: Callable[..., Tensor]) -> list[Tensor]:
+        """Outputs of the last queries, their gradients, and that of the last key; of rows of `tail` positions."""
+        own = [one[:, :, -tail:] if one.shape[0] == heads else one[:, -tail:] for one in inputs]
+        own = [one.contiguous().requires_grad_() for one in own]
+        keys = (keys_BSK[:, -tail:] - (positions - tail)).clamp(min=-1)
+        o = attend(*own, keys, first_BS[:, :tail].contiguous(), scale=0.07)
+        dq, dq_rope, dlatent, drope = torch.autograd.grad(o[:, :, -4:].float().square().sum(), own)
+        return [o[:, :, -4:], dq[:, :, -4:], dq_rope[:, -4:], dlatent[:, -1], drope[:, -1]]
+
+    for got, expected in zip(ends(positions, kernels.sparse_attention), ends(2 * top_k, sparse_attention), strict=True):
+        assert_close(got.float(), expected.float(), tolerance=2e-2, by="norm")

@@ -51,7 +51,7 @@ def sparse_forward_hopper_kernel(
 ):  # fmt: skip
     """64 heads of a query, blocks of 64 keys: `sparse_forward_kernel` for latents of 512 columns and 64 rotary ones."""
     place = (gl.program_id(0) // (H // 64)).to(gl.int64)
-    first_head = gl.program_id(0) % (H // 64) * 64
+    first_head = (gl.program_id(0) % (H // 64) * 64).to(gl.int64)
     count = gl.minimum(K, place % positions - gl.load(firsts_ptr + place) + 1).to(gl.int32)
     row = place // positions
     latent_ptr += row * positions * 512
@@ -145,7 +145,7 @@ def sparse_score_backward_hopper_kernel(
     """
     local = (gl.program_id(0) // (H // 64)).to(gl.int64)
     place = local + first_place
-    first_head = gl.program_id(0) % (H // 64) * 64
+    first_head = (gl.program_id(0) % (H // 64) * 64).to(gl.int64)
     count = gl.minimum(K, place % positions - gl.load(firsts_ptr + place) + 1).to(gl.int32)
     row = place // positions
     latent_ptr += row * positions * 512
