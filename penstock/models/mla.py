@@ -15,7 +15,7 @@ from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, L
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.indexer import LightningIndexer, reads_chosen_keys
-from penstock.models.linear import Linear
+from penstock.models.linear import Linear, cut_over
 from penstock.models.logits import LogitMeter
 from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import RMSNorm
@@ -106,6 +106,9 @@ class LatentLayer(nn.Module):
         up_context = replace(layer_context, float8=NO_FLOAT8) if self.absorbs else layer_context
         self.kv_up = Linear(config.kv_lora_rank, config.heads * per_head, up_context, split="outputs")
         self.out = Linear(config.heads * config.v_head_dim, hidden_size, layer_context, split="inputs")
+        self.cuts = {"sinks_H": cut_over(layer_context.axes.tensor, dim=0)}
+        # One softmax logit for each head of this rank.
+        self.sinks_H = nn.Parameter(torch.empty(self.heads)) if config.sinks else None
         self.logits: LogitMeter | None = None  # of QK-clip
         self.indexer = None if indexer is None else LightningIndexer(indexer, hidden_size, rank, layer_context)
 
@@ -149,6 +152,7 @@ class LatentLayer(nn.Module):
             layer_context=self.layer_context,
             scale=self.scale,
             allowed_BSS=context.allowed_BSS,
+            sinks_H=self.sinks_H,
         )
         o_BSHM = run("attention", attend_by, q_BSHN, k_BSHN, v_BSHM)
         return reduce_scatter(self.out(o_BSHM.flatten(-2)), tensor, dim=1)  # sum over heads; S -> S / tensor

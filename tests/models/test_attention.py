@@ -11,9 +11,9 @@ from transformers.models.llama4 import modeling_llama4 as llama4
 from transformers.models.olmoe import modeling_olmoe as olmoe
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from penstock.config.model import GroupedQueryAttention
+from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.kernels.attention_window import AttentionWindow
-from penstock.models.attention import GroupedQueryLayer, query_scale
+from penstock.models.attention import query_scale
 from penstock.models.model_inputs import ForwardContext
 from tests.closeness import assert_close
 from tests.kernels.eager_attention import random_documents, seen_by, with_gradients
@@ -61,7 +61,7 @@ NAMES = {
 }
 
 
-def _attention(attention: GroupedQueryAttention, layer: int) -> tuple[Any, GroupedQueryLayer]:
+def _attention(attention: GroupedQueryAttention | LatentAttention, layer: int) -> tuple[Any, Any]:
     """A decoder, and one of its attentions with random weights."""
     sizes = {"hidden_size": HIDDEN, "layers": LAYERS, "dense_layers": LAYERS}
     decoder = tiny_decoder(tiny_model(family="plain", attention=attention, moe=None, **sizes))
@@ -128,6 +128,34 @@ def test_a_layer_equals_that_of_transformers(family: str, layer: int, has_docume
     for name, one, other in zip(("output", "x", *pairs), got, expected, strict=True):
         mine = _their_order(name, one, attention.head_dim, family == "llama4")
         assert_close(mine, other, by="norm", tolerance=3e-5, what=name)
+
+
+@pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
+def test_a_sink_of_latent_attention_is_a_key_without_a_value(has_documents: bool) -> None:
+    """In float64, output and all gradients."""
+    latent = LatentAttention(
+        heads=4, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6, q_lora_rank=8, sinks=True
+    )
+    decoder, ours = _attention(latent, 0)
+    decoder.double()
+    x_BSD, direction_BSD, positions_BS, documents_BS = _inputs(has_documents)
+    context = _context(decoder, positions_BS, documents_BS)
+    leaves = [x_BSD.double().requires_grad_(), *ours.parameters()]
+
+    def by_definition(q_BSHN: Tensor, k_BSHN: Tensor, v_BSHM: Tensor, **_: Any) -> Tensor:
+        scores_BHSS = torch.einsum("bshn,bthn->bhst", q_BSHN, k_BSHN) * ours.scale
+        scores_BHSS = scores_BHSS.masked_fill(~seen_by(None, LENGTH, documents_BS)[:, None], -torch.inf)
+        sinks_BHS1 = ours.sinks_H[None, :, None, None].expand(ROWS, 4, LENGTH, 1)
+        weights_BHSS = torch.cat((scores_BHSS, sinks_BHS1), dim=-1).softmax(-1)[..., :-1]
+        return torch.einsum("bhst,bthm->bshm", weights_BHSS, v_BSHM)
+
+    got = with_gradients(ours(leaves[0], context), direction_BSD.double(), leaves)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.models.mla.attend", by_definition)
+        expected = with_gradients(ours(leaves[0], context), direction_BSD.double(), leaves)
+    names = ("output", "x", *(name for name, _ in ours.named_parameters()))
+    for name, one, other in zip(names, got, expected, strict=True):
+        assert_close(one, other, by="norm", tolerance=1e-10, what=name)
 
 
 @pytest.mark.parametrize("kind", ["window", "chunk"])
