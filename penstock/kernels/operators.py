@@ -55,6 +55,10 @@ class Operators:
     short_convolution: Callable[..., Tensor]
     unit_length: Callable[..., Tensor]
     gated_norm: Callable[..., Tensor]
+    choose_keys: (
+        Callable[..., Tensor] | None
+    )  # of sparse attention, as `penstock.kernels.sparse_attention` defines both
+    sparse_attention: Callable[..., Tensor] | None  # None: attention to all keys under a mask
     mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     mla_heads_is_fused: bool  # the 8-bit kernel, which also quantizes gradients, may replace `mla_heads`
 
@@ -199,6 +203,8 @@ REFERENCE = Operators(
     short_convolution=delta_rule.short_convolution,
     unit_length=delta_rule.unit_length,
     gated_norm=delta_rule.gated_norm,
+    choose_keys=None,
+    sparse_attention=None,
     mla_heads=reference.mla_heads,
     mla_heads_is_fused=False,
 )

@@ -19,8 +19,9 @@ from penstock.config.model import GroupedQueryAttention, LatentAttention, LocalA
 from penstock.config.parallel import Overlap
 from penstock.models.attention import GroupedQueryLayer, query_scale, reach_of
 from penstock.models.block import Block, MultiTokenPrediction
+from penstock.models.indexer import reads_chosen_keys
 from penstock.models.linear import Embedding, Linear
-from penstock.models.model_inputs import ForwardContext, ModelInputs, shifted_tokens
+from penstock.models.model_inputs import ForwardContext, ModelInputs, first_positions, shifted_tokens
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import angles
 from penstock.moe.routing import Scope
@@ -159,7 +160,13 @@ class Decoder(nn.Module):
             positions_BS = torch.zeros_like(positions_BS)  # angles of zero
         with span(Span.EMBED):
             cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)  # P / 2 wide
-            context = ForwardContext(cos_BSP, sin_BSP, inputs.allowed_BSS(), scope, inputs.parts)
+            indexer = attention.indexer if isinstance(attention, LatentAttention) else None
+            reads_chosen = indexer is not None and reads_chosen_keys(indexer, self.layer_context)
+            allowed_BSS = None if reads_chosen else inputs.allowed_BSS()
+            context = ForwardContext(cos_BSP, sin_BSP, allowed_BSS, scope, inputs.parts)
+            if indexer is not None:
+                documents_BS = torch.zeros_like(positions_BS) if inputs.documents_BS is None else inputs.documents_BS
+                context = replace(context, first_BS=first_positions(documents_BS))
             if self.config.linear_attention is not None:
                 context = replace(context, documents_BS=inputs.documents_BS)
             if isinstance(attention, GroupedQueryAttention) and attention.local is not None:

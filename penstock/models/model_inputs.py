@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.local_attention import BlockMasks
@@ -64,6 +65,7 @@ class ForwardContext:
     parts: PartialGraphs | None = None
     nears: tuple[BlockMasks, ...] = ()  # masks of layers with a window or chunks
     documents_BS: Tensor | None = None  # int64 of whole rows, for linear attention; None without it, or without packing
+    first_BS: Tensor | None = None  # int32 first position of each document, for sparse attention; None without it
     query_scale_S: Tensor | None = None  # float32 attention temperature of global layers; None without tuning
 
     def in_static_memory(self) -> "ForwardContext":
@@ -88,6 +90,7 @@ class ForwardContext:
             allowed_BSS=hold_optional("allowed_BSS", self.allowed_BSS),
             nears=tuple(hold_masks(number, near) for number, near in enumerate(self.nears)),
             documents_BS=hold_optional("documents_BS", self.documents_BS),
+            first_BS=hold_optional("first_BS", self.first_BS),
             query_scale_S=hold_optional("query_scale_S", self.query_scale_S),
         )
 
@@ -95,6 +98,13 @@ class ForwardContext:
 def shifted_tokens(tokens_BS: Tensor, depths: int) -> tuple[Tensor, ...]:
     """Tokens shifted by 1, 2, ... positions; they wrap around at the end of the row, where labels are ignored."""
     return tuple(tokens_BS.roll(-depth, dims=1) for depth in range(1, depths + 1))
+
+
+def first_positions(documents_BS: Tensor) -> Tensor:
+    """Int32 position of the row at which the document of each position begins."""
+    begins_BS = F.pad(documents_BS.diff(dim=1) != 0, (1, 0))
+    position_S = torch.arange(documents_BS.shape[1], dtype=torch.int32, device=documents_BS.device)
+    return torch.where(begins_BS, position_S, 0).cummax(1).values
 
 
 def attention_mask(documents_BS: Tensor | None, query_positions_S: Tensor | None = None) -> Tensor | None:
