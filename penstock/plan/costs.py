@@ -325,7 +325,8 @@ class OpCosts:
         of_chunk = CHUNK * CHUNK * pairs_of(width, value_width) + states * CHUNK * width * value_width
         flops = 2.0 * rows * heads * -(-positions // CHUNK) * of_chunk
         direction: Pass = "backward" if "backward" in operator.name else "forward"
-        return self._rates.by_chunks(direction, flops, self._bytes(operator), _DTYPES[operator.itemsize]).seconds
+        dtype = _DTYPES[operator.itemsize]
+        return self._rates.by_chunks(direction, flops, self._bytes(operator), dtype).seconds / _LINEAR_SPEED
 
     def _of_chosen(self, operator: RecordedOp) -> float:
         """A kernel of sparse attention, whose queries choose as many keys as there are, or have all before them."""
@@ -489,6 +490,9 @@ _OF_CHOSEN: Mapping[str, tuple[Callable[[Sequence[Sequence[int]]], int], int | N
 """Kernels of sparse attention: multiplications of all pairs of a query and a chosen key, by the shapes of the tensors;
 the place of the keys' numbers among these; the speed over that of dense attention in the same pass, on an H200 with the
 widths of DeepSeek-V3.2 (docs/decisions/0168-chosen-keys.md)."""
+
+_LINEAR_SPEED = 0.58
+"""Of these kernels over attention's, on an H200 (delta-rule-h200.json, launches that run)."""
 
 _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 """Kernels that multiply the rows of experts by their matrices."""

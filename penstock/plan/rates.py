@@ -35,9 +35,6 @@ RESULT_BYTES: dict[Dtype, int] = {"bf16": 2, "fp8": 2, "fp32": 4}
 ACCUMULATED_BYTES = 8
 """Of one number of a float32 sum that is read and written."""
 
-BY_CHUNKS = 0.58
-"""Speed of linear attention's kernels over that of attention, on an H200 (delta-rule-h200.json, launches that run)."""
-
 GroupedProduct = Literal[
     "forward",
     "forward_gathered",
@@ -147,9 +144,8 @@ class Rates:
         return self._attention(direction, heads, queries, keys, widths, causal, dtype)
 
     def by_chunks(self, direction: Pass, flops: float, moved_bytes: float, dtype: Dtype = "bf16") -> Estimate:
-        """A kernel of linear attention, at `BY_CHUNKS` of the stated share of the peak that attention reaches."""
-        whole = self._roofline(flops, moved_bytes, cast(OperatorKind, f"attention_{direction}"), dtype)
-        seconds = whole / BY_CHUNKS
+        """A kernel of linear attention, at the stated share of the peak that attention reaches; none is measured."""
+        seconds = self._roofline(flops, moved_bytes, cast(OperatorKind, f"attention_{direction}"), dtype)
         return Estimate(seconds, "roofline", self.hardware.efficiency.source)
 
     def memory_bound(self, moved_bytes: float, *, is_update: bool = False) -> Estimate:
