@@ -140,6 +140,7 @@ class LatentLayer(nn.Module):
             layer_context=self.layer_context,
             scale=self.scale,
             allowed_BSS=context.allowed_BSS,
+            nears=context.bounds,
         )
         o_BSHM = run("attention", attend_by, q_BSHN, k_BSHN, v_BSHM)
         return reduce_scatter(self.out(o_BSHM.flatten(-2)), tensor, dim=1)  # sum over heads; S -> S / tensor

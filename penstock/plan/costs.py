@@ -18,13 +18,15 @@ from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from penstock.config.run import Run
+from penstock.kernels.attention_bounds import most_of
+from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.delta_rule import CHUNK
 from penstock.moe.balance import even_stride
 from penstock.parallel.replica_exchange import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.loads import Imbalance, RecordedLoads
 from penstock.plan.op_recorder import FROM_HOST, TO_HOST, RecordedOp, RecordedOps
-from penstock.plan.rates import ACCUMULATED_BYTES, GroupedProduct, Pass, Rates
+from penstock.plan.rates import ACCUMULATED_BYTES, GroupedProduct, Pass, Rates, pairs
 from penstock.plan.software import OWN, Software
 from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
 
@@ -186,6 +188,8 @@ class OpCosts:
             return OpCost(self._of_experts[name](operator), "experts")
         if name == "float8_matrices_kernel":
             return self._float8_matrices(operator)
+        if name in _BOUNDED:
+            return OpCost(self._bounded(operator), "attention")
         if name in _BY_CHUNKS:
             return OpCost(self._by_chunks(operator), "attention")
         if name == "largest_logits_kernel":
@@ -291,6 +295,16 @@ class OpCosts:
             dtype=_DTYPES[operator.itemsize],
         )
         return estimate.seconds * self._rounds
+
+    def _bounded(self, operator: RecordedOp) -> float:
+        """A kernel of attention between bounds. A row of documents counts as one document: lengths are not known."""
+        direction, factor = _BOUNDED[operator.name]
+        (rows, queries, heads, width), (_, keys, _, _), (*_, value_width) = operator.shapes[:3]
+        window = AttentionWindow(kind="window", size=most_of(operator.switches))
+        seen = window.pairs(keys) - window.pairs(keys - queries) + queries * _BORDER
+        sizes = rows * heads, queries, keys, (width, value_width)
+        whole = self._rates.attention(direction, *sizes, dtype=_DTYPES[operator.itemsize]).seconds
+        return whole * factor * seen / pairs(queries, keys, causal=True)
 
     def _logits(self, operator: RecordedOp) -> float:
         """The first of the two products of attention."""
@@ -440,6 +454,18 @@ _BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyTy
 )
 """Kernels of linear attention: the sum of depths and widths of products with J x J pairs, by the widths of keys and
 values, and the number of products with a state."""
+
+_BORDER = 64
+"""Keys that a query computes beside those that it sees: half a block before and half a block behind."""
+
+_BOUNDED: Mapping[str, tuple[Pass, float]] = MappingProxyType(
+    {
+        "attention_kernel": ("forward", 1.5),
+        "attention_query_gradient_kernel": ("backward", 0.7),
+        "attention_key_gradient_kernel": ("backward", 1.3),
+    }
+)
+"""Kernels of attention between bounds: the pass, and seconds over those of a plain causal pass with as many pairs."""
 
 _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 """Kernels that multiply the rows of experts by their matrices."""
