@@ -5,8 +5,8 @@ window and chunk, and never falls from one query to the next. So a block of quer
 and only those at both ends need the comparison of positions:
 
     keys      0 1 | 2 3 | 4 5 | 6 7 | 8 9        blocks of 2
-    query 8         . .   x x   x x   x .        first 3 of both queries would mask block 1: a border
-    query 9         . x   x x   x x   x x        blocks 2 and 3 need no comparison, block 4 is a border
+    query 8         . x   x x   x x   x .        first 3: block 0 is not read
+    query 9         . x   x x   x x   x x        blocks 1 and 4 are borders, blocks 2 and 3 are seen whole
 
 Backward has two kernels without atomics. That of the queries walks over keys, like forward, and writes do . o for the
 other one; that of the keys walks over the queries from its first key up to the last query that sees its last one
@@ -30,6 +30,7 @@ from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import KernelLaunch, target_of
 
 LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(LOG2E)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ class _BoundedAttention(torch.autograd.Function):
         start_kernel(
             attention_kernel, _grid_of_queries(q_BQHN, k_BKGN, launch),
             q_BQHN, *_key_blocks_of(k_BKGN, v_BKGM, launch), first_BQ, sinks_H, o_BQHM, log_sums_BHQ,
-            queries, k_BKGN.shape[1], _row_stride(first_BQ), scale * LOG2E,
+            queries, k_BKGN.shape[1], _row_stride(first_BQ), scale,
             notes=(noted(bounds.most),), **_constants(q_BQHN, k_BKGN, width, launch),
         )  # fmt: skip
         ctx.save_for_backward(q_BQHN, k_BKGN, v_BKGM, sinks_H, o_BQHM, log_sums_BHQ, bounds.first_BQ, bounds.last_BK)
@@ -227,24 +228,26 @@ def _constants(q_BQHN: Tensor, k_BKGN: Tensor, width: int, launch: AttentionLaun
 
 
 @triton.jit
-def _load(ptr, place_S, width: tl.constexpr, end: tl.constexpr, first, inside_S, MASKED: tl.constexpr):
-    """Columns `first` to `first` + `width` of a tensor whose positions are `end` apart."""
-    ptrs = ptr + place_S[:, None] * end + (first + tl.arange(0, width))[None, :]
+def _load(ptr, line_S, width: tl.constexpr, inside_S, MASKED: tl.constexpr):
+    """A tile from `ptr` on whose rows begin at `line_S`."""
+    ptrs = ptr + line_S[:, None] + tl.arange(0, width)[None, :]
     if MASKED:
         return tl.load(ptrs, mask=inside_S[:, None], other=0.0)
     return tl.load(ptrs)
 
 
 @triton.jit
-def _load_block(
-    source, line, place_S, start, width: tl.constexpr, end: tl.constexpr, first, inside_S, MASKED: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+def _load_keys(
+    source, place, start, head, first: tl.constexpr, width: tl.constexpr, G: tl.constexpr, end: tl.constexpr, inside_K,
+    MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """`_load` of positions from `start` on, by descriptor from the row `line` and the column `first` on."""
+    """Keys or values from `start` on of a row that begins at position `place`: some columns of a head."""
     if DESCRIPTORS:
-        block = source.load([line + start, first])
+        block = source.load([place + start, head * end + first])
     else:
-        block = _load(source, place_S, width, end, first, inside_S, MASKED)
+        line_K = tl.arange(0, inside_K.shape[0]) * (G * end)
+        ptr = source + (place + start).to(tl.int64) * (G * end) + head * end + first
+        block = _load(ptr, line_K, width, inside_K, MASKED)
     return block
 
 
@@ -270,7 +273,7 @@ def _key_blocks(first_ptr, place, end, offset, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _attended(
-    o_QM, most_Q, sum_Q, q1, q2, k, k_rest, v, line, group, start, keys, position_Q, first_Q, scale,
+    o_QM, most_Q, sum_Q, q1, q2, k, k_rest, v, row_place, group, start, keys, position_Q, first_Q, scale,
     G: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
@@ -278,12 +281,12 @@ def _attended(
     N: tl.constexpr = N1 + N2
     key_K = start + tl.arange(0, BLOCK_K)
     inside_K = key_K < keys
-    k1 = _load_block(k, line, key_K, start, N1, G * N, group * N, inside_K, MASKED, DESCRIPTORS)
+    k1 = _load_keys(k, row_place, start, group, 0, N1, G, N, inside_K, MASKED, DESCRIPTORS)
     k2 = k1
     if N2 > 0:
-        k2 = _load_block(k_rest, line, key_K, start, N2, G * N, group * N + N1, inside_K, MASKED, DESCRIPTORS)
+        k2 = _load_keys(k_rest, row_place, start, group, N1, N2, G, N, inside_K, MASKED, DESCRIPTORS)
     scores_QK = _scores(q1, q2, k1, k2, N2)
-    v_KM = _load_block(v, line, key_K, start, M, G * M, group * M, inside_K, MASKED, DESCRIPTORS)
+    v_KM = _load_keys(v, row_place, start, group, 0, M, G, M, inside_K, MASKED, DESCRIPTORS)
     if MASKED:
         seen_QK = (key_K[None, :] <= position_Q[:, None]) & (key_K[None, :] >= first_Q[:, None])
         scores_QK = tl.where(seen_QK, scores_QK * scale, -1.0e30)
@@ -312,46 +315,43 @@ def attention_kernel(
     place = (tl.num_programs(1) - 1 - tl.program_id(1)) * (BLOCK_Q // HEADS)  # the longest first
     index_Q = tl.arange(0, BLOCK_Q)
     place_Q, head_Q = place + index_Q // HEADS, head + index_Q % HEADS
+    corner, line_Q = (row * queries + place) * H + head, index_Q // HEADS * H + index_Q % HEADS
     inside_Q, offset = place_Q < queries, keys - queries
-    group, line = head // (H // G), tl.program_id(2) * keys
-    if not DESCRIPTORS:
-        k += row * keys * G * N
-        k_rest += row * keys * G * N
-        v += row * keys * G * M
+    group, row_place = head // (H // G), tl.program_id(2) * keys
     first_ptr += row * first_stride
-    line_Q = place_Q * H + head_Q
-    q1 = _load(q_ptr + row * queries * H * N, line_Q, N1, N, 0, inside_Q, True)
+    q1 = _load(q_ptr + corner * N, line_Q * N, N1, inside_Q, True)
     q2 = q1
     if N2 > 0:
-        q2 = _load(q_ptr + row * queries * H * N, line_Q, N2, N, N1, inside_Q, True)
+        q2 = _load(q_ptr + corner * N + N1, line_Q * N, N2, inside_Q, True)
     first_Q = tl.load(first_ptr + place_Q, mask=inside_Q, other=0)
     most_Q = tl.full([BLOCK_Q], -1.0e30, tl.float32)
     sum_Q = tl.zeros([BLOCK_Q], tl.float32)
     if sinks_ptr is not None:
-        most_Q = tl.load(sinks_ptr + head_Q).to(tl.float32) * 1.4426950408889634
+        most_Q = tl.load(sinks_ptr + head_Q).to(tl.float32) * _LOG2E
         sum_Q += 1.0
     o_QM = tl.zeros([BLOCK_Q, M], tl.float32)
+    scale2 = scale * _LOG2E
     end = tl.minimum(place + BLOCK_Q // HEADS, queries)
     begin, before, whole, stop, behind = _key_blocks(first_ptr, place, end, offset, BLOCK_K)
     for start in range(whole, stop, BLOCK_K):
         o_QM, most_Q, sum_Q = _attended(
-            o_QM, most_Q, sum_Q, q1, q2, k, k_rest, v, line, group, start, keys, place_Q + offset, first_Q, scale,
+            o_QM, most_Q, sum_Q, q1, q2, k, k_rest, v, row_place, group, start, keys, place_Q + offset, first_Q, scale2,
             G, N1, N2, M, BLOCK_K, False, DESCRIPTORS,
         )  # fmt: skip
     for block in range(before + behind):
         start = tl.where(block < before, begin + block * BLOCK_K, stop + (block - before) * BLOCK_K)
         o_QM, most_Q, sum_Q = _attended(
-            o_QM, most_Q, sum_Q, q1, q2, k, k_rest, v, line, group, start, keys, place_Q + offset, first_Q, scale,
+            o_QM, most_Q, sum_Q, q1, q2, k, k_rest, v, row_place, group, start, keys, place_Q + offset, first_Q, scale2,
             G, N1, N2, M, BLOCK_K, True, DESCRIPTORS,
         )  # fmt: skip
-    o_ptrs = o_ptr + row * queries * H * M + line_Q[:, None] * M + tl.arange(0, M)[None, :]
+    o_ptrs = o_ptr + corner * M + (line_Q * M)[:, None] + tl.arange(0, M)[None, :]
     tl.store(o_ptrs, (o_QM / sum_Q[:, None]).to(o_ptr.dtype.element_ty), mask=inside_Q[:, None])
     tl.store(sums_ptr + row * H * queries + head_Q * queries + place_Q, most_Q + tl.log2(sum_Q), mask=inside_Q)
 
 
 @triton.jit
 def _query_gradient(
-    dq1, dq2, q1, q2, do_QM, sums_Q, delta_Q, k, k_rest, v, line, group, start, keys, position_Q, first_Q, scale,
+    dq1, dq2, q1, q2, do_QM, sums_Q, delta_Q, k, k_rest, v, row_place, group, start, keys, position_Q, first_Q, scale,
     G: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
@@ -359,11 +359,11 @@ def _query_gradient(
     N: tl.constexpr = N1 + N2
     key_K = start + tl.arange(0, BLOCK_K)
     inside_K = key_K < keys
-    k1 = _load_block(k, line, key_K, start, N1, G * N, group * N, inside_K, MASKED, DESCRIPTORS)
+    k1 = _load_keys(k, row_place, start, group, 0, N1, G, N, inside_K, MASKED, DESCRIPTORS)
     k2 = k1
     if N2 > 0:
-        k2 = _load_block(k_rest, line, key_K, start, N2, G * N, group * N + N1, inside_K, MASKED, DESCRIPTORS)
-    v_KM = _load_block(v, line, key_K, start, M, G * M, group * M, inside_K, MASKED, DESCRIPTORS)
+        k2 = _load_keys(k_rest, row_place, start, group, N1, N2, G, N, inside_K, MASKED, DESCRIPTORS)
+    v_KM = _load_keys(v, row_place, start, group, 0, M, G, M, inside_K, MASKED, DESCRIPTORS)
     p_QK = tl.exp2(_scores(q1, q2, k1, k2, N2) * scale - sums_Q[:, None])
     if MASKED:
         seen_QK = (key_K[None, :] <= position_Q[:, None]) & (key_K[None, :] >= first_Q[:, None])
@@ -389,43 +389,39 @@ def attention_query_gradient_kernel(
     place = (tl.num_programs(1) - 1 - tl.program_id(1)) * (BLOCK_Q // HEADS)
     index_Q = tl.arange(0, BLOCK_Q)
     place_Q, head_Q = place + index_Q // HEADS, head + index_Q % HEADS
+    corner, line_Q = (row * queries + place) * H + head, index_Q // HEADS * H + index_Q % HEADS
     inside_Q, offset = place_Q < queries, keys - queries
-    group, line = head // (H // G), tl.program_id(2) * keys
-    if not DESCRIPTORS:
-        k += row * keys * G * N
-        k_rest += row * keys * G * N
-        v += row * keys * G * M
+    group, row_place = head // (H // G), tl.program_id(2) * keys
     first_ptr += row * first_stride
-    line_Q = place_Q * H + head_Q
-    do_QM = _load(do_ptr + row * queries * H * M, line_Q, M, M, 0, inside_Q, True)
-    o_QM = _load(o_ptr + row * queries * H * M, line_Q, M, M, 0, inside_Q, True)
+    do_QM = _load(do_ptr + corner * M, line_Q * M, M, inside_Q, True)
+    o_QM = _load(o_ptr + corner * M, line_Q * M, M, inside_Q, True)
     delta_Q = tl.sum(do_QM.to(tl.float32) * o_QM.to(tl.float32), 1)
     number_Q = head_Q * queries + place_Q
     tl.store(delta_ptr + row * H * queries + number_Q, delta_Q, mask=inside_Q)
     sums_Q = tl.load(sums_ptr + row * H * queries + number_Q, mask=inside_Q, other=float("inf"))
-    q1 = _load(q_ptr + row * queries * H * N, line_Q, N1, N, 0, inside_Q, True)
+    q1 = _load(q_ptr + corner * N, line_Q * N, N1, inside_Q, True)
     q2 = q1
     dq1 = tl.zeros([BLOCK_Q, N1], tl.float32)
     dq2 = dq1
     if N2 > 0:
-        q2 = _load(q_ptr + row * queries * H * N, line_Q, N2, N, N1, inside_Q, True)
+        q2 = _load(q_ptr + corner * N + N1, line_Q * N, N2, inside_Q, True)
         dq2 = tl.zeros([BLOCK_Q, N2], tl.float32)
     first_Q = tl.load(first_ptr + place_Q, mask=inside_Q, other=0)
     end = tl.minimum(place + BLOCK_Q // HEADS, queries)
     begin, before, whole, stop, behind = _key_blocks(first_ptr, place, end, offset, BLOCK_K)
-    scale2 = scale * 1.4426950408889634
+    scale2 = scale * _LOG2E
     for start in range(whole, stop, BLOCK_K):
         dq1, dq2 = _query_gradient(
-            dq1, dq2, q1, q2, do_QM, sums_Q, delta_Q, k, k_rest, v, line, group, start, keys, place_Q + offset, first_Q,
-            scale2, G, N1, N2, M, BLOCK_K, False, DESCRIPTORS,
+            dq1, dq2, q1, q2, do_QM, sums_Q, delta_Q, k, k_rest, v, row_place, group, start, keys, place_Q + offset,
+            first_Q, scale2, G, N1, N2, M, BLOCK_K, False, DESCRIPTORS,
         )  # fmt: skip
     for block in range(before + behind):
         start = tl.where(block < before, begin + block * BLOCK_K, stop + (block - before) * BLOCK_K)
         dq1, dq2 = _query_gradient(
-            dq1, dq2, q1, q2, do_QM, sums_Q, delta_Q, k, k_rest, v, line, group, start, keys, place_Q + offset, first_Q,
-            scale2, G, N1, N2, M, BLOCK_K, True, DESCRIPTORS,
+            dq1, dq2, q1, q2, do_QM, sums_Q, delta_Q, k, k_rest, v, row_place, group, start, keys, place_Q + offset,
+            first_Q, scale2, G, N1, N2, M, BLOCK_K, True, DESCRIPTORS,
         )  # fmt: skip
-    dq_ptrs = dq_ptr + row * queries * H * N + line_Q[:, None] * N
+    dq_ptrs = dq_ptr + corner * N + (line_Q * N)[:, None]
     tl.store(dq_ptrs + tl.arange(0, N1)[None, :], (dq1 * scale).to(dq_ptr.dtype.element_ty), mask=inside_Q[:, None])
     if N2 > 0:
         dq_ptrs += N1 + tl.arange(0, N2)[None, :]
@@ -434,25 +430,27 @@ def attention_query_gradient_kernel(
 
 @triton.jit
 def _key_gradient(
-    dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, line, head, place, queries,
-    offset, scale, H: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, M: tl.constexpr, BLOCK_Q: tl.constexpr,
+    dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, row_place, head, place,
+    queries, offset, scale, H: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, M: tl.constexpr, BLOCK_Q: tl.constexpr,
     HEADS: tl.constexpr, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys, without the factor `scale`, and values, with one more block of queries."""
     N: tl.constexpr = N1 + N2
     index_Q = tl.arange(0, BLOCK_Q)
     place_Q, head_Q = place + index_Q // HEADS, head + index_Q % HEADS
-    inside_Q, line_Q, number_Q = place_Q < queries, place_Q * H + head_Q, head_Q * queries + place_Q
+    inside_Q, number_Q = place_Q < queries, head_Q * queries + place_Q
     if DESCRIPTORS:
-        q1, do_QM = q.load([line + place, head * N]), do.load([line + place, head * M])
+        q1, do_QM = q.load([row_place + place, head * N]), do.load([row_place + place, head * M])
         q2 = q1
         if N2 > 0:
-            q2 = q_rest.load([line + place, head * N + N1])
+            q2 = q_rest.load([row_place + place, head * N + N1])
     else:
-        q1, do_QM = _load(q, line_Q, N1, N, 0, inside_Q, MASKED), _load(do, line_Q, M, M, 0, inside_Q, MASKED)
+        corner, line_Q = (row_place + place).to(tl.int64) * H + head, index_Q // HEADS * H + index_Q % HEADS
+        q1 = _load(q + corner * N, line_Q * N, N1, inside_Q, MASKED)
+        do_QM = _load(do + corner * M, line_Q * M, M, inside_Q, MASKED)
         q2 = q1
         if N2 > 0:
-            q2 = _load(q, line_Q, N2, N, N1, inside_Q, MASKED)
+            q2 = _load(q + corner * N + N1, line_Q * N, N2, inside_Q, MASKED)
     sums_Q = tl.load(sums_ptr + number_Q, mask=inside_Q, other=float("inf"))  # no weight behind the last query
     delta_Q = tl.load(delta_ptr + number_Q, mask=inside_Q, other=0.0)
     p_KQ = tl.exp2(_scores(k1, k2, q1, q2, N2) * scale - sums_Q[None, :])
@@ -481,22 +479,17 @@ def attention_key_gradient_kernel(
     PLACES: tl.constexpr = BLOCK_Q // HEADS
     group, row, begin = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.program_id(1) * BLOCK_K
     key_K, offset = begin + tl.arange(0, BLOCK_K), keys - queries
-    inside_K = key_K < keys
-    k_line = (row * keys * G + group) * N
-    v_line = (row * keys * G + group) * M
-    k1 = _load(k_ptr + k_line, key_K, N1, G * N, 0, inside_K, True)
+    corner, line_K, inside_K = (row * keys + begin) * G + group, tl.arange(0, BLOCK_K) * G, key_K < keys
+    k1 = _load(k_ptr + corner * N, line_K * N, N1, inside_K, True)
     k2 = k1
     dk1 = tl.zeros([BLOCK_K, N1], tl.float32)
     dk2 = dk1
     if N2 > 0:
-        k2 = _load(k_ptr + k_line, key_K, N2, G * N, N1, inside_K, True)
+        k2 = _load(k_ptr + corner * N + N1, line_K * N, N2, inside_K, True)
         dk2 = tl.zeros([BLOCK_K, N2], tl.float32)
-    v_KM = _load(v_ptr + v_line, key_K, M, G * M, 0, inside_K, True)
+    v_KM = _load(v_ptr + corner * M, line_K * M, M, inside_K, True)
     dv_KM = tl.zeros([BLOCK_K, M], tl.float32)
-    line = tl.program_id(2) * queries
-    if not DESCRIPTORS:
-        q += row * queries * H * N
-        do += row * queries * H * M
+    row_place = tl.program_id(2) * queries
     sums_ptr += row * H * queries
     delta_ptr += row * H * queries
     first_ptr += row * first_stride
@@ -510,12 +503,12 @@ def attention_key_gradient_kernel(
     before = tl.cdiv(tl.maximum(tl.minimum(whole, end) - start, 0), PLACES)
     borders = before + tl.cdiv(tl.maximum(end - stop, 0), PLACES)
     blocks = (stop - whole) // PLACES
-    scale2 = scale * 1.4426950408889634
+    scale2 = scale * _LOG2E
     head = group * (H // G)
     for turn in range(blocks * (H // G // HEADS)):
         place = whole + turn % blocks * PLACES
         dk1, dk2, dv_KM = _key_gradient(
-            dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, line,
+            dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, row_place,
             head + turn // blocks * HEADS, place, queries, offset, scale2, H, N1, N2, M, BLOCK_Q, HEADS, False,
             DESCRIPTORS,
         )  # fmt: skip
@@ -523,14 +516,14 @@ def attention_key_gradient_kernel(
         block = turn % borders
         place = tl.where(block < before, start + block * PLACES, stop + (block - before) * PLACES)
         dk1, dk2, dv_KM = _key_gradient(
-            dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, line,
+            dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, row_place,
             head + turn // borders * HEADS, place, queries, offset, scale2, H, N1, N2, M, BLOCK_Q, HEADS, True,
             DESCRIPTORS,
         )  # fmt: skip
-    dk_ptrs = dk_ptr + k_line + key_K[:, None] * (G * N)
+    dk_ptrs = dk_ptr + corner * N + (line_K * N)[:, None]
     tl.store(dk_ptrs + tl.arange(0, N1)[None, :], (dk1 * scale).to(dk_ptr.dtype.element_ty), mask=inside_K[:, None])
     if N2 > 0:
         dk_ptrs += N1 + tl.arange(0, N2)[None, :]
         tl.store(dk_ptrs, (dk2 * scale).to(dk_ptr.dtype.element_ty), mask=inside_K[:, None])
-    dv_ptrs = dv_ptr + v_line + key_K[:, None] * (G * M) + tl.arange(0, M)[None, :]
+    dv_ptrs = dv_ptr + corner * M + (line_K * M)[:, None] + tl.arange(0, M)[None, :]
     tl.store(dv_ptrs, dv_KM.to(dv_ptr.dtype.element_ty), mask=inside_K[:, None])

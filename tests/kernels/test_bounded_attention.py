@@ -156,6 +156,38 @@ def test_long_rows_are_near_float64_on_a_gpu(heads: tuple[int, int], widths: tup
         _check_16_bits(2, length, heads, widths, window, documents_BS, torch.device("cuda"), seed)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["row", "window"])
+def test_a_captured_pass_follows_the_documents_and_never_waits(kind: str) -> None:
+    device, length, heads, widths = torch.device("cuda"), 700, (8, 2), (128, 128)
+    *leaves, direction = (x.to(device, torch.bfloat16) for x in _drawn(2, length, length, heads, widths))
+    leaves = [x.requires_grad_() for x in leaves]
+    documents_BS = random_documents(2, length).to(device)
+    scale = widths[0] ** -0.5
+
+    def both_passes() -> list[Tensor]:
+        first_BS = first_keys(documents_BS, WINDOWS[kind], length, device)
+        bounds = AttentionBounds.of(first_BS, length, WINDOWS[kind])
+        o_BQHM = bounded_attention(*leaves[:3], bounds, scale=scale, sinks_H=leaves[3])
+        return with_gradients(o_BQHM, direction, leaves)
+
+    both_passes()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            both_passes()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both_passes()
+    documents_BS.copy_(documents_BS.flip(0).flip(1).neg())  # other borders
+    graph.replay()
+    assert_equal(captured, both_passes())
+
+
 def test_repeated_passes_have_the_same_bits(device: torch.device) -> None:
     *leaves, direction = (x.to(device, torch.float16) for x in _drawn(1, 70, 70, (4, 2), (32, 32)))
     leaves = [x.requires_grad_() for x in leaves]
