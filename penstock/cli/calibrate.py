@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+import torch.distributed as dist
 import typer
 
 from penstock.base.devices import chip_named
@@ -88,9 +89,13 @@ def _measure(environment: Environment, device_kind: str, name: str | None) -> Ha
         facts = device_facts(device, "bf16" if on_gpu else "fp32")  # in which such a device trains
         findings = measure_device(device, facts, GPU_SIZES if on_gpu else CPU_SIZES)
         transfers: TransferPoints = {}
+        in_node: TransferPoints = {}
         if environment.world_size > 1:
-            buffers = GPU_BUFFERS if on_gpu else CPU_BUFFERS
-            transfers = measure_transfers(device, environment.local_world_size, buffers)
+            buffers, local = GPU_BUFFERS if on_gpu else CPU_BUFFERS, environment.local_world_size
+            transfers = measure_transfers(device, local, buffers)
+            if 1 < local < environment.world_size:
+                group, _ = dist.new_subgroups(local)
+                in_node = measure_transfers(device, local, buffers, group)
             if on_gpu:  # the collectives' library has buffers of its own
                 findings = replace(findings, context_bytes=device_memory(device)[1])
     # A known chip keeps the peaks of its data sheet.
@@ -104,6 +109,7 @@ def _measure(environment: Environment, device_kind: str, name: str | None) -> Ha
             gpu_vendor() if on_gpu else "cpu",
             findings,
             transfers,
+            in_node=in_node,
             known=load_hardware(chip.pattern) if chip is not None and known else None,
             where=described,
             kernels=facts.target if on_gpu else "",

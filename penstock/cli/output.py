@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.base.errors import PenstockError
+from penstock.base.errors import ConfigError, PenstockError
 from penstock.base.files import write_whole
 from penstock.base.numbers import printable
 from penstock.cli.verbs import load_by_name
@@ -77,3 +77,12 @@ def print_next(*words: object, to_stderr: bool = False) -> None:
 def warn(message: str) -> None:
     """Print a warning, in one line."""
     print(f"warning: {' '.join(message.split())}", file=sys.stderr)  # stdout is for answers
+
+
+def budget_seconds(text: str) -> float:
+    """Seconds of a `--budget`, such as 90s, 20m or 2h."""
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = text[:-1], text[-1:]
+    if unit not in units or not number.replace(".", "", 1).isdecimal() or float(number) <= 0:
+        raise ConfigError("--budget is no time", got=text, allowed="90s, 20m or 2h")
+    return float(number) * units[unit]

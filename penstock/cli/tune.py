@@ -4,8 +4,9 @@
     penstock tune run.toml --budget 20m                every GPU here, at most 20 minutes
     penstock tune run.toml --keep parallel.expert=4    a choice that stays
     penstock tune run.toml --resume                    go on where a search was ended; nothing is measured twice
+    torchrun --nnodes=2 ... -m penstock tune run.toml  on many machines; srun starts it as well (penstock launch --tune)
 
-    look      calibrate the machine, unless its chip is known or it was calibrated before
+    look      check the machine, and calibrate it unless its chip is known or it was calibrated before
     fit       project the run, or its best layout if it cannot start here as it is
     measure   short trials in processes of their own; each corrects the projections of all candidates
     diagnose  the doctor proposes changes of the leader, from a recorded step
@@ -15,7 +16,6 @@ It changes nothing that is learned, unless `--free` names it. docs/tune.md expla
 """
 
 import json
-import subprocess
 import sys
 import time
 import zlib
@@ -28,38 +28,41 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 import typer
 
-from penstock.base.devices import chip_named
-from penstock.base.errors import FAILED, ConfigError, DeviceError, PicturesError, did_you_mean
+from penstock.base.errors import FAILED, ConfigError, PicturesError, did_you_mean
 from penstock.base.files import write_whole
 from penstock.base.interrupts import INTERRUPTED
 from penstock.base.numbers import bytes_text, counted, duration_text, time_text
 from penstock.cli.config import Overrides, Target
-from penstock.cli.output import check_output, next_line, print_next, print_table, warn
+from penstock.cli.output import budget_seconds, check_output, print_next, print_table, warn
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
-from penstock.parallel.launch.environment import read_environment
+from penstock.parallel.launch.environment import Environment, read_environment
 from penstock.parallel.launch.local import processes_to_start
-from penstock.parallel.launch.process import device_name
+from penstock.parallel.launch.rendezvous import Rendezvous
 from penstock.plan.candidates import fixed_by
-from penstock.plan.hardware import Cluster, cluster_of
-from penstock.plan.hardware_file import known_hardware, load_hardware
 from penstock.report.tune_page import write_tune_page
 from penstock.train.run_folder import free_name
+from penstock.train.run_lock import temporary_folder
 from penstock.tune.belief import TrialCandidate
+from penstock.tune.look import Ground, cluster_here, faults
 from penstock.tune.real_trials import FIRST_LIMIT, HANG, OVERRUN, RealTrials
 from penstock.tune.result_file import commit_of_code, describe_machine
 from penstock.tune.search_loop import Objective, Search, SearchSettings, TrialRecord, median_error
 from penstock.tune.trial import Trial, first_steps, run_trial
+from penstock.tune.trial_ranks import HERE, Director, StartRanks, follow
 from penstock.tune.tune_candidates import FREE, CandidateSource
 from penstock.tune.tune_files import (
     EVERYTHING,
     PAGE,
     TUNED,
+    clear_begun,
+    fatal_trials,
     gain_of,
     read_journal,
     search_json,
     short_source,
     short_steps_text,
+    write_begun,
     write_journal,
     write_tuned,
 )
@@ -73,7 +76,8 @@ LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-3}
 FLOAT8_TOLERANCE = 3e-2
 """The same, where 8-bit recipes are allowed."""
 
-REFERENCE = "reference.toml"
+REFERENCE, LAUNCH = "reference.toml", "launched-by"
+"""Files of a search: the run as it is, and the name of the launch that began it, empty without one."""
 
 
 @dataclass(kw_only=True)
@@ -87,6 +91,8 @@ class _Session:
     source: CandidateSource
     trials: RealTrials
     quiet: bool
+    launch: str = ""
+    faults: tuple[str, ...] = ()
     spent: dict[str, float] = field(default_factory=dict)
 
     def say(self, line: str) -> None:
@@ -107,6 +113,10 @@ class _Session:
         """Write journal and tuned run, so that an ended search has its best so far."""
         write_journal(self.folder, self.identity, self.source.rows, search)
         write_tuned(self.output, self.own, self.source.run, search, " ".join(["penstock", *sys.argv[1:]]))
+
+    def begin(self, key: str) -> None:
+        """Note that a trial begins."""
+        write_begun(self.folder, key)
 
     def tell(self, record: TrialRecord, search: Search) -> None:
         """Save a trial, and print its line."""
@@ -160,47 +170,92 @@ def tune(  # noqa: PLR0913 - one argument for each option
 
     Exit codes: 0 a configuration ran, 1 none did, 2 something is wrong that you can mend.
     """
-    environment = read_environment()
-    if environment.started_by:
-        raise DeviceError("tune starts its own processes", got=f"one of {environment.started_by}'s", fix="run it alone")
     if objective not in get_args(Objective):
         raise ConfigError("--objective is unknown", got=objective, allowed=", ".join(get_args(Objective)))
-    seconds, freed = _seconds(budget), _free(free)
+    asked = _Asked(
+        own=load_run(target, (*(overrides or ()), *(kept := _words(keep)))),
+        kept=kept,
+        budget=budget_seconds(budget),
+        objective=_objective(objective),
+        free=_free(free),
+        steps=steps,
+        most_trials=most_trials,
+        hardware=hardware,
+        output=output,
+        resumes=resumes,
+        as_json=as_json,
+    )
     check_output(output, "--output", force=resumes)
-    kept = tuple(one.strip() for one in keep.split(",") if one.strip())
-    own = load_run(target, (*(overrides or ()), *kept))
-    ranks = processes_to_start(own, environment, processes)
+    environment = read_environment()
+    ranks = environment.world_size * processes_to_start(asked.own, environment, processes)
+    with Rendezvous(environment) as meeting:
+        meeting.open(asked.own.host.timeout_minutes)
+        if environment.rank > 0:
+            with temporary_folder("tune") as folder:
+                return follow(meeting, folder)
+        with Director(meeting) as director:
+            code = _tuned(asked, environment, ranks, director if environment.started_by else HERE)
+            director.dismiss(code)
+    return code
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the options ask for."""
+
+    own: Run
+    kept: tuple[str, ...]
+    budget: float  # seconds
+    objective: Objective
+    free: tuple[str, ...]
+    steps: int
+    most_trials: int
+    hardware: str | None
+    output: Path | None
+    resumes: bool
+    as_json: bool
+
+
+def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRanks) -> int:
+    """Search, and tell."""
+    own, begin = asked.own, time.monotonic()
     on_gpu = own.device != "cpu" and torch.cuda.device_count() > 0
     parent = Path(own.record.folder)
-    folder = _folder(parent, f"tune-{own.name}", resumes=resumes)
-    begin = time.monotonic()
-    cluster = _cluster(parent / "cache", ranks, hardware, on_gpu=on_gpu)
+    folder = _folder(parent, f"tune-{own.name}", environment, resumes=asked.resumes)
+    local = environment.local_world_size if environment.started_by else ranks
+    ground = Ground(starter=starter, cache=parent / "cache", ranks=ranks, local_ranks=local, on_gpu=on_gpu)
+    found = faults(ground)
+    cluster = cluster_here(ground, asked.hardware)
     session = _Session(
         own=own,
         folder=folder,
-        output=output or folder / TUNED,
-        identity=_identity(own, ranks, steps, on_gpu=on_gpu),
+        output=asked.output or folder / TUNED,
+        identity=_identity(own, ranks, asked.steps, on_gpu=on_gpu),
         source=CandidateSource(
             run=own,
             cluster=cluster,
-            fixed=fixed_by(own, kept, {}),
-            kept=frozenset(one.partition("=")[0] for one in kept),
-            free=tuple(one for one in freed if one in FREE),
+            fixed=fixed_by(own, asked.kept, {}),
+            kept=frozenset(one.partition("=")[0] for one in asked.kept),
+            free=tuple(one for one in asked.free if one in FREE),
         ),
-        trials=RealTrials(_base(own, folder, ranks, steps)),
-        quiet=as_json,
+        trials=RealTrials(_base(own, folder, ranks, asked.steps, starter)),
+        quiet=asked.as_json,
+        launch=environment.launch,
+        faults=found,
         spent={"look": time.monotonic() - begin},
     )
-    tolerance = None if "loss" in freed else FLOAT8_TOLERANCE if "float8" in freed else LOSS_TOLERANCE[_precision(own)]
+    usual = FLOAT8_TOLERANCE if "float8" in asked.free else LOSS_TOLERANCE[own.training.precision]
     settings = SearchSettings(
-        budget_seconds=seconds,
-        most_trials=most_trials,
-        objective=_objective(objective),
-        loss_tolerance=None if "global_batch" in freed else tolerance,
+        budget_seconds=asked.budget,
+        most_trials=asked.most_trials,
+        objective=asked.objective,
+        loss_tolerance=None if {"loss", "global_batch"} & set(asked.free) else usual,
         capacity_bytes=float(cluster.hardware.memory.capacity_bytes),
     )
-    search = _searched(session, settings, steps)
-    return _end(session, search, as_json=as_json)
+    for line in found:
+        session.say(f"preflight: {line}")
+    search = _searched(session, settings, asked.steps)
+    return _end(session, search, as_json=asked.as_json)
 
 
 def _searched(session: _Session, settings: SearchSettings, steps: int) -> Search:
@@ -221,14 +276,16 @@ def _searched(session: _Session, settings: SearchSettings, steps: int) -> Search
             f"a step of {rows:,} rows is projected at {time_text(reference.projected)}, too long for trials: "
             f"they make steps of {reference.short.rows:,} rows ({time_text(each)}), from which whole ones are computed"
         )
-    recorded = {} if journal is None else journal.results
+    recorded = {**fatal_trials(session.folder), **({} if journal is None else journal.results)}
     session.folder.mkdir(parents=True, exist_ok=True)
+    write_whole(session.folder / LAUNCH, session.launch)
     write_whole(session.folder / REFERENCE, dump_toml(source.run))
     session.trials.count = len(recorded)
     search = Search(
         [reference],
         session.trials,
         settings,
+        begin=session.begin,
         tell=session.tell,
         around=session.around,
         diagnose=session.diagnose,
@@ -252,6 +309,10 @@ def _searched(session: _Session, settings: SearchSettings, steps: int) -> Search
         _prove(session, search)
     except KeyboardInterrupt:
         search.ending = "interrupted"
+    except SystemExit:  # SIGTERM in a trial, which is not to blame
+        clear_begun(session.folder)
+        raise
+    clear_begun(session.folder)
     return search
 
 
@@ -274,7 +335,7 @@ def _end(session: _Session, search: Search, *, as_json: bool) -> int:
     session.save(search)
     rows = session.own.training.global_batch
     spent = {**session.spent, "trials": search.trial_seconds}
-    found = search_json(search, spent, session.source.next_wins, rows)
+    found = {**search_json(search, spent, session.source.next_wins, rows), "preflight": [*session.faults]}
     write_whole(session.folder / EVERYTHING, json.dumps(found, indent=1) + "\n")
     try:
         page = session.folder / PAGE
@@ -329,7 +390,7 @@ def _trial_line(number: int, record: TrialRecord) -> str:
     return f"{head}{step}, expected {expected}{early} ({result.seconds:.0f} s)"
 
 
-def _base(own: Run, folder: Path, ranks: int, steps: int) -> Trial:
+def _base(own: Run, folder: Path, ranks: int, steps: int, starter: StartRanks) -> Trial:
     return Trial(
         name="",
         target=f"{folder / REFERENCE}",
@@ -337,11 +398,17 @@ def _base(own: Run, folder: Path, ranks: int, steps: int) -> Trial:
         processes=ranks,
         warm_up=WARM_UP,
         folder=folder / "trials",
+        starter=starter,
     )
 
 
-def _folder(parent: Path, name: str, *, resumes: bool) -> Path:
-    """The folder of a new search, or of the last one."""
+def _folder(parent: Path, name: str, environment: Environment, *, resumes: bool) -> Path:
+    """The folder of a new search, of the last one, or of the one that this launch began before a restart."""
+    launched = (path.parent for path in sorted(parent.glob(f"{name}*/{LAUNCH}")))
+    if environment.launch:
+        for folder in launched:
+            if (folder / LAUNCH).read_text(encoding="utf-8") == environment.launch:
+                return folder
     if not resumes:
         return parent / free_name(parent, name)
     found = [
@@ -353,34 +420,10 @@ def _folder(parent: Path, name: str, *, resumes: bool) -> Path:
     return max(found, key=lambda one: one.stat().st_mtime)
 
 
-def _cluster(cache: Path, ranks: int, asked: str | None, *, on_gpu: bool) -> Cluster:
-    """This machine, calibrated unless the chip is known; the file stays in the cache."""
-    if asked is not None:
-        return cluster_of(ranks, load_hardware(asked))
-    shown = device_name(torch.device("cuda" if on_gpu else "cpu"))
-    chip = chip_named(shown) if on_gpu else None
-    if chip is not None and chip.pattern in known_hardware():
-        return cluster_of(ranks, load_hardware(chip.pattern))
-    words = "-".join("".join(one if one.isalnum() else " " for one in shown).split()).lower()
-    path = cache / f"hardware-{words}-{ranks}.toml"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        device = "cuda" if on_gpu else "cpu"
-        command = ["calibrate", "--output", f"{path}", "--processes", f"{ranks}", "--device", device]
-        done = subprocess.run([sys.executable, "-m", "penstock", *command], capture_output=True, text=True, check=False)
-        if done.returncode or not path.exists():
-            raise DeviceError(f"calibration failed: {done.stderr.strip()[-300:]}", fix=next_line(*command))
-    return cluster_of(ranks, load_hardware(f"{path}"))
-
-
 def _identity(own: Run, ranks: int, steps: int, *, on_gpu: bool) -> dict[str, Any]:
     """What a journal must share with a search that goes on with it."""
     machine = {**describe_machine(on_gpu=on_gpu), "ranks": ranks, "steps": steps, "commit": commit_of_code()}
     return {**machine, "run": f"{zlib.crc32(dump_toml(own).encode()):08x}"}
-
-
-def _precision(run: Run) -> str:
-    return run.training.precision
 
 
 def _objective(text: str) -> Objective:
@@ -390,7 +433,7 @@ def _objective(text: str) -> Objective:
 
 def _free(text: str) -> tuple[str, ...]:
     """What may change what is learned; `loss` switches off the check of losses."""
-    words, allowed = tuple(one.strip() for one in text.split(",") if one.strip()), (*FREE, "loss")
+    words, allowed = _words(text), (*FREE, "loss")
     for word in words:
         if word not in allowed:
             told = did_you_mean(word, allowed)
@@ -398,10 +441,6 @@ def _free(text: str) -> tuple[str, ...]:
     return words
 
 
-def _seconds(text: str) -> float:
-    """Seconds of 90s, 20m or 2h."""
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    number, unit = text[:-1], text[-1:]
-    if unit not in units or not number.replace(".", "", 1).isdecimal() or float(number) <= 0:
-        raise ConfigError("--budget is no time", got=text, allowed="90s, 20m or 2h")
-    return float(number) * units[unit]
+def _words(text: str) -> tuple[str, ...]:
+    """Words between commas."""
+    return tuple(one.strip() for one in text.split(",") if one.strip())

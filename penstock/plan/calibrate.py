@@ -327,40 +327,40 @@ CPU_BUFFERS = (2**14, 2**17, 2**20, 2**23)
 
 
 def measure_transfers(
-    device: torch.device, node_ranks: int, buffers: Sequence[int]
+    device: torch.device, node_ranks: int, buffers: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> Mapping[CollectiveKind, tuple[TransferPoint, ...]]:
-    """Measure each collective between all ranks, and a message from the first rank to the last; all ranks get the same.
+    """Measure each collective in a group, and a message from its first rank to its last; all ranks get the same.
 
-    `device` is that of this rank, each machine has `node_ranks` ranks, `buffers` are sizes in bytes. The process group
-    runs.
+    `device` is that of this rank, each machine has `node_ranks` ranks, `buffers` are sizes in bytes. The group is that
+    of all ranks, or one of several of the same size which measure together.
     """
-    world, found = dist.get_world_size(), {}
+    ranks, found = dist.get_world_size(group), {}
     kinds: tuple[CollectiveKind, ...] = ("all-to-all", "all-gather", "reduce-scatter", "point-to-point")
     for kind in kinds:
         points = []
         for size in buffers:
-            numbers = size // 4 // world * world
-            call = _calls(kind, torch.zeros(numbers, device=device))
-            leaving = 4 * numbers if kind == "point-to-point" else 4 * numbers * (world - 1) // world
+            numbers = size // 4 // ranks * ranks
+            call = _calls(kind, torch.zeros(numbers, device=device), group)
+            leaving = 4 * numbers if kind == "point-to-point" else 4 * numbers * (ranks - 1) // ranks
             seconds = _seconds(call, device, times=4 if size < 2**24 else 1)
-            points.append(TransferPoint(ranks=world, node_ranks=node_ranks, leaving_bytes=leaving, seconds=seconds))
+            points.append(TransferPoint(ranks=ranks, node_ranks=node_ranks, leaving_bytes=leaving, seconds=seconds))
         found[kind] = tuple(points)
     return found
 
 
-def _calls(kind: CollectiveKind, whole: Tensor) -> Call:
-    world, rank = dist.get_world_size(), dist.get_rank()
-    part = whole.new_zeros(len(whole) // world)
+def _calls(kind: CollectiveKind, whole: Tensor, group: dist.ProcessGroup | None) -> Call:
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    part = whole.new_zeros(len(whole) // ranks)
     if kind == "all-to-all":
         target = torch.empty_like(whole)
-        return lambda: dist.all_to_all_single(target, whole)
+        return lambda: dist.all_to_all_single(target, whole, group=group)
     if kind == "all-gather":
-        return lambda: gather_flat(whole, part)
+        return lambda: gather_flat(whole, part, group=group)
     if kind == "reduce-scatter":
-        return lambda: reduce_flat(part, whole)
+        return lambda: reduce_flat(part, whole, group=group)
     if rank == 0:
-        return lambda: dist.send(whole, world - 1)
-    return (lambda: dist.recv(whole, 0)) if rank == world - 1 else (lambda: None)
+        return lambda: dist.send(whole, group=group, group_dst=ranks - 1)
+    return (lambda: dist.recv(whole, group=group, group_src=0)) if rank == ranks - 1 else (lambda: None)
 
 
 def _seconds(call: Call, device: torch.device, times: int) -> float:
@@ -394,20 +394,22 @@ def measured_hardware(
     findings: DeviceFigures,
     transfers: TransferPoints,
     *,
+    in_node: TransferPoints | None = None,
     known: Hardware | None,
     where: str,
     kernels: str = "",
 ) -> Hardware:
     """The hardware that was measured.
 
-    `vendor`, `name` and `findings` describe one device, `transfers` the links between devices, if any. `known` is the
-    packaged description of the chip, `where` names device and versions for the sources, `kernels` the compiler's name
-    of the chip.
+    `vendor`, `name` and `findings` describe one device, `transfers` the links between all devices, if any, `in_node`
+    those of each of several nodes. `known` is the packaged description of the chip, `where` names device and versions
+    for the sources, `kernels` the compiler's name of the chip.
     """
     measured = f"measured: {where}"
     peaks = Peaks(**_peaks(findings), source=f"{measured}; the fastest that was seen") if known is None else known.peaks
-    node = _node(transfers, measured) if known is None else known.node
-    collectives = tuple(_collective_rate(kind, points, node, measured) for kind, points in transfers.items())
+    links = [*(in_node or {}).items(), *transfers.items()]
+    node = _node(transfers, in_node or {}, measured) if known is None else known.node
+    collectives = tuple(_collective_rate(kind, points, node, measured) for kind, points in links)
     fresh = {(one.kind, one.reach) for one in collectives}
     kept = () if known is None else known.collectives
     reserve = RESERVE_SHARE if known is None else known.overhead.reserve_share
@@ -417,7 +419,7 @@ def measured_hardware(
         bytes_per_second=findings.memory_bytes_per_second / 4, memory_bytes=findings.capacity_bytes, source=quarter
     )
     link = own_link if vendor == "cpu" else USUAL_HOST_LINK
-    points: list[tuple[str, tuple[MeasuredPoint, ...]]] = [*findings.points.items(), *transfers.items()]
+    points: list[tuple[str, tuple[MeasuredPoint, ...]]] = [*findings.points.items(), *links]
     return Hardware(
         name=name,
         vendor=vendor,
@@ -471,13 +473,19 @@ def _collective_rate(kind: CollectiveKind, points: Sequence[TransferPoint], node
     )
 
 
-def _node(transfers: TransferPoints, source: str) -> Node:
+def _node(transfers: TransferPoints, in_node: TransferPoints, source: str) -> Node:
     """The node of an unknown chip: its fastest transfer is its bandwidth."""
     points = [point for found in transfers.values() for point in found]
-    fastest = max((fit(found)[1] for found in transfers.values()), default=None)
+    fastest, inside = (max((fit(one)[1] for one in found.values()), default=None) for found in (transfers, in_node))
     if points and points[0].ranks > points[0].node_ranks:
-        text = f"{source}; the network as fast as its fastest transfer, the links not measured"
-        return Node(devices=points[0].node_ranks, links="switch", network_bytes_per_second=fastest, source=text)
+        links = "the links too" if in_node else "the links not measured"
+        return Node(
+            devices=points[0].node_ranks,
+            links="switch",
+            link_bytes_per_second=inside,
+            network_bytes_per_second=fastest,
+            source=f"{source}; the network as fast as its fastest transfer, {links}",
+        )
     text = f"{source}; links as fast as their fastest transfer, the network not measured"
     devices = points[0].ranks if points else 1
     return Node(devices=devices, links="switch", link_bytes_per_second=fastest, source=text)

@@ -201,7 +201,8 @@ class TransferTimes:
     def spread(self, traffic: TokenTraffic, group: RankGroup) -> Estimate:
         """Tokens that came to a node, to the ranks of the node that need them; `group` shares the experts."""
         inside = RankGroup(group.node_ranks, group.node_ranks)
-        return self._carry("symmetric", _spread_bytes(traffic, group), 0.0, inside)
+        kind: CollectiveKind = "all-to-all" if self._hardware.vendor == "cpu" else "symmetric"  # CPUs share no memory
+        return self._carry(kind, _spread_bytes(traffic, group), 0.0, inside)
 
     def _over_nodes(self, method: DispatchMethod, traffic: TokenTraffic, group: RankGroup) -> Estimate:
         """Once to each node, and from there to its ranks: one after the other, or at the same time (DeepEP)."""

@@ -179,6 +179,7 @@ class Search:
     candidates: list[TrialCandidate]  # the first one is the reference
     trials: Trials
     settings: SearchSettings
+    begin: Callable[[str], None] = lambda key: None  # is told the key of a trial before it begins
     tell: Callable[[TrialRecord, "Search"], None] = lambda record, search: None
     around: Around = lambda leader: ()  # single changes of a leader
     diagnose: Diagnose = lambda leader, left: ()
@@ -328,7 +329,10 @@ class Search:
         limits = TrialLimits(expected_seconds=expected, left_seconds=left, sure_error=sure, **more)
         measured = replace(candidate, short=None) if is_whole else candidate
         key = trial_key(candidate, number, is_whole=is_whole)
-        result = self.recorded.get(key) or self.trials.run(measured, limits)
+        result = self.recorded.get(key)
+        if result is None:
+            self.begin(key)
+            result = self.trials.run(measured, limits)
         self.trial_seconds += result.seconds
         record = TrialRecord(
             candidate=candidate,

@@ -1,7 +1,8 @@
 """Trains one configuration for some steps in fresh processes, and reads its metrics.
 
-A trial is `penstock train` as a user would type it: every rank is a new process, so trials share nothing but caches on
-disk. The ranks print to a file beside the folder of the run; if the run fails, one line of that file is the reason.
+A trial is `penstock train` as a user would type it: every rank is a new process (penstock/tune/trial_ranks.py), so
+trials share nothing but caches on disk. The ranks print to a file beside the folder of the run; if the run fails, one
+line of that file is the reason.
 
 A trial makes the first steps of the full run: its warm-up as far as they reach, then the peak rate without decay, and
 no evaluation or checkpoint. It ends with the process that asked for it, and after `most_seconds` in any case, because
@@ -9,17 +10,12 @@ ranks that wait for each other would hold their GPUs for half an hour (`host.tim
 """
 
 import json
-import os
 import re
-import signal
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from math import inf
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,9 +24,7 @@ import numpy as np
 from penstock.config.run import Run
 from penstock.config.schema import as_toml
 from penstock.train.run_folder import RunFolder
-
-GRACE_SECONDS = 10.0
-"""Time between the request to end and SIGKILL."""
+from penstock.tune.trial_ranks import HERE, StartRanks, run_ranks
 
 MOST_LETTERS = 300
 """Maximum length of a reason."""
@@ -47,6 +41,7 @@ class Trial:
     warm_up: int  # first steps, which are not timed
     folder: Path  # parent of the run's folder and of its log
     most_seconds: float = 0.0  # time limit; 0 for none
+    starter: StartRanks = HERE  # of the ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +127,10 @@ def first_steps(run: Run, steps: int) -> tuple[str, ...]:
 
 
 Watch = Callable[[Path], str | None]
-"""Asked with the file of the metrics, every `POLL_SECONDS`, whether a trial shall end at once.
+"""Asked with the file of the metrics, again and again, whether a trial shall end at once.
 
 None lets it go on. An empty text ends it with the figures of its steps so far, another text is why it has failed.
 """
-
-POLL_SECONDS = 0.05
 
 
 def run_trial(trial: Trial, watch: Watch | None = None) -> Figures | Failure:
@@ -145,10 +138,11 @@ def run_trial(trial: Trial, watch: Watch | None = None) -> Figures | Failure:
     begin = time.perf_counter()
     trial.folder.mkdir(parents=True, exist_ok=True)
     log = trial.folder / f"{trial.name}.log"
-    with log.open("wb") as output:
-        code = _train(trial, output.fileno(), watch)
-    seconds = time.perf_counter() - begin
     folder = RunFolder(trial.folder / trial.name)
+    words = ["train", trial.target, *trial.overrides, f"record.folder={trial.folder}", "--name", trial.name]
+    ask = (lambda: None) if watch is None else partial(watch, folder.metrics)
+    code = run_ranks(trial.starter, words, trial.processes, log, seconds=trial.most_seconds, watch=ask)
+    seconds = time.perf_counter() - begin
     if isinstance(code, str):
         return Failure(kind="failed", reason=code, seconds=seconds)
     if code is None:
@@ -216,55 +210,3 @@ def _shortened(text: str) -> str:
         return text
     beginning = text[:MOST_LETTERS]
     return f"{beginning.rpartition(' ')[0] or beginning} ..."
-
-
-def _train(trial: Trial, output: int, watch: Watch | None) -> int | str | None:
-    """Exit code, 0 if `watch` has ended it well, or its reason; None after the time limit."""
-    words = ["train", trial.target, *trial.overrides, f"record.folder={trial.folder}", "--name", trial.name]
-    words += ["--processes", str(trial.processes)]
-    lifeline, ours = os.pipe()  # the trial stops when `ours` is closed: also if this process is killed
-    process = subprocess.Popen(
-        [sys.executable, *_FOLLOWER, str(lifeline), _COMMAND_LINE, str(len(words)), *words, "penstock", *words],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=(lifeline,),
-        start_new_session=True,  # a process group of its own, which `_ended_with_us` can kill
-    )
-    os.close(lifeline)
-    with _ended_with_us(process, ours):
-        if watch is None:
-            try:
-                return process.wait(trial.most_seconds or None)
-            except subprocess.TimeoutExpired:
-                return None
-        metrics, end = RunFolder(trial.folder / trial.name).metrics, time.monotonic() + (trial.most_seconds or inf)
-        while (code := process.poll()) is None and time.monotonic() < end:
-            if (verdict := watch(metrics)) is not None:
-                return verdict or 0
-            time.sleep(POLL_SECONDS)
-        watch(metrics)
-        return code
-
-
-_FOLLOWER, _COMMAND_LINE = ("-m", "penstock.parallel.launch.rank"), "penstock.cli.main:main"
-
-
-@contextmanager
-def _ended_with_us(process: "subprocess.Popen[bytes]", lifeline: int) -> Iterator[None]:
-    """Inside of this context, the end of this process also ends the trial and its ranks."""
-    # SIGTERM would end Python without `finally`; an exit does not.
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                # The launcher leads its own process group, which contains the ranks.
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        os.close(lifeline)

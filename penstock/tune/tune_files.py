@@ -15,7 +15,10 @@ from penstock.config.schema import differences
 from penstock.tune.real_trials import result_from
 from penstock.tune.search_loop import Search, TrialRecord, TrialResult, median_error, trial_key
 
-JOURNAL, TUNED, PAGE, EVERYTHING = "journal.json", "tuned.toml", "tune.html", "tune.json"
+JOURNAL, TUNED, PAGE, EVERYTHING, BEGUN = "journal.json", "tuned.toml", "tune.html", "tune.json", "begun.json"
+
+MOST_DEATHS = 2
+"""Searches that may die with a trial, of a killed process or a lost machine, until it is not tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,33 @@ def write_journal(folder: Path, identity: Mapping[str, Any], rows: int, search: 
     trials = [{"key": key, "result": asdict(result)} for key, result in results.items()]
     saved = {"identity": identity, "rows": rows, "trials": trials}
     write_whole(folder / JOURNAL, json.dumps(saved, indent=1) + "\n")
+
+
+def write_begun(folder: Path, key: str) -> None:
+    """Note that a trial begins. If its result comes to the journal, that counts."""
+    before, deaths = _read_begun(folder)
+    write_whole(folder / BEGUN, json.dumps({"key": key, "deaths": deaths + 1 if before == key else 1}) + "\n")
+
+
+def clear_begun(folder: Path) -> None:
+    """Note that the search has ended, or was asked to, and no trial is to blame."""
+    (folder / BEGUN).unlink(missing_ok=True)
+
+
+def fatal_trials(folder: Path) -> dict[str, TrialResult]:
+    """The trial with which searches of this folder have died, as a result by its key, if they were `MOST_DEATHS`."""
+    key, deaths = _read_begun(folder)
+    if deaths < MOST_DEATHS:
+        return {}
+    return {key: TrialResult(kind="crash", reason=f"{deaths} searches were killed in this trial")}
+
+
+def _read_begun(folder: Path) -> tuple[str, int]:
+    path = folder / BEGUN
+    if not path.exists():
+        return "", 0
+    found = read_json(path)
+    return str(found["key"]), int(found["deaths"])
 
 
 def gain_of(record: TrialRecord, over: TrialRecord) -> float:

@@ -29,6 +29,30 @@ def test_slurm_prints_a_script_that_a_shell_understands() -> None:
     assert "HSA_KERNARG_POOL_SIZE" not in script
 
 
+def test_a_search_runs_in_a_job_of_its_own_name() -> None:
+    words = [*LITE, "--nodes", "2", "--tune", "--budget", "2h"]
+    script = job("slurm", *words)
+    assert "#SBATCH --job-name=tune-deepseek-v2-lite\n" in script
+    assert '-m penstock tune deepseek-v2-lite parallel.expert=8 --budget 2h "${@' in script
+    manifest = yaml.safe_load(job("kubernetes", *words, *POD))
+    assert manifest["metadata"]["name"] == "tune-deepseek-v2-lite"
+    (container,) = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert container["args"][-4:] == ["deepseek-v2-lite", "parallel.expert=8", "--budget", "2h"]
+
+
+def test_a_search_is_not_refused_for_a_layout_that_does_not_fit_the_ranks() -> None:
+    words = ["launch", "slurm", "deepseek-v2-lite", "parallel.pipeline=3", "--nodes", "1", "--gpus-per-node", "8"]
+    assert main(words) == 2
+    assert main([*words, "--tune"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [(("--budget", "2h"), "add --tune"), (("--tune", "--budget", "long"), "--budget is no time")]
+)
+def test_a_wrong_budget_of_a_search_is_refused(words: tuple[str, ...], told: str) -> None:
+    assert told in answers.refused("launch slurm --nodes 2", *LITE, *words)
+
+
 def test_kubernetes_prints_a_manifest_for_the_vendors_gpus() -> None:
     manifest = yaml.safe_load(job("kubernetes --nodes 2 --vendor amd", *LITE, *POD))
     container = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]

@@ -45,6 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(RealTrials, "run", run)
     monkeypatch.setattr(tune_candidates, "search", no_layouts)
     monkeypatch.setattr(verb._Session, "diagnose", lambda session, leader, left: ())
+    monkeypatch.setattr(verb, "faults", lambda ground: ())
     return keys
 
 
@@ -70,6 +71,47 @@ def test_a_search_goes_on_with_nothing_measured_twice(asked: list[str]) -> None:
     twice = {key for key in asked if asked.count(key) > 1}
     assert len(twice) <= 2, "only the reference and the leader have a second trial"
     assert max(map(asked.count, asked)) <= 2
+
+
+def test_faults_of_the_machine_are_told_and_the_search_goes_on(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb, "faults", lambda ground: ("host clock is not synchronized",))
+    assert answers.printed(RUN, "--trials", "1").startswith("preflight: host clock is not synchronized\n")
+    found = json.loads(Path("runs/tune-debug-2l/tune.json").read_text(encoding="utf-8"))
+    assert found["preflight"] == ["host clock is not synchronized"]
+
+
+def test_a_trial_with_which_two_searches_were_killed_is_a_crash(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, deadly = RealTrials.run, "training.micro_batch=4"
+
+    def die(trials: RealTrials, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
+        if candidate.key == deadly:
+            raise RuntimeError  # as if the process were gone
+        return run(trials, candidate, limits)
+
+    monkeypatch.setattr(RealTrials, "run", die)
+    for more in ((), ("--resume",)):
+        with pytest.raises(RuntimeError):
+            answers.outcome(*RUN.split(), *more)
+    told = answers.printed(RUN, "--resume")
+    assert f"{deadly}: crash: 2 searches were killed in this trial" in told
+    assert "best: training.micro_batch=2: 2.000 x the run as it is" in told
+
+
+def test_a_launch_that_starts_again_goes_on_with_its_search(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "TORCHELASTIC_RUN_ID": "job-7"}.items():
+        monkeypatch.setenv(name, value)
+    words = RUN.replace(" --processes 1", "")
+    answers.printed(words, "--trials", "2")
+    before = len(asked)
+    answers.printed(words)
+    assert max(map(asked.count, asked[:before])) <= 2
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")
+    answers.printed(words, "--trials", "1")
+    assert sorted(path.name for path in Path("runs").glob("tune-*")) == ["tune-debug-2l", "tune-debug-2l-2"]
 
 
 def test_an_interrupted_search_leaves_its_best(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +171,7 @@ def simulated_h200(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     monkeypatch.setattr(verb, "time", SimpleNamespace(monotonic=lambda: 0.0))  # planning takes no time of the budget
     monkeypatch.setattr(tune_candidates, "search", no_layouts)
     monkeypatch.setattr(verb._Session, "diagnose", lambda session, leader, left: ())
+    monkeypatch.setattr(verb, "faults", lambda ground: ())
     return tried
 
 

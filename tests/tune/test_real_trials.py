@@ -52,7 +52,7 @@ def trials(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Re
     starter = folder / "python"
     starter.write_text(f'#!/bin/sh\nshift 2\nexec python3 {program} "$@"\n', encoding="utf-8")
     starter.chmod(0o755)
-    monkeypatch.setattr("penstock.tune.trial.sys.executable", f"{starter}")
+    monkeypatch.setattr("penstock.tune.trial_ranks.sys.executable", f"{starter}")
     base = Trial(name="", target="x", overrides=overrides, processes=1, warm_up=2, folder=folder / "trials")
     return RealTrials(base, first_limit=20.0, least_limit=20.0)
 

@@ -17,6 +17,7 @@ from penstock.config.load import load_run
 from penstock.train.run_folder import RunFolder
 from penstock.train.schedule import learning_rate
 from penstock.tune import trial as trials
+from penstock.tune import trial_ranks
 from penstock.tune.result_file import UNKNOWN, commit_of_code, describe_machine, write_result
 from penstock.tune.trial import Failure, Figures, Trial, failure_of, figures_of, first_steps, run_trial
 from tests.parallel.launch.ranks import when
@@ -139,7 +140,7 @@ def test_a_long_reason_is_cut() -> None:
 def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replaces Python by a launcher that ignores signals and has a child; the file with the number of the child."""
     stand_in_for_python(tmp_path, STUBBORN.format(folder=tmp_path), monkeypatch)
-    monkeypatch.setattr(trials, "GRACE_SECONDS", 0.1)  # it ignores SIGTERM, so SIGKILL comes after that
+    monkeypatch.setattr(trial_ranks, "GRACE_SECONDS", 0.1)  # it ignores SIGTERM, so SIGKILL comes after that
     return tmp_path / "child"
 
 

@@ -179,6 +179,7 @@ READ = {
     "LOCAL_RANK, LOCAL_WORLD_SIZE": "the same among the ranks of this machine",
     "MASTER_ADDR, MASTER_PORT": "where ranks meet; set by torchrun, and by hand if srun's choice is wrong",
     "TORCHELASTIC_RUN_ID": "name of the launch (`torchrun --rdzv-id`): a restart goes on with the run of its launch",
+    "TORCHELASTIC_USE_AGENT_STORE": "whether a process that is no rank holds the store of ranks of srun (`tune`)",
     "TORCHELASTIC_RESTART_COUNT": "how often torchrun has started these ranks before",
     "SLURM_PROCID, SLURM_STEP_NUM_TASKS": "rank and ranks, in a step of srun without torchrun",
     "SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_TASKS_PER_NODE": "the same on this machine",
@@ -209,6 +210,7 @@ class Environment:
     launch: str = ""  # name of the launch, the same after a restart; may be empty
     restarts: int = 0  # earlier starts of these ranks
     meeting_point: str = ""  # address of the rendezvous, `host:port`; empty for one process
+    holds_store: bool = True  # rank 0 holds the store there; else a process that outlives the ranks
     cores_each: int | None = None  # cores of each rank according to the launcher
     job_begin: int | None = None  # seconds since 1970, of the job's present start; None without a scheduler
 
@@ -246,6 +248,7 @@ def _from_torchrun(variables: Mapping[str, str], alone: Environment) -> Environm
         local_rank=local_rank,
         local_world_size=local_world,
         started_by="torchrun",
+        holds_store=False,
         launch="" if name == "none" else name,  # torchrun's word for a launch without a name
         restarts=_whole_number(variables, "TORCHELASTIC_RESTART_COUNT", low=0) or 0,
         meeting_point=_address(host, port) if host and port else "",
@@ -269,9 +272,10 @@ def _from_srun(variables: Mapping[str, str], alone: Environment) -> Environment:
         local_rank=local_rank,
         local_world_size=tasks[node],
         started_by="srun",
-        launch=f"slurm-{job}.{step}",
+        launch=variables.get("TORCHELASTIC_RUN_ID") or f"slurm-{job}.{step}",
         restarts=_whole_number(variables, "SLURM_RESTART_COUNT", low=0) or 0,
         meeting_point=_address(host, port),
+        holds_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         cores_each=_whole_number(variables, "SLURM_CPUS_PER_TASK"),
     )
 
@@ -357,6 +361,15 @@ def variables_of_rank(rank: int, world: int, launch: str, restarts: int, host: s
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher holds the store
     }
+
+
+def variables_of_trial(name: str) -> dict[str, str]:
+    """All variables of a rank that is started beside this one: its place is ours, and its launch has another name.
+
+    It meets the others where we did, at a store that we hold.
+    """
+    started = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {**os.environ, **started}
 
 
 def shell_variables(names: Iterable[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -109,7 +109,7 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
         'export SLURM_JOB_START_TIME="${SLURM_JOB_START_TIME:-$(date +%s)}"  # old versions of Slurm do not set it',
         "",
         "# The ranks meet on the first machine, at a port of this job. A job that is requeued keeps its number, so its",
-        "# run goes on from the newest checkpoint.",
+        "# run goes on from the newest checkpoint, and a search from its newest trial.",
         'machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         "first=${machines%%$'\\n'*}",
         f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))",

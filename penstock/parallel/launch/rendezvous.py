@@ -122,11 +122,12 @@ class Rendezvous:
         """Whether this rank is the first that failed. Each rank asks once."""
         if self.world == 1:
             return True
-        is_held_by_first = self._environment.started_by != "torchrun"
+        is_held_by_first = self._environment.holds_store
         if self.store is None and is_held_by_first:
             return self.rank == 0  # too early to count
         try:
-            store = self.store or PrefixStore("early", self._connect())
+            launch = f"{self._environment.launch}/{self._environment.restarts}"
+            store = self.store or PrefixStore(f"early/{launch}", self._connect())
             store.set_timeout(timedelta(seconds=LAST_WORD_SECONDS))
             return store.add("failures", 1) == 1
         except RuntimeError:  # the store has gone with the process that held it
@@ -209,7 +210,7 @@ class Rendezvous:
     @property
     def _holds_store(self) -> bool:
         """Whether the store ends with this rank: under srun with rank 0, else with the launcher."""
-        return self.rank == 0 and self._environment.started_by != "torchrun"
+        return self.rank == 0 and self._environment.holds_store
 
     def _connect(self) -> Store:
         address = f"tcp://{self._environment.meeting_point}"

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ from penstock.parallel.launch.environment import (
     prepare_environment,
     read_environment,
     settings,
+    variables_of_trial,
 )
 from tools.environment_page import environment_page
 
@@ -58,17 +60,30 @@ def test_what_the_shell_says_is_read() -> None:
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        (TORCHRUN, (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", None, None)),
-        (SRUN, (12, 9, 1, 4, "srun", "slurm-20077.0", 1, "gpu03:28077", 6, 1_764_201_600)),
+        (TORCHRUN, (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", False, None, None)),
+        (SRUN, (12, 9, 1, 4, "srun", "slurm-20077.0", 1, "gpu03:28077", True, 6, 1_764_201_600)),
         (
             SRUN | TORCHRUN,
-            (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", None, 1_764_201_600),
+            (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", False, None, 1_764_201_600),
         ),  # torchrun inside a step of srun
     ],
 )
 def test_the_launcher_says_which_rank_this_is(variables: dict[str, str], expected: tuple[object, ...]) -> None:
     found = vars(read_environment(variables))
     assert tuple(value for name, value in found.items() if name not in ("color", "threads")) == expected
+
+
+def test_a_rank_of_a_trial_has_the_place_of_the_process_beside_it_and_a_launch_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for launcher in (SRUN, TORCHRUN):
+        with monkeypatch.context() as shell:
+            for name, value in launcher.items():
+                shell.setenv(name, value)
+            beside, trial = read_environment(), read_environment(variables_of_trial("trial-3"))
+        assert trial.launch == "trial-3"
+        assert not trial.holds_store, "the process beside it holds it, or torchrun"
+        assert replace(trial, launch=beside.launch, holds_store=beside.holds_store, restarts=beside.restarts) == beside
 
 
 def test_a_batch_script_is_no_rank_and_a_launch_may_have_no_name() -> None:

@@ -38,7 +38,8 @@ class LeavesError(Exception):
 
 def environment_of(rank: int, world: int, port: int, started_by: str = "torchrun") -> Environment:
     where = f"127.0.0.1:{port}"
-    return Environment(color=False, threads=1, world_size=world, rank=rank, started_by=started_by, meeting_point=where)
+    facts: dict[str, Any] = {"started_by": started_by, "holds_store": started_by != "torchrun", "meeting_point": where}
+    return Environment(color=False, threads=1, world_size=world, rank=rank, **facts)
 
 
 def meeting_of(rank: int, world: int, store: TCPStore) -> Rendezvous:

@@ -1,0 +1,96 @@
+"""What `penstock tune` looks at before its first trial: faults of the machine, and its speed.
+
+    preflight    the checks of `penstock preflight` on the ranks of the trials; faults are told, and the search goes on
+    calibrate    measure what a plan would assume, unless the chip is known
+
+Both run in processes of their own, as trials do, so that the search holds no device. Their results stay in the cache
+of the runs, by machine: a calibration for good, a preflight for `FRESH_SECONDS`.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from penstock.base.devices import chip_named
+from penstock.base.errors import DeviceError
+from penstock.base.files import write_whole
+from penstock.parallel.launch.process import device_name
+from penstock.plan.hardware import Cluster, cluster_of
+from penstock.plan.hardware_file import known_hardware, load_hardware
+from penstock.tune.trial_ranks import StartRanks, run_ranks
+
+FRESH_SECONDS = 3600.0
+"""Age until which a preflight of the same ranks is believed."""
+
+PREFLIGHT_SECONDS, CALIBRATE_SECONDS = 150.0, 600.0
+"""Time limits; ranks of a preflight wait two minutes for each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ground:
+    """Where the trials run: so many ranks, and so many of them on each machine; `cache` is the folder for results."""
+
+    starter: StartRanks
+    cache: Path
+    ranks: int
+    local_ranks: int
+    on_gpu: bool
+
+    @property
+    def device(self) -> str:
+        """Name of the device, as the driver says it."""
+        return device_name(torch.device("cuda" if self.on_gpu else "cpu"))
+
+    @property
+    def words(self) -> str:
+        """Names the machine in files: device and ranks."""
+        shown = "-".join("".join(one if one.isalnum() else " " for one in self.device).split()).lower()
+        nodes = "" if self.ranks == self.local_ranks else f"x{self.ranks // self.local_ranks}"
+        return f"{shown}-{self.local_ranks}{nodes}"
+
+
+def faults(ground: Ground) -> tuple[str, ...]:
+    """A line for each check that failed; one line if the ranks did not come to an end."""
+    path = ground.cache / f"preflight-{ground.words}.txt"
+    if path.exists() and 0 <= time.time() - path.stat().st_mtime < FRESH_SECONDS:
+        return tuple(path.read_text(encoding="utf-8").splitlines())
+    ground.cache.mkdir(parents=True, exist_ok=True)
+    log = path.with_suffix(".log")
+    code = run_ranks(ground.starter, ["preflight"], ground.ranks, log, seconds=PREFLIGHT_SECONDS)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    found = tuple(" ".join(line.split()[1:]) for line in lines if line.startswith("failed "))
+    if code and not found:
+        told = next((line for line in reversed(lines) if line.strip()), "no output")
+        return (f"preflight ended with exit code {code}: {told[:200]}",)
+    if code is None:
+        return (f"preflight did not end within {PREFLIGHT_SECONDS:.0f} s: the ranks may not reach each other",)
+    write_whole(path, "".join(f"{line}\n" for line in found))
+    return found
+
+
+def cluster_here(ground: Ground, asked: str | None) -> Cluster:
+    """These ranks on the chip that is asked for or known, or else as they were calibrated. Raises a DeviceError."""
+    chip = chip_named(ground.device) if ground.on_gpu else None
+    if asked is None and chip is not None and chip.pattern in known_hardware():
+        asked = chip.pattern
+    if asked is None:
+        path = ground.cache / f"hardware-{ground.words}.toml"
+        if not path.exists():
+            _calibrate(ground, path)
+        asked = f"{path}"
+    hardware = load_hardware(asked)
+    if ground.local_ranks < ground.ranks and hardware.node.devices != ground.local_ranks:
+        hardware = replace(hardware, node=hardware.node.model_copy(update={"devices": ground.local_ranks}))
+    return cluster_of(ground.ranks, hardware)
+
+
+def _calibrate(ground: Ground, path: Path) -> None:
+    ground.cache.mkdir(parents=True, exist_ok=True)
+    words = ["calibrate", "--output", f"{path}", "--device", "cuda" if ground.on_gpu else "cpu"]
+    log = path.with_suffix(".log")
+    code = run_ranks(ground.starter, words, ground.ranks, log, seconds=CALIBRATE_SECONDS)
+    if code or code is None or not path.exists():
+        told = log.read_text(encoding="utf-8", errors="replace").strip()[-300:]
+        raise DeviceError(f"calibration failed: {told}", fix=f"penstock {' '.join(words)}")
