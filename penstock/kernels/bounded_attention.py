@@ -17,7 +17,7 @@ window of 128 needs 143 keys instead of 255. Heads of keys that are no power of 
 (192 = 128 + 64).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,21 +58,20 @@ NARROW = 512  # keys that a query sees at most where a tile of queries has sever
 
 # Measured on one H200 (docs/decisions/0142-attention-between-bounds.md).
 _HOPPER_LATENT = AttentionLaunches(
-    forward=_launch(64, 64, 4, 2), queries=_launch(128, 64, 8, 2), keys=_launch(32, 128, 8, 2)
+    forward=_launch(64, 64, 4, 2, descriptors=True), queries=_launch(128, 32, 8, 3), keys=_launch(32, 64, 4, 2)
 )
 _HOPPER = AttentionLaunches(
     forward=_launch(64, 64, 4, 3, descriptors=True),
     queries=_launch(64, 64, 4, 2, descriptors=True),
     keys=_launch(64, 64, 4, 2, descriptors=True),
 )
+_HOPPER_64 = replace(_HOPPER, queries=_launch(64, 64, 4, 3, descriptors=True), keys=_launch(64, 64, 4, 2, heads=8))
 _HOPPER_NARROW = AttentionLaunches(
-    forward=_launch(64, 64, 4, 2, heads=8, descriptors=True),
-    queries=_launch(64, 32, 4, 3, heads=8),
-    keys=_launch(32, 64, 4, 2, heads=8),
+    forward=_launch(64, 32, 4, 3, heads=8), queries=_launch(64, 32, 4, 3, heads=8), keys=_launch(32, 64, 4, 2, heads=4)
 )
 # The largest tiles that the compiler does not spill; nothing was measured on these chips.
 _BLACKWELL = AttentionLaunches(
-    forward=_launch(128, 64, 8, 2), queries=_launch(128, 64, 8, 2), keys=_launch(64, 64, 8, 2)
+    forward=_launch(128, 64, 8, 2), queries=_launch(128, 64, 8, 2), keys=_launch(32, 64, 4, 2)
 )
 _AMD = AttentionLaunches(forward=_launch(128, 64, 4, 1), queries=_launch(128, 64, 4, 1), keys=_launch(32, 64, 4, 1))
 
@@ -85,7 +84,9 @@ def launches_for(target: str, width: int, most: int) -> AttentionLaunches:
         return _BLACKWELL
     if width > 128:
         return _HOPPER_LATENT
-    return _HOPPER_NARROW if most <= NARROW else _HOPPER
+    if most <= NARROW:
+        return _HOPPER_NARROW
+    return _HOPPER_64 if width <= 64 else _HOPPER
 
 
 def bounded_attention(
