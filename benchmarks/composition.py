@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import record
 from penstock.prove.draws import composition_of
 from penstock.prove.play import BOUNDS
-from penstock.prove.proof import LOW_BOUNDS, Prover, Verdict, outcomes
+from penstock.prove.proof import LOW, LOW_BOUNDS, Prover, Verdict, outcomes
 from penstock.prove.ranks import Children
 
 SEED = 29
@@ -116,8 +116,8 @@ def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             {"was": line["was"], "is": line["kind"], "text": line["text"]} for line in lines if "was" in line
         ],
         "seconds": round(sum(line["seconds"] for line in lines)),
-        "bounds": {"float32": BOUNDS, "16 bits": LOW_BOUNDS},
-        "largest": {"float32": largest(exact), "16 bits": largest([line for line in agreed if _is_low(line)])},
+        "bounds": {"float32": BOUNDS, "fewer bits": LOW_BOUNDS},
+        "largest": {"float32": largest(exact), "fewer bits": largest([line for line in agreed if _is_low(line)])},
         "ties": [line["text"] for line in lines if line["kind"] == "tie"],
         "refusals": dict(Counter(line["text"].partition(";")[0] for line in lines if line["kind"] == "refused")),
         "ranks": {str(ranks): count for ranks, count in sorted(Counter(line["ranks"] for line in played).items())},
@@ -126,7 +126,7 @@ def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _is_low(line: Mapping[str, Any]) -> bool:
-    return not {"training.precision=bf16", "parallel.reduce=bf16"}.isdisjoint(line["overrides"])
+    return not LOW.isdisjoint(line["overrides"])
 
 
 def largest(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:

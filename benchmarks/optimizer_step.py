@@ -34,8 +34,8 @@ SHAPES = {
     "norm.weight": (2048,),
 }
 FORMATS = [(moments, splits) for moments in ("fp32", "bf16", "int8") for splits in (False, True)]
-LAUNCHES = (8, 16, 32)
-"""Blocks of 128 values of a program."""
+LAUNCHES = ((4, 4), (8, 4), (16, 4), (32, 8))
+"""Blocks of 128 values of a tile, and warps."""
 
 
 def main() -> None:
@@ -98,10 +98,9 @@ def _update_row(moments: str, splits: bool, copy: float) -> dict[str, Any]:
     row |= {"share_of_copy": row["bytes"] / us * 1e6 / copy, "error": error, "launches": {}}
     matrices = [one for one in tensors if one.value.ndim > 1]
     scalars = scalars_of(9, learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1, divisor=1.5)
-    for blocks in LAUNCHES:
-        for warps in (2, 4, 8):
-            launch = AdamWLaunch(matrices, launch=KernelLaunch(block_rows=blocks, block_columns=128, warps=warps))
-            row["launches"][f"{blocks} blocks, {warps} warps"] = timed(lambda one=launch: one.run(scalars), 5)
+    for blocks, warps in LAUNCHES:
+        launch = AdamWLaunch(matrices, launch=KernelLaunch(block_rows=blocks, block_columns=128, warps=warps))
+        row["launches"][f"{blocks} blocks, {warps} warps"] = timed(lambda one=launch: one.run(scalars), 5)
     print(row)
     return row
 

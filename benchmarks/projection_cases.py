@@ -286,6 +286,16 @@ CASES = (
         processes=2,
         chosen=FROZEN,
     ),
+    *(
+        _case(name, target, batch, chosen=FROZEN)
+        for name, target, batch in (
+            ("gpt-oss-4-layers", "gpt-oss-20b-4l", "16 x 4 x 4096"),
+            ("mixtral-2-layers", "mixtral-8x7b-2l", "16 x 4 x 4096"),
+            ("qwen3-8-layers", "qwen3-30b-a3b-8l", "16 x 4 x 4096"),
+            ("olmoe-8-layers", "olmoe-1b-7b-8l", "16 x 4 x 4096"),
+            ("llama4-2-layers", "llama4-scout-2l", "8 x 2 x 4096"),
+        )
+    ),
     _case(
         "lite-whole-ep4-symmetric", "deepseek-v2-lite", "16 x 2 x 4096", "parallel.expert=4", processes=4, chosen=FROZEN
     ),

@@ -19,7 +19,7 @@ from penstock.kernels import norm, reference, swiglu
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.float8.triton_operators import TRITON, WITH_TORCH
-from penstock.models.float8_linear import Float8Weight, float8_linear, float8_swiglu_network, recipe_of
+from penstock.models.float8_linear import Float8Weight, float8_linear, float8_network, recipe_of
 from penstock.models.linear import linear_into
 
 EPSILON = 1e-6
@@ -107,7 +107,7 @@ def in_8_bits(operands: Operands, *weights: Float8Weight) -> Tensor:
     rule = weights[0].rule
     given = operands.x_TD, None, operands.scale_D, EPSILON, recipe_of(rule), rule.forward
     normed_TD, _, both = rule.operators.rms_norm(*given, columns=True, keep_plain=False)
-    network = float8_linear if len(weights) == 1 else float8_swiglu_network
+    network = float8_linear if len(weights) == 1 else float8_network
     return network(normed_TD, *weights, x_float8=both)
 
 

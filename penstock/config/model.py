@@ -135,6 +135,7 @@ class LatentAttention(Section):
     v_head_dim: int = _width(doc="Width of a value head.", low=1)
     rope: Rope = knob(Rope(), doc="Position embedding of the rotary part.")
     rotary: bool = knob(True, doc="Rotate that part; false: keys have no position, only an order (Kimi Linear).")
+    sinks: bool = knob(False, doc="A learned logit for each head in the softmax, without a value (attention sink).")
     indexer: Indexer | None = knob(None, doc="Choice of keys; none: a query attends to all.")
 
     @property
@@ -193,6 +194,12 @@ class Router(Section):
         1e-3, doc="Step of the bias, once per global batch, with `balance.bias_rule` sign.", low=0.0
     )
     logit_bias: bool = knob(False, doc="A learned bias on the logits (gpt-oss).")
+    num_hash_layers: int = _layers(
+        0,
+        doc="First layers with experts that choose by a fixed table of token ids, drawn at random; their router gives "
+        "the weights only, and has no `expert_bias` (DeepSeek-V4).",
+        low=0,
+    )
     apply_probs_on_input: bool = knob(
         False, doc="Multiply the chosen weight with the expert's input (Llama 4) instead of its output."
     )
@@ -226,10 +233,11 @@ class Balance(Section):
 
 
 class ClampedSwiglu(Section):
-    """gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate), with both clamped first."""
+    """(up + offset) * gate * sigmoid(alpha * gate), with gate and up clamped first; the defaults are gpt-oss's."""
 
-    alpha: float = knob(1.702, doc="Factor inside the sigmoid.", low=0.0)
+    alpha: float = knob(1.702, doc="Factor inside the sigmoid; 1 makes it SwiGLU's (DeepSeek-V4).", low=0.0)
     limit: float = knob(7.0, doc="Gate is at most this, up at most this and at least its negative.", low=0.0)
+    up_offset: float = knob(1.0, doc="Added to up after it is clamped; 0 for DeepSeek-V4.", low=0.0)
 
 
 class Moe(Section):
@@ -248,7 +256,10 @@ class Moe(Section):
         False, doc="A sigmoid of the token multiplies the shared expert's output (Qwen3-Next)."
     )
     bias: bool = knob(False, doc="Biases on both products of every routed expert.")
-    clamped: ClampedSwiglu | None = knob(None, doc="gpt-oss's activation in routed experts; none for SwiGLU.")
+    clamped: ClampedSwiglu | None = knob(
+        None, doc="Clamped activation in routed experts (gpt-oss, DeepSeek-V4); none: without limits."
+    )
+    clamp_shared: bool = knob(False, doc="The shared expert's activation is clamped too (DeepSeek-V4).")
     router: Router = knob(Router(), doc="Choice of experts.")
     balance: Balance = knob(Balance(), doc="Even load.")
 
@@ -283,6 +294,11 @@ class Model(Section):
         0, doc="First layers whose feed-forward network is dense; `moe.moe_layer_freq` may leave more.", low=0
     )
     intermediate_size: int = _width(0, doc="Width of a dense feed-forward network.", low=0)
+    hidden_act: Literal["silu", "relu2"] = knob(
+        "silu",
+        doc="Activation of dense networks and experts: silu(gate) * up (SwiGLU), or relu(up)**2 without a gate "
+        "(Nemotron-H).",
+    )
     attention: Attention = knob(doc="Attention of every layer, or of those without linear attention.")
     linear_attention: LinearAttention | None = knob(
         None, doc="Linear attention of most layers; none: all layers have `attention`."
@@ -307,6 +323,17 @@ class Model(Section):
             return True
         # From `layers` on it is multi-token prediction, which has experts.
         return layer < self.layers and (layer - self.dense_layers + 1) % self.moe.moe_layer_freq != 0
+
+    def is_hashed(self, layer: int) -> bool:
+        """Whether the experts of this layer, numbered from 0, are chosen by a table of token ids."""
+        if self.moe is None or self.is_dense(layer) or layer >= self.layers:
+            return False
+        return (layer - self.dense_layers) // self.moe.moe_layer_freq < self.moe.router.num_hash_layers
+
+    @property
+    def projections(self) -> int:
+        """Projections of a feed-forward network before its activation: gate and up, or one."""
+        return 2 if self.hidden_act == "silu" else 1
 
     @property
     def moe_layers(self) -> int:

@@ -128,6 +128,17 @@ def indexer_reads_a_latent_query(run: Run) -> Problem | None:
     )
 
 
+def sinks_take_no_part_in_a_choice(run: Run) -> Problem | None:
+    """`model.attention.sinks` does not go with `model.attention.indexer`, whose loss compares weights of keys only."""
+    attention = run.model.attention
+    if not isinstance(attention, LatentAttention) or attention.indexer is None or not attention.sinks:
+        return None
+    return Problem.from_line(
+        "model.attention.sinks does not go with model.attention.indexer, whose loss compares weights of keys only; "
+        'fix: set sinks to false, or indexer to "none"'
+    )
+
+
 def nothing_learns_beside_the_warm_up(run: Run) -> Problem | None:
     """With `model.attention.indexer.stage` dense, `model.attention.indexer.loss_coef` is above 0.
 
@@ -329,6 +340,39 @@ def quantiles_are_of_all_experts(run: Run) -> Problem | None:
         allowed="sign",
         fix="set model.moe.balance.bias_rule=sign" + ("" if takes_all else ", or model.moe.router.n_group=1"),
     )
+
+
+def hashed_layers_have_experts(run: Run) -> Problem | None:
+    """`model.moe.router.num_hash_layers` is at most the number of layers with experts."""
+    moe, layers = run.model.moe, run.model.moe_layers
+    if moe is None or moe.router.num_hash_layers <= layers:
+        return None
+    return Problem(
+        "model.moe.router.num_hash_layers",
+        "is more than there are layers with experts",
+        got=str(moe.router.num_hash_layers),
+        allowed=f"0 to {layers}",
+    )
+
+
+def limits_are_of_a_gate(run: Run) -> Problem | None:
+    """`model.moe.clamped` needs `model.hidden_act` silu."""
+    moe = run.model.moe
+    if moe is None or moe.clamped is None or run.model.hidden_act == "silu":
+        return None
+    return Problem.from_line(
+        "model.moe.clamped limits gate and up, and model.hidden_act relu2 has no gate; "
+        'fix: set model.hidden_act=silu, or model.moe.clamped="none"'
+    )
+
+
+def shared_limits_are_those_of_experts(run: Run) -> Problem | None:
+    """`model.moe.clamp_shared` needs `model.moe.clamped`, and `model.moe.shared_expert_intermediate_size` above 0."""
+    moe = run.model.moe
+    if moe is None or not moe.clamp_shared or (moe.clamped is not None and moe.shared_expert_intermediate_size > 0):
+        return None
+    missing = "limits of model.moe.clamped" if moe.clamped is None else "a shared expert"
+    return Problem.from_line(f"model.moe.clamp_shared needs {missing}; fix: set it to false, or give both")
 
 
 def padding_needs_a_capacity(run: Run) -> Problem | None:

@@ -62,8 +62,8 @@ def routed_parameters(model: Model) -> int:
 def _of_expert(model: Model, moe: Moe) -> tuple[int, int]:
     """Parameters in the matrices of one expert, and in its biases."""
     return (
-        3 * model.hidden_size * moe.moe_intermediate_size,  # gate, up [H, F] and down [F, H]
-        2 * moe.moe_intermediate_size + model.hidden_size if moe.bias else 0,  # of gate and up, and of down
+        (model.projections + 1) * model.hidden_size * moe.moe_intermediate_size,  # gate, up [H, F] and down [F, H]
+        model.projections * moe.moe_intermediate_size + model.hidden_size if moe.bias else 0,  # of these
     )
 
 
@@ -95,7 +95,7 @@ def _block(model: Model, layer: int, sequence_length: int) -> _Part:
         attends = _latent(attention, hidden, sequence_length)
     else:
         attends = _grouped(attention, hidden, layer, sequence_length)
-    feeds = _feed_forward(hidden, model.intermediate_size) if model.is_dense(layer) else _experts(model)
+    feeds = _feed_forward(model, model.intermediate_size) if model.is_dense(layer) else _experts(model)
     return _sum([attends, feeds, _Part(2 * hidden)])  # with the norms before both
 
 
@@ -144,7 +144,7 @@ def _latent(attention: LatentAttention, hidden: int, sequence_length: int) -> _P
     ]
     # Norms; scores and weighted values, causal.
     flops = (queries + values) * 2 * keys_seen(attention.indexer, sequence_length)
-    rest = [_Part(q_lora_rank + kv_lora_rank, flops=flops)]
+    rest = [_Part(q_lora_rank + kv_lora_rank + heads * attention.sinks, flops=flops)]
     if (indexer := attention.indexer) is not None:
         wide = indexer.index_n_heads * indexer.index_head_dim
         rest += [_matrices((q_lora_rank, wide), (hidden, indexer.index_head_dim), (hidden, indexer.index_n_heads))]
@@ -152,8 +152,9 @@ def _latent(attention: LatentAttention, hidden: int, sequence_length: int) -> _P
     return _sum([_matrices(*query, *keys), *rest])
 
 
-def _feed_forward(hidden: int, width: int) -> _Part:
-    return _matrices((hidden, 2 * width), (width, hidden))  # gate and up, down
+def _feed_forward(model: Model, width: int) -> _Part:
+    hidden = model.hidden_size
+    return _matrices((hidden, model.projections * width), (width, hidden))  # gate and up, down
 
 
 def _experts(model: Model) -> _Part:
@@ -167,7 +168,7 @@ def _experts(model: Model) -> _Part:
             _matrices((hidden, moe.experts)),  # router
             _Part(moe.experts * moe.router.logit_bias),
             _Part(routed, idle=round(routed * (1 - share)), flops=2 * moe.experts * one * share),
-            _feed_forward(hidden, moe.shared_expert_intermediate_size),  # of width 0 if there is none
+            _feed_forward(model, moe.shared_expert_intermediate_size),  # of width 0 if there is none
             *([_matrices((hidden, 1))] if moe.shared_expert_gate and moe.shared_expert_intermediate_size else []),
         ]
     )

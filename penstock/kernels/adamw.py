@@ -11,6 +11,7 @@ them are the gradient, read and set to zero:
 
 The tensors of a launch have the same formats (penstock/kernels/optimizer_state.py). A table on the device has their
 addresses and sizes, and each program updates some blocks of 128 values of one tensor: `owners` has the tensor's number.
+All programs read the same few lines of that table, so a program updates several tiles of blocks, one after the other.
 `update` is the definition in PyTorch; the kernel makes the same operations in the same order, without fused
 multiply-adds, so that both agree to the bit.
 """
@@ -50,8 +51,8 @@ from penstock.kernels.optimizer_state import (
 )
 from penstock.kernels.tuning import KernelLaunch
 
-LAUNCH = KernelLaunch(block_rows=32, block_columns=BLOCK, warps=4)
-LAUNCH_OF_CODES = KernelLaunch(block_rows=16, block_columns=BLOCK, warps=4)  # which take more registers
+LAUNCH = KernelLaunch(block_rows=8, block_columns=BLOCK, warps=4)
+PROGRAM_BLOCKS = 128  # of a program, in tiles
 ALIGNMENT = 16  # bytes of a load or store of a thread
 VALUES = 16  # a row is a multiple of so many where every block begins at an aligned address
 
@@ -220,11 +221,11 @@ def _store(target: Tensor, scales: Tensor | None, found: Tensor, decades: int, n
 class AdamWLaunch:
     """A launch for tensors of one device with equal formats, whose addresses stay as they are."""
 
-    def __init__(self, tensors: Sequence[AdamWTensor], *, launch: KernelLaunch | None = None) -> None:
+    def __init__(self, tensors: Sequence[AdamWTensor], *, launch: KernelLaunch = LAUNCH) -> None:
         self._tensors = tuple(tensors)
         first = self._tensors[0]
         (self._masters, self._moments), self._is_aligned = _formats(first), _is_aligned(first)
-        self._launch = launch = launch or (LAUNCH_OF_CODES if self._moments == CODES else LAUNCH)
+        self._launch = launch
         rows, owners, programs = [], [], 0
         for number, tensor in enumerate(self._tensors):
             assert (_formats(tensor), _is_aligned(tensor)) == (_formats(first), self._is_aligned), "formats differ"
@@ -233,8 +234,9 @@ class AdamWLaunch:
             addresses = tensor.value, tensor.gradient, tensor.master, tensor.moment1, tensor.moment2
             places = blocks_of_row(width), blocks, programs, tensor.start, (tensor.salt << 1) | tensor.is_decayed
             rows.append([*map(_address, (*addresses, tensor.scale1, tensor.scale2)), width, *places])
-            owners.append(torch.full((ceil_div(blocks, launch.block_rows),), number, dtype=torch.int32, device="cpu"))
-            programs += len(owners[-1])
+            own = ceil_div(blocks, PROGRAM_BLOCKS)
+            owners.append(torch.full((own,), number, dtype=torch.int32, device="cpu"))
+            programs += own
         device = first.value.device
         self._table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
         self._owners = torch.cat(owners).to(device)
@@ -251,7 +253,7 @@ class AdamWLaunch:
             self._owners, self._table, self._numbers, seed_of(one.step, 0), one.decay, one.step_size, one.root_factor,
             one.beta1, 1.0 - one.beta1, one.beta2, 1.0 - one.beta2, one.epsilon, one.scale,
             MASTERS=self._masters, MOMENTS=self._moments, ALIGNED=self._is_aligned, BLOCKS=self._launch.block_rows,
-            num_warps=self._launch.warps, enable_fp_fusion=False,
+            TILES=PROGRAM_BLOCKS // self._launch.block_rows, num_warps=self._launch.warps, enable_fp_fusion=False,
         )  # fmt: skip
 
     def _record(self) -> None:
@@ -302,7 +304,7 @@ def _numbers_on(device: torch.device) -> Tensor:
 
 _WIDTH = tl.constexpr(BLOCK)
 _FIELDS = tl.constexpr(FIELDS)
-_APART, _SPLIT = tl.constexpr(APART), tl.constexpr(SPLIT)
+_OWN, _APART, _SPLIT = tl.constexpr(OWN), tl.constexpr(APART), tl.constexpr(SPLIT)
 _FLOAT32, _BFLOAT16, _CODES = tl.constexpr(FLOAT32), tl.constexpr(BFLOAT16), tl.constexpr(CODES)
 _SIGNED, _ROOTS = tl.constexpr(SIGNED_DECADES), tl.constexpr(ROOT_DECADES)
 _ROOT_CODES = tl.constexpr(1 << ROOT_DECADES)
@@ -318,15 +320,9 @@ def _factor(decade: int, decades: int) -> float:
 
 
 @triton.constexpr_function
-def _offset(decade: int, decades: int) -> float:
+def _offset(decade: int) -> float:
     """The offset of `line_of`."""
     return 0.0 if decade == 0 else 2.0**decade * (8 / 9) - 1.0
-
-
-@triton.constexpr_function
-def _bound(decade: int, decades: int) -> float:
-    """The end of the decade before."""
-    return 10.0 ** (decade - decades)
 
 
 @triton.jit
@@ -360,15 +356,11 @@ def _load_codes(codes_ptr, scales_ptr, numbers_ptr, at, inside, block, is_block,
 def _store_codes(x, codes_ptr, scales_ptr, at, inside, block, is_block, noise_, DECADES: tl.constexpr):
     """Store what `optimizer_state.quantize` returns; values outside of a row are 0."""
     largest = tl.max(tl.abs(x), 1)
-    floor = tl.maximum(largest, _TINY)
-    share = tl.div_rn(tl.abs(x), tl.broadcast_to(floor[:, None], x.shape))
-    factor = tl.full(x.shape, _factor(0, DECADES), tl.float32)
-    offset = tl.full(x.shape, _offset(0, DECADES), tl.float32)
+    share = tl.abs(x) * tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), tl.maximum(largest, _TINY))[:, None]
+    place = share * _factor(0, DECADES)
     for decade in tl.static_range(1, DECADES):
-        is_above = share > _bound(decade, DECADES)
-        factor = tl.where(is_above, _factor(decade, DECADES), factor)
-        offset = tl.where(is_above, _offset(decade, DECADES), offset)
-    fixed = tl.floor((share * factor + offset) * _FRACTION + 0.5).to(tl.int32)
+        place = tl.minimum(place, share * _factor(decade, DECADES) + _offset(decade))
+    fixed = tl.floor(place * _FRACTION + 0.5).to(tl.int32)
     code = (fixed + (noise_ >> (16 - _BITS))) >> _BITS
     if DECADES == _SIGNED:
         code = tl.where((x < 0) & (code > 0), code + 128, code)
@@ -389,87 +381,94 @@ def _pointer(entry_ptr, place: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.co
 def adamw_kernel(
     owners_ptr, table_ptr, numbers_ptr, seed,
     decay, step_size, root_factor, beta1, rest1, beta2, rest2, epsilon, scale,
-    MASTERS: tl.constexpr, MOMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
+    MASTERS: tl.constexpr, MOMENTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One step for some blocks of one tensor; `rest1` and `rest2` are 1 - beta.
+    """One step for some blocks of one tensor, in tiles; `rest1` and `rest2` are 1 - beta.
 
     Example with blocks of 4 values: a tensor with rows of 6 has 2 blocks a row; block 3 has columns 4 and 5 of row 1.
     """
-    # 1. The tensor, and the places of our blocks.
+    # 1. The tensor. All of the table is read before the first store, which the compiler may not pass.
     entry_ptr = table_ptr + tl.load(owners_ptr + tl.program_id(0)) * _FIELDS
+    MOMENT: tl.constexpr = tl.float32 if MOMENTS == _FLOAT32 else tl.int16 if MOMENTS == _BFLOAT16 else tl.uint8
+    value_ptr = _pointer(entry_ptr, 0, tl.float32 if MASTERS == _OWN else tl.int16, ALIGNED)
+    gradient_ptr = _pointer(entry_ptr, 1, tl.float32, ALIGNED)
+    master_ptr = _pointer(entry_ptr, 2, tl.int16 if MASTERS == _SPLIT else tl.float32, ALIGNED)
+    moment1_ptr = _pointer(entry_ptr, 3, MOMENT, ALIGNED)
+    moment2_ptr = _pointer(entry_ptr, 4, MOMENT, ALIGNED)
+    scale1_ptr = _pointer(entry_ptr, 5, tl.float32, ALIGNED)
+    scale2_ptr = _pointer(entry_ptr, 6, tl.float32, ALIGNED)
     width = tl.load(entry_ptr + 7)
     if ALIGNED:
         width = tl.multiple_of(width, 16)
     row_blocks = tl.load(entry_ptr + 8).to(tl.int32)
-    first = tl.program_id(0) - tl.load(entry_ptr + 10).to(tl.int32)
+    blocks = tl.load(entry_ptr + 9).to(tl.int32)
+    first = (tl.program_id(0) - tl.load(entry_ptr + 10).to(tl.int32)) * (BLOCKS * TILES)
+    start = tl.load(entry_ptr + 11).to(tl.int32)
     flags = tl.load(entry_ptr + 12)
-    block = first * BLOCKS + tl.arange(0, BLOCKS)
-    is_block = block < tl.load(entry_ptr + 9).to(tl.int32)
-    column = (block % row_blocks).to(tl.int64)[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
-    # A thread has 4 neighbours in every tensor, 16 bytes of float32, so that no value changes its thread.
-    at = tl.max_contiguous((block // row_blocks).to(tl.int64)[:, None] * width + column, [1, 4])
-    inside = is_block[:, None] & (column < width)
+    decay = tl.where((flags & 1) != 0, decay, 0.0)
+    seed = seed ^ (flags >> 1).to(tl.int32)
 
-    # 2. Load gradient, master and moments; the gradient becomes zero.
-    gradient_ptr = _pointer(entry_ptr, 1, tl.float32, ALIGNED)
-    gradient = tl.load(gradient_ptr + at, mask=inside, other=0.0)
-    tl.store(gradient_ptr + at, tl.zeros_like(gradient), mask=inside)
-    if MASTERS == _SPLIT:
-        value_ptr = _pointer(entry_ptr, 0, tl.int16, ALIGNED)
-        master_ptr = _pointer(entry_ptr, 2, tl.int16, ALIGNED)
-        rest = tl.load(master_ptr + at, mask=inside, other=0).to(tl.int32)
-        master = (tl.load(value_ptr + at, mask=inside, other=0).to(tl.int32) << 16) + rest
-        master = master.to(tl.float32, bitcast=True)
-    else:
-        master_ptr = _pointer(entry_ptr, 2 if MASTERS == _APART else 0, tl.float32, ALIGNED)
-        master = tl.load(master_ptr + at, mask=inside, other=0.0)
-    MOMENT: tl.constexpr = tl.float32 if MOMENTS == _FLOAT32 else tl.int16 if MOMENTS == _BFLOAT16 else tl.uint8
-    moment1_ptr = _pointer(entry_ptr, 3, MOMENT, ALIGNED)
-    moment2_ptr = _pointer(entry_ptr, 4, MOMENT, ALIGNED)
-    if MOMENTS == _CODES:
-        scale1_ptr = _pointer(entry_ptr, 5, tl.float32, ALIGNED)
-        scale2_ptr = _pointer(entry_ptr, 6, tl.float32, ALIGNED)
-        moment1 = _load_codes(moment1_ptr, scale1_ptr, numbers_ptr, at, inside, block, is_block, _SIGNED)
-        moment2 = _load_codes(moment2_ptr, scale2_ptr, numbers_ptr, at, inside, block, is_block, _ROOTS)
-        moment2 = moment2 * moment2
-    else:
-        moment1 = tl.load(moment1_ptr + at, mask=inside, other=0)
-        moment2 = tl.load(moment2_ptr + at, mask=inside, other=0)
-        if MOMENTS == _BFLOAT16:
-            moment1, moment2 = _float_of(moment1), _float_of(moment2)
+    for tile in range(TILES):
+        # 2. Places of the tile's blocks. A thread has 4 neighbours in every tensor, 16 bytes of float32, so that no
+        # value changes its thread.
+        block = first + tile * BLOCKS + tl.arange(0, BLOCKS)
+        is_block = block < blocks
+        column = (block % row_blocks).to(tl.int64)[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :]
+        at = tl.max_contiguous((block // row_blocks).to(tl.int64)[:, None] * width + column, [1, 4])
+        inside = is_block[:, None] & (column < width)
 
-    # 3. Update, as in `update`.
-    gradient = gradient * scale
-    master = master - master * tl.where((flags & 1) != 0, decay, 0.0)
-    moment1 = moment1 * beta1 + gradient * rest1
-    moment2 = moment2 * beta2 + gradient * rest2 * gradient
-    divisor = tl.sqrt_rn(moment2) * root_factor + epsilon
-    master = master - tl.div_rn(moment1 * step_size, divisor)
-
-    # 4. Store moments, rounded by noise, then master and weight.
-    if MOMENTS == _FLOAT32:
-        tl.store(moment1_ptr + at, moment1, mask=inside)
-        tl.store(moment2_ptr + at, moment2, mask=inside)
-    else:
-        place = (at + tl.load(entry_ptr + 11)).to(tl.int32)
-        mixed = _mixed(place * _GOLDEN + (seed ^ (flags >> 1).to(tl.int32)))
-        noise1, noise2 = mixed & 0xFFFF, (mixed >> 16) & 0xFFFF
-        if MOMENTS == _BFLOAT16:
-            bits1, bits2 = moment1.to(tl.int32, bitcast=True), moment2.to(tl.int32, bitcast=True)
-            tl.store(moment1_ptr + at, ((bits1 + noise1) >> 16).to(tl.int16), mask=inside)
-            tl.store(moment2_ptr + at, ((bits2 + noise2) >> 16).to(tl.int16), mask=inside)
+        # 3. Load gradient, master and moments.
+        gradient = tl.load(gradient_ptr + at, mask=inside, other=0.0)
+        if MASTERS == _SPLIT:
+            rest = tl.load(master_ptr + at, mask=inside, other=0).to(tl.int32)
+            master = (tl.load(value_ptr + at, mask=inside, other=0).to(tl.int32) << 16) + rest
+            master = master.to(tl.float32, bitcast=True)
+        elif MASTERS == _APART:
+            master = tl.load(master_ptr + at, mask=inside, other=0.0)
         else:
-            _store_codes(moment1, moment1_ptr, scale1_ptr, at, inside, block, is_block, noise1, _SIGNED)
-            root = tl.sqrt_rn(moment2)
-            _store_codes(root, moment2_ptr, scale2_ptr, at, inside, block, is_block, noise2, _ROOTS)
-    if MASTERS == _SPLIT:
+            master = tl.load(value_ptr + at, mask=inside, other=0.0)
+        if MOMENTS == _CODES:
+            moment1 = _load_codes(moment1_ptr, scale1_ptr, numbers_ptr, at, inside, block, is_block, _SIGNED)
+            moment2 = _load_codes(moment2_ptr, scale2_ptr, numbers_ptr, at, inside, block, is_block, _ROOTS)
+            moment2 = moment2 * moment2
+        else:
+            moment1 = tl.load(moment1_ptr + at, mask=inside, other=0)
+            moment2 = tl.load(moment2_ptr + at, mask=inside, other=0)
+            if MOMENTS == _BFLOAT16:
+                moment1, moment2 = _float_of(moment1), _float_of(moment2)
+
+        # 4. Update, as in `update`.
+        gradient = gradient * scale
+        master = master - master * decay
+        moment1 = moment1 * beta1 + gradient * rest1
+        moment2 = moment2 * beta2 + gradient * rest2 * gradient
+        divisor = tl.sqrt_rn(moment2) * root_factor + epsilon
+        master = master - tl.div_rn(moment1 * step_size, divisor)
+
+        # 5. Store moments, rounded by noise, then the gradient's zeros, master and weight. Stores before the end made
+        # the kernel half as fast on an H200.
+        if MOMENTS == _FLOAT32:
+            tl.store(moment1_ptr + at, moment1, mask=inside)
+            tl.store(moment2_ptr + at, moment2, mask=inside)
+        else:
+            mixed = _mixed((at.to(tl.int32) + start) * _GOLDEN + seed)
+            noise1, noise2 = mixed & 0xFFFF, (mixed >> 16) & 0xFFFF
+            if MOMENTS == _BFLOAT16:
+                bits1, bits2 = moment1.to(tl.int32, bitcast=True), moment2.to(tl.int32, bitcast=True)
+                tl.store(moment1_ptr + at, ((bits1 + noise1) >> 16).to(tl.int16), mask=inside)
+                tl.store(moment2_ptr + at, ((bits2 + noise2) >> 16).to(tl.int16), mask=inside)
+            else:
+                _store_codes(moment1, moment1_ptr, scale1_ptr, at, inside, block, is_block, noise1, _SIGNED)
+                root = tl.sqrt_rn(moment2)
+                _store_codes(root, moment2_ptr, scale2_ptr, at, inside, block, is_block, noise2, _ROOTS)
+        tl.store(gradient_ptr + at, tl.zeros_like(gradient), mask=inside)
         bits = master.to(tl.int32, bitcast=True)
-        high = (bits + 0x8000) >> 16
-        tl.store(value_ptr + at, high.to(tl.int16), mask=inside)
-        tl.store(master_ptr + at, (bits - (high << 16)).to(tl.int16), mask=inside)
-    else:
-        tl.store(master_ptr + at, master, mask=inside)
-        if MASTERS == _APART:
-            bits = master.to(tl.int32, bitcast=True)  # rounded to the nearest even, in any mode of the chip
-            value_ptr = _pointer(entry_ptr, 0, tl.int16, ALIGNED)
+        if MASTERS == _SPLIT:
+            high = (bits + 0x8000) >> 16
+            tl.store(value_ptr + at, high.to(tl.int16), mask=inside)
+            tl.store(master_ptr + at, (bits - (high << 16)).to(tl.int16), mask=inside)
+        elif MASTERS == _APART:  # the weight is rounded to the nearest even, in any mode of the chip
+            tl.store(master_ptr + at, master, mask=inside)
             tl.store(value_ptr + at, ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).to(tl.int16), mask=inside)
+        else:
+            tl.store(value_ptr + at, master, mask=inside)

@@ -17,7 +17,7 @@ window of 128 needs 143 keys instead of 255. Heads of keys that are no power of 
 (192 = 128 + 64).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,16 +58,17 @@ NARROW = 512  # keys that a query sees at most where a tile of queries has sever
 
 # Measured on one H200 (docs/decisions/0142-attention-between-bounds.md).
 _HOPPER_LATENT = AttentionLaunches(
-    forward=_launch(64, 64, 4, 2, descriptors=True), queries=_launch(128, 32, 8, 3), keys=_launch(32, 64, 4, 2)
+    forward=_launch(64, 64, 4, 2), queries=_launch(128, 64, 8, 2), keys=_launch(32, 128, 8, 2)
 )
 _HOPPER = AttentionLaunches(
     forward=_launch(64, 64, 4, 3, descriptors=True),
     queries=_launch(64, 64, 4, 2, descriptors=True),
     keys=_launch(64, 64, 4, 2, descriptors=True),
 )
-_HOPPER_64 = replace(_HOPPER, queries=_launch(64, 64, 4, 3, descriptors=True), keys=_launch(64, 64, 4, 2, heads=8))
 _HOPPER_NARROW = AttentionLaunches(
-    forward=_launch(64, 32, 4, 3, heads=8), queries=_launch(64, 32, 4, 3, heads=8), keys=_launch(32, 64, 4, 2, heads=4)
+    forward=_launch(64, 64, 4, 2, heads=8, descriptors=True),
+    queries=_launch(64, 32, 4, 3, heads=8),
+    keys=_launch(32, 64, 4, 2, heads=8),
 )
 # The largest tiles that the compiler does not spill; nothing was measured on these chips.
 _BLACKWELL = AttentionLaunches(
@@ -84,9 +85,7 @@ def launches_for(target: str, width: int, most: int) -> AttentionLaunches:
         return _BLACKWELL
     if width > 128:
         return _HOPPER_LATENT
-    if most <= NARROW:
-        return _HOPPER_NARROW
-    return _HOPPER_64 if width <= 64 else _HOPPER
+    return _HOPPER_NARROW if most <= NARROW else _HOPPER
 
 
 def bounded_attention(

@@ -83,7 +83,7 @@ def expert_ffn(
     Raises:
         KernelError: shapes do not fit, or biases are combined with weights on the input.
     """
-    check_operands(x_ND, gate_up_eFD, down_eDF, index_R, places_TK)
+    check_operands(x_ND, gate_up_eFD, down_eDF, index_R, places_TK, rule)
     check_biases(biases is not None, rule)
     kernels = kernels or (TRITON if on_gpu(x_ND) else REFERENCE)
     extras = _Extras(

@@ -23,7 +23,7 @@ from penstock.base.errors import KernelError
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import counts_on_host, start_kernel
 from penstock.kernels.operators import torch_add_bias
-from penstock.kernels.reference import ExpertRule, RowOrder
+from penstock.kernels.reference import SWIGLU, ExpertRule, RowOrder
 from penstock.kernels.replica_slots import ReplicaSlots, SlottedWeight
 from penstock.kernels.tile_table import TileTable
 
@@ -250,11 +250,16 @@ def sum_over_places(
 
 
 def check_operands(
-    x_ND: Tensor, gate_up_eFD: Tensor, down_eDF: Tensor, index_R: Tensor | None, places_TK: Tensor | None
+    x_ND: Tensor,
+    gate_up_eFD: Tensor,
+    down_eDF: Tensor,
+    index_R: Tensor | None,
+    places_TK: Tensor | None,
+    rule: ExpertRule = SWIGLU,
 ) -> None:
     """Raise KernelError where the operands do not fit each other; each kernel checks its own."""
     experts, width, hidden = gate_up_eFD.shape
-    if x_ND.shape[1] != hidden or down_eDF.shape != (experts, hidden, width // 2):
+    if x_ND.shape[1] != hidden or down_eDF.shape != (experts, hidden, width // rule.projections):
         raise KernelError(
             "expert_ffn: x, gate_up and down must be N x D, experts x 2F x D and experts x D x F",
             got=f"{tuple(x_ND.shape)}, {tuple(gate_up_eFD.shape)}, {tuple(down_eDF.shape)}",

@@ -97,8 +97,7 @@ def torch_add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
 
 def torch_swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, rule: ExpertRule = SWIGLU) -> Tensor:
     """`reference.swiglu` in the dtype of the input throughout; weights are on the output."""
-    gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
-    h_RF = reference.activate(gate_RF, up_RF, rule)
+    h_RF = reference.activate(gate_up_RF, rule)
     return h_RF if weights_R is None else (h_RF * weights_R[..., None]).to(h_RF.dtype)
 
 

@@ -67,10 +67,15 @@ def numbers(decades: int) -> tuple[float, ...]:
 
 
 def encode(x: Tensor, decades: int, noise_: Tensor | None) -> Tensor:
-    """Codes, int32, of float32 numbers from 0 to 1. In a fixed order of operations: kernels equal it."""
-    bounds, factors, offsets = _lines_on(decades, x.device)
-    decade = torch.bucketize(x, bounds)
-    place = x * factors[decade] + offsets[decade]  # between the codes; a number of the code is at a whole place
+    """Codes, int32, of float32 numbers from 0 to 1. In a fixed order of operations: kernels equal it.
+
+    The place between the codes is concave and linear in each decade, so it is the least of the decades' lines; a number
+    of the code is at a whole place.
+    """
+    place = x * line_of(0, decades)[0]
+    for decade in range(1, decades):
+        factor, offset = line_of(decade, decades)
+        place = torch.minimum(place, x * factor + offset)
     fixed = torch.floor(place * FRACTION + 0.5).int()
     return (fixed + (FRACTION // 2 if noise_ is None else noise_ >> (16 - FRACTION_BITS))) >> FRACTION_BITS
 
@@ -83,16 +88,6 @@ def line_of(decade: int, decades: int) -> tuple[float, float]:
     return steps * 10.0 ** (decades - 1 - decade) / 0.9, steps * (8 / 9) - 1.0
 
 
-@cache
-def _lines_on(decades: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Ends of all decades but the last, and factor and offset of each."""
-    lines = [line_of(decade, decades) for decade in range(decades)]
-    bounds = [10.0 ** (decade - decades) for decade in range(1, decades)]
-    columns = bounds, [factor for factor, _ in lines], [offset for _, offset in lines]
-    bounds_, factors, offsets = (torch.tensor(one, dtype=torch.float32, device=device) for one in columns)
-    return bounds_, factors, offsets
-
-
 def quantize(x: Tensor, decades: int, noise_: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes (uint8; with 7 decades bit 7 is the sign) and float32 scales of each row's blocks.
 
@@ -101,7 +96,7 @@ def quantize(x: Tensor, decades: int, noise_: Tensor | None = None) -> tuple[Ten
     blocks = _in_blocks(x)
     scales = blocks.abs().amax(-1)
     noise_ = None if noise_ is None else _in_blocks(noise_)
-    codes = encode(blocks.abs() / scales.clamp(min=TINY)[..., None], decades, noise_)
+    codes = encode(blocks.abs() * scales.clamp(min=TINY).reciprocal()[..., None], decades, noise_)
     if decades == SIGNED_DECADES:
         codes = torch.where((blocks < 0) & (codes > 0), codes + 128, codes)
     return codes.to(torch.uint8).flatten(-2)[..., : x.shape[-1]].contiguous(), scales

@@ -46,19 +46,22 @@ class Routed(NamedTuple):
     z_B: Tensor  # float32, logsumexp(logits)**2 summed over the sequence's tokens
 
 
-def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> Routed:
+def route(
+    logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int, experts_TK: Tensor | None = None
+) -> Routed:
     """Scores, group limit, top-k, weights, and the sums for balance losses, in float32.
 
     `bias_E`, float32, is added to the scores for the choice only, never to the weights (DeepSeek-V3). The T tokens are
-    B = `sequences` sequences of equal length, one after the other.
+    B = `sequences` sequences of equal length, one after the other. With `experts_TK` (int64) the choice is given.
     """
     logits_TE = logits_TE.float()
     E = logits_TE.shape[1]
     scores_TE = _scores(logits_TE, rule)
-    choice_TE = choice_scores(logits_TE.detach(), bias_E, rule)  # a choice has no gradient
-    if rule.groups > 1:
-        choice_TE = choice_TE.masked_fill(~_kept_groups(choice_TE, rule), float("-inf"))
-    experts_TK = choice_TE.topk(rule.top_k, dim=-1, sorted=True).indices
+    if experts_TK is None:
+        choice_TE = choice_scores(logits_TE.detach(), bias_E, rule)  # a choice has no gradient
+        if rule.groups > 1:
+            choice_TE = choice_TE.masked_fill(~_kept_groups(choice_TE, rule), float("-inf"))
+        experts_TK = choice_TE.topk(rule.top_k, dim=-1, sorted=True).indices
     if rule.softmax_after_top_k:
         weights_TK = logits_TE.gather(1, experts_TK).softmax(-1)
     else:
@@ -190,29 +193,41 @@ class ExpertRule:
     weighs_input: bool = False  # the routing weight multiplies the input of the expert (Llama 4), not its output
     limit: float | None = None  # bound of gate above and of up on both sides (gpt-oss); None for SwiGLU
     alpha: float = 1.0  # factor inside the sigmoid; read only with a limit
+    up_offset: float = 1.0  # added to up after the clamp; read only with a limit
+    is_gated: bool = True  # False: relu(x)**2 of one projection, without a gate and a limit (Nemotron-H)
+
+    @property
+    def projections(self) -> int:
+        """Projections before the activation, stacked in one matrix: gate and up, or one."""
+        return 2 if self.is_gated else 1
 
 
 SWIGLU = ExpertRule()
 
 
-def activate(gate_RF: Tensor, up_RF: Tensor, rule: ExpertRule) -> Tensor:
-    """silu(gate) * up; with a limit (up + 1) * gate * sigmoid(alpha * gate), gate and up clamped before."""
+def activate(gate_up_RF: Tensor, rule: ExpertRule) -> Tensor:
+    """silu(gate) * up; with a limit (up + offset) * gate * sigmoid(alpha * gate), gate and up clamped before.
+
+    Without a gate, the square of a ReLU.
+    """
+    if not rule.is_gated:
+        return F.relu(gate_up_RF).square()
+    gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
     if rule.limit is None:
         return F.silu(gate_RF) * up_RF
     gate_RF, up_RF = gate_RF.clamp(max=rule.limit), up_RF.clamp(-rule.limit, rule.limit)
-    return (up_RF + 1) * gate_RF * torch.sigmoid(rule.alpha * gate_RF)
+    return (up_RF + rule.up_offset) * gate_RF * torch.sigmoid(rule.alpha * gate_RF)
 
 
 def swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, rule: ExpertRule = SWIGLU) -> Tensor:
-    """`activate` times the row's routing weight if given, in float32; gate first, 2 F -> F wide, in the given dtype.
+    """`activate` times the row's routing weight if given, in float32, in the given dtype; gate first, 2 F -> F wide.
 
     A weight on the input is applied here before the activation, because the product before it is linear.
     """
     wide_RF = gate_up_RF.float()
     if weights_R is not None and rule.weighs_input:
         wide_RF = wide_RF * weights_R[..., None]
-    gate_RF, up_RF = wide_RF.chunk(2, dim=-1)
-    h_RF = activate(gate_RF, up_RF, rule)
+    h_RF = activate(wide_RF, rule)
     if weights_R is not None and not rule.weighs_input:
         h_RF = h_RF * weights_R[..., None]
     return h_RF.to(gate_up_RF.dtype)

@@ -1,9 +1,9 @@
 """SwiGLU times the routing weight: silu(gate) * up * weight, one pass forward and one pass backward.
 
-An `ExpertRule` may clamp gate and up, or apply the weight before the activation, by compile-time constants. The weight
-is applied before the linear down projection: its gradient is the dot product of its row's incoming gradient with
-silu(gate) * up, and backward has both in registers. Only the pre-activation is saved. Backward can also write the
-weighted activation again, which the weight gradient of the down projection reads.
+An `ExpertRule` may clamp gate and up, apply the weight before the activation, or square a ReLU of one projection
+instead, by compile-time constants. The weight is applied before the linear down projection: its gradient is the dot
+product of its row's incoming gradient with silu(gate) * up, and backward has both in registers. Only the pre-activation
+is saved. Backward can also write the weighted activation again, which the weight gradient of the down projection reads.
 
 A program holds some whole rows and walks over them in blocks of columns; all arithmetic is in float32. Where only the
 device knows how many rows are used, a limited number of programs take turns, so unused rows cost no time.
@@ -40,7 +40,7 @@ def swiglu(
     `gate_up_RF` may have any leading dims. `launch` sets the rows and columns that a program holds at a time; None
     takes `LAUNCH` and `BACKWARD_LAUNCH`. Raises KernelError for an odd width, or if there is not one weight a row.
     """
-    _check(gate_up_RF, weights_R)
+    _check(gate_up_RF, weights_R, rule)
     return _Swiglu.apply(gate_up_RF, weights_R, rule, launch)
 
 
@@ -66,11 +66,11 @@ def swiglu_backward(
 
     With `recompute` h_RF is returned too, from the same pass. Weights of unused rows have the gradient 0.
     """
-    gate_up_RF, first = _given(gate_up_RF, weights_R)
+    gate_up_RF, first = _given(gate_up_RF, weights_R, rule)
     dh_RF = dh_RF.contiguous()
     width = dh_RF.shape[-1]
     rows = dh_RF.numel() // max(width, 1)
-    d_gate_up_RF = dh_RF.new_empty(*dh_RF.shape[:-1], 2 * width)
+    d_gate_up_RF = dh_RF.new_empty(*dh_RF.shape[:-1], rule.projections * width)
     dweights_R = None
     if weights_R is not None:
         make = torch.empty_like if used is None else torch.zeros_like  # no program writes those of unused rows
@@ -99,8 +99,8 @@ def swiglu_forward(
     `used` (int32, one number, on the device) limits the computation to the first rows; the others hold anything.
     """
     leading = (gate_up_RF.room,) if isinstance(gate_up_RF, SavedRows) else gate_up_RF.shape[:-1]
-    gate_up_RF, first = _given(gate_up_RF, weights_R)
-    width = gate_up_RF.shape[-1] // 2
+    gate_up_RF, first = _given(gate_up_RF, weights_R, rule)
+    width = gate_up_RF.shape[-1] // rule.projections
     h_RF = gate_up_RF.new_empty(*leading, width)
     rows = h_RF.numel() // max(width, 1)
     start_kernel(
@@ -113,12 +113,12 @@ def swiglu_forward(
     return h_RF
 
 
-def _given(gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _given(gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None, rule: ExpertRule) -> tuple[Tensor, Tensor | None]:
     """The rows, and for saved rows the number of the first one on the device."""
     if isinstance(gate_up_RF, SavedRows):
-        _check(gate_up_RF.rows_SF, None)  # the buffer has more rows than there are weights
+        _check(gate_up_RF.rows_SF, None, rule)  # the buffer has more rows than there are weights
         return gate_up_RF.rows_SF, gate_up_RF.first
-    _check(gate_up_RF, weights_R)
+    _check(gate_up_RF, weights_R, rule)
     return gate_up_RF.contiguous(), None
 
 
@@ -129,7 +129,13 @@ def _programs(blocks: int, used: Tensor | None) -> int:
 
 def rule_constants(rule: ExpertRule) -> dict[str, Any]:
     """Constants of both kernels for a rule."""
-    return {"LIMIT": rule.limit, "ALPHA": rule.alpha, "WEIGHS_INPUT": rule.weighs_input}
+    return {
+        "LIMIT": rule.limit,
+        "ALPHA": rule.alpha,
+        "OFFSET": rule.up_offset,
+        "WEIGHS_INPUT": rule.weighs_input,
+        "SQUARES": not rule.is_gated,
+    }
 
 
 class _Swiglu(torch.autograd.Function):
@@ -152,8 +158,8 @@ class _Swiglu(torch.autograd.Function):
         return gradients.d_gate_up_RF, gradients.dweights_R, None, None
 
 
-def _check(gate_up_RF: Tensor, weights_R: Tensor | None) -> None:
-    if gate_up_RF.shape[-1] % 2:
+def _check(gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule) -> None:
+    if gate_up_RF.shape[-1] % rule.projections:
         raise KernelError("swiglu: the width must hold gate and up", got=gate_up_RF.shape[-1], allowed="an even number")
     if weights_R is not None and (weights_R.shape != gate_up_RF.shape[:-1] or weights_R.dtype != torch.float32):
         got = f"{weights_R.dtype} {tuple(weights_R.shape)} for rows {tuple(gate_up_RF.shape[:-1])}"
@@ -164,24 +170,25 @@ def _check(gate_up_RF: Tensor, weights_R: Tensor | None) -> None:
 def swiglu_kernel(
     gate_up_ptr, first_ptr, weights_ptr, h_ptr, used_ptr, rows,  # gate_up R x 2F, h R x F
     F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    WEIGHS_INPUT: tl.constexpr,
+    OFFSET: tl.constexpr, WEIGHS_INPUT: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """Blocks of h. Example with F = 2, gate_up [1, 2, 10, 20] and weight 0.5: h = [5 silu(1), 10 silu(2)].
 
-    With WEIGHS_INPUT it is [5 silu(0.5), 10 silu(1)].
+    With WEIGHS_INPUT it is [5 silu(0.5), 10 silu(1)]. With SQUARES, [1, 2] gives [0.5, 2].
     """
     if used_ptr is not None:
         rows = tl.minimum(rows, tl.load(used_ptr))
     if first_ptr is not None:  # saved rows: the layer's first row is known on the device only
-        gate_up_ptr += tl.load(first_ptr) * (2 * F)
+        gate_up_ptr += tl.load(first_ptr) * (F if SQUARES else 2 * F)
     column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_R), tl.num_programs(0)):
         row_R = block * BLOCK_R + tl.arange(0, BLOCK_R)
         inside = (row_R < rows)[:, None] & (column_F < F)[None, :]
         start_R1 = row_R.to(tl.int64)[:, None]
         h_RF = load_activated(
-            gate_up_ptr, weights_ptr, row_R, row_R < rows, start_R1, column_F, inside, F, LIMIT, ALPHA, WEIGHS_INPUT
-        )
+            gate_up_ptr, weights_ptr, row_R, row_R < rows, start_R1, column_F, inside, F, LIMIT, ALPHA, OFFSET,
+            WEIGHS_INPUT, SQUARES,
+        )  # fmt: skip
         tl.store(h_ptr + start_R1 * F + column_F[None, :], h_RF.to(h_ptr.dtype.element_ty), mask=inside)
 
 
@@ -189,13 +196,14 @@ def swiglu_kernel(
 def swiglu_backward_kernel(
     gate_up_ptr, first_ptr, weights_ptr, dh_ptr, d_gate_up_ptr, dweights_ptr, h_ptr, used_ptr, rows,
     F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    WEIGHS_INPUT: tl.constexpr,
+    OFFSET: tl.constexpr, WEIGHS_INPUT: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of whole rows, and their h where h_ptr is not None."""
+    WIDE: tl.constexpr = F if SQUARES else 2 * F
     if used_ptr is not None:
         rows = tl.minimum(rows, tl.load(used_ptr))
     if first_ptr is not None:
-        gate_up_ptr += tl.load(first_ptr) * (2 * F)
+        gate_up_ptr += tl.load(first_ptr) * WIDE
     for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_R), tl.num_programs(0)):
         row_R = block * BLOCK_R + tl.arange(0, BLOCK_R)
         start_R1 = row_R.to(tl.int64)[:, None]
@@ -206,20 +214,23 @@ def swiglu_backward_kernel(
         for start in range(0, F, BLOCK_F):
             column_F = start + tl.arange(0, BLOCK_F)
             inside = (row_R < rows)[:, None] & (column_F < F)[None, :]
-            wide = start_R1 * (2 * F) + column_F[None, :]  # offsets in rows of gate and up
+            wide = start_R1 * WIDE + column_F[None, :]  # offsets in rows of gate and up
             narrow = start_R1 * F + column_F[None, :]  # offsets in rows of h
             gate_RF = tl.load(gate_up_ptr + wide, mask=inside, other=0.0).to(tl.float32)
-            up_RF = tl.load(gate_up_ptr + wide + F, mask=inside, other=0.0).to(tl.float32)
             dh_RF = tl.load(dh_ptr + narrow, mask=inside, other=0.0).to(tl.float32)
-            h_RF, dgate_RF, dup_RF, product_RF = activation_gradients(
-                gate_RF, up_RF, dh_RF, weight_R1, LIMIT, ALPHA, WEIGHS_INPUT
-            )
+            if SQUARES:
+                h_RF, dgate_RF, product_RF = square_gradients(gate_RF, dh_RF, weight_R1, WEIGHS_INPUT)
+            else:
+                up_RF = tl.load(gate_up_ptr + wide + F, mask=inside, other=0.0).to(tl.float32)
+                h_RF, dgate_RF, dup_RF, product_RF = activation_gradients(
+                    gate_RF, up_RF, dh_RF, weight_R1, LIMIT, ALPHA, OFFSET, WEIGHS_INPUT
+                )
+                tl.store(d_gate_up_ptr + wide + F, dup_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
             if weights_ptr is not None:
                 products_RF += product_RF
             if h_ptr is not None:
                 tl.store(h_ptr + narrow, h_RF.to(h_ptr.dtype.element_ty), mask=inside)
             tl.store(d_gate_up_ptr + wide, dgate_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
-            tl.store(d_gate_up_ptr + wide + F, dup_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
         if weights_ptr is not None:
             tl.store(dweights_ptr + row_R, tl.sum(products_RF, 1), mask=row_R < rows)
 
@@ -227,26 +238,32 @@ def swiglu_backward_kernel(
 @triton.jit
 def load_activated(
     gate_up_ptr, weights_ptr, row_R, is_row_R, start_R1, column_F, inside, F,  # start_R1: rows in 64 bits
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, WEIGHS_INPUT: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr, WEIGHS_INPUT: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """Load gate, up and weights of a tile, and return `swiglu` of them, float32; 0 outside."""
-    gate_ptrs = gate_up_ptr + start_R1 * (2 * F) + column_F[None, :]
+    gate_ptrs = gate_up_ptr + start_R1 * (F if SQUARES else 2 * F) + column_F[None, :]
     gate_RF = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
-    up_RF = tl.load(gate_ptrs + F, mask=inside, other=0.0).to(tl.float32)
     weight_R1 = None
     if weights_ptr is not None:
         weight_R1 = tl.load(weights_ptr + row_R, mask=is_row_R, other=0.0)[:, None]
-    return activated(gate_RF, up_RF, weight_R1, LIMIT, ALPHA, WEIGHS_INPUT)
+    if SQUARES:
+        h_RF, _, _ = square_gradients(gate_RF, gate_RF, weight_R1, WEIGHS_INPUT)
+    else:
+        up_RF = tl.load(gate_ptrs + F, mask=inside, other=0.0).to(tl.float32)
+        h_RF = activated(gate_RF, up_RF, weight_R1, LIMIT, ALPHA, OFFSET, WEIGHS_INPUT)
+    return h_RF
 
 
 @triton.jit
-def activated(gate, up, weight, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WEIGHS_INPUT: tl.constexpr):
+def activated(
+    gate, up, weight, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr, WEIGHS_INPUT: tl.constexpr
+):
     """Output of `swiglu` from float32 gate and up; `weight` is None for 1."""
     if weight is not None and WEIGHS_INPUT:
         gate *= weight
         up *= weight
     if LIMIT is not None:
-        gate, up, _, _ = _clamp(gate, up, LIMIT)
+        gate, up, _, _ = _clamp(gate, up, LIMIT, OFFSET)
         h = gate * tl.sigmoid(ALPHA * gate) * up
     else:
         h = gate * tl.sigmoid(gate) * up
@@ -256,7 +273,28 @@ def activated(gate, up, weight, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WEIGHS
 
 
 @triton.jit
-def activation_gradients(gate, up, dh, weight, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WEIGHS_INPUT: tl.constexpr):
+def square_gradients(x, dh, weight, WEIGHS_INPUT: tl.constexpr):
+    """relu(x)**2, the gradient of x, and the terms whose row sum is the weight's gradient. NaN stays NaN."""
+    given = x
+    if weight is not None and WEIGHS_INPUT:
+        x *= weight
+    relu = tl.where(x <= 0.0, 0.0, x)
+    h = relu * relu
+    product = dh * h
+    if weight is not None and not WEIGHS_INPUT:
+        h *= weight
+        dh *= weight
+    dx = 2.0 * dh * relu
+    if weight is not None and WEIGHS_INPUT:
+        product = dx * given
+        dx *= weight
+    return h, dx, product
+
+
+@triton.jit
+def activation_gradients(
+    gate, up, dh, weight, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr, WEIGHS_INPUT: tl.constexpr
+):
     """Output of `swiglu`, gradients of gate and up, and the terms whose row sum is the weight's gradient.
 
     With s = sigmoid(gate): silu' = s (1 + gate (1 - s)). Clamped values have no gradient. `weight` is None for 1.
@@ -266,7 +304,7 @@ def activation_gradients(gate, up, dh, weight, LIMIT: tl.constexpr, ALPHA: tl.co
         gate *= weight
         up *= weight
     if LIMIT is not None:
-        gate, up, gate_is_over, up_is_over = _clamp(gate, up, LIMIT)
+        gate, up, gate_is_over, up_is_over = _clamp(gate, up, LIMIT, OFFSET)
     steep = gate if LIMIT is None else ALPHA * gate
     sigmoid = tl.sigmoid(steep)
     silu = gate * sigmoid
@@ -288,9 +326,9 @@ def activation_gradients(gate, up, dh, weight, LIMIT: tl.constexpr, ALPHA: tl.co
 
 
 @triton.jit
-def _clamp(gate, up, LIMIT: tl.constexpr):
-    """Clamp both, add the 1 of up, and return where clamping changed them. NaN stays NaN."""
+def _clamp(gate, up, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """Clamp both, add the offset of up, and return where clamping changed them. NaN stays NaN."""
     gate_is_over, up_is_over = gate > LIMIT, tl.abs(up) > LIMIT
     gate = tl.where(gate_is_over, LIMIT, gate)
-    up = tl.where(up_is_over, tl.where(up > 0, LIMIT, -LIMIT), up) + 1.0
+    up = tl.where(up_is_over, tl.where(up > 0, LIMIT, -LIMIT), up) + OFFSET
     return gate, up, gate_is_over, up_is_over

@@ -83,6 +83,7 @@ class Decoder(nn.Module):
         self.with_logits = tuple(one for one in attentions if isinstance(one, GroupedQueryLayer | LatentLayer))
         has_indexer = isinstance(config.attention, LatentAttention) and config.attention.indexer is not None
         self.has_bounds = layer_context.operators.bounded_attention is not None and not has_indexer
+        self.reads_tokens = any(config.is_hashed(layer) for layer in blocks)  # to choose experts
 
     @property
     def head_VD(self) -> Tensor:
@@ -155,6 +156,9 @@ class Decoder(nn.Module):
         """Rotary angles, masks and share of a micro-batch, computed once for all layers."""
         attention, positions_BS = self.config.attention, inputs.positions_BS
         scope = Scope(sequences=positions_BS.shape[0], share=inputs.share)
+        if self.reads_tokens:  # those of this rank's part of the positions
+            tensor = self.layer_context.axes.tensor
+            scope = replace(scope, tokens_T=inputs.tokens_BS.chunk(tensor.size, dim=1)[tensor.rank].flatten())
         if isinstance(attention, LatentAttention) and not attention.rotary:
             positions_BS = torch.zeros_like(positions_BS)  # angles of zero
         with span(Span.EMBED):

@@ -1,10 +1,11 @@
-"""Dense SwiGLU feed-forward network: the first layers of a model, and the shared expert."""
+"""Dense feed-forward network: the first layers of a model, and the shared expert."""
 
 import torch
 from torch import Tensor, nn
 
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.models.float8_linear import float8_swiglu_network
+from penstock.kernels.reference import SWIGLU, ExpertRule
+from penstock.models.float8_linear import float8_network
 from penstock.models.linear import Linear
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.layer_context import LayerContext
@@ -13,6 +14,8 @@ from penstock.parallel.layer_context import LayerContext
 class FeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one product; in float8 the whole network is one autograd function.
 
+    `rule` may set another activation.
+
     Tensor-parallel ranks divide the width F. Every token passes the whole width, so their tokens are gathered before
     the products, and the partial outputs are reduce-scattered after them.
 
@@ -20,11 +23,21 @@ class FeedForward(nn.Module):
     as routing weights are.
     """
 
-    def __init__(self, hidden_size: int, ffn_size: int, layer_context: LayerContext, *, has_gate: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        layer_context: LayerContext,
+        rule: ExpertRule = SWIGLU,
+        *,
+        has_gate: bool = False,
+    ) -> None:
         super().__init__()
+        self.rule = rule
         self.operators = layer_context.operators
         self.axis = layer_context.axes.tensor
-        self.gate_up = Linear(hidden_size, 2 * ffn_size, layer_context, split="outputs", blocks=2)
+        parts = rule.projections
+        self.gate_up = Linear(hidden_size, parts * ffn_size, layer_context, split="outputs", blocks=parts)
         self.down = Linear(ffn_size, hidden_size, layer_context, split="inputs")
         self.gate = Linear(hidden_size, 1, layer_context) if has_gate else None
 
@@ -38,7 +51,8 @@ class FeedForward(nn.Module):
         if self.gate_up.float8 is None or self.down.float8 is None or self.gate is not None:
             return self.narrow(self.widen(x_TD, x_float8))
         x_TD = all_gather(x_TD, self.axis, dim=0)  # tokens of all tensor ranks
-        y_TD = float8_swiglu_network(x_TD, self.gate_up.float8_weight(), self.down.float8_weight(), x_float8)
+        weights = self.gate_up.float8_weight(), self.down.float8_weight()
+        y_TD = float8_network(x_TD, *weights, x_float8, self.rule)
         return reduce_scatter(y_TD, self.axis, dim=0)
 
     def widen(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
@@ -46,8 +60,8 @@ class FeedForward(nn.Module):
         x_TD = all_gather(x_TD, self.axis, dim=0)  # tokens of all tensor ranks
         wide_TF = self.gate_up(x_TD, x_float8)  # T x 2F, then T x F
         if self.gate is None:
-            return self.operators.swiglu(wide_TF)
-        return self.operators.swiglu(wide_TF, torch.sigmoid(self.gate(x_TD).float())[:, 0])
+            return self.operators.swiglu(wide_TF, None, self.rule)
+        return self.operators.swiglu(wide_TF, torch.sigmoid(self.gate(x_TD).float())[:, 0], self.rule)
 
     def narrow(self, h_TF: Tensor) -> Tensor:
         """The second product, reduced to this rank's own tokens. Returns y_TD."""

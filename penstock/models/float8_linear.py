@@ -25,7 +25,7 @@ from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.quantized import GatheredCopies, Quantized, RowColQuantized, WeightCopies, copies_of
 from penstock.kernels.float8.recipes import Recipe
-from penstock.kernels.reference import SWIGLU
+from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.parallel.weight_grad_store import WeightGradStore
 
 MULTIPLE = 16
@@ -109,8 +109,12 @@ def float8_linear(
     return y
 
 
-def float8_swiglu_network(
-    x_TD: Tensor, gate_up: Float8Weight, down: Float8Weight, x_float8: RowColQuantized | None = None
+def float8_network(
+    x_TD: Tensor,
+    gate_up: Float8Weight,
+    down: Float8Weight,
+    x_float8: RowColQuantized | None = None,
+    activation: ExpertRule = SWIGLU,
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)) with all six products in float8; `x_float8` as in `float8_linear`."""
     rule = gate_up.rule
@@ -119,9 +123,10 @@ def float8_swiglu_network(
     parameters = gate_up.parameter_FD, down.parameter_FD  # 2F x D, D x F
     with torch.no_grad():
         gate_up_T2F = operators.multiply(x_float8.rows, gate_up.copies(gate_up.parameter_FD).forward, x_TD.dtype)
-    y_TD: Tensor = _Float8Network.apply(x_TD, *parameters, x_float8.columns, gate_up_T2F, gate_up, down)  # filled below
+    # Allocated here, filled below.
+    y_TD: Tensor = _Float8Network.apply(x_TD, *parameters, x_float8.columns, gate_up_T2F, (gate_up, down), activation)
     with torch.no_grad():
-        h_TF = operators.swiglu(gate_up_T2F, None, SWIGLU, recipe_of(rule), rule.forward).rows
+        h_TF = operators.swiglu(gate_up_T2F, None, activation, recipe_of(rule), rule.forward).rows
         operators.multiply(h_TF, down.copies(down.parameter_FD).forward, y_TD.dtype, out=y_TD)
     return y_TD
 
@@ -168,7 +173,7 @@ class _Float8Linear(torch.autograd.Function):
 
 
 class _Float8Network(torch.autograd.Function):
-    """Allocates the output; `float8_swiglu_network` fills it."""
+    """Allocates the output; `float8_network` fills it."""
 
     @staticmethod
     def forward(
@@ -178,21 +183,22 @@ class _Float8Network(torch.autograd.Function):
         down_DF: Tensor,
         columns: Quantized | None,
         gate_up_T2F: Tensor,
-        gate_up: Float8Weight,
-        down: Float8Weight,
+        weights: tuple[Float8Weight, Float8Weight],
+        activation: ExpertRule,
     ) -> Tensor:
+        gate_up, down = weights
         if columns is not None:  # backward may run
             is_cached = gate_up.cached is not None and down.cached is not None
             of_weights = () if is_cached else (gate_up_FD, down_DF)
             ctx.save_for_backward(columns.values, columns.scales, gate_up_T2F, *of_weights)
             ctx.block = columns.block
-        ctx.gate_up, ctx.down = gate_up, down
+        ctx.weights, ctx.activation = weights, activation
         return x_TD.new_empty(len(x_TD), len(down_DF))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up, down = ctx.gate_up, ctx.down
+        gate_up, down = ctx.weights
         values, scales, gate_up_T2F, *of_weights = ctx.saved_tensors
         gate_up_FD, down_DF = of_weights or (gate_up.parameter_FD, down.parameter_FD)
         rule = gate_up.rule
@@ -204,7 +210,7 @@ class _Float8Network(torch.autograd.Function):
             None,
             dh_TF,
             torch.full((1,), len(dh_TF), dtype=torch.int32, device=dh_TF.device),  # one group holds all rows
-            SWIGLU,
+            ctx.activation,
             recipe_of(rule),
             rule.forward,
             rule.gradient,

@@ -20,7 +20,7 @@ from penstock.layout.sharding import LocalSlice, Rectangle, global_shape, local_
 from penstock.models.norm import Norm
 from penstock.models.parameters import cuts_of, local_shape_of
 from penstock.moe.experts import GroupedExperts
-from penstock.moe.router import TopKRouter
+from penstock.moe.router import TopKRouter, hash_table
 from penstock.parallel.shard import ShardedTensor, own_rows
 
 DECAY_RATES = (0.01, 16.0)
@@ -57,13 +57,17 @@ class ParamInit:
                 held.copy_(values[Rectangle(piece.whole, piece.sizes).within((0,) * values.ndim)])
 
     def _values(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        # 56 bits: torch takes seeds below 2**63.
-        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
-        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "big"))
+        generator = _generator(self.seed, name, self.device)
         values = torch.empty(shape, device=self.device)
         if self.log_of is not None:
             return values.uniform_(*self.log_of, generator=generator).log_()
         return values.normal_(0.0, self.std, generator=generator)
+
+
+def _generator(seed: int, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+    # 56 bits: torch takes seeds below 2**63.
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
 
 
 def _by_expert(part: ShardedTensor) -> dict[int, list[tuple[LocalSlice, Tensor]]]:
@@ -77,7 +81,9 @@ def _by_expert(part: ShardedTensor) -> dict[int, list[tuple[LocalSlice, Tensor]]
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Fill all parameters: norms with one, biases with zero, all else with normal values. Buffers become zero.
+    """Fill all parameters: norms with one, biases with zero, all else with normal values.
+
+    Buffers become zero, but for tables of routers, which are drawn.
 
     The model is on a real device, with undefined contents.
     """
@@ -88,6 +94,9 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
         init.fill(ShardedTensor(tensor=local, shape=shape, pieces=local_slices(shape, cuts, rows)))
     for buffer in model.buffers():
         buffer.zero_()
+    for path, module in model.named_modules():
+        if isinstance(module, TopKRouter) and (table_VK := module.table_VK) is not None:
+            table_VK.copy_(hash_table(len(table_VK), module.experts, module.top_k, _generator(seed, path)))
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from penstock.config.model import LatentAttention
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, LatentHeadChannels, latent_heads_obstacle
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.indexer import LightningIndexer
-from penstock.models.linear import Linear
+from penstock.models.linear import Linear, cut_over
 from penstock.models.logits import LogitMeter
 from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import RMSNorm
@@ -98,6 +98,9 @@ class LatentLayer(nn.Module):
         per_head = config.qk_nope_head_dim + config.v_head_dim
         self.kv_up = Linear(config.kv_lora_rank, config.heads * per_head, layer_context, split="outputs")
         self.out = Linear(config.heads * config.v_head_dim, hidden_size, layer_context, split="inputs")
+        self.cuts = {"sinks_H": cut_over(layer_context.axes.tensor, dim=0)}
+        # One softmax logit for each head of this rank.
+        self.sinks_H = nn.Parameter(torch.empty(self.heads)) if config.sinks else None
         self.logits: LogitMeter | None = None  # of QK-clip
         indexer, rank = config.indexer, config.q_lora_rank
         self.indexer = None if indexer is None else LightningIndexer(indexer, hidden_size, rank, layer_context)
@@ -141,6 +144,7 @@ class LatentLayer(nn.Module):
             scale=self.scale,
             allowed_BSS=context.allowed_BSS,
             nears=context.bounds,
+            sinks_H=self.sinks_H,
         )
         o_BSHM = run("attention", attend_by, q_BSHN, k_BSHN, v_BSHM)
         return reduce_scatter(self.out(o_BSHM.flatten(-2)), tensor, dim=1)  # sum over heads; S -> S / tensor

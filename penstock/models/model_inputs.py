@@ -61,7 +61,7 @@ class ForwardContext:
     cos_BSP: Tensor  # float32 cosine of each rotary pair's angle, P / 2 wide
     sin_BSP: Tensor
     allowed_BSS: Tensor | None  # bool, True where a query (first S) may attend to a key; None is causal attention
-    scope: Scope  # for balance losses
+    scope: Scope  # for routers
     parts: PartialGraphs | None = None
     bounds: tuple[AttentionBounds, ...] = ()  # of layers that see the whole row; they replace `allowed_BSS`
     nears: tuple[AttentionBounds | BlockMasks, ...] = ()  # of layers with a window or chunks
@@ -72,7 +72,7 @@ class ForwardContext:
         """The same values; with captured parts, copied to the addresses that the graphs read."""
         if self.parts is None:
             return self
-        self.parts.check("scope of a micro-batch", self.scope)  # numbers are baked into a graph
+        self.parts.check("scope of a micro-batch", replace(self.scope, tokens_T=None))  # numbers are baked into a graph
         hold = self.parts.hold
 
         def hold_optional(name: str, value: Tensor | None) -> Tensor | None:
@@ -92,6 +92,7 @@ class ForwardContext:
             self,
             cos_BSP=hold("cos_BSP", self.cos_BSP),
             sin_BSP=hold("sin_BSP", self.sin_BSP),
+            scope=replace(self.scope, tokens_T=hold_optional("tokens_T", self.scope.tokens_T)),
             allowed_BSS=hold_optional("allowed_BSS", self.allowed_BSS),
             bounds=tuple(hold_bounds(f"bounds {number}", one) for number, one in enumerate(self.bounds)),
             nears=tuple(hold_near(number, near) for number, near in enumerate(self.nears)),

@@ -13,6 +13,7 @@ from penstock.models.attention import GroupedQueryLayer
 from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
 from penstock.models.linear_attention import DeltaMixing
+from penstock.models.mla import LatentLayer
 from penstock.models.norm import TensorParallelNorm
 from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import Axes, Axis
@@ -35,7 +36,8 @@ def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
 
 def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
     """The cuts of a parameter, from the module that owns it."""
-    if isinstance(module, (Linear, Embedding, GroupedExperts, GroupedQueryLayer, DeltaMixing, TensorParallelNorm)):
+    owners = (Linear, Embedding, GroupedExperts, GroupedQueryLayer, LatentLayer, DeltaMixing, TensorParallelNorm)
+    if isinstance(module, owners):
         return module.cuts[name]
     return ()
 
@@ -51,7 +53,7 @@ def matrices_of(module: nn.Module, name: str, shape: tuple[int, ...]) -> Matrice
         return None
     *path, last = name.split(".")
     if isinstance(module, GroupedExperts) and "bias" not in last:
-        return Matrices(shape, blocks=2 if last == "gate_up_eFD" else 1)
+        return Matrices(shape, blocks=module.rule.projections if last == "gate_up_eFD" else 1)
     if isinstance(module, Linear) and path != ["head"]:
         return Matrices(shape, blocks=module.blocks)
     return None

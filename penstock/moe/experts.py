@@ -8,6 +8,7 @@ of these ranks holds the down projection's bias; the bias of gate and up is cut 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,12 +30,19 @@ from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.weight_grad_store import Task, deferrable
 
 
-def expert_rule(moe: Moe) -> ExpertRule:
-    """The kernel's rule for a layer's configuration."""
+def expert_rule(moe: Moe, *, is_gated: bool = True) -> ExpertRule:
+    """The kernels' rule for routed experts."""
     weighs_input, clamped = moe.router.apply_probs_on_input, moe.clamped
     if clamped is None:
-        return ExpertRule(weighs_input=weighs_input)
-    return ExpertRule(weighs_input=weighs_input, limit=clamped.limit, alpha=clamped.alpha)
+        return ExpertRule(weighs_input=weighs_input, is_gated=is_gated)
+    return ExpertRule(weighs_input=weighs_input, limit=clamped.limit, alpha=clamped.alpha, up_offset=clamped.up_offset)
+
+
+def shared_rule(moe: Moe, *, is_gated: bool = True) -> ExpertRule:
+    """The kernels' rule for the shared expert."""
+    if moe.clamp_shared:
+        return replace(expert_rule(moe, is_gated=is_gated), weighs_input=False)
+    return ExpertRule(is_gated=is_gated)
 
 
 class GroupedExperts(nn.Module):
@@ -69,7 +77,7 @@ class GroupedExperts(nn.Module):
         of_experts = () if grid.expert == 1 else (Cut(0, group, grid.expert, axis="expert"),)
         # Gate and up are stacked, and each is cut by itself.
         cut_by_tensor = partial(Cut, index=part, count=grid.expert_tensor, axis="expert_tensor")
-        of_gate_up = () if grid.expert_tensor == 1 else (cut_by_tensor(1, blocks=2),)
+        of_gate_up = () if grid.expert_tensor == 1 else (cut_by_tensor(1, blocks=rule.projections),)
         of_down = () if grid.expert_tensor == 1 else (cut_by_tensor(2),)
         self.cuts = {
             "gate_up_eFD": of_experts + of_gate_up,
@@ -84,9 +92,9 @@ class GroupedExperts(nn.Module):
             self.shapes[name] = local_shape(shape, self.cuts[name])
             return nn.Parameter(torch.empty(self.shapes[name]))
 
-        self.gate_up_eFD = parameter("gate_up_eFD", experts, 2 * ffn_size, hidden_size)
+        self.gate_up_eFD = parameter("gate_up_eFD", experts, rule.projections * ffn_size, hidden_size)
         self.down_eDF = parameter("down_eDF", experts, hidden_size, ffn_size)
-        self.gate_up_bias_eF = parameter("gate_up_bias_eF", experts, 2 * ffn_size) if bias else None
+        self.gate_up_bias_eF = parameter("gate_up_bias_eF", experts, rule.projections * ffn_size) if bias else None
         self.down_bias_eD = parameter("down_bias_eD", experts, hidden_size) if bias and part == 0 else None
 
     @property

@@ -1,7 +1,7 @@
 """Router: hidden states to expert choices, in float32 even if the model computes in bfloat16.
 
 1. Logits for each expert, plus a learned bias if there is one.
-2. Choice and weights by the layer's rule (`penstock.kernels.reference.route`).
+2. Choice and weights by the layer's rule (`penstock.kernels.reference.route`); or a fixed choice for each token id.
 3. Auxiliary losses, attached to the weights.
 4. Forced balance (benchmarks) or capacity, if configured.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.config.model import Moe
 from penstock.kernels.float32_products import float32_linear
 from penstock.kernels.operators import Operators
-from penstock.kernels.reference import RouterRule
+from penstock.kernels.reference import RouterRule, route
 from penstock.layout.sequence import Method
 from penstock.moe.balance import (
     LayerLoad,
@@ -32,6 +32,8 @@ from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.collectives import all_reduce
 from penstock.parallel.recompute import is_recomputing, saved_as_is
 
+HASHED_IDS = 8192  # token ids whose experts are drawn at a time
+
 
 def router_rule(moe: Moe) -> RouterRule:
     """The kernel's rule for a layer's configuration."""
@@ -48,10 +50,18 @@ def router_rule(moe: Moe) -> RouterRule:
     )
 
 
+def hash_table(vocabulary: int, experts: int, top_k: int, generator: torch.Generator) -> Tensor:
+    """K different experts for each token id, V x K float32 as all that checkpoints hold; all choices equally likely."""
+    # In parts: the whole of 130,000 ids by 256 experts would take 130 MB.
+    parts = (torch.rand(len(ids), experts, generator=generator) for ids in torch.arange(vocabulary).split(HASHED_IDS))
+    return torch.cat([part.topk(top_k).indices.float() for part in parts])
+
+
 class TopKRouter(nn.Module):
     """Chooses K experts for every token."""
 
     expert_bias_E: Tensor | None  # float32, added to scores for the choice only; None without bias
+    table_VK: Tensor | None  # float32 whole numbers, the experts of each token id; None where scores choose
 
     def __init__(
         self,
@@ -61,6 +71,7 @@ class TopKRouter(nn.Module):
         operators: Operators,
         axes: Axes = ALONE,
         context_method: Method = "ulysses",
+        hashed_ids: int = 0,  # of the vocabulary, if a table of them chooses
     ) -> None:
         super().__init__()
         self.operators = operators
@@ -75,8 +86,12 @@ class TopKRouter(nn.Module):
         self.weight_ED = nn.Parameter(torch.empty(moe.experts, hidden_size, dtype=torch.float32))
         logit_bias = torch.empty(moe.experts, dtype=torch.float32) if moe.router.logit_bias else None
         self.logit_bias_E = None if logit_bias is None else nn.Parameter(logit_bias)
-        bias = torch.zeros(moe.experts, dtype=torch.float32) if moe.router.expert_bias else None
+        bias = torch.zeros(moe.experts, dtype=torch.float32) if moe.router.expert_bias and not hashed_ids else None
         self.register_buffer("expert_bias_E", bias)
+        table_VK = torch.zeros(hashed_ids, moe.top_k, dtype=torch.float32) if hashed_ids else None
+        self.register_buffer("table_VK", table_VK)
+        if hashed_ids:  # no loss moves the choice
+            self.balance = moe.balance.model_copy(update={"aux_loss": "none", "aux_loss_coef": 0.0})
         self.meter = LoadMeter(moe.experts, BINS if moe.balance.bias_rule == "quantile" else 0)
 
     def forward(self, x_TD: Tensor, scope: Scope) -> Routing:
@@ -84,7 +99,12 @@ class TopKRouter(nn.Module):
         logits_TE = float32_linear(x_TD, self.weight_ED)
         if self.logit_bias_E is not None:
             logits_TE = logits_TE + self.logit_bias_E
-        routed = self.operators.route(logits_TE, self.expert_bias_E, self.rule, scope.sequences)
+        if self.table_VK is None:
+            routed = self.operators.route(logits_TE, self.expert_bias_E, self.rule, scope.sequences)
+        else:
+            assert scope.tokens_T is not None, "the choice is by token ids"
+            experts_TK = self.table_VK[scope.tokens_T].long()
+            routed = route(logits_TE, None, self.rule, scope.sequences, experts_TK)
         routing = Routing(routed.weights_TK, routed.experts_TK)
         tokens = x_TD.shape[0] * self.axes.sequence.size  # of the ranks that share rows
         # Recomputation sees tokens that were counted already; their loss is attached to the weights of forward.

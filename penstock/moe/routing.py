@@ -1,6 +1,6 @@
 """The router's decision for one micro-batch, as frozen values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -9,10 +9,11 @@ from penstock.kernels.reference import RowOrder
 
 @dataclass(frozen=True)
 class Scope:
-    """Facts of a micro-batch that balance losses need."""
+    """Facts of a micro-batch that routers need."""
 
     sequences: int = 1  # the T tokens are so many sequences of equal length, one after the other (or our part of each)
     share: float = 1.0  # of the global batch, so that the losses of micro-batches sum to their mean
+    tokens_T: Tensor | None = field(default=None, compare=False)  # int64 ids; None unless a layer chooses by them
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,9 @@ def replica_sizes(run: Run, grid: Grid) -> ReplicaSizes | None:
     if moe is None or rule is None:
         return None
     hidden, width = run.model.hidden_size, moe.moe_intermediate_size // grid.expert_tensor
-    shapes: tuple[tuple[int, ...], ...] = ((2 * width, hidden), (hidden, width))
-    biases: tuple[tuple[int, ...], ...] = ((2 * width,), (hidden,)) if moe.bias else ()
+    wide = run.model.projections * width
+    shapes: tuple[tuple[int, ...], ...] = ((wide, hidden), (hidden, width))
+    biases: tuple[tuple[int, ...], ...] = ((wide,), (hidden,)) if moe.bias else ()
     return ReplicaSizes(rule, shapes + biases, plain_row_bytes(run) // hidden)
 
 

@@ -54,7 +54,7 @@ class TimeBounds:
     def __init__(self, run: Run, cluster: Cluster, imbalance: float, times: HardwareTimes) -> None:
         self._run = run
         self._model: Model = run.model
-        self._hidden = run.model.hidden_size
+        self._hidden, self._parts = run.model.hidden_size, run.model.projections
         self._cluster = cluster
         self._imbalance = assumed_imbalance(run, imbalance)
         self._traffic = None if run.model.moe is None else routed_traffic(run)
@@ -163,20 +163,20 @@ class TimeBounds:
         # The activation reads a pre-activation and writes half as much; backward reads that too and writes both.
         activated = tokens * moe.top_k * moe.moe_intermediate_size
         return WorkSeconds(
-            beside.forward + own.forward + out + back + self._moved(3 * activated),
-            beside.backward + own.backward + out + back + self._moved(5 * activated),
+            beside.forward + own.forward + out + back + self._moved((self._parts + 1) * activated),
+            beside.backward + own.backward + out + back + self._moved((2 * self._parts + 1) * activated),
             beside.again + own.again + out,
             own.again,
         )
 
     def _dense(self, tokens: int, width: int, tp: int, accumulates: bool) -> WorkSeconds:
         """A dense network, or the shared expert; `tokens` are those inside the tensor-parallel part."""
-        products = self._products(tokens, [(self._hidden, 2 * width), (width, self._hidden)], accumulates)
+        products = self._products(tokens, [(self._hidden, self._parts * width), (width, self._hidden)], accumulates)
         exchange = self._exchange("all-gather", tokens * self._hidden, tp)
         exchange += self._exchange("reduce-scatter", tokens * self._hidden, tp)
         return WorkSeconds(
-            products.forward + exchange + self._moved(3 * tokens * width),
-            products.backward + exchange + self._moved(5 * tokens * width),
+            products.forward + exchange + self._moved((self._parts + 1) * tokens * width),
+            products.backward + exchange + self._moved((2 * self._parts + 1) * tokens * width),
             products.again,
         )
 
@@ -190,7 +190,7 @@ class TimeBounds:
                 self._rates.grouped(name, groups, rows, n, k, dtype).seconds for name in names for dtype in kinds
             )
 
-        shapes = ((2 * width, self._hidden), (self._hidden, width))
+        shapes = ((self._parts * width, self._hidden), (self._hidden, width))
         forward = [least(n, k, "forward", "forward_gathered") for n, k in shapes]
         weights: GroupedProduct = "weight_gradient_accumulated" if accumulates else "weight_gradient"
         backward = sum(least(n, k, "input_gradient") + least(n, k, weights) for n, k in shapes)
@@ -241,5 +241,5 @@ def kept_numbers(model: Model, recompute: Sequence[str]) -> Mapping[bool, float]
     if moe is not None and "moe" not in recompute:
         experts = hidden
         if "expert-activation" not in recompute:
-            experts += 2 * moe.top_k * moe.moe_intermediate_size
+            experts += model.projections * moe.top_k * moe.moe_intermediate_size
     return {False: always, True: always + experts}

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from penstock.config.run import Run
+from penstock.kernels import gram
 from penstock.kernels.attention_bounds import most_of
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.delta_rule import CHUNK
@@ -192,6 +193,8 @@ class OpCosts:
             return OpCost(self._bounded(operator), "attention")
         if name in _BY_CHUNKS:
             return OpCost(self._by_chunks(operator), "attention")
+        if name == "gram_kernel":
+            return OpCost(self._gram(operator), "products")
         if name == "largest_logits_kernel":
             return OpCost(self._logits(operator), "attention")
         if name.startswith("_scaled_dot_product") and name != "_scaled_dot_product_attention_math":
@@ -202,7 +205,7 @@ class OpCosts:
             return OpCost(0.0, _TERMS.get(name, "elementwise"))
         term = _TERMS.get(name, "elementwise")
         moved = self._bytes(operator)
-        if name == "adamw_kernel":
+        if name == "adamw_kernel" and self._rates.hardware.vendor != "cpu":
             moved /= _UPDATE_SHARES["CODES" in operator.switches]
         return OpCost(self._rates.memory_bound(moved, is_update=term == "optimizer").seconds, term)
 
@@ -305,6 +308,15 @@ class OpCosts:
         sizes = rows * heads, queries, keys, (width, value_width)
         whole = self._rates.attention(direction, *sizes, dtype=_DTYPES[operator.itemsize]).seconds
         return whole * factor * seen / pairs(queries, keys, causal=True)
+
+    def _gram(self, operator: RecordedOp) -> float:
+        """Each matrix times its transpose: on a GPU tiles on and above the diagonal."""
+        count, rows, depth = operator.shapes[0]
+        seconds = self._rates.product(count * rows, rows, depth, _DTYPES[operator.itemsize]).seconds
+        if self._rates.hardware.vendor == "cpu":
+            return seconds
+        tiles = -(-rows // gram.LAUNCH.block_rows)
+        return max(seconds * (tiles + 1) / (2 * tiles) / _GRAM_SHARE, operator.moved_bytes / self._bandwidth)
 
     def _logits(self, operator: RecordedOp) -> float:
         """The first of the two products of attention."""
@@ -411,17 +423,19 @@ _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
         # The first half of the tensors is read and written, the other one read; factors are on the host.
         **dict.fromkeys(("_foreach_lerp_", "_foreach_add_"), lambda operator, moved: 1.5 * moved),
         "_foreach_mul_": lambda operator, moved: 2.0 * moved,
-        # Of parameter, gradient and two moments only the gradient stays as it is.
-        "_fused_adamw_": lambda operator, moved: 1.75 * moved,
         # Logits are read for the sum, read again and written as gradients. A profiler saw a little more than 3 times.
         "linear_cross_entropy_kernel": lambda operator, moved: moved + 2.4 * operator.sizes[0],
     }
 )
 """Bytes that the memory moves, from an operator and the sum of its tensors, where that is not the sum."""
 
-_UPDATE_SHARES = {False: 0.7, True: 0.35}
-"""Bytes in a second of our update over those of PyTorch's, by whether moments are codes of 8 bits. On an H200, with its
-usual launches: 0.64 to 0.77, and 0.34 to 0.36 (benchmarks/results/optimizer-step-h200.json)."""
+_UPDATE_SHARES = {False: 1.08, True: 0.56}
+"""Bytes in a second of our update over those of PyTorch's operators over many tensors, by whether moments are codes of
+8 bits. On an H200: 1.06 to 1.11, and 0.55 to 0.57 (benchmarks/results/optimizer-step-h200.json)."""
+
+_GRAM_SHARE = 0.75
+"""Operations in a second of products of matrices with their transposes over those of other products: 0.68 to 0.98 on
+an H200 (benchmarks/results/muon-h200.json)."""
 
 _WAITS = frozenset({"wait_kernel", "hold_kernel", "signal_kernel"})
 """Kernels that move nothing."""
@@ -485,9 +499,7 @@ _TERMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("count_kernel", "scan_kernel", "place_kernel", "tile_table_kernel"), "route"),
         **dict.fromkeys(("count_arrivals_kernel", "place_arrivals_kernel", "spread_kernel"), "route"),
         **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", *sorted(_WAITS)), "dispatch"),
-        **dict.fromkeys(
-            ("adamw_kernel", "_fused_adamw_", "_foreach_norm", "_foreach_zero_", "_foreach_copy_"), "optimizer"
-        ),
+        **dict.fromkeys(("adamw_kernel", "_foreach_norm", "_foreach_zero_", "_foreach_copy_"), "optimizer"),
         **dict.fromkeys(("_foreach_lerp_", "_foreach_add_", "_foreach_mul_"), "optimizer"),
         "linear_cross_entropy_kernel": "loss",
     }

@@ -40,8 +40,8 @@ REPEATED = 2
 
 
 def layer_kind(model: Model, layer: int) -> str:
-    """`dense` or `moe`, after `local` or `linear` if the layer's attention is that; layers count from 0."""
-    ffn = "dense" if model.is_dense(layer) else MOE
+    """`dense`, `moe` or `hashed moe`, after `local` or `linear` for such attention; layers count from 0."""
+    ffn = "dense" if model.is_dense(layer) else f"hashed {MOE}" if model.is_hashed(layer) else MOE
     if model.is_linear(layer):
         return f"linear {ffn}"
     attention = model.attention

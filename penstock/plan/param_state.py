@@ -342,14 +342,13 @@ class _MuonLoad:
             found += [_message("alltoall_base_", (sent, sent), (sent * item,) * 2, stage)] * 2
         for (rows, columns), count in self.stacks.items():
             short, long = sorted((rows, columns))
-            for left, right in (
-                ((short, long), (long, short)),
-                ((short,) * 2, (short,) * 2),
-                ((short,) * 2, (short, long)),
-            ):
-                shapes = (count, *left), (count, *right)
+            square, matrix = (count, short, short), (count, short, long)
+            products = (("bmm", (matrix, (count, long, short))), ("bmm", (square, square)))
+            if self._muon.precision == "bf16":
+                products = (("gram_kernel", (matrix, square)), ("gram_kernel", (square, square)))
+            for name, shapes in (*products, ("bmm", (square, matrix))):
                 sizes = tuple(prod(shape) * item for shape in shapes)
-                found += [RecordedOp("bmm", shapes=shapes, sizes=sizes, itemsize=item)] * iterations
+                found += [RecordedOp(name, shapes=shapes, sizes=sizes, itemsize=item)] * iterations
         return tuple(found)
 
 
@@ -393,9 +392,9 @@ def update_of(
             for columns, times in _buckets(values, 1)
             for _ in range(times)
         ]
-    own, plain, copied = (sum(vars(load)[name] for load in loads.values()) for name in ("own", "plain", "copied"))
+    own, copied = (sum(vars(load)[name] for load in loads.values()) for name in ("own", "copied"))
     # The kernel sets the gradients that it reads to zero; the others are left.
-    left = sum(load.values for load in loads.values()) - (own - plain)
+    left = sum(load.values for load in loads.values()) - own
     moved = Counter[tuple[str, bool]]()
     for load in loads.values():
         moved.update(load.moved)
@@ -404,7 +403,6 @@ def update_of(
         for (name, is_written), read in moved.items()
         if not is_written and read
     ]
-    updates += [_moving("_fused_adamw_", plain, (SUM_BYTES,) * 4)] if plain else []
     updates += [_moving("_foreach_copy_", copied, (2, SUM_BYTES))] if copied else []
     # Each weight in 8 bits is read in 16 and written twice.
     quantized = sum(load.quantized for load in loads.values()) // 2
@@ -432,7 +430,7 @@ class _Load:
     Attributes:
         values: with a float32 sum on this rank.
         moved: bytes of our kernel's update, by the format of the state and whether they are written.
-        plain: values of `own` that PyTorch updates, because their state is float32; `copied` have a master.
+        copied: values of `own` that Muon updates in masters, which are rounded afterwards.
         width: values of a row of buckets, of parameters that FSDP2 leaves alone.
         own_sent: values of `own` that pass through buckets.
         quantized: bytes of copies in 8 bits.
@@ -440,7 +438,7 @@ class _Load:
     """
 
     def __init__(self) -> None:
-        self.values = self.own = self.plain = self.copied = self.width = self.own_sent = self.quantized = 0
+        self.values = self.own = self.copied = self.width = self.own_sent = self.quantized = 0
         self.moved = Counter[tuple[str, bool]]()
         self.itemsize = SUM_BYTES
 
@@ -452,11 +450,8 @@ class _Load:
         master = state["master"].dtype if "master" in state else None
         if fact.matrices is not None:
             self.copied += times * own if master == torch.float32 else 0
-        elif state["moment1"].dtype == torch.float32 and master in (None, torch.float32):
-            self.plain += times * own
-            self.copied += 0 if master is None else times * own
         else:
-            self._add_kernel(fact, own, times, state)
+            self._add_adamw(fact, own, times, state)
         if fact.is_sharded:
             self.values += times * own
             return
@@ -467,7 +462,7 @@ class _Load:
         if fact.itemsize < SUM_BYTES:
             self.itemsize = fact.itemsize
 
-    def _add_kernel(self, fact: ParamFacts, own: int, times: int, state: Mapping[str, StateShape]) -> None:
+    def _add_adamw(self, fact: ParamFacts, own: int, times: int, state: Mapping[str, StateShape]) -> None:
         changed = SUM_BYTES * own + sum(one.nbytes for one in state.values())
         weights = (SUM_BYTES if fact.is_sharded else fact.itemsize) * own
         is_apart = "master" in state and state["master"].dtype == torch.float32

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from penstock.base.errors import PenstockError
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
+from penstock.config.model import LatentAttention
 from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
 
 PRESET = "debug"
@@ -74,7 +75,7 @@ def composition_of(ranks: int, overrides: Sequence[str]) -> Composition:
 
 
 def refusal(composition: Composition) -> str | None:
-    """The line with which rules refuse a composition, or why it is no equal of one process; else None."""
+    """The line with which rules refuse a composition, or why it need not equal one process; else None."""
     try:
         run = load_run(PRESET, BASE + composition.overrides)
         grid = grid_of(run, composition.ranks)
@@ -83,6 +84,10 @@ def refusal(composition: Composition) -> str | None:
     balance = None if run.model.moe is None else run.model.moe.balance
     if balance is not None and balance.aux_loss == "global-batch" and balance.aux_loss_coef and grid.data > 1:
         return "model.moe.balance.aux_loss global-batch depends on the number of data-parallel ranks by definition"
+    cut = [grid.tensor] if run.float8.dense != "none" else []
+    cut += [grid.expert_tensor] if run.float8.experts != "none" else []
+    if max(cut, default=1) > 1:
+        return "tensor parallelism cuts the blocks that float8 quantizes, in rows as short as these"
     return None
 
 
@@ -98,7 +103,8 @@ def with_another_clamp(composition: Composition) -> Composition | None:
 def with_all_keys(composition: Composition) -> Composition | None:
     """The composition with an indexer that chooses every key; None if there is no indexer."""
     run = load_run(PRESET, BASE + composition.overrides)
-    if run.model.attention.indexer is None:
+    attention = run.model.attention
+    if not isinstance(attention, LatentAttention) or attention.indexer is None:
         return None
     every = (f"model.attention.indexer.index_topk={run.training.sequence_length}",)
     return Composition(composition.ranks, (*composition.settings, every))
@@ -157,6 +163,7 @@ def _model(draw: _Draw) -> None:
         draw.facts["mtp"] = draw.any(1, 1, 2)
         draw.add(f"model.mtp_layers={draw.facts['mtp']}")
     draw.maybe(0.15, "model.tie_word_embeddings=true")
+    draw.maybe(0.15, "model.hidden_act=relu2")
     draw.maybe(0.1, "model.zero_centred_norms=true")
     draw.maybe(0.25, "data.document_mask=true")
     draw.maybe(0.3, "training.z_loss_coef=0.001")
@@ -169,6 +176,17 @@ def _model(draw: _Draw) -> None:
         draw.add("training.global_batch=8")
     if draw.maybe(0.1, "training.precision=bf16"):
         draw.maybe(0.3, "optimizer.store_param_remainders=true")
+    _formats(draw, is_dense=is_dense)
+
+
+def _formats(draw: _Draw, *, is_dense: bool) -> None:
+    """Formats of products and moments, or Muon, whose step would enlarge their rounding."""
+    is_low = draw.maybe(0.05, f"optimizer.moment_dtype={draw.word('bf16', 'int8')}")
+    is_low |= draw.maybe(0.04, "float8.dense=blockwise")
+    is_low |= not is_dense and draw.maybe(0.04, "float8.experts=blockwise")
+    if not is_low and ("training.precision=bf16",) not in draw.settings and draw.chance(0.08):
+        draw.add("optimizer.method=muon", "optimizer.muon.precision=fp32")
+        draw.maybe(0.3, "optimizer.muon.qk_clip=0.05")
 
 
 def _attention(draw: _Draw, layers: int) -> None:
@@ -181,6 +199,8 @@ def _attention(draw: _Draw, layers: int) -> None:
         if has_query and draw.chance(0.25):
             draw.facts["indexer"] = 1
             draw.add("model.attention.indexer={index_n_heads=2, index_head_dim=8, index_topk=6}")
+        else:
+            draw.maybe(0.2, "model.attention.sinks=true")
         return
     heads = draw.any(1, 2, 4)
     draw.add(
@@ -234,7 +254,11 @@ def _experts(draw: _Draw, layers: int) -> None:
     draw.maybe(0.2, "model.moe.router.routed_scaling_factor=2.5")
     draw.maybe(0.15, "model.moe.router.logit_bias=true")
     draw.maybe(0.15, "model.moe.router.apply_probs_on_input=true") or draw.maybe(0.2, "model.moe.bias=true")
-    draw.maybe(0.15, "model.moe.clamped={alpha=1.702, limit=0.5}")
+    if draw.chance(0.2):
+        offset = draw.any(0, 1)
+        draw.add(f"model.moe.clamped={{alpha=1.702, limit=0.5, up_offset={offset}}}")
+        draw.maybe(0.5, "model.moe.clamp_shared=true")
+    draw.maybe(0.15, "model.moe.router.num_hash_layers=1")
     _balance(draw, has_bias=has_bias and not groups and top_k < experts)
 
 

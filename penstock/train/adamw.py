@@ -2,9 +2,9 @@
 
 A float32 value is its own master. A value of a smaller type is a rounded copy of its master, or the upper bits of it
 (`optimizer.store_param_remainders`); moments are stored as `optimizer.moment_dtype` says
-(penstock/kernels/optimizer_state.py). An update also sets the gradients to zero. float32 state is updated by PyTorch's
-fused AdamW; other formats by one kernel on a GPU (penstock/kernels/adamw.py), and by its definition on a CPU. The
-kernel can update float32 state too; on one H200 PyTorch's is 1.3 times as fast (docs/optimizer.md).
+(penstock/kernels/optimizer_state.py). An update also sets the gradients to zero. On a GPU one kernel makes it
+(penstock/kernels/adamw.py); elsewhere PyTorch's fused AdamW updates float32 state, and the kernel's definition other
+formats.
 
 `FusedAdamW` has everything on the device. `StreamedAdamW` has the same interface:
 
@@ -159,11 +159,12 @@ class _Pass:
         self._tensors = [one for one in tensors if one.value.numel()]
         self._settings = settings
         device = self._tensors[0].value.device if self._tensors else torch.device("cpu")
-        formats = [one.moment1.dtype == torch.float32 and one.masters != SPLIT for one in self._tensors]
-        self._plain = [one for one, is_plain in zip(self._tensors, formats, strict=True) if is_plain]
-        self._others = [one for one, is_plain in zip(self._tensors, formats, strict=True) if not is_plain]
         has_kernel = device.type == "meta" or (device.type == "cuda" and HAS_TRITON)
-        self._launches = launches_of(self._others) if has_kernel and self._others else []
+        self._launches = launches_of(self._tensors) if has_kernel else []
+        rest = [] if has_kernel else self._tensors
+        is_plain = [one.moment1.dtype == torch.float32 and one.masters != SPLIT for one in rest]
+        self._plain = [one for one, plain in zip(rest, is_plain, strict=True) if plain]
+        self._others = [one for one, plain in zip(rest, is_plain, strict=True) if not plain]
 
     def run(self, step: int, learning_rate: float, divisor: float) -> None:
         """Make the update with this number, from 1. The host does not wait."""
@@ -176,12 +177,11 @@ class _Pass:
             weight_decay=settings.weight_decay,
             divisor=divisor,
         )
-        _torch_update(self._plain, step, learning_rate, settings, divisor)
         for launch in self._launches:
             launch.run(scalars)
-        if not self._launches:
-            for one in self._others:
-                update(one, scalars)
+        _torch_update(self._plain, step, learning_rate, settings, divisor)
+        for one in self._others:
+            update(one, scalars)
 
 
 @torch.no_grad()

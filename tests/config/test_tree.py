@@ -92,6 +92,7 @@ def test_another_kind_keeps_what_both_kinds_know() -> None:
         "heads": 4,
         "kv_heads": 2,
         "rope": {"theta": 10000.0, "yarn": None, "llama3": None},
+        "sinks": False,
     }
 
 

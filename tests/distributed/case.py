@@ -170,6 +170,14 @@ LLAMA4 = (
     "model.moe.top_k=1",
     'model.moe.router={scoring_func="sigmoid", norm_topk_prob=false, apply_probs_on_input=true}',
 )
+DEEPSEEK_V4 = (
+    'model.family="plain"',
+    "model.attention.sinks=true",
+    "model.moe.clamped={alpha=1.0, limit=0.05, up_offset=0.0}",
+    "model.moe.clamp_shared=true",
+    'model.moe.router={scoring_func="sqrt-softplus", norm_topk_prob=true, expert_bias=true, num_hash_layers=1}',
+)
+NEMOTRON = ('model.family="plain"', "model.hidden_act=relu2")
 CAPACITY = ("model.moe.balance.capacity_factor=1.0",)
 PADDED = (*CAPACITY, "model.moe.balance.pad_to_capacity=true")
 
@@ -202,6 +210,19 @@ EXPERT_CASES = (
         "EP 2, recompute experts, weighted inputs", 2, layout("expert=2", "recompute.modules=expert-activation"), LLAMA4
     ),
     Case("EP 2, overlap halves, weighted inputs", 2, layout("expert=2", *HALVES), LLAMA4),
+    Case("TP 2 x CP 2 folded with EP 4, hashed", 4, layout("tensor=2", "context=2", "expert=4"), DEEPSEEK_V4),
+    Case("EP 4, all-gather, sync-free 3, hashed", 4, layout("expert=4", *GATHERED_TOKENS), DEEPSEEK_V4),
+    Case("EP 2 x EDP 2, FSDP, hashed", 4, layout("expert=2", "shard=full"), DEEPSEEK_V4),
+    Case("PP 2 x EP 2, ZB-V, hashed", 4, pipeline("zb-v", 2, "expert=2"), DEEPSEEK_V4),
+    Case("PP 4, interleaved, hashed", 4, pipeline("interleaved"), DEEPSEEK_V4),
+    Case("EP 2, recompute moe, hashed", 2, layout("expert=2", "recompute.modules=moe"), DEEPSEEK_V4),
+    Case("EP 2, overlap halves, hashed", 2, layout("expert=2", *HALVES), (*DEEPSEEK_V4, *DOCUMENTS)),
+    Case("TP 2 folded with EP 2, squares", 2, layout("tensor=2", "expert=2"), NEMOTRON),
+    Case("EP 2 x ETP 2, squares", 4, layout("expert=2", "expert_tensor=2"), NEMOTRON),
+    Case("EP 2 x EDP 2, FSDP, squares", 4, layout("expert=2", "shard=full"), NEMOTRON),
+    Case("EP 4, all-gather, sync-free 3, squares", 4, layout("expert=4", *GATHERED_TOKENS), NEMOTRON),
+    Case("PP 2 x ETP 2, ZB-V, squares", 4, pipeline("zb-v", 2, "expert_tensor=2"), NEMOTRON),
+    Case("Muon: EP 2, squares", 2, layout("expert=2"), NEMOTRON + MUON),
 )
 
 

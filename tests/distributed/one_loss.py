@@ -244,6 +244,7 @@ OFTEN = (
     *("CP 2, keys gathered, windows, sinks, documents", "PP 2 x EP 2, ZB-V, windows, sinks"),
     *("CP 2, heads exchanged, chunks, documents", "ETP 2, biases", "PP 2 x EP 2, ZB-1F1B, biases"),
     *("EP 4, weighted inputs", "OLMoE: EP 2, FSDP", "Qwen3, dense: FSDP 2"),
+    *("EP 2, recompute moe, hashed", "TP 2 folded with EP 2, squares"),
     *("gpt-oss: TP 2 folded with EP 2", "Llama 4: PP 2"),
     *("EP 4, all-gather, sync-free 2, bounded balance", "EP 2 x EDP 2, FSDP, exact balance"),
     "TP 2 folded with EP 4, quantile balancing",

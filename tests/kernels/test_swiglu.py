@@ -11,7 +11,7 @@ from penstock.kernels import reference
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from penstock.kernels.tuning import KernelLaunch
-from tests.closeness import assert_close
+from tests.closeness import assert_close, assert_equal
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near, assert_parity
 
@@ -21,6 +21,9 @@ RULES = {
     "weighted inputs": ExpertRule(weighs_input=True),
     "clamped": ExpertRule(limit=0.7, alpha=1.702),
     "clamped, weighted inputs": ExpertRule(limit=0.4, alpha=0.5, weighs_input=True),
+    "clamped, no offset": ExpertRule(limit=0.7, up_offset=0.0),
+    "squares": ExpertRule(is_gated=False),
+    "squares of weighted inputs": ExpertRule(is_gated=False, weighs_input=True),
 }
 
 
@@ -35,7 +38,7 @@ def _fast(gate_up_RF: Tensor, weights_R: Tensor | None = None, rule: ExpertRule 
 def test_activations_and_their_gradients_equal_the_reference(
     rule: ExpertRule, rows: int, width: int, weighted: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    gate_up_RF = torch.randn(rows, 2 * width, device=device, dtype=dtype)
+    gate_up_RF = torch.randn(rows, rule.projections * width, device=device, dtype=dtype)
     if rule.limit is not None:
         # Values at the bounds are not beyond them: they have a gradient.
         gate_up_RF[0], gate_up_RF[1] = rule.limit, -rule.limit
@@ -51,6 +54,14 @@ def test_a_clamp_keeps_numbers_within_bounds_and_hides_no_nan(device: torch.devi
     expected_F = [8 * 7.0, 0.0, 2 * 2 / (1 + math.exp(-1.702 * 2))]
     for h_RF in (_fast(gate_up_RF, None, rule), reference.swiglu(gate_up_RF, None, rule)):
         assert_close(h_RF[0, :3], torch.tensor(expected_F))
+        assert h_RF[0, 3].isnan()
+
+
+def test_a_square_hides_no_nan_and_may_be_of_an_odd_width(device: torch.device) -> None:
+    rule = ExpertRule(is_gated=False)
+    x_RF = torch.tensor([[-3.0, 0.0, 2.0, torch.nan, 3.0]], device=device)
+    for h_RF in (_fast(x_RF, None, rule), reference.swiglu(x_RF, None, rule)):
+        assert_equal(h_RF[0, [0, 1, 2, 4]].cpu(), torch.tensor([0.0, 0.0, 4.0, 9.0]))
         assert h_RF[0, 3].isnan()
 
 
@@ -115,7 +126,8 @@ def test_misfits_are_refused(shape: tuple[int, int], weights: tuple[int] | None)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str, rule: ExpertRule) -> None:
     used = on_meta(1, dtype=torch.int32)
-    gate_up_RF, weights_R, dh_RF = on_meta(8192, 2816), on_meta(8192, dtype=torch.float32), on_meta(8192, 1408)
+    gate_up_RF, dh_RF = on_meta(8192, rule.projections * 1408), on_meta(8192, 1408)
+    weights_R = on_meta(8192, dtype=torch.float32)
     compile_without_spills(target, lambda: swiglu_forward(gate_up_RF, weights_R, rule, used=used))
     given = gate_up_RF, weights_R, dh_RF, rule
     compile_without_spills(target, lambda: swiglu_backward(*given, recompute=True, used=used))

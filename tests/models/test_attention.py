@@ -12,11 +12,11 @@ from transformers.models.llama4 import modeling_llama4 as llama4
 from transformers.models.olmoe import modeling_olmoe as olmoe
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from penstock.config.model import GroupedQueryAttention
+from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.kernels.attention_bounds import attention_by_mask
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.operators import REFERENCE, Operators
-from penstock.models.attention import GroupedQueryLayer, query_scale
+from penstock.models.attention import query_scale
 from penstock.models.logits import LogitMeter
 from penstock.models.model_inputs import ForwardContext
 from tests.closeness import assert_close
@@ -69,8 +69,8 @@ WITH_BOUNDS = replace(REFERENCE, bounded_attention=attention_by_mask)
 
 
 def _attention(
-    attention: GroupedQueryAttention, layer: int, operators: Operators = REFERENCE
-) -> tuple[Any, GroupedQueryLayer]:
+    attention: GroupedQueryAttention | LatentAttention, layer: int, operators: Operators = REFERENCE
+) -> tuple[Any, Any]:
     """A decoder, and one of its attentions with random weights."""
     sizes = {"hidden_size": HIDDEN, "layers": LAYERS, "dense_layers": LAYERS}
     decoder = tiny_decoder(tiny_model(family="plain", attention=attention, moe=None, **sizes), operators)
@@ -162,6 +162,35 @@ def test_a_mask_is_made_beside_bounds_only_for_qk_clip() -> None:
     assert context.allowed_BSS is None and context.bounds[0].most == LENGTH and context.nears[0].most == 5
     ours.logits = LogitMeter(torch.zeros(4))
     assert _context(decoder, positions_BS, documents_BS).allowed_BSS is not None
+
+
+@pytest.mark.parametrize("operators", [REFERENCE, WITH_BOUNDS], ids=["masks", "bounds"])
+@pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
+def test_a_sink_of_latent_attention_is_a_key_without_a_value(has_documents: bool, operators: Operators) -> None:
+    """In float64, output and all gradients."""
+    latent = LatentAttention(
+        heads=4, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6, q_lora_rank=8, sinks=True
+    )
+    decoder, ours = _attention(latent, 0, operators)
+    decoder.double()
+    x_BSD, direction_BSD, positions_BS, documents_BS = _inputs(has_documents)
+    context = _context(decoder, positions_BS, documents_BS)
+    leaves = [x_BSD.double().requires_grad_(), *ours.parameters()]
+
+    def by_definition(q_BSHN: Tensor, k_BSHN: Tensor, v_BSHM: Tensor, **_: Any) -> Tensor:
+        scores_BHSS = torch.einsum("bshn,bthn->bhst", q_BSHN, k_BSHN) * ours.scale
+        scores_BHSS = scores_BHSS.masked_fill(~seen_by(None, LENGTH, documents_BS)[:, None], -torch.inf)
+        sinks_BHS1 = ours.sinks_H[None, :, None, None].expand(ROWS, 4, LENGTH, 1)
+        weights_BHSS = torch.cat((scores_BHSS, sinks_BHS1), dim=-1).softmax(-1)[..., :-1]
+        return torch.einsum("bhst,bthm->bshm", weights_BHSS, v_BSHM)
+
+    got = with_gradients(ours(leaves[0], context), direction_BSD.double(), leaves)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.models.mla.attend", by_definition)
+        expected = with_gradients(ours(leaves[0], context), direction_BSD.double(), leaves)
+    names = ("output", "x", *(name for name, _ in ours.named_parameters()))
+    for name, one, other in zip(names, got, expected, strict=True):
+        assert_close(one, other, by="norm", tolerance=1e-10, what=name)
 
 
 @pytest.mark.parametrize("kind", ["window", "chunk"])

@@ -27,7 +27,7 @@ from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlace
 from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, SymmetricTransport, transport_of
-from penstock.moe.experts import GroupedExperts, expert_rule
+from penstock.moe.experts import GroupedExperts, expert_rule, shared_rule
 from penstock.moe.layer import MoE
 from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing
@@ -320,15 +320,25 @@ def plain_moe(experts: int, width: int, **changes: Any) -> Moe:
     return Moe.model_validate({**fields, "router": router, "balance": balance, **changes})
 
 
-def make_layer(moe: Moe, layer_context: LayerContext, hidden: int, std: float = 0.3) -> MoE:
-    """The layer of a run, with the same initial values each time."""
+def make_layer(
+    moe: Moe,
+    layer_context: LayerContext,
+    hidden: int,
+    std: float = 0.3,
+    *,
+    is_gated: bool = True,
+    table_VK: Tensor | None = None,
+) -> MoE:
+    """The layer of a run, with the same initial values each time; a table of token ids may choose the experts."""
     dispatcher, row_capacity = make_dispatcher(moe, layer_context)
-    experts = GroupedExperts(
-        moe.experts, hidden, moe.moe_intermediate_size, layer_context, rule=expert_rule(moe), bias=moe.bias
-    )
+    rule = expert_rule(moe, is_gated=is_gated)
+    experts = GroupedExperts(moe.experts, hidden, moe.moe_intermediate_size, layer_context, rule=rule, bias=moe.bias)
     width = moe.shared_expert_intermediate_size
-    shared = FeedForward(hidden, width, layer_context) if width else None
-    router = TopKRouter(moe, hidden, 0, layer_context.operators)
+    shared = FeedForward(hidden, width, layer_context, shared_rule(moe, is_gated=is_gated)) if width else None
+    hashed_ids = 0 if table_VK is None else len(table_VK)
+    router = TopKRouter(moe, hidden, 0, layer_context.operators, hashed_ids=hashed_ids)
+    if table_VK is not None:
+        router.table_VK = table_VK
     layer = MoE(router, dispatcher, experts, shared, layer_context, row_capacity)
     torch.manual_seed(1)
     for parameter in layer.parameters():

@@ -1,4 +1,4 @@
-"""The layer with experts of gpt-oss and of Llama 4 equals that of `transformers`: output and all gradients."""
+"""The layer with experts of a family equals that of `transformers`: output and all gradients."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,10 +7,14 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4SparseMoeBlock
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 
 from penstock.config.model import ClampedSwiglu, Moe, Router
 from penstock.kernels import operators
@@ -18,6 +22,7 @@ from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON
 from penstock.kernels.operators import Operators
 from penstock.moe.layer import MoE
+from penstock.moe.router import hash_table
 from penstock.moe.routing import Scope
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import RecomputeRule
@@ -49,6 +54,18 @@ def llama4(top_k: int) -> Moe:
     return plain_moe(E, F, top_k=top_k, shared_expert_intermediate_size=F, router=router)
 
 
+def deepseek_v4(top_k: int) -> Moe:
+    router = Router(scoring_func="sqrt-softplus", norm_topk_prob=True, routed_scaling_factor=1.5)
+    clamped = ClampedSwiglu(alpha=1.0, limit=0.5, up_offset=0.0)
+    of_shared = {"shared_expert_intermediate_size": F, "clamp_shared": True}
+    return plain_moe(E, F, top_k=top_k, clamped=clamped, router=router, **of_shared)
+
+
+def nemotron(top_k: int) -> Moe:
+    router = Router(scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5)
+    return plain_moe(E, F, top_k=top_k, router=router, shared_expert_intermediate_size=F)
+
+
 Named = dict[str, Tensor]
 
 
@@ -77,11 +94,36 @@ def as_llama4(ours: Named) -> Named:
     }
 
 
-def compare(layer: MoE, theirs: nn.Module, renamed: Callable[[Named], Named]) -> None:
-    theirs.load_state_dict({name: value.detach() for name, value in renamed(dict(layer.named_parameters())).items()})
+def as_deepseek_v4(ours: Named) -> Named:
+    gate, up = ours["shared.gate_up.weight"].chunk(2)
+    return {
+        "gate.weight": ours["router.weight_ED"],
+        "experts.gate_up_proj": ours["experts.gate_up_eFD"],
+        "experts.down_proj": ours["experts.down_eDF"],
+        "shared_experts.gate_proj.weight": gate,
+        "shared_experts.up_proj.weight": up,
+        "shared_experts.down_proj.weight": ours["shared.down.weight"],
+    }
+
+
+def as_nemotron(ours: Named) -> Named:
+    return {
+        "gate.weight": ours["router.weight_ED"],
+        "experts.up_proj": ours["experts.gate_up_eFD"],
+        "experts.down_proj": ours["experts.down_eDF"],
+        "shared_experts.up_proj.weight": ours["shared.gate_up.weight"],
+        "shared_experts.down_proj.weight": ours["shared.down.weight"],
+    }
+
+
+def compare(layer: MoE, theirs: nn.Module, renamed: Callable[[Named], Named], tokens_T: Tensor | None = None) -> None:
+    given = {name: value.detach() for name, value in renamed(dict(layer.named_parameters())).items()}
+    theirs.load_state_dict(dict(theirs.named_buffers()) | given)
     x_TD, direction_TD = torch.randn(T, D), torch.randn(T, D)
     own_TD, their_TD = (x_TD.clone().requires_grad_() for _ in range(2))
-    y_TD, right_TD = torch.stack(layer(own_TD, Scope())).sum(0), theirs(their_TD[None])[0].view(T, D)
+    of_tokens = () if tokens_T is None else (tokens_T[None],)
+    y_TD = torch.stack(layer(own_TD, Scope(tokens_T=tokens_T))).sum(0)
+    right_TD = theirs(their_TD[None], *of_tokens)[0].view(T, D)
     assert_close(y_TD, right_TD, tolerance=1e-5)
     y_TD.backward(direction_TD)
     right_TD.backward(direction_TD)
@@ -102,6 +144,34 @@ def test_the_layer_of_a_family_equals_that_of_transformers(family: str, top_k: i
     config = GptOssConfig(**sizes, num_hidden_layers=1, swiglu_limit=0.5)
     config._experts_implementation = "eager"
     compare(make_layer(gpt_oss(top_k), context, D, std=0.5), GptOssMLP(config), as_gpt_oss)
+
+
+@pytest.mark.parametrize("is_hashed", [False, True], ids=["chosen by scores", "by token ids"])
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+def test_the_layer_of_deepseek_v4_equals_that_of_transformers(forms: Operators, is_hashed: bool) -> None:
+    sizes = {"hidden_size": D, "moe_intermediate_size": F, "n_routed_experts": E, "num_experts_per_tok": 2}
+    kinds = ["hash_moe" if is_hashed else "moe"]
+    config = DeepseekV4Config(
+        **sizes, vocab_size=7, num_hidden_layers=1, mlp_layer_types=kinds, swiglu_limit=0.5, routed_scaling_factor=1.5
+    )
+    config._experts_implementation = "eager"
+    table_VK = hash_table(7, E, 2, torch.Generator().manual_seed(2)) if is_hashed else None
+    tokens_T = torch.arange(T) % 7 if is_hashed else None
+    layer = make_layer(deepseek_v4(2), LayerContext(operators=forms), D, std=0.5, table_VK=table_VK)
+    theirs = DeepseekV4SparseMoeBlock(config, 0)
+    if table_VK is not None:
+        theirs.gate.tid2eid.copy_(table_VK)
+    compare(layer, theirs, as_deepseek_v4, tokens_T)
+
+
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+def test_the_layer_of_nemotron_equals_that_of_transformers(forms: Operators) -> None:
+    sizes = {"hidden_size": D, "moe_intermediate_size": F, "n_routed_experts": E, "num_experts_per_tok": 2}
+    shared = {"moe_shared_expert_intermediate_size": F, "n_group": 1, "topk_group": 1}
+    config = NemotronHConfig(**sizes, **shared, routed_scaling_factor=2.5, norm_topk_prob=True)
+    config._experts_implementation = "eager"
+    layer = make_layer(nemotron(2), LayerContext(operators=forms), D, std=0.5, is_gated=False)
+    compare(layer, NemotronHMoE(config), as_nemotron)
 
 
 FAMILIES = pytest.mark.parametrize("moe", [gpt_oss(2), llama4(1)], ids=["gpt-oss", "llama4"])

@@ -23,7 +23,7 @@ from penstock.moe.balance import (
     spread_evenly,
 )
 from penstock.moe.quantile import BINS, HIGHEST, SIDE, margin_counts, quantile_shift
-from penstock.moe.router import TopKRouter, layer_loads, reset_loads, update_expert_bias
+from penstock.moe.router import TopKRouter, hash_table, layer_loads, reset_loads, update_expert_bias
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.axes import make_axes
 from penstock.parallel.recompute import recomputed
@@ -102,6 +102,28 @@ def _router(balance: Balance, experts: int = E, rate: float = 0.001) -> TopKRout
 
 def _x(tokens: int = 24) -> Tensor:
     return torch.randn(tokens, 16, generator=torch.Generator().manual_seed(4))
+
+
+def test_token_ids_choose_the_experts_of_a_hashed_layer_and_scores_their_weights() -> None:
+    table_VK = hash_table(50, E, 3, torch.Generator().manual_seed(1))
+    assert all(len(set(row)) == 3 for row in table_VK.tolist())
+    rule = Router(scoring_func="sqrt-softplus", expert_bias=True)
+    balance = Balance(aux_loss="sequence", aux_loss_coef=1.0, z_loss_coef=0.1)
+    moe = Moe(experts=E, top_k=3, moe_intermediate_size=8, router=rule, balance=balance)
+    router = TopKRouter(moe, hidden_size=16, layer=0, operators=REFERENCE, hashed_ids=50)
+    assert router.expert_bias_E is None
+    nn.init.normal_(router.weight_ED, std=0.5)
+    router.table_VK.copy_(table_VK)
+    router.meter.reset()
+    tokens_T, x_TD = torch.arange(24) % 50, _x()
+    routing = router(x_TD, Scope(tokens_T=tokens_T))
+    assert_equal(routing.experts_TK, table_VK[tokens_T].long())
+    scores_TE = torch.nn.functional.softplus(x_TD @ router.weight_ED.T).sqrt()
+    assert_close(routing.weights_TK, scores_TE.gather(1, routing.experts_TK))
+    # Only the z-loss: no weight can change the load.
+    logits_TE = x_TD @ router.weight_ED.T
+    assert_close(router.meter.auxiliary_loss, 0.1 * logits_TE.logsumexp(-1).square().mean())
+    assert_equal(router.meter.slots_E.sum(), torch.tensor(72))
 
 
 def test_the_router_decides_in_float32_whatever_its_input_is() -> None:

@@ -16,7 +16,7 @@ from penstock.base.spans import Span
 from penstock.kernels.float8 import expert_ffn, quantized
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
-from penstock.models.float8_linear import Float8Weight, float8_linear, float8_swiglu_network
+from penstock.models.float8_linear import Float8Weight, float8_linear, float8_network
 from penstock.moe.dispatch.payload import WireFormat
 from penstock.trace.calls import calls_of
 from penstock.trace.events import NONE, Trace
@@ -222,7 +222,7 @@ def profiled() -> Trace:
         experts = matrix(3, 64, 64), matrix(3, 64, 32)
         expert_ffn.expert_ffn(x_TD, *experts, counts_e, torch.rand(12), float8=RULE).sum().backward()
         float8_linear(x_TD, weight(32, 64)).sum().backward()
-        float8_swiglu_network(x_TD, weight(64, 64), weight(64, 32)).sum().backward()
+        float8_network(x_TD, weight(64, 64), weight(64, 32)).sum().backward()
 
     return recorded(work)
 

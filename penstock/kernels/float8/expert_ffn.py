@@ -182,7 +182,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
         extras: _Extras,
     ) -> Tensor:
         check_biases(gate_up_bias_eF is not None, extras.rule)
-        check_operands(x_ND, gate_up_eFD, down_eDF, index_R, extras.places_TK)
+        check_operands(x_ND, gate_up_eFD, down_eDF, index_R, extras.places_TK, extras.rule)
         if gradients is not None and gate_up_bias_eF is None:
             gradients.expect()  # a bias would need the gradient in 16 bits too
         operators, recipe, form = extras.operators, extras.recipe, extras.float8.forward

@@ -2,7 +2,7 @@
 
 They are fused where blocks lie in a tile and gate ends where a block does. For other recipes the activation is written
 in 16 bits (`penstock.kernels.swiglu`) and quantized in passes of their own. So is the gradient of an activation with
-clamps, which takes more registers than a thread has, and one that biases sum in 16 bits.
+clamps, which takes more registers than a thread has, of one without a gate, and one that biases sum in 16 bits.
 
 Forward quantizes a tile of 128 places by 128 columns along both of its sides, rounded to 16 bits before, as the
 definition does (`quantize_kernels`). Backward makes of a tile of gate, up and dh
@@ -74,9 +74,9 @@ def swiglu(
     """
     if columns and counts_e is not None:
         raise KernelError("swiglu: rows of experts are transposed by swiglu_backward", fix="pass columns=False")
-    source_SF, first, rows = _given(gate_up_RF, weights_R)
+    source_SF, first, rows = _given(gate_up_RF, weights_R, rule)
     assert first is None or counts_e is not None, "without counts, other layers' rows follow the saved ones"
-    width, block = source_SF.shape[1] // 2, recipe.columns if columns else None
+    width, block = source_SF.shape[1] // rule.projections, recipe.columns if columns else None
     if not _is_fused(recipe, 1):
         h_RF = in_16_bits.swiglu_forward(gate_up_RF, weights_R, rule, used=_used(counts_e))
         return quantize.quantize_rows(h_RF, recipe, form, columns=block, counts_e=counts_e)
@@ -116,7 +116,8 @@ def swiglu_backward(
     plain gradient, and the gradients of their weights are zero.
     """
     dh_RF = dh_RF.contiguous()
-    is_fused = launch.engine != "passes" and rule.limit is None and _is_fused(recipe, dh_RF.shape[1])
+    is_swiglu = rule.limit is None and rule.is_gated
+    is_fused = launch.engine != "passes" and is_swiglu and _is_fused(recipe, dh_RF.shape[1])
     if keep_plain or not is_fused:  # through 16 bits
         plain_RF, dweights_R, h_RF = in_16_bits.swiglu_backward(
             gate_up_RF, weights_R, dh_RF, rule, recompute=True, used=_used(counts_e)
@@ -125,7 +126,7 @@ def swiglu_backward(
         assert h_RF is not None and both.columns is not None, "both were asked for"
         h_columns = quantize.quantize_groups(h_RF, counts_e, recipe, forward)
         return SwigluForBackward(both.rows, both.columns, h_columns, dweights_R, plain_RF if keep_plain else None)
-    source_SF, first, rows = _given(gate_up_RF, weights_R)
+    source_SF, first, rows = _given(gate_up_RF, weights_R, rule)
     width = dh_RF.shape[1]
     places, parts = aligned_rows(rows, counts_e.numel()), triton.cdiv(width, launch.block_columns)
     copies = [
@@ -187,13 +188,15 @@ def _used(counts_e: Tensor | None) -> Tensor | None:
     return None if counts_e is None else counts_e.sum(dtype=torch.int32)
 
 
-def _given(gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
+def _given(
+    gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None, rule: ExpertRule
+) -> tuple[Tensor, Tensor | None, int]:
     """The rows, the number of the first one on the device if it is not 0, and the most rows there can be."""
     if isinstance(gate_up_RF, SavedRows):
         source_SF, first, rows = gate_up_RF.rows_SF, gate_up_RF.first, gate_up_RF.room
     else:
         source_SF, first, rows = gate_up_RF, None, gate_up_RF.shape[0]
-    if source_SF.ndim != 2 or source_SF.shape[1] % 2:
+    if source_SF.ndim != 2 or source_SF.shape[1] % rule.projections:
         raise KernelError("swiglu: takes rows of gate and up", got=tuple(source_SF.shape), allowed="an even width")
     if weights_R is not None and (weights_R.shape != (rows,) or weights_R.dtype != torch.float32):
         got = f"{weights_R.dtype} {tuple(weights_R.shape)} for {rows} rows"
@@ -207,7 +210,7 @@ def swiglu_float8_kernel(
     R, rows_stride, columns_stride, experts, F,
     COLUMNS_OUTER: tl.constexpr, DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr, RUN: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    WEIGHS_INPUT: tl.constexpr,
+    OFFSET: tl.constexpr, WEIGHS_INPUT: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile of h by rows, and transposed if there is a pointer. Rows past the counts are left alone.
 
@@ -221,14 +224,26 @@ def swiglu_float8_kernel(
         if tl.program_id(1) * BLOCK_R >= used:
             return
     if first_ptr is not None:
-        gate_up_ptr += tl.load(first_ptr) * (2 * F)
+        gate_up_ptr += tl.load(first_ptr) * (F if SQUARES else 2 * F)
     row_R, is_row_R = tile_rows(None, used, BLOCK_R, RUN)
     column_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     is_column_F = column_F < F
     inside = is_row_R[:, None] & is_column_F[None, :]
     start_R1 = row_R.to(tl.int64)[:, None]
     h_RF = load_activated(
-        gate_up_ptr, weights_ptr, row_R, is_row_R, start_R1, column_F, inside, F, LIMIT, ALPHA, WEIGHS_INPUT
+        gate_up_ptr,
+        weights_ptr,
+        row_R,
+        is_row_R,
+        start_R1,
+        column_F,
+        inside,
+        F,
+        LIMIT,
+        ALPHA,
+        OFFSET,
+        WEIGHS_INPUT,
+        SQUARES,
     )
     # Where nothing is loaded gate is zero, and so is h.
     h_RF = h_RF.to(gate_up_ptr.dtype.element_ty)
@@ -335,7 +350,7 @@ def _gradients(gate_up_ptr, weights_ptr, dh_ptr, row_R, is_row_R, column_F, F, W
     weight_R1 = None
     if weights_ptr is not None:
         weight_R1 = tl.load(weights_ptr + row_R, mask=is_row_R, other=0.0)[:, None]
-    return activation_gradients(gate_RF, up_RF, dh_RF, weight_R1, None, 1.0, WEIGHS_INPUT)
+    return activation_gradients(gate_RF, up_RF, dh_RF, weight_R1, None, 1.0, 1.0, WEIGHS_INPUT)
 
 
 @triton.jit
