@@ -74,6 +74,11 @@ class Kernels(Section):
     delta: OperatorBackend = knob(
         "auto", doc="Linear attention: position by position (reference), by chunks (torch), or ours."
     )
+    sparse: Literal["auto", "reference", "triton"] = knob(
+        "auto",
+        doc="Sparse attention: all keys under a mask (reference), or the chosen keys alone, whose gradients are summed "
+        "in any order.",
+    )
     attention: Literal["auto", "default", "math", "flash", "efficient", "cudnn", "flash-4", "triton"] = knob(
         "auto",
         doc="Backend of scaled_dot_product_attention, default leaves it to torch; or the package flash-attn-4. auto "

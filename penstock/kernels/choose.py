@@ -39,6 +39,7 @@ from penstock.kernels.tuning import GROUPED_GEMM
 AUTO = "auto"
 MASKED = "masked attention"  # over documents, windows and chunks
 NOT_THERE = "the model has none"  # reason of an operator that the model never calls
+MOST_LATENT, MOST_ROTARY = 512, 64  # widest rows of sparse attention's kernels
 MOST_COLUMNS = 1024  # widest tile of logits of Triton's router, which keeps an expert's number in ten bits
 
 
@@ -105,7 +106,15 @@ def obstacle(op: str, backend: str, device: DeviceFacts, shapes: Shapes) -> str 
         return _product_obstacle(backend, device, shapes)
     if op == "route" and backend == "triton" and shapes.experts:
         return _router_obstacle(shapes)
-    return None
+    return _sparse_obstacle(device, shapes) if op == "sparse" and backend == "triton" else None
+
+
+def _sparse_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
+    """A program holds whole rows of the latent in shared memory."""
+    if device.dtype != "bf16":
+        return "float32: rows of the latent do not fit into shared memory"
+    wide = shapes.latent_dim > MOST_LATENT or shapes.rotary_dim > MOST_ROTARY
+    return f"a latent of {shapes.latent_dim} + {shapes.rotary_dim} numbers does not fit" if wide else None
 
 
 def _product_obstacle(backend: str, device: DeviceFacts, shapes: Shapes) -> str | None:
@@ -134,6 +143,9 @@ def _answer(
     knob = next((knob for knob in (*point.knobs, "all") if wanted.get(knob, AUTO) != AUTO), None)
     if knob is not None:
         return Choice(op, direction, *_as_asked(op, knob, wanted[knob], obstacles))
+    if op == "sparse" and shapes.index_heads:
+        problem = obstacles["triton"]
+        return Choice(op, direction, *(("reference", problem) if problem else ("triton", "no squares of positions")))
     # Only parts that the model has count, such as mla_heads for latent attention.
     parts = [part for part in point.parts if has(part.op, shapes)]
     if not parts:

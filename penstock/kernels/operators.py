@@ -54,6 +54,10 @@ class Operators:
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     delta_rule: Callable[..., Tensor]
     short_convolution: Callable[..., Tensor]
+    choose_keys: (
+        Callable[..., Tensor] | None
+    )  # of sparse attention, as `penstock.kernels.sparse_attention` defines both
+    sparse_attention: Callable[..., Tensor] | None  # None: attention to all keys under a mask
     mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     mla_heads_is_fused: bool  # the 8-bit kernel, which also quantizes gradients, may replace `mla_heads`
 
@@ -197,6 +201,8 @@ REFERENCE = Operators(
     rotate=reference.rotate,
     delta_rule=delta_rule.recurrent_delta_rule,
     short_convolution=delta_rule.short_convolution,
+    choose_keys=None,
+    sparse_attention=None,
     mla_heads=reference.mla_heads,
     mla_heads_is_fused=False,
 )

@@ -9,6 +9,7 @@ from penstock.kernels.permute import order_rows, unpermute
 from penstock.kernels.replica_kernels import assign_replicas, plan_replicas
 from penstock.kernels.rope import mla_heads, rotate
 from penstock.kernels.short_convolution import short_convolution
+from penstock.kernels.sparse_attention_launches import choose_keys, sparse_attention
 from penstock.kernels.swiglu import swiglu
 from penstock.kernels.topk import balance_loss, route
 
@@ -33,6 +34,8 @@ TRITON = Operators(
     rotate=rotate,
     delta_rule=delta_rule,
     short_convolution=short_convolution,
+    choose_keys=choose_keys,
+    sparse_attention=sparse_attention,
     mla_heads=mla_heads,
     mla_heads_is_fused=True,
 )

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from penstock.base.spans import LAYER, Span
 from penstock.config.model import GroupedQueryAttention, LatentAttention, LocalAttention, Model
 from penstock.config.parallel import Overlap
+from penstock.kernels.attention_bounds import first_keys
 from penstock.models.attention import GroupedQueryLayer, query_scale, reach_of
 from penstock.models.block import Block, MultiTokenPrediction
+from penstock.models.indexer import reads_chosen_keys
 from penstock.models.linear import Embedding, Linear
 from penstock.models.mla import LatentLayer
 from penstock.models.model_inputs import ForwardContext, ModelInputs, shifted_tokens
@@ -163,14 +165,20 @@ class Decoder(nn.Module):
             positions_BS = torch.zeros_like(positions_BS)  # angles of zero
         with span(Span.EMBED):
             cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)  # P / 2 wide
+            indexer = attention.indexer if isinstance(attention, LatentAttention) else None
+            reads_chosen = indexer is not None and reads_chosen_keys(indexer, self.layer_context)
             # Beside attention between bounds, QK-clip alone reads the mask.
-            needs_mask = not self.has_bounds or any(one.logits is not None for one in self.with_logits)
-            allowed_BSS = inputs.allowed_BSS() if needs_mask else None
+            reads_mask = not self.has_bounds or any(one.logits is not None for one in self.with_logits)
+            allowed_BSS = inputs.allowed_BSS() if reads_mask and not reads_chosen else None
             context = ForwardContext(cos_BSP, sin_BSP, allowed_BSS, scope, inputs.parts)
             if self.has_bounds:
                 held, device = positions_BS.shape[1], positions_BS.device
                 bounds = bounds_of(self.layer_context, None, held, inputs.documents_BS, device)
                 context = replace(context, bounds=bounds)
+            if indexer is not None:
+                documents_BS = torch.zeros_like(positions_BS) if inputs.documents_BS is None else inputs.documents_BS
+                first_BS = first_keys(documents_BS, None, documents_BS.shape[1], documents_BS.device)
+                context = replace(context, first_BS=first_BS)
             if self.config.linear_attention is not None:
                 context = replace(context, documents_BS=inputs.documents_BS)
             if isinstance(attention, GroupedQueryAttention) and attention.local is not None:

@@ -66,6 +66,7 @@ class ForwardContext:
     bounds: tuple[AttentionBounds, ...] = ()  # of layers that see the whole row; they replace `allowed_BSS`
     nears: tuple[AttentionBounds | BlockMasks, ...] = ()  # of layers with a window or chunks
     documents_BS: Tensor | None = None  # int64 of whole rows, for linear attention; None without it, or without packing
+    first_BS: Tensor | None = None  # int32 first position of each document, for sparse attention; None without it
     query_scale_S: Tensor | None = None  # float32 attention temperature of global layers; None without tuning
 
     def in_static_memory(self) -> "ForwardContext":
@@ -97,6 +98,7 @@ class ForwardContext:
             bounds=tuple(hold_bounds(f"bounds {number}", one) for number, one in enumerate(self.bounds)),
             nears=tuple(hold_near(number, near) for number, near in enumerate(self.nears)),
             documents_BS=hold_optional("documents_BS", self.documents_BS),
+            first_BS=hold_optional("first_BS", self.first_BS),
             query_scale_S=hold_optional("query_scale_S", self.query_scale_S),
         )
 

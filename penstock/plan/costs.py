@@ -10,7 +10,7 @@ counting them, a tensor with a row for each slot counts by the expected rows. `_
 each tensor exactly once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -193,6 +193,8 @@ class OpCosts:
             return OpCost(self._bounded(operator), "attention")
         if name in _BY_CHUNKS:
             return OpCost(self._by_chunks(operator), "attention")
+        if name in _OF_CHOSEN:
+            return OpCost(self._of_chosen(operator), "attention")
         if name == "gram_kernel":
             return OpCost(self._gram(operator), "products")
         if name == "largest_logits_kernel":
@@ -339,6 +341,16 @@ class OpCosts:
         direction: Pass = "backward" if "backward" in operator.name else "forward"
         return self._rates.by_chunks(direction, flops, self._bytes(operator), _DTYPES[operator.itemsize]).seconds
 
+    def _of_chosen(self, operator: RecordedOp) -> float:
+        """A kernel of sparse attention, whose queries choose as many keys as there are, or have all before them."""
+        of_pairs, keys, speed = _OF_CHOSEN[operator.name]
+        flops = 2.0 * of_pairs(operator.shapes)
+        if keys is not None:
+            _, positions, top_k = operator.shapes[keys]
+            flops *= 1 - top_k / (2 * positions) if top_k < positions else positions / (2 * top_k)
+        direction: Pass = "backward" if "backward" in operator.name else "forward"
+        return self._rates.by_chunks(direction, flops, 0.0, _DTYPES[operator.itemsize]).seconds / speed
+
     def _send(self, operator: RecordedOp) -> float:
         """A kernel that writes rows into other ranks' memory, or the wait for its counterpart."""
         rows, ranks = operator.shapes[0][0], operator.shapes[-1][0]
@@ -398,6 +410,8 @@ class OpCosts:
 
 _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
     {
+        # Counted again and again, from registers and caches: 1,024 rows of 32k scores took 0.54 ms on an H200.
+        "choose_keys_kernel": lambda operator, moved: 16.0 * operator.sizes[0],
         # The selected rows are read and written.
         **dict.fromkeys(
             ("embedding", "index_select", "index", "gather"), lambda operator, moved: 2.0 * operator.sizes[-1]
@@ -483,6 +497,27 @@ _BOUNDED: Mapping[str, tuple[Pass, float]] = MappingProxyType(
 
 On an H200, over documents and a window, 1.2 to 1.8 times cuDNN's forward and 1.5 to 2.1 times its backward
 (benchmarks/results/attention-masked-h200.json and attention-h200.json)."""
+
+_OF_CHOSEN: Mapping[str, tuple[Callable[[Sequence[Sequence[int]]], int], int | None, float]] = MappingProxyType(
+    {
+        "sparse_forward_kernel": (
+            lambda shapes: prod(shapes[4]) * shapes[0][0] * (2 * shapes[0][3] + shapes[1][3]),
+            *(4, 0.76),
+        ),
+        "sparse_score_backward_kernel": (
+            lambda shapes: prod(shapes[9]) * (2 * shapes[0][3] + shapes[1][3]),
+            *(4, 0.65),
+        ),
+        "sparse_query_backward_kernel": (lambda shapes: prod(shapes[0]) * shapes[1][2], 2, 1.4),
+        # With values two products, else one.
+        "sparse_key_backward_kernel": (lambda shapes: prod(shapes[-2]) * shapes[-1][2] * (len(shapes) - 5), -5, 0.55),
+        "index_scores_kernel": (lambda shapes: prod(shapes[4]) * prod(shapes[0][2:]), None, 0.9),
+        "index_backward_kernel": (lambda shapes: 4 * shapes[5][0] * shapes[5][2] * prod(shapes[0][2:]), 3, 0.39),
+    }
+)
+"""Kernels of sparse attention: multiplications of all pairs of a query and a chosen key, by the shapes of the tensors;
+the place of the keys' numbers among these; the speed over that of dense attention in the same pass, on an H200 with the
+widths of DeepSeek-V3.2 (docs/decisions/0168-chosen-keys.md)."""
 
 _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 """Kernels that multiply the rows of experts by their matrices."""

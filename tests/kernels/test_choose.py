@@ -37,6 +37,8 @@ SHAPES = Shapes(
     linear_value_heads=32,
     linear_key_dim=128,
     linear_value_dim=128,
+    index_heads=64,
+    latent_dim=512,
 )
 DENSE = replace(SHAPES, experts=0, top_k=0, ffn=0)
 H200 = named_device("H200", "bf16")
@@ -216,7 +218,8 @@ def test_attention_is_ordered_by_vendor_and_wish() -> None:
 
 def test_the_summary_is_one_line() -> None:
     assert summary(choose({}, H200, SHAPES, None)) == (
-        "triton: route, permute, experts, swiglu, norm, rope, delta, masked attention, loss; cuDNN first: attention"
+        "triton: route, permute, experts, swiglu, norm, rope, delta, sparse, masked attention, loss; "
+        "cuDNN first: attention"
     )
     assert summary(choose({"all": "reference"}, CPU, SHAPES, None)).endswith("; torch: attention, loss")
     mixed = summary(choose({"experts_forward": "torch"}, H200, SHAPES, None))

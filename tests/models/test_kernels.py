@@ -94,6 +94,21 @@ def test_a_runs_own_measurements_decide(tmp_path: Path) -> None:
         kernel_choices(run, replace(H200, name="NVIDIA B200"))
 
 
+def test_sparse_attention_gathers_the_chosen_keys_where_sums_may_be_in_any_order() -> None:
+    def backend(*overrides: str) -> tuple[str, str]:
+        found = next(one for one in kernel_choices(load_run("deepseek-v3.2", overrides), H200) if one.op == "sparse")
+        return found.backend, found.reason
+
+    assert backend() == ("triton", "no squares of positions")
+    assert backend("kernels.all=reference")[0] == "reference"
+    assert backend("training.deterministic=true")[0] == "reference"
+    assert backend("model.attention.kv_lora_rank=1024") == ("reference", "a latent of 1024 + 64 numbers does not fit")
+    with pytest.raises(KernelError, match="kernels.sparse=triton sums gradients of keys in any order"):
+        backend("training.deterministic=true", "kernels.sparse=triton")
+    with pytest.raises(KernelError, match="do not fit into shared memory"):
+        kernel_choices(load_run("deepseek-v3.2", ["kernels.sparse=triton"]), replace(H200, dtype="fp32"))
+
+
 @pytest.mark.parametrize(("op", "stage", "allowed"), [("permute", 1, "0"), ("experts", 3, "0, 1")])
 def test_kernels_that_wait_for_a_gpu_are_refused_from_the_stage_on_that_leaves_them_out(
     op: str, stage: int, allowed: str, monkeypatch: pytest.MonkeyPatch
