@@ -134,7 +134,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "swiglu": ("swiglu",),
         "norm": ("rms_norm", "rms_norm_beside", "add_rms_norm", "add_three", "fan_out"),
         "rope": ("rotate", "mla_heads", "mla_heads_is_fused"),
-        "delta": ("delta_rule", "short_convolution"),
+        "delta": ("delta_rule", "short_convolution", "unit_length", "gated_norm"),
         "sparse": ("choose_keys", "sparse_attention"),
     }
 )

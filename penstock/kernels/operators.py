@@ -54,6 +54,8 @@ class Operators:
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     delta_rule: Callable[..., Tensor]
     short_convolution: Callable[..., Tensor]
+    unit_length: Callable[..., Tensor]
+    gated_norm: Callable[..., Tensor]
     choose_keys: (
         Callable[..., Tensor] | None
     )  # of sparse attention, as `penstock.kernels.sparse_attention` defines both
@@ -201,6 +203,8 @@ REFERENCE = Operators(
     rotate=reference.rotate,
     delta_rule=delta_rule.recurrent_delta_rule,
     short_convolution=delta_rule.short_convolution,
+    unit_length=delta_rule.unit_length,
+    gated_norm=delta_rule.gated_norm,
     choose_keys=None,
     sparse_attention=None,
     mla_heads=reference.mla_heads,

@@ -3,6 +3,7 @@
 from penstock.kernels.bounded_attention import bounded_attention
 from penstock.kernels.delta_rule_launches import delta_rule
 from penstock.kernels.expert_ffn import expert_ffn
+from penstock.kernels.head_norms import gated_norm, unit_length
 from penstock.kernels.norm import add_rms_norm, add_three, fan_out, rms_norm, rms_norm_beside
 from penstock.kernels.operators import Operators
 from penstock.kernels.permute import order_rows, unpermute
@@ -34,6 +35,8 @@ TRITON = Operators(
     rotate=rotate,
     delta_rule=delta_rule,
     short_convolution=short_convolution,
+    unit_length=unit_length,
+    gated_norm=gated_norm,
     choose_keys=choose_keys,
     sparse_attention=sparse_attention,
     mla_heads=mla_heads,

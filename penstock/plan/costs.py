@@ -53,7 +53,7 @@ class RoutedRows:
         ranks: that share the experts of a layer.
         rows: that the fullest rank's experts get.
         imbalance: `rows` over the even share.
-        is_clamped: experts have gpt-oss's activation.
+        is_clamped: experts have a clamped activation.
     """
 
     traffic: TokenTraffic
@@ -333,13 +333,14 @@ class OpCosts:
         rows, positions, _, width = operator.shapes[0]  # of keys, or queries
         with_states = next((shape for shape in operator.shapes if len(shape) == 5), None)
         if with_states is None:
-            heads, value_width = operator.shapes[1 if operator.name == "delta_system_kernel" else -1][2:]
+            heads, value_width = operator.shapes[-1 if operator.name == "delta_local_backward_kernel" else 1][2:]
         else:
             heads, value_width = with_states[2], with_states[4]
         of_chunk = CHUNK * CHUNK * pairs_of(width, value_width) + states * CHUNK * width * value_width
         flops = 2.0 * rows * heads * -(-positions // CHUNK) * of_chunk
         direction: Pass = "backward" if "backward" in operator.name else "forward"
-        return self._rates.by_chunks(direction, flops, self._bytes(operator), _DTYPES[operator.itemsize]).seconds
+        dtype = _DTYPES[operator.itemsize]
+        return self._rates.by_chunks(direction, flops, self._bytes(operator), dtype).seconds / _LINEAR_SPEED
 
     def _of_chosen(self, operator: RecordedOp) -> float:
         """A kernel of sparse attention, whose queries choose as many keys as there are, or have all before them."""
@@ -476,8 +477,8 @@ _BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyTy
         "delta_output_kernel": (lambda width, values: width + values, 1),
         "delta_local_backward_kernel": (lambda width, values: width + values, 0),
         "delta_state_backward_kernel": (lambda width, values: 0, 3),
-        "delta_read_backward_kernel": (lambda width, values: 3 * width + values, 2),
-        "delta_write_backward_kernel": (lambda width, values: 5 * width + 2 * values + 2 * CHUNK, 1),
+        "delta_read_backward_kernel": (lambda width, values: 2 * width + values, 3),
+        "delta_write_backward_kernel": (lambda width, values: 4 * width + 2 * values + 2 * CHUNK, 0),
     }
 )
 """Kernels of linear attention: the sum of depths and widths of products with J x J pairs, by the widths of keys and
@@ -518,6 +519,9 @@ _OF_CHOSEN: Mapping[str, tuple[Callable[[Sequence[Sequence[int]]], int], int | N
 """Kernels of sparse attention: multiplications of all pairs of a query and a chosen key, by the shapes of the tensors;
 the place of the keys' numbers among these; the speed over that of dense attention in the same pass, on an H200 with the
 widths of DeepSeek-V3.2 (docs/decisions/0168-chosen-keys.md)."""
+
+_LINEAR_SPEED = 0.58
+"""Of these kernels over attention's, on an H200 (delta-rule-h200.json, launches that run)."""
 
 _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 """Kernels that multiply the rows of experts by their matrices."""
