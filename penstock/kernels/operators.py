@@ -35,6 +35,7 @@ class Operators:
     """
 
     attention_backend: str  # see `penstock.kernels.attention.causal_attention`
+    bounded_attention: Callable[..., Tensor] | None  # of `penstock.kernels.attention_bounds`; None attends with masks
     route: Callable[..., Routed]
     balance_loss: Callable[[Tensor, Tensor, Tensor, float, float], LinearLoss]
     order_rows: Callable[[Tensor, int], RowOrder]
@@ -183,6 +184,7 @@ def aligned(x: Tensor, *, both: bool = False) -> Tensor:
 
 REFERENCE = Operators(
     attention_backend="auto",
+    bounded_attention=None,
     route=reference.route,
     balance_loss=reference_balance_loss,
     order_rows=reference.order_rows,

@@ -1,5 +1,6 @@
-"""All operators as Triton kernels. Attention stays with torch, whose cuDNN backend is fast."""
+"""All operators as Triton kernels. Plain causal attention stays with torch, whose cuDNN backend is fast."""
 
+from penstock.kernels.bounded_attention import bounded_attention
 from penstock.kernels.delta_rule_launches import delta_rule
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.head_norms import gated_norm, unit_length
@@ -15,6 +16,7 @@ from penstock.kernels.topk import balance_loss, route
 
 TRITON = Operators(
     attention_backend="auto",
+    bounded_attention=bounded_attention,
     route=route,
     balance_loss=balance_loss,
     order_rows=order_rows,

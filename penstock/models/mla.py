@@ -152,6 +152,7 @@ class LatentLayer(nn.Module):
             layer_context=self.layer_context,
             scale=self.scale,
             allowed_BSS=context.allowed_BSS,
+            nears=context.bounds,
             sinks_H=self.sinks_H,
         )
         o_BSHM = run("attention", attend_by, q_BSHN, k_BSHN, v_BSHM)

@@ -19,13 +19,15 @@ from typing import NamedTuple, Self
 
 from penstock.config.run import Run
 from penstock.kernels import gram
+from penstock.kernels.attention_bounds import most_of
+from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.delta_rule import CHUNK
 from penstock.moe.balance import even_stride
 from penstock.parallel.replica_exchange import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.loads import Imbalance, RecordedLoads
 from penstock.plan.op_recorder import FROM_HOST, TO_HOST, RecordedOp, RecordedOps
-from penstock.plan.rates import ACCUMULATED_BYTES, GroupedProduct, Pass, Rates
+from penstock.plan.rates import ACCUMULATED_BYTES, GroupedProduct, Pass, Rates, pairs
 from penstock.plan.software import OWN, Software
 from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
 
@@ -187,6 +189,8 @@ class OpCosts:
             return OpCost(self._of_experts[name](operator), "experts")
         if name == "float8_matrices_kernel":
             return self._float8_matrices(operator)
+        if name in _BOUNDED:
+            return OpCost(self._bounded(operator), "attention")
         if name in _BY_CHUNKS:
             return OpCost(self._by_chunks(operator), "attention")
         if name in _OF_CHOSEN:
@@ -296,6 +300,16 @@ class OpCosts:
             dtype=_DTYPES[operator.itemsize],
         )
         return estimate.seconds * self._rounds
+
+    def _bounded(self, operator: RecordedOp) -> float:
+        """A kernel of attention between bounds. A row of documents counts as one document: lengths are not known."""
+        direction, factor = _BOUNDED[operator.name]
+        (rows, queries, heads, width), (_, keys, _, _), (*_, value_width) = operator.shapes[:3]
+        window = AttentionWindow(kind="window", size=most_of(operator.switches))
+        seen = window.pairs(keys) - window.pairs(keys - queries) + queries * _BORDER
+        sizes = rows * heads, queries, keys, (width, value_width)
+        whole = self._rates.attention(direction, *sizes, dtype=_DTYPES[operator.itemsize]).seconds
+        return whole * factor * seen / pairs(queries, keys, causal=True)
 
     def _gram(self, operator: RecordedOp) -> float:
         """Each matrix times its transpose: on a GPU tiles on and above the diagonal."""
@@ -469,6 +483,21 @@ _BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyTy
 )
 """Kernels of linear attention: the sum of depths and widths of products with J x J pairs, by the widths of keys and
 values, and the number of products with a state."""
+
+_BORDER = 96
+"""Keys that a query computes beside those that it sees, because a tile has several queries and whole blocks of keys."""
+
+_BOUNDED: Mapping[str, tuple[Pass, float]] = MappingProxyType(
+    {
+        "attention_kernel": ("forward", 1.5),
+        "attention_query_gradient_kernel": ("backward", 0.6),
+        "attention_key_gradient_kernel": ("backward", 1.15),
+    }
+)
+"""Kernels of attention between bounds: the pass, and seconds over those of a plain causal pass with as many pairs.
+
+On an H200, over documents and a window, 1.2 to 1.8 times cuDNN's forward and 1.5 to 2.1 times its backward
+(benchmarks/results/attention-masked-h200.json and attention-h200.json)."""
 
 _OF_CHOSEN: Mapping[str, tuple[Callable[[Sequence[Sequence[int]]], int], int | None, float]] = MappingProxyType(
     {

@@ -7,6 +7,7 @@ from math import prod
 import pytest
 
 from penstock.config.load import load_run
+from penstock.kernels.attention_bounds import noted
 from penstock.plan.costs import OpCosts, RoutedRows, buffer_rows, routed_rows
 from penstock.plan.hardware import RankGroup
 from penstock.plan.hardware_file import load_hardware
@@ -215,6 +216,21 @@ def test_scales_of_single_rows_on_both_sides_slow_a_product_in_8_bits() -> None:
     ]
     share = H200.efficiency.float8_by_rows / H200.efficiency.float8
     assert COSTS.of(of_torch[1]).seconds == pytest.approx(COSTS.of(of_torch[0]).seconds * share, rel=1e-6)
+
+
+def test_attention_between_bounds_takes_as_long_as_the_pairs_that_are_seen() -> None:
+    row = (2, 16384, 16, 192), (2, 16384, 16, 192), (2, 16384, 16, 128)
+    names = "attention_kernel", "attention_query_gradient_kernel", "attention_key_gradient_kernel"
+    by_most = {
+        most: [COSTS.of(experts_product(name, *row, switches=(noted(most),))).seconds for name in names]
+        for most in (16384, 8192, 128)
+    }
+    sizes = 32, 16384, 16384, (192, 128)
+    plain = [RATES.attention(direction, *sizes).seconds for direction in ("forward", "backward")]
+    assert plain[0] < by_most[16384][0] < 2 * plain[0] and plain[1] < sum(by_most[16384][1:]) < 3 * plain[1]
+    for whole, half, window in zip(*by_most.values(), strict=True):
+        assert half / whole == pytest.approx(0.75, abs=0.01)  # of the triangle, the half that is nearest
+        assert window / whole == pytest.approx((128 + 96) / 8192, rel=0.02)
 
 
 @pytest.mark.parametrize(
