@@ -22,7 +22,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
 export SLURM_JOB_START_TIME="${SLURM_JOB_START_TIME:-$(date +%s)}"  # old versions of Slurm do not set it
 
 # The ranks meet on the first machine, at a port of this job. A job that is requeued keeps its number, so its
-# run goes on from the newest checkpoint.
+# run goes on from the newest checkpoint, and a search from its newest trial.
 machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${machines%%$'\n'*}
 port=$((20000 + SLURM_JOB_ID % 12000))

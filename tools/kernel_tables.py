@@ -233,6 +233,25 @@ def attention(result: Result) -> str:
     return "\n".join(lines)
 
 
+def attention_masked(result: Result) -> str:
+    """Milliseconds of attention over documents, windows and chunks, and memory, beside the faster of torch's paths."""
+    lines = [
+        f"{origin(result)} Milliseconds forward and backward, TFLOP/s of either over the pairs that are seen, memory.",
+        "",
+        "| case | torch's faster path | ours | speed |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, ways in result["numbers"]["times"].items():
+        torchs = max((name for name in ways if name != "triton"), key=lambda name: ways[name]["speed_of_torch"])
+        cells = [
+            f"{way['forward_ms']:.2f} + {way['backward_ms']:.2f}, {way['forward_tflops']:.0f} and "
+            f"{way['backward_tflops']:.0f}, {way['peak_gb']:.2f} GB"
+            for way in (ways[torchs], ways["triton"])
+        ]
+        lines.append(f"| {name} | {torchs}: {cells[0]} | {cells[1]} | {ways['triton']['speed_of_torch']:.2f} |")
+    return "\n".join(lines)
+
+
 def optimizer_step(result: Result) -> str:
     """The update of each format in its usual launch, beside PyTorch's of float32 state."""
     numbers = result["numbers"]
@@ -266,6 +285,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "linear_cross_entropy": linear_cross_entropy,
     "pointwise": pointwise,
     "attention": attention,
+    "attention-masked": attention_masked,
 }
 
 

@@ -330,6 +330,8 @@ def _assumed(assumptions: Assumptions, run: Run) -> list[str]:
             forced = f"mean of {loads.layers} layers and {len(loads.steps_LE)} steps, --routing {loads.path}"
         lines.append(f"the fullest rank's experts get {share} ({forced})")
         lines += [_ROUTING["in-turn"]] if assumptions.in_turn else []
+    if run.data.document_mask:
+        lines.append("each row is one document in attention, so shorter ones take less time (data.document_mask)")
     lines.append(_SAVING[assumptions.saving])
     software = assumptions.software
     return lines if software == OWN_SOFTWARE else [*lines, f"{software} (--software); {software.source}"]

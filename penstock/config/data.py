@@ -73,8 +73,9 @@ class Data(Documents):
     )
     document_mask: bool = knob(
         False,
-        doc="Attention stays inside a document, and positions restart at each. Each pass makes a mask on its device, "
-        "a byte for each pair of positions of a row, and attention needs more.",
+        doc="Attention stays inside a document, and positions restart at each. Where our kernel does not run "
+        "(`kernels.attention`), each pass makes a mask, a byte for each pair of positions of a row, and attention "
+        "needs more.",
     )
     shuffle: bool = knob(True, doc="Visit documents in another order each epoch, 32 side by side.")
     shuffle_block: int = knob(

@@ -42,6 +42,8 @@ class Shapes:
     linear_value_heads: int = 0
     linear_key_dim: int = 0
     linear_value_dim: int = 0
+    index_heads: int = 0  # of the indexer of sparse attention; 0 without
+    latent_dim: int = 0  # of keys and values; 0 without
     heads: int
     head_dim: int  # of a query
     rotary_dim: int  # rotated part of a query head
@@ -86,6 +88,7 @@ CHOICE_POINTS: tuple[ChoicePoint, ...] = (
     ChoicePoint(op="norm", knobs=("norm",), parts=_passes("rms_norm", "add_rms_norm")),
     ChoicePoint(op="rope", knobs=("rope",), parts=_passes("rotate", "mla_heads")),
     ChoicePoint(op="delta", knobs=("delta",), parts=_passes("delta_rule")),
+    ChoicePoint(op="sparse", knobs=("sparse",), parts=()),  # by memory, not by time
 )
 
 # Sizes that the time of a part depends on.
@@ -131,7 +134,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "swiglu": ("swiglu",),
         "norm": ("rms_norm", "rms_norm_beside", "add_rms_norm", "add_three", "fan_out"),
         "rope": ("rotate", "mla_heads", "mla_heads_is_fused"),
-        "delta": ("delta_rule", "short_convolution"),
+        "delta": ("delta_rule", "short_convolution", "unit_length", "gated_norm"),
+        "sparse": ("choose_keys", "sparse_attention"),
     }
 )
 

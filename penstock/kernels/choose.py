@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from penstock.base.errors import KernelError
-from penstock.kernels import flash_4
+from penstock.kernels import attention_bounds, flash_4
 from penstock.kernels.backends import (
     BACKENDS,
     CHOICE_POINTS,
@@ -37,7 +37,9 @@ from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.tuning import GROUPED_GEMM
 
 AUTO = "auto"
+MASKED = "masked attention"  # over documents, windows and chunks
 NOT_THERE = "the model has none"  # reason of an operator that the model never calls
+MOST_LATENT, MOST_ROTARY = 512, 64  # widest rows of sparse attention's kernels
 MOST_COLUMNS = 1024  # widest tile of logits of Triton's router, which keeps an expert's number in ten bits
 
 
@@ -45,7 +47,7 @@ MOST_COLUMNS = 1024  # widest tile of logits of Triton's router, which keeps an 
 class Choice:
     """The chosen backend of an operator, and the reason."""
 
-    op: str  # from `penstock.kernels.backends.FIELDS`, or `attention` or `loss`
+    op: str  # from `penstock.kernels.backends.FIELDS`, or `attention`, `MASKED` or `loss`
     direction: Direction
     backend: str  # from `penstock.kernels.backends.BACKENDS`; for attention, a value of `kernels.attention`
     reason: str  # a short sentence without a full stop
@@ -60,13 +62,15 @@ def choose(
     """
     answers = tuple(_answer(point, wanted, device, shapes, measured) for point in CHOICE_POINTS)
     _refuse_mixture_without_triton(answers, device)
-    return (*answers, _attention(wanted, device), _loss(device))
+    return (*answers, _attention(wanted, device), *_masked_attention(wanted, device, shapes), _loss(device))
 
 
 def operators(choices: Sequence[Choice]) -> Operators:
     """The operators of a model, assembled from the chosen backends. Imports these backends."""
     backends = {choice.op: choice.backend for choice in choices}
     parts: dict[str, Any] = {"attention_backend": backends["attention"]}
+    if backends.get(MASKED) == "triton":
+        parts["bounded_attention"] = operators_of("triton").bounded_attention
     for op in FIELDS.keys() - {"experts"}:
         source = vars(operators_of(backends[op]))
         parts |= {field: source[field] for field in FIELDS[op]}
@@ -102,7 +106,15 @@ def obstacle(op: str, backend: str, device: DeviceFacts, shapes: Shapes) -> str 
         return _product_obstacle(backend, device, shapes)
     if op == "route" and backend == "triton" and shapes.experts:
         return _router_obstacle(shapes)
-    return None
+    return _sparse_obstacle(device, shapes) if op == "sparse" and backend == "triton" else None
+
+
+def _sparse_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
+    """A program holds whole rows of the latent in shared memory."""
+    if device.dtype != "bf16":
+        return "float32: rows of the latent do not fit into shared memory"
+    wide = shapes.latent_dim > MOST_LATENT or shapes.rotary_dim > MOST_ROTARY
+    return f"a latent of {shapes.latent_dim} + {shapes.rotary_dim} numbers does not fit" if wide else None
 
 
 def _product_obstacle(backend: str, device: DeviceFacts, shapes: Shapes) -> str | None:
@@ -131,6 +143,9 @@ def _answer(
     knob = next((knob for knob in (*point.knobs, "all") if wanted.get(knob, AUTO) != AUTO), None)
     if knob is not None:
         return Choice(op, direction, *_as_asked(op, knob, wanted[knob], obstacles))
+    if op == "sparse" and shapes.index_heads:
+        problem = obstacles["triton"]
+        return Choice(op, direction, *(("reference", problem) if problem else ("triton", "no squares of positions")))
     # Only parts that the model has count, such as mla_heads for latent attention.
     parts = [part for part in point.parts if has(part.op, shapes)]
     if not parts:
@@ -219,7 +234,7 @@ def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> Choice:
     if wanted.get("attention") == flash_4.NAME and problem is not None:
         fix = f"pip install {FLASH_4}, or kernels.attention=auto"
         raise KernelError(f"kernels.attention={flash_4.NAME} cannot run", got=problem, fix=fix)
-    if wanted.get("attention", AUTO) != AUTO:
+    if wanted.get("attention", AUTO) not in (AUTO, attention_bounds.NAME):
         return Choice("attention", "both", wanted["attention"], f"kernels.attention={wanted['attention']}")
     if wanted.get("all", AUTO) == "reference":
         return Choice("attention", "both", "default", "kernels.all=reference: the order is torch's own")
@@ -230,6 +245,39 @@ def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> Choice:
     has_cudnn = not device.target.startswith("gfx")
     order = "cuDNN first, then flash, efficient, math" if has_cudnn else "flash first, then efficient, math: no cuDNN"
     return Choice("attention", "both", AUTO, order)
+
+
+def _masked_attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes) -> tuple[Choice, ...]:
+    """Choose between our kernel and torch's masks on a GPU; raises KernelError if the kernel cannot run."""
+    named, problem = wanted.get("attention", AUTO), _bounded_obstacle(device, shapes)
+    if named == attention_bounds.NAME:
+        if problem is not None:
+            fix = f"kernels.attention={AUTO}"
+            raise KernelError(f"kernels.attention={named} cannot run", got=problem, fix=fix)
+        return (Choice(MASKED, "both", "triton", f"kernels.attention={named}"),)
+    if device.kind == "cpu":
+        return ()
+    if named not in (AUTO, flash_4.NAME):
+        problem = f"kernels.attention={named}"
+    elif wanted.get("all", AUTO) == "reference":
+        problem = "kernels.all=reference"
+    elif problem is None and device.target not in attention_bounds.MEASURED:
+        problem = "no measurement for this chip"
+    if problem is not None:
+        return (Choice(MASKED, "both", "torch", problem),)
+    return (Choice(MASKED, "both", "triton", f"measured faster than masks on {device.target}"),)
+
+
+def _bounded_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
+    """Reason why our kernel cannot run, or None."""
+    if device.kind == "cpu":
+        return "no GPU"
+    if not device.has_triton:
+        return "Triton is not installed"
+    if device.dtype != "bf16":
+        return "float32"
+    widths = shapes.head_dim, shapes.value_dim
+    return None if attention_bounds.has_kernel(*widths) else f"heads of {widths[0]} and {widths[1]} columns"
 
 
 def _flash_4_obstacle(device: DeviceFacts) -> str | None:

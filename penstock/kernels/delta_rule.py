@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.reference import rms_norm
+
 CHUNK = 64  # positions; products of 64 x 64 fill matrix units, and the triangular system stays small
 CHANNEL_CHUNK = 16  # with a decay for each key feature, which takes J x J x N numbers for each chunk
 
@@ -34,6 +36,12 @@ def unit_length(x_BSHN: Tensor, scale: float = 1.0) -> Tensor:
     """Each head divided by its length, in float32 at least, times `scale`; in the dtype of x."""
     wide = x_BSHN.to(torch.promote_types(x_BSHN.dtype, torch.float32))
     return (wide * (scale * torch.rsqrt(wide.square().sum(-1, keepdim=True) + LENGTH_EPSILON))).to(x_BSHN.dtype)
+
+
+def gated_norm(o_BSHM: Tensor, gate_BSHM: Tensor, weight_M: Tensor, epsilon: float, *, is_silu: bool) -> Tensor:
+    """RMSNorm of each head times SiLU of its gate, or times the gate's sigmoid; in the dtype of o."""
+    activate = F.silu if is_silu else torch.sigmoid
+    return (rms_norm(o_BSHM, weight_M, epsilon) * activate(gate_BSHM.float())).to(o_BSHM.dtype)
 
 
 def short_convolution(x_BSD: Tensor, weight_DJ: Tensor, documents_BS: Tensor | None = None) -> Tensor:

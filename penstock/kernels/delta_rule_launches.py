@@ -26,9 +26,42 @@ from penstock.kernels.language import ceil_div, power_of_two
 from penstock.kernels.launching import on_gpu, start_kernel
 from penstock.kernels.tuning import target_of
 
-VALUE_BLOCK = 64  # value features that a program holds at a time
-STATE_BLOCK = 32  # of the loops over chunks: programs of few features fill the chip
+INVERTED = 8  # side of the blocks of a triangular matrix that are inverted row by row
+FEW_HEADS = 64  # of all rows; below, a kernel over the chunks of a row has too few programs
 LEAST = 16  # sides of a product on matrix units
+
+
+class _Launch(NamedTuple):
+    """How a kernel is launched."""
+
+    block: int  # value features that a program holds at a time
+    warps: int
+    stages: int = 2
+    key_block: int = 256  # key features; kernels that hold a state hold all of them
+
+
+_OF_ALL = {
+    "system": _Launch(64, 4),
+    "state": _Launch(32, 4),
+    "output": _Launch(64, 4),
+    "local backward": _Launch(64, 4),
+    "state backward": _Launch(32, 4),
+    "read backward": _Launch(64, 4, 1, 64),
+    "write backward": _Launch(128, 4, 1, 64),
+}
+# benchmarks/results/delta-rule-h200.json has those that were tried. Triton 3.6 gives the kernels over all chunks of a
+# row wrong results with one stage, and the read kernel slightly different ones with two.
+_OF_HOPPER = {
+    "system": _Launch(64, 4),
+    "state": _Launch(64, 4),
+    "state of few heads": _Launch(32, 4, 4),
+    "output": _Launch(64, 4, 1),
+    "local backward": _Launch(128, 4, 1),
+    "state backward": _Launch(64, 4),
+    "state backward of few heads": _Launch(32, 4, 3),
+    "read backward": _Launch(64, 8, 1, 128),
+    "write backward": _Launch(128, 4, 1, 64),
+}
 
 
 class _Sizes(NamedTuple):
@@ -41,21 +74,28 @@ class _Sizes(NamedTuple):
     key_width: int
     value_width: int
     chunk: int
+    target: str
 
     @property
     def chunks(self) -> int:
         return ceil_div(self.positions, self.chunk)
 
-    def constants(self, block: int) -> dict[str, int]:
-        """Constants of every kernel; a program holds `block` value features at a time."""
+    def launch(self, part: str) -> dict[str, int]:
+        """Constants, warps and stages of a kernel."""
+        launches = _OF_HOPPER if self.target == "sm_90" else _OF_ALL
+        launch = launches[part]
+        if self.rows * self.heads < FEW_HEADS:  # narrower programs fill the chip
+            launch = launches.get(f"{part} of few heads", launch)
         return {
             "G": self.key_heads,
             "H": self.heads,
             "N": self.key_width,
             "M": self.value_width,
             "J": self.chunk,
-            "BLOCK_N": max(LEAST, power_of_two(self.key_width)),
-            "BLOCK_M": max(LEAST, min(block, power_of_two(self.value_width))),
+            "BLOCK_N": max(LEAST, min(launch.key_block, power_of_two(self.key_width))),
+            "BLOCK_M": max(LEAST, min(launch.block, power_of_two(self.value_width))),
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
         }
 
     @property
@@ -63,9 +103,9 @@ class _Sizes(NamedTuple):
         """Grid with a program for each chunk of a head."""
         return self.chunks, self.heads, self.rows
 
-    def over_chunks(self) -> tuple[int, int, int]:
+    def over_chunks(self, part: str) -> tuple[int, int, int]:
         """Grid with a program for some value features of a head."""
-        return ceil_div(self.value_width, self.constants(STATE_BLOCK)["BLOCK_M"]), self.heads, self.rows
+        return ceil_div(self.value_width, self.launch(part)["BLOCK_M"]), self.heads, self.rows
 
 
 def delta_rule(
@@ -109,73 +149,73 @@ class _DeltaRule(torch.autograd.Function):
         g_BSH, beta_BSH = (one.float().contiguous() for one in (g_BSH, beta_BSH))
         documents_BS = None if documents_BS is None else documents_BS.contiguous()
         (rows, positions, heads, value_width), (*_, key_heads, key_width) = v_BSHM.shape, q_BSGN.shape
-        sizes = _Sizes(rows, positions, key_heads, heads, key_width, value_width, chunk)
-        c_BSH, u_BSHM = torch.empty_like(g_BSH), torch.empty_like(v_BSHM)
+        target = target_of(v_BSHM.device)
+        sizes = _Sizes(rows, positions, key_heads, heads, key_width, value_width, chunk, target)
+        c_BSH, carried_BSH, kept_BSH = (torch.empty_like(g_BSH) for _ in range(3))
+        u_BSHM = torch.empty_like(v_BSHM)
         t_BSHJ, w_BSHN = (v_BSHM.new_empty(rows, positions, heads, width) for width in (chunk, key_width))
         start_kernel(
             delta_system_kernel, sizes.of_chunks,
-            k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, c_BSH, t_BSHJ, u_BSHM, w_BSHN, positions,
-            **sizes.constants(VALUE_BLOCK), num_warps=4,
+            k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, c_BSH, carried_BSH, kept_BSH, t_BSHJ, u_BSHM, w_BSHN,
+            positions, **sizes.launch("system"), SIDE=INVERTED,
         )  # fmt: skip
         states = v_BSHM.new_empty(rows, sizes.chunks, heads, key_width, value_width)
         d_BSHM = u_BSHM  # written values replace u, which no other program reads
         start_kernel(
-            delta_state_kernel, sizes.over_chunks(),
-            k_BSGN, c_BSH, u_BSHM, w_BSHN, documents_BS, states, d_BSHM, positions, sizes.chunks,
-            **sizes.constants(STATE_BLOCK), num_warps=_warps(v_BSHM.device),
+            delta_state_kernel, sizes.over_chunks("state"),
+            k_BSGN, carried_BSH, kept_BSH, u_BSHM, w_BSHN, states, d_BSHM, positions, sizes.chunks,
+            **sizes.launch("state"),
         )  # fmt: skip
         o_BSHM = torch.empty_like(v_BSHM)
         start_kernel(
             delta_output_kernel, sizes.of_chunks,
-            q_BSGN, k_BSGN, c_BSH, d_BSHM, documents_BS, states, o_BSHM, positions, sizes.chunks,
-            **sizes.constants(VALUE_BLOCK), num_warps=4,
+            q_BSGN, k_BSGN, c_BSH, carried_BSH, d_BSHM, documents_BS, states, o_BSHM, positions, sizes.chunks,
+            **sizes.launch("output"),
         )  # fmt: skip
-        ctx.save_for_backward(q_BSGN, k_BSGN, v_BSHM, beta_BSH, documents_BS, c_BSH, t_BSHJ, w_BSHN, states, d_BSHM)
+        ctx.save_for_backward(
+            q_BSGN, k_BSGN, v_BSHM, beta_BSH, documents_BS, c_BSH, carried_BSH, kept_BSH, t_BSHJ, w_BSHN, states, d_BSHM
+        )
         ctx.sizes = sizes
         return o_BSHM
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_BSHM: Tensor) -> tuple[Tensor | None, ...]:
-        q_BSGN, k_BSGN, v_BSHM, beta_BSH, documents_BS, c_BSH, t_BSHJ, w_BSHN, states, d_BSHM = ctx.saved_tensors
+        q_BSGN, k_BSGN, v_BSHM, beta_BSH, documents_BS, *of_chunks, t_BSHJ, w_BSHN, states, d_BSHM = ctx.saved_tensors
+        c_BSH, carried_BSH, kept_BSH = of_chunks
         sizes: _Sizes = ctx.sizes
         positions, chunks, do_BSHM = sizes.positions, sizes.chunks, do_BSHM.contiguous()
         dstates, dd_BSHM = torch.empty_like(states), torch.empty_like(v_BSHM)
         start_kernel(
             delta_local_backward_kernel, sizes.of_chunks,
-            q_BSGN, k_BSGN, c_BSH, documents_BS, do_BSHM, dd_BSHM, positions,
-            **sizes.constants(VALUE_BLOCK), num_warps=4,
+            q_BSGN, k_BSGN, c_BSH, documents_BS, do_BSHM, dd_BSHM, positions, **sizes.launch("local backward"),
         )  # fmt: skip
         start_kernel(
-            delta_state_backward_kernel, sizes.over_chunks(),
-            q_BSGN, k_BSGN, c_BSH, w_BSHN, documents_BS, do_BSHM, dstates, dd_BSHM, positions, chunks,
-            **sizes.constants(STATE_BLOCK), num_warps=_warps(v_BSHM.device),
+            delta_state_backward_kernel, sizes.over_chunks("state backward"),
+            q_BSGN, k_BSGN, carried_BSH, kept_BSH, w_BSHN, do_BSHM, dstates, dd_BSHM, positions, chunks,
+            **sizes.launch("state backward"),
         )  # fmt: skip
         # Of each value head; those that share a key head are summed below.
-        dq_BSHN, dk_BSHN = torch.empty_like(w_BSHN), torch.empty_like(w_BSHN, dtype=torch.float32)
-        dc_BSH = torch.empty_like(c_BSH)
+        dq_BSHN, dk_BSHN = torch.empty_like(w_BSHN), torch.empty_like(w_BSHN)
+        dv_BSHM, dg_BSH, dbeta_BSH = torch.empty_like(v_BSHM), torch.empty_like(c_BSH), torch.empty_like(c_BSH)
+        dw_BSHN, dc_BSH = torch.empty_like(w_BSHN), torch.empty_like(c_BSH)
         start_kernel(
             delta_read_backward_kernel, sizes.of_chunks,
-            q_BSGN, k_BSGN, c_BSH, d_BSHM, documents_BS, states, do_BSHM, dstates, dq_BSHN, dk_BSHN, dc_BSH, positions,
-            chunks, **sizes.constants(STATE_BLOCK), num_warps=8,
+            q_BSGN, k_BSGN, c_BSH, carried_BSH, kept_BSH, documents_BS, states, d_BSHM, do_BSHM, dstates, dd_BSHM,
+            dq_BSHN, dk_BSHN, dw_BSHN, dc_BSH, positions, chunks, **sizes.launch("read backward"),
         )  # fmt: skip
-        dv_BSHM, dg_BSH, dbeta_BSH = torch.empty_like(v_BSHM), torch.empty_like(c_BSH), torch.empty_like(c_BSH)
         start_kernel(
             delta_write_backward_kernel, sizes.of_chunks,
-            k_BSGN, v_BSHM, beta_BSH, c_BSH, t_BSHJ, documents_BS, states, dd_BSHM, dk_BSHN, dc_BSH, dv_BSHM, dg_BSH,
-            dbeta_BSH, positions, chunks, **sizes.constants(STATE_BLOCK), num_warps=_warps(v_BSHM.device),
+            k_BSGN, v_BSHM, beta_BSH, c_BSH, carried_BSH, t_BSHJ, documents_BS, dd_BSHM, dw_BSHN, dk_BSHN, dc_BSH,
+            dv_BSHM, dg_BSH, dbeta_BSH, positions, **sizes.launch("write backward"),
         )  # fmt: skip
         dq_BSGN, dk_BSGN = (_of_key_heads(one, sizes, k_BSGN.dtype) for one in (dq_BSHN, dk_BSHN))
         return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSH, dbeta_BSH, None, None
 
 
-def _warps(device: torch.device) -> int:
-    """Warps of programs with many numbers: a thread has up to 512 registers with four on AMD, 255 on NVIDIA."""
-    return 4 if target_of(device).startswith("gfx") else 8
-
-
 def _of_key_heads(x_BSHN: Tensor, sizes: _Sizes, dtype: torch.dtype) -> Tensor:
     """Sums over the value heads of each key head."""
-    if sizes.heads == sizes.key_heads:
-        return x_BSHN.to(dtype)
-    return x_BSHN.unflatten(2, (sizes.key_heads, -1)).sum(3, dtype=torch.float32).to(dtype)
+    shared = x_BSHN.unflatten(2, (sizes.key_heads, -1)).unbind(3)
+    if len(shared) == 2:  # as in Qwen3-Next; several times as fast as torch's sum
+        return shared[0] + shared[1]
+    return torch.stack(shared).sum(0, dtype=torch.float32).to(dtype) if len(shared) > 1 else shared[0]

@@ -32,13 +32,15 @@ def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constant
     """Launch a kernel on the current stream, or report the launch if its tensors are on the meta device.
 
     `kernel` is a `triton.jit` function, and its first argument a tensor or a descriptor of one. `constants` are
-    compile-time constants, warps and stages.
+    compile-time constants, warps and stages. A sequence `notes` among them is for the report alone, which has it beside
+    the names of constants that are true.
     """
+    notes = constants.pop("notes", ())
     first = arguments[0]
     if isinstance(first, Tensor) and first.is_meta:
         switches = [name for name, value in constants.items() if value is True]
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        torch.ops.penstock.launched(kernel.__name__, tensors, switches)
+        torch.ops.penstock.launched(kernel.__name__, tensors, [*switches, *notes])
         return
     kernel[grid](*arguments, **constants)
 

@@ -35,6 +35,7 @@ class Operators:
     """
 
     attention_backend: str  # see `penstock.kernels.attention.causal_attention`
+    bounded_attention: Callable[..., Tensor] | None  # of `penstock.kernels.attention_bounds`; None attends with masks
     route: Callable[..., Routed]
     balance_loss: Callable[[Tensor, Tensor, Tensor, float, float], LinearLoss]
     order_rows: Callable[[Tensor, int], RowOrder]
@@ -53,6 +54,12 @@ class Operators:
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     delta_rule: Callable[..., Tensor]
     short_convolution: Callable[..., Tensor]
+    unit_length: Callable[..., Tensor]
+    gated_norm: Callable[..., Tensor]
+    choose_keys: (
+        Callable[..., Tensor] | None
+    )  # of sparse attention, as `penstock.kernels.sparse_attention` defines both
+    sparse_attention: Callable[..., Tensor] | None  # None: attention to all keys under a mask
     mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     mla_heads_is_fused: bool  # the 8-bit kernel, which also quantizes gradients, may replace `mla_heads`
 
@@ -177,6 +184,7 @@ def aligned(x: Tensor, *, both: bool = False) -> Tensor:
 
 REFERENCE = Operators(
     attention_backend="auto",
+    bounded_attention=None,
     route=reference.route,
     balance_loss=reference_balance_loss,
     order_rows=reference.order_rows,
@@ -195,6 +203,10 @@ REFERENCE = Operators(
     rotate=reference.rotate,
     delta_rule=delta_rule.recurrent_delta_rule,
     short_convolution=delta_rule.short_convolution,
+    unit_length=delta_rule.unit_length,
+    gated_norm=delta_rule.gated_norm,
+    choose_keys=None,
+    sparse_attention=None,
     mla_heads=reference.mla_heads,
     mla_heads_is_fused=False,
 )

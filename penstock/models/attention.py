@@ -149,7 +149,7 @@ class GroupedQueryLayer(nn.Module):
             self.layer_context,
             scale=self.scale,
             allowed_BSS=context.allowed_BSS,
-            nears=() if self.reach is None else context.nears,
+            nears=(() if self.reach is None else context.nears) or context.bounds,
             sinks_H=self.sinks_H,
         )
 

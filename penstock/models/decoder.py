@@ -17,15 +17,18 @@ from torch import Tensor, nn
 from penstock.base.spans import LAYER, Span
 from penstock.config.model import GroupedQueryAttention, LatentAttention, LocalAttention, Model
 from penstock.config.parallel import Overlap
+from penstock.kernels.attention_bounds import first_keys
 from penstock.models.attention import GroupedQueryLayer, query_scale, reach_of
 from penstock.models.block import Block, MultiTokenPrediction
+from penstock.models.indexer import reads_chosen_keys
 from penstock.models.linear import Embedding, Linear
+from penstock.models.mla import LatentLayer
 from penstock.models.model_inputs import ForwardContext, ModelInputs, shifted_tokens
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import angles
 from penstock.moe.routing import Scope
 from penstock.parallel.async_transfer import Steps, drain, interleave, within
-from penstock.parallel.context import held_positions, nears_of
+from penstock.parallel.context import bounds_of, held_positions, nears_of
 from penstock.parallel.gradient_offload import EMBEDDING
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
@@ -79,6 +82,9 @@ class Decoder(nn.Module):
         self.reached: Callable[[int], None] | None = None  # called when backward reaches a layer's output
         self.has_reach = any(one.reach is not None for one in grouped)  # a window or chunks
         self.scales_queries = any(one.scales_queries for one in grouped)
+        self.with_logits = tuple(one for one in attentions if isinstance(one, GroupedQueryLayer | LatentLayer))
+        has_indexer = isinstance(config.attention, LatentAttention) and config.attention.indexer is not None
+        self.has_bounds = layer_context.operators.bounded_attention is not None and not has_indexer
         self.reads_tokens = any(config.is_hashed(layer) for layer in blocks)  # to choose experts
 
     @property
@@ -159,18 +165,33 @@ class Decoder(nn.Module):
             positions_BS = torch.zeros_like(positions_BS)  # angles of zero
         with span(Span.EMBED):
             cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)  # P / 2 wide
-            context = ForwardContext(cos_BSP, sin_BSP, inputs.allowed_BSS(), scope, inputs.parts)
+            indexer = attention.indexer if isinstance(attention, LatentAttention) else None
+            reads_chosen = indexer is not None and reads_chosen_keys(indexer, self.layer_context)
+            # Beside attention between bounds, QK-clip alone reads the mask.
+            reads_mask = not self.has_bounds or any(one.logits is not None for one in self.with_logits)
+            allowed_BSS = inputs.allowed_BSS() if reads_mask and not reads_chosen else None
+            context = ForwardContext(cos_BSP, sin_BSP, allowed_BSS, scope, inputs.parts)
+            if self.has_bounds:
+                held, device = positions_BS.shape[1], positions_BS.device
+                bounds = bounds_of(self.layer_context, None, held, inputs.documents_BS, device)
+                context = replace(context, bounds=bounds)
+            if indexer is not None:
+                documents_BS = torch.zeros_like(positions_BS) if inputs.documents_BS is None else inputs.documents_BS
+                first_BS = first_keys(documents_BS, None, documents_BS.shape[1], documents_BS.device)
+                context = replace(context, first_BS=first_BS)
             if self.config.linear_attention is not None:
                 context = replace(context, documents_BS=inputs.documents_BS)
             if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
-                context = self._with_local(context, attention.local, positions_BS)
+                context = self._with_local(context, attention.local, inputs)
             return context.in_static_memory()  # last: captured graphs read these addresses
 
-    def _with_local(self, context: ForwardContext, local: LocalAttention, positions_BS: Tensor) -> ForwardContext:
-        """Add the masks of local layers and the attention temperature of global ones."""
-        (rows, held), device = positions_BS.shape, positions_BS.device
+    def _with_local(self, context: ForwardContext, local: LocalAttention, inputs: ModelInputs) -> ForwardContext:
+        """Add bounds or masks of local layers and the attention temperature of global ones."""
+        (rows, held), device = inputs.positions_BS.shape, inputs.positions_BS.device
         if self.has_reach:
-            nears = nears_of(self.layer_context, reach_of(local), held, rows, context.allowed_BSS, device)
+            of_us = (self.layer_context, reach_of(local), held)
+            bounds = bounds_of(*of_us, inputs.documents_BS, device) if self.has_bounds else ()
+            nears = bounds or nears_of(*of_us, rows, context.allowed_BSS, device)
             context = replace(context, nears=nears)
         if self.scales_queries:  # by position in the row, not in the document as rotary angles are
             scale_S = query_scale(local, held_positions(self.layer_context, held, device))

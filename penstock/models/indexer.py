@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from penstock.config.model import Indexer
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.sparse_attention import (
+    IndexLoss,
+    attach_dense_loss,
     attach_loss,
     attention_mass,
     best_keys,
@@ -35,6 +37,11 @@ class Chosen(NamedTuple):
     keys_BSS: Tensor  # bool
 
 
+def reads_chosen_keys(config: Indexer, layer_context: LayerContext) -> bool:
+    """Whether attention gathers the chosen keys, by kernels; else it reads all keys, maybe under a mask."""
+    return config.stage == "sparse" and layer_context.operators.sparse_attention is not None
+
+
 class LightningIndexer(nn.Module):
     """Chooses the keys of each query, and learns from attention which ones it should have chosen."""
 
@@ -48,28 +55,40 @@ class LightningIndexer(nn.Module):
         self.key_norm = LayerNorm(config.index_head_dim, NORM_EPSILON, layer_context.operators)
         self.weights = Linear(hidden_size, config.index_n_heads, plain)
 
-    def forward(self, x_BSD: Tensor, latent_BSC: Tensor, context: ForwardContext) -> Chosen:
-        """Score all keys of a row for each query, from hidden states and the queries' latent."""
+    def forward(self, x_BSD: Tensor, latent_BSC: Tensor, context: ForwardContext) -> IndexLoss:
+        """Queries, keys and weights of heads, from hidden states and the queries' latent; the factor is of the loss."""
         config, rotate = self.config, self.operators.rotate
         x_BSD, latent_BSC = x_BSD.detach(), latent_BSC.detach()
-        q_BSHN = rotate(
+        q_BSGN = rotate(
             self.query(latent_BSC).unflatten(-1, (config.index_n_heads, -1)), context.cos_BSP, context.sin_BSP
         )
         k_BSN = rotate(self.key_norm(self.key(x_BSD))[:, :, None], context.cos_BSP, context.sin_BSP)[:, :, 0]
         scale = (config.index_n_heads * config.index_head_dim) ** -0.5
-        scores_BSS = index_scores(q_BSHN, k_BSN, self.weights(x_BSD).float() * scale)
-        allowed_BSS = seen_keys(context.allowed_BSS, x_BSD.shape[1], x_BSD.device)
-        if config.stage == "dense":
-            return Chosen(scores_BSS, allowed_BSS.expand_as(scores_BSS))
-        return Chosen(scores_BSS, best_keys(scores_BSS, allowed_BSS, config.index_topk))
+        learns = self.training and torch.is_grad_enabled()
+        factor = config.loss_coef * context.scope.share / x_BSD[..., 0].numel() if learns else 0.0
+        return IndexLoss(q_BSGN, k_BSN, self.weights(x_BSD).float() * scale, factor)
+
+    def choose(self, index: IndexLoss, context: ForwardContext) -> Chosen:
+        """Scores of all keys and the chosen ones, by the definition."""
+        scores_BSS = index_scores(*index[:3])
+        allowed_BSS = seen_keys(context.allowed_BSS, scores_BSS.shape[1], scores_BSS.device)
+        return Chosen(scores_BSS, best_keys(scores_BSS, allowed_BSS, self.config.index_topk))
 
     def taught(
-        self, o_BSHM: Tensor, chosen: Chosen, q_BSHN: Tensor, k_BSHN: Tensor, scale: float, share: float
+        self,
+        o_BSHM: Tensor,
+        index: IndexLoss,
+        chosen: Chosen | None,
+        q_BSHN: Tensor,
+        k_BSHN: Tensor,
+        context: ForwardContext,
+        scale: float,
     ) -> Tensor:
-        """The output of attention unchanged, with the indexer's loss attached; `share` of the micro-batch."""
-        if not (self.training and torch.is_grad_enabled()) or not self.config.loss_coef:
+        """The output of attention unchanged, with the indexer's loss attached, over the chosen keys or all of them."""
+        if not index.factor:
             return o_BSHM
+        if chosen is None:
+            assert context.first_BS is not None, "a model with an indexer has it"
+            return attach_dense_loss(o_BSHM, index, q_BSHN, k_BSHN, context.first_BS, scale)
         mass_BSS = attention_mass(q_BSHN.detach(), k_BSHN.detach(), chosen.keys_BSS, scale)
-        tokens = q_BSHN.shape[0] * q_BSHN.shape[1]
-        loss = index_loss(chosen.scores_BSS, mass_BSS, chosen.keys_BSS)
-        return attach_loss(o_BSHM, loss * (self.config.loss_coef * share / tokens))
+        return attach_loss(o_BSHM, index_loss(chosen.scores_BSS, mass_BSS, chosen.keys_BSS) * index.factor)

@@ -18,6 +18,8 @@ from penstock.kernels.float8.torch_products import obstacle as torch_obstacle
 from penstock.kernels.measured import Measurements, find
 from penstock.kernels.operators import Operators
 
+SUMS = "sparse", "triton"  # operator and backend whose sums are in any order
+
 
 def choose_operators(run: Run, device: torch.device) -> Operators:
     """The operators of a run's model.
@@ -33,7 +35,14 @@ def kernel_choices(run: Run, device: DeviceFacts) -> tuple[Choice, ...]:
     A kernel that waits for the device at a stage of `dispatch.sync_free` that forbids it is refused.
     """
     wanted = run.kernels.model_dump(exclude={"float8", "loss_chunk", "measured"})
+    if run.training.deterministic and wanted["sparse"] == "triton":
+        fix = "set kernels.sparse=auto, or training.deterministic=false"
+        raise KernelError("kernels.sparse=triton sums gradients of keys in any order", allowed="reference", fix=fix)
     choices = choose(wanted, device, shapes_of(run), measurements(run.kernels, device))
+    if run.training.deterministic:
+        why = "training.deterministic, and Triton's sums are in any order"
+        in_order = Choice("sparse", "both", "reference", why)
+        choices = tuple(in_order if (one.op, one.backend) == SUMS else one for one in choices)
     stage = run.dispatch.sync_free
     if device.kind != "cpu" and run.model.moe is not None:
         for op, first in _host_counters(choices):
@@ -142,7 +151,9 @@ def shapes_of(run: Run) -> Shapes:
     """Sizes of one micro-batch of a run."""
     model, moe, attention = run.model, run.model.moe, run.model.attention
     shared_width = 0 if moe is None else moe.shared_expert_intermediate_size
-    linear = {} if model.linear_attention is None else _linear_shapes(model.linear_attention)
+    more = {} if model.linear_attention is None else _linear_shapes(model.linear_attention)
+    if isinstance(attention, LatentAttention) and attention.indexer is not None:
+        more |= {"index_heads": attention.indexer.index_n_heads, "latent_dim": attention.kv_lora_rank}
     return Shapes(
         tokens=run.training.micro_batch * run.training.sequence_length,
         hidden=model.hidden_size,
@@ -156,7 +167,7 @@ def shapes_of(run: Run) -> Shapes:
         head_dim=attention.head_dim,
         rotary_dim=attention.rotary_dim,
         value_dim=attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim,
-        **linear,
+        **more,
     )
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.base.spans import Span
 from penstock.config.model import LinearAttention
-from penstock.kernels.delta_rule import unit_length
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.layout.sharding import local_shape
 from penstock.models.linear import Linear, cut_over
@@ -23,6 +23,7 @@ from penstock.models.norm import RMSNorm
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.context import heads_for_positions, positions_for_heads
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.spans import span
 
 
 class DeltaMixing(nn.Module):
@@ -136,8 +137,8 @@ class DeltaLayer(nn.Module):
         if config.kind == "kda":
             g, rate_H = g.unflatten(-1, (-1, config.key_head_dim)), rate_H[:, None]
         o_BSHM = operators.delta_rule(
-            unit_length(q_BSGN, config.key_head_dim**-0.5),
-            unit_length(k_BSGN),
+            operators.unit_length(q_BSGN, config.key_head_dim**-0.5),
+            operators.unit_length(k_BSGN),
             v_BSHM,
             -rate_H * g,
             beta.float().sigmoid(),
@@ -147,5 +148,7 @@ class DeltaLayer(nn.Module):
 
     def _gated(self, o_BSHM: Tensor, gate_BSHM: Tensor) -> Tensor:
         """The norm of each head times its gate, in float32."""
-        activate = torch.sigmoid if self.config.kind == "kda" else F.silu
-        return (self.norm(o_BSHM) * activate(gate_BSHM.float())).to(o_BSHM.dtype)
+        norm, is_silu = self.norm, self.config.kind == "gdn"
+        with span(Span.NORM):
+            gated_norm = self.layer_context.operators.gated_norm
+            return gated_norm(o_BSHM, gate_BSHM, norm.weight_D, norm.epsilon, is_silu=is_silu)

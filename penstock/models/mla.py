@@ -4,6 +4,7 @@ Keys and values are expanded from one narrow latent; position is in a separate p
 share. Queries are expanded from a latent too (V2, V3) or projected from the hidden states (V2-Lite).
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from penstock.config.model import LatentAttention
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, LatentHeadChannels, latent_heads_obstacle
+from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.models.indexer import LightningIndexer
+from penstock.models.indexer import LightningIndexer, reads_chosen_keys
 from penstock.models.linear import Linear, cut_over
 from penstock.models.logits import LogitMeter
 from penstock.models.model_inputs import ForwardContext
@@ -21,6 +23,8 @@ from penstock.models.rope import softmax_scale
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.context import attend, attend_to_row, gather_positions
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.recompute import remembered
+from penstock.parallel.weight_grad_store import deferrable
 
 LATENT_NORM_EPSILON = 1e-6
 """The published models use it for the norms of the latents, independent of the model's `rms_norm_eps`."""
@@ -96,13 +100,16 @@ class LatentLayer(nn.Module):
         self.kv_down = Linear(hidden_size, config.kv_lora_rank + config.qk_rope_head_dim, layer_context)
         self.kv_norm = RMSNorm(config.kv_lora_rank, LATENT_NORM_EPSILON, layer_context.operators)
         per_head = config.qk_nope_head_dim + config.v_head_dim
-        self.kv_up = Linear(config.kv_lora_rank, config.heads * per_head, layer_context, split="outputs")
+        indexer, rank = config.indexer, config.q_lora_rank
+        self.absorbs = indexer is not None and reads_chosen_keys(indexer, layer_context)
+        # Absorbed into queries and outputs, the matrix is no operand of a product in 8 bits.
+        up_context = replace(layer_context, float8=NO_FLOAT8) if self.absorbs else layer_context
+        self.kv_up = Linear(config.kv_lora_rank, config.heads * per_head, up_context, split="outputs")
         self.out = Linear(config.heads * config.v_head_dim, hidden_size, layer_context, split="inputs")
         self.cuts = {"sinks_H": cut_over(layer_context.axes.tensor, dim=0)}
         # One softmax logit for each head of this rank.
         self.sinks_H = nn.Parameter(torch.empty(self.heads)) if config.sinks else None
         self.logits: LogitMeter | None = None  # of QK-clip
-        indexer, rank = config.indexer, config.q_lora_rank
         self.indexer = None if indexer is None else LightningIndexer(indexer, hidden_size, rank, layer_context)
 
     @property
@@ -131,6 +138,8 @@ class LatentLayer(nn.Module):
             # One all-gather for both: S / tensor -> S positions.
             joined_BSC = all_gather(torch.cat((latent_BSC, k_rope_BSP), dim=-1), tensor, dim=1)
             latent_BSC, k_rope_BSP = self._split_latent(joined_BSC)
+        if self.absorbs:  # no rank shares heads or positions
+            return self.out(self._absorbed(x_BSD, query, latent_BSC, k_rope_BSP, context).flatten(-2))
         heads = self._heads_of_row if self.gathers_row else partial(self._heads, channels=channels)
         q_BSHN, k_BSHN, v_BSHM = run("latent-up", heads, query, latent_BSC, k_rope_BSP, context)
         if self.logits is not None and self.training:
@@ -143,6 +152,7 @@ class LatentLayer(nn.Module):
             layer_context=self.layer_context,
             scale=self.scale,
             allowed_BSS=context.allowed_BSS,
+            nears=context.bounds,
             sinks_H=self.sinks_H,
         )
         o_BSHM = run("attention", attend_by, q_BSHN, k_BSHN, v_BSHM)
@@ -153,10 +163,64 @@ class LatentLayer(nn.Module):
     ) -> Tensor:
         """Attention over the keys that the indexer chooses, with the loss that trains it."""
         assert self.indexer is not None, "dense attention has no indexer"
-        chosen = self.indexer(x_BSD, query, context)
-        keys_BSS = context.allowed_BSS if self.indexer.config.stage == "dense" else chosen.keys_BSS
+        index = self.indexer(x_BSD, query, context)
+        chosen = None if self.indexer.config.stage == "dense" else self.indexer.choose(index, context)
+        keys_BSS = context.allowed_BSS if chosen is None else chosen.keys_BSS
         o_BSHM = attend(q_BSHN, k_BSHN, v_BSHM, self.layer_context, scale=self.scale, allowed_BSS=keys_BSS)
-        return self.indexer.taught(o_BSHM, chosen, q_BSHN, k_BSHN, self.scale, context.scope.share)
+        return self.indexer.taught(o_BSHM, index, chosen, q_BSHN, k_BSHN, context, self.scale)
+
+    def _absorbed(
+        self, x_BSD: Tensor, query: Tensor, latent_BSC: Tensor, k_rope_BSP: Tensor, context: ForwardContext
+    ) -> Tensor:
+        """Attention over the chosen rows of the latent, from which neither keys nor values are expanded."""
+        run = self.layer_context.run
+        queries = run("latent-up", partial(self._latent_queries, context=context), query, k_rope_BSP)
+        o_HBSC = run("attention", partial(self._over_chosen, context=context), x_BSD, query, latent_BSC, *queries)
+        return deferrable(self._expand_values, (o_HBSC,), (self.kv_up.weight,), self.layer_context.weight_grads)
+
+    def _latent_queries(
+        self, query: Tensor, k_rope_BSP: Tensor, *, context: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries in columns of the latent, and the rotated parts of queries and keys."""
+        config, rotate = self.config, self.layer_context.operators.rotate
+        q_BSHN = self.query.expand(query).unflatten(-1, (self.heads, -1))
+        q_nope, q_rope = q_BSHN.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        q_HBSC = deferrable(self._absorb_keys, (q_nope,), (self.kv_up.weight,), self.layer_context.weight_grads)
+        q_rope_BSHP = rotate(q_rope, context.cos_BSP, context.sin_BSP)
+        return q_HBSC, q_rope_BSHP, rotate(k_rope_BSP[:, :, None], context.cos_BSP, context.sin_BSP)[:, :, 0]
+
+    def _over_chosen(
+        self,
+        x_BSD: Tensor,
+        query: Tensor,
+        latent_BSC: Tensor,
+        q_HBSC: Tensor,
+        q_rope_BSHP: Tensor,
+        k_rope_BSP: Tensor,
+        *,
+        context: ForwardContext,
+    ) -> Tensor:
+        """The choice of the indexer, attention over it, and the loss that trains the indexer."""
+        operators, first_BS = self.layer_context.operators, context.first_BS
+        assert self.indexer is not None, "dense attention has no indexer"
+        assert operators.choose_keys is not None and operators.sparse_attention is not None, "`absorbs` says so"
+        index = self.indexer(x_BSD, query, context)
+        choose = partial(operators.choose_keys, *index[:3], first_BS, self.indexer.config.index_topk)
+        return operators.sparse_attention(
+            *(q_HBSC, q_rope_BSHP, latent_BSC, k_rope_BSP, remembered(choose), first_BS),
+            scale=self.scale,
+            index=index if index.factor else None,
+        )
+
+    def _absorb_keys(self, q_BSHN: Tensor, kv_up: Tensor) -> Tensor:
+        """Queries times the part of the up projection that gives keys: heads x B x S x C."""
+        up_HNC = kv_up.unflatten(0, (self.heads, -1))[:, : self.config.qk_nope_head_dim]
+        return (q_BSHN.flatten(0, 1).transpose(0, 1) @ up_HNC).unflatten(1, q_BSHN.shape[:2])
+
+    def _expand_values(self, o_HBSC: Tensor, kv_up: Tensor) -> Tensor:
+        """Outputs in columns of the latent times the part of the up projection that gives values: B x S x H x M."""
+        up_HMC = kv_up.unflatten(0, (self.heads, -1))[:, self.config.qk_nope_head_dim :]
+        return (o_HBSC.flatten(1, 2) @ up_HMC.mT).transpose(0, 1).unflatten(0, o_HBSC.shape[1:3])
 
     def _grad_channels(self) -> LatentHeadChannels:
         """Side channels for float8 gradients from the heads' kernel to the products before it; empty if unsupported."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
+from penstock.kernels.attention_bounds import AttentionBounds, first_keys
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.local_attention import BlockMasks, block_masks, local_attention
 from penstock.layout.sequence import SequenceLayout
@@ -30,14 +31,14 @@ def attend(
     *,
     scale: float,
     allowed_BSS: Tensor | None = None,
-    nears: tuple[BlockMasks, ...] = (),
+    nears: tuple[AttentionBounds | BlockMasks, ...] = (),
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of our own positions over the row, by `layer_context.context_method`. Returns o_BSHM.
 
     allowed_BSS is boolean: which query position (first S) may look at which of the row's key positions; None for plain
-    causal. Its queries are all positions of the row with ulysses, ours with all-gather. `nears` of `nears_of` replaces
-    it if each position sees a part of the row only. sinks_H belong to our heads.
+    causal. Its queries are all positions of the row with ulysses, ours with all-gather. `nears` of `bounds_of` or
+    `nears_of` replaces it if each position sees a part of the row only. sinks_H belong to our heads.
     """
     axis, backend = layer_context.axes.context, layer_context.operators.attention_backend
     gathers = axis.size > 1 and layer_context.context_method == "all-gather"
@@ -46,21 +47,59 @@ def attend(
     else:  # from all heads of our positions to our part of the heads over the whole row
         q_BSHN, k_BSGN, v_BSGM = (all_to_all(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
         sinks_H = sinks_H if sinks_H is None or axis.size == 1 else sinks_H.chunk(axis.size)[axis.rank]
-    if nears:
-        parts = [
-            local_attention(own_BSHN, k_BSGN, v_BSGM, near, scale=scale, backend=backend, sinks_H=sinks_H)
-            for own_BSHN, near in zip(q_BSHN.chunk(len(nears), dim=1), nears, strict=True)
-        ]
-        o_BSHM = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-    elif gathers:
+    if nears or gathers:
         o_BSHM = attend_to_row(
-            q_BSHN, k_BSGN, v_BSGM, layer_context, scale=scale, allowed_BSS=allowed_BSS, sinks_H=sinks_H
+            q_BSHN, k_BSGN, v_BSGM, layer_context, scale=scale, allowed_BSS=allowed_BSS, nears=nears, sinks_H=sinks_H
         )
     else:
         o_BSHM = causal_attention(
             q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H
         )
     return o_BSHM if gathers else all_to_all(o_BSHM, axis, split_dim=1, join_dim=2)
+
+
+def _attend_near(
+    q_BSHN: Tensor,
+    k_BSGN: Tensor,
+    v_BSGM: Tensor,
+    near: AttentionBounds | BlockMasks,
+    layer_context: LayerContext,
+    *,
+    scale: float,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Attention of a range of queries over the keys of the row."""
+    operators = layer_context.operators
+    if isinstance(near, BlockMasks):
+        backend = operators.attention_backend
+        return local_attention(q_BSHN, k_BSGN, v_BSGM, near, scale=scale, backend=backend, sinks_H=sinks_H)
+    assert operators.bounded_attention is not None, "bounds are made for the operator that reads them"
+    k_BSGN, v_BSGM = k_BSGN[:, : near.keys], v_BSGM[:, : near.keys]
+    return operators.bounded_attention(q_BSHN, k_BSGN, v_BSGM, near, scale=scale, sinks_H=sinks_H)
+
+
+def bounds_of(
+    layer_context: LayerContext,
+    reach: AttentionWindow | None,
+    held: int,
+    documents_BS: Tensor | None,
+    device: torch.device,
+) -> tuple[AttentionBounds, ...]:
+    """Bounds of a micro-batch for `attend`, equal for all layers with one window: one for each range of queries.
+
+    `documents_BS` are those of whole rows. Empty if the row is no longer than the window, as in `nears_of`, and for
+    plain causal attention, of whole rows or in chunks.
+    """
+    layout = _layout(layer_context, held)
+    if reach is not None and layout.length <= reach.size:
+        return ()
+    if documents_BS is None and (reach is None or reach.kind == "chunk"):
+        return ()
+    first_BS = first_keys(documents_BS, reach, layout.length, device)
+    return tuple(
+        AttentionBounds.of(first_BS[:, queries.start : queries.stop], queries.stop, reach)
+        for queries in _ranges(layer_context, layout)
+    )
 
 
 def nears_of(
@@ -78,9 +117,7 @@ def nears_of(
     layout = _layout(layer_context, held)
     if layout.length <= reach.size:
         return ()
-    # With ulysses a rank attends over the whole row.
-    whole = (range(layout.length),)
-    ranges = whole if layer_context.context_method == "ulysses" else layout.chunks(layer_context.axes.context.rank)
+    ranges = _ranges(layer_context, layout)
     allowed = (None,) * len(ranges) if allowed_BSS is None else allowed_BSS.chunk(len(ranges), dim=1)
     return tuple(
         block_masks(reach, queries.start, len(queries), own, rows=rows, device=device)
@@ -92,6 +129,13 @@ def held_positions(layer_context: LayerContext, held: int, device: torch.device)
     """Where in the row the positions of this context-parallel rank stand, int64."""
     chunks = _layout(layer_context, held).chunks(layer_context.axes.context.rank)
     return torch.cat([torch.arange(one.start, one.stop, device=device) for one in chunks])
+
+
+def _ranges(layer_context: LayerContext, layout: SequenceLayout) -> tuple[range, ...]:
+    """Positions of this rank's queries in attention: with ulysses those of the whole row."""
+    if layer_context.context_method == "ulysses":
+        return (range(layout.length),)
+    return tuple(layout.chunks(layer_context.axes.context.rank))
 
 
 def _layout(layer_context: LayerContext, held: int) -> SequenceLayout:
@@ -155,10 +199,20 @@ def attend_to_row(
     *,
     scale: float,
     allowed_BSS: Tensor | None,
+    nears: tuple[AttentionBounds | BlockMasks, ...] = (),
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of our two chunks (near before far) over the whole row; allowed_BSS is causal already."""
+    """Causal attention of our ranges of queries over the whole row; arguments as in `attend`.
+
+    With a mask they are two chunks, near before far.
+    """
     axis = layer_context.axes.context
+    if nears:
+        parts = [
+            _attend_near(own_BSHN, k_BSGN, v_BSGM, near, layer_context, scale=scale, sinks_H=sinks_H)
+            for own_BSHN, near in zip(q_BSHN.chunk(len(nears), dim=1), nears, strict=True)
+        ]
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
     size = q_BSHN.shape[1] // 2  # positions of a chunk; the row has two for each rank
     assert k_BSGN.shape[1] == 2 * size * axis.size, (
         f"{k_BSGN.shape[1]} keys for {axis.size} ranks with 2 x {size} queries"

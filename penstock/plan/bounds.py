@@ -144,8 +144,10 @@ class TimeBounds:
     def _core(self, rows: int, heads: tuple[int, int], widths: tuple[int, int], ranks: tuple[int, int]) -> WorkSeconds:
         """Scores and weighted values of a layer that attends to the whole row."""
         cp, positions = ranks[1], self._run.training.sequence_length
-        if not self._by_heads(heads, cp) or self._run.data.document_mask:
-            # The shapes depend on chunks or documents.
+        attention = self._model.attention
+        is_sparse = isinstance(attention, LatentAttention) and attention.indexer is not None
+        if not self._by_heads(heads, cp) or self._run.data.document_mask or is_sparse:
+            # The shapes depend on chunks, documents or chosen keys.
             return WorkSeconds(0.0, 0.0)
         count, keys = rows * heads[0] // cp, positions
         passes = (self._rates.attention(way, count, keys, keys, widths, dtype=self._dtype) for way in _PASSES)

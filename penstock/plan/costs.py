@@ -10,7 +10,7 @@ counting them, a tensor with a row for each slot counts by the expected rows. `_
 each tensor exactly once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -19,13 +19,15 @@ from typing import NamedTuple, Self
 
 from penstock.config.run import Run
 from penstock.kernels import gram
+from penstock.kernels.attention_bounds import most_of
+from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.delta_rule import CHUNK
 from penstock.moe.balance import even_stride
 from penstock.parallel.replica_exchange import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.loads import Imbalance, RecordedLoads
 from penstock.plan.op_recorder import FROM_HOST, TO_HOST, RecordedOp, RecordedOps
-from penstock.plan.rates import ACCUMULATED_BYTES, GroupedProduct, Pass, Rates
+from penstock.plan.rates import ACCUMULATED_BYTES, GroupedProduct, Pass, Rates, pairs
 from penstock.plan.software import OWN, Software
 from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
 
@@ -51,7 +53,7 @@ class RoutedRows:
         ranks: that share the experts of a layer.
         rows: that the fullest rank's experts get.
         imbalance: `rows` over the even share.
-        is_clamped: experts have gpt-oss's activation.
+        is_clamped: experts have a clamped activation.
     """
 
     traffic: TokenTraffic
@@ -187,8 +189,12 @@ class OpCosts:
             return OpCost(self._of_experts[name](operator), "experts")
         if name == "float8_matrices_kernel":
             return self._float8_matrices(operator)
+        if name in _BOUNDED:
+            return OpCost(self._bounded(operator), "attention")
         if name in _BY_CHUNKS:
             return OpCost(self._by_chunks(operator), "attention")
+        if name in _OF_CHOSEN:
+            return OpCost(self._of_chosen(operator), "attention")
         if name == "gram_kernel":
             return OpCost(self._gram(operator), "products")
         if name == "largest_logits_kernel":
@@ -295,6 +301,16 @@ class OpCosts:
         )
         return estimate.seconds * self._rounds
 
+    def _bounded(self, operator: RecordedOp) -> float:
+        """A kernel of attention between bounds. A row of documents counts as one document: lengths are not known."""
+        direction, factor = _BOUNDED[operator.name]
+        (rows, queries, heads, width), (_, keys, _, _), (*_, value_width) = operator.shapes[:3]
+        window = AttentionWindow(kind="window", size=most_of(operator.switches))
+        seen = window.pairs(keys) - window.pairs(keys - queries) + queries * _BORDER
+        sizes = rows * heads, queries, keys, (width, value_width)
+        whole = self._rates.attention(direction, *sizes, dtype=_DTYPES[operator.itemsize]).seconds
+        return whole * factor * seen / pairs(queries, keys, causal=True)
+
     def _gram(self, operator: RecordedOp) -> float:
         """Each matrix times its transpose: on a GPU tiles on and above the diagonal."""
         count, rows, depth = operator.shapes[0]
@@ -317,13 +333,24 @@ class OpCosts:
         rows, positions, _, width = operator.shapes[0]  # of keys, or queries
         with_states = next((shape for shape in operator.shapes if len(shape) == 5), None)
         if with_states is None:
-            heads, value_width = operator.shapes[1 if operator.name == "delta_system_kernel" else -1][2:]
+            heads, value_width = operator.shapes[-1 if operator.name == "delta_local_backward_kernel" else 1][2:]
         else:
             heads, value_width = with_states[2], with_states[4]
         of_chunk = CHUNK * CHUNK * pairs_of(width, value_width) + states * CHUNK * width * value_width
         flops = 2.0 * rows * heads * -(-positions // CHUNK) * of_chunk
         direction: Pass = "backward" if "backward" in operator.name else "forward"
-        return self._rates.by_chunks(direction, flops, self._bytes(operator), _DTYPES[operator.itemsize]).seconds
+        dtype = _DTYPES[operator.itemsize]
+        return self._rates.by_chunks(direction, flops, self._bytes(operator), dtype).seconds / _LINEAR_SPEED
+
+    def _of_chosen(self, operator: RecordedOp) -> float:
+        """A kernel of sparse attention, whose queries choose as many keys as there are, or have all before them."""
+        of_pairs, keys, speed = _OF_CHOSEN[operator.name]
+        flops = 2.0 * of_pairs(operator.shapes)
+        if keys is not None:
+            _, positions, top_k = operator.shapes[keys]
+            flops *= 1 - top_k / (2 * positions) if top_k < positions else positions / (2 * top_k)
+        direction: Pass = "backward" if "backward" in operator.name else "forward"
+        return self._rates.by_chunks(direction, flops, 0.0, _DTYPES[operator.itemsize]).seconds / speed
 
     def _send(self, operator: RecordedOp) -> float:
         """A kernel that writes rows into other ranks' memory, or the wait for its counterpart."""
@@ -384,6 +411,8 @@ class OpCosts:
 
 _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
     {
+        # Counted again and again, from registers and caches: 1,024 rows of 32k scores took 0.54 ms on an H200.
+        "choose_keys_kernel": lambda operator, moved: 16.0 * operator.sizes[0],
         # The selected rows are read and written.
         **dict.fromkeys(
             ("embedding", "index_select", "index", "gather"), lambda operator, moved: 2.0 * operator.sizes[-1]
@@ -448,12 +477,51 @@ _BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyTy
         "delta_output_kernel": (lambda width, values: width + values, 1),
         "delta_local_backward_kernel": (lambda width, values: width + values, 0),
         "delta_state_backward_kernel": (lambda width, values: 0, 3),
-        "delta_read_backward_kernel": (lambda width, values: 3 * width + values, 2),
-        "delta_write_backward_kernel": (lambda width, values: 5 * width + 2 * values + 2 * CHUNK, 1),
+        "delta_read_backward_kernel": (lambda width, values: 2 * width + values, 3),
+        "delta_write_backward_kernel": (lambda width, values: 4 * width + 2 * values + 2 * CHUNK, 0),
     }
 )
 """Kernels of linear attention: the sum of depths and widths of products with J x J pairs, by the widths of keys and
 values, and the number of products with a state."""
+
+_BORDER = 96
+"""Keys that a query computes beside those that it sees, because a tile has several queries and whole blocks of keys."""
+
+_BOUNDED: Mapping[str, tuple[Pass, float]] = MappingProxyType(
+    {
+        "attention_kernel": ("forward", 1.5),
+        "attention_query_gradient_kernel": ("backward", 0.6),
+        "attention_key_gradient_kernel": ("backward", 1.15),
+    }
+)
+"""Kernels of attention between bounds: the pass, and seconds over those of a plain causal pass with as many pairs.
+
+On an H200, over documents and a window, 1.2 to 1.8 times cuDNN's forward and 1.5 to 2.1 times its backward
+(benchmarks/results/attention-masked-h200.json and attention-h200.json)."""
+
+_OF_CHOSEN: Mapping[str, tuple[Callable[[Sequence[Sequence[int]]], int], int | None, float]] = MappingProxyType(
+    {
+        "sparse_forward_kernel": (
+            lambda shapes: prod(shapes[4]) * shapes[0][0] * (2 * shapes[0][3] + shapes[1][3]),
+            *(4, 0.76),
+        ),
+        "sparse_score_backward_kernel": (
+            lambda shapes: prod(shapes[9]) * (2 * shapes[0][3] + shapes[1][3]),
+            *(4, 0.65),
+        ),
+        "sparse_query_backward_kernel": (lambda shapes: prod(shapes[0]) * shapes[1][2], 2, 1.4),
+        # With values two products, else one.
+        "sparse_key_backward_kernel": (lambda shapes: prod(shapes[-2]) * shapes[-1][2] * (len(shapes) - 5), -5, 0.55),
+        "index_scores_kernel": (lambda shapes: prod(shapes[4]) * prod(shapes[0][2:]), None, 0.9),
+        "index_backward_kernel": (lambda shapes: 4 * shapes[5][0] * shapes[5][2] * prod(shapes[0][2:]), 3, 0.39),
+    }
+)
+"""Kernels of sparse attention: multiplications of all pairs of a query and a chosen key, by the shapes of the tensors;
+the place of the keys' numbers among these; the speed over that of dense attention in the same pass, on an H200 with the
+widths of DeepSeek-V3.2 (docs/decisions/0168-chosen-keys.md)."""
+
+_LINEAR_SPEED = 0.58
+"""Of these kernels over attention's, on an H200 (delta-rule-h200.json, launches that run)."""
 
 _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 """Kernels that multiply the rows of experts by their matrices."""

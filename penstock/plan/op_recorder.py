@@ -188,7 +188,7 @@ class RecordedOp(NamedTuple):
         shapes: of the arguments' tensors, then of the results'.
         sizes: bytes of each tensor; a tensor that is changed in place appears once. Of a copy, its own bytes.
         itemsize: bytes of an element of the first tensor.
-        switches: constants of a kernel that are true; the number of a mark or of a storage.
+        switches: constants of a kernel that are true, and its notes; the number of a mark or of a storage.
     """
 
     name: str

@@ -111,6 +111,7 @@ GROUPED         ^(float8_|expert_)?rows_kernel$|^_(GroupedGemm|(Float8)?ExpertFf
 ACTIVATION      ^swiglu(_backward)?(_float8)?_kernel$|^_Swiglu
 QUANTIZE        ^(quantize|measure|group_tiles|norm_quantize|pack_rows|unpack_rows|transpose)_kernel$
 EXPERTS         ^bias_(parts|sums)_kernel$
+NORM            ^(unit_length|gated_norm)_(backward_)?kernel$|^_(UnitLength|GatedNorm)(Backward)?$
 NORM            ^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Backward)?$
 ATTENTION       ^(mla|latent)_heads_(backward_)?kernel$|^shared_key_backward_kernel$|^_(Mla|Latent)Heads(Backward)?$
 ATTENTION       ^delta_\w+_kernel$|^convolution_\w*kernel$|^_(DeltaRule|ShortConvolution)(Backward)?$

@@ -111,7 +111,7 @@ def compile_launches(target: str, call: Callable[[], object]) -> list[Compiled]:
     """Compile every kernel that `call` launches, in the order of the launches, for a chip of `CHIPS`."""
     jobs = []
 
-    def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, notes: Any = (), **constants: Any) -> None:
         names = kernel.fn.__module__, kernel.fn.__name__
         jobs.append(_Job(*names, tuple(map(_without_memory, arguments)), constants, CHIPS[target]))
 

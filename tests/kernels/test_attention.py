@@ -22,7 +22,7 @@ from penstock.kernels.attention import (
     forward,
 )
 from penstock.kernels.attention_window import AttentionWindow
-from penstock.kernels.choose import Choice, choose, summary
+from penstock.kernels.choose import MASKED, Choice, choose, operators, summary
 from penstock.kernels.device_facts import FLASH_4, extras, named_device
 from penstock.kernels.local_attention import block_masks, local_attention
 from tests.closeness import assert_close, relative_error
@@ -228,6 +228,32 @@ def test_the_package_is_taken_where_it_is_installed_and_was_measured_or_if_it_is
     for device, says in ((H200, "not installed"), (mi300x, "no kernels for"), (on_cpu, "no kernels for CPU")):
         with pytest.raises(KernelError, match=says):
             attention_choice(device, "flash-4")
+
+
+def test_the_kernel_between_bounds_is_taken_where_it_was_measured_or_if_it_is_named() -> None:
+    def masked(device: Any, wanted: str = "auto", **sizes: int) -> Choice:
+        choices = choose({"attention": wanted}, device, replace(SHAPES, **sizes), None)
+        return next(one for one in choices if one.op == MASKED)
+
+    mi300x, float32 = named_device("MI300X", "bf16"), replace(H200, dtype="fp32")
+    for device, wanted, backend in (
+        (H200, "auto", "triton"),
+        (WITH_PACKAGE, "auto", "triton"),  # documents; flash-attn-4 has the rest
+        (H200, "cudnn", "torch"),
+        (mi300x, "auto", "torch"),  # no measurement
+        (mi300x, "triton", "triton"),
+        (float32, "auto", "torch"),
+    ):
+        assert masked(device, wanted).backend == backend
+        assert (operators(choose({"attention": wanted}, device, SHAPES, None)).bounded_attention is None) == (
+            backend == "torch"
+        )
+    assert masked(H200, head_dim=112).reason == "heads of 112 and 128 columns"
+    assert attention_choice(WITH_PACKAGE, "triton").backend == "flash-4"
+    for device, says in ((float32, "float32"), (CPU, "no GPU"), (replace(H200, packages=frozenset()), "not installed")):
+        with pytest.raises(KernelError, match=says):
+            masked(device, "triton")
+    assert all(one.op != MASKED for one in choose({}, CPU, SHAPES, None))
 
 
 def test_head_widths_with_a_kernel() -> None:

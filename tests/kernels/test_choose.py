@@ -12,7 +12,7 @@ from penstock.base.errors import DeviceError, KernelError
 from penstock.config.run import Kernels
 from penstock.kernels import backends
 from penstock.kernels.backends import BACKENDS, CHOICE_POINTS, FIELDS, PART_SIZES, PRODUCTS, Shapes, has, shape_of
-from penstock.kernels.choose import Choice, choose, obstacle, operators, shown, summary
+from penstock.kernels.choose import MASKED, Choice, choose, obstacle, operators, shown, summary
 from penstock.kernels.device_facts import DeviceFacts, device_facts, installed, named_device
 from penstock.kernels.measured import Measurements, OperatorTimes
 from penstock.kernels.operators import REFERENCE, TORCH
@@ -37,6 +37,8 @@ SHAPES = Shapes(
     linear_value_heads=32,
     linear_key_dim=128,
     linear_value_dim=128,
+    index_heads=64,
+    latent_dim=512,
 )
 DENSE = replace(SHAPES, experts=0, top_k=0, ffn=0)
 H200 = named_device("H200", "bf16")
@@ -74,7 +76,7 @@ def measured(times: Mapping[tuple[str, str], Mapping[str, float]], **changes: ob
 
 def test_every_operator_is_answered_once() -> None:
     choices = choose({}, H200, SHAPES, None)
-    assert {one.op for one in choices} == FIELDS.keys() | {"attention", "loss"}
+    assert {one.op for one in choices} == FIELDS.keys() | {"attention", MASKED, "loss"}
     assert [one.direction for one in choices if one.op == "experts"] == list(PRODUCTS)
     assert len({key(one) for one in choices}) == len(choices)
     assert all(one.reason and not one.reason.endswith(".") for one in choices)
@@ -82,7 +84,8 @@ def test_every_operator_is_answered_once() -> None:
 
 def test_a_gpu_without_measurements_takes_triton() -> None:
     b200 = named_device("B200", "bf16")
-    assert set(chosen(b200).values()) == {"triton", "auto"}
+    found = chosen(b200)
+    assert found.pop(MASKED) == "torch" and set(found.values()) == {"triton", "auto"}
     assert reasons(b200)["route"] == "no measurement for this chip: Triton by default"
 
 
@@ -215,7 +218,8 @@ def test_attention_is_ordered_by_vendor_and_wish() -> None:
 
 def test_the_summary_is_one_line() -> None:
     assert summary(choose({}, H200, SHAPES, None)) == (
-        "triton: route, permute, experts, swiglu, norm, rope, delta, loss; cuDNN first: attention"
+        "triton: route, permute, experts, swiglu, norm, rope, delta, sparse, masked attention, loss; "
+        "cuDNN first: attention"
     )
     assert summary(choose({"all": "reference"}, CPU, SHAPES, None)).endswith("; torch: attention, loss")
     mixed = summary(choose({"experts_forward": "torch"}, H200, SHAPES, None))

@@ -9,8 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.base.errors import KernelError
+from penstock.kernels import head_norms
 from penstock.kernels import short_convolution as kernels
-from penstock.kernels.delta_rule import chunked_delta_rule, recurrent_delta_rule, short_convolution, unit_length
+from penstock.kernels.delta_rule import (
+    chunked_delta_rule,
+    gated_norm,
+    recurrent_delta_rule,
+    short_convolution,
+    unit_length,
+)
 from penstock.kernels.delta_rule_launches import delta_rule
 from tests.closeness import assert_close, assert_equal
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
@@ -103,6 +110,21 @@ def test_a_convolution_is_torchs_with_padding_in_front() -> None:
     assert_equal(short_convolution(x_BSD[:, :2], weight_DJ), short_convolution(x_BSD, weight_DJ)[:, :2])  # a short row
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [6, 16])
+def test_norms_of_heads_equal_the_definition(width: int, dtype: torch.dtype, device: torch.device) -> None:
+    o_BSHM, gate_BSHM = (torch.randn(2, 150, 4, width, device=device, dtype=dtype) for _ in range(2))
+    weight_M = torch.randn(width, device=device, dtype=dtype)
+    assert_parity(lambda x: head_norms.unit_length(x, 0.3), lambda x: unit_length(x, 0.3), [o_BSHM])
+    for is_silu in (True, False):
+        how = {"epsilon": 1e-6, "is_silu": is_silu}
+        assert_parity(
+            lambda *x, how=how: head_norms.gated_norm(*x, **how),
+            lambda *x, how=how: gated_norm(*x, **how),
+            [o_BSHM, gate_BSHM, weight_M],
+        )
+
+
 def test_unit_length_survives_zeros() -> None:
     x_BSHN = torch.zeros(1, 1, 1, 4, requires_grad=True)
     unit_length(x_BSHN).sum().backward()
@@ -156,33 +178,41 @@ def test_the_convolution_and_its_gradients_equal_the_definition(
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str) -> None:
-    """With the sizes of Qwen3-Next."""
+    """With the sizes of Qwen3-Next, two rows and one."""
 
-    def both_passes() -> None:
-        q, k = (on_meta(2, 4096, 16, 128).requires_grad_() for _ in range(2))
-        g, beta = (on_meta(2, 4096, 32, dtype=torch.float32).requires_grad_() for _ in range(2))
-        v, documents_BS = on_meta(2, 4096, 32, 128).requires_grad_(), on_meta(2, 4096, dtype=torch.int64)
+    def rule(rows: int) -> None:
+        q, k = (on_meta(rows, 4096, 16, 128).requires_grad_() for _ in range(2))
+        g, beta = (on_meta(rows, 4096, 32, dtype=torch.float32).requires_grad_() for _ in range(2))
+        v, documents_BS = on_meta(rows, 4096, 32, 128).requires_grad_(), on_meta(rows, 4096, dtype=torch.int64)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("penstock.kernels.delta_rule_launches.target_of", lambda device: target)
             o_BSHM = delta_rule(q, k, v, g, beta, documents_BS)
             o_BSHM.backward(torch.empty_like(o_BSHM))
+
+    def both_passes() -> None:
+        rule(2)
+        rule(1)
+        v, documents_BS = on_meta(2, 4096, 32, 128).requires_grad_(), on_meta(2, 4096, dtype=torch.int64)
         y_BSD = kernels.short_convolution(v.flatten(2), on_meta(4096, 4).requires_grad_(), documents_BS)
         y_BSD.backward(torch.empty_like(y_BSD))
+        y_BSHM = head_norms.gated_norm(head_norms.unit_length(v), v, on_meta(128).requires_grad_(), 1e-6, is_silu=True)
+        y_BSHM.backward(torch.empty_like(y_BSHM))
 
     compiled = compile_without_spills(target, both_passes)
-    assert len(compiled) == 10
-    assert all(one.matrix_instructions for one in compiled[:7])
+    assert len(compiled) == 21
+    assert all(one.matrix_instructions for one in compiled[:14])
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("lengths", [None, (1000, 3000, 96)])
-def test_kernels_at_the_size_of_a_model_equal_chunks(lengths: Sequence[int] | None) -> None:
+def test_kernels_at_the_size_of_a_model_equal_chunks(lengths: Sequence[int] | None, rows: int) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(1, 4096, *size, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(rows, 4096, *size, generator=generator, device="cuda", dtype=torch.bfloat16)
 
-    documents_BS = None if lengths is None else documents_of((lengths,))
+    documents_BS = None if lengths is None else documents_of((lengths,) * rows)
     documents_BS = None if documents_BS is None else documents_BS.cuda()
     g, beta = -F.softplus(normal(32).float()), normal(32).float().sigmoid()
     inputs = [unit_length(normal(16, 128), 128**-0.5), unit_length(normal(16, 128)), normal(32, 128), g, beta]

@@ -1,5 +1,6 @@
 """Attention of every family equals that of `transformers`, layer by layer: output and all gradients."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from transformers.models.olmoe import modeling_olmoe as olmoe
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention
+from penstock.kernels.attention_bounds import attention_by_mask
 from penstock.kernels.attention_window import AttentionWindow
+from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.attention import query_scale
+from penstock.models.logits import LogitMeter
 from penstock.models.model_inputs import ForwardContext
 from tests.closeness import assert_close
 from tests.kernels.eager_attention import random_documents, seen_by, with_gradients
@@ -61,10 +65,15 @@ NAMES = {
 }
 
 
-def _attention(attention: GroupedQueryAttention | LatentAttention, layer: int) -> tuple[Any, Any]:
+WITH_BOUNDS = replace(REFERENCE, bounded_attention=attention_by_mask)
+
+
+def _attention(
+    attention: GroupedQueryAttention | LatentAttention, layer: int, operators: Operators = REFERENCE
+) -> tuple[Any, Any]:
     """A decoder, and one of its attentions with random weights."""
     sizes = {"hidden_size": HIDDEN, "layers": LAYERS, "dense_layers": LAYERS}
-    decoder = tiny_decoder(tiny_model(family="plain", attention=attention, moe=None, **sizes))
+    decoder = tiny_decoder(tiny_model(family="plain", attention=attention, moe=None, **sizes), operators)
     module = decoder.blocks[str(layer)].attention
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.4)
@@ -95,12 +104,15 @@ def _their_order(name: str, weight: Tensor, head_dim: int, in_pairs: bool) -> Te
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
+@pytest.mark.parametrize("operators", [REFERENCE, WITH_BOUNDS], ids=["masks", "bounds"])
 @pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("family", ATTENTIONS)
-def test_a_layer_equals_that_of_transformers(family: str, layer: int, has_documents: bool) -> None:
+def test_a_layer_equals_that_of_transformers(
+    family: str, layer: int, has_documents: bool, operators: Operators
+) -> None:
     attention = ATTENTIONS[family]
-    decoder, ours = _attention(attention, layer)
+    decoder, ours = _attention(attention, layer, operators)
     make_config, module, rotary = THEIRS[family]
     config = make_config(**COMMON | CHANGES[family])
     theirs = module(config, layer)
@@ -130,13 +142,36 @@ def test_a_layer_equals_that_of_transformers(family: str, layer: int, has_docume
         assert_close(mine, other, by="norm", tolerance=3e-5, what=name)
 
 
+def test_latent_attention_between_bounds_equals_that_with_masks() -> None:
+    config = tiny_model(family="plain", moe=None, layers=LAYERS, dense_layers=LAYERS)
+    _, _, positions_BS, documents_BS = _inputs(True)
+    tokens_BS = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % config.vocab_size
+    found = []
+    for operators in (REFERENCE, WITH_BOUNDS):
+        decoder = tiny_decoder(config, operators)
+        hidden = decoder(reading_of(tokens_BS, positions_BS, documents_BS)).main_BSD
+        hidden.square().sum().backward()
+        found.append((hidden.detach(), {name: one.grad for name, one in decoder.named_parameters()}))
+    assert_close(found[1], found[0])
+
+
+def test_a_mask_is_made_beside_bounds_only_for_qk_clip() -> None:
+    decoder, ours = _attention(ATTENTIONS["gpt-oss"], 0, WITH_BOUNDS)
+    _, _, positions_BS, documents_BS = _inputs(True)
+    context = _context(decoder, positions_BS, documents_BS)
+    assert context.allowed_BSS is None and context.bounds[0].most == LENGTH and context.nears[0].most == 5
+    ours.logits = LogitMeter(torch.zeros(4))
+    assert _context(decoder, positions_BS, documents_BS).allowed_BSS is not None
+
+
+@pytest.mark.parametrize("operators", [REFERENCE, WITH_BOUNDS], ids=["masks", "bounds"])
 @pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
-def test_a_sink_of_latent_attention_is_a_key_without_a_value(has_documents: bool) -> None:
+def test_a_sink_of_latent_attention_is_a_key_without_a_value(has_documents: bool, operators: Operators) -> None:
     """In float64, output and all gradients."""
     latent = LatentAttention(
         heads=4, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6, q_lora_rank=8, sinks=True
     )
-    decoder, ours = _attention(latent, 0)
+    decoder, ours = _attention(latent, 0, operators)
     decoder.double()
     x_BSD, direction_BSD, positions_BS, documents_BS = _inputs(has_documents)
     context = _context(decoder, positions_BS, documents_BS)

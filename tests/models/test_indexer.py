@@ -1,13 +1,20 @@
 """Sparse attention: the choice of keys, the loss that trains the indexer, and what does not learn from it."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.model import Model
+from penstock.kernels import sparse_attention, sparse_attention_launches
+from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.sparse_attention import attach_loss, attention_mass, best_keys, index_loss, index_scores
 from penstock.models.decoder import Decoder
+from penstock.models.mla import LatentLayer
+from penstock.parallel.recompute import RecomputeRule
 from tests.closeness import assert_close, assert_equal
 from tests.models.families import reading_of, tiny_decoder
 from tests.models.huggingface.family_models import INDEXER, V32
@@ -15,6 +22,11 @@ from tests.models.huggingface.parity import unsettled
 
 TOKENS_BS = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(2))
 POSITIONS_BS = torch.arange(12).expand(2, -1)
+GATHERING = replace(
+    REFERENCE,
+    choose_keys=sparse_attention_launches.choose_keys,
+    sparse_attention=sparse_attention_launches.sparse_attention,
+)
 
 
 def with_indexer(**changes: object) -> Model:
@@ -22,9 +34,19 @@ def with_indexer(**changes: object) -> Model:
     return V32.model_copy(update={"attention": V32.attention.model_copy(update={"indexer": indexer})})
 
 
-def gradients(config: Model, *, with_loss: bool = True) -> tuple[Decoder, dict[str, Tensor | None]]:
-    model = unsettled(tiny_decoder(config).train())
-    hidden = model(reading_of(TOKENS_BS, POSITIONS_BS)).main_BSD
+def gradients(
+    config: Model,
+    *,
+    with_loss: bool = True,
+    operators: Operators = REFERENCE,
+    documents_BS: Tensor | None = None,
+    recomputed: tuple[str, ...] = (),
+) -> tuple[Decoder, dict[str, Tensor | None]]:
+    model = unsettled(tiny_decoder(config, operators).train())
+    for layer in model.modules():
+        if isinstance(layer, LatentLayer):
+            layer.layer_context = replace(layer.layer_context, recompute=RecomputeRule(kinds=frozenset(recomputed)))
+    hidden = model(reading_of(TOKENS_BS, POSITIONS_BS, documents_BS)).main_BSD
     loss = F.cross_entropy(F.linear(hidden, model.head_VD).flatten(0, 1), TOKENS_BS.roll(-1, 1).flatten())
     (loss if with_loss else 0.0 * loss).backward()
     return model, {name: one.grad for name, one in model.named_parameters()}
@@ -85,6 +107,44 @@ def test_the_loss_and_its_gradient_equal_float64(stage: str) -> None:
     assert_close(loss.double(), total, tolerance=1e-5)
     for got, expected in zip(found, torch.autograd.grad(total, exact), strict=True):
         assert_close(got.double(), expected, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 7)])
+def test_kernels_that_gather_the_chosen_keys_give_the_gradients_of_masks(lengths: tuple[int, ...] | None) -> None:
+    documents_BS = None
+    if lengths is not None:
+        documents_BS = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand(2, -1)
+    config = with_indexer(index_topk=4, index_n_heads=16)  # of so many heads no two scores are zero
+    _, expected = gradients(config, documents_BS=documents_BS)
+    model, found = gradients(config, operators=GATHERING, documents_BS=documents_BS)
+    assert all(layer.absorbs for layer in model.modules() if isinstance(layer, LatentLayer))
+    for name, gradient in expected.items():
+        assert (gradient is None) == (found[name] is None), name
+        if gradient is not None:
+            assert_close(found[name], gradient, tolerance=1e-5, by="norm", what=name)
+
+
+def test_recomputation_does_not_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, choices = with_indexer(index_topk=4), []
+
+    def choose_keys(*inputs: Any) -> Tensor:
+        choices.append(inputs)
+        return sparse_attention_launches.choose_keys(*inputs)
+
+    counting = replace(GATHERING, choose_keys=choose_keys)
+    _, expected = gradients(config, operators=GATHERING)
+    model, found = gradients(config, operators=counting, recomputed=("latent-up", "attention"))
+    assert len(choices) == sum(isinstance(layer, LatentLayer) for layer in model.modules())
+    for name, gradient in expected.items():
+        assert_equal(found[name], gradient, what=name)
+
+
+def test_the_dense_loss_is_computed_for_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, whole = gradients(with_indexer(stage="dense"))
+    monkeypatch.setattr(sparse_attention, "FLOATS_AT_ONCE", 5 * 2 * 12 * 4)  # of 5 queries: 2 rows, 12 keys, 4 heads
+    _, parts = gradients(with_indexer(stage="dense"))
+    for name, gradient in whole.items():
+        assert_close(parts[name], gradient, tolerance=1e-5, by="norm", what=name)
 
 
 def test_an_attached_loss_counts_once_whatever_the_carrier_is_worth() -> None:

@@ -56,7 +56,11 @@ def test_the_h200_that_was_measured_runs_our_kernels_but_not_our_products_in_flo
     told = re.compile(
         r"measured \d+\.\d\dx faster than (torch|reference) on NVIDIA H200 at (8192 tokens|64 experts x 768 rows)"
     )
-    assert [choice.op for choice in choices if not told.fullmatch(choice.reason)] == ["attention", "loss"]
+    assert [choice.op for choice in choices if not told.fullmatch(choice.reason)] == [
+        "attention",
+        "masked attention",
+        "loss",
+    ]
     in_float32 = {choice.op: choice.backend for choice in kernel_choices(run, replace(H200, dtype="fp32"))}
     assert (in_float32["experts"], in_float32["norm"]) == ("reference", "triton")
 
@@ -88,6 +92,21 @@ def test_a_runs_own_measurements_decide(tmp_path: Path) -> None:
     assert swiglu.reason == "measured 3.00x faster than triton on NVIDIA H200 at 512 tokens"
     with pytest.raises(KernelError, match="was measured on another device"):
         kernel_choices(run, replace(H200, name="NVIDIA B200"))
+
+
+def test_sparse_attention_gathers_the_chosen_keys_where_sums_may_be_in_any_order() -> None:
+    def backend(*overrides: str) -> tuple[str, str]:
+        found = next(one for one in kernel_choices(load_run("deepseek-v3.2", overrides), H200) if one.op == "sparse")
+        return found.backend, found.reason
+
+    assert backend() == ("triton", "no squares of positions")
+    assert backend("kernels.all=reference")[0] == "reference"
+    assert backend("training.deterministic=true")[0] == "reference"
+    assert backend("model.attention.kv_lora_rank=1024") == ("reference", "a latent of 1024 + 64 numbers does not fit")
+    with pytest.raises(KernelError, match="kernels.sparse=triton sums gradients of keys in any order"):
+        backend("training.deterministic=true", "kernels.sparse=triton")
+    with pytest.raises(KernelError, match="do not fit into shared memory"):
+        kernel_choices(load_run("deepseek-v3.2", ["kernels.sparse=triton"]), replace(H200, dtype="fp32"))
 
 
 @pytest.mark.parametrize(("op", "stage", "allowed"), [("permute", 1, "0"), ("experts", 3, "0, 1")])

@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
+from penstock.kernels.attention_bounds import AttentionBounds, attention_by_mask
 from penstock.kernels.attention_window import AttentionWindow
+from penstock.kernels.local_attention import BlockMasks
+from penstock.kernels.operators import REFERENCE
 from penstock.layout.grid import Grid
 from penstock.layout.sequence import Method, SequenceLayout
 from penstock.models.model_inputs import attention_mask
 from penstock.parallel.axes import ALONE, Axes, make_axes
-from penstock.parallel.context import attend, attend_to_row, gather_positions, held_positions, nears_of
+from penstock.parallel.context import attend, attend_to_row, bounds_of, gather_positions, held_positions, nears_of
 from penstock.parallel.layer_context import LayerContext
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
@@ -68,7 +71,7 @@ def _cases(shape: str) -> tuple[dict[str, AttentionWindow | None], tuple[Tensor,
     return (REACHES, (SINKS_H,)) if shape == "grouped-query" else ({"the whole row": None}, ())
 
 
-def _on_a_rank(size: int, shape: str, method: Method, documents: bool) -> list[list[Tensor]]:
+def _on_a_rank(size: int, shape: str, method: Method, documents: bool, bounded: bool) -> list[list[Tensor]]:
     """Of each reach: output and gradients; the sinks' gradient last, which ranks have parts of."""
     axes = _axes(size)
     own = _own(axes, method)
@@ -76,13 +79,19 @@ def _on_a_rank(size: int, shape: str, method: Method, documents: bool) -> list[l
     allowed_BSS = attention_mask(_documents(documents, len(q)))
     if allowed_BSS is not None and method == "all-gather":
         allowed_BSS = allowed_BSS[:, own]
-    layer_context = replace(LayerContext(), axes=axes, context_method=method)
+    operators = replace(REFERENCE, bounded_attention=attention_by_mask if bounded else None)
+    layer_context = replace(LayerContext(), axes=axes, context_method=method, operators=operators)
     assert held_positions(layer_context, len(own), torch.device("cpu")).tolist() == own
     reaches, sinks = _cases(shape)
     found = []
     for reach in reaches.values():
         leaves = [x.clone().requires_grad_() for x in (q, k, v, *sinks)]
-        nears = nears_of(layer_context, reach, len(own), len(q), allowed_BSS, q.device) if reach else ()
+        nears: tuple[AttentionBounds | BlockMasks, ...] = ()
+        if bounded:
+            nears = bounds_of(layer_context, reach, len(own), _documents(documents, len(q)), q.device)
+            assert nears or not documents
+        if reach and not nears:
+            nears = nears_of(layer_context, reach, len(own), len(q), allowed_BSS, q.device)
         options = {"scale": SCALE, "allowed_BSS": allowed_BSS, "nears": nears, "sinks_H": (*leaves[3:], None)[0]}
         found.append(with_gradients(attend(*leaves[:3], layer_context, **options), direction, leaves))
     return found
@@ -95,9 +104,22 @@ def _on_a_rank(size: int, shape: str, method: Method, documents: bool) -> list[l
 def test_ranks_attend_together_as_one_does_alone(
     ranks: Pool, size: int, method: Method, shape: str, documents: bool
 ) -> None:
+    _check_ranks(ranks, size, method, shape, documents, bounded=False)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("shape", ["grouped-query, three rows", "latent"])
+@pytest.mark.parametrize("method", ["ulysses", "all-gather"])
+def test_ranks_attend_between_bounds_as_one_does_alone(
+    ranks: Pool, method: Method, shape: str, documents: bool
+) -> None:
+    _check_ranks(ranks, 2, method, shape, documents, bounded=True)
+
+
+def _check_ranks(ranks: Pool, size: int, method: Method, shape: str, documents: bool, *, bounded: bool) -> None:
     *inputs, direction = _heads(shape)
     layout = SequenceLayout(length=LENGTH, context=size, method=method)
-    results = ranks.run(size, _on_a_rank, size, shape, method, documents)
+    results = ranks.run(size, _on_a_rank, size, shape, method, documents, bounded)
     reaches, sinks = _cases(shape)
     for number, (name, reach) in enumerate(reaches.items()):
         leaves = [x.clone().requires_grad_() for x in (*inputs, *sinks)]

@@ -7,11 +7,12 @@ from math import prod
 import pytest
 
 from penstock.config.load import load_run
+from penstock.kernels.attention_bounds import noted
 from penstock.plan.costs import OpCosts, RoutedRows, buffer_rows, routed_rows
 from penstock.plan.hardware import RankGroup
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.op_recorder import RecordedOp
-from penstock.plan.rates import Estimate, Rates
+from penstock.plan.rates import Estimate, Pass, Rates
 from penstock.plan.transfers import TokenTraffic, TransferTimes
 
 H200 = load_hardware("H200")
@@ -97,6 +98,34 @@ def test_an_operator_takes_what_rates_and_transfers_say(operator: RecordedOp, es
     cost = COSTS.of(operator)
     assert cost.seconds == pytest.approx(estimate.seconds)
     assert cost[1:] == (term, term in ("dispatch", "exchange"))
+
+
+CHOSEN = (128, 1, 8192, 512), (1, 8192, 128, 64), (1, 8192, 512), (1, 8192, 64), (1, 8192, 2048), (1, 8192)
+PAIRS = 8192 * 2048 * (1 - 2048 / 16384)  # of a query and a key
+
+
+@pytest.mark.parametrize(
+    ("operator", "direction", "flops"),  # over the speed beside that of dense attention
+    [
+        (of_bf16("sparse_forward_kernel", *CHOSEN), "forward", 2 * 128 * 1088 * PAIRS / 0.76),
+        (
+            of_bf16("sparse_key_backward_kernel", *CHOSEN[:1] * 2, *CHOSEN[4:], *[(8192, 128, 2048)] * 2, CHOSEN[2]),
+            "backward",
+            2 * 128 * 2 * 512 * PAIRS / 0.55,
+        ),
+        (
+            of_bf16("index_scores_kernel", (1, 8192, 64, 128), *CHOSEN[2:4], (1, 8192), (1, 1024, 4096)),
+            "forward",
+            2 * 64 * 128 * 1024 * 4096 / 0.9,
+        ),
+    ],
+)
+def test_a_kernel_of_sparse_attention_takes_the_time_of_its_chosen_pairs(
+    operator: RecordedOp, direction: Pass, flops: float
+) -> None:
+    share = dict(H200.efficiency)[f"attention_{direction}"]
+    assert COSTS.of(operator).seconds == pytest.approx(flops / (H200.peaks.bf16 * share))
+    assert COSTS.of(operator).term == "attention"
 
 
 @pytest.mark.parametrize(
@@ -187,6 +216,21 @@ def test_scales_of_single_rows_on_both_sides_slow_a_product_in_8_bits() -> None:
     ]
     share = H200.efficiency.float8_by_rows / H200.efficiency.float8
     assert COSTS.of(of_torch[1]).seconds == pytest.approx(COSTS.of(of_torch[0]).seconds * share, rel=1e-6)
+
+
+def test_attention_between_bounds_takes_as_long_as_the_pairs_that_are_seen() -> None:
+    row = (2, 16384, 16, 192), (2, 16384, 16, 192), (2, 16384, 16, 128)
+    names = "attention_kernel", "attention_query_gradient_kernel", "attention_key_gradient_kernel"
+    by_most = {
+        most: [COSTS.of(experts_product(name, *row, switches=(noted(most),))).seconds for name in names]
+        for most in (16384, 8192, 128)
+    }
+    sizes = 32, 16384, 16384, (192, 128)
+    plain = [RATES.attention(direction, *sizes).seconds for direction in ("forward", "backward")]
+    assert plain[0] < by_most[16384][0] < 2 * plain[0] and plain[1] < sum(by_most[16384][1:]) < 3 * plain[1]
+    for whole, half, window in zip(*by_most.values(), strict=True):
+        assert half / whole == pytest.approx(0.75, abs=0.01)  # of the triangle, the half that is nearest
+        assert window / whole == pytest.approx((128 + 96) / 8192, rel=0.02)
 
 
 @pytest.mark.parametrize(

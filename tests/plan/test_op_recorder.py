@@ -75,8 +75,9 @@ def test_views_and_allocations_are_not_recorded_and_a_tensor_changed_in_place_ap
 
 
 def test_a_launch_is_written_with_its_switches_and_not_made() -> None:
-    (one,) = written(lambda: start_kernel(FakeKernel(), (7,), rows(4, 8), 3, None, rows(2), GATHER=True, DEPTH=False))
-    assert (one.name, one.shapes, one.switches) == ("fake_kernel", ((4, 8), (2,)), ("GATHER",))
+    arguments, constants = (rows(4, 8), 3, None, rows(2)), {"GATHER": True, "DEPTH": False}
+    (one,) = written(lambda: start_kernel(FakeKernel(), (7,), *arguments, notes=["MOST=2"], **constants))
+    assert (one.name, one.shapes, one.switches) == ("fake_kernel", ((4, 8), (2,)), ("GATHER", "MOST=2"))
 
 
 def test_the_host_waits_where_it_would_read_counts() -> None:

@@ -104,6 +104,13 @@ def test_uneven_experts_take_longer() -> None:
     assert uneven.ranks[0].terms["dispatch"] > even.ranks[0].terms["dispatch"]
 
 
+def test_documents_need_no_square_of_the_row_in_our_kernel() -> None:
+    kernels = ((), ("kernels.attention=cudnn",))
+    ours, masked = (lite("1xH200", "data.document_mask=true", *more) for more in kernels)
+    assert masked.memory.activations - ours.memory.activations > 2 * 4096**2  # rows of a micro-batch, a byte each
+    assert ours.time.ranks[0].terms["attention"] < masked.time.ranks[0].terms["attention"]
+
+
 def test_more_micro_batches_and_put_off_weight_gradients_shrink_the_bubble() -> None:
     few, many = time_of("2xH200", *PP2), time_of("2xH200", *PP2, "training.global_batch=64")
     assert 0 < many.bubble < few.bubble

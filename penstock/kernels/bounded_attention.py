@@ -1,0 +1,529 @@
+"""Attention between bounds, forward and backward: packed documents, sliding windows, chunks and sinks, without a mask.
+
+A query sees the keys from `first` up to its own position. `first` is the largest of the beginnings of its document,
+window and chunk, and never falls from one query to the next. So a block of queries reads consecutive blocks of keys,
+and only those at both ends need the comparison of positions:
+
+    keys      0 1 | 2 3 | 4 5 | 6 7 | 8 9        blocks of 2
+    query 8         . x   x x   x x   x .        first 3: block 0 is not read
+    query 9         . x   x x   x x   x x        blocks 1 and 4 are borders, blocks 2 and 3 are seen whole
+
+Backward has two kernels without atomics. That of the queries walks over keys, like forward, and writes do . o for the
+other one; that of the keys walks over the queries from its first key up to the last query that sees its last one
+(`last`). The softmax counts in powers of two: log_sums is log2 of the sum of exp, sinks included.
+
+The rows of a tile of queries are positions by heads of one group of keys: with 8 heads, 128 rows are 16 positions, so a
+window of 128 needs 143 keys instead of 255. Heads of keys that are no power of two wide are multiplied in two parts
+(192 = 128 + 64).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.kernels.attention_bounds import AttentionBounds, noted, parts_of
+from penstock.kernels.language import TensorDescriptor, ceil_div, tl, triton
+from penstock.kernels.launching import start_kernel
+from penstock.kernels.tuning import KernelLaunch, target_of
+
+LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(LOG2E)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLaunch(KernelLaunch):
+    """`block_rows` queries (positions by heads) and `block_columns` keys of a tile."""
+
+    descriptors: bool = False  # copy tiles by descriptors (NVIDIA's tensor memory accelerator) instead of pointers
+    heads: int = 1  # of one group in a tile of queries, at most; cut to a power of two that divides the group
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLaunches:
+    """Launches of forward and of both kernels of backward."""
+
+    forward: AttentionLaunch
+    queries: AttentionLaunch
+    keys: AttentionLaunch
+
+
+def _launch(rows: int, columns: int, warps: int, stages: int, **options: Any) -> AttentionLaunch:
+    return AttentionLaunch(block_rows=rows, block_columns=columns, warps=warps, stages=stages, **options)
+
+
+NARROW = 512  # keys that a query sees at most where a tile of queries has several heads
+
+# Measured on one H200 (docs/decisions/0142-attention-between-bounds.md).
+_HOPPER_LATENT = AttentionLaunches(
+    forward=_launch(64, 64, 4, 2), queries=_launch(128, 64, 8, 2), keys=_launch(32, 128, 8, 2)
+)
+_HOPPER = AttentionLaunches(
+    forward=_launch(64, 64, 4, 3, descriptors=True),
+    queries=_launch(64, 64, 4, 2, descriptors=True),
+    keys=_launch(64, 64, 4, 2, descriptors=True),
+)
+_HOPPER_NARROW = AttentionLaunches(
+    forward=_launch(64, 64, 4, 2, heads=8, descriptors=True),
+    queries=_launch(64, 32, 4, 3, heads=8),
+    keys=_launch(32, 64, 4, 2, heads=8),
+)
+# The largest tiles that the compiler does not spill; nothing was measured on these chips.
+_BLACKWELL = AttentionLaunches(
+    forward=_launch(128, 64, 8, 2), queries=_launch(128, 64, 8, 2), keys=_launch(32, 64, 4, 2)
+)
+_AMD = AttentionLaunches(forward=_launch(128, 64, 4, 1), queries=_launch(128, 64, 4, 1), keys=_launch(32, 64, 4, 1))
+
+
+def launches_for(target: str, width: int, most: int) -> AttentionLaunches:
+    """The launches of a chip for keys of this width, of which a query sees `most`."""
+    if target.startswith("gfx"):
+        return _AMD
+    if target != "sm_90":
+        return _BLACKWELL
+    if width > 128:
+        return _HOPPER_LATENT
+    return _HOPPER_NARROW if most <= NARROW else _HOPPER
+
+
+def bounded_attention(
+    q_BQHN: Tensor,
+    k_BKGN: Tensor,
+    v_BKGM: Tensor,
+    bounds: AttentionBounds,
+    *,
+    scale: float,
+    sinks_H: Tensor | None = None,
+    launches: AttentionLaunches | None = None,  # None: `launches_for`
+) -> Tensor:
+    """Softmax attention of queries at the last positions of the row; o_BQHM in the dtype of q.
+
+    The definition is `penstock.kernels.attention_bounds.attention_by_mask`.
+    """
+    launches = launches or launches_for(target_of(q_BQHN.device), q_BQHN.shape[-1], bounds.most)
+    o_BQHM: Tensor = _BoundedAttention.apply(q_BQHN, k_BKGN, v_BKGM, sinks_H, bounds, scale, launches)
+    return o_BQHM
+
+
+class _BoundedAttention(torch.autograd.Function):
+    """Saves the inputs, the output and log_sums."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BQHN: Tensor,
+        k_BKGN: Tensor,
+        v_BKGM: Tensor,
+        sinks_H: Tensor | None,
+        bounds: AttentionBounds,
+        scale: float,
+        launches: AttentionLaunches,
+    ) -> Tensor:
+        q_BQHN, k_BKGN, v_BKGM = (x.contiguous() for x in (q_BQHN, k_BKGN, v_BKGM))
+        (rows, queries, heads, _), width = q_BQHN.shape, v_BKGM.shape[-1]
+        o_BQHM = q_BQHN.new_empty(rows, queries, heads, width)
+        log_sums_BHQ = q_BQHN.new_empty(rows, heads, queries, dtype=torch.float32)
+        launch, first_BQ = launches.forward, bounds.first_BQ
+        start_kernel(
+            attention_kernel, _grid_of_queries(q_BQHN, k_BKGN, launch),
+            q_BQHN, *_key_blocks_of(k_BKGN, v_BKGM, launch), first_BQ, sinks_H, o_BQHM, log_sums_BHQ,
+            queries, k_BKGN.shape[1], _row_stride(first_BQ), scale,
+            notes=(noted(bounds.most),), **_constants(q_BQHN, k_BKGN, width, launch),
+        )  # fmt: skip
+        ctx.save_for_backward(q_BQHN, k_BKGN, v_BKGM, sinks_H, o_BQHM, log_sums_BHQ, bounds.first_BQ, bounds.last_BK)
+        ctx.how = scale, launches, noted(bounds.most)
+        return o_BQHM
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_BQHM: Tensor) -> tuple[Tensor | None, ...]:
+        q_BQHN, k_BKGN, v_BKGM, sinks_H, o_BQHM, log_sums_BHQ, first_BQ, last_BK = ctx.saved_tensors
+        scale, launches, note = ctx.how
+        do_BQHM, delta_BHQ = do_BQHM.contiguous(), torch.empty_like(log_sums_BHQ)
+        dq_BQHN, dk_BKGN, dv_BKGM = (torch.empty_like(x) for x in (q_BQHN, k_BKGN, v_BKGM))
+        (rows, keys, groups, _), width = k_BKGN.shape, v_BKGM.shape[-1]
+        sizes = q_BQHN.shape[1], keys
+        start_kernel(
+            attention_query_gradient_kernel, _grid_of_queries(q_BQHN, k_BKGN, launches.queries),
+            q_BQHN, *_key_blocks_of(k_BKGN, v_BKGM, launches.queries),
+            first_BQ, o_BQHM, log_sums_BHQ, do_BQHM, dq_BQHN, delta_BHQ,
+            *sizes, _row_stride(first_BQ), scale,
+            notes=(note,), **_constants(q_BQHN, k_BKGN, width, launches.queries),
+        )  # fmt: skip
+        q, q_rest, do = _query_blocks_of(q_BQHN, do_BQHM, k_BKGN, launches.keys)
+        start_kernel(
+            attention_key_gradient_kernel, (groups, ceil_div(keys, launches.keys.block_columns), rows),
+            q, k_BKGN, v_BKGM, q_rest, do,
+            first_BQ, last_BK, log_sums_BHQ, delta_BHQ, dk_BKGN, dv_BKGM,
+            *sizes, _row_stride(first_BQ), _row_stride(last_BK), scale,
+            notes=(note,), **_constants(q_BQHN, k_BKGN, width, launches.keys),
+        )  # fmt: skip
+        dsinks_H = None
+        if sinks_H is not None:
+            weights_BHQ = torch.exp2(sinks_H.float()[:, None] * LOG2E - log_sums_BHQ)
+            dsinks_H = -(weights_BHQ * delta_BHQ).sum((0, 2)).to(sinks_H.dtype)
+        return dq_BQHN, dk_BKGN, dv_BKGM, dsinks_H, None, None, None
+
+
+def _blocks(x_BSHN: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Descriptor of blocks of positions and columns of a head."""
+    return TensorDescriptor.from_tensor(x_BSHN.flatten(2).flatten(0, 1), [rows, columns])
+
+
+def _key_blocks_of(k_BKGN: Tensor, v_BKGM: Tensor, launch: AttentionLaunch) -> tuple[Any, Any, Any]:
+    """Keys, values, and the second parts of keys, as tensors or descriptors."""
+    if not launch.descriptors:
+        return k_BKGN, v_BKGM, k_BKGN
+    n1, n2 = parts_of(k_BKGN.shape[-1])
+    blocks = (
+        _blocks(x, launch.block_columns, n) for x, n in ((k_BKGN, n1), (v_BKGM, v_BKGM.shape[-1]), (k_BKGN, n2 or n1))
+    )
+    k, v, rest = blocks
+    return k, v, rest
+
+
+def _query_blocks_of(q_BQHN: Tensor, do_BQHM: Tensor, k_BKGN: Tensor, launch: AttentionLaunch) -> tuple[Any, Any, Any]:
+    """Queries, their second parts, and the gradient of the output, as tensors or descriptors."""
+    if not launch.descriptors:
+        return q_BQHN, q_BQHN, do_BQHM
+    assert _heads_of(q_BQHN, k_BKGN, launch) == 1, "a block of a descriptor has one head"
+    n1, n2 = parts_of(q_BQHN.shape[-1])
+    q, rest = (_blocks(q_BQHN, launch.block_rows, n) for n in (n1, n2 or n1))
+    return q, rest, _blocks(do_BQHM, launch.block_rows, do_BQHM.shape[-1])
+
+
+def _row_stride(bounds_BS: Tensor) -> int:
+    """From one row of bounds to the next; 0 if one stands for all."""
+    return bounds_BS.shape[1] if bounds_BS.shape[0] > 1 else 0
+
+
+def _heads_of(q_BQHN: Tensor, k_BKGN: Tensor, launch: AttentionLaunch) -> int:
+    """Heads of a tile of queries."""
+    group = q_BQHN.shape[2] // k_BKGN.shape[2]
+    return min(launch.heads, group & -group)  # the largest power of two that divides the group
+
+
+def _grid_of_queries(q_BQHN: Tensor, k_BKGN: Tensor, launch: AttentionLaunch) -> tuple[int, int, int]:
+    heads = _heads_of(q_BQHN, k_BKGN, launch)
+    return q_BQHN.shape[2] // heads, ceil_div(q_BQHN.shape[1], launch.block_rows // heads), q_BQHN.shape[0]
+
+
+def _constants(q_BQHN: Tensor, k_BKGN: Tensor, width: int, launch: AttentionLaunch) -> dict[str, int]:
+    n1, n2 = parts_of(q_BQHN.shape[-1])
+    return {
+        "H": q_BQHN.shape[2],
+        "G": k_BKGN.shape[2],
+        "N1": n1,
+        "N2": n2,
+        "M": width,
+        "BLOCK_Q": launch.block_rows,
+        "BLOCK_K": launch.block_columns,
+        "HEADS": _heads_of(q_BQHN, k_BKGN, launch),
+        "DESCRIPTORS": launch.descriptors,
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+    }
+
+
+@triton.jit
+def _load(ptr, line_S, width: tl.constexpr, inside_S, MASKED: tl.constexpr):
+    """A tile from `ptr` on whose rows begin at `line_S`."""
+    ptrs = ptr + line_S[:, None] + tl.arange(0, width)[None, :]
+    if MASKED:
+        return tl.load(ptrs, mask=inside_S[:, None], other=0.0)
+    return tl.load(ptrs)
+
+
+@triton.jit
+def _load_keys(
+    source, place, start, head, first: tl.constexpr, width: tl.constexpr, G: tl.constexpr, end: tl.constexpr, inside_K,
+    MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Keys or values from `start` on of a row that begins at position `place`: some columns of a head."""
+    if DESCRIPTORS:
+        block = source.load([place + start, head * end + first])
+    else:
+        line_K = tl.arange(0, inside_K.shape[0]) * (G * end)
+        ptr = source + (place + start).to(tl.int64) * (G * end) + head * end + first
+        block = _load(ptr, line_K, width, inside_K, MASKED)
+    return block
+
+
+@triton.jit
+def _scores(q1, q2, k1, k2, N2: tl.constexpr):
+    """Products of all rows of two tiles, of which one or both have a second part."""
+    scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+    if N2 > 0:
+        scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def _key_blocks(first_ptr, place, end, offset, BLOCK_K: tl.constexpr):
+    """Blocks of keys of the queries `place` to `end` - 1: first key, borders before, first and end of whole, behind."""
+    lowest, highest = tl.load(first_ptr + place), tl.load(first_ptr + end - 1)
+    begin = lowest // BLOCK_K * BLOCK_K
+    whole = tl.cdiv(highest, BLOCK_K) * BLOCK_K
+    stop = tl.maximum((place + offset + 1) // BLOCK_K * BLOCK_K, whole)
+    behind = tl.cdiv(tl.maximum(end + offset - stop, 0), BLOCK_K)
+    return begin, (whole - begin) // BLOCK_K, whole, stop, behind
+
+
+@triton.jit
+def _attended(
+    o_QM, most_Q, sum_Q, q1, q2, k, k_rest, v, row_place, group, start, keys, position_Q, first_Q, scale,
+    G: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Output, largest score and sum of the softmax, with one more block of keys; `scale` has the factor log2 e."""
+    N: tl.constexpr = N1 + N2
+    key_K = start + tl.arange(0, BLOCK_K)
+    inside_K = key_K < keys
+    k1 = _load_keys(k, row_place, start, group, 0, N1, G, N, inside_K, MASKED, DESCRIPTORS)
+    k2 = k1
+    if N2 > 0:
+        k2 = _load_keys(k_rest, row_place, start, group, N1, N2, G, N, inside_K, MASKED, DESCRIPTORS)
+    scores_QK = _scores(q1, q2, k1, k2, N2)
+    v_KM = _load_keys(v, row_place, start, group, 0, M, G, M, inside_K, MASKED, DESCRIPTORS)
+    if MASKED:
+        seen_QK = (key_K[None, :] <= position_Q[:, None]) & (key_K[None, :] >= first_Q[:, None])
+        scores_QK = tl.where(seen_QK, scores_QK * scale, -1.0e30)
+        new_Q = tl.maximum(most_Q, tl.max(scores_QK, 1))
+        p_QK = tl.exp2(scores_QK - new_Q[:, None])
+    else:
+        new_Q = tl.maximum(most_Q, tl.max(scores_QK, 1) * scale)
+        p_QK = tl.exp2(scores_QK * scale - new_Q[:, None])
+    # A row that has seen no key yet has sums of masked scores, which the first real score multiplies by zero.
+    shrink_Q = tl.exp2(most_Q - new_Q)
+    sum_Q = sum_Q * shrink_Q + tl.sum(p_QK, 1)
+    o_QM = tl.dot(p_QK.to(v_KM.dtype), v_KM, o_QM * shrink_Q[:, None], input_precision="ieee")
+    return o_QM, new_Q, sum_Q
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "first_stride"])
+def attention_kernel(
+    q_ptr, k, v, k_rest, first_ptr, sinks_ptr, o_ptr, sums_ptr,  # q B x Q x H x N, k B x K x G x N, sums B x H x Q
+    queries, keys, first_stride, scale,
+    H: tl.constexpr, G: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, M: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """One block of positions of some heads of a group, and the keys that they see."""
+    N: tl.constexpr = N1 + N2
+    row, head = tl.program_id(2).to(tl.int64), tl.program_id(0) * HEADS
+    place = (tl.num_programs(1) - 1 - tl.program_id(1)) * (BLOCK_Q // HEADS)  # the longest first
+    index_Q = tl.arange(0, BLOCK_Q)
+    place_Q, head_Q = place + index_Q // HEADS, head + index_Q % HEADS
+    corner, line_Q = (row * queries + place) * H + head, index_Q // HEADS * H + index_Q % HEADS
+    inside_Q, offset = place_Q < queries, keys - queries
+    group, row_place = head // (H // G), tl.program_id(2) * keys
+    first_ptr += row * first_stride
+    q1 = _load(q_ptr + corner * N, line_Q * N, N1, inside_Q, True)
+    q2 = q1
+    if N2 > 0:
+        q2 = _load(q_ptr + corner * N + N1, line_Q * N, N2, inside_Q, True)
+    first_Q = tl.load(first_ptr + place_Q, mask=inside_Q, other=0)
+    most_Q = tl.full([BLOCK_Q], -1.0e30, tl.float32)
+    sum_Q = tl.zeros([BLOCK_Q], tl.float32)
+    if sinks_ptr is not None:
+        most_Q = tl.load(sinks_ptr + head_Q).to(tl.float32) * _LOG2E
+        sum_Q += 1.0
+    o_QM = tl.zeros([BLOCK_Q, M], tl.float32)
+    scale2 = scale * _LOG2E
+    end = tl.minimum(place + BLOCK_Q // HEADS, queries)
+    begin, before, whole, stop, behind = _key_blocks(first_ptr, place, end, offset, BLOCK_K)
+    for start in range(whole, stop, BLOCK_K):
+        o_QM, most_Q, sum_Q = _attended(
+            o_QM, most_Q, sum_Q, q1, q2, k, k_rest, v, row_place, group, start, keys, place_Q + offset, first_Q, scale2,
+            G, N1, N2, M, BLOCK_K, False, DESCRIPTORS,
+        )  # fmt: skip
+    for block in range(before + behind):
+        start = tl.where(block < before, begin + block * BLOCK_K, stop + (block - before) * BLOCK_K)
+        o_QM, most_Q, sum_Q = _attended(
+            o_QM, most_Q, sum_Q, q1, q2, k, k_rest, v, row_place, group, start, keys, place_Q + offset, first_Q, scale2,
+            G, N1, N2, M, BLOCK_K, True, DESCRIPTORS,
+        )  # fmt: skip
+    o_ptrs = o_ptr + corner * M + (line_Q * M)[:, None] + tl.arange(0, M)[None, :]
+    tl.store(o_ptrs, (o_QM / sum_Q[:, None]).to(o_ptr.dtype.element_ty), mask=inside_Q[:, None])
+    tl.store(sums_ptr + row * H * queries + head_Q * queries + place_Q, most_Q + tl.log2(sum_Q), mask=inside_Q)
+
+
+@triton.jit
+def _query_gradient(
+    dq1, dq2, q1, q2, do_QM, sums_Q, delta_Q, k, k_rest, v, row_place, group, start, keys, position_Q, first_Q, scale,
+    G: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of queries, without the factor `scale`, with one more block of keys."""
+    N: tl.constexpr = N1 + N2
+    key_K = start + tl.arange(0, BLOCK_K)
+    inside_K = key_K < keys
+    k1 = _load_keys(k, row_place, start, group, 0, N1, G, N, inside_K, MASKED, DESCRIPTORS)
+    k2 = k1
+    if N2 > 0:
+        k2 = _load_keys(k_rest, row_place, start, group, N1, N2, G, N, inside_K, MASKED, DESCRIPTORS)
+    v_KM = _load_keys(v, row_place, start, group, 0, M, G, M, inside_K, MASKED, DESCRIPTORS)
+    p_QK = tl.exp2(_scores(q1, q2, k1, k2, N2) * scale - sums_Q[:, None])
+    if MASKED:
+        seen_QK = (key_K[None, :] <= position_Q[:, None]) & (key_K[None, :] >= first_Q[:, None])
+        p_QK = tl.where(seen_QK, p_QK, 0.0)
+    dp_QK = tl.dot(do_QM, tl.trans(v_KM), input_precision="ieee")
+    ds_QK = (p_QK * (dp_QK - delta_Q[:, None])).to(k1.dtype)
+    dq1 = tl.dot(ds_QK, k1, dq1, input_precision="ieee")
+    if N2 > 0:
+        dq2 = tl.dot(ds_QK, k2, dq2, input_precision="ieee")
+    return dq1, dq2
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "first_stride"])
+def attention_query_gradient_kernel(
+    q_ptr, k, v, k_rest, first_ptr, o_ptr, sums_ptr, do_ptr, dq_ptr, delta_ptr,
+    queries, keys, first_stride, scale,
+    H: tl.constexpr, G: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, M: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """One block of positions of some heads of a group: delta = do . o and dq."""
+    N: tl.constexpr = N1 + N2
+    row, head = tl.program_id(2).to(tl.int64), tl.program_id(0) * HEADS
+    place = (tl.num_programs(1) - 1 - tl.program_id(1)) * (BLOCK_Q // HEADS)
+    index_Q = tl.arange(0, BLOCK_Q)
+    place_Q, head_Q = place + index_Q // HEADS, head + index_Q % HEADS
+    corner, line_Q = (row * queries + place) * H + head, index_Q // HEADS * H + index_Q % HEADS
+    inside_Q, offset = place_Q < queries, keys - queries
+    group, row_place = head // (H // G), tl.program_id(2) * keys
+    first_ptr += row * first_stride
+    do_QM = _load(do_ptr + corner * M, line_Q * M, M, inside_Q, True)
+    o_QM = _load(o_ptr + corner * M, line_Q * M, M, inside_Q, True)
+    delta_Q = tl.sum(do_QM.to(tl.float32) * o_QM.to(tl.float32), 1)
+    number_Q = head_Q * queries + place_Q
+    tl.store(delta_ptr + row * H * queries + number_Q, delta_Q, mask=inside_Q)
+    sums_Q = tl.load(sums_ptr + row * H * queries + number_Q, mask=inside_Q, other=float("inf"))
+    q1 = _load(q_ptr + corner * N, line_Q * N, N1, inside_Q, True)
+    q2 = q1
+    dq1 = tl.zeros([BLOCK_Q, N1], tl.float32)
+    dq2 = dq1
+    if N2 > 0:
+        q2 = _load(q_ptr + corner * N + N1, line_Q * N, N2, inside_Q, True)
+        dq2 = tl.zeros([BLOCK_Q, N2], tl.float32)
+    first_Q = tl.load(first_ptr + place_Q, mask=inside_Q, other=0)
+    end = tl.minimum(place + BLOCK_Q // HEADS, queries)
+    begin, before, whole, stop, behind = _key_blocks(first_ptr, place, end, offset, BLOCK_K)
+    scale2 = scale * _LOG2E
+    for start in range(whole, stop, BLOCK_K):
+        dq1, dq2 = _query_gradient(
+            dq1, dq2, q1, q2, do_QM, sums_Q, delta_Q, k, k_rest, v, row_place, group, start, keys, place_Q + offset,
+            first_Q, scale2, G, N1, N2, M, BLOCK_K, False, DESCRIPTORS,
+        )  # fmt: skip
+    for block in range(before + behind):
+        start = tl.where(block < before, begin + block * BLOCK_K, stop + (block - before) * BLOCK_K)
+        dq1, dq2 = _query_gradient(
+            dq1, dq2, q1, q2, do_QM, sums_Q, delta_Q, k, k_rest, v, row_place, group, start, keys, place_Q + offset,
+            first_Q, scale2, G, N1, N2, M, BLOCK_K, True, DESCRIPTORS,
+        )  # fmt: skip
+    dq_ptrs = dq_ptr + corner * N + (line_Q * N)[:, None]
+    tl.store(dq_ptrs + tl.arange(0, N1)[None, :], (dq1 * scale).to(dq_ptr.dtype.element_ty), mask=inside_Q[:, None])
+    if N2 > 0:
+        dq_ptrs += N1 + tl.arange(0, N2)[None, :]
+        tl.store(dq_ptrs, (dq2 * scale).to(dq_ptr.dtype.element_ty), mask=inside_Q[:, None])
+
+
+@triton.jit
+def _key_gradient(
+    dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, row_place, head, place,
+    queries, offset, scale, H: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, M: tl.constexpr, BLOCK_Q: tl.constexpr,
+    HEADS: tl.constexpr, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of keys, without the factor `scale`, and values, with one more block of queries."""
+    N: tl.constexpr = N1 + N2
+    index_Q = tl.arange(0, BLOCK_Q)
+    place_Q, head_Q = place + index_Q // HEADS, head + index_Q % HEADS
+    inside_Q, number_Q = place_Q < queries, head_Q * queries + place_Q
+    if DESCRIPTORS:
+        q1, do_QM = q.load([row_place + place, head * N]), do.load([row_place + place, head * M])
+        q2 = q1
+        if N2 > 0:
+            q2 = q_rest.load([row_place + place, head * N + N1])
+    else:
+        corner, line_Q = (row_place + place).to(tl.int64) * H + head, index_Q // HEADS * H + index_Q % HEADS
+        q1 = _load(q + corner * N, line_Q * N, N1, inside_Q, MASKED)
+        do_QM = _load(do + corner * M, line_Q * M, M, inside_Q, MASKED)
+        q2 = q1
+        if N2 > 0:
+            q2 = _load(q + corner * N + N1, line_Q * N, N2, inside_Q, MASKED)
+    sums_Q = tl.load(sums_ptr + number_Q, mask=inside_Q, other=float("inf"))  # no weight behind the last query
+    delta_Q = tl.load(delta_ptr + number_Q, mask=inside_Q, other=0.0)
+    p_KQ = tl.exp2(_scores(k1, k2, q1, q2, N2) * scale - sums_Q[None, :])
+    if MASKED:
+        first_Q = tl.load(first_ptr + place_Q, mask=inside_Q, other=0)
+        seen_KQ = (key_K[:, None] <= (place_Q + offset)[None, :]) & (key_K[:, None] >= first_Q[None, :])
+        p_KQ = tl.where(seen_KQ, p_KQ, 0.0)
+    dv_KM = tl.dot(p_KQ.to(do_QM.dtype), do_QM, dv_KM, input_precision="ieee")
+    dp_KQ = tl.dot(v_KM, tl.trans(do_QM), input_precision="ieee")
+    ds_KQ = (p_KQ * (dp_KQ - delta_Q[None, :])).to(q1.dtype)
+    dk1 = tl.dot(ds_KQ, q1, dk1, input_precision="ieee")
+    if N2 > 0:
+        dk2 = tl.dot(ds_KQ, q2, dk2, input_precision="ieee")
+    return dk1, dk2, dv_KM
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "first_stride", "last_stride"])
+def attention_key_gradient_kernel(
+    q, k_ptr, v_ptr, q_rest, do, first_ptr, last_ptr, sums_ptr, delta_ptr, dk_ptr, dv_ptr,
+    queries, keys, first_stride, last_stride, scale,
+    H: tl.constexpr, G: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, M: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEADS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """One block of keys of a head: the heads of queries of its group, and the queries of each that see the keys."""
+    N: tl.constexpr = N1 + N2
+    PLACES: tl.constexpr = BLOCK_Q // HEADS
+    group, row, begin = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.program_id(1) * BLOCK_K
+    key_K, offset = begin + tl.arange(0, BLOCK_K), keys - queries
+    corner, line_K, inside_K = (row * keys + begin) * G + group, tl.arange(0, BLOCK_K) * G, key_K < keys
+    k1 = _load(k_ptr + corner * N, line_K * N, N1, inside_K, True)
+    k2 = k1
+    dk1 = tl.zeros([BLOCK_K, N1], tl.float32)
+    dk2 = dk1
+    if N2 > 0:
+        k2 = _load(k_ptr + corner * N + N1, line_K * N, N2, inside_K, True)
+        dk2 = tl.zeros([BLOCK_K, N2], tl.float32)
+    v_KM = _load(v_ptr + corner * M, line_K * M, M, inside_K, True)
+    dv_KM = tl.zeros([BLOCK_K, M], tl.float32)
+    row_place = tl.program_id(2) * queries
+    sums_ptr += row * H * queries
+    delta_ptr += row * H * queries
+    first_ptr += row * first_stride
+    last_ptr += row * last_stride
+    # Blocks of queries: borders, whole ones from `whole` to `stop`, and borders up to `end`.
+    last_key = tl.minimum(begin + BLOCK_K, keys) - 1
+    start = tl.maximum(begin - offset, 0) // PLACES * PLACES
+    end = tl.load(last_ptr + last_key) + 1
+    whole = tl.cdiv(tl.maximum(last_key - offset, 0), PLACES) * PLACES
+    stop = tl.maximum((tl.load(last_ptr + begin) + 1) // PLACES * PLACES, whole)
+    before = tl.cdiv(tl.maximum(tl.minimum(whole, end) - start, 0), PLACES)
+    borders = before + tl.cdiv(tl.maximum(end - stop, 0), PLACES)
+    blocks = (stop - whole) // PLACES
+    scale2 = scale * _LOG2E
+    head = group * (H // G)
+    for turn in range(blocks * (H // G // HEADS)):
+        place = whole + turn % blocks * PLACES
+        dk1, dk2, dv_KM = _key_gradient(
+            dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, row_place,
+            head + turn // blocks * HEADS, place, queries, offset, scale2, H, N1, N2, M, BLOCK_Q, HEADS, False,
+            DESCRIPTORS,
+        )  # fmt: skip
+    for turn in range(borders * (H // G // HEADS)):
+        block = turn % borders
+        place = tl.where(block < before, start + block * PLACES, stop + (block - before) * PLACES)
+        dk1, dk2, dv_KM = _key_gradient(
+            dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, row_place,
+            head + turn // borders * HEADS, place, queries, offset, scale2, H, N1, N2, M, BLOCK_Q, HEADS, True,
+            DESCRIPTORS,
+        )  # fmt: skip
+    dk_ptrs = dk_ptr + corner * N + (line_K * N)[:, None]
+    tl.store(dk_ptrs + tl.arange(0, N1)[None, :], (dk1 * scale).to(dk_ptr.dtype.element_ty), mask=inside_K[:, None])
+    if N2 > 0:
+        dk_ptrs += N1 + tl.arange(0, N2)[None, :]
+        tl.store(dk_ptrs, (dk2 * scale).to(dk_ptr.dtype.element_ty), mask=inside_K[:, None])
+    dv_ptrs = dv_ptr + corner * M + (line_K * M)[:, None] + tl.arange(0, M)[None, :]
+    tl.store(dv_ptrs, dv_KM.to(dv_ptr.dtype.element_ty), mask=inside_K[:, None])
