@@ -83,8 +83,9 @@ class Decoder(nn.Module):
         self.has_reach = any(one.reach is not None for one in grouped)  # a window or chunks
         self.scales_queries = any(one.scales_queries for one in grouped)
         self.with_logits = tuple(one for one in attentions if isinstance(one, GroupedQueryLayer | LatentLayer))
-        has_indexer = isinstance(config.attention, LatentAttention) and config.attention.indexer is not None
-        self.has_bounds = layer_context.operators.bounded_attention is not None and not has_indexer
+        indexer = config.attention.indexer if isinstance(config.attention, LatentAttention) else None
+        chooses = indexer is not None and indexer.stage == "sparse"
+        self.has_bounds = layer_context.operators.bounded_attention is not None and not chooses
         self.reads_tokens = any(config.is_hashed(layer) for layer in blocks)  # to choose experts
 
     @property

@@ -165,8 +165,10 @@ class LatentLayer(nn.Module):
         assert self.indexer is not None, "dense attention has no indexer"
         index = self.indexer(x_BSD, query, context)
         chosen = None if self.indexer.config.stage == "dense" else self.indexer.choose(index, context)
-        keys_BSS = context.allowed_BSS if chosen is None else chosen.keys_BSS
-        o_BSHM = attend(q_BSHN, k_BSHN, v_BSHM, self.layer_context, scale=self.scale, allowed_BSS=keys_BSS)
+        keys_BSS, bounds = (context.allowed_BSS, context.bounds) if chosen is None else (chosen.keys_BSS, ())
+        o_BSHM = attend(
+            q_BSHN, k_BSHN, v_BSHM, self.layer_context, scale=self.scale, allowed_BSS=keys_BSS, nears=bounds
+        )
         return self.indexer.taught(o_BSHM, index, chosen, q_BSHN, k_BSHN, context, self.scale)
 
     def _absorbed(

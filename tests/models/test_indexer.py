@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.config.model import Model
 from penstock.kernels import sparse_attention, sparse_attention_launches
+from penstock.kernels.attention_bounds import attention_by_mask
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.sparse_attention import attach_loss, attention_mass, best_keys, index_loss, index_scores
 from penstock.models.decoder import Decoder
@@ -122,6 +123,17 @@ def test_kernels_that_gather_the_chosen_keys_give_the_gradients_of_masks(lengths
         assert (gradient is None) == (found[name] is None), name
         if gradient is not None:
             assert_close(found[name], gradient, tolerance=1e-5, by="norm", what=name)
+
+
+def test_the_dense_stage_reads_bounds_of_documents_in_place_of_a_mask() -> None:
+    documents_BS = torch.arange(2).repeat_interleave(torch.tensor((5, 7))).expand(2, -1)
+    config = with_indexer(stage="dense")
+    _, expected = gradients(config, documents_BS=documents_BS)
+    bounded = replace(GATHERING, bounded_attention=attention_by_mask)
+    model, found = gradients(config, operators=bounded, documents_BS=documents_BS)
+    assert model.forward_context(reading_of(TOKENS_BS, POSITIONS_BS, documents_BS)).allowed_BSS is None
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, tolerance=1e-5, by="norm", what=name)
 
 
 def test_recomputation_does_not_choose_again(monkeypatch: pytest.MonkeyPatch) -> None:
