@@ -152,7 +152,7 @@ def test_a_written_run_says_every_field_that_is_not_none() -> None:
     none = ("model.attention.rope.yarn", "model.attention.rope.llama3", "model.moe.clamped", "data.mixture.NAME")
     none += ("model.linear_attention", "model.attention.indexer")
     left_out = {path.removeprefix("model.attention.") for path in expected - written if not path.startswith(none)}
-    grouped = {"kv_heads", "head_dim", "qk_norm", "bias", "qkv_bias", "sinks", "partial_rotary_factor", "output_gate"}
+    grouped = {"kv_heads", "head_dim", "qk_norm", "bias", "qkv_bias", "partial_rotary_factor", "output_gate"}
     assert {path for path in left_out if not path.startswith("local")} == grouped, "debug has latent attention"
 
 
