@@ -71,7 +71,8 @@ class ChoiceRecorder:
         self._seen: dict[Place, list[Choices]] = defaultdict(list)
         self._last: dict[int, Tensor] = {}  # by layer, logits of the call that runs
         for router in (one for model in modules for one in model.modules() if isinstance(one, TopKRouter)):
-            self._watch(router)
+            if router.table_VK is None:  # a table of token ids chooses the same on every layout
+                self._watch(router)
 
     def begin(self, step: int) -> None:
         """A step begins, or the evaluation behind the last one."""

@@ -44,6 +44,14 @@ def test_state_in_formats_of_its_own_is_compared_by_its_values(ranks: Pool, tmp_
     assert outcome.kind in ("equal", "tie"), told(outcome)
 
 
+def test_experts_by_token_ids_may_have_a_capacity(ranks: Pool, tmp_path: Path) -> None:
+    words = ("model.family=plain", "model.layers=2", "model.moe.router.num_hash_layers=1")
+    words += ("model.moe.balance.aux_loss=none", "model.moe.balance.aux_loss_coef=0")
+    words += ("model.moe.balance.capacity_factor=1.0", "parallel.expert=2")
+    outcome = Prover(PoolRanks(ranks), tmp_path).judge(composition_of(2, words))
+    assert outcome.kind in ("equal", "tie"), told(outcome)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SLOW_SECONDS)
 def test_twenty_minutes_of_random_compositions_equal_one_process(ranks: Pool, tmp_path: Path) -> None:
