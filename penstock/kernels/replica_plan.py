@@ -51,7 +51,7 @@ class ReplicaRule:
     groups: int
     slots: int  # replicas that a group can hold
     tolerance: int = 0  # rows over the even share that a group may have, in millionths of that share
-    idle: int = 0  # rows over that share up to which nothing is copied, likewise; without effect below `tolerance`
+    idle: int = 0  # the same: up to so many rows nothing is copied; ignored if not above `tolerance`
     least_rows: int = 0  # of a replica, if its expert has them and its group has room
 
     @property

@@ -449,7 +449,7 @@ _UPDATE_SHARES = {False: 1.08, True: 0.56}
 8 bits. On an H200: 1.06 to 1.11, and 0.55 to 0.57 (benchmarks/results/optimizer-step-h200.json)."""
 
 _GRAM_SHARE = 0.75
-"""Operations in a second of products of matrices with their transposes over those of other products: 0.68 to 0.98 on
+"""Operations in a second of products of matrices with their transposes over those of other products: 0.56 to 1.05 on
 an H200 (benchmarks/results/muon-h200.json)."""
 
 _WAITS = frozenset({"wait_kernel", "hold_kernel", "signal_kernel"})
