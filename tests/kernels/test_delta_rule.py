@@ -132,14 +132,15 @@ def test_unit_length_survives_zeros() -> None:
     assert_close(unit_length(torch.tensor([3.0, 4.0]), 2.0), torch.tensor([1.2, 1.6]), tolerance=1e-6)
 
 
+@pytest.mark.parametrize("by_channel", [False, True], ids=["of heads", "of features"])
 @pytest.mark.parametrize("lengths", DOCUMENTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no products in bfloat16
 def test_kernels_give_what_the_definition_gives(
-    lengths: Sequence[Sequence[int]] | None, dtype: torch.dtype, device: torch.device
+    by_channel: bool, lengths: Sequence[Sequence[int]] | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     documents_BS = documents_of(lengths)
     documents_BS = None if documents_BS is None else documents_BS.to(device)
-    q, k, v, g, beta = (one.detach().to(device) for one in draw(torch.float32, by_channel=False))
+    q, k, v, g, beta = (one.detach().to(device) for one in draw(torch.float32, by_channel=by_channel))
     inputs = [q.to(dtype), k.to(dtype), v.to(dtype), g, beta]
     exact = run(recurrent_delta_rule, [one.double().requires_grad_() for one in inputs], documents_BS)
     found = run(partial(delta_rule, chunk=16), [one.requires_grad_() for one in inputs], documents_BS)
@@ -204,9 +205,12 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_channel", [False, True], ids=["of heads", "of features"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("lengths", [None, (1000, 3000, 96)])
-def test_kernels_at_the_size_of_a_model_equal_chunks(lengths: Sequence[int] | None, rows: int) -> None:
+def test_kernels_at_the_size_of_a_model_equal_chunks(
+    lengths: Sequence[int] | None, rows: int, by_channel: bool
+) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
 
     def normal(*size: int) -> Tensor:
@@ -214,8 +218,10 @@ def test_kernels_at_the_size_of_a_model_equal_chunks(lengths: Sequence[int] | No
 
     documents_BS = None if lengths is None else documents_of((lengths,) * rows)
     documents_BS = None if documents_BS is None else documents_BS.cuda()
-    g, beta = -F.softplus(normal(32).float()), normal(32).float().sigmoid()
-    inputs = [unit_length(normal(16, 128), 128**-0.5), unit_length(normal(16, 128)), normal(32, 128), g, beta]
+    g = -F.softplus(normal(32, 128).float() if by_channel else normal(32).float())
+    key_heads = 32 if by_channel else 16
+    q, k = unit_length(normal(key_heads, 128), 128**-0.5), unit_length(normal(key_heads, 128))
+    inputs = [q, k, normal(32, 128), g, normal(32).float().sigmoid()]
     exact = run(chunked_delta_rule, [one.float().requires_grad_() for one in inputs], documents_BS)
     found = run(delta_rule, [one.requires_grad_() for one in inputs], documents_BS)
     for got, expected in zip(found, exact, strict=True):

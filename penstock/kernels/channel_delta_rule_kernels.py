@@ -1,0 +1,375 @@
+"""Kernels of the delta rule with a decay for each key feature; formulas and names are those of `delta_rule`.
+
+    channel_sum_kernel             per chunk: c
+    channel_pairs_kernel           per chunk: P, A, and queries and keys with their decays from and to the borders
+    channel_system_kernel          per chunk: T = (1 + A)^-1, u and w
+    delta_state_kernel             chunk after chunk, with keys that have their decays
+    channel_output_kernel          per chunk: o = exp(c) q S + P d, where P are products of queries and keys
+    channel_local_backward_kernel  per chunk: gradients of P, and of d through P
+    delta_state_backward_kernel    last chunk first, with queries and keys that have their decays
+    channel_read_backward_kernel   per chunk: gradients through the states
+    channel_write_backward_kernel  per chunk: gradients of A, and those through T of values
+    channel_pairs_backward_kernel  per chunk: gradients through P and A
+
+A decay between two positions, exp(c_i - c_j), is no factor of their product: each feature has its own. As a product of
+exp(c_i) and exp(-c_j) it would overflow. So a pair meets in the middle. At level l a chunk is cut into blocks of
+2^(l+1) positions. A query in the right half of a block and a key in the left half decay from and to the first position
+of the right half. Both factors are at most 1, and one product of the whole chunk, of which the pairs between blocks are
+thrown away, has all pairs of the level. Each pair of different positions belongs to one level; 64 positions have six.
+Example with four positions: level 1 has pairs (2, 0), (2, 1), (3, 0), (3, 1), level 0 has (1, 0) and (3, 2).
+
+Gradients take the same way. A matrix of gradients of pairs is made symmetric, and one product for each level gives rows
+of the right halves what they get as queries, and rows of the left halves what they get as keys.
+"""
+
+from penstock.kernels.delta_rule_parts import chunk_documents, dot, inverse, numbers_at, rows_at, state_at
+from penstock.kernels.language import tl, triton
+
+
+@triton.jit
+def _to_middle(c_JN, c_ptrs, level, stride: tl.constexpr, inside, is_feature_N, J: tl.constexpr):
+    """Decay of each position from, or to, the middle of its block at a level.
+
+    `c_ptrs` point to the first position of the chunk, 1 x N, and `stride` is that of positions.
+    """
+    place_J = tl.arange(0, J)
+    middle_J = ((place_J >> level) | 1) << level
+    is_there = (middle_J < inside)[:, None] & is_feature_N[None, :]
+    middle_JN = tl.load(c_ptrs + middle_J[:, None] * stride, mask=is_there, other=0.0)
+    return tl.exp(-tl.abs(c_JN - middle_JN))
+
+
+@triton.jit
+def _pairs_at(level, J: tl.constexpr):
+    """Pairs of positions in different halves of one block of a level, J x J."""
+    half_J = tl.arange(0, J) >> level
+    return (half_J ^ 1)[:, None] == half_J[None, :]
+
+
+@triton.jit
+def _border_decays(c_JN, c_ptr, document_J, before, last, end, column_N, is_feature_N):
+    """Decays from the state before a chunk to each position, and from there to the chunk's end; 0 across documents."""
+    c_last_N = tl.load(c_ptr + end + column_N, mask=is_feature_N, other=0.0)
+    carried_JN = tl.where((document_J == before)[:, None], tl.exp(c_JN), 0.0)
+    kept_JN = tl.where((document_J == last)[:, None], tl.exp(tl.minimum(c_last_N[None, :] - c_JN, 0.0)), 0.0)
+    return carried_JN, kept_JN, tl.where(before == last, tl.exp(c_last_N), 0.0)
+
+
+@triton.jit
+def channel_sum_kernel(
+    g_ptr, c_ptr, positions,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Sums of the decays from the start of a chunk. Example: [-1, -2, -3] gives [-1, -3, -6]."""
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    inside_J = first + tl.arange(0, J) < positions
+    for start in range(0, N, BLOCK_N):
+        column_N = start + tl.arange(0, BLOCK_N)
+        is_key = inside_J[:, None] & (column_N < N)[None, :]
+        g_JN = tl.load(rows_at(g_ptr, H, head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        tl.store(rows_at(c_ptr, H, head, row, first, positions, J, N) + column_N, tl.cumsum(g_JN, 0), mask=is_key)
+
+
+@triton.jit
+def channel_pairs_kernel(
+    q_ptr, k_ptr, c_ptr, documents_ptr, p_ptr, a_ptr, carried_q_ptr, carried_k_ptr, kept_k_ptr, carried_ptr, positions,
+    chunks,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head: P, and A without beta. Example: a chunk of one position has P = [[q k]] and A = [[0]]."""
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    place_J, key_head = tl.arange(0, J), head // (H // G)
+    inside_J = first + place_J < positions
+    document_J, before, last = chunk_documents(documents_ptr, row, first, positions, J)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    c_ptr += ((row.to(tl.int64) * positions + first) * H + head) * N
+    inside = tl.minimum(positions - first, J)
+    a_JJ = tl.zeros([J, J], tl.float32)
+    p_JJ = tl.zeros([J, J], tl.float32)
+    own_J = tl.zeros([J], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        column_N = start + tl.arange(0, BLOCK_N)
+        is_feature_N = column_N < N
+        is_key = inside_J[:, None] & is_feature_N[None, :]
+        q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        c_JN = tl.load(c_ptr + place_J[:, None] * (H * N) + column_N[None, :], mask=is_key, other=0.0)
+        end = (inside - 1) * (H * N)
+        carried_JN, kept_JN, whole_N = _border_decays(
+            c_JN, c_ptr, document_J, before, last, end, column_N, is_feature_N
+        )
+        place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
+        tl.store(carried_q_ptr + place_JN, (q_JN * carried_JN).to(dtype), mask=is_key)
+        tl.store(carried_k_ptr + place_JN, (k_JN * carried_JN).to(dtype), mask=is_key)
+        tl.store(kept_k_ptr + place_JN, (k_JN * kept_JN).to(dtype), mask=is_key)
+        whole_ptr = carried_ptr + ((row.to(tl.int64) * chunks + tl.program_id(0)) * H + head) * N
+        tl.store(whole_ptr + column_N, whole_N, mask=is_feature_N)
+        own_J += tl.sum(q_JN.to(tl.float32) * k_JN.to(tl.float32), 1)
+        c_ptrs = c_ptr + column_N[None, :]
+        decay_JN = _to_middle(c_JN, c_ptrs, 0, H * N, inside, is_feature_N, J)
+        keys_JN, reads_JN = (k_JN * decay_JN).to(dtype), (q_JN * decay_JN).to(dtype)
+        for level in range(LEVELS):
+            is_pair_JJ = _pairs_at(level, J)
+            a_JJ += tl.where(is_pair_JJ, dot(keys_JN, tl.trans(keys_JN), dtype), 0.0)
+            p_JJ += tl.where(is_pair_JJ, dot(reads_JN, tl.trans(keys_JN), dtype), 0.0)
+            # Operands of the next level: as values from before the iteration they lie in shared memory.
+            decay_JN = _to_middle(c_JN, c_ptrs, level + 1, H * N, inside, is_feature_N, J)
+            keys_JN, reads_JN = (k_JN * decay_JN).to(dtype), (q_JN * decay_JN).to(dtype)
+    is_before_JJ = (place_J[:, None] > place_J[None, :]) & (document_J[:, None] == document_J[None, :])
+    own_JJ = tl.where(place_J[:, None] == place_J[None, :], own_J[:, None], 0.0)
+    place_JJ = rows_at(0, H, head, row, first, positions, J, J) + place_J
+    tl.store(p_ptr + place_JJ, (tl.where(is_before_JJ, p_JJ, 0.0) + own_JJ).to(dtype), mask=inside_J[:, None])
+    tl.store(a_ptr + place_JJ, tl.where(is_before_JJ, a_JJ, 0.0), mask=inside_J[:, None])
+
+
+@triton.jit
+def channel_system_kernel(
+    a_ptr, v_ptr, beta_ptr, t_ptr, u_ptr, w_ptr, positions,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head. w takes the place of keys with their decays. Example: A = 0 gives T = 1 and u = beta v."""
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    inside_J = first + tl.arange(0, J) < positions
+    dtype: tl.constexpr = v_ptr.dtype.element_ty
+    beta_J = tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)
+    place_JJ = rows_at(0, H, head, row, first, positions, J, J) + tl.arange(0, J)
+    a_JJ = tl.load(a_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
+    t_JJ = inverse(a_JJ * beta_J[:, None], J, SIDE)
+    tl.store(t_ptr + place_JJ, t_JJ.to(dtype), mask=inside_J[:, None])
+    t_JJ *= beta_J[None, :]
+    for start in range(0, N, BLOCK_N):
+        column_N = start + tl.arange(0, BLOCK_N)
+        is_key = inside_J[:, None] & (column_N < N)[None, :]
+        w_ptrs = rows_at(w_ptr, H, head, row, first, positions, J, N) + column_N
+        carried_k_JN = tl.load(w_ptrs, mask=is_key, other=0.0)
+        tl.store(w_ptrs, dot(t_JJ, carried_k_JN, dtype).to(dtype), mask=is_key)
+    for start in range(0, M, BLOCK_M):
+        column_M = start + tl.arange(0, BLOCK_M)
+        is_value = inside_J[:, None] & (column_M < M)[None, :]
+        v_JM = tl.load(rows_at(v_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+        u_ptrs = rows_at(u_ptr, H, head, row, first, positions, J, M) + column_M
+        tl.store(u_ptrs, dot(t_JJ, v_JM, dtype).to(dtype), mask=is_value)
+
+
+@triton.jit
+def channel_output_kernel(
+    carried_q_ptr, p_ptr, d_ptr, states_ptr, o_ptr, positions, chunks,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head. Example: with a state of zeros and one position, o = P d."""
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    inside_J = first + tl.arange(0, J) < positions
+    dtype: tl.constexpr = d_ptr.dtype.element_ty
+    column_N = tl.arange(0, BLOCK_N)
+    is_key = inside_J[:, None] & (column_N < N)[None, :]
+    q_JN = tl.load(rows_at(carried_q_ptr, H, head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+    p_ptrs = rows_at(p_ptr, H, head, row, first, positions, J, J) + tl.arange(0, J)
+    p_JJ = tl.load(p_ptrs, mask=inside_J[:, None], other=0.0)
+    for start in range(0, M, BLOCK_M):
+        column_M = start + tl.arange(0, BLOCK_M)
+        is_value = inside_J[:, None] & (column_M < M)[None, :]
+        is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
+        state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M)
+        state_NM = tl.load(state_ptrs + column_N[:, None] * M + column_M[None, :], mask=is_state, other=0.0)
+        d_JM = tl.load(rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+        o_ptrs = rows_at(o_ptr, H, head, row, first, positions, J, M) + column_M
+        tl.store(o_ptrs, (dot(q_JN, state_NM, dtype) + dot(p_JJ, d_JM, dtype)).to(dtype), mask=is_value)
+
+
+@triton.jit
+def channel_local_backward_kernel(
+    p_ptr, d_ptr, documents_ptr, do_ptr, dp_ptr, dd_ptr, positions,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head: gradients through P d, which are dP = do d^T, and P^T do as the first part of dd."""
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    place_J = tl.arange(0, J)
+    inside_J = first + place_J < positions
+    document_J, _, _ = chunk_documents(documents_ptr, row, first, positions, J)
+    dtype: tl.constexpr = do_ptr.dtype.element_ty
+    place_JJ = rows_at(0, H, head, row, first, positions, J, J) + place_J
+    p_JJ = tl.load(p_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
+    dp_JJ = tl.zeros([J, J], tl.float32)
+    for start in range(0, M, BLOCK_M):
+        column_M = start + tl.arange(0, BLOCK_M)
+        is_value = inside_J[:, None] & (column_M < M)[None, :]
+        place_JM = rows_at(0, H, head, row, first, positions, J, M) + column_M
+        do_JM = tl.load(do_ptr + place_JM, mask=is_value, other=0.0)
+        d_JM = tl.load(d_ptr + place_JM, mask=is_value, other=0.0)
+        dp_JJ += dot(do_JM, tl.trans(d_JM), dtype)
+        tl.store(dd_ptr + place_JM, dot(tl.trans(p_JJ), do_JM, dtype).to(dtype), mask=is_value)
+    is_pair_JJ = (place_J[:, None] >= place_J[None, :]) & (document_J[:, None] == document_J[None, :])
+    tl.store(dp_ptr + place_JJ, tl.where(is_pair_JJ, dp_JJ, 0.0).to(dtype), mask=inside_J[:, None])
+
+
+@triton.jit
+def channel_read_backward_kernel(
+    q_ptr, k_ptr, c_ptr, documents_ptr, states_ptr, d_ptr, do_ptr, dstates_ptr, dd_ptr, dq_ptr, dk_ptr, dw_ptr, dc_ptr,
+    positions, chunks,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head: dw, and parts of dq, dk and dc: those through the states at the chunk's borders."""
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    place_J, key_head = tl.arange(0, J), head // (H // G)
+    inside_J = first + place_J < positions
+    document_J, before, last = chunk_documents(documents_ptr, row, first, positions, J)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    c_ptr += ((row.to(tl.int64) * positions + first) * H + head) * N
+    inside = tl.minimum(positions - first, J)
+    for start_N in range(0, N, BLOCK_N):
+        column_N = start_N + tl.arange(0, BLOCK_N)
+        is_feature_N = column_N < N
+        is_key = inside_J[:, None] & is_feature_N[None, :]
+        dq_JN = tl.zeros([J, BLOCK_N], tl.float32)
+        dk_JN = tl.zeros([J, BLOCK_N], tl.float32)
+        dw_JN = tl.zeros([J, BLOCK_N], tl.float32)
+        dwhole_N = tl.zeros([BLOCK_N], tl.float32)
+        for start in range(0, M, BLOCK_M):
+            column_M = start + tl.arange(0, BLOCK_M)
+            is_value = inside_J[:, None] & (column_M < M)[None, :]
+            is_state = is_feature_N[:, None] & (column_M < M)[None, :]
+            place_NM = column_N[:, None] * M + column_M[None, :]
+            state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
+            dstate_ptrs = state_at(dstates_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
+            state_NM = tl.load(state_ptrs, mask=is_state, other=0.0)
+            dstate_NM = tl.load(dstate_ptrs, mask=is_state, other=0.0)
+            do_JM = tl.load(rows_at(do_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+            d_JM = tl.load(rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+            dd_JM = tl.load(rows_at(dd_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+            dq_JN += dot(do_JM, tl.trans(state_NM), dtype)
+            dk_JN += dot(d_JM, tl.trans(dstate_NM), dtype)
+            dw_JN += dot(dd_JM, tl.trans(state_NM), dtype)
+            dwhole_N += tl.sum(state_NM.to(tl.float32) * dstate_NM.to(tl.float32), 1)
+        place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
+        tl.store(dw_ptr + place_JN, (-dw_JN).to(dtype), mask=is_key)
+        c_JN = tl.load(c_ptr + place_J[:, None] * (H * N) + column_N[None, :], mask=is_key, other=0.0)
+        end = (inside - 1) * (H * N)
+        carried_JN, kept_JN, whole_N = _border_decays(
+            c_JN, c_ptr, document_J, before, last, end, column_N, is_feature_N
+        )
+        dq_JN *= carried_JN
+        dk_JN *= kept_JN
+        tl.store(dq_ptr + place_JN, dq_JN.to(dtype), mask=is_key)
+        tl.store(dk_ptr + place_JN, dk_JN.to(dtype), mask=is_key)
+        q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        kdk_JN = k_JN * dk_JN
+        dlast_N = tl.sum(kdk_JN, 0) + dwhole_N * whole_N
+        # A decay multiplies a query's products and divides a key's; that of the chunk's end multiplies all.
+        dc_JN = q_JN * dq_JN - kdk_JN + tl.where((place_J == inside - 1)[:, None], dlast_N[None, :], 0.0)
+        tl.store(dc_ptr + place_JN, dc_JN, mask=is_key)
+
+
+@triton.jit
+def channel_write_backward_kernel(
+    k_ptr, v_ptr, beta_ptr, c_ptr, t_ptr, documents_ptr, dd_ptr, dw_ptr, da_ptr, dv_ptr, dbeta_ptr, positions,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head: dA and dv, and the part of dbeta that multiplies values.
+
+    With y = T x the gradients are dx = T^T dy and dA = -T^T (dy x^T) T^T below the diagonal.
+    """
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    place_J, key_head = tl.arange(0, J), head // (H // G)
+    inside_J = first + place_J < positions
+    document_J, before, _ = chunk_documents(documents_ptr, row, first, positions, J)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    beta_J = tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)
+    place_JJ = rows_at(0, H, head, row, first, positions, J, J) + place_J
+    t_JJ = tl.load(t_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
+    dt_JJ = tl.zeros([J, J], tl.float32)
+    dbeta_J = tl.zeros([J], tl.float32)
+    for start in range(0, M, BLOCK_M):
+        column_M = start + tl.arange(0, BLOCK_M)
+        is_value = inside_J[:, None] & (column_M < M)[None, :]
+        place_JM = rows_at(0, H, head, row, first, positions, J, M) + column_M
+        dd_JM = tl.load(dd_ptr + place_JM, mask=is_value, other=0.0)
+        v_JM = tl.load(v_ptr + place_JM, mask=is_value, other=0.0)
+        dt_JJ += dot(dd_JM, tl.trans(v_JM), dtype)
+        dweighted_JM = dot(tl.trans(t_JJ), dd_JM, dtype)
+        dbeta_J += tl.sum(dweighted_JM * v_JM, 1)
+        tl.store(dv_ptr + place_JM, (dweighted_JM * beta_J[:, None]).to(dtype), mask=is_value)
+    is_carried_J1 = (document_J == before)[:, None]
+    for start in range(0, N, BLOCK_N):
+        column_N = start + tl.arange(0, BLOCK_N)
+        is_key = inside_J[:, None] & (column_N < N)[None, :]
+        place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
+        k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        c_JN = tl.load(c_ptr + place_JN, mask=is_key, other=0.0)
+        dw_JN = tl.load(dw_ptr + place_JN, mask=is_key, other=0.0)
+        dt_JJ += dot(dw_JN, tl.trans(tl.where(is_carried_J1, k_JN * tl.exp(c_JN), 0.0)), dtype)
+    da_JJ = -dot(dot(tl.trans(t_JJ), dt_JJ * beta_J[None, :], dtype), tl.trans(t_JJ), dtype)
+    is_before_JJ = (place_J[:, None] > place_J[None, :]) & (document_J[:, None] == document_J[None, :])
+    tl.store(da_ptr + place_JJ, tl.where(is_before_JJ, da_JJ, 0.0).to(dtype), mask=inside_J[:, None])
+    tl.store(numbers_at(dbeta_ptr, H, head, row, first, positions, J), dbeta_J, mask=inside_J)
+
+
+@triton.jit
+def channel_pairs_backward_kernel(
+    q_ptr, k_ptr, beta_ptr, c_ptr, t_ptr, documents_ptr, dw_ptr, dp_ptr, da_ptr, dq_ptr, dk_ptr, dc_ptr, dbeta_ptr,
+    positions,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head: the rest of dq, dk and dbeta, added in place, and dg in the place of dc."""
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    place_J, key_head = tl.arange(0, J), head // (H // G)
+    inside_J = first + place_J < positions
+    document_J, before, _ = chunk_documents(documents_ptr, row, first, positions, J)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    c_ptr += ((row.to(tl.int64) * positions + first) * H + head) * N
+    beta_J = tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)
+    place_JJ = rows_at(0, H, head, row, first, positions, J, J) + place_J
+    t_JJ = tl.load(t_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
+    da_JJ = tl.load(da_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
+    dp_JJ = tl.load(dp_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
+    own_J1 = tl.sum(tl.where(place_J[:, None] == place_J[None, :], dp_JJ.to(tl.float32), 0.0), 1)[:, None]
+    da_JJ += tl.trans(da_JJ)
+    dp_JJ += tl.trans(dp_JJ)  # no level has the diagonal
+    is_carried_J1 = (document_J == before)[:, None]
+    dbeta_ptrs = numbers_at(dbeta_ptr, H, head, row, first, positions, J)
+    dbeta_J = tl.load(dbeta_ptrs, mask=inside_J, other=0.0)
+    for start in range(0, N, BLOCK_N):
+        column_N = start + tl.arange(0, BLOCK_N)
+        is_feature_N = column_N < N
+        is_key = inside_J[:, None] & is_feature_N[None, :]
+        q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        c_JN = tl.load(c_ptr + place_J[:, None] * (H * N) + column_N[None, :], mask=is_key, other=0.0)
+        place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
+        dw_JN = tl.load(dw_ptr + place_JN, mask=is_key, other=0.0)
+        # Of the key times beta, as the side of A and of w that beta multiplies.
+        dwritten_JN = tl.where(is_carried_J1, dot(tl.trans(t_JJ), dw_JN, dtype) * tl.exp(c_JN), 0.0)
+        dq_JN = tl.zeros([J, BLOCK_N], tl.float32)
+        dk_JN = tl.zeros([J, BLOCK_N], tl.float32)
+        for level in range(LEVELS):
+            inside = positions - first
+            decay_JN = _to_middle(c_JN, c_ptr + column_N[None, :], level, H * N, inside, is_feature_N, J)
+            is_pair_JJ, is_right_J1 = _pairs_at(level, J), (((place_J >> level) & 1) == 1)[:, None]
+            keys_JN = k_JN * decay_JN
+            reads_JN = tl.where(is_right_J1, q_JN * decay_JN, keys_JN)
+            writes_JN = tl.where(is_right_J1, keys_JN * beta_J[:, None], keys_JN)
+            of_reads_JN = dot(tl.where(is_pair_JJ, dp_JJ, 0.0), reads_JN, dtype) * decay_JN
+            of_writes_JN = dot(tl.where(is_pair_JJ, da_JJ, 0.0), writes_JN, dtype) * decay_JN
+            dq_JN += tl.where(is_right_J1, of_reads_JN, 0.0)
+            dk_JN += tl.where(is_right_J1, 0.0, of_reads_JN + of_writes_JN)
+            dwritten_JN += tl.where(is_right_J1, of_writes_JN, 0.0)
+        dbeta_J += tl.sum(dwritten_JN * k_JN, 1)
+        dwritten_JN *= beta_J[:, None]
+        dc_JN = tl.load(dc_ptr + place_JN, mask=is_key, other=0.0)
+        dc_JN += q_JN * dq_JN + k_JN * (dwritten_JN - dk_JN)
+        # c is the sum of g up to a position, so dg is the sum of dc from there on.
+        dg_JN = tl.sum(dc_JN, 0)[None, :] - tl.cumsum(dc_JN, 0) + dc_JN
+        tl.store(dc_ptr + place_JN, dg_JN, mask=is_key)
+        dq_JN += own_J1 * k_JN + tl.load(dq_ptr + place_JN, mask=is_key, other=0.0)
+        dk_JN += own_J1 * q_JN + dwritten_JN + tl.load(dk_ptr + place_JN, mask=is_key, other=0.0)
+        tl.store(dq_ptr + place_JN, dq_JN.to(dtype), mask=is_key)
+        tl.store(dk_ptr + place_JN, dk_JN.to(dtype), mask=is_key)
+    tl.store(dbeta_ptrs, dbeta_J, mask=inside_J)
