@@ -7,9 +7,8 @@
     channel_output_kernel          per chunk: o = exp(c) q S + P d, where P are products of queries and keys
     channel_local_backward_kernel  per chunk: gradients of P, and of d through P
     delta_state_backward_kernel    last chunk first, with queries and keys that have their decays
-    channel_read_backward_kernel   per chunk: gradients through the states
-    channel_write_backward_kernel  per chunk: gradients of A, and those through T of values
-    channel_pairs_backward_kernel  per chunk: gradients through P and A
+    channel_write_backward_kernel  per chunk: gradients of values, A and w
+    channel_read_backward_kernel   per chunk: gradients of queries, keys and decays
 
 A decay between two positions, exp(c_i - c_j), is no factor of their product: each feature has its own. As a product of
 exp(c_i) and exp(-c_j) it would overflow. So a pair meets in the middle. At level l a chunk is cut into blocks of
@@ -126,7 +125,7 @@ def channel_pairs_kernel(
 
 @triton.jit
 def channel_system_kernel(
-    a_ptr, v_ptr, beta_ptr, t_ptr, u_ptr, w_ptr, positions,
+    w_ptr, v_ptr, a_ptr, beta_ptr, t_ptr, u_ptr, positions,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
@@ -208,71 +207,13 @@ def channel_local_backward_kernel(
 
 
 @triton.jit
-def channel_read_backward_kernel(
-    q_ptr, k_ptr, c_ptr, documents_ptr, states_ptr, d_ptr, do_ptr, dstates_ptr, dd_ptr, dq_ptr, dk_ptr, dw_ptr, dc_ptr,
-    positions, chunks,
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """One chunk of a head: dw, and parts of dq, dk and dc: those through the states at the chunk's borders."""
-    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
-    place_J, key_head = tl.arange(0, J), head // (H // G)
-    inside_J = first + place_J < positions
-    document_J, before, last = chunk_documents(documents_ptr, row, first, positions, J)
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
-    c_ptr += ((row.to(tl.int64) * positions + first) * H + head) * N
-    inside = tl.minimum(positions - first, J)
-    for start_N in range(0, N, BLOCK_N):
-        column_N = start_N + tl.arange(0, BLOCK_N)
-        is_feature_N = column_N < N
-        is_key = inside_J[:, None] & is_feature_N[None, :]
-        dq_JN = tl.zeros([J, BLOCK_N], tl.float32)
-        dk_JN = tl.zeros([J, BLOCK_N], tl.float32)
-        dw_JN = tl.zeros([J, BLOCK_N], tl.float32)
-        dwhole_N = tl.zeros([BLOCK_N], tl.float32)
-        for start in range(0, M, BLOCK_M):
-            column_M = start + tl.arange(0, BLOCK_M)
-            is_value = inside_J[:, None] & (column_M < M)[None, :]
-            is_state = is_feature_N[:, None] & (column_M < M)[None, :]
-            place_NM = column_N[:, None] * M + column_M[None, :]
-            state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
-            dstate_ptrs = state_at(dstates_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
-            state_NM = tl.load(state_ptrs, mask=is_state, other=0.0)
-            dstate_NM = tl.load(dstate_ptrs, mask=is_state, other=0.0)
-            do_JM = tl.load(rows_at(do_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
-            d_JM = tl.load(rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
-            dd_JM = tl.load(rows_at(dd_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
-            dq_JN += dot(do_JM, tl.trans(state_NM), dtype)
-            dk_JN += dot(d_JM, tl.trans(dstate_NM), dtype)
-            dw_JN += dot(dd_JM, tl.trans(state_NM), dtype)
-            dwhole_N += tl.sum(state_NM.to(tl.float32) * dstate_NM.to(tl.float32), 1)
-        place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
-        tl.store(dw_ptr + place_JN, (-dw_JN).to(dtype), mask=is_key)
-        c_JN = tl.load(c_ptr + place_J[:, None] * (H * N) + column_N[None, :], mask=is_key, other=0.0)
-        end = (inside - 1) * (H * N)
-        carried_JN, kept_JN, whole_N = _border_decays(
-            c_JN, c_ptr, document_J, before, last, end, column_N, is_feature_N
-        )
-        dq_JN *= carried_JN
-        dk_JN *= kept_JN
-        tl.store(dq_ptr + place_JN, dq_JN.to(dtype), mask=is_key)
-        tl.store(dk_ptr + place_JN, dk_JN.to(dtype), mask=is_key)
-        q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-        k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-        kdk_JN = k_JN * dk_JN
-        dlast_N = tl.sum(kdk_JN, 0) + dwhole_N * whole_N
-        # A decay multiplies a query's products and divides a key's; that of the chunk's end multiplies all.
-        dc_JN = q_JN * dq_JN - kdk_JN + tl.where((place_J == inside - 1)[:, None], dlast_N[None, :], 0.0)
-        tl.store(dc_ptr + place_JN, dc_JN, mask=is_key)
-
-
-@triton.jit
 def channel_write_backward_kernel(
-    k_ptr, v_ptr, beta_ptr, c_ptr, t_ptr, documents_ptr, dd_ptr, dw_ptr, da_ptr, dv_ptr, dbeta_ptr, positions,
+    k_ptr, v_ptr, beta_ptr, c_ptr, t_ptr, documents_ptr, states_ptr, dd_ptr, dwritten_ptr, da_ptr, dv_ptr,
+    dbeta_ptr, positions, chunks,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a head: dA and dv, and the part of dbeta that multiplies values.
+    """One chunk of a head: dA, T^T dw and dv, and the part of dbeta that multiplies values.
 
     With y = T x the gradients are dx = T^T dy and dA = -T^T (dy x^T) T^T below the diagonal.
     """
@@ -297,13 +238,22 @@ def channel_write_backward_kernel(
         dbeta_J += tl.sum(dweighted_JM * v_JM, 1)
         tl.store(dv_ptr + place_JM, (dweighted_JM * beta_J[:, None]).to(dtype), mask=is_value)
     is_carried_J1 = (document_J == before)[:, None]
-    for start in range(0, N, BLOCK_N):
-        column_N = start + tl.arange(0, BLOCK_N)
+    state_ptr = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M)
+    for start_N in range(0, N, BLOCK_N):
+        column_N = start_N + tl.arange(0, BLOCK_N)
         is_key = inside_J[:, None] & (column_N < N)[None, :]
+        dw_JN = tl.zeros([J, BLOCK_N], tl.float32)
+        for start in range(0, M, BLOCK_M):
+            column_M = start + tl.arange(0, BLOCK_M)
+            is_value = inside_J[:, None] & (column_M < M)[None, :]
+            is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
+            state_NM = tl.load(state_ptr + column_N[:, None] * M + column_M[None, :], mask=is_state, other=0.0)
+            dd_JM = tl.load(rows_at(dd_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+            dw_JN -= dot(dd_JM, tl.trans(state_NM), dtype)
         place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
+        tl.store(dwritten_ptr + place_JN, dot(tl.trans(t_JJ), dw_JN, dtype).to(dtype), mask=is_key)
         k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
         c_JN = tl.load(c_ptr + place_JN, mask=is_key, other=0.0)
-        dw_JN = tl.load(dw_ptr + place_JN, mask=is_key, other=0.0)
         dt_JJ += dot(dw_JN, tl.trans(tl.where(is_carried_J1, k_JN * tl.exp(c_JN), 0.0)), dtype)
     da_JJ = -dot(dot(tl.trans(t_JJ), dt_JJ * beta_J[None, :], dtype), tl.trans(t_JJ), dtype)
     is_before_JJ = (place_J[:, None] > place_J[None, :]) & (document_J[:, None] == document_J[None, :])
@@ -312,45 +262,64 @@ def channel_write_backward_kernel(
 
 
 @triton.jit
-def channel_pairs_backward_kernel(
-    q_ptr, k_ptr, beta_ptr, c_ptr, t_ptr, documents_ptr, dw_ptr, dp_ptr, da_ptr, dq_ptr, dk_ptr, dc_ptr, dbeta_ptr,
-    positions,
+def channel_read_backward_kernel(
+    q_ptr, k_ptr, beta_ptr, c_ptr, documents_ptr, states_ptr, d_ptr, do_ptr, dstates_ptr, dwritten_ptr, dp_ptr, da_ptr,
+    dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, positions, chunks,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a head: the rest of dq, dk and dbeta, added in place, and dg in the place of dc."""
+    """One chunk of a head: dq, dk and dg through the states at the chunk's borders, P, A and w; the rest of dbeta."""
     first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
     place_J, key_head = tl.arange(0, J), head // (H // G)
     inside_J = first + place_J < positions
-    document_J, before, _ = chunk_documents(documents_ptr, row, first, positions, J)
+    document_J, before, last = chunk_documents(documents_ptr, row, first, positions, J)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     c_ptr += ((row.to(tl.int64) * positions + first) * H + head) * N
+    inside = tl.minimum(positions - first, J)
     beta_J = tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)
     place_JJ = rows_at(0, H, head, row, first, positions, J, J) + place_J
-    t_JJ = tl.load(t_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
     da_JJ = tl.load(da_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
     dp_JJ = tl.load(dp_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
     own_J1 = tl.sum(tl.where(place_J[:, None] == place_J[None, :], dp_JJ.to(tl.float32), 0.0), 1)[:, None]
     da_JJ += tl.trans(da_JJ)
     dp_JJ += tl.trans(dp_JJ)  # no level has the diagonal
-    is_carried_J1 = (document_J == before)[:, None]
     dbeta_ptrs = numbers_at(dbeta_ptr, H, head, row, first, positions, J)
     dbeta_J = tl.load(dbeta_ptrs, mask=inside_J, other=0.0)
-    for start in range(0, N, BLOCK_N):
-        column_N = start + tl.arange(0, BLOCK_N)
+    for start_N in range(0, N, BLOCK_N):
+        column_N = start_N + tl.arange(0, BLOCK_N)
         is_feature_N = column_N < N
         is_key = inside_J[:, None] & is_feature_N[None, :]
+        dq_JN = tl.zeros([J, BLOCK_N], tl.float32)
+        dk_JN = tl.zeros([J, BLOCK_N], tl.float32)
+        dwhole_N = tl.zeros([BLOCK_N], tl.float32)
+        for start in range(0, M, BLOCK_M):
+            column_M = start + tl.arange(0, BLOCK_M)
+            is_value = inside_J[:, None] & (column_M < M)[None, :]
+            is_state = is_feature_N[:, None] & (column_M < M)[None, :]
+            place_NM = column_N[:, None] * M + column_M[None, :]
+            state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
+            dstate_ptrs = state_at(dstates_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
+            state_NM = tl.load(state_ptrs, mask=is_state, other=0.0)
+            dstate_NM = tl.load(dstate_ptrs, mask=is_state, other=0.0)
+            do_JM = tl.load(rows_at(do_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+            d_JM = tl.load(rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+            dq_JN += dot(do_JM, tl.trans(state_NM), dtype)
+            dk_JN += dot(d_JM, tl.trans(dstate_NM), dtype)
+            dwhole_N += tl.sum(state_NM.to(tl.float32) * dstate_NM.to(tl.float32), 1)
         q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
         k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
         c_JN = tl.load(c_ptr + place_J[:, None] * (H * N) + column_N[None, :], mask=is_key, other=0.0)
+        end = (inside - 1) * (H * N)
+        carried_JN, kept_JN, whole_N = _border_decays(
+            c_JN, c_ptr, document_J, before, last, end, column_N, is_feature_N
+        )
+        dq_JN *= carried_JN
+        dk_JN *= kept_JN
+        dlast_N = tl.sum(k_JN * dk_JN, 0) + dwhole_N * whole_N  # of the decay of the whole chunk
         place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
-        dw_JN = tl.load(dw_ptr + place_JN, mask=is_key, other=0.0)
         # Of the key times beta, as the side of A and of w that beta multiplies.
-        dwritten_JN = tl.where(is_carried_J1, dot(tl.trans(t_JJ), dw_JN, dtype) * tl.exp(c_JN), 0.0)
-        dq_JN = tl.zeros([J, BLOCK_N], tl.float32)
-        dk_JN = tl.zeros([J, BLOCK_N], tl.float32)
+        dwritten_JN = tl.load(dwritten_ptr + place_JN, mask=is_key, other=0.0) * carried_JN
         for level in range(LEVELS):
-            inside = positions - first
             decay_JN = _to_middle(c_JN, c_ptr + column_N[None, :], level, H * N, inside, is_feature_N, J)
             is_pair_JJ, is_right_J1 = _pairs_at(level, J), (((place_J >> level) & 1) == 1)[:, None]
             keys_JN = k_JN * decay_JN
@@ -363,13 +332,12 @@ def channel_pairs_backward_kernel(
             dwritten_JN += tl.where(is_right_J1, of_writes_JN, 0.0)
         dbeta_J += tl.sum(dwritten_JN * k_JN, 1)
         dwritten_JN *= beta_J[:, None]
-        dc_JN = tl.load(dc_ptr + place_JN, mask=is_key, other=0.0)
-        dc_JN += q_JN * dq_JN + k_JN * (dwritten_JN - dk_JN)
+        # A decay multiplies a query's products and divides a key's; that of the chunk's end multiplies all.
+        dc_JN = q_JN * dq_JN + k_JN * (dwritten_JN - dk_JN)
+        dc_JN += tl.where((place_J == inside - 1)[:, None], dlast_N[None, :], 0.0)
         # c is the sum of g up to a position, so dg is the sum of dc from there on.
         dg_JN = tl.sum(dc_JN, 0)[None, :] - tl.cumsum(dc_JN, 0) + dc_JN
-        tl.store(dc_ptr + place_JN, dg_JN, mask=is_key)
-        dq_JN += own_J1 * k_JN + tl.load(dq_ptr + place_JN, mask=is_key, other=0.0)
-        dk_JN += own_J1 * q_JN + dwritten_JN + tl.load(dk_ptr + place_JN, mask=is_key, other=0.0)
-        tl.store(dq_ptr + place_JN, dq_JN.to(dtype), mask=is_key)
-        tl.store(dk_ptr + place_JN, dk_JN.to(dtype), mask=is_key)
+        tl.store(dg_ptr + place_JN, dg_JN, mask=is_key)
+        tl.store(dq_ptr + place_JN, (dq_JN + own_J1 * k_JN).to(dtype), mask=is_key)
+        tl.store(dk_ptr + place_JN, (dk_JN + own_J1 * q_JN + dwritten_JN).to(dtype), mask=is_key)
     tl.store(dbeta_ptrs, dbeta_J, mask=inside_J)

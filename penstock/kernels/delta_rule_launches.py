@@ -15,7 +15,6 @@ from penstock.base.errors import KernelError
 from penstock.kernels.channel_delta_rule_kernels import (
     channel_local_backward_kernel,
     channel_output_kernel,
-    channel_pairs_backward_kernel,
     channel_pairs_kernel,
     channel_read_backward_kernel,
     channel_sum_kernel,
@@ -63,9 +62,8 @@ _OF_ALL = {
     "channel system": _Launch(32, 4, 1, 32),
     "channel output": _Launch(64, 4),
     "channel local backward": _Launch(64, 4),
-    "channel read backward": _Launch(64, 8, 1, 64),
+    "channel read backward": _Launch(64, 8, 1, 32),
     "channel write backward": _Launch(64, 4, 1, 64),
-    "channel pairs backward": _Launch(64, 8, 1, 32),
 }
 # benchmarks/results/delta-rule-h200.json has those that were tried. Triton 3.6 gives the kernels over all chunks of a
 # row wrong results with one stage, and the read kernel slightly different ones with two.
@@ -84,9 +82,8 @@ _OF_HOPPER = {
     "channel system": _Launch(64, 4, 1, 64),
     "channel output": _Launch(64, 4, 1),
     "channel local backward": _Launch(128, 4, 1),
-    "channel read backward": _Launch(64, 8, 1, 64),
+    "channel read backward": _Launch(64, 8, 1, 32),
     "channel write backward": _Launch(64, 4, 1, 64),
-    "channel pairs backward": _Launch(64, 8, 1, 32),
 }
 
 
@@ -290,7 +287,7 @@ class _ChannelDeltaRule(torch.autograd.Function):
         u_BSHM = torch.empty_like(v_BSHM)
         start_kernel(
             channel_system_kernel, sizes.of_chunks,
-            a_BSHJ, v_BSHM, beta_BSH, t_BSHJ, u_BSHM, w_BSHN, positions,
+            w_BSHN, v_BSHM, a_BSHJ, beta_BSH, t_BSHJ, u_BSHM, positions,
             **sizes.launch("channel system"), SIDE=INVERTED,
         )  # fmt: skip
         states = v_BSHM.new_empty(sizes.of_states)
@@ -330,25 +327,20 @@ class _ChannelDeltaRule(torch.autograd.Function):
             carried_q_BSHN, kept_k_BSHN, carried_BIHN, None, w_BSHN, do_BSHM, dstates, dd_BSHM, positions, chunks,
             **sizes.launch("state backward") | {"G": sizes.heads},
         )  # fmt: skip
-        dq_BSHN, dk_BSHN, dw_BSHN = (torch.empty_like(w_BSHN) for _ in range(3))
-        dv_BSHM, dc_BSHN, dbeta_BSH = torch.empty_like(v_BSHM), torch.empty_like(c_BSHN), torch.empty_like(beta_BSH)
-        start_kernel(
-            channel_read_backward_kernel, sizes.of_chunks,
-            q_BSGN, k_BSGN, c_BSHN, documents_BS, states, d_BSHM, do_BSHM, dstates, dd_BSHM, dq_BSHN, dk_BSHN, dw_BSHN,
-            dc_BSHN, positions, chunks, **sizes.launch("channel read backward"),
-        )  # fmt: skip
-        da_BSHJ = torch.empty_like(t_BSHJ)
+        dwritten_BSHN, dv_BSHM = torch.empty_like(w_BSHN), torch.empty_like(v_BSHM)
+        da_BSHJ, dbeta_BSH = torch.empty_like(t_BSHJ), torch.empty_like(beta_BSH)
         start_kernel(
             channel_write_backward_kernel, sizes.of_chunks,
-            k_BSGN, v_BSHM, beta_BSH, c_BSHN, t_BSHJ, documents_BS, dd_BSHM, dw_BSHN, da_BSHJ, dv_BSHM, dbeta_BSH,
-            positions, **sizes.launch("channel write backward"),
+            k_BSGN, v_BSHM, beta_BSH, c_BSHN, t_BSHJ, documents_BS, states, dd_BSHM, dwritten_BSHN, da_BSHJ,
+            dv_BSHM, dbeta_BSH, positions, chunks, **sizes.launch("channel write backward"),
         )  # fmt: skip
+        dq_BSHN, dk_BSHN, dg_BSHN = torch.empty_like(w_BSHN), torch.empty_like(w_BSHN), torch.empty_like(c_BSHN)
         start_kernel(
-            channel_pairs_backward_kernel, sizes.of_chunks,
-            q_BSGN, k_BSGN, beta_BSH, c_BSHN, t_BSHJ, documents_BS, dw_BSHN, dp_BSHJ, da_BSHJ, dq_BSHN, dk_BSHN,
-            dc_BSHN, dbeta_BSH, positions, **sizes.launch("channel pairs backward"), LEVELS=sizes.levels,
+            channel_read_backward_kernel, sizes.of_chunks,
+            q_BSGN, k_BSGN, beta_BSH, c_BSHN, documents_BS, states, d_BSHM, do_BSHM, dstates, dwritten_BSHN, dp_BSHJ,
+            da_BSHJ, dq_BSHN, dk_BSHN, dg_BSHN, dbeta_BSH, positions, chunks,
+            **sizes.launch("channel read backward"), LEVELS=sizes.levels,
         )  # fmt: skip
-        dg_BSHN = dc_BSHN  # in its place
         dq_BSGN, dk_BSGN = (_of_key_heads(one, sizes, k_BSGN.dtype) for one in (dq_BSHN, dk_BSHN))
         return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSHN, dbeta_BSH, None, None
 
