@@ -11,7 +11,7 @@
 A program has one value head. Positions past the end of a row have keys, values and beta of 0 and decay nothing.
 Documents matter in decays only: those between positions, `carried` from the state before the chunk to a position, and
 `kept` from a position to the end of the chunk are 0 across documents. Decays of positions multiply the narrower side of
-a product, or its result.
+a product, or its result. The state kernels serve decays of single features too (`channel_delta_rule_kernels`).
 """
 
 from penstock.kernels.delta_rule_parts import (

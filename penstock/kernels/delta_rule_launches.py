@@ -1,8 +1,9 @@
 """Linear attention by a gated delta rule in Triton: three kernels forward, four backward.
 
-Saved for backward are the inputs, the inverses of the triangular systems, the state before each chunk, and what the
-system kernel gives. Decays of single key features (KDA) have no kernels yet and run by chunks in PyTorch, as does
-float32 on a GPU: its products use no matrix units of NVIDIA, and its states take more shared memory than a chip has.
+With decays of single key features (KDA) there are five forward and four backward, of which those over the chunks of a
+row are the same. Saved for backward are the inputs, the inverses of the triangular systems, the state before each
+chunk, and what the system kernel gives; for KDA also products of queries and keys. Float32 on a GPU runs by chunks in
+PyTorch: its products use no matrix units of NVIDIA, and its states take more shared memory than a chip has.
 """
 
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ _OF_ALL = {
     "channel output": _Launch(64, 4),
     "channel local backward": _Launch(64, 4),
     "channel read backward": _Launch(64, 8, 1, 32),
-    "channel write backward": _Launch(64, 4, 1, 64),
+    "channel write backward": _Launch(64, 8, 1, 64),
 }
 # benchmarks/results/delta-rule-h200.json has those that were tried. Triton 3.6 gives the kernels over all chunks of a
 # row wrong results with one stage, and the read kernel slightly different ones with two.
@@ -83,6 +84,12 @@ _OF_HOPPER = {
     "channel output": _Launch(64, 4, 1),
     "channel local backward": _Launch(128, 4, 1),
     "channel read backward": _Launch(64, 8, 1, 32),
+    "channel write backward": _Launch(64, 8, 1, 64),
+}
+
+_OF_AMD = _OF_ALL | {  # a warp has twice the threads
+    "channel pairs": _Launch(64, 4, 1, 32),
+    "channel read backward": _Launch(64, 4, 1, 32),
     "channel write backward": _Launch(64, 4, 1, 64),
 }
 
@@ -117,7 +124,7 @@ class _Sizes(NamedTuple):
 
     def launch(self, part: str) -> dict[str, int]:
         """Constants, warps and stages of a kernel."""
-        launches = _OF_HOPPER if self.target == "sm_90" else _OF_ALL
+        launches = _OF_HOPPER if self.target == "sm_90" else _OF_AMD if self.target.startswith("gfx") else _OF_ALL
         launch = launches[part]
         if self.rows * self.heads < FEW_HEADS:  # narrower programs fill the chip
             launch = launches.get(f"{part} of few heads", launch)

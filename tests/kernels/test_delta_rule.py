@@ -73,9 +73,12 @@ def test_chunks_give_what_the_definition_gives(
 
 
 @pytest.mark.parametrize("decay", [0.0, 60.0])
-def test_no_decay_overflows(decay: float) -> None:
-    inputs = draw(torch.float32, by_channel=True, decay=decay)
-    for got in run(chunked_delta_rule, inputs, documents_of(DOCUMENTS[1])):
+@pytest.mark.parametrize("function", [chunked_delta_rule, delta_rule])
+def test_no_decay_overflows(function: Callable[..., Tensor], decay: float, device: torch.device) -> None:
+    inputs = [one.detach().to(device).requires_grad_() for one in draw(torch.float32, by_channel=True, decay=decay)]
+    documents_BS = documents_of(DOCUMENTS[1])
+    assert documents_BS is not None
+    for got in run(function, inputs, documents_BS.to(device)):
         assert got.isfinite().all()
 
 
@@ -179,11 +182,12 @@ def test_the_convolution_and_its_gradients_equal_the_definition(
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str) -> None:
-    """With the sizes of Qwen3-Next, two rows and one."""
+    """With the sizes of Qwen3-Next, two rows and one, and of Kimi Linear."""
 
-    def rule(rows: int) -> None:
-        q, k = (on_meta(rows, 4096, 16, 128).requires_grad_() for _ in range(2))
-        g, beta = (on_meta(rows, 4096, 32, dtype=torch.float32).requires_grad_() for _ in range(2))
+    def rule(rows: int, *, by_channel: bool = False) -> None:
+        q, k = (on_meta(rows, 4096, 32 if by_channel else 16, 128).requires_grad_() for _ in range(2))
+        g = on_meta(rows, 4096, 32, *([128] if by_channel else []), dtype=torch.float32).requires_grad_()
+        beta = on_meta(rows, 4096, 32, dtype=torch.float32).requires_grad_()
         v, documents_BS = on_meta(rows, 4096, 32, 128).requires_grad_(), on_meta(rows, 4096, dtype=torch.int64)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("penstock.kernels.delta_rule_launches.target_of", lambda device: target)
@@ -193,6 +197,7 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
     def both_passes() -> None:
         rule(2)
         rule(1)
+        rule(2, by_channel=True)
         v, documents_BS = on_meta(2, 4096, 32, 128).requires_grad_(), on_meta(2, 4096, dtype=torch.int64)
         y_BSD = kernels.short_convolution(v.flatten(2), on_meta(4096, 4).requires_grad_(), documents_BS)
         y_BSD.backward(torch.empty_like(y_BSD))
@@ -200,8 +205,8 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
         y_BSHM.backward(torch.empty_like(y_BSHM))
 
     compiled = compile_without_spills(target, both_passes)
-    assert len(compiled) == 21
-    assert all(one.matrix_instructions for one in compiled[:14])
+    assert len(compiled) == 30
+    assert all(one.matrix_instructions for one in compiled[:23] if one.kernel != "channel_sum_kernel")
 
 
 @pytest.mark.gpu
