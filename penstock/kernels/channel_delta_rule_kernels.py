@@ -1,6 +1,5 @@
 """Kernels of the delta rule with a decay for each key feature; formulas and names are those of `delta_rule`.
 
-    channel_sum_kernel             per chunk: c
     channel_pairs_kernel           per chunk: P, A, and queries and keys with their decays from and to the borders
     channel_system_kernel          per chunk: T = (1 + A)^-1, u and w
     delta_state_kernel             chunk after chunk, with keys that have their decays
@@ -17,6 +16,9 @@ of the right half. Both factors are at most 1, and one product of the whole chun
 thrown away, has all pairs of the level. Each pair of different positions belongs to one level; 64 positions have six.
 Example with four positions: level 1 has pairs (2, 0), (2, 1), (3, 0), (3, 1), level 0 has (1, 0) and (3, 2).
 
+Logarithms of decays are sums of g over neighbouring positions, and never differences of sums, which would lose bits. A
+product of a matrix of zeros and ones with g gives those of all positions where matrix units leave their results.
+
 Gradients take the same way. A matrix of gradients of pairs is made symmetric, and one product for each level gives rows
 of the right halves what they get as queries, and rows of the left halves what they get as keys.
 """
@@ -26,16 +28,29 @@ from penstock.kernels.language import tl, triton
 
 
 @triton.jit
-def _to_middle(c_JN, c_ptrs, level, stride: tl.constexpr, inside, is_feature_N, J: tl.constexpr):
-    """Decay of each position from, or to, the middle of its block at a level.
+def _decays_over(is_between_JJ, high_JN, low_JN, DTYPE: tl.constexpr):
+    """For each position, exp of the sum of g over the positions that its row marks; g is the sum of two parts."""
+    marks_JJ = tl.where(is_between_JJ, 1.0, 0.0).to(DTYPE)
+    return tl.exp(dot(marks_JJ, high_JN, DTYPE) + dot(marks_JJ, low_JN, DTYPE))
 
-    `c_ptrs` point to the first position of the chunk, 1 x N, and `stride` is that of positions.
+
+@triton.jit
+def _parts(g_JN, DTYPE: tl.constexpr):
+    """Decays as a sum of two tensors of the dtype of products, which together have twice its bits."""
+    high_JN = g_JN.to(DTYPE)
+    return high_JN, (g_JN - high_JN.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def _to_middle(level, J: tl.constexpr):
+    """Marks of a level, J x J: the positions over which each position decays to, or from, the middle of its block.
+
+    Of positions 0 to 3 at level 1, whose middle is 2: {1, 2}, {2}, {} and {3}.
     """
     place_J = tl.arange(0, J)
     middle_J = ((place_J >> level) | 1) << level
-    is_there = (middle_J < inside)[:, None] & is_feature_N[None, :]
-    middle_JN = tl.load(c_ptrs + middle_J[:, None] * stride, mask=is_there, other=0.0)
-    return tl.exp(-tl.abs(c_JN - middle_JN))
+    first_J, last_J = tl.minimum(place_J, middle_J), tl.maximum(place_J, middle_J)
+    return (place_J[None, :] > first_J[:, None]) & (place_J[None, :] <= last_J[:, None])
 
 
 @triton.jit
@@ -46,33 +61,8 @@ def _pairs_at(level, J: tl.constexpr):
 
 
 @triton.jit
-def _border_decays(c_JN, c_ptr, document_J, before, last, end, column_N, is_feature_N):
-    """Decays from the state before a chunk to each position, and from there to the chunk's end; 0 across documents."""
-    c_last_N = tl.load(c_ptr + end + column_N, mask=is_feature_N, other=0.0)
-    carried_JN = tl.where((document_J == before)[:, None], tl.exp(c_JN), 0.0)
-    kept_JN = tl.where((document_J == last)[:, None], tl.exp(tl.minimum(c_last_N[None, :] - c_JN, 0.0)), 0.0)
-    return carried_JN, kept_JN, tl.where(before == last, tl.exp(c_last_N), 0.0)
-
-
-@triton.jit
-def channel_sum_kernel(
-    g_ptr, c_ptr, positions,
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Sums of the decays from the start of a chunk. Example: [-1, -2, -3] gives [-1, -3, -6]."""
-    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
-    inside_J = first + tl.arange(0, J) < positions
-    for start in range(0, N, BLOCK_N):
-        column_N = start + tl.arange(0, BLOCK_N)
-        is_key = inside_J[:, None] & (column_N < N)[None, :]
-        g_JN = tl.load(rows_at(g_ptr, H, head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-        tl.store(rows_at(c_ptr, H, head, row, first, positions, J, N) + column_N, tl.cumsum(g_JN, 0), mask=is_key)
-
-
-@triton.jit
 def channel_pairs_kernel(
-    q_ptr, k_ptr, c_ptr, documents_ptr, p_ptr, a_ptr, carried_q_ptr, carried_k_ptr, kept_k_ptr, carried_ptr, positions,
+    q_ptr, k_ptr, g_ptr, documents_ptr, p_ptr, a_ptr, carried_q_ptr, carried_k_ptr, kept_k_ptr, carried_ptr, positions,
     chunks,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, LEVELS: tl.constexpr,
@@ -83,39 +73,35 @@ def channel_pairs_kernel(
     inside_J = first + place_J < positions
     document_J, before, last = chunk_documents(documents_ptr, row, first, positions, J)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    c_ptr += ((row.to(tl.int64) * positions + first) * H + head) * N
-    inside = tl.minimum(positions - first, J)
+    is_until_JJ = place_J[:, None] >= place_J[None, :]
     a_JJ = tl.zeros([J, J], tl.float32)
     p_JJ = tl.zeros([J, J], tl.float32)
     own_J = tl.zeros([J], tl.float32)
     for start in range(0, N, BLOCK_N):
         column_N = start + tl.arange(0, BLOCK_N)
-        is_feature_N = column_N < N
-        is_key = inside_J[:, None] & is_feature_N[None, :]
+        is_key = inside_J[:, None] & (column_N < N)[None, :]
+        place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
         q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
         k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-        c_JN = tl.load(c_ptr + place_J[:, None] * (H * N) + column_N[None, :], mask=is_key, other=0.0)
-        end = (inside - 1) * (H * N)
-        carried_JN, kept_JN, whole_N = _border_decays(
-            c_JN, c_ptr, document_J, before, last, end, column_N, is_feature_N
-        )
-        place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
+        g_JN = tl.load(g_ptr + place_JN, mask=is_key, other=0.0)
+        high_JN, low_JN = _parts(g_JN, dtype)
+        carried_JN = _decays_over(is_until_JJ, high_JN, low_JN, dtype)
+        carried_JN = tl.where((document_J == before)[:, None], carried_JN, 0.0)
+        kept_JN = _decays_over(place_J[:, None] < place_J[None, :], high_JN, low_JN, dtype)
+        kept_JN = tl.where((document_J == last)[:, None], kept_JN, 0.0)
         tl.store(carried_q_ptr + place_JN, (q_JN * carried_JN).to(dtype), mask=is_key)
         tl.store(carried_k_ptr + place_JN, (k_JN * carried_JN).to(dtype), mask=is_key)
         tl.store(kept_k_ptr + place_JN, (k_JN * kept_JN).to(dtype), mask=is_key)
+        whole_N = tl.where(before == last, tl.exp(tl.sum(g_JN, 0)), 0.0)
         whole_ptr = carried_ptr + ((row.to(tl.int64) * chunks + tl.program_id(0)) * H + head) * N
-        tl.store(whole_ptr + column_N, whole_N, mask=is_feature_N)
+        tl.store(whole_ptr + column_N, whole_N, mask=column_N < N)
         own_J += tl.sum(q_JN.to(tl.float32) * k_JN.to(tl.float32), 1)
-        c_ptrs = c_ptr + column_N[None, :]
-        decay_JN = _to_middle(c_JN, c_ptrs, 0, H * N, inside, is_feature_N, J)
-        keys_JN, reads_JN = (k_JN * decay_JN).to(dtype), (q_JN * decay_JN).to(dtype)
         for level in range(LEVELS):
+            decay_JN = _decays_over(_to_middle(level, J), high_JN, low_JN, dtype)
             is_pair_JJ = _pairs_at(level, J)
-            a_JJ += tl.where(is_pair_JJ, dot(keys_JN, tl.trans(keys_JN), dtype), 0.0)
-            p_JJ += tl.where(is_pair_JJ, dot(reads_JN, tl.trans(keys_JN), dtype), 0.0)
-            # Operands of the next level: as values from before the iteration they lie in shared memory.
-            decay_JN = _to_middle(c_JN, c_ptrs, level + 1, H * N, inside, is_feature_N, J)
-            keys_JN, reads_JN = (k_JN * decay_JN).to(dtype), (q_JN * decay_JN).to(dtype)
+            keys_NJ = tl.trans((k_JN * decay_JN).to(dtype))
+            a_JJ += tl.where(is_pair_JJ, dot(k_JN * decay_JN, keys_NJ, dtype), 0.0)
+            p_JJ += tl.where(is_pair_JJ, dot(q_JN * decay_JN, keys_NJ, dtype), 0.0)
     is_before_JJ = (place_J[:, None] > place_J[None, :]) & (document_J[:, None] == document_J[None, :])
     own_JJ = tl.where(place_J[:, None] == place_J[None, :], own_J[:, None], 0.0)
     place_JJ = rows_at(0, H, head, row, first, positions, J, J) + place_J
@@ -185,7 +171,7 @@ def channel_local_backward_kernel(
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a head: gradients through P d, which are dP = do d^T, and P^T do as the first part of dd."""
+    """One chunk of a head: gradients through P d: dP = do d^T, as a symmetric matrix, and a part of dd, P^T do."""
     first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
     place_J = tl.arange(0, J)
     inside_J = first + place_J < positions
@@ -203,17 +189,19 @@ def channel_local_backward_kernel(
         dp_JJ += dot(do_JM, tl.trans(d_JM), dtype)
         tl.store(dd_ptr + place_JM, dot(tl.trans(p_JJ), do_JM, dtype).to(dtype), mask=is_value)
     is_pair_JJ = (place_J[:, None] >= place_J[None, :]) & (document_J[:, None] == document_J[None, :])
-    tl.store(dp_ptr + place_JJ, tl.where(is_pair_JJ, dp_JJ, 0.0).to(dtype), mask=inside_J[:, None])
+    dp_JJ = tl.where(is_pair_JJ, dp_JJ, 0.0)
+    dp_JJ = tl.where(place_J[:, None] >= place_J[None, :], dp_JJ, tl.trans(dp_JJ))
+    tl.store(dp_ptr + place_JJ, dp_JJ.to(dtype), mask=inside_J[:, None])
 
 
 @triton.jit
 def channel_write_backward_kernel(
-    k_ptr, v_ptr, beta_ptr, c_ptr, t_ptr, documents_ptr, states_ptr, dd_ptr, dwritten_ptr, da_ptr, dv_ptr,
+    k_ptr, v_ptr, g_ptr, beta_ptr, t_ptr, documents_ptr, states_ptr, dd_ptr, dwritten_ptr, da_ptr, dv_ptr,
     dbeta_ptr, positions, chunks,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a head: dA, T^T dw and dv, and the part of dbeta that multiplies values.
+    """One chunk of a head: dA as a symmetric matrix, T^T dw, dv, and the part of dbeta that multiplies values.
 
     With y = T x the gradients are dx = T^T dy and dA = -T^T (dy x^T) T^T below the diagonal.
     """
@@ -237,7 +225,7 @@ def channel_write_backward_kernel(
         dweighted_JM = dot(tl.trans(t_JJ), dd_JM, dtype)
         dbeta_J += tl.sum(dweighted_JM * v_JM, 1)
         tl.store(dv_ptr + place_JM, (dweighted_JM * beta_J[:, None]).to(dtype), mask=is_value)
-    is_carried_J1 = (document_J == before)[:, None]
+    is_carried_J1, is_until_JJ = (document_J == before)[:, None], place_J[:, None] >= place_J[None, :]
     state_ptr = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M)
     for start_N in range(0, N, BLOCK_N):
         column_N = start_N + tl.arange(0, BLOCK_N)
@@ -253,17 +241,19 @@ def channel_write_backward_kernel(
         place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
         tl.store(dwritten_ptr + place_JN, dot(tl.trans(t_JJ), dw_JN, dtype).to(dtype), mask=is_key)
         k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-        c_JN = tl.load(c_ptr + place_JN, mask=is_key, other=0.0)
-        dt_JJ += dot(dw_JN, tl.trans(tl.where(is_carried_J1, k_JN * tl.exp(c_JN), 0.0)), dtype)
+        high_JN, low_JN = _parts(tl.load(g_ptr + place_JN, mask=is_key, other=0.0), dtype)
+        carried_JN = tl.where(is_carried_J1, _decays_over(is_until_JJ, high_JN, low_JN, dtype), 0.0)
+        dt_JJ += dot(dw_JN, tl.trans(k_JN * carried_JN), dtype)
     da_JJ = -dot(dot(tl.trans(t_JJ), dt_JJ * beta_J[None, :], dtype), tl.trans(t_JJ), dtype)
     is_before_JJ = (place_J[:, None] > place_J[None, :]) & (document_J[:, None] == document_J[None, :])
-    tl.store(da_ptr + place_JJ, tl.where(is_before_JJ, da_JJ, 0.0).to(dtype), mask=inside_J[:, None])
+    da_JJ = tl.where(is_before_JJ, da_JJ, 0.0)
+    tl.store(da_ptr + place_JJ, (da_JJ + tl.trans(da_JJ)).to(dtype), mask=inside_J[:, None])
     tl.store(numbers_at(dbeta_ptr, H, head, row, first, positions, J), dbeta_J, mask=inside_J)
 
 
 @triton.jit
 def channel_read_backward_kernel(
-    q_ptr, k_ptr, beta_ptr, c_ptr, documents_ptr, states_ptr, d_ptr, do_ptr, dstates_ptr, dwritten_ptr, dp_ptr, da_ptr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, documents_ptr, states_ptr, d_ptr, do_ptr, dstates_ptr, dwritten_ptr, dp_ptr, da_ptr,
     dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, positions, chunks,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, LEVELS: tl.constexpr,
@@ -274,15 +264,12 @@ def channel_read_backward_kernel(
     inside_J = first + place_J < positions
     document_J, before, last = chunk_documents(documents_ptr, row, first, positions, J)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    c_ptr += ((row.to(tl.int64) * positions + first) * H + head) * N
-    inside = tl.minimum(positions - first, J)
     beta_J = tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)
     place_JJ = rows_at(0, H, head, row, first, positions, J, J) + place_J
     da_JJ = tl.load(da_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
     dp_JJ = tl.load(dp_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
     own_J1 = tl.sum(tl.where(place_J[:, None] == place_J[None, :], dp_JJ.to(tl.float32), 0.0), 1)[:, None]
-    da_JJ += tl.trans(da_JJ)
-    dp_JJ += tl.trans(dp_JJ)  # no level has the diagonal
+    is_until_JJ = place_J[:, None] >= place_J[None, :]
     dbeta_ptrs = numbers_at(dbeta_ptr, H, head, row, first, positions, J)
     dbeta_J = tl.load(dbeta_ptrs, mask=inside_J, other=0.0)
     for start_N in range(0, N, BLOCK_N):
@@ -308,19 +295,21 @@ def channel_read_backward_kernel(
             dwhole_N += tl.sum(state_NM.to(tl.float32) * dstate_NM.to(tl.float32), 1)
         q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
         k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-        c_JN = tl.load(c_ptr + place_J[:, None] * (H * N) + column_N[None, :], mask=is_key, other=0.0)
-        end = (inside - 1) * (H * N)
-        carried_JN, kept_JN, whole_N = _border_decays(
-            c_JN, c_ptr, document_J, before, last, end, column_N, is_feature_N
-        )
+        place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
+        g_JN = tl.load(g_ptr + place_JN, mask=is_key, other=0.0)
+        high_JN, low_JN = _parts(g_JN, dtype)
+        carried_JN = _decays_over(is_until_JJ, high_JN, low_JN, dtype)
+        carried_JN = tl.where((document_J == before)[:, None], carried_JN, 0.0)
+        kept_JN = _decays_over(place_J[:, None] < place_J[None, :], high_JN, low_JN, dtype)
+        kept_JN = tl.where((document_J == last)[:, None], kept_JN, 0.0)
         dq_JN *= carried_JN
         dk_JN *= kept_JN
+        whole_N = tl.where(before == last, tl.exp(tl.sum(g_JN, 0)), 0.0)
         dlast_N = tl.sum(k_JN * dk_JN, 0) + dwhole_N * whole_N  # of the decay of the whole chunk
-        place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
         # Of the key times beta, as the side of A and of w that beta multiplies.
         dwritten_JN = tl.load(dwritten_ptr + place_JN, mask=is_key, other=0.0) * carried_JN
         for level in range(LEVELS):
-            decay_JN = _to_middle(c_JN, c_ptr + column_N[None, :], level, H * N, inside, is_feature_N, J)
+            decay_JN = _decays_over(_to_middle(level, J), high_JN, low_JN, dtype)
             is_pair_JJ, is_right_J1 = _pairs_at(level, J), (((place_J >> level) & 1) == 1)[:, None]
             keys_JN = k_JN * decay_JN
             reads_JN = tl.where(is_right_J1, q_JN * decay_JN, keys_JN)
@@ -334,9 +323,8 @@ def channel_read_backward_kernel(
         dwritten_JN *= beta_J[:, None]
         # A decay multiplies a query's products and divides a key's; that of the chunk's end multiplies all.
         dc_JN = q_JN * dq_JN + k_JN * (dwritten_JN - dk_JN)
-        dc_JN += tl.where((place_J == inside - 1)[:, None], dlast_N[None, :], 0.0)
         # c is the sum of g up to a position, so dg is the sum of dc from there on.
-        dg_JN = tl.sum(dc_JN, 0)[None, :] - tl.cumsum(dc_JN, 0) + dc_JN
+        dg_JN = (dlast_N + tl.sum(dc_JN, 0))[None, :] - tl.cumsum(dc_JN, 0) + dc_JN
         tl.store(dg_ptr + place_JN, dg_JN, mask=is_key)
         tl.store(dq_ptr + place_JN, (dq_JN + own_J1 * k_JN).to(dtype), mask=is_key)
         tl.store(dk_ptr + place_JN, (dk_JN + own_J1 * q_JN + dwritten_JN).to(dtype), mask=is_key)

@@ -18,7 +18,6 @@ from penstock.kernels.channel_delta_rule_kernels import (
     channel_output_kernel,
     channel_pairs_kernel,
     channel_read_backward_kernel,
-    channel_sum_kernel,
     channel_system_kernel,
     channel_write_backward_kernel,
 )
@@ -58,7 +57,6 @@ _OF_ALL = {
     "state backward": _Launch(32, 4),
     "read backward": _Launch(64, 4, 1, 64),
     "write backward": _Launch(128, 4, 1, 64),
-    "channel sum": _Launch(64, 4, 1, 64),
     "channel pairs": _Launch(64, 8, 1, 32),
     "channel system": _Launch(32, 4, 1, 32),
     "channel output": _Launch(64, 4),
@@ -78,7 +76,6 @@ _OF_HOPPER = {
     "state backward of few heads": _Launch(32, 4, 3),
     "read backward": _Launch(64, 8, 1, 128),
     "write backward": _Launch(128, 4, 1, 64),
-    "channel sum": _Launch(64, 4, 1, 64),
     "channel pairs": _Launch(64, 8, 1, 64),
     "channel system": _Launch(64, 4, 1, 64),
     "channel output": _Launch(64, 4, 1),
@@ -280,15 +277,13 @@ class _ChannelDeltaRule(torch.autograd.Function):
         )
         sizes = _Sizes.of(q_BSGN, v_BSHM, chunk)
         rows, positions, heads, _ = v_BSHM.shape
-        c_BSHN = torch.empty_like(g_BSHN)
-        start_kernel(channel_sum_kernel, sizes.of_chunks, g_BSHN, c_BSHN, positions, **sizes.launch("channel sum"))
         p_BSHJ, t_BSHJ = (v_BSHM.new_empty(rows, positions, heads, chunk) for _ in range(2))
-        a_BSHJ = c_BSHN.new_empty(p_BSHJ.shape)
-        w_BSHN, carried_q_BSHN, kept_k_BSHN = (v_BSHM.new_empty(c_BSHN.shape) for _ in range(3))
-        carried_BIHN = c_BSHN.new_empty(sizes.of_states[:-1])
+        a_BSHJ = g_BSHN.new_empty(p_BSHJ.shape)
+        w_BSHN, carried_q_BSHN, kept_k_BSHN = (v_BSHM.new_empty(g_BSHN.shape) for _ in range(3))
+        carried_BIHN = g_BSHN.new_empty(sizes.of_states[:-1])
         start_kernel(
             channel_pairs_kernel, sizes.of_chunks,
-            q_BSGN, k_BSGN, c_BSHN, documents_BS, p_BSHJ, a_BSHJ, carried_q_BSHN, w_BSHN, kept_k_BSHN, carried_BIHN,
+            q_BSGN, k_BSGN, g_BSHN, documents_BS, p_BSHJ, a_BSHJ, carried_q_BSHN, w_BSHN, kept_k_BSHN, carried_BIHN,
             positions, sizes.chunks, **sizes.launch("channel pairs"), LEVELS=sizes.levels,
         )  # fmt: skip
         u_BSHM = torch.empty_like(v_BSHM)
@@ -310,7 +305,7 @@ class _ChannelDeltaRule(torch.autograd.Function):
             carried_q_BSHN, p_BSHJ, d_BSHM, states, o_BSHM, positions, sizes.chunks, **sizes.launch("channel output"),
         )  # fmt: skip
         ctx.save_for_backward(
-            q_BSGN, k_BSGN, v_BSHM, beta_BSH, documents_BS, c_BSHN, p_BSHJ, t_BSHJ, w_BSHN, carried_q_BSHN,
+            q_BSGN, k_BSGN, v_BSHM, g_BSHN, beta_BSH, documents_BS, p_BSHJ, t_BSHJ, w_BSHN, carried_q_BSHN,
             kept_k_BSHN, carried_BIHN, states, d_BSHM,
         )  # fmt: skip
         ctx.sizes = sizes
@@ -319,7 +314,7 @@ class _ChannelDeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_BSHM: Tensor) -> tuple[Tensor | None, ...]:
-        q_BSGN, k_BSGN, v_BSHM, beta_BSH, documents_BS, c_BSHN, p_BSHJ, t_BSHJ, *of_states, d_BSHM = ctx.saved_tensors
+        q_BSGN, k_BSGN, v_BSHM, g_BSHN, beta_BSH, documents_BS, p_BSHJ, t_BSHJ, *of_states, d_BSHM = ctx.saved_tensors
         w_BSHN, carried_q_BSHN, kept_k_BSHN, carried_BIHN, states = of_states
         sizes: _Sizes = ctx.sizes
         positions, chunks, do_BSHM = sizes.positions, sizes.chunks, do_BSHM.contiguous()
@@ -338,13 +333,13 @@ class _ChannelDeltaRule(torch.autograd.Function):
         da_BSHJ, dbeta_BSH = torch.empty_like(t_BSHJ), torch.empty_like(beta_BSH)
         start_kernel(
             channel_write_backward_kernel, sizes.of_chunks,
-            k_BSGN, v_BSHM, beta_BSH, c_BSHN, t_BSHJ, documents_BS, states, dd_BSHM, dwritten_BSHN, da_BSHJ,
+            k_BSGN, v_BSHM, g_BSHN, beta_BSH, t_BSHJ, documents_BS, states, dd_BSHM, dwritten_BSHN, da_BSHJ,
             dv_BSHM, dbeta_BSH, positions, chunks, **sizes.launch("channel write backward"),
         )  # fmt: skip
-        dq_BSHN, dk_BSHN, dg_BSHN = torch.empty_like(w_BSHN), torch.empty_like(w_BSHN), torch.empty_like(c_BSHN)
+        dq_BSHN, dk_BSHN, dg_BSHN = torch.empty_like(w_BSHN), torch.empty_like(w_BSHN), torch.empty_like(g_BSHN)
         start_kernel(
             channel_read_backward_kernel, sizes.of_chunks,
-            q_BSGN, k_BSGN, beta_BSH, c_BSHN, documents_BS, states, d_BSHM, do_BSHM, dstates, dwritten_BSHN, dp_BSHJ,
+            q_BSGN, k_BSGN, g_BSHN, beta_BSH, documents_BS, states, d_BSHM, do_BSHM, dstates, dwritten_BSHN, dp_BSHJ,
             da_BSHJ, dq_BSHN, dk_BSHN, dg_BSHN, dbeta_BSH, positions, chunks,
             **sizes.launch("channel read backward"), LEVELS=sizes.levels,
         )  # fmt: skip
