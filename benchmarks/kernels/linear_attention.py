@@ -119,20 +119,28 @@ def measured(kind: Kind) -> dict[str, object]:
     lengths = torch.tensor([1000, 3000, 96], device="cuda")
     documents_BS = torch.arange(3, device="cuda").repeat_interleave(lengths)[None]
     whole, alone = draw(kind, 4), draw(kind, 1)
-    numbers: dict[str, object] = {
-        "errors": {"one_document": errors(alone, None), "three_documents": errors(alone, documents_BS)},
-        "delta_rule": times_of(delta_rule, whole),
-        "delta_rule_of_one_row": times_of(delta_rule, alone),
-        "kernels_us": kernels_of(both_passes(delta_rule, whole)),
+    cases: dict[str, Callable[[], object]] = {
+        "errors": lambda: {"one_document": errors(alone, None), "three_documents": errors(alone, documents_BS)},
+        "delta_rule": lambda: times_of(delta_rule, whole),
+        "delta_rule_of_one_row": lambda: times_of(delta_rule, alone),
+        "kernels_us": lambda: kernels_of(both_passes(delta_rule, whole)),
     }
     if chunk_gated_delta_rule is not None:
         chunk_o.TRITON_ABOVE_3_7_1 = True
-        numbers["flash_linear_attention"] = times_of(theirs, whole)
-        numbers["flash_linear_attention_of_one_row"] = times_of(theirs, alone)
-        numbers["flash_linear_attention_kernels_us"] = kernels_of(both_passes(theirs, whole))
+        cases |= {
+            "flash_linear_attention": lambda: times_of(theirs, whole),
+            "flash_linear_attention_of_one_row": lambda: times_of(theirs, alone),
+            "flash_linear_attention_kernels_us": lambda: kernels_of(both_passes(theirs, whole)),
+        }
         if kind == "kda":
-            numbers["flash_linear_attention_safe_gate"] = times_of(partial(theirs, safe_gate=True), whole)
-    return numbers
+            cases["flash_linear_attention_safe_gate"] = lambda: times_of(partial(theirs, safe_gate=True), whole)
+    return {name: _told(f"{kind} {name}", case()) for name, case in cases.items()}
+
+
+def _told(name: str, found: object) -> object:
+    """Print a measurement as soon as it is there."""
+    print(name, found, flush=True)
+    return found
 
 
 def measured_parts() -> dict[str, object]:
@@ -160,9 +168,8 @@ def main() -> None:
     numbers: dict[str, object] = {}
     for name in options.kinds:
         numbers[name] = measured(name)
-        print(name, numbers[name], flush=True)
     if "gdn" in options.kinds:
-        numbers["parts"] = measured_parts()
+        numbers["parts"] = _told("parts", measured_parts())
     record.write(options, numbers, triton=triton.__version__)
 
 

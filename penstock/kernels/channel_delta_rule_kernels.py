@@ -7,7 +7,8 @@
     channel_local_backward_kernel  per chunk: gradients of P, and of d through P
     delta_state_backward_kernel    last chunk first, with queries and keys that have their decays
     channel_write_backward_kernel  per chunk: gradients of values, A and w
-    channel_read_backward_kernel   per chunk: gradients of queries, keys and decays
+    channel_query_backward_kernel  per chunk: gradients of queries and of written keys
+    channel_key_backward_kernel    per chunk: gradients of keys and decays
 
 A decay between two positions, exp(c_i - c_j), is no factor of their product: each feature has its own. As a product of
 exp(c_i) and exp(-c_j) it would overflow. So a pair meets in the middle. At level l a chunk is cut into blocks of
@@ -18,9 +19,6 @@ Example with four positions: level 1 has pairs (2, 0), (2, 1), (3, 0), (3, 1), l
 
 Logarithms of decays are sums of g over neighbouring positions, and never differences of sums, which would lose bits. A
 product of a matrix of zeros and ones with g gives those of all positions where matrix units leave their results.
-
-Gradients take the same way. A matrix of gradients of pairs is made symmetric, and one product for each level gives rows
-of the right halves what they get as queries, and rows of the left halves what they get as keys.
 """
 
 from penstock.kernels.delta_rule_parts import chunk_documents, dot, inverse, numbers_at, rows_at, state_at
@@ -28,17 +26,10 @@ from penstock.kernels.language import tl, triton
 
 
 @triton.jit
-def _decays_over(is_between_JJ, high_JN, low_JN, DTYPE: tl.constexpr):
-    """For each position, exp of the sum of g over the positions that its row marks; g is the sum of two parts."""
-    marks_JJ = tl.where(is_between_JJ, 1.0, 0.0).to(DTYPE)
-    return tl.exp(dot(marks_JJ, high_JN, DTYPE) + dot(marks_JJ, low_JN, DTYPE))
-
-
-@triton.jit
-def _parts(g_JN, DTYPE: tl.constexpr):
-    """Decays as a sum of two tensors of the dtype of products, which together have twice its bits."""
-    high_JN = g_JN.to(DTYPE)
-    return high_JN, (g_JN - high_JN.to(tl.float32)).to(DTYPE)
+def _decays_over(marks_JJ, g_JN):
+    """For each position, exp of the sum of g over the positions that its row marks; or of columns, with g first."""
+    dtype: tl.constexpr = g_JN.dtype if marks_JJ.dtype == tl.int1 else marks_JJ.dtype
+    return tl.exp(tl.dot(marks_JJ.to(dtype), g_JN.to(dtype), input_precision="ieee"))
 
 
 @triton.jit
@@ -62,8 +53,8 @@ def _pairs_at(level, J: tl.constexpr):
 
 @triton.jit
 def channel_pairs_kernel(
-    q_ptr, k_ptr, g_ptr, documents_ptr, p_ptr, a_ptr, carried_q_ptr, carried_k_ptr, kept_k_ptr, carried_ptr, positions,
-    chunks,
+    q_ptr, k_ptr, g_ptr, documents_ptr, rounded_ptr, p_ptr, a_ptr, carried_q_ptr, carried_k_ptr, kept_k_ptr,
+    carried_ptr, positions, chunks,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +64,7 @@ def channel_pairs_kernel(
     inside_J = first + place_J < positions
     document_J, before, last = chunk_documents(documents_ptr, row, first, positions, J)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    is_until_JJ = place_J[:, None] >= place_J[None, :]
+    is_until_JJ, is_after_JJ = place_J[:, None] >= place_J[None, :], place_J[:, None] < place_J[None, :]
     a_JJ = tl.zeros([J, J], tl.float32)
     p_JJ = tl.zeros([J, J], tl.float32)
     own_J = tl.zeros([J], tl.float32)
@@ -84,20 +75,19 @@ def channel_pairs_kernel(
         q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
         k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
         g_JN = tl.load(g_ptr + place_JN, mask=is_key, other=0.0)
-        high_JN, low_JN = _parts(g_JN, dtype)
-        carried_JN = _decays_over(is_until_JJ, high_JN, low_JN, dtype)
-        carried_JN = tl.where((document_J == before)[:, None], carried_JN, 0.0)
-        kept_JN = _decays_over(place_J[:, None] < place_J[None, :], high_JN, low_JN, dtype)
-        kept_JN = tl.where((document_J == last)[:, None], kept_JN, 0.0)
+        rounded_JN = tl.maximum(g_JN, -60000.0).to(rounded_ptr.dtype.element_ty)  # finite in float16
+        tl.store(rounded_ptr + place_JN, rounded_JN, mask=is_key)
+        carried_JN = tl.where((document_J == before)[:, None], _decays_over(is_until_JJ, rounded_JN), 0.0)
+        kept_JN = tl.where((document_J == last)[:, None], _decays_over(is_after_JJ, rounded_JN), 0.0)
         tl.store(carried_q_ptr + place_JN, (q_JN * carried_JN).to(dtype), mask=is_key)
         tl.store(carried_k_ptr + place_JN, (k_JN * carried_JN).to(dtype), mask=is_key)
         tl.store(kept_k_ptr + place_JN, (k_JN * kept_JN).to(dtype), mask=is_key)
-        whole_N = tl.where(before == last, tl.exp(tl.sum(g_JN, 0)), 0.0)
+        whole_N = tl.where(before == last, tl.exp(tl.sum(rounded_JN.to(tl.float32), 0)), 0.0)
         whole_ptr = carried_ptr + ((row.to(tl.int64) * chunks + tl.program_id(0)) * H + head) * N
         tl.store(whole_ptr + column_N, whole_N, mask=column_N < N)
         own_J += tl.sum(q_JN.to(tl.float32) * k_JN.to(tl.float32), 1)
         for level in range(LEVELS):
-            decay_JN = _decays_over(_to_middle(level, J), high_JN, low_JN, dtype)
+            decay_JN = _decays_over(_to_middle(level, J), rounded_JN)
             is_pair_JJ = _pairs_at(level, J)
             keys_NJ = tl.trans((k_JN * decay_JN).to(dtype))
             a_JJ += tl.where(is_pair_JJ, dot(k_JN * decay_JN, keys_NJ, dtype), 0.0)
@@ -171,7 +161,7 @@ def channel_local_backward_kernel(
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a head: gradients through P d: dP = do d^T, as a symmetric matrix, and a part of dd, P^T do."""
+    """One chunk of a head: gradients through P d, which are dP = do d^T, and P^T do as the first part of dd."""
     first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
     place_J = tl.arange(0, J)
     inside_J = first + place_J < positions
@@ -189,19 +179,17 @@ def channel_local_backward_kernel(
         dp_JJ += dot(do_JM, tl.trans(d_JM), dtype)
         tl.store(dd_ptr + place_JM, dot(tl.trans(p_JJ), do_JM, dtype).to(dtype), mask=is_value)
     is_pair_JJ = (place_J[:, None] >= place_J[None, :]) & (document_J[:, None] == document_J[None, :])
-    dp_JJ = tl.where(is_pair_JJ, dp_JJ, 0.0)
-    dp_JJ = tl.where(place_J[:, None] >= place_J[None, :], dp_JJ, tl.trans(dp_JJ))
-    tl.store(dp_ptr + place_JJ, dp_JJ.to(dtype), mask=inside_J[:, None])
+    tl.store(dp_ptr + place_JJ, tl.where(is_pair_JJ, dp_JJ, 0.0).to(dtype), mask=inside_J[:, None])
 
 
 @triton.jit
 def channel_write_backward_kernel(
-    k_ptr, v_ptr, g_ptr, beta_ptr, t_ptr, documents_ptr, states_ptr, dd_ptr, dwritten_ptr, da_ptr, dv_ptr,
+    k_ptr, v_ptr, rounded_ptr, beta_ptr, t_ptr, documents_ptr, states_ptr, dd_ptr, dwritten_ptr, da_ptr, dv_ptr,
     dbeta_ptr, positions, chunks,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a head: dA as a symmetric matrix, T^T dw, dv, and the part of dbeta that multiplies values.
+    """One chunk of a head: dA and dv, the part of dbeta that multiplies values, and gradients of beta k through w.
 
     With y = T x the gradients are dx = T^T dy and dA = -T^T (dy x^T) T^T below the diagonal.
     """
@@ -239,93 +227,137 @@ def channel_write_backward_kernel(
             dd_JM = tl.load(rows_at(dd_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
             dw_JN -= dot(dd_JM, tl.trans(state_NM), dtype)
         place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
-        tl.store(dwritten_ptr + place_JN, dot(tl.trans(t_JJ), dw_JN, dtype).to(dtype), mask=is_key)
         k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-        high_JN, low_JN = _parts(tl.load(g_ptr + place_JN, mask=is_key, other=0.0), dtype)
-        carried_JN = tl.where(is_carried_J1, _decays_over(is_until_JJ, high_JN, low_JN, dtype), 0.0)
+        rounded_JN = tl.load(rounded_ptr + place_JN, mask=is_key, other=0.0)
+        carried_JN = tl.where(is_carried_J1, _decays_over(is_until_JJ, rounded_JN), 0.0)
         dt_JJ += dot(dw_JN, tl.trans(k_JN * carried_JN), dtype)
+        dwritten_JN = dot(tl.trans(t_JJ), dw_JN, dtype) * carried_JN
+        tl.store(dwritten_ptr + place_JN, dwritten_JN.to(dtype), mask=is_key)
     da_JJ = -dot(dot(tl.trans(t_JJ), dt_JJ * beta_J[None, :], dtype), tl.trans(t_JJ), dtype)
     is_before_JJ = (place_J[:, None] > place_J[None, :]) & (document_J[:, None] == document_J[None, :])
-    da_JJ = tl.where(is_before_JJ, da_JJ, 0.0)
-    tl.store(da_ptr + place_JJ, (da_JJ + tl.trans(da_JJ)).to(dtype), mask=inside_J[:, None])
+    tl.store(da_ptr + place_JJ, tl.where(is_before_JJ, da_JJ, 0.0).to(dtype), mask=inside_J[:, None])
     tl.store(numbers_at(dbeta_ptr, H, head, row, first, positions, J), dbeta_J, mask=inside_J)
 
 
 @triton.jit
-def channel_read_backward_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, documents_ptr, states_ptr, d_ptr, do_ptr, dstates_ptr, dwritten_ptr, dp_ptr, da_ptr,
-    dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, positions, chunks,
+def channel_query_backward_kernel(
+    q_ptr, k_ptr, rounded_ptr, beta_ptr, documents_ptr, states_ptr, do_ptr, dp_ptr, da_ptr, dwritten_ptr, dq_ptr,
+    dc_ptr, dbeta_ptr, positions, chunks,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a head: dq, dk and dg through the states at the chunk's borders, P, A and w; the rest of dbeta."""
+    """One chunk of a head: dq, the rest of the gradients of beta k and of dbeta, and what dc gets from these.
+
+    Features are rows here: what comes out of one product is the left side of the next without a way through memory.
+    """
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    place_J, key_head = tl.arange(0, J), head // (H // G)
+    inside_J = first + place_J < positions
+    document_J, before, _ = chunk_documents(documents_ptr, row, first, positions, J)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    column_N = tl.arange(0, BLOCK_N)
+    is_key = inside_J[:, None] & (column_N < N)[None, :]
+    rounded_ptrs = rows_at(rounded_ptr, H, head, row, first, positions, J, N) + column_N
+    rounded_JN = tl.load(rounded_ptrs, mask=is_key, other=0.0)
+    rounded_NJ = tl.trans(rounded_JN)
+    dq_NJ = tl.zeros([BLOCK_N, J], tl.float32)
+    for start in range(0, M, BLOCK_M):
+        column_M = start + tl.arange(0, BLOCK_M)
+        is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
+        is_value = (inside_J & (document_J == before))[:, None] & (column_M < M)[None, :]
+        state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M)
+        state_NM = tl.load(state_ptrs + column_N[:, None] * M + column_M[None, :], mask=is_state, other=0.0)
+        do_JM = tl.load(rows_at(do_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+        dq_NJ += dot(state_NM, tl.trans(do_JM), dtype)
+    dq_NJ *= _decays_over(rounded_NJ, place_J[:, None] <= place_J[None, :])
+    dp_ptrs = rows_at(dp_ptr, H, head, row, first, positions, J, J)
+    dp_JJ = tl.load(dp_ptrs + place_J, mask=inside_J[:, None], other=0.0)
+    da_ptrs = rows_at(da_ptr, H, head, row, first, positions, J, J)
+    da_JJ = tl.load(da_ptrs + place_J, mask=inside_J[:, None], other=0.0)
+    k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+    k_NJ = tl.trans(k_JN)
+    dq_NJ += dot(k_NJ, tl.where(place_J[:, None] == place_J[None, :], dp_JJ, 0.0), dtype)
+    for level in range(LEVELS):
+        decay_NJ = _decays_over(rounded_NJ, tl.trans(_to_middle(level, J)))
+        pairs_JJ = tl.where(_pairs_at(level, J), dp_JJ, 0.0)
+        dq_NJ += dot(k_NJ * decay_NJ, tl.trans(pairs_JJ), dtype) * decay_NJ
+    dq_ptrs = rows_at(dq_ptr, H, head, row, first, positions, J, N) + column_N
+    tl.store(dq_ptrs, tl.trans(dq_NJ.to(dtype)), mask=is_key)
+    # A decay multiplies products of queries and written keys, and divides those of keys that are read.
+    q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+    dc_NJ = tl.trans(q_JN) * dq_NJ
+    dwritten_ptrs = rows_at(dwritten_ptr, H, head, row, first, positions, J, N) + column_N
+    dwritten_NJ = tl.trans(tl.load(dwritten_ptrs, mask=is_key, other=0.0)).to(tl.float32)
+    for level in range(LEVELS):
+        decay_NJ = _decays_over(rounded_NJ, tl.trans(_to_middle(level, J)))
+        pairs_JJ = tl.where(_pairs_at(level, J), da_JJ, 0.0)
+        dwritten_NJ += dot(k_NJ * decay_NJ, tl.trans(pairs_JJ), dtype) * decay_NJ
+    dbeta_ptrs = numbers_at(dbeta_ptr, H, head, row, first, positions, J)
+    dbeta_J = tl.sum(dwritten_NJ * k_NJ, 0) + tl.load(dbeta_ptrs, mask=inside_J, other=0.0)
+    tl.store(dbeta_ptrs, dbeta_J, mask=inside_J)
+    dwritten_NJ *= tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)[None, :]
+    tl.store(dwritten_ptrs, tl.trans(dwritten_NJ.to(dtype)), mask=is_key)
+    dc_NJ += k_NJ * dwritten_NJ
+    tl.store(rows_at(dc_ptr, H, head, row, first, positions, J, N) + column_N, tl.trans(dc_NJ), mask=is_key)
+
+
+@triton.jit
+def channel_key_backward_kernel(
+    q_ptr, k_ptr, rounded_ptr, beta_ptr, documents_ptr, states_ptr, d_ptr, dstates_ptr, dp_ptr, da_ptr, dwritten_ptr,
+    dk_ptr, dc_ptr, positions, chunks,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head: dk, and dg in the place of dc. Features are rows here too."""
     first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
     place_J, key_head = tl.arange(0, J), head // (H // G)
     inside_J = first + place_J < positions
     document_J, before, last = chunk_documents(documents_ptr, row, first, positions, J)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
+    column_N = tl.arange(0, BLOCK_N)
+    is_key = inside_J[:, None] & (column_N < N)[None, :]
+    rounded_ptrs = rows_at(rounded_ptr, H, head, row, first, positions, J, N) + column_N
+    rounded_JN = tl.load(rounded_ptrs, mask=is_key, other=0.0)
+    rounded_NJ = tl.trans(rounded_JN)
+    whole_N = tl.where(before == last, tl.exp(tl.sum(rounded_JN.to(tl.float32), 0)), 0.0)
+    dk_NJ = tl.zeros([BLOCK_N, J], tl.float32)
+    dlast_N = tl.zeros([BLOCK_N], tl.float32)  # of the decay of the whole chunk
+    for start in range(0, M, BLOCK_M):
+        column_M = start + tl.arange(0, BLOCK_M)
+        is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
+        is_value = (inside_J & (document_J == last))[:, None] & (column_M < M)[None, :]
+        place_NM = column_N[:, None] * M + column_M[None, :]
+        state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
+        dstate_ptrs = state_at(dstates_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
+        state_NM = tl.load(state_ptrs, mask=is_state, other=0.0)
+        dstate_NM = tl.load(dstate_ptrs, mask=is_state, other=0.0)
+        d_JM = tl.load(rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+        dk_NJ += dot(dstate_NM, tl.trans(d_JM), dtype)
+        dlast_N += tl.sum(state_NM.to(tl.float32) * dstate_NM.to(tl.float32), 1)
+    dk_NJ *= _decays_over(rounded_NJ, place_J[:, None] > place_J[None, :])
+    q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+    k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+    q_NJ, k_NJ = tl.trans(q_JN), tl.trans(k_JN)
+    dlast_N = dlast_N * whole_N + tl.sum(k_NJ * dk_NJ, 1)
+    dp_ptrs = rows_at(dp_ptr, H, head, row, first, positions, J, J)
+    dp_JJ = tl.load(dp_ptrs + place_J, mask=inside_J[:, None], other=0.0)
+    da_ptrs = rows_at(da_ptr, H, head, row, first, positions, J, J)
+    da_JJ = tl.load(da_ptrs + place_J, mask=inside_J[:, None], other=0.0)
     beta_J = tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)
-    place_JJ = rows_at(0, H, head, row, first, positions, J, J) + place_J
-    da_JJ = tl.load(da_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
-    dp_JJ = tl.load(dp_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
-    own_J1 = tl.sum(tl.where(place_J[:, None] == place_J[None, :], dp_JJ.to(tl.float32), 0.0), 1)[:, None]
-    is_until_JJ = place_J[:, None] >= place_J[None, :]
-    dbeta_ptrs = numbers_at(dbeta_ptr, H, head, row, first, positions, J)
-    dbeta_J = tl.load(dbeta_ptrs, mask=inside_J, other=0.0)
-    for start_N in range(0, N, BLOCK_N):
-        column_N = start_N + tl.arange(0, BLOCK_N)
-        is_feature_N = column_N < N
-        is_key = inside_J[:, None] & is_feature_N[None, :]
-        dq_JN = tl.zeros([J, BLOCK_N], tl.float32)
-        dk_JN = tl.zeros([J, BLOCK_N], tl.float32)
-        dwhole_N = tl.zeros([BLOCK_N], tl.float32)
-        for start in range(0, M, BLOCK_M):
-            column_M = start + tl.arange(0, BLOCK_M)
-            is_value = inside_J[:, None] & (column_M < M)[None, :]
-            is_state = is_feature_N[:, None] & (column_M < M)[None, :]
-            place_NM = column_N[:, None] * M + column_M[None, :]
-            state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
-            dstate_ptrs = state_at(dstates_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
-            state_NM = tl.load(state_ptrs, mask=is_state, other=0.0)
-            dstate_NM = tl.load(dstate_ptrs, mask=is_state, other=0.0)
-            do_JM = tl.load(rows_at(do_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
-            d_JM = tl.load(rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
-            dq_JN += dot(do_JM, tl.trans(state_NM), dtype)
-            dk_JN += dot(d_JM, tl.trans(dstate_NM), dtype)
-            dwhole_N += tl.sum(state_NM.to(tl.float32) * dstate_NM.to(tl.float32), 1)
-        q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-        k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-        place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
-        g_JN = tl.load(g_ptr + place_JN, mask=is_key, other=0.0)
-        high_JN, low_JN = _parts(g_JN, dtype)
-        carried_JN = _decays_over(is_until_JJ, high_JN, low_JN, dtype)
-        carried_JN = tl.where((document_J == before)[:, None], carried_JN, 0.0)
-        kept_JN = _decays_over(place_J[:, None] < place_J[None, :], high_JN, low_JN, dtype)
-        kept_JN = tl.where((document_J == last)[:, None], kept_JN, 0.0)
-        dq_JN *= carried_JN
-        dk_JN *= kept_JN
-        whole_N = tl.where(before == last, tl.exp(tl.sum(g_JN, 0)), 0.0)
-        dlast_N = tl.sum(k_JN * dk_JN, 0) + dwhole_N * whole_N  # of the decay of the whole chunk
-        # Of the key times beta, as the side of A and of w that beta multiplies.
-        dwritten_JN = tl.load(dwritten_ptr + place_JN, mask=is_key, other=0.0) * carried_JN
-        for level in range(LEVELS):
-            decay_JN = _decays_over(_to_middle(level, J), high_JN, low_JN, dtype)
-            is_pair_JJ, is_right_J1 = _pairs_at(level, J), (((place_J >> level) & 1) == 1)[:, None]
-            keys_JN = k_JN * decay_JN
-            reads_JN = tl.where(is_right_J1, q_JN * decay_JN, keys_JN)
-            writes_JN = tl.where(is_right_J1, keys_JN * beta_J[:, None], keys_JN)
-            of_reads_JN = dot(tl.where(is_pair_JJ, dp_JJ, 0.0), reads_JN, dtype) * decay_JN
-            of_writes_JN = dot(tl.where(is_pair_JJ, da_JJ, 0.0), writes_JN, dtype) * decay_JN
-            dq_JN += tl.where(is_right_J1, of_reads_JN, 0.0)
-            dk_JN += tl.where(is_right_J1, 0.0, of_reads_JN + of_writes_JN)
-            dwritten_JN += tl.where(is_right_J1, of_writes_JN, 0.0)
-        dbeta_J += tl.sum(dwritten_JN * k_JN, 1)
-        dwritten_JN *= beta_J[:, None]
-        # A decay multiplies a query's products and divides a key's; that of the chunk's end multiplies all.
-        dc_JN = q_JN * dq_JN + k_JN * (dwritten_JN - dk_JN)
-        # c is the sum of g up to a position, so dg is the sum of dc from there on.
-        dg_JN = (dlast_N + tl.sum(dc_JN, 0))[None, :] - tl.cumsum(dc_JN, 0) + dc_JN
-        tl.store(dg_ptr + place_JN, dg_JN, mask=is_key)
-        tl.store(dq_ptr + place_JN, (dq_JN + own_J1 * k_JN).to(dtype), mask=is_key)
-        tl.store(dk_ptr + place_JN, (dk_JN + own_J1 * q_JN + dwritten_JN).to(dtype), mask=is_key)
-    tl.store(dbeta_ptrs, dbeta_J, mask=inside_J)
+    da_JJ = (da_JJ * beta_J[:, None]).to(dtype)
+    for level in range(LEVELS):
+        is_pair_JJ = _pairs_at(level, J)
+        decay_NJ = _decays_over(rounded_NJ, tl.trans(_to_middle(level, J)))
+        found_NJ = dot(q_NJ * decay_NJ, tl.where(is_pair_JJ, dp_JJ, 0.0), dtype)
+        found_NJ += dot(k_NJ * decay_NJ, tl.where(is_pair_JJ, da_JJ, 0.0), dtype)
+        dk_NJ += found_NJ * decay_NJ
+    dk_NJ += dot(q_NJ, tl.where(place_J[:, None] == place_J[None, :], dp_JJ, 0.0), dtype)
+    dwritten_ptrs = rows_at(dwritten_ptr, H, head, row, first, positions, J, N) + column_N
+    dwritten_NJ = tl.trans(tl.load(dwritten_ptrs, mask=is_key, other=0.0))
+    dk_ptrs = rows_at(dk_ptr, H, head, row, first, positions, J, N) + column_N
+    tl.store(dk_ptrs, tl.trans((dk_NJ + dwritten_NJ).to(dtype)), mask=is_key)
+    dc_ptrs = rows_at(dc_ptr, H, head, row, first, positions, J, N) + column_N
+    dc_NJ = tl.trans(tl.load(dc_ptrs, mask=is_key, other=0.0)) - k_NJ * dk_NJ
+    # c is the sum of g up to a position, so dg is the sum of dc from there on.
+    dg_NJ = (dlast_N + tl.sum(dc_NJ, 1))[:, None] - tl.cumsum(dc_NJ, 1) + dc_NJ
+    tl.store(dc_ptrs, tl.trans(dg_NJ), mask=is_key)

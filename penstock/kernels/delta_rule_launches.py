@@ -14,10 +14,11 @@ from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.channel_delta_rule_kernels import (
+    channel_key_backward_kernel,
     channel_local_backward_kernel,
     channel_output_kernel,
     channel_pairs_kernel,
-    channel_read_backward_kernel,
+    channel_query_backward_kernel,
     channel_system_kernel,
     channel_write_backward_kernel,
 )
@@ -61,7 +62,8 @@ _OF_ALL = {
     "channel system": _Launch(32, 4, 1, 32),
     "channel output": _Launch(64, 4),
     "channel local backward": _Launch(64, 4),
-    "channel read backward": _Launch(64, 8, 1, 32),
+    "channel query backward": _Launch(64, 8, 1),
+    "channel key backward": _Launch(64, 8, 1),
     "channel write backward": _Launch(64, 8, 1, 64),
 }
 # benchmarks/results/delta-rule-h200.json has those that were tried. Triton 3.6 gives the kernels over all chunks of a
@@ -76,17 +78,19 @@ _OF_HOPPER = {
     "state backward of few heads": _Launch(32, 4, 3),
     "read backward": _Launch(64, 8, 1, 128),
     "write backward": _Launch(128, 4, 1, 64),
-    "channel pairs": _Launch(64, 8, 1, 64),
+    "channel pairs": _Launch(64, 8, 1, 32),
     "channel system": _Launch(64, 4, 1, 64),
     "channel output": _Launch(64, 4, 1),
     "channel local backward": _Launch(128, 4, 1),
-    "channel read backward": _Launch(64, 8, 1, 32),
+    "channel query backward": _Launch(64, 8, 1),
+    "channel key backward": _Launch(64, 8, 1),
     "channel write backward": _Launch(64, 8, 1, 64),
 }
 
 _OF_AMD = _OF_ALL | {  # a warp has twice the threads
     "channel pairs": _Launch(64, 4, 1, 32),
-    "channel read backward": _Launch(64, 4, 1, 32),
+    "channel query backward": _Launch(64, 4, 1),
+    "channel key backward": _Launch(64, 4, 1),
     "channel write backward": _Launch(64, 4, 1, 64),
 }
 
@@ -279,12 +283,14 @@ class _ChannelDeltaRule(torch.autograd.Function):
         rows, positions, heads, _ = v_BSHM.shape
         p_BSHJ, t_BSHJ = (v_BSHM.new_empty(rows, positions, heads, chunk) for _ in range(2))
         a_BSHJ = g_BSHN.new_empty(p_BSHJ.shape)
+        # Products of 16 bits take the decays in float16, which has 8 times the precision of bfloat16.
+        rounded_BSHN = torch.empty_like(g_BSHN, dtype=torch.float16 if v_BSHM.dtype.itemsize == 2 else torch.float32)
         w_BSHN, carried_q_BSHN, kept_k_BSHN = (v_BSHM.new_empty(g_BSHN.shape) for _ in range(3))
         carried_BIHN = g_BSHN.new_empty(sizes.of_states[:-1])
         start_kernel(
             channel_pairs_kernel, sizes.of_chunks,
-            q_BSGN, k_BSGN, g_BSHN, documents_BS, p_BSHJ, a_BSHJ, carried_q_BSHN, w_BSHN, kept_k_BSHN, carried_BIHN,
-            positions, sizes.chunks, **sizes.launch("channel pairs"), LEVELS=sizes.levels,
+            q_BSGN, k_BSGN, g_BSHN, documents_BS, rounded_BSHN, p_BSHJ, a_BSHJ, carried_q_BSHN, w_BSHN, kept_k_BSHN,
+            carried_BIHN, positions, sizes.chunks, **sizes.launch("channel pairs"), LEVELS=sizes.levels,
         )  # fmt: skip
         u_BSHM = torch.empty_like(v_BSHM)
         start_kernel(
@@ -305,7 +311,7 @@ class _ChannelDeltaRule(torch.autograd.Function):
             carried_q_BSHN, p_BSHJ, d_BSHM, states, o_BSHM, positions, sizes.chunks, **sizes.launch("channel output"),
         )  # fmt: skip
         ctx.save_for_backward(
-            q_BSGN, k_BSGN, v_BSHM, g_BSHN, beta_BSH, documents_BS, p_BSHJ, t_BSHJ, w_BSHN, carried_q_BSHN,
+            q_BSGN, k_BSGN, v_BSHM, rounded_BSHN, beta_BSH, documents_BS, p_BSHJ, t_BSHJ, w_BSHN, carried_q_BSHN,
             kept_k_BSHN, carried_BIHN, states, d_BSHM,
         )  # fmt: skip
         ctx.sizes = sizes
@@ -314,7 +320,9 @@ class _ChannelDeltaRule(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_BSHM: Tensor) -> tuple[Tensor | None, ...]:
-        q_BSGN, k_BSGN, v_BSHM, g_BSHN, beta_BSH, documents_BS, p_BSHJ, t_BSHJ, *of_states, d_BSHM = ctx.saved_tensors
+        q_BSGN, k_BSGN, v_BSHM, rounded_BSHN, beta_BSH, documents_BS, p_BSHJ, t_BSHJ, *of_states, d_BSHM = (
+            ctx.saved_tensors
+        )
         w_BSHN, carried_q_BSHN, kept_k_BSHN, carried_BIHN, states = of_states
         sizes: _Sizes = ctx.sizes
         positions, chunks, do_BSHM = sizes.positions, sizes.chunks, do_BSHM.contiguous()
@@ -333,15 +341,25 @@ class _ChannelDeltaRule(torch.autograd.Function):
         da_BSHJ, dbeta_BSH = torch.empty_like(t_BSHJ), torch.empty_like(beta_BSH)
         start_kernel(
             channel_write_backward_kernel, sizes.of_chunks,
-            k_BSGN, v_BSHM, g_BSHN, beta_BSH, t_BSHJ, documents_BS, states, dd_BSHM, dwritten_BSHN, da_BSHJ,
+            k_BSGN, v_BSHM, rounded_BSHN, beta_BSH, t_BSHJ, documents_BS, states, dd_BSHM, dwritten_BSHN, da_BSHJ,
             dv_BSHM, dbeta_BSH, positions, chunks, **sizes.launch("channel write backward"),
         )  # fmt: skip
-        dq_BSHN, dk_BSHN, dg_BSHN = torch.empty_like(w_BSHN), torch.empty_like(w_BSHN), torch.empty_like(g_BSHN)
+        dq_BSHN, dk_BSHN, dg_BSHN = (
+            torch.empty_like(w_BSHN),
+            torch.empty_like(w_BSHN),
+            torch.empty_like(rounded_BSHN, dtype=torch.float32),
+        )
         start_kernel(
-            channel_read_backward_kernel, sizes.of_chunks,
-            q_BSGN, k_BSGN, g_BSHN, beta_BSH, documents_BS, states, d_BSHM, do_BSHM, dstates, dwritten_BSHN, dp_BSHJ,
-            da_BSHJ, dq_BSHN, dk_BSHN, dg_BSHN, dbeta_BSH, positions, chunks,
-            **sizes.launch("channel read backward"), LEVELS=sizes.levels,
+            channel_query_backward_kernel, sizes.of_chunks,
+            q_BSGN, k_BSGN, rounded_BSHN, beta_BSH, documents_BS, states, do_BSHM, dp_BSHJ, da_BSHJ, dwritten_BSHN,
+            dq_BSHN, dg_BSHN, dbeta_BSH, positions, chunks,
+            **sizes.launch("channel query backward"), LEVELS=sizes.levels,
+        )  # fmt: skip
+        start_kernel(
+            channel_key_backward_kernel, sizes.of_chunks,
+            q_BSGN, k_BSGN, rounded_BSHN, beta_BSH, documents_BS, states, d_BSHM, dstates, dp_BSHJ, da_BSHJ,
+            dwritten_BSHN, dk_BSHN, dg_BSHN, positions, chunks,
+            **sizes.launch("channel key backward"), LEVELS=sizes.levels,
         )  # fmt: skip
         dq_BSGN, dk_BSGN = (_of_key_heads(one, sizes, k_BSGN.dtype) for one in (dq_BSHN, dk_BSHN))
         return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSHN, dbeta_BSH, None, None
