@@ -255,50 +255,54 @@ def channel_query_backward_kernel(
     inside_J = first + place_J < positions
     document_J, before, _ = chunk_documents(documents_ptr, row, first, positions, J)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    column_N = tl.arange(0, BLOCK_N)
-    is_key = inside_J[:, None] & (column_N < N)[None, :]
-    rounded_ptrs = rows_at(rounded_ptr, H, head, row, first, positions, J, N) + column_N
-    rounded_JN = tl.load(rounded_ptrs, mask=is_key, other=0.0)
-    rounded_NJ = tl.trans(rounded_JN)
-    dq_NJ = tl.zeros([BLOCK_N, J], tl.float32)
-    for start in range(0, M, BLOCK_M):
-        column_M = start + tl.arange(0, BLOCK_M)
-        is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
-        is_value = (inside_J & (document_J == before))[:, None] & (column_M < M)[None, :]
-        state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M)
-        state_NM = tl.load(state_ptrs + column_N[:, None] * M + column_M[None, :], mask=is_state, other=0.0)
-        do_JM = tl.load(rows_at(do_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
-        dq_NJ += dot(state_NM, tl.trans(do_JM), dtype)
-    dq_NJ *= _decays_over(rounded_NJ, place_J[:, None] <= place_J[None, :])
-    dp_ptrs = rows_at(dp_ptr, H, head, row, first, positions, J, J)
-    dp_JJ = tl.load(dp_ptrs + place_J, mask=inside_J[:, None], other=0.0)
-    da_ptrs = rows_at(da_ptr, H, head, row, first, positions, J, J)
-    da_JJ = tl.load(da_ptrs + place_J, mask=inside_J[:, None], other=0.0)
-    k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-    k_NJ = tl.trans(k_JN)
-    dq_NJ += dot(k_NJ, tl.where(place_J[:, None] == place_J[None, :], dp_JJ, 0.0), dtype)
-    for level in range(LEVELS):
-        decay_NJ = _decays_over(rounded_NJ, tl.trans(_to_middle(level, J)))
-        pairs_JJ = tl.where(_pairs_at(level, J), dp_JJ, 0.0)
-        dq_NJ += dot(k_NJ * decay_NJ, tl.trans(pairs_JJ), dtype) * decay_NJ
-    dq_ptrs = rows_at(dq_ptr, H, head, row, first, positions, J, N) + column_N
-    tl.store(dq_ptrs, tl.trans(dq_NJ.to(dtype)), mask=is_key)
-    # A decay multiplies products of queries and written keys, and divides those of keys that are read.
-    q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-    dc_NJ = tl.trans(q_JN) * dq_NJ
-    dwritten_ptrs = rows_at(dwritten_ptr, H, head, row, first, positions, J, N) + column_N
-    dwritten_NJ = tl.trans(tl.load(dwritten_ptrs, mask=is_key, other=0.0)).to(tl.float32)
-    for level in range(LEVELS):
-        decay_NJ = _decays_over(rounded_NJ, tl.trans(_to_middle(level, J)))
-        pairs_JJ = tl.where(_pairs_at(level, J), da_JJ, 0.0)
-        dwritten_NJ += dot(k_NJ * decay_NJ, tl.trans(pairs_JJ), dtype) * decay_NJ
+    dbeta_J = tl.zeros([J], tl.float32)
+    for start_N in range(0, N, BLOCK_N):
+        column_N = start_N + tl.arange(0, BLOCK_N)
+        is_key = inside_J[:, None] & (column_N < N)[None, :]
+        rounded_ptrs = rows_at(rounded_ptr, H, head, row, first, positions, J, N) + column_N
+        rounded_JN = tl.load(rounded_ptrs, mask=is_key, other=0.0)
+        rounded_NJ = tl.trans(rounded_JN)
+        dq_NJ = tl.zeros([BLOCK_N, J], tl.float32)
+        for start in range(0, M, BLOCK_M):
+            column_M = start + tl.arange(0, BLOCK_M)
+            is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
+            is_value = (inside_J & (document_J == before))[:, None] & (column_M < M)[None, :]
+            state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M)
+            state_NM = tl.load(state_ptrs + column_N[:, None] * M + column_M[None, :], mask=is_state, other=0.0)
+            do_JM = tl.load(rows_at(do_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+            dq_NJ += dot(state_NM, tl.trans(do_JM), dtype)
+        dq_NJ *= _decays_over(rounded_NJ, place_J[:, None] <= place_J[None, :])
+        dp_ptrs = rows_at(dp_ptr, H, head, row, first, positions, J, J)
+        dp_JJ = tl.load(dp_ptrs + place_J, mask=inside_J[:, None], other=0.0)
+        da_ptrs = rows_at(da_ptr, H, head, row, first, positions, J, J)
+        da_JJ = tl.load(da_ptrs + place_J, mask=inside_J[:, None], other=0.0)
+        k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        k_NJ = tl.trans(k_JN)
+        dq_NJ += dot(k_NJ, tl.where(place_J[:, None] == place_J[None, :], dp_JJ, 0.0), dtype)
+        for level in range(LEVELS):
+            decay_NJ = _decays_over(rounded_NJ, tl.trans(_to_middle(level, J)))
+            pairs_JJ = tl.where(_pairs_at(level, J), dp_JJ, 0.0)
+            dq_NJ += dot(k_NJ * decay_NJ, tl.trans(pairs_JJ), dtype) * decay_NJ
+        dq_ptrs = rows_at(dq_ptr, H, head, row, first, positions, J, N) + column_N
+        tl.store(dq_ptrs, tl.trans(dq_NJ.to(dtype)), mask=is_key)
+        # A decay multiplies products of queries and written keys, and divides those of keys that are read.
+        q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        dc_NJ = tl.trans(q_JN) * dq_NJ
+        dwritten_ptrs = rows_at(dwritten_ptr, H, head, row, first, positions, J, N) + column_N
+        dwritten_NJ = tl.trans(tl.load(dwritten_ptrs, mask=is_key, other=0.0)).to(tl.float32)
+        for level in range(LEVELS):
+            decay_NJ = _decays_over(rounded_NJ, tl.trans(_to_middle(level, J)))
+            pairs_JJ = tl.where(_pairs_at(level, J), da_JJ, 0.0)
+            dwritten_NJ += dot(k_NJ * decay_NJ, tl.trans(pairs_JJ), dtype) * decay_NJ
+        dbeta_J += tl.sum(dwritten_NJ * k_NJ, 0)
+        dwritten_NJ *= tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)[
+            None, :
+        ]
+        tl.store(dwritten_ptrs, tl.trans(dwritten_NJ.to(dtype)), mask=is_key)
+        dc_NJ += k_NJ * dwritten_NJ
+        tl.store(rows_at(dc_ptr, H, head, row, first, positions, J, N) + column_N, tl.trans(dc_NJ), mask=is_key)
     dbeta_ptrs = numbers_at(dbeta_ptr, H, head, row, first, positions, J)
-    dbeta_J = tl.sum(dwritten_NJ * k_NJ, 0) + tl.load(dbeta_ptrs, mask=inside_J, other=0.0)
-    tl.store(dbeta_ptrs, dbeta_J, mask=inside_J)
-    dwritten_NJ *= tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)[None, :]
-    tl.store(dwritten_ptrs, tl.trans(dwritten_NJ.to(dtype)), mask=is_key)
-    dc_NJ += k_NJ * dwritten_NJ
-    tl.store(rows_at(dc_ptr, H, head, row, first, positions, J, N) + column_N, tl.trans(dc_NJ), mask=is_key)
+    tl.store(dbeta_ptrs, dbeta_J + tl.load(dbeta_ptrs, mask=inside_J, other=0.0), mask=inside_J)
 
 
 @triton.jit
@@ -314,50 +318,51 @@ def channel_key_backward_kernel(
     inside_J = first + place_J < positions
     document_J, before, last = chunk_documents(documents_ptr, row, first, positions, J)
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    column_N = tl.arange(0, BLOCK_N)
-    is_key = inside_J[:, None] & (column_N < N)[None, :]
-    rounded_ptrs = rows_at(rounded_ptr, H, head, row, first, positions, J, N) + column_N
-    rounded_JN = tl.load(rounded_ptrs, mask=is_key, other=0.0)
-    rounded_NJ = tl.trans(rounded_JN)
-    whole_N = tl.where(before == last, tl.exp(tl.sum(rounded_JN.to(tl.float32), 0)), 0.0)
-    dk_NJ = tl.zeros([BLOCK_N, J], tl.float32)
-    dlast_N = tl.zeros([BLOCK_N], tl.float32)  # of the decay of the whole chunk
-    for start in range(0, M, BLOCK_M):
-        column_M = start + tl.arange(0, BLOCK_M)
-        is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
-        is_value = (inside_J & (document_J == last))[:, None] & (column_M < M)[None, :]
-        place_NM = column_N[:, None] * M + column_M[None, :]
-        state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
-        dstate_ptrs = state_at(dstates_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
-        state_NM = tl.load(state_ptrs, mask=is_state, other=0.0)
-        dstate_NM = tl.load(dstate_ptrs, mask=is_state, other=0.0)
-        d_JM = tl.load(rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
-        dk_NJ += dot(dstate_NM, tl.trans(d_JM), dtype)
-        dlast_N += tl.sum(state_NM.to(tl.float32) * dstate_NM.to(tl.float32), 1)
-    dk_NJ *= _decays_over(rounded_NJ, place_J[:, None] > place_J[None, :])
-    q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-    k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
-    q_NJ, k_NJ = tl.trans(q_JN), tl.trans(k_JN)
-    dlast_N = dlast_N * whole_N + tl.sum(k_NJ * dk_NJ, 1)
-    dp_ptrs = rows_at(dp_ptr, H, head, row, first, positions, J, J)
-    dp_JJ = tl.load(dp_ptrs + place_J, mask=inside_J[:, None], other=0.0)
-    da_ptrs = rows_at(da_ptr, H, head, row, first, positions, J, J)
-    da_JJ = tl.load(da_ptrs + place_J, mask=inside_J[:, None], other=0.0)
-    beta_J = tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)
-    da_JJ = (da_JJ * beta_J[:, None]).to(dtype)
-    for level in range(LEVELS):
-        is_pair_JJ = _pairs_at(level, J)
-        decay_NJ = _decays_over(rounded_NJ, tl.trans(_to_middle(level, J)))
-        found_NJ = dot(q_NJ * decay_NJ, tl.where(is_pair_JJ, dp_JJ, 0.0), dtype)
-        found_NJ += dot(k_NJ * decay_NJ, tl.where(is_pair_JJ, da_JJ, 0.0), dtype)
-        dk_NJ += found_NJ * decay_NJ
-    dk_NJ += dot(q_NJ, tl.where(place_J[:, None] == place_J[None, :], dp_JJ, 0.0), dtype)
-    dwritten_ptrs = rows_at(dwritten_ptr, H, head, row, first, positions, J, N) + column_N
-    dwritten_NJ = tl.trans(tl.load(dwritten_ptrs, mask=is_key, other=0.0))
-    dk_ptrs = rows_at(dk_ptr, H, head, row, first, positions, J, N) + column_N
-    tl.store(dk_ptrs, tl.trans((dk_NJ + dwritten_NJ).to(dtype)), mask=is_key)
-    dc_ptrs = rows_at(dc_ptr, H, head, row, first, positions, J, N) + column_N
-    dc_NJ = tl.trans(tl.load(dc_ptrs, mask=is_key, other=0.0)) - k_NJ * dk_NJ
-    # c is the sum of g up to a position, so dg is the sum of dc from there on.
-    dg_NJ = (dlast_N + tl.sum(dc_NJ, 1))[:, None] - tl.cumsum(dc_NJ, 1) + dc_NJ
-    tl.store(dc_ptrs, tl.trans(dg_NJ), mask=is_key)
+    for start_N in range(0, N, BLOCK_N):
+        column_N = start_N + tl.arange(0, BLOCK_N)
+        is_key = inside_J[:, None] & (column_N < N)[None, :]
+        rounded_ptrs = rows_at(rounded_ptr, H, head, row, first, positions, J, N) + column_N
+        rounded_JN = tl.load(rounded_ptrs, mask=is_key, other=0.0)
+        rounded_NJ = tl.trans(rounded_JN)
+        whole_N = tl.where(before == last, tl.exp(tl.sum(rounded_JN.to(tl.float32), 0)), 0.0)
+        dk_NJ = tl.zeros([BLOCK_N, J], tl.float32)
+        dlast_N = tl.zeros([BLOCK_N], tl.float32)  # of the decay of the whole chunk
+        for start in range(0, M, BLOCK_M):
+            column_M = start + tl.arange(0, BLOCK_M)
+            is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
+            is_value = (inside_J & (document_J == last))[:, None] & (column_M < M)[None, :]
+            place_NM = column_N[:, None] * M + column_M[None, :]
+            state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
+            dstate_ptrs = state_at(dstates_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
+            state_NM = tl.load(state_ptrs, mask=is_state, other=0.0)
+            dstate_NM = tl.load(dstate_ptrs, mask=is_state, other=0.0)
+            d_JM = tl.load(rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+            dk_NJ += dot(dstate_NM, tl.trans(d_JM), dtype)
+            dlast_N += tl.sum(state_NM.to(tl.float32) * dstate_NM.to(tl.float32), 1)
+        dk_NJ *= _decays_over(rounded_NJ, place_J[:, None] > place_J[None, :])
+        q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        q_NJ, k_NJ = tl.trans(q_JN), tl.trans(k_JN)
+        dlast_N = dlast_N * whole_N + tl.sum(k_NJ * dk_NJ, 1)
+        dp_ptrs = rows_at(dp_ptr, H, head, row, first, positions, J, J)
+        dp_JJ = tl.load(dp_ptrs + place_J, mask=inside_J[:, None], other=0.0)
+        da_ptrs = rows_at(da_ptr, H, head, row, first, positions, J, J)
+        da_JJ = tl.load(da_ptrs + place_J, mask=inside_J[:, None], other=0.0)
+        beta_J = tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)
+        da_JJ = (da_JJ * beta_J[:, None]).to(dtype)
+        for level in range(LEVELS):
+            is_pair_JJ = _pairs_at(level, J)
+            decay_NJ = _decays_over(rounded_NJ, tl.trans(_to_middle(level, J)))
+            found_NJ = dot(q_NJ * decay_NJ, tl.where(is_pair_JJ, dp_JJ, 0.0), dtype)
+            found_NJ += dot(k_NJ * decay_NJ, tl.where(is_pair_JJ, da_JJ, 0.0), dtype)
+            dk_NJ += found_NJ * decay_NJ
+        dk_NJ += dot(q_NJ, tl.where(place_J[:, None] == place_J[None, :], dp_JJ, 0.0), dtype)
+        dwritten_ptrs = rows_at(dwritten_ptr, H, head, row, first, positions, J, N) + column_N
+        dwritten_NJ = tl.trans(tl.load(dwritten_ptrs, mask=is_key, other=0.0))
+        dk_ptrs = rows_at(dk_ptr, H, head, row, first, positions, J, N) + column_N
+        tl.store(dk_ptrs, tl.trans((dk_NJ + dwritten_NJ).to(dtype)), mask=is_key)
+        dc_ptrs = rows_at(dc_ptr, H, head, row, first, positions, J, N) + column_N
+        dc_NJ = tl.trans(tl.load(dc_ptrs, mask=is_key, other=0.0)) - k_NJ * dk_NJ
+        # c is the sum of g up to a position, so dg is the sum of dc from there on.
+        dg_NJ = (dlast_N + tl.sum(dc_NJ, 1))[:, None] - tl.cumsum(dc_NJ, 1) + dc_NJ
+        tl.store(dc_ptrs, tl.trans(dg_NJ), mask=is_key)

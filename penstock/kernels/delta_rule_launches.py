@@ -62,8 +62,8 @@ _OF_ALL = {
     "channel system": _Launch(32, 4, 1, 32),
     "channel output": _Launch(64, 4),
     "channel local backward": _Launch(64, 4),
-    "channel query backward": _Launch(64, 8, 1),
-    "channel key backward": _Launch(64, 8, 1),
+    "channel query backward": _Launch(64, 8, 1, 64),
+    "channel key backward": _Launch(64, 8, 1, 64),
     "channel write backward": _Launch(64, 8, 1, 64),
 }
 # benchmarks/results/delta-rule-h200.json has those that were tried. Triton 3.6 gives the kernels over all chunks of a
@@ -82,15 +82,15 @@ _OF_HOPPER = {
     "channel system": _Launch(64, 4, 1, 64),
     "channel output": _Launch(64, 4, 1),
     "channel local backward": _Launch(128, 4, 1),
-    "channel query backward": _Launch(64, 8, 1),
-    "channel key backward": _Launch(64, 8, 1),
+    "channel query backward": _Launch(64, 8, 1, 128),
+    "channel key backward": _Launch(64, 8, 1, 128),
     "channel write backward": _Launch(64, 8, 1, 64),
 }
 
 _OF_AMD = _OF_ALL | {  # a warp has twice the threads
     "channel pairs": _Launch(64, 4, 1, 32),
-    "channel query backward": _Launch(64, 4, 1),
-    "channel key backward": _Launch(64, 4, 1),
+    "channel query backward": _Launch(64, 4, 1, 128),
+    "channel key backward": _Launch(64, 4, 1, 128),
     "channel write backward": _Launch(64, 4, 1, 64),
 }
 
