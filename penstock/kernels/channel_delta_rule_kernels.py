@@ -26,10 +26,10 @@ from penstock.kernels.language import tl, triton
 
 
 @triton.jit
-def _decays_over(marks_JJ, g_JN):
-    """For each position, exp of the sum of g over the positions that its row marks; or of columns, with g first."""
-    dtype: tl.constexpr = g_JN.dtype if marks_JJ.dtype == tl.int1 else marks_JJ.dtype
-    return tl.exp(tl.dot(marks_JJ.to(dtype), g_JN.to(dtype), input_precision="ieee"))
+def _decays_over(first, second):
+    """The exp of sums of g: marks J x J times g for positions that rows mark, or g N x J times marks for columns."""
+    dtype: tl.constexpr = second.dtype if first.dtype == tl.int1 else first.dtype
+    return tl.exp(tl.dot(first.to(dtype), second.to(dtype), input_precision="ieee"))
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Linear attention by a gated delta rule in Triton: three kernels forward, four backward.
 
-With decays of single key features (KDA) there are five forward and four backward, of which those over the chunks of a
+With decays of single key features (KDA) there are four forward and five backward, of which those over the chunks of a
 row are the same. Saved for backward are the inputs, the inverses of the triangular systems, the state before each
 chunk, and what the system kernel gives; for KDA also products of queries and keys. Float32 on a GPU runs by chunks in
 PyTorch: its products use no matrix units of NVIDIA, and its states take more shared memory than a chip has.
