@@ -68,6 +68,9 @@ _CONTAIN = ("layer", "moe", "expert-activation")
 _MOMENT_BYTES = {"fp32": 8, "bf16": 4, "int8": 2}
 """Of both moments of a value."""
 
+_UNTIMED = (JOIN, WAIT, PUT_OFF, TO_HOST, FROM_HOST, ARRIVE, "clone")
+"""What a reference has and no bound counts: a copy that makes rows contiguous is not needed where there is one row."""
+
 _BESIDE_LAYERS = (0, 0), (0, 2)
 """Widths that `numpy.pad` adds to what there is of layers, for the other parts."""
 
@@ -519,7 +522,7 @@ def _main_stream(ops: RecordedOps, costs: OpCosts, kernel_seconds: float) -> tup
     for one in ops:
         if one.name in (FORK, END):
             is_beside = one.name == FORK
-        elif not is_beside and one.name not in (JOIN, WAIT, PUT_OFF, TO_HOST, FROM_HOST, ARRIVE):
+        elif not is_beside and one.name not in _UNTIMED:
             cost = costs.of(one)
             seconds, launches = seconds + cost.seconds, launches + 1 + cost.is_communication
             if not cost.is_communication:
