@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import record
@@ -23,6 +22,7 @@ from penstock.prove.draws import Composition, composition_of
 from penstock.prove.play import BOUNDS
 from penstock.prove.proof import GPU_BOUNDS, LOW_BOUNDS, REPLAYS, Prover, Verdict, is_low, outcomes
 from penstock.prove.ranks import Children
+from penstock.train.run_lock import temporary_folder
 
 SEED = 29
 
@@ -42,8 +42,8 @@ def main() -> int:
     ranks = Children(options.device)
     gpus = count_gpus() if options.device == "cuda" else 0
     try:
-        with TemporaryDirectory(prefix="penstock-prove-") as folder:
-            prover = Prover(ranks, Path(folder), gpus, REPLAYS if options.graphs else 0)
+        with temporary_folder("prove") as folder:
+            prover = Prover(ranks, folder, gpus, REPLAYS if options.graphs else 0)
             if options.again:
                 play_again(prover, options.log)
             if options.seconds:
