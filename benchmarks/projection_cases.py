@@ -318,6 +318,21 @@ CASES = (
         processes=4,
         chosen=FROZEN,
     ),
+    *(
+        _case(name, target, "8 x 2 x 4096", "model.mtp_layers=0", *overrides, chosen=FROZEN)
+        for name, target, *overrides in (
+            ("moonlight-6-layers", "moonlight-16b-a3b-6l"),
+            ("kimi-k2-3-layers", "kimi-k2-3l", "model.moe.experts=40"),
+            ("kimi-linear-8-layers", "kimi-linear-48b-a3b-8l", "model.moe.experts=64"),
+            ("glm-4.5-air-5-layers", "glm-4.5-air-5l", "model.moe.experts=64"),
+            ("glm-5-5-layers", "glm-5-5l", "model.moe.experts=24"),
+            ("deepseek-v3.2-4-layers", "deepseek-v3.2-4l", "model.moe.experts=32"),
+            ("ernie-21b-8-layers", "ernie-4.5-21b-a3b-8l"),
+            ("minimax-m2-4-layers", "minimax-m2-4l", "model.moe.experts=64"),
+            ("qwen3-next-8-layers", "qwen3-next-80b-a3b-8l", "model.moe.experts=128"),
+            ("qwen3.5-8-layers", "qwen3.5-35b-a3b-8l", "model.moe.experts=128"),
+        )
+    ),
 )
 """In the order in which they were chosen."""
 

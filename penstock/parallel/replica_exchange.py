@@ -122,7 +122,9 @@ class ExchangedSlots:
         """See `ReplicaSlots.gradient_sums`."""
         return torch.zeros(self.slots, *weight_e.shape[1:], dtype=torch.float32, device=weight_e.device)
 
-    def give_back(self, place: int, gradients: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+    def give_back(
+        self, place: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], *, aside: bool = False
+    ) -> None:
         """See `ReplicaSlots.give_back`."""
         sent = torch.cat([gradient_X[list(chain(*self.fill))].flatten(1) for gradient_X in gradients], 1)
         came = exchange_rows(sent, self.axis, _sizes(self.send), _sizes(self.fill))

@@ -7,7 +7,8 @@
    follow nothing) over capacity, rounding decides which are dropped, and nothing tells them apart: a tie too.
 4. The slope of a clamped activation changes at its limit, so a value there is a tie too: a fault must be one with
    another limit as well. In 16 bits an indexer may choose other keys: a fault must be one with all keys chosen.
-5. A fault is made smaller, setting by setting, as long as it stays one.
+5. A composition with captured graphs is judged without them; with them every step must give the same bits.
+6. A fault is made smaller, setting by setting, as long as it stays one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +17,30 @@ from math import isfinite
 from pathlib import Path
 
 from penstock.prove.choices import Choices, Place, first_flip, least_margin
-from penstock.prove.draws import BASE, Composition, draw, refusal, with_all_keys, with_another_clamp
-from penstock.prove.play import BOUNDS, StepFigures, differences, put_together, whole_tensors, worst_tensor
+from penstock.prove.draws import (
+    Composition,
+    base_of,
+    draw,
+    draw_graphs,
+    refusal,
+    with_all_keys,
+    with_another_clamp,
+)
+from penstock.prove.play import (
+    BOUNDS,
+    StepFigures,
+    differences,
+    first_difference,
+    put_together,
+    whole_tensors,
+    worst_tensor,
+)
 from penstock.prove.ranks import Assignment, Played, PlayError, Ranks, two_nodes, write_choices
 
 STEPS, RATE = 2, 1e-2  # the second step is of weights that the first one changed
+
+REPLAYED_STEPS, REPLAYED_RATE, REPLAYS = 8, 1e-3, 1000
+"""Steps of captured graphs beside eager passes, in a draw and with --graphs. The second step captures."""
 
 LOW_BOUNDS = {
     "loss": 1e-2,
@@ -31,17 +51,28 @@ LOW_BOUNDS = {
     "held-out loss": 1e-2,
     "one tensor": 0.5,
 }
-"""Of compositions in which something is rounded to 16 bits or fewer."""
+"""Of compositions in which something is rounded to 16 bits or fewer; those with products in 8 bits are low too."""
 
 LOW = frozenset(
     {
-        *("training.precision=bf16", "parallel.reduce=bf16", "float8.dense=blockwise", "float8.experts=blockwise"),
+        *("training.precision=bf16", "parallel.reduce=bf16"),
         *("optimizer.moment_dtype=bf16", "optimizer.moment_dtype=int8"),
     }
 )
 
+GPU_BOUNDS = {
+    "loss": 1e-3,
+    "balance": 1e-2,
+    "gradient norm": 5e-3,
+    "parameters": 3e-2,
+    "moments": 3e-2,
+    "held-out loss": 1e-3,
+    "one tensor": 0.1,
+}
+"""The same on GPUs."""
+
 _OF_PRODUCTS = 2.5
-"""Times LOW_BOUNDS where products are in 8 bits: a value that rounds to its other neighbour moves by 6 to 12 %."""
+"""Times these bounds where products are in 8 bits: a value that rounds to its other neighbour moves by 6 to 12 %."""
 
 TIE, LOW_TIE = 1e-4, 3e-2
 """Scores that are nearer may tie."""
@@ -59,15 +90,23 @@ class Verdict:
 
 
 class Prover:
-    """Compares compositions with one process. `folder` is for files between processes."""
+    """Compares compositions with one process. `folder` is for files between processes.
 
-    def __init__(self, ranks: Ranks, folder: Path) -> None:
+    Args:
+        gpus: of this machine, on which ranks compute; 0 for CPU ranks.
+        replays: draw compositions with graphs only, and compare so many steps with eager ones; 0 for all compositions.
+    """
+
+    def __init__(self, ranks: Ranks, folder: Path, gpus: int = 0, replays: int = 0) -> None:
+        self.gpus, self.replays = gpus, replays
         self._ranks = ranks
         self._given = folder / "choices.safetensors"
         self._known: tuple[tuple[str, ...], Played] | None = None  # one process: the last one
 
     def judge(self, composition: Composition) -> Verdict:
         """Play a composition."""
+        if composition.capture:
+            return self._judge_replays(composition)
         verdict = self._judge(composition)
         if verdict.kind != "fault" or not verdict.figures:
             return verdict
@@ -85,7 +124,7 @@ class Prover:
         if (line := refusal(composition)) is not None:
             return Verdict("refused", composition, line)
         try:
-            alone = self._alone(composition.alone)
+            alone = self._alone(composition)
             played = self._play(composition)
         except PlayError as error:
             return Verdict("refused" if error.is_line else "fault", composition, str(error))
@@ -110,6 +149,27 @@ class Prover:
             return replace(outcome, kind="tie", text=f"{told}; these tokens are equal to others")
         return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {again.text}")
 
+    def _judge_replays(self, composition: Composition) -> Verdict:
+        """Whether graphs give the bits of eager passes, and those what one process computes unless `replays` is set."""
+        if (line := refusal(composition)) is not None:
+            return Verdict("refused", composition, line)
+        eager = composition.eager()
+        verdict = Verdict("equal", composition) if self.replays else self.judge(eager)
+        if verdict.kind not in ("equal", "tie"):
+            return replace(verdict, composition=composition)
+        steps = self.replays or REPLAYED_STEPS
+        try:
+            captured, passes = (
+                self._ranks.play(one.ranks, replace(self.part(one), steps=steps, rate=REPLAYED_RATE, has_choices=False))
+                for one in (composition, eager)
+            )
+        except PlayError as error:
+            return Verdict("refused" if error.is_line else "fault", composition, str(error))
+        for rank, (mine, theirs) in enumerate(zip(captured, passes, strict=True)):
+            if found := first_difference((mine.trace, mine.end), (theirs.trace, theirs.end)):
+                return Verdict("fault", composition, f"rank {rank}: graphs and eager passes differ: {found}")
+        return replace(verdict, composition=composition)
+
     def smallest(self, fault: Verdict, tell: Callable[[str], object] = lambda line: None) -> Verdict:
         """The same fault with fewer settings."""
         is_smaller = True
@@ -120,7 +180,7 @@ class Prover:
                 for ranks in sorted({1, 2, fault.composition.ranks}):
                     if ranks > fault.composition.ranks:
                         continue
-                    outcome = self.judge(Composition(ranks, settings))
+                    outcome = self.judge(replace(fault.composition, ranks=ranks, settings=settings))
                     if outcome.kind == "fault":
                         fault, is_smaller = outcome, True
                         tell(fault.composition.command)
@@ -131,17 +191,18 @@ class Prover:
 
     def part(self, composition: Composition, given: str = "") -> Assignment:
         """What each rank does; `given` is what `give` returned."""
-        words = composition.overrides
-        return Assignment(BASE + words, STEPS, RATE, two_nodes(words), given)
+        words, device = composition.overrides, composition.device
+        return Assignment(base_of(device) + words, STEPS, RATE, two_nodes(words), given, device)
 
     def give(self, choices: Mapping[Place, Choices]) -> str:
         """Write choices for ranks to make; returns the name of the file."""
         write_choices(self._given, choices)
         return str(self._given)
 
-    def _alone(self, overrides: tuple[str, ...]) -> Played:
+    def _alone(self, composition: Composition) -> Played:
+        overrides, device = base_of(composition.device) + composition.alone, composition.device
         if self._known is None or self._known[0] != overrides:
-            (played,) = self._ranks.play(1, Assignment(BASE + overrides, STEPS, RATE))
+            (played,) = self._ranks.play(1, Assignment(overrides, STEPS, RATE, device=device))
             self._known = overrides, played
         return self._known[1]
 
@@ -173,7 +234,7 @@ def _figures(got: StepFigures, expected: StepFigures, alone: Played) -> tuple[di
 
 def is_low(composition: Composition) -> bool:
     """Whether something is rounded to 16 bits or fewer."""
-    return not LOW.isdisjoint(composition.overrides)
+    return any(one in LOW or one.startswith("float8.") for one in composition.overrides)
 
 
 def bounds_of(composition: Composition) -> dict[str, float]:
@@ -181,12 +242,14 @@ def bounds_of(composition: Composition) -> dict[str, float]:
     if not is_low(composition):
         return BOUNDS
     in_8_bits = any(one.startswith("float8.") for one in composition.overrides)
-    return {name: bound * (_OF_PRODUCTS if in_8_bits else 1.0) for name, bound in LOW_BOUNDS.items()}
+    bounds = LOW_BOUNDS if composition.device == "cpu" else GPU_BOUNDS
+    return {name: bound * (_OF_PRODUCTS if in_8_bits else 1.0) for name, bound in bounds.items()}
 
 
 def outcomes(prover: Prover, seed: int, first: int = 0) -> Iterator[tuple[int, Verdict]]:
     """Draws by number, without end."""
     number = first
     while True:
-        yield number, prover.judge(draw(seed, number))
+        drawn = draw_graphs(seed, number, prover.gpus) if prover.replays else draw(seed, number, prover.gpus)
+        yield number, prover.judge(drawn)
         number += 1

@@ -104,6 +104,30 @@ def test_layers_that_share_slots_give_what_one_process_gives(
     _check(_layers(names, ranks, expert_tensor), ranks, expert_tensor, sums=sums)
 
 
+def test_gradients_may_come_home_until_the_layers_backward_pass_ends() -> None:
+    sizes = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=2)
+    assert run_ranks(_inside, sizes) == [[True], [True]]
+
+
+def _inside(buffers: SymmetricBuffers) -> list[bool]:
+    rule, found = ReplicaRule(experts=4, groups=2, slots=1), []
+    memory = ReplicaMemory(buffers, ReplicaSizes(rule, _shapes(1), itemsize=4), torch.float32)
+
+    def layer(x_TD: Tensor) -> Tensor:
+        h_TD = 2 * x_TD
+        if h_TD.requires_grad:
+            h_TD.register_hook(lambda _: found.append(memory.in_layer))
+        return 3 * h_TD
+
+    x_TD = torch.ones(2, 3, requires_grad=True)
+    memory.backward_of_layer(layer, x_TD).sum().backward()
+    assert not memory.in_layer
+    assert x_TD.grad is not None
+    assert_equal(x_TD.grad, torch.full((2, 3), 6.0))
+    assert not memory.backward_of_layer(layer, x_TD.detach()).requires_grad
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", [None, BLOCKWISE], ids=["rows in 16 bits", "rows in 8 bits"])
 @pytest.mark.parametrize("sums", [False, True])
