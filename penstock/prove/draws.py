@@ -180,10 +180,10 @@ def draw(seed: int, number: int, gpus: int = 0) -> Composition:
 
 
 def draw_graphs(seed: int, number: int, gpus: int) -> Composition:
-    """The draw of this number with graphs, and two micro-batches on each rank."""
+    """The draw of this number with graphs, and as few micro-batches as its layout can have."""
     drawn = draw(seed, number, gpus).eager()
     settings = tuple(one for one in drawn.settings if one not in (("training.global_batch=8",), (IN_ORDER,)))
-    batch = ("training.micro_batch=2", f"training.global_batch={4 * drawn.ranks}")
+    batch = ("training.micro_batch=2", f"training.global_batch={2 * drawn.ranks}")
     eager = replace(drawn, settings=settings).plus(*batch)
     captured = _with_graphs(eager, random.Random(f"{seed} {number} graphs"))
     return captured or eager.plus("graphs.capture=full", IN_ORDER)
