@@ -67,8 +67,8 @@ LARGE: tuple[tuple[str, str], ...] = (
 )
 
 
-BATCH = 100
-"""Layouts of a process."""
+BATCH, BATCHES = 200, 3
+"""Layouts that are played with the same pieces, and such batches of a process: it keeps what it has run in memory."""
 
 
 def layouts_of(space: SearchSpace, draws: int | None, seed: int) -> Iterator[Sizes]:
@@ -105,8 +105,7 @@ def compared(request: SearchRequest, draws: int | None, seed: int, processes: in
     seconds = time.perf_counter() - begin
     space = SearchSpace(neutral_sizes(request, run), run, request.fixed)
     looked, fitting, fastest, best = 0, 0, float("inf"), None
-    # What layouts share is kept in memory, so a process plays a batch of them and ends.
-    with ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=BATCHES) as pool:
         batches = list(batched(layouts_of(space, draws, seed), BATCH))
         answers = pool.map(partial(played, run, cluster), batches)
         for sizes, (some, seconds_of_best, best_of_some) in zip(batches, answers, strict=True):

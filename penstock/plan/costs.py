@@ -290,6 +290,7 @@ class OpCosts:
         query, key, value = operator.shapes[is_backward : is_backward + 3]
         (rows, heads, queries, width), keys = query, key[-2]
         has_mask = any(shape[-2:] == (queries, keys) for shape in operator.shapes[3 + 3 * is_backward :])
+        of_masks = next((times for name, times in _MASKED.items() if has_mask and name in operator.name), (1.0, 1.0))
         estimate = self._rates.attention(
             "backward" if is_backward else "forward",
             rows * heads,
@@ -299,7 +300,7 @@ class OpCosts:
             causal=not has_mask,
             dtype=_DTYPES[operator.itemsize],
         )
-        return estimate.seconds * self._rounds
+        return estimate.seconds * of_masks[is_backward] * self._rounds
 
     def _bounded(self, operator: RecordedOp) -> float:
         """A kernel of attention between bounds. A row of documents counts as one document: lengths are not known."""
@@ -483,6 +484,12 @@ _BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyTy
 )
 """Kernels of linear attention: the sum of depths and widths of products with J x J pairs, by the widths of keys and
 values, and the number of products with a state."""
+
+_MASKED: Mapping[str, tuple[float, float]] = MappingProxyType({"cudnn": (1.6, 1.7), "efficient": (4.6, 6.5)})
+"""Torch's backends with a mask: seconds of forward and backward over those of all pairs at the rate without a mask.
+
+On an H200 over documents, 1.5 to 1.8 and 1.5 to 2.6 with cuDNN, 4.3 to 5.2 and 3.6 to 12.8 with the other one
+(benchmarks/results/attention-masked-h200.json)."""
 
 _BORDER = 96
 """Keys that a query computes beside those that it sees, because a tile has several queries and whole blocks of keys."""

@@ -105,6 +105,7 @@ class SpaceBounds:
         self._places = cache(self._make_places)
         self._in_flight = cache(self._make_in_flight)
         self._reference = cache(self._make_reference)
+        self._least = cache(self._make_least)
 
     def divisions(self, family: LayoutSet) -> Divisions:
         """All divisions of a family."""
@@ -129,10 +130,9 @@ class SpaceBounds:
         gather, reduce = self._fsdp_seconds(family, places, whole)
         tokens = rows * run.training.sequence_length // ranks
         micro_batches = run.training.global_batch // (rows * (self._cluster.devices // family.pp // ranks))
-        # What one rank with all experts takes besides, every division takes at least.
-        alone = self._reference(ALONE, (1, 1), (), False)
+        least = self._least(family.experts)
         more = np.zeros((len(places), parts, 2))
-        more[:, : len(self._kinds)] = SCALED_TIME * (alone.fixed + tokens[:, None, None] * alone.linear)
+        more[:, : len(self._kinds)] = SCALED_TIME * (least.fixed + tokens[:, None, None] * least.linear)
         return Divisions(
             family=family,
             places=places,
@@ -144,7 +144,7 @@ class SpaceBounds:
             state=state,
             movable=movable,
             whole=whole,
-            launching=self._launching(micro_batches, alone.launches),
+            launching=self._launching(micro_batches, least.launches),
             update=self._update_seconds(family, places),
         )
 
@@ -291,7 +291,7 @@ class SpaceBounds:
             for place in set(divisions.places[:, 0].tolist())
         }
         # Leading layers without experts are only in references of the dense ranks; divisions have one reference's part.
-        shared, counted = own.launches > 0, self._reference(ALONE, (1, 1), (), False)
+        shared, counted = own.launches > 0, self._least(family.experts)
         of_places = [ranks[place] for place in divisions.places[:, 0].tolist()]
         sums = {
             name: vars(own)[name] + np.stack([vars(one)[name] for one in of_places]) - shared * vars(whole)[name]
@@ -391,6 +391,20 @@ class SpaceBounds:
             for kind, count in self._layers_of(one):
                 found[self.parts.index(kind)] += count
             found[-2:] += one.embed, one.head
+        return found
+
+    def _make_least(self, experts: tuple[Experts, ...]) -> Reference:
+        """What every division takes besides at least, without memory.
+
+        One rank with all experts sends nothing. Where each expert has operators of its own, the most ranks have fewest.
+        """
+        found, most = self._reference(ALONE, (1, 1), (), False), max(one.ep for one in experts)
+        for one in (self._reference(one, (1, 1), (), False) for one in experts if (one.ep, one.etp) == (most, 1)):
+            least = {
+                name: np.where(one.launches > 0, np.minimum(vars(found)[name], vars(one)[name]), vars(found)[name])
+                for name in ("fixed", "linear", "launches")
+            }
+            found = replace(found, **least)
         return found
 
     def _counts(self, contents: Sequence[StageContents]) -> np.ndarray:

@@ -107,6 +107,7 @@ def bounded(name: str, devices: str) -> tuple[SearchSpace, SpaceBounds, Composer
         ("gpt-oss-20b", "16xMI300X"),
         ("deepseek-v2-lite", "32xH100 pod_nodes=2,oversubscription=8,rails=true"),
         ("deepseek-v3-8l", "8xH100"),  # with a prediction depth
+        ("debug", "4xH200"),  # each expert has operators of its own
     ],
 )
 @given(data=st.data())
