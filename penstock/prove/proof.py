@@ -7,8 +7,8 @@
    follow nothing) over capacity, rounding decides which are dropped, and nothing tells them apart: a tie too.
 4. The slope of a clamped activation changes at its limit, so a value there is a tie too: a fault must be one with
    another limit as well. In 16 bits an indexer may choose other keys: a fault must be one with all keys chosen.
-5. Some models enlarge rounding: in 16 bits or fewer a fault must differ by more than one process does whose norms have
-   a slightly larger epsilon.
+5. Some models enlarge rounding: a fault must differ by more than one process does whose norms have an epsilon that is
+   larger by less than their outputs are rounded.
 6. A composition with captured graphs is judged without them; with them every step must give the same bits.
 7. A fault is made smaller, setting by setting, as long as it stays one.
 """
@@ -76,8 +76,8 @@ GPU_BOUNDS = {
 _OF_PRODUCTS = 2.5
 """Times these bounds where products are in 8 bits: a value that rounds to its other neighbour moves by 6 to 12 %."""
 
-JOLTED, LIKE_JOLT = 1.5e-6, 3.0
-"""Epsilon of norms instead of 1e-6, which changes their outputs by less than bfloat16 rounds; and a factor."""
+JOLTED, LOW_JOLTED, LIKE_JOLT = 1.0001e-6, 1.5e-6, 3.0
+"""Epsilons of norms instead of 1e-6, which change their outputs by less than float32 and bfloat16 round; a factor."""
 
 TIE, LOW_TIE = 1e-4, 3e-2
 """Scores that are nearer may tie."""
@@ -157,10 +157,11 @@ class Prover:
         return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {again.text}")
 
     def _rounding_of(self, fault: Verdict, alone: Played) -> Verdict | None:
-        """A tie if one process differs as much when every norm rounds differently; None if not, or in float32."""
-        composition, jolt = fault.composition, f"model.rms_norm_eps={JOLTED}"
-        if not is_low(composition) or not fault.figures:
+        """A tie if one process differs as much when every norm rounds differently, else None."""
+        if not fault.figures:
             return None
+        composition = fault.composition
+        jolt = f"model.rms_norm_eps={LOW_JOLTED if is_low(composition) else JOLTED}"
         overrides = (*base_of(composition.device), *composition.alone, jolt)
         part = Assignment(overrides, STEPS, RATE, given=self.give(alone.choices), device=composition.device)
         try:
