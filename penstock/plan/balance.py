@@ -3,7 +3,7 @@
 Beside the rows of the fullest rank, replicas cost what the projection of the run leaves out: the way of their weights
 (twice a pass, forward and backward) and of their float32 gradients (once), on the rank that sends or receives most.
 Weights travel beside the first product of own experts, which is two ninths of the experts' time of a pass forward and
-one ninth backward. Gradients are waited for with collectives; where GPUs write to each other's memory they travel beside
+one ninth backward. With collectives gradients are waited for. Where GPUs write to each other's memory they go beside
 the backward pass of attention, which is slower for that: on two H200 about half of their time was saved
 (benchmarks/results/balanced-h200x2.json).
 """
