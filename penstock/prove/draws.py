@@ -67,6 +67,13 @@ def base_of(device: Device) -> tuple[str, ...]:
     )
 
 
+FEWER_BITS = (
+    *("training.precision=", "parallel.reduce=", "float8."),
+    *("optimizer.moment_dtype=", "optimizer.store_param_remainders="),
+)
+"""Beginnings of overrides by which something is rounded to fewer bits."""
+
+
 @dataclass(frozen=True)
 class Composition:
     """A model and a layout."""
@@ -155,6 +162,22 @@ def with_all_keys(composition: Composition) -> Composition | None:
     if not isinstance(attention, LatentAttention) or attention.indexer is None:
         return None
     return composition.plus(f"model.attention.indexer.index_topk={run.training.sequence_length}")
+
+
+def with_steps_of_bias(composition: Composition) -> Composition | None:
+    """The composition whose routers' bias moves by a fixed step; None if it does not move by quantiles."""
+    moe = composition.run.model.moe
+    if moe is None or moe.balance.bias_rule != "quantile":
+        return None
+    return composition.plus("model.moe.balance.bias_rule=sign")
+
+
+def in_float32(composition: Composition) -> Composition | None:
+    """The composition with nothing rounded to fewer bits; None on GPUs, whose kernels need 16 bits."""
+    if composition.device != "cpu":
+        return None
+    kept = [tuple(one for one in setting if not one.startswith(FEWER_BITS)) for setting in composition.settings]
+    return replace(composition, settings=tuple(setting for setting in kept if setting))
 
 
 def draw(seed: int, number: int, gpus: int = 0) -> Composition:

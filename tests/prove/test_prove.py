@@ -91,22 +91,25 @@ class FaultyRanks:
 
     shift = 0.01
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, shift: float = shift) -> None:
+        self.kind, self.shift = kind, shift
 
     def play(self, ranks: int, part: Assignment) -> list[Played]:
         words = set(part.overrides)
         is_wrong = words >= {"parallel.tensor=2", "model.tie_word_embeddings=true"}
         if self.kind == "keys":
             is_wrong = "parallel.expert=2" in words and "model.attention.indexer.index_topk=16" not in words
-        if self.kind == "clamp" and "model.moe.clamped.limit=0.5005" in words:
+        if self.kind == "clamp" and words & {"model.moe.clamped.limit=0.5005", "model.moe.balance.bias_rule=sign"}:
             is_wrong = False
+        if self.kind == "rounding":
+            is_wrong = is_wrong and "training.precision=bf16" in words
         if is_wrong and self.kind == "traceback":
             raise PlayError("rank 1:\nTraceback ...\nKeyError: 'head'")
         if is_wrong and self.kind == "line":
             raise PlayError("this machine cannot do that", is_line=True)
         shift = (1.0 if self.kind == "keys" else self.shift) if is_wrong and not part.given else 0.0
-        chosen = [[1, 0]] if is_wrong and not part.given and self.kind not in ("wrong", "clamp", "keys") else [[0, 1]]
+        flips = is_wrong and not part.given and self.kind not in ("wrong", "clamp", "keys", "rounding")
+        chosen = [[1, 0]] if flips else [[0, 1]]
         margin = 1e-7 if self.kind == "tie" else 0.5
         choices = {(0, 1): Choices(torch.tensor([[0.3, 0.3]]), torch.tensor(chosen)[:, :1], *seen(margin))}
         tensors = {"model.a": 1.0, "moment1.a": 2.0, "moment2.a": 3.0}
@@ -162,6 +165,28 @@ def test_what_agrees_with_another_limit_of_the_clamp_is_a_tie(tmp_path: Path) ->
     assert verdict.kind == "tie" and verdict.composition.overrides == words
     assert verdict.text.endswith("a value is at the limit of the clamp: model.moe.clamped.limit=0.5005 agrees")
     assert Prover(FaultyRanks("wrong"), tmp_path).judge(composition_of(2, words)).kind == "fault"
+
+
+def test_what_agrees_when_the_bias_moves_by_fixed_steps_is_a_tie(tmp_path: Path) -> None:
+    words = (*PLANTED, "model.moe.router.expert_bias=true", "model.moe.balance.bias_rule=quantile")
+    verdict = Prover(FaultyRanks("clamp"), tmp_path).judge(composition_of(2, words))
+    assert verdict.kind == "tie"
+    assert verdict.text.endswith("a quantile lies between other scores: model.moe.balance.bias_rule=sign agrees")
+    assert Prover(FaultyRanks("wrong"), tmp_path).judge(composition_of(2, words)).kind == "fault"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shift", "expected"),
+    [("rounding", 0.06, "tie"), ("rounding", 0.1, "fault"), ("wrong", 0.06, "fault")],
+    ids=["a little over", "far over", "in float32 too"],
+)
+def test_in_few_bits_a_fault_is_one_in_float32_too_or_far_over_the_bounds(
+    kind: str, shift: float, expected: str, tmp_path: Path
+) -> None:
+    words = (*PLANTED, "training.precision=bf16")
+    verdict = Prover(FaultyRanks(kind, shift), tmp_path).judge(composition_of(2, words))
+    assert verdict.kind == expected, verdict.text
+    assert verdict.text.endswith("float32 agrees, and nothing is over twice its bound") == (expected == "tie")
 
 
 def test_what_agrees_when_an_indexer_chooses_all_keys_is_a_tie_in_16_bits_only(tmp_path: Path) -> None:
