@@ -40,7 +40,8 @@ def main() -> int:
     options = parser.parse_args()
     options.log.touch()
     ranks = Children(options.device)
-    gpus = count_gpus() if options.device == "cuda" else 0
+    plays = options.again or options.seconds
+    gpus = count_gpus() if options.device == "cuda" and plays else 0
     try:
         with temporary_folder("prove") as folder:
             prover = Prover(ranks, folder, gpus, REPLAYS if options.graphs else 0)
@@ -69,7 +70,8 @@ def play_more(prover: Prover, log: Path, seed: int, seconds: float) -> None:
     with log.open("a", buffering=1) as lines:
         for number, verdict in outcomes(prover, seed, first):
             now = time.monotonic()
-            lines.write(json.dumps({"seed": seed, "number": number, "seconds": now - last, **as_line(verdict)}) + "\n")
+            facts = {"seed": seed, "number": number, "seconds": now - last, **as_line(verdict)}
+            lines.write(json.dumps(facts | ({"steps": prover.replays} if prover.replays else {})) + "\n")
             last = now
             if verdict.kind == "fault":
                 print(f"{number}: {verdict.text[-1000:]}\n  {verdict.composition.command}", flush=True)
@@ -108,7 +110,13 @@ def as_line(outcome: Verdict) -> dict[str, Any]:
 
 
 def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts of a log; what was played is counted by setting."""
+    """Counts of a log; what was played is counted by setting. Graphs beside eager passes are counted apart."""
+    replays = [line for line in lines if line.get("steps")]
+    if replays:
+        graphs = total([line | {"steps": 0} for line in replays])
+        kept = ("draws", "equal", "refused", "faults", "refusals", "settings")
+        rest = total([line for line in lines if not line.get("steps")])
+        return rest | {"graphs": {"steps": replays[0]["steps"], **{name: graphs[name] for name in kept}}}
     kinds = Counter(line["kind"] for line in lines)
     played = [line for line in lines if line["kind"] != "refused"]
     settings: Counter[str] = Counter()

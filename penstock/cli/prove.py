@@ -17,6 +17,7 @@ Exit codes: 0 without a fault, 1 with one. docs/numerics.md says what was found 
 import json
 import time
 from collections import Counter
+from math import isfinite
 from typing import Annotated, Any
 
 import typer
@@ -97,7 +98,9 @@ def _counted(counts: Counter[str]) -> str:
 def _lines(outcome: Verdict) -> list[str]:
     lines = [outcome.kind if not outcome.text else f"{outcome.kind}: {outcome.text}"]
     lines += [f"{figure:<14} differs by {value:.1e}" for figure, value in outcome.figures.items()]
-    return [*lines, f"the nearest choice of an expert has a margin of {outcome.margin:.1e}"]
+    if isfinite(outcome.margin):
+        lines.append(f"the nearest choice of an expert has a margin of {outcome.margin:.1e}")
+    return lines
 
 
 def as_facts(outcome: Verdict) -> dict[str, Any]:

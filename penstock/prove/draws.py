@@ -67,6 +67,13 @@ def base_of(device: Device) -> tuple[str, ...]:
     )
 
 
+FEWER_BITS = (
+    *("training.precision=", "parallel.reduce=", "float8."),
+    *("optimizer.moment_dtype=", "optimizer.store_param_remainders="),
+)
+"""Beginnings of overrides by which something is rounded to fewer bits."""
+
+
 @dataclass(frozen=True)
 class Composition:
     """A model and a layout."""
@@ -157,6 +164,22 @@ def with_all_keys(composition: Composition) -> Composition | None:
     return composition.plus(f"model.attention.indexer.index_topk={run.training.sequence_length}")
 
 
+def with_steps_of_bias(composition: Composition) -> Composition | None:
+    """The composition whose routers' bias moves by a fixed step; None if it does not move by quantiles."""
+    moe = composition.run.model.moe
+    if moe is None or moe.balance.bias_rule != "quantile":
+        return None
+    return composition.plus("model.moe.balance.bias_rule=sign")
+
+
+def in_float32(composition: Composition) -> Composition | None:
+    """The composition with nothing rounded to fewer bits; None on GPUs, whose kernels need 16 bits."""
+    if composition.device != "cpu":
+        return None
+    kept = [tuple(one for one in setting if not one.startswith(FEWER_BITS)) for setting in composition.settings]
+    return replace(composition, settings=tuple(setting for setting in kept if setting))
+
+
 def draw(seed: int, number: int, gpus: int = 0) -> Composition:
     """The composition of this number; `MODELS_SHARE` neighbours have the same model. `gpus` 0 is for CPU ranks."""
     device: Device = "cuda" if gpus else "cpu"
@@ -170,19 +193,35 @@ def draw(seed: int, number: int, gpus: int = 0) -> Composition:
     shares = {ranks: share for ranks, share in RANKS.items() if not gpus or ranks <= gpus}
     ranks = layout.numbers.choices([*shares], [*shares.values()])[0]
     _layout(layout, ranks)
-    if gpus:
-        layout.numbers = random.Random(f"{seed} {number} kernels")
-        _kernels(layout)
-    return Composition(ranks, tuple(model.settings + layout.settings), device)
+    if not gpus:
+        return Composition(ranks, tuple(model.settings + layout.settings))
+    layout.numbers = random.Random(f"{seed} {number} kernels")
+    layout.maybe(0.4, f"kernels.all={layout.word('triton', 'triton', 'torch')}")
+    layout.maybe(0.3, f"kernels.attention={layout.word('triton', 'cudnn', 'flash', 'efficient')}")
+    drawn = Composition(ranks, tuple(model.settings + layout.settings), device)
+    return (_with_graphs(drawn, layout.numbers) if layout.chance(0.25) else None) or drawn
 
 
 def draw_graphs(seed: int, number: int, gpus: int) -> Composition:
-    """The draw of this number with graphs, and two micro-batches on each rank."""
+    """The draw of this number with graphs, and as few micro-batches as its layout can have."""
     drawn = draw(seed, number, gpus).eager()
     settings = tuple(one for one in drawn.settings if one not in (("training.global_batch=8",), (IN_ORDER,)))
-    capture = random.Random(f"{seed} {number} graphs").choice(("full", "partial"))
-    batch = ("training.micro_batch=2", f"training.global_batch={4 * drawn.ranks}")
-    return replace(drawn, settings=settings).plus(*batch).plus(f"graphs.capture={capture}", IN_ORDER)
+    batch = ("training.micro_batch=2", f"training.global_batch={2 * drawn.ranks}")
+    eager = replace(drawn, settings=settings).plus(*batch)
+    captured = _with_graphs(eager, random.Random(f"{seed} {number} graphs"))
+    return captured or eager.plus("graphs.capture=full", IN_ORDER)
+
+
+def _with_graphs(drawn: Composition, numbers: random.Random) -> Composition | None:
+    """The same with graphs of one kind or the other, if need be without offload and recomputation; None if illegal."""
+    kinds = numbers.sample(("full", "partial"), 2)
+    on_device = tuple(one for one in drawn.settings if not one[0].startswith(("offload.", "recompute.")))
+    tries = [
+        replace(drawn, settings=settings).plus(f"graphs.capture={kind}", IN_ORDER)
+        for settings in (drawn.settings, on_device)
+        for kind in kinds
+    ]
+    return next((one for one in tries if refusal(one) is None), None)
 
 
 class _Draw:
@@ -228,7 +267,8 @@ def _model(draw: _Draw) -> None:
         draw.facts["mtp"] = draw.any(1, 1, 2)
         draw.add(f"model.mtp_layers={draw.facts['mtp']}")
     draw.maybe(0.15, "model.tie_word_embeddings=true")
-    draw.maybe(0.15, "model.hidden_act=relu2")
+    if draw.chance(0.15) and not draw.facts.get("clamped"):  # it limits a gate, which relu2 lacks
+        draw.add("model.hidden_act=relu2")
     draw.maybe(0.1, "model.zero_centred_norms=true")
     draw.maybe(0.25, "data.document_mask=true")
     draw.maybe(0.3, "training.z_loss_coef=0.001")
@@ -322,9 +362,10 @@ def _experts(draw: _Draw, layers: int) -> None:
     draw.maybe(0.15, "model.moe.router.logit_bias=true")
     draw.maybe(0.15, "model.moe.router.apply_probs_on_input=true") or draw.maybe(0.2, "model.moe.bias=true")
     if draw.chance(0.2):
-        offset = draw.any(0, 1)
+        draw.facts["clamped"], offset = 1, draw.any(0, 1)
         draw.add(f"model.moe.clamped={{alpha=1.702, limit=0.5, up_offset={offset}}}")
-        draw.maybe(0.5, "model.moe.clamp_shared=true")
+        if draw.chance(0.5) and draw.facts.get("shared"):
+            draw.add("model.moe.clamp_shared=true")
     draw.maybe(0.15, "model.moe.router.num_hash_layers=1")
     _balance(draw, has_bias=has_bias and not groups and top_k < experts)
 
@@ -472,13 +513,6 @@ def _precision(draw: _Draw) -> None:
         is_float8 |= bool(draw.facts["moe"]) and draw.maybe(0.15, f"float8.experts={draw.word(*RECIPES)}")
     if ("training.precision=bf16",) not in draw.settings and (is_float8 or draw.chance(0.75)):
         draw.add("training.precision=bf16")
-
-
-def _kernels(draw: _Draw) -> None:
-    """Kernels other than those that `auto` chooses, and captured graphs."""
-    draw.maybe(0.4, f"kernels.all={draw.word('triton', 'triton', 'torch')}")
-    draw.maybe(0.3, f"kernels.attention={draw.word('triton', 'cudnn', 'flash', 'efficient')}")
-    draw.maybe(0.25, f"graphs.capture={draw.word('full', 'partial')}", IN_ORDER)
 
 
 def _listed(names: Sequence[str]) -> str:

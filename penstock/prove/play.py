@@ -131,7 +131,7 @@ def first_difference(one: tuple[StepFigures, Saved], other: tuple[StepFigures, S
     """Where the bits of a rank differ from those of another run of it, in words; empty if nowhere."""
     for name in ("losses", "norms", "balance"):
         for place, (mine, theirs) in enumerate(zip(vars(one[0])[name], vars(other[0])[name], strict=True)):
-            if mine.hex() != theirs.hex():  # nan equals nan here
+            if float(mine).hex() != float(theirs).hex():  # nan equals nan here
                 step = place * len(one[0].norms) // len(vars(one[0])[name])
                 return f"{name} of step {step}: {mine:.9g} and {theirs:.9g}"
     if one[0].held_out.hex() != other[0].held_out.hex():
