@@ -39,13 +39,13 @@ from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
-from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter
+from penstock.moe.dispatch.balanced import BalancedDispatcher, CountsOf, ReplicaMeter, SlotsOf
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import make_axes
-from penstock.parallel.replica_exchange import ReplicaSizes, exchanged_slots
+from penstock.parallel.replica_exchange import ReplicaSizes, exchanged_counts, exchanged_slots
 from penstock.parallel.replica_memory import MappedSlots, ReplicaMemory
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 
@@ -177,14 +177,16 @@ class Ways:
         return inner if rule is None else self._balanced(rule, inner, operators)
 
     def _balanced(self, rule: ReplicaRule, inner: Dispatcher, operators: Operators) -> BalancedDispatcher:
-        meter, slots_of = (
-            ReplicaMeter(rule.groups).to(self.machine.device),
-            partial(exchanged_slots, rule=rule, axis=self.machine.axis),
-        )
+        axis, meter = self.machine.axis, ReplicaMeter(rule.groups).to(self.machine.device)
+        counts_of: CountsOf = partial(exchanged_counts, axis=axis)
+        slots_of: SlotsOf = partial(exchanged_slots, rule=rule, axis=axis)
         if self.buffers is not None:
             sizes = ReplicaSizes(rule, self.shape.parameters(), self.dtype.itemsize)
-            slots_of = partial(MappedSlots, ReplicaMemory(self.buffers, sizes, self.dtype))
-        return BalancedDispatcher(rule, self.machine.axis, inner, operators, slots_of, meter)
+            counts_of, slots_of = (
+                self.buffers.gather,
+                partial(MappedSlots, ReplicaMemory(self.buffers, sizes, self.dtype)),
+            )
+        return BalancedDispatcher(rule, axis.rank, inner, operators, counts_of, slots_of, meter)
 
 
 def measure(ways: Ways, workload: str, experts: Matrices) -> list[dict[str, Any]]:
@@ -241,6 +243,7 @@ def buffers_for(machine: Machine, shape: Shape) -> SymmetricBuffers:
         top_k=shape.K,
         row_bytes=2 * shape.D,
         ranks=machine.axis.size,
+        numbers=shape.E,
         replica_bytes=replica_bytes,
     )
     return allocate(sizes, machine.axis, machine.device)

@@ -3,7 +3,8 @@
 python -m benchmarks.composition --seconds 1200 --log composition.jsonl --output benchmarks/results/composition.json
 
 Each draw is a line of the log; a record that finds a log goes on behind it, and counts all draws of the log. With
---again it plays the faults of the log once more, on the code as it is now, and the record says what they were.
+--again it plays the faults of the log once more, on the code as it is now, and the record says what they were. With
+--device cuda ranks are GPUs; with --graphs too, captured graphs run beside eager passes.
 """
 
 import argparse
@@ -13,14 +14,15 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import record
-from penstock.prove.draws import composition_of
+from penstock.parallel.launch.process import count_gpus
+from penstock.prove.draws import Composition, composition_of
 from penstock.prove.play import BOUNDS
-from penstock.prove.proof import LOW, LOW_BOUNDS, Prover, Verdict, outcomes
+from penstock.prove.proof import GPU_BOUNDS, LOW_BOUNDS, REPLAYS, Prover, Verdict, is_low, outcomes
 from penstock.prove.ranks import Children
+from penstock.train.run_lock import temporary_folder
 
 SEED = 29
 
@@ -32,16 +34,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--graphs", action="store_true")
     record.add_arguments(parser)
     options = parser.parse_args()
     options.log.touch()
-    ranks = Children()
+    ranks = Children(options.device)
+    plays = options.again or options.seconds
+    gpus = count_gpus() if options.device == "cuda" and plays else 0
     try:
-        with TemporaryDirectory(prefix="penstock-prove-") as folder:
+        with temporary_folder("prove") as folder:
+            prover = Prover(ranks, folder, gpus, REPLAYS if options.graphs else 0)
             if options.again:
-                play_again(Prover(ranks, Path(folder)), options.log)
+                play_again(prover, options.log)
             if options.seconds:
-                play_more(Prover(ranks, Path(folder)), options.log, options.seed, options.seconds)
+                play_more(prover, options.log, options.seed, options.seconds)
     finally:
         ranks.close()
     numbers = total(read(options.log))
@@ -63,7 +70,8 @@ def play_more(prover: Prover, log: Path, seed: int, seconds: float) -> None:
     with log.open("a", buffering=1) as lines:
         for number, verdict in outcomes(prover, seed, first):
             now = time.monotonic()
-            lines.write(json.dumps({"seed": seed, "number": number, "seconds": now - last, **as_line(verdict)}) + "\n")
+            facts = {"seed": seed, "number": number, "seconds": now - last, **as_line(verdict)}
+            lines.write(json.dumps(facts | ({"steps": prover.replays} if prover.replays else {})) + "\n")
             last = now
             if verdict.kind == "fault":
                 print(f"{number}: {verdict.text[-1000:]}\n  {verdict.composition.command}", flush=True)
@@ -76,9 +84,14 @@ def play_again(prover: Prover, log: Path) -> None:
     lines = read(log)
     for line in lines:
         if line["kind"] == "fault":
-            verdict = prover.judge(composition_of(line["ranks"], line["overrides"]))
+            verdict = prover.judge(composition_in(line))
             line |= {"was": line["text"][-300:], **as_line(verdict)}
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def composition_in(line: Mapping[str, Any]) -> Composition:
+    """The composition of a line of a log."""
+    return composition_of(line["ranks"], line["overrides"], line.get("device", "cpu"))
 
 
 def as_line(outcome: Verdict) -> dict[str, Any]:
@@ -88,6 +101,7 @@ def as_line(outcome: Verdict) -> dict[str, Any]:
     return {
         "kind": outcome.kind,
         "ranks": composition.ranks,
+        "device": composition.device,
         "overrides": composition.overrides,
         "text": outcome.text,
         "figures": figures,
@@ -96,14 +110,23 @@ def as_line(outcome: Verdict) -> dict[str, Any]:
 
 
 def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts of a log; what was played is counted by setting."""
+    """Counts of a log; what was played is counted by setting. Graphs beside eager passes are counted apart."""
+    replays = [line for line in lines if line.get("steps")]
+    if replays:
+        graphs = total([line | {"steps": 0} for line in replays])
+        kept = ("draws", "equal", "refused", "faults", "refusals", "settings")
+        rest = total([line for line in lines if not line.get("steps")])
+        return rest | {"graphs": {"steps": replays[0]["steps"], **{name: graphs[name] for name in kept}}}
     kinds = Counter(line["kind"] for line in lines)
     played = [line for line in lines if line["kind"] != "refused"]
     settings: Counter[str] = Counter()
     for line in played:
         settings.update(axis(override) for override in line["overrides"])
     agreed = [line for line in played if line["kind"] == "equal"]
-    exact = [line for line in agreed if not _is_low(line)]
+    by_width: dict[bool, list[Mapping[str, Any]]] = {False: [], True: []}
+    for line in agreed:
+        by_width[is_low(composition_in(line))].append(line)
+    on_gpus = any(line.get("device") == "cuda" for line in lines)
     return {
         "draws": len(lines),
         **{kind: kinds[kind] for kind in ("equal", "tie", "refused")},
@@ -116,17 +139,13 @@ def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             {"was": line["was"], "is": line["kind"], "text": line["text"]} for line in lines if "was" in line
         ],
         "seconds": round(sum(line["seconds"] for line in lines)),
-        "bounds": {"float32": BOUNDS, "fewer bits": LOW_BOUNDS},
-        "largest": {"float32": largest(exact), "fewer bits": largest([line for line in agreed if _is_low(line)])},
+        "bounds": {"float32": BOUNDS, "fewer bits": GPU_BOUNDS if on_gpus else LOW_BOUNDS},
+        "largest": {"float32": largest(by_width[False]), "fewer bits": largest(by_width[True])},
         "ties": [line["text"] for line in lines if line["kind"] == "tie"],
         "refusals": dict(Counter(line["text"].partition(";")[0] for line in lines if line["kind"] == "refused")),
         "ranks": {str(ranks): count for ranks, count in sorted(Counter(line["ranks"] for line in played).items())},
         "settings": dict(sorted(settings.items())),
     }
-
-
-def _is_low(line: Mapping[str, Any]) -> bool:
-    return not LOW.isdisjoint(line["overrides"])
 
 
 def largest(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:

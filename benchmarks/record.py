@@ -5,22 +5,55 @@ files but not their history, `--commit` says which commit they are.
 """
 
 import argparse
+import json
 import platform
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from penstock.config.versions import RENAMED_VALUES, new_path
 from penstock.tune.result_file import write_result
 
+Item = TypeVar("Item")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two options that every benchmark has."""
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--commit", default="", help="commit of these files, where there is no repository")
+
+
+def add_parts(parser: argparse.ArgumentParser) -> None:
+    """Options of a benchmark whose cases are divided among processes, and joined behind them."""
+    parser.add_argument("--part", default="0/1", metavar="K/N", help="only every N-th case, from case K on")
+    parser.add_argument("--join", nargs="+", type=Path, default=[], metavar="FILE", help="run nothing, join these")
+
+
+def part_of(options: argparse.Namespace, cases: Sequence[Item]) -> Sequence[Item]:
+    """Those of the cases that `--part` asks for."""
+    first, every = map(int, options.part.split("/"))
+    return cases[first::every]
+
+
+def parts_of(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The results that `--join` names."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in options.join]
+
+
+def write_joined(options: argparse.Namespace, parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> None:
+    """Write the numbers of several results, with the environment of the first; which part each was, is left out."""
+    commands, commits = (dict.fromkeys(part[name] for part in parts) for name in ("command", "commit"))
+    write_result(
+        options.output,
+        command=" && ".join(dict.fromkeys(re.sub(r" --(part|output|commit) \S+", "", one) for one in commands)),
+        commit=", ".join(commits),
+        environment=parts[0]["environment"],
+        numbers=numbers,
+    )
 
 
 def write(options: argparse.Namespace, numbers: Mapping[str, Any], **environment: Any) -> None:

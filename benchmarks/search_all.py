@@ -4,7 +4,8 @@
 
 One worker process takes the cases one after another, so that a search costs its own time and not the start of torch. A
 worker that dies leaves the last line of its traceback as the answer of its case, and a new one goes on. The file is
-written as cases end; a later call with the same file goes on with the cases that it lacks. Needs no GPU.
+written as cases end; a later call with the same file goes on with the cases that it lacks. The cases come in a random
+order, so that those of a call that `--seconds` ends are a sample of all. Needs no GPU.
 
 `--layouts N` projects N random layouts of each preset and cluster as `penstock plan --layout` does, instead of
 searching: legal ones, ones that do not fit, and ones that are refused by name. They are drawn anew with the same seed.
@@ -12,6 +13,7 @@ searching: legal ones, ones that do not fit, and ones that are refused by name. 
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -39,6 +41,8 @@ from penstock.tune.result_file import commit_of_code
 
 DEVICES = (8, 16, 32, 64, 72, 128, 256, 512, 1000, 1024, 2048)
 LAYOUT_DEVICES = (8, 64, 1000)
+SEED = 26
+
 EVERY = 20
 """Cases between two writings of the file."""
 
@@ -55,6 +59,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
         for chip in options.chips or known_hardware()
         for model in options.models or PRESETS
     ]
+    random.Random(SEED).shuffle(pairs)
     if not options.layouts:
         return pairs
     return [{**pair, "layout": layout} for pair in pairs for layout in _layouts(pair, options.layouts)]
@@ -162,24 +167,43 @@ def main() -> None:
     parser.add_argument("--chips", nargs="+", metavar="CHIP", help="all without it")
     parser.add_argument("--devices", nargs="+", type=int, metavar="N")
     parser.add_argument("--layouts", type=int, default=0, metavar="N", help="project N random layouts of each instead")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after these")
+    record.add_parts(parser)
     record.add_arguments(parser)
     options = parser.parse_args()
     if options.worker:
         work()
         return
+    if options.join:
+        _join(options)
+        return
+    begin = time.perf_counter()
     numbers = _recorded(options.output)
     what = "layouts" if options.layouts else "searches"
     known = {json.dumps(_case(row)) for row in numbers[what] if "traceback" not in row}
-    waiting = [case for case in cases(options) if json.dumps(case) not in known]
+    waiting = [case for case in record.part_of(options, cases(options)) if json.dumps(case) not in known]
     numbers[what] = [row for row in numbers[what] if "traceback" not in row]
     commit = options.commit or commit_of_code()
     for number, row in enumerate(rows_of(waiting), start=1):
         numbers[what].append({**row, "commit": commit})
         print(json.dumps(row), flush=True)
-        if number % EVERY == 0 or number == len(waiting):
+        is_over = time.perf_counter() - begin > options.seconds
+        if number % EVERY == 0 or number == len(waiting) or is_over:
             record.write(options, {**numbers, "tracebacks": _tracebacks(numbers)}, cpus=os.cpu_count())
+        if is_over:
+            break
     if failed := _tracebacks(numbers):
         sys.exit(f"{failed} cases ended in a traceback")
+
+
+def _join(options: argparse.Namespace) -> None:
+    """Write the cases of several files, in the order of the cases; of one in two files that of the later."""
+    parts = record.parts_of(options)
+    numbers: dict[str, Any] = {}
+    for what in ("searches", "layouts"):
+        rows = {json.dumps(_case(row)): row for part in parts for row in part["numbers"][what]}
+        numbers[what] = sorted(rows.values(), key=lambda row: (row["model"], row["on"], row.get("layout", "")))
+    record.write_joined(options, parts, {**numbers, "tracebacks": _tracebacks(numbers)})
 
 
 def _case(row: Row) -> Case:

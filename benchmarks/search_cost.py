@@ -15,8 +15,11 @@ import sys
 import time
 from typing import Any
 
+import torch
+
 from benchmarks import record
 from penstock.config.load import load_run
+from penstock.parallel.launch.process import device_name
 from penstock.plan.composer import meta_workers
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.search import search
@@ -29,6 +32,7 @@ BARS = (
     {"model": "deepseek-v3", "on": "1024xH100"},
     {"model": "qwen3-235b-a22b", "on": "256xH100"},
     {"model": "moe-2t", "on": "768xMI300X"},
+    {"model": "deepseek-v3-8l", "on": "8xH100"},
 )
 
 
@@ -68,16 +72,25 @@ def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description="Time of searches")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "ON"))
+    record.add_parts(parser)
     record.add_arguments(parser)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(one(*options.one)))
         return
-    found = []
-    for case in cases():
+    if options.join:
+        parts = record.parts_of(options)
+        rows = {(row["model"], row["on"]): row for part in parts for row in part["numbers"]["searches"]}
+        found = [rows[case["model"], case["on"]] for case in cases() if (case["model"], case["on"]) in rows]
+        record.write_joined(options, parts, {"searches": found})
+        return
+    found = list[dict[str, Any]]()
+    for case in record.part_of(options, cases()):
         found.append(measured(case))
         print(json.dumps(found[-1]), flush=True)
-    record.write(options, {"searches": found}, cpus=os.cpu_count())
+        record.write(
+            options, {"searches": found}, cpus=len(os.sched_getaffinity(0)), cpu=device_name(torch.device("cpu"))
+        )
 
 
 if __name__ == "__main__":

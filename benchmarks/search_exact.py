@@ -1,7 +1,7 @@
 """Compare the best of searches with every layout of small spaces, and with random layouts of large ones.
 
     python -m benchmarks.search_exact --output benchmarks/results/search-exact.json
-    python -m benchmarks.search_exact --draws 100 --only deepseek-v3
+    python -m benchmarks.search_exact --draws 100 --only deepseek-v3 --processes 8
 
 Every layout is composed and its schedule played, as the search itself does it at last, so no bound decides. A layout
 counts if it fits with the room that the search leaves. `better` is the speed of the best of them over the search's
@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from typing import Any
@@ -33,6 +34,7 @@ from penstock.plan.project import DEFAULT_ASSUMPTIONS, overheads_of, target_of
 from penstock.plan.rules.rule import Sizes
 from penstock.plan.search import search
 from penstock.plan.search_request import SearchRequest, neutral_sizes
+from penstock.tune.result_file import commit_of_code
 
 _SHORT = {"cp": "1", "etp": "1"}
 
@@ -65,18 +67,19 @@ LARGE: tuple[tuple[str, str], ...] = (
 )
 
 
-BATCH = 200
-"""Layouts of a process."""
+BATCH, BATCHES = 200, 3
+"""Layouts that are played with the same pieces, and such batches of a process: it keeps what it has run in memory."""
 
 
-def layouts_of(space: SearchSpace, draws: int | None, seed: int) -> Iterator[Sizes]:
-    """All legal layouts, or so many random ones: families and their parts are drawn evenly."""
+def layouts_of(space: SearchSpace, draws: int | None, seed: int) -> list[Sizes]:
+    """All legal layouts, or so many random ones: families and their parts are drawn evenly.
+
+    Layouts that share pieces follow each other: such pieces run once.
+    """
     families = list(space.families())
     if draws is None:
-        for family in families:
-            yield from space.layouts(family)
-        return
-    source = random.Random(seed)
+        return sorted((one for family in families for one in space.layouts(family)), key=_pieces)
+    source, found = random.Random(seed), []
     legal = [np.argwhere(family.legal) for family in families]
     for _ in range(draws):
         at = source.randrange(len(families))
@@ -84,11 +87,17 @@ def layouts_of(space: SearchSpace, draws: int | None, seed: int) -> Iterator[Siz
         number = source.randrange(len(families[at].experts))
         stage = source.choice(families[at].experts[number].stages)
         saving = source.choice(space.savings)
-        yield space.sizes(families[at], (dense, number, shard, rows), shape, saving, stage)
+        found.append(space.sizes(families[at], (dense, number, shard, rows), shape, saving, stage))
+    return sorted(found, key=_pieces)
 
 
-def compared(request: SearchRequest, draws: int | None, seed: int) -> dict[str, Any]:
-    """The search's best beside the best of other layouts."""
+def _pieces(sizes: Sizes) -> tuple[str, ...]:
+    names = ("ep", "etp", "tp", "cp", "dispatcher", "sync_free", "micro_batch", "recompute", "shard", "schedule", "pp")
+    return tuple(f"{getattr(sizes, name)}" for name in names)
+
+
+def compared(request: SearchRequest, draws: int | None, seed: int, processes: int) -> dict[str, Any]:
+    """The search's best beside the best of other layouts, which so many processes play."""
     run, cluster = request.run, request.cluster
     begin = time.perf_counter()
     with meta_workers() as workers:
@@ -96,10 +105,10 @@ def compared(request: SearchRequest, draws: int | None, seed: int) -> dict[str, 
     seconds = time.perf_counter() - begin
     space = SearchSpace(neutral_sizes(request, run), run, request.fixed)
     looked, fitting, fastest, best = 0, 0, float("inf"), None
-    # What layouts share is kept in memory, so a process plays a batch of them and ends.
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for sizes in batched(layouts_of(space, draws, seed), BATCH):
-            some, seconds_of_best, best_of_some = pool.submit(played, run, cluster, sizes).result()
+    with ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=BATCHES) as pool:
+        batches = list(batched(layouts_of(space, draws, seed), BATCH))
+        answers = pool.map(partial(played, run, cluster), batches)
+        for sizes, (some, seconds_of_best, best_of_some) in zip(batches, answers, strict=True):
             looked, fitting = looked + len(sizes), fitting + some
             if seconds_of_best < fastest:
                 fastest, best = seconds_of_best, best_of_some
@@ -166,11 +175,20 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=2000, help="random layouts of each large space")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="cases whose model and cluster contain this")
+    parser.add_argument("--processes", type=int, default=1, help="that play layouts")
+    record.add_parts(parser)
     record.add_arguments(parser)
     options = parser.parse_args()
+    if options.join:
+        parts = record.parts_of(options)
+        found = {name: row for part in parts for name, row in part["numbers"].items()}
+        every = [name for name, *_ in cases("", 0)]
+        record.write_joined(options, parts, {name: found[name] for name in every if name in found})
+        return
     numbers: dict[str, Any] = {}
-    for name, request, draws in cases(options.only, options.draws):
-        numbers[name] = row = compared(request, draws, options.seed)
+    commit = options.commit or commit_of_code()
+    for name, request, draws in record.part_of(options, list(cases(options.only, options.draws))):
+        numbers[name] = row = compared(request, draws, options.seed, options.processes) | {"commit": commit}
         better = "none fits" if row["better"] is None else f"{row['better']:+.2%}"
         print(f"{name}: {row['layouts']:,} layouts, {row['fitting']:,} fit, best {better}", flush=True)
         record.write(options, numbers, seed=options.seed, draws=options.draws)

@@ -7,8 +7,9 @@ Each call does the parts that the file does not have yet, the most valuable firs
 time; each part is processes of its own. Call it again until it says that nothing is left.
 
     step bf16      training steps on real text, expert parallelism over all GPUs, forward and backward captured:
-                   natural routing without balance, with `dispatch.balance` bounded, and forced balance as the limit
-    step shared    the same with shared experts computed while tokens travel, and a bound of 2 %
+                   natural routing without balance, with `dispatch.balance` bounded (to 5 % and to 2 %), and forced
+                   balance as the limit
+    step shared    the same with shared experts computed while tokens travel
     layer          the workloads W0 to W9 of one MoE layer (benchmarks/balanced_layer.py)
     step 8 bits    as step bf16 with 8-bit products and rows
     trace          a step of bounded recorded on all ranks: the doctor's words on it
@@ -183,14 +184,14 @@ def parts(bench: Bench) -> dict[str, Part]:
         return 130.0, lambda done, limit: bench.step(name, overrides, limit)
 
     found: dict[str, Part] = {
-        f"step bf16, {way}": step(f"bf16 {way}", *WAYS[way]) for way in ("none", "bounded", "forced")
+        f"step bf16, {way}": step(f"bf16 {way}", *WAYS[way]) for way in ("none", "bounded", "tight", "forced")
     }
     if not bench.tiny:
         for way in ("tight", "bounded", "forced"):
             found[f"step shared, {way}"] = step(f"shared {way}", "dispatch.overlap=shared", *WAYS[way])
     found["layer"] = 240.0, lambda done, limit: layer(bench, False, limit)
     if not bench.tiny:
-        for way in ("none", "bounded", "forced"):
+        for way in ("none", "bounded", "tight", "forced"):
             found[f"step 8 bits, {way}"] = step(f"eight {way}", *EIGHT_BITS, *WAYS[way])
         found["trace"] = 200.0, lambda done, limit: trace(bench, limit)
     found["step bf16, exact"] = step("bf16 exact", *WAYS["exact"])

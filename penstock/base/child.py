@@ -6,7 +6,7 @@
     ChildEndedError("SIGABRT")             <-     it has ended; the next `ask` starts another one
 
 Requests and answers are a line of JSON and bytes, through pipes that no other program can open. The child ends when the
-caller does, has a limit of memory, and prints nothing.
+caller does, has a limit of memory (`use_all_memory` lifts it), and prints nothing.
 """
 
 import json
@@ -88,10 +88,16 @@ def serve(answer: Callable[[dict[str, Any]], Answer]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, least = resource.getrlimit(resource.RLIMIT_DATA)  # that of the user
     most = MOST_BYTES if least == resource.RLIM_INFINITY else min(MOST_BYTES, least)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # mapped files do not count
+    resource.setrlimit(resource.RLIMIT_DATA, (most, least))  # mapped files do not count
     for line in sys.stdin.buffer:
         request, _ = json.loads(line)
         _send(answers, *answer(request))
+
+
+def use_all_memory() -> None:
+    """Lift the limit of this child to the user's: drivers of GPUs map more than they use."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def _send(pipe: Any, head: Mapping[str, Any], content: bytes) -> None:

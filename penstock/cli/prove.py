@@ -3,6 +3,8 @@
     penstock prove                                    a minute of draws, on up to 8 processes of this machine's CPU
     penstock prove --seconds 1200 --seed 7            longer, and other draws
     penstock prove --processes 4 parallel.expert=4    one composition: four ranks, with these overrides of a small model
+    penstock prove --device cuda                      on the GPUs of this machine, beside the definitions of all kernels
+    penstock prove --device cuda --graphs             captured graphs beside eager passes for 1,000 steps, bit for bit
     penstock prove --json                             for programs
 
 Each draw trains two steps in float32 or bfloat16 beside one process, and losses, gradient norms, weights and moments
@@ -15,14 +17,16 @@ Exit codes: 0 without a fault, 1 with one. docs/numerics.md says what was found 
 import json
 import time
 from collections import Counter
+from math import isfinite
 from typing import Annotated, Any
 
 import typer
 
-from penstock.base.errors import FAILED, ConfigError
+from penstock.base.errors import FAILED, ConfigError, DeviceError
 from penstock.cli.config import Json, Overrides
-from penstock.prove.draws import composition_of
-from penstock.prove.proof import Prover, Verdict, outcomes
+from penstock.parallel.launch.process import count_gpus
+from penstock.prove.draws import Device, composition_of
+from penstock.prove.proof import REPLAYS, Prover, Verdict, outcomes
 from penstock.prove.ranks import MOST_RANKS, Children
 from penstock.train.run_lock import temporary_folder
 
@@ -38,18 +42,25 @@ def prove(
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to draw.")] = 60.0,
     seed: Annotated[int, typer.Option("--seed", help="Of the draws.")] = 0,
+    device: Annotated[Device, typer.Option("--device", help="cuda takes each GPU of this machine for a rank.")] = "cpu",
+    graphs: Annotated[bool, typer.Option("--graphs", help=f"{REPLAYS:,} steps of graphs beside eager ones.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Train random compositions on CPU ranks beside one process, and shrink what differs."""
+    """Train random compositions on CPU ranks or GPUs beside one process, and shrink what differs."""
     if overrides and processes is None:
         raise ConfigError("overrides are of one composition, whose ranks are not given", fix="--processes 4")
-    ranks = Children()
+    if graphs and device == "cpu":
+        raise ConfigError("a CPU has no graphs", fix="--device cuda")
+    gpus = count_gpus("--device cpu") if device == "cuda" else 0
+    if gpus and (processes or 0) > gpus:
+        raise DeviceError("more processes than GPUs on this machine", got=processes, allowed=gpus, fix="--device cpu")
+    ranks = Children(device)
     try:
         with temporary_folder("prove") as folder:
-            prover = Prover(ranks, folder)
+            prover = Prover(ranks, folder, gpus, REPLAYS if graphs else 0)
             if processes is None:
                 return _draws(prover, seconds, seed, as_json=as_json)
-            outcome = prover.judge(composition_of(processes, overrides or ()))
+            outcome = prover.judge(composition_of(processes, overrides or (), device))
             print(json.dumps(as_facts(outcome)) if as_json else "\n".join(_lines(outcome)))
             return FAILED if outcome.kind == "fault" else 0
     finally:
@@ -87,7 +98,9 @@ def _counted(counts: Counter[str]) -> str:
 def _lines(outcome: Verdict) -> list[str]:
     lines = [outcome.kind if not outcome.text else f"{outcome.kind}: {outcome.text}"]
     lines += [f"{figure:<14} differs by {value:.1e}" for figure, value in outcome.figures.items()]
-    return [*lines, f"the nearest choice of an expert has a margin of {outcome.margin:.1e}"]
+    if isfinite(outcome.margin):
+        lines.append(f"the nearest choice of an expert has a margin of {outcome.margin:.1e}")
+    return lines
 
 
 def as_facts(outcome: Verdict) -> dict[str, Any]:

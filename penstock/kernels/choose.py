@@ -40,6 +40,7 @@ AUTO = "auto"
 MASKED = "masked attention"  # over documents, windows and chunks
 NOT_THERE = "the model has none"  # reason of an operator that the model never calls
 MOST_LATENT, MOST_ROTARY = 512, 64  # widest rows of sparse attention's kernels
+_IN_16_BITS = ("flash", "cudnn")  # torch's backends without float32 on a GPU
 MOST_COLUMNS = 1024  # widest tile of logits of Triton's router, which keeps an expert's number in ten bits
 
 
@@ -235,6 +236,9 @@ def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> Choice:
         fix = f"pip install {FLASH_4}, or kernels.attention=auto"
         raise KernelError(f"kernels.attention={flash_4.NAME} cannot run", got=problem, fix=fix)
     if wanted.get("attention", AUTO) not in (AUTO, attention_bounds.NAME):
+        if wanted["attention"] in _IN_16_BITS and device.kind == "cuda" and device.dtype != "bf16":
+            fix = "training.precision=bf16, or kernels.attention=auto"
+            raise KernelError(f"kernels.attention={wanted['attention']} cannot run on a GPU", got="float32", fix=fix)
         return Choice("attention", "both", wanted["attention"], f"kernels.attention={wanted['attention']}")
     if wanted.get("all", AUTO) == "reference":
         return Choice("attention", "both", "default", "kernels.all=reference: the order is torch's own")

@@ -216,7 +216,7 @@ def put_gradient(make: Callable[..., Any], place: int, options: ExpertOptions) -
         if replicas is None:
             whole: Tensor = found
             return whole
-        replicas.give_back(place, [found.slots], [found.own])
+        replicas.give_back(place, [found.slots], [found.own], aside=total is not None)
         own: Tensor = found.own
         return own
 

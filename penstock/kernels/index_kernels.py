@@ -54,6 +54,12 @@ def _ordered(score):
 
 
 @triton.jit
+def _middle(low, high):
+    """The integer below the mean, `low` if they are neighbours; their sum may not fit into 32 bits."""
+    return (low & high) + ((low ^ high) >> 1)
+
+
+@triton.jit
 def choose_keys_kernel(
     scores_ptr, firsts_ptr, keys_ptr, positions, first_query, queries, keys,
     K: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
@@ -83,10 +89,10 @@ def choose_keys_kernel(
             score_P = tl.load(scores_ptr + start + slot_P, mask=start + slot_P < count, other=float("-inf"))
             high = tl.maximum(high, tl.max(_ordered(score_P), 0))
         # At least K are low or above, fewer than K are high or above.
-        low, high = tl.full([], -2139095040, tl.int64), high.to(tl.int64) + 1  # low is next to that of -inf
+        low, high = tl.full([], -2139095040, tl.int32), high + 1  # low is next to that of -inf
         at_low, at_high = count, tl.full([], 0, tl.int32)
-        while (high - low > 1) & (at_low != K):
-            middle = (low + high) // 2
+        middle = _middle(low, high)
+        while (middle != low) & (at_low != K):
             at_middle = tl.sum((held_B >= middle).to(tl.int32), 0)
             for start in range(BLOCK, count, PART):
                 score_P = tl.load(scores_ptr + start + slot_P, mask=start + slot_P < count, other=float("-inf"))
@@ -94,6 +100,7 @@ def choose_keys_kernel(
             is_low = at_middle >= K
             low, high = tl.where(is_low, middle, low), tl.where(is_low, high, middle)
             at_low, at_high = tl.where(is_low, at_middle, at_low), tl.where(is_low, at_high, at_middle)
+            middle = _middle(low, high)
         equals = tl.where(at_low == K, count, K - at_high)  # how many of those equal to low are chosen
         before, equals_before = 0, 0
         for start in range(0, count, PART):

@@ -44,11 +44,13 @@ class ReplicaSlots(Protocol):
         """
         ...
 
-    def give_back(self, place: int, gradients: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+    def give_back(
+        self, place: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], *, aside: bool = False
+    ) -> None:
         """Send float32 gradients of our slots home, and add those of our experts' replicas to the totals (e x ...).
 
         They are those of the parameters from `place` on, and are added in the order of ranks and slots, and rounded
-        once if a total has 16 bits.
+        once if a total has 16 bits. With `aside` nothing reads the totals before the layer's backward pass is over.
         """
         ...
 

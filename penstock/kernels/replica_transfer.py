@@ -19,8 +19,8 @@ from penstock.kernels.replica_plan import ReplicaPlan, ReplicaRule
 from penstock.kernels.symmetric import Peers
 from penstock.kernels.symmetric_kernels import peer_pointer
 
-PUSH_PROGRAMS = 32  # enough to fill the links; the products of own experts get the other multiprocessors
-PULL_PROGRAMS = 264
+PUSH_PROGRAMS = 32  # enough to fill the links, beside products that get the other multiprocessors
+PULL_PROGRAMS = 264  # where nothing runs beside
 BLOCK = 4096  # words of a tile
 
 
@@ -43,12 +43,19 @@ def clear_slots(sums_X: Tensor, plan: ReplicaPlan, rule: ReplicaRule, peers: Pee
     )  # fmt: skip
 
 
-def pull_gradients(total_e: Tensor, plan: ReplicaPlan, rule: ReplicaRule, peers: Peers, offset: int) -> None:
+def pull_gradients(
+    total_e: Tensor,
+    plan: ReplicaPlan,
+    rule: ReplicaRule,
+    peers: Peers,
+    offset: int,
+    programs: int = PULL_PROGRAMS,
+) -> None:
     """Add the float32 gradients of all replicas of this rank's experts, rounded once if the totals have 16 bits."""
     total_eN = total_e.view(len(total_e), -1)
     numbers = total_eN.shape[1]
     start_kernel(
-        pull_gradients_kernel, (PULL_PROGRAMS,), total_eN, plan.slot_experts_ZX, peers.addresses_W, offset, peers.rank,
+        pull_gradients_kernel, (programs,), total_eN, plan.slot_experts_ZX, peers.addresses_W, offset, peers.rank,
         NUMBERS=numbers, **_sizes(rule, peers), BLOCK_S=power_of_two(rule.groups * rule.slots),
         BLOCK=min(BLOCK, power_of_two(numbers)), num_warps=8,
     )  # fmt: skip

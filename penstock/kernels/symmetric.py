@@ -6,6 +6,8 @@
     return_rows      for each received row one row back: the sum over its places (combine; dispatch backward)
     sum_ranks        sum the returned rows of each token
 
+`push_numbers` and `take_numbers` gather a few numbers of each rank in the same way.
+
 Nothing is sorted or counted between a row and its destination, and the host does not wait: token t of rank r has row r
 x T + t at every receiver. A row crosses a link once for each rank, not once for each expert; the outputs of a token's
 experts on one rank are summed there before they travel back.
@@ -30,10 +32,12 @@ from penstock.kernels.language import ceil_div, power_of_two
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.symmetric_kernels import (
     hold_kernel,
+    push_numbers_kernel,
     push_rows_kernel,
     return_rows_kernel,
     signal_kernel,
     sum_ranks_kernel,
+    take_numbers_kernel,
     take_rows_kernel,
     wait_kernel,
 )
@@ -309,6 +313,32 @@ def sum_ranks(
         buffers.y_TD, buffers.scalars_TK, *awaited.arguments, tokens, *chunks.arguments,
         D=width, K=top_k, PER_RANK=placement.per_rank, PARTS=placement.parts, **_ranks(awaited.flags_CW.shape[1]),
         **_block(width, launch),
+    )  # fmt: skip
+
+
+def gather_bytes(numbers: int, ranks: int) -> int:
+    """Bytes of the section of a gather: two halves of all ranks' int32 numbers, each a multiple of 16 bytes."""
+    return 2 * ceil_div(ranks * numbers, 4) * ROW_MULTIPLE
+
+
+def push_numbers(numbers_N: Tensor, peers: Peers, expected: Tensor, offsets: tuple[int, int]) -> None:
+    """Write int32 numbers to all ranks; `take_numbers` follows. `offsets` are those of the section and of the flags.
+
+    The halves of the section take turns: to take the numbers of a gather a rank has seen those of all others, so a
+    rank that is one gather ahead writes the half that no rank reads.
+    """
+    start_kernel(
+        push_numbers_kernel, (1,), numbers_N.contiguous(), expected, peers.addresses_W, *offsets, peers.rank,
+        NUMBERS=numbers_N.numel(), BLOCK_N=power_of_two(numbers_N.numel()), **_ranks(peers.size),
+    )  # fmt: skip
+
+
+def take_numbers(section: Tensor, out_WN: Tensor, awaited: ChannelWait) -> None:
+    """Copy the int32 numbers of all ranks out of this rank's section when they are there."""
+    ranks, numbers = out_WN.shape
+    start_kernel(
+        take_numbers_kernel, (1,), section, out_WN, *awaited.arguments,
+        NUMBERS=numbers, BLOCK_N=power_of_two(numbers), **_ranks(ranks),
     )  # fmt: skip
 
 

@@ -314,6 +314,42 @@ def signal_kernel(addresses_ptr, flags_offset, rank, W: tl.constexpr, BLOCK_W: t
     signal(addresses_ptr, flags_offset, rank, 0, W, BLOCK_W)
 
 
+@triton.jit
+def _half(expected, NUMBERS: tl.constexpr, W: tl.constexpr):
+    """First word of the half that a gather writes: the halves take turns, and begin at multiples of 16 bytes."""
+    return (expected & 1) * ((W * NUMBERS + 3) // 4 * 4)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def push_numbers_kernel(
+    numbers_ptr, expected_ptr, addresses_ptr, offset, flags_offset, rank,
+    NUMBERS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write this rank's int32 numbers to row `rank` of every rank's section, in one program, and set the flag."""
+    number_N = tl.arange(0, BLOCK_N)
+    value_N = tl.load(numbers_ptr + number_N, mask=number_N < NUMBERS, other=0)
+    place_N = _half(tl.load(expected_ptr), NUMBERS, W) + rank * NUMBERS + number_N
+    for step in tl.static_range(W):
+        their_ptr = peer_pointer(addresses_ptr, (rank + 1 + step) % W, offset, tl.int32)
+        tl.store(their_ptr + place_N, value_N, mask=number_N < NUMBERS)
+    signal(addresses_ptr, flags_offset, rank, 0, W, BLOCK_W)
+
+
+@triton.jit(do_not_specialize=["channel"])
+def take_numbers_kernel(
+    section_ptr, out_ptr, flags_ptr, expected_ptr, left_ptr, late_ptr, channel, signals, limit,
+    NUMBERS: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Wait for the numbers of all ranks in one program, and copy them out."""
+    expected = tl.load(expected_ptr)
+    await_chunk(flags_ptr, expected + signals, late_ptr, channel, limit, W, BLOCK_W)
+    place_WN = tl.arange(0, BLOCK_W)[:, None] * NUMBERS + tl.arange(0, BLOCK_N)[None, :]
+    exists_WN = (tl.arange(0, BLOCK_W) < W)[:, None] & (tl.arange(0, BLOCK_N) < NUMBERS)[None, :]
+    value_WN = tl.load(section_ptr + _half(expected, NUMBERS, W) + place_WN, mask=exists_WN, other=0)
+    tl.store(out_ptr + place_WN, value_WN, mask=exists_WN)
+    leave(expected_ptr, left_ptr, channel, signals, 1)
+
+
 @triton.jit(do_not_specialize=["channel"])
 def hold_kernel(flags_ptr, expected_ptr, late_ptr, channel, signals, limit, W: tl.constexpr, BLOCK_W: tl.constexpr):
     """Wait for chunk 0 of a channel in one program. The reading kernel that follows advances `expected`."""

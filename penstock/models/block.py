@@ -49,6 +49,12 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
         """Returns the residual stream after the layer, B x S x D."""
+        replicas, forward = self.layer_context.replicas, partial(self._whole, context=context)
+        if replicas is None or not isinstance(self.ffn, MoE):
+            return forward(x_BSD)
+        return replicas.backward_of_layer(forward, x_BSD)
+
+    def _whole(self, x_BSD: Tensor, *, context: ForwardContext) -> Tensor:
         with self.layer_context.recompute.discarding():
             return self.layer_context.run("layer", self._forward, x_BSD, context)
 

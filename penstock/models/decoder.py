@@ -20,7 +20,7 @@ from penstock.config.parallel import Overlap
 from penstock.kernels.attention_bounds import first_keys
 from penstock.models.attention import GroupedQueryLayer, query_scale, reach_of
 from penstock.models.block import Block, MultiTokenPrediction
-from penstock.models.indexer import reads_chosen_keys
+from penstock.models.indexer import gathers_keys, reads_all_keys
 from penstock.models.linear import Embedding, Linear
 from penstock.models.mla import LatentLayer
 from penstock.models.model_inputs import ForwardContext, ModelInputs, shifted_tokens
@@ -83,9 +83,7 @@ class Decoder(nn.Module):
         self.has_reach = any(one.reach is not None for one in grouped)  # a window or chunks
         self.scales_queries = any(one.scales_queries for one in grouped)
         self.with_logits = tuple(one for one in attentions if isinstance(one, GroupedQueryLayer | LatentLayer))
-        indexer = config.attention.indexer if isinstance(config.attention, LatentAttention) else None
-        chooses = indexer is not None and indexer.stage == "sparse"
-        self.has_bounds = layer_context.operators.bounded_attention is not None and not chooses
+        self.has_bounds = layer_context.operators.bounded_attention is not None
         self.reads_tokens = any(config.is_hashed(layer) for layer in blocks)  # to choose experts
 
     @property
@@ -167,12 +165,14 @@ class Decoder(nn.Module):
         with span(Span.EMBED):
             cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)  # P / 2 wide
             indexer = attention.indexer if isinstance(attention, LatentAttention) else None
-            reads_chosen = indexer is not None and reads_chosen_keys(indexer, self.layer_context)
+            chooses = indexer is not None and not reads_all_keys(indexer, positions_BS.shape[1])
+            has_bounds = self.has_bounds and not chooses
             # Beside attention between bounds, QK-clip alone reads the mask.
-            reads_mask = not self.has_bounds or any(one.logits is not None for one in self.with_logits)
-            allowed_BSS = inputs.allowed_BSS() if reads_mask and not reads_chosen else None
+            reads_mask = not has_bounds or any(one.logits is not None for one in self.with_logits)
+            gathers = chooses and indexer is not None and gathers_keys(indexer, self.layer_context)
+            allowed_BSS = inputs.allowed_BSS() if reads_mask and not gathers else None
             context = ForwardContext(cos_BSP, sin_BSP, allowed_BSS, scope, inputs.parts)
-            if self.has_bounds:
+            if has_bounds:
                 held, device = positions_BS.shape[1], positions_BS.device
                 bounds = bounds_of(self.layer_context, None, held, inputs.documents_BS, device)
                 context = replace(context, bounds=bounds)

@@ -37,9 +37,14 @@ class Chosen(NamedTuple):
     keys_BSS: Tensor  # bool
 
 
-def reads_chosen_keys(config: Indexer, layer_context: LayerContext) -> bool:
-    """Whether attention gathers the chosen keys, by kernels; else it reads all keys, maybe under a mask."""
+def gathers_keys(config: Indexer, layer_context: LayerContext) -> bool:
+    """Whether kernels gather the chosen keys of rows that are longer than their number."""
     return config.stage == "sparse" and layer_context.operators.sparse_attention is not None
+
+
+def reads_all_keys(config: Indexer, positions: int) -> bool:
+    """Whether attention is dense: in the dense stage, and where a row has no more keys than may be chosen."""
+    return config.stage == "dense" or positions <= config.index_topk
 
 
 class LightningIndexer(nn.Module):

@@ -14,7 +14,7 @@ from penstock.config.model import LatentAttention
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, LatentHeadChannels, latent_heads_obstacle
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.models.indexer import LightningIndexer, reads_chosen_keys
+from penstock.models.indexer import LightningIndexer, gathers_keys, reads_all_keys
 from penstock.models.linear import Linear, cut_over
 from penstock.models.logits import LogitMeter
 from penstock.models.model_inputs import ForwardContext
@@ -101,7 +101,7 @@ class LatentLayer(nn.Module):
         self.kv_norm = RMSNorm(config.kv_lora_rank, LATENT_NORM_EPSILON, layer_context.operators)
         per_head = config.qk_nope_head_dim + config.v_head_dim
         indexer, rank = config.indexer, config.q_lora_rank
-        self.absorbs = indexer is not None and reads_chosen_keys(indexer, layer_context)
+        self.absorbs = indexer is not None and gathers_keys(indexer, layer_context)
         # Absorbed into queries and outputs, the matrix is no operand of a product in 8 bits.
         up_context = replace(layer_context, float8=NO_FLOAT8) if self.absorbs else layer_context
         self.kv_up = Linear(config.kv_lora_rank, config.heads * per_head, up_context, split="outputs")
@@ -138,7 +138,9 @@ class LatentLayer(nn.Module):
             # One all-gather for both: S / tensor -> S positions.
             joined_BSC = all_gather(torch.cat((latent_BSC, k_rope_BSP), dim=-1), tensor, dim=1)
             latent_BSC, k_rope_BSP = self._split_latent(joined_BSC)
-        if self.absorbs:  # no rank shares heads or positions
+        positions = x_BSD.shape[1]
+        if self.absorbs and self.indexer is not None and not reads_all_keys(self.indexer.config, positions):
+            # No rank shares heads or positions.
             return self.out(self._absorbed(x_BSD, query, latent_BSC, k_rope_BSP, context).flatten(-2))
         heads = self._heads_of_row if self.gathers_row else partial(self._heads, channels=channels)
         q_BSHN, k_BSHN, v_BSHM = run("latent-up", heads, query, latent_BSC, k_rope_BSP, context)
@@ -164,7 +166,8 @@ class LatentLayer(nn.Module):
         """Attention over the keys that the indexer chooses, with the loss that trains it."""
         assert self.indexer is not None, "dense attention has no indexer"
         index = self.indexer(x_BSD, query, context)
-        chosen = None if self.indexer.config.stage == "dense" else self.indexer.choose(index, context)
+        is_dense = reads_all_keys(self.indexer.config, x_BSD.shape[1])
+        chosen = None if is_dense else self.indexer.choose(index, context)
         keys_BSS, bounds = (context.allowed_BSS, context.bounds) if chosen is None else (chosen.keys_BSS, ())
         o_BSHM = attend(
             q_BSHN, k_BSHN, v_BSHM, self.layer_context, scale=self.scale, allowed_BSS=keys_BSS, nears=bounds

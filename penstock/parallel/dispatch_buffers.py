@@ -72,6 +72,7 @@ def buffer_sizes(run: Run, axes: Axes) -> "BufferSizes":
         top_k=run.model.moe.top_k * axes.grid.expert_tensor,
         row_bytes=widest_row(run),
         ranks=axes.expert_node.size,
+        numbers=0 if replicas is None else run.model.moe.experts,
         replica_bytes=0 if replicas is None else replicas.total_bytes,
     )
     return sizes

@@ -22,7 +22,7 @@ from penstock.kernels.replica_plan import MILLION, ReplicaPlan, ReplicaRule
 from penstock.kernels.replica_slots import already_here
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import Axis
-from penstock.parallel.collectives import exchange_rows
+from penstock.parallel.collectives import all_gather, exchange_rows
 
 ALIGNMENT = 256  # bytes; every section begins at a multiple
 USUAL_SLOTS = 4  # with `dispatch.balance` auto and bounded: enough for all loads but groups without a single row
@@ -122,7 +122,9 @@ class ExchangedSlots:
         """See `ReplicaSlots.gradient_sums`."""
         return torch.zeros(self.slots, *weight_e.shape[1:], dtype=torch.float32, device=weight_e.device)
 
-    def give_back(self, place: int, gradients: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+    def give_back(
+        self, place: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], *, aside: bool = False
+    ) -> None:
         """See `ReplicaSlots.give_back`."""
         sent = torch.cat([gradient_X[list(chain(*self.fill))].flatten(1) for gradient_X in gradients], 1)
         came = exchange_rows(sent, self.axis, _sizes(self.send), _sizes(self.fill))
@@ -132,6 +134,11 @@ class ExchangedSlots:
                 of_expert[expert] = of_expert.get(expert, total_e[expert].float()) + row
             for expert, total in of_expert.items():
                 total_e[expert].copy_(total)
+
+
+def exchanged_counts(counts_E: Tensor, axis: Axis) -> Tensor:
+    """The loads of all ranks, W x E."""
+    return all_gather(counts_E[None], axis, dim=0)
 
 
 def exchanged_slots(plan: ReplicaPlan, rule: ReplicaRule, axis: Axis) -> ExchangedSlots | None:

@@ -5,7 +5,8 @@ Every rank allocates the same sections at the same offsets once, and maps those 
     OUT     rows, ids and weights on their way to the experts
     BACK    rows and scalars on their way back
 
-and replicas of experts where the run has them (penstock/parallel/replica_memory.py).
+and, where the run has replicas of experts, these (penstock/parallel/replica_memory.py) and the loads that they are
+planned by (`SymmetricBuffers.gather`).
 
 Each direction has two slots, used in turn. Received rows are copied out or summed at once, so the size does not grow
 with layers or micro-batches in flight. One transfer is, on every rank,
@@ -37,7 +38,19 @@ from torch.distributed import _symmetric_memory
 
 from penstock.base.errors import DeviceError
 from penstock.kernels import symmetric_kernels
-from penstock.kernels.symmetric import MOST_RANKS, ROW_MULTIPLE, ChannelWait, Peers, TokenChunks, hold, signal, wait
+from penstock.kernels.symmetric import (
+    MOST_RANKS,
+    ROW_MULTIPLE,
+    ChannelWait,
+    Peers,
+    TokenChunks,
+    gather_bytes,
+    hold,
+    push_numbers,
+    signal,
+    take_numbers,
+    wait,
+)
 from penstock.parallel.axes import Axis
 
 MOST_CHUNKS: int = symmetric_kernels.MOST_CHUNKS.value
@@ -69,6 +82,7 @@ class Channel(IntEnum):
     BACK = 2
     REPLICAS = 3  # both are of penstock/parallel/replica_memory.py
     GRADIENTS = 4
+    NUMBERS = 5
 
 
 class BufferSection(IntEnum):
@@ -90,7 +104,8 @@ class BufferSizes:
     row_bytes: int  # scales included; a multiple of 16
     ranks: int
     slots: int = 2  # with one, consecutive transfers must alternate directions
-    replica_bytes: int = 0  # of `penstock.parallel.replica_memory`, after all slots
+    numbers: int = 0  # of each rank in a gather; its section comes after all slots
+    replica_bytes: int = 0  # of `penstock.parallel.replica_memory`, at the end
 
     def __post_init__(self) -> None:
         assert self.row_bytes % ROW_MULTIPLE == 0, f"rows of {self.row_bytes} bytes"
@@ -121,6 +136,11 @@ class BufferSizes:
     @property
     def replica_offset(self) -> int:
         """First byte of the replicas."""
+        return self.numbers_offset + _aligned(gather_bytes(self.numbers, self.ranks))
+
+    @property
+    def numbers_offset(self) -> int:
+        """First byte of what is gathered."""
         return self.flag_bytes + self.slots * sum(self.section_bytes)
 
     def offset(self, section: BufferSection, slot: int) -> int:
@@ -241,6 +261,16 @@ class SymmetricBuffers:
         """Block the stream until all ranks have come here on theirs, with all of their earlier work done."""
         signal(self.peers, self.flags_at(channel))
         self.wait(channel, 1)
+
+    def gather(self, numbers_N: Tensor) -> Tensor:
+        """The int32 numbers of all ranks (W x N), in two small kernels; all ranks call it in the same order."""
+        sizes, channel = self.sizes, Channel.NUMBERS
+        assert len(numbers_N) == sizes.numbers, f"{len(numbers_N)} numbers instead of {sizes.numbers}"
+        push_numbers(numbers_N, self.peers, self._expected[channel], (sizes.numbers_offset, self.flags_at(channel)))
+        section = self._memory[sizes.numbers_offset : sizes.replica_offset].view(torch.int32)
+        found_WN = numbers_N.new_empty(sizes.ranks, sizes.numbers)
+        self.read(lambda awaited, _: take_numbers(section, found_WN, awaited), channel, 1, TokenChunks.cut(1, 1))
+        return found_WN
 
     def copy_to_others(
         self, section: BufferSection, slot: int, rows_of: Callable[[int], Tensor], channel: Channel

@@ -3,13 +3,16 @@
 Beside the rows of the fullest rank, replicas cost what the projection of the run leaves out: the way of their weights
 (twice a pass, forward and backward) and of their float32 gradients (once), on the rank that sends or receives most.
 Weights travel beside the first product of own experts, which is two ninths of the experts' time of a pass forward and
-one ninth backward; gradients are waited for.
+one ninth backward. With collectives gradients are waited for. Where GPUs write to each other's memory they go beside
+the backward pass of attention, which is slower for that: on two H200 about half of their time was saved
+(benchmarks/results/balanced-h200x2.json).
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config.dispatcher import choose_dispatcher, dispatch_facts
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.rules import problems
 from penstock.config.run import Run
@@ -19,6 +22,8 @@ from penstock.plan.loads import RankLoads
 from penstock.plan.project import Assumptions, project
 from penstock.plan.transfers import TransferTimes
 
+_HIDDEN = 0.5  # most of the gradients' time
+_OF_ATTENTION = 5 / 7  # of its products, which backward has; forward has two
 _FORWARD, _BACKWARD = 2 / 9, 1 / 9  # of the experts' time of a pass, all nine parts: forward has three, backward six
 
 
@@ -99,5 +104,7 @@ def _exposed(run: Run, cluster: Cluster, loads: RankLoads, terms: Mapping[str, f
 
     weights, gradients = sent(each), sent(4 / sizes.itemsize * each)
     beside = terms.get("experts", 0.0) / passes
-    waits = max(0.0, weights - _FORWARD * beside) + max(0.0, weights - _BACKWARD * beside) + gradients
-    return passes * waits
+    is_mapped = choose_dispatcher(dispatch_facts(run, experts.node_ranks)).writes_to_peers
+    rest = _OF_ATTENTION * terms.get("attention", 0.0) / passes if is_mapped else 0.0
+    waits = weights - _FORWARD * beside, weights - _BACKWARD * beside, gradients - min(rest, _HIDDEN * gradients)
+    return passes * sum(max(0.0, wait) for wait in waits)

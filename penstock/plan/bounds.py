@@ -9,7 +9,6 @@ ranks, and the bytes of norms and activations. Small kernels, launches, waits an
     memory    state, and what a layer keeps at the least, times the micro-batches in flight
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -24,8 +23,11 @@ from penstock.plan.rates import ACCUMULATED_BYTES, BYTES, GroupedProduct
 from penstock.plan.streams import OVERLAP_GAIN
 from penstock.plan.transfers import CollectiveName, DispatchMethod
 
-HEAD = "head"
-"""Part of a stage behind its layers; the other parts are kinds of layers."""
+LOSS_CHUNKS = (2048, 4096)
+"""Tokens whose logits exist at once, where a run does not say it (penstock/kernels/linear_cross_entropy.py)."""
+
+SHARE_OF_PRODUCTS = 0.98
+"""Of their seconds, in the head: rates of sizes between measured ones may be off by a little."""
 
 
 class WorkSeconds(NamedTuple):
@@ -68,12 +70,23 @@ class TimeBounds:
         """The rest of a layer: is_moe, tokens, tp, experts, accumulates."""
 
     def head(self, tp: int, cp: int, rows: int) -> WorkSeconds:
-        """Output projection and loss of all heads, prediction depths too; their layers are left out."""
-        tokens = rows * self._run.training.sequence_length // cp
-        flops = 2.0 * tokens * (self._model.vocab_size // tp) * self._hidden * (1 + self._model.mtp_layers)
-        # The rate depends on the chunk that the loss chooses: the peak itself is the bound.
-        seconds = flops / (self._cluster.hardware.peaks.flops_per_second(self._dtype) or math.inf)
-        return WorkSeconds(seconds, 2 * seconds)
+        """Output projection and loss of all heads, prediction depths too; of their layers the projection alone."""
+        depths, hidden = self._model.mtp_layers, self._hidden
+        tokens, columns = rows * self._run.training.sequence_length // cp, self._model.vocab_size // tp
+        every = (1 + depths) * tokens
+        # The loss takes all tokens at once, or chunks: the fastest for a token is the bound.
+        chunks = {min(every, size) for size in (every, tokens, *LOSS_CHUNKS, self._run.kernels.loss_chunk or every)}
+        found = [
+            (self._products(size, [(hidden, columns)], False), SHARE_OF_PRODUCTS * every / size) for size in chunks
+        ]
+        forward = min(one.forward * times for one, times in found)
+        backward = min(one.backward * times for one, times in found)
+        if depths:
+            ways = (tokens // tp, hidden), (tokens, hidden // tp)
+            joined = [self._products(size, [(2 * hidden, width)], False) for size, width in ways]
+            forward += SHARE_OF_PRODUCTS * depths * min(one.forward for one in joined)
+            backward += SHARE_OF_PRODUCTS * depths * min(one.backward for one in joined)
+        return WorkSeconds(forward + self._moved(every * columns), backward)
 
     def _products(self, m: int, shapes: Sequence[tuple[int, int]], accumulates: bool) -> WorkSeconds:
         """M rows times each K x N matrix, with both gradients in backward."""

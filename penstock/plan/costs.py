@@ -171,8 +171,8 @@ class OpCosts:
         software = self._software
         if operator.name in _CASTS:
             return cost._replace(seconds=cost.seconds * software.casts)
-        if operator.name in _ACTIVATIONS and self._is_clamped:
-            return cost._replace(seconds=cost.seconds * software.clamped)
+        if operator.name in _CLAMPED and self._is_clamped:
+            return cost._replace(seconds=cost.seconds * max(software.clamped, _CLAMPED[operator.name]))
         factors = {"products": software.products, "experts": software.experts, "attention": software.attention}
         return cost._replace(seconds=cost.seconds * factors.get(cost.term, software.moved))
 
@@ -290,6 +290,7 @@ class OpCosts:
         query, key, value = operator.shapes[is_backward : is_backward + 3]
         (rows, heads, queries, width), keys = query, key[-2]
         has_mask = any(shape[-2:] == (queries, keys) for shape in operator.shapes[3 + 3 * is_backward :])
+        of_masks = next((times for name, times in _MASKED.items() if has_mask and name in operator.name), (1.0, 1.0))
         estimate = self._rates.attention(
             "backward" if is_backward else "forward",
             rows * heads,
@@ -299,7 +300,7 @@ class OpCosts:
             causal=not has_mask,
             dtype=_DTYPES[operator.itemsize],
         )
-        return estimate.seconds * self._rounds
+        return estimate.seconds * of_masks[is_backward] * self._rounds
 
     def _bounded(self, operator: RecordedOp) -> float:
         """A kernel of attention between bounds. A row of documents counts as one document: lengths are not known."""
@@ -458,8 +459,11 @@ _WAITS = frozenset({"wait_kernel", "hold_kernel", "signal_kernel"})
 _CASTS = frozenset({"quantize_kernel", "measure_kernel"})
 """Kernels that round to 8 bits, or find the largest number first."""
 
-_ACTIVATIONS = frozenset({"swiglu_kernel", "swiglu_backward_kernel", "bias_parts_kernel"})
-"""Kernels between the products of experts."""
+_CLAMPED: Mapping[str, float] = MappingProxyType(
+    {"swiglu_kernel": 1.34, "swiglu_backward_kernel": 1.24, "bias_parts_kernel": 2.2}
+)
+"""Kernels between the products of experts, with limits and biases: seconds over those of their bytes, in a step of
+gpt-oss on an H200."""
 
 _NOTHING = _WAITS | {"set_"}
 """Operators without device time; `set_` gives a tensor another storage on the host."""
@@ -492,6 +496,12 @@ _BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyTy
 )
 """Kernels of linear attention: the sum of depths and widths of products with J x J pairs, by the widths of keys and
 values, and the number of products with a state."""
+
+_MASKED: Mapping[str, tuple[float, float]] = MappingProxyType({"cudnn": (1.6, 1.7), "efficient": (4.6, 6.5)})
+"""Torch's backends with a mask: seconds of forward and backward over those of all pairs at the rate without a mask.
+
+On an H200 over documents, 1.5 to 1.8 and 1.5 to 2.6 with cuDNN, 4.3 to 5.2 and 3.6 to 12.8 with the other one
+(benchmarks/results/attention-masked-h200.json)."""
 
 _BORDER = 96
 """Keys that a query computes beside those that it sees, because a tile has several queries and whole blocks of keys."""

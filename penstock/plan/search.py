@@ -41,6 +41,7 @@ from penstock.plan.candidates import (
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
 from penstock.plan.composer import Composer, View
 from penstock.plan.costs import HardwareTimes
+from penstock.plan.divisions import Divisions, Scaled
 from penstock.plan.hardware import cluster_of
 from penstock.plan.known_error import memory_margin
 from penstock.plan.project import overheads_of, project, target_of
@@ -48,7 +49,7 @@ from penstock.plan.projection import MARGIN, MEMORY, SLOWER, Advice, Plan, Proje
 from penstock.plan.rules.book import advice
 from penstock.plan.rules.rule import Rule, Sizes
 from penstock.plan.search_request import SearchRequest, neutral_sizes, prepared_run, with_values
-from penstock.plan.space_bounds import Divisions, SpaceBounds
+from penstock.plan.space_bounds import SpaceBounds
 
 Progress = Callable[[str], None]
 """Told what the search is doing, in a few words."""
@@ -196,7 +197,7 @@ class _Search:
         self._families = list(self._space.families())
         progress(f"{self._space.count:,} legal layouts")
         self._bounds = SpaceBounds(run, cluster, assumptions.imbalance, self._composer, neutral, times)
-        self._scaled: dict[tuple[int, int, tuple[str, ...], bool], tuple[Divisions, np.ndarray]] = {}
+        self._scaled: dict[tuple[int, int, tuple[str, ...], bool], Scaled] = {}
         self._rows_over: dict[_Node, int] = {}
         self._refused: set[_Node] = set()
         self._hopeless: set[_Node] = set()  # divisions that are too large with any saving and rows, which are 0 here
@@ -386,7 +387,7 @@ class _Search:
         large = int((~fits & may_win).sum()) * len(stages)
         self._too_large[MEMORY] += max(0, large - self._large_in_group[group])
         for at in np.flatnonzero(fits & may_win).tolist():
-            dense, _, shard, rows = scaled[0].places[at].tolist()
+            dense, _, shard, rows = scaled.divisions.places[at].tolist()
             for stage in stages:
                 node = group._replace(dense=dense, shard=shard, rows=rows, sync_free=stage)
                 yield _Waiting(max(bound, float(seconds[at])), 1, node)

@@ -45,6 +45,10 @@ class Choices:
         """The choices of some tokens."""
         return Choices(*(tensor[index_T] for tensor in vars(self).values()))
 
+    def to(self, device: torch.device) -> "Choices":
+        """The same on a device."""
+        return Choices(*(tensor.to(device) for tensor in vars(self).values()))
+
     def sets(self) -> Tensor:
         """For each token and expert: 0, 1 if it was chosen, 2 if it was chosen and kept."""
         sets_TE = torch.zeros_like(self.logits_TE, dtype=torch.int8)
@@ -79,8 +83,8 @@ class ChoiceRecorder:
         self.step = step
 
     def choices(self) -> dict[Place, Choices]:
-        """All choices so far."""
-        return {place: _joined(seen) for place, seen in self._seen.items()}
+        """All choices so far, in host memory."""
+        return {place: _joined(seen).to(torch.device("cpu")) for place, seen in self._seen.items()}
 
     def _watch(self, router: TopKRouter) -> None:
         usual, drops = router.operators.route, router.balance.capacity_factor > 0
@@ -127,7 +131,10 @@ class ChoiceRecorder:
     def _given_to(self, router: TopKRouter, logits_TE: Tensor) -> Choices | None:
         """The given choices of these tokens, in their order."""
         given = None if self._given is None else self._given.get((self.step, router.layer))
-        return None if given is None else given.at(_nearest(logits_TE.detach(), given.logits_TE))
+        if given is None:
+            return None
+        given = given.to(logits_TE.device)
+        return given.at(_nearest(logits_TE.detach(), given.logits_TE))
 
 
 def first_flip(got: Iterable[Mapping[Place, Choices]], expected: Mapping[Place, Choices]) -> Flip | None:

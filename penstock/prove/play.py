@@ -70,7 +70,7 @@ def follow(
 def saved_by(session: Session) -> Saved:
     """Parts that this rank writes; of equal parts one rank writes each."""
     return [
-        (name, part.shape, [(piece.whole, values.clone()) for piece, values in part.decoded().views()])
+        (name, part.shape, [(piece.whole, values.clone().cpu()) for piece, values in part.decoded().views()])
         for name, part in session.state.parts().items()
         if part.writes
     ]
@@ -125,6 +125,22 @@ def differences(got: StepFigures, expected: StepFigures, start: dict[str, Tensor
         "moments": max(strayed("moment1."), strayed("moment2.")),
         "held-out loss": relative([got.held_out], [expected.held_out]),
     }
+
+
+def first_difference(one: tuple[StepFigures, Saved], other: tuple[StepFigures, Saved]) -> str:
+    """Where the bits of a rank differ from those of another run of it, in words; empty if nowhere."""
+    for name in ("losses", "norms", "balance"):
+        for place, (mine, theirs) in enumerate(zip(vars(one[0])[name], vars(other[0])[name], strict=True)):
+            if float(mine).hex() != float(theirs).hex():  # nan equals nan here
+                step = place * len(one[0].norms) // len(vars(one[0])[name])
+                return f"{name} of step {step}: {mine:.9g} and {theirs:.9g}"
+    if one[0].held_out.hex() != other[0].held_out.hex():
+        return f"held-out loss: {one[0].held_out:.9g} and {other[0].held_out:.9g}"
+    for (name, _, pieces), (_, _, wanted) in zip(one[1], other[1], strict=True):
+        for (_, mine_), (_, theirs_) in zip(pieces, wanted, strict=True):
+            if not torch.equal(mine_.view(torch.uint8), theirs_.view(torch.uint8)):
+                return f"{name}, by up to {float((mine_ - theirs_).abs().max()):.1e}"
+    return ""
 
 
 def worst_tensor(got: StepFigures, expected: StepFigures) -> tuple[float, str]:

@@ -7,7 +7,12 @@
    follow nothing) over capacity, rounding decides which are dropped, and nothing tells them apart: a tie too.
 4. The slope of a clamped activation changes at its limit, so a value there is a tie too: a fault must be one with
    another limit as well. In 16 bits an indexer may choose other keys: a fault must be one with all keys chosen.
-5. A fault is made smaller, setting by setting, as long as it stays one.
+   A bias that moves by quantiles jumps to the next score: a fault must be one with fixed steps.
+5. Some models enlarge rounding: a fault must differ by more than one process does whose norms have an epsilon that is
+   larger by less than their outputs are rounded. In fewer bits it must be one in float32 as well or be over twice the
+   bounds.
+6. A composition with captured graphs is judged without them; with them every step must give the same bits.
+7. A fault is made smaller, setting by setting, as long as it stays one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +21,32 @@ from math import isfinite
 from pathlib import Path
 
 from penstock.prove.choices import Choices, Place, first_flip, least_margin
-from penstock.prove.draws import BASE, Composition, draw, refusal, with_all_keys, with_another_clamp
-from penstock.prove.play import BOUNDS, StepFigures, differences, put_together, whole_tensors, worst_tensor
+from penstock.prove.draws import (
+    Composition,
+    base_of,
+    draw,
+    draw_graphs,
+    in_float32,
+    refusal,
+    with_all_keys,
+    with_another_clamp,
+    with_steps_of_bias,
+)
+from penstock.prove.play import (
+    BOUNDS,
+    StepFigures,
+    differences,
+    first_difference,
+    put_together,
+    whole_tensors,
+    worst_tensor,
+)
 from penstock.prove.ranks import Assignment, Played, PlayError, Ranks, two_nodes, write_choices
 
 STEPS, RATE = 2, 1e-2  # the second step is of weights that the first one changed
+
+REPLAYED_STEPS, REPLAYED_RATE, REPLAYS = 8, 1e-3, 1000
+"""Steps of captured graphs beside eager passes, in a draw and with --graphs. The second step captures."""
 
 LOW_BOUNDS = {
     "loss": 1e-2,
@@ -31,17 +57,34 @@ LOW_BOUNDS = {
     "held-out loss": 1e-2,
     "one tensor": 0.5,
 }
-"""Of compositions in which something is rounded to 16 bits or fewer."""
+"""Of compositions in which something is rounded to 16 bits or fewer; those with products in 8 bits are low too."""
 
 LOW = frozenset(
     {
-        *("training.precision=bf16", "parallel.reduce=bf16", "float8.dense=blockwise", "float8.experts=blockwise"),
+        *("training.precision=bf16", "parallel.reduce=bf16"),
         *("optimizer.moment_dtype=bf16", "optimizer.moment_dtype=int8"),
     }
 )
 
+GPU_BOUNDS = {
+    "loss": 1e-3,
+    "balance": 5e-3,
+    "gradient norm": 1e-2,
+    "parameters": 5e-2,
+    "moments": 3e-2,
+    "held-out loss": 1e-3,
+    "one tensor": 0.15,
+}
+"""The same on GPUs."""
+
 _OF_PRODUCTS = 2.5
-"""Times LOW_BOUNDS where products are in 8 bits: a value that rounds to its other neighbour moves by 6 to 12 %."""
+"""Times these bounds where products are in 8 bits: a value that rounds to its other neighbour moves by 6 to 12 %."""
+
+FAR_OVER = 2.0
+"""Times the bounds of fewer bits: figures below may be of rounding that a model amplifies."""
+
+JOLTED, LOW_JOLTED, LIKE_JOLT = 1.0001e-6, 1.5e-6, 3.0
+"""Epsilons of norms instead of 1e-6, which change their outputs by less than float32 and bfloat16 round; a factor."""
 
 TIE, LOW_TIE = 1e-4, 3e-2
 """Scores that are nearer may tie."""
@@ -59,19 +102,30 @@ class Verdict:
 
 
 class Prover:
-    """Compares compositions with one process. `folder` is for files between processes."""
+    """Compares compositions with one process. `folder` is for files between processes.
 
-    def __init__(self, ranks: Ranks, folder: Path) -> None:
+    Args:
+        gpus: of this machine, on which ranks compute; 0 for CPU ranks.
+        replays: draw compositions with graphs only, and compare so many steps with eager ones; 0 for all compositions.
+    """
+
+    def __init__(self, ranks: Ranks, folder: Path, gpus: int = 0, replays: int = 0) -> None:
+        self.gpus, self.replays = gpus, replays
         self._ranks = ranks
         self._given = folder / "choices.safetensors"
         self._known: tuple[tuple[str, ...], Played] | None = None  # one process: the last one
 
     def judge(self, composition: Composition) -> Verdict:
         """Play a composition."""
+        if composition.capture:
+            return self._judge_replays(composition)
         verdict = self._judge(composition)
         if verdict.kind != "fault" or not verdict.figures:
             return verdict
-        others = [(with_another_clamp(composition), "a value is at the limit of the clamp")]
+        others = [
+            (with_another_clamp(composition), "a value is at the limit of the clamp"),
+            (with_steps_of_bias(composition), "a quantile lies between other scores"),
+        ]
         if is_low(composition):  # float32 hardly ever chooses other keys
             others.append((with_all_keys(composition), "the indexer chose other keys"))
         for moved, why in others:
@@ -79,13 +133,24 @@ class Prover:
             if moved is not None and again.kind in ("equal", "tie"):
                 text = f"{verdict.text}; {why}: {moved.overrides[-1]} agrees"
                 return replace(again, kind="tie", composition=composition, text=text)
-        return verdict
+        return self._in_float32(verdict) or verdict
+
+    def _in_float32(self, fault: Verdict) -> Verdict | None:
+        """A tie if float32 gives no fault and this one is not far over the bounds; None if not, or in float32."""
+        composition, bounds = fault.composition, bounds_of(fault.composition)
+        moved = in_float32(composition) if is_low(composition) else None
+        if moved is None or any(value > FAR_OVER * bounds[name] for name, value in fault.figures.items()):
+            return None
+        again = self._judge(moved)
+        if again.kind not in ("equal", "tie"):
+            return None
+        return replace(fault, kind="tie", text=f"{fault.text}; float32 agrees, and nothing is over twice its bound")
 
     def _judge(self, composition: Composition) -> Verdict:
         if (line := refusal(composition)) is not None:
             return Verdict("refused", composition, line)
         try:
-            alone = self._alone(composition.alone)
+            alone = self._alone(composition)
             played = self._play(composition)
         except PlayError as error:
             return Verdict("refused" if error.is_line else "fault", composition, str(error))
@@ -94,7 +159,7 @@ class Prover:
             return outcome
         flip = first_flip([one.choices for one in played], alone.choices)
         if flip is None:
-            return outcome
+            return self._rounding_of(outcome, alone) or outcome
         step, layer = flip.place
         what = "dropped other slots" if flip.drops_only else "chose other experts"
         told = f"step {step}, layer {layer}: {flip.tokens} tokens {what}, by margins up to {flip.margin:.1e}"
@@ -106,9 +171,50 @@ class Prover:
             return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {error}")
         if again.kind == "equal":
             return replace(again, kind="tie", text=told)
+        if (rounded := self._rounding_of(again, alone)) is not None:
+            return replace(rounded, text=f"{told}; {rounded.text}")
         if flip.of_equal_tokens:
             return replace(outcome, kind="tie", text=f"{told}; these tokens are equal to others")
         return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {again.text}")
+
+    def _rounding_of(self, fault: Verdict, alone: Played) -> Verdict | None:
+        """A tie if one process differs as much when every norm rounds differently, else None."""
+        if not fault.figures:
+            return None
+        composition = fault.composition
+        jolt = f"model.rms_norm_eps={LOW_JOLTED if is_low(composition) else JOLTED}"
+        overrides = (*base_of(composition.device), *composition.alone, jolt)
+        part = Assignment(overrides, STEPS, RATE, given=self.give(alone.choices), device=composition.device)
+        try:
+            (jolted,) = self._ranks.play(1, part)
+        except PlayError:
+            return None
+        moved, _ = _figures(put_together([(jolted.trace, jolted.end)]), put_together([(alone.trace, alone.end)]), alone)
+        bounds = bounds_of(composition)
+        if any(value > max(bounds[name], LIKE_JOLT * moved[name]) for name, value in fault.figures.items()):
+            return None
+        return replace(fault, kind="tie", text=f"{fault.text}, and one process with {jolt} differs as much")
+
+    def _judge_replays(self, composition: Composition) -> Verdict:
+        """Whether graphs give the bits of eager passes, and those what one process computes unless `replays` is set."""
+        if (line := refusal(composition)) is not None:
+            return Verdict("refused", composition, line)
+        eager = composition.eager()
+        verdict = Verdict("equal", composition) if self.replays else self.judge(eager)
+        if verdict.kind not in ("equal", "tie"):
+            return replace(verdict, composition=composition)
+        steps = self.replays or REPLAYED_STEPS
+        try:
+            captured, passes = (
+                self._ranks.play(one.ranks, replace(self.part(one), steps=steps, rate=REPLAYED_RATE, has_choices=False))
+                for one in (composition, eager)
+            )
+        except PlayError as error:
+            return Verdict("refused" if error.is_line else "fault", composition, str(error))
+        for rank, (mine, theirs) in enumerate(zip(captured, passes, strict=True)):
+            if found := first_difference((mine.trace, mine.end), (theirs.trace, theirs.end)):
+                return Verdict("fault", composition, f"rank {rank}: graphs and eager passes differ: {found}")
+        return replace(verdict, composition=composition)
 
     def smallest(self, fault: Verdict, tell: Callable[[str], object] = lambda line: None) -> Verdict:
         """The same fault with fewer settings."""
@@ -120,7 +226,7 @@ class Prover:
                 for ranks in sorted({1, 2, fault.composition.ranks}):
                     if ranks > fault.composition.ranks:
                         continue
-                    outcome = self.judge(Composition(ranks, settings))
+                    outcome = self.judge(replace(fault.composition, ranks=ranks, settings=settings))
                     if outcome.kind == "fault":
                         fault, is_smaller = outcome, True
                         tell(fault.composition.command)
@@ -131,17 +237,18 @@ class Prover:
 
     def part(self, composition: Composition, given: str = "") -> Assignment:
         """What each rank does; `given` is what `give` returned."""
-        words = composition.overrides
-        return Assignment(BASE + words, STEPS, RATE, two_nodes(words), given)
+        words, device = composition.overrides, composition.device
+        return Assignment(base_of(device) + words, STEPS, RATE, two_nodes(words), given, device)
 
     def give(self, choices: Mapping[Place, Choices]) -> str:
         """Write choices for ranks to make; returns the name of the file."""
         write_choices(self._given, choices)
         return str(self._given)
 
-    def _alone(self, overrides: tuple[str, ...]) -> Played:
+    def _alone(self, composition: Composition) -> Played:
+        overrides, device = base_of(composition.device) + composition.alone, composition.device
         if self._known is None or self._known[0] != overrides:
-            (played,) = self._ranks.play(1, Assignment(BASE + overrides, STEPS, RATE))
+            (played,) = self._ranks.play(1, Assignment(overrides, STEPS, RATE, device=device))
             self._known = overrides, played
         return self._known[1]
 
@@ -173,7 +280,7 @@ def _figures(got: StepFigures, expected: StepFigures, alone: Played) -> tuple[di
 
 def is_low(composition: Composition) -> bool:
     """Whether something is rounded to 16 bits or fewer."""
-    return not LOW.isdisjoint(composition.overrides)
+    return any(one in LOW or one.startswith("float8.") for one in composition.overrides)
 
 
 def bounds_of(composition: Composition) -> dict[str, float]:
@@ -181,12 +288,14 @@ def bounds_of(composition: Composition) -> dict[str, float]:
     if not is_low(composition):
         return BOUNDS
     in_8_bits = any(one.startswith("float8.") for one in composition.overrides)
-    return {name: bound * (_OF_PRODUCTS if in_8_bits else 1.0) for name, bound in LOW_BOUNDS.items()}
+    bounds = LOW_BOUNDS if composition.device == "cpu" else GPU_BOUNDS
+    return {name: bound * (_OF_PRODUCTS if in_8_bits else 1.0) for name, bound in bounds.items()}
 
 
 def outcomes(prover: Prover, seed: int, first: int = 0) -> Iterator[tuple[int, Verdict]]:
     """Draws by number, without end."""
     number = first
     while True:
-        yield number, prover.judge(draw(seed, number))
+        drawn = draw_graphs(seed, number, prover.gpus) if prover.replays else draw(seed, number, prover.gpus)
+        yield number, prover.judge(drawn)
         number += 1

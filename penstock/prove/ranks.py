@@ -1,13 +1,14 @@
-"""Processes that stay, and play one composition after another as ranks of it.
+"""Processes that stay, and play one composition after another as ranks of it, on the CPU or each on a GPU of its own.
 
     the caller                                        each of R children (penstock/base/child.py)
-    {"part": ..., "rank": r, "ranks": R, "port"} ->   makes a gloo group, trains, ends the group
+    {"part": ..., "rank": r, "ranks": R, "port"} ->   makes a group, trains, ends the group
     what the steps gave, and tensors             <-   or the line of an error, or a traceback
 
 After a failure that is no line all children are replaced. They meet at a store that the caller holds; it listens on the
 loopback only.
 """
 
+import gc
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,12 +24,13 @@ from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from penstock.base.child import Answer, Child, ChildEndedError, serve
+from penstock.base.child import Answer, Child, ChildEndedError, serve, use_all_memory
 from penstock.base.errors import PenstockError
 from penstock.config.load import load_run
-from penstock.parallel.launch.environment import Environment
+from penstock.parallel.launch.environment import Environment, LaunchFacts, prepare_environment
+from penstock.parallel.launch.host import gpu_vendor
 from penstock.prove.choices import ChoiceRecorder, Choices, Place
-from penstock.prove.draws import PRESET
+from penstock.prove.draws import PRESET, Device
 from penstock.prove.play import Saved, StepFigures, follow, saved_by
 from penstock.train.setup import prepare
 
@@ -53,8 +55,10 @@ class Assignment:
     overrides: tuple[str, ...]  # of PRESET
     steps: int
     rate: float
-    two_nodes: bool = False  # the ranks are on two nodes of equal size; else each is alone on its own
+    two_nodes: bool = False  # the ranks are on two nodes of equal size; else CPU ranks are each alone on their own
     given: str = ""  # file with choices of routers
+    device: Device = "cpu"
+    has_choices: bool = True  # record those of routers, which captured routers do not let see
 
 
 @dataclass(frozen=True)
@@ -77,22 +81,28 @@ class Ranks(Protocol):
 def play(part: Assignment) -> Played:
     """Train on this rank of the process group."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    here = max(1, world // 2) if part.two_nodes else 1
-    environment = Environment(color=False, threads=1, world_size=world, rank=rank, local_world_size=here)
+    here = max(1, world // 2) if part.two_nodes else world if part.device == "cuda" else 1
+    environment = Environment(
+        color=False, threads=1, world_size=world, rank=rank, local_rank=rank, local_world_size=here
+    )
     session = prepare(load_run(PRESET, part.overrides), environment)
     try:
         start = saved_by(session)
-        recorder = ChoiceRecorder(session.model.modules, read_choices(Path(part.given)) if part.given else None)
+        given = read_choices(Path(part.given)) if part.given else None
+        recorder = ChoiceRecorder(session.model.modules if part.has_choices else (), given)
         trace = follow(session, part.steps, part.rate, recorder.begin)
+        return Played(trace, start, saved_by(session), recorder.choices())
     finally:
         session.state.batches.close()
-    return Played(trace, start, saved_by(session), recorder.choices())
+        if session.graphs is not None:
+            session.graphs.release()
 
 
 class Children:
     """Ranks that are processes of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device = "cpu") -> None:
+        self._device = device
         self._store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         self._children: list[Child] = []
         self._calls = 0
@@ -126,7 +136,7 @@ class Children:
         new = [Child(__name__) for _ in range(len(self._children), ranks)]
         if new:
             with ThreadPoolExecutor(len(new)) as threads:
-                list(threads.map(lambda child: child.ask({}), new))
+                list(threads.map(lambda child: child.ask({"device": self._device}), new))
             self._children += new
 
     def close(self) -> None:
@@ -194,7 +204,9 @@ def read_choices(path: Path) -> dict[Place, Choices]:
 
 
 def _answer(request: dict[str, Any]) -> Answer:
-    if not request:  # it asks whether this process is ready
+    if "part" not in request:  # it asks whether this process is ready
+        if request["device"] == "cuda":
+            use_all_memory()
         return {}, b""
     try:
         facts, tensors = pack(in_group(request))
@@ -207,15 +219,26 @@ def _answer(request: dict[str, Any]) -> Answer:
 
 def in_group(request: Mapping[str, Any]) -> Played:
     """Play in a new process group."""
+    fields, rank, ranks = request["part"], request["rank"], request["ranks"]
+    part = Assignment(**fields | {"overrides": tuple(fields["overrides"])})
     store = PrefixStore(request["call"], TCPStore(LOCALHOST, request["port"]))
-    seconds, (rank, ranks) = timedelta(seconds=LONGEST_SECONDS), (request["rank"], request["ranks"])
-    dist.init_process_group("gloo", None, seconds, world_size=ranks, rank=rank, store=store)
+    kind, device = "gloo", None
+    if part.device == "cuda":
+        # Variables that libraries read once: a later composition may be deterministic.
+        prepare_environment(LaunchFacts(vendor=gpu_vendor(), world=ranks, local_world=ranks, deterministic=True))
+        torch.cuda.set_device(rank)
+        if ranks > 1:
+            kind, device = "nccl", torch.device("cuda", rank)
+    seconds = timedelta(seconds=LONGEST_SECONDS)
+    dist.init_process_group(kind, None, seconds, world_size=ranks, rank=rank, store=store, device_id=device)
     try:
-        fields = request["part"]
-        played = play(Assignment(**fields | {"overrides": tuple(fields["overrides"])}))
+        played = play(part)
         dist.barrier()  # a rank that is done early must not close connections that others still read
     finally:
         dist.destroy_process_group()
+    if part.device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
     return played
 
 

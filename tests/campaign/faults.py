@@ -9,7 +9,8 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -187,24 +188,52 @@ def _full_disk(folder: Path, draw: random.Random, wanted: Reference) -> int:
 
     On a small file system of its own where this process may mount one, else by a limit on the size of files.
     """
-    runs = folder / "runs"
-    runs.mkdir()
     size = draw.randrange(20, 900)  # KiB; three checkpoints need about 600
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(runs)], capture_output=True, check=False
-    )
-    is_mounted = mounted.returncode == 0
-    try:
+    with _own_file_system(folder / "runs", size) as is_mounted:
         code = end_of(go_on(folder, wanted, (lambda: None) if is_mounted else partial(_limit_files, size)))
         said = output(folder)
         assert code == 0 or (code == 2 and said.count("error:") == 1 and "Traceback" not in said), (code, said)
         if is_mounted:
-            subprocess.run(["mount", "-o", "remount,size=100m", str(runs)], check=True)
+            subprocess.run(["mount", "-o", "remount,size=100m", str(folder / "runs")], check=True)
         finish(folder, wanted)
+    return int(code == 2)
+
+
+def _read_only(folder: Path, draw: random.Random, wanted: Reference) -> int:
+    """The folder of runs takes no more writes after a kill: one line, and when it does the next start goes on.
+
+    Where this process may not mount a file system, by the folder's permissions, which only stop users.
+    """
+    runs = folder / "runs"
+    with _own_file_system(runs, 100_000) as is_mounted:
+        _killed_once(folder, draw, wanted, saves=draw.randint(0, 2))
+        if is_mounted:
+            subprocess.run(["mount", "-o", "remount,ro", str(runs)], check=True)
+        else:
+            runs.chmod(0o555)
+        code = end_of(go_on(folder, wanted))
+        said = output(folder)
+        assert code == 2 or not is_mounted, said
+        assert code == 0 or (said.count("error:") == 1 and "Traceback" not in said), (code, said)
+        if is_mounted:
+            subprocess.run(["mount", "-o", "remount,rw", str(runs)], check=True)
+        else:
+            runs.chmod(0o755)
+        finish(folder, wanted)
+    return int(code == 2)
+
+
+@contextmanager
+def _own_file_system(folder: Path, kib: int) -> Iterator[bool]:
+    """Make a folder on a file system of its own, of so many KiB; yields whether this process may mount one."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)]
+    is_mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    try:
+        yield is_mounted
     finally:
         if is_mounted:
-            subprocess.run(["umount", str(runs)], check=True)
-    return int(code == 2)
+            subprocess.run(["umount", str(folder)], check=True)
 
 
 def _limit_files(kib: int) -> None:
@@ -221,6 +250,7 @@ ALONE: dict[str, Fault] = {
     "clock back": _clock_back,
     "out of memory": _out_of_memory,
     "full disk": _full_disk,
+    "read-only": _read_only,
 }
 TOGETHER: dict[str, Fault] = {
     "ranks killed": _killed,

@@ -1,11 +1,10 @@
 """Every layout trains as one process does: losses, gradient norms, held-out loss, weights and moments agree."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 from torch import Tensor
 
-from penstock.config.parallel import RECOMPUTABLE
 from tests.closeness import assert_equal
 from tests.distributed.one_loss import (
     CASES,
@@ -58,22 +57,6 @@ def test_a_layout_gives_the_figures_of_one_process(case: Case, ranks: Pool, alon
     found = differences(trace(ranks, case.ranks, model_of(case) + case.overrides, TWO), expected, start)
     too_large = {figure: value for figure, value in found.items() if not value <= TOLERANCES[figure]}
     assert not too_large, f"allowed: {TOLERANCES}"
-
-
-CHOICES = tuple(f"parallel.{name}=" for name in ("shard", "context_method", "pipeline.schedule"))
-CHOICES += ("dispatch.method=", "dispatch.o")
-
-
-def test_every_axis_schedule_way_of_tokens_and_recomputed_part_is_played_by_every_test_run() -> None:
-    def played(cases: Iterable[Case]) -> set[str]:
-        words = {word for case in cases for word in case.overrides}
-        recomputed = "".join(word for word in words if word.startswith("recompute."))
-        chosen = {word for word in words if word.startswith(CHOICES)} | {word.partition("=")[0] for word in words}
-        return chosen | {kind for kind in RECOMPUTABLE if kind in recomputed}
-
-    often = [case for case in CASES if case.name in OFTEN]
-    assert len(often) == len(OFTEN)  # every name is a case
-    assert played(often) >= played(CASES) - {"pipeline.layout", "training.global_batch"}
 
 
 @pytest.mark.slow

@@ -160,6 +160,8 @@ REFUSED = (
     (CPU, {"norm": "triton"}, "norm=triton cannot be had for norm; got no GPU; allowed: auto, torch, reference"),
     (NO_TRITON, {"all": "triton"}, "all=triton cannot be had for route; got Triton is not installed; allowed: auto,"),
     (replace(H200, dtype="fp32"), {"experts": "torch"}, "got float32: torch promises its grouped_mm in bfloat16 only"),
+    (replace(H200, dtype="fp32"), {"attention": "cudnn"}, "attention=cudnn cannot run on a GPU; got float32"),
+    (replace(H200, dtype="fp32"), {"attention": "flash"}, "attention=flash cannot run on a GPU; got float32"),
     (NO_TRITON, {"experts_forward": "reference"}, "the experts' products can only be mixed where Triton is installed"),
 )
 

@@ -20,10 +20,12 @@ from penstock.kernels.symmetric import (
     RoutingPayload,
     TokenChunks,
     hold,
+    push_numbers,
     push_rows,
     return_rows,
     signal,
     sum_ranks,
+    take_numbers,
     take_rows,
     wait,
 )
@@ -199,6 +201,7 @@ PLACES = LocalPlaces(places_NK=on_meta(4 * 8192, 8, dtype=torch.int64), counts_e
 CHOICES = RoutingPayload(weights_TK=WEIGHTS_TK, ids_offset=0, weights_offset=2**20, flags_offset=2**21)
 SUMS = ReturnPayload(rows=Y_RD, is_summed=True)
 ROWS = ReturnPayload(rows=PARTS_ND, is_summed=False, scalars_R=SCALARS_R)
+COUNTS_WE = on_meta(4, 64, dtype=torch.int32)
 COMBINE = CombineBuffers(parts_ND=PARTS_ND, y_TD=X_TD, scalars_NK=SCALARS_NK, scalars_TK=WEIGHTS_TK)
 
 SENDS = {
@@ -244,20 +247,21 @@ _BARRIER = "s_barrier", r"bar\.sync"
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
     acquire = _ACQUIRE[TARGETS[target].backend == "cuda"]
-    for await_flags in (wait, hold):
+    for await_flags in (wait, hold, lambda awaited: take_numbers(on_meta(512, dtype=torch.int32), COUNTS_WE, awaited)):
         (waited,) = compile_without_spills(target, lambda await_flags=await_flags: await_flags(AWAITED))
         assert re.search(acquire, waited.asm)
 
 
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
-def test_sums_for_copy_engines_set_no_flag_and_the_signal_kernel_sets_one(target: str) -> None:
+def test_sums_for_copy_engines_set_no_flag_and_kernels_that_send_little_set_one(target: str) -> None:
     release = _RELEASE[TARGETS[target].backend == "cuda"]
 
     def launches() -> None:
         return_rows(SUMS, PLACES, PEERS, (2**22, 2**20, 2**30), CHUNKS, staged_ND=PARTS_ND)
         signal(PEERS, 2**30)
+        push_numbers(COUNTS_WE[0], PEERS, AWAITED.expected, (2**22, 2**30))
 
-    staged, said = compile_without_spills(target, launches)
+    staged, *said = compile_without_spills(target, launches)
     assert not re.search(release, staged.asm), "no flag is set before the copies are sent"
-    assert re.search(release, said.asm)
+    assert all(re.search(release, one.asm) for one in said)

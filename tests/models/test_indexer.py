@@ -13,6 +13,7 @@ from penstock.kernels import sparse_attention, sparse_attention_launches
 from penstock.kernels.attention_bounds import attention_by_mask
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.sparse_attention import attach_loss, attention_mass, best_keys, index_loss, index_scores
+from penstock.models import decoder, mla
 from penstock.models.decoder import Decoder
 from penstock.models.mla import LatentLayer
 from penstock.parallel.recompute import RecomputeRule
@@ -60,6 +61,15 @@ def test_the_best_allowed_keys_are_chosen() -> None:
     assert chosen[0].tolist() == [[True, False, False], [True, True, False], [True, False, True]]
 
 
+@pytest.fixture
+def by_choice(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The sparse stage chooses keys also where a row has no more than it may choose."""
+    for module in (decoder, mla):
+        monkeypatch.setattr(module, "reads_all_keys", lambda config, positions: config.stage == "dense")
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("by_choice")
 def test_a_query_sees_all_keys_if_they_are_fewer_than_top_k() -> None:
     dense, sparse = (unsettled(tiny_decoder(with_indexer(index_topk=top_k))).eval() for top_k in (12, 100))
     without = unsettled(tiny_decoder(with_indexer(stage="dense"))).eval()
@@ -125,11 +135,15 @@ def test_kernels_that_gather_the_chosen_keys_give_the_gradients_of_masks(lengths
             assert_close(found[name], gradient, tolerance=1e-5, by="norm", what=name)
 
 
-def test_the_dense_stage_reads_bounds_of_documents_in_place_of_a_mask() -> None:
+@pytest.mark.parametrize("changes", [{"stage": "dense"}, {"index_topk": 12}], ids=["dense stage", "rows of top_k keys"])
+def test_where_all_keys_are_read_bounds_of_documents_replace_mask_and_choice(
+    changes: dict[str, Any], by_choice: pytest.MonkeyPatch
+) -> None:
     documents_BS = torch.arange(2).repeat_interleave(torch.tensor((5, 7))).expand(2, -1)
-    config = with_indexer(stage="dense")
+    config = with_indexer(**changes)
     _, expected = gradients(config, documents_BS=documents_BS)
-    bounded = replace(GATHERING, bounded_attention=attention_by_mask)
+    by_choice.undo()
+    bounded = replace(GATHERING, bounded_attention=attention_by_mask, choose_keys=None)
     model, found = gradients(config, operators=bounded, documents_BS=documents_BS)
     assert model.forward_context(reading_of(TOKENS_BS, POSITIONS_BS, documents_BS)).allowed_BSS is None
     for name, gradient in expected.items():

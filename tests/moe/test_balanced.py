@@ -30,7 +30,7 @@ from penstock.moe.dispatch.payload import wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axes, make_axes
-from penstock.parallel.replica_exchange import exchanged_slots
+from penstock.parallel.replica_exchange import exchanged_counts, exchanged_slots
 from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
 from tests.moe.mixture import parts_of
@@ -109,7 +109,8 @@ def balanced(
     else:
         inner = AllToAllDispatcher(placement, axes.expert, REFERENCE, wire_format=wire_format)
     slots_of = partial(exchanged_slots, rule=rule, axis=axes.expert)
-    return BalancedDispatcher(rule, axes.expert, inner, REFERENCE, slots_of, meter)
+    counts_of = partial(exchanged_counts, axis=axes.expert)
+    return BalancedDispatcher(rule, axes.expert.rank, inner, REFERENCE, counts_of, slots_of, meter)
 
 
 class _Facts(ReplicaMeter):

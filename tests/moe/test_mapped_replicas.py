@@ -4,18 +4,17 @@ The memory of slots and gradients starts as NaN, so a slot that is read without 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import replica_kernels
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE, Recipe
 from penstock.kernels.float8.triton_operators import TRITON as TRITON_IN_8_BITS
-from penstock.kernels.replica_plan import ReplicaPlan, ReplicaRule
+from penstock.kernels.replica_plan import ReplicaRule
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter
@@ -23,7 +22,6 @@ from penstock.moe.dispatch.contract import LocalDispatcher
 from penstock.moe.dispatch.payload import wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
-from penstock.parallel.axes import Axis
 from penstock.parallel.replica_exchange import ReplicaSizes
 from penstock.parallel.replica_memory import MappedSlots, ReplicaMemory
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
@@ -37,16 +35,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are sim
 Layer = tuple[Whole, ReplicaRule]
 
 
-@dataclass(frozen=True)
-class _Told(BalancedDispatcher):
-    """Knows the loads of all ranks: simulated ranks have no collectives."""
-
-    counts_WE: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def _plan(self, counts_E: Tensor) -> ReplicaPlan:
-        return replica_kernels.plan_replicas(self.counts_WE, self.rule, self.axis.rank)
-
-
 def _shapes(expert_tensor: int) -> tuple[tuple[int, ...], ...]:
     width = F // expert_tensor
     return (2 * width, D), (D, width), (2 * width,), (D,)
@@ -54,7 +42,7 @@ def _shapes(expert_tensor: int) -> tuple[tuple[int, ...], ...]:
 
 def _solve(buffers: SymmetricBuffers, layers: Sequence[Layer], expert_tensor: int, sums: bool) -> list[list[Tensor]]:
     """Results of a rank, layer by layer in one memory."""
-    rank, ranks = buffers.peers.rank, buffers.peers.size
+    rank = buffers.peers.rank
     sizes = ReplicaSizes(layers[0][1], _shapes(expert_tensor), itemsize=4)
     memory = ReplicaMemory(buffers, sizes, torch.float32)
     for place in range(len(sizes.shapes)):
@@ -67,10 +55,8 @@ def _solve(buffers: SymmetricBuffers, layers: Sequence[Layer], expert_tensor: in
         transport = in_large_tiles(transport_of(physical, buffers))
         room, wire_format = RowCapacity(physical, 1.0), wire_format_of(whole.float8)
         inner = SymmetricDispatcher(physical, transport, room, wire_format=wire_format)
-        counts = [whole.of(one).ids_TK.flatten().bincount(minlength=whole.experts + 1)[:-1] for one in range(ranks)]
-        axis = Axis(name="expert", ranks=tuple(range(ranks)), rank=rank)
         slots_of, meter = partial(MappedSlots, memory), ReplicaMeter(rule.groups)
-        dispatcher = _Told(rule, axis, inner, TRITON, slots_of, meter, torch.stack(counts).int())
+        dispatcher = BalancedDispatcher(rule, rank, inner, TRITON, buffers.gather, slots_of, meter)
         results.append(mix(dispatcher, whole.of(rank), parts_of(whole.parameters, rank, homes), sums=sums))
         assert not inner.row_capacity.left_out, "a plan with slots enough keeps its bound"
     return results
@@ -80,7 +66,12 @@ def _check(layers: Sequence[Layer], ranks: int, expert_tensor: int = 1, *, sums:
     tokens = max(max(whole.sizes) for whole, _ in layers)
     replicas = ReplicaSizes(layers[0][1], _shapes(expert_tensor), itemsize=4)
     sizes = BufferSizes(
-        tokens=tokens, top_k=K * expert_tensor, row_bytes=4 * D, ranks=ranks, replica_bytes=replicas.total_bytes
+        tokens=tokens,
+        top_k=K * expert_tensor,
+        row_bytes=4 * D,
+        ranks=ranks,
+        numbers=layers[0][0].experts,
+        replica_bytes=replicas.total_bytes,
     )
     by_rank = run_ranks(_solve, sizes, layers, expert_tensor, sums, seed=seed)
     for number, (whole, rule) in enumerate(layers):
@@ -111,6 +102,30 @@ def test_layers_that_share_slots_give_what_one_process_gives(
     sums: bool, ranks: int, expert_tensor: int, names: tuple[str, ...]
 ) -> None:
     _check(_layers(names, ranks, expert_tensor), ranks, expert_tensor, sums=sums)
+
+
+def test_gradients_may_come_home_until_the_layers_backward_pass_ends() -> None:
+    sizes = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=2)
+    assert run_ranks(_inside, sizes) == [[True], [True]]
+
+
+def _inside(buffers: SymmetricBuffers) -> list[bool]:
+    rule, found = ReplicaRule(experts=4, groups=2, slots=1), []
+    memory = ReplicaMemory(buffers, ReplicaSizes(rule, _shapes(1), itemsize=4), torch.float32)
+
+    def layer(x_TD: Tensor) -> Tensor:
+        h_TD = 2 * x_TD
+        if h_TD.requires_grad:
+            h_TD.register_hook(lambda _: found.append(memory.in_layer))
+        return 3 * h_TD
+
+    x_TD = torch.ones(2, 3, requires_grad=True)
+    memory.backward_of_layer(layer, x_TD).sum().backward()
+    assert not memory.in_layer
+    assert x_TD.grad is not None
+    assert_equal(x_TD.grad, torch.full((2, 3), 6.0))
+    assert not memory.backward_of_layer(layer, x_TD.detach()).requires_grad
+    return found
 
 
 @pytest.mark.slow

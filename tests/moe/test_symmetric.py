@@ -138,6 +138,24 @@ def test_what_is_left_aside_is_done_while_gradients_of_rows_travel_by_copy_engin
     assert log[0] == log[1] == 2 * [*of_gradients_out, *of_gradients_home]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_gather_each_others_numbers_again_and_again(seed: int) -> None:
+    sizes = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=3, numbers=5)
+    for found in run_ranks(_gathers, sizes, seed=seed):
+        for time, numbers_WN in enumerate(found):
+            assert numbers_WN.tolist() == [[_number(time, rank, place) for place in range(5)] for rank in range(3)]
+
+
+def _gathers(buffers: SymmetricBuffers) -> list[Tensor]:
+    rank = buffers.peers.rank
+    own = [torch.tensor([_number(time, rank, place) for place in range(5)]).int() for time in range(6)]
+    return [buffers.gather(numbers_N) for numbers_N in own]
+
+
+def _number(time: int, rank: int, place: int) -> int:
+    return 100 * time + 10 * rank + place
+
+
 def test_how_many_programs_run_can_be_chosen() -> None:
     sizes = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=2)
     assert run_ranks(_programs, sizes, 5) == [{5}] * 2

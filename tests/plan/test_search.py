@@ -13,7 +13,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
-from penstock.plan.candidates import LayoutSet, SearchSpace, fixed_by, ladder_of, run_of
+from penstock.plan.candidates import LayoutSet, Saving, SearchSpace, fixed_by, ladder_of, run_of
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
 from penstock.plan.composer import Composer, meta_workers
 from penstock.plan.costs import HardwareTimes
@@ -106,16 +106,46 @@ def bounded(name: str, devices: str) -> tuple[SearchSpace, SpaceBounds, Composer
         ("deepseek-v2-lite", "16xH100"),
         ("gpt-oss-20b", "16xMI300X"),
         ("deepseek-v2-lite", "32xH100 pod_nodes=2,oversubscription=8,rails=true"),
+        ("deepseek-v3-8l", "8xH100"),  # with a prediction depth
+        ("debug", "4xH200"),  # each expert has operators of its own
     ],
 )
 @given(data=st.data())
 def test_bounds_of_drawn_layouts_do_not_exceed_their_projection(name: str, devices: str, data: st.DataObject) -> None:
-    space, bounds, composer, times, families = bounded(name, devices)
+    space, *_, families = bounded(name, devices)
     family = data.draw(st.sampled_from(families))
     dense, shard, rows, shape = data.draw(st.sampled_from(np.argwhere(family.legal).tolist()))
     number = data.draw(st.integers(0, len(family.experts) - 1))
-    saving = data.draw(st.sampled_from(space.savings))
-    place = (dense, number, shard, rows)
+    assert_bounded(
+        name, devices, family, (dense, number, shard, rows), shape, data.draw(st.sampled_from(space.savings))
+    )
+
+
+def test_copies_that_only_several_rows_need_are_in_no_bound() -> None:
+    space, *_, families = bounded("qwen3-4b", "8xH100")
+    family = next(one for one in families if one.pp == 1)
+    for dense, shard, rows, shape in np.argwhere(family.legal).tolist():
+        if family.rows[rows] == 1 and family.shards[shard] == "optimizer":
+            assert_bounded("qwen3-4b", "8xH100", family, (dense, 0, shard, rows), shape, space.savings[0])
+
+
+def test_rows_that_only_larger_micro_batches_cannot_gather_in_products_are_in_no_bound() -> None:
+    name, devices = "qwen3-next-80b-a3b", "32xH100"
+    space, *_, families = bounded(name, devices)
+    family = next(one for one in families if one.pp == 1)
+    number = next(
+        number for number, one in enumerate(family.experts) if (one.etp, one.dispatcher) == (32, "all-gather")
+    )
+    place = (family.dense.index((1, 1)), number, family.shards.index("optimizer"), family.rows.index(2))
+    assert_bounded(name, devices, family, place, 0, space.savings[0])
+
+
+def assert_bounded(
+    name: str, devices: str, family: LayoutSet, place: tuple[int, ...], shape: int, saving: Saving
+) -> None:
+    """`place` are indices of dense ranks, experts, shards and rows."""
+    space, bounds, composer, times, _ = bounded(name, devices)
+    number = place[1]
     divisions = bounds.divisions(family)
     one = divisions.where((divisions.places == place).all(1))
     sizes = space.sizes(family, place, shape, saving, family.experts[number].stages[0])

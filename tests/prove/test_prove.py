@@ -3,7 +3,6 @@
 import json
 import time
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,17 @@ import torch
 
 from penstock.cli import prove as verb
 from penstock.cli.main import main
+from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
+from penstock.layout.schedules import SCHEDULES
 from penstock.prove.choices import Choices, first_flip
-from penstock.prove.draws import composition_of, draw, refusal
+from penstock.prove.draws import composition_of, draw, draw_graphs, refusal
 from penstock.prove.play import StepFigures
 from penstock.prove.proof import Prover, Verdict, outcomes
 from penstock.prove.ranks import Assignment, Children, Played, PlayError, pack, unpack
 from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
+from tests.prove.chosen import CHOSEN, SEED, settings_of
 from tests.prove.pool_ranks import PoolRanks
-
-SEED, OFTEN = 29, 24
-"""Of the draws that every test run makes, and how many."""
 
 SLOW_SECONDS = 1200
 
@@ -30,12 +29,29 @@ def told(outcome: Verdict) -> str:
     return f"{outcome.text}\n{outcome.composition.command}"
 
 
-@pytest.mark.timeout(1200)
-def test_random_compositions_equal_one_process(ranks: Pool, tmp_path: Path) -> None:
-    prover = Prover(PoolRanks(ranks), tmp_path)
-    made = [outcome for _, outcome in islice(outcomes(prover, SEED), OFTEN)]
-    assert [told(one) for one in made if one.kind == "fault"] == []
-    assert sum(one.kind == "equal" for one in made) > OFTEN * 2 // 3
+@pytest.mark.parametrize("number", CHOSEN)
+def test_a_random_composition_equals_one_process(number: int, ranks: Pool, tmp_path: Path) -> None:
+    outcome = Prover(PoolRanks(ranks), tmp_path).judge(draw(SEED, number))
+    assert outcome.kind in ("equal", "tie"), told(outcome)
+
+
+AXES = ("parallel.tensor", "parallel.context", "parallel.pipeline", "parallel.expert", "parallel.expert_tensor")
+
+
+def test_every_axis_schedule_way_of_tokens_and_option_is_played_by_every_test_run() -> None:
+    played = {one for number in CHOSEN for one in settings_of(draw(SEED, number))}
+    wanted = {f"{axis}={size}" for axis in AXES for size in (2, 4) if (axis, size) != ("parallel.expert_tensor", 4)}
+    wanted |= {f"pipeline.schedule={name}" for name in SCHEDULES}
+    wanted |= {f"dispatch.method={name}" for name in ("auto", "all-to-all", "all-gather", "hierarchical")}
+    wanted |= {f"dispatch.sync_free={stage}" for stage in range(4)} | {"dispatch.row_capacity_factor=1.0"}
+    wanted |= {f"dispatch.overlap={kind}" for kind in ("shared", "halves", "passes")}
+    wanted |= {f"dispatch.balance={kind}" for kind in ("bounded", "exact", "auto")}
+    wanted |= {f"parallel.shard={kind}" for kind in ("none", "optimizer", "full")} | {"parallel.shard_size=2"}
+    wanted |= {f"parallel.context_method={kind}" for kind in ("all-gather", "ulysses")}
+    wanted |= {f"recompute.modules {name}" for name in RECOMPUTABLE} | {"offload.optimizer=true"}
+    wanted |= {f"offload.activations {name}" for name in OFFLOADABLE}
+    wanted |= {"optimizer.method=muon", "training.precision=bf16", "data.document_mask=true"}
+    assert wanted - played == set()
 
 
 def test_state_in_formats_of_its_own_is_compared_by_its_values(ranks: Pool, tmp_path: Path) -> None:
@@ -73,22 +89,27 @@ def test_draws_are_the_same_every_time_and_mostly_legal() -> None:
 class FaultyRanks:
     """Ranks that compute nothing, and are wrong where two settings meet."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    shift = 0.01
+
+    def __init__(self, kind: str, shift: float = shift) -> None:
+        self.kind, self.shift = kind, shift
 
     def play(self, ranks: int, part: Assignment) -> list[Played]:
         words = set(part.overrides)
         is_wrong = words >= {"parallel.tensor=2", "model.tie_word_embeddings=true"}
         if self.kind == "keys":
             is_wrong = "parallel.expert=2" in words and "model.attention.indexer.index_topk=16" not in words
-        if self.kind == "clamp" and "model.moe.clamped.limit=0.5005" in words:
+        if self.kind == "clamp" and words & {"model.moe.clamped.limit=0.5005", "model.moe.balance.bias_rule=sign"}:
             is_wrong = False
+        if self.kind == "rounding":
+            is_wrong = is_wrong and "training.precision=bf16" in words
         if is_wrong and self.kind == "traceback":
             raise PlayError("rank 1:\nTraceback ...\nKeyError: 'head'")
         if is_wrong and self.kind == "line":
             raise PlayError("this machine cannot do that", is_line=True)
-        shift = (1.0 if self.kind == "keys" else 0.01) if is_wrong and not part.given else 0.0
-        chosen = [[1, 0]] if is_wrong and not part.given and self.kind not in ("wrong", "clamp", "keys") else [[0, 1]]
+        shift = (1.0 if self.kind == "keys" else self.shift) if is_wrong and not part.given else 0.0
+        flips = is_wrong and not part.given and self.kind not in ("wrong", "clamp", "keys", "rounding")
+        chosen = [[1, 0]] if flips else [[0, 1]]
         margin = 1e-7 if self.kind == "tie" else 0.5
         choices = {(0, 1): Choices(torch.tensor([[0.3, 0.3]]), torch.tensor(chosen)[:, :1], *seen(margin))}
         tensors = {"model.a": 1.0, "moment1.a": 2.0, "moment2.a": 3.0}
@@ -146,6 +167,28 @@ def test_what_agrees_with_another_limit_of_the_clamp_is_a_tie(tmp_path: Path) ->
     assert Prover(FaultyRanks("wrong"), tmp_path).judge(composition_of(2, words)).kind == "fault"
 
 
+def test_what_agrees_when_the_bias_moves_by_fixed_steps_is_a_tie(tmp_path: Path) -> None:
+    words = (*PLANTED, "model.moe.router.expert_bias=true", "model.moe.balance.bias_rule=quantile")
+    verdict = Prover(FaultyRanks("clamp"), tmp_path).judge(composition_of(2, words))
+    assert verdict.kind == "tie"
+    assert verdict.text.endswith("a quantile lies between other scores: model.moe.balance.bias_rule=sign agrees")
+    assert Prover(FaultyRanks("wrong"), tmp_path).judge(composition_of(2, words)).kind == "fault"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shift", "expected"),
+    [("rounding", 0.06, "tie"), ("rounding", 0.1, "fault"), ("wrong", 0.06, "fault")],
+    ids=["a little over", "far over", "in float32 too"],
+)
+def test_in_few_bits_a_fault_is_one_in_float32_too_or_far_over_the_bounds(
+    kind: str, shift: float, expected: str, tmp_path: Path
+) -> None:
+    words = (*PLANTED, "training.precision=bf16")
+    verdict = Prover(FaultyRanks(kind, shift), tmp_path).judge(composition_of(2, words))
+    assert verdict.kind == expected, verdict.text
+    assert verdict.text.endswith("float32 agrees, and nothing is over twice its bound") == (expected == "tie")
+
+
 def test_what_agrees_when_an_indexer_chooses_all_keys_is_a_tie_in_16_bits_only(tmp_path: Path) -> None:
     sizes = ("kv_lora_rank=16", "qk_nope_head_dim=8", "qk_rope_head_dim=8", "v_head_dim=8", "q_lora_rank=16")
     latent = tuple(f"model.attention.{one}" for one in sizes)
@@ -156,6 +199,95 @@ def test_what_agrees_when_an_indexer_chooses_all_keys_is_a_tie_in_16_bits_only(t
     assert verdict.kind == "tie", verdict.text
     assert verdict.text.endswith("the indexer chose other keys: model.attention.indexer.index_topk=16 agrees")
     assert prover.judge(composition_of(2, words)).kind == "fault"
+
+
+def test_draws_for_gpus_are_wider_and_mostly_legal_and_compare_with_definitions() -> None:
+    made = [draw(3, number, 2) for number in range(120)]
+    legal = [one for one in made if refusal(one) is None]
+    assert len(legal) > 70 and {one.ranks for one in legal} == {1, 2}
+    words = {one.partition("=")[0] for composition in legal for one in composition.overrides}
+    assert words >= {"kernels.all", "kernels.attention", "graphs.capture", "float8.dense", "offload.gradients"}
+    for one in legal:
+        kept = {word for word in one.alone if word.startswith(("kernels.", "graphs.", "parallel."))}
+        assert kept == {"kernels.all=reference", "kernels.attention=math"}
+        assert one.run.model.hidden_size == 256 and one.run.device == "cuda"
+    captured = [draw_graphs(3, number, 1) for number in range(60)]
+    assert sum(refusal(one) is None for one in captured) > 20
+    assert all(one.capture and not one.eager().capture for one in captured)
+
+
+class GraphRanks:
+    """Ranks whose captured graphs forget the last bit of one tensor in the third step."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def play(self, ranks: int, part: Assignment) -> list[Played]:
+        is_wrong = {"graphs.capture=full", "model.tie_word_embeddings=true"} <= set(part.overrides)
+        self.steps.append(part.steps)
+        value = torch.tensor([1.0]).nextafter(torch.tensor([2.0 if is_wrong else 1.0]))
+        saved = [(name, (1,), [((0,), value)]) for name in ("model.a", "moment1.a", "moment2.a")]
+        start = [(name, (1,), [((0,), torch.zeros(1))]) for name, _, _ in saved]
+        trace = StepFigures([4.0] * part.steps, [float("nan")] * part.steps, [], 0.0, [0] * part.steps, {})
+        one = replace(trace, norms=[1.0]) if part.has_choices else trace
+        return [Played(one, start, saved, {})] * ranks
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def test_graphs_must_give_the_bits_of_eager_passes(tmp_path: Path) -> None:
+    ranks = GraphRanks()
+    words = ("graphs.capture=full", "data.document_mask=true", "training.deterministic=true")
+    assert Prover(ranks, tmp_path, 1).judge(composition_of(1, words, "cuda")).kind == "equal"
+    assert ranks.steps == [2, 2, 8, 8]  # the eager one beside one process, then graphs beside it
+    prover = Prover(ranks, tmp_path, 1, replays=1000)
+    fault = prover.judge(composition_of(1, (*words, "model.tie_word_embeddings=true"), "cuda"))
+    assert fault.text == "rank 0: graphs and eager passes differ: model.a, by up to 1.2e-07"
+    assert ranks.steps[4:] == [1000, 1000]
+    command = "penstock prove --device cuda --processes 1 graphs.capture=full model.tie_word_embeddings=true"
+    assert prover.smallest(fault).composition.command == command
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_random_compositions_on_a_gpu_equal_the_definitions_of_its_kernels(tmp_path: Path) -> None:
+    children = Children("cuda")
+    try:
+        prover = Prover(children, tmp_path, gpus=1)
+        made = [prover.judge(draw(SEED, number, 1)) for number in range(6)]
+        made.append(prover.judge(draw_graphs(SEED, 6, 1)))
+        assert [told(one) for one in made if one.kind == "fault"] == []
+        assert sum(one.kind != "refused" for one in made) > 3
+    finally:
+        children.close()
+
+
+class RoundingRanks(FaultyRanks):
+    """A layout that differs, and one process that differs as much when its norms round differently."""
+
+    def __init__(self, jolted: float) -> None:
+        super().__init__("wrong")
+        self.jolted = jolted
+
+    def play(self, ranks: int, part: Assignment) -> list[Played]:
+        played = super().play(ranks, part)
+        if any(one.startswith("model.rms_norm_eps=") for one in part.overrides):
+            assert part.given, "the process makes the same choices"
+            moved = [(name, shape, [(at, value + self.jolted)]) for name, shape, [(at, value)] in played[0].end]
+            trace = replace(played[0].trace, losses=[4.0 + self.jolted])
+            return [replace(played[0], trace=trace, end=moved)]
+        return played
+
+
+def test_what_differs_no_more_than_rounding_moves_one_process_is_a_tie(tmp_path: Path) -> None:
+    for words, epsilon in ((PLANTED, "1.0001e-06"), ((*PLANTED, "training.precision=bf16"), "1.5e-06")):
+        for jolted, kind in ((0.3, "tie"), (0.1, "fault")):
+            ranks = RoundingRanks(jolted)
+            ranks.shift = 0.5
+            found = Prover(ranks, tmp_path).judge(composition_of(2, words))
+            told_so = found.text.endswith(f"and one process with model.rms_norm_eps={epsilon} differs as much")
+            assert (found.kind, told_so) == (kind, kind == "tie"), found.text
 
 
 def test_a_line_is_no_fault(tmp_path: Path) -> None:
@@ -260,10 +392,10 @@ def test_children_answer_refuse_and_are_replaced(tmp_path: Path) -> None:
 def test_the_verb_plays_one_composition_or_draws(
     ranks: Pool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(verb, "Children", lambda: PoolRanks(ranks))
+    monkeypatch.setattr(verb, "Children", lambda device: PoolRanks(ranks))
     assert main(["prove", "--processes", "2", "parallel.expert=2", "model.layers=2"]) == 0
     assert capsys.readouterr().out.startswith("equal\nloss           differs by ")
-    monkeypatch.setattr(verb, "Children", lambda: FaultyRanks("wrong"))
+    monkeypatch.setattr(verb, "Children", lambda device: FaultyRanks("wrong"))
     monkeypatch.setattr(verb, "outcomes", lambda prover, seed: enumerate([prover.judge(composition_of(2, PLANTED))]))
     assert main(["prove", "--seconds", "0"]) == 1
     out = capsys.readouterr().out
@@ -274,6 +406,17 @@ def test_the_verb_plays_one_composition_or_draws(
     assert (fault["kind"], fault["number"]) == ("fault", 0)
 
 
-def test_overrides_need_their_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prove", "parallel.expert=2"]) == 2
-    assert "fix: --processes 4" in capsys.readouterr().err
+def test_what_cannot_be_proved_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words, fix in (
+        (["parallel.expert=2"], "fix: --processes 4"),
+        (["--graphs"], "a CPU has no graphs; fix: --device cuda"),
+        (["--device", "cuda"], "there is no GPU to use"),
+    ):
+        assert main(["prove", *words]) == 2
+        error = capsys.readouterr().err
+        assert fix in error and error.count("\n") == 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert main(["prove", "--device", "cuda", "--processes", "4"]) == 2
+    assert "more processes than GPUs on this machine; got 4; allowed: 2" in capsys.readouterr().err

@@ -24,9 +24,10 @@ from penstock.kernels.replica_slots import ReplicaSlots
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.payload import DispatchPayload
 from penstock.moe.routing import Routing
-from penstock.parallel.axes import Axis
-from penstock.parallel.collectives import all_gather
 from penstock.parallel.recompute import is_recomputing, remembered
+
+CountsOf = Callable[[Tensor], Tensor]
+"""The int32 counts of this rank to those of all, W x E. All ranks of the axis call it."""
 
 SlotsOf = Callable[[ReplicaPlan], ReplicaSlots | None]
 """The slots of a plan; None if the plan has no replica and the host knows that."""
@@ -85,9 +86,10 @@ class BalancedDispatcher:
     """Sends slots to home experts and replicas by `inner`, whose placement is that of physical experts."""
 
     rule: ReplicaRule
-    axis: Axis
+    rank: int
     inner: Dispatcher
     operators: Operators
+    counts_of: CountsOf
     slots_of: SlotsOf
     meter: ReplicaMeter
 
@@ -112,8 +114,7 @@ class BalancedDispatcher:
         return self.inner.combine(y_RD, metadata)
 
     def _plan(self, counts_E: Tensor) -> ReplicaPlan:
-        counts_WE = all_gather(counts_E[None], self.axis, dim=0)
-        plan: ReplicaPlan = self.operators.plan_replicas(counts_WE, self.rule, self.axis.rank)
+        plan: ReplicaPlan = self.operators.plan_replicas(self.counts_of(counts_E), self.rule, self.rank)
         if torch.is_grad_enabled() and not is_recomputing():
             self.meter.count(plan.facts)
         return plan

@@ -14,7 +14,7 @@ from penstock.kernels.replica_plan import ReplicaRule
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
-from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter, SlotsOf
+from penstock.moe.dispatch.balanced import BalancedDispatcher, CountsOf, ReplicaMeter, SlotsOf
 from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
 from penstock.moe.dispatch.payload import wire_format_of
@@ -22,7 +22,7 @@ from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.parallel.axes import Axis
 from penstock.parallel.dispatch_buffers import refuse
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.replica_exchange import bound_factor, exchanged_slots, replica_rule
+from penstock.parallel.replica_exchange import bound_factor, exchanged_counts, exchanged_slots, replica_rule
 
 
 def make_dispatcher(
@@ -64,16 +64,24 @@ def make_dispatcher(
         flat = _flat(choice.name, placement, axis, layer_context, row_capacity)
         if rule is None:
             return flat, row_capacity
-        by_collectives: SlotsOf = partial(exchanged_slots, rule=rule, axis=axis)
-        slots_of = by_collectives
-        if layer_context.replicas is not None:
-            slots_of = partial(import_module("penstock.parallel.replica_memory").MappedSlots, layer_context.replicas)
-        return BalancedDispatcher(rule, axis, flat, operators, slots_of, ReplicaMeter(rule.groups)), row_capacity
+        return _balanced(rule, axis, flat, layer_context), row_capacity
     nodes = NodePlacement(placement, axes.expert_node, axes.expert_across)
     inner = _flat(choice.inner, placement.block(nodes.node.size), nodes.node, layer_context, row_capacity)
     # All-gather and symmetric dispatch need equally many tokens on each rank of the node.
     is_even, is_counted = not isinstance(inner, AllToAllDispatcher), row_capacity is None
     return HierarchicalDispatcher(nodes, inner, operators, is_counted, is_even, wire_format=wire_format), row_capacity
+
+
+def _balanced(rule: ReplicaRule, axis: Axis, flat: Dispatcher, layer_context: LayerContext) -> BalancedDispatcher:
+    replicas, meter = layer_context.replicas, ReplicaMeter(rule.groups)
+    counts_of: CountsOf
+    slots_of: SlotsOf
+    if replicas is None:
+        counts_of, slots_of = partial(exchanged_counts, axis=axis), partial(exchanged_slots, rule=rule, axis=axis)
+    else:  # by name, because it needs Triton
+        mapped = import_module("penstock.parallel.replica_memory").MappedSlots
+        counts_of, slots_of = replicas.buffers.gather, partial(mapped, replicas)
+    return BalancedDispatcher(rule, axis.rank, flat, layer_context.operators, counts_of, slots_of, meter)
 
 
 def _flat(

@@ -18,21 +18,26 @@ CPU_INFO = Path("/proc/cpuinfo")
 """Linux: one `model name` line for each core."""
 
 
+def count_gpus(fix: str = "device=auto or device=cpu") -> int:
+    """GPUs of this machine that PyTorch can use. Raises a DeviceError with this fix if there is none."""
+    if not torch.cuda.is_available():
+        build = "without GPU support" if not (torch.version.cuda or torch.version.hip) else "which finds no GPU"
+        raise DeviceError(
+            "device is cuda, but there is no GPU to use",
+            got=f"PyTorch {torch.__version__}, {build}",
+            fix=f"{fix}, or a PyTorch build for this GPU's driver",
+        )
+    return torch.cuda.device_count()
+
+
 def choose_device(kind: str, environment: Environment | None = None) -> torch.device:
     """The device of a run on this rank; a GPU becomes the current one. `kind` is `cpu`, `cuda` (AMD too) or `auto`.
 
     Raises a DeviceError without the GPU that was asked for, and for more ranks than GPUs.
     """
-    has_gpu = torch.cuda.is_available()
-    if kind == "cuda" and not has_gpu:
-        build = "without GPU support" if not (torch.version.cuda or torch.version.hip) else "which finds no GPU"
-        raise DeviceError(
-            "device is cuda, but there is no GPU to use",
-            got=f"PyTorch {torch.__version__}, {build}",
-            fix="device=auto or device=cpu, or a PyTorch build for this GPU's driver",
-        )
-    if kind == "cpu" or not has_gpu:
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    count_gpus()
     if environment is None or environment.local_world_size == 1:
         return torch.device("cuda", torch.cuda.current_device())
     gpus, ranks = torch.cuda.device_count(), environment.local_world_size
