@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import record
 from penstock.kernels import delta_rule as definition
 from penstock.kernels import head_norms
-from penstock.kernels.delta_rule_launches import delta_rule
+from penstock.kernels.delta_rule_launches import delta_rule_by_kernels
 from penstock.kernels.short_convolution import short_convolution
 
 try:
@@ -101,7 +101,9 @@ def errors(inputs: Inputs, documents_BS: Tensor | None) -> list[float]:
         weights = torch.linspace(-1, 1, output.numel(), device="cuda").view_as(output).sin()
         return [output.detach(), *(one.float() for one in torch.autograd.grad((output * weights).sum(), leaves))]
 
-    pairs = zip(results(delta_rule, None), results(definition.chunked_delta_rule, torch.float32), strict=True)
+    pairs = zip(
+        results(delta_rule_by_kernels, None), results(definition.chunked_delta_rule, torch.float32), strict=True
+    )
     return [float((got - exact).norm() / exact.norm()) for got, exact in pairs]
 
 
@@ -121,9 +123,9 @@ def measured(kind: Kind) -> dict[str, object]:
     whole, alone = draw(kind, 4), draw(kind, 1)
     cases: dict[str, Callable[[], object]] = {
         "errors": lambda: {"one_document": errors(alone, None), "three_documents": errors(alone, documents_BS)},
-        "delta_rule": lambda: times_of(delta_rule, whole),
-        "delta_rule_of_one_row": lambda: times_of(delta_rule, alone),
-        "kernels_us": lambda: kernels_of(both_passes(delta_rule, whole)),
+        "delta_rule": lambda: times_of(delta_rule_by_kernels, whole),
+        "delta_rule_of_one_row": lambda: times_of(delta_rule_by_kernels, alone),
+        "kernels_us": lambda: kernels_of(both_passes(delta_rule_by_kernels, whole)),
     }
     if chunk_gated_delta_rule is not None:
         chunk_o.TRITON_ABOVE_3_7_1 = True

@@ -98,13 +98,15 @@ def delta_state_kernel(
         u_JM = tl.load(rows_at(u_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
         k_ptrs = rows_at(k_ptr, G, head // (H // G), row, first, positions, J, N) + column_N
         k_JN = tl.load(k_ptrs, mask=is_key, other=0.0)
+        if kept_ptr is not None:
+            kept_ptrs = numbers_at(kept_ptr, H, head, row, first, positions, J)
+            kept_J = tl.load(kept_ptrs, mask=inside_J, other=0.0)
         state_NM *= carried_over(carried_ptr, kept_ptr is None, H, head, row, chunk, chunks, positions, N, J, BLOCK_N)
         d_JM = u_JM.to(tl.float32) - dot(w_JN, rounded_NM, dtype)
         d_ptrs = rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M
         tl.store(d_ptrs, d_JM.to(dtype), mask=is_value)
         if kept_ptr is not None:
-            kept_ptrs = numbers_at(kept_ptr, H, head, row, first, positions, J)
-            d_JM *= tl.load(kept_ptrs, mask=inside_J, other=0.0)[:, None]
+            d_JM *= kept_J[:, None]
         state_NM += dot(tl.trans(k_JN), d_JM, dtype)
 
 
@@ -192,15 +194,19 @@ def delta_state_backward_kernel(
         q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
         w_JN = tl.load(rows_at(w_ptr, H, head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
         do_JM = tl.load(rows_at(do_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
-        dstate_NM *= carried_over(carried_ptr, kept_ptr is None, H, head, row, chunk, chunks, positions, N, J, BLOCK_N)
-        of_keys_JM = dot(k_JN, rounded_NM, dtype)
         if kept_ptr is not None:
             carried_ptrs = numbers_at(carried_ptr, H, head, row, first, positions, J)
             kept_ptrs = numbers_at(kept_ptr, H, head, row, first, positions, J)
-            do_JM = do_JM * tl.load(carried_ptrs, mask=inside_J, other=0.0)[:, None]
-            of_keys_JM *= tl.load(kept_ptrs, mask=inside_J, other=0.0)[:, None]
+            carried_J = tl.load(carried_ptrs, mask=inside_J, other=0.0)
+            kept_J = tl.load(kept_ptrs, mask=inside_J, other=0.0)
+        dstate_NM *= carried_over(carried_ptr, kept_ptr is None, H, head, row, chunk, chunks, positions, N, J, BLOCK_N)
         dd_ptrs = rows_at(dd_ptr, H, head, row, first, positions, J, M) + column_M
-        dd_JM = tl.load(dd_ptrs, mask=is_value, other=0.0) + of_keys_JM
+        local_JM = tl.load(dd_ptrs, mask=is_value, other=0.0)
+        dd_JM = dot(k_JN, rounded_NM, dtype)
+        if kept_ptr is not None:
+            dd_JM *= kept_J[:, None]
+            do_JM = do_JM * carried_J[:, None]
+        dd_JM += local_JM
         tl.store(dd_ptrs, dd_JM.to(dtype), mask=is_value)
         dstate_NM += dot(tl.trans(q_JN), do_JM, dtype)
         dstate_NM -= dot(tl.trans(w_JN), dd_JM, dtype)

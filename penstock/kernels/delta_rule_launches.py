@@ -3,7 +3,8 @@
 With decays of single key features (KDA) there are four forward and five backward, of which those over the chunks of a
 row are the same. Saved for backward are the inputs, the inverses of the triangular systems, the state before each
 chunk, and what the system kernel gives; for KDA also products of queries and keys. Float32 on a GPU runs by chunks in
-PyTorch: its products use no matrix units of NVIDIA, and its states take more shared memory than a chip has.
+PyTorch: its products use no matrix units of NVIDIA, and its states take more shared memory than a chip has. So does
+KDA on a GPU, where its kernels have not been compared with the definition yet.
 """
 
 from typing import Any, NamedTuple
@@ -166,12 +167,30 @@ def delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """`penstock.kernels.delta_rule.recurrent_delta_rule`; products have the dtype of v, states are float32.
+    """`penstock.kernels.delta_rule.recurrent_delta_rule`, by kernels where they are known to be right.
+
+    On a GPU decays of single key features run by chunks in PyTorch until their kernels have been compared there.
+    """
+    is_wide = v_BSHM.dtype.itemsize >= torch.float32.itemsize
+    if on_gpu(v_BSHM) and (is_wide or g_BSH.ndim == 4):
+        return chunked_delta_rule(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS)
+    return delta_rule_by_kernels(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, chunk=chunk)
+
+
+def delta_rule_by_kernels(
+    q_BSGN: Tensor,
+    k_BSGN: Tensor,
+    v_BSHM: Tensor,
+    g_BSH: Tensor,
+    beta_BSH: Tensor,
+    documents_BS: Tensor | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """The same by kernels; products have the dtype of v, states are float32.
 
     Raises KernelError where shapes or dtypes do not fit.
     """
-    if on_gpu(v_BSHM) and v_BSHM.dtype.itemsize >= torch.float32.itemsize:
-        return chunked_delta_rule(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS)
     fits = (
         q_BSGN.shape == k_BSGN.shape and v_BSHM.shape[2] % q_BSGN.shape[2] == 0 and beta_BSH.shape == v_BSHM.shape[:3]
     )

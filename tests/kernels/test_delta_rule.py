@@ -18,7 +18,7 @@ from penstock.kernels.delta_rule import (
     short_convolution,
     unit_length,
 )
-from penstock.kernels.delta_rule_launches import delta_rule
+from penstock.kernels.delta_rule_launches import delta_rule, delta_rule_by_kernels
 from tests.closeness import assert_close, assert_equal
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_parity
@@ -146,7 +146,8 @@ def test_kernels_give_what_the_definition_gives(
     q, k, v, g, beta = (one.detach().to(device) for one in draw(torch.float32, by_channel=by_channel))
     inputs = [q.to(dtype), k.to(dtype), v.to(dtype), g, beta]
     exact = run(recurrent_delta_rule, [one.double().requires_grad_() for one in inputs], documents_BS)
-    found = run(partial(delta_rule, chunk=16), [one.requires_grad_() for one in inputs], documents_BS)
+    rule = delta_rule_by_kernels if by_channel and dtype != torch.float32 else delta_rule
+    found = run(partial(rule, chunk=16), [one.requires_grad_() for one in inputs], documents_BS)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3  # a chain of products whose operands are rounded
     for got, expected in zip(found, exact, strict=True):
         assert_close(got.double(), expected, tolerance=tolerance, by="norm")
@@ -191,7 +192,7 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
         v, documents_BS = on_meta(rows, 4096, 32, 128).requires_grad_(), on_meta(rows, 4096, dtype=torch.int64)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("penstock.kernels.delta_rule_launches.target_of", lambda device: target)
-            o_BSHM = delta_rule(q, k, v, g, beta, documents_BS)
+            o_BSHM = delta_rule_by_kernels(q, k, v, g, beta, documents_BS)
             o_BSHM.backward(torch.empty_like(o_BSHM))
 
     def both_passes() -> None:
@@ -228,6 +229,6 @@ def test_kernels_at_the_size_of_a_model_equal_chunks(
     q, k = unit_length(normal(key_heads, 128), 128**-0.5), unit_length(normal(key_heads, 128))
     inputs = [q, k, normal(32, 128), g, normal(32).float().sigmoid()]
     exact = run(chunked_delta_rule, [one.float().requires_grad_() for one in inputs], documents_BS)
-    found = run(delta_rule, [one.requires_grad_() for one in inputs], documents_BS)
+    found = run(delta_rule_by_kernels, [one.requires_grad_() for one in inputs], documents_BS)
     for got, expected in zip(found, exact, strict=True):
         assert_close(got.float(), expected, tolerance=2e-2, by="norm")
