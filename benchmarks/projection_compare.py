@@ -3,7 +3,8 @@
     python -m benchmarks.projection_compare benchmarks/results/projection-h200.json
 
 Needs no GPU. The file is written anew with projections and errors beside the measurements, which stay as they are; the
-commit that projected is written beside the one that measured. An error is projected over measured, minus 1.
+commit that projected is written beside the one that measured. An error is projected over measured, minus 1. A step that
+was measured long ago is that of another program: `--only` projects those that were measured with today's.
 
 What a plan cannot know, how unevenly an untrained router chooses, it is told as the run has recorded it: for the time
 the mean over layers of the fullest rank's share, for the memory the share of the rank that was fullest over all layers.
@@ -45,7 +46,10 @@ def main() -> None:
         if row["figures"] is not None and (not options.only or row["name"] in options.only):
             row |= compared(row, options.hardware, result["environment"]["steps"])
             print_row(row, with_terms=options.terms)
-    numbers["projected_by"] = {"commit": options.commit or commit_of_code(), "hardware": options.hardware}
+    commits = dict.fromkeys([options.commit or commit_of_code()])
+    if options.only:
+        commits = dict.fromkeys(numbers["projected_by"]["commit"].split(", ")) | commits
+    numbers["projected_by"] = {"commit": ", ".join(commits), "hardware": options.hardware}
     numbers["errors"] = summary(numbers["cases"])
     for name, found in numbers["errors"].items():
         print(f"{name}: {found['runs']} runs, {_in_words(found)}")

@@ -71,13 +71,14 @@ BATCH, BATCHES = 200, 3
 """Layouts that are played with the same pieces, and such batches of a process: it keeps what it has run in memory."""
 
 
-def layouts_of(space: SearchSpace, draws: int | None, seed: int) -> Iterator[Sizes]:
-    """All legal layouts, or so many random ones: families and their parts are drawn evenly."""
+def layouts_of(space: SearchSpace, draws: int | None, seed: int) -> list[Sizes]:
+    """All legal layouts, or so many random ones: families and their parts are drawn evenly.
+
+    Layouts that share pieces follow each other: such pieces run once.
+    """
     families = list(space.families())
     if draws is None:
-        for family in families:
-            yield from space.layouts(family)
-        return
+        return sorted((one for family in families for one in space.layouts(family)), key=_pieces)
     source, found = random.Random(seed), []
     legal = [np.argwhere(family.legal) for family in families]
     for _ in range(draws):
@@ -87,8 +88,7 @@ def layouts_of(space: SearchSpace, draws: int | None, seed: int) -> Iterator[Siz
         stage = source.choice(families[at].experts[number].stages)
         saving = source.choice(space.savings)
         found.append(space.sizes(families[at], (dense, number, shard, rows), shape, saving, stage))
-    # Layouts that share pieces follow each other: such pieces run once.
-    yield from sorted(found, key=_pieces)
+    return sorted(found, key=_pieces)
 
 
 def _pieces(sizes: Sizes) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from penstock.config.fit import NO_PIPELINE, SPLITTING_SCHEDULES
 from penstock.config.run import Run
+from penstock.kernels.grouped_gemm import GATHER_LIMIT
 from penstock.layout.actions import Kind, stages_of
 from penstock.layout.schedules import SCHEDULES
 from penstock.plan.bounds import TimeBounds, kept_numbers
@@ -70,6 +71,9 @@ _MOMENT_BYTES = {"fp32": 8, "bf16": 4, "int8": 2}
 
 _UNTIMED = (JOIN, WAIT, PUT_OFF, TO_HOST, FROM_HOST, ARRIVE, "clone")
 """What a reference has and no bound counts: a copy that makes rows contiguous is not needed where there is one row."""
+
+_GATHER = "gather_rows_kernel"
+"""Counts in no bound where a reference has so many rows that products cannot gather them."""
 
 _BESIDE_LAYERS = (0, 0), (0, 2)
 """Widths that `numpy.pad` adds to what there is of layers, for the other parts."""
@@ -354,6 +358,8 @@ class SpaceBounds:
         routed = routed_rows(run, self._imbalance)
         costs = OpCosts(self._cluster.hardware, routed, buffer_rows(works), times=self._hardware_times)
         by_kind = {piece.name: piece for piece in pieces}
+        received = experts.ep * experts.etp * tokens if experts.dispatcher == "all-gather" else tokens
+        gathers_all = received * run.model.hidden_size >= GATHER_LIMIT
         kept = np.zeros((len(self._kinds), 4))
         fixed, linear, launches = np.zeros((3, len(self._kinds), 2))
         for k, kind in enumerate(self._kinds):
@@ -374,6 +380,7 @@ class SpaceBounds:
             again = next((repeated[name] for name in _CONTAIN if name in recompute), 0.0)
             bounds = attention.forward + ffn.forward, attention.backward + ffn.backward + again
             for way, ops in enumerate((piece.forward_ops, piece.backward_ops + piece.weight_ops)):
+                ops = tuple(one for one in ops if not (one.name == _GATHER and gathers_all))
                 seconds, fixed[k, way], launches[k, way] = _main_stream(
                     ops, costs, self._cluster.hardware.host.kernel_seconds
                 )

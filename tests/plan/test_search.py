@@ -129,6 +129,17 @@ def test_copies_that_only_several_rows_need_are_in_no_bound() -> None:
             assert_bounded("qwen3-4b", "8xH100", family, (dense, 0, shard, rows), shape, space.savings[0])
 
 
+def test_rows_that_only_larger_micro_batches_cannot_gather_in_products_are_in_no_bound() -> None:
+    name, devices = "qwen3-next-80b-a3b", "32xH100"
+    space, *_, families = bounded(name, devices)
+    family = next(one for one in families if one.pp == 1)
+    number = next(
+        number for number, one in enumerate(family.experts) if (one.etp, one.dispatcher) == (32, "all-gather")
+    )
+    place = (family.dense.index((1, 1)), number, family.shards.index("optimizer"), family.rows.index(2))
+    assert_bounded(name, devices, family, place, 0, space.savings[0])
+
+
 def assert_bounded(
     name: str, devices: str, family: LayoutSet, place: tuple[int, ...], shape: int, saving: Saving
 ) -> None:
