@@ -139,8 +139,8 @@ def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             {"was": line["was"], "is": line["kind"], "text": line["text"]} for line in lines if "was" in line
         ],
         "seconds": round(sum(line["seconds"] for line in lines)),
-        "bounds": {"float32": BOUNDS, "fewer bits": GPU_BOUNDS if on_gpus else LOW_BOUNDS},
-        "largest": {"float32": largest(by_width[False]), "fewer bits": largest(by_width[True])},
+        "bounds": {"float32": BOUNDS, "fewer_bits": GPU_BOUNDS if on_gpus else LOW_BOUNDS},
+        "largest": {"float32": largest(by_width[False]), "fewer_bits": largest(by_width[True])},
         "ties": [line["text"] for line in lines if line["kind"] == "tie"],
         "refusals": dict(Counter(line["text"].partition(";")[0] for line in lines if line["kind"] == "refused")),
         "ranks": {str(ranks): count for ranks, count in sorted(Counter(line["ranks"] for line in played).items())},
