@@ -181,7 +181,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.join:
         parts = record.parts_of(options)
-        found = {name: row for part in parts for name, row in part["numbers"].items()}
+        found = {name: {"commit": part["commit"], **row} for part in parts for name, row in part["numbers"].items()}
         every = [name for name, *_ in cases("", 0)]
         record.write_joined(options, parts, {name: found[name] for name in every if name in found})
         return
