@@ -42,6 +42,7 @@ class Shapes:
     linear_value_heads: int = 0
     linear_key_dim: int = 0
     linear_value_dim: int = 0
+    linear_decays: int = 0  # of a value head: 1, or one for each key feature
     index_heads: int = 0  # of the indexer of sparse attention; 0 without
     latent_dim: int = 0  # of keys and values; 0 without
     heads: int
@@ -106,7 +107,7 @@ PART_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mla_heads": ("tokens", "heads", "head_dim", "rotary_dim", "value_dim"),
         "delta_rule": (
             *("tokens", "linear_key_heads", "linear_value_heads"),
-            *("linear_key_dim", "linear_value_dim"),
+            *("linear_key_dim", "linear_value_dim", "linear_decays"),
         ),
     }
 )

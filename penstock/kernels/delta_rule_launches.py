@@ -1,8 +1,10 @@
 """Linear attention by a gated delta rule in Triton: three kernels forward, four backward.
 
-Saved for backward are the inputs, the inverses of the triangular systems, the state before each chunk, and what the
-system kernel gives. Decays of single key features (KDA) have no kernels yet and run by chunks in PyTorch, as does
-float32 on a GPU: its products use no matrix units of NVIDIA, and its states take more shared memory than a chip has.
+With decays of single key features (KDA) there are four forward and five backward, of which those over the chunks of a
+row are the same. Saved for backward are the inputs, the inverses of the triangular systems, the state before each
+chunk, and what the system kernel gives; for KDA also products of queries and keys. Float32 on a GPU runs by chunks in
+PyTorch: its products use no matrix units of NVIDIA, and its states take more shared memory than a chip has. So does
+KDA on a GPU, where its kernels have not been compared with the definition yet.
 """
 
 from typing import Any, NamedTuple
@@ -12,6 +14,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.channel_delta_rule_kernels import (
+    channel_key_backward_kernel,
+    channel_local_backward_kernel,
+    channel_output_kernel,
+    channel_pairs_kernel,
+    channel_query_backward_kernel,
+    channel_system_kernel,
+    channel_write_backward_kernel,
+)
 from penstock.kernels.delta_rule import CHUNK, chunked_delta_rule
 from penstock.kernels.delta_rule_kernels import (
     delta_local_backward_kernel,
@@ -48,6 +59,13 @@ _OF_ALL = {
     "state backward": _Launch(32, 4),
     "read backward": _Launch(64, 4, 1, 64),
     "write backward": _Launch(128, 4, 1, 64),
+    "channel pairs": _Launch(64, 8, 1, 32),
+    "channel system": _Launch(32, 4, 1, 32),
+    "channel output": _Launch(64, 4),
+    "channel local backward": _Launch(64, 4),
+    "channel query backward": _Launch(64, 8, 1, 64),
+    "channel key backward": _Launch(64, 8, 1, 64),
+    "channel write backward": _Launch(64, 8, 1, 64),
 }
 # benchmarks/results/delta-rule-h200.json has those that were tried. Triton 3.6 gives the kernels over all chunks of a
 # row wrong results with one stage, and the read kernel slightly different ones with two.
@@ -61,6 +79,20 @@ _OF_HOPPER = {
     "state backward of few heads": _Launch(32, 4, 3),
     "read backward": _Launch(64, 8, 1, 128),
     "write backward": _Launch(128, 4, 1, 64),
+    "channel pairs": _Launch(64, 8, 1, 32),
+    "channel system": _Launch(64, 4, 1, 64),
+    "channel output": _Launch(64, 4, 1),
+    "channel local backward": _Launch(128, 4, 1),
+    "channel query backward": _Launch(64, 8, 1, 128),
+    "channel key backward": _Launch(64, 8, 1, 128),
+    "channel write backward": _Launch(64, 8, 1, 64),
+}
+
+_OF_AMD = _OF_ALL | {  # a warp has twice the threads
+    "channel pairs": _Launch(64, 4, 1, 32),
+    "channel query backward": _Launch(64, 4, 1, 128),
+    "channel key backward": _Launch(64, 4, 1, 128),
+    "channel write backward": _Launch(64, 4, 1, 64),
 }
 
 
@@ -76,13 +108,25 @@ class _Sizes(NamedTuple):
     chunk: int
     target: str
 
+    @classmethod
+    def of(cls, q_BSGN: Tensor, v_BSHM: Tensor, chunk: int) -> "_Sizes":
+        """From tensors."""
+        (rows, positions, heads, value_width), (*_, key_heads, key_width) = v_BSHM.shape, q_BSGN.shape
+        target = target_of(v_BSHM.device)
+        return cls(rows, positions, key_heads, heads, key_width, value_width, chunk, target)
+
+    @property
+    def of_states(self) -> tuple[int, ...]:
+        """Shape of the states before all chunks."""
+        return self.rows, self.chunks, self.heads, self.key_width, self.value_width
+
     @property
     def chunks(self) -> int:
         return ceil_div(self.positions, self.chunk)
 
     def launch(self, part: str) -> dict[str, int]:
         """Constants, warps and stages of a kernel."""
-        launches = _OF_HOPPER if self.target == "sm_90" else _OF_ALL
+        launches = _OF_HOPPER if self.target == "sm_90" else _OF_AMD if self.target.startswith("gfx") else _OF_ALL
         launch = launches[part]
         if self.rows * self.heads < FEW_HEADS:  # narrower programs fill the chip
             launch = launches.get(f"{part} of few heads", launch)
@@ -97,6 +141,11 @@ class _Sizes(NamedTuple):
             "num_warps": launch.warps,
             "num_stages": launch.stages,
         }
+
+    @property
+    def levels(self) -> int:
+        """Of pairs of positions of a chunk, whose decays meet in the middle."""
+        return self.chunk.bit_length() - 1
 
     @property
     def of_chunks(self) -> tuple[int, int, int]:
@@ -118,17 +167,38 @@ def delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """`penstock.kernels.delta_rule.recurrent_delta_rule`; products have the dtype of v, states are float32.
+    """`penstock.kernels.delta_rule.recurrent_delta_rule`, by kernels where they are known to be right.
+
+    On a GPU decays of single key features run by chunks in PyTorch until their kernels have been compared there.
+    """
+    is_wide = v_BSHM.dtype.itemsize >= torch.float32.itemsize
+    if on_gpu(v_BSHM) and (is_wide or g_BSH.ndim == 4):
+        return chunked_delta_rule(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS)
+    return delta_rule_by_kernels(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, chunk=chunk)
+
+
+def delta_rule_by_kernels(
+    q_BSGN: Tensor,
+    k_BSGN: Tensor,
+    v_BSHM: Tensor,
+    g_BSH: Tensor,
+    beta_BSH: Tensor,
+    documents_BS: Tensor | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """The same by kernels; products have the dtype of v, states are float32.
 
     Raises KernelError where shapes or dtypes do not fit.
     """
-    if g_BSH.ndim == 4 or (on_gpu(v_BSHM) and v_BSHM.dtype.itemsize >= torch.float32.itemsize):
-        return chunked_delta_rule(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS)
-    fits = q_BSGN.shape == k_BSGN.shape and v_BSHM.shape[2] % q_BSGN.shape[2] == 0
-    if not fits or g_BSH.shape != v_BSHM.shape[:3] or beta_BSH.shape != g_BSH.shape:
+    fits = (
+        q_BSGN.shape == k_BSGN.shape and v_BSHM.shape[2] % q_BSGN.shape[2] == 0 and beta_BSH.shape == v_BSHM.shape[:3]
+    )
+    if not fits or g_BSH.shape not in (beta_BSH.shape, (*beta_BSH.shape, q_BSGN.shape[-1])):
         got = ", ".join(f"{tuple(one.shape)}" for one in (q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH))
         raise KernelError("delta_rule: heads and positions do not fit", got=got)
-    o_BSHM: Tensor = _DeltaRule.apply(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, chunk)
+    rule = _ChannelDeltaRule if g_BSH.ndim == 4 else _DeltaRule
+    o_BSHM: Tensor = rule.apply(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, chunk)
     return o_BSHM
 
 
@@ -144,22 +214,20 @@ class _DeltaRule(torch.autograd.Function):
         documents_BS: Tensor | None,
         chunk: int,
     ) -> Tensor:
-        dtype = v_BSHM.dtype
-        q_BSGN, k_BSGN, v_BSHM = (one.to(dtype).contiguous() for one in (q_BSGN, k_BSGN, v_BSHM))
-        g_BSH, beta_BSH = (one.float().contiguous() for one in (g_BSH, beta_BSH))
-        documents_BS = None if documents_BS is None else documents_BS.contiguous()
-        (rows, positions, heads, value_width), (*_, key_heads, key_width) = v_BSHM.shape, q_BSGN.shape
-        target = target_of(v_BSHM.device)
-        sizes = _Sizes(rows, positions, key_heads, heads, key_width, value_width, chunk, target)
+        q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS = _prepared(
+            q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS
+        )
+        sizes = _Sizes.of(q_BSGN, v_BSHM, chunk)
+        rows, positions, heads, _ = v_BSHM.shape
         c_BSH, carried_BSH, kept_BSH = (torch.empty_like(g_BSH) for _ in range(3))
         u_BSHM = torch.empty_like(v_BSHM)
-        t_BSHJ, w_BSHN = (v_BSHM.new_empty(rows, positions, heads, width) for width in (chunk, key_width))
+        t_BSHJ, w_BSHN = (v_BSHM.new_empty(rows, positions, heads, width) for width in (chunk, sizes.key_width))
         start_kernel(
             delta_system_kernel, sizes.of_chunks,
             k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, c_BSH, carried_BSH, kept_BSH, t_BSHJ, u_BSHM, w_BSHN,
             positions, **sizes.launch("system"), SIDE=INVERTED,
         )  # fmt: skip
-        states = v_BSHM.new_empty(rows, sizes.chunks, heads, key_width, value_width)
+        states = v_BSHM.new_empty(sizes.of_states)
         d_BSHM = u_BSHM  # written values replace u, which no other program reads
         start_kernel(
             delta_state_kernel, sizes.over_chunks("state"),
@@ -211,6 +279,118 @@ class _DeltaRule(torch.autograd.Function):
         )  # fmt: skip
         dq_BSGN, dk_BSGN = (_of_key_heads(one, sizes, k_BSGN.dtype) for one in (dq_BSHN, dk_BSHN))
         return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSH, dbeta_BSH, None, None
+
+
+class _ChannelDeltaRule(torch.autograd.Function):
+    """With a decay for each key feature."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BSGN: Tensor,
+        k_BSGN: Tensor,
+        v_BSHM: Tensor,
+        g_BSHN: Tensor,
+        beta_BSH: Tensor,
+        documents_BS: Tensor | None,
+        chunk: int,
+    ) -> Tensor:
+        q_BSGN, k_BSGN, v_BSHM, g_BSHN, beta_BSH, documents_BS = _prepared(
+            q_BSGN, k_BSGN, v_BSHM, g_BSHN, beta_BSH, documents_BS
+        )
+        sizes = _Sizes.of(q_BSGN, v_BSHM, chunk)
+        rows, positions, heads, _ = v_BSHM.shape
+        p_BSHJ, t_BSHJ = (v_BSHM.new_empty(rows, positions, heads, chunk) for _ in range(2))
+        a_BSHJ = g_BSHN.new_empty(p_BSHJ.shape)
+        # Products of 16 bits take the decays in float16, which has 8 times the precision of bfloat16.
+        rounded_BSHN = torch.empty_like(g_BSHN, dtype=torch.float16 if v_BSHM.dtype.itemsize == 2 else torch.float32)
+        w_BSHN, carried_q_BSHN, kept_k_BSHN = (v_BSHM.new_empty(g_BSHN.shape) for _ in range(3))
+        carried_BIHN = g_BSHN.new_empty(sizes.of_states[:-1])
+        start_kernel(
+            channel_pairs_kernel, sizes.of_chunks,
+            q_BSGN, k_BSGN, g_BSHN, documents_BS, rounded_BSHN, p_BSHJ, a_BSHJ, carried_q_BSHN, w_BSHN, kept_k_BSHN,
+            carried_BIHN, positions, sizes.chunks, **sizes.launch("channel pairs"), LEVELS=sizes.levels,
+        )  # fmt: skip
+        u_BSHM = torch.empty_like(v_BSHM)
+        start_kernel(
+            channel_system_kernel, sizes.of_chunks,
+            w_BSHN, v_BSHM, a_BSHJ, beta_BSH, t_BSHJ, u_BSHM, positions,
+            **sizes.launch("channel system"), SIDE=INVERTED,
+        )  # fmt: skip
+        states = v_BSHM.new_empty(sizes.of_states)
+        d_BSHM = u_BSHM  # written values replace u, which no other program reads
+        start_kernel(
+            delta_state_kernel, sizes.over_chunks("state"),
+            kept_k_BSHN, carried_BIHN, None, u_BSHM, w_BSHN, states, d_BSHM, positions, sizes.chunks,
+            **sizes.launch("state") | {"G": heads},
+        )  # fmt: skip
+        o_BSHM = torch.empty_like(v_BSHM)
+        start_kernel(
+            channel_output_kernel, sizes.of_chunks,
+            carried_q_BSHN, p_BSHJ, d_BSHM, states, o_BSHM, positions, sizes.chunks, **sizes.launch("channel output"),
+        )  # fmt: skip
+        ctx.save_for_backward(
+            q_BSGN, k_BSGN, v_BSHM, rounded_BSHN, beta_BSH, documents_BS, p_BSHJ, t_BSHJ, w_BSHN, carried_q_BSHN,
+            kept_k_BSHN, carried_BIHN, states, d_BSHM,
+        )  # fmt: skip
+        ctx.sizes = sizes
+        return o_BSHM
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_BSHM: Tensor) -> tuple[Tensor | None, ...]:
+        q_BSGN, k_BSGN, v_BSHM, rounded_BSHN, beta_BSH, documents_BS, p_BSHJ, t_BSHJ, *of_states, d_BSHM = (
+            ctx.saved_tensors
+        )
+        w_BSHN, carried_q_BSHN, kept_k_BSHN, carried_BIHN, states = of_states
+        sizes: _Sizes = ctx.sizes
+        positions, chunks, do_BSHM = sizes.positions, sizes.chunks, do_BSHM.contiguous()
+        dstates, dd_BSHM, dp_BSHJ = torch.empty_like(states), torch.empty_like(v_BSHM), torch.empty_like(p_BSHJ)
+        start_kernel(
+            channel_local_backward_kernel, sizes.of_chunks,
+            p_BSHJ, d_BSHM, documents_BS, do_BSHM, dp_BSHJ, dd_BSHM, positions,
+            **sizes.launch("channel local backward"),
+        )  # fmt: skip
+        start_kernel(
+            delta_state_backward_kernel, sizes.over_chunks("state backward"),
+            carried_q_BSHN, kept_k_BSHN, carried_BIHN, None, w_BSHN, do_BSHM, dstates, dd_BSHM, positions, chunks,
+            **sizes.launch("state backward") | {"G": sizes.heads},
+        )  # fmt: skip
+        dwritten_BSHN, dv_BSHM = torch.empty_like(w_BSHN), torch.empty_like(v_BSHM)
+        da_BSHJ, dbeta_BSH = torch.empty_like(t_BSHJ), torch.empty_like(beta_BSH)
+        start_kernel(
+            channel_write_backward_kernel, sizes.of_chunks,
+            k_BSGN, v_BSHM, rounded_BSHN, beta_BSH, t_BSHJ, documents_BS, states, dd_BSHM, dwritten_BSHN, da_BSHJ,
+            dv_BSHM, dbeta_BSH, positions, chunks, **sizes.launch("channel write backward"),
+        )  # fmt: skip
+        dq_BSHN, dk_BSHN, dg_BSHN = (
+            torch.empty_like(w_BSHN),
+            torch.empty_like(w_BSHN),
+            torch.empty_like(rounded_BSHN, dtype=torch.float32),
+        )
+        start_kernel(
+            channel_query_backward_kernel, sizes.of_chunks,
+            q_BSGN, k_BSGN, rounded_BSHN, beta_BSH, documents_BS, states, do_BSHM, dp_BSHJ, da_BSHJ, dwritten_BSHN,
+            dq_BSHN, dg_BSHN, dbeta_BSH, positions, chunks,
+            **sizes.launch("channel query backward"), LEVELS=sizes.levels,
+        )  # fmt: skip
+        start_kernel(
+            channel_key_backward_kernel, sizes.of_chunks,
+            q_BSGN, k_BSGN, rounded_BSHN, beta_BSH, documents_BS, states, d_BSHM, dstates, dp_BSHJ, da_BSHJ,
+            dwritten_BSHN, dk_BSHN, dg_BSHN, positions, chunks,
+            **sizes.launch("channel key backward"), LEVELS=sizes.levels,
+        )  # fmt: skip
+        dq_BSGN, dk_BSGN = (_of_key_heads(one, sizes, k_BSGN.dtype) for one in (dq_BSHN, dk_BSHN))
+        return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSHN, dbeta_BSH, None, None
+
+
+def _prepared(
+    q_BSGN: Tensor, k_BSGN: Tensor, v_BSHM: Tensor, g_BSH: Tensor, beta_BSH: Tensor, documents_BS: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Contiguous; queries and keys in the dtype of v, decays and beta in float32."""
+    q_BSGN, k_BSGN, v_BSHM = (one.to(v_BSHM.dtype).contiguous() for one in (q_BSGN, k_BSGN, v_BSHM))
+    g_BSH, beta_BSH = (one.float().contiguous() for one in (g_BSH, beta_BSH))
+    return q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, None if documents_BS is None else documents_BS.contiguous()
 
 
 def _of_key_heads(x_BSHN: Tensor, sizes: _Sizes, dtype: torch.dtype) -> Tensor:

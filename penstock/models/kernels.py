@@ -177,4 +177,5 @@ def _linear_shapes(linear: LinearAttention) -> dict[str, int]:
         "linear_value_heads": linear.value_heads,
         "linear_key_dim": linear.key_head_dim,
         "linear_value_dim": linear.value_head_dim,
+        "linear_decays": linear.key_head_dim if linear.kind == "kda" else 1,
     }

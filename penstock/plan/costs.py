@@ -474,6 +474,8 @@ def _is_by_rows(operator: RecordedOp, *, scales: int, rows: int) -> bool:
     return len(operator.shapes) > scales and operator.shapes[scales][0] == rows
 
 
+_LEVELS = CHUNK.bit_length() - 1  # products of a chunk for decays of single features (channel_delta_rule_kernels.py)
+
 _BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyType(
     {
         "delta_system_kernel": (lambda width, values: 2 * width + values, 0),
@@ -483,6 +485,13 @@ _BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyTy
         "delta_state_backward_kernel": (lambda width, values: 0, 3),
         "delta_read_backward_kernel": (lambda width, values: 2 * width + values, 3),
         "delta_write_backward_kernel": (lambda width, values: 4 * width + 2 * values + 2 * CHUNK, 0),
+        "channel_pairs_kernel": (lambda width, values: (3 * _LEVELS + 2) * width, 0),
+        "channel_system_kernel": (lambda width, values: width + values, 0),
+        "channel_output_kernel": (lambda width, values: values, 1),
+        "channel_local_backward_kernel": (lambda width, values: 2 * values, 0),
+        "channel_write_backward_kernel": (lambda width, values: 3 * width + 2 * values + 2 * CHUNK, 1),
+        "channel_query_backward_kernel": (lambda width, values: (4 * _LEVELS + 2) * width, 1),
+        "channel_key_backward_kernel": (lambda width, values: (3 * _LEVELS + 2) * width, 1),
     }
 )
 """Kernels of linear attention: the sum of depths and widths of products with J x J pairs, by the widths of keys and

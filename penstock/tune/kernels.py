@@ -201,7 +201,8 @@ def _draw_linear_heads(work: Workload, skew: float) -> Tensors:
     sizes, rows = work.shapes, (work.sequences, work.shapes.tokens // work.sequences)
     keys = sizes.linear_key_heads, sizes.linear_key_dim
     q, k = unit_length(work.normal(*rows, *keys), sizes.linear_key_dim**-0.5), unit_length(work.normal(*rows, *keys))
-    decays, betas = (work.normal(*rows, sizes.linear_value_heads).float() for _ in range(2))
+    by_feature = [sizes.linear_decays] if sizes.linear_decays > 1 else []
+    decays, betas = (work.normal(*rows, sizes.linear_value_heads, *more).float() for more in (by_feature, []))
     v = work.normal(*rows, sizes.linear_value_heads, sizes.linear_value_dim)
     return q, k, v, -F.softplus(decays), betas.sigmoid()
 

@@ -37,6 +37,7 @@ SHAPES = Shapes(
     linear_value_heads=32,
     linear_key_dim=128,
     linear_value_dim=128,
+    linear_decays=1,
     index_heads=64,
     latent_dim=512,
 )

@@ -18,7 +18,7 @@ from penstock.kernels.delta_rule import (
     short_convolution,
     unit_length,
 )
-from penstock.kernels.delta_rule_launches import delta_rule
+from penstock.kernels.delta_rule_launches import delta_rule, delta_rule_by_kernels
 from tests.closeness import assert_close, assert_equal
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_parity
@@ -73,9 +73,12 @@ def test_chunks_give_what_the_definition_gives(
 
 
 @pytest.mark.parametrize("decay", [0.0, 60.0])
-def test_no_decay_overflows(decay: float) -> None:
-    inputs = draw(torch.float32, by_channel=True, decay=decay)
-    for got in run(chunked_delta_rule, inputs, documents_of(DOCUMENTS[1])):
+@pytest.mark.parametrize("function", [chunked_delta_rule, delta_rule])
+def test_no_decay_overflows(function: Callable[..., Tensor], decay: float, device: torch.device) -> None:
+    inputs = [one.detach().to(device).requires_grad_() for one in draw(torch.float32, by_channel=True, decay=decay)]
+    documents_BS = documents_of(DOCUMENTS[1])
+    assert documents_BS is not None
+    for got in run(function, inputs, documents_BS.to(device)):
         assert got.isfinite().all()
 
 
@@ -132,17 +135,19 @@ def test_unit_length_survives_zeros() -> None:
     assert_close(unit_length(torch.tensor([3.0, 4.0]), 2.0), torch.tensor([1.2, 1.6]), tolerance=1e-6)
 
 
+@pytest.mark.parametrize("by_channel", [False, True], ids=["of heads", "of features"])
 @pytest.mark.parametrize("lengths", DOCUMENTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no products in bfloat16
 def test_kernels_give_what_the_definition_gives(
-    lengths: Sequence[Sequence[int]] | None, dtype: torch.dtype, device: torch.device
+    by_channel: bool, lengths: Sequence[Sequence[int]] | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     documents_BS = documents_of(lengths)
     documents_BS = None if documents_BS is None else documents_BS.to(device)
-    q, k, v, g, beta = (one.detach().to(device) for one in draw(torch.float32, by_channel=False))
+    q, k, v, g, beta = (one.detach().to(device) for one in draw(torch.float32, by_channel=by_channel))
     inputs = [q.to(dtype), k.to(dtype), v.to(dtype), g, beta]
     exact = run(recurrent_delta_rule, [one.double().requires_grad_() for one in inputs], documents_BS)
-    found = run(partial(delta_rule, chunk=16), [one.requires_grad_() for one in inputs], documents_BS)
+    rule = delta_rule_by_kernels if by_channel and dtype != torch.float32 else delta_rule
+    found = run(partial(rule, chunk=16), [one.requires_grad_() for one in inputs], documents_BS)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3  # a chain of products whose operands are rounded
     for got, expected in zip(found, exact, strict=True):
         assert_close(got.double(), expected, tolerance=tolerance, by="norm")
@@ -178,20 +183,22 @@ def test_the_convolution_and_its_gradients_equal_the_definition(
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str) -> None:
-    """With the sizes of Qwen3-Next, two rows and one."""
+    """With the sizes of Qwen3-Next, two rows and one, and of Kimi Linear."""
 
-    def rule(rows: int) -> None:
-        q, k = (on_meta(rows, 4096, 16, 128).requires_grad_() for _ in range(2))
-        g, beta = (on_meta(rows, 4096, 32, dtype=torch.float32).requires_grad_() for _ in range(2))
+    def rule(rows: int, *, by_channel: bool = False) -> None:
+        q, k = (on_meta(rows, 4096, 32 if by_channel else 16, 128).requires_grad_() for _ in range(2))
+        g = on_meta(rows, 4096, 32, *([128] if by_channel else []), dtype=torch.float32).requires_grad_()
+        beta = on_meta(rows, 4096, 32, dtype=torch.float32).requires_grad_()
         v, documents_BS = on_meta(rows, 4096, 32, 128).requires_grad_(), on_meta(rows, 4096, dtype=torch.int64)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("penstock.kernels.delta_rule_launches.target_of", lambda device: target)
-            o_BSHM = delta_rule(q, k, v, g, beta, documents_BS)
+            o_BSHM = delta_rule_by_kernels(q, k, v, g, beta, documents_BS)
             o_BSHM.backward(torch.empty_like(o_BSHM))
 
     def both_passes() -> None:
         rule(2)
         rule(1)
+        rule(2, by_channel=True)
         v, documents_BS = on_meta(2, 4096, 32, 128).requires_grad_(), on_meta(2, 4096, dtype=torch.int64)
         y_BSD = kernels.short_convolution(v.flatten(2), on_meta(4096, 4).requires_grad_(), documents_BS)
         y_BSD.backward(torch.empty_like(y_BSD))
@@ -199,14 +206,17 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
         y_BSHM.backward(torch.empty_like(y_BSHM))
 
     compiled = compile_without_spills(target, both_passes)
-    assert len(compiled) == 21
-    assert all(one.matrix_instructions for one in compiled[:14])
+    assert len(compiled) == 30
+    assert all(one.matrix_instructions for one in compiled[:23])
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_channel", [False, True], ids=["of heads", "of features"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("lengths", [None, (1000, 3000, 96)])
-def test_kernels_at_the_size_of_a_model_equal_chunks(lengths: Sequence[int] | None, rows: int) -> None:
+def test_kernels_at_the_size_of_a_model_equal_chunks(
+    lengths: Sequence[int] | None, rows: int, by_channel: bool
+) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
 
     def normal(*size: int) -> Tensor:
@@ -214,9 +224,11 @@ def test_kernels_at_the_size_of_a_model_equal_chunks(lengths: Sequence[int] | No
 
     documents_BS = None if lengths is None else documents_of((lengths,) * rows)
     documents_BS = None if documents_BS is None else documents_BS.cuda()
-    g, beta = -F.softplus(normal(32).float()), normal(32).float().sigmoid()
-    inputs = [unit_length(normal(16, 128), 128**-0.5), unit_length(normal(16, 128)), normal(32, 128), g, beta]
+    g = -F.softplus(normal(32, 128).float() if by_channel else normal(32).float())
+    key_heads = 32 if by_channel else 16
+    q, k = unit_length(normal(key_heads, 128), 128**-0.5), unit_length(normal(key_heads, 128))
+    inputs = [q, k, normal(32, 128), g, normal(32).float().sigmoid()]
     exact = run(chunked_delta_rule, [one.float().requires_grad_() for one in inputs], documents_BS)
-    found = run(delta_rule, [one.requires_grad_() for one in inputs], documents_BS)
+    found = run(delta_rule_by_kernels, [one.requires_grad_() for one in inputs], documents_BS)
     for got, expected in zip(found, exact, strict=True):
         assert_close(got.float(), expected, tolerance=2e-2, by="norm")

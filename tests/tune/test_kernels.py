@@ -159,13 +159,17 @@ def test_grouped_query_attention_is_timed_by_its_rotation() -> None:
     assert "rotate" in found and "mla_heads" not in found
 
 
-def test_linear_attention_is_timed_where_the_model_has_it() -> None:
-    linear = "model.linear_attention={key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=16}"
+@pytest.mark.parametrize(("kind", "values", "decays"), [("gdn", 4, ()), ("kda", 2, (16,))])
+def test_linear_attention_is_timed_where_the_model_has_it(kind: str, values: int, decays: tuple[int, ...]) -> None:
+    heads = f"kind='{kind}', key_heads=2, value_heads={values}, key_head_dim=16, value_head_dim=16"
+    linear = f"model.linear_attention={{{heads}}}"
     found = [case for case in cases(work(linear), AS_GPU) if case.part.op == "delta_rule"]
     assert {case.part.direction for case in found} == {"forward", "backward"}
     for case in found:
         assert set(case.backends) >= {"torch", "reference"}
-        case.bind("torch", case.draw())()
+        inputs = case.draw()
+        assert inputs[3].shape[2:] == (values, *decays)
+        case.bind("torch", inputs)()
 
 
 def test_parts_that_the_model_lacks_or_that_need_triton_are_not_timed() -> None:

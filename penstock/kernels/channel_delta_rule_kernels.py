@@ -1,0 +1,368 @@
+"""Kernels of the delta rule with a decay for each key feature; formulas and names are those of `delta_rule`.
+
+    channel_pairs_kernel           per chunk: P, A, and queries and keys with their decays from and to the borders
+    channel_system_kernel          per chunk: T = (1 + A)^-1, u and w
+    delta_state_kernel             chunk after chunk, with keys that have their decays
+    channel_output_kernel          per chunk: o = exp(c) q S + P d, where P are products of queries and keys
+    channel_local_backward_kernel  per chunk: gradients of P, and of d through P
+    delta_state_backward_kernel    last chunk first, with queries and keys that have their decays
+    channel_write_backward_kernel  per chunk: gradients of values, A and w
+    channel_query_backward_kernel  per chunk: gradients of queries and of written keys
+    channel_key_backward_kernel    per chunk: gradients of keys and decays
+
+A decay between two positions, exp(c_i - c_j), is no factor of their product: each feature has its own. As a product of
+exp(c_i) and exp(-c_j) it would overflow. So a pair meets in the middle. At level l a chunk is cut into blocks of
+2^(l+1) positions. A query in the right half of a block and a key in the left half decay from and to the first position
+of the right half. Both factors are at most 1, and one product of the whole chunk, of which the pairs between blocks are
+thrown away, has all pairs of the level. Each pair of different positions belongs to one level; 64 positions have six.
+Example with four positions: level 1 has pairs (2, 0), (2, 1), (3, 0), (3, 1), level 0 has (1, 0) and (3, 2).
+
+Logarithms of decays are sums of g over neighbouring positions, and never differences of sums, which would lose bits. A
+product of a matrix of zeros and ones with g gives those of all positions where matrix units leave their results.
+"""
+
+from penstock.kernels.delta_rule_parts import chunk_documents, dot, inverse, numbers_at, rows_at, state_at
+from penstock.kernels.language import tl, triton
+
+
+@triton.jit
+def _decays_over(first, second):
+    """The exp of sums of g: marks J x J times g for positions that rows mark, or g N x J times marks for columns."""
+    dtype: tl.constexpr = second.dtype if first.dtype == tl.int1 else first.dtype
+    return tl.exp(tl.dot(first.to(dtype), second.to(dtype), input_precision="ieee"))
+
+
+@triton.jit
+def _to_middle(level, J: tl.constexpr):
+    """Marks of a level, J x J: the positions over which each position decays to, or from, the middle of its block.
+
+    Of positions 0 to 3 at level 1, whose middle is 2: {1, 2}, {2}, {} and {3}.
+    """
+    place_J = tl.arange(0, J)
+    middle_J = ((place_J >> level) | 1) << level
+    first_J, last_J = tl.minimum(place_J, middle_J), tl.maximum(place_J, middle_J)
+    return (place_J[None, :] > first_J[:, None]) & (place_J[None, :] <= last_J[:, None])
+
+
+@triton.jit
+def _pairs_at(level, J: tl.constexpr):
+    """Pairs of positions in different halves of one block of a level, J x J."""
+    half_J = tl.arange(0, J) >> level
+    return (half_J ^ 1)[:, None] == half_J[None, :]
+
+
+@triton.jit
+def channel_pairs_kernel(
+    q_ptr, k_ptr, g_ptr, documents_ptr, rounded_ptr, p_ptr, a_ptr, carried_q_ptr, carried_k_ptr, kept_k_ptr,
+    carried_ptr, positions, chunks,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head: P, and A without beta. Example: a chunk of one position has P = [[q k]] and A = [[0]]."""
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    place_J, key_head = tl.arange(0, J), head // (H // G)
+    inside_J = first + place_J < positions
+    document_J, before, last = chunk_documents(documents_ptr, row, first, positions, J)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    is_until_JJ, is_after_JJ = place_J[:, None] >= place_J[None, :], place_J[:, None] < place_J[None, :]
+    a_JJ = tl.zeros([J, J], tl.float32)
+    p_JJ = tl.zeros([J, J], tl.float32)
+    own_J = tl.zeros([J], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        column_N = start + tl.arange(0, BLOCK_N)
+        is_key = inside_J[:, None] & (column_N < N)[None, :]
+        place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
+        q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        g_JN = tl.load(g_ptr + place_JN, mask=is_key, other=0.0)
+        rounded_JN = tl.maximum(g_JN, -60000.0).to(rounded_ptr.dtype.element_ty)  # finite in float16
+        tl.store(rounded_ptr + place_JN, rounded_JN, mask=is_key)
+        carried_JN = tl.where((document_J == before)[:, None], _decays_over(is_until_JJ, rounded_JN), 0.0)
+        kept_JN = tl.where((document_J == last)[:, None], _decays_over(is_after_JJ, rounded_JN), 0.0)
+        tl.store(carried_q_ptr + place_JN, (q_JN * carried_JN).to(dtype), mask=is_key)
+        tl.store(carried_k_ptr + place_JN, (k_JN * carried_JN).to(dtype), mask=is_key)
+        tl.store(kept_k_ptr + place_JN, (k_JN * kept_JN).to(dtype), mask=is_key)
+        whole_N = tl.where(before == last, tl.exp(tl.sum(rounded_JN.to(tl.float32), 0)), 0.0)
+        whole_ptr = carried_ptr + ((row.to(tl.int64) * chunks + tl.program_id(0)) * H + head) * N
+        tl.store(whole_ptr + column_N, whole_N, mask=column_N < N)
+        own_J += tl.sum(q_JN.to(tl.float32) * k_JN.to(tl.float32), 1)
+        for level in range(LEVELS):
+            decay_JN = _decays_over(_to_middle(level, J), rounded_JN)
+            is_pair_JJ = _pairs_at(level, J)
+            keys_NJ = tl.trans((k_JN * decay_JN).to(dtype))
+            a_JJ += tl.where(is_pair_JJ, dot(k_JN * decay_JN, keys_NJ, dtype), 0.0)
+            p_JJ += tl.where(is_pair_JJ, dot(q_JN * decay_JN, keys_NJ, dtype), 0.0)
+    is_before_JJ = (place_J[:, None] > place_J[None, :]) & (document_J[:, None] == document_J[None, :])
+    own_JJ = tl.where(place_J[:, None] == place_J[None, :], own_J[:, None], 0.0)
+    place_JJ = rows_at(0, H, head, row, first, positions, J, J) + place_J
+    tl.store(p_ptr + place_JJ, (tl.where(is_before_JJ, p_JJ, 0.0) + own_JJ).to(dtype), mask=inside_J[:, None])
+    tl.store(a_ptr + place_JJ, tl.where(is_before_JJ, a_JJ, 0.0), mask=inside_J[:, None])
+
+
+@triton.jit
+def channel_system_kernel(
+    w_ptr, v_ptr, a_ptr, beta_ptr, t_ptr, u_ptr, positions,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head. w takes the place of keys with their decays. Example: A = 0 gives T = 1 and u = beta v."""
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    inside_J = first + tl.arange(0, J) < positions
+    dtype: tl.constexpr = v_ptr.dtype.element_ty
+    beta_J = tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)
+    place_JJ = rows_at(0, H, head, row, first, positions, J, J) + tl.arange(0, J)
+    a_JJ = tl.load(a_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
+    t_JJ = inverse(a_JJ * beta_J[:, None], J, SIDE)
+    tl.store(t_ptr + place_JJ, t_JJ.to(dtype), mask=inside_J[:, None])
+    t_JJ *= beta_J[None, :]
+    for start in range(0, N, BLOCK_N):
+        column_N = start + tl.arange(0, BLOCK_N)
+        is_key = inside_J[:, None] & (column_N < N)[None, :]
+        w_ptrs = rows_at(w_ptr, H, head, row, first, positions, J, N) + column_N
+        carried_k_JN = tl.load(w_ptrs, mask=is_key, other=0.0)
+        tl.store(w_ptrs, dot(t_JJ, carried_k_JN, dtype).to(dtype), mask=is_key)
+    for start in range(0, M, BLOCK_M):
+        column_M = start + tl.arange(0, BLOCK_M)
+        is_value = inside_J[:, None] & (column_M < M)[None, :]
+        v_JM = tl.load(rows_at(v_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+        u_ptrs = rows_at(u_ptr, H, head, row, first, positions, J, M) + column_M
+        tl.store(u_ptrs, dot(t_JJ, v_JM, dtype).to(dtype), mask=is_value)
+
+
+@triton.jit
+def channel_output_kernel(
+    carried_q_ptr, p_ptr, d_ptr, states_ptr, o_ptr, positions, chunks,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head. Example: with a state of zeros and one position, o = P d."""
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    inside_J = first + tl.arange(0, J) < positions
+    dtype: tl.constexpr = d_ptr.dtype.element_ty
+    column_N = tl.arange(0, BLOCK_N)
+    is_key = inside_J[:, None] & (column_N < N)[None, :]
+    q_JN = tl.load(rows_at(carried_q_ptr, H, head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+    p_ptrs = rows_at(p_ptr, H, head, row, first, positions, J, J) + tl.arange(0, J)
+    p_JJ = tl.load(p_ptrs, mask=inside_J[:, None], other=0.0)
+    for start in range(0, M, BLOCK_M):
+        column_M = start + tl.arange(0, BLOCK_M)
+        is_value = inside_J[:, None] & (column_M < M)[None, :]
+        is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
+        state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M)
+        state_NM = tl.load(state_ptrs + column_N[:, None] * M + column_M[None, :], mask=is_state, other=0.0)
+        d_JM = tl.load(rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+        o_ptrs = rows_at(o_ptr, H, head, row, first, positions, J, M) + column_M
+        tl.store(o_ptrs, (dot(q_JN, state_NM, dtype) + dot(p_JJ, d_JM, dtype)).to(dtype), mask=is_value)
+
+
+@triton.jit
+def channel_local_backward_kernel(
+    p_ptr, d_ptr, documents_ptr, do_ptr, dp_ptr, dd_ptr, positions,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head: gradients through P d, which are dP = do d^T, and P^T do as the first part of dd."""
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    place_J = tl.arange(0, J)
+    inside_J = first + place_J < positions
+    document_J, _, _ = chunk_documents(documents_ptr, row, first, positions, J)
+    dtype: tl.constexpr = do_ptr.dtype.element_ty
+    place_JJ = rows_at(0, H, head, row, first, positions, J, J) + place_J
+    p_JJ = tl.load(p_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
+    dp_JJ = tl.zeros([J, J], tl.float32)
+    for start in range(0, M, BLOCK_M):
+        column_M = start + tl.arange(0, BLOCK_M)
+        is_value = inside_J[:, None] & (column_M < M)[None, :]
+        place_JM = rows_at(0, H, head, row, first, positions, J, M) + column_M
+        do_JM = tl.load(do_ptr + place_JM, mask=is_value, other=0.0)
+        d_JM = tl.load(d_ptr + place_JM, mask=is_value, other=0.0)
+        dp_JJ += dot(do_JM, tl.trans(d_JM), dtype)
+        tl.store(dd_ptr + place_JM, dot(tl.trans(p_JJ), do_JM, dtype).to(dtype), mask=is_value)
+    is_pair_JJ = (place_J[:, None] >= place_J[None, :]) & (document_J[:, None] == document_J[None, :])
+    tl.store(dp_ptr + place_JJ, tl.where(is_pair_JJ, dp_JJ, 0.0).to(dtype), mask=inside_J[:, None])
+
+
+@triton.jit
+def channel_write_backward_kernel(
+    k_ptr, v_ptr, rounded_ptr, beta_ptr, t_ptr, documents_ptr, states_ptr, dd_ptr, dwritten_ptr, da_ptr, dv_ptr,
+    dbeta_ptr, positions, chunks,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head: dA and dv, the part of dbeta that multiplies values, and gradients of beta k through w.
+
+    With y = T x the gradients are dx = T^T dy and dA = -T^T (dy x^T) T^T below the diagonal.
+    """
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    place_J, key_head = tl.arange(0, J), head // (H // G)
+    inside_J = first + place_J < positions
+    document_J, before, _ = chunk_documents(documents_ptr, row, first, positions, J)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    beta_J = tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)
+    place_JJ = rows_at(0, H, head, row, first, positions, J, J) + place_J
+    t_JJ = tl.load(t_ptr + place_JJ, mask=inside_J[:, None], other=0.0)
+    dt_JJ = tl.zeros([J, J], tl.float32)
+    dbeta_J = tl.zeros([J], tl.float32)
+    for start in range(0, M, BLOCK_M):
+        column_M = start + tl.arange(0, BLOCK_M)
+        is_value = inside_J[:, None] & (column_M < M)[None, :]
+        place_JM = rows_at(0, H, head, row, first, positions, J, M) + column_M
+        dd_JM = tl.load(dd_ptr + place_JM, mask=is_value, other=0.0)
+        v_JM = tl.load(v_ptr + place_JM, mask=is_value, other=0.0)
+        dt_JJ += dot(dd_JM, tl.trans(v_JM), dtype)
+        dweighted_JM = dot(tl.trans(t_JJ), dd_JM, dtype)
+        dbeta_J += tl.sum(dweighted_JM * v_JM, 1)
+        tl.store(dv_ptr + place_JM, (dweighted_JM * beta_J[:, None]).to(dtype), mask=is_value)
+    is_carried_J1, is_until_JJ = (document_J == before)[:, None], place_J[:, None] >= place_J[None, :]
+    state_ptr = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M)
+    for start_N in range(0, N, BLOCK_N):
+        column_N = start_N + tl.arange(0, BLOCK_N)
+        is_key = inside_J[:, None] & (column_N < N)[None, :]
+        dw_JN = tl.zeros([J, BLOCK_N], tl.float32)
+        for start in range(0, M, BLOCK_M):
+            column_M = start + tl.arange(0, BLOCK_M)
+            is_value = inside_J[:, None] & (column_M < M)[None, :]
+            is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
+            state_NM = tl.load(state_ptr + column_N[:, None] * M + column_M[None, :], mask=is_state, other=0.0)
+            dd_JM = tl.load(rows_at(dd_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+            dw_JN -= dot(dd_JM, tl.trans(state_NM), dtype)
+        place_JN = rows_at(0, H, head, row, first, positions, J, N) + column_N
+        k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        rounded_JN = tl.load(rounded_ptr + place_JN, mask=is_key, other=0.0)
+        carried_JN = tl.where(is_carried_J1, _decays_over(is_until_JJ, rounded_JN), 0.0)
+        dt_JJ += dot(dw_JN, tl.trans(k_JN * carried_JN), dtype)
+        dwritten_JN = dot(tl.trans(t_JJ), dw_JN, dtype) * carried_JN
+        tl.store(dwritten_ptr + place_JN, dwritten_JN.to(dtype), mask=is_key)
+    da_JJ = -dot(dot(tl.trans(t_JJ), dt_JJ * beta_J[None, :], dtype), tl.trans(t_JJ), dtype)
+    is_before_JJ = (place_J[:, None] > place_J[None, :]) & (document_J[:, None] == document_J[None, :])
+    tl.store(da_ptr + place_JJ, tl.where(is_before_JJ, da_JJ, 0.0).to(dtype), mask=inside_J[:, None])
+    tl.store(numbers_at(dbeta_ptr, H, head, row, first, positions, J), dbeta_J, mask=inside_J)
+
+
+@triton.jit
+def channel_query_backward_kernel(
+    q_ptr, k_ptr, rounded_ptr, beta_ptr, documents_ptr, states_ptr, do_ptr, dp_ptr, da_ptr, dwritten_ptr, dq_ptr,
+    dc_ptr, dbeta_ptr, positions, chunks,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head: dq, the rest of the gradients of beta k and of dbeta, and what dc gets from these.
+
+    Features are rows here: what comes out of one product is the left side of the next without a way through memory.
+    """
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    place_J, key_head = tl.arange(0, J), head // (H // G)
+    inside_J = first + place_J < positions
+    document_J, before, _ = chunk_documents(documents_ptr, row, first, positions, J)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    dbeta_J = tl.zeros([J], tl.float32)
+    for start_N in range(0, N, BLOCK_N):
+        column_N = start_N + tl.arange(0, BLOCK_N)
+        is_key = inside_J[:, None] & (column_N < N)[None, :]
+        rounded_ptrs = rows_at(rounded_ptr, H, head, row, first, positions, J, N) + column_N
+        rounded_JN = tl.load(rounded_ptrs, mask=is_key, other=0.0)
+        rounded_NJ = tl.trans(rounded_JN)
+        dq_NJ = tl.zeros([BLOCK_N, J], tl.float32)
+        for start in range(0, M, BLOCK_M):
+            column_M = start + tl.arange(0, BLOCK_M)
+            is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
+            is_value = (inside_J & (document_J == before))[:, None] & (column_M < M)[None, :]
+            state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M)
+            state_NM = tl.load(state_ptrs + column_N[:, None] * M + column_M[None, :], mask=is_state, other=0.0)
+            do_JM = tl.load(rows_at(do_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+            dq_NJ += dot(state_NM, tl.trans(do_JM), dtype)
+        dq_NJ *= _decays_over(rounded_NJ, place_J[:, None] <= place_J[None, :])
+        dp_ptrs = rows_at(dp_ptr, H, head, row, first, positions, J, J)
+        dp_JJ = tl.load(dp_ptrs + place_J, mask=inside_J[:, None], other=0.0)
+        da_ptrs = rows_at(da_ptr, H, head, row, first, positions, J, J)
+        da_JJ = tl.load(da_ptrs + place_J, mask=inside_J[:, None], other=0.0)
+        k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        k_NJ = tl.trans(k_JN)
+        dq_NJ += dot(k_NJ, tl.where(place_J[:, None] == place_J[None, :], dp_JJ, 0.0), dtype)
+        for level in range(LEVELS):
+            decay_NJ = _decays_over(rounded_NJ, tl.trans(_to_middle(level, J)))
+            pairs_JJ = tl.where(_pairs_at(level, J), dp_JJ, 0.0)
+            dq_NJ += dot(k_NJ * decay_NJ, tl.trans(pairs_JJ), dtype) * decay_NJ
+        dq_ptrs = rows_at(dq_ptr, H, head, row, first, positions, J, N) + column_N
+        tl.store(dq_ptrs, tl.trans(dq_NJ.to(dtype)), mask=is_key)
+        # A decay multiplies products of queries and written keys, and divides those of keys that are read.
+        q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        dc_NJ = tl.trans(q_JN) * dq_NJ
+        dwritten_ptrs = rows_at(dwritten_ptr, H, head, row, first, positions, J, N) + column_N
+        dwritten_NJ = tl.trans(tl.load(dwritten_ptrs, mask=is_key, other=0.0)).to(tl.float32)
+        for level in range(LEVELS):
+            decay_NJ = _decays_over(rounded_NJ, tl.trans(_to_middle(level, J)))
+            pairs_JJ = tl.where(_pairs_at(level, J), da_JJ, 0.0)
+            dwritten_NJ += dot(k_NJ * decay_NJ, tl.trans(pairs_JJ), dtype) * decay_NJ
+        dbeta_J += tl.sum(dwritten_NJ * k_NJ, 0)
+        dwritten_NJ *= tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)[
+            None, :
+        ]
+        tl.store(dwritten_ptrs, tl.trans(dwritten_NJ.to(dtype)), mask=is_key)
+        dc_NJ += k_NJ * dwritten_NJ
+        tl.store(rows_at(dc_ptr, H, head, row, first, positions, J, N) + column_N, tl.trans(dc_NJ), mask=is_key)
+    dbeta_ptrs = numbers_at(dbeta_ptr, H, head, row, first, positions, J)
+    tl.store(dbeta_ptrs, dbeta_J + tl.load(dbeta_ptrs, mask=inside_J, other=0.0), mask=inside_J)
+
+
+@triton.jit
+def channel_key_backward_kernel(
+    q_ptr, k_ptr, rounded_ptr, beta_ptr, documents_ptr, states_ptr, d_ptr, dstates_ptr, dp_ptr, da_ptr, dwritten_ptr,
+    dk_ptr, dc_ptr, positions, chunks,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of a head: dk, and dg in the place of dc. Features are rows here too."""
+    first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
+    place_J, key_head = tl.arange(0, J), head // (H // G)
+    inside_J = first + place_J < positions
+    document_J, before, last = chunk_documents(documents_ptr, row, first, positions, J)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    for start_N in range(0, N, BLOCK_N):
+        column_N = start_N + tl.arange(0, BLOCK_N)
+        is_key = inside_J[:, None] & (column_N < N)[None, :]
+        rounded_ptrs = rows_at(rounded_ptr, H, head, row, first, positions, J, N) + column_N
+        rounded_JN = tl.load(rounded_ptrs, mask=is_key, other=0.0)
+        rounded_NJ = tl.trans(rounded_JN)
+        whole_N = tl.where(before == last, tl.exp(tl.sum(rounded_JN.to(tl.float32), 0)), 0.0)
+        dk_NJ = tl.zeros([BLOCK_N, J], tl.float32)
+        dlast_N = tl.zeros([BLOCK_N], tl.float32)  # of the decay of the whole chunk
+        for start in range(0, M, BLOCK_M):
+            column_M = start + tl.arange(0, BLOCK_M)
+            is_state = (column_N < N)[:, None] & (column_M < M)[None, :]
+            is_value = (inside_J & (document_J == last))[:, None] & (column_M < M)[None, :]
+            place_NM = column_N[:, None] * M + column_M[None, :]
+            state_ptrs = state_at(states_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
+            dstate_ptrs = state_at(dstates_ptr, chunks, H, row, tl.program_id(0), head, N, M) + place_NM
+            state_NM = tl.load(state_ptrs, mask=is_state, other=0.0)
+            dstate_NM = tl.load(dstate_ptrs, mask=is_state, other=0.0)
+            d_JM = tl.load(rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
+            dk_NJ += dot(dstate_NM, tl.trans(d_JM), dtype)
+            dlast_N += tl.sum(state_NM.to(tl.float32) * dstate_NM.to(tl.float32), 1)
+        dk_NJ *= _decays_over(rounded_NJ, place_J[:, None] > place_J[None, :])
+        q_JN = tl.load(rows_at(q_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        k_JN = tl.load(rows_at(k_ptr, G, key_head, row, first, positions, J, N) + column_N, mask=is_key, other=0.0)
+        q_NJ, k_NJ = tl.trans(q_JN), tl.trans(k_JN)
+        dlast_N = dlast_N * whole_N + tl.sum(k_NJ * dk_NJ, 1)
+        dp_ptrs = rows_at(dp_ptr, H, head, row, first, positions, J, J)
+        dp_JJ = tl.load(dp_ptrs + place_J, mask=inside_J[:, None], other=0.0)
+        da_ptrs = rows_at(da_ptr, H, head, row, first, positions, J, J)
+        da_JJ = tl.load(da_ptrs + place_J, mask=inside_J[:, None], other=0.0)
+        beta_J = tl.load(numbers_at(beta_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)
+        da_JJ = (da_JJ * beta_J[:, None]).to(dtype)
+        for level in range(LEVELS):
+            is_pair_JJ = _pairs_at(level, J)
+            decay_NJ = _decays_over(rounded_NJ, tl.trans(_to_middle(level, J)))
+            found_NJ = dot(q_NJ * decay_NJ, tl.where(is_pair_JJ, dp_JJ, 0.0), dtype)
+            found_NJ += dot(k_NJ * decay_NJ, tl.where(is_pair_JJ, da_JJ, 0.0), dtype)
+            dk_NJ += found_NJ * decay_NJ
+        dk_NJ += dot(q_NJ, tl.where(place_J[:, None] == place_J[None, :], dp_JJ, 0.0), dtype)
+        dwritten_ptrs = rows_at(dwritten_ptr, H, head, row, first, positions, J, N) + column_N
+        dwritten_NJ = tl.trans(tl.load(dwritten_ptrs, mask=is_key, other=0.0))
+        dk_ptrs = rows_at(dk_ptr, H, head, row, first, positions, J, N) + column_N
+        tl.store(dk_ptrs, tl.trans((dk_NJ + dwritten_NJ).to(dtype)), mask=is_key)
+        dc_ptrs = rows_at(dc_ptr, H, head, row, first, positions, J, N) + column_N
+        dc_NJ = tl.trans(tl.load(dc_ptrs, mask=is_key, other=0.0)) - k_NJ * dk_NJ
+        # c is the sum of g up to a position, so dg is the sum of dc from there on.
+        dg_NJ = (dlast_N + tl.sum(dc_NJ, 1))[:, None] - tl.cumsum(dc_NJ, 1) + dc_NJ
+        tl.store(dc_ptrs, tl.trans(dg_NJ), mask=is_key)
