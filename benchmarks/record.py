@@ -45,12 +45,15 @@ def parts_of(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def write_joined(options: argparse.Namespace, parts: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]) -> None:
-    """Write the numbers of several results, with the environment of the first; which part each was, is left out."""
-    commands, commits = (dict.fromkeys(part[name] for part in parts) for name in ("command", "commit"))
+    """Write the numbers of several results, with the environment of the first, and the commit of the last one.
+
+    Which part each was, is left out.
+    """
+    commands = dict.fromkeys(part["command"] for part in parts)
     write_result(
         options.output,
         command=" && ".join(dict.fromkeys(re.sub(r" --(part|output|commit) \S+", "", one) for one in commands)),
-        commit=", ".join(commits),
+        commit=parts[-1]["commit"],
         environment=parts[0]["environment"],
         numbers=numbers,
     )

@@ -12,7 +12,6 @@ import argparse
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
@@ -105,9 +104,10 @@ def compared(request: SearchRequest, draws: int | None, seed: int, processes: in
     seconds = time.perf_counter() - begin
     space = SearchSpace(neutral_sizes(request, run), run, request.fixed)
     looked, fitting, fastest, best = 0, 0, float("inf"), None
-    with ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=BATCHES) as pool:
+    # Not an executor: with a number of tasks for a child, that of Python 3.11 can wait for ever.
+    with get_context("spawn").Pool(processes, maxtasksperchild=BATCHES) as pool:
         batches = list(batched(layouts_of(space, draws, seed), BATCH))
-        answers = pool.map(partial(played, run, cluster), batches)
+        answers = pool.imap(partial(played, run, cluster), batches, chunksize=1)
         for sizes, (some, seconds_of_best, best_of_some) in zip(batches, answers, strict=True):
             looked, fitting = looked + len(sizes), fitting + some
             if seconds_of_best < fastest:
@@ -181,7 +181,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.join:
         parts = record.parts_of(options)
-        found = {name: row for part in parts for name, row in part["numbers"].items()}
+        found = {name: {"commit": part["commit"], **row} for part in parts for name, row in part["numbers"].items()}
         every = [name for name, *_ in cases("", 0)]
         record.write_joined(options, parts, {name: found[name] for name in every if name in found})
         return

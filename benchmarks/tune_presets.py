@@ -12,8 +12,9 @@ that need more than the GPU has are left out.
 import argparse
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+from zlib import crc32
 
 from benchmarks import record
 from benchmarks.simulated_machine import SimulatedMachine
@@ -94,27 +95,35 @@ def main() -> None:
     parser.add_argument("--layouts", action="store_true", help="candidates of plans, too")
     parser.add_argument("--on", default="H200", help="chip")
     parser.add_argument("--minutes", type=float, default=6.0, help="budget of a search")
+    record.add_parts(parser)
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for layers in options.layers or LAYERS:
-        for preset in options.preset or PRESETS:
-            if preset.startswith("debug"):
-                continue
-            name, budget = f"{preset}-{layers}l", 60 * options.minutes
-            row = measure(name, options.on, budget, with_layouts=options.layouts, seed=len(rows))
-            rows.append(row)
-            print(row, flush=True)
-            tuned = [one for one in rows if "trials" in one]
-            summary = {
-                "presets": len(rows),
-                "too_large": sum("left_out" in one for one in rows),
-                "refused": sum("refused" in one for one in rows),
-                "tuned": len(tuned),
-                "with_leader": sum(one["leader"] is not None for one in tuned),
-                "most_seconds": max((one["seconds"] for one in tuned), default=0.0),
-                "within_3_percent": sum((one["over_best"] or 2.0) <= 1.03 for one in tuned),
-            }
-            record.write(options, {"summary": summary, "presets": rows}, chip=options.on)
+    if options.join:
+        parts = record.parts_of(options)
+        rows = [row for part in parts for row in part["numbers"]["presets"]]
+        record.write_joined(options, parts, {"summary": summary(rows), "presets": rows})
+        return
+    presets = [preset for preset in options.preset or PRESETS if not preset.startswith("debug")]
+    names = [f"{preset}-{layers}l" for layers in options.layers or LAYERS for preset in presets]
+    rows = list[dict[str, Any]]()
+    for name in record.part_of(options, names):
+        budget, seed = 60 * options.minutes, crc32(name.encode())
+        rows.append(measure(name, options.on, budget, with_layouts=options.layouts, seed=seed))
+        print(rows[-1], flush=True)
+        record.write(options, {"summary": summary(rows), "presets": rows}, chip=options.on)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How many presets there are, and what became of them."""
+    tuned = [one for one in rows if "trials" in one]
+    return {
+        "presets": len(rows),
+        "too_large": sum("left_out" in one for one in rows),
+        "refused": sum("refused" in one for one in rows),
+        "tuned": len(tuned),
+        "with_leader": sum(one["leader"] is not None for one in tuned),
+        "most_seconds": max((one["seconds"] for one in tuned), default=0.0),
+        "within_3_percent": sum((one["over_best"] or 2.0) <= 1.03 for one in tuned),
+    }
 
 
 if __name__ == "__main__":
