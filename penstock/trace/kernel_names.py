@@ -15,7 +15,8 @@ cut off, because a block-level reduction can name a type after an all-reduce. Co
 - dispatch and combine in a namespace of expert parallelism (`acme::ep::dispatch`, `acme::internode::combine`), as forks
   and in-house libraries name them (penstock.trace.recognize finds those whose names say nothing),
 - PyTorch's symmetric memory and multimem kernels, custom all-reduces of inference engines, user buffers,
-- Penstock's own: rows pushed, taken and returned through symmetric memory, sums over ranks, and waits for flags.
+- Penstock's own: rows pushed, taken and returned through symmetric memory, sums over ranks, numbers that ranks
+  gather, and waits for flags.
 
 What these libraries compute beside it stays on the device: counting the rows of each destination, staging copies, sums
 of received rows (`_LOCAL`). Copies to another device are copies, as in other tools.
@@ -99,8 +100,8 @@ _PRODUCT = r"gemm|xmma|cutlass|nvjet|Cijk_|wgmma|tensorop"
 
 SPECIFIC_PATTERNS = _table(rf"""
 # Penstock's kernels and autograd functions
-WAIT            ^(wait|hold)_kernel$
-DISPATCH        ^(push_rows|take_rows)_kernel$|^_Dispatch(Backward)?$
+WAIT            ^(wait|hold|take_numbers)_kernel$
+DISPATCH        ^(push_rows|take_rows|push_numbers)_kernel$|^_Dispatch(Backward)?$
 COMBINE         ^(return_rows|sum_ranks)_kernel$|^_Combine(Backward)?$
 INDEX           ^(tile_table|count|scan|place|count_arrivals|place_arrivals)_kernel$
 PERMUTE         ^(spread|sum_rows|gather_rows|gather_columns)_kernel$
@@ -250,7 +251,7 @@ _BY_LIBRARY = _compiled(
         ("nccl", r"^(?:\w+::)*(?:nccl(?!_ep)|rccl|msccl|hccl|oneccl)|nccldevkernel|ncclkernel|ncclsym|mscclkernel"),
         ("nvshmem", r"nvshmem|rocshmem|roc_shmem|ishmem|barrier_on_stream_kernel"),
         ("ucx", r"(?:^|::)(?:ucx|ucp|uct|ucc)(?:_|::)"),
-        (OWN, r"^(?:push_rows|take_rows|return_rows|sum_ranks|wait|hold|signal)_kernel$"),
+        (OWN, r"^(?:push_rows|take_rows|return_rows|sum_ranks|push_numbers|take_numbers|wait|hold|signal)_kernel$"),
         ("symmetric", r"multimem|symmetric_memory|symm_mem|(?:one|two)_?shot_all_?reduce|alltoallv"),
         ("symmetric", r"(?:put|wait)_signal_kernel|exchangesplitandoffset"),
         ("userbuffers", r"userbuffers"),

@@ -155,7 +155,7 @@ def test_a_run_without_traces_says_what_to_record(browser: str, tmp_path: Path) 
 
 def test_a_run_on_a_cpu_has_a_page(browser: str, tmp_path: Path) -> None:
     text = run_page(gather(host_folder(tmp_path / "run", ranks=2)))
-    assert "recording of a CPU" in text and "aten::addmm" in text and "on 2 x AMD EPYC, EP2 DP2" in text
+    assert "this recording is of a CPU" in text and "aten::addmm" in text and "on 2 x AMD EPYC, EP2 DP2" in text
     assert looked_at(browser, text, "")["errors"] == []
 
 
