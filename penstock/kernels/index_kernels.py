@@ -49,6 +49,8 @@ def index_scores_kernel(
 @triton.jit
 def _ordered(score):
     """Integers in the order of float32 numbers: those of negative ones have all bits but the sign inverted."""
+    # One that is not a number would be above infinity, where the search has no integer left, or below all others.
+    score = tl.where(score == score, score, -3.4028234663852886e38)
     bits = score.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

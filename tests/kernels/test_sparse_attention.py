@@ -71,6 +71,17 @@ def test_fewer_positions_than_keys_are_chosen_whole(device: torch.device) -> Non
         assert_close(got.double(), expected, tolerance=2e-6, by="norm")
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1], ids=["as GPUs write it", "negative"])
+def test_scores_that_are_no_numbers_choose_keys_that_exist(bits: int, device: torch.device) -> None:
+    inputs, first_BS = draw(torch.float32, device)
+    inputs[6] = torch.full_like(inputs[6], bits, dtype=torch.int32).view(torch.float32)  # weights of heads
+    keys_BSK = kernels.choose_keys(*inputs[4:], first_BS, TOP_K)
+    chosen = keys_mask(keys_BSK)
+    assert keys_BSK.min() >= -1 and keys_BSK.max() < POSITIONS
+    assert not (chosen & ~between(first_BS)).any()
+    assert_equal(chosen.sum(-1), between(first_BS).sum(-1).clamp(max=TOP_K))
+
+
 def test_the_definition_chooses_the_highest_scores_of_a_document() -> None:
     q_BSGN, k_BSN, weights_BSG = (
         torch.ones(1, 4, 1, 1),
