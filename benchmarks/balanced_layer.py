@@ -20,7 +20,7 @@ import faulthandler
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -165,7 +165,7 @@ class Ways:
     buffers: SymmetricBuffers | None  # None on a CPU
     dtype: torch.dtype
 
-    def dispatcher(self, rule: ReplicaRule | None, factor: float) -> Dispatcher:
+    def dispatcher(self, rule: ReplicaRule | None, factor: float, matrices: tuple[Tensor, Tensor]) -> Dispatcher:
         axis, operators = self.machine.axis, TRITON if self.buffers is not None else REFERENCE
         experts = self.shape.E if rule is None else rule.groups * rule.places
         placement = ExpertPlacement(experts=experts, expert=axis.size)
@@ -174,7 +174,7 @@ class Ways:
         else:
             room = RowCapacity(placement, factor).to(self.machine.device)
             inner = SymmetricDispatcher(placement, transport_of(placement, self.buffers), room)
-        return inner if rule is None else self._balanced(rule, inner, operators)
+        return inner if rule is None else replace(self._balanced(rule, inner, operators), at_hand=lambda: matrices)
 
     def _balanced(self, rule: ReplicaRule, inner: Dispatcher, operators: Operators) -> BalancedDispatcher:
         axis, meter = self.machine.axis, ReplicaMeter(rule.groups).to(self.machine.device)
@@ -201,7 +201,7 @@ def measure(ways: Ways, workload: str, experts: Matrices) -> list[dict[str, Any]
         if rule is not None:
             facts = plan_replicas(layer.counts_WE, rule, machine.axis.rank).facts.tolist()
             fullest, replicas = facts[PlanFact.FULLEST], facts[PlanFact.REPLICAS]
-        dispatcher = ways.dispatcher(rule, 1.01 * fullest / room)
+        dispatcher = ways.dispatcher(rule, 1.01 * fullest / room, layer.matrices)
         results = layer.results(dispatcher)
         expected = expected or results
         gap = max(relative_gap(one.float(), other.float()) for one, other in zip(results, expected, strict=True))
