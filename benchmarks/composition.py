@@ -26,6 +26,18 @@ from penstock.train.run_lock import temporary_folder
 
 SEED = 29
 
+CAUSES = {
+    "differs as much": "one process differs as much when its norms round differently",
+    "float32 agrees": "float32 agrees, and nothing is over twice its bound",
+    "the limit of the clamp": "a value is at the limit of a clamp, and another limit agrees",
+    "a quantile lies": "a router's bias moves by quantiles, and fixed steps agree",
+    "the indexer chose": "an indexer chose other keys, and all keys agree",
+    "equal to others": "tokens over capacity are equal to others",
+    "dropped other slots": "weights at the capacity tie, and given what is dropped they agree",
+    "chose other experts": "scores of a router tie, and given the choices they agree",
+}
+"""Why a tie is none of the layout's errors, by a part of its text; the first that is found."""
+
 
 def main() -> int:
     """Draw and record; the exit code is 1 if a draw is not explained."""
@@ -86,7 +98,7 @@ def play_again(prover: Prover, log: Path) -> None:
         if line["kind"] == "fault":
             verdict = prover.judge(composition_in(line))
             line |= {"was": line["text"][-300:], **as_line(verdict)}
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            log.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def composition_in(line: Mapping[str, Any]) -> Composition:
@@ -142,16 +154,22 @@ def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "bounds": {"float32": BOUNDS, "fewer_bits": GPU_BOUNDS if on_gpus else LOW_BOUNDS},
         "largest": {"float32": largest(by_width[False]), "fewer_bits": largest(by_width[True])},
         "ties": [line["text"] for line in lines if line["kind"] == "tie"],
+        "causes": dict(Counter(cause(line["text"]) for line in lines if line["kind"] == "tie").most_common()),
         "refusals": dict(Counter(line["text"].partition(";")[0] for line in lines if line["kind"] == "refused")),
         "ranks": {str(ranks): count for ranks, count in sorted(Counter(line["ranks"] for line in played).items())},
         "settings": dict(sorted(settings.items())),
     }
 
 
+def cause(text: str) -> str:
+    """Why a tie is one."""
+    return next(told for part, told in CAUSES.items() if part in text)
+
+
 def largest(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The largest difference of each figure."""
-    found = {name: max((line["figures"].get(name, 0.0) for line in lines), default=0.0) for name in BOUNDS}
-    return {name.replace(" ", "_"): value for name, value in found.items()}
+    found = {name: [line["figures"][name] for line in lines if name in line["figures"]] for name in BOUNDS}
+    return {name.replace(" ", "_"): max(values) for name, values in found.items() if values}
 
 
 def axis(override: str) -> str:

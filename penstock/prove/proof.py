@@ -39,6 +39,7 @@ from penstock.prove.play import (
     first_difference,
     put_together,
     whole_tensors,
+    worst_factor,
     worst_tensor,
 )
 from penstock.prove.ranks import Assignment, Played, PlayError, Ranks, two_nodes, write_choices
@@ -56,6 +57,7 @@ LOW_BOUNDS = {
     "moments": 0.2,
     "held-out loss": 1e-2,
     "one tensor": 0.5,
+    "one factor": 0.1,
 }
 """Of compositions in which something is rounded to 16 bits or fewer; those with products in 8 bits are low too."""
 
@@ -74,6 +76,7 @@ GPU_BOUNDS = {
     "moments": 3e-2,
     "held-out loss": 1e-3,
     "one tensor": 0.15,
+    "one factor": 9.9,
 }
 """The same on GPUs."""
 
@@ -275,6 +278,7 @@ class Prover:
 def _figures(got: StepFigures, expected: StepFigures, alone: Played) -> tuple[dict[str, float], str]:
     figures = differences(got, expected, whole_tensors([alone.start]))
     figures["one tensor"], name = worst_tensor(got, expected)
+    figures["one factor"] = worst_factor(got, expected)
     return {figure: value if isfinite(value) else float("inf") for figure, value in figures.items()}, name
 
 
