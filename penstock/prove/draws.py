@@ -212,11 +212,13 @@ def draw(seed: int, number: int, gpus: int = 0) -> Composition:
 def draw_graphs(seed: int, number: int, gpus: int) -> Composition:
     """The draw of this number with graphs, in bfloat16, and with as few micro-batches as its layout can have.
 
-    Graphs need a GPU's kernels, which have 16 bits, and memory that stays: neither pipelines nor full sharding.
+    Graphs need a GPU's kernels, which have 16 bits, and memory that stays: neither pipelines nor full sharding. cuDNN's
+    attention has no fixed order.
     """
     drawn = draw(seed, number, gpus).eager()
-    left = ("training.global_batch=8", IN_ORDER, "kernels.all=torch", "kernels.attention=flash", *BF16)
-    left += ("parallel.pipeline=", "parallel.shard=full", "training.micro_batch=", "dispatch.overlap=passes")
+    left = ("training.global_batch=8", "training.micro_batch=", IN_ORDER, *BF16)
+    left += ("kernels.all=torch", "kernels.attention=flash", "kernels.attention=cudnn")
+    left += ("parallel.pipeline=", "parallel.shard=full", "dispatch.overlap=passes")
     settings = tuple(one for one in drawn.settings if not one[0].startswith(left))
     eager = replace(drawn, settings=settings).plus(*BF16)
     eager = eager.plus("training.micro_batch=2", f"training.global_batch={2 * drawn.ranks}")
