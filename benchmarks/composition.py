@@ -26,6 +26,18 @@ from penstock.train.run_lock import temporary_folder
 
 SEED = 29
 
+CAUSES = {
+    "rounding": "differs as much",
+    "float32": "float32 agrees",
+    "clamp": "the limit of the clamp",
+    "quantile": "a quantile lies",
+    "keys": "the indexer chose",
+    "equal_tokens": "equal to others",
+    "capacity": "dropped other slots",
+    "router": "chose other experts",
+}
+"""Why a tie is no fault (penstock/prove/proof.py): the first of these whose words are in its text."""
+
 
 def main() -> int:
     """Draw and record; the exit code is 1 if a draw is not explained."""
@@ -86,7 +98,7 @@ def play_again(prover: Prover, log: Path) -> None:
         if line["kind"] == "fault":
             verdict = prover.judge(composition_in(line))
             line |= {"was": line["text"][-300:], **as_line(verdict)}
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            log.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def composition_in(line: Mapping[str, Any]) -> Composition:
@@ -142,16 +154,22 @@ def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "bounds": {"float32": BOUNDS, "fewer_bits": GPU_BOUNDS if on_gpus else LOW_BOUNDS},
         "largest": {"float32": largest(by_width[False]), "fewer_bits": largest(by_width[True])},
         "ties": [line["text"] for line in lines if line["kind"] == "tie"],
+        "causes": dict(Counter(cause(line["text"]) for line in lines if line["kind"] == "tie").most_common()),
         "refusals": dict(Counter(line["text"].partition(";")[0] for line in lines if line["kind"] == "refused")),
         "ranks": {str(ranks): count for ranks, count in sorted(Counter(line["ranks"] for line in played).items())},
         "settings": dict(sorted(settings.items())),
     }
 
 
+def cause(text: str) -> str:
+    """Why a tie is one."""
+    return next(name for name, words in CAUSES.items() if words in text)
+
+
 def largest(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The largest difference of each figure."""
-    found = {name: max((line["figures"].get(name, 0.0) for line in lines), default=0.0) for name in BOUNDS}
-    return {name.replace(" ", "_"): value for name, value in found.items()}
+    found = {name: [line["figures"][name] for line in lines if name in line["figures"]] for name in BOUNDS}
+    return {name.replace(" ", "_"): max(values) for name, values in found.items() if values}
 
 
 def axis(override: str) -> str:

@@ -5,7 +5,7 @@
 Each case is trained by the product (`penstock.tune.trial`). Step time is the median after the warm-up, memory the most
 that a rank's allocator had handed out. Cases of one rank run side by side, one on each GPU; those of several follow.
 The file is added to: a case that it has already and that is not measured again stays as it is, with the commit that it
-was measured at. `benchmarks.projection_compare` then adds what the plan says.
+was measured at. `--join` adds the cases of other files. `benchmarks.projection_compare` then adds what the plan says.
 """
 
 import argparse
@@ -37,6 +37,9 @@ Row = dict[str, Any]
 def main() -> None:
     """Measure cases, and write all so far after each of them."""
     options = parse_arguments()
+    if options.join:
+        join(options)
+        return
     cases = [case for case in named(options.only, options.chosen) if case.processes <= max(1, options.gpus)]
     alone, together = [case for case in cases if case.processes == 1], [case for case in cases if case.processes > 1]
     rows = known_rows(options.output)
@@ -61,8 +64,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=3, help="first steps that are not counted")
     parser.add_argument("--timeout", type=float, default=0.0, help="seconds after which a case is ended; 0 never")
     parser.add_argument("--folder", type=Path, help="keeps the runs, instead of a temporary folder")
+    parser.add_argument("--join", nargs="+", type=Path, default=[], metavar="FILE", help="measure nothing, add these")
     record.add_arguments(parser)
     return parser.parse_args()
+
+
+def join(options: argparse.Namespace) -> None:
+    """Add the cases of other files that were measured to the output."""
+    whole, parts = json.loads(options.output.read_text(encoding="utf-8")), record.parts_of(options)
+    rows = known_rows(options.output)
+    rows |= {row["name"]: row for part in parts for row in part["numbers"]["cases"] if row["figures"] is not None}
+    record.write_joined(options, [whole, *parts], whole["numbers"] | {"cases": in_order(rows)})
 
 
 def known_rows(path: Path | None) -> dict[str, Row]:
@@ -73,9 +85,13 @@ def known_rows(path: Path | None) -> dict[str, Row]:
 
 
 def write(options: argparse.Namespace, rows: dict[str, Row]) -> None:
-    """All cases so far, in the order of the list."""
-    ordered = [rows[case.name] for case in named([], "") if case.name in rows]
-    record.write(options, {"cases": ordered}, steps=options.steps, warm_up_steps=options.warm_up)
+    """All cases so far."""
+    record.write(options, {"cases": in_order(rows)}, steps=options.steps, warm_up_steps=options.warm_up)
+
+
+def in_order(rows: dict[str, Row]) -> list[Row]:
+    """The cases in the order of the list, and by what it says of when they were chosen."""
+    return [rows[case.name] | {"chosen": case.chosen} for case in named([], "") if case.name in rows]
 
 
 def side_by_side(options: argparse.Namespace, cases: Sequence[Case], folder: Path) -> dict[str, Row]:

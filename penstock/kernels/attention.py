@@ -20,7 +20,8 @@ sink is
 In bfloat16, o' is rounded twice. Without a fused backend the scores are materialized (`_by_products`).
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ ORDERS[flash_4.NAME] = ORDERS["auto"]  # for calls that the package does not sup
 BIAS_STRIDE = 16  # numbers, at multiples of which rows of a bias begin in the efficient backend
 # Added to masked scores. cuDNN does not accept infinity, so torch gives it the lowest float16.
 _HIDDEN = {SDPBackend.CUDNN_ATTENTION: -65504.0}
+_NONE_CAN_RUN = ("No available kernel", "No viable backend")  # how torch's errors begin
 _KNOW_SHARED = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)  # backends with grouped-query heads
 
 aten = torch.ops.aten
@@ -74,29 +76,35 @@ class AttentionOutput:
     rest: tuple[Any, ...] = ()  # further arguments of the backend's backward
 
 
-def backend_order(backend: str) -> AbstractContextManager[None]:
-    """Context in which torch tries the backends of a name in their order."""
+@contextmanager
+def backend_order(backend: str, q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor) -> Iterator[None]:
+    """Context in which torch tries the backends of a name in their order; raises KernelError if none can run."""
     order = ORDERS[backend]
-    return sdpa_kernel(order, set_priority=True) if order else nullcontext()
+    try:
+        with sdpa_kernel(order, set_priority=True) if order else nullcontext():
+            yield
+    except RuntimeError as error:
+        if not str(error).startswith(_NONE_CAN_RUN):
+            raise
+        got = f"{q_BHSN.dtype}, {q_BHSN.shape[1]} heads of queries and {k_BGSN.shape[1]} of keys"
+        got += f", {q_BHSN.shape[-1]} columns wide, values {v_BGSM.shape[-1]}"
+        got += ", training.deterministic" if torch.are_deterministic_algorithms_enabled() else ""
+        what = f"torch's attention backend {backend} cannot compute this"
+        raise KernelError(what, got=got.removeprefix("torch."), fix="kernels.attention=auto") from error
 
 
 def backend_for(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: ScoreOptions, backend: str) -> SDPBackend:
     """The backend that scaled_dot_product_attention would choose; on the meta device, that of a GPU.
 
-    Raises KernelError, or torch's RuntimeError, if the backend that is asked for cannot run.
+    Raises KernelError if the backend that is asked for cannot run.
     """
     if q_BHSN.is_meta:
         if backend == "math":
             return SDPBackend.MATH
         return SDPBackend.CUDNN_ATTENTION if q_BHSN.dtype.itemsize == 2 else SDPBackend.EFFICIENT_ATTENTION
     how: dict[str, Any] = {"scale": scores.scale, "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1]}
-    with backend_order(backend):
-        found = SDPBackend(
-            torch._fused_sdp_choice(q_BHSN, k_BGSN, v_BGSM, scores.allowed, 0.0, scores.is_causal, **how)
-        )
-    if found == SDPBackend.ERROR:
-        raise KernelError(f"attention: torch's backend {backend} cannot compute this", fix="set kernels.attention=auto")
-    return found
+    with backend_order(backend, q_BHSN, k_BGSN, v_BGSM):
+        return SDPBackend(torch._fused_sdp_choice(q_BHSN, k_BGSN, v_BGSM, scores.allowed, 0.0, scores.is_causal, **how))
 
 
 def repeat_kv(x_BGSN: Tensor, heads: int) -> Tensor:
@@ -202,7 +210,7 @@ def causal_attention(
 
     Each head of keys and values serves H / G heads of queries; values may be narrower or wider than keys. `scale` is a
     factor on the scores before the softmax. `allowed_BSS` is a boolean mask, query position by key position, causal
-    already; None is causal over the whole row. A named backend that cannot run raises torch's RuntimeError.
+    already; None is causal over the whole row. Raises as `backend_for` if a named backend cannot run.
     """
     if backend == flash_4.NAME and allowed_BSS is None and sinks_H is None and flash_4.takes(q_BSHN, v_BSGM):
         return flash_4.attention(q_BSHN, k_BSGN, v_BSGM, scale=scale)
@@ -212,15 +220,24 @@ def causal_attention(
         return attention_with_sinks(q_BHSN, k_BGSN, v_BGSM, sinks_H, scores, backend).transpose(1, 2)
     if q_BHSN.is_meta:
         return _without_memory(q_BHSN, k_BGSN, v_BGSM, scale, allowed_BSS, backend).transpose(1, 2)
-    # Grouped-query heads with a mask: torch would fall back to the backend that materializes scores.
-    if q_BHSN.is_cuda and scores.allowed is not None and q_BHSN.shape[1] != k_BGSN.shape[1]:
+    if q_BHSN.is_cuda and may_need_own_keys(q_BHSN, k_BGSN, scores, backend):
         _, k_BGSN, v_BGSM = backend_and_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
     how: dict[str, Any] = {"scale": scale, "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1]}
-    with backend_order(backend):
+    with backend_order(backend, q_BHSN, k_BGSN, v_BGSM):
         o_BHSM = F.scaled_dot_product_attention(
             q_BHSN, k_BGSN, v_BGSM, scores.allowed, is_causal=scores.is_causal, **how
         )
     return o_BHSM.transpose(1, 2)
+
+
+def may_need_own_keys(q_BHSN: Tensor, k_BGSN: Tensor, scores: ScoreOptions, backend: str) -> bool:
+    """Whether torch may find no backend for grouped-query heads on a GPU but the one that materializes the scores.
+
+    The fused ones that have such heads take no mask, or no float32.
+    """
+    if q_BHSN.shape[1] == k_BGSN.shape[1] or backend == "math":
+        return False
+    return backend == "efficient" or not scores.is_causal or q_BHSN.dtype.itemsize > 2
 
 
 def _without_memory(

@@ -142,6 +142,8 @@ def _answer(
     obstacles = {name: obstacle(op, name, device, shapes) for name in BACKENDS if op in BACKENDS[name].ops}
     # The most specific knob that names a backend decides.
     knob = next((knob for knob in (*point.knobs, "all") if wanted.get(knob, AUTO) != AUTO), None)
+    if knob == "all" and obstacles.get(wanted[knob]) is not None and not _is_there(point, shapes):
+        return Choice(op, direction, "reference", NOT_THERE)
     if knob is not None:
         return Choice(op, direction, *_as_asked(op, knob, wanted[knob], obstacles))
     if op == "sparse" and shapes.index_heads:
@@ -157,6 +159,11 @@ def _answer(
         return Choice(op, direction, *fastest)
     unknown = "no measurement for this chip" if measured is None else f"not measured in {device.dtype}"
     return Choice(op, direction, *_unmeasured(op, obstacles, device, unknown))
+
+
+def _is_there(point: ChoicePoint, shapes: Shapes) -> bool:
+    """Whether the model calls an operator."""
+    return bool(shapes.index_heads) if point.op == "sparse" else any(has(part.op, shapes) for part in point.parts)
 
 
 def _unmeasured(op: str, obstacles: Mapping[str, str | None], device: DeviceFacts, unknown: str) -> tuple[str, str]:

@@ -367,6 +367,14 @@ class Composer:
             self.meta_runs += len(missing)
             self._proxies.update(zip(missing, self.workers.starmap(run_proxy, missing.values()), strict=True))
 
+    def ends(self, run: Run) -> Iterator[tuple[Run, View]]:
+        """What `composed` runs of the first and the last stage of a pipeline, if not `closely`."""
+        contents = self.contents(run)
+        for one in (contents[0], contents[-1]):
+            view = view_of(one, self.leading)
+            view = _COMMON.get(view, view)
+            yield (self._alone(run) if self._is_like_middle(one, view) else run), view
+
     def _stage(self, run: Run, key: ReuseKey, closely: bool, contents: StageContents) -> StageActivations:
         if (key, contents, closely) not in self._activations:
             self._activations[key, contents, closely] = self._compose_stage(run, contents, closely)
@@ -379,8 +387,7 @@ class Composer:
         usual, order = self._kinds(view), contents.kinds
         if not closely or order == usual[: len(order)] or not set(order) <= set(usual):
             order = ()
-        ends = not closely and view in ("first", "last") and not self.run.model.mtp_layers
-        if ends and contents.kinds and not set(contents.kinds) & self.leading:
+        if not closely and self._is_like_middle(contents, view):
             # The piece before the layers, or behind them, is that of a rank with all experts.
             inner, outer = self.proxy(run, "middle").stage, self.proxy(self._alone(run), view).stage
             begin, end = (outer.pieces[0], inner.pieces[-1]) if view == "first" else (inner.pieces[0], outer.pieces[-1])
@@ -393,12 +400,21 @@ class Composer:
         by_kind = {piece.name: piece for piece in layers}
         for kind in contents.kinds:
             if kind not in by_kind:
-                by_kind[kind] = next(one for one in self.proxy(run, "first").stage.pieces if one.name == kind)
+                # Leading layers do not depend on the experts.
+                first = self.proxy(run if closely else self._alone(run), "first").stage
+                by_kind[kind] = next(one for one in first.pieces if one.name == kind)
         middle = [by_kind[kind] for kind, count in contents.layers for _ in range(count)]
         return StageActivations(number=0, pieces=(begin, *middle, end), weight=stage.weight)
 
+    def _is_like_middle(self, contents: StageContents, view: View) -> bool:
+        """Whether a first or last stage differs from a middle one by its ends and leading layers only."""
+        is_end = view == "first" or (view == "last" and not self.run.model.mtp_layers)
+        return is_end and len(contents.kinds) > 0
+
     def _alone(self, run: Run) -> Run:
-        """The run with all experts on each rank."""
+        """The run with all experts on each rank; the run itself with FSDP2, whose gradients of experts wait there."""
+        if run.parallel.shard == "full":
+            return run
         parallel = run.parallel.model_copy(update={"expert": 1, "expert_tensor": 1})
         dispatch = run.dispatch.model_copy(update={"method": "auto", "sync_free": 0})
         return run.model_copy(update={"parallel": parallel, "dispatch": dispatch})

@@ -348,12 +348,18 @@ class OpCosts:
     def _of_chosen(self, operator: RecordedOp) -> float:
         """A kernel of sparse attention, whose queries choose as many keys as there are, or have all before them."""
         of_pairs, keys, speed = _OF_CHOSEN[operator.name]
-        flops = 2.0 * of_pairs(operator.shapes)
+        share = 1.0
         if keys is not None:
             _, positions, top_k = operator.shapes[keys]
-            flops *= 1 - top_k / (2 * positions) if top_k < positions else positions / (2 * top_k)
+            share = 1 - top_k / (2 * positions) if top_k < positions else positions / (2 * top_k)
         direction: Pass = "backward" if "backward" in operator.name else "forward"
-        return self._rates.by_chunks(direction, flops, 0.0, _DTYPES[operator.itemsize]).seconds / speed
+        flops, dtype = 2.0 * share * of_pairs(operator.shapes), _DTYPES[operator.itemsize]
+        seconds = self._rates.by_chunks(direction, flops, 0.0, dtype).seconds / speed
+        if operator.name != "sparse_key_backward_kernel":
+            return seconds
+        # However many heads there are, a query adds a float32 row to the gradients of each of its keys.
+        (queries, _, chosen), (*_, columns) = operator.shapes[-2:]
+        return max(seconds, 4.0 * share * queries * chosen * columns / (_ADDED_SHARE * self._bandwidth))
 
     def _send(self, operator: RecordedOp) -> float:
         """A kernel that writes rows into other ranks' memory, or the wait for its counterpart."""
@@ -545,6 +551,10 @@ _OF_CHOSEN: Mapping[str, tuple[Callable[[Sequence[Sequence[int]]], int], int | N
 """Kernels of sparse attention: multiplications of all pairs of a query and a chosen key, by the shapes of the tensors;
 the place of the keys' numbers among these; the speed over that of dense attention in the same pass, on an H200 with the
 widths of DeepSeek-V3.2 (docs/decisions/0168-chosen-keys.md)."""
+
+_ADDED_SHARE = 0.45
+"""Bytes of float32 rows that atomic additions take in a second, over those that a kernel moves that computes little: on
+an H200 1.85 TB/s, whatever the launch (docs/decisions/0168-chosen-keys.md)."""
 
 _LINEAR_SPEED = 0.58
 """Of these kernels over attention's, on an H200 (delta-rule-h200.json, launches that run)."""

@@ -283,8 +283,10 @@ class _Search:
             yield self._bounds.reference_run(experts, (1, 1), saving.recompute, splits), "middle"
         elif one.step < 3:
             run = run_of(self._run, self._sizes(one.node))
-            views: tuple[View, ...] = ("middle",) if one.step == 1 else ("first", "last")
-            yield from ((run, view) for view in (views if run.parallel.pipeline > 1 else ("whole",)))
+            if run.parallel.pipeline == 1 or one.step == 1:
+                yield run, "middle" if run.parallel.pipeline > 1 else "whole"
+            else:
+                yield from self._composer.ends(run)
 
     def _tries(self, divisions: Sequence[Divisions]) -> list[_Waiting]:
         """Of each family and saving the most promising layout, the one with the least bound first."""
@@ -331,7 +333,11 @@ class _Search:
                     dense, experts, shard, rows = place
                     stages = every.family.experts[experts].stages
                     found += [(memory, _Node(f, shape, saving, dense, experts, shard, rows, one)) for one in stages]
-        for number, (_, node) in enumerate(heapq.nsmallest(MOST_SAVING, found)):
+        smallest = [_Waiting(0.0, 1, node) for _, node in heapq.nsmallest(MOST_SAVING, found)]
+        for number, (*_, node) in enumerate(smallest):
+            if number % BATCH == 0:
+                several = smallest[number : number + BATCH]
+                self._composer.prefetch(run for one in several for run in self._stages_of(one))
             if number % TELLS == 0:
                 self._progress(f"{number:,} of {len(found):,} layouts that save most memory looked at")
             if self._look(node) < math.inf and self._fit(node) < math.inf:

@@ -200,7 +200,10 @@ class SpaceBounds:
         return np.where(divisions.legal(shape), found.max(1) + update, np.inf)
 
     def bytes(self, divisions: Divisions, shape: int, saving: Saving, kept_times: float = 1.0) -> np.ndarray:
-        """Bytes of tensors on the fullest rank; activations count `kept_times`."""
+        """Bytes of tensors on the fullest rank; activations count `kept_times`.
+
+        What its host lacks for the optimizer is lacking here.
+        """
         width, kept = BYTES[self._run.training.precision], kept_numbers(self._run.model, saving.recompute)
         layers = np.array([width * kept[has_experts(kind)] for kind in self._kinds])
         of_tokens = np.zeros((len(divisions), len(self._kinds), 2))
@@ -220,17 +223,24 @@ class SpaceBounds:
         )
         # Illegal combinations may have too few micro-batches for their schedule.
         counts = np.where(divisions.legal(shape), divisions.micro_batches, 0)
-        for number in np.unique(counts[counts > 0]):
-            some = counts == number
-            moments = self._in_flight(family.pp, name, vpp, int(number), closely=held.shape[-1] > 2)
+        alike = {number: enough(name, family.pp, number) for number in np.unique(counts[counts > 0]).tolist()}
+        ways = held.reshape(len(held), -1)
+        for number in set(alike.values()):
+            some = np.isin(counts, [one for one, other in alike.items() if other == number])
+            moments = self._in_flight(family.pp, name, vpp, number, closely=held.shape[-1] > 2)
             # The most of all moments at which a place may be fullest.
-            found[some] += np.stack([np.einsum("nkw,pkw->np", held[some], one).max(1) for one in moments], 1)
-        return found.max(1)
+            found[some] += np.stack([(ways[some] @ one.T).max(1) for one in moments], 1)
+        if not saving.offload:
+            return found.max(1)
+        hardware = self._cluster.hardware
+        lacking = (divisions.movable @ places.held.T).max(1) - hardware.host_link.memory_bytes
+        most = found.max(1)
+        return np.where(lacking > 0, np.maximum(most, hardware.memory.capacity_bytes) + lacking, most)
 
     def _make_in_flight(
         self, pp: int, schedule: str, vpp: int, micro_batches: int, *, closely: bool
     ) -> tuple[np.ndarray, ...]:
-        """For each of `Places`, at each moment: layers by kind with each way of `Reference.kept`.
+        """For each of `Places` a row for each moment: layers by kind with each way of `Reference.kept`.
 
         The first two ways are of the micro-batches in flight; `closely`, all are, of these and the pass itself.
         """
@@ -238,45 +248,46 @@ class SpaceBounds:
         places = self._places(pp, schedule, vpp)
         for numbers, stages in zip(places.numbers, places.stages, strict=True):
             layers = np.stack([self._work([one])[: len(self._kinds)] for one in stages])
-            moments: list[tuple[np.ndarray, Sequence[tuple[int, Kind]]]] = []
+            passes = {(at, kind): self._of_pass(one, kind) for at, one in enumerate(stages) for kind in Kind}
+            moments: dict[tuple[tuple[int, Kind], ...], list[np.ndarray]] = {}
             if schedule == NO_PIPELINE:
                 held = np.stack([layers.sum(0), np.zeros(layers.shape[1])], -1)
-                moments = [(0 * held, [(0, Kind.FORWARD)]), (held, [(0, Kind.BACKWARD)])]
+                moments = {((0, Kind.FORWARD),): [0 * held], ((0, Kind.BACKWARD),): [held]}
             else:
-                shape = PipelineShape(schedule, pp, vpp, enough(schedule, pp, micro_batches))
+                shape = PipelineShape(schedule, pp, vpp, micro_batches)
                 for place in numbers:
                     at = {stage: number for number, stage in enumerate(shape.stages_of(place))}
                     for point in peak_points(shape, place):
+                        work = tuple((at[stage], kind) for stage, kind in point.work)
                         held = np.stack([point.kept @ layers, point.left @ layers], -1)
-                        moments.append((held, [(at[stage], kind) for stage, kind in point.work]))
-            if closely:
-                rows = [
-                    np.pad(held, _BESIDE_LAYERS) + sum(passes)
-                    for held, work in moments
-                    for passes in product(*(self._of_pass(stages[number], kind) for number, kind in work))
-                ]
-                found.append(np.unique(np.stack(rows), axis=0))
-            else:
-                found.append(np.stack([held for held, _ in moments]))
+                        moments.setdefault(work, []).append(held)
+            rows = []
+            for work, some in moments.items():
+                every = np.stack(some)
+                if closely:
+                    every = np.pad(every, ((0, 0), *_BESIDE_LAYERS))
+                    for action in work:
+                        every = (every[:, None] + passes[action]).reshape(-1, *every.shape[1:])
+                rows.append(every.reshape(len(every), -1))
+            found.append(_highest(np.concatenate(rows)))
         return tuple(found)
 
-    def _of_pass(self, stage: StageContents, kind: Kind) -> Iterator[np.ndarray]:
+    def _of_pass(self, stage: StageContents, kind: Kind) -> np.ndarray:
         """What a pass adds to the memory before it, at the last layer of each run of equal layers."""
-        kinds, none = self._kinds, np.zeros((len(self._kinds), 4))
-        layers = self._layers_of(stage)
+        kinds, layers = self._kinds, self._layers_of(stage)
         if kind is Kind.WEIGHT or not layers:
-            yield none
-            return
+            return np.zeros((1, len(kinds), 4))
+        found = np.zeros((len(layers), len(kinds), 4))
         runs = np.stack([count * (np.array(kinds) == name) for name, count in layers])
         for number, (name, _) in enumerate(layers):
-            found = none.copy()
             if kind is Kind.FORWARD:
-                found[:, 0] = runs[: number + 1].sum(0)
+                found[number, :, 0] = runs[: number + 1].sum(0)
             else:
                 # The layers behind it have left their kept memory, but for what waits for weight gradients.
-                found[:, 0], found[:, 1] = -runs[number + 1 :].sum(0), runs[number + 1 :].sum(0)
-            found[kinds.index(name), 2 if kind is Kind.FORWARD else 3] = 1
-            yield found
+                behind = runs[number + 1 :].sum(0)
+                found[number, :, 0], found[number, :, 1] = -behind, behind
+            found[number, kinds.index(name), 2 if kind is Kind.FORWARD else 3] = 1
+        return found
 
     def scaled(self, divisions: Divisions, recompute: tuple[str, ...], splits: bool) -> Scaled:
         """Divisions with the same experts, and bytes of their layers, by other layouts that are run once.
@@ -535,6 +546,17 @@ class SpaceBounds:
                 # Those of prediction depths are counted as layers.
                 whole[:, k] += np.where(is_full & (not is_mtp), values * fact.itemsize, 0.0)
         return state, movable, whole
+
+
+def _highest(rows: np.ndarray) -> np.ndarray:
+    """The rows that no other row reaches in every column: one of the others has the largest product with any bytes."""
+    rows = rows[np.argsort(-rows.sum(1), kind="stable")]
+    kept: list[int] = []
+    for number, row in enumerate(rows):
+        # A row that covers another one has a larger sum, so it comes before.
+        if not (rows[kept] >= row).all(1).any():
+            kept.append(number)
+    return rows[kept]
 
 
 def _main_stream(ops: RecordedOps, costs: OpCosts, kernel_seconds: float) -> tuple[float, float, int]:

@@ -22,6 +22,8 @@ from penstock.config.model import LatentAttention
 from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
 from penstock.config.run import Run
 
+Setting = tuple[str, ...]
+
 PRESET = "debug"
 
 Device = Literal["cpu", "cuda"]
@@ -44,10 +46,13 @@ MODELS_SHARE = 6
 RANKS: Mapping[int, int] = MappingProxyType({1: 4, 2: 50, 4: 40, 8: 6})
 """How many of a hundred draws have so many ranks."""
 
+BF16: Setting = ("training.precision=bf16",)
+
+BACKENDS = ("triton", "cudnn", "flash", "efficient")
+"""Of attention on a GPU in 16 bits."""
+
 RECIPES = ("blockwise", "blockwise-square", "tensorwise", "rowwise")
 """Of 8-bit products that every GPU with 8 bits has."""
-
-Setting = tuple[str, ...]
 
 
 def base_of(device: Device) -> tuple[str, ...]:
@@ -196,18 +201,27 @@ def draw(seed: int, number: int, gpus: int = 0) -> Composition:
     if not gpus:
         return Composition(ranks, tuple(model.settings + layout.settings))
     layout.numbers = random.Random(f"{seed} {number} kernels")
-    layout.maybe(0.4, f"kernels.all={layout.word('triton', 'triton', 'torch')}")
-    layout.maybe(0.3, f"kernels.attention={layout.word('triton', 'cudnn', 'flash', 'efficient')}")
+    in_float32 = BF16 not in model.settings
+    if not (in_float32 and layout.facts.get("indexer")):
+        layout.maybe(0.4, f"kernels.all={layout.word('triton', 'triton', 'triton' if in_float32 else 'torch')}")
+    layout.maybe(0.3, f"kernels.attention={'efficient' if in_float32 else layout.word(*BACKENDS)}")
     drawn = Composition(ranks, tuple(model.settings + layout.settings), device)
     return (_with_graphs(drawn, layout.numbers) if layout.chance(0.25) else None) or drawn
 
 
 def draw_graphs(seed: int, number: int, gpus: int) -> Composition:
-    """The draw of this number with graphs, and as few micro-batches as its layout can have."""
+    """The draw of this number with graphs, in bfloat16, and with as few micro-batches as its layout can have.
+
+    Graphs need a GPU's kernels, which have 16 bits, and memory that stays: neither pipelines nor full sharding. cuDNN's
+    attention has no fixed order.
+    """
     drawn = draw(seed, number, gpus).eager()
-    settings = tuple(one for one in drawn.settings if one not in (("training.global_batch=8",), (IN_ORDER,)))
-    batch = ("training.micro_batch=2", f"training.global_batch={2 * drawn.ranks}")
-    eager = replace(drawn, settings=settings).plus(*batch)
+    left = ("training.global_batch=8", "training.micro_batch=", IN_ORDER, *BF16)
+    left += ("kernels.all=torch", "kernels.attention=flash", "kernels.attention=cudnn")
+    left += ("parallel.pipeline=", "parallel.shard=full", "dispatch.overlap=passes")
+    settings = tuple(one for one in drawn.settings if not one[0].startswith(left))
+    eager = replace(drawn, settings=settings).plus(*BF16)
+    eager = eager.plus("training.micro_batch=2", f"training.global_batch={2 * drawn.ranks}")
     captured = _with_graphs(eager, random.Random(f"{seed} {number} graphs"))
     return captured or eager.plus("graphs.capture=full", IN_ORDER)
 
@@ -289,7 +303,7 @@ def _formats(draw: _Draw, *, is_dense: bool) -> None:
     is_low = draw.maybe(0.05, f"optimizer.moment_dtype={draw.word('bf16', 'int8')}")
     is_low |= draw.maybe(0.04, "float8.dense=blockwise")
     is_low |= not is_dense and draw.maybe(0.04, "float8.experts=blockwise")
-    if not is_low and ("training.precision=bf16",) not in draw.settings and draw.chance(0.16):
+    if not is_low and BF16 not in draw.settings and draw.chance(0.16):
         draw.add("optimizer.method=muon", "optimizer.muon.precision=fp32")
         draw.maybe(0.3, "optimizer.muon.qk_clip=0.05")
 
@@ -511,7 +525,7 @@ def _precision(draw: _Draw) -> None:
     if not is_float8:
         is_float8 = draw.maybe(0.15, f"float8.dense={draw.word(*RECIPES)}")
         is_float8 |= bool(draw.facts["moe"]) and draw.maybe(0.15, f"float8.experts={draw.word(*RECIPES)}")
-    if ("training.precision=bf16",) not in draw.settings and (is_float8 or draw.chance(0.75)):
+    if BF16 not in draw.settings and (is_float8 or draw.chance(0.75)):
         draw.add("training.precision=bf16")
 
 

@@ -21,11 +21,15 @@ BOUNDS = {
     "moments": 1e-4,
     "held-out loss": 2e-5,
     "one tensor": 1e-3,
+    "one factor": 1e-3,
 }
 """Largest relative difference that passes; of tensors the norm of the difference over the norm of the change."""
 
 _FLOOR = 1e-3
 """A tensor whose gradient is smaller than this part of the largest one's is compared relative to this part."""
+
+_MANY = 1000
+"""Numbers of a tensor over which rounding cancels."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +142,13 @@ def first_difference(one: tuple[StepFigures, Saved], other: tuple[StepFigures, S
         return f"held-out loss: {one[0].held_out:.9g} and {other[0].held_out:.9g}"
     for (name, _, pieces), (_, _, wanted) in zip(one[1], other[1], strict=True):
         for (_, mine_), (_, theirs_) in zip(pieces, wanted, strict=True):
-            if not torch.equal(mine_.view(torch.uint8), theirs_.view(torch.uint8)):
+            if not torch.equal(_bytes_of(mine_), _bytes_of(theirs_)):
                 return f"{name}, by up to {float((mine_ - theirs_).abs().max()):.1e}"
     return ""
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)  # torch has no bytes of a tensor without dims
 
 
 def worst_tensor(got: StepFigures, expected: StepFigures) -> tuple[float, str]:
@@ -152,3 +160,21 @@ def worst_tensor(got: StepFigures, expected: StepFigures) -> tuple[float, str]:
         for name in names
     ]
     return max(found, default=(0.0, ""))
+
+
+def worst_factor(got: StepFigures, expected: StepFigures) -> float:
+    """How far the factor between first moments is from 1, of the tensor where it is farthest.
+
+    Rounding points in any direction, and a wrong factor or a lost row in that of the gradient. So this is far smaller
+    than the difference of `worst_tensor` where only rounding differs, and equals it where a factor is wrong.
+    """
+    found = [(name, wanted) for name, wanted in expected.tensors.items() if name.startswith("moment1.")]
+    floor = _FLOOR * max((float(wanted.norm()) for _, wanted in found), default=0.0)
+    return max(
+        (
+            abs(float(((got.tensors[name] - wanted) * wanted).sum() / wanted.square().sum()))
+            for name, wanted in found
+            if wanted.numel() >= _MANY and float(wanted.norm()) > floor
+        ),
+        default=0.0,
+    )

@@ -31,7 +31,7 @@ BASE = (
     *("evaluation.rows=8", "checkpoint.enabled=false", "device=cpu"),
 )
 
-TOLERANCES = {figure: BOUNDS[figure] for figure in BOUNDS if figure != "one tensor"}
+TOLERANCES = {figure: BOUNDS[figure] for figure in BOUNDS if not figure.startswith("one ")}
 
 
 def play(overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> tuple[StepFigures, Saved]:

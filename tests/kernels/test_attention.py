@@ -16,7 +16,6 @@ from penstock.kernels.attention import (
     AttentionOutput,
     ScoreOptions,
     backend_and_keys,
-    backend_for,
     backward,
     causal_attention,
     forward,
@@ -73,13 +72,30 @@ def test_a_very_low_sink_changes_nothing_and_a_very_high_one_leaves_nothing() ->
     assert not close.any()
 
 
-def test_a_named_backend_that_cannot_run_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, sinks_H, _ = random_heads(ROWS, LENGTH)
-    with pytest.raises(RuntimeError, match="No viable backend"):
-        attend(q, k, v, backend="cudnn", sinks_H=sinks_H)
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: SDPBackend.ERROR.value)
-    with pytest.raises(KernelError, match="backend cudnn cannot"):
-        backend_for(*(x.transpose(1, 2) for x in (q, k, v)), ScoreOptions(scale=SCALE), "cudnn")
+def test_a_named_backend_that_cannot_run_is_refused_and_not_replaced() -> None:
+    q, k, v, sinks_H, _ = random_heads(ROWS, LENGTH, torch.bfloat16)
+    for sinks in (None, sinks_H):
+        with pytest.raises(KernelError) as refused:
+            attend(q, k, v, backend="cudnn", sinks_H=sinks)
+        assert str(refused.value) == (
+            "torch's attention backend cudnn cannot compute this; "
+            "got bfloat16, 4 heads of queries and 2 of keys, 8 columns wide, values 8; fix: kernels.attention=auto"
+        )
+    with pytest.raises(RuntimeError, match="first two dimensions"):  # other errors stay
+        attend(q, k[:, :-1], v, backend="math")
+
+
+def test_grouped_queries_get_keys_of_their_own_where_a_gpu_would_materialize_all_scores() -> None:
+    q, k = (torch.empty(1, heads, 8, 8, dtype=torch.bfloat16) for heads in (4, 2))
+    plain, masked = ScoreOptions(scale=SCALE), ScoreOptions(scale=SCALE, allowed=torch.ones(1, 1, 8, 8).bool())
+    asked = [
+        (q, k, plain, "efficient"),  # it has no grouped-query heads
+        (q, k, masked, "auto"),
+        (q.float(), k.float(), plain, "auto"),  # flash and cuDNN have no float32
+    ]
+    others = [(q, k, plain, "auto"), (q, q, masked, "efficient"), (q, k, masked, "math")]
+    assert all(attention.may_need_own_keys(*one) for one in asked)
+    assert not any(attention.may_need_own_keys(*one) for one in others)
 
 
 def test_keys_are_repeated_where_torch_would_materialize_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +197,7 @@ def test_a_gpu_equals_the_definition(
         pytest.skip("flash has no masks")
     rows, length, device = 2, 128, torch.device("cuda")
     generator = torch.Generator(device).manual_seed(3)
-    groups = 4 if backend == "efficient" else 2  # it has no grouped-query heads
+    groups = 2
     # Queries, keys, values, sinks.
     shapes = ((rows, length, 4, 64), (rows, length, groups, 64), (rows, length, groups, 64), (4,))
     given = [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for shape in shapes]

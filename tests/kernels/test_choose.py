@@ -143,6 +143,16 @@ def test_a_dense_model_has_no_experts_to_choose_for() -> None:
     assert reasons(shapes=replace(SHAPES, dense_ffn=0))["swiglu"] == "the model has none"
 
 
+def test_an_operator_that_the_model_lacks_is_no_obstacle_to_one_backend_for_all() -> None:
+    float32, plain = named_device("H200", "fp32"), replace(SHAPES, index_heads=0)
+    assert chosen(float32, plain, all="triton")["sparse"] == "reference"
+    assert chosen(float32, plain, all="triton")["norm"] == "triton"
+    assert set(chosen(float32, replace(DENSE, index_heads=0), all="torch").values()) >= {"torch", "reference"}
+    for shapes, backend in ((SHAPES, "triton"), (plain, "torch")):  # sparse attention, products of experts
+        with pytest.raises(KernelError, match=f"kernels.all={backend} cannot be had"):
+            choose({"all": backend}, float32, shapes, None)
+
+
 def test_named_backends_are_taken_products_follow_experts_and_experts_follow_all() -> None:
     found = chosen(norm="torch", rope="reference", experts_weight_gradient="reference")
     assert (found["norm"], found["rope"], found["swiglu"]) == ("torch", "reference", "triton")

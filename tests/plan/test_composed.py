@@ -153,12 +153,26 @@ def test_a_proxy_stage_runs_once_for_all_runs_with_the_same_pieces() -> None:
     assert done[0] == done[1] < done[2]
 
 
-def test_pieces_of_usual_stages_approximate_those_of_rare_ones() -> None:
-    run = load_run(LITE, ["parallel.pipeline=8", "parallel.expert=2", "training.global_batch=64"])
+@pytest.mark.parametrize(
+    "texts",
+    ["parallel.pipeline=8", "parallel.pipeline=2 parallel.shard=full", "parallel.pipeline=2 model.dense_layers=0"],
+)
+def test_pieces_of_usual_stages_approximate_those_of_rare_ones(texts: str) -> None:
+    run = load_run(LITE, [*texts.split(), "parallel.expert=2", "training.global_batch=64"])
     nearly, closely = (
         Composer(run, TARGET).composed(run, grid_of(run, 16), closely=closely) for closely in (False, True)
     )
-    assert nearly.fullest_of(range(8)) == pytest.approx(closely.fullest_of(range(8)), rel=2e-2)
+    places = range(run.parallel.pipeline)
+    assert nearly.fullest_of(places) == pytest.approx(closely.fullest_of(places), rel=2e-2)
+
+
+def test_gathered_gradients_of_other_ranks_experts_are_in_no_stage() -> None:
+    texts = ["parallel.pipeline=2", "parallel.shard=full", "parallel.expert=8", "training.global_batch=64"]
+    run = load_run("qwen3-30b-a3b-8l", texts)
+    nearly, closely = (
+        Composer(run, TARGET).composed(run, grid_of(run, 16), closely=closely).stage(0) for closely in (False, True)
+    )
+    assert [one.backward for one in nearly.pieces] == [one.backward for one in closely.pieces]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -128,6 +128,15 @@ def test_a_kernel_of_sparse_attention_takes_the_time_of_its_chosen_pairs(
     assert COSTS.of(operator).term == "attention"
 
 
+def test_gradients_of_chosen_keys_take_the_time_of_their_additions_if_heads_are_few() -> None:
+    def seconds(heads: int) -> float:
+        q, p = (heads, 1, 8192, 512), (8192, heads, 2048)
+        return COSTS.of(of_bf16("sparse_key_backward_kernel", q, q, *CHOSEN[4:], p, p, CHOSEN[2])).seconds
+
+    assert seconds(32) == seconds(16) == pytest.approx(4 * 512 * PAIRS / (0.45 * BANDWIDTH))
+    assert seconds(256) == pytest.approx(2 * seconds(128))
+
+
 @pytest.mark.parametrize(
     ("operator", "moved"),
     [

@@ -38,6 +38,7 @@ from torch.distributed.rendezvous import rendezvous as open_store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.base.errors import FAILED, LOST, DeviceError, LostRankError, PenstockError, every_kind
+from penstock.base.numbers import time_text
 from penstock.parallel.launch.environment import Environment, facts_of_machine, prepare_environment
 from penstock.parallel.launch.process import choose_device, prepare_process
 from penstock.parallel.launch.watch import MARGIN, Watch, within
@@ -226,7 +227,7 @@ class Rendezvous:
         except RuntimeError as error:
             missing = [rank for rank, answer in enumerate(answers, start=1) if not store.check([answer])]
             raise DeviceError(
-                f"not every rank came within {self.timeout.total_seconds() / 60:g} minutes",
+                f"not every rank came within {time_text(self.timeout.total_seconds())}",
                 got=f"{self.world - len(missing)} of {self.world}; missing: rank {', '.join(map(str, missing[:8]))}",
                 fix="look at the output of these ranks, or raise host.timeout_minutes",
             ) from error

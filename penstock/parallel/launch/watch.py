@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from penstock.base.errors import LostRankError
+from penstock.base.numbers import time_text
 
 LOOK_SECONDS = 1.0
 """How often a rank looks for a roll call, and at its own clock."""
@@ -109,7 +110,7 @@ class Watch:
         while not self._is_over.wait(LOOK_SECONDS):
             mark = self._mark
             if mark is not None and time.monotonic() - mark[1] > self._timeout:
-                self._leave(LostRankError("no progress", got=f"{mark[0]} for {self._timeout / 60:g} minutes"))
+                self._leave(LostRankError("no progress", got=f"{mark[0]} for {time_text(self._timeout)}"))
                 return
 
     def _look_for_call(self) -> None:

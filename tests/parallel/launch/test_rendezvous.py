@@ -169,7 +169,7 @@ def test_ranks_that_do_not_come_are_named(store: TCPStore) -> None:
     # The first rank that fails reports it; all ranks know.
     said = next(error for error in errors if isinstance(error, DeviceError))
     assert "not every rank came" in str(said) or "waits for other ranks" in str(said)
-    with pytest.raises(DeviceError, match="not every rank came within 0.01 minutes; got 1 of 3; missing: rank 1, 2"):
+    with pytest.raises(DeviceError, match="not every rank came within 600 ms; got 1 of 3; missing: rank 1, 2"):
         meeting_of(0, 3, store).open(0.01)
 
 
@@ -196,7 +196,7 @@ def test_behind_a_cut_link_one_rank_of_the_machine_says_so(
     is_over = threading.Event()
     monkeypatch.setattr(meeting, "_tell", lambda error: is_over.wait(60.0))  # a call to the store that is not answered
     with pytest.raises(LostRankError) as lost, meeting:
-        raise LostRankError("no progress", got="forward of step 13 for 1 minutes")
+        raise LostRankError("no progress", got="forward of step 13 for 60 s")
     is_over.set()
     assert left == ([] if speaks else [75])
     told = f"rank 0 at 127.0.0.1:{store.port} is not reached from {socket.gethostname()}; got forward of step 13"

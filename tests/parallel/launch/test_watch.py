@@ -100,7 +100,7 @@ def test_a_place_that_lasts_too_long_is_a_hang_and_work_without_a_place_is_not(w
     deadline = time.monotonic() + 30.0
     while not hung and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert [str(error) for error in hung] == ["no progress; got backward of step 7 for 0.005 minutes"]
+    assert [str(error) for error in hung] == ["no progress; got backward of step 7 for 300 ms"]
 
 
 def test_without_a_store_the_error_stays_as_it_is(
