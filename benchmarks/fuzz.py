@@ -36,6 +36,7 @@ def main() -> int:
     faults = [{"reader": one.reader, "seed": one.seed, "how": one.how} for one in ended if one.is_fault]
     limits = {"seconds_of_the_processor": MOST_SECONDS, "bytes": MOST_BYTES}
     numbers = {"cases": len(ended), "seed": options.seed, "faults": faults, "limits": limits, "readers": summary(ended)}
+    print(f"{len(ended)} cases, {time.monotonic() - begin:.0f} s, {len(faults)} faults", flush=True)
     record.write(options, numbers)
     return 1 if faults else 0
 

@@ -88,7 +88,8 @@ def backend_order(backend: str, q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor) 
             raise
         got = f"{q_BHSN.dtype}, {q_BHSN.shape[1]} heads of queries and {k_BGSN.shape[1]} of keys"
         got += f", {q_BHSN.shape[-1]} columns wide, values {v_BGSM.shape[-1]}"
-        what = f"torch's attention backend {backend} cannot compute this model's heads"
+        got += ", training.deterministic" if torch.are_deterministic_algorithms_enabled() else ""
+        what = f"torch's attention backend {backend} cannot compute this"
         raise KernelError(what, got=got.removeprefix("torch."), fix="kernels.attention=auto") from error
 
 

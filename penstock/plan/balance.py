@@ -2,10 +2,9 @@
 
 Beside the rows of the fullest rank, replicas cost what the projection of the run leaves out: the way of their weights
 (twice a pass, forward and backward) and of their float32 gradients (once), on the rank that sends or receives most.
-Weights travel beside the first product of own experts, which is two ninths of the experts' time of a pass forward and
-one ninth backward. With collectives gradients are waited for. Where GPUs write to each other's memory they go beside
-the backward pass of attention, which is slower for that: on two H200 about half of their time was saved
-(benchmarks/results/balanced-h200x2.json).
+Weights share the links with rows, so they are waited for. With collectives gradients are too. Where GPUs write to each
+other's memory they go beside the backward pass of attention, which is slower for that: on two H200 about half of their
+time was saved (benchmarks/results/balanced-h200x2.json).
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,6 @@ from penstock.plan.transfers import TransferTimes
 
 _HIDDEN = 0.5  # most of the gradients' time
 _OF_ATTENTION = 5 / 7  # of its products, which backward has; forward has two
-_FORWARD, _BACKWARD = 2 / 9, 1 / 9  # of the experts' time of a pass, all nine parts: forward has three, backward six
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +101,6 @@ def _exposed(run: Run, cluster: Cluster, loads: RankLoads, terms: Mapping[str, f
         return transfers.collective("point-to-point", size * loads.busiest, pair).seconds
 
     weights, gradients = sent(each), sent(4 / sizes.itemsize * each)
-    beside = terms.get("experts", 0.0) / passes
     is_mapped = choose_dispatcher(dispatch_facts(run, experts.node_ranks)).writes_to_peers
     rest = _OF_ATTENTION * terms.get("attention", 0.0) / passes if is_mapped else 0.0
-    waits = weights - _FORWARD * beside, weights - _BACKWARD * beside, gradients - min(rest, _HIDDEN * gradients)
-    return passes * sum(max(0.0, wait) for wait in waits)
+    return passes * (2 * weights + gradients - min(rest, _HIDDEN * gradients))

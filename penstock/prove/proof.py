@@ -9,19 +9,20 @@
    another limit as well. In 16 bits an indexer may choose other keys: a fault must be one with all keys chosen.
    A bias that moves by quantiles jumps to the next score: a fault must be one with fixed steps.
 5. Some models enlarge rounding: a fault must differ by more than one process does whose norms have an epsilon that is
-   larger by less than their outputs are rounded. In fewer bits it must be one in float32 as well or be over twice the
-   bounds.
+   larger by less than their outputs are rounded, or be farther from float32 than one process in the same bits. On CPU
+   ranks in fewer bits it must be one in float32 as well, or be over twice the bounds.
 6. A composition with captured graphs is judged without them; with them every step must give the same bits.
 7. A fault is made smaller, setting by setting, as long as it stays one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 
 from penstock.prove.choices import Choices, Place, first_flip, least_margin
 from penstock.prove.draws import (
+    FEWER_BITS,
     Composition,
     base_of,
     draw,
@@ -76,7 +77,7 @@ GPU_BOUNDS = {
     "moments": 3e-2,
     "held-out loss": 1e-3,
     "one tensor": 0.15,
-    "one factor": 9.9,
+    "one factor": 0.03,
 }
 """The same on GPUs."""
 
@@ -88,6 +89,9 @@ FAR_OVER = 2.0
 
 JOLTED, LOW_JOLTED, LIKE_JOLT = 1.0001e-6, 1.5e-6, 3.0
 """Epsilons of norms instead of 1e-6, which change their outputs by less than float32 and bfloat16 round; a factor."""
+
+LIKE_BITS = 1.5
+"""Times the distance of one process in fewer bits from float32."""
 
 TIE, LOW_TIE = 1e-4, 3e-2
 """Scores that are nearer may tie."""
@@ -162,41 +166,61 @@ class Prover:
             return outcome
         flip = first_flip([one.choices for one in played], alone.choices)
         if flip is None:
-            return self._rounding_of(outcome, alone) or outcome
+            return self._rounding_of(outcome, played, alone) or outcome
         step, layer = flip.place
         what = "dropped other slots" if flip.drops_only else "chose other experts"
         told = f"step {step}, layer {layer}: {flip.tokens} tokens {what}, by margins up to {flip.margin:.1e}"
         if flip.margin > (LOW_TIE if is_low(composition) else TIE):
             return replace(outcome, text=f"{outcome.text}; {told}, which is no tie")
         try:
-            again = self._compare(composition, self._play(composition, self.give(alone.choices)), alone)
+            given = self._play(composition, self.give(alone.choices))
         except PlayError as error:
             return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {error}")
+        again = self._compare(composition, given, alone)
         if again.kind == "equal":
             return replace(again, kind="tie", text=told)
-        if (rounded := self._rounding_of(again, alone)) is not None:
+        if (rounded := self._rounding_of(again, given, alone)) is not None:
             return replace(rounded, text=f"{told}; {rounded.text}")
         if flip.of_equal_tokens:
             return replace(outcome, kind="tie", text=f"{told}; these tokens are equal to others")
         return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {again.text}")
 
-    def _rounding_of(self, fault: Verdict, alone: Played) -> Verdict | None:
-        """A tie if one process differs as much when every norm rounds differently, else None."""
+    def _rounding_of(self, fault: Verdict, played: list[Played], alone: Played) -> Verdict | None:
+        """A tie if one process differs as much when every norm rounds differently, else None.
+
+        Where something is rounded to fewer bits, it is also one only if it is not farther from float32 than the one
+        process in these bits.
+        """
         if not fault.figures:
             return None
-        composition = fault.composition
+        composition, bounds, expected = fault.composition, bounds_of(fault.composition), _whole([alone])
         jolt = f"model.rms_norm_eps={LOW_JOLTED if is_low(composition) else JOLTED}"
-        overrides = (*base_of(composition.device), *composition.alone, jolt)
-        part = Assignment(overrides, STEPS, RATE, given=self.give(alone.choices), device=composition.device)
         try:
-            (jolted,) = self._ranks.play(1, part)
+            jolted = self._given_choices((*composition.alone, jolt), composition, alone)
+            moved, _ = _figures(_whole([jolted]), expected, alone)
+            if any(value > max(bounds[name], LIKE_JOLT * moved[name]) for name, value in fault.figures.items()):
+                return None
+            text = f"{fault.text}, and one process with {jolt} differs as much"
+            if is_low(composition):
+                words = tuple(one for one in composition.alone if not one.startswith(FEWER_BITS))
+                exact = self._given_choices(words, composition, alone)
+                (mine, _), (theirs, _) = (_figures(one, _whole([exact]), exact) for one in (_whole(played), expected))
+                if any(value > max(bounds[name], LIKE_BITS * theirs[name]) for name, value in mine.items()):
+                    return None
+                wrong = [name for name, value in fault.figures.items() if value > bounds[name]]
+                told = ", ".join(f"{name} {mine[name]:.1e} and {theirs[name]:.1e}" for name in wrong)
+                text += f"; from float32 the two are {told} away"
         except PlayError:
             return None
-        moved, _ = _figures(put_together([(jolted.trace, jolted.end)]), put_together([(alone.trace, alone.end)]), alone)
-        bounds = bounds_of(composition)
-        if any(value > max(bounds[name], LIKE_JOLT * moved[name]) for name, value in fault.figures.items()):
-            return None
-        return replace(fault, kind="tie", text=f"{fault.text}, and one process with {jolt} differs as much")
+        return replace(fault, kind="tie", text=text)
+
+    def _given_choices(self, words: tuple[str, ...], composition: Composition, alone: Played) -> Played:
+        """One process with other settings, and with the choices of `alone`."""
+        overrides, device = (*base_of(composition.device), *words), composition.device
+        (played,) = self._ranks.play(
+            1, Assignment(overrides, STEPS, RATE, given=self.give(alone.choices), device=device)
+        )
+        return played
 
     def _judge_replays(self, composition: Composition) -> Verdict:
         """Whether graphs give the bits of eager passes, and those what one process computes unless `replays` is set."""
@@ -262,9 +286,7 @@ class Prover:
         bounds = bounds_of(composition)
         margin = least_margin(alone.choices)
         try:
-            got = put_together([(one.trace, one.end) for one in played])
-            expected = put_together([(alone.trace, alone.end)])
-            figures, name = _figures(got, expected, alone)
+            figures, name = _figures(_whole(played), _whole([alone]), alone)
         except AssertionError as error:
             return Verdict("fault", composition, str(error), margin=margin)
         wrong = {figure: value for figure, value in figures.items() if not value <= bounds[figure]}
@@ -273,6 +295,10 @@ class Prover:
         told = ", ".join(f"{figure} {value:.1e}" for figure, value in wrong.items())
         text = f"{told}; most of {name}" if name else told
         return Verdict("fault", composition, text, figures, margin)
+
+
+def _whole(played: Sequence[Played]) -> StepFigures:
+    return put_together([(one.trace, one.end) for one in played])
 
 
 def _figures(got: StepFigures, expected: StepFigures, alone: Played) -> tuple[dict[str, float], str]:

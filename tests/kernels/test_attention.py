@@ -78,7 +78,7 @@ def test_a_named_backend_that_cannot_run_is_refused_and_not_replaced() -> None:
         with pytest.raises(KernelError) as refused:
             attend(q, k, v, backend="cudnn", sinks_H=sinks)
         assert str(refused.value) == (
-            "torch's attention backend cudnn cannot compute this model's heads; "
+            "torch's attention backend cudnn cannot compute this; "
             "got bfloat16, 4 heads of queries and 2 of keys, 8 columns wide, values 8; fix: kernels.attention=auto"
         )
     with pytest.raises(RuntimeError, match="first two dimensions"):  # other errors stay
