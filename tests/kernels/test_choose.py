@@ -234,8 +234,7 @@ def test_attention_is_ordered_by_vendor_and_wish() -> None:
 
 def test_the_summary_is_one_line() -> None:
     assert summary(choose({}, H200, SHAPES, None)) == (
-        "triton: route, permute, experts, swiglu, norm, rope, delta, sparse, masked attention, loss; "
-        "hopper: attention"
+        "triton: route, permute, experts, swiglu, norm, rope, delta, sparse, masked attention, loss; hopper: attention"
     )
     assert summary(choose({"all": "reference"}, CPU, SHAPES, None)).endswith("; torch: attention, loss")
     mixed = summary(choose({"experts_forward": "torch"}, H200, SHAPES, None))
