@@ -134,10 +134,12 @@ def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     settings: Counter[str] = Counter()
     for line in played:
         settings.update(axis(override) for override in line["overrides"])
-    agreed = [line for line in played if line["kind"] == "equal"]
-    by_width: dict[bool, list[Mapping[str, Any]]] = {False: [], True: []}
-    for line in agreed:
-        by_width[is_low(composition_in(line))].append(line)
+    by_width: dict[str, list[Mapping[str, Any]]] = {"float32": [], "16_bits": [], "8_bits": []}
+    for line in lines:
+        if line["kind"] == "equal":
+            in_8_bits = any(one.startswith("float8.") for one in line["overrides"])
+            width = "8_bits" if in_8_bits else "16_bits" if is_low(composition_in(line)) else "float32"
+            by_width[width].append(line)
     on_gpus = any(line.get("device") == "cuda" for line in lines)
     return {
         "draws": len(lines),
@@ -152,7 +154,7 @@ def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ],
         "seconds": round(sum(line["seconds"] for line in lines)),
         "bounds": {"float32": BOUNDS, "fewer_bits": GPU_BOUNDS if on_gpus else LOW_BOUNDS},
-        "largest": {"float32": largest(by_width[False]), "fewer_bits": largest(by_width[True])},
+        "largest": {width: largest(agreed) for width, agreed in by_width.items()},
         "ties": [line["text"] for line in lines if line["kind"] == "tie"],
         "causes": dict(Counter(cause(line["text"]) for line in lines if line["kind"] == "tie").most_common()),
         "refusals": dict(Counter(line["text"].partition(";")[0] for line in lines if line["kind"] == "refused")),

@@ -16,8 +16,10 @@ Tests that take `ranks` share one pool of worker processes, so one of pytest's p
 Tests marked `cluster` run only where the markers of the command name them, as `make test-cluster` does.
 """
 
+import fcntl
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -153,6 +155,19 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def gpu_memory() -> Iterator[None]:
+    """For tests that take tens of GiB of a GPU: one of them runs at a time on a machine, and gives back what it took.
+
+    A lock does it, because processes of one GPU need not be those of one run of pytest.
+    """
+    with (Path(tempfile.gettempdir()) / "penstock-gpu-memory.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 With decays of single key features (KDA) there are four forward and five backward, of which those over the chunks of a
 row are the same. Saved for backward are the inputs, the inverses of the triangular systems, the state before each
 chunk, and what the system kernel gives; for KDA also products of queries and keys. Float32 on a GPU runs by chunks in
-PyTorch: its products use no matrix units of NVIDIA, and its states take more shared memory than a chip has. So does
-KDA on a GPU, where its kernels have not been compared with the definition yet.
+PyTorch: its products use no matrix units of NVIDIA, and its states take more shared memory than a chip has.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -59,10 +59,11 @@ _OF_ALL = {
     "state backward": _Launch(32, 4),
     "read backward": _Launch(64, 4, 1, 64),
     "write backward": _Launch(128, 4, 1, 64),
-    "channel pairs": _Launch(64, 8, 1, 32),
+    "channel pairs": _Launch(64, 8, 1, 64),
     "channel system": _Launch(32, 4, 1, 32),
     "channel output": _Launch(64, 4),
     "channel local backward": _Launch(64, 4),
+    "channel state backward": _Launch(32, 4),
     "channel query backward": _Launch(64, 8, 1, 64),
     "channel key backward": _Launch(64, 8, 1, 64),
     "channel write backward": _Launch(64, 8, 1, 64),
@@ -79,19 +80,20 @@ _OF_HOPPER = {
     "state backward of few heads": _Launch(32, 4, 3),
     "read backward": _Launch(64, 8, 1, 128),
     "write backward": _Launch(128, 4, 1, 64),
-    "channel pairs": _Launch(64, 8, 1, 32),
-    "channel system": _Launch(64, 4, 1, 64),
+    "channel pairs": _Launch(64, 4, 1, 64),
+    "channel system": _Launch(128, 4, 1, 128),
     "channel output": _Launch(64, 4, 1),
     "channel local backward": _Launch(128, 4, 1),
-    "channel query backward": _Launch(64, 8, 1, 128),
-    "channel key backward": _Launch(64, 8, 1, 128),
-    "channel write backward": _Launch(64, 8, 1, 64),
+    "channel state backward": _Launch(64, 4, 3),
+    "channel query backward": _Launch(64, 4, 1, 64),
+    "channel key backward": _Launch(64, 4, 1, 64),
+    "channel write backward": _Launch(64, 4, 1, 64),
 }
 
 _OF_AMD = _OF_ALL | {  # a warp has twice the threads
-    "channel pairs": _Launch(64, 4, 1, 32),
-    "channel query backward": _Launch(64, 4, 1, 128),
-    "channel key backward": _Launch(64, 4, 1, 128),
+    "channel pairs": _Launch(64, 4, 1, 64),
+    "channel query backward": _Launch(64, 4, 1, 64),
+    "channel key backward": _Launch(64, 4, 1, 64),
     "channel write backward": _Launch(64, 4, 1, 64),
 }
 
@@ -167,12 +169,8 @@ def delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """`penstock.kernels.delta_rule.recurrent_delta_rule`, by kernels where they are known to be right.
-
-    On a GPU decays of single key features run by chunks in PyTorch until their kernels have been compared there.
-    """
-    is_wide = v_BSHM.dtype.itemsize >= torch.float32.itemsize
-    if on_gpu(v_BSHM) and (is_wide or g_BSH.ndim == 4):
+    """`penstock.kernels.delta_rule.recurrent_delta_rule`, by kernels unless it is in float32 on a GPU."""
+    if on_gpu(v_BSHM) and v_BSHM.dtype.itemsize >= torch.float32.itemsize:
         return chunked_delta_rule(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS)
     return delta_rule_by_kernels(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, chunk=chunk)
 
@@ -302,14 +300,14 @@ class _ChannelDeltaRule(torch.autograd.Function):
         rows, positions, heads, _ = v_BSHM.shape
         p_BSHJ, t_BSHJ = (v_BSHM.new_empty(rows, positions, heads, chunk) for _ in range(2))
         a_BSHJ = g_BSHN.new_empty(p_BSHJ.shape)
-        # Products of 16 bits take the decays in float16, which has 8 times the precision of bfloat16.
-        rounded_BSHN = torch.empty_like(g_BSHN, dtype=torch.float16 if v_BSHM.dtype.itemsize == 2 else torch.float32)
+        rounded_BSHN = torch.empty_like(g_BSHN, dtype=_dtype_of_decays(v_BSHM.dtype))
         w_BSHN, carried_q_BSHN, kept_k_BSHN = (v_BSHM.new_empty(g_BSHN.shape) for _ in range(3))
         carried_BIHN = g_BSHN.new_empty(sizes.of_states[:-1])
+        marks, pairs = _tables_for(v_BSHM, chunk)
         start_kernel(
             channel_pairs_kernel, sizes.of_chunks,
             q_BSGN, k_BSGN, g_BSHN, documents_BS, rounded_BSHN, p_BSHJ, a_BSHJ, carried_q_BSHN, w_BSHN, kept_k_BSHN,
-            carried_BIHN, positions, sizes.chunks, **sizes.launch("channel pairs"), LEVELS=sizes.levels,
+            carried_BIHN, marks, positions, sizes.chunks, **sizes.launch("channel pairs"), LEVELS=sizes.levels,
         )  # fmt: skip
         u_BSHM = torch.empty_like(v_BSHM)
         start_kernel(
@@ -333,7 +331,7 @@ class _ChannelDeltaRule(torch.autograd.Function):
             q_BSGN, k_BSGN, v_BSHM, rounded_BSHN, beta_BSH, documents_BS, p_BSHJ, t_BSHJ, w_BSHN, carried_q_BSHN,
             kept_k_BSHN, carried_BIHN, states, d_BSHM,
         )  # fmt: skip
-        ctx.sizes = sizes
+        ctx.sizes, ctx.tables = sizes, (marks, pairs)
         return o_BSHM
 
     @staticmethod
@@ -352,16 +350,17 @@ class _ChannelDeltaRule(torch.autograd.Function):
             **sizes.launch("channel local backward"),
         )  # fmt: skip
         start_kernel(
-            delta_state_backward_kernel, sizes.over_chunks("state backward"),
+            delta_state_backward_kernel, sizes.over_chunks("channel state backward"),
             carried_q_BSHN, kept_k_BSHN, carried_BIHN, None, w_BSHN, do_BSHM, dstates, dd_BSHM, positions, chunks,
-            **sizes.launch("state backward") | {"G": sizes.heads},
+            **sizes.launch("channel state backward") | {"G": sizes.heads},
         )  # fmt: skip
         dwritten_BSHN, dv_BSHM = torch.empty_like(w_BSHN), torch.empty_like(v_BSHM)
         da_BSHJ, dbeta_BSH = torch.empty_like(t_BSHJ), torch.empty_like(beta_BSH)
+        marks, pairs = ctx.tables
         start_kernel(
             channel_write_backward_kernel, sizes.of_chunks,
             k_BSGN, v_BSHM, rounded_BSHN, beta_BSH, t_BSHJ, documents_BS, states, dd_BSHM, dwritten_BSHN, da_BSHJ,
-            dv_BSHM, dbeta_BSH, positions, chunks, **sizes.launch("channel write backward"),
+            dv_BSHM, dbeta_BSH, marks, positions, chunks, **sizes.launch("channel write backward"), LEVELS=sizes.levels,
         )  # fmt: skip
         dq_BSHN, dk_BSHN, dg_BSHN = (
             torch.empty_like(w_BSHN),
@@ -371,17 +370,54 @@ class _ChannelDeltaRule(torch.autograd.Function):
         start_kernel(
             channel_query_backward_kernel, sizes.of_chunks,
             q_BSGN, k_BSGN, rounded_BSHN, beta_BSH, documents_BS, states, do_BSHM, dp_BSHJ, da_BSHJ, dwritten_BSHN,
-            dq_BSHN, dg_BSHN, dbeta_BSH, positions, chunks,
+            dq_BSHN, dg_BSHN, dbeta_BSH, marks, pairs, positions, chunks,
             **sizes.launch("channel query backward"), LEVELS=sizes.levels,
         )  # fmt: skip
         start_kernel(
             channel_key_backward_kernel, sizes.of_chunks,
             q_BSGN, k_BSGN, rounded_BSHN, beta_BSH, documents_BS, states, d_BSHM, dstates, dp_BSHJ, da_BSHJ,
-            dwritten_BSHN, dk_BSHN, dg_BSHN, positions, chunks,
+            dwritten_BSHN, carried_BIHN, dk_BSHN, dg_BSHN, marks, pairs, positions, chunks,
             **sizes.launch("channel key backward"), LEVELS=sizes.levels,
         )  # fmt: skip
         dq_BSGN, dk_BSGN = (_of_key_heads(one, sizes, k_BSGN.dtype) for one in (dq_BSHN, dk_BSHN))
         return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSHN, dbeta_BSH, None, None
+
+
+def _dtype_of_decays(dtype: torch.dtype) -> torch.dtype:
+    """Products of 16 bits take the decays in float16, which has 8 times the precision of bfloat16."""
+    return torch.float16 if dtype.itemsize == 2 else torch.float32
+
+
+def _tables_for(v_BSHM: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """`_tables` beside a tensor; in a dry run tensors of their shapes."""
+    if not v_BSHM.is_meta:
+        return _tables(chunk, v_BSHM.dtype, v_BSHM.device)
+    levels = chunk.bit_length() - 1
+    marks = v_BSHM.new_empty(levels + 2, chunk, chunk, dtype=_dtype_of_decays(v_BSHM.dtype))
+    return marks, v_BSHM.new_empty(2 * levels + 1, chunk, chunk)
+
+
+@cache
+def _tables(chunk: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Zeros and ones that the kernels of decays by feature multiply by; computed there they would take registers.
+
+    The first tables multiply g. Those of levels mark the positions over which each position decays to, or from, the
+    middle of its block: of positions 0 to 3 at level 1, whose middle is 2, {1, 2}, {2}, {} and {3}. The last two mark
+    the positions until each, and those after it. The second tables multiply gradients of pairs: for each level those in
+    different halves of one block, then for each level those in one block; the last marks the positions from each on.
+    """
+    place_J = torch.arange(chunk, device=device)
+    marks, across, inside = [], [], []
+    for level in range(chunk.bit_length() - 1):
+        half_J = place_J >> level
+        middle_J = (half_J | 1) << level
+        first_J, last_J = torch.minimum(place_J, middle_J), torch.maximum(place_J, middle_J)
+        marks.append((place_J > first_J[:, None]) & (place_J <= last_J[:, None]))
+        across.append((half_J ^ 1)[:, None] == half_J)
+        inside.append((half_J[:, None] // 2 == half_J // 2) & (place_J[:, None] != place_J))
+    marks += [place_J[:, None] >= place_J, place_J[:, None] < place_J]
+    pairs = [*across, *inside, place_J[:, None] <= place_J]
+    return torch.stack(marks).to(_dtype_of_decays(dtype)), torch.stack(pairs).to(dtype)
 
 
 def _prepared(

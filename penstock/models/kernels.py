@@ -38,6 +38,9 @@ def kernel_choices(run: Run, device: DeviceFacts) -> tuple[Choice, ...]:
     if run.training.deterministic and wanted["sparse"] == "triton":
         fix = "set kernels.sparse=auto, or training.deterministic=false"
         raise KernelError("kernels.sparse=triton sums gradients of keys in any order", allowed="reference", fix=fix)
+    if run.training.deterministic and wanted["attention"] == "cudnn" and device.kind == "cuda":
+        fix = "set kernels.attention=auto, or training.deterministic=false"
+        raise KernelError("kernels.attention=cudnn sums gradients in any order", got="training.deterministic", fix=fix)
     choices = choose(wanted, device, shapes_of(run), measurements(run.kernels, device))
     if run.training.deterministic:
         why = "training.deterministic, and Triton's sums are in any order"

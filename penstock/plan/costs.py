@@ -191,7 +191,7 @@ class OpCosts:
             return self._float8_matrices(operator)
         if name in _BOUNDED:
             return OpCost(self._bounded(operator), "attention")
-        if name in _BY_CHUNKS:
+        if name in _BY_CHUNKS or name in _BY_FEATURE:
             return OpCost(self._by_chunks(operator), "attention")
         if name in _OF_CHOSEN:
             return OpCost(self._of_chosen(operator), "attention")
@@ -330,6 +330,8 @@ class OpCosts:
 
     def _by_chunks(self, operator: RecordedOp) -> float:
         """A kernel of linear attention: products of J x J and of J x N x M for each chunk of each head."""
+        if operator.name in _BY_FEATURE:
+            return self._rates.memory_bound(self._bytes(operator)).seconds * _BY_FEATURE[operator.name]
         pairs_of, states = _BY_CHUNKS[operator.name]
         rows, positions, _, width = operator.shapes[0]  # of keys, or queries
         with_states = next((shape for shape in operator.shapes if len(shape) == 5), None)
@@ -480,8 +482,6 @@ def _is_by_rows(operator: RecordedOp, *, scales: int, rows: int) -> bool:
     return len(operator.shapes) > scales and operator.shapes[scales][0] == rows
 
 
-_LEVELS = CHUNK.bit_length() - 1  # products of a chunk for decays of single features (channel_delta_rule_kernels.py)
-
 _BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyType(
     {
         "delta_system_kernel": (lambda width, values: 2 * width + values, 0),
@@ -491,17 +491,24 @@ _BY_CHUNKS: Mapping[str, tuple[Callable[[int, int], int], int]] = MappingProxyTy
         "delta_state_backward_kernel": (lambda width, values: 0, 3),
         "delta_read_backward_kernel": (lambda width, values: 2 * width + values, 3),
         "delta_write_backward_kernel": (lambda width, values: 4 * width + 2 * values + 2 * CHUNK, 0),
-        "channel_pairs_kernel": (lambda width, values: (3 * _LEVELS + 2) * width, 0),
-        "channel_system_kernel": (lambda width, values: width + values, 0),
-        "channel_output_kernel": (lambda width, values: values, 1),
-        "channel_local_backward_kernel": (lambda width, values: 2 * values, 0),
-        "channel_write_backward_kernel": (lambda width, values: 3 * width + 2 * values + 2 * CHUNK, 1),
-        "channel_query_backward_kernel": (lambda width, values: (4 * _LEVELS + 2) * width, 1),
-        "channel_key_backward_kernel": (lambda width, values: (3 * _LEVELS + 2) * width, 1),
     }
 )
 """Kernels of linear attention: the sum of depths and widths of products with J x J pairs, by the widths of keys and
 values, and the number of products with a state."""
+
+_BY_FEATURE: Mapping[str, float] = MappingProxyType(
+    {
+        "channel_pairs_kernel": 2.0,
+        "channel_system_kernel": 3.3,
+        "channel_output_kernel": 1.05,
+        "channel_local_backward_kernel": 1.05,
+        "channel_write_backward_kernel": 1.7,
+        "channel_query_backward_kernel": 2.35,
+        "channel_key_backward_kernel": 2.5,
+    }
+)
+"""Kernels of linear attention with decays of single features: seconds over those of their bytes, on an H200
+(benchmarks/results/channel-delta-rule-h200.json)."""
 
 _MASKED: Mapping[str, tuple[float, float]] = MappingProxyType({"cudnn": (1.6, 1.7), "efficient": (4.6, 6.5)})
 """Torch's backends with a mask: seconds of forward and backward over those of all pairs at the rate without a mask.

@@ -212,12 +212,11 @@ def draw(seed: int, number: int, gpus: int = 0) -> Composition:
 def draw_graphs(seed: int, number: int, gpus: int) -> Composition:
     """The draw of this number with graphs, in bfloat16, and with as few micro-batches as its layout can have.
 
-    Graphs need a GPU's kernels, which have 16 bits, and memory that stays: neither pipelines nor full sharding. cuDNN's
-    attention has no fixed order.
+    Graphs need a GPU's kernels, which have 16 bits, and memory that stays: neither pipelines nor full sharding.
     """
     drawn = draw(seed, number, gpus).eager()
     left = ("training.global_batch=8", "training.micro_batch=", IN_ORDER, *BF16)
-    left += ("kernels.all=torch", "kernels.attention=flash", "kernels.attention=cudnn")
+    left += ("kernels.all=torch", "kernels.attention=flash")
     left += ("parallel.pipeline=", "parallel.shard=full", "dispatch.overlap=passes")
     settings = tuple(one for one in drawn.settings if not one[0].startswith(left))
     eager = replace(drawn, settings=settings).plus(*BF16)
@@ -229,10 +228,11 @@ def draw_graphs(seed: int, number: int, gpus: int) -> Composition:
 def _with_graphs(drawn: Composition, numbers: random.Random) -> Composition | None:
     """The same with graphs of one kind or the other, if need be without offload and recomputation; None if illegal."""
     kinds = numbers.sample(("full", "partial"), 2)
-    on_device = tuple(one for one in drawn.settings if not one[0].startswith(("offload.", "recompute.")))
+    in_order = tuple(one for one in drawn.settings if one[0] != "kernels.attention=cudnn")
+    on_device = tuple(one for one in in_order if not one[0].startswith(("offload.", "recompute.")))
     tries = [
         replace(drawn, settings=settings).plus(f"graphs.capture={kind}", IN_ORDER)
-        for settings in (drawn.settings, on_device)
+        for settings in (in_order, on_device)
         for kind in kinds
     ]
     return next((one for one in tries if refusal(one) is None), None)

@@ -225,6 +225,7 @@ def test_rows_are_copied_where_their_source_is_too_large_for_32_bits(launch: Gem
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu_memory")
 @pytest.mark.parametrize("spare", [1, 0], ids=["just below", "at the limit"])
 def test_the_last_rows_of_a_large_source_are_gathered(spare: int, device: torch.device) -> None:
     depth, width, rows = 2048, 256, 300

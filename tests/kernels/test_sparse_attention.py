@@ -150,6 +150,7 @@ def test_kernels_at_the_widths_of_a_model_equal_the_definition(heads: int) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu_memory")
 def test_queries_at_the_end_of_a_long_row_equal_those_of_a_short_one() -> None:
     heads, positions, top_k = 128, 65536, 64  # more than 2 ** 31 numbers in a tensor
     generator = torch.Generator("cuda").manual_seed(3)

@@ -109,6 +109,14 @@ def test_sparse_attention_gathers_the_chosen_keys_where_sums_may_be_in_any_order
         kernel_choices(load_run("deepseek-v3.2", ["kernels.sparse=triton"]), replace(H200, dtype="fp32"))
 
 
+def test_cudnns_attention_is_refused_where_sums_must_have_an_order() -> None:
+    words = ["kernels.attention=cudnn", "training.deterministic=true"]
+    with pytest.raises(KernelError, match="kernels.attention=cudnn sums gradients in any order; got training.determ"):
+        kernel_choices(load_run("debug", words), H200)
+    for word in words:
+        assert kernel_choices(load_run("debug", [word]), H200)
+
+
 @pytest.mark.parametrize(("op", "stage", "allowed"), [("permute", 1, "0"), ("experts", 3, "0, 1")])
 def test_kernels_that_wait_for_a_gpu_are_refused_from_the_stage_on_that_leaves_them_out(
     op: str, stage: int, allowed: str, monkeypatch: pytest.MonkeyPatch
