@@ -151,6 +151,9 @@ experts:
 penstock config show qwen3-30b-a3b-8l --toml > mine.toml
 ```
 
+Cuts that were trained on one H200, with their step time and memory beside what the plan says, are in
+[projection](projection.md#every-run).
+
 ## Presets
 
 Parameters include the embedding and the output projection, and exclude multi-token prediction; they are counted on

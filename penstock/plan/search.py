@@ -512,6 +512,9 @@ class _Search:
         if not self._nearly:
             return None
         _, node = self._nearly.get(True) or self._nearly[False]
+        if True not in self._nearly:
+            # Bounds say little of activations: most saving and fewest rows need no more.
+            node = node._replace(saving=len(self._space.savings) - 1, rows=0)
         sizes = self._sizes(node)
         composed = self._composer.composed(run_of(self._run, sizes), _grid_of(sizes), closely=False)
         return self._projection(_Fitting(sizes, composed, 0, 0.0))

@@ -235,7 +235,9 @@ class SpaceBounds:
         hardware = self._cluster.hardware
         lacking = (divisions.movable @ places.held.T).max(1) - hardware.host_link.memory_bytes
         most = found.max(1)
-        return np.where(lacking > 0, np.maximum(most, hardware.memory.capacity_bytes) + lacking, most)
+        # Of layouts whose hosts lack as much, those with less on the device come first.
+        over = hardware.memory.capacity_bytes + lacking + most / 1000
+        return np.where(lacking > 0, np.maximum(most, over), most)
 
     def _make_in_flight(
         self, pp: int, schedule: str, vpp: int, micro_batches: int, *, closely: bool

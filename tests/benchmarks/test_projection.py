@@ -105,3 +105,26 @@ def test_tables_show_every_run_and_why_one_was_not_measured(tmp_path: Path) -> N
         assert documents.TABLES[name] is table
     errors = projection_tables.projection_errors(result)
     assert f"| {projection_tables.GROUPS['made']} | 1 | 2.0% | 2.0% | 0 | 6.0% | 6.0% | 1 |" in errors
+
+
+def test_cases_of_other_files_are_joined_where_they_were_measured(tmp_path: Path) -> None:
+    def file(name: str, *rows: dict[str, Any], **numbers: Any) -> Path:
+        path = tmp_path / name
+        whole = {"command": f"{name} --only a", "commit": name, "environment": {"steps": 9}}
+        path.write_text(json.dumps(whole | {"numbers": {"cases": rows, **numbers}}), encoding="utf-8")
+        return path
+
+    old, new = {"step_seconds": [1.0]}, {"step_seconds": [2.0]}
+    made, frozen, failed = ("lite-8-layers", "moonlight-6-layers", "kimi-k2-3-layers")
+    output = file("whole", {"name": made, "figures": old}, {"name": failed, "figures": old}, errors={"all": 1})
+    parts = [
+        file("one", {"name": frozen, "figures": new, "chosen": MADE}),
+        file("two", {"name": failed, "figures": None}, {"name": made, "figures": new}),
+    ]
+    projection.join(Namespace(output=output, join=parts))
+    joined = json.loads(output.read_text(encoding="utf-8"))
+    assert [(row["name"], row["chosen"]) for row in joined["numbers"]["cases"]] == (
+        [(made, MADE), (frozen, FROZEN), (failed, FROZEN)]
+    )
+    assert [row["figures"] for row in joined["numbers"]["cases"]] == [new, new, old]
+    assert joined["numbers"]["errors"] == {"all": 1} and joined["commit"] == "two"
