@@ -215,21 +215,26 @@ def rings_over_triton(result: Result) -> str:
 
 
 def attention(result: Result) -> str:
-    """Milliseconds and TFLOP/s of attention by backend."""
+    """Milliseconds and TFLOP/s of cuDNN's attention, and of ours or of flash-attn-4."""
     version = result["environment"].get("flash_attn_4")
+    rival, title = ("hopper", "ours") if version is None else ("flash-4", "flash-4")
+    package = "" if version is None else f" flash-attn-4 {version}."
     lines = [
-        f"{origin(result)} flash-attn-4 {version}. Milliseconds forward and backward, TFLOP/s of either.",
+        f"{origin(result)}{package} Milliseconds forward and backward, TFLOP/s of either.",
         "",
-        "| shape | cuDNN | flash-4 | speed |",
-        "|---|---:|---:|---:|",
+        f"| shape | cuDNN | {title} | backward | both |",
+        "|---|---:|---:|---:|---:|",
     ]
     for name, ways in result["numbers"]["times"].items():
+        if rival not in ways:
+            continue
         cells = [
             f"{way['forward_ms']:.2f} + {way['backward_ms']:.2f}, {way['forward_tflops']:.0f} and "
             f"{way['backward_tflops']:.0f}"
-            for way in (ways["cudnn"], ways["flash-4"])
+            for way in (ways["cudnn"], ways[rival])
         ]
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {ways['flash-4']['speed_of_first']:.2f} |")
+        backward = ways["cudnn"]["backward_ms"] / ways[rival]["backward_ms"]
+        lines.append(f"| {name} | {' | '.join(cells)} | {backward:.2f} | {ways[rival]['speed_of_first']:.2f} |")
     return "\n".join(lines)
 
 

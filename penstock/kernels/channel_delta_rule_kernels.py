@@ -15,7 +15,7 @@ in the middle. A query decays from the middle of a block to its own position, an
 a query before the middle or a key behind it that is the inverse of a decay, which may overflow. Three ways follow, and
 each program takes the first that it can for some features at a time:
 
-    the whole chunk is a block        if no feature decays by 2^-60 or more between the middle and an end
+    the whole chunk is a block        if no feature decays to less than 2^-60 (float16: 2^-8) from middle to end
     blocks of 16, and levels 4 and 5  if none does in such a block
     levels 0 to 5                     otherwise
 
@@ -45,7 +45,7 @@ def _table(tables_ptr, number, J: tl.constexpr):
 
 @triton.jit
 def _transposed(tables_ptr, number, J: tl.constexpr):
-    """The same, transposed."""
+    """The same, transposed, in the layout of gradients that are loaded so."""
     place_J = tl.arange(0, J)
     return tl.load(tables_ptr + number * (J * J) + place_J[:, None] + place_J[None, :] * J)
 

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from penstock.base.errors import KernelError
-from penstock.kernels import attention_bounds, flash_4
+from penstock.kernels import attention_bounds, flash_4, hopper_attention
 from penstock.kernels.backends import (
     BACKENDS,
     CHOICE_POINTS,
@@ -63,7 +63,7 @@ def choose(
     """
     answers = tuple(_answer(point, wanted, device, shapes, measured) for point in CHOICE_POINTS)
     _refuse_mixture_without_triton(answers, device)
-    return (*answers, _attention(wanted, device), *_masked_attention(wanted, device, shapes), _loss(device))
+    return (*answers, _attention(wanted, device, shapes), *_masked_attention(wanted, device, shapes), _loss(device))
 
 
 def operators(choices: Sequence[Choice]) -> Operators:
@@ -236,9 +236,13 @@ def _refuse_mixture_without_triton(choices: Sequence[Choice], device: DeviceFact
         )
 
 
-def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> Choice:
-    """Choose which of torch's attention backends comes first, or flash-attn-4; raises KernelError if it cannot run."""
+def _attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes) -> Choice:
+    """Choose our kernels, flash-attn-4, or which of torch's backends is first; raises KernelError if it cannot run."""
     problem = _flash_4_obstacle(device)
+    problem_of_ours = _hopper_obstacle(device, shapes)
+    if wanted.get("attention") == hopper_attention.NAME and problem_of_ours is not None:
+        fix = f"kernels.attention={AUTO}"
+        raise KernelError(f"kernels.attention={hopper_attention.NAME} cannot run", got=problem_of_ours, fix=fix)
     if wanted.get("attention") == flash_4.NAME and problem is not None:
         fix = f"pip install {FLASH_4}, or kernels.attention=auto"
         raise KernelError(f"kernels.attention={flash_4.NAME} cannot run", got=problem, fix=fix)
@@ -251,6 +255,10 @@ def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> Choice:
         return Choice("attention", "both", "default", "kernels.all=reference: the order is torch's own")
     if device.kind == "cpu":
         return Choice("attention", "both", "default", "no GPU")
+    if problem_of_ours is None and (shapes.head_dim, shapes.value_dim) in hopper_attention.MEASURED:
+        return Choice(
+            "attention", "both", hopper_attention.NAME, "measured faster than cuDNN; it computes what is unsupported"
+        )
     if problem is None and device.target in flash_4.MEASURED:
         return Choice("attention", "both", flash_4.NAME, f"{FLASH_4} is installed; cuDNN for unsupported calls")
     has_cudnn = not device.target.startswith("gfx")
@@ -268,7 +276,7 @@ def _masked_attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Sh
         return (Choice(MASKED, "both", "triton", f"kernels.attention={named}"),)
     if device.kind == "cpu":
         return ()
-    if named not in (AUTO, flash_4.NAME):
+    if named not in (AUTO, flash_4.NAME, hopper_attention.NAME):
         problem = f"kernels.attention={named}"
     elif wanted.get("all", AUTO) == "reference":
         problem = "kernels.all=reference"
@@ -289,6 +297,17 @@ def _bounded_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
         return "float32"
     widths = shapes.head_dim, shapes.value_dim
     return None if attention_bounds.has_kernel(*widths) else f"heads of {widths[0]} and {widths[1]} columns"
+
+
+def _hopper_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
+    """Reason why our kernels of plain causal attention cannot run, or None."""
+    if device.kind == "cpu":
+        return "no GPU"
+    if not device.has_triton:
+        return "Triton is not installed"
+    if device.dtype != "bf16":
+        return "float32"
+    return hopper_attention.obstacle(shapes.head_dim, shapes.value_dim, device.target)
 
 
 def _flash_4_obstacle(device: DeviceFacts) -> str | None:

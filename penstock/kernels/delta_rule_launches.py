@@ -68,8 +68,8 @@ _OF_ALL = {
     "channel key backward": _Launch(64, 8, 1, 64),
     "channel write backward": _Launch(64, 8, 1, 64),
 }
-# benchmarks/results/delta-rule-h200.json has those that were tried. Triton 3.6 gives the kernels over all chunks of a
-# row wrong results with one stage, and the read kernel slightly different ones with two.
+# benchmarks/results/delta-rule-h200.json and channel-delta-rule-h200.json have those that were tried. With one stage
+# Triton 3.6 gives the kernels over all chunks of a row wrong results, with two the read kernel slightly different ones.
 _OF_HOPPER = {
     "system": _Launch(64, 4),
     "state": _Launch(64, 4),

@@ -5,14 +5,11 @@ The buffers of dispatch have two sections more, the same on every rank and share
     slots        weights of replicas, written by the ranks of their experts
     gradients    float32 sums of replicas, read by the ranks of their experts
 
-A fetch runs on a stream of its own, and begins before the rows travel: the products of own experts leave no
-multiprocessor to kernels that start beside them (W0 on two H200s, benchmarks/results/balanced-h200x2.json).
+A fetch runs on a stream of its own beside the products of own experts:
 
     meet     all ranks have read their slots of the fetch before
     push     each rank writes its experts to the slots of the plan
     meet     all slots are written; products of replicas wait for this
-
-A plan without replicas has no meetings: their kernels read that in the plan, which is the same on all ranks.
 
 Gradients go home on the same stream, beside the rest of the layer's backward pass: a meeting says that all ranks have
 written theirs, and each rank adds those of its experts. The pass ends when they are here (`backward_of_layer`); outside
@@ -24,16 +21,30 @@ flags of all (`SymmetricBuffers.meet`).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.replica_plan import PlanFact, ReplicaPlan
+from penstock.kernels.replica_plan import ReplicaPlan
 from penstock.kernels.replica_slots import already_here
 from penstock.kernels.replica_transfer import PULL_PROGRAMS, PUSH_PROGRAMS, clear_slots, pull_gradients, push_replicas
-from penstock.parallel.in_backward import in_backward
 from penstock.parallel.replica_exchange import ReplicaSizes
 from penstock.parallel.symmetric import Channel, SymmetricBuffers
+
+
+class _Edge(torch.autograd.Function):
+    """Identity that calls a function when backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passed: Callable[[], None]) -> Tensor:
+        ctx.passed = passed
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        ctx.passed()
+        return dx, None
 
 
 @dataclass
@@ -53,19 +64,17 @@ class ReplicaMemory:
         late = self.buffers.late
         return torch.cuda.Stream(late.device) if late.is_cuda else None
 
-    def meet(self, channel: Channel, plan: ReplicaPlan) -> None:
-        """Block the stream until all ranks are here: what they read before may be written by `plan`.
-
-        A plan without replicas writes nothing, and the next plan with replicas has a meeting of its fetch first.
-        """
-        self.buffers.meet(channel, plan.facts[PlanFact.REPLICAS])
+    def meet(self, channel: Channel) -> None:
+        """Block the stream until all ranks are here: what they read before may be written."""
+        self.buffers.meet(channel)
         self.unread.clear()
 
     def backward_of_layer(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """`layer(x)`, in whose backward pass gradients come home beside the products; they are here when it ends."""
         if not x.requires_grad:  # then its backward pass has no end that autograd tells of
             return layer(x)
-        return in_backward(layer(in_backward(x, self.end)), self.begin)
+        y: Tensor = _Edge.apply(layer(_Edge.apply(x, self.end)), self.begin)
+        return y
 
     def begin(self) -> None:
         """A layer's backward pass begins."""
@@ -98,46 +107,36 @@ class ReplicaMemory:
         return self.buffers.sizes.replica_offset + first
 
 
-@dataclass
+@dataclass(frozen=True)
 class MappedSlots:
     """`penstock.kernels.replica_slots.ReplicaSlots` for one plan."""
 
     memory: ReplicaMemory
     plan: ReplicaPlan
-    begun: Callable[[], None] | None = None  # waits for the fetch that has begun
 
     @property
     def slots(self) -> int:
         """See `ReplicaSlots`."""
         return self.memory.sizes.rule.slots
 
-    def begin(self, *own: Tensor) -> None:
-        """See `ReplicaSlots.begin`."""
-        stream = self.memory.stream
+    def fetch(self, *own: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+        """See `ReplicaSlots.fetch`."""
+        weights, stream = tuple(map(self.memory.weights, range(len(own)))), self.memory.stream
         if stream is None:
             self._push(own)
-            self.begun = already_here
-            return
+            return weights, already_here
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             self._push(own)
             pushed = stream.record_event()
-        self.begun = lambda: torch.cuda.current_stream(stream.device).wait_event(pushed)
-
-    def fetch(self, *own: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
-        """See `ReplicaSlots.fetch`."""
-        if self.begun is None:
-            self.begin(*own)
-        assert self.begun is not None, "a fetch has begun"
-        wait, self.begun = self.begun, None
-        return tuple(map(self.memory.weights, range(len(own)))), wait
+        return weights, lambda: torch.cuda.current_stream(stream.device).wait_event(pushed)
 
     def gradient_sums(self, place: int, weight_e: Tensor) -> Tensor:
         """See `ReplicaSlots.gradient_sums`."""
         memory, sums = self.memory, self.memory.gradients(place)
         if place in memory.unread:
             memory.join()
-            memory.meet(Channel.GRADIENTS, self.plan)
+            memory.meet(Channel.GRADIENTS)
         clear_slots(sums, self.plan, memory.sizes.rule, memory.buffers.peers)
         return sums
 
@@ -162,17 +161,17 @@ class MappedSlots:
             sums = memory.gradients(one)
             if sums.data_ptr() != gradient.data_ptr():  # not those of `gradient_sums`
                 if one in memory.unread:
-                    memory.meet(Channel.GRADIENTS, self.plan)
+                    memory.meet(Channel.GRADIENTS)
                 sums.copy_(gradient)
-        memory.meet(Channel.GRADIENTS, self.plan)
+        memory.meet(Channel.GRADIENTS)
         for one, total_e in zip(places, totals, strict=True):
             pull_gradients(total_e, self.plan, rule, peers, memory.at(sections[one]), programs)
         memory.unread.update(places)
 
     def _push(self, own: Sequence[Tensor]) -> None:
         memory = self.memory
-        memory.meet(Channel.REPLICAS, self.plan)
+        memory.meet(Channel.REPLICAS)
         for place, weight_e in enumerate(own):
             at = memory.at(memory.sizes.weights[place])
             push_replicas(weight_e.detach().contiguous(), self.plan, memory.sizes.rule, memory.buffers.peers, at)
-        memory.meet(Channel.REPLICAS, self.plan)
+        memory.meet(Channel.REPLICAS)

@@ -231,19 +231,27 @@ def attention_choice(device: Any, wanted: str = "auto") -> Choice:
 def test_the_package_is_taken_where_it_is_installed_and_was_measured_or_if_it_is_named() -> None:
     b200, mi300x = (replace(named_device(name, "bf16"), packages=WITH_PACKAGE.packages) for name in ("B200", "MI300X"))
     on_cpu = replace(CPU, packages=WITH_PACKAGE.packages)
-    assert "flash-4: attention" in summary(choose({}, WITH_PACKAGE, SHAPES, None))
+    narrow = replace(SHAPES, head_dim=64, value_dim=64)  # none of our kernels
+    assert "flash-4: attention" in summary(choose({}, WITH_PACKAGE, narrow, None))
     for device, wanted, backend in (
-        (WITH_PACKAGE, "auto", "flash-4"),
-        (H200, "auto", "auto"),
+        (WITH_PACKAGE, "auto", "hopper"),
+        (WITH_PACKAGE, "flash-4", "flash-4"),
+        (H200, "auto", "hopper"),
         (b200, "auto", "auto"),  # kernels, but no measurement
         (b200, "flash-4", "flash-4"),
         (WITH_PACKAGE, "cudnn", "cudnn"),
         (on_cpu, "auto", "default"),  # no kernels
+        (H200, "hopper", "hopper"),
+        (replace(H200, packages=frozenset()), "auto", "auto"),
+        (replace(H200, dtype="fp32"), "auto", "auto"),
     ):
         assert attention_choice(device, wanted).backend == backend
     for device, says in ((H200, "not installed"), (mi300x, "no kernels for"), (on_cpu, "no kernels for CPU")):
         with pytest.raises(KernelError, match=says):
             attention_choice(device, "flash-4")
+    for device, says in ((b200, "this is sm_100"), (on_cpu, "no GPU"), (replace(H200, dtype="fp32"), "float32")):
+        with pytest.raises(KernelError, match=says):
+            attention_choice(device, "hopper")
 
 
 def test_the_kernel_between_bounds_is_taken_where_it_was_measured_or_if_it_is_named() -> None:
@@ -265,7 +273,7 @@ def test_the_kernel_between_bounds_is_taken_where_it_was_measured_or_if_it_is_na
             backend == "torch"
         )
     assert masked(H200, head_dim=112).reason == "heads of 112 and 128 columns"
-    assert attention_choice(WITH_PACKAGE, "triton").backend == "flash-4"
+    assert attention_choice(WITH_PACKAGE, "triton").backend == "hopper"
     for device, says in ((float32, "float32"), (CPU, "no GPU"), (replace(H200, packages=frozenset()), "not installed")):
         with pytest.raises(KernelError, match=says):
             masked(device, "triton")

@@ -113,6 +113,14 @@ def balanced(
     return BalancedDispatcher(rule, axes.expert.rank, inner, REFERENCE, counts_of, slots_of, meter)
 
 
+class _Facts(ReplicaMeter):
+    """Keeps the facts of the last plan."""
+
+    def count(self, facts: Tensor) -> None:
+        super().count(facts)
+        self.facts = facts
+
+
 Job = tuple[Whole, ReplicaRule, str]
 
 
@@ -123,7 +131,7 @@ def _solve(jobs: Sequence[Job], expert_tensor: int, sums: bool) -> list[tuple[li
     axes = make_axes(Grid(world=world, expert=world // expert_tensor, expert_tensor=expert_tensor))
     results = []
     for whole, rule, way in jobs:
-        meter, own = ReplicaMeter(rule.groups), whole.of(axes.expert.rank)
+        meter, own = _Facts(rule.groups), whole.of(axes.expert.rank)
         placement = ExpertPlacement(experts=whole.experts, expert=rule.groups, expert_tensor=expert_tensor)
         parameters = parts_of(whole.parameters, axes.expert.rank, placement)
         dispatcher = balanced(axes, rule, way, meter, whole.float8)

@@ -43,6 +43,10 @@ class Memory(Shared):
     def shape(self) -> torch.Size:
         return self.x.shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
     def index(self, place: Any) -> "Memory":
         assert 0 <= int(place) < len(self.x), f"no slot {place}"
         return Memory(self.x[int(place)])
@@ -52,6 +56,9 @@ class Memory(Shared):
 
     def permute(self, dims: Sequence[int]) -> "Memory":
         return Memory(self.x.permute(*dims))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Memory":
+        return Memory(self.x.narrow(dim, start, length))
 
 
 @dataclass(eq=False)
@@ -204,8 +211,9 @@ def store_wait(left: int) -> None:
         target.memory[places[inside]] = numbers[inside]
 
 
-def warpgroup_mma(a: Memory, b: Memory, sums: Any, *, is_async: bool, use_acc: bool = True) -> Sums:
+def warpgroup_mma(a: Memory | Tensor, b: Memory, sums: Any, *, is_async: bool, use_acc: bool = True) -> Sums:
     assert is_async
+    a = Memory(a.as_subclass(Tensor)) if isinstance(a, Tensor) else a  # an operand in registers
     sums = sums if isinstance(sums, Sums) else Sums(torch.as_tensor(sums).as_subclass(Tensor))
     assert use_acc or not sums.x.any(), "sums that are given are left out"
     sums.waiting += 1
@@ -214,11 +222,11 @@ def warpgroup_mma(a: Memory, b: Memory, sums: Any, *, is_async: bool, use_acc: b
 
 
 def warpgroup_mma_wait(left: int, deps: Sequence[Any]) -> Any:
-    (asked,) = deps
     while len(MINE.products) > left:
         sums, a, b = MINE.products.pop(0)
         sums.x, sums.waiting = sums.x + a.x.float() @ b.x.float(), sums.waiting - 1
-    return asked if isinstance(asked, Tensor) or asked.waiting else value(asked.x)
+    found = tuple(one if isinstance(one, Tensor) or one.waiting else value(one.x) for one in deps)
+    return found[0] if len(found) == 1 else found
 
 
 def warp_specialize(parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *warps: Sequence[int]) -> None:
@@ -253,6 +261,9 @@ class HoppersLanguage(Language):
     NVMMADistributedLayout = type(
         "NVMMADistributedLayout", (Layout,), {"__init__": lambda self, **k: Layout.__init__(self)}
     )
+    DotOperandLayout = NVMMASharedLayout = NVMMADistributedLayout
+    exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
+    max = staticmethod(torch.amax)
     warp_specialize = staticmethod(warp_specialize)
     permute = staticmethod(torch.permute)
     to_tensor = staticmethod(lambda x: value(x, torch.int32))
@@ -299,7 +310,12 @@ def launched_on_cpu(monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, *name
         kernels[kernel] = getattr(interpret_trades(kernel.fn.__module__), name)
     found: list[Mapping[str, Any]] = []
 
+    in_triton = launcher.start_kernel  # of kernels that are not named
+
     def start_kernel(started: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        if started not in kernels:
+            in_triton(started, grid, *arguments, **constants)
+            return
         found.append({"programs": grid[0], **constants})
         constants = {name: value for name, value in constants.items() if name.isupper()}
         assert list(started.arg_names[len(arguments) :]) == list(constants), "constants follow the arguments"
