@@ -81,10 +81,9 @@ class Kernels(Section):
     )
     attention: Literal["auto", "default", "math", "flash", "efficient", "cudnn", "flash-4", "hopper", "triton"] = knob(
         "auto",
-        doc="Backend of scaled_dot_product_attention, default leaves it to torch; our kernels for Hopper; or the "
-        "package flash-attn-4. On Hopper auto prefers ours for the heads of latent attention, 192 and 128 wide, then "
-        "the package where it is installed; it prefers cuDNN elsewhere and for sinks. Within documents, windows and "
-        "chunks auto takes our kernel on Hopper, triton on every chip.",
+        doc="Backend of scaled_dot_product_attention, default leaves it to torch; our kernels for Hopper (hopper); or "
+        "the package flash-attn-4. auto prefers that one where it is installed on Hopper, and cuDNN elsewhere and for "
+        "sinks. Within documents, windows and chunks auto takes our kernel on Hopper, triton on every chip.",
     )
     float8: Literal["auto", "reference", "triton", "torch"] = knob(
         "auto",

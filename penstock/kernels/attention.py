@@ -1,9 +1,9 @@
 """Causal attention through torch's scaled_dot_product_attention, flash-attn-4 or ours, with the backend chosen by name.
 
 On Hopper, of torch's backends only cuDNN is fast for the heads of latent attention (192 wide for query and key, 128 for
-value), so `auto` tries it first. Kernels of ours (penstock/kernels/hopper_attention.py) are faster, and so is
-flash-attn-4 (penstock/kernels/flash_4.py) where it is installed; calls that they do not support go to torch's backends
-in the order of `auto`. Where torch would materialize all scores (a mask with
+value), so `auto` tries it first. flash-attn-4 (penstock/kernels/flash_4.py), which `auto` takes where it is installed,
+and kernels of ours (penstock/kernels/hopper_attention.py) are faster; calls that they do not support go to torch's
+backends in the order of `auto`. Where torch would materialize all scores (a mask with
 grouped-query heads), keys and values are repeated for each query head instead. On the meta device the operator of a
 fused backend is called by name, because torch would choose the one that materializes the scores.
 

@@ -255,10 +255,6 @@ def _attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes) -
         return Choice("attention", "both", "default", "kernels.all=reference: the order is torch's own")
     if device.kind == "cpu":
         return Choice("attention", "both", "default", "no GPU")
-    if problem_of_ours is None and (shapes.head_dim, shapes.value_dim) in hopper_attention.MEASURED:
-        return Choice(
-            "attention", "both", hopper_attention.NAME, "measured faster than cuDNN; it computes what is unsupported"
-        )
     if problem is None and device.target in flash_4.MEASURED:
         return Choice("attention", "both", flash_4.NAME, f"{FLASH_4} is installed; cuDNN for unsupported calls")
     has_cudnn = not device.target.startswith("gfx")

@@ -4,8 +4,9 @@ Rows are multiples of 128 positions, and heads of keys and values as wide as lat
 128. Gradients of queries are summed in no fixed order, so a repeated step may differ in its last bits. With
 `training.deterministic` torch's backends compute all calls.
 
-Beside cuDNN, calls with more queries than `MOST` gave gradients of queries that are no numbers in one of the two, and
-it was not found out which. Torch's backends compute these calls.
+Only `kernels.attention=hopper` takes them: for heads of latent attention they are faster than cuDNN's, but they were
+measured alone, not in whole steps. Beside cuDNN, calls with more queries than `MOST` gave gradients of queries that are
+no numbers in one of the two, and it was not found out which. Torch's backends compute these calls.
 """
 
 from functools import cache
@@ -19,7 +20,6 @@ from penstock.kernels.tuning import target_of
 
 NAME = "hopper"  # value of `kernels.attention`
 WIDTHS = ((192, 128), (128, 128))  # of keys and of values
-MEASURED = ((192, 128),)  # of them, those that `auto` takes, because they are faster than cuDNN's there
 BLOCK = 128  # positions
 MOST = 2**26  # numbers of queries
 

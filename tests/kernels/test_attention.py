@@ -234,9 +234,9 @@ def test_the_package_is_taken_where_it_is_installed_and_was_measured_or_if_it_is
     narrow = replace(SHAPES, head_dim=64, value_dim=64)  # none of our kernels
     assert "flash-4: attention" in summary(choose({}, WITH_PACKAGE, narrow, None))
     for device, wanted, backend in (
-        (WITH_PACKAGE, "auto", "hopper"),
+        (WITH_PACKAGE, "auto", "flash-4"),
         (WITH_PACKAGE, "flash-4", "flash-4"),
-        (H200, "auto", "hopper"),
+        (H200, "auto", "auto"),
         (b200, "auto", "auto"),  # kernels, but no measurement
         (b200, "flash-4", "flash-4"),
         (WITH_PACKAGE, "cudnn", "cudnn"),
@@ -273,7 +273,7 @@ def test_the_kernel_between_bounds_is_taken_where_it_was_measured_or_if_it_is_na
             backend == "torch"
         )
     assert masked(H200, head_dim=112).reason == "heads of 112 and 128 columns"
-    assert attention_choice(WITH_PACKAGE, "triton").backend == "hopper"
+    assert attention_choice(WITH_PACKAGE, "triton").backend == "flash-4"
     for device, says in ((float32, "float32"), (CPU, "no GPU"), (replace(H200, packages=frozenset()), "not installed")):
         with pytest.raises(KernelError, match=says):
             masked(device, "triton")

@@ -225,16 +225,15 @@ def test_partial_measurements_and_those_in_another_dtype_decide_nothing() -> Non
 def test_attention_is_ordered_by_vendor_and_wish() -> None:
     on_amd = next(one for one in choose({}, named_device("MI300X", "bf16"), SHAPES, None) if one.op == "attention")
     assert (on_amd.backend, shown(on_amd)) == ("auto", "flash first")
-    assert chosen(all="triton")["attention"] == "hopper"
-    narrow = replace(SHAPES, head_dim=128)  # kernels, but cuDNN is faster
-    assert chosen(shapes=narrow)["attention"] == "auto"
-    assert chosen(shapes=narrow, attention="hopper")["attention"] == "hopper"
+    assert chosen(all="triton")["attention"] == "auto"
+    assert chosen(attention="hopper")["attention"] == "hopper"
     assert chosen(all="reference", attention="flash")["attention"] == "flash"
 
 
 def test_the_summary_is_one_line() -> None:
     assert summary(choose({}, H200, SHAPES, None)) == (
-        "triton: route, permute, experts, swiglu, norm, rope, delta, sparse, masked attention, loss; hopper: attention"
+        "triton: route, permute, experts, swiglu, norm, rope, delta, sparse, masked attention, loss; "
+        "cuDNN first: attention"
     )
     assert summary(choose({"all": "reference"}, CPU, SHAPES, None)).endswith("; torch: attention, loss")
     mixed = summary(choose({"experts_forward": "torch"}, H200, SHAPES, None))
@@ -252,8 +251,7 @@ def test_operators_are_those_of_the_chosen_backends() -> None:
 
 
 def test_triton_everywhere_is_tritons_own_set() -> None:
-    triton = backends.operators_of("triton")
-    assert operators(choose({}, H200, SHAPES, None)) == replace(triton, attention_backend="hopper")
+    assert operators(choose({}, H200, SHAPES, None)) == backends.operators_of("triton")
 
 
 @pytest.mark.parametrize(
