@@ -33,6 +33,12 @@ BARS = (
     {"model": "qwen3-235b-a22b", "on": "256xH100"},
     {"model": "moe-2t", "on": "768xMI300X"},
     {"model": "deepseek-v3-8l", "on": "8xH100"},
+    {"model": "deepseek-v3", "on": "512xH100"},
+    {"model": "qwen3-235b-a22b", "on": "64xH100"},
+    {"model": "mixtral-8x22b", "on": "32xH100"},
+    {"model": "mixtral-8x22b", "on": "128xH100"},
+    {"model": "llama4-maverick", "on": "128xH100"},
+    {"model": "deepseek-v2", "on": "64xH100"},
 )
 
 
