@@ -9,6 +9,7 @@ Each draw is a line of the log; a record that finds a log goes on behind it, and
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -25,6 +26,8 @@ from penstock.prove.ranks import Children
 from penstock.train.run_lock import temporary_folder
 
 SEED = 29
+
+_PACKAGE_FILE = re.compile(r"/\S*/penstock/")  # in a traceback, wherever the package lies
 
 CAUSES = {
     "rounding": "differs as much",
@@ -115,7 +118,7 @@ def as_line(outcome: Verdict) -> dict[str, Any]:
         "ranks": composition.ranks,
         "device": composition.device,
         "overrides": composition.overrides,
-        "text": outcome.text,
+        "text": _PACKAGE_FILE.sub("penstock/", outcome.text),
         "figures": figures,
         "margin": outcome.margin if outcome.margin < float("inf") else None,
     }

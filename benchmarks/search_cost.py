@@ -24,6 +24,7 @@ from penstock.plan.composer import meta_workers
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.search import search
 from penstock.plan.search_request import SearchRequest
+from penstock.tune.result_file import commit_of_code
 
 DEVICES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LAYERS = (8, 16, 32, 48, 61)
@@ -92,7 +93,7 @@ def main() -> None:
         return
     found = list[dict[str, Any]]()
     for case in record.part_of(options, cases()):
-        found.append(measured(case))
+        found.append(measured(case) | {"commit": options.commit or commit_of_code()})
         print(json.dumps(found[-1]), flush=True)
         record.write(
             options, {"searches": found}, cpus=len(os.sched_getaffinity(0)), cpu=device_name(torch.device("cpu"))

@@ -284,26 +284,24 @@ def _masked_attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Sh
 
 
 def _bounded_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
-    """Reason why our kernel cannot run, or None."""
-    if device.kind == "cpu":
-        return "no GPU"
-    if not device.has_triton:
-        return "Triton is not installed"
-    if device.dtype != "bf16":
-        return "float32"
+    """Reason why our kernel between bounds cannot run, or None."""
     widths = shapes.head_dim, shapes.value_dim
-    return None if attention_bounds.has_kernel(*widths) else f"heads of {widths[0]} and {widths[1]} columns"
+    known = attention_bounds.has_kernel(*widths)
+    return _no_16_bits(device) or (None if known else f"heads of {widths[0]} and {widths[1]} columns")
 
 
 def _hopper_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
     """Reason why our kernels of plain causal attention cannot run, or None."""
+    return _no_16_bits(device) or hopper_attention.obstacle(shapes.head_dim, shapes.value_dim, device.target)
+
+
+def _no_16_bits(device: DeviceFacts) -> str | None:
+    """Reason why no kernel of ours for attention in bfloat16 can run, or None."""
     if device.kind == "cpu":
         return "no GPU"
     if not device.has_triton:
         return "Triton is not installed"
-    if device.dtype != "bf16":
-        return "float32"
-    return hopper_attention.obstacle(shapes.head_dim, shapes.value_dim, device.target)
+    return None if device.dtype == "bf16" else "float32"
 
 
 def _flash_4_obstacle(device: DeviceFacts) -> str | None:

@@ -32,6 +32,7 @@ from penstock.kernels.gluon.ring import (
     add_out,
     copy_in,
     make_barriers,
+    places,
     ring,
 )
 
@@ -43,7 +44,6 @@ WIDE_OPERAND = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=WIDE.val
 OF_QUERIES = gl.constexpr(gl.SliceLayout(0, NARROW.value))
 OF_KEYS = gl.constexpr(gl.SliceLayout(1, NARROW.value))
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # how numbers of queries are spread over the producer
 IN_A_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # how they lie in a slot
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -320,7 +320,7 @@ def _load_queries(
     for turn in range(turns):
         slot, phase = ring(turn, STAGES)
         head, _, position = _queries(place, turn, count, H, G)
-        numbers = (row * H + head) * positions + position + _lanes()
+        numbers = (row * H + head) * positions + position + places(64)
         mbarrier.wait(empty.index(slot), phase ^ 1)
         ready = full.index(slot)
         mbarrier.expect(ready, 128 * columns)
@@ -330,20 +330,6 @@ def _load_queries(
         copy_numbers(sums.index(slot), sums_ptr + numbers)
         copy_numbers(deltas.index(slot), delta_ptr + numbers)
         async_copy.mbarrier_arrive(ready, increment_count=False)
-
-
-@gluon.jit
-def _lanes():
-    """0 to 64, computed where it is used (`penstock.kernels.gluon.float8_gemm_kernels`)."""
-    firsts = gl.arange(0, 64, LANES) // 32 * 32
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 lane; mov.u32 lane, %laneid; add.s32 $0, lane, $1; }",
-        "=r,r",
-        [firsts],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit

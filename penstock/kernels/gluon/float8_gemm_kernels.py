@@ -25,7 +25,17 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from penstock.kernels.gluon.ring import SPAN, copy_in, make_barriers, ring, swizzle, write_pieces, zero_tail
+from penstock.kernels.gluon.ring import (
+    LANES,
+    SPAN,
+    copy_in,
+    make_barriers,
+    places,
+    ring,
+    swizzle,
+    write_pieces,
+    zero_tail,
+)
 
 DEPTH = gl.constexpr(128)
 HALF = gl.constexpr(64)  # rows of a tile that one consumer has
@@ -34,7 +44,6 @@ WIDTH = gl.constexpr(128)  # columns of a product, and of a block of w that a sl
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
 DOWN = gl.constexpr(gl.SliceLayout(1, PRODUCT.value))
 ACROSS = gl.constexpr(gl.SliceLayout(0, PRODUCT.value))
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # how scales are spread over the producer's threads
 IN_A_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # how scales lie in a slot
 
 # Registers of a thread of a consumer and of the producer, with two or three consumers; 65536 in all.
@@ -71,34 +80,16 @@ def load_scales(
     any scale.
     """
     x_outer, x_depth, w_outer, w_depth = strides
-    lanes = _places(HALF)
+    lanes = places(HALF)
     for part in gl.static_range(CONSUMERS):
         down = gl.minimum(place[0] + part * HALF + lanes, rows[0] - 1)
         copy_scales(slots[2].index(slot * CONSUMERS + part), x_scales + (down * x_outer + block * x_depth))
     if EACH:
-        across = gl.minimum(place[1] + _places(WIDTH), rows[1] - 1)
+        across = gl.minimum(place[1] + places(WIDTH), rows[1] - 1)
     else:
         across = gl.full([HALF], place[1] // WIDTH, gl.int32, LANES)
     copy_scales(slots[3].index(slot), w_scales + (across * w_outer + block * w_depth))
     async_copy.mbarrier_arrive(slots[4].index(slot), increment_count=False)
-
-
-@gluon.jit
-def _places(COUNT: gl.constexpr):
-    """0 to COUNT, computed where it is used.
-
-    The assembler would compute a thread's part of a plain range before warps specialize, and keep it in memory, because
-    consumers leave no register for it.
-    """
-    firsts = gl.arange(0, COUNT, LANES) // 32 * 32
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 lane; mov.u32 lane, %laneid; add.s32 $0, lane, $1; }",
-        "=r,r",
-        [firsts],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit

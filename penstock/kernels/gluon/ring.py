@@ -27,6 +27,7 @@ CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 SPAN = gl.constexpr(2**30)  # end of the rows of a ragged descriptor; see `penstock.kernels.grouped_gemm_kernels`
 LINE = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # how the numbers of a row are spread over threads
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # how numbers beside blocks are spread over the producer
 
 # Triton 3.9 renamed them.
 copy_in = vars(tma)["async_load" if "async_load" in vars(tma) else "async_copy_global_to_shared"]
@@ -119,3 +120,21 @@ def zero_tail(y_ptr, tail, rows, columns, DTYPE: gl.constexpr):
         for first in range(0, columns, 1024):
             across = first + gl.arange(0, 1024, LINE)
             gl.store(row_ptr + across, gl.zeros([1024], DTYPE, LINE), mask=across < columns)
+
+
+@gluon.jit
+def places(COUNT: gl.constexpr):
+    """0 to COUNT, computed where it is used.
+
+    The assembler would compute a thread's part of a plain range before warps specialize, and keep it in memory, because
+    consumers leave no register for it.
+    """
+    firsts = gl.arange(0, COUNT, LANES) // 32 * 32
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 lane; mov.u32 lane, %laneid; add.s32 $0, lane, $1; }",
+        "=r,r",
+        [firsts],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
