@@ -1,19 +1,21 @@
 """An exhaustive sweep of the space of `penstock tune` on one GPU, of which a case needs some minutes.
 
-    python -m benchmarks.tune_sweep --case short-rows --folder sweep                     every configuration
-    python -m benchmarks.tune_sweep --case short-rows --folder sweep --part 2 --parts 4  each fourth, from the third on
-    python -m benchmarks.tune_sweep --case short-rows --folder sweep --confirm           the best of all parts in turn
+    python -m benchmarks.tune_sweep --case short-rows --folder sweep              every configuration
+    python -m benchmarks.tune_sweep --case short-rows --folder sweep --worker 1   beside it, on a second GPU
+    python -m benchmarks.tune_sweep --case short-rows --folder sweep --confirm    the best in turn, and the run as it is
 
-The space has every combination of micro-batch, recomputation, graphs, host waits and overlap that is legal and fits the
-memory by projection. All configurations run in one process, with the training loop of `penstock train`: a start costs
-seconds, not the imports. Steps are as short as those of the search. A configuration is ended as soon as a whole step
-surely takes `BEHIND` times the best one; the best by projection come first, so that most are ended after few steps.
+The space has every combination of micro-batch, recomputation, graphs, host waits, overlap and attention that is legal
+and fits the memory by projection. All configurations run in one process, with the training loop of `penstock train`: a
+start costs seconds, not the imports. A configuration is ended, and noted so, as soon as all its steps after the first
+take `BEHIND` times the best one's; the best by projection come first, so that most are ended after few steps.
 
-The folder keeps a line for each configuration. A call that goes on with it measures what is missing; a configuration
-that took the process down is a failure. `--minutes` ends a call in time.
+The folder keeps a line for each configuration, and a claim, so that several workers share a case. A call that goes on
+with the folder measures what is missing; a configuration that took the process down, or hung, is a failure. `--until`
+ends a call in time. `--rows` shortens the steps of a sweep further; `--confirm` makes those of the search.
 """
 
 import argparse
+import faulthandler
 import gc
 import itertools
 import json
@@ -24,14 +26,16 @@ import signal
 import statistics
 import sys
 import time
+import zlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import record
-from benchmarks.tune_gpu import BUDGET_MINUTES, CASES, FREE, MOST_TRIALS, STEPS
+from benchmarks.tune_gpu import BUDGET_MINUTES, CASES, FREE, MOST_TRIALS, PLAIN, STEPS
 from penstock.base.errors import PenstockError
 from penstock.base.files import write_whole
 from penstock.config.load import dump_toml, load_run, with_overrides
@@ -45,7 +49,7 @@ from penstock.train.observer import Observer, StepReport
 from penstock.train.run_folder import create_run_folder
 from penstock.train.setup import prepare
 from penstock.train.stop import StopRequest
-from penstock.tune.belief import TrialCandidate
+from penstock.tune.belief import ShortStep, TrialCandidate
 from penstock.tune.trial import first_steps
 from penstock.tune.tune_candidates import CandidateSource
 
@@ -59,23 +63,33 @@ SPACE = (
         'graphs.capture="none" dispatch.sync_free=0',
         'graphs.capture="none" dispatch.sync_free=2',
         'graphs.capture="partial" dispatch.sync_free=0',
+        'graphs.capture="partial" dispatch.sync_free=2',
         'graphs.capture="full" dispatch.sync_free=2',
     ),
     ('dispatch.overlap="none"', 'dispatch.overlap="halves"'),
 )
 """Choices of a configuration, one of each line."""
 
-BEHIND, FAR_BEHIND = 1.06, 1.5
-"""A configuration is ended after two timed steps, or in its warm-up, that are all so many times the best step."""
+BEHIND = 1.05
+"""A configuration is ended after three steps if those after the first all take so many times the best one's."""
 
-WARM_UP, TIMED = 3, 6
+WARM_UP, TIMED = 2, 4
 """First steps, which compile and capture, and those that are timed."""
 
-CONFIRMED, ROUNDS = 3, 2
-"""Best configurations that are measured once more, in turn, and how often."""
+UNFINISHED = 3
+"""Exit code of a sweep in which other workers measure the rest, or whose time was over."""
 
-MOST_HELD = 2e9
+CONFIRMED, ROUNDS, TIMED_AGAIN = 3, 2, 4
+"""Best configurations that are measured once more, in turn, how often, and with how many timed steps."""
+
+PLAIN_MICRO_BATCH = ("training.micro_batch=4",)
+"""Of the second run with torch's kernels; the first has that of the preset."""
+
+MOST_HELD = 8e9
 """Bytes on the device after a configuration has ended, with which the process starts anew."""
+
+MOST_SECONDS, MOST_FIRST = 60.0, 150.0
+"""Time in which a configuration ends, or the process does: of the others, and of the first one, which compiles."""
 
 
 class _Watch(Observer):
@@ -93,64 +107,101 @@ class _Watch(Observer):
         self.seconds.append(report.step_seconds)
         self.losses.append(report.loss)
         self.peak = max(self.peak, report.peak_memory_bytes)
-        timed = self.seconds[WARM_UP:]
-        far = len(self.seconds) > 2 and min(self.seconds[1:]) > FAR_BEHIND * self._best
-        self.is_behind = far or (len(timed) > 1 and min(timed) > BEHIND * self._best)
-        if self.is_behind or len(timed) >= self._most:
+        self.is_behind = len(self.seconds) > WARM_UP and min(self.seconds[1:]) > BEHIND * self._best
+        if self.is_behind or len(self.seconds) >= WARM_UP + self._most:
             self._stop.signal = signal.SIGTERM  # as if it had come
 
 
-def source_of(case: str, chip: str) -> CandidateSource:
-    """What `penstock tune` takes its candidates from, with steps as short as those of its search."""
+def source_of(case: str, chip: str, rows: int = 0) -> CandidateSource:
+    """What `penstock tune` takes its candidates from, with steps as short as those of its search, or of `rows`."""
     words = CASES[case]
     source = CandidateSource(
         run=load_run(words[0], words[1:]), cluster=cluster_of(1, load_hardware(chip)), fixed={}, free=FREE.get(case, ())
     )
     source.fit()
     source.shorten(STEPS, BUDGET_MINUTES * 60.0, MOST_TRIALS)
+    source.rows = min(rows, source.rows) or source.rows
     return source
 
 
-def candidates_of(source: CandidateSource) -> list[TrialCandidate]:
-    """All legal combinations that fit the memory, the best by projection first; the run as it is comes first."""
+def candidates_of(source: CandidateSource, folder: Path) -> list[TrialCandidate]:
+    """All legal combinations that fit the memory, the best by projection first; from the folder if it has them."""
+    path = folder / f"candidates-{source.rows}.json"
+    if path.exists():
+        return [_candidate(one) for one in json.loads(path.read_text(encoding="utf-8"))]
     first = source.reference()
     found = {first.key: first}
-    for choices in itertools.product(*SPACE):
+    named = tuple(source.attention_changes())  # with their micro-batch
+    for choices in itertools.chain(itertools.product(*SPACE), itertools.product(named, *SPACE[1:])):
         for one in source.changed(source.run, " ".join(choices), "sweep"):
             found.setdefault(one.key, one)
     fits = [one for one in found.values() if one.memory_bytes < source.cluster.hardware.usable_bytes]
-    return [first, *sorted((one for one in fits if one is not first), key=lambda one: one.projected)]
+    found = sorted(fits, key=lambda one: one.projected)
+    write_whole(path, json.dumps([asdict(one) for one in found]) + "\n")
+    return found
+
+
+def _candidate(table: dict[str, Any]) -> TrialCandidate:
+    """From `asdict`."""
+    short = None if table["short"] is None else ShortStep(**table["short"])
+    return TrialCandidate(**{**table, "overrides": tuple(table["overrides"]), "short": short})
+
+
+def chosen_of(candidates: list[TrialCandidate], most: int, tuned: TrialCandidate) -> list[TrialCandidate]:
+    """The best by projection, with the run as it is; and that of the search."""
+    kept = candidates[:most]
+    kept += [one for one in candidates[most:] if not one.key]
+    return kept if tuned.key in {one.key for one in kept} else [tuned, *kept]
 
 
 def measured(source: CandidateSource, one: TrialCandidate, folder: Path, best: float, most: int) -> dict[str, Any]:
     """Train a configuration in this process until its step time is known, or is surely no `best` seconds."""
-    words = [*first_steps(source.run, WARM_UP + TIMED), *one.overrides]
+    words = [*first_steps(source.run, WARM_UP + TIMED_AGAIN), *one.overrides]
     words += [] if one.short is None else [f"training.global_batch={one.short.rows}"]
     run = load_run(f"{folder / 'reference.toml'}", [*words, f"record.folder={folder / 'runs'}"])
     begin = time.perf_counter()
-    row: dict[str, Any] = {"change": one.key, "projected": one.projected, "stretch": one.stretch}
+    rows = run.training.global_batch
+    row: dict[str, Any] = {
+        "change": one.key,
+        "overrides": one.overrides,
+        "projected": one.projected,
+        "rows": rows,
+        "stretch": one.stretch,
+    }
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     try:
         session = prepare(run, read_environment())
         named, there = create_run_folder(run, number_if_taken=True)
         stop = StopRequest()
         watch = _Watch(stop, best / one.stretch, most)
+        row["start_seconds"] = time.perf_counter() - begin
         train_run(session, there, open_store(named, there), Progress(), [watch], stop)
     except torch.OutOfMemoryError as error:
         return {**row, "failed": f"out of memory: {error}".partition(". ")[0]}
     except PenstockError as error:
         return {**row, "failed": f"{error}"}
     shutil.rmtree(there.path)
-    timed = watch.seconds[WARM_UP:] or watch.seconds[1:]
+    timed = watch.seconds[1 if watch.is_behind else WARM_UP :]
     return {
         **row,
         "step_seconds": watch.seconds,
         "losses": watch.losses,
         "peak_memory_bytes": watch.peak,
         "is_behind": watch.is_behind,
-        "measured_seconds": statistics.median(timed),
-        "whole_seconds": one.stretch * statistics.median(timed),
+        "measured_seconds": min(timed) if watch.is_behind else statistics.median(timed),
+        "whole_seconds": one.stretch * (min(timed) if watch.is_behind else statistics.median(timed)),
         "seconds": time.perf_counter() - begin,
     }
+
+
+def freed() -> int:
+    """Free what the last configuration held. Returns the bytes that are still held on the device."""
+    gc.collect()
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
 
 
 def rows_in(folder: Path) -> dict[str, dict[str, Any]]:
@@ -168,27 +219,35 @@ def _best(rows: dict[str, dict[str, Any]]) -> float:
     return min((row["whole_seconds"] for row in rows.values() if "whole_seconds" in row), default=math.inf)
 
 
+def claimed(folder: Path, key: str) -> bool:
+    """Whether this worker may measure a configuration, which no other one has begun."""
+    try:
+        (folder / f"claim-{zlib.crc32(key.encode()):08x}").mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
 def sweep(source: CandidateSource, candidates: list[TrialCandidate], options: argparse.Namespace) -> None:
-    """Measure the configurations of a part that the folder lacks, until the time is over."""
-    path = options.folder / f"rows-{options.part}-of-{options.parts}.jsonl"
+    """Measure the configurations that the folder lacks and no other worker has begun, until the time is over."""
+    path = options.folder / f"rows-{options.worker}.jsonl"
     path.touch()
     begun = [row["begun"] for row in map(json.loads, _lines(path)) if "begun" in row]
     with path.open("a", encoding="utf-8", buffering=1) as file:
         for key in set(begun) - set(rows_in(options.folder)):
             file.write(json.dumps({"change": key, "failed": "the process ended with it"}) + "\n")
-        for one in candidates[options.part :: options.parts]:
-            rows = rows_in(options.folder)
-            if one.key in rows:
-                continue
+        most = MOST_FIRST
+        for one in candidates:
             if time.time() > options.until:
                 return
+            rows = rows_in(options.folder)
+            if one.key in rows or not claimed(options.folder, one.key):
+                continue
             file.write(json.dumps({"begun": one.key}) + "\n")
+            faulthandler.dump_traceback_later(most, exit=True)
             row = measured(source, one, options.folder, _best(rows), TIMED)
-            gc.collect()
-            held = 0
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-                held = torch.cuda.memory_allocated()
+            held, most = freed(), MOST_SECONDS
+            faulthandler.cancel_dump_traceback_later()
             file.write(json.dumps({**row, "held_bytes": held}) + "\n")
             told = row.get("failed") or f"{row['whole_seconds']:.4g} s{', behind' if row['is_behind'] else ''}"
             print(f"{len(rows) + 1}/{len(candidates)} {one.key or 'the run as it is'}: {told}", flush=True)
@@ -196,32 +255,49 @@ def sweep(source: CandidateSource, candidates: list[TrialCandidate], options: ar
                 os.execv(sys.executable, [sys.executable, "-m", "benchmarks.tune_sweep", *sys.argv[1:]])
 
 
-def confirm(
-    source: CandidateSource, candidates: list[TrialCandidate], folder: Path, tuned: str
-) -> list[dict[str, Any]]:
-    """Measure the best configurations, that of the search and the run as it is once more, in turn, to their end."""
-    rows = rows_in(folder)
-    best = sorted((row for row in rows.values() if "whole_seconds" in row), key=lambda row: float(row["whole_seconds"]))
-    keys = list(dict.fromkeys([tuned, *(row["change"] for row in best[:CONFIRMED]), ""]))
-    chosen = {one.key: one for one in candidates if one.key in keys}
-    found = []
-    for number in range(ROUNDS):
-        for key in keys:
-            row = measured(source, chosen[key], folder, math.inf, TIMED)
-            gc.collect()
-            found.append({**row, "round": number})
-            print(f"again: {key or 'the run as it is'}: {row.get('whole_seconds')}", flush=True)
-    return found
+def _plain(source: CandidateSource) -> list[TrialCandidate]:
+    """The run with torch's kernels; nothing where they cannot run."""
+    try:
+        return [
+            source.candidate(with_overrides(source.run, (*PLAIN, *more)), "plain") for more in ((), PLAIN_MICRO_BATCH)
+        ]
+    except PenstockError:
+        return []
+
+
+def confirm(source: CandidateSource, options: argparse.Namespace, tuned: TrialCandidate) -> Iterator[dict[str, Any]]:
+    """Measure that of the search, the best and the run as it is again, in turn, and once the run with torch's kernels.
+
+    All of them make all of their steps.
+    """
+    ran = [row for row in rows_in(options.folder).values() if "whole_seconds" in row]
+    best = sorted(ran, key=lambda row: float(row["whole_seconds"]))[:CONFIRMED]
+    words = [tuned.overrides, *(tuple(row["overrides"]) for row in best), ()]
+    turn = {one.key: one for one in (source.candidate(with_overrides(source.run, each), "again") for each in words)}
+    plain = _plain(source)
+    longest = 0.0
+    for number, one in enumerate([*turn.values(), *plain, *(ROUNDS - 1) * [*turn.values()]]):
+        begin = time.time()
+        if begin + longest > options.until:
+            return
+        faulthandler.dump_traceback_later(MOST_FIRST, exit=True)
+        row = measured(source, one, options.folder, math.inf, TIMED_AGAIN)
+        freed()
+        faulthandler.cancel_dump_traceback_later()
+        longest = max(longest, time.time() - begin) if number else 0.0  # the first one compiles
+        print(f"again: {one.key or 'the run as it is'}: {row.get('failed') or row['whole_seconds']}", flush=True)
+        yield {**row, "is_plain": one in plain}
 
 
 def summary(rows: list[dict[str, Any]], again: list[dict[str, Any]], tuned: str) -> dict[str, Any]:
     """The configuration of the search beside the best of the sweep, as measured in turn where that was done."""
     seconds: dict[str, list[float]] = {}
     for row in again or rows:
-        if "whole_seconds" in row:
+        if "whole_seconds" in row and not row.get("is_plain"):
             seconds.setdefault(row["change"], []).append(row["whole_seconds"])
     mean = {key: statistics.fmean(ones) for key, ones in seconds.items()}
     best = min(mean, key=lambda key: mean[key], default="")
+    plain = [row["whole_seconds"] for row in again if row.get("is_plain") and "whole_seconds" in row]
     return {
         "configurations": len(rows),
         "failed": sum("failed" in row for row in rows),
@@ -232,6 +308,7 @@ def summary(rows: list[dict[str, Any]], again: list[dict[str, Any]], tuned: str)
         "tuned_seconds": mean.get(tuned),
         "tuned_over_best": mean[tuned] / mean[best] if tuned in mean else None,
         "as_it_is_over_best": mean[""] / mean[best] if "" in mean else None,
+        "plain_over_tuned": min(plain) / mean[tuned] if plain and tuned in mean else None,
     }
 
 
@@ -243,34 +320,44 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="rows of all parts, and runs")
     parser.add_argument("--on", default="H200", help="chip")
     parser.add_argument("--most", type=int, default=64, help="configurations, the best by projection")
-    parser.add_argument("--part", type=int, default=0, help="number of this part, from 0")
-    parser.add_argument("--parts", type=int, default=1, help="into how many the configurations are divided")
+    parser.add_argument("--rows", type=int, default=0, help="of a step, where those of the search are short ones")
+    parser.add_argument("--worker", type=int, default=0, help="number of this process among those that share the case")
     parser.add_argument("--until", type=float, default=math.inf, help="seconds since 1970 after which none is begun")
     parser.add_argument("--tuned", type=Path, help="file of tune_gpu, whose best joins the configurations")
     parser.add_argument("--confirm", action="store_true", help="measure only the best ones, once more and in turn")
     options = parser.parse_args()
-    source = source_of(options.case, options.on)
+    source = source_of(options.case, options.on, options.rows)
     options.folder.mkdir(parents=True, exist_ok=True)
     write_whole(options.folder / "reference.toml", dump_toml(source.run))
-    candidates = candidates_of(source)[: options.most]
-    tuned = ""
+    leader = None
     if options.tuned is not None:
-        leader = json.loads(options.tuned.read_text(encoding="utf-8"))["numbers"][options.case]["tune"]["leader"]
-        one = source.candidate(with_overrides(source.run, leader), "tuned")
-        tuned = one.key
-        candidates[1:1] = [] if tuned in {other.key for other in candidates} else [one]
+        leader = json.loads(options.tuned.read_text(encoding="utf-8"))["numbers"][options.case]["tune"].get("leader")
+    tuned = source.candidate(with_overrides(source.run, leader or ()), "tuned")
+    candidates = candidates_of(source, options.folder)
+    chosen = chosen_of(candidates, options.most, tuned)
     environment = read_environment()
     device = choose_device(source.run.device, environment)
     prepare_environment(facts_of_run(source.run, facts_of_machine(environment)))
     if source.run.host.numa:
         bind_near(device, environment)
-    again = confirm(source, candidates, options.folder, tuned) if options.confirm else []
-    if not options.confirm:
-        sweep(source, candidates, options)
-    rows = [*rows_in(options.folder).values()]
-    numbers = {"summary": summary(rows, again, tuned), "space": len(candidates), "rows": rows, "again": again}
-    print(numbers["summary"], flush=True)
-    record.write(options, {options.case: numbers}, chip=options.on)
+
+    def write(again: list[dict[str, Any]]) -> None:
+        rows = [*rows_in(options.folder).values()]
+        found = summary(rows, again, tuned.key)
+        numbers = {"summary": found, "legal": len(candidates), "asked": len(chosen), "rows": rows, "again": again}
+        record.write(options, {options.case: numbers}, chip=options.on)
+
+    if options.confirm:
+        again = list[dict[str, Any]]()
+        for row in confirm(source, options, tuned):
+            again.append(row)
+            write(again)
+    else:
+        sweep(source, chosen, options)
+        write([])
+    done = rows_in(options.folder).keys() >= {one.key for one in chosen}
+    print(f"{options.case}: {'all' if done else 'a part'} of {len(chosen)} configurations", flush=True)
+    sys.exit(0 if done else UNFINISHED)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
     4. a correction    of all estimates (penstock/tune/belief.py), which decides the next one
     5. a diagnosis     when nothing can gain any more, single changes of the leader join, and when these cannot either,
                        the doctor's; once for each leader
-    6. a second trial  of the reference and the best, one after the other: the gain is a fact, not the luck of a trial
+    6. a second trial  of the reference and the best, one after the other: the gain is a fact, not the luck of a trial;
+                       it comes earlier if one more trial would leave no trials or no time for it
     7. the end         no candidate can gain more than `LEAST_GAIN` with 95 % confidence, or the budget is spent
     8. a whole step    of the leader, once, if the trials were of short steps and the budget has room
 
@@ -203,6 +204,9 @@ class Search:
         while True:
             if self.is_spent():
                 return
+            if self._must_confirm():
+                self._confirm()
+                continue
             chosen = self._next()
             if chosen is None:
                 leader, first = self.leader, self.reference
@@ -215,17 +219,42 @@ class Search:
                 elif leader.candidate.key not in self._diagnosed:
                     self._diagnosed.add(leader.candidate.key)
                     self.add(self.diagnose(leader, self.left))
-                elif self._best.key != first.candidate.key and self._best.key not in self._confirmed:
-                    # In turn, so that a machine that became slower or faster meanwhile is no gain.
-                    best = self._best
-                    self._confirmed.add(best.key)
-                    self.try_one(first.candidate)
-                    self.try_one(best)
-                else:
+                elif not self._is_unconfirmed:
                     self.ending = f"no candidate can gain more than {LEAST_GAIN:.0%} with 95% confidence"
                     return
+                elif 0.8 * self._confirming_seconds > self.left:
+                    self.ending = "the budget is spent"
+                    return
+                else:
+                    self._confirm()
                 continue
             self.try_one(chosen)
+
+    @property
+    def _is_unconfirmed(self) -> bool:
+        """Whether the best is not the reference, and has not been measured beside it."""
+        first = self.reference
+        return first is not None and self._best.key not in (first.candidate.key, *self._confirmed)
+
+    @property
+    def _confirming_seconds(self) -> float:
+        """Time that the reference and the best need, by their first trials; 0 if nothing ran."""
+        first = self.reference
+        keys = () if first is None else (first.candidate.key, self._best.key)
+        return sum(one.result.seconds for one in self._ran() if one.candidate.key in keys)
+
+    def _must_confirm(self) -> bool:
+        """Whether one more trial would leave no trials or no time to confirm the best."""
+        needed, left = self._confirming_seconds, self.left
+        return self._is_unconfirmed and (self._trials_left == 2 or 0.8 * needed <= left < needed + self._longest)
+
+    def _confirm(self) -> None:
+        """Measure the reference and the best again, in turn: a machine that became faster meanwhile is no gain."""
+        best, first = self._best, self.reference
+        assert first is not None, "the best ran, so there is a reference"
+        self._confirmed.add(best.key)
+        self.try_one(first.candidate)
+        self.try_one(best)
 
     def replan(self, candidates: Sequence[TrialCandidate]) -> None:
         """Replace the candidates, and the projections of those that were tried."""
@@ -235,11 +264,10 @@ class Search:
 
     def is_spent(self) -> bool:
         """Whether budget or trials are used up, which `ending` then says; a trial that would not end is not begun."""
-        trials = sum(not one.is_whole for one in self.records)
         if self.spent + 0.8 * self._longest > self.settings.budget_seconds:
             self.ending = "the budget is spent"
-        elif trials >= self.settings.most_trials:
-            self.ending = f"{trials} trials were made"
+        elif self._trials_left <= 0:
+            self.ending = f"{self.settings.most_trials} trials were made"
         return bool(self.ending)
 
     @property
@@ -251,6 +279,10 @@ class Search:
     def left(self) -> float:
         """Seconds of the budget that are left."""
         return max(0.0, self.settings.budget_seconds - self.spent)
+
+    @property
+    def _trials_left(self) -> int:
+        return self.settings.most_trials - sum(not one.is_whole for one in self.records)
 
     @property
     def _longest(self) -> float:

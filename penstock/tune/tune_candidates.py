@@ -17,8 +17,10 @@ from penstock.base.errors import ConfigError, HardwareError, KernelError, Pensto
 from penstock.base.numbers import bytes_text, counted
 from penstock.config.fit import shard
 from penstock.config.load import with_overrides
+from penstock.config.model import LatentAttention
 from penstock.config.run import Run
 from penstock.config.schema import differences
+from penstock.kernels import hopper_attention
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.project import Assumptions, project
 from penstock.plan.projection import Projection
@@ -51,6 +53,9 @@ _RECOMPUTE = ("[]", '["norm"]', '["expert-activation"]', '["norm","expert-activa
 
 LAYOUTS, CHANGED = 40, 1
 """Layouts of a plan that become candidates, and those of them that are changed in one choice more."""
+
+HOPPER_FROM = 4096
+"""Positions of a row from which our attention for Hopper was measured to be faster."""
 
 MOST_IMBALANCE = 4.0
 
@@ -193,10 +198,28 @@ class CandidateSource:
             yield from (f'graphs.capture="{capture}"' for capture in ("none", "partial"))
             yield from ("dispatch.sync_free=0", "dispatch.sync_free=2", "offload.optimizer=false")
             yield 'graphs.capture="full" dispatch.sync_free=2'
+            yield from self.attention_changes()
         if "float8" in self.free:
             yield FLOAT8
         if "global_batch" in self.free:
             yield from (f"training.global_batch={times * run.training.global_batch}" for times in (2, 4))
+
+    def attention_changes(self) -> Iterator[str]:
+        """Latent attention by our kernels for Hopper, which `auto` does not take, in micro-batches that they take."""
+        run, attention = self.run, self.run.model.attention
+        if not isinstance(attention, LatentAttention) or run.training.precision != "bf16" or run.data.document_mask:
+            return
+        if run.training.sequence_length < HOPPER_FROM:
+            return
+        if hopper_attention.obstacle(attention.head_dim, attention.v_head_dim, self.cluster.hardware.kernels) is None:
+            each = run.training.sequence_length * attention.heads * attention.head_dim
+            mine = [f"training.micro_batch={run.training.micro_batch}"]
+            fits = [
+                one
+                for one in (mine if self._keeps_micro_batch else _MICRO_BATCHES)
+                if int(one.partition("=")[2]) * each <= hopper_attention.MOST
+            ]
+            yield from (f'kernels.attention="{hopper_attention.NAME}" {one}' for one in fits[-1:])
 
     def doctor(self, leader: TrialCandidate, folder: Path, step_seconds: float) -> list[TrialCandidate]:
         """Changes that the doctor proposes for the recorded run of a leader, with their gains."""
@@ -344,5 +367,12 @@ def _scaled(terms: Mapping[str, float], factor: float) -> dict[str, float]:
 def _effect(projection: Projection) -> str:
     """Equal for candidates that run the same way."""
     run = projection.run
-    kept = (run.graphs, run.dispatch.overlap, run.dispatch.sync_free, run.float8, run.training.global_batch)
+    kept = (
+        run.graphs,
+        run.dispatch.overlap,
+        run.dispatch.sync_free,
+        run.float8,
+        run.training.global_batch,
+        run.kernels,
+    )
     return f"{projection.layout} {kept}"

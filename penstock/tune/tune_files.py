@@ -160,6 +160,7 @@ def search_json(
             {
                 "change": list(one.candidate.overrides),
                 "source": one.candidate.source,
+                "is_whole": one.is_whole,
                 "projected_seconds": one.projected,
                 "projected_terms": dict(one.candidate.terms),
                 "expected_seconds": one.expected,

@@ -191,6 +191,24 @@ def test_a_change_that_may_be_better_gets_a_second_trial() -> None:
     assert [one.candidate.key for one in search.records] == ["", "a=1", "", "a=1"]
 
 
+@pytest.mark.parametrize("limits", [{"most_trials": 4}, {"budget_seconds": 52.0}])
+def test_the_last_trials_and_the_rest_of_the_time_are_for_second_trials(limits: dict[str, float]) -> None:
+    candidates = [TrialCandidate(overrides=(f"a={n}",), terms={"products": 1.0 - 0.01 * n}) for n in range(9)]
+    candidates[0] = replace(candidates[0], overrides=())
+
+    class Even:
+        def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
+            seconds = candidate.projected * (1.0 if candidate.overrides else 1.3)
+            return TrialResult(step_seconds=(seconds,) * 5, losses=(5.0,), seconds=10.0)
+
+    search = Search(candidates, Even(), replace(NO_LIMIT, **limits))  # type: ignore[arg-type]
+    search.run()
+    assert search.leader is not None
+    assert [one.number for one in search.records[-2:]] == [2, 2]
+    assert [one.candidate.key for one in search.records[-2:]] == ["", search.leader.candidate.key]
+    assert sum(one.number == 2 for one in search.records) == 2
+
+
 RAN = TrialResult(step_seconds=(0.1,) * 5, observed_seconds=0.1, losses=(5.0, 4.9, 4.8), seconds=3.0)
 
 

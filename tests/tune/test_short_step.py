@@ -194,16 +194,21 @@ def test_limits_of_a_trial_follow_the_projection_of_its_own_steps(candidates: li
 def test_the_second_of_two_trials_has_time_when_the_first_one_has_spent_the_budget(
     candidates: list[TrialCandidate],
 ) -> None:
-    def lefts(budget: float) -> list[tuple[float, float]]:
-        there, asked = machine(candidates), list[float]()
-        run = there.run
-        there.run = lambda one, limits: (asked.append(limits.left_seconds), run(one, limits))[1]  # type: ignore[method-assign]
-        search = searched(there, budget)
-        return [(left, one.result.seconds) for left, one in zip(asked, search.records, strict=True) if one.number == 2]
+    there, asked = machine(candidates), list[tuple[str, float]]()
+    run = there.run
 
-    (first, took), _ = lefts(360.0)
-    _, (second, needed) = lefts(360.0 - first + 0.9 * took)
-    assert 1.25 * second >= needed, "what a trial may take"
+    def slower(one: TrialCandidate, limits: TrialLimits) -> TrialResult:
+        result = run(one, limits)
+        again = one.key in [key for key, _ in asked]
+        asked.append((one.key, limits.left_seconds))
+        return replace(result, seconds=300.0) if again else result
+
+    there.run = slower  # type: ignore[method-assign]
+    search = searched(there, 360.0)
+    (first, second) = (place for place, one in enumerate(search.records) if one.number == 2)
+    assert asked[first][1] < 300.0, "the first one took more than there was"
+    ran = [one.result.seconds for one in search.records[:second]]
+    assert asked[second][1] == max(ran), "as much as the longest trial took"
 
 
 def test_memory_that_only_whole_steps_need_is_added_to_that_of_short_ones() -> None:
@@ -229,6 +234,25 @@ def test_a_run_that_does_not_fit_is_not_tried_as_it_is(monkeypatch: pytest.Monke
     monkeypatch.setattr(tune_candidates, "search", lambda request, progress: replace(plan, candidates=()))
     with pytest.raises(ConfigError, match=r"no layout of gpt-oss-20b-14l fits 1 device of .* GB; fix: 2 devices"):
         source.fit()
+
+
+@pytest.mark.parametrize(
+    ("chip", "change", "found"),
+    [
+        ("H200", "training.micro_batch=1", ['kernels.attention="hopper" training.micro_batch=4']),
+        ("H200", "training.micro_batch=4", ['kernels.attention="hopper"']),
+        ("H200", "training.sequence_length=512", []),
+        ("H200", "training.precision=fp32", []),
+        ("B200", "training.micro_batch=1", []),
+    ],
+)
+def test_attention_for_hopper_is_tried_in_micro_batches_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch, chip: str, change: str, found: list[str]
+) -> None:
+    monkeypatch.setattr(tune_candidates, "search", no_layouts)
+    run = load_run("deepseek-v2-lite-2l", [change])
+    source = CandidateSource(run=run, cluster=cluster_of(1, load_hardware(chip)), fixed={})
+    assert [one.key for one in source.planned() if "attention" in one.key] == found
 
 
 def test_a_micro_batch_that_is_learned_stays(monkeypatch: pytest.MonkeyPatch) -> None:
