@@ -20,9 +20,9 @@ import faulthandler
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,9 +93,13 @@ class Layer:
     sums: tuple[Tensor, Tensor]
     direction_TD: Tensor
 
-    def run(self, dispatcher: Dispatcher) -> list[Tensor]:
+    def run(self, way: "Way") -> list[Tensor]:
         """Both passes."""
-        rows, metadata = dispatcher.dispatch(self.leaves[0], Routing(self.leaves[1], self.ids_TK))
+        y_TD = way.around(partial(self._forward, way.dispatcher), self.leaves[0])
+        return [y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, self.direction_TD)]
+
+    def _forward(self, dispatcher: Dispatcher, x_TD: Tensor) -> Tensor:
+        rows, metadata = dispatcher.dispatch(x_TD, Routing(self.leaves[1], self.ids_TK))
         y_RD = expert_ffn(
             *(rows.x_ND, *self.matrices, rows.counts_e, rows.weights_R, rows.index_R),
             places_TK=rows.places_NK,
@@ -103,14 +107,13 @@ class Layer:
             only_last=rows.only_last,
             replicas=rows.replicas,
         )
-        y_TD = dispatcher.combine(y_RD, metadata)
-        return [y_TD.detach(), *torch.autograd.grad(y_TD, self.leaves, self.direction_TD)]
+        return dispatcher.combine(y_RD, metadata)
 
-    def results(self, dispatcher: Dispatcher) -> list[Tensor]:
+    def results(self, way: "Way") -> list[Tensor]:
         """Output and all gradients, those of the matrices from sums that begin at zero."""
         for total in self.sums:
             total.zero_()
-        found = self.run(dispatcher)
+        found = self.run(way)
         return [*found, *(total.clone() for total in self.sums)]
 
 
@@ -156,6 +159,17 @@ def _padded(ids_TK: Tensor, tokens: int, experts: int) -> Tensor:
     return torch.cat((ids_TK, ids_TK.new_full((tokens - len(ids_TK), ids_TK.shape[1]), experts)))
 
 
+class Way(NamedTuple):
+    """A dispatcher, and what the model puts around a layer that has it (penstock/models/block.py)."""
+
+    dispatcher: Dispatcher
+    around: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+
+
+def nothing_around(layer: Callable[[Tensor], Tensor], x_TD: Tensor) -> Tensor:
+    return layer(x_TD)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ways:
     """Makes dispatchers on one machine."""
@@ -165,7 +179,7 @@ class Ways:
     buffers: SymmetricBuffers | None  # None on a CPU
     dtype: torch.dtype
 
-    def dispatcher(self, rule: ReplicaRule | None, factor: float) -> Dispatcher:
+    def way(self, rule: ReplicaRule | None, factor: float, matrices: tuple[Tensor, Tensor]) -> Way:
         axis, operators = self.machine.axis, TRITON if self.buffers is not None else REFERENCE
         experts = self.shape.E if rule is None else rule.groups * rule.places
         placement = ExpertPlacement(experts=experts, expert=axis.size)
@@ -174,19 +188,21 @@ class Ways:
         else:
             room = RowCapacity(placement, factor).to(self.machine.device)
             inner = SymmetricDispatcher(placement, transport_of(placement, self.buffers), room)
-        return inner if rule is None else self._balanced(rule, inner, operators)
+        return Way(inner, nothing_around) if rule is None else self._balanced(rule, inner, operators, matrices)
 
-    def _balanced(self, rule: ReplicaRule, inner: Dispatcher, operators: Operators) -> BalancedDispatcher:
+    def _balanced(
+        self, rule: ReplicaRule, inner: Dispatcher, operators: Operators, matrices: tuple[Tensor, Tensor]
+    ) -> Way:
         axis, meter = self.machine.axis, ReplicaMeter(rule.groups).to(self.machine.device)
         counts_of: CountsOf = partial(exchanged_counts, axis=axis)
         slots_of: SlotsOf = partial(exchanged_slots, rule=rule, axis=axis)
+        around = nothing_around
         if self.buffers is not None:
             sizes = ReplicaSizes(rule, self.shape.parameters(), self.dtype.itemsize)
-            counts_of, slots_of = (
-                self.buffers.gather,
-                partial(MappedSlots, ReplicaMemory(self.buffers, sizes, self.dtype)),
-            )
-        return BalancedDispatcher(rule, axis.rank, inner, operators, counts_of, slots_of, meter)
+            memory = ReplicaMemory(self.buffers, sizes, self.dtype)
+            counts_of, slots_of, around = self.buffers.gather, partial(MappedSlots, memory), memory.backward_of_layer
+        balanced = BalancedDispatcher(rule, axis.rank, inner, operators, counts_of, slots_of, meter)
+        return Way(replace(balanced, at_hand=lambda: matrices), around)
 
 
 def measure(ways: Ways, workload: str, experts: Matrices) -> list[dict[str, Any]]:
@@ -201,13 +217,13 @@ def measure(ways: Ways, workload: str, experts: Matrices) -> list[dict[str, Any]
         if rule is not None:
             facts = plan_replicas(layer.counts_WE, rule, machine.axis.rank).facts.tolist()
             fullest, replicas = facts[PlanFact.FULLEST], facts[PlanFact.REPLICAS]
-        dispatcher = ways.dispatcher(rule, 1.01 * fullest / room)
-        results = layer.results(dispatcher)
+        made = ways.way(rule, 1.01 * fullest / room, layer.matrices)
+        results = layer.results(made)
         expected = expected or results
         gap = max(relative_gap(one.float(), other.float()) for one, other in zip(results, expected, strict=True))
         gap = machine.worst(gap)
         assert gap < CLOSE, f"{workload}, {way}: {gap} apart"
-        seconds = timed(machine, lambda dispatcher=dispatcher: layer.run(dispatcher))
+        seconds = timed(machine, lambda made=made: layer.run(made))
         row = {"shape": shape.name, "workload": workload, "way": way, "ms": seconds * 1e3, "replicas": replicas}
         row |= {"fullest_over_even": fullest / even, "gap": gap}
         machine.say(

@@ -4,8 +4,8 @@
 
 One worker process takes the cases one after another, so that a search costs its own time and not the start of torch. A
 worker that dies leaves the last line of its traceback as the answer of its case, and a new one goes on. The file is
-written as cases end; a later call with the same file goes on with the cases that it lacks. The cases come in a random
-order, so that those of a call that `--seconds` ends are a sample of all. Needs no GPU.
+written as cases end; a later call goes on with the cases that it and the files of `--known` lack. The order is a walk
+through all presets, chips and sizes, so that any few dozen cases in a row have each of them. Needs no GPU.
 
 `--layouts N` projects N random layouts of each preset and cluster as `penstock plan --layout` does, instead of
 searching: legal ones, ones that do not fit, and ones that are refused by name. They are drawn anew with the same seed.
@@ -41,25 +41,27 @@ from penstock.tune.result_file import commit_of_code
 
 DEVICES = (8, 16, 32, 64, 72, 128, 256, 512, 1000, 1024, 2048)
 LAYOUT_DEVICES = (8, 64, 1000)
-SEED = 26
 
-EVERY = 20
-"""Cases between two writings of the file."""
+WRITTEN = 5.0
+"""Seconds after which the file is written again."""
 
 Case = dict[str, str]
 Row = dict[str, Any]
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    """What is asked, chip after chip of each cluster's size."""
+    """What is asked: in each round every preset once, on a chip and a size that follow those of the preset before."""
     sizes = options.devices or (LAYOUT_DEVICES if options.layouts else DEVICES)
-    pairs = [
-        {"model": model, "on": f"{devices}x{chip}"}
-        for devices in sizes
-        for chip in options.chips or known_hardware()
-        for model in options.models or PRESETS
+    chips, models = options.chips or known_hardware(), options.models or list(PRESETS)
+    clusters = [
+        f"{sizes[(at // len(chips) + at % len(chips)) % len(sizes)]}x{chips[at % len(chips)]}"
+        for at in range(len(sizes) * len(chips))
     ]
-    random.Random(SEED).shuffle(pairs)
+    pairs = [
+        {"model": model, "on": clusters[(turn + number) % len(clusters)]}
+        for turn in range(len(clusters))
+        for number, model in enumerate(models)
+    ]
     if not options.layouts:
         return pairs
     return [{**pair, "layout": layout} for pair in pairs for layout in _layouts(pair, options.layouts)]
@@ -168,6 +170,7 @@ def main() -> None:
     parser.add_argument("--devices", nargs="+", type=int, metavar="N")
     parser.add_argument("--layouts", type=int, default=0, metavar="N", help="project N random layouts of each instead")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after these")
+    parser.add_argument("--known", nargs="+", type=Path, default=[], metavar="FILE", help="leave out cases of these")
     record.add_parts(parser)
     record.add_arguments(parser)
     options = parser.parse_args()
@@ -177,20 +180,24 @@ def main() -> None:
     if options.join:
         _join(options)
         return
-    begin = time.perf_counter()
+    begin = written = time.perf_counter()
     numbers = _recorded(options.output)
     what = "layouts" if options.layouts else "searches"
-    known = {json.dumps(_case(row)) for row in numbers[what] if "traceback" not in row}
-    waiting = [case for case in record.part_of(options, cases(options)) if json.dumps(case) not in known]
     numbers[what] = [row for row in numbers[what] if "traceback" not in row]
+    known = {json.dumps(_case(row)) for path in options.known for row in _recorded(path)[what]}
+    own = {json.dumps(_case(row)) for row in numbers[what]}
+    asked = [case for case in cases(options) if json.dumps(case) not in known]
+    waiting = [case for case in record.part_of(options, asked) if json.dumps(case) not in own]
     commit = options.commit or commit_of_code()
     for number, row in enumerate(rows_of(waiting), start=1):
         numbers[what].append({**row, "commit": commit})
         print(json.dumps(row), flush=True)
-        is_over = time.perf_counter() - begin > options.seconds
-        if number % EVERY == 0 or number == len(waiting) or is_over:
+        now = time.perf_counter()
+        is_last = number == len(waiting) or now - begin > options.seconds
+        if is_last or now - written > WRITTEN:
             record.write(options, {**numbers, "tracebacks": _tracebacks(numbers)}, cpus=os.cpu_count())
-        if is_over:
+            written = now
+        if is_last:
             break
     if failed := _tracebacks(numbers):
         sys.exit(f"{failed} cases ended in a traceback")

@@ -63,6 +63,7 @@ class Bench:
     tiny: bool
     steps: int
     warm_up: int
+    also: tuple[str, ...]
 
     @property
     def common(self) -> tuple[str, ...]:
@@ -91,7 +92,8 @@ class Bench:
 
     def step(self, name: str, overrides: tuple[str, ...], limit: float) -> dict[str, Any]:
         """Train in processes of their own and read the run's metrics."""
-        chosen = (*self.common, *(() if self.tiny else CAPTURED), *overrides, f"training.steps={self.steps}")
+        chosen = (*self.common, *(() if self.tiny else CAPTURED), *overrides, *self.also)
+        chosen = (*chosen, f"training.steps={self.steps}")
         folder = name.replace(" ", "-").replace(",", "")
         shutil.rmtree(self.folder / folder, ignore_errors=True)  # of a call that was ended
         command = [sys.executable, "-m", "penstock", "train", self.preset, *chosen]
@@ -211,6 +213,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/several"), help="of the runs")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; bytes without it")
     parser.add_argument("--tiny", action="store_true", help="a small model on CPU ranks")
+    parser.add_argument("also", nargs="*", help="overrides of every step, e.g. kernels.attention=hopper")
     record.add_arguments(parser)
     options = parser.parse_args()
     begin = time.monotonic()
@@ -221,6 +224,7 @@ def main() -> None:
         tiny=options.tiny,
         steps=options.steps,
         warm_up=options.warm_up,
+        also=tuple(options.also),
     )
     bench.folder.mkdir(parents=True, exist_ok=True)
     numbers: dict[str, Any] = {}

@@ -226,6 +226,9 @@ class AdamWLaunch:
         first = self._tensors[0]
         (self._masters, self._moments), self._is_aligned = _formats(first), _is_aligned(first)
         self._launch = launch
+        self._is_dry = first.value.is_meta
+        if self._is_dry:
+            return
         rows, owners, programs = [], [], 0
         for number, tensor in enumerate(self._tensors):
             assert (_formats(tensor), _is_aligned(tensor)) == (_formats(first), self._is_aligned), "formats differ"
@@ -245,7 +248,7 @@ class AdamWLaunch:
     def run(self, scalars: AdamWScalars) -> None:
         """Update all tensors; the host does not wait."""
         one = scalars
-        if self._table.is_meta:
+        if self._is_dry:
             self._record()
             return
         start_kernel(

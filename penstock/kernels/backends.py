@@ -8,7 +8,7 @@ Kernels are imported by name, only here, and only after they were chosen. To add
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
@@ -117,7 +117,7 @@ _ONLY_WITH = {"rotate": "gqa", "mla_heads": "mla"}  # parts that only models wit
 
 def shape_of(op: str, shapes: Shapes) -> dict[str, int]:
     """The sizes by which a part is measured and looked up."""
-    sizes = asdict(shapes)
+    sizes = vars(shapes)
     return {name: sizes[name] for name in PART_SIZES[op]}
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 _LIBRARY = torch.library.Library("penstock", "DEF")
 _LIBRARY.define("launched(str kernel, Tensor[] tensors, str[] switches) -> ()")
 _LIBRARY.define("waited(Tensor counts) -> ()")
+_LAUNCHED, _WAITED = torch.ops.penstock.launched.default, torch.ops.penstock.waited.default
 
 
 def _nothing(*arguments: Any) -> None:
@@ -40,19 +41,19 @@ def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constant
     if isinstance(first, Tensor) and first.is_meta:
         switches = [name for name, value in constants.items() if value is True]
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        torch.ops.penstock.launched(kernel.__name__, tensors, [*switches, *notes])
+        _LAUNCHED(kernel.__name__, tensors, [*switches, *notes])
         return
     kernel[grid](*arguments, **constants)
 
 
 def record_launch(name: str, *tensors: Tensor, switches: Sequence[str] = ()) -> None:
     """Report, in a dry run, an operator that would have run here and allocates no tensor."""
-    torch.ops.penstock.launched(name, list(tensors), list(switches))
+    _LAUNCHED(name, list(tensors), list(switches))
 
 
 def record_wait(counts: Tensor) -> None:
     """Report, in a dry run, that the host would have waited for this tensor."""
-    torch.ops.penstock.waited(counts)
+    _WAITED(counts)
 
 
 def on_gpu(tensor: Tensor) -> bool:

@@ -39,7 +39,7 @@ class Operators:
     route: Callable[..., Routed]
     balance_loss: Callable[[Tensor, Tensor, Tensor, float, float], LinearLoss]
     order_rows: Callable[[Tensor, int], RowOrder]
-    plan_replicas: Callable[[Tensor, ReplicaRule, int], ReplicaPlan]  # these two are in `penstock.kernels.replica_plan`
+    plan_replicas: Callable[..., ReplicaPlan]  # these two are in `penstock.kernels.replica_plan`
     assign_replicas: Callable[[Tensor, RowOrder, ReplicaPlan, ReplicaRule], Tensor]
     unpermute: Callable[[Tensor, RowOrder], Tensor]
     expert_ffn: Callable[..., Tensor]

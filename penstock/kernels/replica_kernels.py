@@ -21,7 +21,7 @@ _WORDS = tl.constexpr(4)
 FIRST_LOOSER = 2  # attempts 0 and 1 keep the bound
 
 
-def plan_replicas(counts_WE: Tensor, rule: ReplicaRule, source: int) -> ReplicaPlan:
+def plan_replicas(counts_WE: Tensor, rule: ReplicaRule, source: int, passes: Tensor | None = None) -> ReplicaPlan:
     """`penstock.kernels.replica_plan.plan_replicas` in two launches; `counts_WE` is int32 and contiguous."""
     ranks, device = len(counts_WE), counts_WE.device
     attempts, slots = FIRST_LOOSER + ATTEMPTS, max(1, rule.groups * rule.slots)
@@ -36,7 +36,8 @@ def plan_replicas(counts_WE: Tensor, rule: ReplicaRule, source: int) -> ReplicaP
         SLOTS=slots, BLOCK_X=power_of_two(slots), ATTEMPTS=ATTEMPTS, MILLION=MILLION, **sizes, num_warps=1,
     )  # fmt: skip
     start_kernel(
-        split_kernel, (rule.experts,), counts_WE, replicas, outcomes, *plan, source, rule.tolerance, rule.idle,
+        split_kernel, (rule.experts,),
+        counts_WE, replicas, outcomes, *plan, passes, source, rule.tolerance, rule.idle,
         SLOTS=slots, TRIES=attempts, W=ranks, BLOCK_W=power_of_two(ranks),
         BLOCK_X=power_of_two(max(1, rule.slots)), BLOCK_T=power_of_two(attempts), MILLION=MILLION, **sizes,
         num_warps=1 if ranks <= 16 else 4,
@@ -156,7 +157,7 @@ def attempt_kernel(
 @triton.jit(do_not_specialize=["source", "tolerance", "idle"])
 def split_kernel(
     counts_ptr, replicas_ptr, outcomes_ptr, slot_experts_ptr, slot_rows_ptr, targets_ptr, ends_ptr, facts_ptr,
-    source, tolerance, idle,
+    passes_ptr, source, tolerance, idle,
     E: tl.constexpr, Z: tl.constexpr, X: tl.constexpr, PER_GROUP: tl.constexpr, SLOTS: tl.constexpr,
     TRIES: tl.constexpr, W: tl.constexpr, MILLION: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -221,15 +222,26 @@ def split_kernel(
         found_ptr = outcomes_ptr + chosen * _WORDS
         most = tl.load(found_ptr + _MOST_SLOTS)
         filled = tl.load(outcomes_ptr + _WORDS + _MOST_SLOTS)
-        tl.store(facts_ptr, rows)
         fullest_home = tl.max(_loads(total_E, E, Z, PER_GROUP, BLOCK_E, BLOCK_Z), 0)
-        tl.store(facts_ptr + 1, _bound(rows, fullest_home, tolerance, idle, Z, MILLION))
-        tl.store(facts_ptr + 2, fullest_home)
-        tl.store(facts_ptr + 3, tl.load(found_ptr + _FULLEST))
-        tl.store(facts_ptr + 4, tl.load(found_ptr + _REPLICAS))
-        tl.store(facts_ptr + 5, most)
-        tl.store(facts_ptr + 6, tl.where(chosen == 0, most, filled))
-        tl.store(facts_ptr + 7, 1)
+        needed = tl.where(chosen == 0, most, filled)
+        _note(facts_ptr, passes_ptr, 0, rows)
+        _note(facts_ptr, passes_ptr, 1, _bound(rows, fullest_home, tolerance, idle, Z, MILLION))
+        _note(facts_ptr, passes_ptr, 2, fullest_home)
+        _note(facts_ptr, passes_ptr, 3, tl.load(found_ptr + _FULLEST))
+        _note(facts_ptr, passes_ptr, 4, tl.load(found_ptr + _REPLICAS))
+        _note(facts_ptr, passes_ptr, 5, most)
+        tl.store(facts_ptr + 6, needed)
+        if passes_ptr is not None:
+            tl.store(passes_ptr + 6, tl.maximum(tl.load(passes_ptr + 6), needed.to(tl.int64)))
+        _note(facts_ptr, passes_ptr, 7, tl.full([], 1, tl.int32))
+
+
+@triton.jit
+def _note(facts_ptr, passes_ptr, place: tl.constexpr, fact):
+    """Store a fact, and add it to the sums over passes, if they are given."""
+    tl.store(facts_ptr + place, fact)
+    if passes_ptr is not None:
+        tl.store(passes_ptr + place, tl.load(passes_ptr + place) + fact.to(tl.int64))
 
 
 @triton.jit

@@ -93,8 +93,11 @@ class ReplicaPlan(NamedTuple):
     facts: Tensor  # by `PlanFact`
 
 
-def plan_replicas(counts_WE: Tensor, rule: ReplicaRule, source: int) -> ReplicaPlan:
-    """Plan for the slots of each rank on each expert, int32, as `source` sees it. The host reads the counts."""
+def plan_replicas(counts_WE: Tensor, rule: ReplicaRule, source: int, passes: Tensor | None = None) -> ReplicaPlan:
+    """Plan for the slots of each rank on each expert, int32, as `source` sees it. The host reads the counts.
+
+    Its facts are added to `passes`, int64 by `PlanFact`; SLOTS_NEEDED is the largest instead.
+    """
     if counts_WE.is_meta:
         record_wait(counts_WE)
         return empty_plan(counts_WE, rule)
@@ -122,6 +125,10 @@ def plan_replicas(counts_WE: Tensor, rule: ReplicaRule, source: int) -> ReplicaP
 
     # A rule without slots has no list to take its shape from.
     slot_experts_ZX, slot_rows_ZX = made(slots).view(rule.groups, rule.slots, 2).unbind(2)
+    if passes is not None:
+        needed = max(needed, int(passes[PlanFact.SLOTS_NEEDED]))
+        passes += made(facts)
+        passes[PlanFact.SLOTS_NEEDED] = needed
     tables = slot_experts_ZX.contiguous(), slot_rows_ZX.contiguous(), made(targets), made(ends), made(facts)
     return ReplicaPlan(*tables)
 

@@ -7,6 +7,8 @@ same plan:
     forward     fetch, products of own experts, products of replicas
     backward    fetch, input gradients; weight gradients, of which those of replicas go home in float32
 
+A fetch may begin earlier, while rows travel to the experts, or gradients of their outputs.
+
 Kernels read a `SlottedWeight` as two stacks of matrices, one launch for each (`penstock.kernels.tile_table`), and write
 gradients so; backends of torch join them.
 """
@@ -27,6 +29,10 @@ class ReplicaSlots(Protocol):
     @property
     def slots(self) -> int:
         """Replicas that a rank can hold; also the last entries of `counts_e`."""
+        ...
+
+    def begin(self, *own: Tensor) -> None:
+        """Begin the next `fetch`, of the same parameters, beside what follows. No other slots fetch before it."""
         ...
 
     def fetch(self, *own: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:

@@ -218,9 +218,13 @@ def push_rows(
     )  # fmt: skip
 
 
-def wait(awaited: ChannelWait) -> None:
-    """Block this stream until every rank has written the first chunk of a channel."""
-    start_kernel(wait_kernel, (1,), *awaited.arguments, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
+def wait(awaited: ChannelWait, needed: Tensor | None = None) -> None:
+    """Block this stream until every rank has written the first chunk of a channel.
+
+    `needed` is an int32 scalar on the device, the same on all ranks: if it is zero, neither this nor `signal` does
+    anything.
+    """
+    start_kernel(wait_kernel, (1,), *awaited.arguments, needed, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
 
 
 def hold(awaited: ChannelWait) -> None:
@@ -229,9 +233,10 @@ def hold(awaited: ChannelWait) -> None:
     start_kernel(hold_kernel, (1,), flags, expected, late, *numbers, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
 
 
-def signal(peers: Peers, flags_offset: int) -> None:
-    """Set the flag of a channel's first chunk at all ranks, after all earlier work of this stream."""
-    start_kernel(signal_kernel, (1,), peers.addresses_W, flags_offset, peers.rank, **_ranks(peers.size), num_warps=1)
+def signal(peers: Peers, flags_offset: int, needed: Tensor | None = None) -> None:
+    """Set the flag of a channel's first chunk at all ranks, after all earlier work of this stream. See `wait`."""
+    ranks = _ranks(peers.size)
+    start_kernel(signal_kernel, (1,), peers.addresses_W, flags_offset, peers.rank, needed, **ranks, num_warps=1)
 
 
 def take_rows(

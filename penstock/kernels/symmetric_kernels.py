@@ -158,11 +158,25 @@ def push_rows_kernel(
 
 @triton.jit(do_not_specialize=["channel"])
 def wait_kernel(
-    flags_ptr, expected_ptr, left_ptr, late_ptr, channel, signals, limit, W: tl.constexpr, BLOCK_W: tl.constexpr
-):
-    """Wait for chunk 0 of a channel in one program, and advance `expected`; later kernels of the stream may read."""
-    await_chunk(flags_ptr, tl.load(expected_ptr) + signals, late_ptr, channel, limit, W, BLOCK_W)
-    leave(expected_ptr, left_ptr, channel, signals, 1)
+    flags_ptr, expected_ptr, left_ptr, late_ptr, channel, signals, limit, needed_ptr,
+    W: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Wait for chunk 0 of a channel in one program, and advance `expected`; later kernels of the stream may read.
+
+    With zero at `needed` nothing is done.
+    """
+    if _is_needed(needed_ptr):
+        await_chunk(flags_ptr, tl.load(expected_ptr) + signals, late_ptr, channel, limit, W, BLOCK_W)
+        leave(expected_ptr, left_ptr, channel, signals, 1)
+
+
+@triton.jit
+def _is_needed(needed_ptr):
+    """Whether an optional number is not zero, or not given."""
+    needed = tl.full([], 1, tl.int32)
+    if needed_ptr is not None:
+        needed = tl.load(needed_ptr)
+    return needed != 0
 
 
 @triton.jit
@@ -309,9 +323,10 @@ def return_rows_kernel(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def signal_kernel(addresses_ptr, flags_offset, rank, W: tl.constexpr, BLOCK_W: tl.constexpr):
+def signal_kernel(addresses_ptr, flags_offset, rank, needed_ptr, W: tl.constexpr, BLOCK_W: tl.constexpr):
     """Set the flag of chunk 0 of a channel in one program, after all earlier work of its stream."""
-    signal(addresses_ptr, flags_offset, rank, 0, W, BLOCK_W)
+    if _is_needed(needed_ptr):
+        signal(addresses_ptr, flags_offset, rank, 0, W, BLOCK_W)
 
 
 @triton.jit

@@ -65,6 +65,11 @@ class Linear(nn.Linear):
         self.is_summed = split == "inputs"  # outputs of the ranks are partial sums
         self.float8 = layer_context.float8 if layer_context.float8.dense is not None and fits(rows, columns) else None
 
+    def reset_parameters(self) -> None:
+        """Weights of the meta device have no values."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(
         self,
         x_D: Tensor,

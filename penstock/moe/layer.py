@@ -79,6 +79,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.router = router
+        if isinstance(dispatcher, BalancedDispatcher) and layer_context.transfers is None:
+            dispatcher = replace(dispatcher, at_hand=experts.at_hand)  # else other experts may fetch between
         self.dispatcher = dispatcher
         self.experts = experts
         self.shared = shared

@@ -94,11 +94,12 @@ ALONE = Axes()
 
 
 class _Groups:
-    """Groups by their ranks; None for ranks without this process."""
+    """Groups by their ranks; None for ranks without this process. `me` is the rank where only its groups are made."""
 
-    def __init__(self, timeout: timedelta | None) -> None:
+    def __init__(self, timeout: timedelta | None, me: int | None = None) -> None:
         self.by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self.timeout = timeout
+        self.me = me
 
     def make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """A new group. Without a timeout of its own it would have torch's, not that of the group of all ranks."""
@@ -107,7 +108,7 @@ class _Groups:
     def make_missing(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Every rank makes every group, in the same order, as torch requires."""
         for ranks in groups:
-            if len(ranks) > 1 and ranks not in self.by_ranks:
+            if len(ranks) > 1 and ranks not in self.by_ranks and (self.me is None or self.me in ranks):
                 self.by_ranks[ranks] = self.make(ranks)
 
 
@@ -117,19 +118,20 @@ def make_axes(
     shard_size: int = 0,
     ranks_per_node: int = 0,
     timeout: timedelta | None = None,
+    is_dry: bool = False,
 ) -> Axes:
     """Make every group of a grid. All ranks call it, after `init_process_group`.
 
     `embedding_places` are the places on `pipeline` that hold the embedding, ascending. `shard_size` neighbours on
     `dense_data` and on `expert_data` divide one copy, `ranks_per_node` share a machine; 0 means all. `timeout` is that
-    of collectives.
+    of collectives. With `is_dry` no other rank exists, so the groups without this one are not made.
     """
     if grid.world == 1:
         return ALONE
     assert dist.get_world_size() == grid.world, f"{dist.get_world_size()} processes for {grid}"
     rank = dist.get_rank()
     # `new_group` is collective: from here on all ranks make all groups of the grid in one order, also those of others.
-    made = _Groups(timeout)
+    made = _Groups(timeout, rank if is_dry else None)
     made.by_ranks[tuple(range(grid.world))] = dist.group.WORLD
     axes = {name: _own_axis(name, grid.groups(parts), rank, made) for name, parts in _AXES.items()}
     for name in ("dense_data", "expert_data"):

@@ -109,6 +109,9 @@ class ExchangedSlots:
     send: tuple[tuple[int, ...], ...]  # own experts whose replicas are on each rank, in the order of its slots
     fill: tuple[tuple[int, ...], ...]  # own slots that are filled from each rank
 
+    def begin(self, *own: Tensor) -> None:
+        """See `ReplicaSlots.begin`: collectives wait for their turn."""
+
     def fetch(self, *own: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
         """See `ReplicaSlots.fetch`."""
         sent = torch.cat([weight_e.detach()[list(chain(*self.send))].flatten(1) for weight_e in own], 1)

@@ -5,46 +5,41 @@ The buffers of dispatch have two sections more, the same on every rank and share
     slots        weights of replicas, written by the ranks of their experts
     gradients    float32 sums of replicas, read by the ranks of their experts
 
-A fetch runs on a stream of its own beside the products of own experts:
+A fetch writes on a stream of its own, and may begin before rows travel to the experts, or gradients of their outputs:
+the products of own experts leave no multiprocessor to kernels that start beside them (W0 on two H200s,
+benchmarks/results/balanced-h200x2.json).
 
-    meet     all ranks have read their slots of the fetch before
-    push     each rank writes its experts to the slots of the plan
-    meet     all slots are written; products of replicas wait for this
+    push     each rank writes its experts to the slots of the plan, and says so
+    wait     all ranks have: on the stream of the products, before those of replicas
+
+That is all if the dispatcher begins the fetch and each rank does one thing after another: to come here it has received
+outputs, or gradients of inputs, that all ranks sent after they had read their slots, and to come to the products it
+has received rows that they sent after gradients were home. A fetch that begins with the products has no such transfer
+before it and meets instead: all ranks are here, push, all ranks are here again.
 
 Gradients go home on the same stream, beside the rest of the layer's backward pass: a meeting says that all ranks have
 written theirs, and each rank adds those of its experts. The pass ends when they are here (`backward_of_layer`); outside
 of one, and where they are read at once, they come on the stream of the products. Gradients are written again only
-after another meeting, in a fetch or here. Ranks make the same calls in the same order, and a meeting waits for the
-flags of all (`SymmetricBuffers.meet`).
+after another meeting or what stands for one.
+
+Ranks make the same calls in the same order, and a meeting waits for the flags of all (`SymmetricBuffers.meet`). A plan
+without replicas has no meetings: their kernels read that in the plan, which is the same on all ranks.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.replica_plan import ReplicaPlan
+from penstock.kernels.replica_plan import PlanFact, ReplicaPlan
 from penstock.kernels.replica_slots import already_here
 from penstock.kernels.replica_transfer import PULL_PROGRAMS, PUSH_PROGRAMS, clear_slots, pull_gradients, push_replicas
+from penstock.kernels.symmetric import signal
+from penstock.parallel.in_backward import in_backward
 from penstock.parallel.replica_exchange import ReplicaSizes
 from penstock.parallel.symmetric import Channel, SymmetricBuffers
-
-
-class _Edge(torch.autograd.Function):
-    """Identity that calls a function when backward comes by."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, passed: Callable[[], None]) -> Tensor:
-        ctx.passed = passed
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        ctx.passed()
-        return dx, None
 
 
 @dataclass
@@ -57,6 +52,8 @@ class ReplicaMemory:
     unread: set[int] = field(default_factory=set)  # gradients, by place, that other ranks may still read
     in_layer: bool = False  # a layer's backward pass runs, at whose end gradients must be home
     coming: list[ReplicaPlan] = field(default_factory=list)  # plans that a pull beside the pass still reads
+    begun: "MappedSlots | None" = None  # whose weights are on their way, without a meeting
+    pushed: torch.cuda.Event | None = None  # this rank has written its part of them
 
     @cached_property
     def stream(self) -> torch.cuda.Stream | None:
@@ -64,17 +61,19 @@ class ReplicaMemory:
         late = self.buffers.late
         return torch.cuda.Stream(late.device) if late.is_cuda else None
 
-    def meet(self, channel: Channel) -> None:
-        """Block the stream until all ranks are here: what they read before may be written."""
-        self.buffers.meet(channel)
+    def meet(self, channel: Channel, plan: ReplicaPlan) -> None:
+        """Block the stream until all ranks are here: what they read before may be written by `plan`.
+
+        A plan without replicas writes nothing, and the next plan with replicas has a meeting of its fetch first.
+        """
+        self.buffers.meet(channel, plan.facts[PlanFact.REPLICAS])
         self.unread.clear()
 
     def backward_of_layer(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """`layer(x)`, in whose backward pass gradients come home beside the products; they are here when it ends."""
         if not x.requires_grad:  # then its backward pass has no end that autograd tells of
             return layer(x)
-        y: Tensor = _Edge.apply(layer(_Edge.apply(x, self.end)), self.begin)
-        return y
+        return in_backward(layer(in_backward(x, self.end)), self.begin)
 
     def begin(self) -> None:
         """A layer's backward pass begins."""
@@ -90,6 +89,15 @@ class ReplicaMemory:
         if self.coming and self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             self.coming.clear()
+
+    def arrive(self) -> None:
+        """Let the current stream continue when the weights that are on their way are here."""
+        if self.begun is None:
+            return
+        self.begun = None
+        if self.pushed is not None:
+            torch.cuda.current_stream(self.buffers.late.device).wait_event(self.pushed)
+        self.buffers.wait(Channel.REPLICAS, 1)
 
     def weights(self, place: int) -> Tensor:
         """Slots of a parameter, X x its shape."""
@@ -107,7 +115,7 @@ class ReplicaMemory:
         return self.buffers.sizes.replica_offset + first
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MappedSlots:
     """`penstock.kernels.replica_slots.ReplicaSlots` for one plan."""
 
@@ -119,24 +127,32 @@ class MappedSlots:
         """See `ReplicaSlots`."""
         return self.memory.sizes.rule.slots
 
+    def begin(self, *own: Tensor) -> None:
+        """See `ReplicaSlots.begin`."""
+        memory = self.memory
+        memory.arrive()  # of a region that recomputation left before its products
+        memory.pushed = self._aside(lambda: self._push(own))
+        memory.begun = self
+
     def fetch(self, *own: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
         """See `ReplicaSlots.fetch`."""
-        weights, stream = tuple(map(self.memory.weights, range(len(own)))), self.memory.stream
-        if stream is None:
-            self._push(own)
+        memory = self.memory
+        weights = tuple(map(memory.weights, range(len(own))))
+        if memory.begun is self:
+            memory.unread.clear()
+            return weights, memory.arrive
+        memory.arrive()
+        pushed = self._aside(lambda: self._push_between_meetings(own))
+        if pushed is None:
             return weights, already_here
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
-            self._push(own)
-            pushed = stream.record_event()
-        return weights, lambda: torch.cuda.current_stream(stream.device).wait_event(pushed)
+        return weights, lambda: torch.cuda.current_stream(memory.buffers.late.device).wait_event(pushed)
 
     def gradient_sums(self, place: int, weight_e: Tensor) -> Tensor:
         """See `ReplicaSlots.gradient_sums`."""
         memory, sums = self.memory, self.memory.gradients(place)
         if place in memory.unread:
             memory.join()
-            memory.meet(Channel.GRADIENTS)
+            memory.meet(Channel.GRADIENTS, self.plan)
         clear_slots(sums, self.plan, memory.sizes.rule, memory.buffers.peers)
         return sums
 
@@ -161,17 +177,36 @@ class MappedSlots:
             sums = memory.gradients(one)
             if sums.data_ptr() != gradient.data_ptr():  # not those of `gradient_sums`
                 if one in memory.unread:
-                    memory.meet(Channel.GRADIENTS)
+                    memory.meet(Channel.GRADIENTS, self.plan)
                 sums.copy_(gradient)
-        memory.meet(Channel.GRADIENTS)
+        memory.meet(Channel.GRADIENTS, self.plan)
         for one, total_e in zip(places, totals, strict=True):
             pull_gradients(total_e, self.plan, rule, peers, memory.at(sections[one]), programs)
         memory.unread.update(places)
 
+    def _aside(self, push: Callable[[], None]) -> torch.cuda.Event | None:
+        """Do it on the stream of fetches; returns its end, or None where there is no such stream."""
+        stream = self.memory.stream
+        if stream is None:
+            push()
+            return None
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            push()
+            return stream.record_event()
+
     def _push(self, own: Sequence[Tensor]) -> None:
         memory = self.memory
-        memory.meet(Channel.REPLICAS)
+        self._write(own)
+        signal(memory.buffers.peers, memory.buffers.flags_at(Channel.REPLICAS))
+
+    def _push_between_meetings(self, own: Sequence[Tensor]) -> None:
+        self.memory.meet(Channel.REPLICAS, self.plan)
+        self._write(own)
+        self.memory.meet(Channel.REPLICAS, self.plan)
+
+    def _write(self, own: Sequence[Tensor]) -> None:
+        memory = self.memory
         for place, weight_e in enumerate(own):
             at = memory.at(memory.sizes.weights[place])
             push_replicas(weight_e.detach().contiguous(), self.plan, memory.sizes.rule, memory.buffers.peers, at)
-        memory.meet(Channel.REPLICAS)

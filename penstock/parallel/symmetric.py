@@ -253,14 +253,17 @@ class SymmetricBuffers:
                 yield
         stream.wait_stream(self._side_stream)  # join
 
-    def wait(self, channel: Channel, signals: int) -> None:
-        """Block the stream until all ranks have written the first chunk, each with `signals` programs."""
-        wait(self._awaited(channel, signals))
+    def wait(self, channel: Channel, signals: int, needed: Tensor | None = None) -> None:
+        """Block the stream until all ranks have written the first chunk, each with `signals` programs.
 
-    def meet(self, channel: Channel) -> None:
-        """Block the stream until all ranks have come here on theirs, with all of their earlier work done."""
-        signal(self.peers, self.flags_at(channel))
-        self.wait(channel, 1)
+        Nothing is waited for if `needed`, an int32 scalar that all ranks have, is zero.
+        """
+        wait(self._awaited(channel, signals), needed)
+
+    def meet(self, channel: Channel, needed: Tensor | None = None) -> None:
+        """Block the stream until all ranks are here on theirs, with all of their earlier work done; see `wait`."""
+        signal(self.peers, self.flags_at(channel), needed)
+        self.wait(channel, 1, needed)
 
     def gather(self, numbers_N: Tensor) -> Tensor:
         """The int32 numbers of all ranks (W x N), in two small kernels; all ranks call it in the same order."""

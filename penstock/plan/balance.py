@@ -2,9 +2,9 @@
 
 Beside the rows of the fullest rank, replicas cost what the projection of the run leaves out: the way of their weights
 (twice a pass, forward and backward) and of their float32 gradients (once), on the rank that sends or receives most.
-Weights are waited for: products of own experts leave no multiprocessor to copies beside them. With collectives
-gradients are waited for too. Where GPUs write to each other's memory they go beside the backward pass of attention,
-which is slower for that: on two H200 about half of their time was saved (benchmarks/results/balanced-h200x2.json).
+Weights share the links with rows, so they are waited for. With collectives gradients are too. Where GPUs write to each
+other's memory they go beside the backward pass of attention, which is slower for that: on two H200 about half of their
+time was saved (benchmarks/results/balanced-h200x2.json).
 """
 
 from collections.abc import Iterator, Mapping

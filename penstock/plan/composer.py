@@ -17,6 +17,8 @@ Pieces are kept by the settings that they depend on (`ReuseKey`). Tests compare 
 a percent of memory. Settings that make layers of one kind differ cannot be composed: `is_composable`.
 """
 
+import gc
+import importlib
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -179,7 +181,7 @@ def rank_of_proxy(run: Run, view: View, target: Target, kinds: Sequence[str] | N
     if world > 1:
         start_fake_process_group(rank, world)
     try:
-        axes = make_axes(grid_of(small, world), holders, 0, target.ranks_per_node)
+        axes = make_axes(grid_of(small, world), holders, 0, target.ranks_per_node, is_dry=True)
         yield make_meta_rank(small, axes, target, stages)
     finally:
         stop_process_group()
@@ -202,7 +204,9 @@ def meta_workers() -> Iterator[Pool | None]:
     if cores < 2:
         yield None
         return
-    with multiprocessing.get_context("fork").Pool(min(cores, MOST_WORKERS)) as pool:
+    # Torch imports it for the first shape that it computes in Python, which would be once in each process.
+    importlib.import_module("torch._dynamo")
+    with multiprocessing.get_context("fork").Pool(min(cores, MOST_WORKERS), gc.freeze) as pool:
         yield pool
 
 
@@ -301,6 +305,8 @@ class Composer:
         stages, which differ by the memory of one message.
         """
         assert is_composable(run), f"{run.name} has layers that differ from others of their kind"
+        if closely:
+            self.prefetch((run, *self._shown_by(one)) for one in set(self.contents(run)))
         return self._compose(run, grid, closely=closely)
 
     def _compose(self, run: Run, grid: Grid, *, closely: bool) -> ComposedRun:
@@ -354,13 +360,13 @@ class Composer:
             self._proxies[key] = run_proxy(run, view, self.target, key[2])
         return self._proxies[key]
 
-    def prefetch(self, wanted: Iterable[tuple[Run, View]]) -> None:
-        """Run stages that will be asked for side by side, if there are workers."""
+    def prefetch(self, wanted: Iterable[tuple[Run, View] | tuple[Run, View, tuple[str, ...]]]) -> None:
+        """Run stages that will be asked for side by side, if there are workers; arguments as of `proxy`."""
         if self.workers is None:
             return
         missing = {}
-        for run, view in wanted:
-            key = reuse_key(run), view, self._kinds(view)
+        for run, view, *kinds in wanted:
+            key = reuse_key(run), view, (kinds and kinds[0]) or self._kinds(view)
             if key not in self._proxies:
                 missing[key] = run, view, self.target, key[2]
         if len(missing) > 1:
@@ -373,7 +379,7 @@ class Composer:
         for one in (contents[0], contents[-1]):
             view = view_of(one, self.leading)
             view = _COMMON.get(view, view)
-            yield (self._alone(run) if self._is_like_middle(one, view) else run), view
+            yield (self._at_end(run, view) if self._is_like_middle(one, view) else run), view
 
     def _stage(self, run: Run, key: ReuseKey, closely: bool, contents: StageContents) -> StageActivations:
         if (key, contents, closely) not in self._activations:
@@ -381,15 +387,12 @@ class Composer:
         return self._activations[key, contents, closely]
 
     def _compose_stage(self, run: Run, contents: StageContents, closely: bool) -> StageActivations:
-        view = view_of(contents, self.leading)
+        view, order = self._shown_by(contents)
         if not closely:
-            view = _COMMON.get(view, view)
-        usual, order = self._kinds(view), contents.kinds
-        if not closely or order == usual[: len(order)] or not set(order) <= set(usual):
-            order = ()
+            view, order = _COMMON.get(view, view), ()
         if not closely and self._is_like_middle(contents, view):
             # The piece before the layers, or behind them, is that of a rank with all experts.
-            inner, outer = self.proxy(run, "middle").stage, self.proxy(self._alone(run), view).stage
+            inner, outer = self.proxy(run, "middle").stage, self.proxy(self._at_end(run, view), view).stage
             begin, end = (outer.pieces[0], inner.pieces[-1]) if view == "first" else (inner.pieces[0], outer.pieces[-1])
             stage = replace(inner, pieces=(begin, *inner.pieces[1:-1], end))
         else:
@@ -406,10 +409,26 @@ class Composer:
         middle = [by_kind[kind] for kind, count in contents.layers for _ in range(count)]
         return StageActivations(number=0, pieces=(begin, *middle, end), weight=stage.weight)
 
+    def _shown_by(self, contents: StageContents) -> tuple[View, tuple[str, ...]]:
+        """The view that shows a stage, and its kinds of layers where they are in another order than in that view."""
+        view = view_of(contents, self.leading)
+        usual, order = self._kinds(view), contents.kinds
+        return view, () if order == usual[: len(order)] or not set(order) <= set(usual) else order
+
     def _is_like_middle(self, contents: StageContents, view: View) -> bool:
         """Whether a first or last stage differs from a middle one by its ends and leading layers only."""
         is_end = view == "first" or (view == "last" and not self.run.model.mtp_layers)
         return is_end and len(contents.kinds) > 0
+
+    def _at_end(self, run: Run, view: View) -> Run:
+        """A run with the same piece before the first layer, or behind the last: that does not depend on recomputation.
+
+        Leading layers, which are read of the same run, do.
+        """
+        alone = self._alone(run)
+        if alone is run or (view == "first" and self.leading):
+            return alone
+        return alone.model_copy(update={"recompute": run.recompute.model_copy(update={"modules": ()})})
 
     def _alone(self, run: Run) -> Run:
         """The run with all experts on each rank; the run itself with FSDP2, whose gradients of experts wait there."""

@@ -110,7 +110,7 @@ def meta_run_of(run: Run, *, world: int, rank: int, target: Target) -> MetaRun:
     if world > 1:
         start_fake_process_group(rank, world)
     try:
-        axes = make_axes(grid, embedding_places(run), run.parallel.shard_size, target.ranks_per_node)
+        axes = make_axes(grid, embedding_places(run), run.parallel.shard_size, target.ranks_per_node, is_dry=True)
         built = make_meta_rank(run, axes, target)
         stages = activations_of(built)
         gathered, gathers = _gathers(built)

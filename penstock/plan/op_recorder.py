@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +84,15 @@ class TrackedSection:
         return self.peak - self.start
 
 
-class MemoryTracker(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """A mode that is never compiled: torch need not guard each of its calls, which takes 4 % of a meta run."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class MemoryTracker(_Mode):
     """Counts storages while it is entered.
 
     Attributes:
@@ -106,13 +114,21 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See `TorchDispatchMode`."""
-        return self.call(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        return self.call(func, args, kwargs, tuple(_tensors_in((*args, *kwargs.values()))))
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call an operator and count its results; an `OpRecorder` with this tracker calls it too."""
-        for tensor in _tensors_in((args, *kwargs.values())):
-            self._ignore(tensor)
-        result = _called(func, args, kwargs)
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arguments: Sequence[Tensor]) -> Any:
+        """Call an operator and count its results; an `OpRecorder` with this tracker calls it too.
+
+        `arguments` are the tensors in `args` and `kwargs`.
+        """
+        seen = self._seen
+        for tensor in arguments:
+            storage = tensor.untyped_storage()
+            if (key := storage._cdata) not in seen:
+                # An argument that was not counted existed before the tracker was entered.
+                seen[key] = weakref.ref(storage, partial(_forget, seen, key))
+        result = _called(func, args, kwargs, arguments)
         for tensor in _tensors_in((result,)):
             self._count(tensor)
         return result
@@ -150,13 +166,6 @@ class MemoryTracker(TorchDispatchMode):
         self._start = self._peak = self.live
         self._before, self._at_peak = held, Counter(held)
         return section
-
-    def _ignore(self, tensor: Tensor) -> None:
-        """An argument that was not counted existed before the tracker was entered."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._seen:
-            self._seen[key] = weakref.ref(storage, lambda _: self._seen.pop(key, None))
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -207,7 +216,7 @@ class RecordedOp(NamedTuple):
 RecordedOps = tuple[RecordedOp, ...]
 
 
-class OpRecorder(TorchDispatchMode):
+class OpRecorder(_Mode):
     """Records operators while it is entered.
 
     `ranks_per_node` ranks are joined by fast links and `ranks_per_pod` at the network's full bandwidth; 0 means all.
@@ -230,17 +239,20 @@ class OpRecorder(TorchDispatchMode):
     ) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
-        result = _called(func, args, kwargs) if self._tracker is None else self._tracker.call(func, args, kwargs)
-        namespace, name, is_silent = _facts(func)
+        namespace, name, is_silent, is_view = _facts(func)
+        if is_view:  # Its result has the storage of its argument.
+            return func(*args, **kwargs)
+        arguments = tuple(_tensors_in((*args, *kwargs.values())))
+        call = _called if self._tracker is None else self._tracker.call
+        result = call(func, args, kwargs, arguments)
         if namespace == "penstock":
             self._recorded.append(_own_op(name, args))
         elif not is_silent:
             group = self._group(args) if namespace.startswith("c10d") else None
-            arguments = list(_tensors_in([*args, *kwargs.values()]))
             # A result in an argument's storage appears once.
             known = {tensor.untyped_storage()._cdata for tensor in arguments}
-            made = [one for one in _tensors_in((result,)) if one.untyped_storage()._cdata not in known]
-            self._recorded.append(_op_of(name, arguments + made, (), group))
+            made = (one for one in _tensors_in((result,)) if one.untyped_storage()._cdata not in known)
+            self._recorded.append(_op_of(name, (*arguments, *made), (), group))
         return result
 
     def _group(self, arguments: Iterable[Any]) -> RankGroup:
@@ -327,19 +339,19 @@ _Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor on the meta device."""
 
 
-def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operator.
+def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arguments: Sequence[Tensor]) -> Any:
+    """The result of an operator; `arguments` are the tensors among what it is called with.
 
     Torch computes shapes of many operators in Python. Operators without views and side effects give new tensors of the
     same shapes when they are called with the same shapes.
     """
-    if not _makes_new_tensors(func) or (key := _key_of((*args, *kwargs.items()))) is None:
-        return func(*args, **kwargs)
     known = _results_of(func)
+    if known is None or (key := _key_of((*args, *kwargs.items()))) is None:
+        return func(*args, **kwargs)
     if (specs := known.get(key)) is None:
         result = func(*args, **kwargs)
         made = result if isinstance(result, tuple) else (result,)
-        given = {one.untyped_storage()._cdata for one in _tensors_in((*args, *kwargs.values()))}
+        given = {one.untyped_storage()._cdata for one in arguments}
         if all(isinstance(one, Tensor) and one.is_meta and one.untyped_storage()._cdata not in given for one in made):
             known[key] = tuple((tuple(one.shape), one.stride(), one.dtype) for one in made)
         return result
@@ -348,17 +360,17 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 @cache
-def _results_of(func: Any) -> dict[Any, tuple[_Spec, ...]]:
-    """Results of an operator by what it was called with, filled by `_called`."""
-    return {}
-
-
-@cache
-def _makes_new_tensors(func: Any) -> bool:
+def _results_of(func: Any) -> dict[Any, tuple[_Spec, ...]] | None:
+    """Results of an operator by what it was called with, filled by `_called`; None if it may not give new tensors."""
     schema = func._schema
     values = [*schema.arguments, *schema.returns]
     are_tensors = all(str(one.type) == "Tensor" for one in schema.returns)
-    return schema.name.startswith("aten::") and are_tensors and all(one.alias_info is None for one in values)
+    is_new = schema.name.startswith("aten::") and are_tensors and all(one.alias_info is None for one in values)
+    return {} if is_new else None
+
+
+def _forget(seen: dict[int, Any], key: int, _: object) -> None:
+    seen.pop(key, None)
 
 
 def _key_of(value: Any) -> Any:
@@ -395,12 +407,12 @@ def _op_of(name: str, tensors: Sequence[Tensor], switches: tuple[str, ...], grou
 
 
 @cache
-def _facts(func: Any) -> tuple[str, str, bool]:
-    """Namespace and name of an operator of torch, and whether it gives the device nothing to do."""
+def _facts(func: Any) -> tuple[str, str, bool, bool]:
+    """Namespace and name of an operator of torch, whether it gives the device nothing to do, and if it is a view."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
     is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
-    return namespace, name, is_view or name in _SILENT
+    return namespace, name, is_view or name in _SILENT, is_view
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

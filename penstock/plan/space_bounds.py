@@ -109,6 +109,8 @@ class SpaceBounds:
         self._places = cache(self._make_places)
         self._in_flight = cache(self._make_in_flight)
         self._reference = cache(self._make_reference)
+        self._prefetched = set[tuple[tuple[int, int], tuple[str, ...], bool]]()
+        """Ranks, recomputation and splitting of the references with all experts on each rank."""
         self._least = cache(self._make_least)
 
     def divisions(self, family: LayoutSet) -> Divisions:
@@ -302,11 +304,12 @@ class SpaceBounds:
         own = self._reference(family.experts[divisions.places[0, 1]], (1, 1), recompute, splits)
         # Recomputed activations of experts do not depend on tensor and context ranks.
         dense = tuple(name for name in recompute if name not in ("expert-activation", "layer"))
+        places = set(divisions.places[:, 0].tolist())
+        wanted = {(one, dense, splits) for one in ((1, 1), *(family.dense[place] for place in places))}
+        self._composer.prefetch((self.reference_run(ALONE, *one), "mixed") for one in wanted - self._prefetched)
+        self._prefetched |= wanted
         whole = self._reference(ALONE, (1, 1), dense, splits)
-        ranks = {
-            place: self._reference(ALONE, family.dense[place], dense, splits)
-            for place in set(divisions.places[:, 0].tolist())
-        }
+        ranks = {place: self._reference(ALONE, family.dense[place], dense, splits) for place in places}
         # Leading layers without experts are only in references of the dense ranks; divisions have one reference's part.
         shared, counted = own.launches > 0, self._least(family.experts)
         of_places = [ranks[place] for place in divisions.places[:, 0].tolist()]

@@ -125,7 +125,7 @@ def optimizer_shard_of(
         total, gradient = gradients.totals[param.name], gradients.host[param.name]
         attached, values, writer = total if is_precise else None, parameter.detach(), True
     else:
-        total = torch.zeros_like(parameter, dtype=parameter.dtype if is_precise else torch.float32)
+        total = parameter.new_zeros(parameter.shape, dtype=parameter.dtype if is_precise else torch.float32)
         attached = total if is_precise else None
         gradient, values, writer = total, parameter.detach(), data.rank == 0
         if parallel.shard in ("auto", "optimizer") and data.shard.size > 1 and parameter.ndim:

@@ -27,6 +27,7 @@ from penstock.base.spans import Span
 from penstock.config.run import Run
 from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
+from penstock.kernels.replica_plan import PlanFact
 from penstock.models.parameters import refresh_float8
 from penstock.models.qk_clip import clip_factors, reset_logits
 from penstock.models.rank_model import RankModel
@@ -222,7 +223,7 @@ def _own_words(model: RankModel, stop: StopRequest | None, pulse: RankPulse) -> 
     mine = words[2 + world.rank * _OF_RANK :]
     for place, figure in zip((0, *range(2, _OF_RANK)), (peak_memory_bytes(model.device), *pulse), strict=True):
         mine[place].fill_(figure)
-    if needed := [meter.slots_needed for meter in replica_meters(model.modules)]:
+    if needed := [meter.facts[PlanFact.SLOTS_NEEDED] for meter in replica_meters(model.modules)]:
         mine[1] = torch.stack(needed).max()
     return words
 

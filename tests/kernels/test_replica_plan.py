@@ -163,8 +163,11 @@ def test_all_rows_on_one_expert_are_shared_by_all_groups() -> None:
 def _parity(seed: int, device: torch.device) -> None:
     rule, counts_WE, draw = _drawn(seed)
     source = draw.randrange(len(counts_WE))
-    expected = plan_replicas(counts_WE, rule, source)
-    got = replica_kernels.plan_replicas(counts_WE.to(device), rule, source)
+    totals = torch.arange(len(PlanFact))
+    totals_there = totals.to(device)
+    expected = plan_replicas(counts_WE, rule, source, totals)
+    got = replica_kernels.plan_replicas(counts_WE.to(device), rule, source, totals_there)
+    assert torch.equal(totals_there.cpu(), totals)
     for name, ours, theirs in zip(ReplicaPlan._fields, got, expected, strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs), name
     ids = [expert for expert, rows in enumerate(counts_WE[source].tolist()) for _ in range(rows)] + [rule.experts] * 3
@@ -203,7 +206,7 @@ def test_plans_compile_without_spills(target: str) -> None:
     counts_WE, experts_TK = on_meta(8, 256, dtype=torch.int32), on_meta(8192, 8, dtype=torch.int64)
 
     def plan() -> Any:
-        found = replica_kernels.plan_replicas(counts_WE, rule, 3)
+        found = replica_kernels.plan_replicas(counts_WE, rule, 3, on_meta(len(PlanFact), dtype=torch.int64))
         order = RowOrder(experts_TK.view(-1), experts_TK, counts_WE[0])
         return replica_kernels.assign_replicas(experts_TK, order, found, rule)
 

@@ -184,6 +184,12 @@ def test_a_wait_ends_when_all_ranks_have_written_and_rows_of_odd_width_are_refus
     awaited.flags_CW[0, 1] += 3
     wait(replace(awaited, looks=100))  # gives up: one rank never writes
     assert int(awaited.late) == 3 and awaited.expected[:2].tolist() == [6, 0]
+    facts = torch.tensor([5, 0], dtype=torch.int32, device=device)
+    wait(awaited, facts[1])  # nothing is waited for or counted where it is not needed
+    assert awaited.expected[:2].tolist() == [6, 0]
+    awaited.flags_CW[0, :] = 9
+    wait(awaited, facts[0])
+    assert awaited.expected[:2].tolist() == [9, 0]
     with pytest.raises(KernelError, match="16 bytes"):
         push_rows(
             torch.zeros(2, 6), torch.zeros(2, 1).long(), ExpertRanks(per_rank=1), _peers(0, device)[1], (0, 0), ONE
@@ -247,7 +253,13 @@ _BARRIER = "s_barrier", r"bar\.sync"
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
     acquire = _ACQUIRE[TARGETS[target].backend == "cuda"]
-    for await_flags in (wait, hold, lambda awaited: take_numbers(on_meta(512, dtype=torch.int32), COUNTS_WE, awaited)):
+    needed = on_meta(dtype=torch.int32)
+    for await_flags in (
+        wait,
+        hold,
+        lambda awaited: wait(awaited, needed),
+        lambda awaited: take_numbers(on_meta(512, dtype=torch.int32), COUNTS_WE, awaited),
+    ):
         (waited,) = compile_without_spills(target, lambda await_flags=await_flags: await_flags(AWAITED))
         assert re.search(acquire, waited.asm)
 
@@ -260,6 +272,7 @@ def test_sums_for_copy_engines_set_no_flag_and_kernels_that_send_little_set_one(
     def launches() -> None:
         return_rows(SUMS, PLACES, PEERS, (2**22, 2**20, 2**30), CHUNKS, staged_ND=PARTS_ND)
         signal(PEERS, 2**30)
+        signal(PEERS, 2**30, on_meta(dtype=torch.int32))
         push_numbers(COUNTS_WE[0], PEERS, AWAITED.expected, (2**22, 2**30))
 
     staged, *said = compile_without_spills(target, launches)

@@ -5,7 +5,7 @@ no sum is rounded, and right means equal, wherever a row was computed and in wha
 bits numbers have at most four bits beside their power of two, which E4M3 holds, so nothing is rounded there either.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -80,6 +80,13 @@ class Whole:
 
 def mix(dispatcher: Dispatcher, own: Whole, parameters: Sequence[Tensor], *, sums: bool) -> list[Tensor]:
     """Output, gradients of x and of the weights, and those of the parameters, which are added to `sums` if asked."""
+    return mixed(dispatcher, own, parameters, sums=sums)()
+
+
+def mixed(
+    dispatcher: Dispatcher, own: Whole, parameters: Sequence[Tensor], *, sums: bool
+) -> Callable[[], list[Tensor]]:
+    """The forward pass of `mix`; returns its backward pass."""
     leaves = [leaf.clone().requires_grad_() for leaf in (own.x_TD, own.weights_TK, *parameters)]
     rows, metadata = dispatcher.dispatch(leaves[0], Routing(leaves[1], own.ids_TK))
     gate_up_eFD, down_eDF, *biases = leaves[2:]
@@ -92,8 +99,12 @@ def mix(dispatcher: Dispatcher, own: Whole, parameters: Sequence[Tensor], *, sum
         in_8_bits = {"float8": own.float8, "quantized": rows.quantized, "gradients": rows.gradients}
         y_RD = float8_expert_ffn(*given, **in_8_bits, **options)
     y_TD = dispatcher.combine(y_RD, metadata)
-    found = torch.autograd.grad(y_TD, leaves[:2] if totals else leaves, own.direction_TD)
-    return [y_TD.detach(), *found, *(total - 3 for total in totals or ())]
+
+    def backward() -> list[Tensor]:
+        found = torch.autograd.grad(y_TD, leaves[:2] if totals else leaves, own.direction_TD)
+        return [y_TD.detach(), *found, *(total - 3 for total in totals or ())]
+
+    return backward
 
 
 def balanced(
@@ -113,14 +124,6 @@ def balanced(
     return BalancedDispatcher(rule, axes.expert.rank, inner, REFERENCE, counts_of, slots_of, meter)
 
 
-class _Facts(ReplicaMeter):
-    """Keeps the facts of the last plan."""
-
-    def count(self, facts: Tensor) -> None:
-        super().count(facts)
-        self.facts = facts
-
-
 Job = tuple[Whole, ReplicaRule, str]
 
 
@@ -131,7 +134,7 @@ def _solve(jobs: Sequence[Job], expert_tensor: int, sums: bool) -> list[tuple[li
     axes = make_axes(Grid(world=world, expert=world // expert_tensor, expert_tensor=expert_tensor))
     results = []
     for whole, rule, way in jobs:
-        meter, own = _Facts(rule.groups), whole.of(axes.expert.rank)
+        meter, own = ReplicaMeter(rule.groups), whole.of(axes.expert.rank)
         placement = ExpertPlacement(experts=whole.experts, expert=rule.groups, expert_tensor=expert_tensor)
         parameters = parts_of(whole.parameters, axes.expert.rank, placement)
         dispatcher = balanced(axes, rule, way, meter, whole.float8)

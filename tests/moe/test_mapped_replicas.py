@@ -27,7 +27,7 @@ from penstock.parallel.replica_memory import MappedSlots, ReplicaMemory
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from tests.closeness import assert_equal
 from tests.moe.mixture import in_large_tiles, parts_of
-from tests.moe.test_balanced import D, F, K, Whole, mix, rule_of, workload
+from tests.moe.test_balanced import D, F, K, Whole, mix, mixed, rule_of, workload
 from tests.parallel.symmetric_ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simulated in Triton's interpreter")
@@ -40,15 +40,17 @@ def _shapes(expert_tensor: int) -> tuple[tuple[int, ...], ...]:
     return (2 * width, D), (D, width), (2 * width,), (D,)
 
 
-def _solve(buffers: SymmetricBuffers, layers: Sequence[Layer], expert_tensor: int, sums: bool) -> list[list[Tensor]]:
-    """Results of a rank, layer by layer in one memory."""
+def _solve(
+    buffers: SymmetricBuffers, layers: Sequence[Layer], expert_tensor: int, sums: bool, early: bool
+) -> list[list[Tensor]]:
+    """Results of a rank, whose layers share one memory: forward passes, then backward passes in the other order."""
     rank = buffers.peers.rank
     sizes = ReplicaSizes(layers[0][1], _shapes(expert_tensor), itemsize=4)
     memory = ReplicaMemory(buffers, sizes, torch.float32)
     for place in range(len(sizes.shapes)):
         memory.weights(place).fill_(torch.nan)
         memory.gradients(place).fill_(torch.nan)
-    results = []
+    backward = []
     for whole, rule in layers:
         homes = ExpertPlacement(experts=whole.experts, expert=rule.groups, expert_tensor=expert_tensor)
         physical = replace(homes, experts=rule.groups * rule.places)
@@ -56,13 +58,24 @@ def _solve(buffers: SymmetricBuffers, layers: Sequence[Layer], expert_tensor: in
         room, wire_format = RowCapacity(physical, 1.0), wire_format_of(whole.float8)
         inner = SymmetricDispatcher(physical, transport, room, wire_format=wire_format)
         slots_of, meter = partial(MappedSlots, memory), ReplicaMeter(rule.groups)
+        own = parts_of(whole.parameters, rank, homes)
         dispatcher = BalancedDispatcher(rule, rank, inner, TRITON, buffers.gather, slots_of, meter)
-        results.append(mix(dispatcher, whole.of(rank), parts_of(whole.parameters, rank, homes), sums=sums))
+        if early:
+            dispatcher = replace(dispatcher, at_hand=partial(tuple, own))
+        backward.append(mixed(dispatcher, whole.of(rank), own, sums=sums))
         assert not inner.row_capacity.left_out, "a plan with slots enough keeps its bound"
-    return results
+    return [one() for one in reversed(backward)][::-1]
 
 
-def _check(layers: Sequence[Layer], ranks: int, expert_tensor: int = 1, *, sums: bool = False, seed: int = 0) -> None:
+def _check(
+    layers: Sequence[Layer],
+    ranks: int,
+    expert_tensor: int = 1,
+    *,
+    sums: bool = False,
+    early: bool = True,
+    seed: int = 0,
+) -> None:
     tokens = max(max(whole.sizes) for whole, _ in layers)
     replicas = ReplicaSizes(layers[0][1], _shapes(expert_tensor), itemsize=4)
     sizes = BufferSizes(
@@ -73,7 +86,7 @@ def _check(layers: Sequence[Layer], ranks: int, expert_tensor: int = 1, *, sums:
         numbers=layers[0][0].experts,
         replica_bytes=replicas.total_bytes,
     )
-    by_rank = run_ranks(_solve, sizes, layers, expert_tensor, sums, seed=seed)
+    by_rank = run_ranks(_solve, sizes, layers, expert_tensor, sums, early, seed=seed)
     for number, (whole, rule) in enumerate(layers):
         local = LocalDispatcher(whole.experts, TRITON, wire_format_of(whole.float8))
         y_TD, dx_TD, dweights_TK, *gradients = mix(local, whole, whole.parameters, sums=sums)
@@ -102,6 +115,11 @@ def test_layers_that_share_slots_give_what_one_process_gives(
     sums: bool, ranks: int, expert_tensor: int, names: tuple[str, ...]
 ) -> None:
     _check(_layers(names, ranks, expert_tensor), ranks, expert_tensor, sums=sums)
+
+
+@pytest.mark.slow
+def test_a_fetch_may_begin_when_the_experts_run() -> None:
+    _check(_layers(("W2", "W0", "W5"), 4), 4, sums=True, early=False)
 
 
 def test_gradients_may_come_home_until_the_layers_backward_pass_ends() -> None:

@@ -84,9 +84,10 @@ class SimulatedBuffers(SymmetricBuffers):
     def take(self, lane: TransferDirection) -> int:
         return 0 if self._careless else super().take(lane)
 
-    def wait(self, channel: Channel, signals: int) -> None:
-        self._pass_on(self._is_written(channel, signals, 0))
-        super().wait(channel, signals)
+    def wait(self, channel: Channel, signals: int, needed: Tensor | None = None) -> None:
+        if needed is None or int(needed):
+            self._pass_on(self._is_written(channel, signals, 0))
+        super().wait(channel, signals, needed)
         self._pass_on()
 
     def read(

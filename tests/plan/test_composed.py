@@ -1,5 +1,7 @@
 """A run composed of pieces of a proxy model has the memory and the step time of the run itself."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.config.fit import grid_of
@@ -164,6 +166,20 @@ def test_pieces_of_usual_stages_approximate_those_of_rare_ones(texts: str) -> No
     )
     places = range(run.parallel.pipeline)
     assert nearly.fullest_of(places) == pytest.approx(closely.fullest_of(places), rel=2e-2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-1f1b"])
+def test_recomputation_changes_nothing_before_the_first_layer_and_behind_the_last(schedule: str) -> None:
+    texts = ["parallel.pipeline=2", f"pipeline.schedule={schedule}", "training.global_batch=8"]
+    plain, again = (
+        load_run("moe-1t-4l", [*texts, f"recompute.modules={modules}"]) for modules in ("[]", '["moe", "norm"]')
+    )
+    composer = Composer(plain, TARGET)
+    for view, end in (("first", 0), ("last", -1)):
+        one, other = (composer.proxy(run, view).stage.pieces[end] for run in (plain, again))
+        # Labels say what held the memory of other layers.
+        assert replace(one, at_backward={}) == replace(other, at_backward={})
+    assert composer.meta_runs == 4
 
 
 def test_gathered_gradients_of_other_ranks_experts_are_in_no_stage() -> None:

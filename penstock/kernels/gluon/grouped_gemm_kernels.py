@@ -174,7 +174,10 @@ def weight_gradient_kernel(
     depth: gl.constexpr = dy.block_shape[2]
     down = gl.cdiv(rows, height)
     across = gl.cdiv(columns, width)
-    schedule = (starts_ptr, down, across, down * across * experts)
+    tiles = down * across * experts
+    if ACCUMULATE:
+        tiles *= (gl.load(starts_ptr + experts) > gl.load(starts_ptr)).to(gl.int32)  # no rows change no sum
+    schedule = (starts_ptr, down, across, tiles)
     dy_slots = gl.allocate_shared_memory(dy.dtype, [STAGES, 1, 1, depth, height], dy.layout)
     x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, 1, 1, depth, width], x.layout)
     buffers = gl.allocate_shared_memory(dw.dtype, [4, 1, dw.block_shape[1], dw.block_shape[2]], dw.layout)

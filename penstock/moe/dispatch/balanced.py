@@ -1,10 +1,11 @@
 """Balanced dispatch: no rank computes more rows than a bound, because a few experts have replicas on ranks with room.
 
     dispatch   gather how many slots of each rank chose each expert; every rank makes the same plan from that
+               begin to fetch the weights of replicas
                name the physical expert of each slot: its home, or a replica (penstock/kernels/replica_plan.py)
                dispatch to physical experts by any other dispatcher
     experts    weights of replicas come beside the rank's own; their gradients go home (replica_slots.py)
-    combine    that of the other dispatcher
+    combine    that of the other dispatcher; its backward pass begins with the fetch for that of the experts
 
 The other dispatcher sees experts x groups of ranks with per_group + slots experts each, so nothing in it knows of
 replicas. The plan is kept for backward in the rows of the experts, and for a recomputed region by the region.
@@ -13,6 +14,7 @@ replicas. The plan is kept for backward in the rows of the experts, and for a re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from penstock.kernels.replica_slots import ReplicaSlots
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.payload import DispatchPayload
 from penstock.moe.routing import Routing
+from penstock.parallel.in_backward import in_backward
 from penstock.parallel.recompute import is_recomputing, remembered
 
 CountsOf = Callable[[Tensor], Tensor]
@@ -46,14 +49,12 @@ class PlanSums(IntEnum):
 class ReplicaMeter(nn.Module):
     """Facts of a layer's plans since the last reset; on the device, read once a step."""
 
-    facts: Tensor  # int64, sums over the passes by `PlanFact`
-    slots_needed: Tensor  # int64 scalar, the most of a pass
+    facts: Tensor  # int64 by `PlanFact`, sums over the passes, but the most SLOTS_NEEDED; plans add theirs
 
     def __init__(self, groups: int) -> None:
         super().__init__()
         self.groups = groups
         self.register_buffer("facts", torch.zeros(len(PlanFact), dtype=torch.int64), persistent=False)
-        self.register_buffer("slots_needed", torch.zeros((), dtype=torch.int64), persistent=False)
 
     @property
     def sums(self) -> Tensor:
@@ -64,21 +65,27 @@ class ReplicaMeter(nn.Module):
         )
         return torch.stack((rows, home * self.groups, fullest * self.groups, replicas, plans))
 
-    @torch.no_grad()
-    def count(self, facts: Tensor) -> None:
-        """Add one plan, in two kernels: each layer does it in each pass."""
-        self.facts += facts
-        torch.maximum(self.slots_needed, facts[PlanFact.SLOTS_NEEDED], out=self.slots_needed)
-
     def reset(self) -> None:
         """Start a new step."""
         self.facts.zero_()
-        self.slots_needed.zero_()
 
 
 def replica_meters(modules: Iterable[nn.Module]) -> list[ReplicaMeter]:
     """The meters of all layers."""
     return [module for model in modules for module in model.modules() if isinstance(module, ReplicaMeter)]
+
+
+@dataclass(frozen=True)
+class BalancedMetadata(DispatchMetadata):
+    """Metadata of the other dispatcher, and the replicas."""
+
+    inner: DispatchMetadata
+    slots: ReplicaSlots | None
+
+
+def nothing_at_hand() -> tuple[Tensor, ...]:
+    """For experts whose parameters are there only while their network runs: a fetch waits for that."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,7 @@ class BalancedDispatcher:
     counts_of: CountsOf
     slots_of: SlotsOf
     meter: ReplicaMeter
+    at_hand: Callable[[], tuple[Tensor, ...]] = nothing_at_hand  # parameters of own experts, as they are fetched
 
     @property
     def name(self) -> DispatcherName:
@@ -102,19 +110,27 @@ class BalancedDispatcher:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         order = self.operators.order_rows(routing.experts_TK, self.rule.experts)
         plan = ReplicaPlan(*remembered(lambda: self._plan(order.counts_E)))
-        physical_TK = self.operators.assign_replicas(routing.experts_TK, order, plan, self.rule)
-        rows, metadata = self.inner.dispatch(x_TD, Routing(routing.weights_TK, physical_TK))
         slots = self.slots_of(plan)
+        self._begin(slots)
+        physical_TK = self.operators.assign_replicas(routing.experts_TK, order, plan, self.rule)
+        rows, inner = self.inner.dispatch(x_TD, Routing(routing.weights_TK, physical_TK))
+        metadata = BalancedMetadata(inner.order, inner, slots)
         if slots is None:
             return replace(rows, counts_e=rows.counts_e[: self.rule.per_group]), metadata
         return replace(rows, replicas=slots), metadata
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
-        return self.inner.combine(y_RD, metadata)
+        assert isinstance(metadata, BalancedMetadata), f"not a metadata of this dispatcher: {metadata}"
+        y_TD = self.inner.combine(y_RD, metadata.inner)
+        if not y_TD.requires_grad:
+            return y_TD
+        return in_backward(y_TD, partial(self._begin, metadata.slots))
+
+    def _begin(self, slots: ReplicaSlots | None) -> None:
+        if slots is not None and (own := self.at_hand()):
+            slots.begin(*own)
 
     def _plan(self, counts_E: Tensor) -> ReplicaPlan:
-        plan: ReplicaPlan = self.operators.plan_replicas(self.counts_of(counts_E), self.rule, self.rank)
-        if torch.is_grad_enabled() and not is_recomputing():
-            self.meter.count(plan.facts)
-        return plan
+        passes = self.meter.facts if torch.is_grad_enabled() and not is_recomputing() else None
+        return self.operators.plan_replicas(self.counts_of(counts_E), self.rule, self.rank, passes)
