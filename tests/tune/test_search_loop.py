@@ -119,7 +119,7 @@ def test_the_budget_ends_a_search_with_the_best_so_far() -> None:
 
 
 def test_memory_that_is_not_there_is_not_asked_for_again_and_again() -> None:
-    """The machine has less memory than the search was told: a candidate that needs little runs, most would be faster."""
+    """The machine has less memory than the search was told: one that needs little runs, most would be faster."""
     needs = [(f"a={n}", 90e9 - 0.1e9 * n, 1.0) for n in range(20)] + [("b=1", 60e9, 1.2)]
     candidates = [
         TrialCandidate(overrides=(key,), terms={"products": seconds}, memory_bytes=need) for key, need, seconds in needs
