@@ -76,9 +76,13 @@ def test_workers_share_a_sweep_and_a_configuration_that_ended_a_process_is_a_fai
     monkeypatch.setattr(tune_sweep, "measured", measured)
     options = argparse.Namespace(folder=tmp_path, worker=0, until=float("inf"))
     (tmp_path / "rows-0.jsonl").write_text('{"begun": "a=0"}\n')
-    assert tune_sweep.claimed(tmp_path, "a=1"), "another worker has begun it"
-    tune_sweep.sweep(tune_sweep.source_of("debug", "H200"), candidates, options)
-    assert asked == ["a=2"]
+    source = tune_sweep.source_of("debug", "H200")
+    with tune_sweep.claimed(tmp_path, "a=1") as is_ours:
+        assert is_ours
+        tune_sweep.sweep(source, candidates, options)
+    assert asked == ["a=2"], "another worker measures a=1"
+    tune_sweep.sweep(source, candidates, options)
+    assert asked == ["a=2", "a=1"], "and ended without a result"
     assert tune_sweep.rows_in(tmp_path)["a=0"]["failed"] == "the process ended with it"
 
 
