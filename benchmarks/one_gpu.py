@@ -1,15 +1,18 @@
 """Tokens per second of a truncated DeepSeek-V2-Lite on one GPU: our kernels beside PyTorch's and plain eager PyTorch.
 
     python -m benchmarks.one_gpu --output benchmarks/results/one-gpu.json
+    python -m benchmarks.one_gpu --preset qwen3-30b-a3b-8l --variants triton,squares training.global_batch=32 \
+        training.micro_batch=4
 
 All are the product itself, `penstock train`, on the same rows with the same seed; only `kernels.all` differs:
 
     eager    the definitions: a loop over experts, RMSNorm and SwiGLU written out, torch's own choice for attention
     torch    what PyTorch has fused: grouped_mm for the experts, RMSNorm, SiLU; cuDNN's attention first
-    triton   our kernels, as `auto` chooses them on this GPU; attention as in torch
+    triton   our kernels, as `auto` chooses them on this GPU
 
-The fused loss is in all of them. Figures are medians of the run's own metrics.jsonl after warm-up. The losses are kept
-to show that all train the same model.
+and, if asked for, `triton` with cuDNN's attention (`cudnn`), with ours for Hopper (`hopper`), with 8-bit products in
+squares of 128 (`squares`), and with both of the last two (`squares-hopper`). The fused loss is in all of them. Figures
+are medians of the run's own metrics.jsonl after warm-up. The losses are kept to show that all train the same model.
 """
 
 import argparse
@@ -24,10 +27,15 @@ from typing import Any
 
 from benchmarks import record
 
+SQUARES = ("float8.dense=blockwise-square", "float8.experts=blockwise-square")
 VARIANTS = {
     "eager": ["kernels.all=reference"],
     "torch": ["kernels.all=torch"],
     "triton": ["kernels.all=auto"],
+    "cudnn": ["kernels.all=auto", "kernels.attention=cudnn"],
+    "hopper": ["kernels.all=auto", "kernels.attention=hopper"],
+    "squares": ["kernels.all=auto", *SQUARES],
+    "squares-hopper": ["kernels.all=auto", "kernels.attention=hopper", *SQUARES],
 }
 
 
@@ -35,8 +43,8 @@ def main() -> None:
     options = parse_arguments()
     measured: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, overrides in VARIANTS.items():
-            measured[name] = measure(options, name, overrides, Path(folder))
+        for name in options.variants.split(","):
+            measured[name] = measure(options, name, VARIANTS[name], Path(folder))
     for name, row in measured.items():
         print(
             f"{name:8} {row['tokens_per_second']:10,.0f} tokens/s  MFU {row['model_flops_utilization']:.3f}"
@@ -44,7 +52,7 @@ def main() -> None:
         )
     ratios = {
         f"{fast}_over_{slow}": measured[fast]["tokens_per_second"] / measured[slow]["tokens_per_second"]
-        for slow, fast in combinations(VARIANTS, 2)
+        for slow, fast in combinations(measured, 2)
     }
     print("  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
     numbers = {"preset": options.preset, "overrides": options.overrides, "variants": measured, "speedups": ratios}
@@ -54,6 +62,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="deepseek-v2-lite-8l")
+    parser.add_argument("--variants", default="eager,torch,triton", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=10, help="first steps that are not counted")
     parser.add_argument("overrides", nargs="*", default=["training.global_batch=8", "training.micro_batch=4"])

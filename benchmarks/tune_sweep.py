@@ -9,13 +9,14 @@ and fits the memory by projection. All configurations run in one process, with t
 start costs seconds, not the imports. A configuration is ended, and noted so, as soon as all its steps after the first
 take `BEHIND` times the best one's; the best by projection come first, so that most are ended after few steps.
 
-The folder keeps a line for each configuration, and a claim, so that several workers share a case. A call that goes on
-with the folder measures what is missing; a configuration that took the process down, or hung, is a failure. `--until`
-ends a call in time. `--rows` shortens the steps of a sweep further; `--confirm` makes those of the search.
+The folder keeps a line for each configuration, and a lock while it is measured, so that several workers share a case.
+A call that goes on with the folder measures what is missing; a configuration that took the process down, or hung, is a
+failure. `--until` ends a call in time. `--rows` shortens the steps further, where those of the search are short ones.
 """
 
 import argparse
 import faulthandler
+import fcntl
 import gc
 import itertools
 import json
@@ -28,6 +29,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,8 +81,8 @@ WARM_UP, TIMED = 2, 4
 UNFINISHED = 3
 """Exit code of a sweep in which other workers measure the rest, or whose time was over."""
 
-CONFIRMED, ROUNDS, TIMED_AGAIN = 3, 2, 4
-"""Best configurations that are measured once more, in turn, how often, and with how many timed steps."""
+CONFIRMED, ROUNDS = 3, 2
+"""Best configurations that are measured once more, in turn, and how often."""
 
 PLAIN_MICRO_BATCH = ("training.micro_batch=4",)
 """Of the second run with torch's kernels; the first has that of the preset."""
@@ -95,8 +97,8 @@ MOST_SECONDS, MOST_FIRST = 60.0, 150.0
 class _Watch(Observer):
     """Keeps the step times, and asks for the end when they are enough; `best` seconds are those to beat."""
 
-    def __init__(self, stop: StopRequest, best: float, most: int) -> None:
-        self._stop, self._best, self._most = stop, best, most
+    def __init__(self, stop: StopRequest, best: float) -> None:
+        self._stop, self._best = stop, best
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.peak = 0
@@ -108,7 +110,7 @@ class _Watch(Observer):
         self.losses.append(report.loss)
         self.peak = max(self.peak, report.peak_memory_bytes)
         self.is_behind = len(self.seconds) > WARM_UP and min(self.seconds[1:]) > BEHIND * self._best
-        if self.is_behind or len(self.seconds) >= WARM_UP + self._most:
+        if self.is_behind:
             self._stop.signal = signal.SIGTERM  # as if it had come
 
 
@@ -136,9 +138,9 @@ def candidates_of(source: CandidateSource, folder: Path) -> list[TrialCandidate]
         for one in source.changed(source.run, " ".join(choices), "sweep"):
             found.setdefault(one.key, one)
     fits = [one for one in found.values() if one.memory_bytes < source.cluster.hardware.usable_bytes]
-    found = sorted(fits, key=lambda one: one.projected)
-    write_whole(path, json.dumps([asdict(one) for one in found]) + "\n")
-    return found
+    fits.sort(key=lambda one: one.projected)
+    write_whole(path, json.dumps([asdict(one) for one in fits]) + "\n")
+    return fits
 
 
 def _candidate(table: dict[str, Any]) -> TrialCandidate:
@@ -154,18 +156,17 @@ def chosen_of(candidates: list[TrialCandidate], most: int, tuned: TrialCandidate
     return kept if tuned.key in {one.key for one in kept} else [tuned, *kept]
 
 
-def measured(source: CandidateSource, one: TrialCandidate, folder: Path, best: float, most: int) -> dict[str, Any]:
+def measured(source: CandidateSource, one: TrialCandidate, folder: Path, best: float) -> dict[str, Any]:
     """Train a configuration in this process until its step time is known, or is surely no `best` seconds."""
-    words = [*first_steps(source.run, WARM_UP + TIMED_AGAIN), *one.overrides]
+    words = [*first_steps(source.run, WARM_UP + TIMED), *one.overrides]
     words += [] if one.short is None else [f"training.global_batch={one.short.rows}"]
     run = load_run(f"{folder / 'reference.toml'}", [*words, f"record.folder={folder / 'runs'}"])
     begin = time.perf_counter()
-    rows = run.training.global_batch
     row: dict[str, Any] = {
         "change": one.key,
         "overrides": one.overrides,
         "projected": one.projected,
-        "rows": rows,
+        "rows": run.training.global_batch,
         "stretch": one.stretch,
     }
     if torch.cuda.is_available():
@@ -174,7 +175,7 @@ def measured(source: CandidateSource, one: TrialCandidate, folder: Path, best: f
         session = prepare(run, read_environment())
         named, there = create_run_folder(run, number_if_taken=True)
         stop = StopRequest()
-        watch = _Watch(stop, best / one.stretch, most)
+        watch = _Watch(stop, best / one.stretch)
         row["start_seconds"] = time.perf_counter() - begin
         train_run(session, there, open_store(named, there), Progress(), [watch], stop)
     except torch.OutOfMemoryError as error:
@@ -182,26 +183,30 @@ def measured(source: CandidateSource, one: TrialCandidate, folder: Path, best: f
     except PenstockError as error:
         return {**row, "failed": f"{error}"}
     shutil.rmtree(there.path)
-    timed = watch.seconds[1 if watch.is_behind else WARM_UP :]
+    step = min(watch.seconds[1:]) if watch.is_behind else statistics.median(watch.seconds[WARM_UP:])
     return {
         **row,
         "step_seconds": watch.seconds,
         "losses": watch.losses,
         "peak_memory_bytes": watch.peak,
         "is_behind": watch.is_behind,
-        "measured_seconds": min(timed) if watch.is_behind else statistics.median(timed),
-        "whole_seconds": one.stretch * (min(timed) if watch.is_behind else statistics.median(timed)),
+        "measured_seconds": step,
+        "whole_seconds": one.stretch * step,
         "seconds": time.perf_counter() - begin,
     }
 
 
-def freed() -> int:
-    """Free what the last configuration held. Returns the bytes that are still held on the device."""
+def _freed(source: CandidateSource, one: TrialCandidate, folder: Path, best: float, most: float) -> dict[str, Any]:
+    """Measure a configuration and free what it held; the process ends if that takes more than `most` seconds."""
+    faulthandler.dump_traceback_later(most, exit=True)
+    row = measured(source, one, folder, best)
     gc.collect()
-    if not torch.cuda.is_available():
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
+    held = 0
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_allocated()
+    faulthandler.cancel_dump_traceback_later()
+    return {**row, "held_bytes": held}
 
 
 def rows_in(folder: Path) -> dict[str, dict[str, Any]]:
@@ -219,13 +224,16 @@ def _best(rows: dict[str, dict[str, Any]]) -> float:
     return min((row["whole_seconds"] for row in rows.values() if "whole_seconds" in row), default=math.inf)
 
 
-def claimed(folder: Path, key: str) -> bool:
-    """Whether this worker may measure a configuration, which no other one has begun."""
-    try:
-        (folder / f"claim-{zlib.crc32(key.encode()):08x}").mkdir()
-    except FileExistsError:
-        return False
-    return True
+@contextmanager
+def claimed(folder: Path, key: str) -> Iterator[bool]:
+    """Whether this worker may measure a configuration, which no other one is measuring or has measured."""
+    with (folder / f"lock-{zlib.crc32(key.encode()):08x}").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed, or the process has ended
+        except BlockingIOError:
+            yield False
+        else:
+            yield key not in rows_in(folder)
 
 
 def sweep(source: CandidateSource, candidates: list[TrialCandidate], options: argparse.Namespace) -> None:
@@ -240,19 +248,17 @@ def sweep(source: CandidateSource, candidates: list[TrialCandidate], options: ar
         for one in candidates:
             if time.time() > options.until:
                 return
-            rows = rows_in(options.folder)
-            if one.key in rows or not claimed(options.folder, one.key):
-                continue
-            file.write(json.dumps({"begun": one.key}) + "\n")
-            faulthandler.dump_traceback_later(most, exit=True)
-            row = measured(source, one, options.folder, _best(rows), TIMED)
-            held, most = freed(), MOST_SECONDS
-            faulthandler.cancel_dump_traceback_later()
-            file.write(json.dumps({**row, "held_bytes": held}) + "\n")
-            told = row.get("failed") or f"{row['whole_seconds']:.4g} s{', behind' if row['is_behind'] else ''}"
-            print(f"{len(rows) + 1}/{len(candidates)} {one.key or 'the run as it is'}: {told}", flush=True)
-            if held > MOST_HELD:  # a fresh process has all of the memory
-                os.execv(sys.executable, [sys.executable, "-m", "benchmarks.tune_sweep", *sys.argv[1:]])
+            with claimed(options.folder, one.key) as is_ours:
+                if is_ours:
+                    file.write(json.dumps({"begun": one.key}) + "\n")
+                    row = _freed(source, one, options.folder, _best(rows_in(options.folder)), most)
+                    most = MOST_SECONDS
+                    file.write(json.dumps(row) + "\n")
+            if is_ours:
+                told = row.get("failed") or f"{row['whole_seconds']:.4g} s{', behind' if row['is_behind'] else ''}"
+                print(f"{one.key or 'the run as it is'}: {told}", flush=True)
+                if row["held_bytes"] > MOST_HELD:  # a fresh process has all of the memory
+                    os.execv(sys.executable, [sys.executable, "-m", "benchmarks.tune_sweep", *sys.argv[1:]])
 
 
 def _plain(source: CandidateSource) -> list[TrialCandidate]:
@@ -280,10 +286,7 @@ def confirm(source: CandidateSource, options: argparse.Namespace, tuned: TrialCa
         begin = time.time()
         if begin + longest > options.until:
             return
-        faulthandler.dump_traceback_later(MOST_FIRST, exit=True)
-        row = measured(source, one, options.folder, math.inf, TIMED_AGAIN)
-        freed()
-        faulthandler.cancel_dump_traceback_later()
+        row = _freed(source, one, options.folder, math.inf, MOST_FIRST)
         longest = max(longest, time.time() - begin) if number else 0.0  # the first one compiles
         print(f"again: {one.key or 'the run as it is'}: {row.get('failed') or row['whole_seconds']}", flush=True)
         yield {**row, "is_plain": one in plain}

@@ -16,6 +16,7 @@ MAKERS: Mapping[str, str] = {
     "loss-curve.svg": "run_pictures",
     "plan.svg": "plan_picture",
     "report.png": "report_picture",
+    "tune.png": "tune_picture",
     "folding.svg": "concept_pictures",
     "schedules.png": "concept_pictures",
     "projection-step-time.svg": "projection_picture",

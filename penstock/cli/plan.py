@@ -64,7 +64,7 @@ from penstock.plan.search import search
 from penstock.plan.search_request import SearchRequest
 from penstock.plan.software import OWN as OWN_SOFTWARE
 from penstock.plan.software import SOFTWARE, parse_software
-from penstock.plan.what_if import Planner, SweepPoint, answer_to, compare, scale, sweep, usable_worlds
+from penstock.plan.what_if import Planner, SweepPoint, answer_to, compare, scale, sweep, swept_runs, usable_worlds
 from penstock.report.curves import scaling_pictures, sweep_pictures
 from penstock.report.export import find_browser, write_image
 from penstock.report.figure import Figure
@@ -195,6 +195,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
     # A layout that is asked for completes the run; its rules are asked when it is projected.
     run = load_run(target, words, is_whole=layout in (None, OWN))
+    _check_what_if(run, cluster, scales, swept)
     # Overrides of a layout bind the search as --only does; those of a file do not.
     fixed = {} if layout is not None else fixed_by(run, words, parse_layout(only) if only else {})
 
@@ -399,7 +400,7 @@ def _what_if(
 ) -> list[Figure]:
     """Project the layout on other numbers of devices or with other values, and return pictures of the answers."""
     if scales is not None:
-        worlds = [_whole(word, "--scale") for word in scales.split(",")]
+        worlds = _parsed_scale(scales)
         with _working():
             kinds = {f"{kind}": scale(base.run, base.cluster, worlds, planner, kind) for kind in KINDS}
         if as_json:
@@ -407,17 +408,33 @@ def _what_if(
         else:
             print_scaling(kinds, base)
         return scaling_pictures(kinds, base)
-    name, equals, values = (swept or "").partition("=")
-    if not equals or not all(values.split(",")):
-        raise PenstockError("--sweep is no name with values", got=swept, allowed="micro_batch=1,2,4")
-    words = [value.strip() for value in values.split(",")]
+    name, values = _parsed_sweep(swept or "")
     with _working():
-        points = sweep(base.run, base.cluster, name.strip(), words, planner)
+        points = sweep(base.run, base.cluster, name, values, planner)
     if as_json:
         _print_json(base, {"sweep": name, "points": points_json(points)})
     else:
         print_sweep(points, base)
     return sweep_pictures(points, base)
+
+
+def _check_what_if(run: Run, cluster: Cluster, scales: str | None, swept: str | None) -> None:
+    """Refuse before a search what no layout could answer."""
+    if swept is not None:
+        swept_runs(run, cluster, *_parsed_sweep(swept))
+    if scales is not None:
+        _parsed_scale(scales)
+
+
+def _parsed_scale(text: str) -> list[int]:
+    return [_whole(word, "--scale") for word in text.split(",")]
+
+
+def _parsed_sweep(text: str) -> tuple[str, list[str]]:
+    name, equals, values = text.partition("=")
+    if not equals or not all(values.split(",")):
+        raise PenstockError("--sweep is no name with values", got=text, allowed="micro_batch=1,2,4")
+    return name.strip(), [value.strip() for value in values.split(",")]
 
 
 def _print_worlds(

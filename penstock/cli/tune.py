@@ -223,7 +223,14 @@ def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRa
     parent = Path(own.record.folder)
     folder = _folder(parent, f"tune-{own.name}", environment, resumes=asked.resumes)
     local = environment.local_world_size if environment.started_by else ranks
-    ground = Ground(starter=starter, cache=parent / "cache", ranks=ranks, local_ranks=local, on_gpu=on_gpu)
+    ground = Ground(
+        starter=starter,
+        cache=parent / "cache",
+        ranks=ranks,
+        local_ranks=local,
+        on_gpu=on_gpu,
+        memory_bytes=torch.cuda.get_device_properties(0).total_memory if on_gpu else 0,
+    )
     found = faults(ground)
     cluster = cluster_here(ground, asked.hardware)
     session = _Session(

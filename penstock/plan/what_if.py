@@ -160,20 +160,23 @@ def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Pl
 
     Raises:
         ConfigError: there is no such field, or it does not take a value.
+        HardwareError: a part of the network does not take a value.
     """
+    questions = swept_runs(run, cluster, name, values)
+    return tuple(SweepPoint(asked=asked, answer=answer_to(one, there, plan)) for asked, one, there in questions)
+
+
+def swept_runs(
+    run: Run, cluster: Cluster, name: str, values: Sequence[str]
+) -> list[tuple[dict[str, str], Run, Cluster]]:
+    """What is asked, and the run and the cluster of each question of a `sweep`, which raises what this raises."""
     if name in NETWORK:
-        clusters = {value: with_network(cluster, f"{name}={value}") for value in values}
-        return tuple(
-            SweepPoint(asked={name: value}, answer=answer_to(run, other, plan)) for value, other in clusters.items()
-        )
+        return [({name: value}, run, with_network(cluster, f"{name}={value}")) for value in values]
     field, questions = _field(name), list[dict[str, str]]()
     for value in values:
         ways = DISPATCHERS if name == "ep" and value != "1" else ()
         questions += [{name: value, "dispatcher": way} for way in ways] or [{name: value}]
-    return tuple(
-        SweepPoint(asked=asked, answer=answer_to(_with(run, cluster, field, asked), cluster, plan))
-        for asked in questions
-    )
+    return [(asked, _with(run, cluster, field, asked), cluster) for asked in questions]
 
 
 def _with(run: Run, cluster: Cluster, field: str | None, asked: Mapping[str, str]) -> Run:

@@ -80,7 +80,8 @@ def _path(records: Sequence[TrialRecord]) -> Figure:
     """Measured steps of all trials, in their order, and the best so far."""
     numbers = [place for place, one in enumerate(records, 1) if one.result.kind == "ran"]
     ran = [one for one in records if one.result.kind == "ran"]
-    steps = [1e3 * one.even_step for one in ran]
+    unit, per_second = _unit([one.even_step for one in ran])
+    steps = [per_second * one.even_step for one in ran]
     best = [min(steps[: place + 1]) for place in range(len(steps))]
     texts = [one.candidate.key or "the run as it is" for one in ran]
     data = [
@@ -89,15 +90,16 @@ def _path(records: Sequence[TrialRecord]) -> Figure:
         {"type": "scatter", "mode": "lines", "name": "best so far", "x": numbers, "y": best,
          "line": {"shape": "hv", "color": SERIES[1]}},
     ]  # fmt: skip
-    layout = {"xaxis": axis("trial", dtick=1), "yaxis": axis("ms for the tokens of a step", rangemode="tozero")}
+    layout = {"xaxis": axis("trial", dtick=1), "yaxis": axis(f"{unit} for the tokens of a step", rangemode="tozero")}
     return Figure(name="path", title="The search", caption="Failed trials leave a gap.", data=data, layout=layout)
 
 
 def _projected(ran: Sequence[TrialRecord]) -> Figure:
     """Measured over projected steps: by the bare plan, and as corrected by the trials before."""
-    measured = [1e3 * one.step for one in ran]
-    bare = [1e3 * one.projected for one in ran]
-    known = [1e3 * one.expected for one in ran[1:]]
+    unit, per_second = _unit([one.step for one in ran])
+    measured = [per_second * one.step for one in ran]
+    bare = [per_second * one.projected for one in ran]
+    known = [per_second * one.expected for one in ran[1:]]
     ends = [0.0, 1.05 * max([*measured, *bare, *known])]
     marks = {"type": "scatter", "mode": "markers"}
     data = [
@@ -105,6 +107,11 @@ def _projected(ran: Sequence[TrialRecord]) -> Figure:
         {**marks, "name": "corrected", "x": known, "y": measured[1:], "marker": {"color": SERIES[1], "size": 9}},
         {"type": "scatter", "mode": "lines", "name": "equal", "x": ends, "y": ends, "line": {"dash": "dot"}},
     ]
-    layout = {"xaxis": axis("projected ms"), "yaxis": axis("measured ms")}
+    layout = {"xaxis": axis(f"projected {unit}"), "yaxis": axis(f"measured {unit}")}
     caption = "Each trial by the plan alone, and by the plan corrected with the trials before it."
     return Figure(name="projected", title="Projected and measured", caption=caption, data=data, layout=layout)
+
+
+def _unit(seconds: Sequence[float]) -> tuple[str, float]:
+    """Unit of an axis with these times, and how many of it are a second."""
+    return ("s", 1.0) if max(seconds) >= 10.0 else ("ms", 1e3)

@@ -187,8 +187,14 @@ def _covariance(left: Sequence[TrialCandidate], right: Sequence[TrialCandidate],
     """Of the logarithms of the factors by which projections are off, between two lists of candidates."""
     terms = CORRECTION**2 * spread**2 * (_shares(left) @ _shares(right).T)
     ours, theirs = [one.choices for one in left], [one.choices for one in right]
-    apart = np.array([[sum(a.get(k) != b.get(k) for k in {**a, **b}) for b in theirs] for a in ours], float)
+    apart = np.array([[_apart(a, b) for b in theirs] for a in ours], float)
     return SCALE**2 + terms + (OWN * spread) ** 2 * np.exp(-apart / NEAR)
+
+
+def _apart(left: Mapping[str, str], right: Mapping[str, str]) -> float:
+    """Choices in which two candidates differ; a micro-batch counts twice, because it is of all products and kernels."""
+    fields = [name for name in {**left, **right} if left.get(name) != right.get(name)]
+    return len(fields) + float("training.micro_batch" in fields)
 
 
 def _shares(candidates: Sequence[TrialCandidate]) -> Array:

@@ -24,19 +24,26 @@ from penstock.tune.trial_ranks import StartRanks, run_ranks
 FRESH_SECONDS = 3600.0
 """Age until which a preflight of the same ranks is believed."""
 
+AS_NAMED = 0.97
+"""Share of a chip's memory that its driver may keep for itself."""
+
 PREFLIGHT_SECONDS, CALIBRATE_SECONDS = 150.0, 600.0
 """Time limits; ranks of a preflight wait two minutes for each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ground:
-    """Where the trials run: so many ranks, and so many of them on each machine; `cache` is the folder for results."""
+    """Where the trials run: so many ranks, and so many of them on each machine; `cache` is the folder for results.
+
+    `memory_bytes` are those of a device as its driver says, 0 if unknown.
+    """
 
     starter: StartRanks
     cache: Path
     ranks: int
     local_ranks: int
     on_gpu: bool
+    memory_bytes: int = 0
 
     @property
     def device(self) -> str:
@@ -71,7 +78,10 @@ def faults(ground: Ground) -> tuple[str, ...]:
 
 
 def cluster_here(ground: Ground, asked: str | None) -> Cluster:
-    """These ranks on the chip that is asked for or known, or else as they were calibrated. Raises a DeviceError."""
+    """These ranks on the chip that is asked for or known, or else as they were calibrated. Raises a DeviceError.
+
+    No device has more memory than its driver says, whatever chip is asked for.
+    """
     chip = chip_named(ground.device) if ground.on_gpu else None
     if asked is None and chip is not None and chip.pattern in known_hardware():
         asked = chip.pattern
@@ -83,6 +93,9 @@ def cluster_here(ground: Ground, asked: str | None) -> Cluster:
     hardware = load_hardware(asked)
     if ground.local_ranks < ground.ranks and hardware.node.devices != ground.local_ranks:
         hardware = replace(hardware, node=hardware.node.model_copy(update={"devices": ground.local_ranks}))
+    if 0 < ground.memory_bytes < AS_NAMED * hardware.memory.capacity_bytes:
+        memory = hardware.memory.model_copy(update={"capacity_bytes": ground.memory_bytes})
+        hardware = replace(hardware, memory=memory)
     return cluster_of(ground.ranks, hardware)
 
 

@@ -437,7 +437,9 @@ class Search:
         fit = max((one.candidate.memory_bytes for one in self._ran()), default=0.0)
         full = [one.candidate.memory_bytes for one in self.records if one.result.kind == "out of memory"]
         full = [one for one in full if one > fit]  # one that needs less than what fits was something else's fault
-        limit = min([self.settings.capacity_bytes, *full])
+        # Two that did not fit may be errors of the plan; each further one says that there is less memory.
+        surely = 1 - MEMORY_ERROR * max(0, len(full) - 2)
+        limit = min([self.settings.capacity_bytes, *(one * surely for one in full)])
         if limit == math.inf or not candidate.memory_bytes:
             return 1.0
         away = limit / (candidate.memory_bytes * self._memory_factor()) - 1

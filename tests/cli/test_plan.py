@@ -308,6 +308,15 @@ def test_a_mistake_is_one_line(searched: Searched, arguments: tuple[str, ...], t
     assert told in refused(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("option", "asked"),
+    [("--sweep", "micro_batch=1,two"), ("--sweep", "oven=two"), ("--sweep", "rails=two"), ("--scale", "8,two")],
+)
+def test_what_no_layout_could_answer_is_refused_before_a_search(searched: Searched, option: str, asked: str) -> None:
+    assert ("oven" if "oven" in asked else "two") in refused("debug", *ON, option, asked)
+    assert not searched.questions
+
+
 @pytest.mark.slow
 def test_a_plan_for_this_machine_trains_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     chip = load_hardware("H200")

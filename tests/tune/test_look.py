@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,10 @@ def test_a_named_chip_is_not_calibrated(tmp_path: Path) -> None:
 def test_a_calibration_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="calibration failed: error: no room; fix: penstock calibrate --output"):
         cluster_here(ground(tmp_path, Starter("error: no room\n", 2)), None)
+
+
+@pytest.mark.parametrize(("driver", "kept"), [(85_000_000_000, True), (150_100_000_000, False), (0, False)])
+def test_no_device_has_more_memory_than_its_driver_says(tmp_path: Path, driver: int, kept: bool) -> None:
+    there = replace(ground(tmp_path, Starter("", 0)), memory_bytes=driver)
+    named = load_hardware("H200").memory.capacity_bytes
+    assert cluster_here(there, "H200").hardware.memory.capacity_bytes == (driver if kept else named)

@@ -118,6 +118,20 @@ def test_the_budget_ends_a_search_with_the_best_so_far() -> None:
     assert search.spent <= 60
 
 
+def test_memory_that_is_not_there_is_not_asked_for_again_and_again() -> None:
+    """The machine has less memory than the search was told: one that needs little runs, most would be faster."""
+    needs = [(f"a={n}", 90e9 - 0.1e9 * n, 1.0) for n in range(20)] + [("b=1", 60e9, 1.2)]
+    candidates = [
+        TrialCandidate(overrides=(key,), terms={"products": seconds}, memory_bytes=need) for key, need, seconds in needs
+    ]
+    there = SimulatedMachine(candidates, random.Random(0), capacity_bytes=70e9)
+    search = Search(list(candidates), there, replace(NO_LIMIT, capacity_bytes=150e9, most_trials=20))
+    search.run()
+    kinds = [one.result.kind for one in search.records]
+    assert "ran" in kinds
+    assert kinds.count("out of memory") <= 6
+
+
 def test_memory_is_an_objective() -> None:
     there = machine(2)
     search = searched(there, replace(NO_LIMIT, objective="memory"))

@@ -1,0 +1,68 @@
+"""The picture of the page of `penstock tune`: a search on one H200.
+
+    python -m tools.tune_picture
+
+The search is in benchmarks/results/tune-h200.json, and its page is drawn anew. Needs Chromium.
+"""
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from penstock.report.export import find_browser
+from penstock.report.tune_page import write_tune_page
+from penstock.tune.belief import StepEstimate, TrialCandidate
+from penstock.tune.real_trials import result_from
+from penstock.tune.search_loop import Search, SearchSettings, TrialLimits, TrialRecord, TrialResult
+
+MEASURED, CASE = Path("benchmarks/results/tune-h200.json"), "short-rows"
+NAME, ROWS = "deepseek-v2-lite-8l", 16
+PICTURE = Path("docs/pictures/tune.png")
+WIDTH, HEIGHT = 1180, 1700
+
+
+class _Ended:
+    """Trials of a search that has ended."""
+
+    def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
+        raise NotImplementedError
+
+
+def record_of(table: dict[str, Any]) -> TrialRecord:
+    """A trial of whole steps, from the JSON of its search."""
+    terms = table["projected_terms"]
+    candidate = TrialCandidate(overrides=tuple(table["change"]), terms=terms, source=table["source"])
+    fields = TrialResult.__dataclass_fields__
+    result = result_from({name: value for name, value in table.items() if name in fields})
+    seconds, deviation = table["expected_seconds"], table["expected_deviation"]
+    return TrialRecord(
+        candidate=candidate,
+        result=result,
+        projected=table["projected_seconds"],
+        estimated=StepEstimate(seconds=seconds, deviation=deviation),
+        score=result.step,
+    )
+
+
+def main() -> None:
+    """Read the search and draw its page."""
+    found = json.loads(MEASURED.read_text(encoding="utf-8"))["numbers"][CASE]["tune"]
+    records = [record_of(one) for one in found["trials"]]
+    search = Search(
+        [one.candidate for one in records], _Ended(), SearchSettings(budget_seconds=360.0), ending=found["ending"]
+    )
+    search.records = records
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        write_tune_page(page, NAME, search, found["spent_seconds"], found["next"], ROWS)
+        command = [find_browser(), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
+        command += ["--blink-settings=preferredColorScheme=1", "--hide-scrollbars", "--virtual-time-budget=20000"]
+        command += [f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={PICTURE.absolute()}", page.as_uri()]
+        subprocess.run(command, check=True, capture_output=True)
+    print(f"wrote {PICTURE}")
+
+
+if __name__ == "__main__":
+    main()
