@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -112,22 +111,10 @@ def asked(name: str, options: argparse.Namespace) -> Answer:
     """The answer of a process of its own, and what others used of the processors meanwhile."""
     words = [sys.executable, "-m", "benchmarks.packing", "--case", name, "--folder", str(options.folder)]
     words += ["--megatron", str(options.megatron)] if options.megatron else []
-    busy, used, begin = busy_seconds(), used_seconds(), time.perf_counter()
+    busy, used, begin = record.busy_seconds(), record.used_seconds(), time.perf_counter()
     done = subprocess.run(words, check=True, capture_output=True, text=True)
-    others = (busy_seconds() - busy) - (used_seconds() - used)
+    others = (record.busy_seconds() - busy) - (record.used_seconds() - used)
     return dict(json.loads(done.stdout.splitlines()[-1])) | {"others": others / (time.perf_counter() - begin)}
-
-
-def busy_seconds() -> float:
-    """Seconds that all processors together have worked for anybody."""
-    user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text(encoding="ascii").split()[1:8])
-    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
-
-
-def used_seconds() -> float:
-    """Seconds of the processor of this process and of those that it has waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def middle(answers: list[Answer], times: int) -> Answer:
@@ -177,9 +164,9 @@ def timed() -> Iterator[Answer]:
     """Seconds of the clock and of the processor, of this process and those that it has waited for."""
 
     found: Answer = {}
-    begin, before = time.perf_counter(), used_seconds()
+    begin, before = time.perf_counter(), record.used_seconds()
     yield found
-    found.update(seconds=time.perf_counter() - begin, processor_seconds=used_seconds() - before)
+    found.update(seconds=time.perf_counter() - begin, processor_seconds=record.used_seconds() - before)
 
 
 def rates(found: Answer, tokens: int, text_bytes: int | None = None) -> Answer:

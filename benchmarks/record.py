@@ -6,8 +6,10 @@ files but not their history, `--commit` says which commit they are.
 
 import argparse
 import json
+import os
 import platform
 import re
+import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -101,3 +103,15 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
     }
     return facts
+
+
+def busy_seconds() -> float:
+    """Seconds that all processors together have worked for anybody."""
+    user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text(encoding="ascii").split()[1:8])
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def used_seconds() -> float:
+    """Seconds of the processor of this process and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)

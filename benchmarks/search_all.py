@@ -43,7 +43,7 @@ DEVICES = (8, 16, 32, 64, 72, 128, 256, 512, 1000, 1024, 2048)
 LAYOUT_DEVICES = (8, 64, 1000)
 
 WRITTEN = 5.0
-"""Seconds after which the file is written again."""
+"""Seconds after which a file of layouts is written again; searches are written one by one."""
 
 Case = dict[str, str]
 Row = dict[str, Any]
@@ -194,7 +194,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         now = time.perf_counter()
         is_last = number == len(waiting) or now - begin > options.seconds
-        if is_last or now - written > WRITTEN:
+        if is_last or now - written > WRITTEN or not options.layouts:
             record.write(options, {**numbers, "tracebacks": _tracebacks(numbers)}, cpus=os.cpu_count())
             written = now
         if is_last:

@@ -68,11 +68,13 @@ def one(model: str, on: str) -> dict[str, Any]:
 
 
 def measured(case: dict[str, str]) -> dict[str, Any]:
-    """Search in a new process; `seconds` are those of all of it."""
-    begin = time.perf_counter()
+    """Search in a new process; `seconds` are those of all of it, `others` processors that other programs used."""
+    busy, used, begin = record.busy_seconds(), record.used_seconds(), time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.search_cost", "--one", case["model"], case["on"]]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return {**case, "seconds": time.perf_counter() - begin, **json.loads(done.stdout)}
+    seconds = time.perf_counter() - begin
+    others = (record.busy_seconds() - busy) - (record.used_seconds() - used)
+    return {**case, "seconds": seconds, "others": others / seconds, **json.loads(done.stdout)}
 
 
 def main() -> None:

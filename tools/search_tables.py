@@ -8,9 +8,10 @@ Result = dict[str, Any]
 
 def search_cost(result: Result) -> str:
     """Seconds and memory of each search, as a process."""
+    others = max(row["others"] for row in result["numbers"]["searches"])
     lines = [
         f"Whole processes on {result['environment']['cpus']} cores, start of Python and torch in it, commit "
-        f"`{result['commit']}`.",
+        f"`{result['commit']}`; other programs used {others:.1f} cores at most.",
         "",
         "| model | devices | seconds | memory | layouts | candidates | fastest |",
         "|---|---|---:|---:|---:|---:|---|",
