@@ -106,7 +106,7 @@ def _search(case: Case) -> Row:
     rows = rows_to_share(run.training.global_batch, cluster.devices)
     plan = search(SearchRequest(run=run, cluster=cluster, global_batch=rows))
     if plan.candidates:
-        return {"considered": plan.considered, **_figures(plan.candidates[0])}
+        return {"considered": plan.considered, "gap": round(plan.gap, 3), **_figures(plan.candidates[0])}
     nearest = plan.refused[0] if plan.refused else None
     return {"considered": plan.considered, "nothing": "" if nearest is None else f"{nearest.rule}: {nearest.reason}"}
 

@@ -83,8 +83,8 @@ BATCH = 16
 MOST_LOOKED = 5000
 """Layouts that are looked at before a search ends without proof: bounds of small models are far from their times."""
 
-FINISHED = 100
-"""Layouts that are projected when a search ends without proof."""
+FINISHED, WIDE = 100, 1.1
+"""Layouts that are projected when a search ends without proof, and how much slower than a bound a best is too slow."""
 
 TELLS = 64
 """Layouts looked at between two words of progress."""
@@ -258,10 +258,21 @@ class _Search:
                 self._progress(f"{looked:,} of {self._space.count:,} layouts looked at: {found}{bound} tokens/s")
 
     def _end_early(self, waiting: Sequence[_Waiting]) -> None:
-        """Play the layouts that were looked at closely, because one of them may be the best, and note the gap."""
+        """Play the layouts that were looked at closely, because one of them may be the best, and note the gap.
+
+        Where it is wide, the most promising of those that wait for a first look are played as well.
+        """
         for _, step, node in sorted(one for one in waiting if one.step > 1)[:FINISHED]:
             if step == 3 or self._fit(node) < math.inf:
                 self._play(node)
+        first = sorted(one for one in waiting if one.step == 1)[:FINISHED]
+        if first and self._best > WIDE * first[0].bound:
+            for number, one in enumerate(first):
+                if number % BATCH == 0:
+                    several = first[number : number + BATCH]
+                    self._composer.prefetch(run for one in several for run in self._stages_of(one))
+                if one.bound < self._cutoff() and self._look(one.node) < math.inf and self._fit(one.node) < math.inf:
+                    self._play(one.node)
         self._gap = max(0.0, self._best / waiting[0].bound - 1)
 
     def _look_at(self, one: _Waiting, divisions: Divisions) -> Iterator[_Waiting]:
