@@ -4,9 +4,10 @@ Rows are multiples of 128 positions, and heads of keys and values as wide as lat
 128. Gradients of queries are summed in no fixed order, so a repeated step may differ in its last bits. With
 `training.deterministic` torch's backends compute all calls.
 
-Only `kernels.attention=hopper` takes them: for heads of latent attention they are faster than cuDNN's, but they were
-measured alone, not in whole steps. Beside cuDNN, calls with more queries than `MOST` gave gradients of queries that are
-no numbers in one of the two, and it was not found out which. Torch's backends compute these calls.
+Only `kernels.attention=hopper` takes them. For heads of latent attention they are faster than cuDNN's, also in a whole
+step. But beside cuDNN, calls with more queries than `MOST` once gave gradients of queries that are no numbers in one of
+the two, while other processes used the GPU; it was not found out which, and later calls were finite
+(docs/decisions/0172-attention-for-hopper.md). Torch's backends compute these calls.
 """
 
 from functools import cache

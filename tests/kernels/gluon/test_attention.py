@@ -138,6 +138,20 @@ def test_on_the_gpu_errors_are_like_cudnns(name: str) -> None:
 
 
 @pytest.mark.gpu
+def test_large_calls_are_finite_whatever_memory_held_before() -> None:
+    """dq without numbers was seen, and not explained (docs/decisions/0172-attention-for-hopper.md)."""
+    torch.manual_seed(7)
+    q, k, v, do = (torch.randn(4, 4096, 16, size, device="cuda").bfloat16() for size in (192, 192, 128, 128))
+    if not hopper_attention.takes(q, k, v):
+        pytest.skip("no kernels for this chip")
+    o, log_sums = hopper.forward(q, k, v, 0.07)
+    for _ in range(20):
+        held = [torch.full_like(q, torch.nan, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+        del held  # the sums of dq and dq have this memory next
+        assert all(bool(x.isfinite().all()) for x in hopper.backward(do, q, k, v, o, log_sums, 0.07))
+
+
+@pytest.mark.gpu
 def test_a_captured_graph_repeats_it() -> None:
     inputs = draw("latent", 2, 512, "cuda")
     if not hopper_attention.takes(*inputs[:3]):
