@@ -204,7 +204,7 @@ def module_keeps_no_state(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def others_are_not_changed(source: Source) -> Iterator[tuple[int, str]]:
-    """No value of ours is put into a module that is not ours; its documented switches may be set to a constant."""
+    """No value of ours is put into a module that is not ours; switches may be set to a constant, or put back."""
     if not source.is_product:
         return
     imported = {
@@ -213,11 +213,19 @@ def others_are_not_changed(source: Source) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import)
         for alias in node.names
     }
+    kept: set[tuple[str, str]] = set()  # a name, and the attribute that it has the value of
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Assign) or isinstance(node.value, ast.Constant):
             continue
+        value = ast.unparse(node.value)
         for target in node.targets:
-            if isinstance(target, ast.Attribute) and ast.unparse(target).split(".")[0] in imported:
+            if isinstance(target, ast.Name):
+                kept.add((target.id, value))
+            elif (
+                isinstance(target, ast.Attribute)
+                and ast.unparse(target).split(".")[0] in imported
+                and (value, ast.unparse(target)) not in kept
+            ):
                 yield node.lineno, f"assigns to {ast.unparse(target)}"
 
 

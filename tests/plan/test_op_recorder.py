@@ -1,5 +1,6 @@
 """A recorder has the operators that a device is given, in their order, and no others."""
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -106,3 +107,10 @@ def test_a_collective_knows_how_many_of_its_ranks_share_a_node() -> None:
         stop_process_group()
     assert (one.name, one.group) == ("allreduce_", RankGroup(4, 2))
     assert other.group == RankGroup(16, 16)
+
+
+def test_groups_that_move_nothing_leave_tracebacks_as_they_are() -> None:
+    before = sys.excepthook
+    start_fake_process_group(1, 2)
+    stop_process_group()
+    assert sys.excepthook is before

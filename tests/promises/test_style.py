@@ -48,6 +48,7 @@ KEPT = [
     ("assert_speaks", "tests/a.py", "assert x\n"),
     ("environment_is_read_in_one_file", style.ENVIRONMENT_READER, 'os.environ["X"]\n'),
     ("others_are_not_changed", "penstock/a.py", "import torch\ntorch.backends.cudnn.benchmark = False\n"),
+    ("others_are_not_changed", "penstock/a.py", "import sys\nhook = sys.excepthook\nf()\nsys.excepthook = hook\n"),
     ("function_is_typed", "penstock/a.py", "@triton.jit\ndef f(x_ptr, BLOCK: tl.constexpr): ...\n"),
     ("function_is_typed", "penstock/a.py", "class A:\n    def __init__(self, x: int): ...\n"),
     ("numbers_are_compared_by_size", "tests/a.py", "from tests.closeness import assert_close\nmath.isclose(x, y)\n"),

@@ -281,7 +281,9 @@ def start_process_group(rendezvous: Rendezvous, device: torch.device) -> None:
 
 def start_fake_process_group(rank: int, world: int) -> None:
     """Pretend to be rank `rank` of `world`: collectives return at once and move nothing."""
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    sys.excepthook = hook  # torch's puts the rank before each line of a traceback, once more for each group
 
 
 @contextmanager
