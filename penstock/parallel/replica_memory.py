@@ -5,17 +5,21 @@ The buffers of dispatch have two sections more, the same on every rank and share
     slots        weights of replicas, written by the ranks of their experts
     gradients    float32 sums of replicas, read by the ranks of their experts
 
-A fetch writes on a stream of its own, and may begin before rows travel to the experts, or gradients of their outputs:
-the products of own experts leave no multiprocessor to kernels that start beside them (W0 on two H200s,
-benchmarks/results/balanced-h200x2.json).
+A fetch writes on a stream of its own. The dispatcher begins it before rows travel to the experts, or gradients of their
+outputs, because the products of own experts leave no multiprocessor to kernels that start beside them (by a trace of W0
+on two H200s):
 
-    push     each rank writes its experts to the slots of the plan, and says so
-    wait     all ranks have: on the stream of the products, before those of replicas
+    push     each rank writes its experts to the slots of the plan, and signals all ranks
+    wait     for the signals of all ranks: on the stream of the products, before those of replicas
 
-That is all if the dispatcher begins the fetch and each rank does one thing after another: to come here it has received
-outputs, or gradients of inputs, that all ranks sent after they had read their slots, and to come to the products it
-has received rows that they sent after gradients were home. A fetch that begins with the products has no such transfer
-before it and meets instead: all ranks are here, push, all ranks are here again.
+Such a fetch needs no meeting, because each rank does one thing after another, and transfers of rows order the ranks:
+
+    slots        A rank that pushes has received outputs, or gradients of inputs, from all ranks, sent after they read
+                 their slots. Between recomputation and backward of a layer is no transfer: both push the same bytes.
+    gradients    A rank that writes gradients has received gradients of outputs from all ranks, which they sent after
+                 the gradients before were home.
+
+A fetch that begins with the products has no such transfer before it, so the ranks meet before and after the push.
 
 Gradients go home on the same stream, beside the rest of the layer's backward pass: a meeting says that all ranks have
 written theirs, and each rank adds those of its experts. The pass ends when they are here (`backward_of_layer`); outside
@@ -128,7 +132,7 @@ class MappedSlots:
     def begin(self, *own: Tensor) -> None:
         """See `ReplicaSlots.begin`."""
         memory = self.memory
-        memory.arrive()  # of a region that recomputation left before its products
+        memory.arrive()  # begun before recomputation, or by one that ended before its products
         memory.pushed = self._aside(lambda: self._push(own))
         memory.begun = self
 

@@ -30,6 +30,7 @@ from penstock.moe.dispatch.payload import wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axes, make_axes
+from penstock.parallel.recompute import recomputed
 from penstock.parallel.replica_exchange import exchanged_counts, exchanged_slots
 from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
@@ -49,6 +50,7 @@ class Whole:
     sizes: tuple[int, ...]  # tokens of each rank
     experts: int
     float8: Float8Rule = NO_FLOAT8
+    seed: int = 7  # of the parameters
 
     @staticmethod
     def draw(ids_TK: Tensor, sizes: Sequence[int], experts: int) -> "Whole":
@@ -61,12 +63,14 @@ class Whole:
 
     def of(self, rank: int) -> "Whole":
         tensors = (self.ids_TK, self.x_TD, self.weights_TK, self.direction_TD)
-        return Whole(*(one.split(self.sizes)[rank] for one in tensors), self.sizes, self.experts, self.float8)
+        return Whole(
+            *(one.split(self.sizes)[rank] for one in tensors), self.sizes, self.experts, self.float8, self.seed
+        )
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         """Both matrices and both biases of all experts; in 8 bits no biases, and numbers of few bits."""
-        whole = partial(torch.randint, generator=torch.Generator().manual_seed(7))
+        whole = partial(torch.randint, generator=torch.Generator().manual_seed(self.seed))
         gate_up_eFD = whole(-1, 2, (self.experts, 2 * F, D)).float()
         if self.float8.experts is not None:
             gate_up_eFD[:, :F] = 0
@@ -84,21 +88,25 @@ def mix(dispatcher: Dispatcher, own: Whole, parameters: Sequence[Tensor], *, sum
 
 
 def mixed(
-    dispatcher: Dispatcher, own: Whole, parameters: Sequence[Tensor], *, sums: bool
+    dispatcher: Dispatcher, own: Whole, parameters: Sequence[Tensor], *, sums: bool, recompute: bool = False
 ) -> Callable[[], list[Tensor]]:
     """The forward pass of `mix`; returns its backward pass."""
     leaves = [leaf.clone().requires_grad_() for leaf in (own.x_TD, own.weights_TK, *parameters)]
-    rows, metadata = dispatcher.dispatch(leaves[0], Routing(leaves[1], own.ids_TK))
     gate_up_eFD, down_eDF, *biases = leaves[2:]
     totals = tuple(torch.full_like(parameter, 3.0).float() for parameter in parameters) if sums else None
-    given = (rows.x_ND, gate_up_eFD, down_eDF, rows.counts_e, rows.weights_R, rows.index_R)
-    options = {"places_TK": rows.places_NK, "accumulate_into": totals, "replicas": rows.replicas}
-    if own.float8.experts is None:
-        y_RD = expert_ffn(*given, biases=(biases[0], biases[1] if len(biases) > 1 else None), **options)
-    else:
-        in_8_bits = {"float8": own.float8, "quantized": rows.quantized, "gradients": rows.gradients}
-        y_RD = float8_expert_ffn(*given, **in_8_bits, **options)
-    y_TD = dispatcher.combine(y_RD, metadata)
+
+    def layer(x_TD: Tensor, weights_TK: Tensor) -> Tensor:
+        rows, metadata = dispatcher.dispatch(x_TD, Routing(weights_TK, own.ids_TK))
+        given = (rows.x_ND, gate_up_eFD, down_eDF, rows.counts_e, rows.weights_R, rows.index_R)
+        options = {"places_TK": rows.places_NK, "accumulate_into": totals, "replicas": rows.replicas}
+        if own.float8.experts is None:
+            y_RD = expert_ffn(*given, biases=(biases[0], biases[1] if len(biases) > 1 else None), **options)
+        else:
+            in_8_bits = {"float8": own.float8, "quantized": rows.quantized, "gradients": rows.gradients}
+            y_RD = float8_expert_ffn(*given, **in_8_bits, **options)
+        return dispatcher.combine(y_RD, metadata)
+
+    y_TD = recomputed(layer, *leaves[:2]) if recompute else layer(*leaves[:2])
 
     def backward() -> list[Tensor]:
         found = torch.autograd.grad(y_TD, leaves[:2] if totals else leaves, own.direction_TD)

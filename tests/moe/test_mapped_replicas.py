@@ -24,11 +24,11 @@ from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
 from penstock.parallel.replica_exchange import ReplicaSizes
 from penstock.parallel.replica_memory import MappedSlots, ReplicaMemory
-from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers
 from tests.closeness import assert_equal
 from tests.moe.mixture import in_large_tiles, parts_of
 from tests.moe.test_balanced import D, F, K, Whole, mix, mixed, rule_of, workload
-from tests.parallel.symmetric_ranks import run_ranks
+from tests.parallel.symmetric_ranks import SimulatedBuffers, run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simulated in Triton's interpreter")
 
@@ -43,7 +43,7 @@ def _shapes(expert_tensor: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _solve(
-    buffers: SymmetricBuffers, layers: Sequence[Layer], expert_tensor: int, sums: bool, early: bool
+    buffers: SimulatedBuffers, layers: Sequence[Layer], expert_tensor: int, sums: bool, early: bool, recompute: bool
 ) -> list[list[Tensor]]:
     """Results of a rank, whose layers share one memory: forward passes, then backward passes in the other order."""
     rank = buffers.peers.rank
@@ -64,9 +64,11 @@ def _solve(
         dispatcher = BalancedDispatcher(rule, rank, inner, TRITON, buffers.gather, slots_of, meter)
         if early:
             dispatcher = replace(dispatcher, at_hand=partial(tuple, own))
-        backward.append(mixed(dispatcher, whole.of(rank), own, sums=sums))
+        backward.append(mixed(dispatcher, whole.of(rank), own, sums=sums, recompute=recompute))
         assert not inner.row_capacity.left_out, "a plan with slots enough keeps its bound"
-    return [one() for one in reversed(backward)][::-1]
+    results = [one() for one in reversed(backward)][::-1]
+    assert buffers.unawaited(Channel.REPLICAS) == buffers.unawaited(Channel.GRADIENTS) == 0
+    return results
 
 
 def _check(
@@ -76,6 +78,7 @@ def _check(
     *,
     sums: bool = False,
     early: bool = True,
+    recompute: bool = False,
     seed: int = 0,
 ) -> None:
     tokens = max(max(whole.sizes) for whole, _ in layers)
@@ -88,7 +91,7 @@ def _check(
         numbers=layers[0][0].experts,
         replica_bytes=replicas.total_bytes,
     )
-    by_rank = run_ranks(_solve, sizes, layers, expert_tensor, sums, early, seed=seed)
+    by_rank = run_ranks(_solve, sizes, layers, expert_tensor, sums, early, recompute, seed=seed)
     for number, (whole, rule) in enumerate(layers):
         local = LocalDispatcher(whole.experts, TRITON, wire_format_of(whole.float8))
         y_TD, dx_TD, dweights_TK, *gradients = mix(local, whole, whole.parameters, sums=sums)
@@ -105,6 +108,7 @@ def _layers(names: Sequence[str], ranks: int, expert_tensor: int = 1) -> list[La
     groups = ranks // expert_tensor
     wholes = [workload(name, groups, 8) for name in names]
     wholes = [replace(one, sizes=(len(one.ids_TK) // ranks,) * ranks) for one in wholes]
+    wholes = [replace(one, seed=number) for number, one in enumerate(wholes)]  # no layer has another one's weights
     return [(whole, rule_of(whole, groups)) for whole in wholes]
 
 
@@ -122,6 +126,11 @@ def test_layers_that_share_slots_give_what_one_process_gives(
 @pytest.mark.slow
 def test_a_fetch_may_begin_when_the_experts_run() -> None:
     _check(_layers(("W2", "W0", "W5"), 4), 4, sums=True, early=False)
+
+
+def test_a_layer_that_is_recomputed_fetches_again() -> None:
+    """Backward begins a fetch, recomputation makes one of its own, and the experts' backward pass makes a third."""
+    _check(_layers(("W2", "W1"), 2), 2, sums=True, recompute=True)
 
 
 def test_gradients_may_come_home_until_the_layers_backward_pass_ends() -> None:

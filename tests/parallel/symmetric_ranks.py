@@ -103,6 +103,10 @@ class SimulatedBuffers(SymmetricBuffers):
         super().hold(channel, signals)
         self._pass_on()
 
+    def unawaited(self, channel: Channel) -> int:
+        """Signals of this rank for chunk 0 beyond those that it has waited for: later waits would pass too early."""
+        return int(self._flags[channel][0, self.peers.rank] - self._expected[channel][0])
+
     def _send(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> None:
         for one in _one_by_one(chunks):
             self._pass_on()

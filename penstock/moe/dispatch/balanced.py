@@ -49,7 +49,7 @@ class PlanSums(IntEnum):
 class ReplicaMeter(nn.Module):
     """Facts of a layer's plans since the last reset; on the device, read once a step."""
 
-    facts: Tensor  # int64 by `PlanFact`, sums over the passes, but the most SLOTS_NEEDED; plans add theirs
+    facts: Tensor  # int64 by `PlanFact`: sums over the passes, of SLOTS_NEEDED the largest; `plan_replicas` adds to it
 
     def __init__(self, groups: int) -> None:
         super().__init__()
@@ -77,10 +77,10 @@ def replica_meters(modules: Iterable[nn.Module]) -> list[ReplicaMeter]:
 
 @dataclass(frozen=True)
 class BalancedMetadata(DispatchMetadata):
-    """Metadata of the other dispatcher, and the replicas."""
+    """Metadata of a balanced dispatch."""
 
-    inner: DispatchMetadata
-    slots: ReplicaSlots | None
+    inner: DispatchMetadata  # of the other dispatcher
+    slots: ReplicaSlots | None  # None if the plan has no replicas and the host knows it
 
 
 def nothing_at_hand() -> tuple[Tensor, ...]:
