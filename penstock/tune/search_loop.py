@@ -222,6 +222,9 @@ class Search:
                 elif not self._is_unconfirmed:
                     self.ending = f"no candidate can gain more than {LEAST_GAIN:.0%} with 95% confidence"
                     return
+                elif self._trials_left < 2:
+                    self.ending = "one trial is left, too few to confirm the best"
+                    return
                 elif 0.8 * self._confirming_seconds > self.left:
                     self.ending = "the budget is spent"
                     return
@@ -249,10 +252,16 @@ class Search:
         return self._is_unconfirmed and (self._trials_left == 2 or 0.8 * needed <= left < needed + self._longest)
 
     def _confirm(self) -> None:
-        """Measure the reference and the best again, in turn: a machine that became faster meanwhile is no gain."""
+        """Measure the reference and the best again, in turn: a machine that became faster meanwhile is no gain.
+
+        Where an earlier search ended between the two, both are measured now.
+        """
         best, first = self._best, self.reference
         assert first is not None, "the best ran, so there is a reference"
         self._confirmed.add(best.key)
+        known = [key for one in (first.candidate, best) if (key := trial_key(one, self._number(one))) in self.recorded]
+        if len(known) == 1 and self.recorded[known[0]].kind == "ran":
+            self.recorded = {key: result for key, result in self.recorded.items() if key != known[0]}
         self.try_one(first.candidate)
         self.try_one(best)
 
@@ -345,12 +354,14 @@ class Search:
 
     def try_one(self, candidate: TrialCandidate) -> TrialRecord:
         """Run a trial, or take it from the journal; judge and record it."""
-        leader = self.leader
-        number = 1 + sum(one.candidate.key == candidate.key for one in self.records)
-        most = math.inf
+        leader, number, most = self.leader, self._number(candidate), math.inf
         if leader is not None and self.settings.objective == "tokens" and number == 1:
             most = leader.even_step * candidate.batches / candidate.stretch
         return self._tried(candidate, number, most_seconds=most)
+
+    def _number(self, candidate: TrialCandidate) -> int:
+        """Number of the next trial of a candidate."""
+        return 1 + sum(one.candidate.key == candidate.key for one in self.records)
 
     def _tried(self, candidate: TrialCandidate, number: int, *, is_whole: bool = False, **more: float) -> TrialRecord:
         estimate = self.estimates()[candidate.key]

@@ -100,6 +100,16 @@ def test_a_resumed_search_measures_nothing_twice_and_ends_the_same() -> None:
     assert [one.candidate.key for one in resumed.records[:4]] == [one.candidate.key for one in whole.records[:4]]
 
 
+def test_second_trials_between_which_a_search_ended_are_both_made_again() -> None:
+    whole = searched(machine(5))
+    place = next(place for place, one in enumerate(whole.records) if one.number == 2)
+    saved = {trial_key(one.candidate, one.number): one.result for one in whole.records[: place + 1]}
+    again = machine(5)
+    resumed = searched(again, recorded=saved)
+    assert again.asked[:2] == [one.candidate.key for one in whole.records[place : place + 2]]
+    assert len(resumed.records) == len(whole.records)
+
+
 def test_a_journal_keeps_results_that_a_search_has_not_come_to(tmp_path: Path) -> None:
     saved = {trial_key(one.candidate, one.number): one.result for one in searched(machine(5)).records}
     there = machine(5)
@@ -221,6 +231,22 @@ def test_the_last_trials_and_the_rest_of_the_time_are_for_second_trials(limits: 
     assert [one.number for one in search.records[-2:]] == [2, 2]
     assert [one.candidate.key for one in search.records[-2:]] == ["", search.leader.candidate.key]
     assert sum(one.number == 2 for one in search.records) == 2
+
+
+@pytest.mark.parametrize("most_trials", [1, 2, 3])
+def test_a_search_makes_no_more_trials_than_it_may(most_trials: int) -> None:
+    """The last trial finds the only change faster, and two more would confirm it."""
+    first = TrialCandidate(overrides=(), terms={"products": 1.0}, source="reference")
+    other = TrialCandidate(overrides=("a=1",), terms={"products": 0.8})
+
+    class Even:
+        def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
+            return TrialResult(step_seconds=(candidate.projected,) * 5, losses=(5.0,), seconds=10.0)
+
+    search = Search([first, other], Even(), replace(NO_LIMIT, most_trials=most_trials))
+    search.run()
+    assert len(search.records) == min(most_trials, 2)
+    assert search.ending
 
 
 RAN = TrialResult(step_seconds=(0.1,) * 5, observed_seconds=0.1, losses=(5.0, 4.9, 4.8), seconds=3.0)
