@@ -90,8 +90,8 @@ def case_summary(parts: Mapping[str, Any], sweep: Mapping[str, Any] | None) -> d
         found["plain_over_tuned"] = plain[0]["whole_seconds"] / statistics.fmean(leader)
     if sweep is not None:
         over, told = over_best(sweep), sweep["summary"]
-        keys = [" ".join(sorted(one["change"])) if one["kind"] == "ran" else "" for one in trials]
-        reached = (place for place, key in enumerate(keys, 1) if over.get(key, 2.0) <= NEAR_BEST)
+        keys = [" ".join(sorted(one["change"])) if one["kind"] == "ran" else None for one in trials]
+        reached = (place for place, key in enumerate(keys, 1) if key in over and over[key] <= NEAR_BEST)
         found["trials_to_2_percent"] = next(reached, None)
         names = ("configurations", "failed", "ended_early", "best", "tuned_over_best", "as_it_is_over_best")
         found |= {name: told[name] for name in names}

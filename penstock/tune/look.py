@@ -25,7 +25,7 @@ FRESH_SECONDS = 3600.0
 """Age until which a preflight of the same ranks is believed."""
 
 AS_NAMED = 0.97
-"""Share of a chip's memory that its driver may keep for itself."""
+"""Share of a chip's memory that its driver leaves; a device with less is not the chip that was named."""
 
 PREFLIGHT_SECONDS, CALIBRATE_SECONDS = 150.0, 600.0
 """Time limits; ranks of a preflight wait two minutes for each other."""
