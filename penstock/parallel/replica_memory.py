@@ -61,13 +61,11 @@ class ReplicaMemory:
         late = self.buffers.late
         return torch.cuda.Stream(late.device) if late.is_cuda else None
 
-    def meet(self, channel: Channel, plan: ReplicaPlan) -> None:
-        """Block the stream until all ranks are here: what they read before may be written by `plan`.
-
-        A plan without replicas writes nothing, and the next plan with replicas has a meeting of its fetch first.
-        """
-        self.buffers.meet(channel, plan.facts[PlanFact.REPLICAS])
-        self.unread.clear()
+    def meet(self, channel: Channel, plan: ReplicaPlan | None = None) -> None:
+        """Block the stream until all ranks are here: what they read may be written. With a plan, if it has replicas."""
+        self.buffers.meet(channel, None if plan is None else plan.facts[PlanFact.REPLICAS])
+        if plan is None:
+            self.unread.clear()
 
     def backward_of_layer(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """`layer(x)`, in whose backward pass gradients come home beside the products; they are here when it ends."""
@@ -138,8 +136,8 @@ class MappedSlots:
         """See `ReplicaSlots.fetch`."""
         memory = self.memory
         weights = tuple(map(memory.weights, range(len(own))))
+        memory.unread.clear()  # rows have travelled since, or travel before gradients are written
         if memory.begun is self:
-            memory.unread.clear()
             return weights, memory.arrive
         memory.arrive()
         pushed = self._aside(lambda: self._push_between_meetings(own))
@@ -152,7 +150,7 @@ class MappedSlots:
         memory, sums = self.memory, self.memory.gradients(place)
         if place in memory.unread:
             memory.join()
-            memory.meet(Channel.GRADIENTS, self.plan)
+            memory.meet(Channel.GRADIENTS)
         clear_slots(sums, self.plan, memory.sizes.rule, memory.buffers.peers)
         return sums
 
@@ -177,7 +175,7 @@ class MappedSlots:
             sums = memory.gradients(one)
             if sums.data_ptr() != gradient.data_ptr():  # not those of `gradient_sums`
                 if one in memory.unread:
-                    memory.meet(Channel.GRADIENTS, self.plan)
+                    memory.meet(Channel.GRADIENTS)
                 sums.copy_(gradient)
         memory.meet(Channel.GRADIENTS, self.plan)
         for one, total_e in zip(places, totals, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE, Recipe
 from penstock.kernels.float8.triton_operators import TRITON as TRITON_IN_8_BITS
-from penstock.kernels.replica_plan import ReplicaRule
+from penstock.kernels.replica_plan import ReplicaRule, plan_replicas
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter
@@ -33,6 +33,8 @@ from tests.parallel.symmetric_ranks import run_ranks
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simulated in Triton's interpreter")
 
 Layer = tuple[Whole, ReplicaRule]
+
+PAIR = ReplicaRule(experts=4, groups=2, slots=1)
 
 
 def _shapes(expert_tensor: int) -> tuple[tuple[int, ...], ...]:
@@ -128,8 +130,7 @@ def test_gradients_may_come_home_until_the_layers_backward_pass_ends() -> None:
 
 
 def _inside(buffers: SymmetricBuffers) -> list[bool]:
-    rule, found = ReplicaRule(experts=4, groups=2, slots=1), []
-    memory = ReplicaMemory(buffers, ReplicaSizes(rule, _shapes(1), itemsize=4), torch.float32)
+    memory, found = ReplicaMemory(buffers, ReplicaSizes(PAIR, _shapes(1), itemsize=4), torch.float32), []
 
     def layer(x_TD: Tensor) -> Tensor:
         h_TD = 2 * x_TD
@@ -143,6 +144,29 @@ def _inside(buffers: SymmetricBuffers) -> list[bool]:
     assert x_TD.grad is not None
     assert_equal(x_TD.grad, torch.full((2, 3), 6.0))
     assert not memory.backward_of_layer(layer, x_TD.detach()).requires_grad
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_that_wait_for_all_layers_go_home_one_layer_after_another(seed: int) -> None:
+    """A pipeline's weight gradients follow each other without transfers; the second layer has no replicas."""
+    sizes = ReplicaSizes(PAIR, _shapes(1), itemsize=4)
+    memory = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=2, replica_bytes=sizes.total_bytes)
+    assert run_ranks(_one_after_another, memory, seed=seed) == [[2.0, 0.0, 6.0], [0.0, 0.0, 0.0]]
+
+
+def _one_after_another(buffers: SymmetricBuffers) -> list[float]:
+    """What comes home to expert 0 of three layers, whose replicas are on rank 1."""
+    rank, memory = buffers.peers.rank, ReplicaMemory(buffers, ReplicaSizes(PAIR, _shapes(1), itemsize=4), torch.float32)
+    found = []
+    for layer, rows in enumerate((8, 2, 8)):
+        plan = plan_replicas(torch.tensor([[rows, 2, 2, 2]] * 2, dtype=torch.int32), PAIR, rank)
+        total_e = torch.zeros(2, *_shapes(1)[0])
+        slots = MappedSlots(memory, plan)
+        sums = slots.gradient_sums(0, total_e)
+        sums += 2.0 * (layer + 1)
+        slots.give_back(0, [sums], [total_e])
+        found.append(float(total_e[0].max()))
     return found
 
 
