@@ -54,7 +54,9 @@ def write_joined(options: argparse.Namespace, parts: Sequence[Mapping[str, Any]]
     commands = dict.fromkeys(part["command"] for part in parts)
     write_result(
         options.output,
-        command=" && ".join(dict.fromkeys(re.sub(r" --(part|output|commit) \S+", "", one) for one in commands)),
+        command=" && ".join(
+            dict.fromkeys(re.sub(r" --(part|output|commit|known)( (?!--)\S+)+", "", one) for one in commands)
+        ),
         commit=parts[-1]["commit"],
         environment=parts[0]["environment"],
         numbers=numbers,

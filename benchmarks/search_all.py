@@ -204,13 +204,17 @@ def main() -> None:
 
 
 def _join(options: argparse.Namespace) -> None:
-    """Write the cases of several files, in the order of the cases; of one in two files that of the later."""
+    """Write the cases of several files, of one in two files that of the later, each with the torch of its machine."""
     parts = record.parts_of(options)
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, list[Row]] = {}
     for what in ("searches", "layouts"):
-        rows = {json.dumps(_case(row)): row for part in parts for row in part["numbers"][what]}
+        rows = {
+            json.dumps(_case(row)): {"torch": part["environment"]["torch"]} | row
+            for part in parts
+            for row in part["numbers"][what]
+        }
         numbers[what] = sorted(rows.values(), key=lambda row: (row["model"], row["on"], row.get("layout", "")))
-    record.write_joined(options, parts, {**numbers, "tracebacks": _tracebacks(numbers)})
+    record.write_joined(options, parts, {"cases": len(cases(options)), "tracebacks": _tracebacks(numbers), **numbers})
 
 
 def _case(row: Row) -> Case:

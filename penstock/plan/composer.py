@@ -365,8 +365,9 @@ class Composer:
         if self.workers is None:
             return
         missing = {}
-        for run, view, *kinds in wanted:
-            key = reuse_key(run), view, (kinds and kinds[0]) or self._kinds(view)
+        for run, view, *order in wanted:
+            (kinds,) = order or [()]
+            key = reuse_key(run), view, kinds or self._kinds(view)
             if key not in self._proxies:
                 missing[key] = run, view, self.target, key[2]
         if len(missing) > 1:
