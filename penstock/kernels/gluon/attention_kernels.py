@@ -365,7 +365,7 @@ def _differentiate(
         if ahead < 2:
             # What depends on the thread stays in few registers, and the rest are constants.
             query = gl.arange(0, 64, OF_QUERIES)
-            before = (gl.arange(0, 64, OF_KEYS) + _here(0))[:, None] - (query % 8)[None, :]
+            before = gl.arange(0, 64, OF_KEYS)[:, None] - (query % 8)[None, :]
             p = gl.where(before <= (query // 8 * 8 + _here(ahead - PLACE) * 64)[None, :], p, 0.0)
         weights = _rounded(p)
         dv = hopper.warpgroup_mma(gl.convert_layout(weights, NARROW_OPERAND), do, dv, is_async=True)
@@ -376,15 +376,14 @@ def _differentiate(
             dp = hopper.warpgroup_mma_wait(0, deps=[dp])
             p = _widened(weights)
         ds = _rounded(p * (dp * scale - deltas.index(slot).load(OF_QUERIES)[None, :]))
-        operand = gl.convert_layout(ds, NARROW_OPERAND)
-        dk = hopper.warpgroup_mma(operand, q1.index(slot), dk, is_async=True)
-        if REST > 0:
-            dk_rest = hopper.warpgroup_mma(operand, q2.index(slot), dk_rest, is_async=True)
-        # The matrix unit makes dk while the other consumer is given ds. Both only read its registers.
         mbarrier.wait(ds_empty.index(kept), kept_phase ^ 1)
         ds_slots.index(kept * 2 + PLACE).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(kept), count=1)
+        operand = gl.convert_layout(ds, NARROW_OPERAND)
+        dk = hopper.warpgroup_mma(operand, q1.index(slot), dk, is_async=True)
+        if REST > 0:
+            dk_rest = hopper.warpgroup_mma(operand, q2.index(slot), dk_rest, is_async=True)
         if turn > 0:
             _add_query_gradient(place, k1, k2, exchange, target, turn - 1, count, H, G, REST, PLACE)
         dk, dk_rest, dv = hopper.warpgroup_mma_wait(0, deps=[dk, dk_rest, dv])
