@@ -32,7 +32,10 @@ class ReplicaSlots(Protocol):
         ...
 
     def begin(self, *own: Tensor) -> None:
-        """Begin the next `fetch`, of the same parameters, beside what follows. No other slots fetch before it."""
+        """Begin the next `fetch`, of the same parameters, beside what follows.
+
+        If other slots begin or fetch before it, as in recomputation, that fetch sends the weights again.
+        """
         ...
 
     def fetch(self, *own: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:

@@ -80,7 +80,8 @@ class MoE(nn.Module):
         super().__init__()
         self.router = router
         if isinstance(dispatcher, BalancedDispatcher) and layer_context.transfers is None:
-            dispatcher = replace(dispatcher, at_hand=experts.at_hand)  # else other experts may fetch between
+            # Where transfers run beside other work, other experts may fetch before these do.
+            dispatcher = replace(dispatcher, at_hand=experts.at_hand)
         self.dispatcher = dispatcher
         self.experts = experts
         self.shared = shared
