@@ -37,6 +37,14 @@ Layer = tuple[Whole, ReplicaRule]
 PAIR = ReplicaRule(experts=4, groups=2, slots=1)
 
 
+class LateSlots(MappedSlots):
+    """Slots of which an early push runs as late as on a stream of its own: after rows have travelled."""
+
+    def _push(self, own: Sequence[Tensor]) -> None:
+        assert isinstance(self.memory.buffers, SimulatedBuffers)
+        self.memory.buffers.aside = partial(super()._push, own)
+
+
 def _shapes(expert_tensor: int) -> tuple[tuple[int, ...], ...]:
     width = F // expert_tensor
     return (2 * width, D), (D, width), (2 * width,), (D,)
@@ -59,7 +67,7 @@ def _solve(
         transport = in_large_tiles(transport_of(physical, buffers))
         room, wire_format = RowCapacity(physical, 1.0), wire_format_of(whole.float8)
         inner = SymmetricDispatcher(physical, transport, room, wire_format=wire_format)
-        slots_of, meter = partial(MappedSlots, memory), ReplicaMeter(rule.groups)
+        slots_of, meter = partial(LateSlots if recompute else MappedSlots, memory), ReplicaMeter(rule.groups)
         own = parts_of(whole.parameters, rank, homes)
         dispatcher = BalancedDispatcher(rule, rank, inner, TRITON, buffers.gather, slots_of, meter)
         if early:
