@@ -211,7 +211,10 @@ class Search:
             if chosen is None:
                 leader, first = self.leader, self.reference
                 if leader is None or first is None:
-                    self.ending = "every candidate was tried"
+                    waiting = {one.key for one in self.candidates} - {one.candidate.key for one in self.records}
+                    self.ending = (
+                        "none of the other candidates is likely to fit" if waiting else "every candidate was tried"
+                    )
                     return
                 if leader.candidate.key not in self._widened:
                     self._widened.add(leader.candidate.key)

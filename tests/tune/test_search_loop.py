@@ -142,6 +142,22 @@ def test_memory_that_is_not_there_is_not_asked_for_again_and_again() -> None:
     assert kinds.count("out of memory") <= 6
 
 
+@pytest.mark.parametrize(
+    ("kind", "ending"),
+    [("out of memory", "none of the other candidates is likely to fit"), ("crash", "every candidate was tried")],
+)
+def test_an_ending_without_a_leader_says_whether_all_were_tried(kind: Kind, ending: str) -> None:
+    candidates = [TrialCandidate(overrides=(f"a={n}",), terms={"products": 1.0}, memory_bytes=5e10) for n in range(9)]
+
+    class Failing:
+        def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
+            return TrialResult(kind=kind, reason="a fault", seconds=1.0)
+
+    search = Search(candidates, Failing(), NO_LIMIT)
+    search.run()
+    assert (search.leader, search.ending) == (None, ending)
+
+
 def test_memory_is_an_objective() -> None:
     there = machine(2)
     search = searched(there, replace(NO_LIMIT, objective="memory"))
