@@ -44,6 +44,7 @@ from penstock.plan.costs import HardwareTimes
 from penstock.plan.divisions import Divisions, Scaled
 from penstock.plan.hardware import cluster_of
 from penstock.plan.known_error import memory_margin
+from penstock.plan.neighbours import SearchNode, neighbours
 from penstock.plan.project import overheads_of, project, target_of
 from penstock.plan.projection import MARGIN, MEMORY, SLOWER, Advice, Plan, Projection, Refusal, layout_of
 from penstock.plan.rules.book import advice
@@ -142,19 +143,6 @@ def _one(request: SearchRequest, run: Run) -> Plan | None:
     return Plan(model=run.name, cluster=request.cluster, candidates=(found,), refused=(), considered=1)
 
 
-class _Node(NamedTuple):
-    """A layout by its indices: family, shape, saving, dense, experts, shard, rows, and its sync-free stage."""
-
-    family: int
-    shape: int
-    saving: int
-    dense: int
-    experts: int
-    shard: int
-    rows: int
-    sync_free: int
-
-
 class _Waiting(NamedTuple):
     """Layouts to look at: seconds that they cannot go below, and how closely these are known (`_Search._look_at`).
 
@@ -163,7 +151,7 @@ class _Waiting(NamedTuple):
 
     bound: float
     step: int
-    node: _Node
+    node: SearchNode
 
 
 @dataclass(frozen=True)
@@ -198,17 +186,19 @@ class _Search:
         progress(f"{self._space.count:,} legal layouts")
         self._bounds = SpaceBounds(run, cluster, assumptions.imbalance, self._composer, neutral, times)
         self._scaled: dict[tuple[int, int, tuple[str, ...], bool], Scaled] = {}
-        self._rows_over: dict[_Node, int] = {}
-        self._refused: set[_Node] = set()
-        self._hopeless: set[_Node] = set()  # divisions that are too large with any saving and rows, which are 0 here
-        self._fitting: dict[_Node, _Fitting] = {}
-        self._exact: dict[_Node, float] = {}
+        self._rows_over: dict[SearchNode, int] = {}
+        self._refused: set[SearchNode] = set()
+        self._hopeless: set[SearchNode] = (
+            set()
+        )  # divisions that are too large with any saving and rows, which are 0 here
+        self._fitting: dict[SearchNode, _Fitting] = {}
+        self._exact: dict[SearchNode, float] = {}
         self._best = math.inf
         self._gap = 0.0
         self._close: list[_Fitting] = []
         self._too_large: Counter[str] = Counter()
-        self._large_in_group: dict[_Node, int] = {}
-        self._nearly: dict[bool, tuple[float, _Node]] = {}
+        self._large_in_group: dict[SearchNode, int] = {}
+        self._nearly: dict[bool, tuple[float, SearchNode]] = {}
         """The least memory over the limit with its layout, by whether it was composed or is a bound."""
 
     def plan(self) -> Plan:
@@ -242,7 +232,7 @@ class _Search:
         looked = 0
         while waiting and waiting[0].bound < self._cutoff():
             if looked >= MOST_LOOKED and self._exact:
-                self._end_early(waiting)
+                self._end_early(kept, waiting)
                 return
             batch = [heapq.heappop(waiting) for _ in range(min(BATCH, len(waiting)))]
             batch = [one for one in batch if one.step == 0 or not self._is_dominated(one.node)]
@@ -257,23 +247,34 @@ class _Search:
                 bound = f", at most {self._tokens(waiting[0].bound):,.0f}" if waiting else ""
                 self._progress(f"{looked:,} of {self._space.count:,} layouts looked at: {found}{bound} tokens/s")
 
-    def _end_early(self, waiting: Sequence[_Waiting]) -> None:
+    def _end_early(self, kept: Sequence[Divisions], waiting: Sequence[_Waiting]) -> None:
         """Play the layouts that were looked at closely, because one of them may be the best, and note the gap.
 
-        Where it is wide, the most promising of those that wait for a first look are played as well.
+        Where it is wide, the most promising of those that wait for a first look are played as well, then layouts near
+        the best until none is faster: bounds are loose by different factors, so they lead to some layouts too late.
         """
         for _, step, node in sorted(one for one in waiting if one.step > 1)[:FINISHED]:
             if step == 3 or self._fit(node) < math.inf:
                 self._play(node)
-        first = sorted(one for one in waiting if one.step == 1)[:FINISHED]
-        if first and self._best > WIDE * first[0].bound:
-            for number, one in enumerate(first):
-                if number % BATCH == 0:
-                    several = first[number : number + BATCH]
-                    self._composer.prefetch(run for one in several for run in self._stages_of(one))
-                if one.bound < self._cutoff() and self._look(one.node) < math.inf and self._fit(one.node) < math.inf:
-                    self._play(one.node)
+        if self._best > WIDE * waiting[0].bound:
+            self._play_those(sorted(one for one in waiting if one.step == 1)[:FINISHED])
+            known, best = set(self._exact), math.inf
+            while self._best < best:
+                best = self._best
+                fastest = min(self._exact, key=self._exact.__getitem__)
+                near = set(neighbours(fastest, kept, self._space.savings, self._bounds.seconds)) - known
+                known |= near
+                self._play_those([_Waiting(0.0, 1, node) for node in sorted(near)])
         self._gap = max(0.0, self._best / waiting[0].bound - 1)
+
+    def _play_those(self, waiting: Sequence[_Waiting]) -> None:
+        """Play layouts that wait for a first look, as far as they may be the best."""
+        for number, one in enumerate(waiting):
+            if number % BATCH == 0:
+                several = waiting[number : number + BATCH]
+                self._composer.prefetch(run for one in several for run in self._stages_of(one))
+            if max(one.bound, self._look(one.node)) < self._cutoff() and self._fit(one.node) < math.inf:
+                self._play(one.node)
 
     def _look_at(self, one: _Waiting, divisions: Divisions) -> Iterator[_Waiting]:
         """The same layouts with closer bounds, as far as they may be the best."""
@@ -315,7 +316,7 @@ class _Search:
                     if math.isfinite(seconds[at]):
                         dense, experts, shard, rows = some.places[at].tolist()
                         stage = every.family.experts[experts].stages[0]
-                        node = _Node(f, shape, v, dense, experts, shard, rows, stage)
+                        node = SearchNode(f, shape, v, dense, experts, shard, rows, stage)
                         best.append(_Waiting(float(seconds[at]), 0, node))
                 found += [min(best)] if best else []
         return sorted(found)
@@ -336,14 +337,16 @@ class _Search:
         fit here are a best to beat. Less saving needs hardly less memory, and more rows no less, so a division that is
         far too large with both (`HOPELESS`) has no layout that fits.
         """
-        saving, found = len(self._space.savings) - 1, list[tuple[float, _Node]]()
+        saving, found = len(self._space.savings) - 1, list[tuple[float, SearchNode]]()
         for f, every in enumerate(divisions):
             for shape in range(len(every.family.shapes)):
                 room = self._limit - self._overheads.context
                 for memory, place in self._bounds.smallest(every, shape, self._space.savings[saving], room):
                     dense, experts, shard, rows = place
                     stages = every.family.experts[experts].stages
-                    found += [(memory, _Node(f, shape, saving, dense, experts, shard, rows, one)) for one in stages]
+                    found += [
+                        (memory, SearchNode(f, shape, saving, dense, experts, shard, rows, one)) for one in stages
+                    ]
         smallest = [_Waiting(0.0, 1, node) for _, node in heapq.nsmallest(MOST_SAVING, found)]
         for number, (*_, node) in enumerate(smallest):
             if number % BATCH == 0:
@@ -376,7 +379,7 @@ class _Search:
                 experts, is_large = some.places[:, 1], memory > self._limit
                 at = int(memory.argmin())
                 dense, expert, shard, rows = some.places[at].tolist()
-                nearly = _Node(f, shape, v, dense, expert, shard, rows, family.experts[expert].stages[0])
+                nearly = SearchNode(f, shape, v, dense, expert, shard, rows, family.experts[expert].stages[0])
                 self._note_over(float(memory[at]) - self._limit, nearly, is_composed=False)
                 large = np.bincount(experts, is_large * stages[experts], len(stages)).astype(int)
                 self._too_large[MEMORY] += int(large.sum())
@@ -385,11 +388,11 @@ class _Search:
                     seconds = self._bounds.seconds(some, shape, saving)
                     np.minimum.at(least, experts, np.where(is_large, math.inf, seconds))
                 for number in np.flatnonzero(least < self._cutoff()).tolist():
-                    node = _Node(f, shape, v, 0, number, 0, 0, 0)
+                    node = SearchNode(f, shape, v, 0, number, 0, 0, 0)
                     self._large_in_group[node] = int(large[number])
                     yield _Waiting(float(least[number]), 0, node)
 
-    def _members(self, divisions: Divisions, group: _Node, bound: float) -> Iterator[_Waiting]:
+    def _members(self, divisions: Divisions, group: SearchNode, bound: float) -> Iterator[_Waiting]:
         """The layouts of a group that may fit and be faster than what was found, by closer bounds."""
         saving, family = self._space.savings[group.saving], divisions.family
         splits = family.shapes[group.shape][0] in SPLITTING_SCHEDULES
@@ -409,7 +412,7 @@ class _Search:
                 node = group._replace(dense=dense, shard=shard, rows=rows, sync_free=stage)
                 yield _Waiting(max(bound, float(seconds[at])), 1, node)
 
-    def _is_dominated(self, node: _Node) -> bool:
+    def _is_dominated(self, node: SearchNode) -> bool:
         """Whether the layout fits with less recomputation, or without the host: that is faster."""
         steps = len(self._space.savings) // self._space.offloads
         host, recompute = divmod(node.saving, steps)
@@ -420,12 +423,12 @@ class _Search:
         """Seconds that a layout must be below to be looked at."""
         return self._best * (1 - TOLERANCE)
 
-    def _sizes(self, node: _Node) -> Sizes:
+    def _sizes(self, node: SearchNode) -> Sizes:
         place = node.dense, node.experts, node.shard, node.rows
         saving = self._space.savings[node.saving]
         return self._space.sizes(self._families[node.family], place, node.shape, saving, node.sync_free)
 
-    def _look(self, node: _Node) -> float:
+    def _look(self, node: SearchNode) -> float:
         """A closer bound of a layout, from the pieces of its inner places; infinite if these do not fit."""
         # More rows never need less memory, so one overflow refuses all larger micro-batches.
         key = node._replace(rows=0)
@@ -440,7 +443,7 @@ class _Search:
             return self._refuse_large(node, sizes, composed, size)
         return self._times.bound(composed, inner)
 
-    def _fit(self, node: _Node) -> float:
+    def _fit(self, node: SearchNode) -> float:
         """A bound of a layout from all of its pieces; infinite if it does not fit."""
         sizes = self._sizes(node)
         run, grid = run_of(self._run, sizes), _grid_of(sizes)
@@ -457,7 +460,7 @@ class _Search:
         self._fitting[node] = _Fitting(sizes, composed, size, seconds)
         return seconds
 
-    def _refuse_large(self, node: _Node, sizes: Sizes, composed: ComposedRun, size: int) -> float:
+    def _refuse_large(self, node: SearchNode, sizes: Sizes, composed: ComposedRun, size: int) -> float:
         key = node._replace(rows=0)
         self._rows_over[key] = min(node.rows, self._rows_over.get(key, node.rows))
         if size <= self._capacity:
@@ -467,21 +470,21 @@ class _Search:
             return math.inf
         return self._refuse(node, size - self._limit)
 
-    def _refuse(self, node: _Node, over: float) -> float:
+    def _refuse(self, node: SearchNode, over: float) -> float:
         self._count_large(node, MEMORY)
         self._note_over(over, node, is_composed=True)
         return math.inf
 
-    def _count_large(self, node: _Node, rule: str) -> None:
+    def _count_large(self, node: SearchNode, rule: str) -> None:
         """Count a layout that was composed; the first tries of a search are looked at again."""
         self._too_large[rule] += node not in self._refused
         self._refused.add(node)
 
-    def _note_over(self, over: float, node: _Node, *, is_composed: bool) -> None:
+    def _note_over(self, over: float, node: SearchNode, *, is_composed: bool) -> None:
         if over > 0:
             self._nearly[is_composed] = min(self._nearly.get(is_composed, (math.inf, node)), (over, node))
 
-    def _play(self, node: _Node) -> float:
+    def _play(self, node: SearchNode) -> float:
         """Seconds of a layout that fits by its schedule."""
         if node not in self._exact:
             self._exact[node] = self._times.seconds(self._fitting[node].composed)

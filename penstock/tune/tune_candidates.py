@@ -42,6 +42,7 @@ _FREED: Mapping[str, tuple[str, ...]] = {
     "float8": ("float8.",),
     "global_batch": ("training.global_batch",),
     "micro_batch": ("training.micro_batch",),
+    "attention": (),  # kernels for Hopper: gradients of a form of theirs were once no numbers (docs/decisions/0172)
 }
 
 FREE = tuple(_FREED)
@@ -198,7 +199,7 @@ class CandidateSource:
             yield from (f'graphs.capture="{capture}"' for capture in ("none", "partial"))
             yield from ("dispatch.sync_free=0", "dispatch.sync_free=2", "offload.optimizer=false")
             yield 'graphs.capture="full" dispatch.sync_free=2'
-            yield from self.attention_changes()
+        yield from self.attention_changes()
         if "float8" in self.free:
             yield FLOAT8
         if "global_batch" in self.free:
@@ -207,9 +208,9 @@ class CandidateSource:
     def attention_changes(self) -> Iterator[str]:
         """Latent attention by our kernels for Hopper, which `auto` does not take, in micro-batches that they take."""
         run, attention = self.run, self.run.model.attention
-        if not isinstance(attention, LatentAttention) or run.training.precision != "bf16" or run.data.document_mask:
+        if "attention" not in self.free or not isinstance(attention, LatentAttention):
             return
-        if run.training.sequence_length < HOPPER_FROM:
+        if run.training.precision != "bf16" or run.data.document_mask or run.training.sequence_length < HOPPER_FROM:
             return
         if hopper_attention.obstacle(attention.head_dim, attention.v_head_dim, self.cluster.hardware.kernels) is None:
             each = run.training.sequence_length * attention.heads * attention.head_dim
