@@ -23,6 +23,16 @@ FRAME = 220
 """Pixels of headings and margins around the figures of a part."""
 
 
+def take_picture(page: Path, picture: Path, size: tuple[int, int]) -> None:
+    """Draw a page on a light ground, `size` pixels wide and high. The browser keeps its files beside the page."""
+    width, height = size
+    profile = page.parent / "profile"
+    command = [find_browser(), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+    command += ["--blink-settings=preferredColorScheme=1", "--hide-scrollbars", "--virtual-time-budget=20000"]
+    command += [f"--window-size={width},{height}", f"--screenshot={picture.absolute()}", page.as_uri()]
+    subprocess.run(command, check=True, capture_output=True)
+
+
 def main() -> None:
     """Read the recording and draw two parts of its page."""
     with tempfile.TemporaryDirectory() as folder:
@@ -35,10 +45,7 @@ def main() -> None:
         body = f"<main>{''.join(map(section_html, parts))}</main>"
         page.write_text(document("report", body, figures), encoding="utf-8")
         height = sum(figure.height for figure in figures) + FRAME * len(parts)
-        command = [find_browser(), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
-        command += ["--blink-settings=preferredColorScheme=1", "--hide-scrollbars", "--virtual-time-budget=20000"]
-        command += [f"--window-size={WIDTH},{height}", f"--screenshot={PICTURE.absolute()}", page.as_uri()]
-        subprocess.run(command, check=True, capture_output=True)
+        take_picture(page, PICTURE, (WIDTH, height))
     print(f"wrote {PICTURE}")
 
 

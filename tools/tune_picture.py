@@ -6,16 +6,15 @@ The search is in benchmarks/results/tune-h200.json, and its page is drawn anew. 
 """
 
 import json
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from penstock.report.export import find_browser
 from penstock.report.tune_page import write_tune_page
 from penstock.tune.belief import StepEstimate, TrialCandidate
 from penstock.tune.real_trials import result_from
 from penstock.tune.search_loop import Search, SearchSettings, TrialLimits, TrialRecord, TrialResult
+from tools.report_picture import take_picture
 
 MEASURED, CASE = Path("benchmarks/results/tune-h200.json"), "short-rows"
 NAME, ROWS = "deepseek-v2-lite-8l", 16
@@ -57,10 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         write_tune_page(page, NAME, search, found["spent_seconds"], found["next"], ROWS)
-        command = [find_browser(), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
-        command += ["--blink-settings=preferredColorScheme=1", "--hide-scrollbars", "--virtual-time-budget=20000"]
-        command += [f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={PICTURE.absolute()}", page.as_uri()]
-        subprocess.run(command, check=True, capture_output=True)
+        take_picture(page, PICTURE, (WIDTH, HEIGHT))
     print(f"wrote {PICTURE}")
 
 
