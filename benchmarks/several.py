@@ -63,6 +63,7 @@ class Bench:
     tiny: bool
     steps: int
     warm_up: int
+    step_limit: float
     also: tuple[str, ...]
 
     @property
@@ -183,7 +184,7 @@ def parts(bench: Bench) -> dict[str, Part]:
     """By name, the most valuable first."""
 
     def step(name: str, *overrides: str) -> Part:
-        return 130.0, lambda done, limit: bench.step(name, overrides, limit)
+        return bench.step_limit, lambda done, limit: bench.step(name, overrides, limit)
 
     found: dict[str, Part] = {
         f"step bf16, {way}": step(f"bf16 {way}", *WAYS[way]) for way in ("none", "bounded", "tight", "forced")
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=3, help="first steps that are not timed: the second captures")
+    parser.add_argument("--step-limit", type=float, default=130.0, help="most seconds of a run of steps")
     parser.add_argument("--folder", type=Path, default=Path("runs/several"), help="of the runs")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; bytes without it")
     parser.add_argument("--tiny", action="store_true", help="a small model on CPU ranks")
@@ -224,6 +226,7 @@ def main() -> None:
         tiny=options.tiny,
         steps=options.steps,
         warm_up=options.warm_up,
+        step_limit=options.step_limit,
         also=tuple(options.also),
     )
     bench.folder.mkdir(parents=True, exist_ok=True)
