@@ -29,7 +29,7 @@ from penstock.config.load import load_run
 from penstock.models.count import count
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.local import processes_to_start
-from penstock.train.run_folder import free_name
+from penstock.train.run_folder import new_folder
 from penstock.tune.ladder import (
     NO_TRIALS,
     LadderGain,
@@ -103,20 +103,22 @@ def ladder(  # noqa: PLR0913 - one argument for each option
     check_output(output, "--json", force=force or resumes)  # a resumed ladder writes over its own file
     whole, own = load_run(target, overrides or ()), tuple(overrides or ())
     table = LADDER if file is None else load_ladder_steps(file)
-    parent = Path(whole.record.folder)
+    every = (*own, *first_steps(whole, steps))  # without evaluation, checkpoints and other output
+    ranks = processes_to_start(whole, environment, processes)
+    grid_of(load_run(target, every), ranks)  # refuses what no step could run
+    wanted = chosen(table, [name.strip() for name in only.split(",") if name.strip()])
     options = Trial(
         name="",
         target=target,
-        overrides=(*own, *first_steps(whole, steps)),  # without evaluation, checkpoints and other output
-        processes=processes_to_start(whole, environment, processes),
+        overrides=every,
+        processes=ranks,
         warm_up=warm_up,
-        folder=parent / free_name(parent, f"ladder-{whole.name}"),  # never that of another ladder
+        folder=new_folder(Path(whole.record.folder), f"ladder-{whole.name}"),  # never that of another ladder
         most_seconds=most_seconds,
     )
-    grid_of(load_run(target, options.overrides), options.processes)  # refuses what no step could run
     plan = LadderPlan(
         steps=table,
-        wanted=chosen(table, [name.strip() for name in only.split(",") if name.strip()]),
+        wanted=wanted,
         options=options,
         has_gpu=whole.device != "cpu" and torch.cuda.device_count() > 0,
         own=own,

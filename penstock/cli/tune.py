@@ -20,7 +20,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -41,7 +41,7 @@ from penstock.parallel.launch.local import processes_to_start
 from penstock.parallel.launch.rendezvous import Rendezvous
 from penstock.plan.candidates import fixed_by
 from penstock.report.tune_page import write_tune_page
-from penstock.train.run_folder import free_name
+from penstock.train.run_folder import new_folder
 from penstock.train.run_lock import temporary_folder
 from penstock.tune.belief import TrialCandidate
 from penstock.tune.look import Ground, cluster_here, faults
@@ -193,8 +193,8 @@ def tune(  # noqa: PLR0913 - one argument for each option
         if environment.rank > 0:
             with temporary_folder("tune") as folder:
                 return follow(meeting, folder)
-        with Director(meeting) as director:
-            code = _tuned(asked, environment, ranks, director if environment.started_by else HERE)
+        with Director(meeting) as director, _folder(asked, environment) as folder:
+            code = _tuned(asked, environment, ranks, director if environment.started_by else HERE, folder)
             director.dismiss(code)
     return code
 
@@ -216,16 +216,14 @@ class _Asked:
     as_json: bool
 
 
-def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRanks) -> int:
+def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRanks, folder: Path) -> int:
     """Search, and tell."""
     own, begin = asked.own, time.monotonic()
     on_gpu = own.device != "cpu" and torch.cuda.device_count() > 0
-    parent = Path(own.record.folder)
-    folder = _folder(parent, f"tune-{own.name}", environment, resumes=asked.resumes)
     local = environment.local_world_size if environment.started_by else ranks
     ground = Ground(
         starter=starter,
-        cache=parent / "cache",
+        cache=folder.parent / "cache",
         ranks=ranks,
         local_ranks=local,
         on_gpu=on_gpu,
@@ -284,7 +282,6 @@ def _searched(session: _Session, settings: SearchSettings, steps: int) -> Search
             f"they make steps of {reference.short.rows:,} rows ({time_text(each)}), from which whole ones are computed"
         )
     recorded = {**fatal_trials(session.folder), **({} if journal is None else journal.results)}
-    session.folder.mkdir(parents=True, exist_ok=True)
     write_whole(session.folder / LAUNCH, session.launch)
     write_whole(session.folder / REFERENCE, dump_toml(source.run))
     session.trials.count = len(recorded)
@@ -409,15 +406,33 @@ def _base(own: Run, folder: Path, ranks: int, steps: int, starter: StartRanks) -
     )
 
 
-def _folder(parent: Path, name: str, environment: Environment, *, resumes: bool) -> Path:
-    """The folder of a new search, of the last one, or of the one that this launch began before a restart."""
-    launched = (path.parent for path in sorted(parent.glob(f"{name}*/{LAUNCH}")))
-    if environment.launch:
-        for folder in launched:
-            if (folder / LAUNCH).read_text(encoding="utf-8") == environment.launch:
-                return folder
-    if not resumes:
-        return parent / free_name(parent, name)
+@contextmanager
+def _folder(asked: _Asked, environment: Environment) -> Iterator[Path]:
+    """The folder of the search, which goes if the search is refused before it writes anything.
+
+    A new one, that of the last search, or that of the one which this launch began before a restart.
+    """
+    parent, name = Path(asked.own.record.folder), f"tune-{asked.own.name}"
+    folder = _launched(parent, name, environment.launch)
+    if folder is None:
+        folder = _last(parent, name) if asked.resumes else new_folder(parent, name)
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _launched(parent: Path, name: str, launch: str) -> Path | None:
+    """The folder of a search that a launch of this name began."""
+    for folder in (path.parent for path in sorted(parent.glob(f"{name}*/{LAUNCH}"))):
+        if launch and (folder / LAUNCH).read_text(encoding="utf-8") == launch:
+            return folder
+    return None
+
+
+def _last(parent: Path, name: str) -> Path:
+    """The folder of the last search of this run."""
     found = [
         one for one in parent.glob(f"{name}*") if one.is_dir() and one.name.removeprefix(name).strip("-").isdigit()
     ]

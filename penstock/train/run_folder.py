@@ -24,7 +24,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,16 @@ def free_name(parent: Path, name: str) -> str:
     while (parent / _numbered(name, number)).exists():
         number += 1
     return _numbered(name, number)
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Create the folder `name`, or the first free of name-2, name-3, ...; no two callers get the same one."""
+    while True:
+        folder = parent / free_name(parent, name)
+        # Another process may have taken the name since it was looked for.
+        with _disk_errors(f"cannot make a folder in {parent}"), suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
 
 
 def _numbered(name: str, number: int) -> str:

@@ -114,6 +114,19 @@ def test_a_launch_that_starts_again_goes_on_with_its_search(asked: list[str], mo
     assert sorted(path.name for path in Path("runs").glob("tune-*")) == ["tune-debug-2l", "tune-debug-2l-2"]
 
 
+def test_searches_of_a_run_that_begin_together_have_folders_of_their_own(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin_another(ground: object) -> tuple[str, ...]:
+        monkeypatch.setattr(verb, "faults", lambda ground: ())
+        answers.printed(RUN, "--trials", "1")
+        return ()
+
+    monkeypatch.setattr(verb, "faults", begin_another)
+    assert "runs/tune-debug-2l\n" in answers.printed(RUN, "--trials", "1")
+    assert Path("runs/tune-debug-2l-2/journal.json").exists()
+
+
 def test_an_interrupted_search_leaves_its_best(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = RealTrials.run
 
@@ -220,6 +233,7 @@ def test_a_budget_that_no_step_fits_is_told_before_a_trial(simulated_h200: list[
     assert "the shortest possible step, of 4 rows, is projected at " in told
     assert told.endswith("got 0:06; fix: --budget 2m")
     assert simulated_h200 == []
+    assert not list(Path("runs").glob("tune-*"))
 
 
 @pytest.mark.slow
