@@ -107,7 +107,7 @@ def balanced_steps(result: Result) -> str:
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for bits in ("bf16", "8 bits"):
-        forced = numbers[f"step {bits}, forced"]["tokens_per_second_per_device"]
+        forced = numbers.get(f"step {bits}, forced", {}).get("tokens_per_second_per_device")
         for way in ("none", "bounded", "tight", "exact", "forced"):
             row = numbers.get(f"step {bits}, {way}")
             if row is None:
@@ -117,7 +117,7 @@ def balanced_steps(result: Result) -> str:
             fullest = row["balance_load_after"] or (1.0 if way == "forced" else row["balance_load_before"])
             columns = [
                 f"{speed:,.0f}",
-                f"{speed / forced:.1%}",
+                "" if forced is None else f"{speed / forced:.1%}",
                 "" if fullest is None else f"{fullest:.2f}",
                 f"{row['peak_memory_bytes'] / 1e9:.1f} GB",
                 f"{projected / speed - 1:+.1%}",
