@@ -11,7 +11,8 @@ take `BEHIND` times the best one's; the best by projection come first, so that m
 
 The folder keeps a line for each configuration, and a lock while it is measured, so that several workers share a case.
 A call that goes on with the folder measures what is missing; a configuration that took the process down, or hung, is a
-failure. `--until` ends a call in time. `--rows` shortens the steps further, where those of the search are short ones.
+failure. `--known` takes what a result has of another machine of the same kind. `--until` ends a call in time. `--rows`
+shortens the steps further, where those of the search are short ones.
 """
 
 import argparse
@@ -72,10 +73,10 @@ SPACE = (
 )
 """Choices of a configuration, one of each line."""
 
-BEHIND = 1.05
+BEHIND = 1.03
 """A configuration is ended after three steps if those after the first all take so many times the best one's."""
 
-WARM_UP, TIMED = 2, 4
+WARM_UP, TIMED = 2, 3
 """First steps, which compile and capture, and those that are timed."""
 
 UNFINISHED = 3
@@ -271,14 +272,17 @@ def _plain(source: CandidateSource) -> list[TrialCandidate]:
         return []
 
 
-def confirm(source: CandidateSource, options: argparse.Namespace, tuned: TrialCandidate) -> Iterator[dict[str, Any]]:
+def confirm(
+    source: CandidateSource, candidates: list[TrialCandidate], options: argparse.Namespace, tuned: TrialCandidate
+) -> Iterator[dict[str, Any]]:
     """Measure that of the search, the best and the run as it is again, in turn, and once the run with torch's kernels.
 
     All of them make all of their steps.
     """
     ran = [row for row in rows_in(options.folder).values() if "whole_seconds" in row]
     best = sorted(ran, key=lambda row: float(row["whole_seconds"]))[:CONFIRMED]
-    words = [tuned.overrides, *(tuple(row["overrides"]) for row in best), ()]
+    overrides = {one.key: one.overrides for one in candidates}
+    words = [tuned.overrides, *(overrides[row["change"]] for row in best), ()]
     turn = {one.key: one for one in (source.candidate(with_overrides(source.run, each), "again") for each in words)}
     plain = _plain(source)
     longest = 0.0
@@ -324,6 +328,7 @@ def main() -> None:
     parser.add_argument("--on", default="H200", help="chip")
     parser.add_argument("--most", type=int, default=64, help="configurations, the best by projection")
     parser.add_argument("--rows", type=int, default=0, help="of a step, where those of the search are short ones")
+    parser.add_argument("--known", type=Path, help="result whose configurations of this case are not measured again")
     parser.add_argument("--worker", type=int, default=0, help="number of this process among those that share the case")
     parser.add_argument("--until", type=float, default=math.inf, help="seconds since 1970 after which none is begun")
     parser.add_argument("--tuned", type=Path, help="file of tune_gpu, whose best joins the configurations")
@@ -332,6 +337,9 @@ def main() -> None:
     source = source_of(options.case, options.on, options.rows)
     options.folder.mkdir(parents=True, exist_ok=True)
     write_whole(options.folder / "reference.toml", dump_toml(source.run))
+    if options.known is not None:
+        known = json.loads(options.known.read_text(encoding="utf-8"))["numbers"].get(options.case, {"rows": []})["rows"]
+        write_whole(options.folder / "rows-known.jsonl", "".join(f"{json.dumps(row)}\n" for row in known))
     leader = None
     if options.tuned is not None:
         leader = json.loads(options.tuned.read_text(encoding="utf-8"))["numbers"][options.case]["tune"].get("leader")
@@ -352,7 +360,7 @@ def main() -> None:
 
     if options.confirm:
         again = list[dict[str, Any]]()
-        for row in confirm(source, options, tuned):
+        for row in confirm(source, [tuned, *candidates], options, tuned):
             again.append(row)
             write(again)
     else:

@@ -1,4 +1,4 @@
-"""The table of how long a search takes. As `tools.kernel_tables`."""
+"""Tables of searches: how long those of plans take, and what `penstock tune` found. As `tools.kernel_tables`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,4 +24,32 @@ def search_cost(result: Result) -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[Result], str]] = {"search-cost": search_cost}
+CASES = {
+    "deepseek": "DeepSeek-V2-Lite, 8 layers",
+    "qwen3": "Qwen3-30B-A3B, 8 layers",
+    "mixtral": "Mixtral-8x7B, 2 layers",
+    "gpt-oss": "gpt-oss-20b, 4 layers",
+    "short-rows": "DeepSeek-V2-Lite, 8 layers, 16 rows of 512",
+}
+
+
+def tune_cases(result: Result) -> str:
+    """What each search found, how far its projections were off, and how far it is from the best of the sweep."""
+    lines = [
+        "| run | trials | seconds | found | x the preset | x plain torch | plan off by | corrected | x the best of the sweep |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for case, found in result["numbers"]["summary"]["cases"].items():
+        columns = [
+            f"{found['trials']}",
+            f"{found['seconds']:.0f}",
+            " ".join(f"`{one}`" for one in result["numbers"][case]["tune"]["leader"]),
+            *("" if value is None else f"{value:.2f}" for value in (found["gain"], found.get("plain_over_tuned"))),
+            *(f"{found[name]:.1%}" for name in ("median_error", "median_error_corrected")),
+            f"{found['tuned_over_best']:.3f}, of {found['configurations']}",
+        ]
+        lines.append(f"| {CASES[case]} | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[Result], str]] = {"search-cost": search_cost, "tune-cases": tune_cases}
