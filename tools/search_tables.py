@@ -36,7 +36,7 @@ CASES = {
 def tune_cases(result: Result) -> str:
     """What each search found, how far its projections were off, and how far it is from the best of the sweep."""
     lines = [
-        "| run | trials | seconds | found | x the preset | x plain torch | plan off by | corrected | over the best swept |",
+        "| run | trials | seconds | found | x preset | x torch | plan off by | corrected | over the best swept |",
         "|---|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
     for case, found in result["numbers"]["summary"]["cases"].items():
