@@ -4,8 +4,8 @@
     python -m benchmarks.tune_sweep --case short-rows --folder sweep --worker 1   beside it, on a second GPU
     python -m benchmarks.tune_sweep --case short-rows --folder sweep --confirm    the best in turn, and the run as it is
 
-The space has every combination of micro-batch, recomputation, graphs, host waits, overlap and attention that is legal
-and fits the memory by projection. All configurations run in one process, with the training loop of `penstock train`: a
+The space has every combination of micro-batch, recomputation, graphs, host waits and overlap that is legal and fits the
+memory by projection. All configurations run in one process, with the training loop of `penstock train`: a
 start costs seconds, not the imports. A configuration is ended, and noted so, as soon as all its steps after the first
 take `BEHIND` times the best one's; the best by projection come first, so that most are ended after few steps.
 
@@ -134,8 +134,7 @@ def candidates_of(source: CandidateSource, folder: Path) -> list[TrialCandidate]
         return [_candidate(one) for one in json.loads(path.read_text(encoding="utf-8"))]
     first = source.reference()
     found = {first.key: first}
-    named = tuple(source.attention_changes())  # with their micro-batch
-    for choices in itertools.chain(itertools.product(*SPACE), itertools.product(named, *SPACE[1:])):
+    for choices in itertools.product(*SPACE):
         for one in source.changed(source.run, " ".join(choices), "sweep"):
             found.setdefault(one.key, one)
     fits = [one for one in found.values() if one.memory_bytes < source.cluster.hardware.usable_bytes]

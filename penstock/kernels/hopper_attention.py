@@ -5,9 +5,9 @@ Rows are multiples of 128 positions, and heads of keys and values as wide as lat
 `training.deterministic` torch's backends compute all calls.
 
 Only `kernels.attention=hopper` takes them. For heads of latent attention they are faster than cuDNN's, also in a whole
-step. But beside cuDNN, calls with more queries than `MOST` once gave gradients of queries that are no numbers in one of
-the two, while other processes used the GPU; it was not found out which, and later calls were finite
-(docs/decisions/0172-attention-for-hopper.md). Torch's backends compute these calls.
+step. But beside cuDNN, launches with more queries than `MOST` once gave gradients of queries that are no numbers in one
+of the two, while other processes used the GPU; it was not found out which, and later launches were finite
+(docs/decisions/0172-attention-for-hopper.md). So a launch has at most so many, and torch computes larger rows.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ from penstock.kernels.tuning import target_of
 NAME = "hopper"  # value of `kernels.attention`
 WIDTHS = ((192, 128), (128, 128))  # of keys and of values
 BLOCK = 128  # positions
-MOST = 2**26  # numbers of queries
+MOST = 2**26  # numbers of queries of a launch, at least a row
 
 
 def obstacle(keys: int, values: int, target: str) -> str | None:
@@ -36,7 +36,7 @@ def takes(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor) -> bool:
     """Whether there are kernels for this call."""
     if not q_BSHN.is_cuda or q_BSHN.dtype != torch.bfloat16 or torch.are_deterministic_algorithms_enabled():
         return False
-    if q_BSHN.shape[1] != k_BSGN.shape[1] or q_BSHN.shape[1] % BLOCK or q_BSHN.numel() > MOST:
+    if q_BSHN.shape[1] != k_BSGN.shape[1] or q_BSHN.shape[1] % BLOCK or q_BSHN[0].numel() > MOST:
         return False
     target = target_of(q_BSHN.device)
     return obstacle(q_BSHN.shape[-1], v_BSGM.shape[-1], target) is None and bool(_launcher().HAS_GLUON)

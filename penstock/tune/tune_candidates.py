@@ -206,21 +206,17 @@ class CandidateSource:
             yield from (f"training.global_batch={times * run.training.global_batch}" for times in (2, 4))
 
     def attention_changes(self) -> Iterator[str]:
-        """Latent attention by our kernels for Hopper, which `auto` does not take, in micro-batches that they take."""
+        """Latent attention by our kernels for Hopper, which `auto` does not take."""
         run, attention = self.run, self.run.model.attention
         if "attention" not in self.free or not isinstance(attention, LatentAttention):
             return
         if run.training.precision != "bf16" or run.data.document_mask or run.training.sequence_length < HOPPER_FROM:
             return
-        if hopper_attention.obstacle(attention.head_dim, attention.v_head_dim, self.cluster.hardware.kernels) is None:
-            each = run.training.sequence_length * attention.heads * attention.head_dim
-            mine = [f"training.micro_batch={run.training.micro_batch}"]
-            fits = [
-                one
-                for one in (mine if self._keeps_micro_batch else _MICRO_BATCHES)
-                if int(one.partition("=")[2]) * each <= hopper_attention.MOST
-            ]
-            yield from (f'kernels.attention="{hopper_attention.NAME}" {one}' for one in fits[-1:])
+        of_a_row = run.training.sequence_length * attention.heads * attention.head_dim
+        kernels = self.cluster.hardware.kernels
+        is_taken = hopper_attention.obstacle(attention.head_dim, attention.v_head_dim, kernels) is None
+        if is_taken and of_a_row <= hopper_attention.MOST:
+            yield f'kernels.attention="{hopper_attention.NAME}"'
 
     def doctor(self, leader: TrialCandidate, folder: Path, step_seconds: float) -> list[TrialCandidate]:
         """Changes that the doctor proposes for the recorded run of a leader, with their gains."""

@@ -239,14 +239,14 @@ def test_a_run_that_does_not_fit_is_not_tried_as_it_is(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("chip", "change", "found"),
     [
-        ("H200", "training.micro_batch=1", ['kernels.attention="hopper" training.micro_batch=4']),
-        ("H200", "training.micro_batch=4", ['kernels.attention="hopper"']),
+        ("H200", "training.micro_batch=1", ['kernels.attention="hopper"']),
+        ("H200", "training.sequence_length=32768", []),
         ("H200", "training.sequence_length=512", []),
         ("H200", "training.precision=fp32", []),
         ("B200", "training.micro_batch=1", []),
     ],
 )
-def test_attention_for_hopper_is_tried_if_it_is_free_in_micro_batches_that_it_takes(
+def test_attention_for_hopper_is_tried_if_it_is_free_and_takes_the_rows(
     monkeypatch: pytest.MonkeyPatch, chip: str, change: str, found: list[str]
 ) -> None:
     monkeypatch.setattr(tune_candidates, "search", no_layouts)

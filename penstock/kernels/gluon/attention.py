@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.kernels.attention_bounds import parts_of
 from penstock.kernels.gluon.support import HAS_GLUON, REGISTERS, blocks_of
-from penstock.kernels.hopper_attention import BLOCK
+from penstock.kernels.hopper_attention import BLOCK, MOST
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 
@@ -53,13 +53,14 @@ def forward(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor, scale: float) -> tup
     (rows, positions, heads, width), (groups, value_width) = q_BSHN.shape, v_BSGM.shape[2:]
     o_BSHM = q_BSHN.new_empty(rows, positions, heads, value_width)
     log_sums_BHS = q_BSHN.new_empty(rows, heads, positions, dtype=torch.float32)
-    start_kernel(
-        causal_forward_kernel, (rows * heads * (positions // BLOCK),),
-        *_blocks(q_BSHN, 64), *_blocks(k_BSGN, 128), _blocks(v_BSGM, 128)[0], o_BSHM, log_sums_BHS,
-        positions, rows, scale,
-        H=heads, G=groups, REST=parts_of(width)[1], V_STEP=v_BSGM.stride(2), STAGES=STAGES, HEADS=HEADS,
-        num_warps=4, maxnreg=REGISTERS,
-    )  # fmt: skip
+    for part in _launches(q_BSHN):
+        q, k, v, o, log_sums = (x[part] for x in (q_BSHN, k_BSGN, v_BSGM, o_BSHM, log_sums_BHS))
+        start_kernel(
+            causal_forward_kernel, (len(q) * heads * (positions // BLOCK),),
+            *_blocks(q, 64), *_blocks(k, 128), _blocks(v, 128)[0], o, log_sums, positions, len(q), scale,
+            H=heads, G=groups, REST=parts_of(width)[1], V_STEP=v.stride(2), STAGES=STAGES, HEADS=HEADS,
+            num_warps=4, maxnreg=REGISTERS,
+        )  # fmt: skip
     return o_BSHM, log_sums_BHS
 
 
@@ -74,21 +75,33 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq_BSHN, dk_BSGN and dv_BSGM."""
     (rows, positions, heads, width), (groups, value_width) = q_BSHN.shape, v_BSGM.shape[2:]
-    sums_BSHN = torch.zeros_like(q_BSHN, dtype=torch.float32)
-    dk_BSGN, dv_BSGM = (x.new_empty(x.shape) for x in (k_BSGN, v_BSGM))
+    dq_BSHN, dk_BSGN, dv_BSGM = (x.new_empty(x.shape) for x in (q_BSHN, k_BSGN, v_BSGM))
     delta_BHS = torch.empty_like(log_sums_BHS)
     start_kernel(
         delta_kernel, (heads, positions // 64, rows), do_BSHM, o_BSHM, delta_BHS, positions, scale,
         H=heads, M=value_width, num_warps=4,
     )  # fmt: skip
-    start_kernel(
-        causal_backward_kernel, (rows * groups * (positions // BLOCK),),
-        *_blocks(q_BSHN, 64), *_blocks(k_BSGN, 64), _blocks(v_BSGM, 64)[0], _blocks(do_BSHM, 64)[0],
-        log_sums_BHS, delta_BHS, blocks_of(_rows_of(sums_BSHN), 64, 64), dk_BSGN, dv_BSGM, positions, rows, scale,
-        H=heads, G=groups, REST=parts_of(width)[1], V_STEP=v_BSGM.stride(2), STAGES=STAGES, HEADS=HEADS,
-        num_warps=4, maxnreg=REGISTERS,
-    )  # fmt: skip
-    return sums_BSHN.to(q_BSHN.dtype), dk_BSGN, dv_BSGM
+    parts = _launches(q_BSHN)
+    sums_BSHN = torch.empty_like(q_BSHN[parts[0]], dtype=torch.float32)
+    for part in parts:
+        q, k, v, do = (x[part] for x in (q_BSHN, k_BSGN, v_BSGM, do_BSHM))
+        sums = sums_BSHN[: len(q)].zero_()
+        start_kernel(
+            causal_backward_kernel, (len(q) * groups * (positions // BLOCK),),
+            *_blocks(q, 64), *_blocks(k, 64), _blocks(v, 64)[0], _blocks(do, 64)[0],
+            log_sums_BHS[part], delta_BHS[part], blocks_of(_rows_of(sums), 64, 64), dk_BSGN[part], dv_BSGM[part],
+            positions, len(q), scale,
+            H=heads, G=groups, REST=parts_of(width)[1], V_STEP=v.stride(2), STAGES=STAGES, HEADS=HEADS,
+            num_warps=4, maxnreg=REGISTERS,
+        )  # fmt: skip
+        dq_BSHN[part] = sums
+    return dq_BSHN, dk_BSGN, dv_BSGM
+
+
+def _launches(q_BSHN: Tensor) -> list[slice]:
+    """Rows of each launch, of at most `MOST` numbers of queries."""
+    each = MOST // q_BSHN[0].numel()
+    return [slice(begin, begin + each) for begin in range(0, len(q_BSHN), each)]
 
 
 def _with_even_steps(v_BSGM: Tensor) -> Tensor:

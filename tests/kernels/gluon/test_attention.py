@@ -73,6 +73,19 @@ def test_rows_of_more_blocks_than_the_rings_have_slots(launched: list[Mapping[st
     assert max(noise(draw("latent", 1, 640))) < 5e-3
 
 
+@every_shape
+def test_a_call_may_be_several_launches_of_some_rows(
+    name: str, launched: list[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = draw(name, 3, 128)
+    together = passes(inputs, torch.bfloat16)
+    monkeypatch.setattr(hopper, "MOST", 2 * inputs[0][0].numel())
+    parts = passes(inputs, torch.bfloat16)
+    heads, groups, _ = HEADS[name]
+    assert [one["programs"] for one in launched] == [3 * heads, 3 * groups, 2 * heads, heads, 2 * groups, groups]
+    assert all(torch.equal(one, other) for one, other in zip(parts, together, strict=True))
+
+
 def test_values_may_be_columns_of_a_wider_tensor(launched: list[Mapping[str, Any]]) -> None:
     q, k, v, do = draw("latent", 2, 128)
     wide = torch.full((2, 128, 2, 256), torch.nan, dtype=torch.bfloat16)
@@ -96,9 +109,10 @@ def test_calls_that_the_kernels_cannot_compute_are_left_to_torch(monkeypatch: py
     assert not hopper_attention.takes(q[:, :64], k[:, :64], v[:, :64]), "half of a block"
     assert not hopper_attention.takes(q[..., :64], k[..., :64], v), "heads of another width"
     assert not hopper_attention.takes(q.float(), k.float(), v.float())
-    large = q.new_empty(1).expand(2, 4096, 64, 192)
-    assert not hopper_attention.takes(large, large, large[..., :128])
-    assert hopper_attention.takes(large[:1], large[:1], large[:1, ..., :128])
+    large = q.new_empty(1).expand(2, 4096, 128, 192)
+    assert not hopper_attention.takes(large, large, large[..., :128]), "a row is more than a launch may have"
+    large = large[:, :, :64]
+    assert hopper_attention.takes(large, large, large[..., :128])
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not hopper_attention.takes(q, k, v), "sums are made in any order"
 
@@ -141,7 +155,7 @@ def test_on_the_gpu_errors_are_like_cudnns(name: str) -> None:
 def test_large_calls_are_finite_whatever_memory_held_before() -> None:
     """dq without numbers was seen, and not explained (docs/decisions/0172-attention-for-hopper.md)."""
     torch.manual_seed(7)
-    q, k, v, do = (torch.randn(4, 4096, 16, size, device="cuda").bfloat16() for size in (192, 192, 128, 128))
+    q, k, v, do = (torch.randn(6, 4096, 16, size, device="cuda").bfloat16() for size in (192, 192, 128, 128))
     if not hopper_attention.takes(q, k, v):
         pytest.skip("no kernels for this chip")
     o, log_sums = hopper.forward(q, k, v, 0.07)
