@@ -1,0 +1,190 @@
+"""Runs the measurements of a file on the GPUs of this machine, side by side, until all are done or the time is over.
+
+    python -m benchmarks.side_by_side benchmarks/jobs/tune.toml --folder measured --seconds 3000
+
+A job is a table of the file:
+
+    [[jobs]]
+    each = ["qwen3", "mixtral"]                     # a job for each, which {each} stands for; without it, one job
+    name = "confirm-{each}"                         # of its log in the folder
+    command = "python -m benchmarks.tune_sweep --case {each} --confirm --until {until} --folder {folder}/{each}"
+    gpus = 1                                        # how many it has for itself
+    beside = "tune-{each}"                          # on the GPU of this job, for figures that are compared
+    after = ["sweep-{each}"]                        # jobs that must have ended, with any code
+    seconds = 420                                   # after which it is ended
+
+Jobs begin in the order of the file, each as soon as its GPUs are free. `{folder}` is `--folder`, `{gpu}` the number of
+its first GPU, `{until}` the time, in seconds since 1970, from which it shall begin nothing new. What a job leaves
+running is ended with it. With `--pack` logs and results are packed again and again into one file, for a machine that
+may be taken away.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import tarfile
+import time
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+LAST = 40.0
+"""Seconds before the end after which a job shall begin nothing new."""
+
+PACKED_EVERY, PACKED = 20.0, (".json", ".jsonl", ".log", ".txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A command and what it needs."""
+
+    name: str
+    command: str
+    gpus: int = 1
+    beside: str = ""
+    after: tuple[str, ...] = ()
+    seconds: float = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Running:
+    job: Job
+    gpus: tuple[int, ...]
+    process: subprocess.Popen[bytes]
+    log: TextIO
+    begun: float
+    until: float
+
+
+@dataclass(kw_only=True)
+class Queue:
+    """Jobs that wait, and those that run on the GPUs that they were given."""
+
+    waiting: list[Job]
+    gpus: int
+    folder: Path
+    end: float  # seconds since 1970
+    running: dict[str, _Running] = field(default_factory=dict)
+    first_gpu: dict[str, int] = field(default_factory=dict)  # of jobs that have begun
+    codes: dict[str, int] = field(default_factory=dict)  # of jobs that have ended
+
+    def turn(self) -> None:
+        """End what is over, then begin what can be."""
+        for one in [*self.running.values()]:
+            if one.process.poll() is not None or time.time() > min(one.until, self.end):
+                self._close(one)
+        for job in self._ready() if time.time() < self.end else ():
+            if (gpus := self._free_for(job)) is not None:
+                self.waiting.remove(job)
+                self._begin(job, gpus)
+
+    def _ready(self) -> list[Job]:
+        return [job for job in self.waiting if set(job.after) <= self.codes.keys()]
+
+    def _free_for(self, job: Job) -> tuple[int, ...] | None:
+        taken = {gpu for one in self.running.values() for gpu in one.gpus}
+        if job.beside:
+            gpu = self.first_gpu.get(job.beside)
+            return None if gpu is None or gpu in taken else (gpu,)
+        promised = {self.first_gpu.get(other.beside) for other in self._ready()}  # to those that can have no other
+        free = [gpu for gpu in range(self.gpus) if gpu not in taken | promised]
+        return tuple(free[: job.gpus]) if len(free) >= job.gpus else None
+
+    def _begin(self, job: Job, gpus: tuple[int, ...]) -> None:
+        self.first_gpu[job.name] = gpus[0]
+        words = {"{folder}": f"{self.folder}", "{gpu}": f"{gpus[0]}", "{until}": f"{self.end - LAST:.0f}"}
+        command = job.command
+        for word, value in words.items():
+            command = command.replace(word, value)
+        log = (self.folder / f"{job.name}.log").open("a", encoding="utf-8")
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
+            start_new_session=True,
+        )
+        begun = time.time()
+        self.running[job.name] = _Running(
+            job=job, gpus=gpus, process=process, log=log, begun=begun, until=begun + job.seconds
+        )
+        print(f"{job.name} on {gpus}", flush=True)
+
+    def _close(self, one: _Running) -> None:
+        del self.running[one.job.name]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(one.process.pid, number)
+            except ProcessLookupError:
+                break
+            try:
+                one.process.wait(2)
+            except subprocess.TimeoutExpired:
+                continue
+        self.codes[one.job.name] = one.process.wait()
+        one.log.close()
+        print(f"{one.job.name}: code {one.process.returncode} after {time.time() - one.begun:.0f} s", flush=True)
+
+
+def jobs_in(path: Path) -> list[Job]:
+    """The jobs of a file, in its order."""
+    found = list[Job]()
+    for table in tomllib.loads(path.read_text(encoding="utf-8"))["jobs"]:
+        for each in table.pop("each", ("",)):
+            named = {key: _with_each(value, each) for key, value in table.items()}
+            found.append(Job(**named | {"after": tuple(named.get("after", ()))}))
+    return found
+
+
+def _with_each(value: Any, each: str) -> Any:
+    if isinstance(value, list):
+        return [_with_each(one, each) for one in value]
+    return value.replace("{each}", each) if isinstance(value, str) else value
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Logs and results of the folder in one file, which is whole at any time."""
+    draft = archive.with_suffix(".draft")
+    with tarfile.open(draft, "w:gz") as file:
+        for path in _results_in(folder):
+            file.add(path, path.relative_to(folder))
+    draft.replace(archive)
+
+
+def _results_in(folder: Path) -> Iterable[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.suffix in PACKED and path.is_file())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the jobs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", type=Path, help="TOML file")
+    parser.add_argument("--folder", type=Path, required=True, help="of logs and results")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which everything is ended")
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--pack", type=Path, help="archive of logs and results, such as measured.tgz")
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    queue = Queue(
+        waiting=jobs_in(options.jobs), gpus=options.gpus, folder=options.folder, end=time.time() + options.seconds
+    )
+    packed = 0.0
+    while (queue.waiting or queue.running) and (time.time() < queue.end or queue.running):
+        queue.turn()
+        if options.pack is not None and time.time() - packed > PACKED_EVERY:
+            pack(options.folder, options.pack)
+            packed = time.time()
+        time.sleep(0.2)
+    if options.pack is not None:
+        pack(options.folder, options.pack)
+    print("not begun: " + (", ".join(job.name for job in queue.waiting) or "none"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Measurements side by side: which job gets which GPU, and when."""
+
+import json
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import side_by_side
+from benchmarks.side_by_side import Job, jobs_in
+
+WAIT = "until test -e {folder}/go; do sleep 0.05; done"
+
+
+def write(path: Path, *tables: dict[str, object]) -> Path:
+    """A file of jobs."""
+    file = path / "jobs.toml"
+    text = ("\n".join(f"{key} = {json.dumps(value)}" for key, value in table.items()) for table in tables)
+    file.write_text("".join(f"[[jobs]]\n{one}\n" for one in text), encoding="utf-8")
+    return file
+
+
+def logs(path: Path) -> dict[str, str]:
+    return {file.stem: file.read_text(encoding="utf-8").strip() for file in path.glob("*.log")}
+
+
+def test_jobs_have_gpus_of_their_own_or_that_of_another_job(tmp_path: Path) -> None:
+    show = "echo $CUDA_VISIBLE_DEVICES"
+    jobs = write(
+        tmp_path,
+        {"name": "first", "command": f"{show}; {WAIT}"},
+        {"name": "other", "command": f"{show}; touch {{folder}}/go; {WAIT}"},
+        {"name": "beside", "command": f"{show}; test -e {{folder}}/go", "beside": "first", "after": ["first"]},
+        {"name": "both", "command": f"{show} {{gpu}}", "gpus": 2},
+    )
+    side_by_side.main([f"{jobs}", "--folder", f"{tmp_path}", "--gpus", "2"])
+    assert logs(tmp_path) == {"first": "0", "other": "1", "beside": "0", "both": "0,1 0"}
+
+
+def test_a_gpu_is_kept_for_a_job_only_if_that_can_begin(tmp_path: Path) -> None:
+    jobs = write(
+        tmp_path,
+        {"name": "first", "command": "true"},
+        {
+            "name": "third",
+            "command": "test -e {folder}/second.log && echo third",
+            "beside": "first",
+            "after": ["second"],
+        },
+        {"name": "second", "command": "true", "after": ["first"]},
+    )
+    side_by_side.main([f"{jobs}", "--folder", f"{tmp_path}", "--gpus", "1", "--seconds", "5"])
+    assert logs(tmp_path)["third"] == "third"
+
+
+def test_a_table_may_stand_for_several_jobs(tmp_path: Path) -> None:
+    jobs = write(
+        tmp_path, {"each": ["a", "b"], "name": "tune-{each}", "command": "run {each}", "after": ["look-{each}"]}
+    )
+    assert jobs_in(jobs) == [
+        Job(name=f"tune-{each}", command=f"run {each}", after=(f"look-{each}",)) for each in ("a", "b")
+    ]
+
+
+def test_a_job_is_ended_with_all_that_it_started_and_its_results_are_packed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = write(
+        tmp_path,
+        {"name": "hangs", "command": "echo begun; (sleep 1; touch {folder}/late) & sleep 60", "seconds": 0.3},
+        {"name": "next", "command": "echo 1 > {folder}/next.json", "after": ["hangs"]},
+        {"name": "never", "command": "true", "after": ["unknown"]},
+    )
+    archive = tmp_path / "measured.tgz"
+    words = [f"{jobs}", "--folder", f"{tmp_path}", "--gpus", "1", "--seconds", "2", "--pack", f"{archive}"]
+    begin = time.monotonic()
+    side_by_side.main(words)
+    assert time.monotonic() - begin < 10
+    assert not (tmp_path / "late").exists()
+    with tarfile.open(archive) as file:
+        assert {"hangs.log", "next.json", "next.log"} <= {*file.getnames()}
+    assert capsys.readouterr().out.endswith("not begun: never\n")
+
+
+def test_every_file_of_jobs_is_one(tmp_path: Path) -> None:
+    for file in Path("benchmarks/jobs").glob("*.toml"):
+        names = [job.name for job in jobs_in(file)]
+        assert len(names) == len({*names})
+        assert {name for job in jobs_in(file) for name in (*job.after, job.beside) if name} <= {*names}
