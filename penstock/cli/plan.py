@@ -16,8 +16,10 @@ is asked; the answers come from penstock/plan/search.py (many layouts), project.
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -61,10 +63,20 @@ from penstock.plan.loads import RecordedLoads, read_loads
 from penstock.plan.project import Assumptions, advice_for, project
 from penstock.plan.projection import Plan, Projection, Refusal, plan_json
 from penstock.plan.search import search
-from penstock.plan.search_request import SearchRequest
+from penstock.plan.search_request import SearchRequest, with_values
 from penstock.plan.software import OWN as OWN_SOFTWARE
 from penstock.plan.software import SOFTWARE, parse_software
-from penstock.plan.what_if import Planner, SweepPoint, answer_to, compare, scale, sweep, swept_runs, usable_worlds
+from penstock.plan.what_if import (
+    Planner,
+    SweepPoint,
+    answer_to,
+    compare,
+    scale,
+    sweep,
+    swept_runs,
+    usable_worlds,
+    with_state_in_host_memory,
+)
 from penstock.report.curves import scaling_pictures, sweep_pictures
 from penstock.report.export import find_browser, write_image
 from penstock.report.figure import Figure
@@ -204,7 +216,8 @@ def plan(  # noqa: PLR0913 - one argument for each option
             return _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, tokens)
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
         return _searched(
-            SearchRequest(run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions)
+            SearchRequest(run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions),
+            planner,
         )
 
     if phases := phases_of(train_tokens, ramp, stages):
@@ -230,10 +243,24 @@ def plan(  # noqa: PLR0913 - one argument for each option
         _print_next_plan([target, *words], asked | {"--global-batch-tokens": tokens})
 
 
-def _searched(question: SearchRequest) -> Plan:
+def _searched(question: SearchRequest, planner: Planner) -> Plan:
     # Processes are forked before the thread that draws progress starts.
     with meta_workers() as workers, _working() as status:
-        return search(question, status.update, workers)
+        found = search(question, status.update, workers)
+        nearest = found.nearest
+        if nearest is None or question.fixed or nearest.cluster.devices > 1:
+            return found
+        if nearest.memory.parameters > nearest.capacity_bytes:
+            return found
+        status.update("state in host memory")
+        rows = question.global_batch or question.run.training.global_batch
+        run = with_values(question.run, "training", global_batch=rows)
+        there = with_state_in_host_memory(run, question.cluster, planner, found.margin)
+    if there is None:
+        return found
+    words, projection = there
+    told = f"--layout own {shlex.join(words)}, {conclusion(projection)}"
+    return replace(found, helps=(told, *found.helps))
 
 
 def _print_next_plan(words: Sequence[str], options: Mapping[str, object]) -> None:

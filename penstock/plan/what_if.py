@@ -1,4 +1,4 @@
-"""What-if questions: two runs side by side, one run on more devices, one run with another value.
+"""What-if questions: two runs side by side, one run on more devices, with another value, with state in host memory.
 
 Each question takes a `Planner` (`penstock.plan.project.project` with its assumptions) and returns values, which
 `penstock.cli.plan_print` prints. Everything else stays: the layout, so more devices are more data-parallel ranks, and
@@ -12,8 +12,9 @@ from typing import Literal
 
 from penstock.base.errors import ConfigError, PenstockError, did_you_mean
 from penstock.config.run import Run
-from penstock.config.schema import Difference, differences, find
+from penstock.config.schema import Difference, as_toml, differences, find
 from penstock.plan.asked_layout import FIELDS, FOLLOW, layout_fields, with_layout, with_overrides
+from penstock.plan.candidates import MOST_MICRO_BATCH, ladder_of
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import NETWORK, with_network
 from penstock.plan.memory import components
@@ -28,6 +29,14 @@ CANNOT_START = "cannot-start"
 
 DISPATCHERS = ("all-to-all", "all-gather", "symmetric", "hierarchical")
 """Dispatchers that a sweep of expert ranks compares."""
+
+HOST_FORMATS = (
+    (),
+    ("optimizer.store_param_remainders=true",),
+    ("optimizer.store_param_remainders=true", "optimizer.moment_dtype=bf16"),
+    ("optimizer.store_param_remainders=true", "optimizer.moment_dtype=int8"),
+)
+"""Formats of the optimizer's state, the largest first."""
 
 SHORT: Mapping[str, str] = {"sequence_length": "training.sequence_length", "global_batch": "training.global_batch"}
 """Short names of fields to sweep, besides the parts of a layout."""
@@ -112,6 +121,32 @@ def answer_to(run: Run, cluster: Cluster, plan: Planner) -> Projection | Refusal
             refusal = CANNOT_START, f"{error}"
     rule, reason = refusal
     return Refusal(layout=layout_fields(run), rule=rule, reason=reason)
+
+
+def with_state_in_host_memory(
+    run: Run, cluster: Cluster, plan: Planner, margin: float = 0.0
+) -> tuple[tuple[str, ...], Projection] | None:
+    """Overrides with which a run fits one device and leaves a share of its memory, and its projection; None if none do.
+
+    The host has the optimizer's state, in the first of `HOST_FORMATS` that it has room for, and the sums of gradients.
+    Of micro-batches the largest is taken, which hides most of the sums' way, then the least recomputation.
+    """
+
+    def fitting(words: tuple[str, ...], rows: int, modules: Sequence[str]) -> tuple[tuple[str, ...], Projection] | None:
+        words = ("offload.optimizer=true", "offload.gradients=true", *words)
+        words += (f"training.micro_batch={rows}", f"recompute.modules={as_toml(list(modules))}")
+        answer = answer_to(with_overrides(run, words, cluster.devices), cluster, plan)
+        if isinstance(answer, Refusal) or not answer.fits:
+            return None
+        return (words, answer) if answer.memory.total <= (1 - margin) * answer.capacity_bytes else None
+
+    *lighter, whole = ladder_of(run.model)
+    formats = next((words for words in HOST_FORMATS if fitting(words, 1, whole)), None)
+    if formats is None:
+        return None
+    divisors = [rows for rows in range(MOST_MICRO_BATCH, 0, -1) if run.training.global_batch % rows == 0]
+    rows = next(rows for rows in divisors if fitting(formats, rows, whole))
+    return next(found for modules in (*lighter, whole) if (found := fitting(formats, rows, modules)))
 
 
 def usable_worlds(cluster: Cluster) -> tuple[int, ...]:

@@ -244,6 +244,20 @@ def test_the_best_is_written_and_loads_as_it_was_projected(
     assert [one.name for one in tmp_path.iterdir()] == ["best.toml"]
 
 
+def test_where_nothing_fits_one_device_a_run_with_state_in_host_memory_is_told(
+    planner: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(question: SearchRequest, progress: Progress, workers: object) -> Plan:
+        nearest = projection(question.run, question.cluster, activations=300 * GB)
+        return Plan(model="debug", cluster=question.cluster, candidates=(), refused=(), considered=1, nearest=nearest)
+
+    monkeypatch.setattr(verb, "search", search)
+    words = "offload.optimizer=true offload.gradients=true training.micro_batch=4 'recompute.modules=[]'"
+    assert f"would fit: --layout own {words}, data parallel, mb 4" in shown("debug", "--on", "1xMI300X")
+    assert "would fit" not in shown("debug", "--on", "1xMI300X", "--only", "mb=4")
+    assert "would fit" not in shown("debug", "--on", "2xMI300X")
+
+
 def test_nothing_is_written_where_nothing_fits(planner: MadeUp, tmp_path: Path) -> None:
     path = tmp_path / "best.toml"
     assert "no layout of debug fits" in refused("debug", *ON, "--layout", "ep=16", "--write", path, starts=True)

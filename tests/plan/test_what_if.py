@@ -10,12 +10,23 @@ from hypothesis import strategies as st
 from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
+from penstock.config.run import Run
 from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout, with_overrides
+from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import parse_cluster, with_network
 from penstock.plan.memory import COMPONENTS, RankMemory, components
 from penstock.plan.projection import Projection, Refusal, layout_of
-from penstock.plan.what_if import DISPATCHERS, SweepPoint, compare, scale, slowest, sweep, usable_worlds
-from tests.cli.made_plans import CLUSTER, GB, MadeUp, projection, rank_time, run_of
+from penstock.plan.what_if import (
+    DISPATCHERS,
+    SweepPoint,
+    compare,
+    scale,
+    slowest,
+    sweep,
+    usable_worlds,
+    with_state_in_host_memory,
+)
+from tests.cli.made_plans import CLUSTER, GB, MadeUp, memory, projection, rank_time, run_of
 
 
 def projected(point: SweepPoint) -> Projection:
@@ -80,6 +91,37 @@ def test_a_world_that_a_layout_cannot_have_says_why_and_is_no_base_for_efficienc
     assert refused(small).rule == "ranks-fit-the-run"
     assert small.efficiency is None
     assert enough.efficiency == 1.0
+
+
+@pytest.mark.parametrize(
+    ("margin", "modules"), [(0.0, ["expert-activation", "norm", "latent-up"]), (0.1, ["moe", "norm", "latent-up"])]
+)
+def test_one_device_keeps_the_largest_state_in_host_memory_and_recomputes_least(
+    margin: float, modules: list[str]
+) -> None:
+    of_a_row = {0: 60, 1: 35, 3: 30}  # GB of activations by the number of recomputed modules
+
+    def plan(run: Run, cluster: Cluster) -> Projection:
+        held = 5 if "layer" in run.recompute.modules else of_a_row[len(run.recompute.modules)]
+        held = 12 if "moe" in run.recompute.modules else held
+        state = {"fp32": 260, "bf16": 240, "int8": 220}[run.optimizer.moment_dtype]
+        host = state if run.optimizer.store_param_remainders else 300
+        place = memory(0, run.training.micro_batch * held * GB, host=host * GB)
+        return replace(projection(run, cluster), memories=(place,))
+
+    one = cluster_of(1, CLUSTER.hardware)  # 206 GB, of which the other state takes 45, and 250 GB in the host
+    run = load_run("debug", ["training.global_batch=20"])
+    found = with_state_in_host_memory(run, one, plan, margin)
+    assert found is not None
+    words, there = found
+    assert (there.run.offload.optimizer, there.run.offload.gradients) == (True, True)
+    assert (there.run.optimizer.store_param_remainders, there.run.optimizer.moment_dtype) == (True, "bf16")
+    assert there.run.training.micro_batch == 5, "the largest up to 8 that divides the batch"
+    assert list(there.run.recompute.modules) == modules
+    assert with_overrides(run_of("training.global_batch=20"), words, 1) == there.run
+    assert with_state_in_host_memory(run_of("optimizer.method=muon"), one, plan) is None, (
+        "its state stays on the device"
+    )
 
 
 SWEEPS = [
