@@ -215,10 +215,8 @@ def plan(  # noqa: PLR0913 - one argument for each option
         if layout is not None:
             return _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, tokens)
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
-        return _searched(
-            SearchRequest(run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions),
-            planner,
-        )
+        question = SearchRequest(run=run, cluster=cluster, fixed=fixed, top=top, assumptions=assumptions)
+        return _searched(replace(question, global_batch=rows), planner)
 
     if phases := phases_of(train_tokens, ramp, stages):
         costs = plan_campaign(run, phases, plan_of, None if mtbf is None else Failures(mtbf_seconds=mtbf * HOUR))

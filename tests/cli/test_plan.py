@@ -254,8 +254,8 @@ def test_where_nothing_fits_one_device_a_run_with_state_in_host_memory_is_told(
     monkeypatch.setattr(verb, "search", search)
     words = "offload.optimizer=true offload.gradients=true training.micro_batch=4 'recompute.modules=[]'"
     assert f"would fit: --layout own {words}, data parallel, mb 4" in shown("debug", "--on", "1xMI300X")
-    assert "would fit" not in shown("debug", "--on", "1xMI300X", "--only", "mb=4")
-    assert "would fit" not in shown("debug", "--on", "2xMI300X")
+    assert "would fit" not in shown("debug", "--on", "1xMI300X", "--only", "micro_batch=4")
+    assert "would fit" not in shown("debug", "training.global_batch=8", "--on", "2xMI300X")
 
 
 def test_nothing_is_written_where_nothing_fits(planner: MadeUp, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_the_error_of_others_runs_is_that_of_their_projections() -> None:
 @pytest.mark.parametrize(
     ("on", "told"),
     [
-        ("4xH200", "error against 44 runs on H200: memory"),
+        ("4xH200", "error against 45 runs on H200: memory"),
         (
             "16xH200",
             "not measured here: H200 over nodes; error against 22 published runs of such chips by others: speed",
