@@ -13,6 +13,9 @@ All are the product itself, `penstock train`, on the same rows with the same see
 and, if asked for, `triton` with cuDNN's attention (`cudnn`), with ours for Hopper (`hopper`), with 8-bit products in
 squares of 128 (`squares`), and with both of the last two (`squares-hopper`). The fused loss is in all of them. Figures
 are medians of the run's own metrics.jsonl after warm-up. The losses are kept to show that all train the same model.
+
+`--join` measures nothing: it puts the runs of other files into one, by preset, then variant and rows of a micro-batch
+(benchmarks/jobs/one-gpu.toml).
 """
 
 import argparse
@@ -41,6 +44,9 @@ VARIANTS = {
 
 def main() -> None:
     options = parse_arguments()
+    if options.join:
+        join(options)
+        return
     measured: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in options.variants.split(","):
@@ -66,8 +72,28 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=10, help="first steps that are not counted")
     parser.add_argument("overrides", nargs="*", default=["training.global_batch=8", "training.micro_batch=4"])
+    parser.add_argument("--join", nargs="+", type=Path, default=[], metavar="FILE", help="run nothing, join these")
     record.add_arguments(parser)
     return parser.parse_args()
+
+
+def join(options: argparse.Namespace) -> None:
+    """Write the runs of other files into one, and the speed of each over that of the same micro-batch by torch."""
+    presets: dict[str, dict[str, Any]] = {}
+    parts = [json.loads(path.read_text(encoding="utf-8")) for path in options.join]
+    for numbers in (part["numbers"] for part in parts):
+        rows = next(one.partition("=")[2] for one in numbers["overrides"] if one.startswith("training.micro_batch="))
+        found = presets.setdefault(numbers["preset"], {})
+        found |= {f"{name}, {rows}": row for name, row in numbers["variants"].items()}
+    ratios = {
+        preset: {
+            f"{name} over torch": row["tokens_per_second"] / torch["tokens_per_second"]
+            for name, row in found.items()
+            if (torch := found.get(f"torch, {name.rpartition(', ')[2]}")) is not None and torch is not row
+        }
+        for preset, found in presets.items()
+    }
+    record.write_joined(options, parts, {"presets": presets, "ratios": ratios})
 
 
 def measure(options: argparse.Namespace, name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
