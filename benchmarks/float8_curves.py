@@ -16,7 +16,8 @@ Case `rows-2` makes passes of so many rows instead of the target's: the same run
 order. Case `bf16` is the run in bfloat16, which a debug preset in float32 is not. Cases of `OPTIMIZERS` store the state
 of the optimizer in fewer bits, or are trained with Muon.
 
-Other cases are a recipe for dense products and experts; `+dispatch` behind it sends rows in 8 bits too, those of
+Other cases are a recipe for dense products and experts; `+head` behind it has the output projection in 8 bits too (with
+`--set model.vocab_size=272` for the debug model), `+dispatch` sends rows in 8 bits, those of
 `blockwise-square` as `blockwise`. The last loss is the mean over the last `--last` steps, because a single one depends
 on its text.
 """
@@ -234,7 +235,7 @@ def _means(seeds: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def overrides_of(case: str) -> list[str]:
-    """What a case changes: `none`, or a recipe, with `-e5m2` for gradients, with `+dispatch` for rows that travel."""
+    """What a case changes: `none`, or a recipe, with `-e5m2` for gradients, with `+dispatch` or `+head` for more."""
     if case.startswith("rows-"):
         return [f"training.micro_batch={case.removeprefix('rows-')}"]
     if case == "bf16":
@@ -245,6 +246,8 @@ def overrides_of(case: str) -> list[str]:
     is_wide = recipe.endswith(E5M2)
     recipe = recipe.removesuffix(E5M2)
     changes = [f"float8.dense={recipe}", f"float8.experts={recipe}", *["float8.gradients=e5m2"] * is_wide]
+    if also == "head":
+        changes.append(f"float8.head={recipe}")
     return [*changes, f"float8.dispatch={recipe.removesuffix('-square')}"] if also == "dispatch" else changes
 
 

@@ -11,7 +11,8 @@ All are the product itself, `penstock train`, on the same rows with the same see
     triton   our kernels, as `auto` chooses them on this GPU
 
 and, if asked for, `triton` with cuDNN's attention (`cudnn`), with ours for Hopper (`hopper`), with 8-bit products in
-squares of 128 (`squares`), and with both of the last two (`squares-hopper`). The fused loss is in all of them. Figures
+squares of 128 (`squares`), with both of the last two (`squares-hopper`), and with the output projection in 8 bits too
+(`squares-head`). The fused loss is in all of them. Figures
 are medians of the run's own metrics.jsonl after warm-up. The losses are kept to show that all train the same model.
 
 `--join` measures nothing: it puts the runs of other files into one, by preset, then variant and rows of a micro-batch
@@ -39,6 +40,7 @@ VARIANTS = {
     "hopper": ["kernels.all=auto", "kernels.attention=hopper"],
     "squares": ["kernels.all=auto", *SQUARES],
     "squares-hopper": ["kernels.all=auto", "kernels.attention=hopper", *SQUARES],
+    "squares-head": ["kernels.all=auto", "kernels.attention=hopper", *SQUARES, "float8.head=blockwise-square"],
 }
 
 

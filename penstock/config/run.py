@@ -13,7 +13,7 @@ OperatorBackend = Literal["auto", "reference", "torch", "triton"]
 
 
 class Float8(Section):
-    """Products in 8 bits; routers, embedding, output projection, norms, sums of gradients and the optimizer never are.
+    """Products in 8 bits; routers, embedding, norms, sums of gradients and the optimizer never are.
 
     Recipes: docs/float8.md. auto takes mxfp8 on Blackwell and MI355X, blockwise on other chips. Experts of
     blockwise-square read rows that travel as blockwise.
@@ -21,6 +21,9 @@ class Float8(Section):
 
     dense: RecipeKnob = knob("none", doc="Recipe of attention's projections, dense networks and shared experts.")
     experts: RecipeKnob = knob("none", doc="Recipe of the routed experts' products.")
+    head: RecipeKnob = knob(
+        "none", doc="Recipe of the output projection's products in training; evaluation and samples have 16 bits."
+    )
     dispatch: Literal["none", "auto", "blockwise", "mxfp8"] = knob(
         "none",
         doc="In whose blocks rows travel to their experts, by symmetric dispatch gradients of outputs too; outputs and "
@@ -36,7 +39,8 @@ class Float8(Section):
     @property
     def is_used(self) -> bool:
         """Whether anything is computed or sent in 8 bits."""
-        return any(one != "none" for one in (self.dense, self.experts, self.dispatch))  # `gather` alone changes nothing
+        parts = self.dense, self.experts, self.head, self.dispatch  # `gather` alone changes nothing
+        return any(one != "none" for one in parts)
 
 
 class Kernels(Section):

@@ -229,6 +229,19 @@ def eight_bits_have_experts(run: Run) -> Problem | None:
     return None
 
 
+def eight_bits_fit_the_head(run: Run) -> Problem | None:
+    """`float8.head` needs `model.hidden_size` and a rank's share of `model.vocab_size` to be multiples of 16."""
+    if run.float8.head == "none":
+        return None
+    hidden, words, ranks = run.model.hidden_size, run.model.vocab_size, run.parallel.tensor
+    for field, size in (("hidden_size", hidden), ("vocab_size", words // ranks)):
+        if size % 16:
+            what = f"leaves float8.head a matrix whose {field} is no multiple of 16"
+            got = f"{size} on each of {ranks} ranks" if ranks > 1 and size != hidden else f"{size}"
+            return Problem(f"model.{field}", what, got=got, allowed="multiples of 16", fix="set float8.head=none")
+    return None
+
+
 def layers_are_left_for_eight_bits(run: Run) -> Problem | None:
     """`float8.first_layers` + `float8.last_layers` stay below `model.layers` if anything is in 8 bits."""
     first, last, layers = run.float8.first_layers, run.float8.last_layers, run.model.layers

@@ -9,9 +9,11 @@ that. Tokens are independent here, so they are processed in chunks:
     dhead += dlogits^T x       cuBLAS, summed over the chunks in float32
 
 So forward computes the gradients for an incoming gradient of 1, and backward multiplies them by the real one. The host
-never waits. With a process group the vocabulary is split over its ranks: each finds logsumexp of its own columns, two
-small all-reduces combine them, and the same kernel runs once more for the gradient alone. The row pass exists in Triton
-and in plain torch (for a CPU).
+never waits. In 8 bits (`Float8Rule.head`) the head is quantized in each call, x and dlogits in each chunk.
+
+With a process group the vocabulary is split over its ranks: each finds logsumexp of its own columns, two small
+all-reduces combine them, and the same kernel runs once more for the gradient alone. The row pass exists in Triton and
+in plain torch (for a CPU).
 """
 
 import math
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float32_products import add_product
 from penstock.kernels.language import HAS_TRITON, tl, triton
 from penstock.kernels.launching import on_gpu, start_kernel
@@ -45,6 +48,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     group: dist.ProcessGroup | None = None,
     accumulate_into: Tensor | None = None,
+    float8: Float8Rule | None = None,
     launch: KernelLaunch | None = None,
 ) -> Tensor:
     """`reference.linear_cross_entropy` of hidden states and head in one dtype, float32 or bfloat16; int64 labels.
@@ -58,6 +62,7 @@ def linear_cross_entropy(
             labels and the loss are the same on all of them. The gradient of x is this rank's part of a sum, which the
             backward of the operation that copied or gathered x adds up.
         accumulate_into: contiguous float32, V x D: backward adds the head's gradient here instead of returning it.
+        float8: rule whose recipe `head` the products follow; None computes them in the dtype of x.
         launch: of the Triton kernel; None takes `LAUNCH` on a GPU and the form in plain torch on a CPU.
     """
     _check(x_TD, head_VD, labels_T, accumulate_into)
@@ -70,6 +75,7 @@ def linear_cross_entropy(
         chunk_tokens=default_chunk_tokens(head_VD) if chunk_tokens is None else chunk_tokens,
         group=group,
         accumulate_into=accumulate_into,
+        float8=float8,
         launch=LAUNCH if launch is None and on_gpu(x_TD) and (HAS_TRITON or x_TD.is_meta) else launch,
     )
     if torch.is_grad_enabled() and (x_TD.requires_grad or head_VD.requires_grad):
@@ -92,6 +98,7 @@ class _Plan:
     chunk_tokens: int
     group: dist.ProcessGroup | None
     accumulate_into: Tensor | None
+    float8: Float8Rule | None
     launch: KernelLaunch | None
 
 
@@ -151,21 +158,66 @@ def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, w
     # The first chunk overwrites it, so only a batch without tokens needs the zeros.
     make_head_gradient = torch.empty_like if tokens else torch.zeros_like
     dhead_VD = make_head_gradient(head_VD, dtype=torch.float32) if wants_head else None
+    products = _Products(head_VD) if plan.float8 is None else _Float8Products(head_VD, plan.float8)
 
     for start in range(0, tokens, plan.chunk_tokens):
         chunk = slice(start, start + plan.chunk_tokens)
         logits_TV = buffer_TV[: labels_T[chunk].shape[0]]
-        torch.mm(x_TD[chunk], head_VD.T, out=logits_TV)
+        products.multiply(x_TD[chunk], logits_TV, keep=wants_head)
         rows = _Rows(logits_TV, labels_T[chunk], logsumexp_T[chunk], target_T[chunk])
         # From here on logits_TV holds the gradient of the logits, if one is wanted.
         _pass_over_rows(rows, plan, wants_gradient=wants_x or wants_head)
-        if dx_TD is not None:
-            torch.mm(logits_TV, head_VD, out=dx_TD[chunk])
-        if dhead_VD is not None:
-            add_product(dhead_VD, logits_TV.T, x_TD[chunk], overwrite=start == 0)
+        if wants_x or wants_head:
+            products.put_gradients(logits_TV, None if dx_TD is None else dx_TD[chunk], dhead_VD, overwrite=start == 0)
 
     loss_T = logsumexp_T - target_T + plan.z_weight * logsumexp_T.square()
     return _Outcome(torch.where(labels_T != IGNORED_LABEL, loss_T, 0.0).sum(), dx_TD, dhead_VD)
+
+
+class _Products:
+    """Those of the operator, in the dtype of x and the head; of one chunk after the other."""
+
+    def __init__(self, head_VD: Tensor) -> None:
+        self._head_VD = head_VD
+
+    def multiply(self, x_TD: Tensor, logits_TV: Tensor, *, keep: bool) -> None:
+        """Write a chunk's logits; `keep` what the gradient of the head needs."""
+        self._x_TD = x_TD
+        torch.mm(x_TD, self._head_VD.T, out=logits_TV)
+
+    def put_gradients(
+        self, dlogits_TV: Tensor, dx_TD: Tensor | None, dhead_VD: Tensor | None, *, overwrite: bool
+    ) -> None:
+        """Write the gradient of this chunk's x, and add that of the head in float32, or overwrite it; what is given."""
+        if dx_TD is not None:
+            torch.mm(dlogits_TV, self._head_VD, out=dx_TD)
+        if dhead_VD is not None:
+            add_product(dhead_VD, dlogits_TV.T, self._x_TD, overwrite=overwrite)
+
+
+class _Float8Products(_Products):
+    """The same in 8 bits, each operand in the blocks that it has in a dense product (models/float8_linear.py)."""
+
+    def __init__(self, head_VD: Tensor, rule: Float8Rule) -> None:
+        assert rule.head is not None, "the output projection is in 16 bits"
+        self._rule, self._recipe, self._operators = rule, rule.head, rule.operators
+        self._head = self._operators.quantize_weight(head_VD.detach(), rule.head, rule.forward)
+
+    def multiply(self, x_TD: Tensor, logits_TV: Tensor, *, keep: bool) -> None:
+        columns = self._recipe.columns if keep else None
+        self._x = self._operators.quantize_rows(x_TD, self._recipe, self._rule.forward, columns=columns)
+        self._operators.multiply(self._x.rows, self._head.forward, logits_TV.dtype, out=logits_TV)
+
+    def put_gradients(
+        self, dlogits_TV: Tensor, dx_TD: Tensor | None, dhead_VD: Tensor | None, *, overwrite: bool
+    ) -> None:
+        columns = None if dhead_VD is None else self._recipe.rows
+        dlogits = self._operators.quantize_rows(dlogits_TV, self._recipe, self._rule.gradient, columns=columns)
+        if dx_TD is not None:
+            self._operators.multiply(dlogits.rows, self._head.backward, dx_TD.dtype, out=dx_TD)
+        if dhead_VD is not None:
+            target = {"out" if overwrite else "accumulate_into": dhead_VD}
+            self._operators.multiply(dlogits.columns, self._x.columns, dhead_VD.dtype, **target)
 
 
 def _scale(gradient: Tensor, scale: Tensor, out: Tensor, in_triton: bool, add: bool = False) -> Tensor:

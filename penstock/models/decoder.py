@@ -18,6 +18,7 @@ from penstock.base.spans import LAYER, Span
 from penstock.config.model import GroupedQueryAttention, LatentAttention, LocalAttention, Model
 from penstock.config.parallel import Overlap
 from penstock.kernels.attention_bounds import first_keys
+from penstock.kernels.float8.operators import Float8Rule
 from penstock.models.attention import GroupedQueryLayer, query_scale, reach_of
 from penstock.models.block import Block, MultiTokenPrediction
 from penstock.models.indexer import gathers_keys, reads_all_keys
@@ -92,6 +93,12 @@ class Decoder(nn.Module):
         owner = self.embed if self.head is None else self.head
         assert owner is not None, "this stage has no output projection"
         return owner.weight
+
+    @property
+    def head_float8(self) -> Float8Rule | None:
+        """The rule of the output projection's products, or None where they are in 16 bits."""
+        rule = self.layer_context.float8
+        return None if rule.head is None else rule
 
     def forward(self, inputs: ModelInputs, x_BSD: Tensor | None = None) -> Hidden:
         """Hidden states of this rank's positions; `x_BSD` is the output of the previous stage, None on the first."""

@@ -95,8 +95,9 @@ def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
     if not wanted.is_used:
         return NO_FLOAT8
     target = "cpu" if device.kind == "cpu" else device.target
-    dense, experts, dispatch = (_recipe_on(part, target) for part in (wanted.dense, wanted.experts, wanted.dispatch))
-    backend = _float8_backend(run, device, dense)
+    parts = wanted.dense, wanted.experts, wanted.head, wanted.dispatch
+    dense, experts, head, dispatch = (_recipe_on(part, target) for part in parts)
+    backend = _float8_backend(run, device, dense or head)
     waits = backend == "reference" and device.kind != "cpu" and experts is not None
     if waits and run.dispatch.sync_free >= COUNTS_STAY:
         fix = f"set dispatch.sync_free={COUNTS_STAY - 1}, or kernels.float8=auto"
@@ -104,6 +105,7 @@ def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
     return Float8Rule(
         dense=dense,
         experts=experts,
+        head=head,
         dispatch=dispatch,
         forward=format_on("e4m3", target),
         gradient=format_on(wanted.gradients, target),

@@ -92,7 +92,8 @@ class TimeBounds:
         """M rows times each K x N matrix, with both gradients in backward."""
 
         def seconds(m: int, n: int, k: int) -> float:
-            kinds: set[Dtype] = {self._dtype} | ({"fp8"} if self._run.float8.dense != "none" else set())
+            float8 = self._run.float8
+            kinds: set[Dtype] = {self._dtype} | ({"fp8"} if (float8.dense, float8.head) != ("none", "none") else set())
             return min(self._rates.product(m, n, k, dtype).seconds for dtype in kinds)
 
         def weight(k: int, n: int) -> float:

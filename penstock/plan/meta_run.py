@@ -375,7 +375,8 @@ class _Passes:
             return hidden.main_BSD
         with self.tracker.named("loss"):
             rule = loss_rule(rank.run, rank.axes)
-            return batch_loss(hidden, decoder.head_VD, batch.labels, counted, rule, head_main_grad(decoder)).total
+            total_VD, float8 = head_main_grad(decoder), decoder.head_float8
+            return batch_loss(hidden, decoder.head_VD, batch.labels, counted, rule, total_VD, float8).total
 
     @contextmanager
     def _marked(self) -> Iterator[None]:

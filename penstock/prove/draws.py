@@ -145,7 +145,7 @@ def refusal(composition: Composition) -> str | None:
     balance = None if run.model.moe is None else run.model.moe.balance
     if balance is not None and balance.aux_loss == "global-batch" and balance.aux_loss_coef and grid.data > 1:
         return "model.moe.balance.aux_loss global-batch depends on the number of data-parallel ranks by definition"
-    cut = [grid.tensor] if run.float8.dense != "none" else []
+    cut = [grid.tensor] if (run.float8.dense, run.float8.head) != ("none", "none") else []
     cut += [grid.expert_tensor] if run.float8.experts != "none" else []
     if max(cut, default=1) > 1:
         return "tensor parallelism cuts the blocks that float8 quantizes, in rows as short as these"
@@ -306,6 +306,8 @@ def _formats(draw: _Draw, *, is_dense: bool) -> None:
     if not is_low and BF16 not in draw.settings and draw.chance(0.16):
         draw.add("optimizer.method=muon", "optimizer.muon.precision=fp32")
         draw.maybe(0.3, "optimizer.muon.qk_clip=0.05")
+    else:
+        draw.maybe(0.04, "float8.head=blockwise")
 
 
 def _attention(draw: _Draw, layers: int) -> None:

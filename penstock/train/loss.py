@@ -23,6 +23,7 @@ from torch import Tensor
 
 from penstock.base.spans import Span
 from penstock.config.run import Run
+from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.models.decoder import Decoder, Hidden
 from penstock.models.parameters import head_main_grad
@@ -70,6 +71,7 @@ def batch_loss(
     counted: Tensor,
     rule: LossRule,
     total_VD: Tensor | None = None,
+    float8: Float8Rule | None = None,
 ) -> MicroLoss:
     """Losses of a micro-batch as parts of the losses of the global batch.
 
@@ -79,6 +81,7 @@ def batch_loss(
         labels: of the main loss, then of each depth, for the positions of all tensor-parallel ranks.
         counted: labels of the GLOBAL batch, see `GlobalBatch`.
         total_VD: float32 sum of the head's gradients, which backward adds to; None leaves it to autograd.
+        float8: rule of the head's products; None computes them in 16 bits.
     """
     parts = []
     for depth, hidden_BSD in enumerate((hidden.main_BSD, *hidden.mtp)):
@@ -91,6 +94,7 @@ def batch_loss(
             chunk_tokens=rule.chunk_tokens,
             group=rule.tensor.group,
             accumulate_into=total_VD,
+            float8=float8,
         )
         # A depth beyond the length of all rows counts no token, and its sum is 0. `counted` is float64.
         parts.append((loss_sum / counted[depth].clamp(min=1)).to(loss_sum.dtype))
@@ -104,4 +108,4 @@ def model_loss(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRul
     """Forward pass and losses of one micro-batch on a rank without pipeline; arguments as of `batch_loss`."""
     hidden = model(batch.reading)
     with span(Span.LOSS):
-        return batch_loss(hidden, model.head_VD, batch.labels, counted, rule, head_main_grad(model))
+        return batch_loss(hidden, model.head_VD, batch.labels, counted, rule, head_main_grad(model), model.head_float8)

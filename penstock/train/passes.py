@@ -37,7 +37,8 @@ def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule, enter
     def loss_of(number: int, hidden: Hidden, decoder: Decoder) -> Tensor:
         labels = batch.micro_batches[number].labels
         with span(Span.LOSS):
-            loss = batch_loss(hidden, decoder.head_VD, labels, batch.counted, rule, head_main_grad(decoder))
+            total_VD, float8 = head_main_grad(decoder), decoder.head_float8
+            loss = batch_loss(hidden, decoder.head_VD, labels, batch.counted, rule, total_VD, float8)
             sums.add_(loss.parts)
         return loss.total
 

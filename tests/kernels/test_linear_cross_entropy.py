@@ -14,6 +14,9 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
+from penstock.kernels.float8.operators import REFERENCE, Float8Rule
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E5M2, RECIPES, Recipe
+from penstock.kernels.float8.reference import multiply, quantize_rows, quantize_weight
 from penstock.kernels.linear_cross_entropy import default_chunk_tokens, linear_cross_entropy
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import KernelLaunch
@@ -178,6 +181,59 @@ def test_a_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TD = torch.ones(3, 2, requires_grad=True)
     module.linear_cross_entropy(x_TD, torch.ones(4, 2), torch.tensor([0, 3, IGNORED_LABEL])).backward()
     assert x_TD.grad is not None
+
+
+# Products in 8 bits.
+
+
+def in_8_bits(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, rule: Float8Rule, z_weight: float):
+    """Loss and gradients from whole products, each by its definition."""
+    recipe, form = rule.head, rule.forward
+    assert recipe is not None
+    x, head = quantize_rows(x_TD, recipe, form, columns=recipe.columns), quantize_weight(head_VD, recipe, form)
+    logits_TV = multiply(x.rows, head.forward, x_TD.dtype).requires_grad_()
+    loss = reference.linear_cross_entropy(logits_TV, torch.eye(len(head_VD)), labels_T, z_weight)
+    (dlogits_TV,) = torch.autograd.grad(loss, logits_TV)
+    dlogits = quantize_rows(dlogits_TV, recipe, rule.gradient, columns=recipe.rows)
+    assert dlogits.columns is not None and x.columns is not None
+    dhead_VD = multiply(dlogits.columns, x.columns, torch.float32)
+    return loss.detach(), multiply(dlogits.rows, head.backward, x_TD.dtype), dhead_VD
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_products_in_8_bits_are_those_of_the_recipe_in_each_chunk(recipe: Recipe) -> None:
+    rule = Float8Rule(head=recipe, gradient=E5M2)
+    x_TD, head_VD, labels_T = Case(tokens=200, hidden=48, vocabulary=144).draw(torch.device("cpu"))
+    chunks = [slice(0, 128), slice(128, 200)]
+    losses, dx, dhead = zip(
+        *(in_8_bits(x_TD[chunk], head_VD, labels_T[chunk], rule, 0.1) for chunk in chunks), strict=True
+    )
+    found = loss_and_gradients(linear_cross_entropy, x_TD, head_VD, labels_T, 0.1, chunk_tokens=128, float8=rule)
+    for one, other in zip(found, (sum(losses), torch.cat(dx), sum(dhead)), strict=True):
+        assert_close(one, other, tolerance=1e-4)  # a number next to a tie may go to its other side
+
+
+def test_a_sum_of_head_gradients_takes_those_in_8_bits() -> None:
+    x_TD, head_VD, labels_T = Case(tokens=32, hidden=32, vocabulary=64).draw(torch.device("cpu"))
+    rule, sum_VD = Float8Rule(head=BLOCKWISE_SQUARE), torch.ones(64, 32)
+    linear_cross_entropy(x_TD, head_VD.requires_grad_(), labels_T, accumulate_into=sum_VD, float8=rule).backward()
+    *_, expected_VD = in_8_bits(x_TD, head_VD.detach(), labels_T, rule, 0.0)
+    assert_close(sum_VD, 1 + expected_VD, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
+def test_kernels_make_the_products_of_the_definition(recipe: Recipe, device: torch.device) -> None:
+    from penstock.kernels.float8.triton_operators import TRITON
+
+    # In float32, because Triton's interpreter cuts bfloat16 off instead of rounding it.
+    x_TD, head_VD, labels_T = Case(tokens=160, hidden=128, vocabulary=272).draw(device)
+    options = {"chunk_tokens": 128, "launch": SMALL}
+    expected, found = (
+        loss_and_gradients(linear_cross_entropy, x_TD, head_VD / 8, labels_T, **options, float8=rule)
+        for rule in (Float8Rule(head=recipe, operators=operators) for operators in (REFERENCE, TRITON))
+    )
+    for one, other in zip(expected, found, strict=True):
+        assert_close(other, one, tolerance=1e-4)
 
 
 # A vocabulary that is split over two ranks.

@@ -15,7 +15,7 @@ from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.kernels.device_facts import named_device
 from penstock.kernels.float8.operators import NO_FLOAT8, REFERENCE
-from penstock.kernels.float8.recipes import BLOCKWISE, E4M3_FNUZ, E5M2, E5M2_FNUZ, MXFP8
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3_FNUZ, E5M2, E5M2_FNUZ, MXFP8
 from penstock.models.build import build_model
 from penstock.models.kernels import choose_float8, float8_rule
 from penstock.models.linear import Linear
@@ -43,7 +43,10 @@ CASES = {
     "TP 2, grouped queries": layout("tensor=2"),
     "FSDP, squares of grouped queries": layout("shard=full", "float8.gather=true"),
     "PP 2, weight gradients put off": (*pipeline("zb-1f1b", 2), "training.micro_batch=2"),
+    "TP 2, output projection": layout("tensor=2"),
+    "FSDP, output projection": layout("shard=full"),
 }
+HEAD = ("float8.dense=none", "float8.head=blockwise-square", "model.vocab_size=512")  # whole blocks on two ranks
 
 
 @cache
@@ -51,10 +54,13 @@ def alone(ranks: Pool, model: tuple[str, ...]) -> StepFigures:
     return trace(ranks, 1, model, 2)
 
 
-@pytest.mark.often("TP 2", "FSDP, weights gathered in 8 bits", "PP 2, weight gradients put off")
+@pytest.mark.often(
+    "TP 2", "TP 2, output projection", "FSDP, weights gathered in 8 bits", "PP 2, weight gradients put off"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_see_the_losses_of_one(case: str, ranks: Pool) -> None:
     model = (*ON_RANKS, *((*GQA, "float8.dense=blockwise-square") if "grouped" in case else ()))
+    model = (*model, *(HEAD if "output" in case else ()))
     expected, found = alone(ranks, model), trace(ranks, 2, (*model, *CASES[case]), 2)
     # A number next to a tie may go to its other side.
     assert_close(found.losses, expected.losses, what="losses")
@@ -74,8 +80,11 @@ def matrices(decoder: nn.Module) -> dict[str, Linear]:
     return {name: module for name, module in decoder.named_modules() if isinstance(module, Linear)}
 
 
-def test_all_matrices_of_layers_are_in_8_bits_and_the_output_projection_is_not() -> None:
+def test_all_matrices_of_layers_are_in_8_bits_and_the_output_projection_only_on_request() -> None:
     decoder = build_model(run_of(DENSE), CPU)
+    assert decoder.head_float8 is None
+    asked = build_model(run_of(*HEAD), CPU).head_float8
+    assert asked is not None and (asked.head, asked.dense) == (BLOCKWISE_SQUARE, None)
     found = matrices(decoder)
     assert [name for name, one in found.items() if one.float8 is None] == ["head"]
     assert "mtp.0.join" in found and "blocks.1.ffn.shared.gate_up" in found

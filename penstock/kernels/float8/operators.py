@@ -157,6 +157,7 @@ class Float8Rule:
 
     dense: Recipe | None = None  # products of attention, dense networks and shared experts
     experts: Recipe | None = None  # products of the routed experts
+    head: Recipe | None = None  # products of the output projection in the loss
     dispatch: Recipe | None = None  # rows that travel to their experts
     forward: Format = E4M3  # of activations and weights
     gradient: Format = E4M3  # of the gradients of outputs
