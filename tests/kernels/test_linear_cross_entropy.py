@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.float8.operators import REFERENCE, Float8Rule
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E5M2, RECIPES, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E5M2, RECIPES, Recipe, format_on
 from penstock.kernels.float8.reference import multiply, quantize_rows, quantize_weight
 from penstock.kernels.linear_cross_entropy import default_chunk_tokens, linear_cross_entropy
 from penstock.kernels.reference import IGNORED_LABEL
@@ -303,3 +303,20 @@ def test_the_kernels_compile_without_spills(target: str, wanted: str, monkeypatc
 
     for compiled in compile_without_spills(target, launches):
         assert WIDE_LOAD.search(compiled.asm), f"{compiled.kernel} must read 16 bytes at a time"
+
+
+@pytest.mark.often("sm_90")
+@pytest.mark.parametrize("target", TARGETS)
+def test_its_products_in_8_bits_compile_without_spills(target: str) -> None:
+    from penstock.kernels.float8.triton_operators import TRITON
+
+    x_TD, head_VD, labels_T = on_meta(8192, 2048), on_meta(102_400, 2048), on_meta(8192, dtype=torch.int64)
+    sum_VD, form = on_meta(102_400, 2048, dtype=torch.float32), format_on("e4m3", target)
+    rule = Float8Rule(head=BLOCKWISE_SQUARE, operators=TRITON, forward=form, gradient=form)
+    leaves = x_TD.requires_grad_(), head_VD.requires_grad_()
+
+    def launches() -> None:
+        linear_cross_entropy(*leaves, labels_T, accumulate_into=sum_VD, float8=rule).backward()
+
+    products = [one for one in compile_without_spills(target, launches) if one.kernel.startswith("float8_")]
+    assert len(products) >= 3 and all(one.matrix_instructions for one in products)
