@@ -40,7 +40,10 @@ SCALE, CORRECTION, OWN = 0.5, 0.25, 0.03
 """Standard deviations of the machine's factor, of a term's, and of a candidate's own, at a spread of 1."""
 
 SPREADS = (0.7, 1.0, 1.4, 2.0, 4.0)
-"""Factors of `CORRECTION` and `OWN` that are tried; few trials that agree by chance are no proof of a smaller one."""
+"""Factors of `CORRECTION` and `OWN` that are tried."""
+
+SMALL_SPREAD, SMALL_FROM = 0.35, 5
+"""A factor that is tried too, from so many trials on: fewer that agree by chance are no proof of it."""
 
 NEAR = 3.0
 """Choices in which a neighbour differs until it shares a third of a candidate's own factor."""
@@ -171,7 +174,8 @@ class Belief:
         seen = [one.candidate for one in self.measured]
         away = np.log([one.seconds / one.candidate.projected for one in self.measured])
         noise = np.array([math.hypot(LEAST_NOISE, one.error) for one in self.measured]) ** 2
-        spread = max(SPREADS, key=lambda one: _likelihood(_covariance(seen, seen, one) + np.diag(noise), away))
+        spreads = (SMALL_SPREAD, *SPREADS) if len(seen) >= SMALL_FROM else SPREADS
+        spread = max(spreads, key=lambda one: _likelihood(_covariance(seen, seen, one) + np.diag(noise), away))
         inverse = np.linalg.inv(_covariance(seen, seen, spread) + np.diag(noise))
         across = _covariance(self.candidates, seen, spread)
         means = prior + across @ inverse @ away

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.simulated_machine import SimulatedMachine, random_candidates
 from penstock.tune.belief import Belief, Measured, TrialCandidate
 from penstock.tune.search_loop import (
+    LEAST_GAIN,
     Kind,
     Search,
     SearchSettings,
@@ -65,6 +66,16 @@ def test_a_measured_term_corrects_candidates_that_share_it() -> None:
     assert guess.seconds == pytest.approx(1.4, rel=0.03)
     assert plain.seconds == pytest.approx(1.0, rel=0.01)
     assert guess.deviation < Belief([ones[1]]).estimates()[0].deviation / 5
+
+
+def test_five_trials_that_agree_leave_an_equal_candidate_nothing_to_gain() -> None:
+    ones = [TrialCandidate(overrides=(f"a={place}",), terms={"products": 1.0}) for place in range(8)]
+
+    def bound(trials: int) -> float:
+        seen = [Measured(candidate=one, seconds=1.1 + 0.001 * (place % 3)) for place, one in enumerate(ones[:trials])]
+        return 1 - Belief(ones[7:], seen).estimates()[0].least / 1.1
+
+    assert bound(4) > LEAST_GAIN > bound(5)
 
 
 FAULTS: tuple[Kind, ...] = ("out of memory", "hang", "crash", "not finite", "another loss", "lying clock")
