@@ -20,13 +20,15 @@ may be taken away.
 """
 
 import argparse
+import io
 import os
 import signal
 import subprocess
 import tarfile
 import time
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -74,7 +76,7 @@ class Queue:
     codes: dict[str, int] = field(default_factory=dict)  # of jobs that have ended
 
     def turn(self) -> None:
-        """End what is over, then begin what can be."""
+        """End what is over, then begin what can be; without anything running, what waits can never begin."""
         for one in [*self.running.values()]:
             if one.process.poll() is not None or time.time() > min(one.until, self.end):
                 self._close(one)
@@ -85,6 +87,11 @@ class Queue:
 
     def _ready(self) -> list[Job]:
         return [job for job in self.waiting if set(job.after) <= self.codes.keys()]
+
+    def stop(self) -> None:
+        """End everything."""
+        for one in [*self.running.values()]:
+            self._close(one)
 
     def _free_for(self, job: Job) -> tuple[int, ...] | None:
         taken = {gpu for one in self.running.values() for gpu in one.gpus}
@@ -97,6 +104,8 @@ class Queue:
 
     def _begin(self, job: Job, gpus: tuple[int, ...]) -> None:
         self.first_gpu[job.name] = gpus[0]
+        mine = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")  # of which the numbers here count
+        visible = [mine[gpu] if gpu < len(mine) and mine[gpu] else f"{gpu}" for gpu in gpus]
         words = {"{folder}": f"{self.folder}", "{gpu}": f"{gpus[0]}", "{until}": f"{self.end - LAST:.0f}"}
         command = job.command
         for word, value in words.items():
@@ -107,7 +116,7 @@ class Queue:
             shell=True,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible)},
             start_new_session=True,
         )
         begun = time.time()
@@ -153,12 +162,18 @@ def pack(folder: Path, archive: Path) -> None:
     draft = archive.with_suffix(".draft")
     with tarfile.open(draft, "w:gz") as file:
         for path in _results_in(folder):
-            file.add(path, path.relative_to(folder))
+            with suppress(FileNotFoundError):  # a job deletes its runs
+                text = io.BytesIO(path.read_bytes())
+                entry = tarfile.TarInfo(f"{path.relative_to(folder)}")
+                entry.size = len(text.getvalue())  # a file that grows meanwhile stays as it was read
+                file.addfile(entry, text)
     draft.replace(archive)
 
 
-def _results_in(folder: Path) -> Iterable[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.suffix in PACKED and path.is_file())
+def _results_in(folder: Path) -> Iterator[Path]:
+    """Walks a folder from which jobs delete."""
+    for place, _, names in os.walk(folder, onerror=lambda error: None):
+        yield from (Path(place, name) for name in sorted(names) if Path(name).suffix in PACKED)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -175,12 +190,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         waiting=jobs_in(options.jobs), gpus=options.gpus, folder=options.folder, end=time.time() + options.seconds
     )
     packed = 0.0
-    while (queue.waiting or queue.running) and (time.time() < queue.end or queue.running):
+    try:
         queue.turn()
-        if options.pack is not None and time.time() - packed > PACKED_EVERY:
-            pack(options.folder, options.pack)
-            packed = time.time()
-        time.sleep(0.2)
+        while queue.running:
+            if options.pack is not None and time.time() - packed > PACKED_EVERY:
+                pack(options.folder, options.pack)
+                packed = time.time()
+            time.sleep(0.2)
+            queue.turn()
+    finally:
+        queue.stop()
     if options.pack is not None:
         pack(options.folder, options.pack)
     print("not begun: " + (", ".join(job.name for job in queue.waiting) or "none"), flush=True)

@@ -437,6 +437,7 @@ def _last(parent: Path, name: str) -> Path:
         one for one in parent.glob(f"{name}*") if one.is_dir() and one.name.removeprefix(name).strip("-").isdigit()
     ]
     found += [parent / name] if (parent / name).is_dir() else []
+    found = [one for one in found if any(one.iterdir())]  # that of a search which was killed at its start is empty
     if not found:
         raise ConfigError("there is no search to go on with", got=f"{parent / name}", fix="leave out --resume")
     return max(found, key=lambda one: one.stat().st_mtime)

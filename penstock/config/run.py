@@ -39,8 +39,12 @@ class Float8(Section):
     @property
     def is_used(self) -> bool:
         """Whether anything is computed or sent in 8 bits."""
-        parts = self.dense, self.experts, self.head, self.dispatch  # `gather` alone changes nothing
-        return any(one != "none" for one in parts)
+        return self.is_in_layers or self.head != "none"
+
+    @property
+    def is_in_layers(self) -> bool:
+        """Whether decoder layers compute or send anything in 8 bits."""
+        return any(one != "none" for one in (self.dense, self.experts, self.dispatch))  # `gather` alone changes nothing
 
 
 class Kernels(Section):

@@ -237,15 +237,15 @@ def eight_bits_fit_the_head(run: Run) -> Problem | None:
     for field, size in (("hidden_size", hidden), ("vocab_size", words // ranks)):
         if size % 16:
             what = f"leaves float8.head a matrix whose {field} is no multiple of 16"
-            got = f"{size} on each of {ranks} ranks" if ranks > 1 and size != hidden else f"{size}"
+            got = f"{size} on each of {ranks} ranks" if ranks > 1 and field == "vocab_size" else f"{size}"
             return Problem(f"model.{field}", what, got=got, allowed="multiples of 16", fix="set float8.head=none")
     return None
 
 
 def layers_are_left_for_eight_bits(run: Run) -> Problem | None:
-    """`float8.first_layers` + `float8.last_layers` stay below `model.layers` if anything is in 8 bits."""
+    """`float8.first_layers` + `float8.last_layers` stay below `model.layers` if anything in layers is in 8 bits."""
     first, last, layers = run.float8.first_layers, run.float8.last_layers, run.model.layers
-    if not run.float8.is_used or first + last < layers:  # some layer is in 8 bits
+    if not run.float8.is_in_layers or first + last < layers:  # some layer is in 8 bits
         return None
     return Problem.from_line(
         f"float8.first_layers and float8.last_layers leave none of the {layers} layers in 8 bits; got {first} and "

@@ -22,7 +22,7 @@ from penstock.kernels.tuning import target_of
 NAME = "hopper"  # value of `kernels.attention`
 WIDTHS = ((192, 128), (128, 128))  # of keys and of values
 BLOCK = 128  # positions
-MOST = 2**26  # numbers of queries of a launch, at least a row
+MOST = 2**26  # numbers of queries in a launch, which has whole rows
 
 
 def obstacle(keys: int, values: int, target: str) -> str | None:
@@ -36,7 +36,7 @@ def takes(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor) -> bool:
     """Whether there are kernels for this call."""
     if not q_BSHN.is_cuda or q_BSHN.dtype != torch.bfloat16 or torch.are_deterministic_algorithms_enabled():
         return False
-    if q_BSHN.shape[1] != k_BSGN.shape[1] or q_BSHN.shape[1] % BLOCK or q_BSHN[0].numel() > MOST:
+    if q_BSHN.shape[1] != k_BSGN.shape[1] or q_BSHN.shape[1] % BLOCK or q_BSHN.shape[1:].numel() > MOST:
         return False
     target = target_of(q_BSHN.device)
     return obstacle(q_BSHN.shape[-1], v_BSGM.shape[-1], target) is None and bool(_launcher().HAS_GLUON)

@@ -181,7 +181,7 @@ class _Products:
         self._head_VD = head_VD
 
     def multiply(self, x_TD: Tensor, logits_TV: Tensor, *, keep: bool) -> None:
-        """Write a chunk's logits; `keep` what the gradient of the head needs."""
+        """Write a chunk's logits, and `keep` what the gradient of the head needs."""
         self._x_TD = x_TD
         torch.mm(x_TD, self._head_VD.T, out=logits_TV)
 
@@ -195,8 +195,8 @@ class _Products:
             add_product(dhead_VD, dlogits_TV.T, self._x_TD, overwrite=overwrite)
 
 
-class _Float8Products(_Products):
-    """The same in 8 bits, each operand in the blocks that it has in a dense product (models/float8_linear.py)."""
+class _Float8Products:
+    """`_Products` in 8 bits, each operand in the blocks that it has in a dense product (models/float8_linear.py)."""
 
     def __init__(self, head_VD: Tensor, rule: Float8Rule) -> None:
         assert rule.head is not None, "the output projection is in 16 bits"

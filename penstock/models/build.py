@@ -69,7 +69,8 @@ def meta_model(
     `layer_context_of` all layers have the same context.
     """
     layer_context, stage = layer_context or LayerContext(), stage or whole_model(config)
-    # Embedding, final norm and output projection stay in high precision, and their weight gradients are not deferred.
+    # Embedding, final norm and the module of the output projection stay in high precision (the loss quantizes its
+    # weight: `Decoder.head_float8`), and their weight gradients are not deferred.
     plain = replace(layer_context, weight_grads=None, float8=NO_FLOAT8)
     hidden, epsilon = config.hidden_size, config.rms_norm_eps
     layer_context_of = layer_context_of or (lambda layer: layer_context)

@@ -87,7 +87,7 @@ def choose_float8(run: Run, device: torch.device) -> Float8Rule:
 
 
 def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
-    """The float8 rule of a run's layers on any device; `first_layers` and `last_layers` do not use it.
+    """The float8 rule of a run on any device; `first_layers` and `last_layers` do not use it.
 
     Raises a KernelError if the device does not support a recipe of the run, or if Triton is missing.
     """
@@ -97,7 +97,7 @@ def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
     target = "cpu" if device.kind == "cpu" else device.target
     parts = wanted.dense, wanted.experts, wanted.head, wanted.dispatch
     dense, experts, head, dispatch = (_recipe_on(part, target) for part in parts)
-    backend = _float8_backend(run, device, dense or head)
+    backend = _float8_backend(run, device, [one for one in (dense, head) if one is not None])
     waits = backend == "reference" and device.kind != "cpu" and experts is not None
     if waits and run.dispatch.sync_free >= COUNTS_STAY:
         fix = f"set dispatch.sync_free={COUNTS_STAY - 1}, or kernels.float8=auto"
@@ -122,11 +122,12 @@ def _recipe_on(knob: RecipeKnob, target: str) -> Recipe | None:
     return RECIPES[knob]
 
 
-def _float8_backend(run: Run, device: DeviceFacts, dense: Recipe | None) -> str:
+def _float8_backend(run: Run, device: DeviceFacts, dense: Sequence[Recipe]) -> str:
     wanted: str = run.kernels.float8
+    obstacles = [torch_obstacle(recipe, device.target, torch.version.cuda) for recipe in dense]
     if wanted == AUTO:
-        # cuBLAS where it supports the dense recipe: on an H200 it was well ahead of our Triton products.
-        has_torch = dense is not None and torch_obstacle(dense, device.target, torch.version.cuda) is None
+        # cuBLAS where it supports a dense recipe: on an H200 it was well ahead of our Triton products.
+        has_torch = None in obstacles
         is_reference = device.kind == "cpu" or run.kernels.all == "reference"
         wanted = "reference" if is_reference else "torch" if has_torch else "triton"
     if wanted == "reference":
@@ -136,8 +137,8 @@ def _float8_backend(run: Run, device: DeviceFacts, dense: Recipe | None) -> str:
         problem = "no GPU"
     elif not device.has_triton:
         problem = "Triton is not installed"
-    elif wanted == "torch" and dense is not None:
-        problem = torch_obstacle(dense, device.target, torch.version.cuda)
+    elif wanted == "torch" and None not in obstacles:
+        problem = next(iter(obstacles), None)
     if problem is not None:
         raise KernelError(
             f"kernels.float8={wanted} cannot be had", got=problem, allowed="auto, reference", fix="kernels.float8=auto"

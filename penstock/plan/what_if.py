@@ -8,6 +8,7 @@ than experts, returns a point with the refusal.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from penstock.base.errors import ConfigError, PenstockError, did_you_mean
@@ -24,6 +25,9 @@ from penstock.plan.rules.book import config_refusal
 Planner = Callable[[Run, Cluster], Projection]
 """Projects a run on a cluster. Raises a PenstockError where it cannot run."""
 
+FittingRun = tuple[tuple[str, ...], Projection]
+"""Overrides, and the projection of the run with them."""
+
 CANNOT_START = "cannot-start"
 """Rule of a run that no rule of the config refuses, and that cannot be built for the cluster."""
 
@@ -36,7 +40,7 @@ HOST_FORMATS = (
     ("optimizer.store_param_remainders=true", "optimizer.moment_dtype=bf16"),
     ("optimizer.store_param_remainders=true", "optimizer.moment_dtype=int8"),
 )
-"""Formats of the optimizer's state, the largest first."""
+"""Formats of the optimizer's state in the order in which they are tried."""
 
 SHORT: Mapping[str, str] = {"sequence_length": "training.sequence_length", "global_batch": "training.global_batch"}
 """Short names of fields to sweep, besides the parts of a layout."""
@@ -123,16 +127,17 @@ def answer_to(run: Run, cluster: Cluster, plan: Planner) -> Projection | Refusal
     return Refusal(layout=layout_fields(run), rule=rule, reason=reason)
 
 
-def with_state_in_host_memory(
-    run: Run, cluster: Cluster, plan: Planner, margin: float = 0.0
-) -> tuple[tuple[str, ...], Projection] | None:
-    """Overrides with which a run fits one device and leaves a share of its memory, and its projection; None if none do.
+def with_state_in_host_memory(run: Run, cluster: Cluster, plan: Planner, margin: float = 0.0) -> FittingRun | None:
+    """With which overrides a run fits one device and leaves a share of its memory; None if it does not.
 
     The host has the optimizer's state, in the first of `HOST_FORMATS` that it has room for, and the sums of gradients.
     Of micro-batches the largest is taken, which hides most of the sums' way, then the least recomputation.
     """
 
-    def fitting(words: tuple[str, ...], rows: int, modules: Sequence[str]) -> tuple[tuple[str, ...], Projection] | None:
+    @cache
+    def fitting(
+        words: tuple[str, ...], rows: int, modules: tuple[str, ...]
+    ) -> tuple[tuple[str, ...], Projection] | None:
         words = ("offload.optimizer=true", "offload.gradients=true", *words)
         words += (f"training.micro_batch={rows}", f"recompute.modules={as_toml(list(modules))}")
         answer = answer_to(with_overrides(run, words, cluster.devices), cluster, plan)

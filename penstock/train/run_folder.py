@@ -24,7 +24,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +140,15 @@ def new_folder(parent: Path, name: str) -> Path:
     """Create the folder `name`, or the first free of name-2, name-3, ...; no two callers get the same one."""
     while True:
         folder = parent / free_name(parent, name)
-        # Another process may have taken the name since it was looked for.
-        with _disk_errors(f"cannot make a folder in {parent}"), suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
+        with _disk_errors(f"cannot make a folder in {parent}"):
+            parent.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                if not folder.exists():  # a link to nowhere
+                    raise
+                continue  # another process took the name since it was looked for
+        return folder
 
 
 def _numbered(name: str, number: int) -> str:

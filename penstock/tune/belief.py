@@ -43,7 +43,7 @@ SPREADS = (0.7, 1.0, 1.4, 2.0, 4.0)
 """Factors of `CORRECTION` and `OWN` that are tried."""
 
 SMALL_SPREAD, SMALL_FROM = 0.35, 5
-"""A factor that is tried too, from so many trials on: fewer that agree by chance are no proof of it."""
+"""A factor of `OWN` alone that is tried too, from so many trials on: fewer that agree by chance are no proof of it."""
 
 NEAR = 3.0
 """Choices in which a neighbour differs until it shares a third of a candidate's own factor."""
@@ -189,7 +189,7 @@ class Belief:
 
 def _covariance(left: Sequence[TrialCandidate], right: Sequence[TrialCandidate], spread: float) -> Array:
     """Of the logarithms of the factors by which projections are off, between two lists of candidates."""
-    terms = CORRECTION**2 * spread**2 * (_shares(left) @ _shares(right).T)
+    terms = (CORRECTION * max(spread, SPREADS[0])) ** 2 * (_shares(left) @ _shares(right).T)
     ours, theirs = [one.choices for one in left], [one.choices for one in right]
     apart = np.array([[_apart(a, b) for b in theirs] for a in ours], float)
     return SCALE**2 + terms + (OWN * spread) ** 2 * np.exp(-apart / NEAR)

@@ -114,6 +114,7 @@ LADDER = (
             "dispatch.engines=false",
             "float8.dense=none",
             "float8.experts=none",
+            "float8.head=none",
             "float8.dispatch=none",
             "graphs.capture=none",
             "kernels.route=reference",

@@ -50,8 +50,21 @@ def test_a_gpu_is_kept_for_a_job_only_if_that_can_begin(tmp_path: Path) -> None:
         },
         {"name": "second", "command": "true", "after": ["first"]},
     )
-    side_by_side.main([f"{jobs}", "--folder", f"{tmp_path}", "--gpus", "1", "--seconds", "5"])
+    side_by_side.main([f"{jobs}", "--folder", f"{tmp_path}", "--gpus", "1"])
     assert logs(tmp_path)["third"] == "third"
+
+
+def test_what_can_never_begin_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = write(tmp_path, {"name": "large", "command": "true", "gpus": 2})
+    side_by_side.main([f"{jobs}", "--folder", f"{tmp_path}", "--gpus", "1"])
+    assert capsys.readouterr().out == "not begun: large\n"
+
+
+def test_gpus_are_those_that_the_queue_may_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    jobs = write(tmp_path, {"name": "both", "command": "echo $CUDA_VISIBLE_DEVICES {gpu}", "gpus": 2})
+    side_by_side.main([f"{jobs}", "--folder", f"{tmp_path}", "--gpus", "2"])
+    assert logs(tmp_path) == {"both": "4,6 0"}
 
 
 def test_a_table_may_stand_for_several_jobs(tmp_path: Path) -> None:
@@ -83,8 +96,10 @@ def test_a_job_is_ended_with_all_that_it_started_and_its_results_are_packed(
     assert capsys.readouterr().out.endswith("not begun: never\n")
 
 
-def test_every_file_of_jobs_is_one(tmp_path: Path) -> None:
-    for file in Path("benchmarks/jobs").glob("*.toml"):
+def test_every_file_of_jobs_is_one() -> None:
+    files = sorted(Path(side_by_side.__file__).with_name("jobs").glob("*.toml"))
+    assert files
+    for file in files:
         names = [job.name for job in jobs_in(file)]
         assert len(names) == len({*names})
         assert {name for job in jobs_in(file) for name in (*job.after, job.beside) if name} <= {*names}

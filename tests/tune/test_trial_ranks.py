@@ -23,9 +23,11 @@ what, rank = sys.argv[sys.argv.index("penstock") + 1], os.environ["RANK"]
 print("launch", os.environ["TORCHELASTIC_RUN_ID"], "rank", rank, flush=True)
 if what == "killed" and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
+mark = os.path.join(os.path.dirname(os.path.abspath(__file__)), "has-refused")
 if what == "refused" and rank == "1":
-    print("error: no such thing"); sys.exit(2)
+    print("error: no such thing", flush=True); open(mark, "w").close(); sys.exit(2)
 if what == "refused":
+    while not os.path.exists(mark): time.sleep(0.01)  # only then is a rank lost
     print("error: another rank has ended"); sys.exit(75)
 if what in ("hang", "killed", "hang-for-ever"):
     time.sleep(600)

@@ -3,6 +3,7 @@
 `penstock.kernels.hopper_attention` says which calls they take.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def backward(
         H=heads, M=value_width, num_warps=4,
     )  # fmt: skip
     parts = _launches(q_BSHN)
-    sums_BSHN = torch.empty_like(q_BSHN[parts[0]], dtype=torch.float32)
+    sums_BSHN = torch.empty_like(q_BSHN[parts[-1]], dtype=torch.float32)  # no other part has more rows
     for part in parts:
         q, k, v, do = (x[part] for x in (q_BSHN, k_BSGN, v_BSGM, do_BSHM))
         sums = sums_BSHN[: len(q)].zero_()
@@ -99,9 +100,12 @@ def backward(
 
 
 def _launches(q_BSHN: Tensor) -> list[slice]:
-    """Rows of each launch, of at most `MOST` numbers of queries."""
-    each = MOST // q_BSHN[0].numel()
-    return [slice(begin, begin + each) for begin in range(0, len(q_BSHN), each)]
+    """Rows of each launch, about equally many, with at most `MOST` numbers of queries."""
+    rows, of_a_row = len(q_BSHN), q_BSHN.shape[1:].numel()
+    assert of_a_row <= MOST, "a row is more than a launch may have"
+    launches = -(-rows // (MOST // of_a_row))
+    bounds = [rows * number // launches for number in range(launches + 1)]
+    return [slice(*pair) for pair in pairwise(bounds)]
 
 
 def _with_even_steps(v_BSGM: Tensor) -> Tensor:

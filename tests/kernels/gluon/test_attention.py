@@ -82,7 +82,7 @@ def test_a_call_may_be_several_launches_of_some_rows(
     monkeypatch.setattr(hopper, "MOST", 2 * inputs[0][0].numel())
     parts = passes(inputs, torch.bfloat16)
     heads, groups, _ = HEADS[name]
-    assert [one["programs"] for one in launched] == [3 * heads, 3 * groups, 2 * heads, heads, 2 * groups, groups]
+    assert [one["programs"] for one in launched] == [3 * heads, 3 * groups, heads, 2 * heads, groups, 2 * groups]
     assert all(torch.equal(one, other) for one, other in zip(parts, together, strict=True))
 
 
