@@ -135,9 +135,7 @@ def with_state_in_host_memory(run: Run, cluster: Cluster, plan: Planner, margin:
     """
 
     @cache
-    def fitting(
-        words: tuple[str, ...], rows: int, modules: tuple[str, ...]
-    ) -> tuple[tuple[str, ...], Projection] | None:
+    def fitting(words: tuple[str, ...], rows: int, modules: tuple[str, ...]) -> FittingRun | None:
         words = ("offload.optimizer=true", "offload.gradients=true", *words)
         words += (f"training.micro_batch={rows}", f"recompute.modules={as_toml(list(modules))}")
         answer = answer_to(with_overrides(run, words, cluster.devices), cluster, plan)

@@ -45,6 +45,7 @@ CASES = {
     "PP 2, weight gradients put off": (*pipeline("zb-1f1b", 2), "training.micro_batch=2"),
     "TP 2, output projection": layout("tensor=2"),
     "FSDP, output projection": layout("shard=full"),
+    "PP 2, output projection": (*pipeline("zb-1f1b", 2), "training.micro_batch=2"),
 }
 HEAD = ("float8.dense=none", "float8.head=blockwise-square", "model.vocab_size=512")  # whole blocks on two ranks
 
@@ -175,6 +176,16 @@ def test_a_small_model_learns_nearly_as_in_16_bits(model: tuple[str, ...], preci
     expected, found = followed(*overrides), followed(*overrides, DENSE, "float8.experts=blockwise")
     assert found != expected
     assert expected[-1] < 0.9 * expected[0], "the model learns"
+    assert_close(found, expected, tolerance=0.01)
+
+
+@pytest.mark.parametrize("is_tied", ["false", "true"])
+def test_the_output_projection_in_8_bits_changes_the_loss_of_training_and_no_other(is_tied: str) -> None:
+    plain = ("model.vocab_size=512", f"model.tie_word_embeddings={is_tied}")
+    with session_of(*plain) as session, session_of(*HEAD, *plain) as in_8_bits:
+        assert follow(session, 0).held_out == follow(in_8_bits, 0).held_out > 0
+    expected, found = followed(*plain, steps=3), followed(*HEAD, *plain, steps=3)
+    assert found[0] != expected[0], "before any step"
     assert_close(found, expected, tolerance=0.01)
 
 
