@@ -16,9 +16,9 @@ Case `rows-2` makes passes of so many rows instead of the target's: the same run
 order. Case `bf16` is the run in bfloat16, which a debug preset in float32 is not. Cases of `OPTIMIZERS` store the state
 of the optimizer in fewer bits, or are trained with Muon.
 
-Other cases are a recipe for dense products and experts; `+head` behind it has the output projection in 8 bits too (with
-`--set model.vocab_size=272` for the debug model), `+dispatch` sends rows in 8 bits, those of
-`blockwise-square` as `blockwise`. The last loss is the mean over the last `--last` steps, because a single one depends
+Other cases are a recipe for dense products and experts; `+head` behind it has the output projection in 8 bits too, and
+case `head` this alone by squares (with `--set model.vocab_size=272` for the debug model); `+dispatch` sends rows in 8
+bits, those of `blockwise-square` as `blockwise`. The last loss is the mean over the last `--last` steps, because a single one depends
 on its text.
 """
 
@@ -240,6 +240,8 @@ def overrides_of(case: str) -> list[str]:
         return [f"training.micro_batch={case.removeprefix('rows-')}"]
     if case == "bf16":
         return ["training.precision=bf16"]
+    if case == "head":
+        return ["float8.head=blockwise-square"]
     if case in OPTIMIZERS:
         return list(OPTIMIZERS[case])
     recipe, _, also = case.partition("+")
