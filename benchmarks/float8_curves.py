@@ -18,8 +18,8 @@ of the optimizer in fewer bits, or are trained with Muon.
 
 Other cases are a recipe for dense products and experts; `+head` behind it has the output projection in 8 bits too, and
 case `head` this alone by squares (with `--set model.vocab_size=272` for the debug model); `+dispatch` sends rows in 8
-bits, those of `blockwise-square` as `blockwise`. The last loss is the mean over the last `--last` steps, because a single one depends
-on its text.
+bits, those of `blockwise-square` as `blockwise`. The last loss is the mean over the last `--last` steps, because a
+single one depends on its text.
 """
 
 import argparse
