@@ -103,7 +103,7 @@ def _launches(q_BSHN: Tensor) -> list[slice]:
     """Rows of each launch, about equally many, with at most `MOST` numbers of queries."""
     rows, of_a_row = len(q_BSHN), q_BSHN.shape[1:].numel()
     assert of_a_row <= MOST, "a row is more than a launch may have"
-    launches = -(-rows // (MOST // of_a_row))
+    launches = max(1, -(-rows // (MOST // of_a_row)))
     bounds = [rows * number // launches for number in range(launches + 1)]
     return [slice(*pair) for pair in pairwise(bounds)]
 
