@@ -125,7 +125,7 @@ def join(paths: list[Path], output: Path) -> None:
                 rows = {name: [_without_loss(row) for row in found[name]] for name in ("rows", "again")}
                 sweeps[case] = {**found, **rows}
             elif case != "summary":
-                cases.setdefault(case, {}).update(found)
+                cases.setdefault(case, {}).update({"commit": file["commit"], **found})
     numbers = {"summary": summary(cases, sweeps), **cases}
     written = [(output, [path for path in paths if not path.name.startswith("sweep")], numbers)]
     name = output.with_name(output.name.replace("tune-", "tune-sweep-", 1))

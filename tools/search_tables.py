@@ -36,15 +36,17 @@ CASES = {
 def tune_cases(result: Result) -> str:
     """What each search found, how far its projections were off, and how far it is from the best of the sweep."""
     lines = [
-        "| run | trials | seconds | found | x preset | x torch | plan off by | corrected | over the best swept |",
-        "|---|---:|---:|---|---:|---:|---:|---:|---:|",
+        "| run | trials | seconds | found | x preset | x torch | x torch, best | plan off by | corrected "
+        "| over the best swept |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
+    ratios = ("gain", "plain_over_tuned", "plain_again_over_tuned")
     for case, found in result["numbers"]["summary"]["cases"].items():
         columns = [
             f"{found['trials']}",
             f"{found['seconds']:.0f}",
             " ".join(f"`{one}`" for one in result["numbers"][case]["tune"]["leader"]),
-            *("" if value is None else f"{value:.2f}" for value in (found["gain"], found.get("plain_over_tuned"))),
+            *("" if found.get(name) is None else f"{found[name]:.2f}" for name in ratios),
             *(f"{found[name]:.1%}" for name in ("median_error", "median_error_corrected")),
             f"{found['tuned_over_best']:.3f}, of {found['configurations']}",
         ]
