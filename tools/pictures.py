@@ -23,6 +23,7 @@ MAKERS: Mapping[str, str] = {
     "projection-memory.svg": "projection_picture",
     "float8-curves-1b.svg": "float8_picture",
     "float8-curves-calm.svg": "float8_picture",
+    "float8-curves-head.svg": "float8_picture",
     "optimizer-formats.svg": "float8_picture",
 }
 """The tool that makes each: a module of tools/ with a `main` that draws all its pictures."""
