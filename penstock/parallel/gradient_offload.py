@@ -81,6 +81,11 @@ class GradientOffload:
         """Take all layers to have sums of earlier micro-batches."""
         self._has_sum |= set(self._layers)
 
+    def pass_by(self) -> None:
+        """Copy as in the backward pass of a micro-batch."""
+        for layer in (*self._layers, EMBEDDING):
+            self.reached(layer)
+
     @torch.no_grad()
     def reached(self, layer: int) -> None:
         """Backward begins with a layer, and has finished the one after it."""

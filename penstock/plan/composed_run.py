@@ -226,7 +226,8 @@ class ComposedRun:
     @property
     def most_host_bytes(self) -> int:
         """Host memory of the rank that keeps most there."""
-        return max(self.state.of(self.contents_at(place)).host for place in range(self.grid.pipeline))
+        most = max(self.state.of(self.contents_at(place)).host for place in range(self.grid.pipeline))
+        return most + self.overheads.process if most else 0
 
     def _memory(self, place: int, passes: PassPeak) -> RankMemory:
         held, state = self.contents_at(place), self.state

@@ -26,7 +26,7 @@ from penstock.moe.balance import even_stride
 from penstock.parallel.replica_exchange import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.loads import Imbalance, RecordedLoads
-from penstock.plan.op_recorder import FROM_HOST, TO_HOST, RecordedOp, RecordedOps
+from penstock.plan.op_recorder import FROM_HOST, SLOT_FROM_HOST, SLOT_TO_HOST, TO_HOST, RecordedOp, RecordedOps
 from penstock.plan.rates import ACCUMULATED_BYTES, GroupedProduct, Pass, Rates, pairs
 from penstock.plan.software import OWN, Software
 from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
@@ -181,7 +181,7 @@ class OpCosts:
         name = operator.name
         if operator.group is not None:
             return self._collective(operator)
-        if name in (TO_HOST, FROM_HOST):
+        if name in (TO_HOST, FROM_HOST, SLOT_TO_HOST, SLOT_FROM_HOST):
             return OpCost(operator.moved_bytes / self._rates.hardware.host_link.bytes_per_second, HOST_LINK)
         if name in _PRODUCTS:
             return OpCost(self._product(operator), "products")

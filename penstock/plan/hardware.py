@@ -125,7 +125,7 @@ class HostLink(SourcedTable):
         doc="Of large copies from pinned memory to one device, while as much goes back.", unit="bytes/s", low=1
     )
     memory_bytes: int = knob(
-        250 * 10**9, doc="Of the host for one device; assumed if not said: 2 TB for 8.", unit="bytes", low=1
+        275 * 10**9, doc="Of the host for one device; assumed if not said: 2 TiB for 8.", unit="bytes", low=1
     )
 
 

@@ -28,17 +28,19 @@ LOSS = "loss"
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """Bytes of a device that no tensor of the run takes.
+    """Bytes that no tensor of the run takes.
 
     Attributes:
         libraries: work space of matrix products, inside the allocator.
         context: driver, modules and communicators, outside of the allocator.
         unused: share of the allocated peak that the allocator reserves besides.
+        process: of the host, where the run keeps tensors there.
     """
 
     libraries: int = 0
     context: int = 0
     unused: float = 0.0
+    process: int = 0
 
 
 NO_OVERHEADS = Overheads()
@@ -153,7 +155,7 @@ def assemble(parts: MemoryParts, overheads: Overheads = NO_OVERHEADS) -> RankMem
         graph_pool=update if parts.is_captured else 0,
         libraries=overheads.libraries,
         reserve=0,
-        host=parts.host,
+        host=parts.host + overheads.process if parts.host else 0,
         moment="update" if is_update else passes.name,
         terms={} if is_update else dict(passes.terms),
     )

@@ -56,11 +56,20 @@ from penstock.moe.layer import MoE
 from penstock.parallel import offload
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.dispatch_buffers import buffer_sizes, replica_memory
+from penstock.parallel.gradient_offload import SLOTS, GradientOffload
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.parallel.weight_grad_store import WeightGradStore
 from penstock.plan.costs import routed_traffic
-from penstock.plan.op_recorder import RecordedCopyStream, RecordedTransferStream, RecordedWeightGradStore
+from penstock.plan.op_recorder import (
+    FROM_HOST,
+    SLOT_FROM_HOST,
+    SLOT_TO_HOST,
+    TO_HOST,
+    RecordedCopyStream,
+    RecordedTransferStream,
+    RecordedWeightGradStore,
+)
 from penstock.plan.transfers import TokenTraffic, reached
 from penstock.train.optimizer import MasterAdamW, StateBytes
 
@@ -198,11 +207,9 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
             alone = replace(module.layer_context.axes, context=ALONE.context)
             module.layer_context = replace(module.layer_context, axes=alone)
     if optimizer is not None and optimizer.gradient_offload is not None:
-        gradients = optimizer.gradient_offload
-        gradients.outward, gradients.inward = RecordedCopyStream(is_back=False), RecordedCopyStream(is_back=True)
-        gradients.have_sums()  # as in all micro-batches but the first
+        _record_copies(optimizer.gradient_offload)
         for decoder in decoders.values():
-            decoder.reached = gradients.reached
+            decoder.reached = optimizer.gradient_offload.reached
     full_optimizer = full_optimizer or optimizer
     assert full_optimizer is not None, "a rank has parameters"
     state = full_optimizer.memory()
@@ -228,13 +235,23 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
     )
 
 
+def _record_copies(gradients: GradientOffload) -> None:
+    """Sums of gradients move in the next pass as in every micro-batch but the first."""
+    gradients.have_sums()
+    for is_before in (True, False):
+        gradients.outward = RecordedCopyStream(SLOT_TO_HOST, SLOTS)
+        gradients.inward = RecordedCopyStream(SLOT_FROM_HOST, SLOTS)
+        if is_before:
+            gradients.pass_by()  # its last copies fill the slots for the next micro-batch
+
+
 def _layer_context(
     run: Run, axes: Axes, target: Target, weight_grads: WeightGradStore | None, buffers: SymmetricBuffers | None
 ) -> LayerContext:
     chosen = operators(kernel_choices(run, target.device))
     rule = offload.rule_for(run.offload, META)
     if rule.store is not None:
-        rule.store.outward, rule.store.inward = RecordedCopyStream(is_back=False), RecordedCopyStream(is_back=True)
+        rule.store.outward, rule.store.inward = RecordedCopyStream(TO_HOST), RecordedCopyStream(FROM_HOST)
     return LayerContext(
         operators=chosen if target.saving == "run" else conventional_operators(chosen),
         axes=axes,

@@ -282,6 +282,7 @@ def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> 
         layer_context=decoder.layer_context,
         is_first=decoder.is_first,
     )
+    short.reached = decoder.reached
     passes = _Passes(rank, short, batch)
     pieces = passes.pieces()
     if len(pieces) > 1:

@@ -39,6 +39,9 @@ for that end; the host waits for the device; a weight gradient is put off (penst
 TO_HOST, FROM_HOST, ARRIVE = "to host", "from host", "arrive"
 """A storage starts its copy to host memory; starts its copy back; must be back on the device."""
 
+SLOT_TO_HOST, SLOT_FROM_HOST = "slot to host", "slot from host"
+"""A slot (penstock/parallel/gradient_offload.py) starts its copy to host memory; is filled again, after that copy."""
+
 _LIBRARY = torch.library.Library("penstock", "FRAGMENT")
 _LIBRARY.define("marked(str name, int number) -> ()")
 _LIBRARY.define("copied(str name, int number, int size) -> ()")
@@ -319,20 +322,24 @@ class RecordedCopy(PendingCopy):
 
 
 class RecordedCopyStream(CopyStream):
-    """A copy stream that records its copies: from the host if `is_back`, else to it."""
+    """A copy stream that records its copies under a name, such as `TO_HOST`.
 
-    def __init__(self, *, is_back: bool) -> None:
+    Copies have the numbers 1, 2, ...; those of `slots` that take turns have the numbers of their slots, -1, -2, ...
+    """
+
+    def __init__(self, name: str, slots: int = 0) -> None:
         super().__init__(torch.device("cpu"))
-        self._is_back = is_back
-        self._number = 0
+        self._name, self._slots = name, slots
+        self._copies = 0
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: PendingCopy = DONE) -> RecordedCopy:
         """See `CopyStream`; a copy back has the number of the copy out."""
-        self._number += 1
-        number = after.number if isinstance(after, RecordedCopy) else self._number
+        self._copies += 1
+        own = -1 - (self._copies - 1) % self._slots if self._slots else self._copies
+        number = after.number if isinstance(after, RecordedCopy) else own
         size = sum(source.nbytes for source, _ in pairs)
-        torch.ops.penstock.copied(FROM_HOST if self._is_back else TO_HOST, number, size)
-        return RecordedCopy(number=number, is_back=self._is_back)
+        torch.ops.penstock.copied(self._name, number, size)
+        return RecordedCopy(number=number, is_back=self._name in (FROM_HOST, SLOT_FROM_HOST))
 
 
 _Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

@@ -55,6 +55,9 @@ class Assumptions:
 
 DEFAULT_ASSUMPTIONS = Assumptions()
 
+PROCESS_BYTES = 8 * 10**9
+"""Host memory of a process with a GPU; 7.6 to 8.7 GB in three runs (whole-one-h200.json, whole-host-h200.json)."""
+
 
 def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Projection:
     """Project one run.
@@ -110,8 +113,9 @@ def device_of(hardware: Hardware, run: Run) -> DeviceFacts:
 
 
 def overheads_of(hardware: Hardware) -> Overheads:
-    """Memory of a device that no tensor can have."""
-    return Overheads(context=hardware.memory.capacity_bytes - hardware.usable_bytes)
+    """Memory of a device, and of the host by a process with a GPU, that no tensor can have."""
+    process = 0 if hardware.vendor == "cpu" else PROCESS_BYTES
+    return Overheads(context=hardware.memory.capacity_bytes - hardware.usable_bytes, process=process)
 
 
 def dispatcher_of(meta_run: MetaRun) -> str:

@@ -31,7 +31,19 @@ from penstock.plan.divisions import Divisions, Places, Reference, Scaled
 from penstock.plan.hardware import Cluster
 from penstock.plan.liveness import PipelineShape, enough, first_of_kinds, has_experts, layer_kind, peak_points
 from penstock.plan.meta_run import gathered_bytes
-from penstock.plan.op_recorder import ARRIVE, END, FORK, FROM_HOST, JOIN, PUT_OFF, TO_HOST, WAIT, RecordedOps
+from penstock.plan.op_recorder import (
+    ARRIVE,
+    END,
+    FORK,
+    FROM_HOST,
+    JOIN,
+    PUT_OFF,
+    SLOT_FROM_HOST,
+    SLOT_TO_HOST,
+    TO_HOST,
+    WAIT,
+    RecordedOps,
+)
 from penstock.plan.param_state import SUM_BYTES, ParamFacts
 from penstock.plan.rates import BYTES
 from penstock.plan.rules.rule import Sizes
@@ -69,7 +81,7 @@ _CONTAIN = ("layer", "moe", "expert-activation")
 _MOMENT_BYTES = {"fp32": 8, "bf16": 4, "int8": 2}
 """Of both moments of a value."""
 
-_UNTIMED = (JOIN, WAIT, PUT_OFF, TO_HOST, FROM_HOST, ARRIVE, "clone")
+_UNTIMED = (JOIN, WAIT, PUT_OFF, TO_HOST, FROM_HOST, ARRIVE, SLOT_TO_HOST, SLOT_FROM_HOST, "clone")
 """What a reference has and no bound counts: a copy that makes rows contiguous is not needed where there is one row."""
 
 _GATHER = "gather_rows_kernel"

@@ -10,7 +10,9 @@ ahead of the device as far as it can. The device starts an operator when it is l
 A second stream carries transfers between `fork` and `join`, hidden behind the compute of the first. Both slow each
 other down: only `OVERLAP_GAIN` of the hidden time is gained. Copies to and from host memory have a stream for each
 direction (penstock/parallel/offload.py) and slow nothing down; compute waits for room where too many bytes are on
-their way out, and for a storage that backward opens before it is back. Captured work takes no time of the host.
+their way out, and for a storage that backward opens before it is back. A slot for sums of gradients
+(penstock/parallel/gradient_offload.py) needs no room, and is filled again once it has left. Captured work takes no time
+of the host.
 """
 
 from collections import defaultdict
@@ -26,6 +28,8 @@ from penstock.plan.op_recorder import (
     FROM_HOST,
     JOIN,
     PUT_OFF,
+    SLOT_FROM_HOST,
+    SLOT_TO_HOST,
     TO_HOST,
     WAIT,
     RecordedOp,
@@ -69,6 +73,7 @@ class HostCopies:
         self._room = room
         self._out = self._back = 0.0
         self._leaving: dict[str, tuple[float, int]] = {}
+        self._left: dict[str, float] = {}  # slots
         self._came: dict[str, float] = {}
 
     def leave(self, number: str, size: int, seconds: float, *, launched: float, done: float) -> float:
@@ -97,9 +102,17 @@ class HostCopies:
             return
         self._back = self._came[number] = max(self._back, done, launched) + seconds
 
+    def empty(self, number: str, seconds: float, *, launched: float, done: float) -> None:
+        """A slot starts its copy to the host."""
+        self._out = self._left[number] = max(self._out, done, launched) + seconds
+
+    def fill(self, number: str, seconds: float, *, launched: float) -> None:
+        """A slot is filled from the host, after its copy out."""
+        self._back = self._came[number] = max(self._back, self._left.pop(number), launched) + seconds
+
     def arrival(self, number: str) -> float:
-        """When a storage is back on the device."""
-        return self._came[number]
+        """When a storage or a slot is back on the device; a slot without a copy is there."""
+        return self._came.get(number, 0.0)
 
 
 class Streams:
@@ -156,7 +169,7 @@ class Streams:
                 self._ends[operator.switches[0]], is_side = self._side, False
             elif operator.name == JOIN:
                 self._join(operator.switches[0])
-            elif operator.name in (TO_HOST, FROM_HOST):
+            elif operator.name in (TO_HOST, FROM_HOST, SLOT_TO_HOST, SLOT_FROM_HOST):
                 self._copy(operator)
             elif operator.name == ARRIVE:
                 self._wait_for_copies(self._copies.arrival(operator.switches[0]))
@@ -188,11 +201,15 @@ class Streams:
     def _copy(self, operator: RecordedOp) -> None:
         self._host += self._launch
         number, seconds = operator.switches[0], self._cost_of(operator).seconds
-        if operator.name == FROM_HOST:
+        if operator.name == SLOT_TO_HOST:
+            self._copies.empty(number, seconds, launched=self._host, done=self._main)
+        elif operator.name == SLOT_FROM_HOST:
+            self._copies.fill(number, seconds, launched=self._host)
+        elif operator.name == FROM_HOST:
             self._copies.come_back(number, seconds, launched=self._host, done=self._main)
-            return
-        size = operator.moved_bytes
-        self._wait_for_copies(self._copies.leave(number, size, seconds, launched=self._host, done=self._main))
+        else:
+            room = self._copies.leave(number, operator.moved_bytes, seconds, launched=self._host, done=self._main)
+            self._wait_for_copies(room)
 
     def _wait_for_copies(self, until: float) -> None:
         """The first stream waits for a copy."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.config.load import load_run
+from penstock.config.load import load_run, with_overrides
 from penstock.kernels.device_facts import named_device
 from penstock.models.count import count
 from penstock.plan.memory import Overheads, RankMemory, fullest_rank, memory_of
@@ -29,10 +29,13 @@ def test_the_parts_are_the_whole() -> None:
 
 def test_overheads_of_the_hardware_are_added() -> None:
     run = load_run(FOUR_LAYERS[0], FOUR_LAYERS[1])
-    overheads = Overheads(libraries=100, context=1000, unused=0.5)
+    overheads = Overheads(libraries=100, context=1000, unused=0.5, process=7)
     memory = memory_of(run, world=1, rank=0, target=TARGET, overheads=overheads)
-    assert memory.allocated == planned().allocated + 100
+    assert memory.allocated == planned().allocated + 100 and memory.host == 0
     assert memory.total == memory.allocated + 1000 + round(0.5 * memory.allocated)
+    there = with_overrides(run, ["offload.optimizer=true"])
+    memory = memory_of(there, world=1, rank=0, target=TARGET, overheads=overheads)
+    assert memory.host == planned("offload.optimizer=true").host + 7, "the process counts where it keeps tensors"
 
 
 def test_recomputed_and_offloaded_memory_is_not_on_the_device() -> None:

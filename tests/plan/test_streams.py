@@ -5,7 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.plan.costs import HOST_LINK, OpCost
-from penstock.plan.op_recorder import ARRIVE, END, FORK, FROM_HOST, JOIN, TO_HOST, WAIT, RecordedOp, RecordedOps
+from penstock.plan.op_recorder import (
+    ARRIVE,
+    END,
+    FORK,
+    FROM_HOST,
+    JOIN,
+    SLOT_FROM_HOST,
+    SLOT_TO_HOST,
+    TO_HOST,
+    WAIT,
+    RecordedOp,
+    RecordedOps,
+)
 from penstock.plan.streams import OVERLAP_GAIN, HostCopies, Streams, Timing, steady_state
 
 
@@ -128,6 +140,17 @@ def test_copies_of_two_directions_run_at_once_and_of_one_direction_one_at_a_time
 def test_a_storage_that_has_not_left_is_still_there() -> None:
     work = (out(1, 4), compute(1), back(1, 4), opened(1), compute(1))
     assert played(*work, room=4).seconds == 2
+
+
+def test_a_slot_comes_back_after_it_has_left_and_needs_no_room() -> None:
+    leaves = RecordedOp(SLOT_TO_HOST, sizes=(4,), switches=("-1",))
+    returns = RecordedOp(SLOT_FROM_HOST, sizes=(4,), switches=("-1",))
+    timing = played(leaves, compute(1), returns, opened(-1), compute(1))
+    assert (timing.seconds, timing.host_link) == (4 + 4 + 1, 7)
+    assert played(leaves, compute(9), returns, compute(4), opened(-1)).host_link == 0
+    # Three layers share a slot, and a link that takes longer than compute decides.
+    layers = [one for _ in range(3) for one in (opened(-1), compute(1), leaves, returns)]
+    assert played(*layers, opened(-1)).seconds == 3 * (1 + 4 + 4)
 
 
 def test_a_micro_batch_after_another_takes_as_long() -> None:

@@ -93,31 +93,37 @@ def test_a_world_that_a_layout_cannot_have_says_why_and_is_no_base_for_efficienc
     assert enough.efficiency == 1.0
 
 
+RECOMPUTED = {"expert-activation": ["expert-activation", "norm", "latent-up"], "moe": ["moe", "norm", "latent-up"]}
+
+
 @pytest.mark.parametrize(
-    ("margin", "modules"), [(0.0, ["expert-activation", "norm", "latent-up"]), (0.1, ["moe", "norm", "latent-up"])]
+    ("margin", "link_seconds", "rows", "modules"),
+    [(0.0, 0.0, 5, "expert-activation"), (0.0, 9.0, 10, "moe"), (0.1, 9.0, 10, "moe"), (0.3, 9.0, 10, "layer")],
 )
-def test_one_device_keeps_the_largest_state_in_host_memory_and_recomputes_least(
-    margin: float, modules: list[str]
+def test_one_device_keeps_the_largest_state_in_host_memory_and_hides_its_way_or_recomputes_less(
+    margin: float, link_seconds: float, rows: int, modules: str
 ) -> None:
     of_a_row = {0: 60, 1: 35, 3: 30}  # GB of activations by the number of recomputed modules
 
     def plan(run: Run, cluster: Cluster) -> Projection:
-        held = 5 if "layer" in run.recompute.modules else of_a_row[len(run.recompute.modules)]
-        held = 12 if "moe" in run.recompute.modules else held
-        state = {"fp32": 260, "bf16": 240, "int8": 220}[run.optimizer.moment_dtype]
+        recomputed = run.recompute.modules
+        held = 5 if "layer" in recomputed else 12 if "moe" in recomputed else of_a_row[len(recomputed)]
+        state = {"fp32": 280, "bf16": 260, "int8": 220}[run.optimizer.moment_dtype]
         host = state if run.optimizer.store_param_remainders else 300
         place = memory(0, run.training.micro_batch * held * GB, host=host * GB)
-        return replace(projection(run, cluster), memories=(place,))
+        passes = 20 / run.training.micro_batch
+        step = 20 + 5 * ("moe" in recomputed) + 7 * ("layer" in recomputed) + link_seconds * passes
+        return replace(projection(run, cluster, step), memories=(place,))
 
-    one = cluster_of(1, CLUSTER.hardware)  # 206 GB, of which the other state takes 45, and 250 GB in the host
+    one = cluster_of(1, CLUSTER.hardware)  # 206 GB, of which the other state takes 45, and 275 GB in the host
     run = load_run("debug", ["training.global_batch=20"])
     found = with_state_in_host_memory(run, one, plan, margin)
     assert found is not None
     words, there = found
     assert (there.run.offload.optimizer, there.run.offload.gradients) == (True, True)
     assert (there.run.optimizer.store_param_remainders, there.run.optimizer.moment_dtype) == (True, "bf16")
-    assert there.run.training.micro_batch == 5, "the largest up to 8 that divides the batch"
-    assert list(there.run.recompute.modules) == modules
+    assert there.run.training.micro_batch == rows, "10 or 5 of 20"
+    assert list(there.run.recompute.modules) == RECOMPUTED.get(modules, [modules])
     assert with_overrides(run, words, 1) == there.run
     muon = load_run("debug", ["optimizer.method=muon"])
     assert with_state_in_host_memory(muon, one, plan) is None, "its state stays on the device"
