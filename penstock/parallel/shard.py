@@ -90,11 +90,16 @@ class ShardedTensor:
         """The part in plain values: itself, or a copy in host memory, because a device may have no room."""
         return self if self.codec is None else self._plain(self.codec.decode([one.detach().cpu() for one in self.held]))
 
-    def room(self) -> "ShardedTensor":
-        """A part to fill with values, which `fill` takes: itself, or undefined memory."""
+    def room(self, device: torch.device | None = None) -> "ShardedTensor":
+        """A part to fill with values, which `fill` takes: itself, or undefined memory.
+
+        On a device this memory and what `fill` encodes need some times as much as the part; without one it is where the
+        codec's last tensor is.
+        """
         if self.codec is None:
             return self
-        return self._plain(torch.empty(self.tensor.shape, dtype=torch.float32, device=self.held[-1].device))
+        where = self.held[-1].device if device is None else device
+        return self._plain(torch.empty(self.tensor.shape, dtype=torch.float32, device=where))
 
     @torch.no_grad()
     def fill(self, values: Tensor) -> None:
