@@ -5,8 +5,8 @@ from dataclasses import replace
 from penstock.kernels.float8.launches import (
     BACKWARD,
     BACKWARD_DEFAULT,
-    PRODUCTS,
     COMPUTING_DEFAULT,
+    PRODUCTS,
     TRANSPOSING,
     TRANSPOSING_DEFAULT,
     BackwardLaunch,

@@ -153,7 +153,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, wants: tuple[bool, bool]) -> _Outcome:
     """The whole operator; `wants` says whether the gradients of x and of the head are needed.
 
-    Inside the loop T is the tokens of a chunk; its logits are overwritten by their gradient, unless the products make it.
+    Inside the loop T is the tokens of a chunk; logits_TV is overwritten by its own gradient, unless products make that.
     """
     wants_x, wants_head = wants
     tokens, columns = x_TD.shape[0], head_VD.shape[0]

@@ -289,9 +289,7 @@ def start_shards(case: Case, device: torch.device, folder: Path, ways: list[Way]
     batch = case.draw(device)
     torch.save(batch, folder / "batch.pt")
     start_method = "spawn" if device.type == "cuda" else "forkserver"  # the latter begins warm (tests/warm.py)
-    torch.multiprocessing.start_processes(
-        run_shard, (str(folder), device, ways), nprocs=2, start_method=start_method
-    )
+    torch.multiprocessing.start_processes(run_shard, (str(folder), device, ways), nprocs=2, start_method=start_method)
     return batch, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -112,8 +112,8 @@ class TileLaunch(KernelLaunch):
 # 64 numbers a thread. Two such programs share a multiprocessor, so that one loads while the other computes. Without a
 # limit the compiler can take more than 128 registers, which leaves room for only one; with 128 it spills none.
 TRANSPOSING = TileLaunch(block_rows=ALIGNMENT, block_columns=ALIGNMENT, warps=8, registers=128)
-# Where numbers are computed first, from angles of pairs of columns or from the labels of rows, which need registers too.
-# The compiler takes fewer than 128, so as many threads share a multiprocessor.
+# Where numbers are computed first, from angles of pairs of columns or labels of rows, which need registers too. The
+# compiler takes fewer than 128, so as many threads share a multiprocessor.
 COMPUTING = replace(TRANSPOSING, warps=16)
 # Where nothing is transposed: a block of depth 128, four loads of 16 bytes a thread. On an H200 as fast as a copy.
 ROWS_ONLY = TileLaunch(block_rows=32, block_columns=128, warps=4)
