@@ -170,7 +170,7 @@ def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, w
         logits_TV = buffer_TV[: labels_T[chunk].shape[0]]
         products.multiply(x_TD[chunk], logits_TV)
         rows = _Rows(logits_TV, labels_T[chunk], logsumexp_T[chunk], target_T[chunk])
-        _pass_over_rows(rows, plan, wants_gradient=(wants_x or wants_head) and not products.take_logits)
+        _pass_over_rows(rows, plan, wants_gradient=(wants_x or wants_head) and not products.makes_dlogits)
         if wants_x or wants_head:
             products.put_gradients(rows, None if dx_TD is None else dx_TD[chunk], dhead_VD, overwrite=start == 0)
 
@@ -181,7 +181,7 @@ def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, w
 class _Products:
     """Those of the operator, in the dtype of x and the head; of one chunk after the other."""
 
-    take_logits = False  # for gradients, in the place of the gradient of logits
+    makes_dlogits = False  # whether `put_gradients` makes the gradient of the logits from logits
 
     def __init__(self, head_VD: Tensor) -> None:
         self._head_VD = head_VD
@@ -194,7 +194,7 @@ class _Products:
     def put_gradients(self, rows: _Rows, dx_TD: Tensor | None, dhead_VD: Tensor | None, *, overwrite: bool) -> None:
         """Write the gradient of this chunk's x, and add that of the head in float32, or overwrite it; what is given.
 
-        Without `take_logits` the rows have the gradient of the logits in their place.
+        Unless it `makes_dlogits`, the rows have the gradient of the logits in their place.
         """
         if dx_TD is not None:
             torch.mm(rows.logits_TV, self._head_VD, out=dx_TD)
@@ -211,7 +211,7 @@ class _Float8Products:
         self._head = self._operators.quantize_weight(head_VD.detach(), rule.head, rule.forward)
         self._wants_head = wants_head
         # A scale for a whole row needs its largest gradient first, so there gradients are written in 16 bits.
-        self.take_logits = wants_head and rule.head.rows[1] != 0
+        self.makes_dlogits = wants_head and rule.head.rows[1] != 0
 
     def multiply(self, x_TD: Tensor, logits_TV: Tensor) -> None:
         columns = self._recipe.columns if self._wants_head else None
@@ -229,7 +229,7 @@ class _Float8Products:
     def _gradient(self, rows: _Rows) -> RowColQuantized:
         """The gradient of the logits by rows, and transposed for that of the head."""
         recipe, form = self._recipe, self._rule.gradient
-        if not self.take_logits:
+        if not self.makes_dlogits:
             columns = recipe.rows if self._wants_head else None
             return self._operators.quantize_rows(rows.logits_TV, recipe, form, columns=columns)
         place = {"first_label": self._plan.first_label, "z_weight": self._plan.z_weight}
