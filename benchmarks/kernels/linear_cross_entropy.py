@@ -5,7 +5,8 @@
 
 Every candidate takes bfloat16 hidden states and head and gives the mean loss and bfloat16 gradients. They take turns,
 so that clocks and heat are the same for all; the time is the median of all rounds. Peak memory is what a step
-allocates beyond its inputs, gradients included. Liger is left out where it is not installed.
+allocates beyond its inputs, gradients included. Liger is left out where it is not installed. Ours is also timed with
+products in 8 bits (`float8.head`), by the recipe blockwise-square.
 """
 
 import argparse
@@ -21,11 +22,16 @@ import triton
 from torch import Tensor
 
 from benchmarks import record
+from penstock.kernels.float8.operators import Float8Rule
+from penstock.kernels.float8.recipes import BLOCKWISE_SQUARE
+from penstock.kernels.float8.triton_operators import WITH_TORCH
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_kernel
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import KernelLaunch
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+IN_8_BITS = Float8Rule(head=BLOCKWISE_SQUARE, operators=WITH_TORCH)
 
 SWEEP = [
     KernelLaunch(block_rows=1, block_columns=columns, warps=warps, stages=stages)
@@ -114,6 +120,8 @@ def candidates(main_gradient_VD: Tensor) -> dict[str, Loss]:
         "ours, chunks of 2048": partial(ours, chunk_tokens=2048),
         "ours, chunks of 1024": partial(ours, chunk_tokens=1024),
     }
+    for tokens in (2048, 4096, 8192):
+        rivals[f"ours, 8 bits, chunks of {tokens}"] = partial(ours, chunk_tokens=tokens, float8=IN_8_BITS)
     if find_spec("liger_kernel"):
         # 256 tokens are its own choice at the default shape; it takes more in proportion to `growth`.
         for growth, tokens in ((1, 256), (16, 2048), (32, 4096), (64, 8192)):

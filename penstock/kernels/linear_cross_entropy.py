@@ -9,11 +9,15 @@ that. Tokens are independent here, so they are processed in chunks:
     dhead += dlogits^T x       cuBLAS, summed over the chunks in float32
 
 So forward computes the gradients for an incoming gradient of 1, and backward multiplies them by the real one. The host
-never waits. In 8 bits (`Float8Rule.head`) the head is quantized in each call, x and dlogits in each chunk.
+never waits.
+
+In 8 bits (`Float8Rule.head`) the head is quantized in each call, x in each chunk. The row pass finds logsumexp alone,
+and `Float8Operators.logits_gradient` reads the logits once more and writes their gradient by rows and transposed, in 8
+bits only: 6 bytes of a logit move, not 10. Where a scale belongs to a whole row, or the head needs no gradient, the
+gradient stands in place of the logits, as in 16 bits, and is quantized afterwards.
 
 With a process group the vocabulary is split over its ranks: each finds logsumexp of its own columns, two small
-all-reduces combine them, and the same kernel runs once more for the gradient alone. The row pass exists in Triton and
-in plain torch (for a CPU).
+all-reduces combine them, and the gradient alone follows. The row pass exists in Triton and in plain torch (for a CPU).
 """
 
 import math
@@ -27,13 +31,14 @@ from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.float8.operators import Float8Rule
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float32_products import add_product
 from penstock.kernels.language import HAS_TRITON, tl, triton
 from penstock.kernels.launching import on_gpu, start_kernel
-from penstock.kernels.reference import IGNORED_LABEL
+from penstock.kernels.reference import IGNORED_LABEL, logits_gradient
 from penstock.kernels.tuning import KernelLaunch
 
-LOGITS_BYTES = 2**30  # most bytes of the logits of a chunk of 4,096 tokens; above it a chunk has 2,048
+LOGITS_BYTES = 2**31  # most bytes of the logits of a chunk of 4,096 tokens; above it a chunk has 2,048
 # A program holds one row, `block_columns` of it at a time; loads run `stages` blocks ahead.
 LAUNCH = KernelLaunch(block_rows=1, block_columns=8192, warps=16, stages=3)
 SCALE_BLOCK = 4096  # elements of a program that scales a gradient
@@ -148,7 +153,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, wants: tuple[bool, bool]) -> _Outcome:
     """The whole operator; `wants` says whether the gradients of x and of the head are needed.
 
-    Inside the loop T is the tokens of a chunk; logits_TV is overwritten by its own gradient.
+    Inside the loop T is the tokens of a chunk; logits_TV is overwritten by its own gradient, unless products make that.
     """
     wants_x, wants_head = wants
     tokens, columns = x_TD.shape[0], head_VD.shape[0]
@@ -158,17 +163,16 @@ def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, w
     # The first chunk overwrites it, so only a batch without tokens needs the zeros.
     make_head_gradient = torch.empty_like if tokens else torch.zeros_like
     dhead_VD = make_head_gradient(head_VD, dtype=torch.float32) if wants_head else None
-    products = _Products(head_VD) if plan.float8 is None else _Float8Products(head_VD, plan.float8)
+    products = _Products(head_VD) if plan.float8 is None else _Float8Products(head_VD, plan, plan.float8, wants_head)
 
     for start in range(0, tokens, plan.chunk_tokens):
         chunk = slice(start, start + plan.chunk_tokens)
         logits_TV = buffer_TV[: labels_T[chunk].shape[0]]
-        products.multiply(x_TD[chunk], logits_TV, keep=wants_head)
+        products.multiply(x_TD[chunk], logits_TV)
         rows = _Rows(logits_TV, labels_T[chunk], logsumexp_T[chunk], target_T[chunk])
-        # From here on logits_TV holds the gradient of the logits, if one is wanted.
-        _pass_over_rows(rows, plan, wants_gradient=wants_x or wants_head)
+        _pass_over_rows(rows, plan, wants_gradient=(wants_x or wants_head) and not products.makes_dlogits)
         if wants_x or wants_head:
-            products.put_gradients(logits_TV, None if dx_TD is None else dx_TD[chunk], dhead_VD, overwrite=start == 0)
+            products.put_gradients(rows, None if dx_TD is None else dx_TD[chunk], dhead_VD, overwrite=start == 0)
 
     loss_T = logsumexp_T - target_T + plan.z_weight * logsumexp_T.square()
     return _Outcome(torch.where(labels_T != IGNORED_LABEL, loss_T, 0.0).sum(), dx_TD, dhead_VD)
@@ -177,47 +181,60 @@ def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, w
 class _Products:
     """Those of the operator, in the dtype of x and the head; of one chunk after the other."""
 
+    makes_dlogits = False  # whether `put_gradients` makes the gradient of the logits from logits
+
     def __init__(self, head_VD: Tensor) -> None:
         self._head_VD = head_VD
 
-    def multiply(self, x_TD: Tensor, logits_TV: Tensor, *, keep: bool) -> None:
-        """Write a chunk's logits, and `keep` what the gradient of the head needs."""
+    def multiply(self, x_TD: Tensor, logits_TV: Tensor) -> None:
+        """Write a chunk's logits."""
         self._x_TD = x_TD
         torch.mm(x_TD, self._head_VD.T, out=logits_TV)
 
-    def put_gradients(
-        self, dlogits_TV: Tensor, dx_TD: Tensor | None, dhead_VD: Tensor | None, *, overwrite: bool
-    ) -> None:
-        """Write the gradient of this chunk's x, and add that of the head in float32, or overwrite it; what is given."""
+    def put_gradients(self, rows: _Rows, dx_TD: Tensor | None, dhead_VD: Tensor | None, *, overwrite: bool) -> None:
+        """Write the gradient of this chunk's x, and add that of the head in float32, or overwrite it; what is given.
+
+        Unless it `makes_dlogits`, the rows have the gradient of the logits in their place.
+        """
         if dx_TD is not None:
-            torch.mm(dlogits_TV, self._head_VD, out=dx_TD)
+            torch.mm(rows.logits_TV, self._head_VD, out=dx_TD)
         if dhead_VD is not None:
-            add_product(dhead_VD, dlogits_TV.T, self._x_TD, overwrite=overwrite)
+            add_product(dhead_VD, rows.logits_TV.T, self._x_TD, overwrite=overwrite)
 
 
 class _Float8Products:
     """`_Products` in 8 bits, each operand in the blocks that it has in a dense product (models/float8_linear.py)."""
 
-    def __init__(self, head_VD: Tensor, rule: Float8Rule) -> None:
+    def __init__(self, head_VD: Tensor, plan: _Plan, rule: Float8Rule, wants_head: bool) -> None:
         assert rule.head is not None, "the output projection is in 16 bits"
-        self._rule, self._recipe, self._operators = rule, rule.head, rule.operators
+        self._plan, self._rule, self._recipe, self._operators = plan, rule, rule.head, rule.operators
         self._head = self._operators.quantize_weight(head_VD.detach(), rule.head, rule.forward)
+        self._wants_head = wants_head
+        # A scale for a whole row needs its largest gradient first, so there gradients are written in 16 bits.
+        self.makes_dlogits = wants_head and rule.head.rows[1] != 0
 
-    def multiply(self, x_TD: Tensor, logits_TV: Tensor, *, keep: bool) -> None:
-        columns = self._recipe.columns if keep else None
+    def multiply(self, x_TD: Tensor, logits_TV: Tensor) -> None:
+        columns = self._recipe.columns if self._wants_head else None
         self._x = self._operators.quantize_rows(x_TD, self._recipe, self._rule.forward, columns=columns)
         self._operators.multiply(self._x.rows, self._head.forward, logits_TV.dtype, out=logits_TV)
 
-    def put_gradients(
-        self, dlogits_TV: Tensor, dx_TD: Tensor | None, dhead_VD: Tensor | None, *, overwrite: bool
-    ) -> None:
-        columns = None if dhead_VD is None else self._recipe.rows
-        dlogits = self._operators.quantize_rows(dlogits_TV, self._recipe, self._rule.gradient, columns=columns)
+    def put_gradients(self, rows: _Rows, dx_TD: Tensor | None, dhead_VD: Tensor | None, *, overwrite: bool) -> None:
+        dlogits = self._gradient(rows)
         if dx_TD is not None:
             self._operators.multiply(dlogits.rows, self._head.backward, dx_TD.dtype, out=dx_TD)
         if dhead_VD is not None:
             target = {"out" if overwrite else "accumulate_into": dhead_VD}
             self._operators.multiply(dlogits.columns, self._x.columns, dhead_VD.dtype, **target)
+
+    def _gradient(self, rows: _Rows) -> RowColQuantized:
+        """The gradient of the logits by rows, and transposed for that of the head."""
+        recipe, form = self._recipe, self._rule.gradient
+        if not self.makes_dlogits:
+            columns = recipe.rows if self._wants_head else None
+            return self._operators.quantize_rows(rows.logits_TV, recipe, form, columns=columns)
+        place = {"first_label": self._plan.first_label, "z_weight": self._plan.z_weight}
+        logits_TV, labels_T, logsumexp_T, _ = rows
+        return self._operators.logits_gradient(logits_TV, labels_T, logsumexp_T, recipe, form, **place)
 
 
 def _scale(gradient: Tensor, scale: Tensor, out: Tensor, in_triton: bool, add: bool = False) -> Tensor:
@@ -256,21 +273,16 @@ def _join_shards(logsumexp_T: Tensor, target_T: Tensor, group: dist.ProcessGroup
 def _rows_in_torch(rows: _Rows, plan: _Plan, *, statistics: bool, gradient: bool) -> None:
     """`linear_cross_entropy_kernel` in torch."""
     logits_TV, labels_T, logsumexp_T, target_T = rows
-    values_TV = logits_TV.float()
-    counted_T = labels_T != IGNORED_LABEL
-    column_T = labels_T - plan.first_label
-    here_T = counted_T & (column_T >= 0) & (column_T < logits_TV.shape[1])
-    column_T1 = torch.where(here_T, column_T, 0)[:, None]
     if statistics:
+        values_TV, column_T = logits_TV.float(), labels_T - plan.first_label
         logsumexp_T.copy_(values_TV.logsumexp(-1))
-        exists_T = ~counted_T | ((labels_T >= 0) & (labels_T < plan.vocabulary))
+        here_T = (column_T >= 0) & (column_T < logits_TV.shape[1])
+        exists_T = (labels_T == IGNORED_LABEL) | ((labels_T >= 0) & (labels_T < plan.vocabulary))
         elsewhere_T = torch.where(exists_T, 0.0, math.nan)
-        target_T.copy_(torch.where(here_T, values_TV.gather(1, column_T1)[:, 0], elsewhere_T))
+        found_T = values_TV.gather(1, torch.where(here_T, column_T, 0)[:, None])[:, 0]
+        target_T.copy_(torch.where(here_T, found_T, elsewhere_T))
     if gradient:
-        factor_T = 1.0 + 2.0 * plan.z_weight * logsumexp_T  # of the softmax: cross entropy and z-loss
-        values_TV.sub_(logsumexp_T[:, None]).exp_().mul_(factor_T[:, None]).masked_fill_(~counted_T[:, None], 0.0)
-        values_TV.scatter_add_(1, column_T1, -here_T[:, None].float())
-        logits_TV.copy_(values_TV)
+        logits_TV.copy_(logits_gradient(logits_TV, labels_T, logsumexp_T, plan.first_label, plan.z_weight))
 
 
 def _rows_in_triton(rows: _Rows, plan: _Plan, *, statistics: bool, gradient: bool) -> None:
@@ -332,10 +344,17 @@ def linear_cross_entropy_kernel(
         factor = 1.0 + 2.0 * z_weight * logsumexp  # of the softmax: cross entropy and z-loss
         for start in range(0, columns, BLOCK):
             values = tl.load(logits_ptr + start + offsets, mask=start + offsets < readable, other=0.0).to(tl.float32)
-            slopes = tl.exp2(values * LOG2_E - logsumexp * LOG2_E) * factor
-            slopes = tl.where(start + offsets == column, slopes - 1.0, slopes)
+            slopes = logit_slopes(values, logsumexp, factor, start + offsets == column)
             slopes = tl.where(counted, slopes, 0.0).to(logits_ptr.dtype.element_ty)
             tl.store(logits_ptr + start + offsets, slopes, mask=start + offsets < columns)
+
+
+@triton.jit
+def logit_slopes(values, logsumexp, factor, is_label):
+    """Gradients of logits in float32: a factor times the softmax, less 1 for the label's."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    slopes = tl.exp2(values * LOG2_E - logsumexp * LOG2_E) * factor
+    return tl.where(is_label, slopes - 1.0, slopes)
 
 
 @triton.jit

@@ -359,3 +359,19 @@ def linear_cross_entropy(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, z_weig
     if z_weight:
         loss = loss + z_weight * (logits_TV.logsumexp(-1).square() * (labels_T != IGNORED_LABEL)).sum()
     return loss
+
+
+def logits_gradient(
+    logits_TV: Tensor, labels_T: Tensor, logsumexp_T: Tensor, first_label: int = 0, z_weight: float = 0.0
+) -> Tensor:
+    """Gradient of `linear_cross_entropy` with respect to its logits, in their dtype.
+
+    The columns may be a part of the vocabulary, from label `first_label` on; logsumexp (float32) is of all of it.
+    """
+    factor_T = 1.0 + 2.0 * z_weight * logsumexp_T  # of the softmax: cross entropy and z-loss
+    slopes_TV = (logits_TV.float() - logsumexp_T[:, None]).exp_().mul_(factor_T[:, None])
+    slopes_TV.masked_fill_((labels_T == IGNORED_LABEL)[:, None], 0.0)
+    column_T = labels_T - first_label
+    here_T = (column_T >= 0) & (column_T < logits_TV.shape[1])
+    slopes_TV.scatter_add_(1, torch.where(here_T, column_T, 0)[:, None], -here_T[:, None].float())
+    return slopes_TV.to(logits_TV.dtype)

@@ -448,7 +448,9 @@ _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
         **dict.fromkeys(("_foreach_lerp_", "_foreach_add_"), lambda operator, moved: 1.5 * moved),
         "_foreach_mul_": lambda operator, moved: 2.0 * moved,
         # Logits are read for the sum, read again and written as gradients. A profiler saw a little more than 3 times.
-        "linear_cross_entropy_kernel": lambda operator, moved: moved + 2.4 * operator.sizes[0],
+        "linear_cross_entropy_kernel": lambda operator, moved: (
+            moved * ("STATISTICS" in operator.switches) + 2.4 * operator.sizes[0] * ("GRADIENT" in operator.switches)
+        ),
     }
 )
 """Bytes that the memory moves, from an operator and the sum of its tensors, where that is not the sum."""
@@ -576,7 +578,7 @@ _TERMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", *sorted(_WAITS)), "dispatch"),
         **dict.fromkeys(("adamw_kernel", "_foreach_norm", "_foreach_zero_", "_foreach_copy_"), "optimizer"),
         **dict.fromkeys(("_foreach_lerp_", "_foreach_add_", "_foreach_mul_"), "optimizer"),
-        "linear_cross_entropy_kernel": "loss",
+        **dict.fromkeys(("linear_cross_entropy_kernel", "logits_gradient_kernel"), "loss"),
     }
 )
 """Terms of operators that compute little; others are elementwise."""

@@ -117,7 +117,7 @@ NORM            ^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Flo
 ATTENTION       ^(mla|latent)_heads_(backward_)?kernel$|^shared_key_backward_kernel$|^_(Mla|Latent)Heads(Backward)?$
 ATTENTION       ^delta_\w+_kernel$|^convolution_\w*kernel$|^_(DeltaRule|ShortConvolution)(Backward)?$
 POSITIONS       ^rotate_kernel$|^_Rotate
-LOSS            ^linear_cross_entropy_kernel$|^scale_kernel$|^_LinearCrossEntropy
+LOSS            ^(linear_cross_entropy|logits_gradient)_kernel$|^scale_kernel$|^_LinearCrossEntropy
 EMBED           ^_LookUpInto|^(sum|join)_runs_kernel$
 # dispatch and combine of other libraries, kernels and operators
 INDEX           {_EP}.*(layout|scan|routing_map|preprocess|update_expected)|moe_?a2a(prepare|sanitize)

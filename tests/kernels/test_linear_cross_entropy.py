@@ -3,9 +3,10 @@
 import importlib.util
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.float8.operators import REFERENCE, Float8Rule
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E5M2, RECIPES, Recipe, format_on
+from penstock.kernels.float8.quantized import RowColQuantized
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E5M2, RECIPES, ROWWISE, Recipe, format_on
 from penstock.kernels.float8.reference import multiply, quantize_rows, quantize_weight
 from penstock.kernels.linear_cross_entropy import default_chunk_tokens, linear_cross_entropy
 from penstock.kernels.reference import IGNORED_LABEL
@@ -156,8 +158,8 @@ def test_head_gradients_of_two_batches_add_up_in_float32(launch: KernelLaunch | 
 
 
 def test_chunks_shrink_with_a_large_vocabulary() -> None:
-    assert default_chunk_tokens(torch.empty(102_400, 1, dtype=torch.bfloat16)) == 4096
-    assert default_chunk_tokens(torch.empty(102_400, 1, dtype=torch.float32)) == 2048  # of the same bytes
+    assert default_chunk_tokens(torch.empty(201_088, 1, dtype=torch.bfloat16)) == 4096
+    assert default_chunk_tokens(torch.empty(201_088, 1, dtype=torch.float32)) == 2048  # of twice the bytes
 
 
 def test_misfits_are_refused(device: torch.device) -> None:
@@ -221,6 +223,28 @@ def test_a_sum_of_head_gradients_takes_those_in_8_bits() -> None:
     assert_close(sum_VD, 1 + expected_VD, tolerance=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "trains_head", "chunks"), [(BLOCKWISE_SQUARE, True, 2), (BLOCKWISE, False, 0), (ROWWISE, True, 0)]
+)
+def test_the_gradient_of_logits_is_written_in_8_bits_only_where_no_scale_needs_whole_rows(
+    recipe: Recipe, trains_head: bool, chunks: int
+) -> None:
+    made = []
+
+    def logits_gradient(*arguments: Any, **options: Any) -> RowColQuantized:
+        made.append(REFERENCE.logits_gradient(*arguments, **options))
+        return made[-1]
+
+    rule = Float8Rule(head=recipe, operators=replace(REFERENCE, logits_gradient=logits_gradient))
+    x_TD, head_VD, labels_T = Case(tokens=200, hidden=48, vocabulary=144).draw(torch.device("cpu"))
+    x_TD.requires_grad_()
+    linear_cross_entropy(x_TD, head_VD.requires_grad_(trains_head), labels_T, chunk_tokens=128, float8=rule)
+    assert len(made) == chunks
+    with torch.no_grad():
+        linear_cross_entropy(x_TD, head_VD, labels_T, chunk_tokens=128, float8=rule)
+    assert len(made) == chunks
+
+
 @pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
 def test_kernels_make_the_products_of_the_definition(recipe: Recipe, device: torch.device) -> None:
     from penstock.kernels.float8.triton_operators import TRITON
@@ -238,8 +262,11 @@ def test_kernels_make_the_products_of_the_definition(recipe: Recipe, device: tor
 
 # A vocabulary that is split over two ranks.
 
+Batch = tuple[Tensor, Tensor, Tensor]
+Way = tuple[KernelLaunch | None, Float8Rule | None]
 
-def run_shard(rank: int, folder: str, device: torch.device, launches: list[KernelLaunch | None]) -> None:
+
+def run_shard(rank: int, folder: str, device: torch.device, ways: list[Way]) -> None:
     """One of two processes: its half of the vocabulary; the results are saved for the test."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
@@ -247,8 +274,8 @@ def run_shard(rank: int, folder: str, device: torch.device, launches: list[Kerne
     shard_VD = head_VD.chunk(2)[rank]
     beyond_T = labels_T.index_fill(0, torch.tensor(0, device=device), len(head_VD))  # the first label is in no shard
     found = []
-    for launch in launches:
-        options = {"chunk_tokens": 8, "group": dist.group.WORLD, "launch": launch}
+    for launch, rule in ways:
+        options = {"chunk_tokens": 8, "group": dist.group.WORLD, "launch": launch, "float8": rule}
         trained = loss_and_gradients(linear_cross_entropy, x_TD, shard_VD, labels_T, 0.1, **options)
         evaluated = linear_cross_entropy(x_TD, shard_VD, labels_T, 0.1, **options)
         beyond = linear_cross_entropy(x_TD, shard_VD, beyond_T, 0.1, **options)
@@ -257,15 +284,19 @@ def run_shard(rank: int, folder: str, device: torch.device, launches: list[Kerne
     dist.destroy_process_group()
 
 
-def test_two_shards_of_the_vocabulary_equal_the_whole(device: torch.device, tmp_path: Path) -> None:
-    x_TD, head_VD, labels_T = Case(vocabulary=90).draw(device)
-    torch.save((x_TD, head_VD, labels_T), tmp_path / "batch.pt")
-    launches = [SMALL] if device.type == "cuda" else [SMALL, None]
-    arguments = (str(tmp_path), device, launches)
+def start_shards(case: Case, device: torch.device, folder: Path, ways: list[Way]) -> tuple[Batch, list[list[Any]]]:
+    """A batch, and what both ranks found in each of some ways."""
+    batch = case.draw(device)
+    torch.save(batch, folder / "batch.pt")
     start_method = "spawn" if device.type == "cuda" else "forkserver"  # the latter begins warm (tests/warm.py)
-    torch.multiprocessing.start_processes(run_shard, arguments, nprocs=2, start_method=start_method)
-    loss, dx_TD, dhead_VD = loss_and_gradients(reference.linear_cross_entropy, x_TD, head_VD, labels_T, 0.1)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    torch.multiprocessing.start_processes(run_shard, (str(folder), device, ways), nprocs=2, start_method=start_method)
+    return batch, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def test_two_shards_of_the_vocabulary_equal_the_whole(device: torch.device, tmp_path: Path) -> None:
+    ways = [(launch, None) for launch in ([SMALL] if device.type == "cuda" else [SMALL, None])]
+    batch, ranks = start_shards(Case(vocabulary=90), device, tmp_path, ways)
+    loss, dx_TD, dhead_VD = loss_and_gradients(reference.linear_cross_entropy, *batch, 0.1)
     for (loss_0, dx_0, dhead_0, *rest_0), (loss_1, dx_1, dhead_1, *rest_1) in zip(*ranks, strict=True):
         for found, evaluated, beyond in ((loss_0, *rest_0), (loss_1, *rest_1)):
             assert_close(found, loss)
@@ -273,6 +304,24 @@ def test_two_shards_of_the_vocabulary_equal_the_whole(device: torch.device, tmp_
             assert beyond.isnan(), "a label that no rank has"
         assert_close(dx_0 + dx_1, dx_TD, tolerance=1e-4)
         assert_close(torch.cat((dhead_0, dhead_1)), dhead_VD, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["definition", "kernels"])
+def test_two_shards_in_8_bits_equal_the_whole_in_8_bits(kernels: bool, device: torch.device, tmp_path: Path) -> None:
+    """Where blocks of a shard are those of the whole."""
+    if not kernels and device.type == "cuda":
+        pytest.skip("the row pass in torch is for CPUs")
+    if kernels:
+        from penstock.kernels.float8.triton_operators import TRITON
+    rule = Float8Rule(head=BLOCKWISE_SQUARE, operators=TRITON if kernels else REFERENCE)
+    way = SMALL if kernels else None, rule
+    batch, ((rank_0,), (rank_1,)) = start_shards(Case(vocabulary=256), device, tmp_path, [way])
+    options = {"chunk_tokens": 8, "launch": way[0], "float8": rule}
+    loss, dx_TD, dhead_VD = loss_and_gradients(linear_cross_entropy, *batch, 0.1, **options)
+    assert_close(rank_0[0], loss)
+    assert_close(rank_1[0], loss)
+    assert_close(rank_0[1] + rank_1[1], dx_TD, tolerance=1e-4)
+    assert_close(torch.cat((rank_0[2], rank_1[2])), dhead_VD, tolerance=1e-4)
 
 
 # Ahead-of-time compilation.

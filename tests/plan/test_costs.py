@@ -153,6 +153,24 @@ def test_a_kernel_that_computes_little_takes_the_time_of_its_bytes(operator: Rec
     assert COSTS.of(operator).seconds == pytest.approx(H200.host.kernel_seconds + moved / BANDWIDTH)
 
 
+def test_the_loss_reads_logits_once_for_their_sum_and_their_gradient_in_8_bits_is_written_once() -> None:
+    def seconds(name: str, *switches: str) -> float:
+        cost = COSTS.of(RecordedOp(name, ((2048, 102400), (2048,)), (1 << 30, 1 << 15), 2, switches))
+        assert cost.term == "loss"
+        return cost.seconds - H200.host.kernel_seconds
+
+    both, sums, gradients = (
+        seconds("linear_cross_entropy_kernel", *switches)
+        for switches in (("STATISTICS", "GRADIENT"), ("STATISTICS",), ("GRADIENT",))
+    )
+    assert both == pytest.approx(sums + gradients) and both / sums == pytest.approx(3.4, rel=1e-3)
+    # Two copies in 8 bits are as large as the logits.
+    copies = (1 << 29, 1 << 22) * 2
+    shapes = (2048, 102400), (2048,), *((102400, 2048), (16, 102400)) * 2
+    fused = COSTS.of(RecordedOp("logits_gradient_kernel", shapes, (1 << 30, 1 << 15, *copies), 2))
+    assert fused.term == "loss" and fused.seconds / sums == pytest.approx(2, rel=0.02)
+
+
 def test_the_optimizer_has_a_rate_of_its_own_and_a_storage_that_is_set_takes_no_time() -> None:
     cost = COSTS.of(RecordedOp("_foreach_norm", ((1000, 1000),), (4_000_000,), 4))
     rate = H200.peaks.memory_bytes_per_second * H200.efficiency.optimizer

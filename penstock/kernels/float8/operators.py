@@ -49,6 +49,7 @@ class Float8Operators:
     swiglu: Callable[..., RowColQuantized]
     swiglu_backward: Callable[..., SwigluForBackward]
     rms_norm: Callable[..., tuple[Tensor, Tensor, RowColQuantized]]
+    logits_gradient: Callable[..., RowColQuantized]
     tile_table: Callable[[Tensor, int], TileTable | None] = no_tile_table  # of all grouped products of a layer
     unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute  # in 16 bits, like the next one
     bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
@@ -124,6 +125,24 @@ def rms_norm(
     return normed_TD if keep_plain else _Carrier.apply(normed_TD), sum_TD, both
 
 
+def logits_gradient(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    logsumexp_T: Tensor,
+    recipe: Recipe,
+    form: Format,
+    *,
+    first_label: int = 0,
+    z_weight: float = 0.0,
+) -> RowColQuantized:
+    """`penstock.kernels.reference.logits_gradient`, quantized by rows and transposed; kernels write only these copies.
+
+    Blocks of `recipe.rows` must lie in tiles: kernels have not seen a whole row when they write a part of it.
+    """
+    dlogits_TV = plain.logits_gradient(logits_TV, labels_T, logsumexp_T, first_label, z_weight)
+    return reference.quantize_rows(dlogits_TV, recipe, form, columns=recipe.rows)
+
+
 class _Carrier(torch.autograd.Function):
     """Passes gradients on, and outputs NaN, so that a read of the carrier shows."""
 
@@ -148,6 +167,7 @@ REFERENCE = Float8Operators(
     swiglu=swiglu,
     swiglu_backward=swiglu_backward,
     rms_norm=rms_norm,
+    logits_gradient=logits_gradient,
 )
 
 

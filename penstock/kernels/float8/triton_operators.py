@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.kernels.bias_gradient import bias_gradient
 from penstock.kernels.float8 import torch_products
 from penstock.kernels.float8.latent_heads import mla_heads
+from penstock.kernels.float8.logits_gradient import logits_gradient
 from penstock.kernels.float8.norm import rms_norm
 from penstock.kernels.float8.operators import Float8Operators
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
@@ -43,6 +44,7 @@ TRITON = Float8Operators(
     swiglu=swiglu,
     swiglu_backward=swiglu_backward,
     rms_norm=rms_norm,
+    logits_gradient=logits_gradient,
     tile_table=tile_table,
     unpermute=unpermute,
     bias_gradient=bias_gradient,

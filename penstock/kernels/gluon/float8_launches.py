@@ -15,6 +15,7 @@ from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, DEPTH, 
 from penstock.kernels.gluon import support
 from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS, blocks_of, ragged_blocks_of
 from penstock.kernels.launching import start_kernel
+from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
 from penstock.kernels.tuning import programs_of
 
@@ -168,6 +169,30 @@ def launch_latent_heads(
         *source, by_row.values.view(torch.int8), by_row.scales.T, columns, by_column.scales.T, len(by_row.values),
         positions, *strides, by_row.values.stride(0), columns.stride(0), by_row.values.shape[1],
         **sizes, num_warps=launch.warps, maxnreg=launch.registers,
+    )  # fmt: skip
+
+
+def launch_logits_gradient(
+    source: tuple[Tensor, Tensor, Tensor],
+    both: RowColQuantized,
+    first_label: int,
+    z_weight: float,
+    form: Format,
+    launch: TileLaunch,
+) -> None:
+    """Write the gradient of logits by rows and transposed, in blocks of 1 x 128.
+
+    `source` is logits (bfloat16, T x V, both multiples of 128), labels and logsumexp of each row.
+    """
+    by_row, by_column = both
+    assert by_column is not None, "both are written"
+    columns = by_column.values.view(torch.int64)
+    tokens, width = source[0].shape
+    start_kernel(
+        kernels.logits_gradient_kernel, (width // TILE, tokens // TILE),
+        *source, by_row.values.view(torch.int8), by_row.scales.T, columns, by_column.scales.T,
+        tokens, width, first_label, z_weight, by_row.values.stride(0), columns.stride(0),
+        IGNORED=IGNORED_LABEL, LARGEST=form.largest, num_warps=launch.warps, maxnreg=launch.registers,
     )  # fmt: skip
 
 

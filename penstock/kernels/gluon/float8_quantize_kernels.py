@@ -10,6 +10,8 @@ during the turn before, and those of a tile's first turn while the tile before i
 `latent_heads_backward_kernel` makes the gradients of latent attention's heads. It is `quantize_kernel` with other
 places of a tile's columns, and with the rotation: a thread has eight neighbouring columns of two rows, so both numbers
 of a rotated pair. Words of two rows are unpacked for it and packed again, which rounds as the 16-bit kernel does.
+
+`logits_gradient_kernel` makes the gradient of the loss' logits, in the same way.
 """
 
 from triton import constexpr_function
@@ -30,6 +32,8 @@ from penstock.kernels.gluon.float8_tiles import (
     store_rows,
     unpack,
 )
+
+LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit(do_not_specialize=["R", "x_scales_depth"])
@@ -307,6 +311,66 @@ def _rotated(even, odd, cos_ptr, sin_ptr, offset, is_rotary):
     cos = gl.load(cos_ptr + offset, mask=is_rotary, other=0.0)
     sin = -gl.load(sin_ptr + offset, mask=is_rotary, other=0.0)
     return even * cos - odd * sin, even * sin + odd * cos
+
+
+@gluon.jit
+def logits_gradient_kernel(
+    logits_ptr, labels_ptr, logsumexp_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr,
+    R, V, first_label, z_weight, rows_stride, columns_stride,
+    IGNORED: gl.constexpr, LARGEST: gl.constexpr,
+):  # fmt: skip
+    """Quantize one tile, as `penstock.kernels.float8.logits_gradient.logits_gradient_kernel`.
+
+    R and V are multiples of 128. The pointer of columns, and their stride, count 8 bytes.
+    """
+    block, down = gl.program_id(0), gl.program_id(1)
+    start, first = block * TILE, down * TILE
+    source = (logits_ptr + first.to(gl.int64) * V + start, V, labels_ptr + first)
+    # All loads of a tile are issued before the first use.
+    loaded = (
+        _load_counted(source, IGNORED, 0),
+        _load_counted(source, IGNORED, 1),
+        _load_counted(source, IGNORED, 2),
+        _load_counted(source, IGNORED, 3),
+    )
+    buffer = allocate_words()
+    rows = rows_ptr + first.to(gl.int64) * rows_stride + start
+    row_scales = row_scales_ptr + block * R + first
+    row_facts = (labels_ptr + first, logsumexp_ptr + first, first_label + start, z_weight)
+    for turn in gl.static_range(TURNS):
+        place = places_of(turn)
+        lower = _slopes(_lower(loaded[turn]), row_facts, place, IGNORED)
+        upper = _slopes(_upper(loaded[turn]), row_facts, place + 1, IGNORED)
+        words = pack(lower, upper)
+        buffer.index(turn).store(words)
+        store_rows(rows, row_scales, words, turn, TILE, rows_stride, LARGEST)
+    at = start.to(gl.int64) * columns_stride + down * (TILE // 8)
+    store_columns(columns_ptr + at, column_scales_ptr + down * V + start, buffer, columns_stride, LARGEST, False)
+
+
+@gluon.jit
+def _load_counted(source, IGNORED: gl.constexpr, turn):
+    """Load the pairs of a turn; rows that are not counted are zero and not read."""
+    x_ptr, stride, labels_ptr = source
+    place = places_of(turn)
+    lower = gl.expand_dims(gl.load(labels_ptr + place) != IGNORED, 1)
+    upper = gl.expand_dims(gl.load(labels_ptr + place + 1) != IGNORED, 1)
+    x_ptrs = x_ptr + gl.expand_dims(place, 1).to(gl.int64) * stride + columns_of_tile()
+    return pair(gl.load(x_ptrs, mask=lower, other=0.0), gl.load(x_ptrs + stride, mask=upper, other=0.0))
+
+
+@gluon.jit
+def _slopes(x, row_facts, place, IGNORED: gl.constexpr):
+    """As `penstock.kernels.linear_cross_entropy.logit_slopes`; zero in rows that are not counted, whose x is zero."""
+    labels_ptr, logsumexp_ptr, first_label, z_weight = row_facts
+    label = gl.load(labels_ptr + place)
+    is_counted = label != IGNORED
+    logsumexp = gl.load(logsumexp_ptr + place, mask=is_counted, other=0.0)
+    factor = gl.where(is_counted, 1.0 + 2.0 * z_weight * logsumexp, 0.0)
+    column = label - first_label
+    column = gl.where((column >= 0) & (column < TILE), column, -1).to(gl.int32)
+    slopes = gl.exp2(x * LOG2_E - gl.expand_dims(logsumexp * LOG2_E, 1)) * gl.expand_dims(factor, 1)
+    return gl.where(gl.expand_dims(column, 1) == columns_of_tile(), slopes - 1.0, slopes)
 
 
 @gluon.jit

@@ -266,7 +266,7 @@ class Language(ModuleType):
     reshape = staticmethod(torch.reshape)
     split = staticmethod(lambda x: x.unbind(-1))
     join = staticmethod(lambda one, other: torch.stack((one, other), -1))
-    sum = staticmethod(torch.sum)
+    sum, exp2 = staticmethod(torch.sum), staticmethod(torch.exp2)
     num_warps = staticmethod(lambda: 8)
     program_id = staticmethod(lambda dim: value(PROGRAM[dim], torch.int32))
     num_programs = staticmethod(lambda dim: value(GRID[dim], torch.int32))
