@@ -148,6 +148,9 @@ def jobs_in(path: Path) -> list[Job]:
         for each in table.pop("each", ("",)):
             named = {key: _with_each(value, each) for key, value in table.items()}
             found.append(Job(**named | {"after": tuple(named.get("after", ()))}))
+    names = [job.name for job in found]
+    if wrong := [name for name in names if "/" in name or names.count(name) > 1]:
+        raise ValueError(f"{path}: jobs need names of their own without a slash; got {', '.join(wrong)}")
     return found
 
 

@@ -36,7 +36,7 @@ CASES = {
 def tune_cases(result: Result) -> str:
     """What each search found, how far its projections were off, and how far it is from the best of the sweep."""
     lines = [
-        "| run | trials | seconds | found | x preset | x torch | x torch, best | plan off by | corrected "
+        "| run | trials | seconds | found | x preset | x torch | or 4 rows | plan off by | corrected "
         "| over the best swept |",
         "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|",
     ]

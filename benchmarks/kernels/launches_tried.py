@@ -5,7 +5,7 @@ from dataclasses import replace
 from penstock.kernels.float8.launches import (
     BACKWARD,
     BACKWARD_DEFAULT,
-    COMPUTING_DEFAULT,
+    FUSED_DEFAULT,
     PRODUCTS,
     TRANSPOSING,
     TRANSPOSING_DEFAULT,
@@ -63,7 +63,7 @@ TRANSPOSING_LAUNCHES: dict[str, TileLaunch] = {
     "triton": TRANSPOSING,
     # Five programs share a multiprocessor; or four with more registers; or four with twice as many threads.
     "gluon": TRANSPOSING_DEFAULT,
-    "gluon_128": COMPUTING_DEFAULT,
+    "gluon_128": FUSED_DEFAULT,
     "gluon_8": replace(TRANSPOSING_DEFAULT, warps=8, registers=64),
 }
 """Quantization along both sides of a tile."""

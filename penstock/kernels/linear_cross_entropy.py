@@ -163,7 +163,7 @@ def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, w
     # The first chunk overwrites it, so only a batch without tokens needs the zeros.
     make_head_gradient = torch.empty_like if tokens else torch.zeros_like
     dhead_VD = make_head_gradient(head_VD, dtype=torch.float32) if wants_head else None
-    products = _Products(head_VD) if plan.float8 is None else _Float8Products(head_VD, plan, plan.float8, wants_head)
+    products = _Products(head_VD) if plan.float8 is None else _Float8Products(head_VD, plan, wants_head)
 
     for start in range(0, tokens, plan.chunk_tokens):
         chunk = slice(start, start + plan.chunk_tokens)
@@ -205,8 +205,9 @@ class _Products:
 class _Float8Products:
     """`_Products` in 8 bits, each operand in the blocks that it has in a dense product (models/float8_linear.py)."""
 
-    def __init__(self, head_VD: Tensor, plan: _Plan, rule: Float8Rule, wants_head: bool) -> None:
-        assert rule.head is not None, "the output projection is in 16 bits"
+    def __init__(self, head_VD: Tensor, plan: _Plan, wants_head: bool) -> None:
+        rule = plan.float8
+        assert rule is not None and rule.head is not None, "the output projection is in 16 bits"
         self._plan, self._rule, self._recipe, self._operators = plan, rule, rule.head, rule.operators
         self._head = self._operators.quantize_weight(head_VD.detach(), rule.head, rule.forward)
         self._wants_head = wants_head

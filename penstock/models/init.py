@@ -109,7 +109,7 @@ def initialize_masters(models: Iterable[nn.Module], parts: Mapping[str, ShardedT
         for _, _, parameter, init in _param_inits(model, seed, std):
             if parameter.dtype != torch.float32:
                 master = parts[f"model.{init.name}"]
-                # Numbers are drawn there, and encoding them on the host would take longer than all else of a start.
+                # Encoded on the parameter's device: on the host this would take longer than the rest of a start.
                 room = master.room(parameter.device)
                 init.fill(room)
                 master.fill(room.tensor)

@@ -81,7 +81,7 @@ class GradientOffload:
         """Take all layers to have sums of earlier micro-batches."""
         self._has_sum |= set(self._layers)
 
-    def pass_by(self) -> None:
+    def replay_backward(self) -> None:
         """Copy as in the backward pass of a micro-batch."""
         for layer in (*self._layers, EMBEDDING):
             self.reached(layer)

@@ -64,7 +64,7 @@ class RankMemory:
         graph_pool: memory of the update beside the pool of a captured pass, which it cannot use; 0 without graphs.
         libraries: work space of matrix products.
         reserve: context, and memory that the allocator reserves and does not hand out.
-        host: the optimizer's host memory. Not in `total`.
+        host: the optimizer's state and sums of gradients in host memory, and that of the process. Not in `total`.
         moment: of the step: `forward`, `backward`, ... and the stage, or `update`.
         terms: `activations` and `logits` of all micro-batches that are held, by the label of the allocating module.
     """

@@ -207,7 +207,7 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
             alone = replace(module.layer_context.axes, context=ALONE.context)
             module.layer_context = replace(module.layer_context, axes=alone)
     if optimizer is not None and optimizer.gradient_offload is not None:
-        _record_copies(optimizer.gradient_offload)
+        _record_copies(optimizer.gradient_offload, run)
         for decoder in decoders.values():
             decoder.reached = optimizer.gradient_offload.reached
     full_optimizer = full_optimizer or optimizer
@@ -235,14 +235,19 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
     )
 
 
-def _record_copies(gradients: GradientOffload) -> None:
-    """Sums of gradients move in the next pass as in every micro-batch but the first."""
-    gradients.have_sums()
-    for is_before in (True, False):
+def _record_copies(gradients: GradientOffload, run: Run) -> None:
+    """Sums of gradients move in the next pass as in every micro-batch but the first, which fetches nothing.
+
+    So all of a step are taken to fetch sums, unless there is only one.
+    """
+    has_several = run.training.global_batch > run.training.micro_batch
+    if has_several:
+        gradients.have_sums()
+    for is_before in (has_several, False):
         gradients.outward = RecordedCopyStream(SLOT_TO_HOST, SLOTS)
         gradients.inward = RecordedCopyStream(SLOT_FROM_HOST, SLOTS)
         if is_before:
-            gradients.pass_by()  # its last copies fill the slots for the next micro-batch
+            gradients.replay_backward()  # its last copies fill the slots for the next micro-batch
 
 
 def _layer_context(

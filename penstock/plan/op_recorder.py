@@ -324,7 +324,8 @@ class RecordedCopy(PendingCopy):
 class RecordedCopyStream(CopyStream):
     """A copy stream that records its copies under a name, such as `TO_HOST`.
 
-    Copies have the numbers 1, 2, ...; those of `slots` that take turns have the numbers of their slots, -1, -2, ...
+    Copies have the numbers 1, 2, ...; those of one pass over `slots` that take turns have the numbers of their slots,
+    -1, -2, ...
     """
 
     def __init__(self, name: str, slots: int = 0) -> None:

@@ -11,14 +11,15 @@ A second stream carries transfers between `fork` and `join`, hidden behind the c
 other down: only `OVERLAP_GAIN` of the hidden time is gained. Copies to and from host memory have a stream for each
 direction (penstock/parallel/offload.py) and slow nothing down; compute waits for room where too many bytes are on
 their way out, and for a storage that backward opens before it is back. A slot for sums of gradients
-(penstock/parallel/gradient_offload.py) needs no room, and is filled again once it has left. Captured work takes no time
-of the host.
+(penstock/parallel/gradient_offload.py) needs no room, and is filled again once it has left; slots and storages share
+the link. Captured work takes no time of the host.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.parallel.gradient_offload import SLOTS
 from penstock.parallel.offload import IN_FLIGHT_BYTES
 from penstock.plan.costs import HOST_LINK, OpCost
 from penstock.plan.op_recorder import (
@@ -74,7 +75,8 @@ class HostCopies:
         self._out = self._back = 0.0
         self._leaving: dict[str, tuple[float, int]] = {}
         self._left: dict[str, float] = {}  # slots
-        self._came: dict[str, float] = {}
+        # Slots are filled before the first pass.
+        self._came: dict[str, float] = {f"{-1 - slot}": 0.0 for slot in range(SLOTS)}
 
     def leave(self, number: str, size: int, seconds: float, *, launched: float, done: float) -> float:
         """A storage of `size` bytes starts its copy to the host; an earlier storage with this number is gone.
@@ -102,17 +104,17 @@ class HostCopies:
             return
         self._back = self._came[number] = max(self._back, done, launched) + seconds
 
-    def empty(self, number: str, seconds: float, *, launched: float, done: float) -> None:
+    def send_slot(self, number: str, seconds: float, *, launched: float, done: float) -> None:
         """A slot starts its copy to the host."""
         self._out = self._left[number] = max(self._out, done, launched) + seconds
 
-    def fill(self, number: str, seconds: float, *, launched: float) -> None:
+    def fetch_slot(self, number: str, seconds: float, *, launched: float) -> None:
         """A slot is filled from the host, after its copy out."""
         self._back = self._came[number] = max(self._back, self._left.pop(number), launched) + seconds
 
     def arrival(self, number: str) -> float:
-        """When a storage or a slot is back on the device; a slot without a copy is there."""
-        return self._came.get(number, 0.0)
+        """When a storage or a slot is back on the device."""
+        return self._came[number]
 
 
 class Streams:
@@ -202,9 +204,9 @@ class Streams:
         self._host += self._launch
         number, seconds = operator.switches[0], self._cost_of(operator).seconds
         if operator.name == SLOT_TO_HOST:
-            self._copies.empty(number, seconds, launched=self._host, done=self._main)
+            self._copies.send_slot(number, seconds, launched=self._host, done=self._main)
         elif operator.name == SLOT_FROM_HOST:
-            self._copies.fill(number, seconds, launched=self._host)
+            self._copies.fetch_slot(number, seconds, launched=self._host)
         elif operator.name == FROM_HOST:
             self._copies.come_back(number, seconds, launched=self._host, done=self._main)
         else:

@@ -35,8 +35,8 @@ CANNOT_START = "cannot-start"
 DISPATCHERS = ("all-to-all", "all-gather", "symmetric", "hierarchical")
 """Dispatchers that a sweep of expert ranks compares."""
 
-MOST_MICRO_BATCH_BESIDE_HOST = 2 * MOST_MICRO_BATCH
-"""Rows of a micro-batch whose sums of gradients pass through the link."""
+MOST_ROWS_WITH_OFFLOADED_GRADIENTS = 2 * MOST_MICRO_BATCH
+"""Largest micro-batch with `offload.gradients`."""
 
 HOST_FORMATS = (
     (),
@@ -135,8 +135,8 @@ def with_state_in_host_memory(run: Run, cluster: Cluster, plan: Planner, margin:
     """With which overrides a run fits one device and leaves a share of its memory; None if it does not.
 
     The host has the optimizer's state, in the first of `HOST_FORMATS` that it has room for, and the sums of gradients.
-    A larger micro-batch hides more of the sums' way, and may need more recomputation: of the two largest, each with the
-    least recomputation that fits, the faster one is taken.
+    A larger micro-batch hides more of the transfer of these sums, and may need more recomputation: of the two largest,
+    each with the least recomputation that fits, the faster one is taken.
     """
 
     @cache
@@ -152,7 +152,9 @@ def with_state_in_host_memory(run: Run, cluster: Cluster, plan: Planner, margin:
     formats = next((words for words in HOST_FORMATS if fitting(words, 1, whole)), None)
     if formats is None:
         return None
-    divisors = (rows for rows in range(MOST_MICRO_BATCH_BESIDE_HOST, 0, -1) if run.training.global_batch % rows == 0)
+    divisors = (
+        rows for rows in range(MOST_ROWS_WITH_OFFLOADED_GRADIENTS, 0, -1) if run.training.global_batch % rows == 0
+    )
     largest = islice((rows for rows in divisors if fitting(formats, rows, whole)), 2)
     found = [next(one for modules in (*lighter, whole) if (one := fitting(formats, rows, modules))) for rows in largest]
     return max(found, key=lambda one: one[1].time.tokens_per_second_per_device)

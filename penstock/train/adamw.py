@@ -96,9 +96,17 @@ def state_shapes(
 
 
 ROUNDED = StateCodec(decode=lambda one: one[0].float(), encode=lambda whole: (whole.bfloat16(),))
-_SPLIT = StateCodec(decode=lambda both: join(both[0], both[1]), encode=split)
 _PIECE = 1 << 24
 """Values that are coded at a time: their temporaries take a few hundred MB."""
+
+
+def _split(whole: Tensor) -> tuple[Tensor, Tensor]:
+    """`split` in pieces."""
+    values, rests = (torch.cat(one) for one in zip(*map(split, whole.view(-1).split(_PIECE)), strict=True))
+    return values.view(whole.shape), rests.view(whole.shape)
+
+
+_SPLIT = StateCodec(decode=lambda both: join(both[0], both[1]), encode=_split)
 
 
 def _encode(whole: Tensor, decades: int) -> tuple[Tensor, Tensor]:

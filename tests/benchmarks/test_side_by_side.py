@@ -103,3 +103,9 @@ def test_every_file_of_jobs_is_one() -> None:
         names = [job.name for job in jobs_in(file)]
         assert len(names) == len({*names})
         assert {name for job in jobs_in(file) for name in (*job.after, job.beside) if name} <= {*names}
+
+
+@pytest.mark.parametrize("name", ["one", "one/{each}"])
+def test_jobs_without_names_of_their_own_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="names of their own"):
+        jobs_in(write(tmp_path, {"each": ["a", "b"], "name": name, "command": "true"}))

@@ -97,11 +97,17 @@ RECOMPUTED = {"expert-activation": ["expert-activation", "norm", "latent-up"], "
 
 
 @pytest.mark.parametrize(
-    ("margin", "link_seconds", "rows", "modules"),
-    [(0.0, 0.0, 5, "expert-activation"), (0.0, 9.0, 10, "moe"), (0.1, 9.0, 10, "moe"), (0.3, 9.0, 10, "layer")],
+    ("batch", "margin", "link_seconds", "rows", "modules"),
+    [
+        (32, 0.0, 9.0, 16, "layer"),
+        (32, 0.0, 0.5, 8, "moe"),
+        (32, 0.35, 0.5, 16, "layer"),
+        (5, 0.0, 9.0, 5, "expert-activation"),
+        (5, 0.1, 9.0, 5, "moe"),
+    ],
 )
-def test_one_device_keeps_the_largest_state_in_host_memory_and_hides_its_way_or_recomputes_less(
-    margin: float, link_seconds: float, rows: int, modules: str
+def test_one_device_keeps_the_largest_state_in_host_memory_and_hides_transfers_or_recomputes_less(
+    batch: int, margin: float, link_seconds: float, rows: int, modules: str
 ) -> None:
     of_a_row = {0: 60, 1: 35, 3: 30}  # GB of activations by the number of recomputed modules
 
@@ -111,18 +117,18 @@ def test_one_device_keeps_the_largest_state_in_host_memory_and_hides_its_way_or_
         state = {"fp32": 280, "bf16": 260, "int8": 220}[run.optimizer.moment_dtype]
         host = state if run.optimizer.store_param_remainders else 300
         place = memory(0, run.training.micro_batch * held * GB, host=host * GB)
-        passes = 20 / run.training.micro_batch
+        passes = batch / run.training.micro_batch
         step = 20 + 5 * ("moe" in recomputed) + 7 * ("layer" in recomputed) + link_seconds * passes
         return replace(projection(run, cluster, step), memories=(place,))
 
     one = cluster_of(1, CLUSTER.hardware)  # 206 GB, of which the other state takes 45, and 275 GB in the host
-    run = load_run("debug", ["training.global_batch=20"])
+    run = load_run("debug", [f"training.global_batch={batch}"])
     found = with_state_in_host_memory(run, one, plan, margin)
     assert found is not None
     words, there = found
     assert (there.run.offload.optimizer, there.run.offload.gradients) == (True, True)
     assert (there.run.optimizer.store_param_remainders, there.run.optimizer.moment_dtype) == (True, "bf16")
-    assert there.run.training.micro_batch == rows, "10 or 5 of 20"
+    assert there.run.training.micro_batch == rows
     assert list(there.run.recompute.modules) == RECOMPUTED.get(modules, [modules])
     assert with_overrides(run, words, 1) == there.run
     muon = load_run("debug", ["optimizer.method=muon"])

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.kernels import rope
 from penstock.kernels.float8.gradient_side_channel import LatentHeadChannels, carrier_of
-from penstock.kernels.float8.launches import COMPUTING, COMPUTING_DEFAULT, TRANSPOSING, TRANSPOSING_DEFAULT, TileLaunch
+from penstock.kernels.float8.launches import FUSED, FUSED_DEFAULT, TRANSPOSING, TRANSPOSING_DEFAULT, TileLaunch
 from penstock.kernels.float8.quantize import empty_copy, memories_of, register_limit, row_stride, run_of, warps_of
 from penstock.kernels.float8.quantize_kernels import pair_neighbours, quantize_tile, tile_rows, transpose_tile
 from penstock.kernels.float8.quantized import RowColQuantized
@@ -138,14 +138,14 @@ def _fill(
     # Of batch, position and head, and of the angles' batch and position.
     strides = *x_BSHN.stride()[:3], *((0, 0) if cos_BSP is None else rope.angle_strides(cos_BSP, batch))
     source = x_BSHN, cos_BSP, sin_BSP
-    launch = launch or (TRANSPOSING_DEFAULT if angles is None else COMPUTING_DEFAULT)
+    launch = launch or (TRANSPOSING_DEFAULT if angles is None else FUSED_DEFAULT)
     if launch.engine == "gluon":
         copies, target = ([BLOCKWISE.rows] * 2, BLOCKWISE.scaling, [form]), target_of(x_BSHN.device)
         problem = float8_launches.quantize_obstacle(*copies, heads * width, target)
         if problem is None and x_BSHN.dtype == torch.bfloat16 and positions % DEPTH == 0:
             float8_launches.launch_latent_heads(source, both, positions, strides, sizes, launch)
             return
-        launch = TRANSPOSING if angles is None else COMPUTING  # of Triton, where Hopper's kernel cannot run
+        launch = TRANSPOSING if angles is None else FUSED  # of Triton, where Hopper's kernel cannot run
     start_kernel(
         latent_heads_backward_kernel, (heads * width // DEPTH, -(-tokens // DEPTH)),
         *source, *memories_of(rows), *memories_of(columns),

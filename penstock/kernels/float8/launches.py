@@ -114,13 +114,13 @@ class TileLaunch(KernelLaunch):
 TRANSPOSING = TileLaunch(block_rows=ALIGNMENT, block_columns=ALIGNMENT, warps=8, registers=128)
 # Where numbers are computed first, from angles of pairs of columns or labels of rows, which need registers too. The
 # compiler takes fewer than 128, so as many threads share a multiprocessor.
-COMPUTING = replace(TRANSPOSING, warps=16)
+FUSED = replace(TRANSPOSING, warps=16)
 # Where nothing is transposed: a block of depth 128, four loads of 16 bytes a thread. On an H200 as fast as a copy.
 ROWS_ONLY = TileLaunch(block_rows=32, block_columns=128, warps=4)
 # The launch of runs: five programs share a multiprocessor.
 TRANSPOSING_DEFAULT = replace(TRANSPOSING, engine="gluon", warps=4, registers=96)
 # The launch of runs where numbers are computed first: with 96 registers some are spilled.
-COMPUTING_DEFAULT = replace(TRANSPOSING_DEFAULT, registers=128)
+FUSED_DEFAULT = replace(TRANSPOSING_DEFAULT, registers=128)
 
 
 @dataclass(frozen=True, kw_only=True)

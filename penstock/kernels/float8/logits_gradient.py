@@ -11,7 +11,7 @@ A tile is 128 tokens x 128 columns, as in `quantize_kernels`.
 import torch
 from torch import Tensor
 
-from penstock.kernels.float8.launches import COMPUTING, COMPUTING_DEFAULT, TileLaunch
+from penstock.kernels.float8.launches import FUSED, FUSED_DEFAULT, TileLaunch
 from penstock.kernels.float8.quantize import empty_copy, memories_of, register_limit, row_stride, run_of, warps_of
 from penstock.kernels.float8.quantize_kernels import (
     pair_neighbours,
@@ -43,7 +43,7 @@ def logits_gradient(
 ) -> RowColQuantized:
     """`penstock.kernels.float8.operators.logits_gradient` in one kernel; logits are contiguous, labels int64.
 
-    Rows that are not counted are not read. `launch` replaces the default, `COMPUTING_DEFAULT`.
+    Rows that are not counted are not read. `launch` replaces the default, `FUSED_DEFAULT`.
     """
     tokens, width = logits_TV.shape
     shapes = (tokens, width), (width, tokens)
@@ -52,14 +52,14 @@ def logits_gradient(
     )
     if tokens == 0:
         return both
-    source, launch = (logits_TV, labels_T, logsumexp_T), launch or COMPUTING_DEFAULT
+    source, launch = (logits_TV, labels_T, logsumexp_T), launch or FUSED_DEFAULT
     if launch.engine == "gluon":
         copies, target = ([recipe.rows] * 2, recipe.scaling, [form]), target_of(logits_TV.device)
         problem = float8_launches.quantize_obstacle(*copies, width, target)
         if problem is None and logits_TV.dtype == torch.bfloat16 and tokens % ALIGNMENT == 0:
             float8_launches.launch_logits_gradient(source, both, first_label, z_weight, form, launch)
             return both
-        launch = COMPUTING  # of Triton, where Hopper's kernel cannot run
+        launch = FUSED  # of Triton, where Hopper's kernel cannot run
     start_kernel(
         logits_gradient_kernel, (triton.cdiv(width, launch.block_columns), triton.cdiv(tokens, launch.block_rows)),
         *source, *memories_of(rows), *memories_of(columns),

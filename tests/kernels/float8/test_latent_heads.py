@@ -17,7 +17,7 @@ from penstock.kernels.float8.gradient_side_channel import (
     carrier_of,
     latent_heads_obstacle,
 )
-from penstock.kernels.float8.launches import COMPUTING_DEFAULT, TRANSPOSING, TileLaunch
+from penstock.kernels.float8.launches import FUSED_DEFAULT, TRANSPOSING, TileLaunch
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, ROWWISE, Format, format_on
 from penstock.kernels.float8.reference import quantize_rows
@@ -214,7 +214,7 @@ def test_hoppers_kernel_moves_tiles_in_wide_pieces_without_spills(launch: TileLa
     queries, keys, values, _ = compiled("sm_90", launch)
     for found, spilled in ((queries, SPILLED_BY_TRITON_3_9), (keys, 0), (values, 0)):
         assert found.spills <= spilled and found.registers <= launch.registers, found.summary
-        assert found.spills == 0 or launch != COMPUTING_DEFAULT, found.summary
+        assert found.spills == 0 or launch != FUSED_DEFAULT, found.summary
         assert not re.search(r"st\.global(?:\.\w+)*\.b8", found.asm), "rows"
         numbers = 128 * 128 // (32 * launch.warps)  # of one thread in a tile
         assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", found.asm)) >= numbers // 8

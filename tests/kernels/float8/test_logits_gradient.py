@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.kernels.launches_tried import TRANSPOSING_LAUNCHES
 from penstock.kernels.float8 import logits_gradient as module
 from penstock.kernels.float8 import operators
-from penstock.kernels.float8.launches import COMPUTING, COMPUTING_DEFAULT, TileLaunch
+from penstock.kernels.float8.launches import FUSED, FUSED_DEFAULT, TileLaunch
 from penstock.kernels.float8.logits_gradient import logits_gradient
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe, format_on
@@ -146,7 +146,7 @@ def test_triton_replaces_hoppers_kernel_where_it_cannot_run(monkeypatch: pytest.
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("launch", {"triton": COMPUTING, **GLUON}.values(), ids=["triton", *GLUON])
+@pytest.mark.parametrize("launch", {"triton": FUSED, **GLUON}.values(), ids=["triton", *GLUON])
 @pytest.mark.parametrize(("tokens", "width"), [(4096, 102_400), (2048, 201_088), (1000, 37_984)], ids=str)
 def test_a_hopper_gives_the_copies_of_both_kernels_and_of_the_definition(
     tokens: int, width: int, launch: TileLaunch, hopper: torch.device
@@ -178,7 +178,7 @@ def compiled(target: str, launch: TileLaunch | None = None) -> Compiled:
 @pytest.mark.often("sm_90", "gfx942")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernel_compiles_for_every_chip_without_spills(target: str) -> None:
-    found = compiled(target, COMPUTING)
+    found = compiled(target, FUSED)
     assert found.spills == 0, found.summary
     if not target.startswith("gfx"):
         assert re.search(r"ld\.global(?:\.\w+)*\.v4\.b32", found.asm), "loads are 16 bytes wide"
@@ -191,7 +191,7 @@ def test_the_kernel_compiles_for_every_chip_without_spills(target: str) -> None:
 def test_hoppers_kernel_moves_tiles_in_wide_pieces_without_spills(launch: TileLaunch) -> None:
     found = compiled("sm_90", launch)
     assert found.spills <= SPILLED_BY_TRITON_3_9 and found.registers <= launch.registers, found.summary
-    assert found.spills == 0 or launch != COMPUTING_DEFAULT, found.summary
+    assert found.spills == 0 or launch != FUSED_DEFAULT, found.summary
     assert not re.search(r"st\.global(?:\.\w+)*\.b8", found.asm), "rows"
     numbers = 128 * 128 // (32 * launch.warps)  # of one thread in a tile
     assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", found.asm)) >= numbers // 8
