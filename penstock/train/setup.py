@@ -5,6 +5,7 @@ the memory counts what the layout needs at least on each rank: weights, gradient
 backward reads, and the token ids of a step. A run that it refuses cannot fit; `penstock plan` projects the full need.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -205,9 +206,10 @@ _ID_BYTES = 8
 class MemoryNeed:
     """Least memory of one rank, in bytes."""
 
-    state: int  # weights, gradients and optimizer
+    state: int  # weights, gradients and optimizer, on the device
     activations: int
     rows: int  # token ids of a step, in host memory
+    offloaded: int  # gradients and optimizer, in host memory
 
 
 def least_memory_need(run: Run, grid: Grid) -> MemoryNeed:
@@ -216,12 +218,14 @@ def least_memory_need(run: Run, grid: Grid) -> MemoryNeed:
     size = size_of(model, training.sequence_length)
     routed = routed_parameters(model)
     dense = size.parameters + size.mtp_parameters - routed
-    state = _state(run, dense / (grid.tensor * grid.pipeline), grid.data * grid.context)
-    state += _state(run, routed / (grid.expert * grid.expert_tensor * grid.pipeline), grid.expert_data)
+    of_dense = _state(run, dense / (grid.tensor * grid.pipeline), grid.data * grid.context)
+    of_routed = _state(run, routed / (grid.expert * grid.expert_tensor * grid.pipeline), grid.expert_data)
+    state, offloaded = (int(one + other) for one, other in zip(of_dense, of_routed, strict=True))
     width = model.hidden_size * (2 if training.precision == "bf16" else 4)  # bytes per position
     positions = training.micro_batch * training.sequence_length / (grid.tensor * grid.context)
     kept = 0 if run.offload.activations else model.layers / grid.pipeline * positions * width
-    return MemoryNeed(int(state), int(kept), 2 * training.global_batch * (training.sequence_length + 1) * _ID_BYTES)
+    rows = 2 * training.global_batch * (training.sequence_length + 1) * _ID_BYTES
+    return MemoryNeed(state, int(kept), rows, offloaded)
 
 
 def find_shortage(run: Run, grid: Grid, device: torch.device, local_ranks: int) -> DeviceError | None:
@@ -232,23 +236,32 @@ def find_shortage(run: Run, grid: Grid, device: torch.device, local_ranks: int) 
     if not run.host.check_memory:
         return None
     need = least_memory_need(run, grid)
-    wanted = need.state + need.activations
     if device.type == "cuda":
-        where = "GPU"
-        there: int | None = torch.cuda.get_device_properties(device).total_memory
+        there = torch.cuda.get_device_properties(device).total_memory
+        problem = _shortage(run, "GPU", there, {"state": need.state, "activations": need.activations}, 1)
+        on_host = {"offloaded": need.offloaded, "rows": need.rows}
     else:
-        where, there = "machine", host_bytes()
-        wanted = (wanted + need.rows) * local_ranks
+        problem, on_host = None, vars(need)
+    return problem or _shortage(run, "machine", host_bytes(), on_host, local_ranks)
+
+
+def _shortage(run: Run, where: str, there: int | None, needs: Mapping[str, int], ranks: int) -> DeviceError | None:
+    """The error if `ranks` ranks need more than there is; None if they do not, or if that is unknown."""
+    wanted = sum(needs.values()) * ranks
     if there is None or wanted <= there:
         return None
-    of_ranks = f" of {local_ranks} ranks" if where == "machine" and local_ranks > 1 else ""
-    larger = max(("state", "activations", "rows"), key=lambda name: vars(need)[name])
-    cause = {
-        "state": "weights, gradients and optimizer",
-        "activations": f"activations of training.sequence_length {run.training.sequence_length:,}",
-        "rows": f"{run.training.global_batch:,} rows of training.sequence_length {run.training.sequence_length:,}",
-    }[larger]
-    smaller = "a smaller model, such as its first layers (NAME-4l)" if larger == "state" else "shorter or fewer rows"
+    rows = f"training.sequence_length {run.training.sequence_length:,}"
+    causes = {
+        "state": ("weights, gradients and optimizer", "a smaller model, such as its first layers (NAME-4l)"),
+        "activations": (f"activations of {rows}", "shorter or fewer rows"),
+        "rows": (f"{run.training.global_batch:,} rows of {rows}", "shorter or fewer rows"),
+        "offloaded": (
+            "gradients and optimizer in host memory",
+            "smaller formats, optimizer.moment_dtype=int8 and optimizer.store_param_remainders=true",
+        ),
+    }
+    cause, smaller = causes[max(needs, key=lambda name: needs[name])]
+    of_ranks = f" of {ranks} ranks" if ranks > 1 else ""
     return DeviceError(
         f"run {run.name} does not fit into the memory of this {where}: {cause}{of_ranks} are most of what it needs",
         got=f"a need of {wanted / 1e9:,.1f} GB or more, and {there / 1e9:,.1f} GB",
@@ -257,21 +270,17 @@ def find_shortage(run: Run, grid: Grid, device: torch.device, local_ranks: int) 
     )
 
 
-def _state(run: Run, parameters: float, copies: int) -> float:
-    """Bytes of weights, gradients and optimizer on one rank, for parameters that `copies` ranks have."""
+def _state(run: Run, parameters: float, copies: int) -> tuple[float, float]:
+    """Bytes of a rank for parameters that `copies` ranks have: on the device, and offloaded to the host."""
     divides, shards = shard(run), min(run.parallel.shard_size or copies, copies)
     is_own = run.training.precision == "fp32" or divides == "full"  # the weight is its own master
-    weight, gradient = 4 if is_own else 2, 4
     dtype, is_muon = torch.float32 if is_own else torch.bfloat16, run.optimizer.method == "muon"
     state = state_shapes((1, BLOCK), dtype, run.optimizer, is_muon=is_muon)
-    optimizer = sum(one.nbytes for one in state.values()) / BLOCK
-    if run.offload.optimizer:
-        optimizer = 0
-    if run.offload.gradients:
-        gradient = 0
-    if divides == "full":
-        return parameters * (weight + gradient + optimizer) / shards
-    return parameters * (weight + gradient + optimizer / (shards if divides == "optimizer" else 1))
+    part = parameters / (shards if divides == "full" else 1)
+    optimizer = parameters / (1 if divides == "none" else shards) * sum(one.nbytes for one in state.values()) / BLOCK
+    gradient, weight = part * torch.float32.itemsize, part * (4 if is_own else 2)
+    offloaded = optimizer * run.offload.optimizer + gradient * run.offload.gradients
+    return weight + gradient + optimizer - offloaded, offloaded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from penstock.base.errors import ConfigError, DataError
+from penstock.base.errors import ConfigError, DataError, DeviceError
 from penstock.config.data import Data
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
@@ -14,6 +15,7 @@ from penstock.config.parallel import Offload, Recompute
 from penstock.config.run import Run
 from penstock.config.training import Evaluation, Optimizer
 from penstock.parallel.launch.host import host_bytes
+from penstock.train import setup
 from penstock.train.setup import (
     Rehearsal,
     Session,
@@ -106,9 +108,10 @@ def test_the_state_of_a_rank_is_what_it_holds_or_little_less(overrides: tuple[st
     world = 4 if overrides[1:] or "parallel" in "".join(overrides) else 1
     held = rehearse(run, world=world, rank=0)
     holds = held.memory.weights + held.memory.gradients + held.memory.optimizer
-    needs = least_memory_need(run, grid_of(run, world)).state
+    needs = least_memory_need(run, grid_of(run, world))
     passing_through = 0.5 if run.offload.optimizer else 0  # Room for what is on its way between host and device.
-    assert (0.85 - passing_through) * holds <= needs <= 1.001 * holds
+    assert (0.85 - passing_through) * holds <= needs.state <= 1.001 * holds
+    assert 0.85 * held.memory.host <= needs.offloaded <= 1.001 * held.memory.host
 
 
 def test_one_rank_needs_the_state_of_the_run() -> None:
@@ -133,6 +136,21 @@ def test_what_does_not_fit_is_said_with_what_to_do(target: str, overrides: tuple
     assert "of 100000 ranks" in str(find_shortage(fitting, grid_of(fitting, 1), CPU, 100_000)), "they share the memory"
     wanted = load_run(target, [*overrides, "host.check_memory=false"])
     assert find_shortage(wanted, grid_of(wanted, 1), CPU, 1) is None
+
+
+def test_a_run_whose_offloaded_state_is_more_than_the_hosts_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shortage(*overrides: str, ranks: int = 1) -> DeviceError | None:
+        run = load_run("deepseek-v2-lite", ["offload.optimizer=true", "offload.gradients=true", *overrides])
+        return find_shortage(run, grid_of(run, 1), torch.device("cuda"), ranks)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=85 * 10**9))
+    monkeypatch.setattr(setup, "host_bytes", lambda: 128 * 2**30)
+    told = str(shortage())
+    assert re.search("memory of this machine: gradients and optimizer in host memory.*got a need of 251.* GB", told)
+    smaller = "optimizer.moment_dtype=int8", "optimizer.store_param_remainders=true"
+    assert all(word in told for word in smaller)
+    assert shortage(*smaller) is None
+    assert "of 2 ranks" in str(shortage(*smaller, ranks=2)), "they share the memory"
 
 
 def test_a_container_has_what_its_limit_says(tmp_path: Path) -> None:
