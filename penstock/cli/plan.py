@@ -89,6 +89,9 @@ Network = Annotated[
     str | None,
     typer.Option("--network", metavar="A=B,...", help="Network: pod_nodes=4,oversubscription=8,rails=true."),
 ]
+HostMemory = Annotated[
+    float | None, typer.Option("--host-memory", metavar="GB", min=1, help="Of the host, for each device.")
+]
 Layout = Annotated[
     str | None, typer.Option("--layout", metavar="A=B,...", help="Only this one: pp=24,ep=8,cp=2; own: as it is.")
 ]
@@ -131,7 +134,7 @@ Trainer = Annotated[
     str,
     typer.Option("--software", metavar="NAME[,A=B]", help=f"Trainer that runs the layout: {', '.join(SOFTWARE)}."),
 ]
-Saving = Annotated[str, typer.Option("--saving", metavar="HOW", help="run, or conventional: as unfused kernels keep.")]
+Saving = Annotated[str, typer.Option("--saving", metavar="HOW", help="run, or conventional: unfused.")]
 TrainTokens = Annotated[
     str | None, typer.Option("--tokens", metavar="N", help="Train on so many: days, GPU-hours, ...")
 ]
@@ -169,6 +172,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
     tokens: Tokens = None,
     top: Top = 10,
     network: Network = None,
+    host_memory: HostMemory = None,
     topic: Topic = None,
     compared: Compared = None,
     scales: Scales = None,
@@ -197,7 +201,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
     _check({"--explain": topic, **others}, files, force=force)
     searches = layout is None and compared is None
     assumptions = _assumptions(imbalance, saving, routing, software, writes=write is not None, searches=searches)
-    cluster, planner = parse_cluster(on, network), partial(project, assumptions=assumptions)
+    cluster, planner = parse_cluster(on, network, host_memory), partial(project, assumptions=assumptions)
     words = overrides or []
     if compared is not None:
         of_both = [target, *words] if target else words
@@ -237,8 +241,8 @@ def plan(  # noqa: PLR0913 - one argument for each option
     if write is not None:
         print_next("train", write, to_stderr=True)
     elif not as_json and _can_be_written(found, assumptions):
-        asked = {"--on": on, "--network": network, "--only": only or None, "--layout": layout}
-        _print_next_plan([target, *words], asked | {"--global-batch-tokens": tokens})
+        asked = {"--network": network, "--host-memory": host_memory, "--only": only or None, "--layout": layout}
+        _print_next_plan([target, *words], {"--on": on, **asked, "--global-batch-tokens": tokens})
 
 
 def _searched(question: SearchRequest, planner: Planner) -> Plan:

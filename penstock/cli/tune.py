@@ -37,6 +37,7 @@ from penstock.cli.output import budget_seconds, check_output, print_next, print_
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
 from penstock.parallel.launch.environment import Environment, read_environment
+from penstock.parallel.launch.host import host_bytes
 from penstock.parallel.launch.local import processes_to_start
 from penstock.parallel.launch.rendezvous import Rendezvous
 from penstock.plan.candidates import fixed_by
@@ -228,6 +229,7 @@ def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRa
         local_ranks=local,
         on_gpu=on_gpu,
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if on_gpu else 0,
+        host_bytes=host_bytes() or 0,
     )
     found = faults(ground)
     cluster = cluster_here(ground, asked.hardware)

@@ -14,7 +14,7 @@ The network joins the nodes of a pod (a row of racks, a scalable unit) at full b
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -361,6 +361,12 @@ class Cluster:
         """
         pod = max(1, self.pod_devices // stride) if self.pod_devices else 0
         return group_of(ranks, max(1, self.node_devices // stride), pod)
+
+
+def with_host_memory(hardware: Hardware, memory_bytes: int) -> Hardware:
+    """The hardware with so much memory of the host for each device."""
+    link = hardware.host_link.model_copy(update={"memory_bytes": memory_bytes})
+    return replace(hardware, host_link=link)
 
 
 def cluster_of(devices: int, hardware: Hardware) -> Cluster:

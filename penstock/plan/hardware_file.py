@@ -49,6 +49,7 @@ from penstock.plan.hardware import (
     SourcedTable,
     TransferPoint,
     cluster_of,
+    with_host_memory,
 )
 
 PACKAGED = Path(__file__).with_name("hardware_data")
@@ -97,10 +98,10 @@ def load_hardware(name_or_path: str) -> Hardware:
     return read_hardware(PACKAGED / f"{name.lower()}.toml")
 
 
-def parse_cluster(text: str, network: str | None = None) -> Cluster:
+def parse_cluster(text: str, network: str | None = None, host_gb: float | None = None) -> Cluster:
     """A cluster from a text such as `768xMI300X` or `8xmine.toml`; a HardwareError if it is none.
 
-    `network` is that of `with_network`; None for the file's.
+    `network` is that of `with_network`, `host_gb` a device's share of host memory in GB; None for the file's.
     """
     match = re.fullmatch(r"\s*(?P<devices>[0-9]{1,40})\s*[xX]\s*(?P<hardware>\S.*?)\s*", text)
     if match is None or int(match["devices"]) < 1:
@@ -111,7 +112,10 @@ def parse_cluster(text: str, network: str | None = None) -> Cluster:
             allowed="768xMI300X, 8xmine.toml",
             fix=asked([f"{loose[1]}x{loose[2]}"]) if loose is not None and int(loose[1]) else None,
         )
-    cluster = cluster_of(int(match["devices"]), load_hardware(match["hardware"]))
+    hardware = load_hardware(match["hardware"])
+    if host_gb is not None:
+        hardware = with_host_memory(hardware, int(host_gb * 1e9))
+    cluster = cluster_of(int(match["devices"]), hardware)
     return cluster if network is None else with_network(cluster, network)
 
 

@@ -17,7 +17,7 @@ from penstock.base.devices import chip_named
 from penstock.base.errors import DeviceError
 from penstock.base.files import write_whole
 from penstock.parallel.launch.process import device_name
-from penstock.plan.hardware import Cluster, cluster_of
+from penstock.plan.hardware import Cluster, cluster_of, with_host_memory
 from penstock.plan.hardware_file import known_hardware, load_hardware
 from penstock.tune.trial_ranks import StartRanks, run_ranks
 
@@ -35,7 +35,7 @@ PREFLIGHT_SECONDS, CALIBRATE_SECONDS = 150.0, 600.0
 class Ground:
     """Where the trials run: so many ranks, and so many of them on each machine; `cache` is the folder for results.
 
-    `memory_bytes` are those of a device as its driver says, 0 if unknown.
+    `memory_bytes` are those of a device as its driver says, `host_bytes` those of a machine; 0 if unknown.
     """
 
     starter: StartRanks
@@ -44,6 +44,7 @@ class Ground:
     local_ranks: int
     on_gpu: bool
     memory_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def device(self) -> str:
@@ -80,7 +81,7 @@ def faults(ground: Ground) -> tuple[str, ...]:
 def cluster_here(ground: Ground, asked: str | None) -> Cluster:
     """These ranks on the chip that is asked for or known, or else as they were calibrated. Raises a DeviceError.
 
-    No device has more memory than its driver says, whatever chip is asked for.
+    No device has more memory than its driver says, and no more of the host than there is, whatever chip is asked for.
     """
     chip = chip_named(ground.device) if ground.on_gpu else None
     if asked is None and chip is not None and chip.pattern in known_hardware():
@@ -96,6 +97,8 @@ def cluster_here(ground: Ground, asked: str | None) -> Cluster:
     if 0 < ground.memory_bytes < AS_NAMED * hardware.memory.capacity_bytes:
         memory = hardware.memory.model_copy(update={"capacity_bytes": ground.memory_bytes})
         hardware = replace(hardware, memory=memory)
+    if 0 < (share := ground.host_bytes // ground.local_ranks) < hardware.host_link.memory_bytes:
+        hardware = with_host_memory(hardware, share)
     return cluster_of(ground.ranks, hardware)
 
 

@@ -258,6 +258,16 @@ def test_where_nothing_fits_one_device_a_run_with_state_in_host_memory_is_told(
     assert "would fit" not in shown("debug", "training.global_batch=8", "--on", "2xMI300X")
 
 
+@pytest.mark.parametrize(("host", "fits"), [("10", False), ("100", True)])
+def test_a_run_needs_the_memory_of_its_host_that_is_said(
+    host: str, fits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["offload.optimizer=true", "--on", "1xH200", "--layout", "own", "--host-memory", host, "--json"]
+    assert main(["plan", "deepseek-v2-lite-2l", *words]) == 0
+    (candidate,) = json.loads(capsys.readouterr().out)["candidates"]
+    assert candidate["fits"] is fits
+
+
 def test_nothing_is_written_where_nothing_fits(planner: MadeUp, tmp_path: Path) -> None:
     path = tmp_path / "best.toml"
     assert "no layout of debug fits" in refused("debug", *ON, "--layout", "ep=16", "--write", path, starts=True)

@@ -98,3 +98,10 @@ def test_no_device_has_more_memory_than_its_driver_says(tmp_path: Path, driver: 
     there = replace(ground(tmp_path, Starter("", 0)), memory_bytes=driver)
     named = load_hardware("H200").memory.capacity_bytes
     assert cluster_here(there, "H200").hardware.memory.capacity_bytes == (driver if kept else named)
+
+
+@pytest.mark.parametrize(("host", "kept"), [(512 * 10**9, True), (2**41, False), (0, False)])
+def test_no_device_has_more_of_the_host_than_there_is(tmp_path: Path, host: int, kept: bool) -> None:
+    there = replace(ground(tmp_path, Starter("", 0), ranks=4, local=4), host_bytes=host)
+    named = load_hardware("H200").host_link.memory_bytes
+    assert cluster_here(there, "H200").hardware.host_link.memory_bytes == (host // 4 if kept else named)
