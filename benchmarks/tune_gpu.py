@@ -99,11 +99,18 @@ def case_summary(parts: Mapping[str, Any], sweep: Mapping[str, Any] | None) -> d
     return found
 
 
+def projected_errors(sweep: Mapping[str, Any]) -> list[float]:
+    """How far the plan was off for each configuration of a sweep that ran, as a share of its measured step."""
+    ran = (row for row in sweep["rows"] if "whole_seconds" in row)
+    return [abs(row["projected"] / row["whole_seconds"] - 1) for row in ran]
+
+
 def summary(cases: Mapping[str, Any], sweeps: Mapping[str, Any]) -> dict[str, Any]:
     """All searches together."""
     found = {case: case_summary(parts, sweeps.get(case)) for case, parts in cases.items() if "trials" in parts["tune"]}
     errors = [error for one in found.values() for error in one["errors_corrected"]]
     reached = [one["trials_to_2_percent"] for one in found.values() if one.get("trials_to_2_percent") is not None]
+    swept = [error for sweep in sweeps.values() for error in projected_errors(sweep)]
     over = [one["tuned_over_best"] for one in found.values() if one.get("tuned_over_best") is not None]
     return {
         "cases": found,
@@ -111,6 +118,9 @@ def summary(cases: Mapping[str, Any], sweeps: Mapping[str, Any]) -> dict[str, An
         "most_tuned_over_best": max(over, default=None),
         "trials_after_the_first": len(errors),
         "median_error_corrected": statistics.median(errors) if errors else None,
+        "swept": len(swept),
+        "median_error_swept": statistics.median(swept) if swept else None,
+        "error_of_90_percent_swept": sorted(swept)[int(0.9 * len(swept))] if swept else None,
     }
 
 

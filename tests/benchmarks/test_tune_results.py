@@ -15,7 +15,8 @@ from penstock.tune.tune_candidates import CandidateSource
 
 
 def row(change: str, seconds: float, *, is_plain: bool = False) -> dict[str, Any]:
-    return {"change": change, "whole_seconds": seconds, "is_plain": is_plain, "losses": [5.0], "overrides": [change]}
+    found = {"change": change, "whole_seconds": seconds, "projected": 1.0, "is_plain": is_plain}
+    return {**found, "losses": [5.0], "overrides": [change]}
 
 
 def trial(change: list[str], seconds: float, expected: float) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def test_searches_and_sweeps_are_joined_with_a_summary_and_without_paths(tmp_pat
     assert told["cases"]["case"]["trials_to_2_percent"] == 3
     assert told["cases"]["case"]["plain_over_tuned"] == 3.0
     assert told["median_error_corrected"] == pytest.approx((0.1 + 0.02 / 1.02) / 2)
+    assert (told["swept"], told["median_error_swept"]) == (3, pytest.approx(1 - 1 / 1.1)), "of 2.0, 1.1 and 1.0 s"
     assert "losses" not in sweeps["numbers"]["case"]["rows"][0]
 
 
