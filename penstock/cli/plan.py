@@ -90,7 +90,7 @@ Network = Annotated[
     typer.Option("--network", metavar="A=B,...", help="Network: pod_nodes=4,oversubscription=8,rails=true."),
 ]
 HostMemory = Annotated[
-    float | None, typer.Option("--host-memory", metavar="GB", min=1, help="Of the host, for each device.")
+    float | None, typer.Option("--host-memory", metavar="GB", min=1, max=1e6, help="Of the host, each device.")
 ]
 Layout = Annotated[
     str | None, typer.Option("--layout", metavar="A=B,...", help="Only this one: pp=24,ep=8,cp=2; own: as it is.")

@@ -93,8 +93,8 @@ class ShardedTensor:
     def room(self, device: torch.device | None = None) -> "ShardedTensor":
         """A part to fill with values, which `fill` takes: itself, or undefined memory.
 
-        `device` defaults to that of the codec's last tensor. The values, and what `fill` encodes there, take twice the
-        memory of the float32 part.
+        `device` defaults to that of the codec's last tensor. The values, and what `fill` encodes there, take up to
+        three times the memory of the float32 part.
         """
         if self.codec is None:
             return self

@@ -268,6 +268,13 @@ def test_a_run_needs_the_memory_of_its_host_that_is_said(
     assert candidate["fits"] is fits
 
 
+@pytest.mark.parametrize("host", ["inf", "nan", "0.5", "-3", "much"])
+def test_a_hosts_memory_that_is_none_is_refused_in_one_line(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "debug", "--on", "1xH200", "--layout", "own", "--host-memory", host]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--host-memory" in line
+
+
 def test_nothing_is_written_where_nothing_fits(planner: MadeUp, tmp_path: Path) -> None:
     path = tmp_path / "best.toml"
     assert "no layout of debug fits" in refused("debug", *ON, "--layout", "ep=16", "--write", path, starts=True)
