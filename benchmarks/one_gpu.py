@@ -50,21 +50,39 @@ def main() -> None:
         join(options)
         return
     measured: dict[str, Any] = {}
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.variants.split(","):
-            measured[name] = measure(options, name, VARIANTS[name], Path(folder))
+            try:
+                measured[name] = measure(options, name, VARIANTS[name], Path(folder))
+            except subprocess.CalledProcessError:
+                failed.append(name)
+                continue
+            write(options, measured)  # again and again: a run may be cut off
     for name, row in measured.items():
         print(
             f"{name:8} {row['tokens_per_second']:10,.0f} tokens/s  MFU {row['model_flops_utilization']:.3f}"
             f"  peak {row['peak_memory_gib']:.1f} GiB  loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}"
         )
-    ratios = {
+    print("  ".join(f"{name} {ratio:.2f}" for name, ratio in speedups(measured).items()))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def write(options: argparse.Namespace, measured: dict[str, Any]) -> None:
+    """Write down the variants that have been measured."""
+    numbers = {"preset": options.preset, "overrides": options.overrides, "variants": measured}
+    record.write(
+        options, numbers | {"speedups": speedups(measured)}, warm_up_steps=options.warm_up, steps=options.steps
+    )
+
+
+def speedups(measured: dict[str, Any]) -> dict[str, float]:
+    """The speed of each variant over that of each before it."""
+    return {
         f"{fast}_over_{slow}": measured[fast]["tokens_per_second"] / measured[slow]["tokens_per_second"]
         for slow, fast in combinations(measured, 2)
     }
-    print("  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
-    numbers = {"preset": options.preset, "overrides": options.overrides, "variants": measured, "speedups": ratios}
-    record.write(options, numbers, warm_up_steps=options.warm_up, steps=options.steps)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,8 +1,9 @@
 """Runs the measurements of a file on the GPUs of this machine, side by side, until all are done or the time is over.
 
     python -m benchmarks.side_by_side benchmarks/jobs/tune.toml --folder measured --seconds 3000
+    python -m benchmarks.side_by_side benchmarks/jobs/*.toml --only "one-*-8" "test-*" --folder measured
 
-A job is a table of the file:
+A job is a table of a file:
 
     [[jobs]]
     each = ["qwen3", "mixtral"]                     # a job for each, which {each} stands for; without it, one job
@@ -13,10 +14,10 @@ A job is a table of the file:
     after = ["sweep-{each}"]                        # jobs that must have ended, with any code
     seconds = 420                                   # after which it is ended
 
-Jobs begin in the order of the file, each as soon as its GPUs are free. `{folder}` is `--folder`, `{gpu}` the number of
-its first GPU, `{until}` the time, in seconds since 1970, from which it shall begin nothing new. What a job leaves
-running is ended with it. With `--pack` logs and results are packed again and again into one file, for a machine that
-may be taken away.
+Jobs begin in the order of the files, or of the patterns of `--only`, each as soon as its GPUs are free. `{folder}` is
+`--folder`, `{gpu}` the number of its first GPU, `{until}` the time, in seconds since 1970, from which it shall begin
+nothing new. What a job leaves running is ended with it. With `--pack` logs and results are packed again and again into
+one file, for a machine that may be taken away.
 """
 
 import argparse
@@ -29,7 +30,8 @@ import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -141,17 +143,29 @@ class Queue:
         print(f"{one.job.name}: code {one.process.returncode} after {time.time() - one.begun:.0f} s", flush=True)
 
 
-def jobs_in(path: Path) -> list[Job]:
-    """The jobs of a file, in its order."""
+def jobs_in(paths: Sequence[Path]) -> list[Job]:
+    """The jobs of files, in their order."""
     found = list[Job]()
-    for table in tomllib.loads(path.read_text(encoding="utf-8"))["jobs"]:
+    for table in (table for path in paths for table in tomllib.loads(path.read_text(encoding="utf-8"))["jobs"]):
         for each in table.pop("each", ("",)):
             named = {key: _with_each(value, each) for key, value in table.items()}
             found.append(Job(**named | {"after": tuple(named.get("after", ()))}))
     names = [job.name for job in found]
     if wrong := [name for name in names if "/" in name or names.count(name) > 1]:
-        raise ValueError(f"{path}: jobs need names of their own without a slash; got {', '.join(wrong)}")
+        files = ", ".join(map(str, paths))
+        raise ValueError(f"{files}: jobs need names of their own without a slash; got {', '.join(wrong)}")
     return found
+
+
+def chosen(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
+    """The jobs whose names match, pattern by pattern; none waits for a job that is left out."""
+    found = {job.name: job for pattern in patterns for job in jobs if fnmatchcase(job.name, pattern)}
+    if lost := [pattern for pattern in patterns if not any(fnmatchcase(job.name, pattern) for job in jobs)]:
+        raise ValueError(f"--only: no job is named {', '.join(lost)}; allowed: {', '.join(job.name for job in jobs)}")
+    if lost := [job.beside for job in found.values() if job.beside and job.beside not in found]:
+        raise ValueError(f"--only: others run on the GPU of {', '.join(lost)}; fix: name them too")
+    left_out = {job.name for job in jobs} - found.keys()
+    return [replace(job, after=tuple(one for one in job.after if one not in left_out)) for job in found.values()]
 
 
 def _with_each(value: Any, each: str) -> Any:
@@ -182,16 +196,16 @@ def _results_in(folder: Path) -> Iterator[Path]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the jobs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("jobs", type=Path, help="TOML file")
+    parser.add_argument("jobs", type=Path, nargs="+", metavar="FILE", help="TOML files")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="of the names of jobs")
     parser.add_argument("--folder", type=Path, required=True, help="of logs and results")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which everything is ended")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--pack", type=Path, help="archive of logs and results, such as measured.tgz")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
-    queue = Queue(
-        waiting=jobs_in(options.jobs), gpus=options.gpus, folder=options.folder, end=time.time() + options.seconds
-    )
+    waiting = chosen(jobs_in(options.jobs), options.only)
+    queue = Queue(waiting=waiting, gpus=options.gpus, folder=options.folder, end=time.time() + options.seconds)
     packed = 0.0
     try:
         queue.turn()

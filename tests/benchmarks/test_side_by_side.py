@@ -71,7 +71,7 @@ def test_a_table_may_stand_for_several_jobs(tmp_path: Path) -> None:
     jobs = write(
         tmp_path, {"each": ["a", "b"], "name": "tune-{each}", "command": "run {each}", "after": ["look-{each}"]}
     )
-    assert jobs_in(jobs) == [
+    assert jobs_in([jobs]) == [
         Job(name=f"tune-{each}", command=f"run {each}", after=(f"look-{each}",)) for each in ("a", "b")
     ]
 
@@ -100,12 +100,33 @@ def test_every_file_of_jobs_is_one() -> None:
     files = sorted(Path(side_by_side.__file__).with_name("jobs").glob("*.toml"))
     assert files
     for file in files:
-        names = [job.name for job in jobs_in(file)]
+        names = [job.name for job in jobs_in([file])]
         assert len(names) == len({*names})
-        assert {name for job in jobs_in(file) for name in (*job.after, job.beside) if name} <= {*names}
+        assert {name for job in jobs_in([file]) for name in (*job.after, job.beside) if name} <= {*names}
 
 
 @pytest.mark.parametrize("name", ["one", "one/{each}"])
 def test_jobs_without_names_of_their_own_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="names of their own"):
-        jobs_in(write(tmp_path, {"each": ["a", "b"], "name": name, "command": "true"}))
+        jobs_in([write(tmp_path, {"each": ["a", "b"], "name": name, "command": "true"})])
+
+
+def test_only_names_jobs_and_their_order(tmp_path: Path) -> None:
+    jobs = write(
+        tmp_path,
+        {"each": ["a", "b"], "name": "one-{each}", "command": "date +%s%N"},
+        {"name": "last", "command": "true", "after": ["one-a"]},
+        {"name": "two", "command": "date +%s%N", "after": ["one-a", "last"]},
+    )
+    side_by_side.main([f"{jobs}", "--only", "two", "one-*", "--folder", f"{tmp_path}", "--gpus", "1"])
+    found = logs(tmp_path)
+    assert found.keys() == {"one-a", "one-b", "two"}
+    assert int(found["one-a"]) < int(found["two"]) and int(found["one-a"]) < int(found["one-b"])
+    with pytest.raises(ValueError, match="no job is named three; allowed: one-a, one-b, last, two"):
+        side_by_side.main([f"{jobs}", "--only", "three", "--folder", f"{tmp_path}", "--gpus", "1"])
+
+
+def test_a_job_beside_another_needs_that_one(tmp_path: Path) -> None:
+    jobs = write(tmp_path, {"name": "first", "command": "true"}, {"name": "x", "command": "true", "beside": "first"})
+    with pytest.raises(ValueError, match="others run on the GPU of first; fix: name them too"):
+        side_by_side.main([f"{jobs}", "--only", "x", "--folder", f"{tmp_path}", "--gpus", "1"])
