@@ -23,7 +23,7 @@ from penstock.plan.rates import ACCUMULATED_BYTES, BYTES, GroupedProduct
 from penstock.plan.streams import OVERLAP_GAIN
 from penstock.plan.transfers import CollectiveName, DispatchMethod
 
-LOSS_CHUNKS = (2048, 4096, 8192)
+LOSS_CHUNKS = (2048, 4096)
 """Tokens whose logits exist at once, where a run does not say it (penstock/kernels/linear_cross_entropy.py)."""
 
 SHARE_OF_PRODUCTS = 0.98
