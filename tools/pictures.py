@@ -22,6 +22,7 @@ MAKERS: Mapping[str, str] = {
     "projection-step-time.svg": "projection_picture",
     "projection-memory.svg": "projection_picture",
     "float8-curves-1b.svg": "float8_picture",
+    "float8-curves-bytes.svg": "float8_picture",
     "float8-curves-calm.svg": "float8_picture",
     "float8-curves-head.svg": "float8_picture",
     "optimizer-formats.svg": "float8_picture",

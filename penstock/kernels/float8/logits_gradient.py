@@ -3,7 +3,7 @@
 These products alone read it, by rows and transposed. So one kernel reads logits in 16 bits and logsumexp of their rows,
 and writes the gradient in 8 bits only, with the numbers that `quantize_rows` makes of the one that
 `penstock.kernels.linear_cross_entropy` writes in 16 bits. Hopper has its own form (`penstock.kernels.gluon`), for
-multiples of 128 tokens and columns; it has not run on a GPU yet, and neither has the one in Triton.
+multiples of 128 tokens and columns.
 
 A tile is 128 tokens x 128 columns, as in `quantize_kernels`.
 """
