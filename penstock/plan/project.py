@@ -55,8 +55,8 @@ class Assumptions:
 
 DEFAULT_ASSUMPTIONS = Assumptions()
 
-PROCESS_BYTES = 8 * 10**9
-"""Host memory of a process with a GPU; 7.6 to 8.7 GB in three runs (whole-one-h200.json, whole-host-h200.json)."""
+PROCESS_BYTES = 3 * 10**9
+"""Host memory of a process with a GPU; 2.1 and 2.3 GB in the runs of whole-host-h200.json whose masters the GPU split."""
 
 
 def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Projection:

@@ -11,6 +11,9 @@ import pytest
 from benchmarks import projection
 from benchmarks.projection_cases import CASES, FROZEN, MADE, Case, named
 from benchmarks.projection_compare import compared, summary
+from penstock.config.load import load_run
+from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.project import project
 from tools import documents, projection_tables
 
 STEPS = 9  # of a run
@@ -46,6 +49,18 @@ def test_two_real_ranks_say_how_uneven_they_were(tmp_path: Path) -> None:
     assert row["reason"] == "" and len(row["figures"]["step_seconds"]) == 2
     for load in ("expert_rank_load_max_over_mean", "expert_rank_load_fullest"):
         assert 1 <= row["figures"][load] < 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "target"), [("lite", "deepseek-v2-lite"), ("qwen3", "qwen3-30b-a3b")])
+def test_the_plan_of_a_whole_model_on_one_gpu_is_what_was_measured(name: str, target: str) -> None:
+    """State and sums of gradients are in host memory."""
+    path = documents.ROOT / documents.RESULTS / "whole-host-h200.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["numbers"][name]
+    plan = project(load_run(target, found["overrides"]), parse_cluster("1xH200"))
+    assert plan.time.tokens_per_second_per_device == pytest.approx(found["median_after_first"], rel=0.10)
+    assert plan.memory.total - plan.memory.reserve == pytest.approx(found["peak_memory_gb"] * 1e9, rel=0.03)
+    assert plan.memory.host == pytest.approx(found["peak_host_memory_gb"] * 1e9, rel=0.01)
 
 
 def measured(chosen: str = MADE, **changes: Any) -> dict[str, Any]:
