@@ -11,9 +11,9 @@ All are the product itself, `penstock train`, on the same rows with the same see
     triton   our kernels, as `auto` chooses them on this GPU
 
 and, if asked for, `triton` with cuDNN's attention (`cudnn`), with ours for Hopper (`hopper`), with 8-bit products in
-squares of 128 (`squares`), with both of the last two (`squares-hopper`), and with the output projection in 8 bits too
-(`squares-head`). The fused loss is in all of them. Figures
-are medians of the run's own metrics.jsonl after warm-up. The losses are kept to show that all train the same model.
+squares of 128 (`squares`), with these and the output projection in 8 bits (`squares-head`), and the last two with
+ours for Hopper (`squares-hopper`, `squares-head-hopper`). The fused loss is in all of them. Figures are medians of the
+run's own metrics.jsonl after warm-up. The losses are kept: in 16 bits all are those of one model.
 
 `--join` measures nothing: it puts the runs of other files into one, by preset, then variant and rows of a micro-batch
 (benchmarks/jobs/one-gpu.toml).
@@ -32,6 +32,7 @@ from typing import Any
 from benchmarks import record
 
 SQUARES = ("float8.dense=blockwise-square", "float8.experts=blockwise-square")
+HEAD = "float8.head=blockwise-square"
 VARIANTS = {
     "eager": ["kernels.all=reference"],
     "torch": ["kernels.all=torch"],
@@ -40,7 +41,8 @@ VARIANTS = {
     "hopper": ["kernels.all=auto", "kernels.attention=hopper"],
     "squares": ["kernels.all=auto", *SQUARES],
     "squares-hopper": ["kernels.all=auto", "kernels.attention=hopper", *SQUARES],
-    "squares-head": ["kernels.all=auto", "kernels.attention=hopper", *SQUARES, "float8.head=blockwise-square"],
+    "squares-head": ["kernels.all=auto", *SQUARES, HEAD],
+    "squares-head-hopper": ["kernels.all=auto", "kernels.attention=hopper", *SQUARES, HEAD],
 }
 
 
@@ -101,8 +103,10 @@ def join(options: argparse.Namespace) -> None:
     """Write the runs of other files into one, and the speed of each over that of the same micro-batch by torch."""
     presets: dict[str, dict[str, Any]] = {}
     parts = [json.loads(path.read_text(encoding="utf-8")) for path in options.join]
-    for numbers in (part["numbers"] for part in parts):
-        rows = next(one.partition("=")[2] for one in numbers["overrides"] if one.startswith("training.micro_batch="))
+    for path, numbers in zip(options.join, (part["numbers"] for part in parts), strict=True):
+        given = dict(override.split("=", 1) for override in numbers["overrides"])
+        if (rows := given.get("training.micro_batch")) is None:
+            raise SystemExit(f"{path}: its overrides do not say training.micro_batch; fix: measure with it")
         found = presets.setdefault(numbers["preset"], {})
         found |= {f"{name}, {rows}": row for name, row in numbers["variants"].items()}
     ratios = {

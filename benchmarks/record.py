@@ -55,7 +55,7 @@ def write_joined(options: argparse.Namespace, parts: Sequence[Mapping[str, Any]]
     write_result(
         options.output,
         command=" && ".join(
-            dict.fromkeys(re.sub(r" --(part|output|commit|known)( (?!--)\S+)+", "", one) for one in commands)
+            dict.fromkeys(re.sub(r" --(part|output|commit) \S+| --known( (?!--)\S+)+", "", one) for one in commands)
         ),
         commit=parts[-1]["commit"],
         environment=parts[0]["environment"],

@@ -154,6 +154,8 @@ def jobs_in(paths: Sequence[Path]) -> list[Job]:
     if wrong := [name for name in names if "/" in name or names.count(name) > 1]:
         files = ", ".join(map(str, paths))
         raise ValueError(f"{files}: jobs need names of their own without a slash; got {', '.join(wrong)}")
+    if wrong := [job.name for job in found if job.gpus < 1 or (job.beside and job.gpus > 1)]:
+        raise ValueError(f"{', '.join(wrong)}: a job has one GPU or more, and beside another one; fix: gpus")
     return found
 
 

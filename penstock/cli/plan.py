@@ -75,6 +75,7 @@ from penstock.plan.what_if import (
     sweep,
     swept_runs,
     usable_worlds,
+    with_smallest_state,
     with_state_in_host_memory,
 )
 from penstock.report.curves import scaling_pictures, sweep_pictures
@@ -258,11 +259,9 @@ def _searched(question: SearchRequest, planner: Planner) -> Plan:
         rows = question.global_batch or question.run.training.global_batch
         run = with_values(question.run, "training", global_batch=rows)
         there = with_state_in_host_memory(run, question.cluster, planner, found.margin)
-    if there is None:
-        return found
-    words, projection = there
-    told = f"--layout own {shlex.join(words)}, {conclusion(projection)}"
-    return replace(found, helps=(told, *found.helps))
+        faster = None if there is None else with_smallest_state(run, question.cluster, planner, there)
+    told = (f"--layout own {shlex.join(one[0])}, {conclusion(one[1])}" for one in (there, faster) if one is not None)
+    return replace(found, helps=(*told, *found.helps))
 
 
 def _print_next_plan(words: Sequence[str], options: Mapping[str, object]) -> None:

@@ -98,7 +98,7 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
             print(f"{label:<10}{text}")
         for told in plan.advice:
             print(f"advice: {advice_text(told, best, is_search=plan.considered > 1)}")
-    elif len(plan.refused) == 1:
+    elif plan.considered == 1 and plan.refused:
         (one,) = plan.refused
         print(f"asked: {refused_text(one.layout)}: refused by {one.rule}: {one.reason}")
     elif plan.considered == 0:

@@ -5,8 +5,8 @@ Rows are multiples of 128 positions, and heads of keys and values as wide as lat
 `training.deterministic` torch's backends compute all calls.
 
 Only `kernels.attention=hopper` takes them. For heads of latent attention they are faster than cuDNN's, also in a whole
-step. But beside cuDNN, launches with more queries than `MOST` once gave gradients of queries that are no numbers in one
-of the two, while other processes used the GPU; it was not found out which, and later launches were finite
+step. But beside cuDNN, launches with more queries than `MOST` once gave NaN in the gradients of queries of one of the
+two, while other processes used the GPU; it was not found out which, and later launches were finite
 (docs/decisions/0172-attention-for-hopper.md). So a launch has at most so many, and torch computes larger rows.
 """
 
@@ -22,7 +22,7 @@ from penstock.kernels.tuning import target_of
 NAME = "hopper"  # value of `kernels.attention`
 WIDTHS = ((192, 128), (128, 128))  # of keys and of values
 BLOCK = 128  # positions
-MOST = 2**26  # numbers of queries in a launch, which has whole rows
+MOST = 2**26  # elements of queries in a launch, which has whole rows
 
 
 def obstacle(keys: int, values: int, target: str) -> str | None:

@@ -106,37 +106,6 @@ def host_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: 
     return [tensors[index] for index in range(len(sizes))]
 
 
-@dataclass(frozen=True)
-class TensorSlice:
-    """Elements `start` to `stop` of tensor `index` of a list."""
-
-    index: int
-    start: int
-    stop: int
-
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The elements as a view, one-dimensional. The tensor must be contiguous."""
-        return tensors[self.index].view(-1)[self.start : self.stop]
-
-
-def cut_into_chunks(sizes: Sequence[int], limit: int) -> list[list[TensorSlice]]:
-    """Cut tensors of these sizes into chunks of `limit` elements; the last is smaller. For element-wise work only."""
-    assert limit > 0, f"a chunk of {limit} elements"
-    chunks: list[list[TensorSlice]] = [[]]
-    room = limit  # elements that the last chunk still takes
-    for index, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            if room == 0:
-                chunks.append([])
-                room = limit
-            stop = min(size, start + room)
-            chunks[-1].append(TensorSlice(index, start, stop))
-            room -= stop - start
-            start = stop
-    return chunks if chunks[0] else []
-
-
 class ChunkStream:
     """Copies chunks of host memory to the device, works on them there and copies them back, two chunks at a time.
 

@@ -56,7 +56,7 @@ class Assumptions:
 DEFAULT_ASSUMPTIONS = Assumptions()
 
 PROCESS_BYTES = 3 * 10**9
-"""Host memory of a process with a GPU; 2.1 and 2.3 GB in the runs of whole-host-h200.json whose masters the GPU split."""
+"""Host memory of a process with a GPU; 2.1 and 2.3 GB in the newest runs of whole-host-h200.json."""
 
 
 def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Projection:

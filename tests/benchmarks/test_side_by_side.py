@@ -111,6 +111,13 @@ def test_jobs_without_names_of_their_own_are_refused(name: str, tmp_path: Path) 
         jobs_in([write(tmp_path, {"each": ["a", "b"], "name": name, "command": "true"})])
 
 
+@pytest.mark.parametrize("gpus", [{"gpus": 0}, {"gpus": 2, "beside": "first"}])
+def test_a_job_has_one_gpu_or_more_and_beside_another_one(tmp_path: Path, gpus: dict[str, object]) -> None:
+    jobs = write(tmp_path, {"name": "first", "command": "true"}, {"name": "second", "command": "true", **gpus})
+    with pytest.raises(ValueError, match="second: a job has one GPU or more, and beside another one"):
+        jobs_in([jobs])
+
+
 def test_only_names_jobs_and_their_order(tmp_path: Path) -> None:
     jobs = write(
         tmp_path,

@@ -105,6 +105,9 @@ def test_nothing_that_fits_is_an_answer() -> None:
     lines = printed(plan(refused=refused))
     assert lines[1] == "nothing fits, of 8 layouts"
     assert any("moments exceed by 1.0 GB" in line for line in lines)
+    assert printed(plan(refused=refused[:1]))[1] == "nothing fits, of 7 layouts", (
+        "a search, also with one reason for all"
+    )
 
 
 def test_one_layout_that_is_refused_gets_its_whole_reason() -> None:

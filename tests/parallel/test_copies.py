@@ -6,18 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.parallel.copies import ALIGNMENT, ChunkStream, cut_into_chunks, host_tensors
+from penstock.parallel.copies import ALIGNMENT, ChunkStream, host_tensors
 
 CPU = torch.device("cpu")
-
-
-@given(sizes=st.lists(st.integers(0, 40), max_size=8), limit=st.integers(1, 30))
-def test_chunks_hold_every_element_once_in_order_and_are_full_but_for_the_last(sizes: list[int], limit: int) -> None:
-    chunks = cut_into_chunks(sizes, limit)
-    elements = [(p.index, i) for chunk in chunks for p in chunk for i in range(p.start, p.stop)]
-    assert elements == [(index, i) for index, size in enumerate(sizes) for i in range(size)]
-    filled = [sum(p.stop - p.start for p in chunk) for chunk in chunks]
-    assert all(fill == limit for fill in filled[:-1]) and all(0 < fill <= limit for fill in filled)
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3, 7])

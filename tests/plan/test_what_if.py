@@ -24,6 +24,7 @@ from penstock.plan.what_if import (
     slowest,
     sweep,
     usable_worlds,
+    with_smallest_state,
     with_state_in_host_memory,
 )
 from tests.cli.made_plans import CLUSTER, GB, MadeUp, memory, projection, rank_time, run_of
@@ -131,8 +132,27 @@ def test_one_device_keeps_the_largest_state_in_host_memory_and_hides_transfers_o
     assert there.run.training.micro_batch == rows
     assert list(there.run.recompute.modules) == RECOMPUTED.get(modules, [modules])
     assert with_overrides(run, words, 1) == there.run
+    smallest = with_smallest_state(run, one, plan, found)
+    assert smallest is None, "no faster"
     muon = load_run("debug", ["optimizer.method=muon"])
     assert with_state_in_host_memory(muon, one, plan) is None, "its state stays on the device"
+
+
+@pytest.mark.parametrize("saved", [0.4, 0.6])
+def test_a_smaller_format_of_the_state_is_told_where_it_makes_a_step_a_twentieth_faster(saved: float) -> None:
+    def plan(run: Run, cluster: Cluster) -> Projection:
+        return projection(run, cluster, 10 - saved * (run.optimizer.moment_dtype == "int8"))
+
+    run, one = load_run("debug"), cluster_of(1, CLUSTER.hardware)
+    found = with_state_in_host_memory(run, one, plan)
+    assert found is not None and found[1].run.optimizer.moment_dtype == "fp32"
+    smallest = with_smallest_state(run, one, plan, found)
+    assert (smallest is None) == (saved == 0.4)
+    if smallest is not None:
+        words, there = smallest
+        changed = {"store_param_remainders": True, "moment_dtype": "int8"}
+        assert there.run.optimizer == found[1].run.optimizer.model_copy(update=changed)
+        assert with_overrides(run, words, 1) == there.run
 
 
 SWEEPS = [
