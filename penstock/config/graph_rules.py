@@ -2,7 +2,7 @@
 
 A graph is replayed with the addresses and shapes of its capture and without the host. `graphs.capture` auto captures
 nothing where these rules forbid it. Obstacles that depend on the device, such as kernels that read counts on the host,
-are checked where the capture is chosen (penstock/train/choose_capture.py).
+are checked where the capture is chosen (penstock/train/capture.py).
 """
 
 from penstock.config.dispatch_rules import COUNTS_STAY
@@ -66,10 +66,10 @@ def captured_gradients_stay_on_the_device(run: Run) -> Problem | None:
 def captured_shapes_are_known(run: Run) -> Problem | None:
     """`graphs.capture` full needs row counts that the host never reads, if ranks share experts.
 
-    That is `dispatch.sync_free` 2 or 3, `dispatch.method` symmetric, or `model.moe.balance.pad_to_capacity`.
+    That is `dispatch.sync_free` 2 or 3, or `model.moe.balance.pad_to_capacity`.
     """
     moe, shares = run.model.moe, run.parallel.expert * run.parallel.expert_tensor > 1  # ranks exchange rows
-    is_static = run.dispatch.sync_free >= COUNTS_STAY or run.dispatch.method == "symmetric"  # counts stay on the device
+    is_static = run.dispatch.sync_free >= COUNTS_STAY  # counts stay on the device
     if not _captures(run, "full") or moe is None or not shares or is_static or moe.balance.pad_to_capacity:
         return None
     return Problem.from_line(

@@ -72,8 +72,8 @@ class Dispatch(Section):
     row_capacity_factor: float = knob(
         2.0,
         doc="At `sync_free` 2: rows that a rank's experts keep room for at first, over its even share: in all layers "
-        "together with our own kernels in 16 bits, else in each. A step that needs more is repeated, and what was too "
-        "small keeps what it needed and a tenth.",
+        "together with our own kernels (in 8 bits if experts have no biases), else in each. A step that needs more is "
+        "repeated, and what was too small keeps what it needed and a tenth.",
         low=1.0,
     )
     layer_capacity_factor: float = knob(

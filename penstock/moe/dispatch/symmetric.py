@@ -10,8 +10,8 @@
 Backward mirrors this: gradients of outputs are pushed straight to their places, because the choices are known by now.
 Gradients of rows and weights are pushed back and added up; copy engines do that while the gradient of the experts'
 first matrix is computed (`ExpertRows.deferred`). Rows, and gradients of outputs if the experts expect it, may travel in
-8 bits; the way back has 16 bits. Shapes depend only on the number of tokens and the `RowCapacity`; the host reads
-nothing, and there is no collective.
+8 bits; the way back has 16 bits. Shapes depend only on the number of tokens and the `RowCapacity`, and the host
+reads nothing; without a capacity it reads how many rows arrived. There is no collective.
 
 Simpler than DeepEP: a row's place at the receiver is its token's number, so there are no queues, counts or handles. The
 price is memory for all tokens of all ranks, and one copy of the arrived rows, made while others are still on their way.
