@@ -78,7 +78,11 @@ def doctor(paths: Place, on: On = None, step: Step = None, names: Names = None, 
         print(json.dumps(diagnosis_json(verdict), indent=2, allow_nan=False))
     else:
         print_verdict(verdict, evidence)
-        _print_next(paths, evidence, [one.change for one in verdict.remedies])
+        if verdict.times.fits or any(one.fits for one in verdict.remedies):
+            _print_next(paths, evidence, [one.change for one in verdict.remedies if one.fits])
+        else:  # no change alone makes it fit; a search may find several
+            path = paths[0] / RUN_FILE if is_run(paths[0]) else paths[0]
+            print_next("plan", path, *([] if on is None else ["--on", on]))
 
 
 def _print_next(paths: list[Path], evidence: Evidence, changes: list[str]) -> None:

@@ -199,7 +199,10 @@ def plan(  # noqa: PLR0913 - one argument for each option
     """Rank layouts of a run on a cluster by speed, and say why others are left out. Nothing is started."""
     files = {"--write": write, "--html": html, "--png": png, "--svg": svg}
     others = {"--compare": compared, "--scale": scales, "--sweep": swept, "--worlds": worlds}
-    _check({"--explain": topic, **others}, files, force=force)
+    trained = train_tokens or ramp or stages
+    _check({"--explain": topic, **others, "--tokens": trained}, files, force=force)
+    chosen = {"--layout": layout, "--only": only or None, "--compare": compared}
+    _check_used(chosen, {} if trained else {"--price": price, "--watts": watts, "--mtbf": mtbf})
     searches = layout is None and compared is None
     assumptions = _assumptions(imbalance, saving, routing, software, writes=write is not None, searches=searches)
     cluster, planner = parse_cluster(on, network, host_memory), partial(project, assumptions=assumptions)
@@ -242,8 +245,9 @@ def plan(  # noqa: PLR0913 - one argument for each option
     if write is not None:
         print_next("train", write, to_stderr=True)
     elif not as_json and _can_be_written(found, assumptions):
+        assumed = {"--imbalance": imbalance, "--routing": None if routing == "router" else routing}
         asked = {"--network": network, "--host-memory": host_memory, "--only": only or None, "--layout": layout}
-        _print_next_plan([target, *words], {"--on": on, **asked, "--global-batch-tokens": tokens})
+        _print_next_plan([target, *words], {"--on": on, **asked, **assumed, "--global-batch-tokens": tokens})
 
 
 def _searched(question: SearchRequest, planner: Planner) -> Plan:
@@ -292,13 +296,28 @@ def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *,
     topic = questions["--explain"]
     if isinstance(topic, str):
         check_topic(topic)
+    several = next((option for option in ("--tokens", "--worlds") if questions[option] is not None), None)
     for option, path in files.items():
         if path is not None:
+            if several is not None:
+                raise PenstockError(f"{option} writes one plan, and {several} makes several", fix="leave it out")
             if option == "--write" and questions["--compare"] is not None:
                 raise PenstockError(
                     "--write writes a candidate, and --compare has two runs of yours", fix="leave it out"
                 )
             check_file(path, option, force=force)
+
+
+def _check_used(chosen: Mapping[str, object], costs: Mapping[str, object]) -> None:
+    """Refuse options that would say nothing: what chooses layouts twice, and costs of a run that is not asked for."""
+    asked = [option for option, value in chosen.items() if value is not None]
+    if len(asked) > 1:
+        told = "--only is of a search, --layout names one layout, and --compare names two runs"
+        raise PenstockError(told, got=" and ".join(asked), fix="leave out all but one")
+    if unused := [option for option, value in costs.items() if value is not None]:
+        raise PenstockError(
+            f"{', '.join(unused)}: costs are of a whole training run", fix="say its tokens: --tokens 2T"
+        )
 
 
 def _assumptions(

@@ -95,6 +95,12 @@ def test_a_run_that_does_not_fit_is_told_what_would_make_it_fit(tmp_path: Path) 
     freed = [one["gain_bytes"] for one in answer["remedies"] if one["gain_bytes"]]
     assert freed
     assert freed == sorted(freed, reverse=True)
+    more = little.model_copy(update={"capacity_bytes": 22 * little.capacity_bytes})
+    write_hardware(tmp_path / "more.toml", replace(hardware, memory=more))
+    for name, rule, proposed in (("more", "fits-by-plan", "train"), ("little", "frees-memory", "plan")):
+        text = shown(folder, "--on", f"1x{tmp_path / f'{name}.toml'}")
+        assert rule in text
+        assert text.splitlines()[-1].startswith(f"next:  penstock {proposed} {folder / RUN_FILE} ")
 
 
 def test_a_cut_last_line_of_metrics_is_left_out_and_another_that_is_no_json_is_an_error(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_what_a_run_does_already_is_not_offered() -> None:
 def test_graphs_of_a_run_whose_host_counts_rows_come_with_a_bound() -> None:
     found = evidence(costs(idle_us=50_000.0))
     assert 'graphs.capture="full" dispatch.sync_free=2' in offered(with_run(found, "dispatch.method=all-gather"))
-    assert 'graphs.capture="full"' in offered(with_run(found, "dispatch.method=symmetric"))
+    assert 'graphs.capture="full"' in offered(with_run(found, "dispatch.method=symmetric", "dispatch.sync_free=2"))
     launches = KernelLaunches(kernels=1_000, small_kernels=700, from_graphs=900)
     assert "launches-in-one-call" not in rules(replace(found, launches=launches)), "a graph launched them"
 

@@ -12,7 +12,7 @@ trace the change is in words; `what` always has the words. Rules that the plan h
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import comb
 from typing import TypeAlias
@@ -99,6 +99,7 @@ class Remedy:
     source: str  # of the gain or of the rule
     how: str = ""  # the gain is computed
     gain_bytes: int = 0  # freed memory, for a run that does not fit
+    fits: bool = True  # whether the run fits its devices with this change alone, by the plan if that was asked
 
 
 def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]:
@@ -112,7 +113,7 @@ def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]
         if evidence.source == "plan" and change in facts.saved_seconds:  # the plan's saving limits the gain
             gain_us = min(gain_us, facts.saved_seconds[change] * 1e6)
         offered.append(Remedy(change=change, what=what, gain_us=gain_us, rule=one.name, source=one.source, how=one.how))
-    worth = [one for one in offered if bottlenecks.share(one.gain_us) >= WORTH_SAYING]
+    worth = [replace(one, fits=bottlenecks.fits) for one in offered if bottlenecks.share(one.gain_us) >= WORTH_SAYING]
     fitting = [] if bottlenecks.fits else make_it_fit(evidence)
     return (*fitting, *sorted(worth, key=lambda one: -one.gain_us))
 
@@ -577,10 +578,11 @@ def make_it_fit(evidence: Evidence) -> list[Remedy]:
             what=f"{verdict}: needs {size / 1e9:.1f} GB less on the fullest rank, by the plan",
             gain_us=0.0,
             gain_bytes=size,
-            rule="selective-before-full" if change == SELECTIVE else "fits-by-plan",
+            rule="selective-before-full" if change == SELECTIVE else "fits-by-plan" if fits else "frees-memory",
             source="penstock plan, memory of the fullest rank",
+            fits=fits,
         )
-        for verdict, changes in (("fits then", enough), ("not enough alone", others))
+        for verdict, fits, changes in (("fits then", True, enough), ("not enough alone", False, others))
         for change, size in changes
     ]
 
