@@ -124,11 +124,11 @@ Imbalance = Annotated[
     ),
 ]
 Routing = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--routing",
         metavar="HOW",
-        help="router; in-turn: experts one after the other; or a metrics.jsonl: by its loads, of one --layout.",
+        help="in-turn: experts one after the other; a metrics.jsonl: by its loads, of one --layout; else router.",
     ),
 ]
 Trainer = Annotated[
@@ -180,7 +180,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
     worlds: Worlds = None,
     swept: Swept = None,
     imbalance: Imbalance = None,
-    routing: Routing = "router",
+    routing: Routing = None,
     saving: Saving = "run",
     software: Trainer = "own",
     train_tokens: TrainTokens = None,
@@ -198,12 +198,11 @@ def plan(  # noqa: PLR0913 - one argument for each option
 ) -> None:
     """Rank layouts of a run on a cluster by speed, and say why others are left out. Nothing is started."""
     files = {"--write": write, "--html": html, "--png": png, "--svg": svg}
-    others = {"--compare": compared, "--scale": scales, "--sweep": swept, "--worlds": worlds}
-    trained = train_tokens or ramp or stages
-    _check({"--explain": topic, **others, "--tokens": trained}, files, force=force)
-    chosen = {"--layout": layout, "--only": only or None, "--compare": compared}
-    _check_used(chosen, {} if trained else {"--price": price, "--watts": watts, "--mtbf": mtbf})
-    searches = layout is None and compared is None
+    asked = {"--explain": topic, "--compare": compared, "--scale": scales, "--sweep": swept, "--worlds": worlds}
+    phases, costs = phases_of(train_tokens, ramp, stages), {"--price": price, "--watts": watts, "--mtbf": mtbf}
+    _check(asked | {"--tokens": phases or None}, files, force=force)
+    said = {"--on": on, "--network": network, "--host-memory": host_memory, "--only": only or None, "--layout": layout}
+    searches = _check_used({**said, "--compare": compared}, {} if phases else costs)
     assumptions = _assumptions(imbalance, saving, routing, software, writes=write is not None, searches=searches)
     cluster, planner = parse_cluster(on, network, host_memory), partial(project, assumptions=assumptions)
     words = overrides or []
@@ -216,7 +215,6 @@ def plan(  # noqa: PLR0913 - one argument for each option
     # A layout that is asked for completes the run; its rules are asked when it is projected.
     run = load_run(target, words, is_whole=layout in (None, OWN))
     _check_what_if(run, cluster, scales, swept)
-    # Overrides of a layout bind the search as --only does; those of a file do not.
     fixed = {} if layout is not None else fixed_by(run, words, parse_layout(only) if only else {})
 
     def plan_of(run: Run, tokens: float | None, cluster: Cluster = cluster) -> Plan:
@@ -226,28 +224,26 @@ def plan(  # noqa: PLR0913 - one argument for each option
         question = SearchRequest(run=run, cluster=cluster, fixed=fixed, top=top, assumptions=assumptions)
         return _searched(replace(question, global_batch=rows), planner)
 
-    if phases := phases_of(train_tokens, ramp, stages):
-        costs = plan_campaign(run, phases, plan_of, None if mtbf is None else Failures(mtbf_seconds=mtbf * HOUR))
+    if phases:
+        parts = plan_campaign(run, phases, plan_of, None if mtbf is None else Failures(mtbf_seconds=mtbf * HOUR))
         power = watts or cluster.hardware.peaks.power_watts
-        print_campaign(Campaign(cluster=cluster, phases=costs, price=price, watts=power), as_json=as_json)
+        print_campaign(Campaign(cluster=cluster, phases=parts, price=price, watts=power), as_json=as_json)
         return
     if worlds is not None:
         _print_worlds(run, cluster, worlds, partial(plan_of, run, tokens or run.tokens_per_step), as_json=as_json)
         return
     found = plan_of(run, tokens)
-    more: list[Figure] = []
-    if scales is not None or swept is not None:
-        more = _what_if(_first(found), planner, scales, swept, as_json=as_json)
-    else:
+    asks = scales is not None or swept is not None
+    more = _what_if(_first(found), planner, scales, swept, as_json=as_json) if asks else []
+    if not asks:
         _tell(found, assumptions, run, topic, as_json=as_json)
     warn_of_unfilled(run)
     _write(found, files, assumptions, more)
     if write is not None:
         print_next("train", write, to_stderr=True)
     elif not as_json and _can_be_written(found, assumptions):
-        assumed = {"--imbalance": imbalance, "--routing": None if routing == "router" else routing}
-        asked = {"--network": network, "--host-memory": host_memory, "--only": only or None, "--layout": layout}
-        _print_next_plan([target, *words], {"--on": on, **asked, **assumed, "--global-batch-tokens": tokens})
+        assumed = {"--imbalance": imbalance, "--routing": routing, "--global-batch-tokens": tokens}
+        _print_next_plan([target, *words], {**said, **assumed})
 
 
 def _searched(question: SearchRequest, planner: Planner) -> Plan:
@@ -308,9 +304,9 @@ def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *,
             check_file(path, option, force=force)
 
 
-def _check_used(chosen: Mapping[str, object], costs: Mapping[str, object]) -> None:
-    """Refuse options that would say nothing: what chooses layouts twice, and costs of a run that is not asked for."""
-    asked = [option for option, value in chosen.items() if value is not None]
+def _check_used(said: Mapping[str, object], costs: Mapping[str, object]) -> bool:
+    """Whether layouts are searched; refuses to choose them twice, and costs of a run that is not asked for."""
+    asked = [option for option in ("--only", "--layout", "--compare") if said[option] is not None]
     if len(asked) > 1:
         told = "--only is of a search, --layout names one layout, and --compare names two runs"
         raise PenstockError(told, got=" and ".join(asked), fix="leave out all but one")
@@ -318,11 +314,13 @@ def _check_used(chosen: Mapping[str, object], costs: Mapping[str, object]) -> No
         raise PenstockError(
             f"{', '.join(unused)}: costs are of a whole training run", fix="say its tokens: --tokens 2T"
         )
+    return not {*asked} - {"--only"}
 
 
 def _assumptions(
-    imbalance: float | None, saving: str, routing: str, software: str, *, writes: bool, searches: bool
+    imbalance: float | None, saving: str, routing: str | None, software: str, *, writes: bool, searches: bool
 ) -> Assumptions:
+    routing = "router" if routing is None else routing
     if saving not in _SAVING:
         raise _unknown("--saving", saving, tuple(_SAVING))
     if imbalance is not None and not isfinite(imbalance):
