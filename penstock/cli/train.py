@@ -80,6 +80,7 @@ from penstock.train.run_folder import (
     find_run_folder,
     training_in,
 )
+from penstock.train.saved_weights import check_initial_weights
 from penstock.train.setup import (
     Rehearsal,
     RunData,
@@ -143,6 +144,8 @@ def train(  # noqa: PLR0913 - one argument for each option
         grid = _grid(launch.run, environment.world_size * started)
         if not environment.started_by:  # ranks of torchrun ask rank 0 for it, later
             check_sinks(launch.run)
+            if launch.folder is None and launch.run.training.initial_weights:
+                check_initial_weights(launch.run.training.initial_weights)
         parent = Path(launch.run.record.folder)
         if parent.exists() and not parent.is_dir():
             raise RunFolderError(f"record.folder {parent} is no folder", fix="name another folder for runs")

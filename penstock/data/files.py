@@ -42,7 +42,7 @@ def matched(names: Sequence[str], suffixes: Sequence[str] = (), *, field: str = 
     `suffixes` choose files in folders, with or without a compression suffix; empty takes every file. Errors name the
     setting `field`.
     """
-    found: dict[Path, Path] = {}  # without links -> as named, so that a file counts once
+    found: dict[str, Path] = {}  # without links -> as named, so that a file counts once
     for name in names:
         files = list(_files(name, suffixes))
         if not files:
@@ -50,7 +50,7 @@ def matched(names: Sequence[str], suffixes: Sequence[str] = (), *, field: str = 
             wanted = f" that ends in {' or '.join(suffixes)}" if suffixes and kind == "folder" else ""
             raise DataError(f"{field}: the {kind} {name} has no file{wanted}", fix=f"correct {field}")
         for path in files:
-            found.setdefault(path.resolve(), path)
+            found.setdefault(os.path.realpath(path), path)  # `Path.resolve` fails where links form a loop
     return list(found.values())
 
 

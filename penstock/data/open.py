@@ -221,7 +221,7 @@ class _Opener:
         suffixes = SUFFIXES[place.source]
         train = matched(place.files, suffixes, field=f"{path}.files")
         held_out = matched(place.validation_files, suffixes, field=f"{path}.validation_files")
-        both = {one.resolve() for one in train} & {one.resolve() for one in held_out}
+        both = {*map(os.path.realpath, train)} & {*map(os.path.realpath, held_out)}
         if both:
             raise DataError(
                 f"data file {min(both)} is in {path}.files and in {path}.validation_files", fix="take it out of one"

@@ -144,22 +144,33 @@ def chosen_step(store: CheckpointStore, folder: Path, step: int | None) -> int:
     return newest
 
 
+def check_initial_weights(source: str) -> None:
+    """Raise a CheckpointError if no weights are there. Whether they fit the model, `load_initial_weights` finds out."""
+    if not CheckpointStore(_checkpoints_of(source), keep=0, asynchronous=False).steps():
+        raise _no_weights(source)
+
+
+def _checkpoints_of(source: str) -> Path:
+    imported = Path(source, WEIGHTS)
+    return imported if imported.is_dir() else RunFolder(Path(source)).checkpoints
+
+
+def _no_weights(source: str) -> CheckpointError:
+    allowed = "a folder of `penstock import`, or of a run with a checkpoint"
+    return CheckpointError(f"training.initial_weights: {source} has no weights", allowed=allowed)
+
+
 def load_initial_weights(source: str, state: TrainState, store_of: Callable[[Path], CheckpointStore]) -> None:
     """Start a new run with the weights of another run, or with imported ones. All ranks call it together.
 
     `source` is a folder of `penstock import`, or of a run, whose newest checkpoint is used; `store_of` opens a folder
     of checkpoints. Raises a CheckpointError if there are no weights, or they are damaged or of another model.
     """
-    folder = Path(source)
-    imported = folder / WEIGHTS
-    store = store_of(imported if imported.is_dir() else RunFolder(folder).checkpoints)
+    store = store_of(_checkpoints_of(source))
     try:
         step = store.latest_of_all()
         if step is None:
-            raise CheckpointError(
-                f"training.initial_weights: {source} has no weights",
-                allowed="a folder of `penstock import`, or of a run with a checkpoint",
-            )
+            raise _no_weights(source)
         check_same_model(step, store.read_facts(step)["model"], state.identity)
         weights = {name: part for name, part in state.parts().items() if name.startswith(PREFIX)}
         store.load(step, weights, all_of_it=False)

@@ -290,7 +290,7 @@ def wrong_files() -> Iterator[BadCall]:
         "trace replay {} --op aten::mm": TRACES,
         "doctor {}": TRACES,
         "doctor {} --on 8xH200": TARGETS,
-        "report {} --html new.html": TRACES,
+        "report {} --html new.html": [place for place in TRACES if place != "M/run"],  # which has no steps yet
         f"plan {RUN} --on {{}}": CLUSTERS,
         "init new.toml --yes --model debug --on {}": CLUSTERS,
         "init new.toml --yes --model {}": ("debgu", "", LONG),

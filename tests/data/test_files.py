@@ -51,6 +51,11 @@ def test_without_suffixes_a_folder_stands_for_every_file_that_is_not_hidden(corp
     assert not [path for path in matched(["."]) if "hidden" in path.name or ".git" in path.parts]
 
 
+def test_links_that_form_a_loop_are_files_that_cannot_be_read(corpus: Path) -> None:
+    (corpus / "loop.jsonl").symlink_to("loop.jsonl")
+    assert matched(["loop.jsonl"]) == [Path("loop.jsonl")]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
