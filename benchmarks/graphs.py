@@ -1,7 +1,7 @@
 """What captured passes and parts save, on one GPU: steps, launches, memory, and whether numbers are the same.
 
     python -m benchmarks.graphs --output benchmarks/results/graphs-h200.json
-    python -m benchmarks.graphs --cases small,short --output benchmarks/results/graph-parts-h200.json
+    python -m benchmarks.graphs --cases small,short --output benchmarks/results/graphs-parts-h200.json
 
 Every case runs the same steps three times: eager, with passes captured (penstock/train/capture.py), and with the
 static parts of layers captured (penstock/train/capture.py). `small` compares bits: it is

@@ -4,6 +4,7 @@ Kernels are chosen by the compiler's name, also for a chip that is not here. Mod
 peak; a device that is not here has none. Measured rates and all else that a plan reads: penstock/plan/hardware_data.
 """
 
+import re
 from dataclasses import dataclass
 
 
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 class Chip:
     """One GPU. Peaks are of dense products in FLOP per second, None if unknown or absent."""
 
-    pattern: str  # a part of the driver's name
+    pattern: str  # a word of the driver's name
     target: str  # the name that compilers and launch tables use
     name: str
     bf16: float
@@ -21,7 +22,6 @@ class Chip:
     source: str
 
 
-# The first match wins, so longer patterns stand before the shorter ones that they contain.
 CHIPS: tuple[Chip, ...] = (
     Chip(
         "MI300X", "gfx942", "AMD Instinct MI300X", 1307e12, 2615e12, 163.4e12, 5.3e12, "AMD Instinct MI300X data sheet"
@@ -37,14 +37,17 @@ CHIPS: tuple[Chip, ...] = (
     Chip("H100", "sm_90", "NVIDIA H100 80GB HBM3", 989e12, 1979e12, 67e12, 3.35e12, "NVIDIA H100 SXM data sheet"),
     Chip("H800", "sm_90", "NVIDIA H800", 989e12, 1979e12, 67e12, 3.35e12, "NVIDIA H800 SXM data sheet"),
     Chip("A100", "sm_80", "NVIDIA A100-SXM4-80GB", 312e12, None, 19.5e12, 2.039e12, "NVIDIA A100 data sheet"),
-    # Last: H200 begins with the same letters.
     Chip("H20", "sm_90", "NVIDIA H20", 148e12, 296e12, 44e12, 4e12, "NVIDIA H20 data sheet"),
 )
 
 
 def chip_named(name: str) -> Chip | None:
-    """The chip that a driver's name, or a part of it by which people know the chip, stands for; None if none does."""
-    return next((chip for chip in CHIPS if chip.pattern.lower() in name.lower()), None)
+    """The chip that a driver's name, or a part of it by which people know the chip, stands for; None if none does.
+
+    Only whole words count, since GH200 is no H200; the name of a virtual GPU has a letter or two more: H100XM-80C.
+    """
+    end = r"(?:[A-Z]{1,2}(?=-[0-9]))?(?![A-Z0-9])"
+    return next((chip for chip in CHIPS if re.search(rf"(?<![A-Z0-9]){chip.pattern}{end}", name.upper())), None)
 
 
 def peak_flops(device_name: str) -> float | None:

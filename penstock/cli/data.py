@@ -32,7 +32,7 @@ from rich.progress import (
 )
 
 from penstock.base.interrupts import STOPPED
-from penstock.base.numbers import bytes_text, count_text, duration_text
+from penstock.base.numbers import bytes_text, count_text, counted, duration_text
 from penstock.cli.config import Json
 from penstock.cli.output import Force, check_output, print_next
 from penstock.cli.verbs import Verb, group_app
@@ -67,9 +67,13 @@ def open_texts(files: list[str], source: Source, text_field: str, corrupt: Corru
 def print_left_out(faults: Sequence[str], where: str = "") -> None:
     """Print the first texts that were left out; `where` names the full list."""
     if faults:
-        print(f"{len(faults):,} corrupt documents were left out{where}:")
+        print(f"{_left_out(len(faults), 'corrupt document')}{where}:")
     for fault in faults[:_NAMED]:
         print(f"  {fault}")
+
+
+def _left_out(number: int, thing: str) -> str:
+    return f"{counted(number, thing)} {'was' if number == 1 else 'were'} left out"
 
 
 WIDE = 64  # columns of a terminal from which progress has a bar; its counts must never be cut
@@ -124,7 +128,7 @@ def pack_texts(  # noqa: PLR0913 - one argument for each option
 def _print_summary(prefix: Path, packed: PackResult, seconds: float) -> None:
     origin = packed.origin
     print(
-        f"wrote {prefix}.bin and {prefix}.idx: {origin.documents:,} documents, {origin.tokens:,} tokens, "
+        f"wrote {prefix}.bin and {prefix}.idx: {counted(origin.documents, 'document')}, {origin.tokens:,} tokens, "
         f"{bytes_text(origin.text_bytes)} of text"
     )
     print(
@@ -132,7 +136,7 @@ def _print_summary(prefix: Path, packed: PackResult, seconds: float) -> None:
         f"{count_text(origin.tokens / seconds)} tokens/s, {origin.text_bytes / origin.tokens:.2f} bytes a token"
     )
     if packed.empty:
-        print(f"{packed.empty:,} empty documents were left out")
+        print(_left_out(packed.empty, "empty document"))
     print_left_out(origin.left_out, f", all of them named in {prefix}.packed.json")
 
 
@@ -208,8 +212,10 @@ def train_on_text(  # noqa: PLR0913 - one argument for each option
     )
     print(f"wrote {output}: {size:,} tokens, {END_OF_DOCUMENT} ends a document")
     print_left_out(left_out)
-    kind = [] if source == "jsonl" else ["--source", source]
-    print_next("data", "pack", *files, *kind, "--output", "packed/text", "--tokenizer", output)
+    options = {"--source": source, "--text-field": text_field, "--corrupt": corrupt, "--cache": cache}
+    usual = {"--source": "jsonl", "--text-field": "text", "--corrupt": "stop", "--cache": CACHE}
+    said = [word for name, value in options.items() if value != usual[name] for word in (name, value)]
+    print_next("data", "pack", *files, *said, "--output", "packed/text", "--tokenizer", output)
 
 
 def _readable(texts: TextDocuments, left_out: list[str], *, skip: bool) -> Iterator[str]:

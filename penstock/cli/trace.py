@@ -15,6 +15,7 @@ PyTorch, so the answer for a small file takes less time than the import would.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -108,11 +109,11 @@ def read(
         raise
     if csv is not None:
         load_by_name("penstock.trace.sheets", "write_sheets")(answer, csv)
-        print(f"wrote {csv}")
-    elif as_json:
+        print(f"wrote {csv}", file=sys.stderr if as_json else sys.stdout)
+    if as_json:
         host = {"host": [host_table(one).as_json() for one in answer.ranks]} if answer.is_host else {}
         print(json.dumps(analysis_json(answer) | host, allow_nan=False))
-    else:
+    elif csv is None:
         print_answer(answer, by_layer=layers)
         print_next("doctor", *paths)
 

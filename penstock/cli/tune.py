@@ -16,6 +16,7 @@ It changes nothing that is learned, unless `--free` names it. docs/tune.md expla
 """
 
 import json
+import re
 import sys
 import time
 import zlib
@@ -174,7 +175,7 @@ def tune(  # noqa: PLR0913 - one argument for each option
     if objective not in get_args(Objective):
         raise ConfigError("--objective is unknown", got=objective, allowed=", ".join(get_args(Objective)))
     asked = _Asked(
-        own=load_run(target, (*(overrides or ()), *(kept := _words(keep)))),
+        own=load_run(target, (*(overrides or ()), *(kept := _assignments(keep)))),
         kept=kept,
         budget=budget_seconds(budget),
         objective=_objective(objective),
@@ -242,7 +243,7 @@ def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRa
             run=own,
             cluster=cluster,
             fixed=fixed_by(own, asked.kept, {}),
-            kept=frozenset(one.partition("=")[0] for one in asked.kept),
+            kept=frozenset(one.partition("=")[0].strip() for one in asked.kept),
             free=tuple(one for one in asked.free if one in FREE),
         ),
         trials=RealTrials(_base(own, folder, ranks, asked.steps, starter)),
@@ -464,6 +465,12 @@ def _free(text: str) -> tuple[str, ...]:
             told = did_you_mean(word, allowed)
             raise ConfigError("--free names something else", got=word, allowed=", ".join(allowed), fix=told)
     return words
+
+
+def _assignments(text: str) -> tuple[str, ...]:
+    """Overrides between commas; a comma that no field follows belongs to a list."""
+    found = re.split(r",(?=\s*[a-z_][\w.]*\s*=)", text)
+    return tuple(one.strip(" ,") for one in found if one.strip(" ,"))
 
 
 def _words(text: str) -> tuple[str, ...]:

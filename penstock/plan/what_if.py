@@ -16,7 +16,7 @@ from penstock.base.errors import ConfigError, PenstockError, did_you_mean
 from penstock.config.run import Run
 from penstock.config.schema import Difference, as_toml, differences, find
 from penstock.plan.asked_layout import FIELDS, FOLLOW, layout_fields, with_layout, with_overrides
-from penstock.plan.candidates import MOST_MICRO_BATCH, ladder_of
+from penstock.plan.candidates import DISPATCHERS, MOST_MICRO_BATCH, ladder_of
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import NETWORK, with_network
 from penstock.plan.memory import components
@@ -31,9 +31,6 @@ FittingRun = tuple[tuple[str, ...], Projection]
 
 CANNOT_START = "cannot-start"
 """Rule of a run that no rule of the config refuses, and that cannot be built for the cluster."""
-
-DISPATCHERS = ("all-to-all", "all-gather", "symmetric", "hierarchical")
-"""Dispatchers that a sweep of expert ranks compares."""
 
 MOST_ROWS_WITH_OFFLOADED_GRADIENTS = 2 * MOST_MICRO_BATCH
 """Largest micro-batch with `offload.gradients`."""

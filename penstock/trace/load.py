@@ -1,6 +1,6 @@
 """Trace files: a single file, a folder with a file per rank, or the folder of a run.
 
-    load_trace(Path("rank0.json.gz"))          # one rank
+    load_ranks(Path("rank0.json.gz"))          # one rank
     load_ranks([Path("runs/debug")])           # every runs/debug/profile/rank-*.json.gz
 
 The rank of a file is in its name (`rank-3.json.gz`, `rank3_trace.json`), else in its content (`distributedInfo`). A
@@ -49,20 +49,6 @@ _GZIP = 31
 """zlib's `wbits` for a gzip header and the largest window."""
 
 
-def load_trace(path: Path, *, gpu_required: bool = True, names: PhaseNames | None = None) -> Trace:
-    """Load one file.
-
-    Args:
-        path: ends in .json or .json.gz; compression is detected by the first bytes.
-        gpu_required: a trace without GPU events is an error.
-        names: phases of kernels that the user names.
-
-    Raises:
-        TraceError: it cannot be read, is damaged or of another tool, or has no GPU event.
-    """
-    return decode_trace(read_text(path), path=path, gpu_required=gpu_required, names=names)
-
-
 def decode_trace(
     text: bytes, *, path: Path = Path("trace"), gpu_required: bool = True, names: PhaseNames | None = None
 ) -> Trace:
@@ -75,10 +61,15 @@ def load_ranks(
 ) -> dict[int, Trace]:
     """Load the traces of several ranks, in ascending order of rank.
 
-    `paths` is a file, a folder of files, the folder of a run, or several files; for the options see `load_trace`.
+    Args:
+        paths: a file, a folder of files, the folder of a run, or several files. Files of a folder end in .json or
+            .json.gz; compression is detected by the first bytes.
+        gpu_required: a trace without GPU events is an error.
+        names: phases of kernels that the user names.
 
     Raises:
-        TraceError: a file is invalid, there is none, or two have the same rank.
+        TraceError: a file cannot be read, is damaged or of another tool, or has no GPU event; there is none, or two
+            have the same rank.
     """
     files = trace_files(paths)
     # The pool ends here and not in `_texts`: collecting an abandoned generator must not wait for a thread.

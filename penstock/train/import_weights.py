@@ -2,7 +2,7 @@
 
     1. model    from the folder's config.json, or a preset
     2. check    every tensor of the family's table exists, in its shape; nothing has been written yet
-    3. pieces   each tensor is a rectangle of one of ours (penstock/models/huggingface/names.py)
+    3. pieces   each tensor is a rectangle of one of ours (penstock/models/huggingface/weight_names.py)
     4. write    into a hidden folder, which is renamed when it is complete
 
 A dense model can become an MoE model ("upcycling", arXiv 2212.05055, 2410.07524): see `Upcycling`.

@@ -78,7 +78,7 @@ class TrialCandidate:
         overrides: changes of the reference run, `a.b=c`; none for the reference itself.
         terms: projected seconds by term; they add up to the step.
         memory_bytes: projected, of the fullest rank.
-        source: `reference`, `plan`, `switch`, `free`, `without` a change, or the rule of the doctor.
+        source: `reference`, `plan`, `change`, `free`, `without` a change, or a rule of the doctor (`doctor` on a CPU).
         batches: tokens of its step over those of a step of the reference.
         short: what its trials measure in the place of the step; None if they measure the step itself.
     """

@@ -84,7 +84,7 @@ def test_rows_of_a_table_are_packed(tmp_path: Path) -> None:
     words = ("pack", tmp_path / "a.parquet", "--source", "parquet", "--text-field", "body", "--tokenizer", "bytes")
     code, out, _ = outcome(*words, "--output", tmp_path / "a", "--corrupt", "skip", "--processes", 1)
     assert code == 0
-    assert "1 corrupt documents were left out" in out
+    assert "1 corrupt document was left out" in out
     assert packed_texts(tmp_path / "a") == TEXTS
 
 
@@ -99,7 +99,7 @@ def test_corrupt_lines_stop_or_are_named(corpus: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists() or names(tmp_path / "out") == []
     code, out, _ = outcome(*words, "--corrupt", "skip")
     assert code == 0
-    assert "1 empty documents were left out\n2 corrupt documents were left out, all of them named in" in out
+    assert "1 empty document was left out\n2 corrupt documents were left out, all of them named in" in out
     assert f"{corpus}:31 is not UTF-8" in out
     origin = IndexedDataset(tmp_path / "out" / "a").origin()
     # An empty text is no fault.

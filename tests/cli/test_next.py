@@ -71,6 +71,18 @@ def test_text_leads_from_a_tokenizer_to_packing_and_training(tmp_path: Path) -> 
     ]
 
 
+def test_a_tokenizer_leads_to_packing_with_the_options_that_its_text_needed(tmp_path: Path) -> None:
+    text, tokenizer, cache = (tmp_path / name for name in ("text.jsonl", "tokenizer.json", "cache"))
+    text.write_text(json.dumps({"content": "the penstock feeds the turbine " * 20}) + "\n{}\n")
+    options = ["--text-field", "content", "--corrupt", "skip", "--cache", f"{cache}"]
+    (line,) = _proposed("data", "tokenizer", "train", text, *options, "--vocabulary", 270, "--output", tokenizer)
+    words = shlex.split(line)
+    assert words == [
+        *("penstock", "data", "pack", f"{text}", *options, "--output", "packed/text", "--tokenizer", f"{tokenizer}")
+    ]
+    assert answers.outcome(*words[1:], "--processes", 1)[0] == 0
+
+
 def test_weights_lead_to_transformers_and_a_page_to_a_browser(tmp_path: Path) -> None:
     run = byte_run(tmp_path)
     folder, out = save_run(run, random_model(run)), tmp_path / "out"

@@ -1,5 +1,6 @@
 """`penstock trace`, `trace diff` and `trace replay` from the outside."""
 
+import json
 import subprocess
 import sys
 from fractions import Fraction
@@ -107,6 +108,15 @@ def test_waits_of_the_host_are_added_up_over_layers_and_steps(tmp_path: Path) ->
     text = shown(write(tmp_path / "trace.json", trace_of(*events)))
     (row,) = [line.split() for line in text.splitlines() if line.startswith("cudaStreamSynchronize")]
     assert row == ["cudaStreamSynchronize", "3", "0.060", "dispatch", ">", "aten::item"]  # 3 x 20 us
+
+
+def test_sheets_are_written_beside_json(folder: Path, tmp_path: Path) -> None:
+    sheets = tmp_path / "sheets"
+    code, out, err = answers.outcome("trace", folder, "--csv", sheets, "--json")
+    assert (code, err) == (0, f"wrote {sheets}\n")
+    assert json.loads(out) == told(folder)
+    assert (sheets / "phases.csv").is_file()
+    assert shown(folder, "--csv", tmp_path / "others") == f"wrote {tmp_path}/others\n"
 
 
 def test_one_rank_says_that_it_cannot_tell_waiting(folder: Path) -> None:

@@ -142,9 +142,16 @@ def test_an_interrupted_search_leaves_its_best(asked: list[str], monkeypatch: py
     assert load_run("runs/tune-debug-2l/tuned.toml").name == "debug-2l"
 
 
-def test_kept_fields_stay(asked: list[str]) -> None:
-    found = answers.told_as_json(RUN, "--keep", "training.micro_batch=1")
-    assert not [one for trial in found["trials"] for one in trial["change"] if one.startswith("training.micro_batch")]
+@pytest.mark.parametrize(
+    ("keep", "fields"),
+    [
+        ("training.micro_batch=1", ("training.micro_batch",)),
+        ('recompute.modules=["norm","moe"], training.micro_batch = 1,', ("recompute.modules", "training.micro_batch")),
+    ],
+)
+def test_kept_fields_stay(asked: list[str], keep: str, fields: tuple[str, ...]) -> None:
+    found = answers.told_as_json(RUN, "--keep", keep)
+    assert not [one for trial in found["trials"] for one in trial["change"] if one.startswith(fields)]
 
 
 @pytest.mark.parametrize(

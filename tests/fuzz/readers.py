@@ -31,7 +31,6 @@ from penstock.plan.project import project
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import run_page
 from penstock.trace.analysis import analyse_files, analysis_json
-from penstock.trace.load import load_trace
 from penstock.trace.replay import replay_script
 from penstock.train import manifest as manifest_module
 from penstock.train.export import export_huggingface
@@ -50,7 +49,7 @@ from tests.fuzz.damage import TOKENS, of_bytes, of_json, of_text, packed
 from tests.report.made_runs import run_folder
 from tests.trace.test_experts import grouped_events, recording
 from tests.trace.test_replay import split
-from tests.trace.tiny import text_of, tiny, trace_of
+from tests.trace.tiny import load_trace, text_of, tiny, trace_of
 from tests.train.tiny_run import ENVIRONMENT, byte_run
 
 Damage = Callable[[bytes, random.Random], bytes]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from penstock.base.devices import CHIPS, peak_flops
+from penstock.base.devices import CHIPS, chip_named, peak_flops
 from penstock.base.errors import HardwareError
 from penstock.cli.plan_print import cluster_text
 from penstock.config.load import load_run
@@ -159,6 +159,52 @@ def test_a_chip_is_found_by_any_case_and_by_its_drivers_name_and_an_unknown_one_
         load_hardware("H300")
     with pytest.raises(HardwareError, match=r"fix: describe it in a file: `penstock calibrate"):
         load_hardware("abacus")
+
+
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("A100-SXM4-40GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "A100"),
+        ("GRID A100DX-80C", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100"),
+        ("NVIDIA H100 NVL", "H100"),
+        ("NVIDIA H100XM-80C", "H100"),
+        ("NVIDIA H800", "H800"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H20-3e", "H20"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200"),
+        ("NVIDIA H200X-141C", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB300", "GB300"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("AMD Instinct MI300X OAM", "MI300X"),
+        ("AMD_Instinct_MI300X_OAM", "MI300X"),
+        ("AMD Instinct MI300X VF", "MI300X"),
+        ("AMD Instinct MI325X", "MI325X"),
+        ("AMD Instinct MI350X", "MI350X"),
+        ("AMD Instinct MI355X", "MI355X"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GH200 144G HBM3e", None),
+        ("AMD Instinct MI300A", None),
+        ("NVIDIA A10", None),
+    ],
+)
+def test_a_chip_is_known_by_each_name_that_drivers_give_it(name: str, chip: str | None) -> None:
+    found = chip_named(name)
+    assert (found and found.pattern) == chip
+
+
+@pytest.mark.parametrize("name", ["H2000", "GH200", "B2000", "H100NVL"])
+def test_a_name_that_only_holds_the_name_of_a_chip_is_refused(name: str) -> None:
+    with pytest.raises(HardwareError, match=f"no hardware is called '{name}'; allowed: A100, .*; fix: did you mean"):
+        parse_cluster(f"8x{name}")
 
 
 def test_a_file_reads_back_as_what_was_written(tmp_path: Path) -> None:

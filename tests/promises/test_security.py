@@ -26,13 +26,13 @@ from penstock.parallel.launch import local
 from penstock.report.figure import Figure, plotly_json
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import run_page
-from penstock.trace.load import load_trace
 from penstock.train import manifest as manifest_module
 from penstock.train.manifest import FACTS, check_files, read_manifest
 from penstock.train.run_folder import RunFolder
 from tests import warm
 from tests.cli import answers
 from tests.report.made_runs import run_folder
+from tests.trace.tiny import load_trace
 from tests.train.tiny_run import tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ import pytest
 from penstock.base.errors import TraceError
 from penstock.trace.calls import calls_of
 from penstock.trace.events import NONE, GpuKind, HostKind
-from penstock.trace.load import READER, decode_trace, load_ranks, load_trace, trace_files
+from penstock.trace.load import READER, decode_trace, load_ranks, trace_files
 from penstock.trace.timeline import steps_of, timelines
-from tests.trace.tiny import damaged, decoded, event, kernel, launch, read, text_of, tiny, trace_of, write
+from tests.trace.tiny import damaged, decoded, event, kernel, launch, load_trace, read, text_of, tiny, trace_of, write
 
 
 def told(path: Path) -> str:

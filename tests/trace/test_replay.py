@@ -13,11 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from penstock.base.errors import TraceError
 from penstock.trace.events import Trace
-from penstock.trace.load import load_trace
 from penstock.trace.recorded_call import DTYPES, recorded_arguments
 from penstock.trace.replay import literal, replay_script
 from tests import warm
-from tests.trace.tiny import decoded, event, kernel, launch, operator, read, trace_of
+from tests.trace.tiny import decoded, event, kernel, launch, load_trace, operator, read, trace_of
 
 BF16, FP8, LONG = "c10::BFloat16", "c10::Float8_e4m3fn", "long int"
 

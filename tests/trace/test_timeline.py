@@ -13,12 +13,12 @@ from penstock.trace.analysis import analyse_files, analyse_traces
 from penstock.trace.events import GpuKind, Trace
 from penstock.trace.host_table import HostTable, host_table
 from penstock.trace.intervals import Intervals, union
-from penstock.trace.load import load_ranks, load_trace, on_host
+from penstock.trace.load import load_ranks, on_host
 from penstock.trace.timeline import TimeBreakdown, steps_of, timeline_of, timelines
 from tests.report.made_runs import host_trace
 from tests.trace.synthetic import make
 from tests.trace.synthetic_job import Job
-from tests.trace.tiny import decoded, event, kernel, operator, ran, read, span, tiny, trace_of, write
+from tests.trace.tiny import decoded, event, kernel, load_trace, operator, ran, read, span, tiny, trace_of, write
 
 DATA = Path(__file__).parent / "data"
 PARTS = ("total", "busy", "compute", "communication", "exposed_communication", "memcpy", "exposed_memcpy", "idle")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.trace.events import Trace
-from penstock.trace.load import decode_trace
+from penstock.trace.load import decode_trace, read_text
 
 TIME_US = 1_000_000.0
 
@@ -95,6 +95,11 @@ def text_of(trace: Any) -> bytes:
 def read(content: Any, *, gpu_required: bool = True) -> Trace:
     """The trace of a file with this content."""
     return decode_trace(text_of(content), path=Path("rank-0.json"), gpu_required=gpu_required)
+
+
+def load_trace(path: Path, *, gpu_required: bool = True) -> Trace:
+    """The trace of one file, whose rank is None if its content does not say it."""
+    return decode_trace(read_text(path), path=path, gpu_required=gpu_required)
 
 
 def decoded(*events: dict[str, Any], **more: Any) -> Trace:

@@ -1,7 +1,9 @@
 """The verdict on evidence that is made by hand."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +29,7 @@ from penstock.tune.doctor.evidence import (
     bottlenecks_of,
 )
 from penstock.tune.doctor.planned import with_changes
-from penstock.tune.doctor.remedies import MUCH_POINTWISE, OVERLAP_GAINS, TOKENS, Remedy
+from penstock.tune.doctor.remedies import MUCH_POINTWISE, OVERLAP_GAINS, RULES, TOKENS, Remedy
 
 TOTAL = 100_000.0  # microseconds of every step here
 
@@ -296,6 +298,13 @@ def test_a_clock_below_its_highest_is_no_wall_without_power_at_its_limit(power: 
 def test_each_remedy_says_how_its_gain_is_computed() -> None:
     told = diagnosis_json(diagnose(evidence(SENT)))["remedies"]
     assert told and all(one["how"] for one in told)
+
+
+def test_each_heading_that_is_the_source_of_a_remedy_exists() -> None:
+    cited = [found for one in RULES for found in re.findall(r"(\S+\.md), ([^;(]+)", one.source)]
+    assert len(cited) > 3
+    for path, heading in cited:
+        assert f"# {heading.strip()}\n" in Path(path).read_text(encoding="utf-8"), (path, heading)
 
 
 def test_a_full_device_is_not_given_larger_passes() -> None:

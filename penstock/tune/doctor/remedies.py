@@ -173,7 +173,7 @@ def rule(
 
 @rule(
     "tokens-travel-once",
-    "docs/dispatch.md, What each sends (computed)",
+    "docs/dispatch.md, Bytes sent by each method (computed)",
     how="exposed all-to-all without waiting, times the copies of a token that disappear",
 )
 def symmetric(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
