@@ -1,6 +1,6 @@
 """Trace files: a single file, a folder with a file per rank, or the folder of a run.
 
-    load_ranks(Path("rank0.json.gz"))          # one rank
+    load_ranks([Path("rank0.json.gz")])        # one rank
     load_ranks([Path("runs/debug")])           # every runs/debug/profile/rank-*.json.gz
 
 The rank of a file is in its name (`rank-3.json.gz`, `rank3_trace.json`), else in its content (`distributedInfo`). A
