@@ -202,13 +202,13 @@ def plan(  # noqa: PLR0913 - one argument for each option
     phases, costs = phases_of(train_tokens, ramp, stages), {"--price": price, "--watts": watts, "--mtbf": mtbf}
     _check(asked | {"--tokens": phases or None}, files, force=force)
     said = {"--on": on, "--network": network, "--host-memory": host_memory, "--only": only or None, "--layout": layout}
-    searches = _check_used({**said, "--compare": compared}, {} if phases else costs)
+    _check_used({**said, "--compare": compared}, {} if phases else costs)
+    searches = layout is None and compared is None
     assumptions = _assumptions(imbalance, saving, routing, software, writes=write is not None, searches=searches)
     cluster, planner = parse_cluster(on, network, host_memory), partial(project, assumptions=assumptions)
     words = overrides or []
     if compared is not None:
-        of_both = [target, *words] if target else words
-        _write(_compare(compared, cluster, planner, of_both, as_json=as_json), files, assumptions)
+        _write(_compare(compared, cluster, planner, target, words, as_json=as_json), files, assumptions)
         return
     if target is None:
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
@@ -233,10 +233,10 @@ def plan(  # noqa: PLR0913 - one argument for each option
         _print_worlds(run, cluster, worlds, partial(plan_of, run, tokens or run.tokens_per_step), as_json=as_json)
         return
     found = plan_of(run, tokens)
-    asks = scales is not None or swept is not None
-    more = _what_if(_first(found), planner, scales, swept, as_json=as_json) if asks else []
-    if not asks:
-        _tell(found, assumptions, run, topic, as_json=as_json)
+    if scales is not None or swept is not None:
+        more = _what_if(_first(found), planner, scales, swept, as_json=as_json)
+    else:
+        more = _tell(found, assumptions, run, topic, as_json=as_json)
     warn_of_unfilled(run)
     _write(found, files, assumptions, more)
     if write is not None:
@@ -270,13 +270,15 @@ def _print_next_plan(words: Sequence[str], options: Mapping[str, object]) -> Non
     print_next("plan", *words, *said, "--write", "best.toml")
 
 
-def _tell(found: Plan, assumptions: Assumptions, run: Run, topic: str | None, *, as_json: bool) -> None:
+def _tell(found: Plan, assumptions: Assumptions, run: Run, topic: str | None, *, as_json: bool) -> list[Figure]:
+    """Print a plan; there are no pictures beyond its own."""
     if as_json:
         print(json.dumps(plan_json(found) | balance_json(_balance(found, assumptions)), indent=2))
     elif topic is not None:
         explain(found, topic)
     else:
         _print(found, assumptions, run)
+    return []
 
 
 def _can_be_written(found: Plan, assumptions: Assumptions) -> bool:
@@ -304,8 +306,8 @@ def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *,
             check_file(path, option, force=force)
 
 
-def _check_used(said: Mapping[str, object], costs: Mapping[str, object]) -> bool:
-    """Whether layouts are searched; refuses to choose them twice, and costs of a run that is not asked for."""
+def _check_used(said: Mapping[str, object], costs: Mapping[str, object]) -> None:
+    """Refuse options that would say nothing: layouts chosen twice, and costs of a run that is not asked for."""
     asked = [option for option in ("--only", "--layout", "--compare") if said[option] is not None]
     if len(asked) > 1:
         told = "--only is of a search, --layout names one layout, and --compare names two runs"
@@ -314,7 +316,6 @@ def _check_used(said: Mapping[str, object], costs: Mapping[str, object]) -> bool
         raise PenstockError(
             f"{', '.join(unused)}: costs are of a whole training run", fix="say its tokens: --tokens 2T"
         )
-    return not {*asked} - {"--only"}
 
 
 def _assumptions(
@@ -423,9 +424,10 @@ def _first(found: Plan) -> Projection:
 
 
 def _compare(
-    names: tuple[str, str], cluster: Cluster, planner: Planner, overrides: list[str], *, as_json: bool
+    names: tuple[str, str], cluster: Cluster, planner: Planner, target: str | None, words: list[str], *, as_json: bool
 ) -> Plan:
     """Project two runs as they are, print the differing terms, and return both for pictures."""
+    overrides = [target, *words] if target else words  # the first override may stand in the place of a target
     if any("=" not in one for one in overrides):
         raise PenstockError("--compare names both runs", got=overrides[0], allowed="overrides a.b=c of both")
     runs = [load_run(name, overrides) for name in names]

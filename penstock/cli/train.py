@@ -144,7 +144,7 @@ def train(  # noqa: PLR0913 - one argument for each option
         grid = _grid(launch.run, environment.world_size * started)
         if not environment.started_by:  # ranks of torchrun ask rank 0 for it, later
             check_sinks(launch.run)
-            if launch.folder is None and launch.run.training.initial_weights:
+            if launch.folder is None:
                 check_initial_weights(launch.run.training.initial_weights)
         parent = Path(launch.run.record.folder)
         if parent.exists() and not parent.is_dir():

@@ -145,8 +145,11 @@ def chosen_step(store: CheckpointStore, folder: Path, step: int | None) -> int:
 
 
 def check_initial_weights(source: str) -> None:
-    """Raise a CheckpointError if no weights are there. Whether they fit the model, `load_initial_weights` finds out."""
-    if not CheckpointStore(_checkpoints_of(source), keep=0, asynchronous=False).steps():
+    """Raise a CheckpointError if a run has none where it wants to start with some.
+
+    Whether they fit the model, `load_initial_weights` finds out.
+    """
+    if source and not CheckpointStore(_checkpoints_of(source), keep=0, asynchronous=False).steps():
         raise _no_weights(source)
 
 

@@ -121,6 +121,15 @@ def test_a_layout_that_is_asked_for_comes_with_advice(searched: Searched) -> Non
     assert told_as_json("debug", *ON)["advice"] == []
 
 
+@pytest.mark.usefixtures("searched")
+def test_the_proposed_command_keeps_what_the_answer_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--host-memory", "100.0", "--imbalance", "1.5", "--routing", "in-turn"]
+    assert main(["plan", "debug", *ON, *words]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"{' '.join(words)} --write best.toml")
+    assert main(["plan", "debug", *ON]) == 0
+    assert not {"--imbalance", "--routing"} & {*capsys.readouterr().out.splitlines()[-1].split()}
+
+
 def test_an_override_that_needs_the_layout_goes_with_it() -> None:
     sizes = "pp=2,vpp=2,ep=4,schedule=interleaved"
     model = ("deepseek-v2-lite-6l", "model.vocab_size=257", "dispatch.overlap=passes")
