@@ -1,0 +1,310 @@
+"""Trains a cut of a model with TorchTitan and with Penstock in turn on the GPUs of this machine, and writes both down.
+
+    python -m benchmarks.peers --output benchmarks/results/peers.json
+    python -m benchmarks.peers --peers 0.2.2 --settings compile-fsdp-4 --ours auto-8 --steps 13
+
+Each version of TorchTitan is installed from PyPI into a virtual environment of its own below `--folder`, which sees the
+PyTorch of this one (`--wheels DIR`: all wheels of that folder, without a network). Its trainer runs unmodified; its
+hooks take the cut of the model and the text (titan_0_2.py, titan_0_3.py). Both train the same architecture with as many
+rows of the same text (the source of Python's standard library as bytes), AdamW with float32 state, bf16 products and no
+recomputation. Each setting is a run; a peer is judged by its fastest. Tokens/s are medians of the
+trainer's own figures after warm-up.
+
+Settings of TorchTitan 0.2: eager or compile, amp or fsdp (see titan_0_2.py), rows of a micro-batch; of 0.3: the
+attention and the rows. Megatron-Core is not among the peers: its wheel holds no trainer, and its expert and attention
+kernels need Transformer Engine, which PyPI has as source only.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from benchmarks import record
+
+ROOT = Path(__file__).resolve().parents[2]
+SEQUENCE_LENGTH = 4096
+SETTINGS = {
+    "0.2.2": ("compile-fsdp-4", "compile-amp-4", "compile-fsdp-8", "eager-fsdp-4"),
+    "0.3.0": ("varlen-4", "flex-4", "varlen-8"),
+}
+FLOAT8 = ("float8.dense=blockwise-square", "float8.experts=blockwise-square", "float8.head=blockwise-square")
+OURS: dict[str, tuple[str, ...]] = {"auto": (), "float8": FLOAT8}
+STEP = re.compile(
+    r"step:\s*(?P<step>\d+)\s+loss:\s*(?P<loss>[\d.]+).*?memory:\s*(?P<gib>[\d.]+)GiB.*?tps:\s*(?P<tps>[\d,]+)"
+)
+PARAMETERS = re.compile(r"size: ([\d,]+) total parameters")
+
+
+def main() -> None:
+    options = parse_arguments()
+    runs: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="penstock-peers-") as name:
+        folder = Path(name)
+        write_text(folder)
+        jobs = [("penstock", setting) for setting in options.ours]
+        for version in options.peers:
+            jobs += [(f"torchtitan {version}", s) for s in options.settings or SETTINGS[version]]
+        for trainer, setting in jobs:
+            key = f"{trainer}, {setting}"
+            print(f"== {key}", flush=True)
+            try:
+                runs[key] = (
+                    run_ours(options, setting, folder)
+                    if trainer == "penstock"
+                    else run_titan(options, trainer.split()[1], setting, folder)
+                )
+            except subprocess.CalledProcessError as error:
+                runs[key] = {"failed": last_error(error.output or "")}
+            record.write(options, summary(options, runs), warm_up_steps=options.warm_up, steps=options.steps)
+    for key, row in runs.items():
+        print(f"{key:34} {line_of(row)}")
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A run on one line."""
+    if "failed" in row:
+        return row["failed"][:150]
+    return (
+        f"{row['tokens_per_second']:9,.0f} tokens/s  peak {row['peak_memory_gib']:6.1f} GiB"
+        f"  loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}  {row['parameters']:,} parameters"
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="deepseek-v2-lite-8l", help="a preset that titan_0_2.py has too")
+    parser.add_argument(
+        "--peers", nargs="*", default=list(SETTINGS), help=f"versions of TorchTitan: {', '.join(SETTINGS)}"
+    )
+    parser.add_argument("--settings", nargs="*", help="settings of the peers; default: all of each")
+    parser.add_argument("--ours", nargs="*", default=["auto-8", "auto-4", "float8-8"], help="auto or float8, and rows")
+    parser.add_argument("--rows", type=int, default=32, help="of a step")
+    parser.add_argument("--steps", type=int, default=13)
+    parser.add_argument("--warm-up", type=int, default=4, help="first steps that are not counted")
+    parser.add_argument("--seconds", type=float, default=240, help="limit of a run")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/peers", help="where peers are installed")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install from, without a network")
+    record.add_arguments(parser)
+    return parser.parse_args()
+
+
+def write_text(folder: Path) -> None:
+    """Write the standard library as JSON lines, and a tokenizer with 256 bytes and the end of a document."""
+    library = Path(sysconfig.get_path("stdlib"))
+    with (folder / "text.jsonl").open("w", encoding="utf-8") as lines:
+        for path in sorted(library.rglob("*.py")):
+            if "site-packages" not in path.parts:
+                lines.write(json.dumps({"text": path.read_text(encoding="utf-8", errors="replace")}) + "\n")
+    alphabet = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(vocab=alphabet, merges=[]))
+    # Lines are encoded one by one: a document as a single word would make the peer's loader slow.
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split("\n", "merged_with_previous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+
+
+def run_ours(options: argparse.Namespace, setting: str, folder: Path) -> dict[str, Any]:
+    """`penstock train` with the defaults of the preset, but for its rows and its schedule."""
+    kind, _, rows = setting.partition("-")
+    fixed = [
+        f"training.steps={options.steps}",
+        f"training.global_batch={options.rows}",
+        f"training.micro_batch={rows}",
+        "schedule.warmup_steps=10",
+        "checkpoint.enabled=false",
+        "evaluation.rows=0",
+        f"record.folder={folder / 'runs'}",
+    ]
+    command = [sys.executable, "-m", "penstock", "train", options.model, *fixed, *OURS[kind], "--name", setting]
+    output = execute(command, options.seconds)
+    lines = [json.loads(line) for line in (folder / "runs" / setting / "metrics.jsonl").read_text().splitlines()]
+    timed = lines[options.warm_up :]
+    counted = re.search(r"([\d,]{7,}) parameters", output)
+    return {
+        "tokens_per_second": statistics.median(line["tokens_per_second_per_device"] for line in timed),
+        "peak_memory_gib": max(line["peak_memory_bytes"] for line in timed) / 2**30,
+        "first_loss": lines[0]["loss"],
+        "last_loss": lines[-1]["loss"],
+        "parameters": int(counted[1].replace(",", "")) if counted else 0,
+        "command": shown(command, folder),
+    }
+
+
+def run_titan(options: argparse.Namespace, version: str, setting: str, folder: Path) -> dict[str, Any]:
+    """TorchTitan's own trainer, started as its documents say."""
+    python = installed(options, version)
+    name = "titan_0_2" if version.startswith("0.2") else "titan_0_3"
+    arguments = titan_0_2(options, setting, folder) if name == "titan_0_2" else titan_0_3(options, setting, folder)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "torchtitan.train"]
+    command = [str(python), *launch, *arguments]
+    output = execute(command, options.seconds)
+    (folder / f"{version}-{setting}.log").write_text(output)
+    return read_log(output, options.warm_up) | {"command": shown(command, folder)}
+
+
+def titan_0_2(options: argparse.Namespace, setting: str, folder: Path) -> list[str]:
+    """Options of TorchTitan 0.2 for a setting such as `compile-fsdp-4`."""
+    mode, cast, rows = setting.split("-")
+    chosen = {
+        "experimental.custom_import": "benchmarks.peers.titan_0_2",
+        "model.name": options.model + ("_fsdp" if cast == "fsdp" else ""),
+        "model.flavor": options.model,
+        "model.hf_assets_path": str(folder),
+        "training.dataset": "text",
+        "training.dataset_path": str(folder / "text.jsonl"),
+        "training.local_batch_size": rows,
+        "training.global_batch_size": str(options.rows),
+        "training.seq_len": str(SEQUENCE_LENGTH),
+        "training.steps": str(options.steps),
+        "training.dataloader.num_workers": "1",  # encoding in the trainer's own process would cost it part of each step
+        "training.dataloader.prefetch_factor": "16",
+        "optimizer.lr": "4.2e-4",
+        "lr_scheduler.warmup_steps": "10",
+        "activation_checkpoint.mode": "none",
+        "metrics.log_freq": "1",
+        "job.dump_folder": str(folder / "titan"),
+    }
+    switches = ["--metrics.disable_color_printing", *(["--compile.enable"] if mode == "compile" else [])]
+    return [f"--{key}={value}" for key, value in chosen.items()] + switches
+
+
+def titan_0_3(options: argparse.Namespace, setting: str, folder: Path) -> list[str]:
+    """Options of TorchTitan 0.3 for a setting such as `varlen-4`."""
+    attention, rows = setting.split("-")
+    chosen = {
+        "module": "benchmarks.peers.titan_0_3",
+        "config": f"{options.model.replace('-', '_')}_{attention}",
+        "hf_assets_path": str(folder),
+        "dataloader.dataset": "text",
+        "dataloader.dataset_path": str(folder / "text.jsonl"),
+        "dataloader.num_workers": "1",
+        "dataloader.prefetch_factor": "16",
+        "training.local_batch_size": rows,
+        "training.global_batch_size": str(options.rows),
+        "training.seq_len": str(SEQUENCE_LENGTH),
+        "training.steps": str(options.steps),
+        "lr_scheduler.warmup_steps": "10",
+        "metrics.log_freq": "1",
+        "dump_folder": str(folder / "titan"),
+    }
+    return [f"--{key}={value}" for key, value in chosen.items()] + ["--metrics.disable_color_printing"]
+
+
+def installed(options: argparse.Namespace, version: str) -> Path:
+    """Python of the environment with this version of TorchTitan, which is made if it is missing."""
+    place = options.folder / f"torchtitan-{version}"
+    python = place / "bin/python"
+    if not (place / "ready").exists():
+        venv.create(place)
+        # A virtual environment that is made from another one does not see its packages, PyTorch among them.
+        (packages,) = place.glob("lib/python3*/site-packages")
+        (packages / "parent.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+        packages_wanted = [f"torchtitan=={version}"]
+        if options.wheels is not None:
+            others = [str(wheel) for wheel in options.wheels.glob("*.whl") if not wheel.name.startswith("torchtitan-")]
+            packages_wanted = ["--no-index", "--no-deps", f"--find-links={options.wheels}", *packages_wanted, *others]
+        subprocess.run(
+            [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *packages_wanted], check=True
+        )
+        (place / "ready").touch()
+    return python
+
+
+def execute(command: Sequence[str], seconds: float) -> str:
+    """Output of a command, started in the root of the repository, where the peer finds our modules."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired as error:
+        text = (error.stdout or b"").decode(errors="replace")
+        raise subprocess.CalledProcessError(124, command, text + f"\nError: over {seconds:.0f} s") from error
+    if done.returncode:
+        print(done.stdout[-6000:], flush=True)
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout)
+    return done.stdout
+
+
+def _python_path() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def read_log(text: str, warm_up: int) -> dict[str, Any]:
+    """Figures of TorchTitan's log, with a line for every step."""
+    steps = [match.groupdict() for match in STEP.finditer(text)]
+    parameters = PARAMETERS.search(text)
+    if len(steps) <= warm_up or parameters is None:
+        raise subprocess.CalledProcessError(1, "torchtitan", f"Error: {len(steps)} steps in the log")
+    return {
+        "tokens_per_second": statistics.median(float(step["tps"].replace(",", "")) for step in steps[warm_up:]),
+        "peak_memory_gib": max(float(step["gib"]) for step in steps),
+        "first_loss": float(steps[0]["loss"]),
+        "last_loss": float(steps[-1]["loss"]),
+        "parameters": int(parameters[1].replace(",", "")),
+    }
+
+
+def last_error(text: str) -> str:
+    """The line of a log that says why the run ended."""
+    named = [line.strip() for line in text.splitlines() if re.search(r"\w*(Error|Exception)\b: ?\S", line)]
+    return (named or text.strip().splitlines() or ["no output"])[0 if named else -1][-300:]
+
+
+def shown(command: Sequence[str], folder: Path) -> str:
+    """The command as a person would type it."""
+    return " ".join(["python", *command[1:]]).replace(str(folder), "TEXT")
+
+
+def summary(options: argparse.Namespace, runs: dict[str, Any]) -> dict[str, Any]:
+    """All runs, the fastest of each trainer, and our speeds over those of the fastest peer."""
+    speeds = {key: row["tokens_per_second"] for key, row in runs.items() if "failed" not in row}
+    best: dict[str, str] = {}
+    for key in sorted(speeds, key=speeds.__getitem__):
+        best[key.rpartition(", ")[0]] = key
+    peers = {trainer: key for trainer, key in best.items() if trainer != "penstock"}
+    ratios = {
+        f"{key} over {peer}": speeds[key] / speeds[peer_key]
+        for key in speeds
+        if key.startswith("penstock")
+        for peer, peer_key in peers.items()
+    }
+    return {
+        "model": options.model,
+        "rows": options.rows,
+        "sequence_length": SEQUENCE_LENGTH,
+        "runs": runs,
+        "best": best,
+        "ratios": ratios,
+    }
+
+
+if __name__ == "__main__":
+    main()
