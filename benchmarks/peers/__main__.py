@@ -33,6 +33,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from benchmarks import record
+from penstock.config.load import load_run
+from penstock.models.count import count
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE_LENGTH = 4096
@@ -136,16 +138,16 @@ def run_ours(options: argparse.Namespace, setting: str, folder: Path) -> dict[st
         f"record.folder={folder / 'runs'}",
     ]
     command = [sys.executable, "-m", "penstock", "train", options.model, *fixed, *OURS[kind], "--name", setting]
-    output = execute(command, options.seconds)
+    execute(command, options.seconds)
     lines = [json.loads(line) for line in (folder / "runs" / setting / "metrics.jsonl").read_text().splitlines()]
     timed = lines[options.warm_up :]
-    counted = re.search(r"([\d,]{7,}) parameters", output)
+    run = load_run(options.model)
     return {
         "tokens_per_second": statistics.median(line["tokens_per_second_per_device"] for line in timed),
         "peak_memory_gib": max(line["peak_memory_bytes"] for line in timed) / 2**30,
         "first_loss": lines[0]["loss"],
         "last_loss": lines[-1]["loss"],
-        "parameters": int(counted[1].replace(",", "")) if counted else 0,
+        "parameters": count(run.model, run.training.sequence_length).parameters,
         "command": shown(command, folder),
     }
 
