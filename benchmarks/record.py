@@ -91,7 +91,7 @@ def current_overrides(recorded: Iterable[str]) -> tuple[str, ...]:
 def _module() -> str:
     """Name of the benchmark that runs, `benchmarks.one_gpu`."""
     spec = sys.modules["__main__"].__spec__
-    return Path(sys.argv[0]).stem if spec is None else spec.name
+    return Path(sys.argv[0]).stem if spec is None else spec.name.removesuffix(".__main__")
 
 
 def describe() -> dict[str, Any]:

@@ -277,7 +277,7 @@ def read_log(text: str, warm_up: int) -> dict[str, Any]:
 def last_error(text: str) -> str:
     """The line of a log that says why the run ended."""
     named = [line.strip() for line in text.splitlines() if re.search(r"\w*(Error|Exception)\b: ?\S", line)]
-    return (named or text.strip().splitlines() or ["no output"])[0 if named else -1][-300:]
+    return (named or text.strip().splitlines() or ["no output"])[0 if named else -1][:300]
 
 
 def shown(command: Sequence[str], folder: Path) -> str:
