@@ -1,12 +1,15 @@
 """The documents are a site whose links all lead somewhere, and every page can be found from the first."""
 
 import re
+import subprocess
 from pathlib import Path, PurePosixPath
 
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
+from penstock.base.errors import PicturesError
+from penstock.report.export import find_browser
 from tools.documents import ROOT
 from tools.pictures import MAKERS
 from tools.site import for_site, with_bars, without_ways_out
@@ -30,6 +33,17 @@ def test_a_page_of_the_site_fetches_nothing(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert not any(mark in text for mark in ('src="http', "src='http", 'rel="stylesheet" href="http')), page.name
+
+
+def test_a_page_opened_from_a_folder_can_be_searched(site: Path, tmp_path: Path) -> None:
+    try:
+        command = [find_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    except PicturesError as error:
+        pytest.skip(f"{error}")
+    command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000"]
+    page = f"{(site / 'decisions/0017-symmetric-dispatch.html').as_uri()}?q=dispatcher"
+    shown = subprocess.run([*command, page], check=True, capture_output=True, text=True, timeout=60).stdout
+    assert re.search(r"md-search-result__meta[^>]*>\d+ matching documents", shown)
 
 
 def test_lines_of_code_wrap_on_every_page(site: Path) -> None:
