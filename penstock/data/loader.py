@@ -137,7 +137,7 @@ class Prefetch:
         # After the last returned batch: the loader itself is one batch ahead, in the thread.
         self._state, self._skipped = loader.state(), loader.skipped()
         self._notices: tuple[str, ...] = ()
-        self._ahead = self._start()
+        self._ahead: Future[_PrefetchedBatch] | None = self._start()
 
     def _start(self) -> Future[_PrefetchedBatch]:
         def fetch() -> _PrefetchedBatch:
@@ -148,7 +148,8 @@ class Prefetch:
 
     def next_batch(self) -> Batch:
         """Returns the prefetched batch and starts the next one; errors of the loader are raised here."""
-        batch, self._state, self._skipped, notices = self._ahead.result()
+        ahead, self._ahead = self._ahead or self._start(), None  # after an error the next call fetches again
+        batch, self._state, self._skipped, notices = ahead.result()
         self._notices += notices
         self._ahead = self._start()
         return batch
@@ -159,10 +160,10 @@ class Prefetch:
 
     def restore(self, state: LoaderState) -> None:
         """Drops the prefetched batch and continues from a saved state."""
-        wait([self._ahead])  # only one thread at a time uses the loader
+        wait([self._ahead] if self._ahead else [])  # only one thread at a time uses the loader
         self._loader.restore(state)
         self._state, self._skipped = self._loader.state(), self._loader.skipped()
-        self._ahead = self._start()
+        self._ahead = None  # the next call fetches: a run that ends after an error reads nothing more
 
     def skipped(self) -> int:
         """Returns how many records were skipped up to the last returned batch."""

@@ -115,11 +115,13 @@ class ShardStream(LaneStream):
         if reader is None or not is_same or number not in (reader.number, reader.number + 1):
             reader = self._readers[lane] = self._open(cursor, number)  # after a resume, or for the lane's next shard
         if reader.number != number:
+            del self._readers[lane]  # after an error its iterator has ended, and the next call opens another
             block = next(reader.blocks, ())  # empty at the end of the shard
             order = list(range(len(block)))
             if self._shuffle:
                 order = permutation(len(block), [self._seed, cursor.epoch, reader.shard, number + 1]).tolist()
             reader.number, reader.block, reader.order = number, block, order
+            self._readers[lane] = reader
         return reader
 
     def _open(self, cursor: Cursor, number: int) -> _Reader:

@@ -4,7 +4,7 @@ import gzip
 import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -20,14 +20,14 @@ from penstock.base.errors import DataError
 from penstock.config.data import Data, MixturePart
 from penstock.data.batch import Batch
 from penstock.data.loader import Batches, Loader, Prefetch
-from penstock.data.mixture import Text
+from penstock.data.mixture import Text, TextPart
 from penstock.data.open import open_text
 from penstock.data.packed import pack
-from penstock.data.sources import Split
+from penstock.data.sources import Source, Split, Tokens
 from penstock.data.stream import LANES, LoaderState
 from penstock.data.text import JsonLines
 from penstock.data.tokenizer import ByteTokenizer
-from tests.data.in_memory import END, InMemory, larger_sources, loader_of, numbered, sources
+from tests.data.in_memory import END, InMemory, InShards, larger_sources, loader_of, numbered, sources
 from tests.examples import examples
 
 
@@ -178,10 +178,61 @@ def test_a_prefetched_loader_resumes_and_refuses_a_state_without_a_change(prefet
     assert take(prefetch, 3) == expected
 
 
-def test_an_error_in_the_thread_is_raised_where_the_batch_is_asked_for() -> None:
-    prefetch = Prefetch(loader_of(numbered(0, 0)))
-    with closing(prefetch), pytest.raises(DataError, match="every document is empty"):
-        prefetch.next_batch()
+class Flaky(InMemory):
+    """Every second document cannot be read the first time."""
+
+    def read(self, index: int) -> Tokens:
+        fail_once(self, index)
+        return super().read(index)
+
+
+class FlakyShards(InShards):
+    """Every second block cannot be read the first time."""
+
+    def blocks(self, shard: int, first: int) -> Iterator[Sequence[object]]:
+        for number, block in enumerate(super().blocks(shard, first), start=first):
+            fail_once(self, (shard, number))
+            yield block
+
+
+def fail_once(source: object, key: object) -> None:
+    """Raise a DataError for every second key that is new."""
+    known = vars(source).setdefault("known", set())
+    if key not in known:
+        known.add(key)
+        if len(known) % 2 == 0:
+            raise DataError("the disk does not answer")
+
+
+TEXTS = [[f"shard {shard}, document {number}" for number in range(7)] for shard in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("flaky", "sound"),
+    [
+        (Flaky(numbered(30, 40, 7, 9).documents), numbered(30, 40, 7, 9)),
+        (Text((TextPart(documents=FlakyShards(TEXTS)),)), Text((TextPart(documents=InShards(TEXTS)),))),
+    ],
+    ids=["documents", "shards"],
+)
+def test_after_an_error_in_the_thread_the_same_batch_can_be_asked_for_again(
+    flaky: Source | Text, sound: Source | Text
+) -> None:
+    errors = 0
+    with closing(Prefetch(loader_of(flaky))) as prefetch:
+        plain = loader_of(sound)
+        for _ in range(20):
+            before = errors
+            while True:
+                try:
+                    assert listed(prefetch.next_batch()) == take(plain, 1)[0]
+                except DataError:
+                    errors += 1
+                    assert prefetch.state() == plain.state(), "an error moves nothing"
+                    assert errors < before + 10, "the error stays"
+                else:
+                    break
+    assert errors >= 2
 
 
 def test_closing_ends_the_thread() -> None:
