@@ -66,7 +66,7 @@ from penstock.parallel.launch.local import (
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.train.goodput import GoodputLedger, goodput
-from penstock.train.loop import RunHooks, open_memory_store, open_store, resume, start, train_run
+from penstock.train.loop import Progress, RunHooks, open_memory_store, open_store, resume, train_run
 from penstock.train.memory_replica import remove_memory
 from penstock.train.observer import RunEnd
 from penstock.train.run_folder import (
@@ -225,7 +225,7 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, 
             if launch.folder is not None:
                 meeting.agree(partial(_hold, console, launch.folder, held))
             with console.status("preparing data and model"):
-                session = prepare(run, environment)
+                session = prepare(run, environment, is_new=launch.folder is None)
             if environment.rank == 0:
                 warn_of_unfilled(run)
             code = _run(console, launch, session, environment, meeting, held)
@@ -321,7 +321,7 @@ def _run(
 ) -> int:
     """Find or make the folder, then train; `held` keeps its lock."""
     if launch.folder is None:
-        begin = start(session)  # before there is a folder: weights that it names may not be there
+        begin = Progress()
 
         def make_folder() -> list[str]:
             run, folder = create_run_folder(launch.run, number_if_taken=not launch.is_named, launch=environment.launch)

@@ -116,16 +116,6 @@ def open_memory_store(run: Run, folder: RunFolder, world: Axis) -> CheckpointSto
     return CheckpointStore(open_memory(folder.path), 1, run.checkpoint.asynchronous, world)
 
 
-def start(session: Session) -> Progress:
-    """Begin a new run. Raises a CheckpointError if `training.initial_weights` is set and cannot be used."""
-    source, world = session.run.training.initial_weights, session.axes.world
-    if source:
-        load_initial_weights(
-            source, session.state, lambda folder: CheckpointStore(folder, keep=0, asynchronous=False, world=world)
-        )
-    return Progress()
-
-
 def resume(
     session: Session,
     folder: RunFolder,
@@ -134,6 +124,8 @@ def resume(
     memory: CheckpointStore | None = None,
 ) -> Progress:
     """Restore the newest checkpoint, or begin anew if the run was killed before its first.
+
+    The session is one that `prepare` has made with `is_new` false.
 
     The replica in `memory` comes first if it is newer and whole.
 
@@ -146,7 +138,11 @@ def resume(
     steps = store.steps_of_all()
     progress = None if memory is None else _restore_replica(session, memory, steps)
     if progress is None:
-        progress = _restore_newest(session, store, steps) if steps else start(session)
+        if steps:
+            progress = _restore_newest(session, store, steps)
+        else:
+            load_initial_weights(session.run.training.initial_weights, session.state, session.axes.world)
+            progress = Progress()
     if session.axes.rank == 0:
         # Steps after the checkpoint are made again, and so are their lines.
         lost = drop_after(folder.metrics, progress.steps, session.run.record.every)

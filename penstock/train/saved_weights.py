@@ -23,6 +23,7 @@ from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.layout.sharding import LocalSlice, Rectangle
 from penstock.models.parameters import refresh_float8
+from penstock.parallel.axes import Axis
 from penstock.parallel.shard import ShardedTensor
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import (
@@ -163,13 +164,15 @@ def _no_weights(source: str) -> CheckpointError:
     return CheckpointError(f"training.initial_weights: {source} has no weights", allowed=allowed)
 
 
-def load_initial_weights(source: str, state: TrainState, store_of: Callable[[Path], CheckpointStore]) -> None:
-    """Start a new run with the weights of another run, or with imported ones. All ranks call it together.
+def load_initial_weights(source: str, state: TrainState, world: Axis) -> None:
+    """Start a new run with the weights of another run, or with imported ones. All ranks of `world` call it together.
 
-    `source` is a folder of `penstock import`, or of a run, whose newest checkpoint is used; `store_of` opens a folder
-    of checkpoints. Raises a CheckpointError if there are no weights, or they are damaged or of another model.
+    `source` is a folder of `penstock import`, or of a run, whose newest checkpoint is used; an empty one changes
+    nothing. Raises a CheckpointError if there are no weights, or they are damaged or of another model.
     """
-    store = store_of(_checkpoints_of(source))
+    if not source:
+        return
+    store = CheckpointStore(_checkpoints_of(source), keep=0, asynchronous=False, world=world)
     try:
         step = store.latest_of_all()
         if step is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from penstock.base.devices import peak_flops
-from penstock.base.errors import ConfigError, DataError, DeviceError
+from penstock.base.errors import ConfigError, DataError, DeviceError, PenstockError
 from penstock.config.fit import grid_of, shard
 from penstock.config.run import Run
 from penstock.config.schema import leaves
@@ -39,7 +39,7 @@ from penstock.models.rank_model import RankModel, build_rank, embedding_places, 
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.router import TopKRouter
 from penstock.parallel.axes import ALONE, Axes, make_axes
-from penstock.parallel.launch.environment import Environment
+from penstock.parallel.launch.environment import Environment, read_environment
 from penstock.parallel.launch.host import host_bytes
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
@@ -48,6 +48,7 @@ from penstock.train.adamw import state_shapes
 from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture
 from penstock.train.optimizer import MasterAdamW, StateBytes
 from penstock.train.passes import forward_backward
+from penstock.train.saved_weights import load_initial_weights
 from penstock.train.state import TrainState, identity_of
 from penstock.train.step import StepRule, step_rule
 
@@ -85,12 +86,17 @@ class RunData:
     notices: tuple[str, ...] = ()  # skipped records of held-out text, a line each
 
 
-def prepare(run: Run, environment: Environment) -> Session:
-    """Build a run on one rank. Sets seeds, threads and determinism of the process.
+def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = True) -> Session:
+    """Build a run on one rank, with its initial weights. Sets seeds, threads and determinism of the process.
 
-    Several ranks call this after `start_process_group`. Raises a ConfigError if the layout does not fit the ranks, a
-    DeviceError if the machine lacks a requested feature, and a DataError if the data cannot be used.
+    Several ranks call this after `start_process_group`. Without an `environment` it is that of the process. A run that
+    is not new gets its weights from `resume` (penstock/train/loop.py), so `training.initial_weights` is not read.
+
+    Raises a ConfigError if the layout does not fit the ranks, a DeviceError if the machine lacks a requested feature, a
+    DataError if the data cannot be used, and a CheckpointError if initial weights are missing, damaged or of another
+    model.
     """
+    environment = environment or read_environment()
     grid = grid_of(run, environment.world_size)
     device = choose_device(run.device, environment)
     prepare_process(environment, seed=run.seed, deterministic=run.training.deterministic)
@@ -131,6 +137,12 @@ def prepare(run: Run, environment: Environment) -> Session:
         batches=Prefetch(loader),
         stage=axes.stage,
     )
+    if is_new:
+        try:
+            load_initial_weights(run.training.initial_weights, state, axes.world)
+        except PenstockError:
+            state.batches.close()  # it has a thread
+            raise
     return Session(
         run=run,
         device=device,

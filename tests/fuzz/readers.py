@@ -35,7 +35,7 @@ from penstock.trace.replay import replay_script
 from penstock.train import manifest as manifest_module
 from penstock.train.export import export_huggingface
 from penstock.train.import_weights import import_weights, model_in
-from penstock.train.loop import open_store, resume, start, train_run
+from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.manifest import MANIFEST
 from penstock.train.metrics import drop_after
 from penstock.train.run_folder import RunFolder
@@ -159,7 +159,7 @@ def _make_run(folder: Path) -> None:
     path.checkpoints.mkdir(parents=True)
     session = _session(folder)
     with StopRequest() as stop:
-        train_run(session, path, open_store(session.run, path), start(session), [], stop)
+        train_run(session, path, open_store(session.run, path), Progress(), [], stop)
     shutil.rmtree(path.checkpoints / "step-000002")
     path.write_config(run.model_copy(update={"record": run.record.model_copy(update={"folder": "runs"})}))
     run_folder(folder / "made", steps=4)

@@ -14,7 +14,7 @@ from penstock.train import goodput as goodput_module
 from penstock.train import loop
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.goodput import BEAT, EVERY, KINDS, GoodputLedger, goodput, process_begin, wall_seconds
-from penstock.train.loop import RunHooks, open_store, start, train_run
+from penstock.train.loop import Progress, RunHooks, open_store, train_run
 from penstock.train.metrics import record
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import prepare
@@ -209,7 +209,7 @@ def test_a_run_adds_up_to_the_wall_clock_and_stalls_are_told_by_kind(
     ledger = GoodputLedger(folder.goodput, 0, begin=begin)
     with StopRequest() as stop:
         store = open_store(run, folder)
-        train_run(session, folder, store, start(session), [told], stop, RunHooks(ledger=ledger))
+        train_run(session, folder, store, Progress(), [told], stop, RunHooks(ledger=ledger))
     wall = time.time() - begin
     found = wall_seconds(folder.goodput)
     assert sum(found.values()) == pytest.approx(wall, rel=0.005, abs=0.1)

@@ -16,7 +16,6 @@ from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import Precision, export_huggingface
 from penstock.train.import_weights import Upcycling, import_weights, model_in
-from penstock.train.loop import start
 from penstock.train.saved_weights import STEP, WEIGHTS
 from penstock.train.setup import Session, prepare
 from tests.closeness import assert_close, assert_equal
@@ -46,7 +45,6 @@ def _begun(folder: Path, model: Model, precision: Precision = "fp32") -> Session
     """A run that starts with what was imported, before its first step."""
     training = Training(steps=2, sequence_length=12, precision=precision, initial_weights=str(folder / "start"))
     session = prepare(tiny_run(folder, model=model, training=training), ENVIRONMENT)
-    assert start(session).steps == 0
     session.state.batches.close()
     return session
 
@@ -82,7 +80,6 @@ def test_a_run_starts_with_what_was_imported(tmp_path: Path) -> None:
 def _started(overrides: tuple[str, ...]) -> tuple[StepFigures, Saved]:
     """What a rank would save before its first step; nothing was seen so far."""
     session = start_session(overrides)
-    start(session)
     session.state.batches.close()
     return StepFigures([], [], [], 0.0, [], {}), saved_by(session)
 
@@ -172,10 +169,8 @@ def test_a_folder_that_does_not_say_its_model_is_refused(content: str | None, li
 
 def test_a_run_whose_weights_are_not_there_does_not_start(tmp_path: Path) -> None:
     training = Training(steps=2, sequence_length=12, initial_weights=str(tmp_path / "nothing"))
-    session = prepare(tiny_run(tmp_path, training=training), ENVIRONMENT)
     with pytest.raises(CheckpointError, match=r"training\.initial_weights: .*nothing has no weights"):
-        start(session)
-    session.state.batches.close()
+        prepare(tiny_run(tmp_path, training=training), ENVIRONMENT)
 
 
 def test_float8_blocks_are_read_as_what_they_stand_for(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from penstock.config.training import Checkpoint
 from penstock.parallel.launch.environment import Environment
 from penstock.train import setup, stragglers
-from penstock.train.loop import RunHooks, open_store, start, train_run
+from penstock.train.loop import Progress, RunHooks, open_store, train_run
 from penstock.train.passes import forward_backward
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import prepare
@@ -134,7 +134,7 @@ def lines_of_a_run(folder: str, slow: int) -> list[str]:
         with StopRequest() as stop:
             store = open_store(session.run, run, session.axes.world)
             hooks = RunHooks(host_of="node-{}".format)
-            train_run(session, run, store, start(session), [recorder], stop, hooks)
+            train_run(session, run, store, Progress(), [recorder], stop, hooks)
     return [notice for report in recorder.reports for notice in report.notices]
 
 
