@@ -223,7 +223,7 @@ class Balance(Section):
     capacity_factor: float = knob(
         0.0,
         doc="Slots of an expert over its fair share; slots beyond are dropped, those of smaller weights first, and of "
-        "equal weights those of later positions. 0 means dropless.",
+        "equal weights those of later positions. 0 means dropless, as held-out loss and sampling always are.",
         low=0.0,
     )
     pad_to_capacity: bool = knob(False, doc="Give every expert exactly its capacity of rows (drop and pad).")

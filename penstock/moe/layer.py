@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from penstock.base.spans import Span
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.moe.balance import LayerLoad
+from penstock.moe.dispatch.all_to_all import PaddedAllToAllDispatcher
 from penstock.moe.dispatch.balanced import BalancedDispatcher
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows, SlotSorter
 from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
@@ -115,9 +116,15 @@ class MoE(nn.Module):
         with span(Span.ROUTE):
             routing: Routing = self.router(x_TD, scope)
             # With overlap the dispatcher sorts on its own stream instead.
-            if self.layer_context.transfers is None and isinstance(self.dispatcher, SlotSorter):
-                return replace(routing, sorted=self.dispatcher.sorted_slots(routing))
+            dispatcher = self._dispatcher_of_mode()
+            if self.layer_context.transfers is None and isinstance(dispatcher, SlotSorter):
+                return replace(routing, sorted=dispatcher.sorted_slots(routing))
             return routing
+
+    def _dispatcher_of_mode(self) -> Dispatcher:
+        if not self.training and isinstance(self.dispatcher, PaddedAllToAllDispatcher):
+            return self.dispatcher.dropless
+        return self.dispatcher
 
     def mix(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing) -> Terms:
         """The part of `forward` after routing, for callers that have called `fan_out` and `route` themselves."""
@@ -126,11 +133,12 @@ class MoE(nn.Module):
         return self._mix(x_TD, shared_TD, routing, None)
 
     def _mix(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: RowColQuantized | None) -> Terms:
+        dispatcher = self._dispatcher_of_mode()
         with span(Span.DISPATCH):
-            rows, metadata = self.dispatcher.dispatch(x_TD, routing)  # x_ND, and index_R that sorts it by expert
+            rows, metadata = dispatcher.dispatch(x_TD, routing)  # x_ND, and index_R that sorts it by expert
         y_RD = self._run_experts(rows)  # one row for each slot of our experts
         with span(Span.COMBINE):
-            y_TD = self.dispatcher.combine(y_RD, metadata)
+            y_TD = dispatcher.combine(y_RD, metadata)
         if self.shared is None:
             return (y_TD,)
         with span(Span.SHARED):
@@ -142,18 +150,19 @@ class MoE(nn.Module):
         """`_mix` with both transfers on their own stream. The shared expert is cut in two, one half beside each."""
         transfers = self.layer_context.transfers
         assert transfers is not None, "overlap needs a transfer stream"
+        dispatcher = self._dispatcher_of_mode()
         h_TF = narrowed_TD = None
 
         def dispatch(
             x_TD: Tensor, weights_TK: Tensor
         ) -> tuple[tuple[Tensor, Tensor], tuple[ExpertRows, DispatchMetadata]]:
-            rows, metadata = self.dispatcher.dispatch(x_TD, Routing(weights_TK, routing.experts_TK))
+            rows, metadata = dispatcher.dispatch(x_TD, Routing(weights_TK, routing.experts_TK))
             # The graph of the transfer is its own: what leaves beside its outputs must not hold it.
             plain = replace(rows, x_ND=rows.x_ND.detach(), weights_R=rows.weights_R.detach())
             return (rows.x_ND, rows.weights_R), (plain, metadata)
 
         def combine(y_RD: Tensor) -> tuple[tuple[Tensor], None]:
-            return (self.dispatcher.combine(y_RD, metadata),), None
+            return (dispatcher.combine(y_RD, metadata),), None
 
         with span(Span.DISPATCH):
             dispatched = transfers.launch("dispatch", dispatch, x_TD, routing.weights_TK)  # the only two with gradients

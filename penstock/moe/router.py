@@ -3,7 +3,8 @@
 1. Logits for each expert, plus a learned bias if there is one.
 2. Choice and weights by the layer's rule (`penstock.kernels.reference.route`); or a fixed choice for each token id.
 3. Auxiliary losses, attached to the weights.
-4. Forced balance (benchmarks) or capacity, if configured.
+4. In training, forced balance (benchmarks) or capacity, if configured. Evaluation and sampling are dropless: a token's
+   experts then depend on no other token, and so not on the micro-batch that it is in.
 """
 
 from collections.abc import Iterable, Iterator
@@ -119,9 +120,9 @@ class TopKRouter(nn.Module):
             self.meter.auxiliary_loss += found.loss
             with saved_as_is():
                 routing = Routing(attach(routing.weights_TK, routed, found), routing.experts_TK)
-        if self.balance.force_load_balance:
+        if self.balance.force_load_balance and self.training:
             routing = spread_evenly(routing, self.experts)
-        if self.balance.capacity_factor:
+        if self.balance.capacity_factor and self.training:
             limit = capacity(tokens, self.top_k, self.experts, self.balance.capacity_factor)
             routing = drop_over_capacity(routing, self.experts, limit, scope.sequences, self.axes, self.context_method)
             if measured:

@@ -2,9 +2,8 @@
 
     open_saved -> load_decoder -> generate -> text_pieces
 
-The decoder is that of evaluation, in the run's precision, with three differences: no token is dropped over capacity and
-no balance is forced, because both would let later tokens change earlier ones; float8 products run in 16 bits; and
-kernels are chosen for this device.
+The decoder is that of evaluation, in the run's precision, so no token is dropped over capacity and no balance is
+forced; float8 products run in 16 bits, and kernels are chosen for this device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.base.errors import DeviceError
-from penstock.config.model import Model
 from penstock.config.run import Kernels, Run
 from penstock.data.tokenizer_rules import Tokenizer
 from penstock.layout.sharding import Rectangle
@@ -50,7 +48,8 @@ def load_decoder(run: Run, store: CheckpointStore, step: int, device: torch.devi
     allocated, if the device has too little free memory.
     """
     check_same_model(step, store.read_facts(step)["model"], identity_of(run))
-    plain = run.model_copy(update={"model": _plain(run.model), "kernels": Kernels()})
+    model = run.model.model_copy(update={"mtp_layers": 0})
+    plain = run.model_copy(update={"model": model, "kernels": Kernels()})
     decoder = meta_model(plain.model, LayerContext(operators=choose_operators(plain, device)))
     saved = SavedWeights(
         store, step, {name: f"float32 {list(tensor.shape)}" for name, tensor in decoder.state_dict().items()}
@@ -102,15 +101,6 @@ def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[in
             told = len(sure)
     if len(text) > told:
         yield text[told:]
-
-
-def _plain(model: Model) -> Model:
-    """The model without prediction layers and without expert capacity."""
-    moe = model.moe
-    if moe is not None:
-        plain = {"capacity_factor": 0.0, "pad_to_capacity": False, "force_load_balance": False}
-        moe = moe.model_copy(update={"balance": moe.balance.model_copy(update=plain)})
-    return model.model_copy(update={"mtp_layers": 0, "moe": moe})
 
 
 def _refuse_too_large(decoder: Decoder, device: torch.device) -> None:

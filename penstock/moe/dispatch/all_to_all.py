@@ -127,6 +127,11 @@ class PaddedAllToAllDispatcher:
     operators: Operators
     wire_format: WireFormat = UNQUANTIZED
 
+    @property
+    def dropless(self) -> AllToAllDispatcher:
+        """The dispatcher of evaluation, which drops no slot and therefore knows no capacity."""
+        return AllToAllDispatcher(self.placement, self.axis, self.operators, wire_format=self.wire_format)
+
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         T, K = routing.experts_TK.shape
