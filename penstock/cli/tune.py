@@ -30,7 +30,7 @@ import torch
 import typer
 
 from penstock.base.errors import FAILED, ConfigError, PicturesError, did_you_mean
-from penstock.base.files import write_whole
+from penstock.base.files import parse_toml, write_whole
 from penstock.base.interrupts import INTERRUPTED
 from penstock.base.numbers import bytes_text, counted, duration_text, time_text
 from penstock.cli.config import Overrides, Target
@@ -415,10 +415,10 @@ def _folder(asked: _Asked, environment: Environment) -> Iterator[Path]:
 
     A new one, that of the last search, or that of the one which this launch began before a restart.
     """
-    parent, name = Path(asked.own.record.folder), f"tune-{asked.own.name}"
-    folder = _launched(parent, name, environment.launch)
+    parent, run = Path(asked.own.record.folder), asked.own.name
+    folder = _launched(parent, environment.launch)
     if folder is None:
-        folder = _last(parent, name) if asked.resumes else new_folder(parent, name)
+        folder = _last(parent, run) if asked.resumes else new_folder(parent, f"tune-{run}")
     try:
         yield folder
     finally:
@@ -426,24 +426,27 @@ def _folder(asked: _Asked, environment: Environment) -> Iterator[Path]:
             folder.rmdir()
 
 
-def _launched(parent: Path, name: str, launch: str) -> Path | None:
-    """The folder of a search that a launch of this name began."""
-    for folder in (path.parent for path in sorted(parent.glob(f"{name}*/{LAUNCH}"))):
-        if launch and (folder / LAUNCH).read_text(encoding="utf-8") == launch:
-            return folder
+def _launched(parent: Path, launch: str) -> Path | None:
+    """The folder of the search that a launch of this name began."""
+    for file in sorted(parent.glob(f"tune-*/{LAUNCH}")):
+        if launch and file.read_text(encoding="utf-8") == launch:
+            return file.parent
     return None
 
 
-def _last(parent: Path, name: str) -> Path:
-    """The folder of the last search of this run."""
-    found = [
-        one for one in parent.glob(f"{name}*") if one.is_dir() and one.name.removeprefix(name).strip("-").isdigit()
-    ]
-    found += [parent / name] if (parent / name).is_dir() else []
-    found = [one for one in found if any(one.iterdir())]  # that of a search which was killed at its start is empty
+def _last(parent: Path, run: str) -> Path:
+    """The folder of the last search of a run, by the name in its reference: `tune-X-2` may be of a run called X-2."""
+    found = [file.parent for file in parent.glob(f"tune-*/{REFERENCE}") if _name_in(file) == run]
     if not found:
-        raise ConfigError("there is no search to go on with", got=f"{parent / name}", fix="leave out --resume")
-    return max(found, key=lambda one: one.stat().st_mtime)
+        raise ConfigError("there is no search to go on with", got=f"{parent}/tune-{run}", fix="leave out --resume")
+    return max(found, key=lambda folder: folder.stat().st_mtime)
+
+
+def _name_in(reference: Path) -> object:
+    """The name of a run; None if its file is damaged."""
+    with suppress(OSError, ValueError):
+        return parse_toml(reference.read_text(encoding="utf-8")).get("name")
+    return None
 
 
 def _identity(own: Run, ranks: int, steps: int, *, on_gpu: bool) -> dict[str, Any]:

@@ -7,9 +7,14 @@ Both run in processes of their own, as trials do, so that the search holds no de
 of the runs, by machine: a calibration for good, a preflight for `FRESH_SECONDS`.
 """
 
+import json
+import re
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,21 +66,29 @@ class Ground:
 
 def faults(ground: Ground) -> tuple[str, ...]:
     """A line for each check that failed; one line if the ranks did not come to an end."""
-    path = ground.cache / f"preflight-{ground.words}.txt"
+    path = ground.cache / f"preflight-{ground.words}.json"
     if path.exists() and 0 <= time.time() - path.stat().st_mtime < FRESH_SECONDS:
-        return tuple(path.read_text(encoding="utf-8").splitlines())
+        return tuple(json.loads(path.read_text(encoding="utf-8")))
     ground.cache.mkdir(parents=True, exist_ok=True)
     log = path.with_suffix(".log")
-    code = run_ranks(ground.starter, ["preflight"], ground.ranks, log, seconds=PREFLIGHT_SECONDS)
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    found = tuple(" ".join(line.split()[1:]) for line in lines if line.startswith("failed "))
+    code = run_ranks(ground.starter, ["preflight", "--json"], ground.ranks, log, seconds=PREFLIGHT_SECONDS)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    checks = [check for answer in _answers(text) for check in answer["checks"] if check["status"] == "failed"]
+    found = tuple(f"{check['area']} {check['name']} {check['got']}" for check in checks)
     if code and not found:
-        told = next((line for line in reversed(lines) if line.strip()), "no output")
+        told = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
         return (f"preflight ended with exit code {code}: {told[:200]}",)
     if code is None:
         return (f"preflight did not end within {PREFLIGHT_SECONDS:.0f} s: the ranks may not reach each other",)
-    write_whole(path, "".join(f"{line}\n" for line in found))
+    write_whole(path, json.dumps(found))
     return found
+
+
+def _answers(text: str) -> Iterator[Mapping[str, Any]]:
+    """Answers of `preflight --json`, one of each machine, among other lines that ranks have printed."""
+    for opening in re.finditer(r"^\{$", text, re.MULTILINE):
+        with suppress(json.JSONDecodeError):  # the beginning of a long output may be cut
+            yield json.JSONDecoder().raw_decode(text, opening.start())[0]
 
 
 def cluster_here(ground: Ground, asked: str | None) -> Cluster:

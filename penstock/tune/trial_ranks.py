@@ -47,7 +47,7 @@ SETTLE_SECONDS = 0.5
 FAREWELL_SECONDS = 60.0
 """How long the first process waits for the others to end their ranks."""
 
-TOLD = 8000
+TOLD = 64_000
 """Last characters of a failed rank's output that the first process gets."""
 
 _FOLLOWER, _COMMAND_LINE = ("-m", "penstock.parallel.launch.rank"), "penstock.cli.main:main"

@@ -73,6 +73,11 @@ def test_a_search_goes_on_with_nothing_measured_twice(asked: list[str]) -> None:
     assert max(map(asked.count, asked)) <= 2
 
 
+def test_a_search_of_a_run_whose_name_begins_alike_is_not_gone_on_with(asked: list[str]) -> None:
+    answers.printed(RUN.replace("debug-2l", "debug-2l name=debug-2l-2"), "--trials", "1")
+    assert "there is no search to go on with" in answers.refused(RUN, "--resume")
+
+
 def test_faults_of_the_machine_are_told_and_the_search_goes_on(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,21 +4,32 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from penstock.base.errors import DeviceError
+from penstock.cli.preflight import print_checks
+from penstock.parallel.launch.environment import read_environment
 from penstock.plan.hardware_file import load_hardware, write_hardware
 from penstock.tune.look import FRESH_SECONDS, Ground, cluster_here, faults
+from penstock.tune.preflight.check import PreflightCheck, fine
 from penstock.tune.trial_ranks import RunningRanks
+from tests.cli import answers
 
-SAID = """ok       host         cores            2
-failed   transfers    sums over ranks  wrong on 1 of 2
-                                       expected: right on all
-warning  host         time             the clock is not synchronized
-1 ok, 1 warning, 1 failed on vm
-"""
+
+def said(*checks: PreflightCheck) -> str:
+    """What `preflight --json` prints of its checks, below a line of another program."""
+    environment = read_environment({})
+    return "a warning of NCCL\n" + answers.written(partial(print_checks, checks, environment, as_json=True))
+
+
+SAID = said(
+    fine("host", "cores", "2"),
+    PreflightCheck("transfers", "sums over ranks", "failed", "wrong on 1 of 2", "right on all"),
+    PreflightCheck("host", "time", "warning", "not synchronized"),
+)
 
 
 class Ended:
@@ -58,7 +69,7 @@ def test_checks_that_failed_are_told_and_believed_for_some_time(tmp_path: Path) 
     for _ in range(2):
         assert faults(there) == ("transfers sums over ranks wrong on 1 of 2",)
     assert starter.asked == [("preflight", 4)]
-    (found,) = (tmp_path / "cache").glob("preflight-*.txt")
+    (found,) = (tmp_path / "cache").glob("preflight-*.json")
     old = time.time() - FRESH_SECONDS - 60
     os.utime(found, (old, old))
     assert faults(there) == ("transfers sums over ranks wrong on 1 of 2",)
