@@ -40,9 +40,9 @@ change it there.
 
 Libraries read some settings only from the environment. Penstock sets these variables for itself and for the ranks
 that it starts, if the condition in the column *when* holds. It does not change a variable that the shell has set, so
-you can override each of them: `NCCL_NVLS_ENABLE=1 penstock train ...`. Every run prints the variables in its first
-line, and the scripts of `penstock launch` contain them ([launch.md](launch.md)). This command shows them for a job on
-eight GPUs:
+you can override each of them: `NCCL_NVLS_ENABLE=1 penstock train ...`. The log of a run without a terminal has them in
+its head (`env`), and the scripts of `penstock launch` contain them ([launch.md](launch.md)). This command shows them
+for a job on eight GPUs:
 
 ```bash run
 penstock launch slurm deepseek-v2-lite parallel.expert=8 --nodes 1 --gpus-per-node 8

@@ -217,9 +217,11 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, 
         _check_memory(run, grid_of(run, environment.world_size), device, environment.local_world_size)
     binding = bind_near(device, environment) if run.host.numa else None  # before threads are started
     start_process_group(meeting, device)
-    _say(console, f"environment: {environment_line(facts)}")
+    machine = {"env": environment_line(facts)}
     if binding is not None:
-        _say(console, f"rank {environment.rank} keeps to {binding}")
+        machine["cores"] = f"rank {environment.rank} keeps to {binding}"
+    is_live = console.is_terminal and not console.is_dumb_terminal
+    view = LiveView(console) if is_live else PlainView(console, machine)
     try:
         with ExitStack() as held, lost_ranks():  # errors of collectives become the loss of a rank
             if launch.folder is not None:
@@ -228,7 +230,7 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, 
                 session = prepare(run, environment, is_new=launch.folder is None)
             if environment.rank == 0:
                 warn_of_unfilled(run)
-            code = _run(console, launch, session, environment, meeting, held)
+            code = _run(console, view, launch, session, environment, meeting, held)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             "the GPU is out of memory", got=str(error).partition(". ")[0], fix="a smaller training.micro_batch or model"
@@ -313,6 +315,7 @@ def _hold(console: Console, folder: RunFolder, held: ExitStack) -> None:
 
 def _run(
     console: Console,
+    view: LiveView | PlainView,
     launch: Launch,
     session: Session,
     environment: Environment,
@@ -344,7 +347,6 @@ def _run(
         _say(console, *begin.notices)
     kept_in = folder.goodput if environment.rank == 0 else None
     ledger = GoodputLedger(kept_in, begin.steps, environment.job_begin)
-    view = LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console)
     sinks = open_sinks(session.run, folder, begin.steps, view.note) if environment.rank == 0 else []
     try:
         with StopRequest(view.stopping) as stop:

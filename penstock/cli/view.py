@@ -7,7 +7,7 @@ log of a long run stays readable. Blocks are Unicode block elements: U+2581 is a
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -277,8 +277,10 @@ def _figure(number: str, unit: str) -> Text:
 class PlainView(Observer):
     """Observer that prints aligned lines to any console."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, machine: Mapping[str, str] | None = None) -> None:
         self._console = console
+        self._machine = machine or {}  # facts of the process for a log, by label
+        self._columns = dict(COLUMNS)
         self._start: RunStart | None = None
         self._next_seconds = 0.0
 
@@ -286,9 +288,11 @@ class PlainView(Observer):
         """Print the run and the heads of the columns."""
         self._start = start
         self._print(f"penstock: {start.run.name} in {start.folder}{self._mark}")
-        for label, text in facts_of(start).items():
+        for label, text in {**facts_of(start), **self._machine}.items():
             self._print(f"  {label:<7} {text}")
-        self._print("".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
+        steps = start.run.training.steps
+        self._columns["step"] = max(COLUMNS["step"], len(f"  {steps} of {steps}"))
+        self._print("".join(f"{name:>{width}}" for name, width in self._columns.items()))
 
     def stepped(self, report: StepReport) -> None:
         """Print a line if it is time for one."""
@@ -300,7 +304,7 @@ class PlainView(Observer):
             # Lines come at intervals of a twentieth of the time so far.
             pause = min(max(report.elapsed_seconds / 20, FIRST_LINE_SECONDS), SLOWEST_LINE_SECONDS)
             self._next_seconds = report.elapsed_seconds + pause
-            cells = zip(_cells(report), COLUMNS.values(), strict=True)
+            cells = zip(_cells(report, self._start.run.training.steps), self._columns.values(), strict=True)
             self._print("".join(f"{cell:>{width}}" for cell, width in cells) + self._mark)
 
     def note(self, line: str) -> None:
@@ -325,11 +329,11 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def _cells(report: StepReport) -> list[str]:
-    """A step as cells of the plain view; a dash stands for an unknown value."""
+def _cells(report: StepReport, steps: int) -> list[str]:
+    """A step of so many as cells of the plain view; a dash stands for an unknown value."""
     worst, utilization = report.worst_layer, report.model_flops_utilization
     return [
-        f"{report.step}",
+        f"{report.step} of {steps}",
         f"{report.loss:.4f}",
         "-" if report.evaluation is None else f"{report.evaluation.bits_per_byte:.3f}",
         f"{report.gradient_norm:.3g}",

@@ -203,7 +203,7 @@ def sizes_divide_the_ranks(sizes: LayoutSizes, world: int) -> Problem | None:
         return Problem.from_line(
             f"parallel needs more ranks: {which} {_product(dense)} and {_product(expert)}; "
             f"got {counted(world, 'rank')}; allowed: a multiple of {least}; "
-            f"fix: start {least} processes: penstock train ... --processes {least}"
+            f"fix: start {least} processes: --processes {least}; --fake-world {least} shows one of them and starts none"
         )
     for view in (dense, expert):
         if world % prod(view.values()):

@@ -345,12 +345,14 @@ def be_the_only_rank(monkeypatch: pytest.MonkeyPatch, *, launch: str, restarts: 
         monkeypatch.setenv(name, value)
 
 
-def test_a_run_says_what_is_in_force_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_begins_with_the_run_and_says_what_is_in_force_in_its_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     lines = printed("tiny.toml").splitlines()
-    assert lines[0].startswith("environment: ")
-    assert "OMP_WAIT_POLICY=PASSIVE" in lines[0]
-    assert not [line for line in lines[1:] if line.startswith("environment")]
+    assert lines[0].startswith("penstock: tiny in ")
+    (line,) = (line for line in lines if line.startswith("  env "))
+    assert "OMP_WAIT_POLICY=PASSIVE" in line
 
 
 @pytest.mark.often("options1")

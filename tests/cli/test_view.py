@@ -173,7 +173,20 @@ def test_plain_lines_are_aligned(tmp_path: Path) -> None:
     *_, heads, first, _ = lines_of(tiny_run(tmp_path), 2, seconds=9.0)
     assert heads.split() == list(COLUMNS)
     assert len(heads) == len(first) == sum(COLUMNS.values())
-    assert first.split() == ["1", "5.0000", "-", "0.5", "1.00e-03", "1,234", "-", "1.24", "GB", "1.60"]
+    assert first.split() == [
+        "1",
+        "of",
+        str(tiny_run(tmp_path).training.steps),
+        "5.0000",
+        "-",
+        "0.5",
+        "1.00e-03",
+        "1,234",
+        "-",
+        "1.24",
+        "GB",
+        "1.60",
+    ]
 
 
 def test_a_long_run_does_not_print_thousands_of_lines(tmp_path: Path) -> None:

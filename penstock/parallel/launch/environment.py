@@ -91,6 +91,14 @@ RULES: tuple[VariableRule, ...] = (
         source="OpenBLAS, runtime variables",
     ),
     VariableRule(
+        name="KINETO_LOG_LEVEL",
+        value="6",
+        applies=lambda facts: facts.computes,
+        when="always, but for `penstock trace`, `doctor`, `data`",
+        why="PyTorch's profiler prints lines of `USDT` between those of the run, at a level above its errors.",
+        source="Kineto's log levels, seen with PyTorch 2.13",
+    ),
+    VariableRule(
         name="GLOO_SOCKET_IFNAME",
         value="lo",
         applies=lambda facts: 1 < facts.world == facts.local_world and not facts.has_gpu,
@@ -130,6 +138,14 @@ RULES: tuple[VariableRule, ...] = (
         when="GPU, several ranks",
         why="Communication that others wait for starts before computation that is queued already.",
         source="PyTorch, ProcessGroupNCCL variables; ROCm MI300X workload guide",
+    ),
+    VariableRule(
+        name="TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",
+        value="0",
+        applies=lambda facts: facts.has_gpu and facts.world > 1,
+        when="GPU, several ranks",
+        why="The warning asks for groups that carry messages only. Those of a pipeline do, but PyTorch does not look.",
+        source="the warning's own text; [pipeline messages](decisions/0015-pipeline-messages.md)",
     ),
     VariableRule(
         name="HSA_KERNARG_POOL_SIZE",

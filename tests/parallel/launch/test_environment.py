@@ -152,7 +152,7 @@ def test_waiting_threads_sleep_soon_unless_the_shell_says_otherwise() -> None:
             "PYTORCH_ALLOC_CONF=expandable_segments:True NCCL_NVLS_ENABLE=0 OMP_NUM_THREADS=12",
             "HSA_KERNARG_POOL_SIZE GPU_MAX_HW_QUEUES NCCL_ALGO",
         ),
-        (LaunchFacts(vendor="nvidia"), "", "NCCL_NVLS_ENABLE"),
+        (LaunchFacts(vendor="nvidia"), "", "NCCL_NVLS_ENABLE TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING=0"),
         (LaunchFacts(vendor="amd"), "HSA_KERNARG_POOL_SIZE=12582912", "GPU_MAX_HW_QUEUES NCCL_NVLS_ENABLE"),
         (LaunchFacts(vendor="amd", world=8), "GPU_MAX_HW_QUEUES=2 TORCH_NCCL_HIGH_PRIORITY=1", ""),
         (LaunchFacts(deterministic=True), "CUBLAS_WORKSPACE_CONFIG=:4096:8", "NCCL_ALGO"),
