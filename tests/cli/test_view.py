@@ -173,10 +173,8 @@ def test_plain_lines_are_aligned(tmp_path: Path) -> None:
     *_, heads, first, _ = lines_of(tiny_run(tmp_path), 2, seconds=9.0)
     assert heads.split() == list(COLUMNS)
     assert len(heads) == len(first) == sum(COLUMNS.values())
-    assert first.split() == [
-        "1",
-        "of",
-        str(tiny_run(tmp_path).training.steps),
+    assert first.split()[:3] == ["1", "of", str(tiny_run(tmp_path).training.steps)]
+    assert first.split()[3:] == [
         "5.0000",
         "-",
         "0.5",
