@@ -10,8 +10,6 @@ same rows with the same seed, and compares speed, memory and losses in one table
 train` in its own processes. The steps are in penstock/tune/ladder_steps.py; docs/ladder.md explains the table.
 """
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -22,6 +20,7 @@ import torch
 import typer
 
 from penstock.base.errors import FAILED, ConfigError, DeviceError
+from penstock.base.origin import command_text, commit_of_code
 from penstock.cli.config import Overrides, Target
 from penstock.cli.output import Force, check_output, print_next, print_table
 from penstock.config.fit import grid_of
@@ -43,7 +42,7 @@ from penstock.tune.ladder import (
     steps_as_json,
 )
 from penstock.tune.ladder_steps import LADDER, LadderStep, chosen, load_ladder_steps
-from penstock.tune.result_file import commit_of_code, describe_machine, write_result
+from penstock.tune.result_file import describe_machine, write_result
 from penstock.tune.trial import Trial, first_steps, run_trial
 
 # Columns that a narrow terminal misses least.
@@ -181,7 +180,7 @@ def _environment(plan: LadderPlan) -> dict[str, Any]:
 def _write(plan: LadderPlan, path: Path, outcomes: Sequence[Outcome], saved: SavedTrials) -> None:
     write_result(
         path,
-        command=shlex.join(["penstock", *sys.argv[1:]]),
+        command=command_text(),
         commit=plan.commit,
         environment=_environment(plan),
         numbers={

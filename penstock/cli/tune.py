@@ -17,7 +17,6 @@ It changes nothing that is learned, unless `--free` names it. docs/tune.md expla
 
 import json
 import re
-import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from penstock.base.errors import FAILED, ConfigError, PicturesError, did_you_mea
 from penstock.base.files import parse_toml, write_whole
 from penstock.base.interrupts import INTERRUPTED
 from penstock.base.numbers import bytes_text, counted, duration_text, time_text
+from penstock.base.origin import command_text, commit_of_code
 from penstock.cli.config import Overrides, Target
 from penstock.cli.output import budget_seconds, check_output, print_next, print_table, warn
 from penstock.config.load import dump_toml, load_run
@@ -48,7 +48,7 @@ from penstock.train.run_lock import temporary_folder
 from penstock.tune.belief import TrialCandidate
 from penstock.tune.look import Ground, cluster_here, faults
 from penstock.tune.real_trials import FIRST_LIMIT, HANG, OVERRUN, RealTrials
-from penstock.tune.result_file import commit_of_code, describe_machine
+from penstock.tune.result_file import describe_machine
 from penstock.tune.search_loop import Objective, Search, SearchSettings, TrialRecord, median_error
 from penstock.tune.trial import Trial, first_steps, run_trial
 from penstock.tune.trial_ranks import HERE, Director, StartRanks, follow
@@ -114,7 +114,7 @@ class _Session:
     def save(self, search: Search) -> None:
         """Write journal and tuned run, so that an ended search has its best so far."""
         write_journal(self.folder, self.identity, self.source.rows, search)
-        write_tuned(self.output, self.own, self.source.run, search, " ".join(["penstock", *sys.argv[1:]]))
+        write_tuned(self.output, self.own, self.source.run, search, command_text())
 
     def begin(self, key: str) -> None:
         """Note that a trial begins."""

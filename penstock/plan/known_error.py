@@ -63,7 +63,7 @@ def error_text(cluster: Cluster) -> str:
         return f"{KNOWN_ERROR} (docs/projection.md)"
     told = f"not measured here: {chip.name} {'over nodes' if spans else 'in one node'}"
     if (chip.kernels, spans) not in PUBLISHED_ERRORS:
-        return f"{told}, and no run of others is published with its layout (docs/plan-published.md)"
+        return f"{told}, nor compared with a run of others (docs/plan-published.md)"
     runs, middle, largest = PUBLISHED_ERRORS[chip.kernels, spans]
     error = f"{middle:.1%} (median) to {largest:.1%}"
     return (

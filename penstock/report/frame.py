@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock.base.errors import PicturesError
 from penstock.base.files import write_whole as write_atomically
+from penstock.base.origin import origin_text
 from penstock.report.figure import THEMES, Figure, plotly_json
 
 SCRIPT = "package_data/plotly.min.js"  # in the folder of the package
@@ -43,7 +44,8 @@ _SAVE = '<div class="save"><button value="svg">SVG</button> <button value="png">
 def document(title: str, body: str, figures: Sequence[Figure], script: str = "page.js") -> str:
     """A whole HTML document with its style, figures and scripts.
 
-    In `body`, a figure is an element `<div class="figure" id=NAME>`; `script` is the asset that draws them.
+    In `body`, a figure is an element `<div class="figure" id=NAME>`; `script` is the asset that draws them. The last
+    line of the page names the command that wrote it, the date, and Penstock's version and commit.
     """
     packed = b64encode(gzip.compress(plotly_script().read_bytes(), mtime=0)).decode()  # mtime=0: equal files
     names = [figure.name for figure in figures]
@@ -59,6 +61,7 @@ def document(title: str, body: str, figures: Sequence[Figure], script: str = "pa
 {asset("page.css")}</style>
 <body>
 {body}
+<footer class="faint">{escape(origin_text())}</footer>
 <script type="application/json" id="pictures">{as_script(pictures)}</script>
 <script type="text/plain" id="plotly">{packed}</script>
 <script>

@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 
 from penstock.base.numbers import bytes_text, count_text, counted, share_text, three_digits, time_text
+from penstock.base.origin import UNKNOWN, version_text
 from penstock.config.fit import grid_of
 from penstock.config.load import dump_toml
 from penstock.config.run import Run
@@ -151,10 +152,11 @@ def run_page(evidence: RunEvidence) -> str:
     where = where_text(evidence)
     links = "".join(f'<a href="#part-{part.name}">{escape(part.title)}</a>' for part in parts)
     heading = f'{escape(evidence.name)} <span class="faint">{f"on {escape(where)}" if where else ""}</span>'
+    started = f'<p class="faint">{escape(text)}</p>\n' if (text := start_text(evidence)) else ""
     body = f"""
 <header>
 <h1>{heading}</h1>
-{key_figures(summary(evidence))}
+{started}{key_figures(summary(evidence))}
 <nav>{links}</nav>
 </header>
 <main>{"".join(map(section_html, parts))}</main>"""
@@ -211,6 +213,17 @@ def summary(evidence: RunEvidence) -> dict[str, str]:
     if evidence.verdict is not None:
         facts["wall"] = evidence.verdict.bottleneck
     return facts
+
+
+def start_text(evidence: RunEvidence) -> str:
+    """Command, date, version and commit of the run's last start; empty if no start is recorded."""
+    if not evidence.starts:
+        return ""
+    start = {name: str(value) for name, value in evidence.starts[-1].items()}
+    parts = [start.get("command", ""), start.get("time", "").replace("T", " ").replace("+00:00", " UTC")]
+    if "penstock" in start:
+        parts.append(version_text(start["penstock"], start.get("commit", UNKNOWN)))
+    return " | ".join(filter(None, parts))
 
 
 def where_text(evidence: RunEvidence) -> str:

@@ -17,12 +17,10 @@ import json
 import os
 import platform
 import queue
-import shlex
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
@@ -42,6 +40,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from penstock import __version__
 from penstock.base.errors import DeviceError, RunFolderError
 from penstock.base.files import open_to_append
+from penstock.base.origin import command_text, commit_of_code
 from penstock.config.run import Run
 from penstock.train.metrics import MetricsFile, is_recorded, scalars
 from penstock.train.observer import Observer, RunStart, StepReport
@@ -220,7 +219,7 @@ class StartsFile(Observer):
 
     def started(self, start: RunStart) -> None:
         """Write the line. Raises a RunFolderError if that fails."""
-        line = json.dumps(start_record(start, sys.argv)) + "\n"
+        line = json.dumps(start_record(start)) + "\n"
         try:
             with open_to_append(self._path) as file:
                 file.write(line.encode())
@@ -228,12 +227,11 @@ class StartsFile(Observer):
             raise RunFolderError(f"cannot write {self._path}", got=error.strerror) from error
 
 
-def start_record(start: RunStart, words: Sequence[str]) -> dict[str, Any]:
-    """The line of a start, as JSON values; `words` are the command line, the program first."""
-    program = Path(words[0]).name
+def start_record(start: RunStart) -> dict[str, Any]:
+    """The line of a start, as JSON values."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["penstock" if program == "__main__.py" else program, *words[1:]]),
+        "command": command_text(),
         "device": start.device_name,
         "ranks": start.ranks,
         "steps_done": start.steps_done,
@@ -241,6 +239,7 @@ def start_record(start: RunStart, words: Sequence[str]) -> dict[str, Any]:
         "parameters": start.parameters,
         "active_parameters": start.active_parameters,
         "penstock": __version__,
+        "commit": commit_of_code(),
         "torch": torch.__version__,
         "triton": _version("triton"),
         "cuda": torch.version.cuda,

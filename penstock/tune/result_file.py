@@ -2,21 +2,17 @@
 
 import json
 import platform
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import penstock
 from penstock.base.errors import ConfigError
 from penstock.base.files import write_whole
+from penstock.base.origin import commit_of_code
 from penstock.parallel.launch.process import device_name
 from penstock.tune.kernels import environment as versions
-
-UNKNOWN = "unknown"
-"""Commit of a package outside of a repository."""
 
 
 def write_result(
@@ -34,19 +30,6 @@ def write_result(
         write_whole(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def commit_of_code() -> str:
-    """Commit of the repository of this package, with -dirty if files were changed; `unknown` outside of one."""
-    root = Path(penstock.__path__[0]).parent
-    if not (root / ".git").exists():
-        return UNKNOWN
-    words = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        described = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
-    except FileNotFoundError:  # no git
-        return UNKNOWN
-    return described.stdout.strip() or UNKNOWN
 
 
 def describe_machine(*, on_gpu: bool) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def test_a_plan_says_what_it_rests_on() -> None:
     assert "assumed: rows are even" in lines
     figures = next(line for line in lines if line.startswith("figures of MI300X: reported memory, 2 of 11 collectives"))
     assert "; assumed kernels, overhead, host, host link, efficiency, 9 of 11 collectives (" in figures
-    assert lines[-1].startswith("not measured here: MI300X over nodes, and no run of others is published")
+    assert lines[-1].startswith("not measured here: MI300X over nodes, nor compared with a run of others")
 
 
 def test_an_error_is_told_as_shares_of_what_was_measured() -> None:
@@ -158,7 +158,7 @@ def test_the_error_of_others_runs_is_that_of_their_projections() -> None:
         ),
         ("8xH100", "not measured here: H100 in one node; error against 7 published runs"),
         ("256xB300", "not measured here: B300 over nodes; error against 12 published runs"),
-        ("8xA100", "not measured here: A100 in one node, and no run of others is published with its layout"),
+        ("8xA100", "not measured here: A100 in one node, nor compared with a run of others"),
     ],
 )
 def test_an_error_is_that_of_the_chip_on_one_node_or_on_many(on: str, told: str) -> None:

@@ -2,7 +2,9 @@
 
 import re
 import shutil
+import sys
 from dataclasses import fields, replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,7 +12,9 @@ from xml.etree import ElementTree
 import pytest
 from plotly.graph_objects import Figure as CheckedFigure
 
+from penstock import __version__
 from penstock.base.errors import PicturesError
+from penstock.base.origin import UNKNOWN, commit_of_code
 from penstock.config.load import load_run
 from penstock.layout.schedules import schedule
 from penstock.plan.asked_layout import field_label
@@ -47,6 +51,9 @@ LOOKING = """
 """What these tests want to know of a page of a plan."""
 
 
+ORIGIN = re.compile('<footer class="faint">(.*)</footer>')
+
+
 def what_ifs() -> list[Figure]:
     """One of each picture that a plan does not have by itself."""
     scaling = Scaling(name="weak", devices=[8, 16], tokens_per_second_per_device=[10.0, 9.0])
@@ -65,11 +72,21 @@ def test_plotly_knows_every_word_of_every_picture(plan: Plan) -> None:
 
 
 def test_a_page_fetches_nothing_and_is_the_same_again(plan: Plan, tmp_path: Path) -> None:
-    text = page(plan, more=what_ifs())
-    assert page(plan, more=what_ifs()) == text
+    text, again = (page(plan, more=what_ifs()) for _ in range(2))
+    assert ORIGIN.sub("", again) == ORIGIN.sub("", text)
     with pytest.raises(PicturesError, match="cannot be written"):
         write_page(plan, tmp_path / "nowhere" / "plan.html")
     assert re.findall(r"https?://[^\"' ]*|\b(?:src|href)=|@import|url\(", text) == []
+
+
+def test_a_page_names_command_date_version_and_commit(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/penstock", "plan", "my run", "--html", "<p>.html"])
+    commit = f", commit {commit_of_code()}" if commit_of_code() != UNKNOWN else ""
+    (line,) = ORIGIN.findall(page(plan))
+    command, date, version = unescape(line).split(" | ")
+    assert (command, version) == ("penstock plan 'my run' --html '<p>.html'", f"Penstock {__version__}{commit}")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", date)
+    assert "<p>.html" not in page(plan)
 
 
 def test_the_page_of_a_large_step_is_small(plan: Plan) -> None:

@@ -238,7 +238,7 @@ def test_the_device_of_a_start_finds_its_hardware_file_unless_the_user_names_har
     found, other = gather(folder), gather(folder, on="1xMI300X")
     assert found.projection is not None and found.projection.cluster.hardware.name == "H200"
     assert found.verdict is not None and found.judged.source == "plan"
-    assert found.starts[0]["command"] == "penstock train debug"
+    assert '<p class="faint">penstock train debug | 2026-01-01 00:00:00 UTC</p>' in run_page(found)
     assert other.projection is not None and other.projection.cluster.hardware.name == "MI300X"
     with pytest.raises(HardwareError):
         gather(folder, on="1xNOTHING")

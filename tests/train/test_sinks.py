@@ -19,6 +19,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from penstock.base.errors import DeviceError, RunFolderError
+from penstock.base.origin import commit_of_code
 from penstock.cli.main import main
 from penstock.config.load import dump_toml
 from penstock.config.run import Run
@@ -240,12 +241,14 @@ def test_every_start_adds_a_line_or_the_error_is_told(tmp_path: Path, start: Run
         StartsFile(tmp_path / "gone" / "starts.jsonl").started(start)
 
 
-def test_a_start_says_what_was_typed_and_on_what(start: RunStart) -> None:
-    words = ["/usr/bin/penstock", "train", "debug", "seed=1", 'data.files=["a b"]']
-    line = start_record(replace(start, ranks=4), words)
+def test_a_start_says_what_was_typed_and_on_what(start: RunStart, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/penstock", "train", "debug", "seed=1", 'data.files=["a b"]'])
+    line = start_record(replace(start, ranks=4))
     assert line["command"] == "penstock train debug seed=1 'data.files=[\"a b\"]'"
-    assert start_record(start, ["/x/penstock/__main__.py", "train"])["command"] == "penstock train"
     assert (line["device"], line["ranks"], line["torch"]) == ("a laptop", 4, torch.__version__)
+    assert line["commit"] == commit_of_code()
+    monkeypatch.setattr(sys, "argv", ["/x/penstock/__main__.py", "train"])
+    assert start_record(start)["command"] == "penstock train"
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # a traceback of a thread

@@ -13,12 +13,13 @@ import pytest
 
 import penstock
 from penstock.base.errors import ConfigError
+from penstock.base.origin import UNKNOWN, commit_of_code
 from penstock.config.load import load_run
 from penstock.train.run_folder import RunFolder
 from penstock.train.schedule import learning_rate
 from penstock.tune import trial as trials
 from penstock.tune import trial_ranks
-from penstock.tune.result_file import UNKNOWN, commit_of_code, describe_machine, write_result
+from penstock.tune.result_file import describe_machine, write_result
 from penstock.tune.trial import Failure, Figures, Trial, failure_of, figures_of, first_steps, run_trial
 from tests.parallel.launch.ranks import when
 from tests.promises.test_results import faults
