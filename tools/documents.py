@@ -1,14 +1,15 @@
 """Documents that repeat what the code says are written by this file, so that they cannot say something else.
 
 `GENERATED` maps a document to the function that writes it whole. Figures from measurements are quoted in hand-written
-documents between markers, and only the text between them is written:
+documents by links, whose definitions name a file of benchmarks/results, the way to a number in it and its format
+(`tools.tables`); only the text of the link is written:
 
-    reaches <!--= one-gpu.json numbers.ratio .2f -->1.85<!--/--> times the speed
+    reaches [1.85][a] times the speed
 
-The marker names a file of benchmarks/results, the way to a number in it (keys and list positions, joined by dots), and
-a Python format. Whole tables stand between markers that name a result and a function of `tools.kernel_tables`,
-`tools.layout_tables`, `tools.ladder_tables`, `tools.dispatch_tables`, `tools.family_tables` or
-`tools.projection_tables`; with `table?` the result may be missing, and the table says so:
+    [a]: benchmarks/results/one-gpu.json "numbers.ratio .2f"
+
+Whole tables stand between markers, each alone on its line, that name a result and one of `TABLES`. With `table?` the
+result may be missing, and the table says so:
 
     <!--table kernels-h200.json pointwise-->
     ...
@@ -39,6 +40,7 @@ from tools import (
     projection_tables,
     published_tables,
     search_tables,
+    tables,
     trace_tables,
 )
 from tools.commands_page import commands_json, commands_page
@@ -50,6 +52,7 @@ from tools.models_page import models_page
 from tools.rules_page import rules_page
 
 TABLES = {
+    **tables.TABLES,
     **kernel_tables.TABLES,
     **layout_tables.TABLES,
     **ladder_tables.TABLES,
@@ -65,7 +68,9 @@ TABLES = {
 }
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")
-FIGURE = re.compile(r"<!--= (?P<file>\S+) (?P<way>\S[^<>]*?) (?P<format>\S+) -->(?P<text>.*?)<!--/-->", re.DOTALL)
+FIGURE = re.compile(
+    r'^\[(?P<name>[\w-]+)\]: \S*benchmarks/results/(?P<file>\S+) "(?P<way>.+) (?P<format>\S+)"$', re.MULTILINE
+)
 TABLE = re.compile(
     r"^<!--(?P<mark>table\??) (?P<file>\S+) (?P<name>\S+)-->\n.*?^<!--/table-->$", re.DOTALL | re.MULTILINE
 )
@@ -152,26 +157,6 @@ def markdown_files(root: Path = ROOT) -> list[Path]:
     return sorted(path for path in root.rglob("*.md") if is_ours(path.relative_to(root).parts))
 
 
-def quoted(file: str, way: str, spec: str, root: Path = ROOT) -> str:
-    """A figure of a result, as a document shows it.
-
-    Args:
-        file: name in benchmarks/results.
-        way: keys and list positions that lead to a number, joined by dots.
-        spec: format of the number, such as `.2f` or `,.0f`.
-
-    Raises:
-        LookupError: there is no such file, or the way leads nowhere.
-    """
-    value = _result(file, root)
-    for key in way.split("."):
-        try:
-            value = value[int(key) if isinstance(value, list) else key]
-        except (KeyError, IndexError, ValueError, TypeError) as error:
-            raise LookupError(f"{file} has no {way}: nothing at {key!r}") from error
-    return format(value, spec)
-
-
 def _result(file: str, root: Path) -> Any:
     """What a file of benchmarks/results holds."""
     path = root / RESULTS / file
@@ -198,21 +183,25 @@ def with_tables(text: str, root: Path = ROOT) -> str:
         is_missing = match["mark"] == "table?" and not (root / RESULTS / match["file"]).is_file()
         try:
             table = NOT_MEASURED if is_missing else TABLES[match["name"]](_result(match["file"], root))
-        except KeyError as error:
-            raise LookupError(f"{match['file']} lacks {error} for the table {match['name']}") from error
+        except LookupError as error:
+            raise LookupError(f"{match['file']} does not give the table {match['name']}: {error}") from error
         return f"<!--{match['mark']} {match['file']} {match['name']}-->\n{table}\n<!--/table-->"
 
     return TABLE.sub(renewed, text)
 
 
 def with_figures(text: str, root: Path = ROOT) -> str:
-    """The text with every marked figure made anew; see `with_measurements`."""
-
-    def renewed(match: re.Match[str]) -> str:
-        figure = quoted(match["file"], match["way"], match["format"], root)
-        return f"<!--= {match['file']} {match['way']} {match['format']} -->{figure}<!--/-->"
-
-    return FIGURE.sub(renewed, text)
+    """The text with every quoted figure made anew; see `with_measurements`."""
+    for quoted in FIGURE.finditer(text):
+        name, file = quoted["name"], quoted["file"]
+        try:
+            figure = tables.shown(tables.walk(_result(file, root), quoted["way"]), quoted["format"])
+        except LookupError as error:
+            raise LookupError(f"[{name}]: {file}: {error}") from error
+        text, count = re.subn(rf"(?<!\w)\[[^\[\]]*\]\[{name}\]", f"[{figure}][{name}]", text)
+        if not count:
+            raise LookupError(f"[{name}] is defined and not used")
+    return text
 
 
 def main() -> int:

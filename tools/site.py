@@ -1,22 +1,33 @@
 """What MkDocs is told about our documents beyond mkdocs.yml, so that the same Markdown reads well in a checkout.
 
-- A link out of docs/ leads somewhere in a checkout (tests/promises/test_documents.py); a site has no code and
-  shows its text.
+- Figures link to the results of benchmarks/results, which become files of the site.
+- Other links out of docs/ lead somewhere in a checkout (tests/promises/test_documents.py); a site has no code and
+  shows their text.
 - A fence says `bash run` if its commands are tried by the tests; MkDocs knows the first word only.
-- Comments mark what `make docs` writes; one that begins a line would begin a paragraph.
 - `\\|` is how a table's cell spells a bar in code; Python-Markdown would show the backslash.
 """
 
 import re
 from html import escape
 from itertools import pairwise
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from mkdocs.structure.files import File, Files
+
+RESULT = re.compile(r"\.\./(?P<target>(?:\.\./)*benchmarks/results/[\w.-]+\.json)")
 LINK = re.compile(r"(?P<before>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 BARRED = re.compile(r"`(?P<code>[^`\n]*\\\|[^`\n]*)`")
+
+
+def on_files(files: Files, *, config: Any, **_: Any) -> Files:
+    """Called by MkDocs with all files of the site."""
+    root = Path(config.docs_dir).parent
+    for path in sorted(root.glob("benchmarks/results/*.json")):
+        name = path.relative_to(root).as_posix()
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -33,7 +44,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 def for_site(text: str, folder: PurePosixPath) -> str:
     """Markdown without fenced blocks, as the site shows it."""
-    return with_bars(without_ways_out(COMMENT.sub("", text), folder))
+    return with_bars(without_ways_out(RESULT.sub(r"\g<target>", text), folder))
 
 
 def with_bars(text: str) -> str:

@@ -1,5 +1,8 @@
 """Documents prove themselves: links lead somewhere, commands are real, what repeats the code is generated.
 
+Pages are rendered by cmark-gfm, as GitHub does it: its links are the ones that are followed, and no Markdown may stay
+as it was typed.
+
 A fenced block marked `bash` holds commands. Each line must be a command that this file knows how to check:
 
     make TARGET           the target exists
@@ -16,10 +19,12 @@ import os
 import re
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
 import typer
+from cmarkgfm import github_flavored_markdown_to_html
 from typer.core import TyperGroup
 
 from penstock.cli.main import app, main
@@ -28,7 +33,12 @@ from tests.shown_commands import BLOCK, Command, commands_in, write_files
 from tools import documents
 
 SHOWN_ONLY = {"source", "git", "cd", "pip", "tensorboard", "python", "torchrun"}
-LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+LINK = re.compile(r'(?:href|src)="(?P<target>[^"]+)"')
+CODE = re.compile(r"<(pre|code)\b.*?</\1>", re.DOTALL)
+TABLE = re.compile(r"^<!--table.*?^<!--/table-->$", re.DOTALL | re.MULTILINE)
+FREE_LINE = re.compile(r" *\||\[[\w-]+\]: ")
+"""Rows of tables and targets of links, which cannot be wrapped."""
+LONGEST_LINE = 160
 PATH = re.compile(r"`(?P<path>(?:penstock|tests|tools|docs|benchmarks|\.ci)/[\w./-]*)(?::\d+)?`")
 FILES = documents.markdown_files()
 LONG = (
@@ -59,7 +69,7 @@ def dead_links(path: Path) -> list[str]:
     """Links and paths of a document that lead nowhere."""
     text = path.read_text(encoding="utf-8")
     found = []
-    targets = [match["target"] for match in LINK.finditer(BLOCK.sub("", text))]
+    targets = [unescape(match["target"]) for match in LINK.finditer(github_flavored_markdown_to_html(text))]
     for target in (one for one in targets if not one.startswith(("http://", "https://", "mailto:"))):
         name, _, anchor = target.partition("#")
         there = (path.parent / name).resolve() if name else path
@@ -69,6 +79,14 @@ def dead_links(path: Path) -> list[str]:
             found.append(f"{target}: no such heading")
     found += [f"{m['path']}: no such file" for m in PATH.finditer(text) if not (documents.ROOT / m["path"]).exists()]
     return found
+
+
+def markdown_left(text: str) -> list[str]:
+    """Markdown that GitHub does not render: swallowed by HTML, or links and tables that look as they were typed."""
+    page = github_flavored_markdown_to_html(text)  # leaves HTML out, with a note
+    swallowed = page.count("raw HTML omitted") != 2 * len(TABLE.findall(BLOCK.sub("", text)))
+    seen = unescape(re.sub(r"<[^>]*>", "", CODE.sub("", page)))
+    return ["HTML"] * swallowed + [mark for mark in ("](", "][", "|--") if mark in seen]
 
 
 def parse_penstock(words: list[str]) -> None:
@@ -115,6 +133,31 @@ def started_warm(command: Command, folder: Path, environment: dict[str, str]) ->
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_every_link_and_path_leads_somewhere(path: Path) -> None:
     assert dead_links(path) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_github_renders_every_line_and_editors_show_it(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert markdown_left(text) == []
+    raw = TABLE.sub("", BLOCK.sub("", text)).splitlines()
+    free = name_of(path) in documents.GENERATED
+    assert free or [line for line in raw if len(line) > LONGEST_LINE and not FREE_LINE.match(line)] == []
+    assert name_of(path) != "README.md" or max(map(len, text.splitlines())) <= LONGEST_LINE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ends at\n<!--= a.json b .1f -->2.5<!--/--> bits ([page](a.md))",
+        "reaches [1.85][a] times",
+        "a <b>[1](a.md)</b>",
+        "<div>\n[1](a.md)\n</div>",
+        "text\n| a | b |\n|--|",
+    ],
+)
+def test_markdown_that_github_does_not_render_is_seen(text: str) -> None:
+    assert markdown_left(text) != []
+    assert markdown_left("[1.85][a] `x[0](y)`\n<!--table a b-->\n| a |\n|--|\n<!--/table-->\n\n[a]: b.json") == []
 
 
 @pytest.mark.parametrize("command", all_commands(), ids=str)

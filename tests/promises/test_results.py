@@ -70,12 +70,22 @@ def speed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_quoted_figure_is_renewed_from_its_result(speed: Path) -> None:
-    marked = "It is <!--= speed.json numbers.cases.0.ratio .2f -->{}<!--/--> times faster."
-    assert documents.with_figures(marked.format("9.99"), speed) == marked.format("1.85")
+FIGURE = '[9.9][a] and [][a]\n\n[a]: ../benchmarks/results/{} .2f"\n'
 
 
-@pytest.mark.parametrize("marker", ["other.json a", "speed.json numbers.absent", "speed.json numbers.ratio.deeper"])
-def test_a_figure_that_no_result_holds_is_refused(speed: Path, marker: str) -> None:
-    with pytest.raises(LookupError, match=re.escape(marker.split()[0])):
-        documents.with_figures(f"<!--= {marker} .2f -->1<!--/-->", speed)
+def test_a_quoted_figure_is_renewed_from_its_result_wherever_it_stands(speed: Path) -> None:
+    text = FIGURE.format('speed.json "numbers.cases.0.ratio')
+    assert documents.with_figures(text, speed) == text.replace("[9.9]", "[1.85]").replace("[]", "[1.85]")
+
+
+@pytest.mark.parametrize(
+    "figure", ['other.json "a', 'speed.json "numbers.absent', 'speed.json "numbers.ratio.deeper', 'speed.json "numbers']
+)
+def test_a_figure_that_no_result_holds_is_refused(speed: Path, figure: str) -> None:
+    with pytest.raises(LookupError, match=re.escape(figure.split()[0])):
+        documents.with_figures(FIGURE.format(figure), speed)
+
+
+def test_a_definition_that_no_text_uses_is_refused(speed: Path) -> None:
+    with pytest.raises(LookupError, match="not used"):
+        documents.with_figures(FIGURE.format('speed.json "numbers.ratio').replace("][a]", "][b]"), speed)

@@ -12,7 +12,7 @@ from penstock.base.errors import PicturesError
 from penstock.report.export import find_browser
 from tools.documents import ROOT
 from tools.pictures import MAKERS
-from tools.site import for_site, with_bars, without_ways_out
+from tools.site import with_bars, without_ways_out
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,11 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
     start = (site / "start.html").read_text(encoding="utf-8")
     assert "penstock report runs/first" in re.sub(r"<[^>]*>", "", start)
     assert "../README.md" not in (site / "coming-from.html").read_text(encoding="utf-8")
+
+
+def test_figures_lead_to_their_results(site: Path) -> None:
+    targets = re.findall(r'href="([^"]*\.json)"', (site / "decisions/0171-muon.html").read_text(encoding="utf-8"))
+    assert targets and all((site / "decisions" / target).is_file() for target in targets)
 
 
 def test_a_page_of_the_site_fetches_nothing(site: Path) -> None:
@@ -78,7 +83,3 @@ def test_a_link_out_of_the_documents_is_its_text(text: str, folder: str, shown: 
 
 def test_an_escaped_bar_in_code_is_a_bar() -> None:
     assert with_bars(r"| `Et\|<t` | `a` |") == "| <code>Et&#124;&lt;t</code> | `a` |"
-
-
-def test_a_mark_of_generated_text_begins_no_paragraph() -> None:
-    assert for_site("ends at\n<!--= a.json b .1f -->2.5<!--/--> bits", PurePosixPath()) == "ends at\n2.5 bits"
