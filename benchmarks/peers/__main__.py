@@ -43,7 +43,7 @@ SETTINGS = {
     "0.3.0": ("varlen-4", "flex-4", "varlen-8"),
 }
 FLOAT8 = ("float8.dense=blockwise-square", "float8.experts=blockwise-square", "float8.head=blockwise-square")
-OURS: dict[str, tuple[str, ...]] = {"auto": (), "float8": FLOAT8}
+OURS: dict[str, tuple[str, ...]] = {"auto": (), "torch": ("kernels.all=torch",), "float8": FLOAT8}
 STEP = re.compile(
     r"step:\s*(?P<step>\d+)\s+loss:\s*(?P<loss>[\d.]+).*?memory:\s*(?P<gib>[\d.]+)GiB.*?tps:\s*(?P<tps>[\d,]+)"
 )
@@ -92,7 +92,12 @@ def parse_arguments() -> argparse.Namespace:
         "--peers", nargs="*", default=list(SETTINGS), help=f"versions of TorchTitan: {', '.join(SETTINGS)}"
     )
     parser.add_argument("--settings", nargs="*", help="settings of the peers; default: all of each")
-    parser.add_argument("--ours", nargs="*", default=["auto-8", "auto-4", "float8-8"], help="auto or float8, and rows")
+    parser.add_argument(
+        "--ours",
+        nargs="*",
+        default=["auto-8", "torch-8", "float8-8"],
+        help="auto, torch (PyTorch's operators) or float8, and rows",
+    )
     parser.add_argument("--rows", type=int, default=32, help="of a step")
     parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--warm-up", type=int, default=4, help="first steps that are not counted")
