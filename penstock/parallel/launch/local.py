@@ -132,9 +132,10 @@ def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch)
         for attempt in count():
             now = sizes[place]
             facts = replace(launch.facts, world=now, local_world=now)
+            forwarder.expect_ranks(may_grow=place > 0)
             with environment_for_children(facts), ExitStack() as stack:
                 ranks = _start(work, words, replace(launch, processes=now), attempt, stack)
-                forwarder.forward_to(ranks, may_grow=place > 0)
+                forwarder.forward_to(ranks)
                 codes = _wait(ranks)
             if forwarder.signal is not None:  # a rank that the signal ended is no failure
                 return 128 + forwarder.signal
@@ -143,7 +144,7 @@ def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch)
                 return max(codes)
             if WRONG_INPUT in codes:
                 return WRONG_INPUT
-            if not failed:
+            if forwarder.grows:  # SIGTERM may have ended ranks that were still starting
                 place, left = 0, launch.restarts
                 launch.say(f"all {launch.processes} ranks start again, as SIGUSR1 asked")
                 continue
@@ -249,11 +250,17 @@ class _SignalForwarder:
         self._may_grow = False
         self._ranks: Sequence[RankProcess] = ()
 
-    def forward_to(self, ranks: Sequence[RankProcess], *, may_grow: bool) -> None:
+    def expect_ranks(self, *, may_grow: bool) -> None:
+        """From here on keep signals for the ranks of `forward_to`, which are being started."""
+        self._ranks, self._may_grow, self.grows = (), may_grow, False
+
+    def forward_to(self, ranks: Sequence[RankProcess]) -> None:
         """From here on forward to these ranks, also a signal that came while they were started."""
-        self._ranks, self._may_grow, self.grows = ranks, may_grow, False
+        self._ranks = ranks
         if self.signal is not None:
             _send(ranks, self.signal)
+        elif self.grows:
+            _send(ranks, signal.SIGTERM)
 
     def __enter__(self) -> "_SignalForwarder":
         handled = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]  # as by nohup
