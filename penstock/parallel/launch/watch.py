@@ -130,9 +130,12 @@ class Watch:
         self._answer()
         missing = set(range(world))
         deadline = time.monotonic() + ANSWER_SECONDS
-        while missing and time.monotonic() < deadline:
-            time.sleep(0.1)
+        while True:
+            is_last = time.monotonic() > deadline  # read before the check: a thread that stood still looks once more
             missing -= {rank for rank in missing if self._store.check([f"here/{rank}"])}
+            if not missing or is_last:
+                break
+            time.sleep(0.1)
         here = sorted(set(range(world)) - missing)
         answers = {rank: RankAnswer(*json.loads(self._store.get(f"here/{rank}"))) for rank in here}
         hosts = {

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -119,15 +119,12 @@ def test_every_kind_of_error_travels(kind: type[PenstockError], store: TCPStore)
 def test_the_first_to_fail_speaks_and_the_others_leave_with_its_code(
     store: TCPStore, fault: Exception, code: int
 ) -> None:
-    spoken = threading.Event()
-
     def act(meeting: Rendezvous) -> None:
         meeting.open(1)
         if meeting.rank == 2:
-            spoken.set()
             raise fault
-        spoken.wait()
-        time.sleep(0.3)  # the first must have told the store
+        assert meeting.store is not None
+        meeting.store.wait(["code"])  # the first has told the store
         raise RuntimeError("connection closed by peer")
 
     *others, first = (future.exception() for future in on_ranks(3, store, act))
@@ -149,18 +146,28 @@ def test_under_srun_rank_0_says_what_is_wrong_before_the_meeting() -> None:
 
 
 def test_restarted_ranks_do_not_believe_what_the_store_still_says(store: TCPStore) -> None:
-    for round_number in range(3):
+    names = dist.PrefixStore("penstock", store)
 
-        def act(meeting: Rendezvous, number: int = round_number) -> int:
-            if meeting.rank == 0:
-                time.sleep(0.3)  # the others find the old name first
+    def words() -> list[bytes]:
+        """What the other ranks have answered to the name that the store has."""
+        name = names.get("name").decode()
+        return [names.get(f"{name}/{rank}") for rank in (1, 2)]
+
+    for round_number in range(3):
+        old = words() if round_number else []
+
+        def act(meeting: Rendezvous, number: int = round_number, old: Sequence[bytes] = old) -> int:
+            while meeting.rank == 0 and not set(old).isdisjoint(words() if old else ()):
+                time.sleep(0.01)  # the others find the old name first
             meeting.open(1)
             return meeting.agree(lambda: number)
 
         assert [future.result() for future in on_ranks(3, store, act)] == [round_number] * 3
 
 
-def test_ranks_that_do_not_come_are_named(store: TCPStore) -> None:
+def test_ranks_that_do_not_come_are_named(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rendezvous, "_connect", lambda meeting: store)  # the time limit is of the others' coming only
+
     def act(meeting: Rendezvous) -> None:
         if meeting.rank not in (1, 3):
             meeting.open(0.5 / 60)  # half a second
@@ -194,7 +201,7 @@ def test_behind_a_cut_link_one_rank_of_the_machine_says_so(
     environment = replace(environment_of(rank, 4, store.port), local_rank=local_rank)
     meeting = Rendezvous(environment, left.append)
     is_over = threading.Event()
-    monkeypatch.setattr(meeting, "_tell", lambda error: is_over.wait(60.0))  # a call to the store that is not answered
+    monkeypatch.setattr(meeting, "_tell", lambda error: is_over.wait())  # a call to the store that is not answered
     with pytest.raises(LostRankError) as lost, meeting:
         raise LostRankError("no progress", got="forward of step 13 for 60 s")
     is_over.set()
