@@ -19,7 +19,7 @@ import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from penstock.base.shapes import LEGEND
@@ -59,10 +59,15 @@ class Source:
         """The file is part of the installed package."""
         return self.path.startswith("penstock/")
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """The whole tree: to walk it once for each rule takes most of the time of all."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def functions(self) -> list[Function]:
         """Every function and method, nested ones included."""
-        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+        return [node for node in self.nodes if isinstance(node, Function)]
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ def name_says_something(source: Source) -> Iterator[tuple[int, str]]:
     for part in source.path.removesuffix(".py").split("/"):
         if EMPTY_NAMES & set(part.split("_")):
             yield 1, f"file or folder {part!r}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ClassDef) and node.name.lower().endswith(("utils", "helper", "helpers", "manager")):
             yield node.lineno, f"class {node.name}"
 
@@ -164,7 +169,7 @@ def assert_speaks(source: Source) -> Iterator[tuple[int, str]]:
     """An assert of the product has a message. pytest writes the messages of tests."""
     if not source.is_product:
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Assert) and node.msg is None:
             yield node.lineno, "assert without a message"
 
@@ -173,10 +178,10 @@ def environment_is_read_in_one_file(source: Source) -> Iterator[tuple[int, str]]
     """Only `penstock/parallel/launch/environment.py` knows environment variables."""
     if not source.is_product or source.path == ENVIRONMENT_READER:
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         named: set[str] = set()
         if isinstance(node, ast.Attribute):
-            named = {ast.unparse(node)}
+            named = {f"os.{node.attr}"} if isinstance(node.value, ast.Name) and node.value.id == "os" else named
         elif isinstance(node, ast.ImportFrom):
             named = {f"{node.module}.{alias.name}" for alias in node.names}
         if named & {"os.environ", "os.getenv"}:
@@ -187,8 +192,10 @@ def attribute_has_no_default(source: Source) -> Iterator[tuple[int, str]]:
     """`getattr(x, "name", default)` hides whether `x` has the attribute; our own objects always know."""
     if not source.is_product:
         return
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
+    for node in source.nodes:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        if node.func.id == "getattr" and len(node.args) == 3:
             yield node.lineno, "getattr with a default"
 
 
@@ -209,12 +216,12 @@ def others_are_not_changed(source: Source) -> Iterator[tuple[int, str]]:
         return
     imported = {
         (alias.asname or alias.name).split(".")[0]
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Import)
         for alias in node.names
     }
     kept: set[tuple[str, str]] = set()  # a name, and the attribute that it has the value of
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Assign) or isinstance(node.value, ast.Constant):
             continue
         value = ast.unparse(node.value)
@@ -250,7 +257,7 @@ def shape_letters_are_in_the_legend(source: Source) -> Iterator[tuple[int, str]]
         return
     inside_kernels = {id(node) for function in source.functions if is_kernel(function) for node in ast.walk(function)}
     seen: set[str] = set()
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if id(node) in inside_kernels or not isinstance(node, ast.Name | ast.arg):
             continue
         name = node.id if isinstance(node, ast.Name) else node.arg
@@ -268,7 +275,7 @@ def numbers_are_compared_by_size(source: Source) -> Iterator[tuple[int, str]]:
     if not source.path.startswith("tests/") or source.path == CLOSENESS:
         return
     advice = f"compares by element; take {CLOSENESS}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and node.attr in BY_ELEMENT:
             if ast.unparse(node.value) not in {"math", "closeness"}:
                 yield node.lineno, f"{ast.unparse(node)} {advice}"
@@ -289,7 +296,7 @@ def prose_is_plain(source: Source) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
         if token.type == tokenize.COMMENT and (found := PEOPLE.search(token.string)):
             yield token.start[0], f"a comment says {found[0]!r}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or " " not in node.value:
             continue
         if found := PEOPLE.search(node.value):
@@ -320,7 +327,9 @@ RULES: tuple[Rule, ...] = (
 
 def findings_of(source: Source) -> list[Finding]:
     """Everything that one file breaks."""
-    return [Finding(source.path, line, rule.__name__, text) for rule in RULES for line, text in rule(source)]
+    found = [Finding(source.path, line, rule.__name__, text) for rule in RULES for line, text in rule(source)]
+    vars(source).pop("nodes", None)  # of a thousand files they are gigabytes
+    return found
 
 
 def functions_are_short_as_a_rule(sources: Sequence[Source]) -> list[Finding]:
@@ -370,6 +379,8 @@ def findings(root: Path = ROOT) -> list[Finding]:
 
 def main() -> int:
     """Print what is wrong; 1 if anything is."""
+    sources()
+    gc.freeze()  # the trees are no garbage
     found = findings()
     for finding in found:
         print(finding)
