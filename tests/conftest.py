@@ -19,8 +19,9 @@ Tests marked `cluster` run only where the markers of the command name them, as `
 import fcntl
 import gc
 import os
+import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
@@ -56,7 +57,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis draws fewer examples where slow tests are left out; before any test module is imported."""
+    """Hypothesis draws fewer examples where slow tests are left out; before any test module is imported.
+
+    Signals have their usual effect, also where this was started by nohup or in the background.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     settings.load_profile("often" if config.option.markexpr == "not slow" else "penstock")
 
 
@@ -171,9 +177,17 @@ def gpu_memory() -> Iterator[None]:
 
 
 @pytest.fixture
-def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that the test lets the product start begin with PyTorch imported (tests/warm.py)."""
-    monkeypatch.setattr(local, "start_rank", partial(warm.start_rank, warm.CONTEXT))
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Ranks that the test lets the product start begin with PyTorch imported (tests/warm.py).
+
+    The test may give what each of them does first: a function of the top of a module.
+    """
+
+    def begin_with(prepare: Callable[[], object]) -> None:
+        monkeypatch.setattr(local, "start_rank", partial(warm.start_rank, warm.CONTEXT, prepare=prepare))
+
+    begin_with(warm.do_nothing)
+    return begin_with
 
 
 class _Together(LoadScopeScheduling):

@@ -46,21 +46,27 @@ CONTEXT.set_forkserver_preload(list(IMPORTED))
 
 
 def run(
-    function: Callable[..., int], *args: Any, folder: Path, environment: Mapping[str, str], timeout: float = 120
+    function: Callable[..., int],
+    *args: Any,
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Call a function of the top of a module in a process of its own, as `subprocess.run` calls a program.
 
     The function returns the exit code. `environment` has all variables of the process, which is killed after `timeout`
-    seconds. Returns the exit code, negative for a signal, and the output.
+    seconds, and with the test. Returns the exit code, negative for a signal, and the output.
     """
     with TemporaryFile("w+", encoding="utf-8") as stdout, TemporaryFile("w+", encoding="utf-8") as stderr:
         outputs = _outputs(stdout.fileno(), stderr.fileno())
         process = CONTEXT.Process(target=_begin, args=(outputs, folder, dict(environment), function, args))
         process.start()
-        process.join(timeout)  # seconds
-        if process.exitcode is None:
-            process.kill()
-            process.join()
+        try:
+            process.join(timeout)  # seconds
+        finally:
+            if process.exitcode is None:
+                process.kill()
+                process.join()
         printed = [(file.seek(0), file.read())[1] for file in (stdout, stderr)]  # the child wrote to the same files
     assert process.exitcode is not None
     return subprocess.CompletedProcess(function.__name__, process.exitcode, *printed)
@@ -116,12 +122,21 @@ class WarmRank:
         return self._process.exitcode
 
 
+def do_nothing() -> None:
+    """The preparation of most ranks."""
+
+
 def start_rank(
-    context: BaseContext, work: Callable[..., int], words: Sequence[str], variables: Mapping[str, str], lifeline: int
+    context: BaseContext,
+    work: Callable[..., int],
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    lifeline: int,
+    prepare: Callable[[], object] = do_nothing,
 ) -> WarmRank:
-    """In the place of `local.start_rank`: ranks do not begin with imports."""
+    """In the place of `local.start_rank`: ranks do not begin with imports, but with what a test prepares."""
     pipe = Connection(os.dup(lifeline), writable=False)
-    arguments = (_outputs(1, 2), dict(variables), pipe, sys.argv, work, list(words))
+    arguments = (_outputs(1, 2), dict(variables), pipe, sys.argv, prepare, work, list(words))
     process = context.Process(target=_as_rank, args=arguments)  # type: ignore[attr-defined]
     process.start()
     pipe.close()
@@ -146,6 +161,7 @@ def _as_rank(
     variables: Mapping[str, str],
     pipe: Connection,
     argv: Sequence[str],
+    prepare: Callable[[], object],
     work: Callable[..., int],
     words: Sequence[str],
 ) -> None:
@@ -158,6 +174,7 @@ def _as_rank(
     for number in local.FORWARDED:
         signal.signal(number, signal.SIG_DFL)  # a fork has the handlers of the launcher
     rank.follow_launcher(pipe.fileno())
+    prepare()
     code = rank.be_a_rank(work, words)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -47,7 +47,6 @@ def test_drafts_that_a_killed_process_left_are_deleted_and_those_of_a_living_one
     assert {one.name for one in tmp_path.iterdir()} == {path.name, living.name, others.name, ".a[1].bin.host-8.draft"}
 
 
-@pytest.mark.timeout(10)
 def test_pipes_devices_and_folders_are_no_files(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)  # without a writer

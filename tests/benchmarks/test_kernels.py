@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -106,13 +106,19 @@ def test_what_does_not_end_is_named_before_the_process_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
+    timers: list[threading.Timer] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    first_call({"slow": lambda: time.sleep(0.3)}, "slow", "a layer, forward", Watch(0.05))  # type: ignore[dict-item]
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: timers.append(timer))
+
+    def too_long() -> None:
+        timers[-1].function(*timers[-1].args)  # its time is over
+
+    first_call({"slow": too_long}, "slow", "a layer, forward", Watch(0.05))  # type: ignore[dict-item]
     assert ended == [ENDED_BY_WATCH]
     assert "a layer, forward, slow: compiling did not end within 0.05 s" in capsys.readouterr().err
     first_call({"fast": lambda: None}, "fast", "a layer, forward", Watch(0.05))  # type: ignore[dict-item,return-value]
-    time.sleep(0.1)  # longer than the watch waits
-    assert ended == [ENDED_BY_WATCH], "what ended in time is not waited for"
+    assert ended == [ENDED_BY_WATCH]
+    assert all(timer.finished.is_set() for timer in timers), "what ended in time is not waited for"
 
 
 def test_an_ended_sweep_has_written_every_case_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

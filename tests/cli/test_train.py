@@ -2,16 +2,13 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +23,12 @@ from penstock.train import manifest, run_folder, stop
 from penstock.train.memory_replica import memory_folder
 from penstock.train.metrics import FIELDS, MetricsFile
 from penstock.train.observer import StepReport
+from penstock.train.stop import StopRequest
 from tests import warm
 from tests.cli import answers
-from tests.train.tiny_run import tiny_run
+from tests.train.tiny_run import act_in_step, signal_itself, signal_launcher, tiny_run
+
+WarmRanks = Callable[[Callable[[], object]], None]
 
 TIMED = {
     *("tokens_per_second_per_device", "step_seconds", "phase_seconds", "goodput", "wall_seconds"),
@@ -388,81 +388,54 @@ def test_a_restart_that_does_not_know_its_run_starts_none(monkeypatch: pytest.Mo
     assert not Path("runs").exists()
 
 
-def test_a_run_that_loses_a_rank_goes_on_with_fewer_and_then_with_all_on_the_same_curve(warm_ranks: None) -> None:
-    words = ("training.steps=80", "checkpoint.every=5", "training.micro_batch=1", "training.global_batch=4")
+def lose_a_rank_of_four_and_ask_for_all(launcher: int) -> None:
+    act_in_step(8, partial(signal_itself, signal.SIGKILL), rank=1, restarts=0)
+    act_in_step(4, partial(signal_launcher, launcher, signal.SIGUSR1), restarts=1)
+
+
+def test_a_run_that_loses_a_rank_goes_on_with_fewer_and_then_with_all_on_the_same_curve(warm_ranks: WarmRanks) -> None:
+    words = ("training.steps=15", "checkpoint.every=5", "training.micro_batch=1", "training.global_batch=4")
     words = ("tiny.toml", *words, "parallel.expert=4", "evaluation.rows=0", "training.precision=fp32")
     printed(*words, "--name", "whole", "--processes", "1", "parallel.expert=1")
-    others = multiprocessing.active_children()  # of the pool that other tests share
-    saved = Path("runs/lossy/checkpoints")
-
-    def kill_a_rank_and_ask_for_all() -> None:
-        while not (saved / "step-000005").exists():
-            time.sleep(0.001)
-        next(iter(set(multiprocessing.active_children()).difference(others))).kill()
-        while not fewer():
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    def fewer() -> bool:
-        """Two ranks have saved a checkpoint: those of four had another `parallel.expert`."""
-        with suppress(FileNotFoundError):  # of a checkpoint that is pruned just now
-            facts = [json.loads(path.read_text()) for path in saved.glob("step-*/facts.json")]
-            return any(one["options"]["parallel.expert"] == 2 for one in facts)
-        return False
-
-    watcher = threading.Thread(target=kill_a_rank_and_ask_for_all, daemon=True)
-    watcher.start()
+    warm_ranks(partial(lose_a_rank_of_four_and_ask_for_all, os.getpid()))
     text = printed(*words, "elastic.min=2", "--name", "lossy", "--processes", "4")
-    watcher.join(timeout=10)
-    assert re.search(r"rank \d \(process \d+\) was ended by SIGKILL; the run goes on with 2 of 4 ranks", text)
+    assert re.search(r"rank 1 \(process \d+\) was ended by SIGKILL; the run goes on with 2 of 4 ranks", text)
     assert "all 4 ranks start again, as SIGUSR1 asked" in text
     assert load_run("runs/lossy/config.toml", follows=False).parallel.expert == 4
     lossy, whole = metrics_of("runs/lossy"), metrics_of("runs/whole")
-    assert [line["step"] for line in lossy] == [*range(1, 81)]
+    assert [line["step"] for line in lossy] == [*range(1, 16)]
     assert [line["tokens_seen"] for line in lossy] == [line["tokens_seen"] for line in whole]
     # Only the order of sums differs; rounding grows from step to step.
     assert [line["loss"] for line in lossy] == pytest.approx([line["loss"] for line in whole], rel=1e-3)
 
 
+def kill_itself_after(path: str, pattern: str, stop: StopRequest) -> None:
+    """Kill this process as soon as a file is there."""
+    while not any(Path(path).glob(pattern)):
+        time.sleep(0.001)
+    signal_itself(signal.SIGKILL, stop)
+
+
 def test_a_rank_that_is_killed_goes_on_from_the_replica_in_memory(
-    warm_ranks: None, capfd: pytest.CaptureFixture[str]
+    warm_ranks: WarmRanks, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("tiny.toml", "training.steps=60", "checkpoint.every=0", "checkpoint.memory_every=5")
-    printed("tiny.toml", "training.steps=60", "checkpoint.every=0", "--name", "whole")
-    others = multiprocessing.active_children()  # of the pool that other tests share
+    words = ("tiny.toml", "training.steps=12", "checkpoint.every=0", "checkpoint.memory_every=5")
+    printed("tiny.toml", "training.steps=12", "checkpoint.every=0", "--name", "whole")
     replica = memory_folder(Path("runs/broken"))
-
-    def kill_after_a_replica() -> None:
-        while not any(replica.glob("step-*/manifest.json")):
-            time.sleep(0.001)
-        for child in set(multiprocessing.active_children()).difference(others):
-            child.kill()
-
-    watcher = threading.Thread(target=kill_after_a_replica, daemon=True)
-    watcher.start()
+    act = partial(kill_itself_after, str(replica), "step-*/manifest.json")
+    warm_ranks(partial(act_in_step, 8, act, restarts=0))
     printed(*words, "--name", "broken", "--processes", "1", "--restarts", "1")
-    watcher.join(timeout=10)
-    assert re.search(r"goes on from step \d+, from a replica in memory", capfd.readouterr().out)
+    assert "goes on from step 5, from a replica in memory" in capfd.readouterr().out
     assert not replica.exists()
     assert metrics_of("runs/broken") == metrics_of("runs/whole")
-    assert [path.name for path in Path("runs/broken/checkpoints").iterdir()] == ["step-000060"]
+    assert [path.name for path in Path("runs/broken/checkpoints").iterdir()] == ["step-000012"]
 
 
-def test_a_rank_that_is_killed_is_started_again_and_loses_nothing(warm_ranks: None) -> None:
-    longer = ("training.steps=40", "checkpoint.every=10")
+def test_a_rank_that_is_killed_is_started_again_and_loses_nothing(warm_ranks: WarmRanks) -> None:
+    longer = ("training.steps=16", "checkpoint.every=5")
     printed("tiny.toml", *longer, "--name", "whole")
-
-    others = multiprocessing.active_children()  # of the pool that other tests share
-
-    def kill_after_the_first_checkpoint() -> None:
-        while not Path("runs/broken/checkpoints/step-000010/manifest.json").exists():
-            time.sleep(0.001)
-        for child in set(multiprocessing.active_children()).difference(others):
-            child.kill()
-
-    watcher = threading.Thread(target=kill_after_the_first_checkpoint, daemon=True)
-    watcher.start()
+    act = partial(kill_itself_after, "runs/broken/checkpoints", "step-000005/manifest.json")
+    warm_ranks(partial(act_in_step, 8, act, restarts=0))
     text = printed("tiny.toml", *longer, "--name", "broken", "--processes", "1", "--restarts", "1")
-    watcher.join(timeout=10)
     assert re.search(r"rank 0 \(process \d+\) was ended by SIGKILL; restart 1 of 1", text)
     assert metrics_of("runs/broken") == metrics_of("runs/whole")

@@ -131,7 +131,7 @@ def test_ranks_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for number, path in enumerate(paths):
         path.write_bytes(gzip.compress(b"%d" % number * 10_000))
     made: list[Path] = []
-    meet = threading.Barrier(2, timeout=60)  # seconds
+    meet = threading.Barrier(2)
     plain = files.contents
 
     def content(path: Path) -> object:

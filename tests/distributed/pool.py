@@ -45,7 +45,7 @@ class Pool:
     After one rank has failed the others must answer within `grace` seconds.
     """
 
-    def __init__(self, grace: float = 10) -> None:
+    def __init__(self, grace: float = 60) -> None:
         self._grace = grace
         self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)  # outlives every group
         self._stack = ExitStack()
@@ -53,7 +53,7 @@ class Pool:
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._calls = 0
 
-    def run(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 600) -> list[Any]:
         """Call a function of the top of a module on every rank of a fresh process group; what each returned.
 
         Raises a WorkerError if a rank raised, or did not answer within `timeout` seconds.

@@ -80,8 +80,8 @@ def play(overrides: tuple[str, ...]) -> tuple[StepFigures, list, float, int]:
 def test_experts_on_a_shelf_train_as_without(way: str, ranks: Pool) -> None:
     of_layout, settings = WAYS[way]
     count = 4 if way == "ZB-V" else 2  # ranks
-    results = ranks.run(count, play, (*of_layout, *SHELVED, *settings), timeout=240)
-    counted = ranks.run(count, play, (*of_layout, GATHERED, *settings), timeout=240)
+    results = ranks.run(count, play, (*of_layout, *SHELVED, *settings))
+    counted = ranks.run(count, play, (*of_layout, GATHERED, *settings))
     got, expected = (put_together([result[:2] for result in runs]) for runs in (results, counted))
     start = {name: torch.zeros_like(tensor) for name, tensor in expected.tensors.items()}  # relative to the values
     for figure, difference in differences(got, expected, start).items():

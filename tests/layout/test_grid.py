@@ -1,6 +1,5 @@
 """The ranks of a run in two views."""
 
-import time
 from collections import Counter
 from itertools import chain, combinations
 from math import lcm
@@ -93,13 +92,11 @@ def test_axes_of_two_views_have_no_group_and_experts_that_do_not_divide_no_place
         ExpertPlacement(experts=8, expert=3)
 
 
-def test_all_groups_of_16384_ranks_take_no_time() -> None:
+def test_groups_of_16384_ranks_are_made_without_a_look_at_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     grid = Grid(world=16384, tensor=8, context=2, pipeline=16, expert=64, expert_tensor=2)
-    begin = time.perf_counter()
+    monkeypatch.delattr(Grid, "place")
     for axes in SUBSETS:
-        grid.groups(axes)
-    # Comparing every rank with every other one would take minutes.
-    assert time.perf_counter() - begin < 5
+        assert sum(map(len, grid.groups(axes))) == 16384
 
 
 @st.composite

@@ -4,12 +4,11 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.config.fit import context_method, grid_of
@@ -67,12 +66,21 @@ def small_run(overrides: Sequence[str] = ()) -> Run:
 
 
 def pieces_with_memory(
-    overrides: Sequence[str], kernels: str, world: int, per_node: int = 0, buffers: SymmetricBuffers | None = None
+    overrides: Sequence[str],
+    kernels: str,
+    world: int,
+    per_node: int = 0,
+    buffers: SymmetricBuffers | None = None,
+    let_go: float = 0.0,
 ) -> tuple[StagePiece, ...]:
-    """On a rank: its pieces, of tensors that are there."""
+    """On a rank: its pieces, of tensors that are there.
+
+    A thread of gloo may hold the tensors of a collective for a moment after its end; `let_go` seconds wait for it.
+    """
     run = small_run(overrides)
     axes = _axes_without_groups(buffers) if buffers is not None else _axes(run, world, per_node)
-    return _pieces_of(run, axes, kernels, buffers)
+    with patch.object(MemoryTracker, "mark", partialmethod(_collect_and_mark, let_go)):
+        return _pieces_of(run, axes, kernels, buffers)
 
 
 def _axes(run: Run, world: int, per_node: int) -> Axes:
@@ -114,7 +122,7 @@ def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | N
         weight_grads=None,
         symmetric_bytes=0,
     )
-    with patch.object(MemoryTracker, "mark", _collect_and_mark), patch.object(router, "float32_linear", _as_a_gpu):
+    with patch.object(router, "float32_linear", _as_a_gpu):
         (stage,) = activations_of(rank, _batch(run, axes))
     return stage.pieces
 
@@ -122,16 +130,10 @@ def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | N
 _mark = MemoryTracker.mark
 
 
-LET_GO = 0.03
-"""Seconds. A thread of gloo often holds a collective's tensors for a moment after its end: for up to 2 ms on a busy
-machine, seen in one of four collectives."""
-
-
-def _collect_and_mark(tracker: MemoryTracker, name: str) -> TrackedSection:
-    """Mark when all have let go: the interpreter leaves tensors in cycles, gloo's threads are late."""
+def _collect_and_mark(tracker: MemoryTracker, let_go: float, name: str) -> TrackedSection:
+    """Mark when all have let go: the interpreter leaves tensors in cycles."""
     gc.collect()
-    if dist.is_initialized():
-        time.sleep(LET_GO)
+    time.sleep(let_go)
     return _mark(tracker, name)
 
 

@@ -1,6 +1,7 @@
 """Passes on the meta device hold the same bytes as passes with memory."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 import torch
@@ -92,21 +93,31 @@ BY_KERNELS = [
 ]
 
 
+LET_GO = (0.002, 0.02, 0.2, 2.0)
+"""Seconds, of which the first that are enough count. On a busy machine more are: of one collective in four,
+gloo's threads let go up to 2 ms after its end."""
+
+
 @pytest.mark.often("sent, counts of the device-reference", "tensor ranks-reference")
 @pytest.mark.parametrize(("way", "kernels"), BY_KERNELS)
 def test_every_division_of_work_keeps_the_same_bytes(
     way: str, kernels: str, ranks: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = ["training.global_batch=2", *DISPATCHES[way]]
-    expected, _ = ranks.run(2, pieces_with_memory, overrides, kernels, 2)
-    compare(expected, pieces_without_memory(overrides, kernels, 2, monkeypatch))
+    found = pieces_without_memory(overrides, kernels, 2, monkeypatch)
+    for let_go in LET_GO:
+        expected, _ = ranks.run(2, pieces_with_memory, overrides, kernels, 2, 0, None, let_go)
+        with suppress(AssertionError):
+            compare(expected, found)
+            break
+    compare(expected, found)
 
 
 @pytest.mark.slow
 def test_tokens_that_cross_nodes_keep_the_same_bytes(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["parallel.expert=4", "training.global_batch=4", "dispatch.method=hierarchical"]
     overrides.append("dispatch.sync_free=3")
-    expected, *_ = ranks.run(4, pieces_with_memory, overrides, "reference", 4, 2)
+    expected, *_ = ranks.run(4, pieces_with_memory, overrides, "reference", 4, 2, None, 0.1)
     monkeypatch.setattr(meta_rank, "_shared_buffers", lambda *_: None)
     compare(expected, pieces_without_memory(overrides, "reference", 4, monkeypatch, per_node=2))
 

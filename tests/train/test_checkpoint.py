@@ -169,7 +169,7 @@ def test_training_may_change_tensors_while_they_are_written(tmp_path: Path, monk
     write_parts = checkpoint.write_parts
 
     def wait_and_write(*arguments: Any) -> WrittenFiles:
-        assert may_write.wait(20), "the test did not release the writer"
+        may_write.wait()
         return write_parts(*arguments)
 
     monkeypatch.setattr(checkpoint, "write_parts", wait_and_write)
@@ -355,7 +355,7 @@ def _python(program: str, *arguments: str) -> subprocess.Popen[str]:
 
 def test_a_process_killed_in_any_phase_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     process = _python(DIES_AT_EACH_PHASE, str(tmp_path))
-    assert process.communicate(timeout=120)[0] == "alive\n"
+    assert process.communicate()[0] == "alive\n"
     store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
     assert store.steps() == [4], "a process that ends normally first completes its save"
     _assert_holds(store, 4)
@@ -364,9 +364,7 @@ def test_a_process_killed_in_any_phase_leaves_only_whole_checkpoints(tmp_path: P
 @pytest.mark.slow
 def test_a_process_killed_at_any_time_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     process = _python(SAVES_UNTIL_KILLED, str(tmp_path))
-    deadline = time.monotonic() + 120
     while not any(tmp_path.glob("step-000003")) or not any(tmp_path.glob(".step-*.partial-*")):
-        assert time.monotonic() < deadline, "the process does not save"
         assert process.poll() is None, "the process ended by itself"
         time.sleep(0.001)
     process.kill()

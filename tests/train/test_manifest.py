@@ -311,7 +311,7 @@ def test_a_large_file_is_written_past_the_page_cache_where_the_file_system_can(
     def pwrite_of_a_file_system(file: int, block: memoryview, offset: int) -> int:
         if refuses in ("the write", "writes at once") and set_flags(file, fcntl.F_GETFL) & os.O_DIRECT:
             if refuses == "writes at once":
-                together.wait(60)
+                together.wait()
             raise OSError(errno.EINVAL, "no direct writes")
         return write(file, block, offset)
 

@@ -58,13 +58,11 @@ def test_a_step_has_the_median_of_its_samples_and_the_limits_of_the_board(
     limits = PowerLimits(watts=700.0, clock_mhz=1980.0)
     assert meter.read() == PowerReading(690.0, 1410.0, limits)
     monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1980)
-    deadline = time.monotonic() + 10
-    while meter.read().clock_mhz != 1980 and time.monotonic() < deadline:
+    while meter.read().clock_mhz != 1980:
         time.sleep(0.005)
     meter.close()
     meter.read()
     assert meter.read() == PowerReading(limits=limits), "no sample since the last call"
-    assert time.monotonic() < deadline
 
 
 def test_watts_of_amd_smi_are_those_of_nvml(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def _hold(folder: str, hides: bool) -> None:
     """Hold the lock of a folder, or make a hidden one and hold that, until the process is killed."""
     with hidden_folder(Path(folder), "tiny") if hides else locked(Path(folder)):
         Path(folder, "held").touch()
-        time.sleep(60)
+        signal.pause()
 
 
 @pytest.fixture

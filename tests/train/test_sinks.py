@@ -190,7 +190,7 @@ def test_a_slow_sink_misses_steps_and_the_run_does_not_wait(start: RunStart) -> 
     inner = Sink(waits_at=1)
     inner.sink.started(start)
     inner.sink.stepped(step_report(1))
-    assert inner.waits.wait(10), "the sink has begun with the first step"
+    inner.waits.wait()  # the sink has begun with the first step
     for step in range(2, WAITING + 5):
         inner.sink.stepped(step_report(step))
     inner.gate.set()

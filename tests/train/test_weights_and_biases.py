@@ -141,10 +141,9 @@ def test_offline_the_library_writes_every_step_once_under_one_id(folder: Path) -
     first.rename(folder / "wandb" / "offline-run-0")  # Names tell seconds apart, and this test is quicker.
     train(folder, range(2, 5), evaluates=4)
     files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
-    deadline = time.monotonic() + 20
     while True:  # The library's own process writes, on a busy machine after `finish` has returned.
         found = [record for path in files for record in records(path)]
-        if sum(record.WhichOneof("record_type") == "history" for record in found) >= 4 or time.monotonic() > deadline:
+        if sum(record.WhichOneof("record_type") == "history" for record in found) >= 4:
             break
         time.sleep(0.1)
     runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]

@@ -1,6 +1,11 @@
 """A run of which a step takes milliseconds, its data, reports and saved folder, for tests of training."""
 
+import os
+import signal
+import time
+from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +24,14 @@ from penstock.models.decoder import Decoder
 from penstock.models.rank_model import RankModel
 from penstock.parallel.launch.environment import Environment
 from penstock.parallel.shard import whole
+from penstock.train import loop
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.global_batch import CutRule
 from penstock.train.observer import HeldOutLoss, LayerReport, Observer, RunStart, StepReport
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import open_texts
 from penstock.train.state import identity_of
+from penstock.train.stop import StopRequest
 
 ENVIRONMENT = Environment(color=False, threads=1, world_size=1)
 CPU = torch.device("cpu")
@@ -178,6 +185,40 @@ class Recorder(Observer):
 
     def closed(self) -> None:
         self.is_closed = True
+
+
+def act_in_step(
+    number: int, act: Callable[[StopRequest], object], *, rank: int = 0, restarts: int | None = None
+) -> None:
+    """Lets this process act when it begins its step of this number, if it is this rank.
+
+    With `restarts` only after so many restarts of its launcher.
+    """
+    if os.environ.get("RANK", "0") != str(rank):
+        return
+    if restarts is not None and os.environ["TORCHELASTIC_RESTART_COUNT"] != str(restarts):
+        return
+    train_step, numbers = loop.train_step, count(1)
+
+    def step(*arguments: Any) -> Any:
+        if next(numbers) == number:
+            (stop,) = (argument for argument in arguments if isinstance(argument, StopRequest))
+            act(stop)
+        return train_step(*arguments)
+
+    vars(loop)["train_step"] = step
+
+
+def signal_itself(number: signal.Signals, stop: StopRequest) -> None:
+    """What a rank may do in a step."""
+    os.kill(os.getpid(), number)
+
+
+def signal_launcher(launcher: int, number: signal.Signals, stop: StopRequest) -> None:
+    """Send a signal to the launcher, and wait until it has asked this rank to stop."""
+    os.kill(launcher, number)
+    while stop.signal is None:
+        time.sleep(0.001)
 
 
 def byte_run(folder: Path, **changes: Any) -> Run:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,12 @@ from penstock.tune import trial as trials
 from penstock.tune import trial_ranks
 from penstock.tune.result_file import describe_machine, write_result
 from penstock.tune.trial import Failure, Figures, Trial, failure_of, figures_of, first_steps, run_trial
-from tests.parallel.launch.ranks import when
+from tests.parallel.launch.ranks import wait_for_end, when
 from tests.promises.test_results import faults
 
 STUBBORN = """#!/bin/sh
 trap '' TERM
-sleep 60 &
+sleep 1000 &
 echo $! > {folder}/child.new && mv {folder}/child.new {folder}/child
 wait
 """
@@ -145,18 +146,13 @@ def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "child"
 
 
-def assert_ends(process: int) -> None:
-    state, deadline = Path(f"/proc/{process}/stat"), time.monotonic() + 10
-    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":  # a zombie has ended
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux whether a process lives")
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_trial_that_is_not_done_in_time_is_ended_with_all_of_its_ranks(
-    steps: int, tmp_path: Path, stubborn: Path
+    steps: int, tmp_path: Path, stubborn: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 2.0 * stubborn.exists(), sleep=time.sleep)  # it waits for the child
+    monkeypatch.setattr(trial_ranks, "time", clock)
     trial = trial_in(tmp_path, most_seconds=1.0)
     metrics = RunFolder(trial.folder / trial.name).metrics
     metrics.parent.mkdir(parents=True)
@@ -164,7 +160,7 @@ def test_a_trial_that_is_not_done_in_time_is_ended_with_all_of_its_ranks(
     found = run_trial(trial)
     reason = f"not done after 1 s, in which it made {steps} steps"
     assert found == Failure(kind="failed", reason=reason, seconds=found.seconds)
-    assert_ends(int(stubborn.read_text()))
+    wait_for_end(int(stubborn.read_text()))
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux whether a process lives")
@@ -175,7 +171,7 @@ def test_a_trial_ends_with_the_process_that_asked_for_it(tmp_path: Path, stubbor
         run_trial(trial_in(tmp_path))
     assert raised.value.code == 143  # 128 + SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
-    assert_ends(int(stubborn.read_text()))
+    wait_for_end(int(stubborn.read_text()))
 
 
 KILLED = """
@@ -192,14 +188,14 @@ def test_a_trial_ends_when_the_process_that_asked_for_it_is_killed(tmp_path: Pat
     overrides = ("training.steps=100000", "training.micro_batch=1", "checkpoint.enabled=false", "evaluation.rows=0")
     code = KILLED.format(overrides=overrides, folder=str(tmp_path))
     asking = subprocess.Popen([sys.executable, "-c", code])
-    metrics, deadline = RunFolder(tmp_path / "first").metrics, time.monotonic() + 100
+    metrics = RunFolder(tmp_path / "first").metrics
     while not metrics.exists() or not metrics.read_text():
-        assert asking.poll() is None and time.monotonic() < deadline
+        assert asking.poll() is None
         time.sleep(0.05)
     (trial,) = (int(one) for one in Path(f"/proc/{asking.pid}/task/{asking.pid}/children").read_text().split())
     asking.kill()
     asking.wait()
-    assert_ends(trial)
+    wait_for_end(trial)
 
 
 @pytest.mark.parametrize("had_begun", [True, False])

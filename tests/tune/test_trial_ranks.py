@@ -92,7 +92,7 @@ def searching(folder: Path, store: TCPStore, *what: str) -> list["subprocess.Pop
 
 def ended(processes: list["subprocess.Popen[str]"]) -> tuple[list[int], str]:
     """Exit codes, and what was said."""
-    said = [process.communicate(timeout=120)[1] for process in processes]
+    said = [process.communicate()[1] for process in processes]
     return [process.returncode for process in processes], "".join(said)
 
 
@@ -120,11 +120,10 @@ def test_ranks_of_all_processes_end_before_the_next_trial_begins(tmp_path: Path,
 
 def test_a_process_whose_search_was_killed_ends_with_its_rank(tmp_path: Path, store: TCPStore) -> None:
     first, other = searching(tmp_path, store, "hang-for-ever")
-    end = time.monotonic() + 60
     while not (tmp_path / "hang-for-ever.log").exists():
-        assert time.monotonic() < end and first.poll() is None
+        assert first.poll() is None
         time.sleep(0.05)
     first.kill()
     del store
     other.terminate()
-    assert other.wait(timeout=60) in (-signal.SIGTERM, 128 + signal.SIGTERM, LOST)
+    assert other.wait() in (-signal.SIGTERM, 128 + signal.SIGTERM, LOST)
