@@ -98,7 +98,7 @@ def test_a_run_leaves_configuration_metrics_checkpoints_and_events() -> None:
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
     assert list((folder / "tensorboard").iterdir())
     assert "penstock: tiny in runs/tiny" in text
-    assert "done: 4 steps in 0:0" in text
+    assert re.search(r"done: 4 steps in \d+:\d\d", text)
     assert "held out" in text
 
 
@@ -231,7 +231,7 @@ def test_a_run_without_checkpoints_says_that_nothing_is_saved() -> None:
     assert "go on" not in text
     assert not any(Path("runs/tiny/checkpoints").iterdir())
     text = printed("tiny.toml", "checkpoint.enabled=false")
-    assert re.search(r"done: 4 steps in 0:\d\d, nothing is saved", text)
+    assert re.search(r"done: 4 steps in \d+:\d\d, nothing is saved", text)
 
 
 def test_a_second_ctrl_c_stops_at_once() -> None:
