@@ -31,7 +31,6 @@ from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing
 from penstock.parallel.launch.environment import Environment
 from penstock.train.setup import prepare
-from penstock.train.step import train_step
 
 NAMES = ("W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7", "W8", "W9")
 RECORDED = Path(__file__).with_name("routing.json")
@@ -151,7 +150,7 @@ def record_routing(path: Path = RECORDED, steps: int = 60) -> None:
         if isinstance(router, TopKRouter):
             router.register_forward_hook(keep)
     for _ in range(steps):
-        train_step(session.model, session.state.optimizer, session.state.batches.next_batch(), session.rule, 4e-3)
+        session.step(4e-3)
     session.state.batches.close()
     ids_LTK = torch.stack([seen[layer] for layer in sorted(seen)]).to(torch.uint8)
     packed = bytes(ids_LTK.flatten().tolist())

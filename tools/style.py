@@ -136,15 +136,27 @@ def module_says_what_it_is(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def package_holds_no_code(source: Source) -> Iterator[tuple[int, str]]:
-    """`__init__.py` is a docstring only, and the version in that of the package: no one looks for code there."""
+    """`__init__.py` is a docstring only; that of the package also has the version, and imports names lazily."""
     if not source.path.endswith("/__init__.py"):
         return
     for node in source.tree.body:
-        if source.path == "penstock/__init__.py" and ast.unparse(node).startswith("__version__ = "):
-            continue
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if not is_docstring:
+        if not is_docstring and not (source.path == "penstock/__init__.py" and _is_lazy(node)):
             yield node.lineno, "code in __init__.py"
+
+
+def _is_lazy(node: ast.stmt) -> bool:
+    """A statement of penstock/__init__.py that imports nothing of the package when it is executed."""
+    match node:
+        case ast.If(test=ast.Name("TYPE_CHECKING") | ast.UnaryOp(operand=ast.Name("TYPE_CHECKING"))):
+            return True
+        case ast.FunctionDef():
+            return node.name in ("__getattr__", "__dir__")
+        case ast.ImportFrom():
+            return node.module in ("importlib", "typing")
+        case ast.Assign(targets=[ast.Name(name)]):
+            return name in ("__version__", "_MODULES")
+    return False
 
 
 def text_is_ascii(source: Source) -> Iterator[tuple[int, str]]:

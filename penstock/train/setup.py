@@ -50,7 +50,7 @@ from penstock.train.optimizer import MasterAdamW, StateBytes
 from penstock.train.passes import forward_backward
 from penstock.train.saved_weights import load_initial_weights
 from penstock.train.state import TrainState, identity_of
-from penstock.train.step import StepRule, step_rule
+from penstock.train.step import StepResult, StepRule, step_rule, train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,10 @@ class Session:
     def axes(self) -> Axes:
         """Groups of this rank."""
         return self.model.axes
+
+    def step(self, learning_rate: float) -> StepResult:
+        """Train on the next global batch. All ranks call it together; errors as of `train_step`, and of the loader."""
+        return train_step(self.model, self.state.optimizer, self.state.batches.next_batch(), self.rule, learning_rate)
 
 
 @dataclass(frozen=True, kw_only=True)
