@@ -40,6 +40,7 @@ def models_page() -> str:
             *table(
                 ("family", "always set", "required values"), [_said(name, family) for name, family in FAMILIES.items()]
             ),
+            _PARTS,
             _END.format(training=", ".join(f"`model.{path}`".replace(".`", ".*`") for path in TRAINING_ONLY)),
         ]
     )
@@ -193,6 +194,31 @@ Export reads its own `config.json` back; if it cannot express the model, it ends
 Import also reads older keys (`rope_theta`, `rope_scaling`, `text_config`); if Penstock does not support a value,
 import ends with an error that names the key. In the table, *always set* are the fields that follow from the family,
 and *required values* are the keys for which import accepts only this value:
+"""
+
+_PARTS = """
+## What is in it
+
+What a model of any family is trained with; each item is a choice in the run file.
+
+- **Text**: plain, JSON Lines, Parquet, Hugging Face datasets, Megatron's `.bin` and `.idx`, compressed files, and
+  weighted mixtures ([text](data.md)). Every source resumes at the exact token on any number of ranks.
+- **Routing**: softmax before or after top-k, sigmoid with expert bias, groups of experts; auxiliary loss per
+  micro-batch, sequence or global batch; dropless, or with a capacity. The metrics show how even each layer's load
+  is.
+- **Training**: AdamW or Muon ([optimizer](optimizer.md)); bfloat16 with float32 masters; a loss mean that does not
+  depend on the number of micro-batches; cosine, linear and WSD schedules. A killed run that resumes equals one that
+  was not interrupted, bit for bit on a CPU.
+- **Layouts**: FSDP, expert, tensor (with sequence), context and pipeline parallelism, eight pipeline schedules,
+  recomputation and offload ([layouts](layouts.md), [schedules](schedules.md)). Attention and experts have separate
+  layouts over the same ranks. Any layout resumes the checkpoint of any other.
+- **Dispatch**: all-to-all, all-gather, our own kernels that write into the memory of the node's other GPUs, and a
+  hierarchical form for several nodes, with or without waits of the host ([dispatch](dispatch.md),
+  [overlap](overlap.md), [graphs](graphs.md)).
+- **8 bits**: dense products, experts, the output projection, rows sent to experts and FSDP's gathers, each off by
+  default, in five recipes ([8 bits](float8.md)).
+- **Kernels**: each operator has an eager definition and a Triton kernel. Tests run the kernels in Triton's
+  interpreter on a CPU, and compile them for NVIDIA and AMD GPUs ([kernels](kernels.md)).
 """
 
 _END = """

@@ -30,12 +30,15 @@ SPECS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".to
 
 def walk(value: Any, way: str) -> Any:
     """The part of a result that keys and list positions lead to, joined by dots. LookupError if there is none."""
-    for key in way.split("."):
-        try:
-            value = value[int(key) if isinstance(value, list) else key]
-        except (KeyError, IndexError, ValueError, TypeError) as error:
-            raise LookupError(f"no {way}: nothing at {key!r}") from error
-    return value
+    key, dot, rest = way.partition(".")
+    while dot and isinstance(value, dict) and key not in value:  # a key may have dots of its own
+        longer, dot, rest = rest.partition(".")
+        key = f"{key}.{longer}"
+    try:
+        part = value[int(key) if isinstance(value, list) else key]
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        raise LookupError(f"nothing at {key!r} in {value!r:.60}") from error
+    return walk(part, rest) if rest else part
 
 
 def shown(value: Any, spec: str) -> str:

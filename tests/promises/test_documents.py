@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from html import unescape
 from pathlib import Path
 
@@ -158,6 +159,14 @@ def test_github_renders_every_line_and_editors_show_it(path: Path) -> None:
 def test_markdown_that_github_does_not_render_is_seen(text: str) -> None:
     assert markdown_left(text) != []
     assert markdown_left("[1.85][a] `x[0](y)`\n<!--table a b-->\n| a |\n|--|\n<!--/table-->\n\n[a]: b.json") == []
+
+
+def test_the_readme_clones_the_address_of_the_project() -> None:
+    project = tomllib.loads((documents.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    address = project.get("urls", {}).get("Repository", "ADDRESS")
+    readme = (documents.ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"git clone {address} penstock && cd penstock" in readme
+    assert len(readme.splitlines()) <= 130
 
 
 @pytest.mark.parametrize("command", all_commands(), ids=str)

@@ -462,7 +462,7 @@ def optimizer_on_device(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer |
 
 @rule(
     "kernels-by-measurement",
-    "README.md, How fast; one-gpu.json",
+    "docs/results.md; one-gpu.json",
     how="computing, times the share that the same change was measured to save",
 )
 def kernels(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
