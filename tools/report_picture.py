@@ -8,6 +8,7 @@ The recording is in tests/tune/data/recorded. Needs Chromium.
 import subprocess
 import tarfile
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.report.export import find_browser
@@ -19,7 +20,7 @@ RECORDED = Path("tests/tune/data/recorded/all-to-all.tar.xz")
 PICTURE = Path("docs/pictures/report.png")
 SHOWN = ("timeline", "flame")
 WIDTH = 1180
-FRAME = 220
+FRAME = 200
 """Pixels of headings and margins around the figures of a part."""
 
 
@@ -39,7 +40,8 @@ def main() -> None:
         with tarfile.open(RECORDED) as archive:
             archive.extractall(folder, filter="data")
         (run,) = (path for path in Path(folder).iterdir() if path.is_dir())
-        parts = [part for part in sections_of(gather(run, plans=False)) if part.name in SHOWN]
+        found = sections_of(gather(run, plans=False))
+        parts = [replace(part, cards=()) for part in found if part.name in SHOWN]  # no table of the critical path
         figures = [figure for part in parts for figure in part.figures]
         page = Path(folder) / "page.html"
         body = f"<main>{''.join(map(section_html, parts))}</main>"

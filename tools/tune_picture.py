@@ -2,11 +2,13 @@
 
     python -m tools.tune_picture
 
-The search is in benchmarks/results/tune-h200.json, and its page is drawn anew. Needs Chromium.
+The trials are in benchmarks/results/tune-h200.json; what is expected of each is computed anew from those before it, and
+the page is drawn anew. Needs Chromium.
 """
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from tools.report_picture import take_picture
 MEASURED, CASE = Path("benchmarks/results/tune-h200.json"), "short-rows"
 NAME, ROWS = "deepseek-v2-lite-8l", 16
 PICTURE = Path("docs/pictures/tune.png")
-WIDTH, HEIGHT = 1180, 1700
+WIDTH, HEIGHT = 1180, 1745
 
 
 class _Ended:
@@ -52,7 +54,9 @@ def main() -> None:
     search = Search(
         [one.candidate for one in records], _Ended(), SearchSettings(budget_seconds=360.0), ending=found["ending"]
     )
-    search.records = records
+    search.records = records[:1]  # nothing is known before the first
+    for record in records[1:]:
+        search.records.append(replace(record, estimated=search.estimates()[record.candidate.key]))
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         write_tune_page(page, NAME, search, found["spent_seconds"], found["next"], ROWS)

@@ -26,7 +26,9 @@ def write_tune_page(
         facts = {"step": time_text(leader.step), "gain": f"{gain_of(leader, first):.2f} x", **facts}
         facts["memory"] = gigabytes(leader.peak_memory_bytes)
     before, after = median_error(search.records, corrected=False), median_error(search.records, corrected=True)
-    error = "" if before is None or after is None else f"Median error {before:.1%}, {after:.1%} after correction."
+    error = ""
+    if before is not None and after is not None:
+        error = f"Median error of the plan {before:.1%}, corrected by earlier trials {after:.1%}."
     parts = "".join(f"<li>{escape(part)}: {duration_text(seconds)}</li>" for part, seconds in spent.items())
     wins = "".join(f"<li>{escape(one)}</li>" for one in next_wins) or "<li>nothing that the plan knows of</li>"
     body = f"""

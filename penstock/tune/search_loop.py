@@ -406,15 +406,16 @@ class Search:
     def estimates(self) -> dict[str, StepEstimate]:
         """Seconds of each candidate for the tokens of a step of the reference, by key."""
         ran = self._ran()
-        # Two trials of one configuration tell how far single trials of others may be off.
-        between = max((one.result.spread for one in ran), default=0.0)
+        # Two trials of one configuration tell how many times as far as their steps trials of others are off.
+        noise = [max(LEAST_NOISE, median_error_of(one.result.step_seconds)) for one in ran]
+        between = max((one.result.spread / steps for one, steps in zip(ran, noise, strict=True)), default=0.0)
         measured = [
             Measured(
                 candidate=one.candidate,
                 seconds=one.even_step,
-                error=one.result.error if one.result.spread else math.hypot(one.result.error, between),
+                error=one.result.error if one.result.spread else math.hypot(one.result.error, between * steps),
             )
-            for one in ran
+            for one, steps in zip(ran, noise, strict=True)
         ]
         found = Belief(self.candidates, measured).estimates()
         return {one.key: estimate for one, estimate in zip(self.candidates, found, strict=True)}

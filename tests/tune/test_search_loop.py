@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulated_machine import SimulatedMachine, random_candidates
-from penstock.tune.belief import Belief, Measured, TrialCandidate
+from penstock.tune.belief import Belief, Measured, StepEstimate, TrialCandidate
 from penstock.tune.search_loop import (
     LEAST_GAIN,
     Kind,
@@ -100,6 +100,26 @@ def test_a_reference_that_does_not_run_still_gives_a_leader() -> None:
     search = searched(there, replace(NO_LIMIT, most_trials=20))
     assert search.records[0].result.kind == "crash"
     assert slower(search, there) <= 1.03
+
+
+def test_a_steady_trial_keeps_its_time_beside_a_reference_whose_trials_differ() -> None:
+    there = machine(5)
+    first, steady, odd = there.candidates[:3]
+    search = Search(list(there.candidates), there, NO_LIMIT)
+
+    def trial(candidate: TrialCandidate, *factors: float) -> TrialRecord:
+        times = tuple(candidate.projected * factor for factor in factors)
+        guess = StepEstimate(seconds=candidate.projected, deviation=0.5)
+        result = TrialResult(step_seconds=times)
+        return TrialRecord(
+            candidate=candidate, result=result, projected=candidate.projected, estimated=guess, score=1.0
+        )
+
+    search.records = [
+        trial(first, 1.9, 2.0, 1.5, 1.6), trial(steady, 0.92, 0.921, 0.919), trial(odd, 1.5, 1.51, 1.49),
+        trial(first, 1.7, 1.4, 1.6, 1.5),
+    ]  # fmt: skip
+    assert search.estimates()[steady.key].seconds == pytest.approx(0.92 * steady.projected, rel=0.01)
 
 
 def test_a_resumed_search_measures_nothing_twice_and_ends_the_same() -> None:
