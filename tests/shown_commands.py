@@ -28,9 +28,9 @@ class Command:
 
     @property
     def starts_a_run(self) -> bool:
-        """It trains a preset. A file of one's own, or a run to go on with, is not here to be read."""
+        """It trains a preset. A file of one's own, or another run, is not here to be read."""
         words = self.words
-        is_new = not {"--resume", "--dry-run"} & {*words}
+        is_new = not {"--resume", "--dry-run", "--from"} & {*words}
         return words[:2] == ["penstock", "train"] and is_new and ".toml" not in words[2]
 
     def __str__(self) -> str:

@@ -5,11 +5,15 @@
     penstock train debug --name first            a new run in runs/first, which must not exist
     penstock train runs/first --resume           go on with it; steps, learning rate and the like may be overridden
     penstock train debug --resume                go on with the newest of runs/debug, runs/debug-2, ...
+    penstock train --from runs/first seed=1      a new run with the weights of another, and its configuration
+    penstock train my.toml --from runs/first     the same with the configuration of a file
     penstock train debug --dry-run               check everything, say what it would be, write nothing
     penstock train my.toml --fake-world 1024 --rank 517    what one rank of many would hold; needs none of them
     penstock train debug --processes 4           four ranks on this machine; without it, one for each of its GPUs
 
-A run that goes on is described by the config.toml in its folder; the target only finds it. Exit codes: 0 when the last
+A run that goes on (--resume) has the optimizer state, the place in the schedule and in the data that it had; it is
+described by the config.toml in its folder, and the target only finds it. A run that begins with the weights of another
+(--from) has nothing else of it: the optimizer is new, and the schedule and the data begin. Exit codes: 0 when the last
 step is done, 2 for what the user can mend, 75 if another rank was lost, 129, 130 and 143 for a run that was stopped on
 request (penstock/train/stop.py).
 
@@ -20,7 +24,7 @@ the folder that their launch has made and go on there; rank 0 looks and tells th
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +38,7 @@ from rich.console import Console
 from penstock.base.errors import ConfigError, DeviceError, RunFolderError
 from penstock.base.interrupts import INTERRUPTED, STOPPED
 from penstock.base.numbers import bytes_text, count_text, duration_text, flops_text
-from penstock.cli.config import Overrides, Target, warn_of_unfilled
+from penstock.cli.config import Overrides, warn_of_unfilled
 from penstock.cli.main import main
 from penstock.cli.output import next_line, warn
 from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView
@@ -43,6 +47,7 @@ from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.presets.registry import is_preset
 from penstock.config.run import Run
+from penstock.config.schema import as_toml
 from penstock.layout import actions
 from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
 from penstock.layout.stages import stages_text
@@ -80,7 +85,8 @@ from penstock.train.run_folder import (
     find_run_folder,
     training_in,
 )
-from penstock.train.saved_weights import check_initial_weights
+from penstock.train.saved_weights import check_initial_weights, config_of
+from penstock.train.schedule import learning_rate
 from penstock.train.setup import (
     Rehearsal,
     RunData,
@@ -96,6 +102,7 @@ from penstock.train.sinks import check_sinks, open_sinks
 from penstock.train.stop import StopRequest
 
 TEXT = "The "  # prompt of a proposed `sample` command
+NOTICED_RISE = 1.05  # of the learning rate where a run goes on; a few more steps stretch a schedule by less
 
 
 @dataclass(frozen=True)
@@ -105,13 +112,20 @@ class Launch:
     run: Run
     folder: RunFolder | None  # None for a new run
     is_named: bool  # the user chose the name, so the folder of a new run must be free
+    notice: str = ""  # what the changes of a run that goes on do beside what they say
 
 
 def train(  # noqa: PLR0913 - one argument for each option
-    target: Target,
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder; with --from its own."),
+    ] = None,
     overrides: Overrides = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the run and its folder.")] = None,
     resumes: Annotated[bool, typer.Option("--resume", help="Go on with the run from its newest checkpoint.")] = False,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="Begin a new run with the weights of another one.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,
     processes: Annotated[
         int | None, typer.Option("--processes", min=1, help="Ranks to start here; without it, one for each GPU.")
@@ -129,7 +143,10 @@ def train(  # noqa: PLR0913 - one argument for each option
     Exit codes: 0 all steps are done, 2 something is wrong that you can mend, 75 another rank was lost; 130 (Ctrl-C),
     143 (SIGTERM) or 129 (SIGHUP) stopped.
     """
-    overrides = overrides or []
+    if resumes and source is not None:
+        raise ConfigError("--resume goes on with a run, and --from begins a new one", fix="leave one of them out")
+    given = [*([target] if target is not None else []), *(overrides or [])]
+    target, overrides = _target_of(given, source)
     environment = read_environment()
     console = Console(no_color=not environment.color, highlight=False, quiet=environment.rank > 0)
     with Rendezvous(environment) as meeting:
@@ -145,12 +162,13 @@ def train(  # noqa: PLR0913 - one argument for each option
         if not environment.started_by:  # ranks of torchrun ask rank 0 for it, later
             check_sinks(launch.run)
             if launch.folder is None:
-                check_initial_weights(launch.run.training.initial_weights)
+                check_initial_weights(launch.run)
         parent = Path(launch.run.record.folder)
         if parent.exists() and not parent.is_dir():
             raise RunFolderError(f"record.folder {parent} is no folder", fix="name another folder for runs")
         options = [*(["--name", name] if name is not None else []), *(["--resume"] if resumes else [])]
-        words = ["train", target, *overrides, *options]
+        options += ["--from", str(source)] if source is not None else []
+        words = ["train", *given, *options]
         if dry_run:
             _print_plan(console, launch, grid, started)
             _say(console, next_line(*words))
@@ -171,6 +189,18 @@ def train(  # noqa: PLR0913 - one argument for each option
             return run_processes(main, words, plan)
         meeting.open(launch.run.host.timeout_minutes)
         return _be_a_rank(console, environment, meeting, _launch_of_all(environment, meeting, launch, overrides))
+
+
+def _target_of(given: Sequence[str], source: Path | None) -> tuple[str, list[str]]:
+    """Target and overrides of a command line; with --from the target may be left out."""
+    is_target = bool(given) and ("=" not in given[0] or Path(given[0]).exists())
+    if source is None:
+        if not given:
+            raise ConfigError("Missing argument 'TARGET'", allowed="a preset, a TOML file, a run folder, or --from RUN")
+        return given[0], list(given[1:])
+    config = config_of(source)
+    target, overrides = (given[0], given[1:]) if is_target else (str(config), given)
+    return target, [f"training.initial_weights={as_toml(str(source))}", *overrides]
 
 
 def _grid(run: Run, world: int) -> Grid:
@@ -267,7 +297,7 @@ def _new_run(target: str, overrides: list[str], name: str | None) -> Launch:
     if _is_run_folder(target):
         raise RunFolderError(
             f"{target} is the folder of a run",
-            fix=f"add --resume to go on with it, or start anew from {target}/config.toml",
+            fix=f"add --resume to go on with it, or begin a new run with its weights: penstock train --from {target}",
         )
     run = load_run(target, overrides)
     if name is not None:
@@ -286,8 +316,25 @@ def _find_run(target: str, overrides: list[str], name: str | None) -> Launch:
         folder = find_run_folder(Path(run.record.folder), name or run.name, newest=name is None)
     saved = load_run(str(folder.config), follows=False)  # as the run was; the target only found it
     wanted = load_run(str(folder.config), overrides, follows=False)
-    check_same_run(saved, wanted)
-    return Launch(wanted, folder, is_named=True)
+    check_same_run(saved, wanted, folder)
+    return Launch(wanted, folder, is_named=True, notice=_rise(saved, wanted, folder))
+
+
+def _rise(saved: Run, wanted: Run, folder: RunFolder) -> str:
+    """A line for a run that goes on at a higher learning rate, because its schedule is another one; else empty."""
+    step, peak = open_store(saved, folder).latest(), wanted.optimizer.learning_rate
+    if step is None or (saved.training.steps, saved.schedule) == (wanted.training.steps, wanted.schedule):
+        return ""
+    before, after = (
+        learning_rate(step, run.training.steps, run.optimizer.learning_rate, run.schedule) for run in (saved, wanted)
+    )
+    if after <= NOTICED_RISE * before:
+        return ""
+    return (
+        f"the learning rate rises from {before:.3g} to {after:.3g} ({before / peak:.2f} to {after / peak:.2f} of its "
+        f"peak), because the schedule now ends at step {wanted.training.steps}; schedule.decay=constant "
+        f"optimizer.learning_rate={before:.3g} keeps it, penstock train --from {folder.path} begins a schedule anew"
+    )
 
 
 def _is_run_folder(target: str) -> bool:
@@ -342,6 +389,7 @@ def _run(
         store = open_store(session.run, folder, session.axes.world)
         memory = open_memory_store(session.run, folder, session.axes.world)
         begin = resume(session, folder, store, launch.run, memory)
+        _say(console, *filter(None, [launch.notice]))
         if begin.steps == 0:
             _say(console, f"{folder.path} has no checkpoint: it begins at its first step")
         _say(console, *begin.notices)
@@ -428,7 +476,7 @@ def _print_plan(console: Console, launch: Launch, grid: Grid, local_ranks: int) 
         "device": f"{device_name(device)} ({device})" + (f", {ranks} ranks" if ranks > 1 else ""),
     }
     where = f"goes on in {launch.folder.path}" if launch.folder else f"is new, in {run.record.folder}"
-    _say(console, f"run {run.name} {where}; nothing was written")
+    _say(console, f"run {run.name} {where}; nothing was written", *filter(None, [launch.notice]))
     _say(console, *(f"  {label:<8} {text}" for label, text in facts.items()))
 
 

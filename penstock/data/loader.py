@@ -100,7 +100,7 @@ class Loader:
                 raise DataError(
                     f"the run was saved with other data: {what} changed",
                     got=f"{name} {self._identity[name]}, was {state[name]}",
-                    fix="resume with the data settings and files of the run, or start a new run",
+                    fix="resume with the data of the run, or begin one with its weights: penstock train --from RUN",
                 )
         # Read everything before anything changes.
         position, tokens = self._stream.restore(state), read_count(state, "tokens")

@@ -22,6 +22,7 @@ A resumed run may change how it continues (steps, learning rate, evaluation, ...
 import errno
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -199,15 +200,20 @@ def _delete_leftovers(folder: RunFolder) -> None:
         draft.unlink(missing_ok=True)
 
 
-def check_same_run(saved: Run, wanted: Run) -> None:
+def check_same_run(saved: Run, wanted: Run, folder: RunFolder) -> None:
     """Refuse to resume a run with another identity, by a CheckpointError that names the first fixed option."""
-    for difference in differences(saved, wanted):
+    changes = differences(saved, wanted)
+    for difference in changes:
         if is_bound(difference.field):
+            words = ["train", "--from", str(folder.path), *(f"{one.field}={one.right or 'none'}" for one in changes)]
+            new = f"begin one with its weights: penstock {shlex.join(words)}"
+            if difference.field.startswith("model."):  # its weights do not fit
+                new = "start a new run"
             raise CheckpointError(
                 f"a run cannot be resumed with another {difference.field}",
                 got=difference.right or "none",
                 allowed=difference.left or "none",
-                fix="leave the override out, or start a new run",
+                fix=f"leave the override out, or {new}",
             )
 
 

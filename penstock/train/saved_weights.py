@@ -41,7 +41,7 @@ from penstock.train.manifest import (
     write_manifest,
 )
 from penstock.train.run_folder import RunFolder
-from penstock.train.state import TrainState, check_same_model
+from penstock.train.state import TrainState, check_same_model, identity_of
 from penstock.train.tensor_files import TensorEntry, fingerprint, in_files, write_entries
 
 RUN_FILE = "run.toml"
@@ -126,12 +126,8 @@ def open_saved(folder: Path) -> tuple[Run, CheckpointStore]:
 
     Raises a RunFolderError if the folder is neither, and a ConfigError if its configuration cannot be read.
     """
-    source, imported = RunFolder(folder), folder / RUN_FILE
-    if not source.exists and imported.is_file():
-        return load_run(str(imported)), CheckpointStore(folder / WEIGHTS, keep=0, asynchronous=False)
-    if not source.exists:
-        raise RunFolderError(f"{folder} is not the folder of a run", fix="give one, such as runs/debug")
-    return load_run(str(source.config)), CheckpointStore(source.checkpoints, keep=0, asynchronous=False)
+    run = load_run(str(config_of(folder)))
+    return run, CheckpointStore(_checkpoints_of(str(folder)), keep=0, asynchronous=False)
 
 
 def chosen_step(store: CheckpointStore, folder: Path, step: int | None) -> int:
@@ -145,18 +141,31 @@ def chosen_step(store: CheckpointStore, folder: Path, step: int | None) -> int:
     return newest
 
 
-def check_initial_weights(source: str) -> None:
-    """Raise a CheckpointError if a run has none where it wants to start with some.
+def config_of(source: Path) -> Path:
+    """The configuration of a run, or of a folder of `penstock import`. Raises a RunFolderError for other folders."""
+    found = next((path for path in (RunFolder(source).config, source / RUN_FILE) if path.is_file()), None)
+    if found is None:
+        is_theirs = any(source.glob("*.safetensors"))
+        fix = f"penstock import {source} --output NAME makes one" if is_theirs else "give one, such as runs/debug"
+        raise RunFolderError(f"{source} is not the folder of a run", fix=fix)
+    return found
 
-    Whether they fit the model, `load_initial_weights` finds out.
-    """
-    if source and not CheckpointStore(_checkpoints_of(source), keep=0, asynchronous=False).steps():
+
+def check_initial_weights(run: Run) -> None:
+    """Raise a CheckpointError if the weights that a run starts with are missing, or of another model."""
+    source = run.training.initial_weights
+    if not source:
+        return
+    store = CheckpointStore(_checkpoints_of(source), keep=0, asynchronous=False)
+    step = store.latest()
+    if step is None:
         raise _no_weights(source)
+    check_same_model(step, store.read_facts(step)["model"], identity_of(run))
 
 
 def _checkpoints_of(source: str) -> Path:
-    imported = Path(source, WEIGHTS)
-    return imported if imported.is_dir() else RunFolder(Path(source)).checkpoints
+    run, imported = RunFolder(Path(source)), Path(source, WEIGHTS)
+    return imported if imported.is_dir() and not run.exists else run.checkpoints
 
 
 def _no_weights(source: str) -> CheckpointError:
@@ -164,14 +173,15 @@ def _no_weights(source: str) -> CheckpointError:
     return CheckpointError(f"training.initial_weights: {source} has no weights", allowed=allowed)
 
 
-def load_initial_weights(source: str, state: TrainState, world: Axis) -> None:
+def load_initial_weights(source: str, state: TrainState, world: Axis) -> str:
     """Start a new run with the weights of another run, or with imported ones. All ranks of `world` call it together.
 
     `source` is a folder of `penstock import`, or of a run, whose newest checkpoint is used; an empty one changes
-    nothing. Raises a CheckpointError if there are no weights, or they are damaged or of another model.
+    nothing. Returns a line for the user. Raises a CheckpointError if there are no weights, or they are damaged or of
+    another model.
     """
     if not source:
-        return
+        return ""
     store = CheckpointStore(_checkpoints_of(source), keep=0, asynchronous=False, world=world)
     try:
         step = store.latest_of_all()
@@ -184,3 +194,4 @@ def load_initial_weights(source: str, state: TrainState, world: Axis) -> None:
         store.close()
     state.optimizer.loaded()
     refresh_float8(state.modules)
+    return f"begins with the weights of step {step} of {source}; optimizer, schedule and data are new"

@@ -141,9 +141,10 @@ def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = 
         batches=Prefetch(loader),
         stage=axes.stage,
     )
+    origin = ""
     if is_new:
         try:
-            load_initial_weights(run.training.initial_weights, state, axes.world)
+            origin = load_initial_weights(run.training.initial_weights, state, axes.world)
         except PenstockError:
             state.batches.close()  # it has a thread
             raise
@@ -160,7 +161,7 @@ def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = 
         held_out=texts.held_out,
         graphs=graphs,
         graphs_note=graphs_note,
-        notices=(*_unfilled(run, texts.train), *texts.notices),
+        notices=(*filter(None, [origin]), *_unfilled(run, texts.train), *texts.notices),
     )
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from penstock.cli.main import main
 from penstock.config.load import dump_toml, load_run
@@ -257,6 +259,50 @@ def test_a_finished_run_has_nothing_to_go_on_with() -> None:
     assert "runs/tiny is finished: all 4 steps are done" in text
 
 
+def tensors_of(folder: str, step: int) -> dict[str, torch.Tensor]:
+    files = Path(folder, "checkpoints", f"step-{step:06d}").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def test_a_new_run_begins_with_the_weights_of_another_and_has_nothing_else_of_it() -> None:
+    printed("tiny.toml")
+    changed = ("seed=1", "optimizer.learning_rate=0", "training.steps=2", "schedule.warmup_steps=0")
+    assert printed("--from", "runs/tiny", *changed, "--dry-run").endswith(
+        f"train {' '.join(changed)} --from runs/tiny\n"
+    )
+    text = printed("--from", "runs/tiny", *changed)
+    assert "in runs/tiny-2" in text and "begins with the weights of step 4 of runs/tiny; optimizer" in text
+    old, new = (tensors_of("runs/tiny", 4), tensors_of("runs/tiny-2", 2))  # at a rate of 0 weights stay what they were
+    weights = [name for name in old if name.startswith("model.") and "expert_bias" not in name]  # the bias has no rate
+    assert weights and all(torch.equal(new[name], old[name]) for name in weights)
+    assert [line["step"] for line in metrics_of("runs/tiny-2")] == [1, 2]
+    assert [int(new[name]) for name in new if name.startswith("step")] == [2]  # updates that the moments have seen
+    assert "in runs/tiny-3" in printed("tiny.toml", "--from", "runs/tiny-2")
+
+
+def test_what_a_run_cannot_go_on_with_it_may_begin_with_and_the_line_that_says_so_can_be_typed() -> None:
+    printed("tiny.toml")
+    message = refused("runs/tiny", "--resume", "training.steps=6", "data.source=synthetic-random")
+    _, _, command = message.partition("begin one with its weights: penstock train ")
+    assert "in runs/tiny-2" in printed(*shlex.split(command))
+    assert len(metrics_of("runs/tiny-2")) == 6
+
+
+def test_a_longer_schedule_that_raises_the_rate_says_so_with_a_way_to_keep_it() -> None:
+    printed("tiny.toml")
+    longer = ("runs/tiny", "--resume", "training.steps=30")
+    for decay, share in (("cosine", "0.97"), ("wsd", "1.00")):
+        rises = (
+            f"the learning rate rises from 0.001 to .* \\(0.10 to {share} of its peak\\), because the schedule now ends"
+        )
+        text = printed(*longer, f"schedule.decay={decay}", "--dry-run")
+        assert re.search(rf"{rises} at step 30; .* penstock train --from runs/tiny begins a schedule anew\n", text)
+    keeps = re.search(r"; (schedule\S* \S*) keeps it", text)
+    assert keeps and "rises" not in printed(*longer, *keeps[1].split(), "--dry-run")
+    assert "rises" not in printed("runs/tiny", "--resume", "training.steps=4", "--dry-run")
+    assert "learning rate rises" in printed("runs/tiny", "--resume", "training.steps=6")
+
+
 # Bad input
 
 
@@ -278,6 +324,29 @@ def test_a_run_folder_is_no_start() -> None:
     printed("tiny.toml")
     assert "runs/tiny is the folder of a run; fix: add --resume" in refused("runs/tiny")
     assert "both say which run" in refused("runs/tiny", "--resume", "--name", "tiny")
+    assert "penstock train --from runs/tiny" in refused("runs/tiny")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "Missing argument 'TARGET'; allowed: a preset, a TOML file, a run folder, or --from RUN"),
+        ("seed=1 --from runs/tiny", "training.initial_weights: runs/tiny has no weights"),
+        ("--from runs/tiny --resume", "--resume goes on with a run, and --from begins a new one"),
+        ("--from runs/gone", "runs/gone is not the folder of a run; fix: give one, such as runs/debug"),
+        ("--from theirs", "theirs is not the folder of a run; fix: penstock import theirs --output NAME makes one"),
+    ],
+)
+def test_a_run_that_has_nothing_to_begin_with_is_refused(words: str, line: str) -> None:
+    Path("theirs").mkdir()
+    Path("theirs/model.safetensors").touch()
+    printed("tiny.toml", "checkpoint.enabled=false")
+    assert line in refused(*words.split())
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_built() -> None:
+    printed("tiny.toml")
+    assert "is of another model; got model.layers = 3" in refused("tiny.toml", "model.layers=3", "--from", "runs/tiny")
 
 
 def test_a_rank_goes_on_with_the_folder_of_the_first_and_stops_where_that_does(monkeypatch: pytest.MonkeyPatch) -> None:

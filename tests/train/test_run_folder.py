@@ -103,7 +103,7 @@ def test_how_a_run_goes_on_may_change(run: Run) -> None:
     _, folder = create_run_folder(run, number_if_taken=True)
     free = ["training.steps=9", "optimizer.learning_rate=1.0", "checkpoint.every=1", "training.sequence_length=8"]
     free += ["model.moe.balance.aux_loss_coef=0.5", "model.moe.router.expert_bias_rate=0.0"]
-    check_same_run(run, load_run(str(folder.path), free))
+    check_same_run(run, load_run(str(folder.path), free), folder)
 
 
 @pytest.mark.parametrize(
@@ -119,5 +119,8 @@ def test_how_a_run_goes_on_may_change(run: Run) -> None:
 )
 def test_what_a_run_is_may_not_change(override: str, field: str, run: Run) -> None:
     _, folder = create_run_folder(run, number_if_taken=True)
-    with pytest.raises(CheckpointError, match=f"cannot be resumed with another {field}; got .*; allowed: "):
-        check_same_run(run, load_run(str(folder.path), [override]))
+    cure = "start a new run" if field.startswith("model.") else f"penstock train --from {folder.path} .*{field}="
+    with pytest.raises(
+        CheckpointError, match=f"cannot be resumed with another {field}; got .*; allowed: .*; fix: .*{cure}"
+    ):
+        check_same_run(run, load_run(str(folder.path), [override]), folder)
