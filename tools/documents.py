@@ -28,21 +28,7 @@ from typing import Any
 from penstock.base.shapes import LEGEND
 from penstock.base.spans import Span
 from penstock.config.explain import reference_markdown
-from tools import (
-    dispatch_tables,
-    doctor_tables,
-    family_tables,
-    float8_tables,
-    kernel_tables,
-    ladder_tables,
-    layout_tables,
-    packing_tables,
-    projection_tables,
-    published_tables,
-    search_tables,
-    tables,
-    trace_tables,
-)
+from tools import kernel_tables, run_tables, tables
 from tools.commands_page import commands_json, commands_page
 from tools.environment_page import environment_page
 from tools.grafana import dashboard
@@ -51,21 +37,7 @@ from tools.metrics_page import metrics_page
 from tools.models_page import models_page
 from tools.rules_page import rules_page
 
-TABLES = {
-    **tables.TABLES,
-    **kernel_tables.TABLES,
-    **layout_tables.TABLES,
-    **ladder_tables.TABLES,
-    **dispatch_tables.TABLES,
-    **projection_tables.TABLES,
-    **search_tables.TABLES,
-    **float8_tables.TABLES,
-    **packing_tables.TABLES,
-    **published_tables.TABLES,
-    **family_tables.TABLES,
-    **trace_tables.TABLES,
-    **doctor_tables.TABLES,
-}
+TABLES = tables.TABLES | kernel_tables.TABLES | run_tables.TABLES
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")
 FIGURE = re.compile(

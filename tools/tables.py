@@ -1,6 +1,6 @@
 """Tables of measurements, as documents show them between their markers.
 
-Most tables are data, in tables.toml:
+Simple tables are data, in tables.toml; kernel_tables.py and run_tables.py compute the others.
 
     [dispatch-launches]
     caption = "{origin}. 8,192 tokens of a rank, from a graph, one thing changed."
@@ -8,12 +8,13 @@ Most tables are data, in tables.toml:
     at = "launches"
     row = "{shape} | {changed} | {dispatch_us:,.0f} us | {combine_us:,.0f} us"
 
-`at` is the way to a part of the result's numbers. `row` is filled once for each entry of it; `rows` are written out.
-`names` gives entries a text `{name}`, and says which are shown, in which order. A title that ends with a colon has its
-column on the right.
+`at` is the way to a part of the result's numbers. `row` is filled once for each entry of it, and sees the whole
+`{numbers}` too; `rows` are written out. An entry whose `needs` is None gets the row `otherwise`. `names` are texts for
+`{name}`, and say which entries are shown, in which order. A title that ends with a colon has its column on the right.
 
-A field is a way through the data (keys and list positions, joined by dots) and a format, which may begin with a factor:
-`{figures.step_seconds:1e3*.1f} ms`. The caption also has `{origin}`. None is shown as nothing.
+A field is a way through the data (keys and list positions, joined by dots), or two with ` / ` between them for their
+quotient, and a format, which may begin with a factor: `{figures.step_seconds:1e3*.1f} ms`. The caption also has
+`{origin}`. None is nothing, and a list is its items with spaces between them.
 """
 
 import string
@@ -42,10 +43,14 @@ def walk(value: Any, way: str) -> Any:
 
 
 def shown(value: Any, spec: str) -> str:
-    """A figure by a format such as `,.0f` or `1e3*.1f`; nothing for None. Raises LookupError if it is no number."""
+    """A figure by a format such as `,.0f` or `1e3*.1f`. Raises LookupError if it does not go with the value."""
     factor, star, rest = spec.rpartition("*")
     if value is None:
         return ""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    if isinstance(value, str):
+        value = value.replace("|", "/")  # a bar would end the cell
     try:
         return format(value * float(factor), rest) if star else format(value, spec)
     except (TypeError, ValueError) as error:
@@ -56,7 +61,8 @@ class _Template(string.Formatter):
     """Texts whose fields are ways through a result."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
-        return walk(kwargs, field_name), field_name
+        value, *divisors = (walk(kwargs, way) for way in field_name.split(" / "))
+        return (value / divisors[0] if divisors else value), field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
         return shown(value, format_spec)
@@ -85,7 +91,7 @@ def origin(result: Result) -> str:
     environment = result["environment"]
     versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "cuda") if name in environment)
     count = environment.get("ranks") or environment.get("devices")
-    where = f"{count} x" if count else "one"
+    where = f"{count} x" if count and count > 1 else "one"
     return f"Measured on {where} {environment['device']} ({versions}), commit `{result['commit']}`"
 
 
@@ -93,16 +99,18 @@ def specified(name: str, result: Result) -> str:
     """The table that tables.toml describes."""
     spec = SPECS[name]
     part = walk(result["numbers"], spec["at"]) if "at" in spec else result["numbers"]
-    rows = _each(spec, part) if "row" in spec else filled(spec["rows"], part).strip().splitlines()
+    rows = _each(spec, part, result["numbers"]) if "row" in spec else filled(spec["rows"], part).strip().splitlines()
     made = table(spec["head"], rows)
     return f"{filled(spec['caption'], result | {'origin': origin(result)})}\n\n{made}" if "caption" in spec else made
 
 
-def _each(spec: dict[str, Any], part: Any) -> Iterator[str]:
+def _each(spec: dict[str, Any], part: Any, numbers: Any) -> Iterator[str]:
     entries = part if isinstance(part, dict) else dict(enumerate(part))
-    names: dict[Any, str] = spec.get("names", {key: key for key in entries})
+    names: dict[Any, str] = spec.get("names", dict.fromkeys(entries, "{name}"))
     for key, name in names.items():
-        yield filled(spec["row"], entries[key] | {"name": name})
+        is_whole = "needs" not in spec or entries[key].get(spec["needs"]) is not None
+        row = spec["row" if is_whole else "otherwise"].replace("{name}", name)
+        yield filled(row, entries[key] | {"key": key, "numbers": numbers})
 
 
 TABLES: dict[str, Callable[[Result], str]] = {name: partial(specified, name) for name in SPECS}

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import float8_curves
 from benchmarks.float8_curves import Curves, compared, joined, main, of_run, overrides_of, united
 from penstock.config.load import load_run
-from tools.float8_tables import curves as table
+from tools.kernel_tables import curves as table
 
 LOSSES = {("none", 0): 2.0, ("none", 1): 4.0, ("blockwise", 0): 2.02, ("blockwise", 1): 4.12}
 """Blockwise is 1 % and 3 % above none."""

@@ -19,7 +19,7 @@ from benchmarks.kernels.float8_layers import Layer
 from benchmarks.kernels.float8_networks import PLAIN
 from benchmarks.kernels.float8_products import parse_arguments, summarize
 from benchmarks.kernels.replays import replay_in_turns
-from tools.float8_tables import network_errors, networks, products, products_of_all
+from tools import kernel_tables
 
 RECIPES = ["blockwise", "blockwise-square"]
 FROM_8_BITS = [f"{recipe}, rows in 8 bits" for recipe in RECIPES]
@@ -54,7 +54,8 @@ def test_a_small_product_behind_a_norm_is_checked_and_timed_on_a_cpu(
     assert set(row["both_ms"]) == {PLAIN, *RECIPES} and not row["not_captured"]
     assert row["backward_ms"] == {way: row["both_ms"][way] - row["forward_ms"][way] for way in row["both_ms"]}
     assert min(row["decibels"]["blockwise"].values()) > 25, "no product reads what another gave"
-    assert row["network"] in networks(result) and "| 16 bits | blockwise | blockwise-square |" in network_errors(result)
+    assert row["network"] in kernel_tables.float8_ffn(result)
+    assert "| 16 bits | blockwise | blockwise-square |" in kernel_tables.float8_ffn_errors(result)
 
 
 @pytest.mark.parametrize("skewed", [False, True])
@@ -83,7 +84,7 @@ def test_a_table_of_networks_says_what_each_way_takes() -> None:
     row = {"network": "some experts", "not_captured": {"blockwise": "it waits"}} | figures
     dense = {name: {"16 bits": value["16 bits"]} for name, value in figures.items()}
     numbers = {"rows": [row, {"network": "dense", "not_captured": {}} | dense], "copies": []}
-    table = networks({"environment": {"device": "a chip"}, "commit": "c", "numbers": numbers})
+    table = kernel_tables.float8_ffn({"environment": {"device": "a chip"}, "commit": "c", "numbers": numbers})
     assert "| network | 16 bits | `blockwise` | `blockwise`, rows in 8 bits |" in table
     assert "| some experts | 0.50 + 3.50, 250 | 0.50 + 1.50, 500, **2.00** | 0.50 + 0.50, 1000, **4.00** |" in table
     assert "| dense | 0.50 + 3.50, 250 | - | - |" in table
@@ -92,14 +93,13 @@ def test_a_table_of_networks_says_what_each_way_takes() -> None:
 
 def test_products_that_no_graph_holds_are_named_below_their_table() -> None:
     rows = [
-        {"layer": "a", "pass": name, "tflops": {"bf16": 1.0, "torchao": 2.0}, "not_captured": {"torchao": "it waits"}}
+        {"layer": "a", "pass": name, "tflops": {"bf16": 1.0, "torch": 2.0}, "not_captured": {"torch": "it waits"}}
         for name in ("forward", "input gradient", "weight gradient")
     ]
     numbers = {"rows": rows, "summary": {"a": {"bare": 1.0, "quantized": 1.0}}}
     result = {"environment": {"device": "a chip"}, "commit": "c", "numbers": numbers}
-    table = products_of_all(result)
-    assert "| a | 1, 1, 1 | 1.00" in products(result)
-    assert "| a | 1, 1, 1 | 2, 2, 2 |" in table and table.endswith("not replayed by a graph: torchao, bare.")
+    table = kernel_tables.float8_products(result)
+    assert "| a | 1, 1, 1 | 2, 2, 2 |" in table and table.endswith("not replayed by a graph: torch, bare.")
 
 
 def test_what_does_not_end_is_named_before_the_process_ends(

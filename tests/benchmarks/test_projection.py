@@ -14,7 +14,7 @@ from benchmarks.projection_compare import compared, summary
 from penstock.config.load import load_run
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import project
-from tools import documents, projection_tables
+from tools import documents
 
 STEPS = 9  # of a run
 METHOD = "dispatch.method=all-to-all"  # the host reads row counts, so loads count
@@ -106,20 +106,20 @@ def test_errors_are_summed_up_for_all_and_for_each_half() -> None:
 
 
 def test_tables_show_every_run_and_why_one_was_not_measured(tmp_path: Path) -> None:
-    rows = [with_errors(0.02, -0.06, MADE), measured(FROZEN, name="lost", figures=None, reason="a | b")]
+    lost = measured(FROZEN, name="lost", figures=None, reason="a | b")
+    rows = [with_errors(0.02, -0.06, MADE), with_errors(-0.12, 0.01, FROZEN), lost]
     numbers = {"cases": rows, "errors": summary(rows), "projected_by": {"commit": "4567def", "hardware": "H200"}}
     environment = {"device": "NVIDIA H200", "torch": "2.11", "steps": STEPS, "warm_up_steps": 3}
     result = {"command": "x", "commit": "0123abc", "environment": environment, "numbers": numbers}
-    shown = projection_tables.projection(result)
-    assert "| small | 2 |  | 1.10 | 50.0 ms | 51.0 ms | +2.0% | 1.0 GB | 0.9 GB | -6.0% |" in shown
-    assert "| lost | 2 | yes | a / b |" in shown
+    shown = documents.TABLES["projection"](result)
+    assert f"| small | 2 | {MADE} | 1.10 | 50.0 ms | 51.0 ms | +2.0% | 1.0 GB | 0.9 GB | -6.0% |" in shown
+    assert f"| lost | 2 | {FROZEN} | a / b |" in shown
     assert "by commit `4567def`" in shown
-    for name, table in projection_tables.TABLES.items():
-        lines = [line for line in table(result).splitlines() if line.startswith("|")]
-        assert len({line.count("|") for line in lines}) <= 1, name
-        assert documents.TABLES[name] is table
-    errors = projection_tables.projection_errors(result)
-    assert f"| {projection_tables.GROUPS['made']} | 1 | 2.0% | 2.0% | 0 | 6.0% | 6.0% | 1 |" in errors
+    for name in ("projection", "projection-errors", "projection-runs"):
+        lines = [line for line in documents.TABLES[name](result).splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) == 1, name
+    errors = documents.TABLES["projection-errors"](result)
+    assert "| used to develop the time model | 1 | 2.0% | 2.0% | 0 | 6.0% | 6.0% | 1 |" in errors
 
 
 def test_cases_of_other_files_are_joined_where_they_were_measured(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 from penstock.config.presets.registry import PRESETS
 from penstock.models.huggingface.families import FAMILIES
 from tests.tune.test_ladder import figures
-from tools import documents, kernel_tables, ladder_tables
-from tools.family_tables import parity, parity_verdict
+from tools import documents, kernel_tables, run_tables, tables
 from tools.models_page import models_page
 
 
@@ -159,6 +158,32 @@ def test_a_table_that_cannot_be_made_is_refused(tmp_path: Path, marker: str) -> 
         documents.with_measurements(f"<!--table {marker}-->\n<!--/table-->\n", tmp_path)
 
 
+def test_every_table_stands_in_a_document() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in documents.markdown_files()]
+    assert {match["name"] for text in texts for match in documents.TABLE.finditer(text)} == {*documents.TABLES}
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("{a.0:.1f}", "2.5"),
+        ("{a.0:1e3*,.0f} ms", "2,500 ms"),
+        ("{a.0 / a.1:.2f}x", "0.50x"),
+        ("{b, c.0.2.3}", "d / e"),
+        ("[{none:.1%}]", "[]"),
+        ("`{a}`", "`2.5 5`"),
+    ],
+)
+def test_a_field_is_a_way_a_quotient_and_a_format(field: str, text: str) -> None:
+    assert tables.filled(field, {"a": [2.5, 5], "b, c": {"0.2": {"3": "d | e"}}, "none": None}) == text
+
+
+@pytest.mark.parametrize("field", ["{a.2}", "{a.b}", "{c}", "{a.0.d}", "{b:.1f}"])
+def test_a_field_that_is_not_there_is_refused(field: str) -> None:
+    with pytest.raises(LookupError):
+        tables.filled(field, {"a": [2.5, 5], "b": "d"})
+
+
 ENVIRONMENT = {"device": "H200", "torch": "2.11", "ranks": 4, "steps": 30, "warm_up_steps": 10}  # of a ladder
 GAIN = {"before": 1.5, "first": 3.0, "by_optimization": 2.0, "by_size": 1.5, "loss_gap": 0.001}
 
@@ -183,14 +208,14 @@ def assert_is_table(text: str) -> None:
 def test_a_ladder_tells_every_step_and_why_one_did_not_run() -> None:
     failed = ladder_step("graphs", state="failed", reason="a | b", figures=None, gain=None, changed=[])
     made = ladder_result(ladder_steps=[ladder_step("baseline"), failed, ladder_step("larger", kind="size")])
-    text = ladder_tables.ladder(made)
+    text = run_tables.ladder(made)
     assert_is_table(text)
     assert "Measured on 4 x H200 (torch 2.11), commit `0123abc`; 30 training steps each, medians after 10." in text
     assert "`small seed=1`; natural routing" in text
     assert row_of(text, "graphs")[1] == "failed: a / b"
     figures_of_larger = "16,894 | 100.0 ms, 1.20 | 25.0%, 250 | 3.0 GiB | 6.0000 -> 4.0000, 1.0e-03"
     assert row_of(text, "larger (size)")[1:] == [*figures_of_larger.split(" | "), "1.50", "2.00", "1.50", "3.00"]
-    changes = ladder_tables.ladder_changes(made)
+    changes = run_tables.ladder_changes(made)
     assert_is_table(changes)
     assert row_of(changes, "baseline")[1:] == ["the baseline", "`seed=2`"]
     assert row_of(changes, "graphs")[2] == "nothing: failed"
@@ -200,7 +225,7 @@ def test_scaling_is_told_over_one_rank_and_over_two() -> None:
     failed = {"expert_ranks": 4, "reason": "no memory", "figures": None, "over_1": None, "over_2": None}
     measured = {"reason": "", "figures": asdict(figures(9_000.0)), "over_1": 0.9}
     cases = [failed | measured | {"method": "symmetric"}, failed | {"method": "all-to-all"}]
-    text = ladder_tables.scaling(ladder_result(rows_per_device=16, micro_batch=4, cases=cases))
+    text = documents.TABLES["scaling"](ladder_result(rows_per_device=16, micro_batch=4, cases=cases))
     assert_is_table(text)
     assert row_of(text, "4 | symmetric")[2:] == ["9,000", "90.0%", "", "3.0 GiB"]
     assert row_of(text, "4 | all-to-all")[2] == "no memory"
@@ -211,7 +236,7 @@ def test_jitter_is_told_as_ratios_to_the_median() -> None:
         {"garbage": "between steps", "graphs": "none", "reason": "", "figures": asdict(figures(1.0))},
         {"garbage": "between steps", "graphs": "passes", "reason": "no GPU", "figures": None},
     ]
-    text = ladder_tables.jitter(ladder_result(cases=cases))
+    text = documents.TABLES["jitter"](ladder_result(cases=cases))
     assert_is_table(text)
     assert row_of(text, "between steps | none")[2:] == ["100.0 ms", "120.0 ms", "125.0 ms", "1.200", "1.250"]
     assert row_of(text, "between steps | passes")[2] == "no GPU"
@@ -240,15 +265,24 @@ def _result(gradient: float) -> dict[str, Any]:
 
 
 def test_a_model_passes_if_both_kinds_of_rows_do() -> None:
-    assert parity_verdict(_result(3e-6)).startswith("2 of 2 models of 1 families pass, beside transformers 5.23.0.")
-    failed = parity_verdict(_result(3e-4))
+    assert run_tables.parity_verdict(_result(3e-6)).startswith(
+        "2 of 2 models of 1 families pass, beside transformers 5.23.0."
+    )
+    failed = run_tables.parity_verdict(_result(3e-4))
     assert failed.startswith("1 of 2 models")
     assert failed.endswith("The largest differences: logits 1.0e-07, loss 0.0e+00, gradient 3.0e-04.")
 
 
 def test_weights_are_named_within_their_layer() -> None:
     weight = "`attention.query.weight`"
-    assert row_of(parity(_result(3e-6)), "mixtral")[1:] == ["1.0e-07", "2.0e-06", weight, "1.0e-07", "3.0e-06", weight]
+    assert row_of(run_tables.parity(_result(3e-6)), "mixtral")[1:] == [
+        "1.0e-07",
+        "2.0e-06",
+        weight,
+        "1.0e-07",
+        "3.0e-06",
+        weight,
+    ]
 
 
 def test_the_page_names_every_preset_and_family() -> None:
