@@ -19,17 +19,12 @@ import typer
 from penstock.base.errors import TraceError
 from penstock.base.numbers import bytes_text
 from penstock.cli.output import print_next, print_table
-from penstock.cli.trace_print import print_host_tables
 from penstock.cli.verbs import load_by_name
 from penstock.config.load import RUN_FILE
 from penstock.trace.analysis import analyse_files
-from penstock.trace.host_table import HostTable
 from penstock.trace.recognize import PhaseNames, read_phase_names
 from penstock.tune.doctor.diagnosis import (
     Diagnosis,
-    cpu_changes,
-    cpu_json,
-    cpu_sentence,
     diagnose,
     diagnosis_json,
     ms_text,
@@ -60,13 +55,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def doctor(paths: Place, on: On = None, step: Step = None, names: Names = None, as_json: Json = False) -> None:
     """Name the bottleneck (memory, communication, host, power, compute) and the gain of each remedy."""
     evidence = examine(paths, on=on, step=step, names=None if names is None else read_phase_names(names))
-    if evidence.host is not None and not evidence.ranks:  # a CPU
-        if as_json:
-            print(json.dumps(cpu_json(evidence.host, evidence), indent=2, allow_nan=False))
-        else:
-            print_cpu(evidence.host, evidence)
-            _print_next(paths, evidence, [change for change, _ in cpu_changes(evidence.host, evidence)])
-        return
     try:
         verdict = diagnose(evidence)
     except TraceError as error:
@@ -120,9 +108,11 @@ def examine(
             fix="give one of these, or leave --on out for traces",
         )
     cluster = cluster_for(evidence.facts, on)
+    if evidence.is_cpu:
+        if cluster is None:
+            return evidence
+        evidence = replace(evidence, source="none", ranks=(), steps=0, operators=())  # the plan is of another machine
     if cluster is None:
-        if evidence.host is not None:
-            return evidence  # a plan would have the bottlenecks of another machine
         told = "no plan: nothing says what the run is on; give --on 8xH200"
         return replace(evidence, missing=(*evidence.missing, told))
     evidence = replace(evidence, notes=compared(evidence.facts, cluster))
@@ -139,9 +129,6 @@ def _of_run(folder: Path, step: int | None, names: PhaseNames | None) -> Evidenc
             raise
         told = f"no trace: {error.what}; this records one: {recording_command(folder)}"
         return Evidence(source="none", ranks=(), facts=facts, missing=(*missing, told))
-
-
-ROWS = 8  # rows of each table of a CPU
 
 
 def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:
@@ -179,19 +166,4 @@ def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:
     else:
         print("no change that is known wins more than noise")
     for line in verdict.missing:
-        print(f"missing: {line}")
-
-
-def print_cpu(table: HostTable, evidence: Evidence) -> None:
-    """Print the tables of a run on a CPU, and the changes that may help."""
-    print(cpu_sentence(evidence))
-    print_host_tables([table], most=ROWS)
-    print()
-    changes = list(cpu_changes(table, evidence))
-    for change, why in changes:
-        print(f"{change}: {why}")
-    if not changes and table.operators:
-        longest = table.operators[0]
-        print(f"no change is evident: the longest operator is {longest.name}, {longest.share:.1%} of the step")
-    for line in evidence.missing:
         print(f"missing: {line}")

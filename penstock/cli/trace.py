@@ -26,7 +26,6 @@ from penstock.cli.output import print_next
 from penstock.cli.trace_print import print_answer
 from penstock.cli.verbs import Verb, group_of, load_by_name
 from penstock.trace.analysis import analyse_files, analysis_json
-from penstock.trace.host_table import host_table
 from penstock.trace.recognize import read_phase_names
 
 READ, READ_ALL = "PATH", "PATHS"  # names of the verb if none is typed: the second if only paths and flags follow
@@ -111,8 +110,7 @@ def read(
         load_by_name("penstock.trace.sheets", "write_sheets")(answer, csv)
         print(f"wrote {csv}", file=sys.stderr if as_json else sys.stdout)
     if as_json:
-        host = {"host": [host_table(one).as_json() for one in answer.ranks]} if answer.is_host else {}
-        print(json.dumps(analysis_json(answer) | host, allow_nan=False))
+        print(json.dumps(analysis_json(answer), allow_nan=False))
     elif csv is None:
         print_answer(answer, by_layer=layers)
         print_next("doctor", *paths)

@@ -47,9 +47,9 @@ def diff(
         print_next("doctor", b)
 
 
-def one_rank(path: Path, rank: int | None, *, gpu_required: bool = True, names: PhaseNames | None = None) -> Trace:
+def one_rank(path: Path, rank: int | None, *, names: PhaseNames | None = None) -> Trace:
     """The trace of a rank, or of the lowest one. Raises a TraceError if there is no such rank."""
-    traces = load_ranks(path, gpu_required=gpu_required, names=names)
+    traces = load_ranks(path, names=names)
     if rank is not None and rank not in traces:
         raise TraceError(f"{path} has no trace of this rank", got=rank, allowed=", ".join(map(str, traces)))
     return traces[next(iter(traces)) if rank is None else rank]
@@ -88,7 +88,7 @@ def _print(compared: TraceComparison, top: int) -> None:
     steps = compared.a_steps > 0  # a spread is known
     for name, outside_us in (("A", compared.a_outside_us), ("B", compared.b_outside_us)):
         if outside_us:
-            print(f"{name}: {outside_us / 1e3:,.3f} ms of GPU events belong to no step and are not compared")
+            print(f"{name}: {outside_us / 1e3:,.3f} ms of events belong to no step and are not compared")
     for verdict, title in _TITLES.items():
         rows = [row for row in compared.rows if row.verdict is verdict and row.key not in CLOSING]
         if rows:

@@ -1,6 +1,6 @@
 """Tables of `penstock trace`. Times are means of a recorded step, as in the doctor and in the report."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from penstock.base.numbers import bytes_text, shortened
 from penstock.base.spans import Span
@@ -8,7 +8,6 @@ from penstock.cli.output import print_table
 from penstock.trace.analysis import RankAnalysis, TraceAnalysis
 from penstock.trace.collectives import bandwidths
 from penstock.trace.compare import shape_text
-from penstock.trace.host_table import HostRow, HostTable, host_table
 from penstock.trace.launches import HostWait
 from penstock.trace.memory import AllocatorHistory
 from penstock.trace.phases import Phase
@@ -27,12 +26,9 @@ def ms(time_us: float) -> str:
 def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
     """Print all tables of an answer, with a row of phases for each layer if `by_layer`."""
     first = answer.ranks[0]  # of tables that show one rank
-    if answer.is_host:
-        several = len(answer.loaded) > 1
-        print(f"{first.trace.path.parent if several else first.trace.path}: a CPU, no kernel of a device")
-        print_host_tables([host_table(one) for one in answer.ranks], most=PHASES)
-        return
-    device = first.trace.device_name or "an unknown device"
+    device = "a CPU, whose operators take the place of kernels"
+    if not answer.is_host:
+        device = first.trace.device_name or "an unknown device"
     others = "" if len(answer.loaded) == 1 else f", {len(answer.loaded)} ranks"
     print(f"{first.trace.path.parent if others else first.trace.path}: {device}{others}")
     if answer.steps > 1:
@@ -45,17 +41,21 @@ def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
     per = answer.per_step
     _timelines(answer.ranks, per)
     _steps(first)
+    _operators(first, of, per)
     _phases(first, by_layer=by_layer, of=of, per=per)
-    _streams(first, of, per)
+    if not answer.is_host:
+        _streams(first, of, per)
     _annotations(first, of, per)
     _path(answer)
     _communication(answer)
     _experts(answer)
-    _launches(first, of, per)
+    if not answer.is_host:
+        _launches(first, of, per)
     _counters(first, of)
     for memory in first.memory:
         print_memory(memory, of)
-    _roofline(first, of, per)
+    if not answer.is_host:  # its peaks are not known
+        _roofline(first, of, per)
 
 
 def _left_out(one: RankAnalysis) -> list[str]:
@@ -74,26 +74,24 @@ def _left_out(one: RankAnalysis) -> list[str]:
     return [f"{' and '.join(parts)}; they are left out. With them, the recording takes {ms(whole.total_us)} ms"]
 
 
-def print_host_tables(tables: Sequence[HostTable], *, most: int) -> None:
-    """Print the work of CPUs per step: operators, then phases of the first rank, at most `most` rows each."""
-    first, several = tables[0], len(tables) > 1
-    for one in tables:
-        rank = f"rank {one.rank}: " if several else ""
-        outside = f"{ms(one.outside_us)} ms ({one.outside:.1%}) outside operators (Python, waiting)"
-        print(f"{rank}{ms(one.step_us)} ms {one.span}, of which {outside}")
-    of, per = (f" of rank {first.rank}" if several else ""), (" per step" if first.steps else "")
-    print(f"\noperators{of}, by self time: the operators that an operator calls are not included")
-    head = (f"calls{per}", f"ms{per}", "share")
-    print_table(("operator", *head), _host_rows(first.operators, most, lambda row: (row.name,)))
-    print(f"\nphases{of}, by the self time of their operators")
-    print_table(("phase", "pass", *head), _host_rows(first.phases, most, lambda row: (row.name, row.pass_)))
+def _operators(one: RankAnalysis, of: str, per: float) -> None:
+    if not one.operators:
+        return
+    print(f"\noperators{of}, by their own time; exposed: the part in which no computing runs beside a transfer")
+    whole_us, left = one.spent.total_us, one.operators[PHASES:]
+    rows = [
+        (_short(row.name), _count(row.count * per), ms(row.own_us * per), *_exposed(row.exposed_us, whole_us, per))
+        for row in one.operators
+    ]
+    sums = (_count(sum(row.count for row in left) * per), ms(sum(row.own_us for row in left) * per))
+    rest = _exposed(sum(row.exposed_us for row in left), whole_us, per)
+    print_table(("operator", "calls", "ms", "exposed ms", "of the step"), _cut(rows, PHASES, *sums, *rest))
+    outside = "{} ms ({})".format(*_exposed(one.spent.idle_us, whole_us, per))
+    print(f"outside of operators and transfers (Python, waiting): {outside}")
 
 
-def _host_rows(rows: Sequence[HostRow], most: int, names: Callable[[HostRow], tuple[str, ...]]) -> list[Sequence[str]]:
-    texts = [(*names(row), f"{row.calls:,.0f}", ms(row.own_us), f"{row.share:.1%}") for row in rows]
-    left = rows[most:]
-    calls, own_us = sum(row.calls for row in left), sum(row.own_us for row in left)
-    return _cut(texts, most, f"{calls:,.0f}", ms(own_us), f"{sum(row.share for row in left):.1%}")
+def _exposed(time_us: float, whole_us: float, per: float) -> tuple[str, str]:
+    return ms(time_us * per), f"{time_us / whole_us:.1%}" if whole_us else ""
 
 
 def _cut(rows: Sequence[Sequence[str]], most: int, *sums: str) -> list[Sequence[str]]:
@@ -105,7 +103,7 @@ def _cut(rows: Sequence[Sequence[str]], most: int, *sums: str) -> list[Sequence[
 
 
 def _timelines(ranks: Sequence[RankAnalysis], per: float) -> None:
-    print("\ntime on the device, ms")
+    print(f"\ntime {'of the process' if ranks[0].trace.is_host else 'on the device'}, ms")
     rows = [(f"{one.rank}", *_spent(one.spent, per)) for one in ranks]
     head = (
         "rank",
@@ -140,7 +138,7 @@ def _spent(one: TimeBreakdown, per: float) -> tuple[str, ...]:
 def _steps(first: RankAnalysis) -> None:
     if not first.steps:
         return
-    print(f"\nsteps of rank {first.rank}, ms on the device")
+    print(f"\nsteps of rank {first.rank}, ms{'' if first.trace.is_host else ' on the device'}")
     rows = []
     for step in first.steps:
         one = step.timeline
@@ -152,12 +150,11 @@ def _steps(first: RankAnalysis) -> None:
 
 def _phases(first: RankAnalysis, *, by_layer: bool, of: str, per: float) -> None:
     found = first.phases.rows(by_layer=by_layer)
-    print(
-        f"\nphases{of}; exposed: device time that nothing before it in the order compute, communication, copies fills"
-    )
+    print(f"\nphases{of}; exposed: time that nothing before it in the order compute, communication, copies fills")
     rows = [(one.name, "" if one.layer is None else f"{one.layer}", one.pass_, *_figures([one], per)) for one in found]
-    head = ("phase", "layer", "pass", "kernels ms", "exposed ms", "share", "events")
-    print_table(head, _cut(rows, PHASES, *_figures(found[PHASES:], per)), ("events", "kernels ms"))
+    spent = "operators ms" if first.trace.is_host else "kernels ms"
+    head = ("phase", "layer", "pass", spent, "exposed ms", "share", "events")
+    print_table(head, _cut(rows, PHASES, *_figures(found[PHASES:], per)), ("events", spent))
     print(f"other: {first.phases.other_share:.1%} of this time has no name")
     if first.unknown:
         print("kernels without a known phase that take over 2 % of the step; --names FILE gives them one")
@@ -218,7 +215,8 @@ def _streams(first: RankAnalysis, of: str, per: float) -> None:
 def _annotations(first: RankAnalysis, of: str, per: float) -> None:
     if not first.annotations:
         return
-    print(f"\nannotations{of} (record_function), ms, nested ones in both; kernels: launched inside")
+    inside = "operators" if first.trace.is_host else "kernels"
+    print(f"\nannotations{of} (record_function), ms, nested ones in both; {inside}: launched inside")
     rows = [
         (
             _short(row.name),
@@ -230,7 +228,7 @@ def _annotations(first: RankAnalysis, of: str, per: float) -> None:
         )
         for row in first.annotations
     ]
-    print_table(("annotation", "times", "host", "kernels", "exposed", "events"), _cut(rows, ANNOTATIONS), ("events",))
+    print_table(("annotation", "times", "host", inside, "exposed", "events"), _cut(rows, ANNOTATIONS), ("events",))
 
 
 def _path(answer: TraceAnalysis) -> None:

@@ -33,7 +33,7 @@ def replay(
         given = None if counts is None else tuple(int(part) for part in counts.split(","))
     except ValueError:
         raise TraceError("--counts takes whole numbers", got=counts, allowed="3,0,5") from None
-    trace = one_rank(path, rank, gpu_required=False)
+    trace = one_rank(path, rank)
     print_or_write(replay_script(trace, op, shape=shape, counts=given), out)
     if out is not None:
         print(f"next:  python {shlex.quote(str(out))}")

@@ -25,10 +25,10 @@ from penstock.plan.hardware import Cluster
 from penstock.plan.project import project
 from penstock.plan.projection import Projection
 from penstock.trace.analysis import RankAnalysis, TraceAnalysis, analyse_traces, last_step, window_us
-from penstock.trace.load import read_traces
+from penstock.trace.load import load_ranks
 from penstock.trace.recognize import PhaseNames
 from penstock.train.goodput import wall_seconds
-from penstock.tune.doctor.diagnosis import Diagnosis, cpu_sentence, diagnose
+from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
 from penstock.tune.doctor.evidence import Evidence, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of
 from penstock.tune.doctor.planned import with_projection
@@ -69,7 +69,6 @@ class RunEvidence:
     starts: tuple[Mapping[str, Any], ...] = ()
     wall_seconds: Mapping[str, float] = field(default_factory=dict)  # of all processes of the run, by kind
     answer: TraceAnalysis | None = None
-    is_host: bool = False  # the traces are of a CPU, which takes the place of the device
     projection: Projection | None = None  # of the run on its hardware
     verdict: Diagnosis | None = None
     lacks: MissingReasons = field(default_factory=MissingReasons)
@@ -93,6 +92,11 @@ class RunEvidence:
     def ranks(self) -> tuple[RankAnalysis, ...]:
         """Ranks with a trace."""
         return () if self.answer is None else self.answer.ranks
+
+    @property
+    def is_host(self) -> bool:
+        """The traces are of a CPU, which takes the place of the device."""
+        return self.answer is not None and self.answer.is_host
 
     @property
     def is_cpu(self) -> bool:
@@ -166,13 +170,13 @@ def _of_run(path: Path) -> RunEvidence:
 
 def _with_traces(found: RunEvidence, names: PhaseNames | None) -> RunEvidence:
     try:
-        traces, is_host = read_traces(found.path, names)
+        traces = load_ranks(found.path, names=names)
     except TraceError as error:
         if is_run(found.path) and "holds no trace" in error.what:
             lack = f"no step was traced; record some steps: {recording_command(found.path)}"
             return replace(found, lacks=replace(found.lacks, trace=lack))
         raise
-    return replace(found, answer=analyse_traces(traces, is_host=is_host), is_host=is_host)
+    return replace(found, answer=analyse_traces(traces))
 
 
 def _projected(evidence: Evidence, cluster: Cluster | None, *, plans: bool) -> tuple[Projection | None, str]:
@@ -197,8 +201,6 @@ def _verdict(evidence: Evidence, found: RunEvidence) -> tuple[Diagnosis | None, 
     try:
         return diagnose(evidence), ""
     except TraceError:
-        if found.is_host:
-            return None, cpu_sentence(evidence)
         return None, f"no verdict: {found.lacks.trace}; and without a plan there is nothing else to judge by"
 
 
@@ -227,16 +229,13 @@ def clock_of(evidence: RunEvidence, ranks: Sequence[RankAnalysis]) -> StepClock:
     windows = {one.rank: window_us(one, number) for one in ranks}
     clocks, order = evidence.answer.collectives.meetings.clocks, evidence.answer.collectives.calls.ranks
     ahead = dict(zip(order, clocks.ahead_us.tolist(), strict=True))
-    # Processes on the CPUs of one machine share its clock.
-    island = dict(zip(order, (0 * clocks.island if evidence.is_host else clocks.island).tolist(), strict=True))
+    island = dict(zip(order, clocks.island.tolist(), strict=True))
     main = Counter(island[rank] for rank in windows).most_common(1)[0][0]  # the largest island
     together = [rank for rank in windows if island[rank] == main]
     begin = min(windows[rank][0] - ahead[rank] for rank in together)  # first start, on the common clock
     zero = {rank: begin + ahead[rank] if rank in together else windows[rank][0] for rank in windows}
     words = ""
-    if len(windows) > 1 and evidence.is_host:
-        words = "Times are those of the machine's own clock."
-    elif len(together) > 1:
+    if len(together) > 1:
         moved = max(abs(ahead[rank]) for rank in together)  # microseconds
         words = "By the ends of collectives the clocks of all ranks agree."
         if moved >= 1:

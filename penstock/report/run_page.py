@@ -32,7 +32,7 @@ from penstock.report.run_metrics import (
 from penstock.report.run_operators import flame_figure, roofline_figure
 from penstock.report.run_ranks import expert_pictures, rank_pictures
 from penstock.report.run_timeline import timeline_pictures
-from penstock.trace.host_table import HostTable
+from penstock.trace.analysis import TraceAnalysis
 from penstock.train.goodput import goodput
 from penstock.tune.doctor.diagnosis import Diagnosis, EvidenceLine, ms_text, spent_text
 from penstock.tune.doctor.evidence import Evidence
@@ -67,8 +67,8 @@ def sections_of(evidence: RunEvidence) -> list[PageSection]:
     verdict = evidence.verdict
     cards = [("The doctor's verdict", verdict_html(verdict, evidence.judged))] if verdict is not None else []
     missing = [sentence(evidence.lacks.verdict)] if verdict is None else []
-    if evidence.judged.host is not None:
-        cards.append(("What the CPU did", host_html(evidence.judged.host)))
+    if evidence.is_host and evidence.answer is not None:
+        cards.append(("What the CPU did", host_html(evidence.answer)))
     return [
         PageSection(name="verdict", title="Verdict", cards=cards, missing=missing),
         _drawn("loss", "Loss", loss, no_metric),
@@ -290,26 +290,21 @@ def _facts(facts: Sequence[EvidenceLine]) -> str:
     return table({"wall": "text", "what": "reason"} | dict.fromkeys(shown, ""), rows)
 
 
-def host_html(host: HostTable) -> str:
-    """The work of a CPU per step: operators and phases by self time."""
-    outside = f"{ms_text(host.outside_us)} ms ({host.outside:.1%}) outside operators (Python, waiting)"
-    columns = {"name": "text", "calls per step": "", "per step": "", "of the step": ""}
-    tables = ""
-    for title, rows in (
-        ("Operators, by self time", host.operators),
-        ("Phases, by the self time of their operators", host.phases),
-    ):
-        texts = [
-            (
-                escape(f"{row.name} {row.pass_}".strip()),
-                f"{row.calls:,.0f}",
-                f"{ms_text(row.own_us)} ms",
-                f"{row.share:.1%}",
-            )
-            for row in rows[:FACTS]
-        ]
-        tables += f"<h3>{title}</h3>{table(columns, texts)}"
-    return f'<p class="faint">{ms_text(host.step_us)} ms {host.span}, of which {outside}.</p>{tables}'
+def host_html(answer: TraceAnalysis) -> str:
+    """The operators of a CPU by own time, as means of a step of the first rank."""
+    first, per = answer.ranks[0], answer.per_step
+    rows = [
+        (
+            escape(row.name),
+            f"{row.count * per:,.0f}",
+            f"{ms_text(row.own_us * per)} ms",
+            share_text(row.own_us / first.spent.total_us),
+        )
+        for row in first.operators[:FACTS]
+    ]
+    outside = f"{ms_text(first.spent.idle_us * per)} ms a step are outside of operators and transfers"
+    columns = {"operator": "text", "calls a step": "", "by itself": "", "of the step": ""}
+    return f'<p class="faint">{outside} (Python, waiting).</p>{table(columns, rows)}'
 
 
 def config_html(run: Run) -> str:

@@ -39,8 +39,6 @@ def rank_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
             return [], ["The run has one rank."]
         return [], ["Only one rank was traced, and one rank cannot tell: record all (profile.ranks=[])."]
     no_waiting = "No collective could be matched across ranks, so no waiting is known."
-    if evidence.is_host:
-        no_waiting = "No waiting is known: collectives of a CPU say neither their group nor their number."
     no_bytes = "No bytes from rank to rank are known: no all-to-all says the sizes of its parts."
     per = answer.per_step
     sent = bytes_figure(answer.collectives, {one.rank: one.trace for one in answer.ranks}, per)

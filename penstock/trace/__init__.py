@@ -1,6 +1,7 @@
 """Traces of torch.profiler: loaded, timed and explained. Nothing here imports PyTorch.
 
-Files: `load` (files and ranks), `decode` (JSON to columns), `events` (the columns).
+Files: `load` (files and ranks), `decode` (JSON to columns), `on_host` (a CPU in place of a device), `events` (the
+columns).
 
 Time: `intervals` (unions of times), `timeline` (busy, compute, communication, exposed, idle), `kernel_names`
 (categories by name), `tree` (operators above kernels), `graph_replays` (kernels of CUDA graphs), `phases` (named time),
@@ -8,7 +9,7 @@ Time: `intervals` (unions of times), `timeline` (busy, compute, communication, e
 (allocator).
 
 Across ranks: `calls` (communication kernels), `matching` (collectives and clocks), `collectives` (duration, waiting,
-stragglers), `experts` (load). `analysis` combines everything, `host_table` is the table of a CPU.
+stragglers), `experts` (load). `analysis` combines everything.
 
-Two traces: `compare`. One call: `replay` and `recorded_call`.
+Two traces: `compare`. One call: `replay`.
 """

@@ -27,13 +27,22 @@ from penstock.trace.events import NONE, Floats, Trace
 from penstock.trace.experts import ExpertLoad, RecordedLoad, UsedRows, expert_load, recorded_loads, used_rows
 from penstock.trace.kernel_names import Category
 from penstock.trace.launches import LaunchSummary, find_launches
-from penstock.trace.load import read_traces
+from penstock.trace.load import load_ranks
 from penstock.trace.matching import UnmatchedCollective
 from penstock.trace.memory import AllocatorHistory, find_memory, memory_json
 from penstock.trace.phases import Phases, find_phases
 from penstock.trace.recognize import PhaseNames, UnknownKernel, unknown_kernels
 from penstock.trace.roofline import Roofline, roofline
-from penstock.trace.tables import AnnotationRow, CounterRow, StreamRow, annotation_rows, counter_rows, stream_rows
+from penstock.trace.tables import (
+    AnnotationRow,
+    CounterRow,
+    OperatorRow,
+    StreamRow,
+    annotation_rows,
+    counter_rows,
+    operator_rows,
+    stream_rows,
+)
 from penstock.trace.timeline import (
     RecordedStep,
     TimeBreakdown,
@@ -42,6 +51,7 @@ from penstock.trace.timeline import (
     steps_of,
     timeline_of,
     timelines,
+    together,
 )
 from penstock.trace.tree import place
 
@@ -70,6 +80,7 @@ class RankAnalysis:
     unknown: tuple[UnknownKernel, ...]  # long kernels without a known phase
     streams: list[StreamRow]
     annotations: list[AnnotationRow]
+    operators: list[OperatorRow]  # of a CPU; empty for a device
     counters: list[CounterRow]
     used_rows: UsedRows | None  # rows of grouped products that held tokens; None without grouped products
     roofline: Roofline
@@ -86,7 +97,11 @@ class TraceAnalysis:
     collectives: CollectiveTimes
     experts: ExpertLoad
     recorded: tuple[RecordedLoad, ...] = ()  # expert loads from the run's metrics, for the steps in the traces
-    is_host: bool = False  # CPU traces, in which operators take the place of kernels (penstock/trace/load.py)
+
+    @property
+    def is_host(self) -> bool:
+        """CPU traces, in which operators take the place of kernels (penstock.trace.on_host)."""
+        return self.ranks[0].trace.is_host
 
     @property
     def steps(self) -> int:
@@ -147,18 +162,16 @@ def analyse_files(
     Raises:
         TraceError: a file cannot be read, or there is no such rank or step.
     """
-    traces, is_host = read_traces(paths, names)
+    traces = load_ranks(paths, names=names)
     if rank is not None and rank not in traces:
         raise TraceError(f"no trace is of rank {rank}", allowed=", ".join(map(str, traces)))
-    answer = analyse_traces(traces, rank=rank, step=step, is_host=is_host)
+    answer = analyse_traces(traces, rank=rank, step=step)
     seen = {one.number for found in answer.ranks for one in found.steps}
     recorded = [one for path in paths for one in recorded_loads(path) if one.step in seen]
     return replace(answer, recorded=tuple(recorded))
 
 
-def analyse_traces(
-    traces: Mapping[int, Trace], *, rank: int | None = None, step: int | None = None, is_host: bool = False
-) -> TraceAnalysis:
+def analyse_traces(traces: Mapping[int, Trace], *, rank: int | None = None, step: int | None = None) -> TraceAnalysis:
     """Analyse loaded traces, all steps or one. Raises a TraceError if a trace has no such step."""
     steps = {one: _chosen(trace, step) for one, trace in traces.items()}
     is_kept = {one: in_steps(trace, steps[one]) for one, trace in traces.items()}
@@ -178,7 +191,6 @@ def analyse_traces(
         loaded=tuple(traces),
         collectives=collectives,
         experts=expert_load(cut, collectives),
-        is_host=is_host,
     )
 
 
@@ -193,7 +205,9 @@ def _of_rank(
 ) -> RankAnalysis:
     within = (steps[0].start_us, steps[-1].start_us + steps[-1].duration_us) if steps else None
     phases = find_phases(trace, place(trace), waited_us=waited_us if waited_us.any() else None)
-    used, spent = used_rows(trace, calls, rank, phases), timeline_of(trace.gpu)
+    used = used_rows(trace, calls, rank, phases)
+    spent = together([one.timeline for one in steps])
+    spent = spent if spent.total_us else timeline_of(trace.gpu)  # without a step on the device all events count
     return RankAnalysis(
         rank=rank,
         trace=trace,
@@ -202,6 +216,7 @@ def _of_rank(
         unknown=unknown_kernels(trace, phases.is_named(Category.OTHER.value), spent.total_us),
         streams=stream_rows(trace, phases),
         annotations=annotation_rows(trace, phases, steps),
+        operators=operator_rows(trace, phases) if trace.is_host else [],
         counters=counter_rows(trace, steps),
         left_out=_left_out(whole, trace),
         steps=steps,
@@ -264,6 +279,7 @@ def analysis_json(answer: TraceAnalysis) -> dict[str, Any]:
             "unknown": [asdict(row) for row in one.unknown],
             "streams": [asdict(row) for row in one.streams],
             "annotations": [asdict(row) for row in one.annotations],
+            "operators": [asdict(row) for row in one.operators],
             "counters": [asdict(row) for row in one.counters],
             "replays": None if one.phases.replays is None else asdict(one.phases.replays),
             "roofline": one.roofline.as_json(),
@@ -271,7 +287,7 @@ def analysis_json(answer: TraceAnalysis) -> dict[str, Any]:
             "grouped_rows": None if one.used_rows is None else asdict(one.used_rows),
             "launches": asdict(one.launches),
             "memory": [memory_json(memory, one.steps) for memory in one.memory],
-            "device": one.trace.device_name,
+            "device": "CPU" if one.trace.is_host else one.trace.device_name,
             "file": str(one.trace.path),
             "notes": list(one.trace.notes),
         }

@@ -5,10 +5,14 @@ that launched the kernel does; it is found by `External id`, or as the operator 
 that moment. Kernels of other libraries, graph replays and old profilers record nothing: their group is NONE, and
 `matching` uses order and time.
 
+Gloo records only the sizes of what a rank sends. Its collectives have a group if all groups of the process have the
+same ranks.
+
 The `SyncKind` of a kernel says what its end means. Ranks leave an all-reduce together, so its end is one moment on all
 clocks. The root of a broadcast leaves early, and kernels that write into other devices' memory do not wait at all.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +27,7 @@ from numpy.typing import NDArray
 from penstock.base.numbers import printable
 from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostEvents, Integers, Trace, decoded_or
 from penstock.trace.kernel_names import function_of, library_of
+from penstock.trace.on_host import CALLS, GLOO
 
 
 class SyncKind(IntEnum):
@@ -77,6 +82,7 @@ class CollectiveCalls:
     sent_rows: Integers  # sum of the split sizes of an all-to-all if these count rows; else NONE
     received_rows: Integers
     gpu_row: Integers  # row in `Trace.gpu` of its rank
+    clock: tuple[int, ...]  # of each rank; equal numbers: these CPUs share a clock
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -110,7 +116,16 @@ def calls_of(traces: Mapping[int, Trace]) -> CollectiveCalls:
     names: dict[str, int] = {}
     parts = [_columns_of(number, traces[rank], groups, names) for number, rank in enumerate(sorted(traces))]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return CollectiveCalls(ranks=tuple(sorted(traces)), groups=tuple(groups.values()), names=tuple(names), **columns)
+    clocks: dict[Any, int] = {}
+    clock = tuple(clocks.setdefault(_clock(rank, traces[rank]), len(clocks)) for rank in sorted(traces))
+    ranks = tuple(sorted(traces))
+    return CollectiveCalls(ranks=ranks, groups=tuple(groups.values()), names=tuple(names), clock=clock, **columns)
+
+
+def _clock(rank: int, trace: Trace) -> tuple[Any, ...]:
+    """Equal for processes of one machine, whose times are the machine's; the times of a device are converted."""
+    machine = (trace.header.get("host_name"), trace.header.get("baseTimeNanoseconds"))
+    return machine if trace.is_host and machine[0] else (rank,)
 
 
 _Count = Annotated[int, msgspec.Meta(ge=NONE, le=2**40)]
@@ -141,7 +156,7 @@ _LIST = msgspec.json.Decoder(list[_Count])
 _UNKNOWN = _About()
 
 _BYTES = {"byte": 1, "char": 1, "bool": 1, "half": 2, "bfloat16": 2, "short": 2, "float": 4, "int": 4}
-_BYTES |= {"double": 8, "long": 8, "complexfloat": 8, "complexdouble": 16}
+_BYTES |= {"double": 8, "long": 8, "long int": 8, "complexfloat": 8, "complexdouble": 16}
 
 _SYNC_KINDS: tuple[tuple[SyncKind, str], ...] = (  # the first match decides: `all_reduce` is not `reduce`
     (SyncKind.UNEVEN, r"all_?to_?all_?v|sendrecv|generic"),
@@ -169,9 +184,13 @@ def _columns_of(
     number: int, trace: Trace, groups: dict[_GroupKey, ProcessGroup], names: dict[str, int]
 ) -> dict[str, NDArray[Any]]:
     """The columns of one rank; new groups and names are added to those of the ranks before."""
-    rows = np.flatnonzero(trace.gpu.kind == GpuKind.COMMUNICATION)
+    rows = np.flatnonzero((trace.gpu.kind == GpuKind.COMMUNICATION) & ~_only_starts(trace))
     kernels = trace.gpu.take(rows)
-    about = _joined(trace, kernels, [_decoded(kernels.raw[i]) for i in range(len(rows))])
+    if trace.is_host:
+        members = _only_group(trace)
+        about = [_of_gloo(kernels.name(i), kernels.args(i), members) for i in range(len(rows))]
+    else:
+        about = _joined(trace, kernels, [_decoded(kernels.raw[i]) for i in range(len(rows))])
     for name_id in np.unique(kernels.name_id).tolist():
         names.setdefault(function_of(kernels.names[name_id]), len(names))
     # Without metadata, the name and the synchronization come from the kernel's function.
@@ -201,6 +220,32 @@ def _columns_of(
         "gpu_row": rows,
         **{name: np.array(values, dtype=np.int64) for name, values in integers.items()},
     }
+
+
+def _only_starts(trace: Trace) -> Flags:
+    """Mask of the operators of a CPU whose transfer is an event of its own."""
+    gpu = trace.gpu
+    is_transfer = gpu.named(lambda name: name.startswith(GLOO))
+    return np.isin(gpu.launch, gpu.launch[is_transfer]) & ~is_transfer
+
+
+def _only_group(trace: Trace) -> msgspec.Raw:
+    """The ranks of all process groups of more than one rank if they are the same, as JSON; else no text."""
+    config = trace.distributed.get("pg_config")
+    groups = [one.get("ranks") for one in config if isinstance(one, dict)] if isinstance(config, list) else []
+    several = {str(ranks) for ranks in groups if isinstance(ranks, list) and len(ranks) > 1}
+    return msgspec.Raw(several.pop().encode() if len(several) == 1 else b"")
+
+
+def _of_gloo(name: str, args: Mapping[str, Any], members: msgspec.Raw) -> _About:
+    """The metadata of a transfer. What a gather or a scatter receives is not recorded, so it has no size."""
+    kind = name.removeprefix(GLOO).removeprefix(CALLS)
+    match args.get("Input Dims"), args.get("Input type"):
+        case [[*size]], [str(dtype)] if all(isinstance(dim, int) for dim in size) and "gather" not in kind:
+            about = _About(name=kind, sent=math.prod(size), dtype=dtype)
+        case _:
+            about = _About(name=kind)
+    return about if not members else msgspec.structs.replace(about, group="all", ranks=members)
 
 
 def _group(about: _About, groups: dict[_GroupKey, ProcessGroup]) -> int:

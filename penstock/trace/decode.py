@@ -63,6 +63,7 @@ class TraceFile(msgspec.Struct):
     schemaVersion: msgspec.Raw = _NO_TEXT  # noqa: N815
     traceName: msgspec.Raw = _NO_TEXT  # noqa: N815
     baseTimeNanoseconds: msgspec.Raw = _NO_TEXT  # noqa: N815
+    host_name: msgspec.Raw = _NO_TEXT
     record_shapes: msgspec.Raw = _NO_TEXT
     with_stack: msgspec.Raw = _NO_TEXT
     with_flops: msgspec.Raw = _NO_TEXT
@@ -170,15 +171,15 @@ Place = tuple[int | str, int | str]
 """Process and thread, or device and stream."""
 
 
-def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
+def columns_of(file: TraceFile, path: Path) -> Trace:
     """The trace of parsed events. Clears the list of events, because it holds most of the memory.
 
     Raises:
-        TraceError: a number or the `args` of an event are damaged, or there is no GPU event.
+        TraceError: a number or the `args` of an event are damaged, or there is neither a GPU event nor an operator.
     """
     on_gpu, on_host, arrows, named, endless, counted = _sorted_events(file)
-    if gpu_required and not on_gpu:
-        raise _no_gpu(file, path, endless)
+    if not on_gpu:
+        _check_host(file, path, endless)
     file.traceEvents.clear()
     names: dict[str, int] = {}  # name -> its number, shared by both tables, in the order of first use
     places: dict[Place, int] = {}  # (process, thread) -> its number
@@ -386,15 +387,11 @@ def _threads(named: Sequence[ChromeEvent], places: Mapping[Place, int]) -> tuple
     )
 
 
-def _no_gpu(file: TraceFile, path: Path, endless: Sequence[ChromeEvent]) -> TraceError:
-    """The error for a trace without GPU events; it names the categories that are there."""
+def _check_host(file: TraceFile, path: Path, endless: Sequence[ChromeEvent]) -> None:
+    """Refuse a file without GPU events that is not of a CPU either."""
     if any(event.cat in _GPU for event in endless):
-        return TraceError(f"{path} has no event on a GPU with a duration", got=f"{len(endless)} events without one")
+        raise TraceError(f"{path} has no event on a GPU with a duration", got=f"{len(endless)} events without one")
     found = Counter(event.cat for event in file.traceEvents if event.cat)
     if not found.keys() & _HOST.keys():
         here = ", ".join(repr(name[:40]) for name, _ in found.most_common(4)) or "no categories"
-        return TraceError(f"{path} is no trace of torch.profiler", got=f"{len(file.traceEvents)} events with {here}")
-    return TraceError(
-        f"{path} has no event on a GPU, only {sum(found.values())} of the host",
-        fix="profile a run on a GPU, with the activity CUDA",
-    )
+        raise TraceError(f"{path} is no trace of torch.profiler", got=f"{len(file.traceEvents)} events with {here}")

@@ -59,7 +59,7 @@ class HostKind(IntEnum):
     """Kind of a host event.
 
     `RUNTIME` are calls of the CUDA or HIP runtime and driver, `SPAN` are `record_function` regions, `SYNC` are waits
-    that the profiler saw on a stream, `INSTANT` have no duration (memory events).
+    that the profiler saw on a stream, and in the trace of a CPU transfers, `INSTANT` have no duration (memory events).
     """
 
     OPERATOR = 0
@@ -212,6 +212,7 @@ class Trace:
     notes: tuple[str, ...]  # oddities of the file and how they were treated, a line each
     # Kernel -> phase, from a file of the user (penstock.trace.recognize).
     mapped: Mapping[str, str] = field(default_factory=dict)
+    is_host: bool = False  # of a CPU, whose operators take the place of GPU events (penstock.trace.on_host)
     # Counter -> times in microseconds, ascending, and its values.
     counters: Mapping[str, tuple[Floats, Floats]] = field(default_factory=dict)
 

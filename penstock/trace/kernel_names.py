@@ -161,9 +161,9 @@ ALL_TO_ALL      all_?(to|2)_?all|nccl.*SendRecv|exchangeSplit
 ALL_REDUCE      all_?reduce|cross_device_reduce|lamport
 REDUCE_SCATTER  reduce_?scatter
 ALL_GATHER      all_?gather
-BROADCAST       nccl.*broadcast|c10d::broadcast
-POINT_TO_POINT  c10d::(send|recv)|nccl:(send|recv)|put_signal|wait_signal
-COLLECTIVE      nccl|rccl|nvshmem|rocshmem|mori::|record_param_comms|c10d::
+BROADCAST       nccl.*broadcast|c10d::broadcast|gloo:broadcast
+POINT_TO_POINT  (c10d::|nccl:|gloo:)(send|recv)|put_signal|wait_signal
+COLLECTIVE      nccl|rccl|gloo:|nvshmem|rocshmem|mori::|record_param_comms|c10d::
 QUANTIZE        quant|scaled_fp8|hfp8|FP8rowwise|mxfp|to_mx|amax_
 PRODUCTS        (?<!fb)gemm|nvjet|cutlass|Cijk_|splitK|cublas|matmul|wgmma|hipblaslt|MmBackward|tensorop|gemv|dot_kernel
 PRODUCTS        aten::(addmm|mm|bmm|baddbmm|linear|_scaled_mm|addmv|mv|dot)\b

@@ -3,18 +3,10 @@
     load_ranks([Path("rank0.json.gz")])        # one rank
     load_ranks([Path("runs/debug")])           # every runs/debug/profile/rank-*.json.gz
 
-The rank of a file is in its name (`rank-3.json.gz`, `rank3_trace.json`), else in its content (`distributedInfo`). A
-thread reads and unpacks the next file while the current one is parsed.
+The rank of a file is in its name (`rank-3.json.gz`, `rank3_trace.json`), else in its content (`distributedInfo`).
 
-A CPU trace is read as if the CPU were the device: the own work of operators takes the place of kernels (`on_host`).
-
-    host      |- aten::linear ------------------|            |- gloo:all_reduce ---|   (on another thread)
-              |      |- aten::addmm ------|     |
-    device    |linear|      addmm         |linear|           |   communication     |
-
-Each moment of a thread belongs to its innermost operator, so no time counts twice, and time outside of operators
-(Python, waiting) is idle. An event is "launched" by its own operator, so phases, layers and steps are found as for a
-GPU.
+A trace without events of a device is that of a CPU (penstock.trace.on_host). A thread reads and unpacks the next file
+while the current one is parsed.
 """
 
 import re
@@ -24,14 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from penstock.base.errors import TraceError, did_you_mean_path
 from penstock.base.files import most_unpacked, open_file
 from penstock.trace.decode import columns_of, parse
-from penstock.trace.events import GpuKind, HostKind, Trace, as_gpu_events
+from penstock.trace.events import Trace
+from penstock.trace.on_host import on_host
 from penstock.trace.recognize import PhaseNames, recognized
-from penstock.trace.tree import stretches
 
 PROFILE = "profile"
 """Folder of the traces inside the folder of a run."""
@@ -49,35 +39,32 @@ _GZIP = 31
 """zlib's `wbits` for a gzip header and the largest window."""
 
 
-def decode_trace(
-    text: bytes, *, path: Path = Path("trace"), gpu_required: bool = True, names: PhaseNames | None = None
-) -> Trace:
+def decode_trace(text: bytes, *, path: Path = Path("trace"), names: PhaseNames | None = None) -> Trace:
     """Decode the text of a file; `path` names it in errors."""
-    return recognized(columns_of(parse(text, path), path, gpu_required=gpu_required), names)
+    trace = columns_of(parse(text, path), path)
+    return recognized(trace if len(trace.gpu) else on_host(trace), names)
 
 
-def load_ranks(
-    paths: Path | Sequence[Path], *, gpu_required: bool = True, names: PhaseNames | None = None
-) -> dict[int, Trace]:
+def load_ranks(paths: Path | Sequence[Path], *, names: PhaseNames | None = None) -> dict[int, Trace]:
     """Load the traces of several ranks, in ascending order of rank.
 
     Args:
         paths: a file, a folder of files, the folder of a run, or several files. Files of a folder end in .json or
             .json.gz; compression is detected by the first bytes.
-        gpu_required: a trace without GPU events is an error.
         names: phases of kernels that the user names.
 
     Raises:
-        TraceError: a file cannot be read, is damaged or of another tool, or has no GPU event; there is none, or two
-            have the same rank.
+        TraceError: a file cannot be read, is damaged or of another tool, or has neither an event on a device nor an
+            operator, or some files have events on a device and others have not; there is none, or two have the same
+            rank.
     """
     files = trace_files(paths)
     # The pool ends here and not in `_texts`: collecting an abandoned generator must not wait for a thread.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix=READER) as reader:
-        traces = [
-            decode_trace(text, path=path, gpu_required=gpu_required, names=names)
-            for path, text in _texts(files, reader)
-        ]
+        traces = [decode_trace(text, path=path, names=names) for path, text in _texts(files, reader)]
+    if len({trace.is_host for trace in traces}) > 1:
+        bare = next(trace.path for trace in traces if trace.is_host)
+        raise TraceError(f"{bare} has no event on a GPU, but other files have", fix="record it again, or leave it out")
     ranks = _ranks(traces)
     return {rank: replace(trace, rank=rank) for rank, trace in sorted(zip(ranks, traces, strict=True))}
 
@@ -218,48 +205,3 @@ def _ranks(traces: Sequence[Trace]) -> list[int]:
             fix="name them rank-0.json.gz, rank-1.json.gz, ...",
         )
     return sure
-
-
-# ------------------------------------------------------------------------------------------------- traces of a CPU
-
-COMMUNICATION = ("gloo:", "c10d::")
-"""Beginnings of the names of CPU spans and operators that communicate."""
-
-
-def on_host(trace: Trace) -> Trace:
-    """The trace with the host's work in place of GPU events."""
-    assert not len(trace.gpu), "a trace with a GPU has a device of its own"
-    host = trace.host
-    talks = host.named(lambda name: name.startswith(COMMUNICATION))
-    rows = np.flatnonzero((host.kind == HostKind.OPERATOR) | ((host.kind == HostKind.SPAN) & talks))
-    # Stretches of time in which each row is the innermost of its thread: row, start, end.
-    found = [stretches(host, rows[host.thread[rows] == one]) for one in np.unique(host.thread[rows])]
-    table = np.array([one for each in found for one in each], dtype=np.float64).reshape(-1, 3)
-    table = table[np.argsort(table[:, 1], kind="stable")]  # by start; float64 holds row numbers exactly
-    row, start_us, end_us = table[:, 0].astype(np.int64), table[:, 1], table[:, 2]
-    events = as_gpu_events(
-        host,
-        row,
-        start_us=start_us,
-        duration_us=end_us - start_us,
-        kind=np.where(talks[row], GpuKind.COMMUNICATION, GpuKind.COMPUTE).astype(np.int8),
-        device=np.zeros(len(row), dtype=np.int64),
-        stream=host.thread[row],
-    )
-    return replace(trace, gpu=events)
-
-
-def read_traces(paths: Path | Sequence[Path], names: PhaseNames | None = None) -> tuple[dict[int, Trace], bool]:
-    """Traces by rank, and whether they are of a CPU (see `on_host`).
-
-    Raises:
-        TraceError: a file cannot be read, or has no event.
-    """
-    traces = load_ranks(paths, gpu_required=False, names=names)
-    with_device = {rank: trace for rank, trace in traces.items() if len(trace.gpu)}
-    if with_device:
-        return (with_device if len(with_device) == len(traces) else load_ranks(paths, names=names)), False
-    found = {rank: on_host(trace) for rank, trace in traces.items()}
-    if not all(len(trace.gpu) for trace in found.values()):
-        load_ranks(paths)  # raises an error that names the file and its content
-    return found, True

@@ -7,8 +7,9 @@
        ahead of rank r = median over collectives of (its end - the median end of all ranks)
 
    The median tolerates a few uneven ends, and an offset within its own error counts as 0. Process groups are joined at
-   the ranks that they share. Ranks that no chain of groups joins are on separate islands, whose times are not compared.
-   Drift is ignored: within a trace it is smaller than the launch of a kernel.
+   the ranks that they share, and processes of a CPU at the machine, whose clock they share. Ranks that nothing joins
+   are on separate islands, whose times are not compared. Drift is ignored: within a trace it is smaller than the launch
+   of a kernel.
 3. By order and time, if there is no number. A group runs its collectives one after the other. Two ranks that have the
    same names in the same order, and that were inside nearly every one of them at one moment, are in step. Otherwise the
    k-th kernel of one rank matches the k-th of another if they end together. If an event is missing, later ones are
@@ -69,8 +70,7 @@ def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
 
     `met` [collective, rank] is a row of `calls`; NONE for a rank that took no part.
     """
-    ranks = len(calls.ranks)
-    ahead_us, island = np.zeros(ranks), np.arange(ranks)  # at first each rank is an island of its own
+    ahead_us, island = np.zeros(len(calls.ranks)), np.array(calls.clock)  # islands of one clock, most of one rank
     # Collectives of at least two ranks whose ends are one moment.
     present = met != NONE
     sync = np.where(present, calls.sync[met], SyncKind.TOGETHER).max(axis=1, initial=SyncKind.TOGETHER)
@@ -87,6 +87,8 @@ def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
     for one in np.unique(island):
         ahead_us[island == one] -= np.median(ahead_us[island == one])
     shared, spread_us = _spread(calls, met, ahead_us)
+    if len(set(calls.clock)) == 1:  # ends of one machine differ by scheduling, not by clocks
+        spread_us[:] = 0.0
     # Offsets below their standard error are noise: the clocks of one host are equal.
     ahead_us[np.abs(ahead_us) <= spread_us / np.sqrt(np.maximum(shared, 1))] = 0.0
     return ClockOffsets(ahead_us=ahead_us, island=island, shared=shared, spread_us=spread_us)

@@ -106,9 +106,7 @@ def _entry(path: Path, pattern: str, phase: object) -> tuple[re.Pattern[str], st
 
 def recognized(trace: Trace, names: PhaseNames | None = None) -> Trace:
     """The trace with the kinds of kernels by structure and by a file of names; a note tells the former."""
-    if not len(trace.gpu):
-        return trace
-    trace = _by_structure(trace)
+    trace = trace if trace.is_host else _by_structure(trace)
     if names is None:
         return trace
     gpu = trace.gpu

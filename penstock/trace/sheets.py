@@ -33,6 +33,7 @@ _OF_RANK: Mapping[str, tuple[Callable[[Row], Iterable[Row]], bool]] = {
     "unknown": (lambda one: one["unknown"], True),
     "streams": (lambda one: one["streams"], True),
     "annotations": (lambda one: one["annotations"], True),
+    "own_time": (lambda one: one["operators"], True),
     "counters": (lambda one: one["counters"], False),
     "roofline": (lambda one: one["roofline"], True),
     "waits": (lambda one: one["launches"]["waits"], True),

@@ -1,4 +1,4 @@
-"""Tables of one rank beside phases: streams, annotations (`record_function`), and counters.
+"""Tables of one rank beside phases: streams, annotations (`record_function`), operators of a CPU, and counters.
 
 An annotation has the device time of all kernels that were launched inside it, also inside nested ones, so rows overlap.
 Autograd launches from threads of its own; a launch on a thread without annotations belongs to what is open on the
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.trace.events import NONE, Floats, GpuKind, HostKind, Integers, Trace
+from penstock.trace.intervals import union
 from penstock.trace.phases import Phases
 from penstock.trace.timeline import STEP_NAMES, RecordedStep, step_spans, timeline_of
 from penstock.trace.tree import nest
@@ -40,6 +41,16 @@ class AnnotationRow:
     kernel_us: float  # of all events launched inside
     exposed_us: float
     events: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorRow:
+    """All calls of an operator on a CPU, or all transfers of one name."""
+
+    name: str
+    count: int
+    own_us: float  # without operators that it calls; several threads at once count once
+    exposed_us: float  # time of the process that is charged to it (penstock.trace.phases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +87,24 @@ def stream_rows(trace: Trace, phases: Phases) -> list[StreamRow]:
             )
         )
     return sorted(found, key=lambda row: (-row.busy_us, row.stream))
+
+
+def operator_rows(trace: Trace, phases: Phases) -> list[OperatorRow]:
+    """Operators of a CPU by own time, the longest first."""
+    events = trace.gpu
+    exposed_us = np.bincount(events.name_id[phases.event], phases.exposed_us, len(events.names))
+    by_name = np.argsort(events.name_id, kind="stable")
+    cuts = np.flatnonzero(np.diff(events.name_id[by_name])) + 1
+    found = [
+        OperatorRow(
+            name=events.name(int(rows[0])),
+            count=len(np.unique(events.launch[rows])),  # an operator that calls others has several events
+            own_us=union(events.start_us[rows], events.end_us[rows]).length_us,
+            exposed_us=float(exposed_us[events.name_id[rows[0]]]),
+        )
+        for rows in np.split(by_name, cuts)
+    ]
+    return sorted(found, key=lambda row: (-row.own_us, row.name))
 
 
 def annotation_rows(trace: Trace, phases: Phases, steps: tuple[RecordedStep, ...]) -> list[AnnotationRow]:

@@ -13,20 +13,22 @@ Kernels that were launched before the profiler started still run in its window. 
 breakdowns of the whole recording, of `all` events and of `linked` ones, whose launch is in the trace.
 
 Steps are torch.profiler's regions `ProfilerStep#N`, or Penstock's spans `step N`. The host runs ahead of the device, so
-the device window of a step begins with the first event that the step launched and ends where the next window begins.
-All other tables are of the events in these windows (`in_steps`), so warm-up and events of earlier steps count nowhere.
+the events of a step are those that were launched in its region, and on the device it ends with the last of them. The
+next step begins there, the first one with its first event on the stream that computes most: copies on another stream
+begin while the device still computes what was launched before. All other tables are of the events in these windows
+(`in_steps`), so warm-up and events of earlier steps count nowhere. On a CPU, the regions are the windows.
 A stream runs in order: an event without a launch is of an earlier step if it precedes all linked ones of its stream.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import numpy as np
 
 from penstock.base.spans import Span
-from penstock.trace.events import Flags, Floats, GpuEvents, GpuKind, HostEvents, HostKind, Trace
+from penstock.trace.events import Flags, GpuEvents, GpuKind, HostEvents, HostKind, Trace
 from penstock.trace.intervals import Intervals, union
 
 STEP_NAMES = (re.compile(r"ProfilerStep\s*#(\d+)"), re.compile(rf"{Span.STEP}(?:[ #:](\d+))?"))
@@ -95,6 +97,11 @@ def timeline_of(events: GpuEvents) -> TimeBreakdown:
     return _spent(busy_of(events), total_us, len(events))
 
 
+def together(parts: Sequence[TimeBreakdown]) -> TimeBreakdown:
+    """The sum of several stretches."""
+    return TimeBreakdown(**{one.name: sum(vars(part)[one.name] for part in parts) for one in fields(TimeBreakdown)})
+
+
 def timelines(trace: Trace) -> dict[str, TimeBreakdown]:
     """`all`: of every GPU event. `linked`: of those whose launch is in the trace."""
     return {"all": timeline_of(trace.gpu), "linked": timeline_of(trace.gpu.take(trace.gpu.is_linked))}
@@ -103,9 +110,11 @@ def timelines(trace: Trace) -> dict[str, TimeBreakdown]:
 def steps_of(trace: Trace) -> tuple[RecordedStep, ...]:
     """The steps of a trace in order; none if it has no step regions."""
     regions = step_spans(trace)
-    linked, launched = trace.gpu.take(trace.gpu.is_linked), trace.gpu.take(~is_earlier(trace.gpu))
+    launched = trace.gpu.take(~is_earlier(trace.gpu))
     busy = busy_of(launched)
-    windows = _windows(regions, linked, trace.host.start_us[linked.launch])
+    windows = list(zip(regions.start_us.tolist(), regions.end_us.tolist(), strict=True))
+    if not trace.is_host and windows:
+        windows = _windows(regions, trace)
     steps = []
     for row, (start_us, end_us) in enumerate(windows):
         digits = re.search(r"(\d+)$", regions.name(row))
@@ -156,19 +165,22 @@ def step_spans(trace: Trace) -> HostEvents:
     return spans.take(by_profiler if by_profiler.any() else by_span)
 
 
-def _windows(regions: HostEvents, linked: GpuEvents, launched_us: Floats) -> list[tuple[float, float]]:
+def _windows(regions: HostEvents, trace: Trace) -> list[tuple[float, float]]:
     """Start and end of every step on the device. A step that launched nothing has an empty window."""
-    if not len(regions):
-        return []
-    # The step of each launch: the last region that began before it, if it was still open.
+    gpu, launched_us = trace.gpu, trace.launched_us
+    # The step of each event: the last region that began before its launch, if it was still open; nan is in none.
     step = np.searchsorted(regions.start_us, launched_us, side="right") - 1
     inside = (step >= 0) & (launched_us < regions.end_us[step])
-    first_us = np.full(len(regions), np.inf)  # start of the first event of each step
-    np.minimum.at(first_us, step[inside], linked.start_us[inside])
-    last_us = linked.end_us[inside].max(initial=-np.inf) if inside.any() else regions.end_us[-1]
-    # From the right: an empty step takes the begin of the next step, so its window is empty.
-    bounds = np.minimum.accumulate(np.append(first_us, last_us)[::-1])[::-1]
-    return list(pairwise(bounds.tolist()))
+    if not inside.any():
+        return [(float(regions.end_us[-1]), float(regions.end_us[-1]))] * len(regions)
+    first = inside & (step == step[inside].min())
+    streams, stream = np.unique(gpu.stream, return_inverse=True)
+    computes = np.isin(gpu.kind, (GpuKind.COMPUTE, GpuKind.SET))
+    main = first & (stream == np.bincount(stream, gpu.duration_us * computes, len(streams)).argmax())
+    begin_us = gpu.start_us[main if main.any() else first].min()
+    ends_us = np.full(len(regions), begin_us)
+    np.maximum.at(ends_us, step[inside], gpu.end_us[inside])
+    return list(pairwise([float(begin_us), *np.maximum.accumulate(ends_us).tolist()]))
 
 
 def _spent(busy: BusyIntervals, total_us: float, events: int) -> TimeBreakdown:

@@ -281,9 +281,13 @@ def _open_at(trace: Trace, test: Callable[[str], object]) -> Integers:
     return np.where(found >= 0, innermost[np.maximum(found, 0)], NONE)
 
 
-def stretches(host: HostEvents, rows: Integers) -> list[tuple[int, float, float]]:
-    """Times in which each of these rows of one thread is the innermost one: row, start, end."""
-    found: list[tuple[int, float, float]] = []
+Stretch = tuple[int, float, float]
+"""A row of the host, and a start and an end between which it is the innermost one of its thread."""
+
+
+def stretches(host: HostEvents, rows: Integers) -> list[Stretch]:
+    """Times in which each of these rows of one thread is the innermost one."""
+    found: list[Stretch] = []
     open_: list[tuple[int, float]] = []  # open rows from the outside in, each with its end
     now = -np.inf  # all stretches before this time are found
 

@@ -28,7 +28,7 @@ from penstock.plan.search import Progress, search
 from penstock.plan.search_request import SearchRequest
 from penstock.trace.analysis import analyse_files
 from penstock.tune.belief import ShortStep, TrialCandidate, grouped_terms
-from penstock.tune.doctor.diagnosis import cpu_changes, diagnose
+from penstock.tune.doctor.diagnosis import diagnose
 from penstock.tune.doctor.evidence import RunFacts
 from penstock.tune.doctor.from_trace import evidence_of
 from penstock.tune.doctor.planned import with_plan
@@ -224,11 +224,8 @@ class CandidateSource:
         recorded = run if leader.short is None else with_rows(run, leader.short.rows)
         try:
             evidence = evidence_of(analyse_files([folder]), RunFacts(run=recorded, world=self.cluster.devices))
-            if evidence.host is not None and not evidence.ranks:
-                offers = [(change, 0.02, "doctor") for change, _ in cpu_changes(evidence.host, evidence)]
-            else:
-                verdict = diagnose(with_plan(evidence, self.cluster))
-                offers = [(one.change, one.gain_us / 1e6 / step_seconds, one.rule) for one in verdict.remedies]
+            verdict = diagnose(evidence if evidence.is_cpu else with_plan(evidence, self.cluster))
+            offers = [(one.change, one.gain_us / 1e6 / step_seconds, one.rule) for one in verdict.remedies]
         except (TraceError, ConfigError, HardwareError):
             return []
         found = []

@@ -139,27 +139,33 @@ def test_text_json_and_page_say_the_same_gain_and_step(tmp_path: Path) -> None:
     assert spent in page
 
 
-def test_a_run_on_a_cpu_has_its_operators_and_no_wall(tmp_path: Path) -> None:
+def test_a_run_on_a_cpu_has_a_wall_its_operators_and_a_change_that_the_run_takes(tmp_path: Path) -> None:
     folder = host_folder(tmp_path / "run", ranks=1)
     text = shown(folder)
-    assert text.startswith("no wall: this recording is of a CPU")
-    assert "aten::addmm" in text and "ms per step" in text
-    assert "training.micro_batch=8: one pass a step instead of 2: no operator runs in " in text
+    assert text.startswith("host: no operator runs in 67.0% of the step")  # 330 of 1,000 us
+    assert "the operator aten::addmm, 1 times, by itself" in text and "larger-passes" in text
     assert text.splitlines()[-1] == f"next:  penstock train {folder}/config.toml training.micro_batch=8"
     found = told(folder)
-    assert (found["wall"], found["host"]["operators"][0]["name"]) == (None, "aten::addmm")
+    assert (found["wall"], found["total_us"]) == ("host", 1000)
+    assert not {"graphs", "dispatch"} & {one["change"].partition(".")[0] for one in found["remedies"]}
 
 
-@pytest.mark.parametrize(("sums_us", "is_network"), [((700.0, 560.0), True), ((700.0, 30.0), False)])
-def test_on_cpus_the_network_is_the_wall_if_no_rank_is_late(
-    sums_us: tuple[float, float], is_network: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("sums_us", "waits", "wall"), [((700.0, 560.0), 140.0, "communication"), ((30.0, 30.0), 0.0, "host")]
+)
+def test_on_cpus_transfers_are_told_from_waiting_for_a_late_rank(
+    sums_us: tuple[float, float], waits: float, wall: str, tmp_path: Path
 ) -> None:
     folder = host_folder(tmp_path / "run", ranks=2)
     for rank, sum_us in enumerate(sums_us):
-        write(folder / "profile" / f"rank-{rank}.json.gz", host_trace(rank, sum_us))
+        write(folder / "profile" / f"rank-{rank}.json.gz", host_trace(rank, sum_us) | {"host_name": "laptop"})
     found = told(folder)
-    assert found["wall"] == ("communication" if is_network else None)
-    assert found["verdict"].startswith("communication: the network takes 63.6%" if is_network else "no wall: ")
+    assert found["wall"] == wall
+    times = {one["what"]: one["milliseconds"] for one in found["evidence"]}
+    waited = times["of it waiting for ranks that come later"]
+    late = times.get("of it waiting for ranks whose host is late, which counts as the host's", 0.0)
+    assert waited == pytest.approx(waits / 2 / 1e3)  # the mean of the two ranks
+    assert times["exposed communication, mean of ranks"] >= late
 
 
 def test_another_chip_than_the_runs_is_said_to_be_another_machine(tmp_path: Path) -> None:

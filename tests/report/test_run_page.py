@@ -155,7 +155,9 @@ def test_a_run_without_traces_says_what_to_record(browser: str, tmp_path: Path) 
 
 def test_a_run_on_a_cpu_has_a_page(browser: str, tmp_path: Path) -> None:
     text = run_page(gather(host_folder(tmp_path / "run", ranks=2)))
-    assert "this recording is of a CPU" in text and "aten::addmm" in text and "on 2 x AMD EPYC, EP2 DP2" in text
+    assert (
+        "no operator runs in 67.0% of the step" in text and "aten::addmm" in text and "on 2 x AMD EPYC, EP2 DP2" in text
+    )
     assert looked_at(browser, text, "")["errors"] == []
 
 
@@ -250,11 +252,11 @@ def test_traces_of_devices_are_judged(traced: RunEvidence) -> None:
     assert traced.projection is not None and traced.lacks.plan == ""
 
 
-def test_traces_of_a_cpu_are_read_but_not_judged(tmp_path: Path) -> None:
+def test_traces_of_a_cpu_are_judged(tmp_path: Path) -> None:
     found = gather(host_folder(tmp_path / "run", ranks=2))
     assert found.is_host and len(found.ranks) == 2
-    assert found.verdict is None and "this recording is of a CPU (AMD EPYC)" in found.lacks.verdict
-    assert found.judged.host is not None and found.judged.host.operators[0].name == "aten::addmm"
+    assert found.verdict is not None and found.verdict.bottleneck == "host"
+    assert found.judged.operators[0].name == "aten::addmm"
 
 
 def test_an_empty_folder_and_a_damaged_trace_are_refused(tmp_path: Path) -> None:

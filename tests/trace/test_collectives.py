@@ -284,6 +284,7 @@ def table(*calls: Call) -> CollectiveCalls:
         ranks=ranks,
         groups=tuple(ProcessGroup(name="g", members=members, size=len(members)) for members in groups),
         names=tuple(names),
+        clock=tuple(range(len(ranks))),
         rank=np.array([ranks.index(one.rank) for one in rows]),
         group=np.array([NONE if one.group is None else groups.index(one.group) for one in rows]),
         name_id=np.array([names.index(one.name) for one in rows]),

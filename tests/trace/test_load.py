@@ -16,6 +16,7 @@ from penstock.trace.calls import calls_of
 from penstock.trace.events import NONE, GpuKind, HostKind
 from penstock.trace.load import READER, decode_trace, load_ranks, trace_files
 from penstock.trace.timeline import steps_of, timelines
+from tests.report.made_runs import host_trace
 from tests.trace.tiny import damaged, decoded, event, kernel, launch, load_trace, read, text_of, tiny, trace_of, write
 
 
@@ -269,13 +270,15 @@ def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path: Path, content:
     assert "\n" not in message
 
 
-def test_a_trace_of_the_host_alone_is_refused_unless_wanted() -> None:
-    text = text_of(trace_of(event("cpu_op", "aten::mm", 0, 5)))
-    with pytest.raises(TraceError, match="no event on a GPU, only 1 of the host"):
-        decode_trace(text)
-    trace = decode_trace(text, gpu_required=False)
-    assert (len(trace.gpu), len(trace.host), trace.device_name) == (0, 1, "NVIDIA H100 80GB HBM3")
-    assert timelines(trace)["all"].total_us == 0
+def test_a_trace_without_a_device_and_without_operators_is_refused() -> None:
+    with pytest.raises(TraceError, match="has neither an event on a GPU nor an operator"):
+        decode_trace(text_of(trace_of(event("cuda_runtime", "cudaMalloc", 0, 5))))
+
+
+def test_files_of_a_device_and_of_a_cpu_are_not_read_together(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"rank-{rank}.json", one) for rank, one in enumerate((tiny(), host_trace()))]
+    with pytest.raises(TraceError, match="rank-1.json has no event on a GPU, but other files have"):
+        load_ranks(paths)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -2,23 +2,19 @@
 
 from dataclasses import asdict, astuple
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trace.analysis import analyse_files, analyse_traces
-from penstock.trace.events import GpuKind, Trace
-from penstock.trace.host_table import HostTable, host_table
+from penstock.trace.events import GpuKind
 from penstock.trace.intervals import Intervals, union
-from penstock.trace.load import load_ranks, on_host
+from penstock.trace.load import load_ranks
 from penstock.trace.timeline import TimeBreakdown, steps_of, timeline_of, timelines
-from tests.report.made_runs import host_trace
 from tests.trace.synthetic import make
 from tests.trace.synthetic_job import Job
-from tests.trace.tiny import decoded, event, kernel, load_trace, operator, ran, read, span, tiny, trace_of, write
+from tests.trace.tiny import decoded, event, kernel, load_trace, ran, read, span, tiny
 
 DATA = Path(__file__).parent / "data"
 PARTS = ("total", "busy", "compute", "communication", "exposed_communication", "memcpy", "exposed_memcpy", "idle")
@@ -86,7 +82,7 @@ def test_windows_of_steps_leave_nothing_out() -> None:
     trace = read(tiny())
     steps = steps_of(trace)
     assert [(step.number, step.duration_us, step.timeline.events) for step in steps] == [(3, 190, 4), (4, 190, 4)]
-    assert [step.timeline.total_us for step in steps] == [200, 95]  # to the next step's first event; to the last end
+    assert [step.timeline.total_us for step in steps] == [95, 200]  # to the last end; from there
     linked = timelines(trace)["linked"]
     sums = [sum(values) for values in zip(*(astuple(step.timeline) for step in steps), strict=True)]
     assert sums == pytest.approx(astuple(linked))
@@ -96,16 +92,36 @@ def test_a_step_is_what_it_launched_however_late_that_runs() -> None:
     steps = [span("step 7", 0, 100), span("step 8", 100, 100)]
     trace = decoded(*steps, *ran("late", 10, 150, 100), *ran("later", 110, 300, 50))
     assert [(step.name, *step.window_us) for step in steps_of(trace)] == [
-        ("step 7", 1_000_150, 1_000_300),
-        ("step 8", 1_000_300, 1_000_350),
+        ("step 7", 1_000_150, 1_000_250),
+        ("step 8", 1_000_250, 1_000_350),
     ]
-    assert [step.timeline.idle_us for step in steps_of(trace)] == [50, 0]  # from 250 to 300 us
+    assert [step.timeline.idle_us for step in steps_of(trace)] == [0, 50]  # from 250 to 300 us
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["backlog recorded", "backlog not recorded"])
+def test_steps_of_a_device_that_lags_take_as_long_as_they_compute(is_recorded: bool) -> None:
+    """Steps of 100 us compute for 90 us, 250 us behind the host; rows are copied at once, on another stream."""
+    events = [kernel("gemm", 0, 245, correlation=900)] if is_recorded else []  # launched before the recording
+    for step in range(3):
+        host, device = 100 * step, 250 + 100 * step
+        events += [
+            span(f"ProfilerStep#{step}", host, 100),
+            event("cuda_runtime", "cudaMemcpyAsync", host + 2, 1, correlation=700 + step),
+            event("gpu_memcpy", "Memcpy HtoD", host + 5, 4, stream=20, correlation=700 + step),
+            *ran("gemm", host + 10, device, 60),
+            *ran("gemm", host + 15, device + 65, 30),
+        ]
+    windows = [(1_000_250, 1_000_345), (1_000_345, 1_000_445), (1_000_445, 1_000_545)]
+    steps = steps_of(decoded(*events))
+    assert [step.window_us for step in steps] == windows
+    assert [step.timeline.compute_us for step in steps] == [90, 90, 90]
+    assert [step.timeline.idle_us for step in steps] == [5, 10, 10]
 
 
 def test_a_step_that_launched_nothing_has_an_empty_window() -> None:
     steps = [span(f"ProfilerStep#{number}", 100 * number, 100) for number in range(3)]
     trace = decoded(*steps, *ran("first", 10, 20, 10), *ran("last", 210, 220, 10))
-    assert [step.timeline.total_us for step in steps_of(trace)] == [200, 0, 10]
+    assert [step.timeline.total_us for step in steps_of(trace)] == [10, 0, 200]
     assert [step.timeline.events for step in steps_of(trace)] == [1, 0, 1]
 
 
@@ -229,89 +245,3 @@ def test_a_folder_is_read_as_one_trace_for_each_rank_with_the_timeline_that_is_s
         found, true = timelines(trace)["all"], traces.truth.timelines[rank]
         for name, us in true.items():
             assert getattr(found, f"{name}_us") == pytest.approx(us, abs=1e-2), name
-
-
-def of_host(*events: dict[str, Any]) -> Trace:
-    return on_host(read(trace_of(*events), gpu_required=False))
-
-
-def stretches(trace: Trace) -> list[tuple[str, float, float]]:
-    gpu, begin = trace.gpu, trace.host.start_us[0]
-    return [(gpu.name(row), gpu.start_us[row] - begin, gpu.end_us[row] - begin) for row in range(len(gpu))]
-
-
-def test_an_operator_has_what_those_inside_leave_and_messages_of_gloo_are_communication() -> None:
-    trace = of_host(*host_trace()["traceEvents"])
-    assert stretches(trace) == [
-        ("aten::linear", 30, 50),
-        ("aten::addmm", 50, 170),
-        ("aten::linear", 170, 230),
-        ("gloo:all_reduce", 760, 790),
-        ("aten::_fused_adamw_", 810, 910),
-    ]
-    kinds = [GpuKind.COMPUTE] * 3 + [GpuKind.COMMUNICATION, GpuKind.COMPUTE]
-    assert trace.gpu.kind.tolist() == kinds
-
-
-def test_phases_and_steps_are_found_as_on_a_device() -> None:
-    (one,) = analyse_traces({0: of_host(*host_trace()["traceEvents"])}).ranks
-    rows = {(row.name, row.layer, row.pass_): row.kernel_us for row in one.phases.rows()}
-    assert rows["attention", 1, "forward"] == 200
-    assert rows["optimizer", None, "update"] == 100
-    (step,) = one.steps
-    assert (step.number, step.timeline.compute_us) == (3, 300)
-
-
-def test_an_operator_that_outlasts_the_one_around_it_is_cut() -> None:
-    trace = of_host(operator("aten::a", 0, 100), operator("aten::b", 50, 50.001), operator("aten::c", 100, 10))
-    assert stretches(trace) == [("aten::a", 0, 50), ("aten::b", 50, 100), ("aten::c", 100, 110)]  # b ends with a
-
-
-def test_threads_work_at_the_same_time() -> None:
-    trace = of_host(operator("aten::a", 0, 100), operator("aten::b", 20, 30) | {"tid": 5})
-    assert stretches(trace) == [("aten::a", 0, 100), ("aten::b", 20, 50)]
-    assert analyse_traces({0: trace}).ranks[0].timelines["all"].busy_us == 100  # not 130
-
-
-def test_a_trace_with_a_device_is_not_asked() -> None:
-    with pytest.raises(AssertionError, match="a device of its own"):
-        of_host(kernel("gemm", 0, 10, correlation=1))
-
-
-# ------------------------------------------------------------------------------------------------------ test host table
-
-
-def _step(number: int, begin: float, product_us: float) -> list[dict[str, Any]]:
-    """One step: a linear under the span of attention, which calls one product; then AdamW."""
-    return [
-        span(f"step {number}", begin, 100),
-        span("attention", begin, 60),
-        operator("aten::linear", begin + 5, 10 + product_us),
-        operator("aten::addmm", begin + 10, product_us),
-        span("optimizer", begin + 70, 20),
-        operator("aten::_fused_adamw_", begin + 70, 20),
-    ]
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> HostTable:
-    answer = analyse_files([write(tmp_path / "rank-0.json", trace_of(*_step(3, 0, 20), *_step(4, 100, 40)))])
-    assert answer.is_host
-    return host_table(answer.ranks[0])
-
-
-def test_operators_have_their_own_time_per_step(table: HostTable) -> None:
-    found = {row.name: (row.calls, row.own_us) for row in table.operators}
-    assert found == {"aten::addmm": (1, 30), "aten::linear": (1, 10), "aten::_fused_adamw_": (1, 20)}
-    assert [row.name for row in table.operators] == ["aten::addmm", "aten::_fused_adamw_", "aten::linear"]
-
-
-def test_phases_are_those_of_the_spans(table: HostTable) -> None:
-    found = {(row.name, row.pass_): (row.calls, row.own_us) for row in table.phases}
-    assert found == {("attention", "forward"): (2, 40), ("optimizer", "update"): (1, 20)}
-
-
-def test_operators_and_what_is_outside_of_them_are_the_step(table: HostTable) -> None:
-    assert table.steps == 2
-    assert sum(row.own_us for row in table.operators) + table.outside_us == pytest.approx(table.step_us)
-    assert sum(row.share for row in table.operators) + table.outside == pytest.approx(1)

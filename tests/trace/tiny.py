@@ -92,14 +92,14 @@ def text_of(trace: Any) -> bytes:
     return json.dumps(trace).encode()
 
 
-def read(content: Any, *, gpu_required: bool = True) -> Trace:
+def read(content: Any) -> Trace:
     """The trace of a file with this content."""
-    return decode_trace(text_of(content), path=Path("rank-0.json"), gpu_required=gpu_required)
+    return decode_trace(text_of(content), path=Path("rank-0.json"))
 
 
-def load_trace(path: Path, *, gpu_required: bool = True) -> Trace:
+def load_trace(path: Path) -> Trace:
     """The trace of one file, whose rank is None if its content does not say it."""
-    return decode_trace(read_text(path), path=path, gpu_required=gpu_required)
+    return decode_trace(read_text(path), path=path)
 
 
 def decoded(*events: dict[str, Any], **more: Any) -> Trace:

@@ -36,9 +36,9 @@ TOTAL = 100_000.0  # microseconds of every step here
 
 def costs(rank: int = 0, **spent: Any) -> RankCosts:
     """A rank of 100 ms; what nothing else takes is computing."""
-    losses = {"exposed_communication_us": 0.0, "exposed_copies_us": 0.0, "idle_us": 0.0} | spent
-    losses = {"computing_us": {"experts": 2_000.0}} | losses  # an MoE model, by its phases
-    compute = TOTAL - sum(losses[name] for name in ("exposed_communication_us", "exposed_copies_us", "idle_us"))
+    names = ("exposed_communication_us", "exposed_copies_us", "idle_us", "data_us")
+    losses = {"computing_us": {"experts": 2_000.0}} | dict.fromkeys(names, 0.0) | spent  # an MoE model, by its phases
+    compute = TOTAL - sum(losses[name] for name in names)
     return RankCosts(rank=rank, total_us=TOTAL, compute_us=compute, **losses)
 
 
@@ -312,6 +312,25 @@ def test_a_full_device_is_not_given_larger_passes() -> None:
     found = evidence(costs(idle_us=50_000.0), facts=facts)
     assert "larger-passes" not in rules(found)
     assert "larger-passes" in rules(replace(found, facts=replace(facts, peak_bytes=20_000_000_000)))  # under half
+
+
+def test_a_cpu_gets_rows_of_its_data_ranks_and_no_change_of_a_device() -> None:
+    found = evidence(costs(idle_us=60_000.0), source="trace", is_cpu=True)
+    run = load_run("debug", ("parallel.pipeline=2", "training.micro_batch=2", "training.global_batch=4"))
+    found = replace(found, facts=replace(found.facts, run=run, world=2))
+    assert [one.change for one in diagnose(found).remedies] == ["training.micro_batch=4"]  # both stages see all rows
+    assert diagnose(found).sentence == "host: no operator runs in 60.0% of the step"
+    idle = with_run(evidence(costs(idle_us=60_000.0)))
+    assert {"launches-in-one-call", "host-never-waits"} & {*rules(idle)} and not {
+        *rules(replace(idle, is_cpu=True))
+    } - {"larger-passes"}
+
+
+def test_rows_that_are_fetched_with_nothing_to_compute_are_a_wall_of_their_own() -> None:
+    found = evidence(costs(idle_us=5_000.0, data_us=30_000.0, computing_us={}))
+    verdict = diagnose(found)
+    assert (verdict.bottleneck, remedy(verdict, "rows-ahead").gain_us) == ("data", 30_000.0)
+    assert verdict.sentence.startswith("data: rows are fetched in 30.0% of the step")
 
 
 def test_a_pipeline_wins_by_stages_and_cannot_be_captured() -> None:

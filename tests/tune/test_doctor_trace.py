@@ -228,6 +228,26 @@ def test_the_host_in_a_copy_costs_what_the_device_lacks_work_meanwhile() -> None
     assert remedy_of(found, "copies-ahead").gain_us == 400.0
 
 
+@pytest.mark.parametrize("name", ["data", "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"])
+def test_a_device_that_waits_for_rows_waits_for_data(name: str) -> None:
+    """Steps of 1,000 us: rows for 600, of which the device still computes the first 100, and its launch comes after."""
+    steps = [
+        one
+        for step in range(3)
+        for one in (
+            span(f"ProfilerStep#{step}", 1000 * step, 1000),
+            span(name, 1000 * step, 600),
+            *ran("nvjet_sm90_tst_128x256", 1000 * step + 610, 1000 * step + 650, 450),
+        )
+    ]
+    found = of_events(*steps)
+    verdict = diagnose(found)
+    # On the device: 450, then twice 550 idle and 450; of the idle time 500 us are beside the span.
+    assert (3 * found.ranks[0].total_us, 3 * found.ranks[0].data_us) == pytest.approx((2450, 1000))
+    assert 3 * found.ranks[0].idle_us == pytest.approx(100)
+    assert verdict.bottleneck == "data"
+
+
 @pytest.mark.parametrize(
     ("computes", "lasts", "copy", "counts"),
     [(5, 300, "HtoD", True), (310, 300, "HtoD", False), (5, 300, "DtoD", False), (5, 90, "HtoD", False)],
@@ -372,7 +392,9 @@ def test_recording_costs_less_than_a_tenth_where_the_device_is_busy_and_no_more_
     walls = case.verdict.times
     # A step that launches decide is slowed by each launch that is written down.
     assert 0 <= walls.share(walls.recording_us) < (0.3 if case.name == "host-stalls" else 0.1)
-    parts = walls.host_us + walls.communication_us + walls.memory_us + walls.compute_us + walls.recording_us
+    parts = (
+        walls.host_us + walls.data_us + walls.communication_us + walls.memory_us + walls.compute_us + walls.recording_us
+    )
     assert parts == pytest.approx(walls.total_us)
 
 

@@ -1,18 +1,13 @@
-"""The diagnosis of a run: its bottleneck, the evidence as lines of text, and the remedies by gain.
-
-A recording of a CPU gets no bottleneck, because the four are judged from kernels and idle time of a device. Its
-operators are listed (`penstock.trace.host_table`), with the changes that follow from them.
-"""
+"""The diagnosis of a run: its bottleneck, the evidence as lines of text, and the remedies by gain."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from penstock.base.errors import TraceError
-from penstock.trace.host_table import HostTable
 from penstock.tune.doctor.evidence import ALSO, Bottleneck, Bottlenecks, Evidence, LateRank, bottlenecks_of
 from penstock.tune.doctor.losses import between_steps_us, imbalance_us, least_even
-from penstock.tune.doctor.remedies import Remedy, accepted, remedies
+from penstock.tune.doctor.remedies import Remedy, remedies
 
 NAMED_LATE, TOLD_LATE = 4, 8
 """Late ranks, by cause, at most in the conclusion and in the evidence."""
@@ -25,15 +20,6 @@ LEAST = 0.005
 
 WORTH_NAMING = 0.2
 """Share of the most expensive late rank's cost from which the conclusion names another one."""
-
-OUTSIDE = 0.2
-"""Share of a CPU's step outside of operators from which fewer passes are worth a try."""
-
-AGAIN = 0.05
-"""Share of a CPU's step in recomputation from which it is reported."""
-
-NETWORK = 0.5
-"""Share of a CPU's step in collectives, beyond waits for late ranks, from which the network is its wall."""
 
 
 @dataclass(frozen=True)
@@ -130,59 +116,6 @@ def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def cpu_sentence(evidence: Evidence) -> str:
-    """The conclusion for a recording of a CPU."""
-    device = f" ({evidence.facts.device})" if evidence.facts.device else ""
-    if is_network_bound(evidence):
-        assert evidence.host is not None and evidence.host_collectives_us is not None, "a CPU trace of several ranks"
-        share = evidence.host_collectives_us / evidence.host.step_us
-        return (
-            f"communication: the network takes {share:.1%} of the step, {ms_text(evidence.host_collectives_us)} ms in "
-            f"collectives, beyond waits for late ranks; of a CPU{device} the doctor derives no remedy"
-        )
-    return (
-        f"no wall: this recording is of a CPU{device}, and the doctor derives the wall (memory, communication, host, "
-        "power, compute) from kernels of a device"
-    )
-
-
-def is_network_bound(evidence: Evidence) -> bool:
-    """Whether collectives take half of the step of a CPU, beyond waits for late ranks."""
-    host, collectives_us = evidence.host, evidence.host_collectives_us
-    return host is not None and collectives_us is not None and collectives_us >= NETWORK * host.step_us > 0.0
-
-
-def cpu_changes(table: HostTable, evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """Changes, as overrides, with their reason; `table` has the operators of the first rank."""
-    run = evidence.facts.run
-    if run is None:
-        return
-    training, ranks = run.training, evidence.facts.world or 1
-    rows = training.global_batch // ranks  # in one pass of each rank
-    change = f"training.micro_batch={rows}"
-    if table.outside >= OUTSIDE and rows > training.micro_batch and accepted(run, change, evidence.facts.world):
-        passes = rows // training.micro_batch
-        yield change, f"one pass a step instead of {passes}: no operator runs in {table.outside:.0%} of the step"
-    again = sum(row.share for row in table.phases if row.pass_ == "recompute")
-    change = "recompute.modules=[]"
-    if again >= AGAIN and accepted(run, change, evidence.facts.world):
-        yield change, f"nothing is computed twice, if memory allows: now {again:.0%} of the step"
-
-
-def cpu_json(table: HostTable, evidence: Evidence) -> dict[str, Any]:
-    """The keys of `diagnosis_json`, without a bottleneck but the network, and the table."""
-    return {
-        "wall": "communication" if is_network_bound(evidence) else None,
-        "then": [],
-        "verdict": cpu_sentence(evidence),
-        "total_us": table.step_us,
-        "evidence": [],
-        "remedies": [{"change": change, "what": what} for change, what in cpu_changes(table, evidence)],
-        "missing": list(evidence.missing),
-        "host": table.as_json(),
-    }
-
-
 def _sentence(evidence: Evidence, times: Bottlenecks) -> str:
     """One line: the bottleneck, its size, the late ranks and the other losses."""
     facts = evidence.facts
@@ -206,11 +139,14 @@ def _size_text(evidence: Evidence, times: Bottlenecks) -> str:
             text = f"exposed communication takes {times.share(times.communication_us):.1%} of the step"
             text += _waiting_text(evidence, times)
         case "host":
-            text = f"the device is idle {times.share(evidence.mean('idle_us')):.1%} of the step"
+            idle = "no operator runs in" if evidence.is_cpu else "the device is idle"
+            text = f"{idle} {times.share(evidence.mean('idle_us')):.1%} of the step"
             if times.late_host_us:
                 text += f", and others wait {times.share(times.late_host_us):.1%} for ranks whose host is late"
             if times.share(times.recording_us) >= LEAST:
                 text += f"; of both, {times.share(times.recording_us):.1%} is the recording's"
+        case "data":
+            text = f"rows are fetched in {times.share(times.data_us):.1%} of the step, with nothing else to compute"
         case "memory":
             text = f"computing again and copying take {times.share(times.memory_us):.1%} of the step"
         case "power":
@@ -220,7 +156,8 @@ def _size_text(evidence: Evidence, times: Bottlenecks) -> str:
             text += f"{power.watts:,.0f} of {power.limit_watts:,.0f} W"
             text += f": up to {times.share(times.power_us):.1%} of the step"
         case "compute":
-            text = f"the device computes {times.share(times.compute_us):.1%} of the step"
+            who = "operators compute" if evidence.is_cpu else "the device computes"
+            text = f"{who} {times.share(times.compute_us):.1%} of the step"
     return text
 
 
@@ -254,11 +191,17 @@ def _lines(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
         pointwise = evidence.mean("pointwise_us")
         if times.share(pointwise) >= PART:
             number = evidence.mean("pointwise_kernels")
-            yield _time(f"of it in {number:,.0f} elementwise kernels, of all phases", "compute", pointwise, times)
+            kernels = "operators" if evidence.is_cpu else "kernels"
+            yield _time(f"of it in {number:,.0f} elementwise {kernels}, of all phases", "compute", pointwise, times)
         words = {"experts": "experts, activations and permuting", "shared": "shared experts"}
         for name, time_us in evidence.computing.items():
             if times.share(time_us) >= PART:
                 yield _time(f"of it {words.get(name, name)}", "compute", time_us, times)
+        steps = max(1, evidence.steps)
+        for row in evidence.operators:
+            if times.share(row.own_us / steps) >= PART:
+                what = f"the operator {row.name}, {row.count / steps:,.0f} times, by itself, first rank"
+                yield _time(what, "compute", row.own_us / steps, times)
     yield from _memory_sizes(evidence)
     yield from _steps(evidence)
 
@@ -311,7 +254,10 @@ def _imbalance(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]
 
 
 def _host(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
-    yield _time("the device idle, mean of ranks", "host", evidence.mean("idle_us"), times)
+    idle = "outside of operators and transfers (Python, waiting)" if evidence.is_cpu else "the device idle"
+    yield _time(f"{idle}, mean of ranks", "host", evidence.mean("idle_us"), times)
+    if times.share(times.data_us) >= LEAST:
+        yield _time("fetching rows, with nothing else to compute, mean of ranks", "data", times.data_us, times)
     behind = evidence.mean("sync_idle_us")
     if times.share(behind) >= LEAST:
         yield _time("of it because the host had waited for the device", "host", behind, times)

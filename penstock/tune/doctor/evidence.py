@@ -1,12 +1,13 @@
 """Measured or projected costs of a run, and how they divide into bottlenecks.
 
     communication   exposed communication, without the waiting for ranks that were late because of their host
-    host            idle time of the device, and that waiting; without the cost of recording
+    host            idle time of the device, and that waiting; without the cost of recording, and without data
+    data            the device has nothing to compute while the host fetches rows, and computing for it
     memory          recomputation, and copies that no other work hides
     power           computing beyond what the highest clock would take, where the board's power holds the clock down
     compute         the rest
 
-The largest of the first four is the bottleneck if it takes `STANDS` of the step; otherwise computing is. If the plan
+The largest of the first five is the bottleneck if it takes `STANDS` of the step; otherwise computing is. If the plan
 says that the run does not fit its device, memory is the bottleneck. Costs are means over ranks: every rank's step takes
 as long as the slowest rank's.
 
@@ -20,9 +21,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from penstock.config.run import Run
-from penstock.trace.host_table import HostTable
+from penstock.trace.tables import OperatorRow
 
-Bottleneck = Literal["memory", "communication", "host", "power", "compute"]
+Bottleneck = Literal["memory", "communication", "host", "data", "power", "compute"]
 
 Cause = Literal["host", "experts", "compute", "unknown"]
 """Why a rank is late: its device was idle, its experts had more rows, or it computes more slowly."""
@@ -46,7 +47,7 @@ NO_BYTES: Mapping[str, int] = MappingProxyType({})
 class RankCosts:
     """Microseconds per step of one rank, as means of the traced steps.
 
-    `compute_us`, `exposed_communication_us`, `exposed_copies_us` and `idle_us` add up to `total_us`.
+    `compute_us`, `exposed_communication_us`, `exposed_copies_us`, `data_us` and `idle_us` add up to `total_us`.
     """
 
     rank: int
@@ -54,7 +55,8 @@ class RankCosts:
     compute_us: float  # compute kernels, recomputation included
     exposed_communication_us: float  # communication without concurrent computing
     exposed_copies_us: float  # copies without concurrent computing or communication
-    idle_us: float  # the device runs nothing
+    idle_us: float  # the device runs nothing, besides `data_us`
+    data_us: float = 0.0  # the device runs nothing while the host fetches rows, or computes only for it
     wait_us: float | None = None  # part of all communication that waits for later ranks; None: ranks not compared
     pure_us: float | None = None  # part of all communication that moves bytes; None: ranks not compared
     sync_idle_us: float = 0.0  # idle time caused by the host's waits for the device
@@ -188,8 +190,8 @@ class Evidence:
     facts: RunFacts = RunFacts()
     missing: tuple[str, ...] = ()  # unavailable inputs and how to get them, one line each
     notes: tuple[str, ...] = ()  # remarks for the reader, one line each
-    host: HostTable | None = None  # operators of a CPU trace; `ranks` is then empty unless a plan fills it
-    host_collectives_us: float | None = None  # of a CPU trace, without waits for late ranks
+    operators: tuple[OperatorRow, ...] = ()  # of a CPU's first rank, the longest first, sums over the recording
+    is_cpu: bool = False  # the traces are of a CPU, whose operators take the place of kernels
 
     @property
     def has_experts(self) -> bool:
@@ -234,11 +236,12 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Bottlenecks:
-    """Mean microseconds of a rank; the five bottlenecks and `recording_us` add up to `total_us`."""
+    """Mean microseconds of a rank; the six bottlenecks and `recording_us` add up to `total_us`."""
 
     total_us: float
     communication_us: float  # exposed, without `late_host_us`
     host_us: float  # idle time and `late_host_us`, without `recording_us`
+    data_us: float  # fetching rows, with nothing else to compute
     memory_us: float  # recomputation and exposed copies
     compute_us: float
     power_us: float  # further computing that the highest clock would save; 0 if unknown
@@ -263,6 +266,7 @@ class Bottlenecks:
         found: dict[Bottleneck, float] = {
             "communication": self.communication_us,
             "host": self.host_us,
+            "data": self.data_us,
             "memory": self.memory_us,
             "power": self.power_us,
         }
@@ -287,7 +291,7 @@ class Bottlenecks:
 
 
 def bottlenecks_of(evidence: Evidence) -> Bottlenecks:
-    """Divide the step time among the five bottlenecks."""
+    """Divide the step time among the six bottlenecks."""
     exposed = evidence.mean("exposed_communication_us")
     waiting = min(evidence.mean("wait_us"), exposed)  # computing may hide a part of all waiting
     caused = evidence.caused_wait_us
@@ -306,6 +310,7 @@ def bottlenecks_of(evidence: Evidence) -> Bottlenecks:
         total_us=evidence.mean("total_us"),
         communication_us=exposed - late_host,
         host_us=host - recording,
+        data_us=evidence.mean("data_us"),
         memory_us=recompute + evidence.mean("exposed_copies_us"),
         compute_us=computing - lost,
         power_us=lost,

@@ -28,9 +28,10 @@ from penstock.trace.analysis import RankAnalysis, TraceAnalysis
 from penstock.trace.calls import CollectiveCalls, SyncKind
 from penstock.trace.collectives import any_row
 from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
-from penstock.trace.host_table import host_table, shared_collectives_us
+from penstock.trace.intervals import union
 from penstock.trace.kernel_names import EXPERT_PARALLEL, OWN, Category, generic_category, library_of, specific_category
 from penstock.trace.launches import CopyCalls, idle_behind_waits, longest_copies
+from penstock.trace.on_host import CALLS, GLOO
 from penstock.trace.phases import EXPERTS as EXPERT_SPANS
 from penstock.trace.phases import PASSES, WAITING
 from penstock.trace.timeline import busy_of
@@ -47,6 +48,9 @@ IDLE_DECIDES = 0.5
 
 HALF = 0.5
 
+MATTERS = 1e-3
+"""Share of the steps from which events outside of them are missing."""
+
 TELLS_TOO = 0.1
 """Share by which launches, or all work besides experts, must take longer to be reported with the cause."""
 
@@ -54,6 +58,9 @@ EXPERTS = frozenset({"experts", "experts input gradient", "experts weight gradie
 
 AROUND_EXPERTS = EXPERTS | {"activation", "permute"}
 """Phases whose time grows with the rows of a rank's experts, where there are experts."""
+
+DATA = re.compile(rf"{Span.DATA}|enumerate\(DataLoader\).*")
+"""Spans in which the host fetches rows: Penstock's, and PyTorch's."""
 
 _KINDS = {
     "all-to-all": re.compile("all_?to_?all"),
@@ -68,16 +75,6 @@ _KINDS = {
 
 def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] = ()) -> Evidence:
     """Evidence from the traces of all ranks that were read, and what other sources know of the run or miss."""
-    if answer.is_host:
-        facts = replace(facts, world=facts.world or len(answer.loaded))
-        return Evidence(
-            source="none",
-            ranks=(),
-            facts=facts,
-            missing=tuple(missing),
-            host=host_table(answer.ranks[0]),
-            host_collectives_us=shared_collectives_us(answer.ranks),
-        )
     collectives = answer.collectives
     totals = collectives.totals_us() if len(answer.loaded) > 1 and len(collectives.meetings) else {}
     per_step = answer.per_step
@@ -98,19 +95,21 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
         late=late,
         other_wait_us=caused_us - sum(one.caused_wait_us for one in late),
         unmatched=len(collectives.unmatched),
-        launches=_launches(answer.ranks),
+        launches=None if answer.is_host else _launches(answer.ranks),
         host_copy=_host_copy(copies),
         max_over_mean=answer.experts.max_over_mean,
         trains=any(row.pass_ == "backward" for one in answer.ranks for row in one.phases.rows(by_layer=False)),
         facts=_facts(answer, facts),
         missing=(*missing, *_missing(answer)),
+        operators=tuple(row for row in answer.ranks[0].operators if not row.name.startswith((GLOO, CALLS))),
+        is_cpu=answer.is_host,
     )
 
 
 def _facts(answer: TraceAnalysis, facts: RunFacts) -> RunFacts:
     """Facts completed with device, ranks and memory of the traces."""
     trace = answer.ranks[0].trace
-    device = trace.device_name
+    device = facts.device if trace.is_host else trace.device_name
     sizes = [one.get("totalGlobalMem") for one in trace.devices if one.get("name") == device]
     peaks = [int(memory.allocated.max()) for one in answer.ranks for memory in one.memory]
     return replace(
@@ -143,7 +142,8 @@ def _world(answer: TraceAnalysis) -> int:
 
 
 def _costs(one: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple[float, float]]) -> RankCosts:
-    timeline = one.spent
+    timeline, computing_us = one.spent, _computing(one)
+    waiting_us, computed_us = _data_wait_us(one), computing_us.pop(Span.DATA, 0.0)
     pure_us, wait_us = totals.get(one.rank, (None, None))
     is_expert_span = np.array([name in EXPERT_SPANS for name in one.trace.names], dtype=bool)
     host = one.trace.host
@@ -152,10 +152,11 @@ def _costs(one: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple
     return RankCosts(
         rank=one.rank,
         total_us=timeline.total_us,
-        compute_us=timeline.compute_us,
+        compute_us=timeline.compute_us - computed_us,
         exposed_communication_us=timeline.exposed_communication_us,
         exposed_copies_us=timeline.exposed_memcpy_us,
-        idle_us=timeline.idle_us,
+        idle_us=timeline.idle_us - waiting_us,
+        data_us=waiting_us + computed_us,
         wait_us=wait_us,
         pure_us=pure_us,
         sync_idle_us=idle_behind_waits(one.trace),
@@ -165,9 +166,18 @@ def _costs(one: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple
         pointwise_kernels=pointwise_kernels,
         fusable_us=fusable_us,
         recompute_us=sum(row.exposed_us for row in one.phases.rows(by_layer=False) if row.pass_ == "recompute"),
-        computing_us=_computing(one),
+        computing_us=computing_us,
         communication_us=_by_kind(one, calls),
     )
+
+
+def _data_wait_us(one: RankAnalysis) -> float:
+    """Idle time in the steps while the host fetches rows."""
+    host, gpu = one.trace.host, one.trace.gpu
+    rows = (host.kind == HostKind.SPAN) & host.named(DATA.fullmatch)
+    idle = union(host.start_us[rows], host.end_us[rows]) - union(gpu.start_us, gpu.end_us)
+    windows = [step.window_us for step in one.steps] or [(gpu.start_us[0], gpu.end_us.max())]
+    return float((idle & union(*np.array(windows).T)).length_us)
 
 
 def _copies(one: RankAnalysis) -> CopyCalls | None:
@@ -246,12 +256,14 @@ def _computing(one: RankAnalysis) -> dict[str, float]:
 
 def _by_kind(one: RankAnalysis, calls: CollectiveCalls) -> dict[str, float]:
     """Exposed communication by kind."""
-    exposed_us = np.bincount(one.phases.event, one.phases.exposed_us, len(one.trace.gpu))
+    gpu = one.trace.gpu
+    exposed_us = np.bincount(one.phases.event, one.phases.exposed_us, len(gpu))
+    mine = np.flatnonzero(calls.rank == calls.ranks.index(one.rank))
+    collective = {int(calls.gpu_row[row]): calls.name(int(row)) for row in mine}
     found: dict[str, float] = {}
-    for row in np.flatnonzero(calls.rank == calls.ranks.index(one.rank)):
-        event = int(calls.gpu_row[row])
+    for event in np.flatnonzero(gpu.kind == GpuKind.COMMUNICATION).tolist():
         phase = one.phases.names[one.phases.name_id[event]]  # the first entries of phases are the events
-        kind = kind_of(calls.name(int(row)), one.trace.gpu.name(event), phase)
+        kind = kind_of(collective.get(event, ""), gpu.name(event), phase)
         found[kind] = found.get(kind, 0.0) + float(exposed_us[event])
     return found
 
@@ -292,10 +304,10 @@ def _missing(answer: TraceAnalysis) -> list[str]:
     if not any(one.steps for one in answer.ranks):
         told.append("no step is marked: figures are of all that was recorded")
     left = sum(one.left_out.earlier + one.left_out.others for one in answer.ranks)
-    if left:
-        us = sum(one.left_out.earlier_us + one.left_out.others_us for one in answer.ranks)
+    us = sum(one.left_out.earlier_us + one.left_out.others_us for one in answer.ranks)
+    if us > MATTERS * sum(one.spent.total_us for one in answer.ranks):
         where = "launched before the recording began or outside of the judged steps"
-        told.append(f"{left} events of the device ({us / 1e3:,.1f} ms), {where}, are left out")
+        told.append(f"{left} events ({us / 1e3:,.1f} ms), {where}, are left out")
     for row in answer.ranks[0].unknown:
         time = f"{row.kernel_us * answer.per_step / 1e3:,.2f} ms, {row.share:.1%} of the step"
         told.append(f"the phase of {row.name[:80]} ({time}); --names FILE gives it one")
@@ -426,7 +438,7 @@ def _with_work(late: LateRank, answer: TraceAnalysis, times: dict[int, dict[str,
         return replace(late, cause="experts", detail=detail, share=experts_more_us / more_us)
     longer = {name: us - others[name] for name, us in mine.items() if name not in AROUND_EXPERTS}
     name = max(longer, key=lambda one: longer[one], default="")
-    if not name or longer[name] <= 0:
+    if not name or min(longer[name], more_us) <= 0:
         return replace(late, detail="it computes no longer than others")
     most = "most of that" if longer[name] > HALF * more_us else "the most"
     took = _longer_text(rest_us + expert_us, rest_usual_us + expert_usual_us)

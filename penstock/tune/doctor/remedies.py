@@ -24,18 +24,8 @@ from penstock.config.rules import check
 from penstock.config.run import Run
 from penstock.config.tree import build, merge, parse_overrides
 from penstock.plan.rules.advice import ADVICE, FEW_PEERS, MANY_COPIES
+from penstock.tune.doctor import losses
 from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence
-from penstock.tune.doctor.losses import (
-    behind_counts_us,
-    between_steps_us,
-    imbalance_us,
-    late_launches_us,
-    least_even,
-    most_waiting_us,
-    named,
-    transfers_us,
-    waits_us,
-)
 
 WORTH_SAYING = 0.005
 """Share of the step below which a gain is noise."""
@@ -52,18 +42,6 @@ OVERLAP_GAINS = 1 - 1 / 1.17
 
 EXPERTS_WEIGHT = 0.001
 """Weight of an auxiliary loss for a run without one: the order of published weights; a larger one costs quality."""
-
-LAUNCHES_OF_PASSES = 0.81
-"""Launches that captured passes save: from 2,541 to 477 (graphs-h200.json), the least of three cases (most: 0.92)."""
-
-LAUNCHES_OF_PARTS = 0.55
-"""Launches that captured parts of layers save: from 4,021 to 1,805 (graphs-parts-h200.json)."""
-
-REFERENCE_COSTS = 1 - 14307 / 78946
-"""Share of the computing that our kernels save in a run with eager operators (one-gpu.json, tokens/s)."""
-
-TORCH_COSTS = 1 - 51188 / 78946
-"""The same for a run with PyTorch's fused operators (one-gpu.json)."""
 
 MUCH_POINTWISE = 0.1
 """Share of the step in elementwise kernels from which fusing them is offered."""
@@ -107,6 +85,8 @@ def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]
     facts = evidence.facts
     offered: list[Remedy] = []
     for one in RULES:
+        if evidence.is_cpu and one not in ON_CPUS:
+            continue
         change, what, gain_us = one.offer(evidence, bottlenecks) or NO_OFFER
         if change is None or change in facts.lacking_bytes:
             continue
@@ -185,7 +165,7 @@ def symmetric(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         first_accepted(evidence, 'dispatch.method="symmetric"', words="each token once to each rank that needs it"),
         f"send each token once to each rank that needs it, inside a node: {spared:.0%} fewer copies",
-        spared * transfers_us(evidence, bottlenecks, "all-to-all"),
+        spared * losses.transfers_us(evidence, bottlenecks, "all-to-all"),
     )
 
 
@@ -220,7 +200,7 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     # NCCL sends an all-to-all as send and receive kernels; those of a pipeline are messages between stages.
     is_pipeline = run is not None and run.parallel.pipeline > 1
     tokens = [kind for kind in TOKENS if not is_pipeline or kind != "send-recv"]
-    transfers = transfers_us(evidence, bottlenecks, *tokens)
+    transfers = losses.transfers_us(evidence, bottlenecks, *tokens)
     if ranks is not None and ranks <= FEW_PEERS and bottlenecks.share(transfers) < STANDS:
         return None
     carried = max(tokens, key=evidence.communication)
@@ -239,7 +219,7 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A router bias or an auxiliary loss evens out the rows of the experts."""
     hot = [one for one in evidence.late if one.cause == "experts"]
-    lost = min(between_steps_us(evidence), most_waiting_us(evidence, bottlenecks))
+    lost = min(losses.between_steps_us(evidence), losses.most_waiting_us(evidence, bottlenecks))
     if not hot and not lost:
         return None
     run = evidence.facts.run
@@ -251,8 +231,12 @@ def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
             changes[1] = f"model.moe.balance.aux_loss_coef={2 * run.model.moe.balance.aux_loss_coef:g}"
     change = first_accepted(evidence, *changes, words="a bias of the router by load, or an auxiliary loss")
     if hot:
-        return (change, f"even out the experts of {named(hot)}: {hot[0].detail}", waits_us(hot, evidence, bottlenecks))
-    return (change, f"even out the routing: {least_even(evidence)}", lost)
+        return (
+            change,
+            f"even out the experts of {losses.named(hot)}: {hot[0].detail}",
+            losses.waits_us(hot, evidence, bottlenecks),
+        )
+    return (change, f"even out the routing: {losses.least_even(evidence)}", lost)
 
 
 @rule(
@@ -267,8 +251,11 @@ def bounded_rows(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         return None
     return (
         first_accepted(evidence, 'dispatch.balance="bounded"'),
-        f"a few experts are copied to ranks with room: {least_even(evidence)}",
-        min(imbalance_us(evidence, 1 + run.dispatch.balance_tolerance), most_waiting_us(evidence, bottlenecks)),
+        f"a few experts are copied to ranks with room: {losses.least_even(evidence)}",
+        min(
+            losses.imbalance_us(evidence, 1 + run.dispatch.balance_tolerance),
+            losses.most_waiting_us(evidence, bottlenecks),
+        ),
     )
 
 
@@ -279,9 +266,9 @@ def late_rank(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     if not slow:
         return None
     return (
-        f"mend or leave out {named(slow)}",
-        f"find out why {named(slow)} comes last ({slow[0].detail}): clocks, heat, power, more rows",
-        waits_us(slow, evidence, bottlenecks),
+        f"mend or leave out {losses.named(slow)}",
+        f"find out why {losses.named(slow)} comes last ({slow[0].detail}): clocks, heat, power, more rows",
+        losses.waits_us(slow, evidence, bottlenecks),
     )
 
 
@@ -298,7 +285,7 @@ def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         change,
         f"gather weights once a step, not in each of {passes} micro-batches; they stay whole",
-        (1 - 1 / passes) * transfers_us(evidence, bottlenecks, "all-gather", "reduce-scatter"),
+        (1 - 1 / passes) * losses.transfers_us(evidence, bottlenecks, "all-gather", "reduce-scatter"),
     )
 
 
@@ -316,7 +303,7 @@ def fewer_sums(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         first_accepted(evidence, *changes, words="twice the rows for each sum of gradients"),
         "sum gradients once for twice the rows: half as many sums for the same tokens; it trains differently",
-        DOUBLED * transfers_us(evidence, bottlenecks, "all-reduce"),
+        DOUBLED * losses.transfers_us(evidence, bottlenecks, "all-reduce"),
     )
 
 
@@ -335,7 +322,7 @@ def sums_in_two_bytes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | N
     return (
         change,
         f"sum gradients in bfloat16: half the bytes; below {MANY_COPIES} ranks",
-        DOUBLED * transfers_us(evidence, bottlenecks, "all-reduce", "reduce-scatter"),
+        DOUBLED * losses.transfers_us(evidence, bottlenecks, "all-reduce", "reduce-scatter"),
     )
 
 
@@ -358,8 +345,8 @@ def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 @rule(
     "launches-in-one-call",
     "G1 (Megatron Bridge, CUDA graphs); docs/graphs.md",
-    how=f"idle time before late launches, times the launches that go ({LAUNCHES_OF_PASSES:.0%} for passes, "
-    f"{LAUNCHES_OF_PARTS:.0%} for parts), and for passes idle time behind waits for row counts",
+    how=f"idle time before late launches, times the launches that go ({losses.LAUNCHES_OF_PASSES:.0%} for passes, "
+    f"{losses.LAUNCHES_OF_PARTS:.0%} for parts), and for passes idle time behind waits for row counts",
 )
 def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A graph launches the kernels of a pass in one call."""
@@ -369,9 +356,11 @@ def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     change = first_accepted(evidence, *_PASSES, _PARTS, words="graphs of whole passes")
     if change is None or (run is not None and run.graphs.capture != "none"):
         return None
-    gain = LAUNCHES_OF_PARTS * late_launches_us(evidence, bottlenecks)
+    gain = losses.LAUNCHES_OF_PARTS * losses.late_launches_us(evidence, bottlenecks)
     if change != _PARTS:  # a whole pass in one launch contains no wait
-        gain = LAUNCHES_OF_PASSES * late_launches_us(evidence, bottlenecks) + behind_counts_us(evidence, bottlenecks)
+        gain = losses.LAUNCHES_OF_PASSES * losses.late_launches_us(evidence, bottlenecks) + losses.behind_counts_us(
+            evidence, bottlenecks
+        )
     return (
         change,
         "launch the kernels of a pass in one call (CUDA or HIP graphs), if memory allows; a compiler that fuses "
@@ -392,7 +381,7 @@ def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         first_accepted(evidence, *changes, words="twice the rows in a pass"),
         "twice the rows in a pass: half as many launches for the same tokens, if memory allows",
-        DOUBLED * late_launches_us(evidence, bottlenecks),
+        DOUBLED * losses.late_launches_us(evidence, bottlenecks),
     )
 
 
@@ -410,7 +399,7 @@ def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         first_accepted(evidence, *changes, words="buffers of the experts with a bound"),
         "bound the buffers of the experts, so that the host need not read how many rows come",
-        behind_counts_us(evidence, bottlenecks),
+        losses.behind_counts_us(evidence, bottlenecks),
     )
 
 
@@ -422,12 +411,24 @@ def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         return None
     change = None
     if evidence.facts.run is not None:
-        change = first_accepted(evidence, "host.numa=true", "training.collect_garbage_every=50")
+        near = () if evidence.is_cpu else ("host.numa=true",)
+        change = first_accepted(evidence, *near, "training.collect_garbage_every=50")
     return (
-        change or f"mend the host of {named(late)}",
-        f"find out what the host of {named(late)} does meanwhile ({late[0].detail}): other processes, data, "
+        change or f"mend the host of {losses.named(late)}",
+        f"find out what the host of {losses.named(late)} does meanwhile ({late[0].detail}): other processes, data, "
         "garbage, cores far from the device",
         bottlenecks.usual_host * bottlenecks.late_host_us,
+    )
+
+
+@rule("rows-ahead", "the trace, spans of data", how="idle time while the host fetches rows, and computing for it")
+def rows_ahead(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
+    """Rows that are ready when a step begins cost no time."""
+    ours = evidence.facts.run is not None
+    return (
+        "pack the rows once (penstock data pack)" if ours else "more workers of the data loader, rows prepared ahead",
+        "read the rows of a step while the step before computes: tokenize ahead, from a disk that keeps up",
+        bottlenecks.data_us,
     )
 
 
@@ -470,7 +471,7 @@ def kernels(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     run = evidence.facts.run
     if run is None or run.kernels.all not in ("reference", "torch"):
         return None
-    share = REFERENCE_COSTS if run.kernels.all == "reference" else TORCH_COSTS
+    share = losses.REFERENCE_COSTS if run.kernels.all == "reference" else losses.TORCH_COSTS
     return (
         'kernels.all="auto"',
         f"compute with our kernels instead of {run.kernels.all} forms",
@@ -486,8 +487,7 @@ def kernels(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 def float8(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Products in 8 bits, where computing takes the time and the plan projects a saving.
 
-    On Hopper many published MoE models are slower in 8 bits than tuned ones in 16, because of quantization and
-    launches, so no fixed share is assumed: the plan projects the same step in 8 bits with all quantization passes.
+    On Hopper many published models are slower in 8 bits than tuned ones in 16, so no fixed share is assumed.
     """
     planned, facts = evidence.facts.planned_step_seconds, evidence.facts
     # Faster products leave a late host and late ranks as they are.
@@ -496,8 +496,6 @@ def float8(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     if not in_8_bits or not planned or not computes:
         return None
     change, saved = max(in_8_bits.items(), key=lambda item: item[1])
-    if saved <= 0:
-        return None
     return (
         change,
         "compute products in 8 bits; look at the loss beside one in 16 (docs/float8.md)",
@@ -589,7 +587,13 @@ def make_it_fit(evidence: Evidence) -> list[Remedy]:
 
 RULES: tuple[RemedyRule, ...] = (
     *(symmetric, overlap, even_experts, bounded_rows, late_rank, gathers, fewer_sums, sums_in_two_bytes, more_stages),
-    *(graphs, larger_passes, sync_free, late_host),
+    *(graphs, larger_passes, sync_free, late_host, rows_ahead),
     *(recompute_less, optimizer_on_device, host_copies, kernels, float8, fuse, power),
 )
 """In the order in which remedies with equal gains are listed."""
+
+ON_CPUS = (
+    *(even_experts, late_rank, gathers, fewer_sums, more_stages),
+    *(larger_passes, late_host, rows_ahead, recompute_less),
+)
+"""Rules for a recording of a CPU: those that neither need a device nor have a gain that was measured on one."""
