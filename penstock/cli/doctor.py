@@ -108,16 +108,18 @@ def examine(
             fix="give one of these, or leave --on out for traces",
         )
     cluster = cluster_for(evidence.facts, on)
-    if evidence.is_cpu:
-        if cluster is None:
-            return evidence
-        evidence = replace(evidence, source="none", ranks=(), steps=0, operators=())  # the plan is of another machine
     if cluster is None:
+        if evidence.is_cpu:
+            return evidence
         told = "no plan: nothing says what the run is on; give --on 8xH200"
         return replace(evidence, missing=(*evidence.missing, told))
     evidence = replace(evidence, notes=compared(evidence.facts, cluster))
-    planned: Evidence = load_by_name("penstock.tune.doctor.planned", "with_plan")(evidence, cluster)
-    return planned
+    bare = evidence
+    if evidence.is_cpu:  # a plan of a device, if there is one, replaces the times of the CPU
+        missing = (*evidence.missing, "the recording is of a CPU, so nothing of it is in the times")
+        bare = replace(evidence, source="none", ranks=(), steps=0, operators=(), is_cpu=False, missing=missing)
+    planned: Evidence = load_by_name("penstock.tune.doctor.planned", "with_plan")(bare, cluster)
+    return planned if planned.ranks else replace(evidence, missing=planned.missing[-1:])
 
 
 def _of_run(folder: Path, step: int | None, names: PhaseNames | None) -> Evidence:

@@ -38,11 +38,14 @@ def diff(
 ) -> None:
     """Compare two traces of one rank: matched by span, then by operator and shape; medians over steps."""
     mapped = None if names is None else read_phase_names(names)
-    work_a, work_b = (named_events(one_rank(path, rank, names=mapped)) for path in (a, b))
-    compared = compare(work_a, work_b)
+    traces = [one_rank(path, rank, names=mapped) for path in (a, b)]
+    compared = compare(*map(named_events, traces))
     if as_json:
         print(json.dumps(as_tree(compared)))
     else:
+        devices = ["a CPU" if trace.is_host else trace.device_name or "an unknown device" for trace in traces]
+        if devices[0] != devices[1]:
+            print(f"A is of {devices[0]}, B of {devices[1]}")
         _print(compared, top)
         print_next("doctor", b)
 

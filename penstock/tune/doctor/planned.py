@@ -55,8 +55,7 @@ def with_projection(evidence: Evidence, planned: Projection) -> Evidence:
         step_us = planned.time.step_seconds * 1e6
         fullest = assumed_imbalance(planned.run, DEFAULT_ASSUMPTIONS.in_time)
         ranks = tuple(_costs(one, step_us, planned.layout.dispatcher, fullest) for one in planned.time.ranks)
-        reason = "the trace is of a CPU" if evidence.is_cpu else "no trace was recorded"
-        missing = (*evidence.missing, f"times are those of the plan: {reason}")
+        missing = (*evidence.missing, "times are those of the plan")
         evidence = replace(evidence, source="plan", ranks=ranks, steps=1, missing=missing)
     return with_changes(evidence, planned)
 
