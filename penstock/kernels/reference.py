@@ -9,6 +9,7 @@ A slot is one (token, choice) pair; its number is `token * K + choice`. An exper
 dropped slot: it has no row of its own and weight 0.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -208,14 +209,15 @@ SWIGLU = ExpertRule()
 def activate(gate_up_RF: Tensor, rule: ExpertRule) -> Tensor:
     """silu(gate) * up; with a limit (up + offset) * gate * sigmoid(alpha * gate), gate and up clamped before.
 
-    Without a gate, the square of a ReLU.
+    At a limit and beyond the gradient is 0. Without a gate, the square of a ReLU.
     """
     if not rule.is_gated:
         return F.relu(gate_up_RF).square()
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
     if rule.limit is None:
         return F.silu(gate_RF) * up_RF
-    gate_RF, up_RF = gate_RF.clamp(max=rule.limit), up_RF.clamp(-rule.limit, rule.limit)
+    # The gradient of `hardtanh` at a limit is 0 in every version of PyTorch, that of `clamp` was 1 before 2.15.
+    gate_RF, up_RF = F.hardtanh(gate_RF, -math.inf, rule.limit), F.hardtanh(up_RF, -rule.limit, rule.limit)
     return (up_RF + rule.up_offset) * gate_RF * torch.sigmoid(rule.alpha * gate_RF)
 
 

@@ -297,7 +297,8 @@ def activation_gradients(
 ):
     """Output of `swiglu`, gradients of gate and up, and the terms whose row sum is the weight's gradient.
 
-    With s = sigmoid(gate): silu' = s (1 + gate (1 - s)). Clamped values have no gradient. `weight` is None for 1.
+    With s = sigmoid(gate): silu' = s (1 + gate (1 - s)). Values at their limit and beyond have no gradient.
+    `weight` is None for 1.
     """
     given_gate, given_up = gate, up
     if weight is not None and WEIGHS_INPUT:
@@ -327,8 +328,8 @@ def activation_gradients(
 
 @triton.jit
 def _clamp(gate, up, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
-    """Clamp both, add the offset of up, and return where clamping changed them. NaN stays NaN."""
-    gate_is_over, up_is_over = gate > LIMIT, tl.abs(up) > LIMIT
+    """Clamp both, add the offset of up, and return where they are at their limit or beyond. NaN stays NaN."""
+    gate_is_over, up_is_over = gate >= LIMIT, tl.abs(up) >= LIMIT
     gate = tl.where(gate_is_over, LIMIT, gate)
     up = tl.where(up_is_over, tl.where(up > 0, LIMIT, -LIMIT), up) + OFFSET
     return gate, up, gate_is_over, up_is_over

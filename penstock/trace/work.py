@@ -371,7 +371,7 @@ _UPDATE = re.compile(r"^aten::_foreach_\w+_$")
 _ANY = re.compile(
     r"^aten::(add|sub|mul|div|neg|pow|sqrt|rsqrt|exp|log|sigmoid|tanh|silu|gelu|relu|clamp|clamp_min|clamp_max|where|eq|ne|lt"
     r"|gt|le|ge|maximum|minimum|abs|cos|sin|reciprocal|masked_fill|lerp|addcmul|addcdiv|bitwise_\w+|logical_\w+"
-    r"|\w+_backward|native_batch_norm_backward|cumsum|floor_divide|remainder)_?$"
+    r"|\w+_backward|native_batch_norm_backward|cumsum|floor_divide|remainder|hardtanh)_?$"
 )
 
 

@@ -40,7 +40,6 @@ def test_activations_and_their_gradients_equal_the_reference(
 ) -> None:
     gate_up_RF = torch.randn(rows, rule.projections * width, device=device, dtype=dtype)
     if rule.limit is not None:
-        # Values at the bounds are not beyond them: they have a gradient.
         gate_up_RF[0], gate_up_RF[1] = rule.limit, -rule.limit
     weights_R = torch.rand(rows, device=device) if weighted else None
     assert_parity(
@@ -51,10 +50,20 @@ def test_activations_and_their_gradients_equal_the_reference(
 def test_a_clamp_keeps_numbers_within_bounds_and_hides_no_nan(device: torch.device) -> None:
     rule = ExpertRule(limit=7.0, alpha=1.702)
     gate_up_RF = torch.tensor([[1e4, -1e4, 2.0, torch.nan, 1e4, -1e4, 1.0, 1.0]], device=device)
-    expected_F = [8 * 7.0, 0.0, 2 * 2 / (1 + math.exp(-1.702 * 2))]
+    expected_F = [8 * 7.0 / (1 + math.exp(-1.702 * 7)), 0.0, 2 * 2 / (1 + math.exp(-1.702 * 2))]
     for h_RF in (_fast(gate_up_RF, None, rule), reference.swiglu(gate_up_RF, None, rule)):
         assert_close(h_RF[0, :3], torch.tensor(expected_F))
         assert h_RF[0, 3].isnan()
+
+
+def test_a_value_at_its_limit_has_no_gradient_whatever_pytorch_gives_a_clamp_there(device: torch.device) -> None:
+    rule = ExpertRule(limit=7.0, alpha=1.702)
+    gate_up_RF = torch.tensor([[7.0, 6.9, -7.0, 7.1, 7.0, -7.0, 6.9, 1.0]], device=device)
+    for activation in (_fast, reference.swiglu):
+        leaf_RF = gate_up_RF.clone().requires_grad_()
+        activation(leaf_RF, None, rule).sum().backward()
+        assert leaf_RF.grad is not None
+        assert (leaf_RF.grad == 0).tolist() == [[True, False, False, True, True, True, False, False]]
 
 
 def test_a_square_hides_no_nan_and_may_be_of_an_odd_width(device: torch.device) -> None:
