@@ -195,7 +195,7 @@ READ = {
     "LOCAL_RANK, LOCAL_WORLD_SIZE": "the same among the ranks of this machine",
     "MASTER_ADDR, MASTER_PORT": "where ranks meet; set by torchrun, and by hand if srun's choice is wrong",
     "TORCHELASTIC_RUN_ID": "name of the launch (`torchrun --rdzv-id`): a restart goes on with the run of its launch",
-    "TORCHELASTIC_USE_AGENT_STORE": "whether a process that is no rank holds the store of ranks of srun (`tune`)",
+    "TORCHELASTIC_USE_AGENT_STORE": "True where no rank holds the store: torchrun, `--processes`, trials of `tune`",
     "TORCHELASTIC_RESTART_COUNT": "how often torchrun has started these ranks before",
     "SLURM_PROCID, SLURM_STEP_NUM_TASKS": "rank and ranks, in a step of srun without torchrun",
     "SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_TASKS_PER_NODE": "the same on this machine",
@@ -264,7 +264,7 @@ def _from_torchrun(variables: Mapping[str, str], alone: Environment) -> Environm
         local_rank=local_rank,
         local_world_size=local_world,
         started_by="torchrun",
-        holds_store=False,
+        holds_store=_holds_store(variables),
         launch="" if name == "none" else name,  # torchrun's word for a launch without a name
         restarts=_whole_number(variables, "TORCHELASTIC_RESTART_COUNT", low=0) or 0,
         meeting_point=_address(host, port) if host and port else "",
@@ -291,9 +291,13 @@ def _from_srun(variables: Mapping[str, str], alone: Environment) -> Environment:
         launch=variables.get("TORCHELASTIC_RUN_ID") or f"slurm-{job}.{step}",
         restarts=_whole_number(variables, "SLURM_RESTART_COUNT", low=0) or 0,
         meeting_point=_address(host, port),
-        holds_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        holds_store=_holds_store(variables),
         cores_each=_whole_number(variables, "SLURM_CPUS_PER_TASK"),
     )
+
+
+def _holds_store(variables: Mapping[str, str]) -> bool:
+    return variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _whole_number(variables: Mapping[str, str], name: str, *, low: int = 1) -> int | None:

@@ -30,11 +30,12 @@ from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous as open_store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.base.errors import FAILED, LOST, DeviceError, LostRankError, PenstockError, every_kind
@@ -210,13 +211,22 @@ class Rendezvous:
 
     @property
     def _holds_store(self) -> bool:
-        """Whether the store ends with this rank: under srun with rank 0, else with the launcher."""
+        """Whether the store ends with this rank: with rank 0, unless the launcher holds it."""
         return self.rank == 0 and self._environment.holds_store
 
     def _connect(self) -> Store:
-        address = f"tcp://{self._environment.meeting_point}"
-        store, _, _ = next(open_store(address, self.rank, self.world, timeout=self.timeout))
-        return store
+        # `torch.distributed.rendezvous` reads from the environment whether the launcher holds the store, and since
+        # PyTorch 2.15 believes it only at MASTER_ADDR and MASTER_PORT, which srun does not set.
+        address = urlsplit(f"tcp://{self._environment.meeting_point}")
+        assert address.hostname is not None and address.port is not None, "several ranks have a meeting point"
+        return TCPStore(
+            address.hostname,
+            address.port,
+            self.world,
+            is_master=self._holds_store,
+            timeout=self.timeout,
+            multi_tenant=self._holds_store,
+        )
 
     def _collect_ranks(self, store: Store) -> str:
         name = uuid.uuid4().hex

@@ -30,6 +30,7 @@ from tools.environment_page import environment_page
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }  # fmt: skip
 SRUN = {
     "SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "12", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
@@ -61,6 +62,10 @@ def test_what_the_shell_says_is_read() -> None:
     ("variables", "expected"),
     [
         (TORCHRUN, (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", False, None, None)),
+        (
+            TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": ""},  # variables that are set by hand
+            (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", True, None, None),
+        ),
         (SRUN, (12, 9, 1, 4, "srun", "slurm-20077.0", 1, "gpu03:28077", True, 6, 1_764_201_600)),
         (
             SRUN | TORCHRUN,

@@ -27,7 +27,6 @@ ALONE = Environment(color=False, threads=1, world_size=1)
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """The store that torchrun's agent would hold; it lives longer than the ranks."""
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(module, "LEAVE_SECONDS", 0.0)  # else each later rank to fail stays a second
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
