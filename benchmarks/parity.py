@@ -2,7 +2,7 @@
 
     python -m benchmarks.parity --output benchmarks/results/parity.json
 
-The comparison is the tests' own (tests/models/huggingface/parity.py): float32 on a CPU, plain rows and packed ones. It
+The comparison is the tests' own (tests/models/huggingface/parity.py): float64 on a CPU, plain rows and packed ones. It
 measures rounding, so it says what a correct model looks like and how much room the tests' tolerances leave.
 """
 

@@ -5,10 +5,17 @@ small because large summands cancel carries the rounding of those summands, so i
 size of its whole tensor. Bits that are promised are compared with `torch.equal` or `assert_equal`.
 
 Every tensor is measured by its own size: compare parameters one by one, not joined, or what is small goes unseen.
+
+A bound holds on every processor if the error here is far below it. With PENSTOCK_CLOSENESS=FILE every comparison
+appends its error and its bound to the file, and `python -m tests.closeness FILE...` prints the largest shares.
 """
 
+import json
 import math
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -29,6 +36,10 @@ TOLERANCES = {
 
 FLOAT_TOLERANCE = 1e-6
 """Of Python's floats, which are often results in float32."""
+
+RECORD = os.environ.get("PENSTOCK_CLOSENESS")
+NEAR = 1 / 3
+"""Share of its bound from which the error of a comparison is printed."""
 
 Leaf = Tensor | np.ndarray | float | None
 
@@ -68,6 +79,15 @@ def assert_close(
 def assert_equal(actual: object, expected: object, *, what: str = "") -> None:
     """Assert that every value is the same, where NaN equals NaN; structures, shapes and dtypes as in `assert_close`."""
     assert_close(actual, expected, tolerance=0.0, what=what)
+
+
+def assert_within(found: Mapping[str, float], bounds: Mapping[str, float], *, what: str = "") -> None:
+    """Assert that every figure, a relative error, is at most its bound; NaN is not."""
+    for name, error in found.items():
+        if RECORD and error <= bounds[name]:
+            _record(name, error, bounds[name])
+    too_large = {name: error for name, error in found.items() if not error <= bounds[name]}
+    assert not too_large, _said(what, f"{too_large}; allowed: {dict(bounds)}")
 
 
 def is_close(
@@ -148,6 +168,8 @@ def _check(
     else:
         allowed = 0.0  # integers are equal or wrong
     error = relative_error(wide, wide_other, by=by, least=least)
+    if RECORD and 0 < error <= allowed:
+        _record(what, error, allowed, _step(one, other))
     if not error <= allowed:
         raise AssertionError(_said(what, _deviation(one, wide, wide_other, f"{error:.3g} by {by}", allowed)))
 
@@ -199,3 +221,45 @@ def _kind(leaf: Leaf) -> str:
 
 def _said(what: str, problem: str) -> str:
     return f"{what}: {problem}" if what else problem
+
+
+def _record(what: str, error: float, allowed: float, step: float = 0.0) -> None:
+    frame = sys._getframe(1)
+    while Path(frame.f_code.co_filename).name in ("closeness.py", "parity.py") and frame.f_back is not None:
+        frame = frame.f_back
+    line = {
+        "at": f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}",
+        "test": os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)"),
+        "what": what,
+        "error": error,
+        "allowed": allowed,
+        "share": error / allowed,
+        "is_format": error <= step,
+    }
+    with Path(RECORD or os.devnull).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")  # one write of less than a page: processes may share the file
+
+
+def _step(*sides: Tensor) -> float:
+    """Relative size of a step of the coarser dtype of 16 bits or fewer; 0 of wider ones."""
+    return max(torch.finfo(side.dtype).eps if side.is_floating_point() and side.itemsize < 4 else 0.0 for side in sides)
+
+
+def main(files: Sequence[str]) -> None:
+    """Print the comparison with the largest share of its bound at each line of a test, and by how much that share
+    differs between the files. An error within one step of a 16-bit result is left out: every processor rounds alike.
+    """
+    recorded = [[json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()] for file in files]
+    largest = [{line["at"]: line for line in sorted(lines, key=lambda line: line["share"])} for lines in recorded]
+    shares = {at: [run[at]["share"] for run in largest if at in run] for run in largest for at in run}
+    worst = {at: max((run[at] for run in largest if at in run), key=lambda line: line["share"]) for at in shares}
+    near = [line for line in worst.values() if line["share"] > NEAR and not line["is_format"]]
+    print(f"{sum(map(len, recorded))} comparisons at {len(worst)} lines; over a third of the bound at {len(near)}:")
+    for line in sorted(near, key=lambda line: -line["share"]):
+        spread = max(shares[line["at"]]) - min(shares[line["at"]])
+        print(f"{line['share']:.2f} (spread {spread:.2f}) {line['at']} ", end="")
+        print(f"{line['error']:.2e} of {line['allowed']:.2e} {line['what']} {line['test']}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

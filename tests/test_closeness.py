@@ -1,12 +1,14 @@
 """The comparison of numbers sees what is wrong, passes what is rounding, and says what it saw."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.closeness import TOLERANCES, assert_close, assert_equal, is_close, relative_error
+from tests import closeness
+from tests.closeness import TOLERANCES, assert_close, assert_equal, assert_within, is_close, relative_error
 
 
 def test_a_small_element_may_differ_by_the_rounding_of_the_largest() -> None:
@@ -113,3 +115,19 @@ def test_equal_means_every_value() -> None:
 def test_the_error_by_norm_is_that_of_the_whole_tensor() -> None:
     assert relative_error(torch.tensor([3.0, 4.0 + 0.5]), torch.tensor([3.0, 4.0]), by="norm") == 0.1
     assert relative_error(torch.tensor([3.0, 4.0 + 0.5]), torch.tensor([3.0, 4.0])) == 0.125
+
+
+def test_the_largest_share_of_a_bound_at_each_line_is_recorded_and_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(closeness, "RECORD", str(tmp_path / "shares"))
+    assert_close(2.0, 2.0, tolerance=0.1)
+    for error in (0.05, 0.09, 0.01):
+        assert_close(1.0 + error, 1.0, tolerance=0.1, what="near")
+    assert_within({"far": 1e-3}, {"far": 1.0})
+    with pytest.raises(AssertionError, match=r"worst: \{'a': nan\}; allowed"):
+        assert_within({"a": math.nan}, {"a": 1.0}, what="worst")
+    closeness.main([str(tmp_path / "shares")])
+    first, line = capsys.readouterr().out.splitlines()
+    assert first == "4 comparisons at 2 lines; over a third of the bound at 1:"
+    assert line.startswith("0.90 (spread 0.00) ") and "9.00e-02 of 1.00e-01 near tests/test_closeness.py::" in line

@@ -15,6 +15,7 @@ from penstock.kernels.float8.triton_operators import TRITON as TRITON_IN_8_BITS
 from penstock.kernels.operators import Operators
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.moe.dispatch.row_capacity import ActivationArena
+from tests.closeness import assert_within
 from tests.distributed.case import layout, pipeline
 from tests.distributed.one_loss import (
     TOLERANCES,
@@ -84,8 +85,7 @@ def test_experts_on_a_shelf_train_as_without(way: str, ranks: Pool) -> None:
     counted = ranks.run(count, play, (*of_layout, GATHERED, *settings))
     got, expected = (put_together([result[:2] for result in runs]) for runs in (results, counted))
     start = {name: torch.zeros_like(tensor) for name, tensor in expected.tensors.items()}  # relative to the values
-    for figure, difference in differences(got, expected, start).items():
-        assert difference <= TOLERANCES[figure], f"{figure}: {difference}"
+    assert_within(differences(got, expected, start), TOLERANCES)
     bounds, layers = zip(*[result[2:] for result in results], strict=True)
     assert all(layers) != ("recomputed" in way or way == "offloaded"), "rows that are not saved need no arena"
     assert "8 bits" not in way or set(layers) == {2}, "in 16 bits and in 8"

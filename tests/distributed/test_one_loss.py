@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from tests.closeness import assert_equal
+from tests.closeness import assert_equal, assert_within
 from tests.distributed.one_loss import (
     CASES,
     NO_ROOM,
@@ -54,9 +54,8 @@ def model_of(case: Case) -> tuple[str, ...]:
 )
 def test_a_layout_gives_the_figures_of_one_process(case: Case, ranks: Pool, alone: Alone) -> None:
     expected, start = alone(model_of(case))
-    found = differences(trace(ranks, case.ranks, model_of(case) + case.overrides, TWO), expected, start)
-    too_large = {figure: value for figure, value in found.items() if not value <= TOLERANCES[figure]}
-    assert not too_large, f"allowed: {TOLERANCES}"
+    got = trace(ranks, case.ranks, model_of(case) + case.overrides, TWO)
+    assert_within(differences(got, expected, start), TOLERANCES)
 
 
 @pytest.mark.slow
@@ -69,8 +68,7 @@ def test_a_step_whose_rows_find_no_room_is_made_again_and_gives_the_same(ranks: 
     enough = trace(ranks, 4, (*no_room, "dispatch.row_capacity_factor=4.0"), TWO)
     assert enough.left_out == [0] * TWO
     assert (got.losses, got.norms, got.held_out) == (enough.losses, enough.norms, enough.held_out)
-    found = differences(got, expected, start)
-    assert all(value <= TOLERANCES[figure] for figure, value in found.items()), found
+    assert_within(differences(got, expected, start), TOLERANCES)
 
 
 @pytest.mark.slow

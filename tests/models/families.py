@@ -147,7 +147,7 @@ def reading_of(
 def in_transformers(decoder: Decoder, folder: Path) -> PreTrainedModel:
     """The same weights, loaded by `transformers` from the files that we write."""
     save_huggingface(decoder, folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype())
     model.config._attn_implementation = "eager"
     model.config._experts_implementation = "eager"
     return model.eval()

@@ -1,5 +1,7 @@
 """One model here and in `transformers`, on the same tokens: how far logits, loss and gradients are apart.
 
+Both compute in float64 (tests/float64.py), also where `transformers` casts to float32.
+
 Weights travel through the files that we write. Gradients come back the same way: `transformers` saves them as if they
 were weights, in the form of the published files, and our own import reads them. So the names of both directions are
 tried too. Rows of several documents have the masks that `transformers` makes from positions that begin anew; a model
@@ -24,17 +26,15 @@ from penstock.config.model import Model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.weights import load_huggingface
 from tests.closeness import relative_error
+from tests.float64 import EXACT, in_float64
 from tests.models.families import in_transformers, reading_of, tiny_decoder
 
 ROWS, POSITIONS = 3, 24
 DOCUMENTS = ((11, 13), (24,), (5, 8, 11))
 """Lengths of the documents of each packed row."""
 
-TOLERANCES = {"logits": 2e-5, "loss": 1e-5, "gradient": 1e-4}
+TOLERANCES = dict.fromkeys(("logits", "loss", "gradient"), EXACT)
 """Largest relative difference that passes."""
-
-LINEAR = 5.0
-"""Factor on the tolerances of models with linear attention: the norm of each head's output enlarges rounding."""
 
 SMALL = 1e-3
 """Gradients are compared relative to their own size, but at least to this share of the model's largest."""
@@ -50,8 +50,9 @@ class Parity:
     weight: str  # that weight
 
 
+@in_float64()
 def compare(config: Model, folder: Path, *, packed: bool = False) -> Parity:
-    """Run the model here and there, forward and backward, in float32 on the CPU; files go to an empty folder.
+    """Run the model here and there, forward and backward, on the CPU; files go to an empty folder.
 
     `packed` are rows of several documents, whose positions begin anew.
     """

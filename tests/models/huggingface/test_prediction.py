@@ -11,9 +11,10 @@ from penstock.config.model import Model
 from penstock.models.huggingface.weights import from_huggingface, weight_mappings, with_prediction
 from penstock.models.model_inputs import ModelInputs, shifted_tokens
 from tests.closeness import assert_close, assert_equal
+from tests.float64 import EXACT, in_float64
 from tests.models.families import in_transformers, tiny_decoder, tiny_model, to_huggingface
 from tests.models.huggingface.family_models import glm4_moe, qwen3_next
-from tests.models.huggingface.parity import TOLERANCES, unsettled
+from tests.models.huggingface.parity import unsettled
 
 GLM = glm4_moe(bias=True, qk_norm="head", mtp_layers=1)
 WITH_PREDICTION = {
@@ -57,12 +58,13 @@ def test_a_family_without_prediction_takes_no_layer_for_one() -> None:
     assert with_prediction(config, ["model.layers.7.input_layernorm.weight"]).mtp_layers == config.mtp_layers
 
 
+@in_float64()
 def test_a_depth_and_its_gradients_equal_those_of_transformers(tmp_path: Path) -> None:
     """`transformers` runs the depth only to draft tokens, but its layer has gradients."""
     ours = unsettled(tiny_decoder(GLM).train())
     theirs = in_transformers(ours, tmp_path / "main")
     theirs._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{GLM.layers}.*"]  # where it looks for the depth
-    ahead = MtpModel.from_pretrained(theirs, dtype=torch.float32).train()
+    ahead = MtpModel.from_pretrained(theirs, dtype=torch.float64).train()
     ahead.config._attn_implementation = "eager"
     ahead.config._experts_implementation = "eager"
     tokens_BS = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(5))
@@ -71,14 +73,14 @@ def test_a_depth_and_its_gradients_equal_those_of_transformers(tmp_path: Path) -
     hidden = ours(ModelInputs(tokens_BS=tokens_BS, positions_BS=positions_BS, ahead=(ahead_BS,)))
     main_BSD = theirs.model(tokens_BS, use_cache=False).last_hidden_state
     expected_BSD = ahead.forward_layer(0, main_BSD, positions_BS, None, input_ids=ahead_BS)
-    assert_close(hidden.mtp[0], expected_BSD, tolerance=TOLERANCES["logits"])
+    assert_close(hidden.mtp[0], expected_BSD, tolerance=EXACT)
 
     targets_T = tokens_BS.roll(-2, dims=1).flatten()
     loss = F.cross_entropy(F.linear(hidden.mtp[0], ours.head_VD).flatten(0, 1), targets_T)
     expected = F.cross_entropy(ahead.shared_head(expected_BSD).flatten(0, 1), targets_T)
     loss.backward()
     expected.backward()
-    assert_close(loss, expected, tolerance=TOLERANCES["loss"])
+    assert_close(loss, expected, tolerance=EXACT)
     pairs = {
         "mtp.0.join.weight": ahead.layers[0].eh_proj.weight,
         "mtp.0.embed_norm.weight_D": ahead.layers[0].enorm.weight,
@@ -91,7 +93,7 @@ def test_a_depth_and_its_gradients_equal_those_of_transformers(tmp_path: Path) -
     }
     found = dict(ours.named_parameters())
     for name, parameter in pairs.items():
-        assert_close(found[name].grad, parameter.grad, tolerance=TOLERANCES["gradient"], what=name)
+        assert_close(found[name].grad, parameter.grad, tolerance=EXACT, what=name)
 
 
 @pytest.mark.parametrize("name", WITH_PREDICTION)
