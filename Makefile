@@ -18,7 +18,7 @@ TESTS       ?=
 
 BIN  := .venv/bin
 CODE := penstock tests benchmarks tools
-PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadgroup \
+PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadgroup \
           --durations=10 --durations-min=2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -42,7 +42,7 @@ VENV  := .venv/stamps/made
 READY := .venv/stamps/run-$(KEY)
 DEV   := .venv/stamps/test-$(KEY)
 
-.PHONY: help setup train test test-all test-cluster lint lint-types lint-rest docs pictures site clean
+.PHONY: help setup train test test-all test-newest test-cluster lint lint-types lint-rest docs pictures site clean
 
 help: ## show this
 	@echo "Penstock: make TARGET"
@@ -59,6 +59,13 @@ test: lint ## set up what is missing, then run every check and every test that i
 test-all: lint ## everything, the slow tests too
 	@echo "== pytest, slow tests too"
 	@$(PYTEST) $(TESTS)
+
+test-newest: BIN := .venv-newest/bin
+test-newest: ## the tests of `make test` with the newest release of every dependency, in .venv-newest: several GB
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv-newest
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable '.[dev]'
+	@$(BIN)/python -m pip list --disable-pip-version-check | grep -E '^(numpy|torch|transformers|triton) '
+	@$(PYTEST) -m 'not slow' $(TESTS)
 
 test-cluster: $(DEV) ## runs on hosts in network namespaces and on a Slurm of their own; minutes, and root
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster --durations=0 --durations-min=2 tests/cluster $(TESTS)
