@@ -1,6 +1,7 @@
 """`penstock ladder` from the outside, with trials that are made up; and once, slowly, with real ones."""
 
 import json
+import sys
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -103,7 +104,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def test_everything_is_written_down(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb.sys, "argv", ["penstock", "ladder", "debug", "--json", "l.json"])
+    monkeypatch.setattr(sys, "argv", ["penstock", "ladder", "debug", "--json", "l.json"])
     climb("--json", "l.json", "--commit", "0123abc")
     found = read("l.json")
     assert (found["command"], found["commit"]) == ("penstock ladder debug --json l.json", "0123abc")

@@ -23,12 +23,12 @@ REFUSED = {
     ("alone", 1, ("parallel.pipeline=2", "parallel.expert=2")): (  # the expert view is larger: 2 x 2 ranks
         "parallel needs more ranks: the larger of pipeline 2 x tensor 1 x context 1 = 2 and "
         "pipeline 2 x expert 2 x expert_tensor 1 = 4; got 1 rank; allowed: a multiple of 4; "
-        "fix: start 4 processes: penstock train ... --processes 4"
+        "fix: start 4 processes: --processes 4; --fake-world 4 shows one of them and starts none"
     ),
     ("too few for both views", 5, ("parallel.tensor=2", "parallel.expert=3")): (  # lcm(2, 3) = 6
         "parallel needs more ranks: the least common multiple of pipeline 1 x tensor 2 x context 1 = 2 and "
         "pipeline 1 x expert 3 x expert_tensor 1 = 3; got 5 ranks; allowed: a multiple of 6; "
-        "fix: start 6 processes: penstock train ... --processes 6"
+        "fix: start 6 processes: --processes 6; --fake-world 6 shows one of them and starts none"
     ),
     ("dense view", 8, ("parallel.tensor=3", "parallel.context=2")): (
         "parallel does not divide the ranks: pipeline 1 x tensor 3 x context 2 = 6; got 8 ranks; "

@@ -139,7 +139,7 @@ def test_a_hundred_ranks_are_drawn_with_those_that_others_wait_for(tmp_path: Pat
 def test_lanes_of_a_cpu_are_of_its_operators(tmp_path: Path) -> None:
     (figure,), missing = timeline_pictures(gather(host_folder(tmp_path / "run", ranks=2)))
     assert missing == [] and figure.title == "Step 3, measured"
-    assert "operators of each process" in figure.caption and "the machine's own clock" in figure.caption
+    assert "operators of each process" in figure.caption and "the clocks of all ranks agree" in figure.caption
 
 
 def test_ranks_whose_clocks_nothing_joins_begin_at_their_own_step(tmp_path: Path) -> None:

@@ -300,11 +300,15 @@ def test_each_remedy_says_how_its_gain_is_computed() -> None:
     assert told and all(one["how"] for one in told)
 
 
-def test_each_heading_that_is_the_source_of_a_remedy_exists() -> None:
-    cited = [found for one in RULES for found in re.findall(r"(\S+\.md), ([^;(]+)", one.source)]
-    assert len(cited) > 3
-    for path, heading in cited:
-        assert f"# {heading.strip()}\n" in Path(path).read_text(encoding="utf-8"), (path, heading)
+def test_each_page_heading_and_result_that_is_the_source_of_a_remedy_exists() -> None:
+    sources = [rule.source for rule in RULES]
+    pages = [page for source in sources for page in re.findall(r"(\S+\.md)(?:, ([^;(]+))?", source)]
+    results = [name for source in sources for name in re.findall(r"[\w-]+\.json", source)]
+    assert pages and results
+    for path, heading in pages:
+        assert f"# {heading.strip()}" in Path(path).read_text(encoding="utf-8"), (path, heading)
+    for name in results:
+        assert (Path("benchmarks/results") / name).exists(), name
 
 
 def test_a_full_device_is_not_given_larger_passes() -> None:
