@@ -122,7 +122,9 @@ def _layout(case: Case) -> Row:
 
 def _figures(found: Projection) -> Row:
     return {
+        "step_seconds": round(found.time.step_seconds, 2),
         "tokens_per_second": round(found.time.tokens_per_second_per_device, 1),
+        "model_flops_utilization": round(found.time.model_flops_utilization, 3),
         "memory_bytes": found.memory.total,
         "fits": found.fits,
         "best": str(found.layout),

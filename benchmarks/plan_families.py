@@ -1,0 +1,60 @@
+"""The fastest layout of every published model on a small cluster of each of a few chips, for docs/families.md.
+
+    nice python -m benchmarks.plan_families --output benchmarks/results/plan-families.json
+
+A cluster has so many devices that state of `STATE_BYTES` for each parameter takes at most `STATE_SHARE` of the smallest
+chip, in nodes of 8, rounded up to a power of two. The file is written after each search, and a later call continues
+with the searches that it lacks. Needs no GPU.
+"""
+
+import argparse
+import json
+from typing import Any
+
+from benchmarks import record
+from benchmarks.search_all import Case, answered
+from penstock.config.presets.registry import PRESETS
+from penstock.models.count import count
+
+CHIPS = ("H100", "MI300X", "B200")
+OURS = ("debug", "moe-")
+"""Presets with these beginnings are no published models."""
+
+STATE_BYTES = 14  # of a parameter: bf16 weight, float32 gradient, master weight and two bfloat16 moments
+STATE_SHARE = 64e9  # of the 80 GB of an H100; the rest is for activations
+
+
+def devices_for(parameters: int) -> int:
+    """Devices that hold the state of a model."""
+    least = max(8, parameters * STATE_BYTES / STATE_SHARE)
+    return 1 << (int(least - 1)).bit_length()
+
+
+def cases() -> list[Case]:
+    """Every published preset on one cluster of each chip."""
+    sizes = {
+        name: devices_for(count(make().model, 4096).parameters)
+        for name, make in PRESETS.items()
+        if not name.startswith(OURS)
+    }
+    return [{"model": name, "on": f"{devices}x{chip}"} for name, devices in sizes.items() for chip in CHIPS]
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    record.add_arguments(parser)
+    options = parser.parse_args()
+    rows: dict[str, Any] = {}
+    if options.output is not None and options.output.exists():
+        rows = json.loads(options.output.read_text(encoding="utf-8"))["numbers"]["searches"]
+    for case in cases():
+        key = f"{case['model']} on {case['on']}"
+        if key not in rows:
+            rows[key] = answered(case)
+            print(json.dumps(rows[key]), flush=True)
+            record.write(options, {"searches": rows})
+
+
+if __name__ == "__main__":
+    main()
