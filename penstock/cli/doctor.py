@@ -32,7 +32,7 @@ from penstock.tune.doctor.diagnosis import (
 )
 from penstock.tune.doctor.evidence import Evidence, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of
-from penstock.tune.doctor.remedies import accepted
+from penstock.tune.doctor.remedy import accepted
 from penstock.tune.doctor.run_facts import (
     cluster_for,
     compared,

@@ -32,7 +32,8 @@ from penstock.tune.doctor.diagnosis import diagnose
 from penstock.tune.doctor.evidence import RunFacts
 from penstock.tune.doctor.from_trace import evidence_of
 from penstock.tune.doctor.planned import with_plan
-from penstock.tune.doctor.remedies import FLOAT8, accepted
+from penstock.tune.doctor.remedies import FLOAT8
+from penstock.tune.doctor.remedy import accepted
 from penstock.tune.short_step import rows_of_trials, with_rows
 
 _SAFE = ("pipeline.", "recompute.", "offload.", "graphs.", "kernels.", "host.", "parallel.", "dispatch.")

@@ -29,7 +29,8 @@ from penstock.tune.doctor.evidence import (
     bottlenecks_of,
 )
 from penstock.tune.doctor.planned import with_changes
-from penstock.tune.doctor.remedies import MUCH_POINTWISE, OVERLAP_GAINS, RULES, TOKENS, Remedy
+from penstock.tune.doctor.remedies import MUCH_POINTWISE, OVERLAP_GAINS, RULES, TOKENS
+from penstock.tune.doctor.remedy import Remedy
 
 TOTAL = 100_000.0  # microseconds of every step here
 

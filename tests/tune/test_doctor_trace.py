@@ -18,7 +18,7 @@ from penstock.trace.events import NONE
 from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
 from penstock.tune.doctor.evidence import STANDS, Evidence, HostCopy, PowerFacts, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of, kind_of
-from penstock.tune.doctor.remedies import Remedy
+from penstock.tune.doctor.remedy import Remedy
 from penstock.tune.doctor.run_facts import facts_of
 from tests.trace.synthetic import Job, Traces, _Run, make
 from tests.trace.synthetic_job import V2_LITE

@@ -5,6 +5,7 @@
     from_trace   reads traces: costs of each rank, and which ranks came late and why
     planned      adds the plan of the run, and what the plan projects for each change; imports PyTorch
     losses       parts of a loss that one change can save
+    remedy       the form of a remedy, and how a rule is made
     remedies     one function for each change that can help
     diagnosis    the conclusion, as a sentence, as lines of evidence and as JSON
 

@@ -7,7 +7,8 @@ from typing import Any
 from penstock.base.errors import TraceError
 from penstock.tune.doctor.evidence import ALSO, Bottleneck, Bottlenecks, Evidence, LateRank, bottlenecks_of
 from penstock.tune.doctor.losses import between_steps_us, imbalance_us, least_even
-from penstock.tune.doctor.remedies import Remedy, remedies
+from penstock.tune.doctor.remedies import remedies
+from penstock.tune.doctor.remedy import Remedy
 
 NAMED_LATE, TOLD_LATE = 4, 8
 """Late ranks, by cause, at most in the conclusion and in the evidence."""

@@ -16,7 +16,8 @@ from penstock.plan.memory import components
 from penstock.plan.project import DEFAULT_ASSUMPTIONS, project
 from penstock.plan.projection import Projection, RankTime
 from penstock.tune.doctor.evidence import Evidence, RankCosts, RunFacts, bottlenecks_of
-from penstock.tune.doctor.remedies import FLOAT8, FLOAT8_DISPATCH, SELECTIVE, accepted, remedies
+from penstock.tune.doctor.remedies import FLOAT8, FLOAT8_DISPATCH, SELECTIVE, remedies
+from penstock.tune.doctor.remedy import accepted
 
 _KINDS = {"weights": "all-gather", "gradients": "reduce-scatter", "exchange": "exchange", "bubble": "send-recv"}
 """Kind of communication of each term of the plan; the kind of `dispatch` is the dispatcher."""

@@ -11,21 +11,15 @@ trace the change is in words; `what` always has the words. Rules that the plan h
 (`penstock.plan.rules`).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from math import comb
-from typing import TypeAlias
 
-from penstock.base.errors import ConfigError
 from penstock.base.numbers import bytes_text
 from penstock.config.fit import grid_of, micro_batches
-from penstock.config.rules import check
-from penstock.config.run import Run
-from penstock.config.tree import build, merge, parse_overrides
-from penstock.plan.rules.advice import ADVICE, FEW_PEERS, MANY_COPIES
+from penstock.plan.rules.advice import FEW_PEERS, MANY_COPIES
 from penstock.tune.doctor import losses
 from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence
+from penstock.tune.doctor.remedy import NO_OFFER, Offer, Remedy, RemedyRule, cpu_rule, first_accepted, rule
 
 WORTH_SAYING = 0.005
 """Share of the step below which a gain is noise."""
@@ -66,26 +60,12 @@ _PASSES = (
 _PARTS = 'graphs.capture="partial"'
 
 
-@dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """A change and its gain."""
-
-    change: str  # overrides of the run, separated by blanks; words if no override makes the change
-    what: str  # the change in words
-    gain_us: float  # upper bound per step
-    rule: str
-    source: str  # of the gain or of the rule
-    how: str = ""  # the gain is computed
-    gain_bytes: int = 0  # freed memory, for a run that does not fit
-    fits: bool = True  # whether the run fits its devices with this change alone, by the plan if that was asked
-
-
 def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]:
     """All offered remedies, the largest gain first; a run that does not fit gets changes that free memory first."""
     facts = evidence.facts
     offered: list[Remedy] = []
     for one in RULES:
-        if evidence.is_cpu and one not in ON_CPUS:
+        if evidence.is_cpu and not one.on_cpu:
             continue
         change, what, gain_us = one.offer(evidence, bottlenecks) or NO_OFFER
         if change is None or change in facts.lacking_bytes:
@@ -96,56 +76,6 @@ def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]
     worth = [replace(one, fits=bottlenecks.fits) for one in offered if bottlenecks.share(one.gain_us) >= WORTH_SAYING]
     fitting = [] if bottlenecks.fits else make_it_fit(evidence)
     return (*fitting, *sorted(worth, key=lambda one: -one.gain_us))
-
-
-def accepted(run: Run, change: str, world: int | None = None) -> Run | None:
-    """The run with overrides, separated by blanks, or None if that run could not start or is the same run.
-
-    A `world` of None skips the rules that need the number of ranks.
-    """
-    try:
-        changed = build(Run, merge(Run, run.model_dump(), parse_overrides(Run, change.split())))
-        check(changed)
-        if world is not None:
-            grid_of(changed, world)
-    except ConfigError:
-        return None
-    return None if changed == run else changed
-
-
-def first_accepted(evidence: Evidence, *changes: str, words: str = "") -> str | None:
-    """The first change that the run accepts and the plan does not refuse; `words` for another program's run."""
-    facts = evidence.facts
-    if facts.run is None:
-        return words or None
-    asked = (one for one in changes if one not in facts.lacking_bytes)
-    return next((one for one in asked if accepted(facts.run, one, facts.world) is not None), None)
-
-
-Offer: TypeAlias = tuple[str | None, str, float]
-"""`change`, `what` and `gain_us` of a remedy; without a change the run accepts none of its forms."""
-
-NO_OFFER: Offer = (None, "", 0.0)
-
-PLAN_SOURCES: Mapping[str, str] = {advice.name: advice.source for advice in ADVICE}
-"""Sources of the plan's rules, by name."""
-
-
-@dataclass(frozen=True)
-class RemedyRule:
-    """Offers a change, or None where the change cannot help."""
-
-    name: str
-    source: str
-    how: str  # the gain is computed
-    offer: Callable[[Evidence, Bottlenecks], Offer | None]
-
-
-def rule(
-    name: str, source: str = "", *, how: str
-) -> Callable[[Callable[[Evidence, Bottlenecks], Offer | None]], RemedyRule]:
-    """Make a function a rule; without a source it has that of the plan's rule with its name."""
-    return partial(RemedyRule, name, source or PLAN_SOURCES[name], how)
 
 
 # Communication: fewer bytes, transfers during computing, no late rank.
@@ -211,7 +141,7 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     )
 
 
-@rule(
+@cpu_rule(
     "even-experts",
     "arXiv 2408.15664 (bias), arXiv 2101.03961 (auxiliary loss)",
     how="waiting that these ranks caused by their experts; without such ranks, by the rows of the metrics",
@@ -259,7 +189,7 @@ def bounded_rows(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     )
 
 
-@rule("no-rank-is-late", "the trace, waiting in collectives", how="waiting that these ranks caused")
+@cpu_rule("no-rank-is-late", "the trace, waiting in collectives", how="waiting that these ranks caused")
 def late_rank(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A rank that computes the same work more slowly needs repair."""
     slow = [one for one in evidence.late if one.cause in ("compute", "unknown")]
@@ -272,7 +202,7 @@ def late_rank(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     )
 
 
-@rule("gathers-once-a-step", how="exposed gathers and scatters without waiting, times (1 - 1 / micro-batches)")
+@cpu_rule("gathers-once-a-step", how="exposed gathers and scatters without waiting, times (1 - 1 / micro-batches)")
 def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Sharding only the optimizer keeps the weights whole on each rank."""
     run = evidence.facts.run
@@ -289,7 +219,7 @@ def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     )
 
 
-@rule(
+@cpu_rule(
     "sums-once-for-more-rows",
     "bytes of a sum do not depend on rows",
     how="half of the exposed all-reduces without waiting",
@@ -326,7 +256,7 @@ def sums_in_two_bytes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | N
     )
 
 
-@rule("stages-when-pipeline", how="half of the exposed messages between stages")
+@cpu_rule("stages-when-pipeline", how="half of the exposed messages between stages")
 def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Two stages on each pipeline rank halve the bubble."""
     run = evidence.facts.run
@@ -369,7 +299,7 @@ def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     )
 
 
-@rule("larger-passes", "launches of a pass do not depend on rows", how="half of the idle time before late launches")
+@cpu_rule("larger-passes", "launches of a pass do not depend on rows", how="half of the idle time before late launches")
 def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Larger micro-batches need fewer launches for the same tokens."""
     facts = evidence.facts
@@ -403,7 +333,7 @@ def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     )
 
 
-@rule("no-host-is-late", "the trace, waiting in collectives", how="waiting that these ranks caused by idle devices")
+@cpu_rule("no-host-is-late", "the trace, waiting in collectives", how="waiting that these ranks caused by idle devices")
 def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """All ranks wait for a rank with a late host."""
     late = [one for one in evidence.late if one.cause == "host"]
@@ -421,7 +351,7 @@ def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     )
 
 
-@rule("rows-ahead", "the trace, spans of data", how="idle time while the host fetches rows, and computing for it")
+@cpu_rule("rows-ahead", "the trace, spans of data", how="idle time while the host fetches rows, and computing for it")
 def rows_ahead(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Rows that are ready when a step begins cost no time."""
     ours = evidence.facts.run is not None
@@ -435,7 +365,7 @@ def rows_ahead(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 # Memory and computing: less recomputation, fewer copies, faster kernels.
 
 
-@rule("selective-before-full", how="all recomputation")
+@cpu_rule("selective-before-full", how="all recomputation")
 def recompute_less(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Selective recomputation replaces that of whole layers."""
     run = evidence.facts.run
@@ -585,15 +515,5 @@ def make_it_fit(evidence: Evidence) -> list[Remedy]:
     ]
 
 
-RULES: tuple[RemedyRule, ...] = (
-    *(symmetric, overlap, even_experts, bounded_rows, late_rank, gathers, fewer_sums, sums_in_two_bytes, more_stages),
-    *(graphs, larger_passes, sync_free, late_host, rows_ahead),
-    *(recompute_less, optimizer_on_device, host_copies, kernels, float8, fuse, power),
-)
-"""In the order in which remedies with equal gains are listed."""
-
-ON_CPUS = (
-    *(even_experts, late_rank, gathers, fewer_sums, more_stages),
-    *(larger_passes, late_host, rows_ahead, recompute_less),
-)
-"""Rules for a recording of a CPU: those that neither need a device nor have a gain that was measured on one."""
+RULES = tuple(value for value in globals().values() if isinstance(value, RemedyRule))
+"""Every rule above, in the order of this file, in which remedies with equal gains are listed."""
