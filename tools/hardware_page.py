@@ -130,7 +130,7 @@ def _words(name: str) -> str:
 
 _HEAD = """# Hardware
 
-Written by `make docs` from the files in `penstock/plan/hardware_data/`; change them there.
+Written by `make docs` from the files in `penstock/base/hardware_data/`; change them there.
 
 The planner describes a machine by a hardware file. This page shows the files that come with Penstock, and how to
 measure your own machine:

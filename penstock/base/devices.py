@@ -1,11 +1,17 @@
 """Known chips: their names in drivers and compilers, and the peaks of their data sheets.
 
-Kernels are chosen by the compiler's name, also for a chip that is not here. Model FLOPs utilization divides by the
-peak; a device that is not here has none. Measured rates and all else that a plan reads: penstock/plan/hardware_data.
+Kernels are chosen by the compiler's name, also for a chip without a file. Model FLOPs utilization divides by the peak;
+a device without a file has none. `penstock.plan.hardware_file` reads and checks the whole of each file.
 """
 
 import re
+import tomllib
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+PACKAGED = Path(__file__).with_name("hardware_data")
+"""A file for each chip that comes with the package."""
 
 
 @dataclass(frozen=True)
@@ -22,23 +28,23 @@ class Chip:
     source: str
 
 
-CHIPS: tuple[Chip, ...] = (
-    Chip(
-        "MI300X", "gfx942", "AMD Instinct MI300X", 1307e12, 2615e12, 163.4e12, 5.3e12, "AMD Instinct MI300X data sheet"
-    ),
-    Chip("MI325X", "gfx942", "AMD Instinct MI325X", 1307e12, 2615e12, 163.4e12, 6e12, "AMD Instinct MI325X data sheet"),
-    Chip("MI350X", "gfx950", "AMD Instinct MI350X", 2307e12, 4614e12, 144.2e12, 8e12, "AMD Instinct MI350X data sheet"),
-    Chip("MI355X", "gfx950", "AMD Instinct MI355X", 2517e12, 5033e12, 157.3e12, 8e12, "AMD Instinct MI355X data sheet"),
-    Chip("GB200", "sm_100", "NVIDIA GB200", 2500e12, 5000e12, 80e12, 8e12, "NVIDIA GB200 NVL72 data sheet"),
-    Chip("GB300", "sm_103", "NVIDIA GB300", 2500e12, 5000e12, 80e12, 8e12, "NVIDIA GB300 NVL72 data sheet"),
-    Chip("B300", "sm_103", "NVIDIA B300 SXM6 AC", 2250e12, 4500e12, 75e12, 8e12, "NVIDIA HGX B300 data sheet"),
-    Chip("B200", "sm_100", "NVIDIA B200", 2250e12, 4500e12, 75e12, 8e12, "NVIDIA HGX B200 data sheet"),
-    Chip("H200", "sm_90", "NVIDIA H200", 989e12, 1979e12, 67e12, 4.8e12, "NVIDIA H200 data sheet"),
-    Chip("H100", "sm_90", "NVIDIA H100 80GB HBM3", 989e12, 1979e12, 67e12, 3.35e12, "NVIDIA H100 SXM data sheet"),
-    Chip("H800", "sm_90", "NVIDIA H800", 989e12, 1979e12, 67e12, 3.35e12, "NVIDIA H800 SXM data sheet"),
-    Chip("A100", "sm_80", "NVIDIA A100-SXM4-80GB", 312e12, None, 19.5e12, 2.039e12, "NVIDIA A100 data sheet"),
-    Chip("H20", "sm_90", "NVIDIA H20", 148e12, 296e12, 44e12, 4e12, "NVIDIA H20 data sheet"),
-)
+@cache
+def chips() -> tuple[Chip, ...]:
+    """The chips of the packaged hardware files."""
+    files = (tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(PACKAGED.glob("*.toml")))
+    return tuple(
+        Chip(
+            pattern=file["name"],
+            target=file["kernels"],
+            name=file["driver"],
+            bf16=file["peaks"]["bf16"],
+            fp8=file["peaks"].get("fp8"),
+            fp32=file["peaks"].get("fp32"),
+            memory=file["peaks"]["memory_bytes_per_second"],
+            source=file["peaks"]["source"],
+        )
+        for file in files
+    )
 
 
 def chip_named(name: str) -> Chip | None:
@@ -47,7 +53,7 @@ def chip_named(name: str) -> Chip | None:
     Only whole words count, since GH200 is no H200; the name of a virtual GPU has a letter or two more: H100XM-80C.
     """
     end = r"(?:[A-Z]{1,2}(?=-[0-9]))?(?![A-Z0-9])"
-    return next((chip for chip in CHIPS if re.search(rf"(?<![A-Z0-9]){chip.pattern}{end}", name.upper())), None)
+    return next((chip for chip in chips() if re.search(rf"(?<![A-Z0-9]){chip.pattern}{end}", name.upper())), None)
 
 
 def peak_flops(device_name: str) -> float | None:

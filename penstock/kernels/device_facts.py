@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from penstock.base.devices import CHIPS, chip_named
+from penstock.base.devices import chip_named, chips
 from penstock.base.errors import DeviceError, did_you_mean
 from penstock.kernels.tuning import target_of
 
@@ -68,7 +68,7 @@ def named_device(name: str, dtype: Dtype) -> DeviceFacts:
     """
     chip = chip_named(name)
     if chip is None:
-        known = [chip.pattern for chip in CHIPS]
+        known = [chip.pattern for chip in chips()]
         raise DeviceError(
             "no device is known by this name",
             got=repr(name),

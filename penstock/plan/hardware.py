@@ -1,6 +1,6 @@
 """Hardware as data: data sheet figures of a chip and its node, measured figures, and the source of each.
 
-In a hardware file (penstock/plan/hardware_data, or a user's own), `memory`, `peaks` and `node` hold figures of data
+In a hardware file (penstock/base/hardware_data, or a user's own), `memory`, `peaks` and `node` hold figures of data
 sheets and drivers, the other tables figures that programs reach. Each table has a `source`, which begins with one word:
 
     measured:    by us, on this chip
@@ -262,6 +262,7 @@ class Hardware:
 
     Attributes:
         vendor: cpu for a machine without GPUs.
+        driver: name that its driver gives it; empty for a user's file without one.
         kernels: compiler's name of the chip, whose launches its kernels take (`sm_90`); empty for a CPU.
         memory: of one device.
         overhead: measured, like all that follows.
@@ -283,6 +284,7 @@ class Hardware:
     measured: tuple[MeasuredPoints, ...]
     host_link: HostLink = USUAL_HOST_LINK
     kernels: str = ""
+    driver: str = ""
 
     @property
     def usable_bytes(self) -> int:

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 
 import tomli_w
 
-from penstock.base.devices import CHIPS, chip_named
+from penstock.base.devices import PACKAGED, chip_named, chips
 from penstock.base.errors import ConfigError, HardwareError, asked, did_you_mean, did_you_mean_path
 from penstock.base.files import read_toml, write_whole
 from penstock.config.schema import Section, fields_of, knob
@@ -52,9 +52,6 @@ from penstock.plan.hardware import (
     with_host_memory,
 )
 
-PACKAGED = Path(__file__).with_name("hardware_data")
-"""A file for each chip that comes with the package."""
-
 _LISTS = ("collective", "measured")
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -65,6 +62,7 @@ class _Head(Section):
 
     name: str = knob(doc="By which people know it.")
     vendor: Literal["nvidia", "amd", "cpu"] = knob(doc="Whose it is.")
+    driver: str = knob("", doc="Name that its driver gives it; packaged files have one.")
     memory: DeviceMemory = knob(doc="Memory of a device.")
     peaks: Peaks = knob(doc="What it can do at most.")
     node: Node = knob(doc="What fast links join.")
@@ -216,7 +214,7 @@ def _target_of(name: str) -> str:
 
 def _check_kernels(kernels: str, head: _Head, path: Path) -> None:
     """A GPU has kernels of a chip that is known."""
-    known = list(dict.fromkeys(chip.target for chip in CHIPS))
+    known = sorted({chip.target for chip in chips()})
     if head.vendor != "cpu" and kernels not in known:
         raise HardwareError(
             f"{path}: no chip is called {head.name}, so the file has to say whose kernels it takes",
@@ -237,7 +235,7 @@ def write_hardware(path: Path, hardware: Hardware, comment: Sequence[str] = ()) 
 
 def hardware_text(hardware: Hardware, comment: Sequence[str] = ()) -> str:
     """The text of a file that reads back as the same hardware."""
-    head = {name: vars(hardware)[name] for name in _Head.model_fields}
+    head = {name: vars(hardware)[name] for name in _Head.model_fields if vars(hardware)[name] != ""}
     tree = {name: _as_table(value) if isinstance(value, Section) else value for name, value in head.items()}
     if hardware.collectives:
         tree["collective"] = [_as_table(one) for one in hardware.collectives]

@@ -65,7 +65,7 @@ def test_a_run_that_is_named_says_how_much_room_its_checkpoints_need() -> None:
 @pytest.mark.slow
 def test_ranks_find_each_other_and_are_compared_with_a_file() -> None:
     """The whole of it, in a process of its own: two ranks over gloo, and a file that promises too much."""
-    file = Path(preflight.__file__).parents[1] / "plan/hardware_data/h200.toml"
+    file = Path(preflight.__file__).parents[1] / "base/hardware_data/h200.toml"
     done = subprocess.run(
         [sys.executable, "-m", "penstock", "preflight", "--hardware", str(file), "--json"],
         capture_output=True,

@@ -119,7 +119,7 @@ def _read_override(folder: Path) -> None:
 
 
 def _make_hardware(folder: Path) -> None:
-    source = Path(__file__).resolve().parents[2] / "penstock/plan/hardware_data"
+    source = Path(__file__).resolve().parents[2] / "penstock/base/hardware_data"
     for name in ("h200", "mi300x"):
         shutil.copy(source / f"{name}.toml", folder)
 

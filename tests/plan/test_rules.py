@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.base.devices import PACKAGED
 from penstock.base.errors import ConfigError, KernelError
 from penstock.config.fit import grid_of, smallest_world
 from penstock.config.parallel import RECOMPUTABLE
@@ -284,7 +285,7 @@ def test_every_source_that_is_a_file_is_there() -> None:
 
 def test_links_in_a_node_are_as_much_faster_than_the_network_as_the_rule_says() -> None:
     ratios = []
-    for path in (Path(book.__file__).parents[1] / "hardware_data").glob("*.toml"):
+    for path in PACKAGED.glob("*.toml"):
         node = tomllib.loads(path.read_text())["node"]
         ratios.append(node["link_bytes_per_second"] / node["network_bytes_per_second"])
     assert (round(min(ratios)), round(max(ratios))) == (4, 18)

@@ -86,7 +86,7 @@ def product(side: int, start: float, us: float, number: int) -> list[dict[str, A
 def test_the_roofline_has_roofs_and_calls_with_known_work(tmp_path: Path) -> None:
     write(tmp_path / "rank-0.json", trace_of(*product(4096, 100, 900, 1)))
     figure = shown(roofline_figure(gather(tmp_path)))
-    assert "NVIDIA H100 SXM data sheet" in figure.caption
+    assert "datasheet: NVIDIA H100 SXM" in figure.caption
     roofs = [trace for trace in figure.data if trace["mode"] == "lines+text"]
     assert {text.strip() for trace in roofs for text in trace["text"]} >= {"bf16 989", "fp8 1,979", "3.35 TB/s"}
     (points,) = [trace for trace in figure.data if trace["mode"] == "markers"]

@@ -8,9 +8,6 @@ import pytest
 
 import penstock
 import penstock.plan
-from penstock.base.devices import CHIPS
-from penstock.plan.hardware import Hardware
-from penstock.plan.hardware_file import read_hardware
 from penstock.trace.operators import OperatorCall
 from penstock.trace.roofline import roofline
 from penstock.trace.tree import NODE
@@ -133,12 +130,3 @@ def test_models_of_our_functions_name_autograd_functions_that_exist() -> None:
     ours = {name for text in texts for name in re.findall(r"^class (_\w+)\(torch\.autograd\.Function\)", text, re.M)}
     named = {name.removesuffix("Backward") for name in MODELS if name.startswith("_")}
     assert named - ours == {"_RmsNormBeside"}
-
-
-@pytest.mark.parametrize("path", sorted((Path(penstock.plan.__path__[0]) / "hardware_data").glob("*.toml")), ids=str)
-def test_peaks_of_chips_are_those_of_the_hardware_files(path: Path) -> None:
-    hardware: Hardware = read_hardware(path)
-    (chip,) = (one for one in CHIPS if one.pattern == hardware.name)
-    peaks = hardware.peaks
-    assert (chip.bf16, chip.fp8, chip.fp32) == (peaks.bf16, peaks.fp8, peaks.fp32)
-    assert chip.memory == peaks.memory_bytes_per_second
