@@ -223,7 +223,7 @@ def _of_rank(
         phases=phases,
         used_rows=used,
         roofline=roofline(trace, phases.placement, used_rows=1.0 if used is None else used.share),
-        launches=find_launches(trace, within),
+        launches=find_launches(trace, within, whole.gpu),
         memory=find_memory(trace),
     )
 

@@ -1,7 +1,9 @@
 """Whether the host kept up: short kernels, gaps on the device and their cause, waits of the host, the launch queue.
 
 A gap is a time without any GPU event. The host caused it if the next event was launched after the gap had begun: the
-queue was empty. Otherwise the work was queued, and the device waited for another stream or for its own start.
+queue was empty. Otherwise the work was queued, and the device waited for another stream or for its own start. A stall
+is a long time without any GPU event although work was queued. No call of the host explains it: the device's power
+state, another process or the driver does, or events that are missing from the trace.
 
 The queue holds events that were launched and have not begun. Waits of the host are runtime calls that return after the
 device has done something: known by name, or because they copied to host memory and returned after the copy, which is
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.trace.events import NONE, Flags, GpuKind, HostKind, Integers, Trace
+from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostKind, Integers, Trace
 from penstock.trace.intervals import Intervals, union
 from penstock.trace.tree import HostTree, tree_around
 
@@ -54,6 +56,17 @@ class DeviceGap:
     before: str
     after: str
     host: str  # the outermost operator or span (except steps) around the launch after the gap; empty if none
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceStall:
+    """A time of `LONG_GAP_US` or more in which launched work did not start and the device ran nothing."""
+
+    start_us: float
+    duration_us: float
+    queued: int  # events whose launch returned before its end, and that began after it
+    after: str  # the first of them
+    call: str  # the call that the host was in for the longest part of it; empty if none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +113,18 @@ class LaunchSummary:
     kernel_count: int
     gaps: DeviceGaps
     waits: tuple[HostWait, ...]
+    stalls: tuple[DeviceStall, ...]  # in the order of time
     queue: LaunchQueue | None  # None if no launch is in the trace
 
 
-def find_launches(trace: Trace, within: tuple[float, float] | None = None) -> LaunchSummary:
+def find_launches(
+    trace: Trace, within: tuple[float, float] | None = None, recorded: GpuEvents | None = None
+) -> LaunchSummary:
     """Summarise launches, gaps and waits of one rank.
 
-    `within`: only waits that begin between these host times.
+    Args:
+        within: only waits that begin between these host times.
+        recorded: all GPU events of the recording, if the trace has only those of some steps.
     """
     kernels = trace.gpu.duration_us[trace.gpu.is_kernel]
     is_short = kernels < SHORT_US
@@ -116,6 +134,7 @@ def find_launches(trace: Trace, within: tuple[float, float] | None = None) -> La
         kernel_count=len(kernels),
         gaps=_gaps(trace),
         waits=_waits(trace, within),
+        stalls=_stalls(trace, trace.gpu if recorded is None else recorded),
         queue=_queue(trace),
     )
 
@@ -124,6 +143,7 @@ def _gaps(trace: Trace) -> DeviceGaps:
     gpu = trace.gpu
     gaps, launch, is_hosts = _gaps_of(trace)
     lengths, is_known = gaps.end_us - gaps.start_us, launch != NONE
+    stalled_us = _stalled(trace, gpu).covered_us(gaps.start_us[is_hosts], gaps.end_us[is_hosts]).sum()
     order = np.argsort(-lengths, kind="stable")[:_NAMED]
     by_end = np.argsort(gpu.end_us, kind="stable")
     # The event before a gap is the last one that ended by its start.
@@ -144,8 +164,8 @@ def _gaps(trace: Trace) -> DeviceGaps:
         count=int((lengths > GAP_US).sum()),
         long_count=int((lengths > LONG_GAP_US).sum()),
         total_us=float(lengths.sum()),
-        hosts_us=float(lengths[is_hosts].sum()),
-        devices_us=float(lengths[is_known & ~is_hosts].sum()),
+        hosts_us=float(lengths[is_hosts].sum() - stalled_us),
+        devices_us=float(lengths[is_known & ~is_hosts].sum() + stalled_us),
         unknown_us=float(lengths[~is_known].sum()),
         max_us=float(lengths.max(initial=0.0)),
         longest=longest,
@@ -159,6 +179,56 @@ def _gaps_of(trace: Trace) -> tuple[Intervals, Integers, Flags]:
     # Find the event after a gap by its start: events of zero duration are not in the union.
     event = np.searchsorted(gpu.start_us, gaps.end_us)
     return gaps, gpu.launch[event], trace.launched_us[event] > gaps.start_us  # False for nan: launch unknown
+
+
+def queued_work(trace: Trace) -> Intervals:
+    """When work was launched that had not begun.
+
+    The shortest delay of a kernel is taken off: every launch has it, or the clocks of host and device differ by it.
+    """
+    gpu, linked = trace.gpu, trace.gpu.is_linked
+    returned_us = _returned_us(trace)
+    delay_us = (gpu.start_us - returned_us)[linked & gpu.is_kernel]
+    return union((returned_us + max(0.0, delay_us.min(initial=np.inf)))[linked], gpu.start_us[linked])
+
+
+def _returned_us(trace: Trace) -> Floats:
+    """When the launch of each GPU event had returned; nan if it is not in the trace."""
+    return np.append(trace.host.end_us, np.nan)[trace.gpu.launch]  # NONE is -1 and reads the appended nan
+
+
+def _stalled(trace: Trace, recorded: GpuEvents) -> Intervals:
+    """Long times in which work was queued and nothing ran, also no event outside of the steps."""
+    idle = union(trace.gpu.start_us, trace.gpu.end_us).gaps() - union(recorded.start_us, recorded.end_us)
+    waited = idle & queued_work(trace)
+    is_long = waited.end_us - waited.start_us >= LONG_GAP_US
+    return Intervals(waited.start_us[is_long], waited.end_us[is_long])
+
+
+def _stalls(trace: Trace, recorded: GpuEvents) -> tuple[DeviceStall, ...]:
+    gpu, stalled = trace.gpu, _stalled(trace, recorded)
+    found = []
+    for start_us, end_us in zip(stalled.start_us.tolist(), stalled.end_us.tolist(), strict=True):
+        after = int(np.searchsorted(gpu.start_us, end_us))
+        found.append(
+            DeviceStall(
+                start_us=start_us,
+                duration_us=end_us - start_us,
+                queued=int((_returned_us(trace)[after:] < end_us).sum()),
+                after=gpu.name(after),
+                call=call_during(trace, start_us, end_us),
+            )
+        )
+    return tuple(found)
+
+
+def call_during(trace: Trace, start_us: float, end_us: float) -> str:
+    """The call of the host that lasts longest between two times, if it takes half of it; else empty."""
+    host = trace.host
+    shared_us = np.minimum(host.end_us, end_us) - np.maximum(host.start_us, start_us)
+    shared_us[host.kind != HostKind.RUNTIME] = 0.0
+    row = int(shared_us.argmax()) if len(host) else NONE
+    return host.name(row) if row != NONE and 2 * shared_us[row] >= end_us - start_us else ""
 
 
 def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> float:
@@ -175,7 +245,8 @@ def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> flo
         return 0.0
     rows = rows[host.end_us[rows] > gaps.start_us[0]]  # earlier waits delayed no launch after a gap
     behind = np.searchsorted(host.start_us[rows], host.start_us[launch[is_hosts]]) - 1  # last wait before each launch
-    lasts_us = (gaps.end_us - gaps.start_us)[is_hosts]
+    stalled_us = _stalled(trace, trace.gpu).covered_us(gaps.start_us[is_hosts], gaps.end_us[is_hosts])
+    lasts_us = (gaps.end_us - gaps.start_us)[is_hosts] - stalled_us
     idle_us = np.bincount(behind[behind >= 0], lasts_us[behind >= 0], len(rows))  # after each wait, until the next
     tree = tree_around(host, rows)
     ahead_us = spared_us = 0.0  # by how much launches would be earlier now; idle time that this saves so far
@@ -200,7 +271,7 @@ class CopyCalls:
 
 
 def longest_copies(trace: Trace, busy: Intervals, within: tuple[float, float] | None) -> CopyCalls | None:
-    """The copies from one place in which the host stays longest while the device is not `busy`; None without any.
+    """The copies from one place in which the host stays longest while the device is not `busy` and has nothing queued.
 
     Calls shorter than `LONG_COPY_US` only launch their copy, and the host takes no part in a copy on the device.
 
@@ -215,7 +286,7 @@ def longest_copies(trace: Trace, busy: Intervals, within: tuple[float, float] | 
         rows = rows[(host.start_us[rows] >= within[0]) & (host.start_us[rows] < within[1])]
     if not len(rows):
         return None
-    alone_us = host.duration_us[rows] - busy.covered_us(host.start_us[rows], host.end_us[rows])
+    alone_us = host.duration_us[rows] - (busy | queued_work(trace)).covered_us(host.start_us[rows], host.end_us[rows])
     tree = tree_around(host, rows)
     places: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for place in np.flatnonzero(alone_us > 0).tolist():

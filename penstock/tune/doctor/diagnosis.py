@@ -79,7 +79,8 @@ def spent_text(diagnosis: Diagnosis, evidence: Evidence) -> str:
     source = {"trace": "the traces", "plan": "the plan", "none": "nothing"}[evidence.source]
     mean = f"the mean of {evidence.steps} steps and of ranks" if evidence.steps > 1 else "the mean of ranks"
     per = "per step" if evidence.steps else "of all that was recorded"
-    return f"times are of {source}, {per}: {ms_text(diagnosis.times.total_us)} ms, {mean}"
+    apart = ", without single stalls" if evidence.single_stalls else ""
+    return f"times are of {source}, {per}: {ms_text(diagnosis.times.total_us)} ms, {mean}{apart}"
 
 
 def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -141,11 +142,16 @@ def _size_text(evidence: Evidence, times: Bottlenecks) -> str:
             text += _waiting_text(evidence, times)
         case "host":
             idle = "no operator runs in" if evidence.is_cpu else "the device is idle"
-            text = f"{idle} {times.share(evidence.mean('idle_us')):.1%} of the step"
+            text = f"{idle} {times.share(evidence.mean('idle_us') - times.stall_us):.1%} of the step"
             if times.late_host_us:
                 text += f", and others wait {times.share(times.late_host_us):.1%} for ranks whose host is late"
             if times.share(times.recording_us) >= LEAST:
                 text += f"; of both, {times.share(times.recording_us):.1%} is the recording's"
+        case "stall":
+            text = (
+                f"queued work did not start in {times.share(times.stall_us):.1%} of the step, and no call of the host "
+            )
+            text += "explains it: power state, another process, driver, or events that are missing"
         case "data":
             text = f"rows are fetched in {times.share(times.data_us):.1%} of the step, with nothing else to compute"
         case "memory":
@@ -256,7 +262,8 @@ def _imbalance(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]
 
 def _host(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
     idle = "outside of operators and transfers (Python, waiting)" if evidence.is_cpu else "the device idle"
-    yield _time(f"{idle}, mean of ranks", "host", evidence.mean("idle_us"), times)
+    yield _time(f"{idle}, mean of ranks", "host", evidence.mean("idle_us") - times.stall_us, times)
+    yield from _stalls(evidence, times)
     if times.share(times.data_us) >= LEAST:
         yield _time("fetching rows, with nothing else to compute, mean of ranks", "data", times.data_us, times)
     behind = evidence.mean("sync_idle_us")
@@ -279,6 +286,22 @@ def _host(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
         of = "a rank's step" if evidence.steps else "a rank"
         what = f"{of}: {launches.kernels / many:,.0f} kernels{graphs}, {small:.0%} under 10 us{waits}"
         yield EvidenceLine(what, "host")
+
+
+def _stalls(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
+    """Queued work that did not start, and single stalls, which the times are without."""
+    stall = evidence.stall
+    if stall is not None and times.share(times.stall_us) >= LEAST:
+        call = f" while the host was in {stall.call}" if stall.call else ""
+        what = f"queued work did not start, at most {ms_text(stall.duration_us)} ms at once: {stall.queued} launched"
+        yield _time(f"{what} events, the first {stall.after[:60]}, waited{call}", "stall", times.stall_us, times)
+    for one in evidence.single_stalls[:NAMED_LATE]:
+        why = f"{one.queued} launched events did not start" if one.queued else "the host launched nothing"
+        call = f", in {one.call}" if one.call else ""
+        what = (
+            f"apart, a single stall: {ms_text(one.duration_us)} ms in step {one.step} on rank {one.rank} ({why}{call})"
+        )
+        yield EvidenceLine(what, "stall" if one.queued else "host")
 
 
 def _power(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:

@@ -1,13 +1,14 @@
 """Measured or projected costs of a run, and how they divide into bottlenecks.
 
     communication   exposed communication, without the waiting for ranks that were late because of their host
-    host            idle time of the device, and that waiting; without the cost of recording, and without data
+    host            idle time of the device, and that waiting; without the cost of recording, data and stalls
+    stall           the device runs nothing although work is queued: no call of the host explains it
     data            the device has nothing to compute while the host fetches rows, and computing for it
     memory          recomputation, and copies that no other work hides
     power           computing beyond what the highest clock would take, where the board's power holds the clock down
     compute         the rest
 
-The largest of the first five is the bottleneck if it takes `STANDS` of the step; otherwise computing is. If the plan
+The largest of the first six is the bottleneck if it takes `STANDS` of the step; otherwise computing is. If the plan
 says that the run does not fit its device, memory is the bottleneck. Costs are means over ranks: every rank's step takes
 as long as the slowest rank's.
 
@@ -21,9 +22,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from penstock.config.run import Run
+from penstock.trace.launches import DeviceStall
 from penstock.trace.tables import OperatorRow
 
-Bottleneck = Literal["memory", "communication", "host", "data", "power", "compute"]
+Bottleneck = Literal["memory", "communication", "host", "stall", "data", "power", "compute"]
 
 Cause = Literal["host", "experts", "compute", "unknown"]
 """Why a rank is late: its device was idle, its experts had more rows, or it computes more slowly."""
@@ -62,6 +64,7 @@ class RankCosts:
     sync_idle_us: float = 0.0  # idle time caused by the host's waits for the device
     counts_idle_us: float | None = None  # its part at waits for the experts' row counts; None: no span shows these
     launched_idle_us: float = 0.0  # idle time before kernels that the host had launched already
+    stalled_us: float = 0.0  # its part in stalls: 100 us or more in which launched work did not start
     host_copy_us: float = 0.0  # the device computes and sends nothing while the host is in `Evidence.host_copy`
     pointwise_us: float = 0.0  # elementwise kernels
     pointwise_kernels: float = 0.0  # their number
@@ -103,6 +106,17 @@ class KernelLaunches:
     small_kernels: int  # under 10 us
     from_graphs: int = 0  # launched by a CUDA or HIP graph
     synchronizations: int = 0  # waits of the host for the device inside of steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleStall:
+    """An idle time that is longer than all idle time of the rank's median step."""
+
+    rank: int
+    step: int
+    duration_us: float
+    queued: int  # events that were launched and did not start; 0: the host had launched nothing
+    call: str  # of the host meanwhile; empty if none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +199,8 @@ class Evidence:
     unmatched: int = 0  # collectives without a partner on another rank
     launches: KernelLaunches | None = None
     host_copy: HostCopy | None = None  # the most expensive one
+    single_stalls: tuple[SingleStall, ...] = ()  # the longest first; the times of `ranks` are without them
+    stall: DeviceStall | None = None  # the longest time in which launched work did not start
     max_over_mean: float | None = None  # rows of the fullest expert rank over the mean, by the trace
     trains: bool = True
     facts: RunFacts = RunFacts()
@@ -236,11 +252,12 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Bottlenecks:
-    """Mean microseconds of a rank; the six bottlenecks and `recording_us` add up to `total_us`."""
+    """Mean microseconds of a rank; the seven bottlenecks and `recording_us` add up to `total_us`."""
 
     total_us: float
     communication_us: float  # exposed, without `late_host_us`
-    host_us: float  # idle time and `late_host_us`, without `recording_us`
+    host_us: float  # idle time without stalls, and `late_host_us`, without `recording_us`
+    stall_us: float  # queued work did not start
     data_us: float  # fetching rows, with nothing else to compute
     memory_us: float  # recomputation and exposed copies
     compute_us: float
@@ -266,6 +283,7 @@ class Bottlenecks:
         found: dict[Bottleneck, float] = {
             "communication": self.communication_us,
             "host": self.host_us,
+            "stall": self.stall_us,
             "data": self.data_us,
             "memory": self.memory_us,
             "power": self.power_us,
@@ -291,7 +309,7 @@ class Bottlenecks:
 
 
 def bottlenecks_of(evidence: Evidence) -> Bottlenecks:
-    """Divide the step time among the six bottlenecks."""
+    """Divide the step time among the seven bottlenecks."""
     exposed = evidence.mean("exposed_communication_us")
     waiting = min(evidence.mean("wait_us"), exposed)  # computing may hide a part of all waiting
     caused = evidence.caused_wait_us
@@ -299,7 +317,7 @@ def bottlenecks_of(evidence: Evidence) -> Bottlenecks:
     by_host = sum(one.caused_wait_us for one in evidence.late if one.cause == "host")
     late_host = waiting * by_host / caused if caused else 0.0
     recompute = min(evidence.mean("recompute_us"), evidence.mean("compute_us"))
-    host = evidence.mean("idle_us") + late_host
+    host = evidence.mean("idle_us") - evidence.mean("stalled_us") + late_host
     recording = 0.0
     beside = evidence.facts.beside_seconds
     if evidence.source == "trace" and evidence.steps and beside is not None:
@@ -310,6 +328,7 @@ def bottlenecks_of(evidence: Evidence) -> Bottlenecks:
         total_us=evidence.mean("total_us"),
         communication_us=exposed - late_host,
         host_us=host - recording,
+        stall_us=evidence.mean("stalled_us"),
         data_us=evidence.mean("data_us"),
         memory_us=recompute + evidence.mean("exposed_copies_us"),
         compute_us=computing - lost,

@@ -28,14 +28,23 @@ from penstock.trace.analysis import RankAnalysis, TraceAnalysis
 from penstock.trace.calls import CollectiveCalls, SyncKind
 from penstock.trace.collectives import any_row
 from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
-from penstock.trace.intervals import union
+from penstock.trace.intervals import Intervals, union
 from penstock.trace.kernel_names import EXPERT_PARALLEL, OWN, Category, generic_category, library_of, specific_category
-from penstock.trace.launches import CopyCalls, idle_behind_waits, longest_copies
+from penstock.trace.launches import CopyCalls, call_during, idle_behind_waits, longest_copies
 from penstock.trace.on_host import CALLS, GLOO
 from penstock.trace.phases import EXPERTS as EXPERT_SPANS
 from penstock.trace.phases import PASSES, WAITING
 from penstock.trace.timeline import busy_of
-from penstock.tune.doctor.evidence import Evidence, HostCopy, KernelLaunches, LateRank, RankCosts, RunFacts
+from penstock.tune.doctor.evidence import (
+    ALSO,
+    Evidence,
+    HostCopy,
+    KernelLaunches,
+    LateRank,
+    RankCosts,
+    RunFacts,
+    SingleStall,
+)
 
 MATCHED = 0.5
 """Share of the collectives that must be matched across ranks before a rank is called late."""
@@ -47,6 +56,9 @@ IDLE_DECIDES = 0.5
 """Share of a delay that idle time must explain for the host to be the cause."""
 
 HALF = 0.5
+
+LEAST_STEPS = 3
+"""Steps from which a median tells a single stall from what every step has."""
 
 MATTERS = 1e-3
 """Share of the steps from which events outside of them are missing."""
@@ -78,10 +90,12 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
     collectives = answer.collectives
     totals = collectives.totals_us() if len(answer.loaded) > 1 and len(collectives.meetings) else {}
     per_step = answer.per_step
-    copies = {one.rank: _copies(one) for one in answer.ranks}
+    stood = {one.rank: _stood_still(one) for one in answer.ranks}
+    copies = {one.rank: _copies(one, stood[one.rank]) for one in answer.ranks}
+    stalls = [stall for one in answer.ranks for stall in one.launches.stalls]
     ranks = tuple(
         replace(
-            _costs(one, collectives.calls, totals),
+            _costs(one, collectives.calls, totals, stood[one.rank]),
             host_copy_us=0.0 if (copy := copies[one.rank]) is None else copy.alone_us,
         ).times(per_step)
         for one in answer.ranks
@@ -97,6 +111,13 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
         unmatched=len(collectives.unmatched),
         launches=None if answer.is_host else _launches(answer.ranks),
         host_copy=_host_copy(copies),
+        single_stalls=tuple(
+            sorted(
+                (stall for one in answer.ranks for stall in _named_stalls(one, stood[one.rank])),
+                key=lambda stall: -stall.duration_us,
+            )
+        ),
+        stall=max(stalls, key=lambda stall: stall.duration_us, default=None),
         max_over_mean=answer.experts.max_over_mean,
         trains=any(row.pass_ == "backward" for one in answer.ranks for row in one.phases.rows(by_layer=False)),
         facts=_facts(answer, facts),
@@ -141,9 +162,43 @@ def _world(answer: TraceAnalysis) -> int:
     return max([*groups, *told], default=0)
 
 
-def _costs(one: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple[float, float]]) -> RankCosts:
+def _stood_still(one: RankAnalysis) -> Intervals:
+    """Idle times that are longer than all idle time of the median step: they are no property of every step."""
+    gpu, gaps = one.trace.gpu, union(one.trace.gpu.start_us, one.trace.gpu.end_us).gaps()
+    if len(one.steps) < LEAST_STEPS or one.trace.is_host:
+        return union(gpu.start_us[:0], gpu.end_us[:0])
+    gaps &= union(*np.array([step.window_us for step in one.steps]).T)
+    idle_us, total_us = (
+        np.median([vars(step.timeline)[name] for step in one.steps]) for name in ("idle_us", "total_us")
+    )
+    is_single = gaps.end_us - gaps.start_us > max(idle_us, ALSO * total_us)
+    return Intervals(gaps.start_us[is_single], gaps.end_us[is_single])
+
+
+def _named_stalls(one: RankAnalysis, stood: Intervals) -> Iterator[SingleStall]:
+    for start_us, end_us in zip(stood.start_us.tolist(), stood.end_us.tolist(), strict=True):
+        queued = [stall.queued for stall in one.launches.stalls if start_us <= stall.start_us < end_us]
+        yield SingleStall(
+            rank=one.rank,
+            step=next(step.number for step in one.steps if step.window_us[1] > start_us),
+            duration_us=end_us - start_us,
+            queued=max(queued, default=0),
+            call=call_during(one.trace, start_us, end_us),
+        )
+
+
+def _costs(
+    one: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple[float, float]], stood: Intervals
+) -> RankCosts:
+    """The costs of a rank, without the times `stood` in which its device stood still once."""
     timeline, computing_us = one.spent, _computing(one)
-    waiting_us, computed_us = _data_wait_us(one), computing_us.pop(Span.DATA, 0.0)
+    waiting_us, computed_us = _data_wait_us(one, stood), computing_us.pop(Span.DATA, 0.0)
+    idle_us = timeline.idle_us - stood.length_us
+    stalls = one.launches.stalls
+    stalled = union(
+        np.array([stall.start_us for stall in stalls]),
+        np.array([stall.start_us + stall.duration_us for stall in stalls]),
+    )
     pure_us, wait_us = totals.get(one.rank, (None, None))
     is_expert_span = np.array([name in EXPERT_SPANS for name in one.trace.names], dtype=bool)
     host = one.trace.host
@@ -151,17 +206,18 @@ def _costs(one: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple
     has_expert_spans = bool((is_expert_span[host.name_id] & (host.kind == HostKind.SPAN)).any())
     return RankCosts(
         rank=one.rank,
-        total_us=timeline.total_us,
+        total_us=timeline.total_us - stood.length_us,
         compute_us=timeline.compute_us - computed_us,
         exposed_communication_us=timeline.exposed_communication_us,
         exposed_copies_us=timeline.exposed_memcpy_us,
-        idle_us=timeline.idle_us - waiting_us,
+        idle_us=idle_us - waiting_us,
         data_us=waiting_us + computed_us,
         wait_us=wait_us,
         pure_us=pure_us,
-        sync_idle_us=idle_behind_waits(one.trace),
+        sync_idle_us=min(idle_us, idle_behind_waits(one.trace)),
         counts_idle_us=idle_behind_waits(one.trace, EXPERT_SPANS) if has_expert_spans else None,
-        launched_idle_us=one.launches.gaps.devices_us,
+        launched_idle_us=min(idle_us, one.launches.gaps.devices_us),
+        stalled_us=(stalled - stood).length_us,
         pointwise_us=pointwise_us,
         pointwise_kernels=pointwise_kernels,
         fusable_us=fusable_us,
@@ -171,19 +227,19 @@ def _costs(one: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple
     )
 
 
-def _data_wait_us(one: RankAnalysis) -> float:
-    """Idle time in the steps while the host fetches rows."""
+def _data_wait_us(one: RankAnalysis, stood: Intervals) -> float:
+    """Idle time in the steps while the host fetches rows, without the times in which the device stood still once."""
     host, gpu = one.trace.host, one.trace.gpu
     rows = (host.kind == HostKind.SPAN) & host.named(DATA.fullmatch)
-    idle = union(host.start_us[rows], host.end_us[rows]) - union(gpu.start_us, gpu.end_us)
+    idle = union(host.start_us[rows], host.end_us[rows]) - union(gpu.start_us, gpu.end_us) - stood
     windows = [step.window_us for step in one.steps] or [(gpu.start_us[0], gpu.end_us.max())]
     return float((idle & union(*np.array(windows).T)).length_us)
 
 
-def _copies(one: RankAnalysis) -> CopyCalls | None:
+def _copies(one: RankAnalysis, stood: Intervals) -> CopyCalls | None:
     busy = busy_of(one.trace.gpu)
     within = (one.steps[0].start_us, one.steps[-1].start_us + one.steps[-1].duration_us) if one.steps else None
-    return longest_copies(one.trace, busy.compute | busy.communication, within)
+    return longest_copies(one.trace, busy.compute | busy.communication | stood, within)
 
 
 def _host_copy(copies: Mapping[int, CopyCalls | None]) -> HostCopy | None:
