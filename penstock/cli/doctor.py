@@ -113,7 +113,7 @@ def examine(
             return evidence
         told = "no plan: nothing says what the run is on; give --on 8xH200"
         return replace(evidence, missing=(*evidence.missing, told))
-    evidence = replace(evidence, notes=compared(evidence.facts, cluster))
+    evidence = replace(evidence, notes=(*evidence.notes, *compared(evidence.facts, cluster)))
     bare = evidence
     if evidence.is_cpu:  # a plan of a device, if there is one, replaces the times of the CPU
         missing = (*evidence.missing, "the recording is of a CPU, so nothing of it is in the times")

@@ -48,6 +48,7 @@ from penstock.trace.timeline import (
     TimeBreakdown,
     in_steps,
     is_earlier,
+    lag_note,
     steps_of,
     timeline_of,
     timelines,
@@ -207,6 +208,8 @@ def _of_rank(
     phases = find_phases(trace, place(trace), waited_us=waited_us if waited_us.any() else None)
     used = used_rows(trace, calls, rank, phases)
     spent = together([one.timeline for one in steps])
+    if (note := lag_note(steps)) is not None:
+        trace = replace(trace, notes=(*trace.notes, note))
     spent = spent if spent.total_us else timeline_of(trace.gpu)  # without a step on the device all events count
     return RankAnalysis(
         rank=rank,

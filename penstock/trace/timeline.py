@@ -35,6 +35,10 @@ STEP_NAMES = (re.compile(r"ProfilerStep\s*#(\d+)"), re.compile(rf"{Span.STEP}(?:
 """Names of steps: the profiler's, and Penstock's spans, which count where the profiler marked none."""
 
 
+APART = 0.02
+"""Share by which steps of the device and of the host differ before a note says so."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimeBreakdown:
     """How a stretch of time was spent, in microseconds; the module's docstring defines each term."""
@@ -130,6 +134,19 @@ def steps_of(trace: Trace) -> tuple[RecordedStep, ...]:
             )
         )
     return tuple(steps)
+
+
+def lag_note(steps: Sequence[RecordedStep]) -> str | None:
+    """A line for steps whose mean time on the device is not that on the host, by `APART` or more."""
+    ran = [step for step in steps if step.timeline.events]
+    if not ran:
+        return None
+    device_us = (ran[-1].window_us[1] - ran[0].window_us[0]) / len(ran)
+    host_us = (ran[-1].start_us + ran[-1].duration_us - ran[0].start_us) / len(ran)
+    if abs(device_us - host_us) <= APART * host_us:
+        return None
+    times = f"{device_us / 1e3:,.2f} ms on the device and {host_us / 1e3:,.2f} ms on the host"
+    return f"a step takes {times}: tables cut steps by the launches of their events, not at the host's annotations"
 
 
 def is_earlier(gpu: GpuEvents) -> Flags:

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.trace.analysis import analyse_traces
 from penstock.trace.events import GpuKind
 from penstock.trace.intervals import Intervals, union
 from penstock.trace.load import load_ranks
-from penstock.trace.timeline import TimeBreakdown, steps_of, timeline_of, timelines
+from penstock.trace.timeline import TimeBreakdown, lag_note, steps_of, timeline_of, timelines
 from tests.trace.synthetic import make
 from tests.trace.synthetic_job import Job
 from tests.trace.tiny import decoded, event, kernel, load_trace, ran, read, span, tiny
@@ -116,6 +117,19 @@ def test_steps_of_a_device_that_lags_take_as_long_as_they_compute(is_recorded: b
     assert [step.window_us for step in steps] == windows
     assert [step.timeline.compute_us for step in steps] == [90, 90, 90]
     assert [step.timeline.idle_us for step in steps] == [5, 10, 10]
+    assert lag_note(steps) is None  # 98.3 us on the device
+
+
+def test_steps_that_are_longer_on_the_device_than_on_the_host_are_told_with_both_times() -> None:
+    """Steps of 100 us on the host; the device computes for 130."""
+    steps = [
+        one
+        for step in range(2)
+        for one in (span(f"ProfilerStep#{step}", 100 * step, 100), *ran("gemm", 100 * step + 1, 130 * step + 10, 130))
+    ]
+    (one,) = analyse_traces({0: decoded(*steps)}).ranks
+    (note,) = [note for note in one.trace.notes if "on the host" in note]
+    assert "0.13 ms on the device and 0.10 ms on the host" in note
 
 
 def test_a_step_that_launched_nothing_has_an_empty_window() -> None:

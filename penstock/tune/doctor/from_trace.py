@@ -57,6 +57,9 @@ IDLE_DECIDES = 0.5
 
 HALF = 0.5
 
+NOTES = 4
+"""Remarks of the readers of the traces, at most."""
+
 LEAST_STEPS = 3
 """Steps from which a median tells a single stall from what every step has."""
 
@@ -122,6 +125,7 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
         trains=any(row.pass_ == "backward" for one in answer.ranks for row in one.phases.rows(by_layer=False)),
         facts=_facts(answer, facts),
         missing=(*missing, *_missing(answer)),
+        notes=tuple(dict.fromkeys(note for one in answer.ranks for note in one.trace.notes))[:NOTES],
         operators=tuple(row for row in answer.ranks[0].operators if not row.name.startswith((GLOO, CALLS))),
         is_cpu=answer.is_host,
     )
