@@ -31,6 +31,7 @@ from penstock.config.explain import reference_markdown
 from tools import kernel_tables, run_tables, tables
 from tools.commands_page import commands_json, commands_page
 from tools.environment_page import environment_page
+from tools.families_page import families_page
 from tools.grafana import dashboard
 from tools.hardware_page import hardware_page
 from tools.metrics_page import metrics_page
@@ -110,6 +111,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/config.md": reference_markdown,
     "docs/decisions/README.md": decisions,
     "docs/environment.md": environment_page,
+    "docs/families.md": families_page,
     "docs/glossary.md": glossary,
     "docs/grafana.json": dashboard,
     "docs/hardware.md": hardware_page,

@@ -227,6 +227,6 @@ _END = """
 ## Tests, and how to add a family
 
 The tests compare logits, loss and every gradient of each family with `transformers` on tiny random models, in plain
-rows and in packed rows ([numerics](numerics.md)), and the loss on one rank with that on several. To add a family, add
-fields for its features in [penstock/config/model.py](../penstock/config/model.py), describe it in `families.py`, and
-add a tiny model to `tests/models/huggingface/family_models.py`; the tests then include it. """
+rows and in packed rows ([numerics](numerics.md)), and the loss on one rank with that on several. How to add a family,
+file by file: [the recipe](../CONTRIBUTING.md#add-a-family-of-hugging-face). Commands, layouts and speeds of each
+family: [families](families.md). """

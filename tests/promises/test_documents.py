@@ -44,7 +44,10 @@ PATH = re.compile(r"`(?P<path>(?:penstock|tests|tools|docs|benchmarks|\.ci)/[\w.
 FILES = documents.markdown_files()
 LONG = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("ladder", "plan", "preflight", "report", "start", "trace", "weights", "workflow")),
+    *(
+        f"docs/{name}.md"
+        for name in ("ladder", "own-model", "plan", "preflight", "report", "start", "trace", "weights", "workflow")
+    ),
 )
 """Documents whose commands take half a minute together or each; only the slow tests run them all."""
 
