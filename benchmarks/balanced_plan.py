@@ -29,10 +29,10 @@ from penstock.config.load import load_run
 from penstock.kernels.reference import RouterRule
 from penstock.kernels.replica_plan import PlanFact, ReplicaPlan, ReplicaRule, place_replicas, plan_replicas
 from penstock.moe.quantile import SIDE, margin_counts, quantile_shift
+from penstock.plan.assumptions import Assumptions
 from penstock.plan.balance import balance_cases, balance_json
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.loads import RecordedLoads
-from penstock.plan.project import Assumptions
 
 VECTORS = 10_000
 KINDS = ("even", "Dirichlet 1", "Dirichlet 0.1", "Zipf", "hot group", "empty groups", "one expert")

@@ -5,9 +5,10 @@ from typing import Any
 
 from penstock.config.load import load_run
 from penstock.config.run import Run
+from penstock.plan.assumptions import Assumptions
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import load_hardware
-from penstock.plan.project import Assumptions, project
+from penstock.plan.project import project
 from penstock.plan.projection import Projection
 from penstock.plan.transfers import TokenTraffic
 from penstock.plan.what_if import scale, slowest

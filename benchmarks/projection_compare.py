@@ -21,8 +21,9 @@ from typing import Any
 from benchmarks.projection_cases import FROZEN, MADE, Case
 from benchmarks.record import current_overrides
 from penstock.base.files import write_whole
+from penstock.plan.assumptions import Assumptions
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.project import Assumptions, project
+from penstock.plan.project import project
 from penstock.tune.result_file import commit_of_code
 
 ALLOWED = {"step": 0.10, "memory": 0.05}

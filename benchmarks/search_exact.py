@@ -26,13 +26,13 @@ from benchmarks import record
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run
+from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, overheads_of, target_of
 from penstock.plan.candidates import SearchSpace, run_of
 from penstock.plan.composed_run import ComposedTimes
 from penstock.plan.composer import Composer, meta_workers
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.known_error import memory_margin
-from penstock.plan.project import DEFAULT_ASSUMPTIONS, overheads_of, target_of
 from penstock.plan.rules.rule import Sizes
 from penstock.plan.search import search
 from penstock.plan.search_request import SearchRequest, neutral_sizes
@@ -141,7 +141,7 @@ def played(
 ) -> tuple[int, int, float, Sizes | None]:
     """How many layouts are slower by their work alone, and fit of the others; step and layout of the fastest."""
     composer = Composer(run, target_of(run, cluster, DEFAULT_ASSUMPTIONS), overheads_of(cluster.hardware))
-    times = ComposedTimes(cluster, DEFAULT_ASSUMPTIONS.imbalance)
+    times = ComposedTimes(cluster)
     limit = cluster.hardware.memory.capacity_bytes * (1 - memory_margin(cluster))
     slower, fitting, fastest, best = 0, 0, float("inf"), None
     for sizes in layouts:

@@ -147,14 +147,17 @@ def _freeze_all_but_the_indexer(decoder: Decoder) -> None:
 
 def _layer_context_of(run: Run, layer_context: LayerContext, stage: int, layer: int) -> LayerContext:
     """The context of one layer, with its own recomputation and precision."""
-    # `last_layers` in high precision include the multi-token prediction layers, which come after the last layer.
-    first, last = run.float8.first_layers, run.float8.last_layers
-    end = run.model.layers - last if last else run.model.layers + run.model.mtp_layers
     return replace(
         layer_context,
         recompute=rule_for(run.recompute, layer, stage),
-        float8=layer_context.float8 if first <= layer < end else NO_FLOAT8,
+        float8=layer_context.float8 if is_in_8_bits(run, layer) else NO_FLOAT8,
     )
+
+
+def is_in_8_bits(run: Run, layer: int) -> bool:
+    """Whether a layer uses the run's recipes in 8 bits; `float8.last_layers` count prediction layers as the last."""
+    first, last, model = run.float8.first_layers, run.float8.last_layers, run.model
+    return first <= layer < (model.layers - last if last else model.layers + model.mtp_layers)
 
 
 def set_dtypes(run: Run, decoders: Collection[Decoder], axes: Axes, device: torch.device) -> None:

@@ -16,9 +16,10 @@ from penstock.config.fit import grid_of, micro_batches
 from penstock.config.rules import problems
 from penstock.config.run import Run
 from penstock.parallel.replica_exchange import replica_sizes
+from penstock.plan.assumptions import Assumptions
 from penstock.plan.hardware import Cluster, RankGroup
 from penstock.plan.loads import RankLoads
-from penstock.plan.project import Assumptions, project
+from penstock.plan.project import project
 from penstock.plan.transfers import TransferTimes
 
 _HIDDEN = 0.5  # most of the gradients' time

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from penstock.config.fit import micro_batches
-from penstock.config.model import Model
 from penstock.config.parallel import Pipeline
 from penstock.config.run import Run
 from penstock.layout.actions import Kind, Schedule
@@ -20,6 +19,7 @@ from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
 from penstock.models.rank_model import schedule_of
 from penstock.parallel.axes import Axes, Axis
+from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions
 from penstock.plan.costs import HardwareTimes
 from penstock.plan.hardware import Cluster, RankGroup
 from penstock.plan.liveness import PeakPoint, PipelineShape, StageActivations, has_experts, layer_kind, peak_points
@@ -58,11 +58,13 @@ class ProxyStage:
     Attributes:
         symmetric_bytes: of memory that GPUs of a node write into.
         batch_bytes: of the rows of one micro-batch.
+        dispatcher: of its layers with experts; `none` without any.
     """
 
     stage: StageActivations
     symmetric_bytes: int
     batch_bytes: int
+    dispatcher: str
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,10 @@ class StageContents:
         return tuple(dict.fromkeys(kind for kind, _ in self.layers))
 
 
-def contents_of(stage: Stage, model: Model) -> StageContents:
-    """Contents of a stage of a model."""
-    runs = groupby(layer_kind(model, layer) for layer in stage.layers)
-    return StageContents(stage.embed, tuple((kind, len(list(same))) for kind, same in runs), stage.norm_and_head)
+def contents_of(stage: Stage, run: Run) -> StageContents:
+    """Contents of a stage of a run."""
+    rows = groupby(layer_kind(run, layer) for layer in stage.layers)
+    return StageContents(stage.embed, tuple((kind, len(list(same))) for kind, same in rows), stage.norm_and_head)
 
 
 @dataclass(frozen=True)
@@ -280,13 +282,17 @@ class ComposedRun:
 class ComposedTimes:
     """Step times of composed runs of one model on one cluster; remembers stages, updates and schedules.
 
-    `imbalance` is rows of the fullest rank's experts over the even share.
+    Attributes:
+        cluster: their devices.
+        assumptions: facts that are not known before a run.
     """
 
-    def __init__(self, cluster: Cluster, imbalance: float, times: HardwareTimes | None = None) -> None:
-        self._cluster = cluster
+    def __init__(
+        self, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS, times: HardwareTimes | None = None
+    ) -> None:
+        self.cluster = cluster
+        self.assumptions = assumptions
         self._hardware_times = times or HardwareTimes.of(cluster.hardware)
-        self._imbalance = imbalance
         self._timers: dict[Hashable, StageTimer] = {}
         self._updates: dict[tuple[Grid, tuple[StageContents, ...], ShardCounts], float] = {}
         self._stages: dict[tuple[Hashable, StageContents], StageTime] = {}
@@ -327,13 +333,21 @@ class ComposedTimes:
         schedule = self._schedule(run, axes)
         assert schedule is not None, "a pipeline has a schedule"
         stages = dict(enumerate(known[one] for one in composed.contents))
-        send = send_seconds(run, self._cluster, axes, self._hardware_times.transfers)
+        send = send_seconds(run, self.cluster, axes, self._hardware_times.transfers)
         costs = clock_costs(stages, send, (0,) * len(stages), OVERLAP_GAIN)
         return play(schedule, costs).span + update
 
     def exact(self, composed: ComposedRun) -> StepTime:
         """Step time by the schedule's own actions."""
-        return step_time(composed.run, self._cluster, self._meta_runs(composed), self._imbalance)
+        assumed = self.assumptions
+        return step_time(
+            composed.run,
+            self.cluster,
+            self._meta_runs(composed),
+            assumed.in_time,
+            software=assumed.software,
+            in_turn=assumed.in_turn,
+        )
 
     def _meta_runs(self, composed: ComposedRun) -> tuple[MetaRun, ...]:
         grid, axes = composed.grid, composed.axes
@@ -363,7 +377,7 @@ class ComposedTimes:
         return self._schedules[key]
 
     def _update_ops(self, composed: ComposedRun, place: int) -> UpdateOps:
-        grid, shards, cluster = composed.grid, composed.state.shards, self._cluster
+        grid, shards, cluster = composed.grid, composed.state.shards, self.cluster
         dense, experts = grid.data * grid.context, grid.expert * grid.expert_tensor
         return update_of(
             composed.state.params(composed.contents_at(place)),
@@ -389,7 +403,7 @@ class ComposedTimes:
         # Ranks of the embedding's group are as far apart as their places on the pipeline.
         between = (holders[-1] - holders[0]) * grid.world // grid.pipeline
         own = sum(fact.own(state.shards.of(fact)) for fact in state.facts["embed"])
-        return self._cluster.group(len(holders), between), own
+        return self.cluster.group(len(holders), between), own
 
     def _update(self, composed: ComposedRun, place: int) -> float:
         key = composed.grid, composed.contents_at(place), composed.state.shards
@@ -402,8 +416,15 @@ class ComposedTimes:
         key = composed.reuse_key
         if key not in self._timers:
             ops = [piece.forward_ops for piece in composed.proxy.stage.pieces]
+            assumed = self.assumptions
             self._timers[key] = StageTimer(
-                composed.run, self._cluster, self._imbalance, ops, times=self._hardware_times
+                composed.run,
+                self.cluster,
+                assumed.in_time,
+                ops,
+                software=assumed.software,
+                in_turn=assumed.in_turn,
+                times=self._hardware_times,
             )
         return self._timers[key]
 
@@ -411,7 +432,7 @@ class ComposedTimes:
         key, gathers = (composed.reuse_key, composed.contents[number]), composed.gathers(number)
         if not gathers and key in self._stages:
             return self._stages[key]
-        shards = self._cluster.group(composed.state.shards.dense)
+        shards = self.cluster.group(composed.state.shards.dense)
         found = self._timer(composed).stage(composed.stage(number), gathers, shards)
         if not gathers:  # The ranks that shard weights depend on the whole layout, so such a stage is not kept.
             self._stages[key] = found

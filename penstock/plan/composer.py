@@ -30,8 +30,8 @@ from multiprocessing.pool import Pool
 from types import MappingProxyType
 from typing import Literal
 
+from penstock.base.errors import KernelError
 from penstock.config.fit import SPLITTING_SCHEDULES, grid_of, micro_batches
-from penstock.config.model import Model
 from penstock.config.parallel import Graphs, Offload, Pipeline
 from penstock.config.run import Run
 from penstock.layout.actions import stages_of
@@ -65,7 +65,7 @@ class ReuseKey:
         recompute: `recompute.modules`.
         dispatch: method, sync-free stage, row capacity factor, overlap.
         splits: weight gradients are put off.
-        gathers: FSDP2 gathers weights.
+        gathers: FSDP2 gathers dense weights, and experts.
     """
 
     sizes: tuple[int, int, int, int, bool]
@@ -73,11 +73,20 @@ class ReuseKey:
     recompute: tuple[str, ...]
     dispatch: tuple[str, int, float, str]
     splits: bool
-    gathers: bool
+    gathers: tuple[bool, bool]
 
 
-def reuse_key(run: Run) -> ReuseKey:
-    """The key of a run."""
+def gathers_of(run: Run, world: int) -> tuple[bool, bool]:
+    """Whether FSDP2 gathers dense weights, and experts: those that several of `world` ranks hold; 0 for many ranks."""
+    parallel = run.parallel
+    if parallel.shard != "full" or not world:
+        return (parallel.shard == "full",) * 2
+    stage = world // parallel.pipeline
+    return stage > parallel.tensor, stage > parallel.expert * parallel.expert_tensor
+
+
+def reuse_key(run: Run, world: int) -> ReuseKey:
+    """The key of a run on so many ranks."""
     parallel, dispatch = run.parallel, run.dispatch
     has_pipeline = parallel.pipeline > 1
     return ReuseKey(
@@ -86,7 +95,7 @@ def reuse_key(run: Run) -> ReuseKey:
         recompute=run.recompute.modules,
         dispatch=(dispatch.method, dispatch.sync_free, dispatch.row_capacity_factor, dispatch.overlap),
         splits=has_pipeline and run.pipeline.schedule in SPLITTING_SCHEDULES,
-        gathers=parallel.shard == "full",
+        gathers=gathers_of(run, world),
     )
 
 
@@ -115,19 +124,19 @@ _COMMON: Mapping[View, View] = MappingProxyType({"mixed": "middle", "embed": "fi
 """Views of rare stages, and a view that shows nearly the same."""
 
 
-def later_kinds(model: Model) -> dict[str, int]:
+def later_kinds(run: Run) -> dict[str, int]:
     """Kinds of the layers after the first dense ones, and the first layer of each kind."""
-    return first_of_kinds(model, range(model.dense_layers if model.moe_layers else 0, model.layers))
+    return first_of_kinds(run, range(run.model.dense_layers if run.model.moe_layers else 0, run.model.layers))
 
 
-def kinds_of(model: Model, view: View) -> tuple[str, ...]:
+def kinds_of(run: Run, view: View) -> tuple[str, ...]:
     """Kinds of layers that a view shows, in order."""
-    kinds = {"all": first_of_kinds(model, range(model.layers)), "later": later_kinds(model), "none": {}}
+    kinds = {"all": first_of_kinds(run, range(run.model.layers)), "later": later_kinds(run), "none": {}}
     return tuple(kinds[_CUTS[view].layers])
 
 
-def proxy_model(run: Run, view: View) -> Run:
-    """The run with the pipeline of a view and as few data-parallel ranks as it needs."""
+def proxy_model(run: Run, view: View, gathers: tuple[bool, bool]) -> Run:
+    """The run with the pipeline of a view and as few data-parallel ranks as it needs; `gathers` as of `ReuseKey`."""
     schedule = "zb-1f1b" if run.pipeline.schedule in SPLITTING_SCHEDULES else "1f1b"
     small = run.model_copy(
         update={
@@ -135,47 +144,49 @@ def proxy_model(run: Run, view: View) -> Run:
             "pipeline": Pipeline().model_copy(update={"schedule": schedule} if _CUTS[view].stages > 1 else {}),
             "graphs": Graphs(),
             "offload": Offload(),
-            # A few layers at both ends stay in 16 bits; here every layer stands for many.
-            "float8": run.float8.model_copy(update={"first_layers": 0, "last_layers": 0}),
             "recompute": run.recompute.model_copy(update={"layers": (), "stages": ()}),
         }
     )
     # One pass of every rank: more replicas change nothing.
-    rows = run.training.micro_batch * proxy_ranks(small)
+    rows = run.training.micro_batch * proxy_ranks(small, gathers)
     return small.model_copy(update={"training": run.training.model_copy(update={"global_batch": rows})})
 
 
-def proxy_stages(model: Model, view: View, kinds: Sequence[str]) -> tuple[Stage, ...]:
+def proxy_stages(run: Run, view: View, kinds: Sequence[str]) -> tuple[Stage, ...]:
     """Stages of a view; only the one that runs has layers, one of each kind."""
     cut = _CUTS[view]
-    layers, last = layers_in_order(model, kinds), cut.stages - 1
+    layers, last = layers_in_order(run, kinds), cut.stages - 1
     return tuple(
         Stage(
             embed=place == 0,
             layers=layers if place == cut.place else (),
-            mtp=tuple(range(model.mtp_layers)) if place == last else (),
+            mtp=tuple(range(run.model.mtp_layers)) if place == last else (),
             norm_and_head=place == last,
         )
         for place in range(cut.stages)
     )
 
 
-def proxy_ranks(small: Run) -> int:
-    """Ranks of a proxy model; with FSDP2, two that shard the same weights."""
+def proxy_ranks(small: Run, gathers: tuple[bool, bool]) -> int:
+    """Ranks of a proxy model; where FSDP2 gathers all weights, two that shard the same experts."""
     parallel = small.parallel
     dense, expert = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
-    return parallel.pipeline * lcm(dense, expert) * (2 if parallel.shard == "full" else 1)
+    return parallel.pipeline * lcm(dense, expert) * (1 + all(gathers))
 
 
 @contextmanager
-def rank_of_proxy(run: Run, view: View, target: Target, kinds: Sequence[str] | None = None) -> Iterator[MetaRank]:
+def rank_of_proxy(
+    run: Run, view: View, target: Target, kinds: Sequence[str] | None = None, gathers: tuple[bool, bool] | None = None
+) -> Iterator[MetaRank]:
     """The first rank with the stage of a view. Starts and ends a process group.
 
-    `kinds` of the layers are in the order of some stage of the run; None takes those that the view shows.
+    `kinds` of the layers are in the order of some stage of the run; None takes those that the view shows. `gathers` are
+    of the run whose part this one is; None for those of itself.
     """
-    kinds = kinds_of(run.model, view) if kinds is None else kinds
-    small, stages = proxy_model(run, view), proxy_stages(run.model, view, kinds)
-    world = proxy_ranks(small)
+    gathers = gathers_of(run, target.world) if gathers is None else gathers
+    kinds = kinds_of(run, view) if kinds is None else kinds
+    small, stages = proxy_model(run, view, gathers), proxy_stages(run, view, kinds)
+    world = proxy_ranks(small, gathers)
     rank = _CUTS[view].place * world // small.parallel.pipeline
     holders = tuple(place for place, stage in enumerate(stages) if needs_embedding(run.model, stage))
     if world > 1:
@@ -191,7 +202,20 @@ def run_proxy(run: Run, view: View, target: Target, kinds: Sequence[str]) -> Pro
     """Run one stage of a proxy model."""
     with rank_of_proxy(run, view, target, kinds) as rank:
         (stage,) = activations_of(rank)
-        return ProxyStage(stage=stage, symmetric_bytes=rank.symmetric_bytes, batch_bytes=micro_batch_bytes(rank))
+        return ProxyStage(
+            stage=stage,
+            symmetric_bytes=rank.symmetric_bytes,
+            batch_bytes=micro_batch_bytes(rank),
+            dispatcher=rank.dispatcher,
+        )
+
+
+def _run_or_refuse(run: Run, view: View, target: Target, kinds: Sequence[str]) -> ProxyStage | KernelError:
+    """`run_proxy`, or the error of a layout that cannot run: one bad layout ends no search."""
+    try:
+        return run_proxy(run, view, target, kinds)
+    except KernelError as error:
+        return error
 
 
 @contextmanager
@@ -210,13 +234,13 @@ def meta_workers() -> Iterator[Pool | None]:
         yield pool
 
 
-_Sharing = tuple[int, int, int, bool]
+_Sharing = tuple[int, int, int, tuple[bool, bool]]
 
 
-def _sharing(run: Run) -> _Sharing:
+def _sharing(run: Run, world: int) -> _Sharing:
     """Settings that the parameters of a layer depend on."""
     parallel = run.parallel
-    return parallel.tensor, parallel.expert, parallel.expert_tensor, parallel.shard == "full"
+    return parallel.tensor, parallel.expert, parallel.expert_tensor, gathers_of(run, world)
 
 
 def is_composable(run: Run) -> bool:
@@ -245,11 +269,11 @@ class Composer:
         self.target = target
         self.overheads = overheads
         self.costs = stage_costs(run.model, run.training.sequence_length)
-        self.leading = frozenset(first_of_kinds(run.model, range(run.model.layers))) - later_kinds(run.model).keys()
+        self.leading = frozenset(first_of_kinds(run, range(run.model.layers))) - later_kinds(run).keys()
         self.meta_runs = 0
-        self._kinds = cache(partial(kinds_of, run.model))
+        self._kinds = cache(partial(kinds_of, run))
         self._stages: dict[int, tuple[Stage, ...]] = {}
-        self._proxies: dict[tuple[ReuseKey, View, tuple[str, ...]], ProxyStage] = {}
+        self._proxies: dict[tuple[ReuseKey, View, tuple[str, ...]], ProxyStage | KernelError] = {}
         self._facts: dict[_Sharing, ParamsByKind] = {}
         self._states: dict[tuple[_Sharing, ShardCounts], dict[str, PartState]] = {}
         self._contents: dict[tuple[str, int, int], tuple[StageContents, ...]] = {}
@@ -273,7 +297,7 @@ class Composer:
         """Contents of every stage."""
         key = run.pipeline.layout, run.parallel.pipeline, run.pipeline.stages_per_rank
         if key not in self._contents:
-            self._contents[key] = tuple(contents_of(stage, self.run.model) for stage in self.stages(run))
+            self._contents[key] = tuple(contents_of(stage, self.run) for stage in self.stages(run))
         return self._contents[key]
 
     def places(self, run: Run) -> tuple[tuple[tuple[StageContents, ...], PlaceLoad], ...]:
@@ -310,7 +334,7 @@ class Composer:
         return self._compose(run, grid, closely=closely)
 
     def _compose(self, run: Run, grid: Grid, *, closely: bool) -> ComposedRun:
-        key, contents = reuse_key(run), self.contents(run)
+        key, contents = reuse_key(run, self.target.world), self.contents(run)
         return ComposedRun(
             run=run,
             grid=grid,
@@ -327,11 +351,12 @@ class Composer:
 
     def facts(self, run: Run) -> ParamsByKind:
         """Parameters of the parts of a run's ranks."""
-        key = _sharing(run)
+        key = _sharing(run, self.target.world)
         if key not in self._facts:
             # Context and pipeline ranks change nothing about the parameters of a layer.
             parallel = run.parallel.model_copy(update={"context": 1, "pipeline": 1})
-            with rank_of_proxy(run.model_copy(update={"parallel": parallel}), "whole", self.target) as rank:
+            part = run.model_copy(update={"parallel": parallel})
+            with rank_of_proxy(part, "whole", self.target, gathers=key[-1]) as rank:
                 self._facts[key] = facts_of(rank)
                 self._rank = rank
         return self._facts[key]
@@ -343,7 +368,7 @@ class Composer:
 
     def state(self, run: Run, grid: Grid) -> RankState:
         """Model state of the parts of a run's ranks."""
-        key, facts = _sharing(run), self.facts(run)
+        key, facts = _sharing(run, self.target.world), self.facts(run)
         shards = shards_of(run, grid)
         if (key, shards) not in self._states:
             self._states[key, shards] = {kind: part_state(parameters, shards) for kind, parameters in facts.items()}
@@ -353,12 +378,16 @@ class Composer:
         """A stage of the run's proxy model, run once for all runs with equal keys.
 
         `kinds` of the layers are in the order of some stage of the run; empty takes those that the view shows.
+        Raises a KernelError if that stage cannot run.
         """
-        key = reuse_key(run), view, kinds or self._kinds(view)
+        key = reuse_key(run, self.target.world), view, kinds or self._kinds(view)
         if key not in self._proxies:
             self.meta_runs += 1
-            self._proxies[key] = run_proxy(run, view, self.target, key[2])
-        return self._proxies[key]
+            self._proxies[key] = _run_or_refuse(run, view, self.target, key[2])
+        proxy = self._proxies[key]
+        if isinstance(proxy, KernelError):
+            raise proxy
+        return proxy
 
     def prefetch(self, wanted: Iterable[tuple[Run, View] | tuple[Run, View, tuple[str, ...]]]) -> None:
         """Run stages that will be asked for side by side, if there are workers; arguments as of `proxy`."""
@@ -367,12 +396,12 @@ class Composer:
         missing = {}
         for run, view, *order in wanted:
             (kinds,) = order or [()]
-            key = reuse_key(run), view, kinds or self._kinds(view)
+            key = reuse_key(run, self.target.world), view, kinds or self._kinds(view)
             if key not in self._proxies:
                 missing[key] = run, view, self.target, key[2]
         if len(missing) > 1:
             self.meta_runs += len(missing)
-            self._proxies.update(zip(missing, self.workers.starmap(run_proxy, missing.values()), strict=True))
+            self._proxies.update(zip(missing, self.workers.starmap(_run_or_refuse, missing.values()), strict=True))
 
     def ends(self, run: Run) -> Iterator[tuple[Run, View]]:
         """What `composed` runs of the first and the last stage of a pipeline, if not `closely`."""

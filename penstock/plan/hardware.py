@@ -15,6 +15,7 @@ The network joins the nodes of a pod (a row of racks, a scalable unit) at full b
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -317,15 +318,16 @@ class RankGroup:
         return RankGroup(self.nodes, 1, self.pod_ranks // self.node_ranks)
 
 
-def group_of(ranks: int, node_most: int, pod_most: int) -> RankGroup:
-    """As many of the ranks in each node as divide them, at most `node_most`, and in each pod; 0 for no limit."""
-    inside = max(1, min(ranks, node_most or ranks))
-    while ranks % inside:
-        inside -= 1
-    pod = max(inside, min(ranks, pod_most or ranks) // inside * inside)
-    while ranks % pod:
-        pod -= inside
-    return RankGroup(ranks, inside, pod if pod < ranks else 0)
+def group_of(ranks: int, node: int, pod: int = 0, stride: int = 1) -> RankGroup:
+    """Ranks that are `stride` apart, in nodes and pods of so many devices; 0 for no limit.
+
+    The stride is the product of the axes that change faster. Groups follow each other without a gap, so where a node is
+    no whole number of groups, some group has its smallest part in a node: the greatest common divisor of both sizes.
+    All ranks wait for that group. 12 ranks on nodes of 8 are in parts of 8 and 4: as slow as with 4 in each node.
+    """
+    in_node, in_pod = (gcd(ranks, max(1, size // stride)) if size else ranks for size in (node, pod))
+    in_pod = in_pod if in_pod % in_node == 0 else in_node
+    return RankGroup(ranks, in_node, in_pod if in_pod < ranks else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,8 +363,7 @@ class Cluster:
 
         The stride is the product of the axes that change faster; a node holds a whole part of every axis.
         """
-        pod = max(1, self.pod_devices // stride) if self.pod_devices else 0
-        return group_of(ranks, max(1, self.node_devices // stride), pod)
+        return group_of(ranks, self.node_devices, self.pod_devices, stride)
 
 
 def with_host_memory(hardware: Hardware, memory_bytes: int) -> Hardware:

@@ -7,9 +7,9 @@ has its operators, and three numbers of bytes:
     forward     the most in its forward, over the memory before it
     backward    the most in its backward, over the memory before its forward
 
-Layers of one kind have equal pieces: experts or none (`model.dense_layers`, `model.moe.moe_layer_freq`), and attention
-to the whole row or a window (`model.attention.local`). So the peak of a pass in piece i is the sum of `kept` of the
-pieces before i and the most of piece i, for any number of layers.
+Layers of one kind have equal pieces: experts or none (`model.dense_layers`, `model.moe.moe_layer_freq`), attention to
+the whole row or a window (`model.attention.local`), and 8 bits or 16 (`float8.first_layers`). So the peak of a pass in
+piece i is the sum of `kept` of the pieces before i and the most of piece i, for any number of layers.
 
 Memory of a pipeline rank is the most of `held + the action's own`, over the rank's actions. How many micro-batches of
 each stage are held depends on the schedule alone, and a count below another one at an action of the same kind cannot
@@ -25,8 +25,10 @@ from operator import ge
 
 from penstock.config.fit import SPLITTING_SCHEDULES
 from penstock.config.model import GroupedQueryAttention, Model
+from penstock.config.run import Run
 from penstock.layout.actions import Kind, Schedule, stages_of
 from penstock.layout.schedules import GRAMMARS, SCHEDULES, groups_to_fill, schedule, spell
+from penstock.models.build import is_in_8_bits
 from penstock.plan.op_recorder import RecordedOps
 
 MOE = "moe"
@@ -39,8 +41,16 @@ REPEATED = 2
 """From so many micro-batches per pipeline rank on, every schedule repeats itself."""
 
 
-def layer_kind(model: Model, layer: int) -> str:
-    """`dense`, `moe` or `hashed moe`, after `local` or `linear` for such attention; layers count from 0."""
+def layer_kind(run: Run, layer: int) -> str:
+    """`dense`, `moe` or `hashed moe`, after `local` or `linear` for such attention; layers count from 0.
+
+    Layers that stay in 16 bits in a run in 8 bits have `16-bit` before it.
+    """
+    kind = _kind_in_model(run.model, layer)
+    return f"16-bit {kind}" if run.float8.is_used and not is_in_8_bits(run, layer) else kind
+
+
+def _kind_in_model(model: Model, layer: int) -> str:
     ffn = "dense" if model.is_dense(layer) else f"hashed {MOE}" if model.is_hashed(layer) else MOE
     if model.is_linear(layer):
         return f"linear {ffn}"
@@ -54,20 +64,20 @@ def has_experts(kind: str) -> bool:
     return kind.endswith(MOE)
 
 
-def layers_in_order(model: Model, kinds: Iterable[str]) -> tuple[int, ...]:
+def layers_in_order(run: Run, kinds: Iterable[str]) -> tuple[int, ...]:
     """One layer of each of these kinds, in ascending order."""
     found: list[int] = []
     for kind in kinds:
-        rest = range(found[-1] + 1 if found else 0, model.layers)
-        found.append(next(layer for layer in rest if layer_kind(model, layer) == kind))
+        rest = range(found[-1] + 1 if found else 0, run.model.layers)
+        found.append(next(layer for layer in rest if layer_kind(run, layer) == kind))
     return tuple(found)
 
 
-def first_of_kinds(model: Model, layers: Iterable[int]) -> dict[str, int]:
+def first_of_kinds(run: Run, layers: Iterable[int]) -> dict[str, int]:
     """The first layer of each kind, in the order in which the kinds first occur."""
     found: dict[str, int] = {}
     for layer in layers:
-        found.setdefault(layer_kind(model, layer), layer)
+        found.setdefault(layer_kind(run, layer), layer)
     return found
 
 

@@ -131,6 +131,7 @@ class Target:
     """Where a rank runs, as far as its memory depends on it.
 
     Attributes:
+        world: ranks of the run; 0 if it has so many that several hold each expert.
         ranks_per_node: ranks that fast links join; 0 for all.
         ranks_per_pod: ranks that the network joins at full bandwidth; 0 for all.
         imbalance: rows of the fullest rank's experts over the even share, for dispatchers without a fixed capacity.
@@ -140,6 +141,7 @@ class Target:
     """
 
     device: DeviceFacts
+    world: int = 0
     ranks_per_node: int = 8
     ranks_per_pod: int = 0
     imbalance: float = 1.2
@@ -173,6 +175,12 @@ class MetaRank:
     schedule: Schedule | None
     weight_grads: WeightGradStore | None
     symmetric_bytes: int
+
+    @property
+    def dispatcher(self) -> str:
+        """The dispatcher of its layers with experts; `none` without any."""
+        modules = (module for decoder in self.decoders.values() for module in decoder.modules())
+        return next((module.dispatcher.name for module in modules if isinstance(module, MoE)), "none")
 
 
 def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | None = None) -> MetaRank:

@@ -23,7 +23,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.config.fit import context_method, grid_of, micro_batches
 from penstock.config.run import Run
-from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.layout.actions import stages_of as stage_numbers
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
@@ -153,7 +152,7 @@ def _parts_of(run: Run, stages: tuple[Stage, ...], place: int) -> Hashable:
 
     def parts(number: int) -> Hashable:
         stage = stages[number]
-        layers = tuple((layer_kind(run.model, layer), layer in recompute.layers) for layer in stage.layers)
+        layers = tuple((layer_kind(run, layer), layer in recompute.layers) for layer in stage.layers)
         return stage.embed, layers, len(stage.mtp), stage.norm_and_head, number in recompute.stages
 
     placement = SCHEDULES[run.pipeline.schedule].placement
@@ -230,9 +229,9 @@ def activations_of(rank: MetaRank, batch: MicroBatch | None = None) -> tuple[Sta
     return tuple(_stage(rank, number, decoder, batch) for number, decoder in rank.decoders.items())
 
 
-def kind_of(decoder: Decoder, layer: int, block: Block) -> Hashable:
+def kind_of(run: Run, layer: int, block: Block) -> Hashable:
     """Layers of one kind have equal pieces."""
-    return layer_kind(decoder.config, layer), block.layer_context.recompute, block.layer_context.float8 == NO_FLOAT8
+    return layer_kind(run, layer), block.layer_context.recompute
 
 
 def micro_batch_of(rank: MetaRank) -> MicroBatch:
@@ -267,7 +266,7 @@ def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> 
     # Overlap and offload connect neighbouring layers, so one layer cannot stand for its kind.
     runs_all = rank.run.dispatch.overlap in OVERLAPS_IN_STEPS or bool(rank.run.offload.activations)
     runs_all = runs_all or rank.run.offload.gradients
-    kinds = {layer: (layer if runs_all else kind_of(decoder, layer, block)) for layer, block in blocks.items()}
+    kinds = {layer: (layer if runs_all else kind_of(rank.run, layer, block)) for layer, block in blocks.items()}
     first_of: dict[Hashable, int] = {}
     for layer, kind in kinds.items():
         first_of.setdefault(kind, layer)
@@ -310,7 +309,7 @@ class _Passes:
         # Halves of a micro-batch alternate within a layer, so a layer has no piece of its own.
         is_cut = len(decoder.blocks) > 0 and rank.run.dispatch.overlap not in OVERLAPS_IN_STEPS
         self.blocks = [block for block in decoder.blocks.values() if isinstance(block, Block)] if is_cut else []
-        self.kinds = [layer_kind(decoder.config, int(layer)) for layer in decoder.blocks] if is_cut else []
+        self.kinds = [layer_kind(rank.run, int(layer)) for layer in decoder.blocks] if is_cut else []
 
     def pieces(self) -> list[StagePiece]:
         """Run, and make pieces of the sections."""

@@ -62,6 +62,9 @@ _SILENT = frozenset(
 )
 """Operators of torch that give the device nothing to do and are not views by their schema."""
 
+_SHAPED_LIKE = frozenset({"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"})
+"""Operators of torch that take shape, dtype or device of an argument, and do not read it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedSection:
@@ -215,6 +218,11 @@ class RecordedOp(NamedTuple):
         """Bytes of every tensor, each once."""
         return sum(self.sizes)
 
+    def times(self, count: int) -> "RecordedOp":
+        """One operator that moves the memory of so many like this one, which compute little."""
+        shapes = tuple((count * shape[0], *shape[1:]) if shape else shape for shape in self.shapes)
+        return self._replace(shapes=shapes, sizes=tuple(count * size for size in self.sizes))
+
 
 RecordedOps = tuple[RecordedOp, ...]
 
@@ -254,8 +262,9 @@ class OpRecorder(_Mode):
             group = self._group(args) if namespace.startswith("c10d") else None
             # A result in an argument's storage appears once.
             known = {tensor.untyped_storage()._cdata for tensor in arguments}
+            read = () if name in _SHAPED_LIKE else arguments
             made = (one for one in _tensors_in((result,)) if one.untyped_storage()._cdata not in known)
-            self._recorded.append(_op_of(name, (*arguments, *made), (), group))
+            self._recorded.append(_op_of(name, (*read, *made), (), group))
         return result
 
     def _group(self, arguments: Iterable[Any]) -> RankGroup:
@@ -265,12 +274,8 @@ class OpRecorder(_Mode):
             if isinstance(one, torch.ScriptObject) and one._type().name() == "ProcessGroup"  # type: ignore[attr-defined]
         )
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(script))
-        # Ranks of a node, and of a pod, are consecutive numbers.
-        node, pod = (
-            sum(rank // size == ranks[0] // size for rank in ranks) if size else len(ranks)
-            for size in (self._ranks_per_node, self._ranks_per_pod)
-        )
-        return group_of(len(ranks), node if len(ranks) % node == 0 else 1, pod)
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        return group_of(len(ranks), self._ranks_per_node, self._ranks_per_pod, stride)
 
 
 class RecordedWeightGradStore(WeightGradStore):

@@ -20,7 +20,7 @@ from penstock.config.training import Optimizer
 from penstock.layout.grid import Grid
 from penstock.layout.matrices import Matrices, newton_schulz_flops
 from penstock.layout.sharding import row_width, rows_of_shard
-from penstock.models.parameters import copy_bytes, param_shards
+from penstock.models.parameters import copy_bytes, param_shards, refresh_float8
 from penstock.parallel.buckets import BUCKET_VALUES, IN_FLIGHT, ROW_VALUES
 from penstock.parallel.copies import CHUNK_BYTES
 from penstock.parallel.matrix_exchange import ROUND_VALUES
@@ -29,7 +29,7 @@ from penstock.plan.hardware import RankGroup
 from penstock.plan.liveness import layer_kind
 from penstock.plan.meta_rank import MetaRank
 from penstock.plan.meta_run import UpdateOps
-from penstock.plan.op_recorder import RecordedOp, RecordedOps
+from penstock.plan.op_recorder import OpRecorder, RecordedOp, RecordedOps
 from penstock.train.adamw import StateShape, state_shapes
 
 SUM_BYTES = 4
@@ -49,6 +49,7 @@ class ParamFacts:
         is_sharded: by FSDP2.
         is_partial: tensor-parallel ranks sum its gradient.
         copy_bytes: of its copies in 8 bits.
+        quantize_ops: operators that make these copies after each update.
         matrices: that Muon updates, of all ranks that divide them; None if AdamW updates it.
         cuts: tensor-parallel ranks that divide each matrix.
     """
@@ -60,6 +61,7 @@ class ParamFacts:
     is_sharded: bool
     is_partial: bool
     copy_bytes: int = 0
+    quantize_ops: RecordedOps = ()
     matrices: Matrices | None = None
     cuts: int = 1
 
@@ -198,18 +200,25 @@ def facts_of(rank: MetaRank) -> ParamsByKind:
     found: dict[str, dict[str, ParamFacts]] = {}
     kind_of = _kinds(rank)
     # FSDP2 keeps no copies in 8 bits from step to step.
-    copies = {
-        f"{path}.{name}": size
-        for decoder in (() if rank.sharded else rank.decoders.values())
-        for path, module in decoder.named_modules()
-        for name, size in copy_bytes(module).items()
-    }
+    copies: dict[str, tuple[int, RecordedOps]] = {}
+    recorder = OpRecorder()
+    for decoder in () if rank.sharded else rank.decoders.values():
+        for path, module in decoder.named_modules():
+            if sizes := copy_bytes(module):
+                with recorder:
+                    refresh_float8([module])
+                ops = recorder.cut()
+                # The operators of all copies of a module count as those of its first parameter.
+                copies.update(
+                    {f"{path}.{name}": (size, () if k else ops) for k, (name, size) in enumerate(sizes.items())}
+                )
     for one in param_shards(rank.decoders.values(), rank.axes):
         kind, path = kind_of(one.name)
         facts = found.setdefault(kind, {})
         if kind not in OTHERS and any(not name.startswith(path) for name in facts):
             continue
         width = row_width(tuple(one.parameter.shape))
+        copied, quantize_ops = copies.get(one.name, (0, ()))
         facts[one.name] = ParamFacts(
             rows=one.parameter.numel() // width,
             width=width,
@@ -217,7 +226,8 @@ def facts_of(rank: MetaRank) -> ParamsByKind:
             is_expert=one.data is rank.axes.expert_data,
             is_sharded=one.name in rank.sharded,
             is_partial=any(axis.name == "tensor" for axis in one.partial),
-            copy_bytes=copies.get(one.name, 0),
+            copy_bytes=copied,
+            quantize_ops=quantize_ops,
             **(_of_muon(one) if rank.run.optimizer.method == "muon" else {}),
         )
     return {kind: tuple(facts.values()) for kind, facts in found.items()}
@@ -236,7 +246,7 @@ def _of_muon(one: ParamShard) -> dict[str, Any]:
 def _kinds(rank: MetaRank) -> Callable[[str], tuple[str, str]]:
     """A function from a parameter's name to the kind of its part and the prefix of that part's names."""
     blocks = {
-        f"blocks.{layer}.": layer_kind(decoder.config, int(layer))
+        f"blocks.{layer}.": layer_kind(rank.run, int(layer))
         for decoder in rank.decoders.values()
         for layer in decoder.blocks
     }
@@ -404,9 +414,7 @@ def update_of(
         if not is_written and read
     ]
     updates += [_moving("_foreach_copy_", copied, (2, SUM_BYTES))] if copied else []
-    # Each weight in 8 bits is read in 16 and written twice.
-    quantized = sum(load.quantized for load in loads.values()) // 2
-    step += [_moving("quantize_kernel", quantized, (2, 1, 1))] if quantized else []
+    step += [op for load in loads.values() for op in load.quantized]
     step += _MuonLoad.of(parts, shards).ops(stage)
     host = sum(times * part_state(facts, shards).host for facts, times in parts) if shards.offloads else 0
     return UpdateOps(
@@ -433,12 +441,13 @@ class _Load:
         copied: values of `own` that Muon updates in masters, which are rounded afterwards.
         width: values of a row of buckets, of parameters that FSDP2 leaves alone.
         own_sent: values of `own` that pass through buckets.
-        quantized: bytes of copies in 8 bits.
+        quantized: operators that make copies in 8 bits.
         itemsize: bytes of a weight.
     """
 
     def __init__(self) -> None:
-        self.values = self.own = self.copied = self.width = self.own_sent = self.quantized = 0
+        self.values = self.own = self.copied = self.width = self.own_sent = 0
+        self.quantized: list[RecordedOp] = []
         self.moved = Counter[tuple[str, bool]]()
         self.itemsize = SUM_BYTES
 
@@ -456,7 +465,7 @@ class _Load:
             self.values += times * own
             return
         self.values += times * fact.values
-        self.quantized += times * fact.copy_bytes
+        self.quantized += [op.times(times) for op in fact.quantize_ops]
         self.width += times * -(-fact.rows // ranks) * fact.width
         self.own_sent += times * own
         if fact.itemsize < SUM_BYTES:

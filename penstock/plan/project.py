@@ -1,62 +1,27 @@
-"""Project one run on a cluster: its memory, its step time, and the advice of the rules."""
+"""Project one run on a cluster: its memory, its step time, and the advice of the rules.
 
-from dataclasses import dataclass, replace
+A run is composed of pieces that ran on the meta device (`penstock.plan.composer`), as a search composes its layouts, so
+both give the same figures. Runs whose layers depend on their neighbours (`is_composable`) run whole.
+"""
+
+from dataclasses import replace
 
 from penstock.config.fit import grid_of
 from penstock.config.fit import shard as shard_of
 from penstock.config.run import Run
-from penstock.kernels.device_facts import PACKAGES, DeviceFacts
 from penstock.models.count import count
-from penstock.moe.layer import MoE
-from penstock.plan.costs import assumed_imbalance
-from penstock.plan.hardware import Cluster, Hardware
-from penstock.plan.loads import Imbalance, RecordedLoads
-from penstock.plan.memory import Overheads, RankMemory, memory_of_meta_run
-from penstock.plan.meta_rank import Saving, Target, conventional
-from penstock.plan.meta_run import MetaRun, meta_runs_of
+from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, overheads_of, target_of
+from penstock.plan.composed_run import ComposedRun, ComposedTimes
+from penstock.plan.composer import Composer, is_composable
+from penstock.plan.hardware import Cluster
+from penstock.plan.memory import RankMemory, memory_of_meta_run
+from penstock.plan.meta_rank import conventional
+from penstock.plan.meta_run import meta_runs_of
 from penstock.plan.projection import Advice, Projection, layout_of
 from penstock.plan.rules.book import advice
 from penstock.plan.rules.rule import facts_of, sizes_of
-from penstock.plan.software import OWN, Software, as_run_by, passes_keys
+from penstock.plan.software import Software, as_run_by
 from penstock.plan.step_time import step_time
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assumptions:
-    """Facts that are not known before a run.
-
-    Attributes:
-        imbalance: rows of the fullest rank's experts over the even share, in the time of a layer.
-        kept_imbalance: the same in memory, over all layers of a rank; None for `imbalance`.
-        saving: activations that are saved for backward: as the run does it, or without fused kernels.
-        in_turn: tokens take the experts in turn, as many benchmarks force balance.
-        software: the trainer that runs the layout.
-        loads: recorded loads of experts, in the place of both imbalances. Searches have none.
-    """
-
-    imbalance: float = 1.2
-    kept_imbalance: float | None = None
-    saving: Saving = "run"
-    in_turn: bool = False
-    software: Software = OWN
-    loads: RecordedLoads | None = None
-
-    @property
-    def in_time(self) -> Imbalance:
-        """What decides the time of a layer."""
-        return self.imbalance if self.loads is None else self.loads
-
-    def in_memory(self, run: Run) -> float:
-        """What decides the memory of a rank."""
-        if self.loads is not None:
-            return self.loads.of(run).most
-        return self.imbalance if self.kept_imbalance is None else self.kept_imbalance
-
-
-DEFAULT_ASSUMPTIONS = Assumptions()
-
-PROCESS_BYTES = 3 * 10**9
-"""Host memory of a process with a GPU; 2.1 and 2.3 GB in the newest runs of whole-host-h200.json."""
 
 
 def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Projection:
@@ -67,15 +32,36 @@ def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUM
         KernelError: the run asks for kernels that the devices cannot run.
         HardwareError: the hardware file lacks a figure that the run needs.
     """
+    run = as_run_by(assumptions.software, conventional(run) if assumptions.saving == "conventional" else run)
+    if not is_composable(run):
+        return project_whole(run, cluster, assumptions)
+    grid = grid_of(run, cluster.devices)
+    composer = Composer(run, target_of(run, cluster, assumptions), overheads_of(cluster.hardware))
+    return composed_projection(composer.composed(run, grid), ComposedTimes(cluster, assumptions))
+
+
+def composed_projection(composed: ComposedRun, times: ComposedTimes) -> Projection:
+    """The projection of a run that was composed closely (`Composer.composed`)."""
+    run, grid, software = composed.run, composed.grid, times.assumptions.software
+    return Projection(
+        run=run,
+        cluster=times.cluster,
+        layout=layout_of(run, grid, composed.proxy.dispatcher, shard_of(run)),
+        memories=tuple(_state_of(software, composed.memory(place)) for place in range(grid.pipeline)),
+        time=times.exact(composed),
+    )
+
+
+def project_whole(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Projection:
+    """Project one run from a meta run of each of its ranks with different parts; arguments and errors as `project`."""
     software = assumptions.software
-    run = as_run_by(software, conventional(run) if assumptions.saving == "conventional" else run)
     meta_runs = meta_runs_of(run, cluster.devices, target_of(run, cluster, assumptions))
-    memories = (memory_of_meta_run(one, overheads_of(cluster.hardware)) for one in meta_runs)
+    memories = (memory_of_meta_run(meta_run, overheads_of(cluster.hardware)) for meta_run in meta_runs)
     return Projection(
         run=run,
         cluster=cluster,
-        layout=layout_of(run, grid_of(run, cluster.devices), dispatcher_of(meta_runs[0]), shard_of(run)),
-        memories=tuple(_state_of(software, one) for one in memories),
+        layout=layout_of(run, grid_of(run, cluster.devices), meta_runs[0].rank.dispatcher, shard_of(run)),
+        memories=tuple(_state_of(software, memory) for memory in memories),
         time=step_time(run, cluster, meta_runs, assumptions.in_time, software=software, in_turn=assumptions.in_turn),
     )
 
@@ -87,44 +73,6 @@ def _state_of(software: Software, memory: RankMemory) -> RankMemory:
         gradients=memory.gradients * software.gradient_bytes // 4,
         moments=memory.moments * software.moment_bytes // 4,
     )
-
-
-def target_of(run: Run, cluster: Cluster, assumptions: Assumptions) -> Target:
-    """Where the ranks of a run would be."""
-    return Target(
-        device=device_of(cluster.hardware, run),
-        ranks_per_node=cluster.node_devices,
-        ranks_per_pod=cluster.pod_devices,
-        imbalance=assumed_imbalance(run, assumptions.in_memory(run)),
-        saving=assumptions.saving,
-        in_turn=assumptions.in_turn,
-        passes_keys=passes_keys(assumptions.software, run),
-    )
-
-
-def device_of(hardware: Hardware, run: Run) -> DeviceFacts:
-    """The device, as the choice of kernels needs it."""
-    dtype = run.training.precision
-    if hardware.vendor == "cpu":
-        return DeviceFacts(kind="cpu", name="CPU", target="cpu", packages=frozenset(), dtype=dtype)
-    return DeviceFacts(
-        kind="cuda", name=hardware.name, target=hardware.kernels, packages=frozenset(PACKAGES), dtype=dtype
-    )
-
-
-def overheads_of(hardware: Hardware) -> Overheads:
-    """Memory of a device, and of the host by a process with a GPU, that no tensor can have."""
-    process = 0 if hardware.vendor == "cpu" else PROCESS_BYTES
-    return Overheads(context=hardware.memory.capacity_bytes - hardware.usable_bytes, process=process)
-
-
-def dispatcher_of(meta_run: MetaRun) -> str:
-    """The dispatcher of a meta run; `none` without experts."""
-    for decoder in meta_run.rank.decoders.values():
-        for module in decoder.modules():
-            if isinstance(module, MoE):
-                return module.dispatcher.name
-    return "none"
 
 
 def advice_for(run: Run, cluster: Cluster) -> tuple[Advice, ...]:

@@ -176,7 +176,7 @@ class Projection:
         return self.over_bytes <= 0
 
 
-MEMORY, MARGIN, SLOWER = "does-not-fit", "within-margin", "slower"
+MEMORY, MARGIN, SLOWER, FAILED = "does-not-fit", "within-margin", "slower", "fails"
 """Why a legal layout is no candidate, in the place of a rule's name."""
 
 
@@ -186,7 +186,8 @@ class Refusal:
 
     Attributes:
         layout: of one of them; parts that were not settled are left out.
-        rule: name of the rule (penstock/plan/rules) of illegal ones, else `MEMORY`, `MARGIN` or `SLOWER`.
+        rule: name of the rule (penstock/plan/rules) of illegal ones, else `MEMORY`, `MARGIN`, `SLOWER`
+            or `FAILED`.
         count: layouts that this refusal stands for.
     """
 

@@ -22,22 +22,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from multiprocessing.pool import Pool
 from typing import NamedTuple
 
 import numpy as np
 
+from penstock.base.errors import KernelError
 from penstock.config.fit import NO_PIPELINE, SPLITTING_SCHEDULES
-from penstock.config.fit import shard as shard_of
-from penstock.config.rules import check
 from penstock.config.run import Run
-from penstock.layout.grid import Grid
-from penstock.plan.candidates import (
-    Saving,
-    SearchSpace,
-    run_of,
-    with_saving,
-)
+from penstock.plan.assumptions import overheads_of, target_of
+from penstock.plan.candidates import SearchSpace, layout_words, run_of
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
 from penstock.plan.composer import Composer, View
 from penstock.plan.costs import HardwareTimes
@@ -45,11 +40,11 @@ from penstock.plan.divisions import Divisions, Scaled
 from penstock.plan.hardware import cluster_of
 from penstock.plan.known_error import memory_margin
 from penstock.plan.neighbours import SearchNode, neighbours
-from penstock.plan.project import overheads_of, project, target_of
-from penstock.plan.projection import MARGIN, MEMORY, SLOWER, Advice, Plan, Projection, Refusal, layout_of
+from penstock.plan.project import composed_projection
+from penstock.plan.projection import FAILED, MARGIN, MEMORY, SLOWER, Advice, Plan, Projection, Refusal, layout_of
 from penstock.plan.rules.book import advice
 from penstock.plan.rules.rule import Rule, Sizes
-from penstock.plan.search_request import SearchRequest, neutral_sizes, prepared_run, with_values
+from penstock.plan.search_request import SearchRequest, neutral_sizes, plan_of_fixed, prepared_run, with_values
 from penstock.plan.space_bounds import SpaceBounds
 
 Progress = Callable[[str], None]
@@ -113,8 +108,8 @@ def search(request: SearchRequest, progress: Progress | None = None, workers: Po
         HardwareError: the hardware file lacks a figure that the run needs.
     """
     run = prepared_run(request)
-    if set(ALL) <= set(request.fixed) and (one := _one(request, run)) is not None:
-        return one
+    if set(ALL) <= set(request.fixed) and (plan := plan_of_fixed(request, run)) is not None:
+        return plan
     # The garbage collection of cycles takes a sixth of a search and finds next to nothing.
     was_enabled = gc.isenabled()
     gc.disable()
@@ -123,24 +118,6 @@ def search(request: SearchRequest, progress: Progress | None = None, workers: Po
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _one(request: SearchRequest, run: Run) -> Plan | None:
-    """A plan of one layout; None if its sizes do not fill the cluster."""
-    fixed, world = request.fixed, request.cluster.devices
-    tp, cp, pp, ep, etp = (int(fixed[name]) for name in ("tp", "cp", "pp", "ep", "etp"))
-    if world % (tp * cp * pp) or world % (ep * etp * pp):
-        return None
-    recompute = () if fixed["recompute"] == "none" else tuple(fixed["recompute"].split("+"))
-    sizes = replace(
-        neutral_sizes(request, run), tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=int(fixed["vpp"]),
-        schedule=fixed["schedule"], micro_batch=int(fixed["micro_batch"]), dispatcher=fixed["dispatcher"],
-        sync_free=int(fixed["sync_free_stage"]),
-    )  # fmt: skip
-    asked = run_of(run, with_saving(sizes, Saving(recompute, run.offload.optimizer)))
-    check(asked)
-    found = project(asked, request.cluster, request.assumptions)
-    return Plan(model=run.name, cluster=request.cluster, candidates=(found,), refused=(), considered=1)
 
 
 class _Waiting(NamedTuple):
@@ -164,6 +141,20 @@ class _Fitting:
     seconds: float
 
 
+def _unless_it_fails(bound: Callable[["_Search", SearchNode], float]) -> Callable[["_Search", SearchNode], float]:
+    """A bound that is infinite for a layout that cannot run on the meta device, which ends no search."""
+
+    @wraps(bound)
+    def guarded(self: "_Search", node: SearchNode) -> float:
+        try:
+            return bound(self, node)
+        except KernelError as error:
+            self._failed[node] = f"{error}", int(node not in self._refused)
+            return math.inf
+
+    return guarded
+
+
 class _Search:
     """One search. `_fitting` are layouts that fit, `_exact` seconds of those that were played by their schedule."""
 
@@ -180,7 +171,7 @@ class _Search:
         self._overheads = overheads_of(cluster.hardware)
         self._composer = Composer(run, target_of(run, cluster, assumptions), self._overheads, workers)
         times = HardwareTimes.of(cluster.hardware)
-        self._times = ComposedTimes(cluster, assumptions.imbalance, times)
+        self._times = ComposedTimes(cluster, assumptions, times)
         self._space = SearchSpace(neutral, run, request.fixed)
         self._families = list(self._space.families())
         progress(f"{self._space.count:,} legal layouts")
@@ -197,6 +188,8 @@ class _Search:
         self._gap = 0.0
         self._close: list[_Fitting] = []
         self._too_large: Counter[str] = Counter()
+        self._failed: dict[SearchNode, tuple[str, int]] = {}
+        """Layouts and groups of them that cannot run on the meta device: why, and how many."""
         self._large_in_group: dict[SearchNode, int] = {}
         self._nearly: dict[bool, tuple[float, SearchNode]] = {}
         """The least memory over the limit with its layout, by whether it was composed or is a bound."""
@@ -280,7 +273,12 @@ class _Search:
         """The same layouts with closer bounds, as far as they may be the best."""
         bound, step, node = one
         if step == 0:
-            yield from self._members(divisions, node, bound)
+            try:
+                yield from self._members(divisions, node, bound)
+            except KernelError as error:
+                same = divisions.where(divisions.places[:, 1] == node.experts)
+                stages = len(divisions.family.experts[node.experts].stages)
+                self._failed[node] = f"{error}", len(same) * stages - self._large_in_group[node]
         elif step == 3:
             self._play(node)
         elif (closer := (self._look, self._fit)[step - 1](node)) < math.inf:
@@ -357,8 +355,10 @@ class _Search:
             if self._look(node) < math.inf and self._fit(node) < math.inf:
                 self._play(node)
                 continue
+            if node in self._failed:
+                continue
             sizes = self._sizes(node)
-            composed = self._composer.composed(run_of(self._run, sizes), _grid_of(sizes), closely=False)
+            composed = self._composer.composed(run_of(self._run, sizes), sizes.grid, closely=False)
             if composed.fullest_of(range(sizes.pp)) > max(self._limit * HOPELESS, self._capacity):
                 self._hopeless.add(node._replace(saving=0, rows=0))
 
@@ -428,6 +428,7 @@ class _Search:
         saving = self._space.savings[node.saving]
         return self._space.sizes(self._families[node.family], place, node.shape, saving, node.sync_free)
 
+    @_unless_it_fails
     def _look(self, node: SearchNode) -> float:
         """A closer bound of a layout, from the pieces of its inner places; infinite if these do not fit."""
         # More rows never need less memory, so one overflow refuses all larger micro-batches.
@@ -436,17 +437,18 @@ class _Search:
             self._count_large(node, MEMORY)
             return math.inf
         sizes = self._sizes(node)
-        composed = self._composer.composed(run_of(self._run, sizes), _grid_of(sizes), closely=False)
+        composed = self._composer.composed(run_of(self._run, sizes), sizes.grid, closely=False)
         inner = composed.inner_places
         size = composed.fullest_of(inner)
         if size > self._limit * SURE:
             return self._refuse_large(node, sizes, composed, size)
         return self._times.bound(composed, inner)
 
+    @_unless_it_fails
     def _fit(self, node: SearchNode) -> float:
         """A bound of a layout from all of its pieces; infinite if it does not fit."""
         sizes = self._sizes(node)
-        run, grid = run_of(self._run, sizes), _grid_of(sizes)
+        run, grid = run_of(self._run, sizes), sizes.grid
         composed = self._composer.composed(run, grid, closely=False)
         size = composed.fullest_of(range(grid.pipeline))
         if size <= self._limit * SURE and size * SURE > self._limit:
@@ -503,15 +505,8 @@ class _Search:
         return found[:wanted]
 
     def _projection(self, one: _Fitting) -> Projection:
-        run = one.composed.run
-        composed = self._composer.composed(run, one.composed.grid)
-        return Projection(
-            run=run,
-            cluster=self._request.cluster,
-            layout=layout_of(run, composed.grid, one.sizes.dispatcher, shard_of(run)),
-            memories=tuple(composed.memory(place) for place in range(composed.grid.pipeline)),
-            time=self._times.exact(composed),
-        )
+        composed = self._composer.composed(one.composed.run, one.composed.grid)
+        return composed_projection(composed, self._times)
 
     def _within_margin(self, best: Sequence[Projection]) -> list[Projection]:
         """Layouts that are faster than the best and fit only if the projection's memory is right."""
@@ -530,7 +525,7 @@ class _Search:
             # Bounds say little of activations: most saving and fewest rows need no more.
             node = node._replace(saving=len(self._space.savings) - 1, rows=0)
         sizes = self._sizes(node)
-        composed = self._composer.composed(run_of(self._run, sizes), _grid_of(sizes), closely=False)
+        composed = self._composer.composed(run_of(self._run, sizes), sizes.grid, closely=False)
         return self._projection(_Fitting(sizes, composed, 0, 0.0))
 
     def _helps(self) -> Iterator[str]:
@@ -561,7 +556,11 @@ class _Search:
 
     def _legal_refusals(self, best: Sequence[Projection]) -> list[Refusal]:
         """Legal layouts that are no candidates: that do not fit, fit within the margin, or are slower."""
-        slower = self._space.count - self._too_large.total() - len(best)
+        failed = [
+            Refusal(layout=layout_words(self._sizes(node)), rule=FAILED, reason=why, count=count)
+            for node, (why, count) in self._failed.items()
+        ]
+        slower = self._space.count - self._too_large.total() - sum(one.count for one in failed) - len(best)
         self._too_large[MEMORY] += min(0, slower)  # a first layout may be counted again with its group
         reasons = {
             MEMORY: "more than the memory of a device or its host, by its bound or its projection",
@@ -569,7 +568,8 @@ class _Search:
             SLOWER: f"no faster than the best by its bound; {self._tokens(self._best):,.0f} tokens/s on a device",
         }
         counts = self._too_large | Counter({SLOWER: max(0, slower)})
-        return [Refusal(layout={}, rule=one, reason=reasons[one], count=counts[one]) for one in reasons if counts[one]]
+        legal = (Refusal(layout={}, rule=rule, reason=reasons[rule], count=counts[rule]) for rule in reasons)
+        return [*(refusal for refusal in legal if refusal.count), *failed]
 
     def _advice(self, best: Projection, tries: Sequence[_Waiting]) -> Iterator[Advice]:
         """What rules have against the best, each with the speed of the best layout that was found without it."""
@@ -586,15 +586,4 @@ class _Search:
 
 
 def _layout_text(run: Run, sizes: Sizes) -> str:
-    return f"{layout_of(run_of(run, sizes), _grid_of(sizes), sizes.dispatcher, sizes.shard)}"
-
-
-def _grid_of(sizes: Sizes) -> Grid:
-    return Grid(
-        world=sizes.world,
-        tensor=sizes.tp,
-        context=sizes.cp,
-        pipeline=sizes.pp,
-        expert=sizes.ep,
-        expert_tensor=sizes.etp,
-    )
+    return f"{layout_of(run_of(run, sizes), sizes.grid, sizes.dispatcher, sizes.shard)}"

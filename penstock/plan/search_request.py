@@ -4,13 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.config.fit import NO_PIPELINE
+from penstock.config.rules import check
 from penstock.config.run import Run
 from penstock.models.count import count
 from penstock.models.kernels import most_sync_free
-from penstock.plan.candidates import check_fixed, searched_overlap
+from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, device_of
+from penstock.plan.candidates import Saving, check_fixed, run_of, searched_overlap, with_saving
 from penstock.plan.hardware import Cluster
 from penstock.plan.meta_rank import conventional
-from penstock.plan.project import DEFAULT_ASSUMPTIONS, Assumptions, device_of
+from penstock.plan.project import project
+from penstock.plan.projection import Plan
 from penstock.plan.rules.rule import Sizes, facts_of, sizes_of
 
 
@@ -66,3 +69,21 @@ def neutral_sizes(request: SearchRequest, run: Run) -> Sizes:
         sizes, tp=1, cp=1, pp=1, vpp=1, ep=1, etp=1, micro_batch=1, schedule=NO_PIPELINE, recompute=(), sync_free=0,
         dispatcher="local", overlap=searched_overlap(run), capture=run.graphs.capture, offloads_optimizer=False,
     )  # fmt: skip
+
+
+def plan_of_fixed(request: SearchRequest, run: Run) -> Plan | None:
+    """The plan of a request with every part of the layout fixed; None if its sizes do not fill the cluster."""
+    fixed, world = request.fixed, request.cluster.devices
+    tp, cp, pp, ep, etp = (int(fixed[name]) for name in ("tp", "cp", "pp", "ep", "etp"))
+    if world % (tp * cp * pp) or world % (ep * etp * pp):
+        return None
+    recompute = () if fixed["recompute"] == "none" else tuple(fixed["recompute"].split("+"))
+    sizes = replace(
+        neutral_sizes(request, run), tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=int(fixed["vpp"]),
+        schedule=fixed["schedule"], micro_batch=int(fixed["micro_batch"]), dispatcher=fixed["dispatcher"],
+        sync_free=int(fixed["sync_free_stage"]),
+    )  # fmt: skip
+    asked = run_of(run, with_saving(sizes, Saving(recompute, run.offload.optimizer)))
+    check(asked)
+    projection = project(asked, request.cluster, request.assumptions)
+    return Plan(model=run.name, cluster=request.cluster, candidates=(projection,), refused=(), considered=1)

@@ -17,6 +17,7 @@ from itertools import product
 
 import numpy as np
 
+from penstock.base.errors import KernelError
 from penstock.config.fit import NO_PIPELINE, SPLITTING_SCHEDULES
 from penstock.config.run import Run
 from penstock.kernels.grouped_gemm import GATHER_LIMIT
@@ -107,14 +108,12 @@ class SpaceBounds:
         self._neutral = neutral
         self._times = TimeBounds(run, cluster, imbalance, times)
         self._hardware_times = times
-        self._kinds = tuple(first_of_kinds(run.model, range(run.model.layers)))
+        self._kinds = tuple(first_of_kinds(run, range(run.model.layers)))
         self.parts = (*self._kinds, EMBED, HEAD)
         self._launch_seconds = cluster.hardware.host.launch_seconds * LAUNCHED[run.graphs.capture]
         self._facts = composer.facts(run_of(run, neutral))
         depths = range(run.model.layers, run.model.layers + run.model.mtp_layers)
-        self._mtp = tuple(
-            (kind, 1) for kind in (layer_kind(run.model, layer) for layer in depths) if kind in self._kinds
-        )
+        self._mtp = tuple((kind, 1) for kind in (layer_kind(run, layer) for layer in depths) if kind in self._kinds)
         """Layers of the prediction depths, which are behind those of the last stage."""
         whole = composer.contents(run_of(run, neutral))
         self._state_of_all, self._work_of_all = self._counts(whole), self._work(whole)
@@ -434,7 +433,11 @@ class SpaceBounds:
         One rank with all experts sends nothing. Where each expert has operators of its own, the most ranks have fewest.
         """
         found, most = self._reference(ALONE, (1, 1), (), False), max(one.ep for one in experts)
-        for one in (self._reference(one, (1, 1), (), False) for one in experts if (one.ep, one.etp) == (most, 1)):
+        for divided in (experts_of for experts_of in experts if (experts_of.ep, experts_of.etp) == (most, 1)):
+            try:
+                one = self._reference(divided, (1, 1), (), False)
+            except KernelError:  # no layout with these experts will run, so none has this as its least
+                continue
             least = {
                 name: np.where(one.launches > 0, np.minimum(vars(found)[name], vars(one)[name]), vars(found)[name])
                 for name in ("fixed", "linear", "launches")

@@ -21,8 +21,9 @@ from penstock.config.model import LatentAttention
 from penstock.config.run import Run
 from penstock.config.schema import differences
 from penstock.kernels import hopper_attention
+from penstock.plan.assumptions import Assumptions
 from penstock.plan.hardware import Cluster, cluster_of
-from penstock.plan.project import Assumptions, project
+from penstock.plan.project import project
 from penstock.plan.projection import Projection
 from penstock.plan.search import Progress, search
 from penstock.plan.search_request import SearchRequest

@@ -10,13 +10,14 @@ from penstock.config.run import Run
 from penstock.kernels.device_facts import named_device
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
+from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, overheads_of, target_of
 from penstock.plan.composed_run import ComposedTimes, contents_of
 from penstock.plan.composer import Composer, is_composable
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.liveness import first_of_kinds, layers_in_order
 from penstock.plan.memory import memory_of, ranks_that_differ
 from penstock.plan.meta_rank import Target
-from penstock.plan.project import DEFAULT_ASSUMPTIONS, overheads_of, project, target_of
+from penstock.plan.project import project_whole
 
 TARGET = Target(device=named_device("H200", "bf16"))
 LITE, V3 = "deepseek-v2-lite-6l", "deepseek-v3-8l"
@@ -85,11 +86,28 @@ CASES = {
     "eight bits": (LITE, 16, f"{FLOAT8} parallel.expert=4 parallel.pipeline=2"),
     "eight bits, gathered in 16": (LITE, 16, f"{FLOAT8} parallel.shard=full"),
     "eight bits, gathered so": (LITE, 16, f"{FLOAT8} parallel.shard=full float8.gather=true"),
+    "eight bits but for both ends": (
+        LITE, 16, f"{FLOAT8} parallel.pipeline=2 float8.first_layers=2 float8.last_layers=1"
+    ),
+    "gathered weights, experts of one rank": (LITE, 16, "parallel.expert=16 parallel.shard=full"),
+    "gathered weights, experts of one rank, a pipeline": (
+        LITE, 16, "parallel.pipeline=2 parallel.expert=8 parallel.shard=full"
+    ),
+    "gathered weights, tensor ranks": (LITE, 8, "parallel.tensor=8 parallel.expert=4 parallel.shard=full"),
+    "eight bits, a scale for each matrix": (
+        LITE, 8, "parallel.expert=8 float8.dense=tensorwise float8.experts=tensorwise"
+    ),
     "no experts": ("debug", 8, f"{PLAIN} parallel.pipeline=2")
 }  # fmt: skip
 OFTEN = ["one rank", "experts by all-to-all", "a context", "interleaved", "zb-v, selective recompute"]
-OFTEN += ["gathered weights", "several copies", "experts in every second layer, gathered weights", "prediction layers"]
-OFTEN += ["biases, experts in halves", "four kinds, zb-v", "eight bits, gathered so", "no experts"]
+OFTEN += [
+    "gathered weights",
+    "gathered weights, experts of one rank, a pipeline",
+    "several copies",
+    "experts in every second layer, gathered weights",
+    "prediction layers",
+]
+OFTEN += ["biases, experts in halves", "four kinds, zb-v", "eight bits but for both ends", "no experts"]
 OFTEN += ["muon", "ranks divide an expert", "the host has the optimizer", "state in fewer bits"]
 
 
@@ -102,7 +120,7 @@ def run_of(name: str) -> tuple[Run, int]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_composed_run_needs_the_memory_of_the_run(name: str) -> None:
     run, world = run_of(name)
-    composer = Composer(run, TARGET)
+    composer = Composer(run, replace(TARGET, world=world))
     memories = composer.memories(run, grid_of(run, world))
     for memory, rank in zip(memories, ranks_that_differ(run, world), strict=True):
         exact = memory_of(run, world=world, rank=rank, target=TARGET)
@@ -125,6 +143,11 @@ TIMED = [
     "several copies",
 ]
 TIMED += ["experts in every second layer", "local layers", "four kinds, zb-v", "eight bits", "eight bits, gathered so"]
+TIMED += [
+    "gathered weights, experts of one rank",
+    "eight bits but for both ends",
+    "eight bits, a scale for each matrix",
+]
 
 
 @pytest.mark.often("muon", "four kinds, zb-v", "several copies", "eight bits, gathered so", "1f1b")
@@ -133,9 +156,9 @@ def test_a_composed_run_takes_as_long_as_the_run(name: str) -> None:
     run, world = run_of(name)
     cluster = parse_cluster(f"{world}xH200")
     composer = Composer(run, target_of(run, cluster, DEFAULT_ASSUMPTIONS), overheads_of(cluster.hardware))
-    composed, times = composer.composed(run, grid_of(run, world)), ComposedTimes(cluster, DEFAULT_ASSUMPTIONS.imbalance)
-    exact = project(run, cluster).time
-    assert times.exact(composed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-2)
+    composed, times = composer.composed(run, grid_of(run, world)), ComposedTimes(cluster)
+    exact = project_whole(run, cluster).time
+    assert times.exact(composed).step_seconds == pytest.approx(exact.step_seconds, rel=5e-3)
     assert times.exact(composed).bubble == pytest.approx(exact.bubble, abs=1e-3)
     assert times.seconds(composed) == pytest.approx(exact.step_seconds, rel=1e-2)
     assert times.bound(composed, range(composed.grid.pipeline)) <= times.seconds(composed) * 1.001
@@ -212,9 +235,9 @@ def test_a_later_place_may_be_the_fullest_if_weight_gradients_are_put_off() -> N
 
 
 def test_kinds_of_layers_follow_the_model() -> None:
-    model = load_run("moe-1t-8l", [*FOUR_KINDS.split(), "model.dense_layers=1"]).model
+    run = load_run("moe-1t-8l", [*FOUR_KINDS.split(), "model.dense_layers=1"])
     stage = Stage(layers=tuple(range(8)))
-    assert contents_of(stage, model).layers == (
+    assert contents_of(stage, run).layers == (
         ("local dense", 2),
         ("moe", 1),
         ("local dense", 1),
@@ -223,8 +246,11 @@ def test_kinds_of_layers_follow_the_model() -> None:
         ("local moe", 1),
         ("local dense", 1),
     )
-    assert first_of_kinds(model, range(8)) == {"local dense": 0, "moe": 2, "local moe": 4, "dense": 5}
-    assert layers_in_order(model, ("dense", "local moe")) == (5, 6)
+    assert first_of_kinds(run, range(8)) == {"local dense": 0, "moe": 2, "local moe": 4, "dense": 5}
+    assert layers_in_order(run, ("dense", "local moe")) == (5, 6)
+    mixed = load_run(LITE, ["float8.experts=blockwise", "float8.first_layers=2", "float8.last_layers=1"])
+    assert first_of_kinds(mixed, range(6)) == {"16-bit dense": 0, "16-bit moe": 1, "moe": 2}
+    assert layers_in_order(mixed, ("moe", "16-bit moe")) == (2, 5)
 
 
 def test_settings_that_make_layers_differ_are_not_composed() -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from penstock.cli.plan_print import cluster_text
 from penstock.config.load import load_run
 from penstock.kernels.device_facts import named_device
 from penstock.models.kernels import kernel_choices
-from penstock.plan.hardware import ORIGINS, POINTS, RankGroup, SourcedTable, TransferPoint
+from penstock.plan.assumptions import device_of
+from penstock.plan.hardware import ORIGINS, POINTS, RankGroup, SourcedTable, TransferPoint, group_of
 from penstock.plan.hardware_file import (
     hardware_text,
     known_hardware,
@@ -24,7 +26,6 @@ from penstock.plan.hardware_file import (
     with_network,
     write_hardware,
 )
-from penstock.plan.project import device_of
 
 KNOWN = known_hardware()
 
@@ -291,15 +292,27 @@ def test_texts_that_are_no_cluster_and_devices_that_do_not_fill_their_nodes_are_
 
 @pytest.mark.parametrize(
     ("ranks", "stride", "inside"),
-    [(8, 1, 8), (16, 1, 8), (64, 1, 8), (2, 4, 2), (4, 4, 2), (16, 8, 1), (4, 64, 1), (1, 1, 1), (6, 2, 3), (6, 1, 6)],
+    [(8, 1, 8), (16, 1, 8), (64, 1, 8), (2, 4, 2), (4, 4, 2), (16, 8, 1), (4, 64, 1), (1, 1, 1), (6, 2, 2), (6, 1, 2)],
 )
 def test_a_group_knows_how_many_of_its_ranks_share_a_node(ranks: int, stride: int, inside: int) -> None:
     assert parse_cluster("64xH200").group(ranks, stride) == RankGroup(ranks, inside)
 
 
+@pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 8, 10, 12, 20, 24])
+def test_a_group_stands_for_the_one_with_the_smallest_part_in_a_node(ranks: int, stride: int) -> None:
+    node, block = 8, ranks * stride
+    parts = (
+        Counter((first + inner + i * stride) // node for i in range(ranks))  # ranks of one group by their node
+        for first in range(0, block * node, block)
+        for inner in range(stride)
+    )
+    assert group_of(ranks, node, stride=stride).node_ranks == min(min(part.values()) for part in parts)
+
+
 @pytest.mark.parametrize(
     ("ranks", "stride", "inside", "pod"),
-    [(8, 1, 8, 0), (64, 1, 8, 32), (4, 8, 1, 0), (8, 8, 1, 4), (2, 64, 1, 1), (48, 1, 8, 24), (40, 1, 8, 8)],
+    [(8, 1, 8, 0), (64, 1, 8, 32), (4, 8, 1, 0), (8, 8, 1, 4), (2, 64, 1, 1), (48, 1, 8, 16), (40, 1, 8, 8)],
 )
 def test_a_group_knows_how_many_of_its_ranks_share_a_pod(ranks: int, stride: int, inside: int, pod: int) -> None:
     cluster = with_network(parse_cluster("128xH200"), "pod_nodes=4,oversubscription=2")

@@ -10,10 +10,11 @@ import pytest
 from penstock.base.errors import RunFolderError
 from penstock.config.load import load_run
 from penstock.config.run import Run
+from penstock.plan.assumptions import Assumptions
 from penstock.plan.balance import balance_cases, balance_json
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.loads import RecordedLoads, read_loads
-from penstock.plan.project import Assumptions, project
+from penstock.plan.project import project
 from penstock.train.metrics import record
 from tests.cli.answers import printed, refused, told_as_json
 from tests.train.tiny_run import step_report

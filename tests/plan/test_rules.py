@@ -30,10 +30,10 @@ from penstock.moe.dispatch.symmetric import SymmetricDispatcher
 from penstock.moe.layer import MoE
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
+from penstock.plan.assumptions import device_of
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.meta_rank import Target, make_meta_rank
-from penstock.plan.project import device_of
 from penstock.plan.rules import book
 from penstock.plan.rules.book import (
     RULES,

@@ -7,8 +7,9 @@ import pytest
 
 from penstock.base.errors import PenstockError
 from penstock.config.load import load_run
+from penstock.plan.assumptions import Assumptions
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.project import Assumptions, project
+from penstock.plan.project import project
 from penstock.plan.projection import Projection
 from penstock.plan.software import OWN, SOFTWARE, Software, as_run_by, parse_software
 

@@ -6,10 +6,11 @@ from functools import cache, partial
 import pytest
 
 from penstock.config.load import load_run
+from penstock.plan.assumptions import PROCESS_BYTES, Assumptions
 from penstock.plan.costs import HOST_LINK
 from penstock.plan.hardware import HostLink
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.project import PROCESS_BYTES, Assumptions, project
+from penstock.plan.project import project
 from penstock.plan.projection import Projection, StepTime, candidate_json
 from penstock.tune.doctor.evidence import Evidence, RunFacts
 from penstock.tune.doctor.planned import with_projection
@@ -167,7 +168,8 @@ def test_offloaded_activations_cost_next_to_nothing_unless_the_link_is_slow() ->
     plain, away = lite("1xH200", rows), lite("1xH200", rows, ACTIVATIONS, link=400e9)
     (here,), (there,) = plain.time.ranks, away.time.ranks
     assert there.passes < 1.03 * here.passes
-    assert there.terms["elementwise"] == pytest.approx(here.terms["elementwise"])  # No copy on the device.
+    # No copy on the device. The update of a composed run has one operator where the run itself has several.
+    assert there.terms["elementwise"] == pytest.approx(here.terms["elementwise"], rel=1e-3)
     (slow,) = lite("1xH200", rows, ACTIVATIONS, link=rate).time.ranks
     saved = 4 * (plain.memory.activations - away.memory.activations)  # Of four micro-batches.
     assert slow.passes > saved / rate

@@ -11,9 +11,10 @@ from benchmarks.simulated_machine import SimulatedMachine
 from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.load import load_run, with_overrides
+from penstock.plan.assumptions import Assumptions
 from penstock.plan.hardware import cluster_of
 from penstock.plan.hardware_file import load_hardware
-from penstock.plan.project import Assumptions, project
+from penstock.plan.project import project
 from penstock.plan.projection import Plan
 from penstock.plan.search_request import SearchRequest
 from penstock.tune import tune_candidates

@@ -51,7 +51,9 @@ class SplitSizes:
             return send, receive
         record_wait(sent_W)
         ranks = sent_W.numel()
-        sent, arriving = math.ceil(even_share * self.part), self.stated(even_share, even_share * ranks)
+        arriving = self.stated(even_share, even_share * ranks)
+        # The rows that a rank sends to itself alone are those that arrive: the imbalance is among nodes.
+        sent = math.ceil(even_share * self.part) if ranks > 1 else arriving
         return _dealt(sent, ranks), _dealt(arriving, ranks)
 
     def crossing(self, counts: Tensor, choices: tuple[int, ...]) -> list[int]:

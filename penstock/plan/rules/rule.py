@@ -19,6 +19,7 @@ from penstock.config.dispatcher import choose_dispatcher, dispatch_facts, ranks_
 from penstock.config.fit import LayoutSizes, ModelSizes, layout_sizes, model_sizes
 from penstock.config.model import Model
 from penstock.config.run import Run
+from penstock.layout.grid import Grid
 from penstock.plan.hardware import Cluster
 
 
@@ -67,6 +68,18 @@ class Sizes(LayoutSizes):
     def edp(self) -> int:
         """Ranks that hold the same experts; rounded down if sizes do not divide."""
         return self.world // (self.pp * self.expert_ranks)
+
+    @property
+    def grid(self) -> Grid:
+        """Ranks of each axis."""
+        return Grid(
+            world=self.world,
+            tensor=self.tp,
+            context=self.cp,
+            pipeline=self.pp,
+            expert=self.ep,
+            expert_tensor=self.etp,
+        )
 
     @property
     def micro_batches(self) -> int:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from penstock.base.errors import ConfigError, HardwareError, KernelError
 from penstock.config.run import Run
+from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS
 from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import Cluster
 from penstock.plan.memory import components
-from penstock.plan.project import DEFAULT_ASSUMPTIONS, project
+from penstock.plan.project import project
 from penstock.plan.projection import Projection, RankTime
 from penstock.tune.doctor.evidence import Evidence, RankCosts, RunFacts, bottlenecks_of
 from penstock.tune.doctor.remedies import FLOAT8, FLOAT8_DISPATCH, SELECTIVE, remedies
