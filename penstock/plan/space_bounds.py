@@ -558,7 +558,8 @@ class SpaceBounds:
             for fact, is_mtp in (*((one, False) for one in self._facts[part]), *((one, True) for one in mtp)):
                 ranks = own if fact.is_expert else tp
                 holders = np.where(shards == "none", 1, np.minimum(world // ranks, most))
-                values, is_full = fact.values / ranks, shards == "full"
+                # FSDP2 leaves alone what one rank holds.
+                values, is_full = fact.values / ranks, (shards == "full") & (world // ranks > 1)
                 moments, master = self._state_bytes(fact)
                 # FSDP2's shards are their own float32 masters.
                 state[:, k] += values * np.where(is_full, 2 * SUM_BYTES / holders, fact.itemsize + SUM_BYTES)
