@@ -104,7 +104,8 @@ def test_what_the_recipes_write_passes_the_checks_of_style(followed: Path) -> No
 def test_the_commands_of_the_recipes_pass_where_all_of_them_were_followed(followed: Path) -> None:
     recipes = list(RECIPES.values())
     paths, chosen = [path for one in recipes for path in one.tests], " or ".join(one.chosen for one in recipes)
-    printed = run(followed, "pytest", "-v", "-p", "no:cacheprovider", "-m", "not slow", *paths, "-k", chosen)
+    few = f"({chosen}) and not 4-2"  # eight ranks are left to the slow test
+    printed = run(followed, "pytest", "-v", "-p", "no:cacheprovider", "-m", "not slow", *paths, "-k", few)
     passed = [line.lower() for line in printed.splitlines() if "PASSED" in line]
     assert [one.name for one in recipes if not any(one.chosen.lower() in line for line in passed)] == []
 
@@ -117,6 +118,7 @@ def test_types_layers_and_the_tests_of_all_that_was_touched_hold_where_the_recip
     touched = ("config/presets", "models/huggingface", "moe/test_choose.py", "plan/test_transfers.py")
     tests = [f"tests/{name}" for name in (*touched, "tune/test_doctor.py")]
     run(followed, "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests)
+    run(followed, "pytest", "-q", "-p", "no:cacheprovider", *RECIPES["Add a dispatcher"].tests, "-k", "returned")
 
 
 def test_a_part_of_a_diff_that_does_not_stand_in_the_file_once_is_refused() -> None:
