@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config.dispatch_rules import COUNTS_STAY
+from penstock.config.parallel import NamedDispatcher
 from penstock.config.problem import Problem
 from penstock.config.run import Run
 from penstock.layout.experts import divides_into
 
-DispatcherName = Literal["local", "padded", "all-to-all", "all-gather", "symmetric", "hierarchical"]
+DispatcherName = Literal["local", "padded", NamedDispatcher]
 
 # Both are also in penstock/kernels/symmetric.py, whose import needs Triton.
 MOST_PEERS = 31  # ranks that can write to each other's memory

@@ -1,7 +1,7 @@
 """Layout of a run on devices: parallelism, dispatch, pipeline, recomputation, offload, graphs, host."""
 
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from penstock.config.model import MOST_EXPERTS, MOST_LAYERS
 from penstock.config.schema import Section, knob
@@ -10,6 +10,9 @@ from penstock.layout.grid import MOST_RANKS
 # Parts of a layer that `recompute.modules` can name.
 RECOMPUTABLE = ("norm", "latent-up", "attention", "expert-activation", "shared-expert", "dense", "moe", "layer")
 OFFLOADABLE = ("attention", "dense", "moe", "layer")  # parts of a layer that `offload.activations` can name
+
+NamedDispatcher = Literal["all-to-all", "all-gather", "symmetric", "hierarchical"]
+DISPATCHERS: tuple[NamedDispatcher, ...] = get_args(NamedDispatcher)  # that plans, trials and proofs try
 
 Overlap = Literal["none", "shared", "halves", "passes"]  # work that overlaps dispatch and combine
 Balancing = Literal["none", "auto", "bounded", "exact"]  # rows that a rank computes
@@ -53,7 +56,7 @@ class Parallel(Section):
 class Dispatch(Section):
     """Transport of tokens to experts on other ranks; a rank that holds all experts reads only `sync_free`."""
 
-    method: Literal["auto", "all-to-all", "all-gather", "symmetric", "hierarchical"] = knob(
+    method: Literal["auto", NamedDispatcher] = knob(
         "auto",
         doc="Send each row to the ranks of its experts (all-to-all); all tokens to all ranks that share the experts "
         "(all-gather); each token once to each rank that it needs, written by our own kernels into the memory of the "

@@ -23,7 +23,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.dispatcher import DispatchFacts, choose_dispatcher, plain_row_bytes, ranks_on_a_node
 from penstock.config.fit import NO_PIPELINE
 from penstock.config.model import LatentAttention, Model
-from penstock.config.parallel import Graphs, Offload, Overlap, Pipeline, Recompute
+from penstock.config.parallel import DISPATCHERS, Graphs, Offload, Overlap, Pipeline, Recompute
 from penstock.config.run import Run
 from penstock.config.tree import parse_overrides
 from penstock.layout.schedules import SCHEDULES
@@ -38,8 +38,6 @@ MOST_MICRO_BATCH = 8
 
 ROW_UNIT = 8
 """The width of a part of an expert is a multiple of it."""
-
-DISPATCHERS = ("all-to-all", "all-gather", "symmetric", "hierarchical")
 
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
 """GPipe is left out: it holds more than 1F1B and is no faster."""

@@ -23,12 +23,13 @@ from functools import cache
 from typing import Literal, cast
 
 from penstock.base.errors import HardwareError
+from penstock.config.parallel import NamedDispatcher
 from penstock.plan.hardware import CollectiveKind, CollectiveRate, Hardware, RankGroup, TransferPoint
 from penstock.plan.rates import Estimate, MeasuredRatio, corrected
 
 CollectiveName = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "point-to-point"]
 
-DispatchMethod = Literal["all-to-all", "all-gather", "symmetric", "hierarchical", "deep-ep"]
+DispatchMethod = Literal[NamedDispatcher, "deep-ep"]
 
 DispatchDirection = Literal["dispatch", "combine"]
 

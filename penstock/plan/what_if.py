@@ -13,10 +13,11 @@ from itertools import islice
 from typing import Literal
 
 from penstock.base.errors import ConfigError, PenstockError, did_you_mean
+from penstock.config.parallel import DISPATCHERS
 from penstock.config.run import Run
 from penstock.config.schema import Difference, as_toml, differences, find
 from penstock.plan.asked_layout import FIELDS, FOLLOW, layout_fields, with_layout, with_overrides
-from penstock.plan.candidates import DISPATCHERS, MOST_MICRO_BATCH, ladder_of
+from penstock.plan.candidates import MOST_MICRO_BATCH, ladder_of
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import NETWORK, with_network
 from penstock.plan.memory import components

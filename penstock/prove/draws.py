@@ -19,7 +19,7 @@ from penstock.base.errors import PenstockError
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.model import LatentAttention
-from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
+from penstock.config.parallel import DISPATCHERS, OFFLOADABLE, RECOMPUTABLE
 from penstock.config.run import Run
 
 Setting = tuple[str, ...]
@@ -470,7 +470,7 @@ def _expert_ranks(draw: _Draw, ranks: int) -> None:
         return
     sizes = [f"parallel.expert={expert}"] if expert > 1 else []
     draw.add(*sizes, *([f"parallel.expert_tensor={expert_tensor}"] if expert_tensor > 1 else []))
-    method = draw.word("auto", "all-to-all", "all-gather", "hierarchical")
+    method = draw.word("auto", *(name for name in DISPATCHERS if name != "symmetric"))  # that one needs GPUs
     method = "auto" if draw.facts.get("padded") else method
     stage = draw.any(0, 1) if method == "all-to-all" else draw.any(0, 1, 2, 3)
     factor = ["dispatch.row_capacity_factor=1.0"] if stage == 2 and draw.chance(0.4) else []

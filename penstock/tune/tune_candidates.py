@@ -18,6 +18,7 @@ from penstock.base.numbers import bytes_text, counted
 from penstock.config.fit import shard
 from penstock.config.load import with_overrides
 from penstock.config.model import LatentAttention
+from penstock.config.parallel import DISPATCHERS
 from penstock.config.run import Run
 from penstock.config.schema import differences
 from penstock.kernels import hopper_attention
@@ -193,7 +194,7 @@ class CandidateSource:
         yield from (f"recompute.modules={modules} recompute.layers=[]" for modules in _RECOMPUTE)
         if ranks > 1:
             yield from (f"parallel.expert={size}" for size in sizes if run.model.moe is not None)
-            yield from (f'dispatch.method="{method}"' for method in ("all-to-all", "all-gather", "symmetric"))
+            yield from (f'dispatch.method="{method}"' for method in DISPATCHERS if method != "hierarchical")
             yield from (f'parallel.shard="{shard}"' for shard in ("optimizer", "full"))
         yield 'dispatch.overlap="halves"'
         yield 'dispatch.overlap="none"'

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
+from penstock.config.parallel import DISPATCHERS
 from penstock.config.run import Run
 from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout, with_overrides
-from penstock.plan.candidates import DISPATCHERS
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import parse_cluster, with_network
 from penstock.plan.memory import COMPONENTS, RankMemory, components
