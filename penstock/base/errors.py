@@ -28,6 +28,8 @@ class PenstockError(ValueError):
     """
 
     exit_code = WRONG_INPUT
+    resume_with: tuple[str, ...] = ()  # overrides with which a run that this error ended goes on
+    is_of_all_ranks = False  # every rank of the run raises it, so one of them prints it
 
     def __init__(self, what: str, *, got: object = None, allowed: object = None, fix: str | None = None) -> None:
         self.what = what

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:  # wrong usage
         return _refuse(f"{_told(error.format_message().rstrip('.'))} (see --help)")
     except PenstockError as error:
-        return _refuse(str(error), error.exit_code)
+        return _refuse(str(error), error.exit_code, error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -90,9 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _print_nowhere()
         where = "" if error.filename is None else f": {error.filename}"
-        return _refuse(f"{error.strerror}{where}")
-    except MemoryError:
-        return _refuse("the memory of this machine, or what this process may have of it, is used up")
+        return _refuse(f"{error.strerror}{where}", error=error)
+    except MemoryError as error:
+        return _refuse("the memory of this machine, or what this process may have of it, is used up", error=error)
     return outcome if isinstance(outcome, int) else 0  # verbs return an exit code, or None
 
 
@@ -120,11 +120,17 @@ def _told(message: str) -> str:
     return message
 
 
-def _refuse(message: str, code: int = WRONG_INPUT) -> int:
+def _refuse(message: str, code: int = WRONG_INPUT, error: BaseException | None = None) -> int:
+    """Print the line of an error, and its notes below; returns the exit code."""
     line = printable(" ".join(message.split()))  # a value in a message may have line breaks and control characters
     if len(line) > LONGEST_MESSAGE:
         line = f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
     print(f"error: {line}", file=sys.stderr)
+    notes: Sequence[str] = getattr(error, "__notes__", ()) or getattr(
+        getattr(error, "__cause__", None), "__notes__", ()
+    )
+    for note in notes:
+        print(printable(note), file=sys.stderr)
     return code
 
 

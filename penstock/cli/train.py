@@ -35,7 +35,7 @@ import torch
 import typer
 from rich.console import Console
 
-from penstock.base.errors import ConfigError, DeviceError, RunFolderError
+from penstock.base.errors import ConfigError, DeviceError, LostRankError, PenstockError, RunFolderError
 from penstock.base.interrupts import INTERRUPTED, STOPPED
 from penstock.base.numbers import bytes_text, count_text, duration_text, flops_text
 from penstock.cli.config import Overrides, warn_of_unfilled
@@ -48,6 +48,7 @@ from penstock.config.load import load_run
 from penstock.config.presets.registry import is_preset
 from penstock.config.run import Run
 from penstock.config.schema import as_toml
+from penstock.data.documents import read_sample
 from penstock.layout import actions
 from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
 from penstock.layout.stages import stages_text
@@ -70,6 +71,7 @@ from penstock.parallel.launch.local import (
 )
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
+from penstock.train.checkpoint import CheckpointStore
 from penstock.train.goodput import GoodputLedger, goodput
 from penstock.train.loop import Progress, RunHooks, open_memory_store, open_store, resume, train_run
 from penstock.train.memory_replica import remove_memory
@@ -408,11 +410,26 @@ def _run(
         sys.stdout.flush()  # os._exit flushes nothing
         # Python would wait for the thread that writes a checkpoint. Half-written files have hidden names.
         os._exit(INTERRUPTED)
+    except (PenstockError, OSError, RuntimeError, MemoryError) as error:
+        if environment.rank > 0 and isinstance(error, PenstockError) and error.is_of_all_ranks:
+            return error.exit_code  # the first rank prints it
+        if environment.rank == 0 and not isinstance(error, LostRankError | BrokenPipeError):
+            _note_next(error, folder, store, session.run.training.steps)
+        raise
     if environment.rank == 0 and memory is not None:
         remove_memory(folder.path)  # the disk has this state
     _print_end(console, session.run, folder, end, ledger.seconds())
     # A rank that stops because another one was asked to ends as that one does.
     return (stop.exit_code or STOPPED) if end.stopped_by else 0
+
+
+def _note_next(error: Exception, folder: RunFolder, store: CheckpointStore, steps: int) -> None:
+    """Add to an error which steps are saved, and the command that goes on from there."""
+    newest = store.latest()
+    saved = "none" if newest is None else f"step {newest} of {steps}, {store.path(newest)}"
+    error.add_note(f"newest checkpoint: {saved}")
+    options = error.resume_with if isinstance(error, PenstockError) else ()
+    error.add_note(next_line("train", folder.path, "--resume", *options))
 
 
 def _print_end(console: Console, run: Run, folder: RunFolder, end: RunEnd, wall: Mapping[str, float]) -> None:
@@ -467,11 +484,12 @@ def _print_plan(console: Console, launch: Launch, grid: Grid, local_ranks: int) 
     flops = size.flops_per_token  # forward and backward
     held_out = "nothing" if texts.held_out is None else f"{texts.held_out.tokens:,} tokens"
     held_out = held_out if shortage is None else "rows not cut,"
+    skipped = read_sample(part.documents for part in texts.train.parts)
     facts = {
         "model": f"{parameters} parameters, {active} active for a token {DOT} {run.training.precision}",
         "compute": f"{flops_text(flops)} a token, {flops_text(flops * tokens)} in all",
         "memory": f"{bytes_text(state_bytes(run))} for weights, gradients and optimizer, before activations",
-        "data": f"{texts.train}, {held_out} held out",
+        "data": f"{texts.train}, {held_out} held out" + (f"; {skipped}" if skipped else ""),
         "batch": f"{run.tokens_per_step:,} tokens a step, {count_text(tokens)} in {run.training.steps:,} steps",
         "device": f"{device_name(device)} ({device})" + (f", {ranks} ranks" if ranks > 1 else ""),
     }

@@ -5,10 +5,11 @@ valid. It is skipped, and counted, again in the next epoch. Documents of the oth
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, Tokens, fingerprint_of
 from penstock.data.tokenizer_rules import Tokenizer
@@ -21,6 +22,12 @@ NAMED = 5
 
 NO_TOKENS: Tokens = np.zeros(0, dtype=np.int64)
 """The tokens of a skipped record."""
+
+
+def with_cure(error: RecordError) -> RecordError:
+    """The same error, with the option that skips such records."""
+    fixes = filter(None, (error.fix, f"{error.resume_with[0]} leaves out records that cannot be read"))
+    return RecordError(error.what, got=error.got, allowed=error.allowed, fix=", or ".join(fixes))
 
 
 class CorruptRecords:
@@ -38,7 +45,7 @@ class CorruptRecords:
             return read()
         except RecordError as error:
             if not self.skips:
-                raise
+                raise with_cure(error) from error
             self._count(error)
             return otherwise
 
@@ -81,6 +88,11 @@ class TextDocuments(ABC):
         self.end_of_document = tokenizer.end_of_document
         self.fingerprint = fingerprint_of(content, tokenizer.fingerprint, keep.identity())
 
+    @property
+    def skips(self) -> bool:
+        """Whether records that cannot be read are skipped."""
+        return self._corrupt.skips
+
     @abstractmethod
     def __len__(self) -> int:
         """Number of documents."""
@@ -88,6 +100,10 @@ class TextDocuments(ABC):
     @abstractmethod
     def record(self, index: int) -> str:
         """Returns the text of a document. Raises a RecordError for this document, a DataError for the source."""
+
+    def sample(self, limit: int) -> NDArray[np.int64]:
+        """Returns numbers of up to `limit` documents at even distances."""
+        return np.unique(np.linspace(0, len(self) - 1, min(limit, len(self))).astype(np.int64))
 
     def read(self, index: int) -> Tokens:
         """Returns the token ids of a document; none if it is skipped or belongs to the other split."""
@@ -108,6 +124,35 @@ class TextDocuments(ABC):
             return encode(own) if own else NO_TOKENS
 
         return self._corrupt.read_or_skip(read, NO_TOKENS)
+
+
+SAMPLED = 1000
+"""Documents of a part that `read_sample` reads."""
+
+
+def read_sample(documents: Iterable[object]) -> str:
+    """Reads a sample of each source of text; returns what was skipped, in words, empty for nothing.
+
+    Raises a RecordError if records of the sample cannot be read and are not skipped, a DataError for a whole source.
+    """
+    faults: list[RecordError] = []
+    read, skips = 0, True
+    for source in documents:
+        if not isinstance(source, TextDocuments):
+            continue
+        skips = source.skips
+        for index in source.sample(SAMPLED).tolist():
+            read += 1
+            try:
+                source.record(index)
+            except RecordError as error:
+                faults.append(error)
+    if not faults:
+        return ""
+    first, counts = faults[0], f"{len(faults):,} of {read:,} sampled records cannot be read"
+    if not skips:
+        raise with_cure(RecordError(f"{counts}; {first.what}", got=first.got, allowed=first.allowed, fix=first.fix))
+    return f"{counts}, such as {first.what}"
 
 
 def checked_text(value: object, place: str) -> str:

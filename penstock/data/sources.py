@@ -65,6 +65,8 @@ class Source(TokenIds, Protocol):
 class RecordError(DataError):
     """One record cannot be read; others of the same source can."""
 
+    resume_with = ("data.corrupt=skip",)
+
 
 @dataclass(frozen=True)
 class SplitFilter:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.base.files import open_file
-from penstock.data.documents import CorruptRecords, TextDocuments, checked_text
+from penstock.data.documents import CorruptRecords, TextDocuments, checked_text, with_cure
 from penstock.data.files import contents, empty, readable_copies, unreadable
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, document_part, fingerprint_of
 from penstock.data.tokenizer_rules import Tokenizer
@@ -222,6 +222,11 @@ class IndexedText(TextDocuments):
         """Number of documents."""
         return len(self._index)
 
+    def sample(self, limit: int) -> NDArray[np.int64]:
+        """Returns numbers of documents at even distances, and that of the last one of each file, which may be cut."""
+        ends = np.flatnonzero(np.append(np.diff(self._index.file_of), 1))
+        return np.union1d(super().sample(limit), ends[:: 1 + len(ends) // limit])
+
 
 class PlainText(IndexedText):
     """One document per file, UTF-8, unchanged. Empty files are left out.
@@ -314,7 +319,8 @@ class JsonLines(IndexedText):
             else:
                 return
         if first is not None:
-            raise DataError(first.what, got=first.got, allowed=first.allowed, fix=first.fix) from first
+            shown = with_cure(first) if lines == 1 and first.fix is None else first
+            raise DataError(shown.what, got=shown.got, allowed=shown.allowed, fix=shown.fix) from first
 
     def _parse(self, line: bytes, place: str) -> str:
         """Returns the text of a line; errors name `place`."""

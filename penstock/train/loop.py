@@ -13,6 +13,10 @@ resumes, the lines after its last checkpoint are deleted, so metrics and state a
 A stop request reaches the other ranks with the figures of a step, so all stop after the same step. If it comes after
 these figures were sent, several ranks stop one step later.
 
+An error between the first step and the last ends the run with a checkpoint of the last complete step, unless the
+parameters were being updated. If it is of one rank (a document, a full disk), this rank takes part in the next step
+with an empty batch, its vote keeps all ranks from applying the step, and all of them save and raise the error.
+
 A step that is not finite is not applied. The figure is written to nonfinite.json at once. Data and random state are
 restored to those before the step and saved if the run saves at all. The search for the source of the NaN runs last,
 because it needs memory. The run ends with the figure even if one of these fails.
@@ -28,16 +32,28 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from signal import SIGTERM
+from types import TracebackType
 from typing import Any
 
-from penstock.base.errors import CheckpointError, DamagedError, NonFiniteError, RunFolderError
+import numpy as np
+
+from penstock.base.errors import (
+    CheckpointError,
+    DamagedError,
+    LostRankError,
+    NonFiniteError,
+    PenstockError,
+    RunFolderError,
+    every_kind,
+)
 from penstock.base.spans import NUMBERED_STEP, Span
 from penstock.config.fit import micro_batches
 from penstock.config.run import Run
-from penstock.data.batch import Batch
+from penstock.data.batch import Batch, pack
 from penstock.data.evaluation import EvaluationRows
-from penstock.data.stream import LoaderState
+from penstock.data.stream import LoaderState, Rows
 from penstock.parallel.axes import ALONE, Axis
+from penstock.parallel.collectives import all_gather_json
 from penstock.parallel.launch.process import peak_host_memory_bytes
 from penstock.parallel.spans import Stopwatch, span
 from penstock.train.checkpoint import CheckpointStore
@@ -198,27 +214,42 @@ def train_run(
 ) -> RunEnd:
     """Train until the last step or a stop request, from the state `begin` of a session.
 
-    Observers and the ledger are closed on return, also after an error. Raises a NonFiniteError for a loss or gradient
-    that is NaN or infinite, a DataError for a document that cannot be read, and a CheckpointError or RunFolderError for
-    failed writes.
+    Observers and the ledger are closed on return, also after an error, before which the last complete step is saved if
+    that is possible. Raises a NonFiniteError for a loss or gradient that is NaN or infinite, a DataError for a document
+    that cannot be read, and a CheckpointError or RunFolderError for failed writes.
     """
     ledger = hooks.ledger or GoodputLedger(None, begin.steps)
     with ExitStack() as cleanup:
-        cleanup.callback(ledger.close)  # last, so that it has all of the time
+        _close_at_end(cleanup, ledger.close)  # last, so that it has all of the time
         cleanup.callback(session.state.batches.close)
         for observer in observers:
-            cleanup.callback(observer.closed)
+            _close_at_end(cleanup, observer.closed)
         cleanup.enter_context(_manual_garbage_collection(session.run.training.collect_garbage_every))
         loop = _Loop(session, folder, store, begin, observers, hooks, ledger)
         cleanup.callback(loop.power.close)
+        cleanup.push(loop.rescue)
         end = loop.run(stop)
         ledger.enter("checkpoint")
+        store.wait()
         store.close()
         if hooks.memory is not None:
             hooks.memory.close()
         if session.graphs is not None:  # not after an error: release would wait for a lost rank
             session.graphs.release()
         return end
+
+
+def _close_at_end(cleanup: ExitStack, close: Callable[[], None]) -> None:
+    """Close something at the end; after an error, which is the one to be raised, problems of this do not matter."""
+
+    def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            close()
+        except (PenstockError, OSError):
+            if error is None:
+                raise
+
+    cleanup.push(end)
 
 
 class _Loop:
@@ -242,6 +273,11 @@ class _Loop:
         self._store = store
         self._memory = hooks.memory
         self._begin = begin
+        self._done = begin  # the steps that the parameters have
+        self._before: ResumePoint | None = None  # of the step that is being made
+        self._is_updating = False  # the parameters are those of no step
+        self._fault: Exception | None = None  # of this rank, until all ranks end together
+        self._stop = StopRequest()
         self._observers = observers
         self._begin_seconds = time.perf_counter()
         # Not read from disk: a network file system may differ between ranks.
@@ -256,15 +292,14 @@ class _Loop:
 
     def run(self, stop: StopRequest) -> RunEnd:
         """Make all remaining steps."""
-        steps = self._run.training.steps
+        steps, self._stop = self._run.training.steps, stop
         self._announce()
         done, last, is_stopping = self._begin, None, False
         while done.steps < steps and not is_stopping:
-            last, wants_stop = self._step(done, stop)
-            done = Progress(last.step, last.tokens_seen)
-            for observer in self._observers:
-                observer.stepped(last)
-            self._ledger.stepped(done.steps)
+            last, wants_stop = self._step(done)
+            done = self._done
+            self._on_this_rank(*(partial(observer.stepped, last) for observer in self._observers))
+            self._on_this_rank(partial(self._ledger.stepped, done.steps))
             is_stopping = wants_stop or self._may_stop_alone(stop)
             is_end = done.steps == steps or is_stopping
             if self._run.checkpoint.enabled and (is_end or _is_due(done.steps, self._run.checkpoint.every)):
@@ -273,6 +308,7 @@ class _Loop:
                 self._write(done, self._memory)
             if _is_due(done.steps, self._run.training.collect_garbage_every):
                 gc.collect()  # after the same step on all ranks, so that they pause together
+        self._raise_faults()
         self._recorder.finish()
         return RunEnd(
             step=done.steps,
@@ -282,6 +318,64 @@ class _Loop:
             last=last,
             stopped_by=(stop.signal or SIGTERM).name if is_stopping and done.steps < steps else None,
         )
+
+    def _on_this_rank(self, *calls: Callable[[], object]) -> None:
+        """Make calls that may fail on this rank alone."""
+        for call in calls:
+            try:
+                call()
+            except LostRankError:
+                raise
+            except (PenstockError, OSError) as error:
+                self._keep(error)
+
+    def _keep(self, error: Exception) -> None:
+        """Keep the first error of this rank until all ranks end together; of a single rank it is raised."""
+        is_first, self._fault = self._fault is None, self._fault or error
+        self._stop.has_failed = True
+        if is_first and self._session.axes.world.group is None:
+            raise error
+
+    def _raise_faults(self) -> None:
+        """Raise the error of the first rank that has one on all of them, which call this together."""
+        if (world := self._session.axes.world).group is None:
+            return
+        own = None if self._fault is None else [type(self._fault).__name__, str(self._fault)]
+        fault = next(filter(None, all_gather_json(own, world)), None)
+        if fault is not None:
+            error = every_kind().get(fault[0], PenstockError)(fault[1])
+            error.is_of_all_ranks = True
+            raise error from self._fault
+
+    def rescue(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Save the last complete step behind an error that all ranks have, unless it is saved.
+
+        A failed save is tried again: its partial files are gone. Another failure changes nothing of the error.
+        """
+        is_of_all = self._session.axes.world.group is None or isinstance(error, CheckpointError)
+        is_of_all |= isinstance(error, PenstockError) and error.is_of_all_ranks
+        is_saved = isinstance(error, NonFiniteError | LostRankError)  # or cannot be
+        if not isinstance(error, Exception) or is_saved or not is_of_all or self._is_updating:
+            return
+        self._fault = error  # later ones do not matter
+        if not self._run.checkpoint.enabled or self._done.steps == 0:
+            return
+        with suppress(PenstockError, OSError, RuntimeError):  # of a GPU that failed, too
+            with suppress(CheckpointError):
+                self._store.wait()
+            if self._store.latest_of_all() == self._done.steps:
+                return
+            if self._before is not None:
+                self._restore(self._before)
+            self._save(self._done)
+            self._store.wait()
+
+    def _restore(self, point: ResumePoint) -> None:
+        """Go back to the data and random state before a step that was not applied."""
+        self._session.state.batches.restore(point.data)
+        restore_random_state(point.random)
 
     def _announce(self) -> None:
         size = self._session.size
@@ -300,10 +394,21 @@ class _Loop:
         for observer in self._observers:
             observer.started(start)
 
-    def _step(self, done: Progress, stop: StopRequest) -> tuple[StepReport, bool]:
+    def _next_batch(self) -> Batch:
+        """The batch of a step; an empty one behind an error of this rank, as other ranks are about to make the step."""
+        try:
+            return self._session.state.batches.next_batch()
+        except (PenstockError, OSError) as error:
+            self._keep(error)
+        training = self._run.training
+        shape = training.global_batch // self._session.axes.data.size, training.sequence_length + 1
+        no_tokens = np.zeros(shape, dtype=np.int64)
+        return pack(Rows(no_tokens, no_tokens), document_mask=self._run.data.document_mask)
+
+    def _step(self, done: Progress) -> tuple[StepReport, bool]:
         """Make the next step and evaluate if due; also returns whether a rank wants to stop."""
         state, step = self._session.state, done.steps + 1
-        before = ResumePoint(state.batches.state(), random_state())  # for `_halt`, if the step is not finite
+        self._before = before = ResumePoint(state.batches.state(), random_state())
         peak = self._run.optimizer.learning_rate
         rate = learning_rate(done.steps, self._run.training.steps, peak, self._run.schedule)
         self._recorder.begin(step)
@@ -313,7 +418,7 @@ class _Loop:
         self._watch.start(Span.DATA)
         with span(NUMBERED_STEP, step):
             with span(Span.DATA):
-                batch = state.batches.next_batch()
+                batch = self._next_batch()
             model, launched = self._session.model, 0.0
             data_seconds = time.perf_counter() - begin_seconds
             self._ledger.enter("training")
@@ -322,21 +427,29 @@ class _Loop:
                 nonlocal launched
                 self._mark(f"{phase.value} of step {step}")
                 self._watch.enter(phase)
+                self._is_updating = phase is Span.OPTIMIZER and launched > 0  # the gradients are those of all ranks
                 if phase is Span.REDUCE:
                     launched = time.perf_counter() - begin_seconds - data_seconds
 
-            result = train_step(model, state.optimizer, batch, self._rule, rate, stop, enter, self._pulse)
+            result = train_step(model, state.optimizer, batch, self._rule, rate, self._stop, enter, self._pulse)
         # The host has read the step's figures, so the passes have ended; the kernels of the update may still run.
         seconds, phases = time.perf_counter() - begin_seconds, self._watch.stop()
         power = self.power.read()
         work = sum(phases.values()) - phases.get(Span.REDUCE, 0.0)
         self._pulse = RankPulse(data_seconds, work, launched, power.clock_mhz or 0.0)
         self._mark("")
+        if result.has_failed:
+            self._raise_faults()
         if not result.is_finite:
             self._recorder.end(step)
             raise self._halt(done, before, batch, result)
+        self._done, self._before, self._is_updating = (
+            Progress(step, done.tokens + self._run.tokens_per_step),
+            None,
+            False,
+        )
         self._ledger.enter("other")
-        self._recorder.end(step)
+        self._on_this_rank(partial(self._recorder.end, step))
         report = self._report(done, result, rate, seconds, self._evaluate(step))
         late = self._stragglers.add(seconds, result.pulses) if self._session.axes.rank == 0 else ()
         notices = (*report.notices, *late)
@@ -397,19 +510,18 @@ class _Loop:
     def _save(self, done: Progress) -> None:
         self._write(done, self._store)
         self._saved = done.steps
-        for observer in self._observers:
-            observer.saved(done.steps)
+        self._on_this_rank(*(partial(observer.saved, done.steps) for observer in self._observers))
 
     def _write(self, done: Progress, store: CheckpointStore) -> None:
         self._ledger.enter("checkpoint")
-        for observer in self._observers:
-            observer.saving()  # the lines of its steps are on disk before it is
+        # The lines of its steps are on disk before it is.
+        self._on_this_rank(*(observer.saving for observer in self._observers))
         self._mark(f"checkpoint of step {done.steps}")
         with span(Span.SAVE):
             save_state(store, done.steps, self._session.state, {"tokens_seen": done.tokens})
         self._mark("")
         self._ledger.enter("other")
-        self._ledger.flush()  # steps that a restart makes again are whole lines
+        self._on_this_rank(self._ledger.flush)  # steps that a restart makes again are whole lines
 
     def _halt(self, done: Progress, before: ResumePoint, batch: Batch, result: StepResult) -> NonFiniteError:
         """The error for a step that was not applied; the state before it is saved."""
@@ -418,9 +530,7 @@ class _Loop:
         def save() -> None:
             self._store.wait()
             if self._run.checkpoint.enabled and self._saved != done.steps:
-                # Parameters, moments and expert bias are unchanged; restore data and random state, too.
-                state.batches.restore(before.data)
-                restore_random_state(before.random)
+                self._restore(before)  # parameters, moments and expert bias are unchanged
                 self._save(done)
                 self._store.wait()  # on disk before the search, which may run out of memory
 

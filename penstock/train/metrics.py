@@ -308,6 +308,7 @@ class MetricsFile(Observer):
     def __init__(self, path: Path, every: int) -> None:
         self._path = path
         self._every = every
+        self._rest = b""  # lines that could not be written
         try:
             self._file = open_to_append(path)  # a line is one write: a killed process leaves no part of it
             sync(path.parent)  # the name of the file
@@ -316,9 +317,12 @@ class MetricsFile(Observer):
 
     def stepped(self, report: StepReport) -> None:
         """Write the line of a step. Raises a RunFolderError if the file cannot be written."""
-        if not is_recorded(report, self._every):
-            return
-        rest = memoryview((json.dumps(record(report), allow_nan=False) + "\n").encode())
+        if is_recorded(report, self._every):
+            self._rest += (json.dumps(record(report), allow_nan=False) + "\n").encode()
+            self._write()
+
+    def _write(self) -> None:
+        rest = memoryview(self._rest)
         with self._writing():
             begin = os.fstat(self._file.fileno()).st_size
             try:
@@ -328,9 +332,11 @@ class MetricsFile(Observer):
                 with suppress(OSError):
                     self._file.truncate(begin)
                 raise
+        self._rest = b""
 
     def saving(self) -> None:
-        """Sync the lines to disk. Raises a RunFolderError if that fails."""
+        """Sync the lines to disk, also those that could not be written. Raises a RunFolderError if that fails."""
+        self._write()
         with self._writing():
             os.fsync(self._file.fileno())
 

@@ -47,6 +47,7 @@ from penstock.train.stop import StopRequest
 from penstock.train.stragglers import RankPulse
 
 NO_PULSE = RankPulse()
+_VOTES = 3  # words of all ranks: those with a stop request, late ones, those that cannot go on
 _OF_RANK = 2 + len(NO_PULSE)  # words of each rank: peak memory, slots of replicas, pulse
 
 Passes = Callable[[RankModel, GlobalBatch, LossRule, EnterPhase], Tensor]
@@ -79,6 +80,7 @@ class StepResult:
     left_out: int  # rows without room in the first attempt, over all ranks and layers; above 0 the step was repeated
     pulses: tuple[RankPulse, ...]  # of each rank, of earlier steps
     slots_needed: int = 0  # replicas of a rank with which every plan would have kept its bound
+    has_failed: bool = False  # a rank cannot go on (`StopRequest.has_failed`), so the step was not applied
 
     @property
     def is_finite(self) -> bool:
@@ -137,7 +139,7 @@ def train_step(
         make_room(model.modules)
         result, loads = _differentiate(model, optimizer, whole, rule, stop, enter, pulse)
     result = replace(result, left_out=left_out)
-    if not result.is_finite:
+    if result.has_failed or not result.is_finite:
         return result
 
     # 5. Clip and update, 6. move the expert bias: once a global batch.
@@ -210,17 +212,18 @@ class _Figures:
 
 
 def _own_words(model: RankModel, stop: StopRequest | None, pulse: RankPulse) -> Tensor:
-    """This rank's part of the words of all: ranks with a stop request, late ranks, then `_OF_RANK` words of each rank.
+    """This rank's part of the words of all: `_VOTES`, then `_OF_RANK` words of each rank.
 
     These are its peak memory, the slots that its plans of replicas needed, and its pulse. Float64.
     """
     world = model.axes.world
-    words = torch.zeros(2 + world.size * _OF_RANK, dtype=torch.float64, device=model.device)
+    words = torch.zeros(_VOTES + world.size * _OF_RANK, dtype=torch.float64, device=model.device)
     # Filled on the device: a copy from the host would wait for the device.
     words[0].fill_(stop is not None and stop.signal is not None)
     if model.buffers is not None:
         words[1] = model.buffers.late.bool()
-    mine = words[2 + world.rank * _OF_RANK :]
+    words[2].fill_(stop is not None and stop.has_failed)
+    mine = words[_VOTES + world.rank * _OF_RANK :]
     for place, figure in zip((0, *range(2, _OF_RANK)), (peak_memory_bytes(model.device), *pulse), strict=True):
         mine[place].fill_(figure)
     if needed := [meter.facts[PlanFact.SLOTS_NEEDED] for meter in replica_meters(model.modules)]:
@@ -267,8 +270,8 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
         return [next(values) for _ in range(count)]
 
     main, *depths = take(figures.losses.numel())
-    gradient_norm, left_out, wishes, late = take(4)
-    ranks = [take(_OF_RANK) for _ in range((figures.words.numel() - 2) // _OF_RANK)]
+    gradient_norm, left_out, wishes, late, failed = take(2 + _VOTES)
+    ranks = [take(_OF_RANK) for _ in range((figures.words.numel() - _VOTES) // _OF_RANK)]
     layers = []
     for load in figures.loads:
         dropped, auxiliary_loss = take(2)
@@ -293,6 +296,7 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
         left_out=int(left_out),
         pulses=tuple(RankPulse(*pulse) for _, _, *pulse in ranks),
         slots_needed=int(max(needed for _, needed, *_ in ranks)),
+        has_failed=failed > 0,
     )
     return result, late > 0
 

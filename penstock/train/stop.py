@@ -31,6 +31,7 @@ class StopRequest:
     def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
         self._notify = notify
         self.signal: signal.Signals | None = None  # the first one
+        self.has_failed = False  # this rank cannot go on, so no rank applies the step
         self._first_seconds = 0.0  # when it came
         self._previous: dict[signal.Signals, Any] = {}  # handlers to restore
         self._terminals: list[int] = []  # descriptors of output

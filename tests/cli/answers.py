@@ -36,9 +36,11 @@ def told_as_json(verb: str, *words: object, code: int = 0) -> Any:
 
 
 def refused(verb: str, *words: object, starts: bool = False) -> str:
-    """The error of a verb without its beginning; a verb that starts its work may print before."""
+    """The error of a verb without its beginning; one that starts its work may print before, and its next command."""
     code, out, err = outcome(*verb.split(), *words)
     assert code == 2
     assert starts or not out  # nothing was done yet
-    assert err.startswith("error: ") and err.count("\n") == 1, err
-    return err.removeprefix("error: ").rstrip("\n")
+    line, *notes = err.splitlines()
+    assert line.startswith("error: "), err
+    assert not notes or (starts and notes[-1].startswith("next:  penstock train ")), err
+    return line.removeprefix("error: ")

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -46,6 +47,32 @@ def test_a_run_whose_first_save_found_no_space_begins_again(monkeypatch: pytest.
 
 def no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+WITHOUT_HELD_OUT = ("data.validation_share=0", "evaluation.rows=0", "evaluation.every=0", "checkpoint.every=0")
+
+
+def test_a_record_that_cannot_be_read_ends_the_run_with_its_steps_saved_and_a_command_that_goes_on() -> None:
+    texts = [{"text": f"def f{n}(x):\n    return x + {n}\n"} for n in range(60)]
+    texts[32] = {"text": None}  # read in the third step
+    Path("docs.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
+    options = ("data.source=jsonl", 'data.files=["docs.jsonl"]', "model.vocab_size=257", *WITHOUT_HELD_OUT)
+    code, _, err = answers.outcome("train", "tiny.toml", "--name", "text", *options)
+    assert (code, err) == (
+        2,
+        "error: docs.jsonl:33: field 'text' is not text; got NoneType; fix: data.corrupt=skip leaves out records that "
+        "cannot be read\n"
+        "newest checkpoint: step 2 of 4, runs/text/checkpoints/step-000002\n"
+        "next:  penstock train runs/text --resume data.corrupt=skip\n",
+    )
+    printed(*shlex.split(err.splitlines()[-1])[3:])
+    printed("tiny.toml", "--name", "skipping", *options, "data.corrupt=skip")
+    assert metrics_of("runs/text") == metrics_of("runs/skipping")
+    message = answers.refused("train", "tiny.toml", "--dry-run", *options)
+    assert "1 of 60 sampled records cannot be read; docs.jsonl:33: field 'text' is not text; got NoneType" in message
+    assert "; 1 of 60 sampled records cannot be read, such as docs" in printed(
+        "tiny.toml", "--dry-run", *options, "data.corrupt=skip"
+    )
 
 
 def flip(path: Path) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.base.errors import NonFiniteError
+from penstock.base.errors import CheckpointError, DataError, NonFiniteError, PenstockError, RunFolderError
 from penstock.config.model import Balance
 from penstock.config.run import Run
 from penstock.config.training import Checkpoint, Evaluation, Training
@@ -25,10 +26,13 @@ from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.manifest import WrittenFiles
 from penstock.train.metrics import MetricsFile
 from penstock.train.observer import Observer, RunEnd, StepReport
+from penstock.train.optimizer import MasterAdamW
 from penstock.train.run_folder import RunFolder, create_run_folder
 from penstock.train.setup import Session, prepare
 from penstock.train.stop import StopRequest
 from tests.closeness import assert_equal
+from tests.distributed.one_loss import layout, start_session
+from tests.distributed.pool import Pool
 from tests.train.tiny_run import ENVIRONMENT, TRAINING, Recorder, tiny_moe, tiny_run
 
 
@@ -299,6 +303,90 @@ def test_an_update_that_spoils_the_model_is_found_by_the_next_evaluation(
     report = json.loads((tmp_path / "tiny" / "nonfinite.json").read_text())
     assert (report["step"], report["figure"]) == (4, "held-out loss")
     assert [path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir()] == ["step-000002"]
+
+
+class Broken(Recorder):
+    """Cannot take the report of a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def stepped(self, report: StepReport) -> None:
+        super().stepped(report)
+        if report.step == self.step:
+            raise RunFolderError("cannot write the report", fix="free space")
+
+    def closed(self) -> None:
+        super().closed()
+        raise RunFolderError("cannot close the file either")
+
+
+@pytest.mark.parametrize("place", ["report", "evaluation", "update"])
+def test_an_error_ends_the_run_with_the_last_complete_step_saved(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observers: list[Observer] = [Broken(3)] if place == "report" else []
+    kind, real = (RunFolderError if place == "report" else RuntimeError), loop.evaluate
+    if place == "evaluation":
+        calls = count(1)
+        lost = RuntimeError("no memory")
+        monkeypatch.setattr(loop, "evaluate", lambda *given: raises(lost) if next(calls) == 2 else real(*given))
+    if place == "update":  # the parameters are those of no step
+        calls = count(1)
+        lost = RuntimeError("no memory")
+        step = MasterAdamW.step
+        monkeypatch.setattr(MasterAdamW, "step", lambda *given: raises(lost) if next(calls) == 4 else step(*given))
+    run = tiny_run(tmp_path / "broken", training=training(steps=5), checkpoint=Checkpoint(every=0))
+    with pytest.raises(kind, match="cannot write the report" if place == "report" else "no memory"):
+        start(run, observers)
+    folder, saved = RunFolder(tmp_path / "broken" / "tiny"), {"report": 3, "evaluation": 2, "update": None}[place]
+    assert open_store(run, folder).latest() == saved
+    monkeypatch.undo()
+    go_on(run, folder)
+    _, whole = start(tiny_run(tmp_path / "whole", training=training(steps=5)))
+    assert_equal(weights_of(run, folder, 5), weights_of(run, whole, 5))
+
+
+def raises(error: Exception) -> NoReturn:
+    raise error
+
+
+def test_a_failed_save_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = checkpoint.write_parts, count(1)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(checkpoint, "write_parts", lambda *given: raises(full) if next(calls) == 1 else real(*given))
+    run = tiny_run(tmp_path, checkpoint=Checkpoint(every=2, asynchronous=True))
+    with pytest.raises(CheckpointError, match="step-000002; got No space left"):
+        start(run)
+    assert open_store(run, RunFolder(tmp_path / "tiny")).latest() == 4, "another step was trained before it was known"
+
+
+SAVES = ("checkpoint.enabled=true", "checkpoint.every=0")
+
+
+def _ends_of(folder: Path, place: str) -> tuple[str, int | None]:
+    """The error of this rank, and the newest checkpoint, if one rank cannot read a batch or write a report."""
+    session = start_session(layout("expert=2", "evaluation.rows=0", "training.steps=4", *SAVES))
+    rank, batches = session.axes.rank, session.state.batches
+    if (place, rank) == ("data", 1):
+        calls, next_batch = count(1), batches.next_batch
+        lost = DataError("the disk of this rank is gone")
+        batches.next_batch = lambda: raises(lost) if next(calls) == 3 else next_batch()  # type: ignore[method-assign]
+    observers = [Broken(4 if place == "last report" else 2)] if rank == 0 and place != "data" else []
+    store = open_store(session.run, RunFolder(folder), session.axes.world)
+    try:
+        train_run(session, RunFolder(folder), store, Progress(), observers, StopRequest())
+    except PenstockError as error:
+        return str(error), store.latest()
+    return "", store.latest()
+
+
+@pytest.mark.parametrize("place", ["data", "report", "last report"])
+def test_an_error_of_one_rank_ends_all_ranks_with_the_same_steps_saved(place: str, tmp_path: Path, ranks: Pool) -> None:
+    first, second = ranks.run(2, _ends_of, tmp_path, place)
+    line = "the disk of this rank is gone" if place == "data" else "cannot write the report; fix: free space"
+    assert first == second == (line, 4 if place == "last report" else 2)
 
 
 def test_garbage_is_collected_between_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,15 +98,19 @@ def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path, monkeypatch: pytes
     metrics.stepped(step_report(1))
     whole, real = path.read_bytes(), metrics._file
 
-    def write(content: memoryview) -> int:
+    def write_a_part(content: memoryview) -> int:
         if len(content) < 20:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real.write(content[:-10])  # the disk takes a part
 
-    monkeypatch.setattr(metrics, "_file", Mock(write=write, fileno=real.fileno, truncate=real.truncate))
+    monkeypatch.setattr(metrics, "_file", Mock(write=write_a_part, fileno=real.fileno, truncate=real.truncate))
     with pytest.raises(RunFolderError, match="No space left on device"):
         metrics.stepped(step_report(2))
     assert path.read_bytes() == whole
+    monkeypatch.undo()
+    metrics.saving()  # the disk has space again
+    write(tmp_path / "all.jsonl", [step_report(1), step_report(2)])
+    assert path.read_bytes() == (tmp_path / "all.jsonl").read_bytes()
 
 
 def test_lines_that_are_damaged_in_the_middle_are_put_aside(tmp_path: Path) -> None:
