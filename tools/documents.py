@@ -30,6 +30,7 @@ from penstock.base.spans import Span
 from penstock.config.explain import reference_markdown
 from tools import kernel_tables, run_tables, tables
 from tools.commands_page import commands_json, commands_page
+from tools.config_defaults import config_defaults
 from tools.environment_page import environment_page
 from tools.families_page import families_page
 from tools.grafana import dashboard
@@ -119,6 +120,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/models.md": models_page,
     "docs/rules.md": rules_page,
     "penstock/cli/commands.json": commands_json,
+    "penstock/models/huggingface/config_defaults.json": config_defaults,
 }
 
 

@@ -7,7 +7,10 @@ The format has no training settings; `TRAINING_ONLY` fields get their defaults w
 belong to the tokenizer: they are written as null, because the defaults of `transformers` belong to other tokenizers.
 """
 
+import json
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,7 +18,7 @@ from pydantic import ValidationError
 from penstock.base.errors import ConfigError
 from penstock.config.model import GroupedQueryAttention, Model
 from penstock.config.schema import as_toml, find, leaves
-from penstock.models.huggingface.config_parts import KEYS_OF_PARTS, Keys, Values, refused
+from penstock.models.huggingface.config_parts import KEYS_OF_PARTS, Keys, Values, agreed, refused
 from penstock.models.huggingface.families import FAMILIES, Family, family_of
 
 TRAINING_ONLY = (
@@ -55,23 +58,63 @@ def huggingface_config(config: Model, positions: int | None = None) -> dict[str,
 def model_of_config(fields: Mapping[str, Any]) -> Model:
     """The model that a `config.json` describes, published ones included.
 
-    Keys that do not describe the model, such as token ids, are ignored. Raises a ConfigError if the family is unknown,
-    or if a key is missing or has an unsupported value.
+    An absent key has the default of the family's class in `transformers`. Keys that do not describe the model, such as
+    token ids, are ignored. Raises a ConfigError if the family is unknown, or if a key is missing, contradicts another
+    one, or has an unsupported value.
     """
     text = fields.get("text_config", fields)  # a multimodal model has a text part
     if not isinstance(text, Mapping):
         raise refused("text_config", text, "a table of keys")
     name, family = _family_named(text.get("model_type", fields.get("model_type")))
-    keys = Keys({family.renamed.get(key, key): value for key, value in text.items()})
+    key = "tie_word_embeddings"  # which is outside in some files, and counts there
+    is_tied = agreed({key: fields.get(key), f"text_config.{key}": text.get(key)})
+    if is_tied is not None:
+        text = {**text, key: is_tied}
+    keys, defaults = _keys_of(family, text)
     for key, only in family.fixed.items():
-        if (value := keys.get(key, only)) != only:
+        if (value := keys.get(key, None if key in defaults else only)) != only:
             raise refused(key, value, as_toml(only))
     said: Values = {"family": name, **family.always}
     for key, path in family.values.items():
-        said[path] = _whole(keys.get(key, family.absent[key]) if key in family.absent else keys.need(key), path)
+        said[path] = _whole(keys.need(key) if key in defaults else keys.get(key, family.absent.get(key)), path)
     for part in family.parts:
         said |= part.read(keys)
-    return _built(said, {path: key for key, path in family.values.items()})
+    for key in defaults.keys() - keys.seen:
+        if keys.values[key] != defaults[key]:
+            raise refused(key, keys.values[key], as_toml(defaults[key]))
+    names = {path: key for key, path in family.values.items()}
+    model = _built(said, names)
+    if model.moe is not None:
+        router = model.moe.router
+        if router.topk_group > router.n_group:
+            raise refused("topk_group", router.topk_group, f"1 to {router.n_group} (n_group)")
+        choices = model.moe.experts // router.n_group * router.topk_group
+        if model.moe.top_k > choices:
+            raise refused(
+                names["moe.top_k"], model.moe.top_k, f"1 to {choices} (of the experts {names['moe.experts']})"
+            )
+    return model
+
+
+@cache
+def class_defaults() -> Mapping[str, Any]:
+    """By model type: defaults of absent keys, other spellings of keys, rotary settings of a file without any."""
+    return dict(json.loads(Path(__file__).with_name("config_defaults.json").read_text(encoding="utf-8")))
+
+
+def _keys_of(family: Family, text: Mapping[str, Any]) -> tuple[Keys, Values]:
+    """The keys of a file under the names that the family has for them, and the defaults of its class."""
+    table = class_defaults()[family.model_type]
+    renamed = {**table["renamed"], **family.renamed}
+    given: Values = {}
+    for key, value in text.items():
+        name = renamed.get(key, key)
+        given[name] = agreed({name: text[name], key: value}) if name in text else value
+    defaults = table["defaults"]
+    for key, value in given.items():
+        if value is None and key in defaults and key not in table["nullable"]:
+            raise refused(key, value, f"a value, such as {as_toml(defaults[key])}")
+    return Keys({**family.absent, **defaults, **given}, given, table["rope"]), defaults
 
 
 def _family_named(model_type: object) -> tuple[str, Family]:

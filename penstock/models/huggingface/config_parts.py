@@ -1,11 +1,12 @@
 """Parts of `config.json` that differ between families: attention heads, rotary embedding, local layers, experts.
 
 A part works in both directions: it reads keys into values of our fields by path, and writes keys from a model. A value
-without an equivalent in our configuration raises an error that names the key. A null key counts as missing.
+without an equivalent in our configuration raises an error that names the key. `Keys` has the defaults of
+`transformers` for absent keys; a null stays, and the part says what it means.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from penstock.base.errors import ConfigError
@@ -31,14 +32,22 @@ KEYS_OF_PARTS = {
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a `config.json`."""
+    """The keys of a `config.json`, with the defaults of its family's class for absent ones."""
 
     values: Mapping[str, Any]
+    given: Mapping[str, Any] = field(default_factory=dict)  # those of the file
+    rope: Mapping[str, Any] = field(default_factory=dict)  # rotary settings of a file without any
+    seen: set[str] = field(default_factory=set)  # keys that were read
 
     def get(self, key: str, default: Any) -> Any:
-        """The value of a key, or the default."""
+        """The value of a key; the default if it is null, or absent and without a default of the class."""
+        self.seen.add(key)
         value = self.values.get(key)
         return default if value is None else value
+
+    def skip(self, *keys: str) -> None:
+        """Keys without effect on this model."""
+        self.seen.update(keys)
 
     def need(self, key: str) -> Any:
         """The value of a key. Raises ConfigError if it is missing."""
@@ -83,14 +92,16 @@ class Keys:
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise refused(key, value, "a table of keys")
+        if nested := next((name for name, inner in value.items() if isinstance(inner, Mapping)), None):
+            raise refused(f"{key}.{nested}", value[nested], "a value for all layers")
         return Keys(value)
 
     def of_layers(self, key: str, layers: int) -> list[Any] | None:
         """A list with a value for each layer; None if missing or empty."""
         value = self.get(key, None) or None
-        if value is not None and not (isinstance(value, list) and len(value) >= layers):
-            raise refused(key, value, f"a list of {layers}")
-        return None if value is None else value[:layers]
+        if value is not None and not (isinstance(value, list) and len(value) == layers):
+            raise refused(key, value, f"a list of {layers} (num_hidden_layers)")
+        return None if value is None else list(value)
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,20 @@ class Part:
 
     read: Callable[[Keys], Values]  # values of our fields, by path
     write: Callable[[Model], Values]  # keys of `config.json`
+
+
+def agreed(values: Mapping[str, Any]) -> Any:
+    """The value of keys that mean the same; None if all are null. Refuses two values, and names both keys."""
+    given = {key: value for key, value in values.items() if value is not None}
+    for key, value in given.items():
+        first = next(iter(given))
+        if value != given[first]:
+            raise ConfigError(
+                f"config.json: {first} and {key} contradict each other",
+                got=f"{as_toml(given[first])} and {as_toml(value)}",
+                fix=f"remove one of them; transformers reads {first}",
+            )
+    return next(iter(given.values()), None)
 
 
 def refused(key: str, got: object, allowed: str) -> ConfigError:
@@ -112,12 +137,15 @@ def refused(key: str, got: object, allowed: str) -> ConfigError:
 
 
 def _read_heads(keys: Keys) -> Values:
-    heads = keys.whole("num_attention_heads")
+    heads = keys.whole("num_attention_heads", low=1)
+    kv_heads = keys.whole("num_key_value_heads", heads, low=1)
+    if heads % kv_heads:
+        raise refused("num_key_value_heads", kv_heads, f"a divisor of {heads} (num_attention_heads)")
     return {
         "attention.kind": "gqa",
         "attention.heads": heads,
-        "attention.kv_heads": keys.whole("num_key_value_heads", heads),
-        "attention.head_dim": keys.whole("head_dim", keys.whole("hidden_size") // max(heads, 1)),
+        "attention.kv_heads": kv_heads,
+        "attention.head_dim": keys.whole("head_dim", keys.whole("hidden_size") // heads),
     }
 
 
@@ -143,40 +171,58 @@ EQUAL_HEADS = Part(
 # -------------------------------------------------------------------------------------------------- rotary embedding
 
 
-def rotary(default_theta: float, *, scales_scores: bool = False, partial: float | None = None) -> Part:
+def rotary(*, scales_scores: bool = False, partial: bool = False) -> Part:
     """Rotary embedding in today's form (`rope_parameters`) and in the older one (`rope_theta`, `rope_scaling`).
 
-    With `scales_scores` the family's YaRN scales attention scores as well (`mscale_all_dim`). `partial` is the default
-    of `partial_rotary_factor`; None: heads of the family are rotated whole. MiniMax's `rotary_dim` is in features.
+    `transformers` reads `rope_scaling` instead of `rope_parameters`, and `rope_theta` where the section has none. With
+    `scales_scores` the family's YaRN scales attention scores as well (`mscale_all_dim`). `partial`: heads of the family
+    may be rotated in part; MiniMax's `rotary_dim` is in features.
     """
 
-    def read(keys: Keys) -> Values:
-        scaling = keys.section("rope_parameters" if keys.get("rope_parameters", None) else "rope_scaling")
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+    def read_section(keys: Keys, section: Keys) -> Values:
+        kind = agreed({name: section.get(name, None) for name in ("rope_type", "type")}) or "default"
         if kind not in ("default", "yarn", "llama3"):
             raise refused("rope_type", kind, "default, yarn, llama3")
-        default = partial or 1.0
+        shares = {
+            "rope_parameters.partial_rotary_factor": section.get("partial_rotary_factor", None),
+            "partial_rotary_factor": keys.get("partial_rotary_factor", None),
+        }
         if keys.get("rotary_dim", None):
-            default = keys.whole("rotary_dim") / keys.whole("head_dim", low=1)
-        share = scaling.number("partial_rotary_factor", keys.number("partial_rotary_factor", default))
-        if partial is None and share != 1.0:
+            shares["rotary_dim"] = keys.whole("rotary_dim") / keys.whole("head_dim", low=1)
+        share = _number("partial_rotary_factor", agreed(shares), keys.rope.get("partial_rotary_factor", 1.0))
+        if not partial and share != 1.0:
             raise refused("partial_rotary_factor", share, "1.0")
-        theta = scaling.number("rope_theta", keys.number("rope_theta", default_theta))
-        extension: Values = {}
+        theta = agreed(
+            {"rope_parameters.rope_theta": section.get("rope_theta", None), "rope_theta": keys.get("rope_theta", None)}
+        )
+        extension: Values = {"theta": _number("rope_theta", theta, keys.rope["rope_theta"])}
+        if kind != "default":
+            positions = {"original_max_position_embeddings": keys.get("max_position_embeddings", None)}
+            section = Keys({**positions, **section.values})
         if kind == "yarn":
-            extension["yarn"] = _read_yarn(scaling, scales_scores)
+            extension["yarn"] = _read_yarn(section, scales_scores)
         elif kind == "llama3":
             extension["llama3"] = {
-                **{key: scaling.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")},
-                "original_max_position_embeddings": scaling.whole("original_max_position_embeddings"),
+                **{key: section.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")},
+                "original_max_position_embeddings": section.whole("original_max_position_embeddings"),
             }
-        rotated: Values = {} if partial is None else {"attention.partial_rotary_factor": share}
-        return {"attention.rope": {"theta": theta, **extension}, **rotated}
+        return {"attention.rope": extension, **({"attention.partial_rotary_factor": share} if partial else {})}
+
+    def read(keys: Keys) -> Values:
+        keys.skip("max_position_embeddings")
+        sections = {name: keys.section(name) for name in ("rope_scaling", "rope_parameters")}
+        readings = {name: read_section(keys, section) for name, section in sections.items() if section.values}
+        if readings:
+            return dict(agreed(readings))
+        usual = keys.rope if keys.get("rope_parameters", None) is None else {}
+        return read_section(
+            keys, Keys({key: usual[key] for key in usual.keys() - {"rope_theta", "partial_rotary_factor"}})
+        )
 
     def write(model: Model) -> Values:
         rope = model.attention.rope
         fields: Values = {"rope_type": "default", "rope_theta": rope.theta}
-        if partial is not None:
+        if partial:
             fields["partial_rotary_factor"] = _grouped(model).partial_rotary_factor
         if rope.yarn is not None:
             fields |= {"rope_type": "yarn", **rope.yarn.model_dump()}
@@ -187,6 +233,10 @@ def rotary(default_theta: float, *, scales_scores: bool = False, partial: float 
         return {"rope_parameters": fields}
 
     return Part(read, write)
+
+
+def _number(key: str, value: Any, default: float) -> float:
+    return Keys({key: value}).number(key, default)
 
 
 def _read_yarn(scaling: Keys, scales_scores: bool) -> Values:
@@ -202,7 +252,7 @@ def _read_yarn(scaling: Keys, scales_scores: bool) -> Values:
         "beta_slow": scaling.number("beta_slow", 1.0),
         "mscale": scale if scale and scale_all else 1.0,
         "mscale_all_dim": scale_all,
-        "truncate": bool(scaling.get("truncate", True)),
+        "truncate": bool(scaling.values.get("truncate", True)),
     }
 
 
@@ -223,6 +273,11 @@ def _read_window(keys: Keys) -> Values:
     return {} if size is None else {"attention.local": {"size": keys.whole("sliding_window", low=1)}}
 
 
+def _read_switched_window(keys: Keys) -> Values:
+    keys.skip("sliding_window")
+    return _read_window(keys) if keys.get("use_sliding_window", False) else {}
+
+
 def _write_window(model: Model) -> Values:
     local = _grouped(model).local
     return {"sliding_window": None if local is None else local.size}
@@ -233,17 +288,22 @@ def _read_window_types(keys: Keys, default: Sequence[str]) -> Values:
     if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
         raise refused("layer_types", unknown[0], "full_attention, sliding_attention")
     if "sliding_attention" not in types:
+        keys.skip("sliding_window")
         return {}
     every = global_every([kind == "full_attention" for kind in types], "layer_types")
     return {"attention.local": {"size": keys.whole("sliding_window", low=1), "global_every": every}}
 
 
 def _read_qwen3_window(keys: Keys) -> Values:
-    layers = keys.layers
-    if not keys.get("use_sliding_window", False):
-        return {}
-    first = keys.whole("max_window_layers", 28)
-    return _read_window_types(keys, ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first))
+    layers, first = keys.layers, keys.whole("max_window_layers", 28)
+    usual = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
+    if keys.get("use_sliding_window", False) and keys.get("sliding_window", None) is not None:
+        return _read_window_types(keys, usual)
+    keys.skip("sliding_window")
+    types = keys.of_layers("layer_types", layers) or []
+    if any(kind != "full_attention" for kind in types):
+        raise refused("layer_types", types, "full_attention, or use_sliding_window and sliding_window too")
+    return {}
 
 
 def _write_window_types(model: Model) -> Values:
@@ -259,6 +319,7 @@ def layer_types(model: Model, local: str) -> list[str]:
 def _read_chunks(keys: Keys) -> Values:
     layers = keys.layers
     interval = keys.whole("no_rope_layer_interval", 4, low=1)
+    keys.skip("attention_chunk_size", "attn_temperature_tuning", "attn_scale", "floor_scale")  # without such layers
     rotates = keys.of_layers("no_rope_layers", layers) or [(layer + 1) % interval != 0 for layer in range(layers)]
     names = {True: "chunked_attention", False: "full_attention"}
     types = keys.of_layers("layer_types", layers) or [names[bool(one)] for one in rotates]
@@ -269,7 +330,7 @@ def _read_chunks(keys: Keys) -> Values:
         return {}
     if not all(rotates) and [not one for one in rotates] != is_global:
         raise refused("no_rope_layers", rotates, "0 for the layers that see the whole row, 1 for the others; or all 1")
-    is_tuned = bool(keys.get("attn_temperature_tuning", True)) and not all(rotates)
+    is_tuned = bool(keys.get("attn_temperature_tuning", False)) and not all(rotates)
     local = {
         "kind": "chunk",
         "size": keys.whole("attention_chunk_size", 8192, low=1),
@@ -312,10 +373,16 @@ def _write_linear(model: Model) -> Values:
 
 def _read_kda(keys: Keys) -> Values:
     section, layers = keys.section("linear_attn_config"), keys.layers
-    full = section.numbers_of_layers("full_attn_layers")
-    if full is None:
-        types = keys.of_layers("layer_types", layers) or keys.need("linear_attn_config")
-        full = [layer for layer, kind in enumerate(types, 1) if kind == "full_attention"]
+    types = keys.of_layers("layer_types", layers)
+    listed = section.numbers_of_layers("full_attn_layers")
+    if types is None and listed is None:
+        keys.need("linear_attn_config")
+    full = agreed(
+        {
+            "layer_types": types and [layer for layer, kind in enumerate(types, 1) if kind == "full_attention"],
+            "linear_attn_config.full_attn_layers": listed and sorted(listed),
+        }
+    )
     is_full = [layer in full for layer in range(1, layers + 1)]  # layers count from 1
     every = is_full.index(True) + 1 if any(is_full) else 0
     usual = [every > 0 and layer % every == 0 for layer in range(1, layers + 1)]
@@ -349,6 +416,9 @@ def _write_kda(model: Model) -> Values:
 
 
 def _refuse_shared_indexers(keys: Keys) -> Values:
+    types = keys.of_layers("layer_types", keys.layers) or []
+    if any(kind != "indexed_attention" for kind in types):
+        raise refused("layer_types", types, "indexed_attention in each layer")
     types = keys.of_layers("indexer_types", keys.layers) or []
     if any(kind != "full" for kind in types) or keys.get("index_topk_pattern", None) is not None:
         raise refused("indexer_types", types, "full in each layer: no layer takes the keys of another one")
@@ -361,7 +431,7 @@ KDA = Part(_read_kda, _write_kda)
 INDEXERS = Part(_refuse_shared_indexers, lambda model: {})
 WINDOW = Part(_read_window, _write_window)
 SWITCHED_WINDOW = Part(
-    lambda keys: _read_window(keys) if keys.get("use_sliding_window", False) else {},
+    _read_switched_window,
     lambda model: {"use_sliding_window": _grouped(model).local is not None, **_write_window(model)},
 )
 WINDOW_OF_QWEN3 = Part(
@@ -380,7 +450,7 @@ QK_NORM_OF_GLM = Part(
     lambda model: {"use_qk_norm": _grouped(model).qk_norm == "head"},
 )
 QK_NORM_OF_LLAMA4 = Part(
-    lambda keys: {"attention.qk_norm": "rotated-head" if keys.get("use_qk_norm", True) else "none"},
+    lambda keys: {"attention.qk_norm": "rotated-head" if keys.get("use_qk_norm", False) else "none"},
     lambda model: {"use_qk_norm": _grouped(model).qk_norm == "rotated-head"},
 )
 
@@ -448,12 +518,25 @@ def _write_range(model: Model) -> Values:
     return {"moe_layer_start_index": model.dense_layers, "moe_layer_end_index": -1, "moe_layer_interval": step}
 
 
+def _read_first_dense(keys: Keys) -> Values:
+    types = keys.of_layers("mlp_layer_types", keys.layers)
+    if types is None:
+        return {}
+    dense = types.count("dense")
+    if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
+        raise refused("mlp_layer_types", types, "dense layers first, then sparse ones")
+    first = keys.given.get("first_k_dense_replace")
+    return {"dense_layers": agreed({"mlp_layer_types": dense, "first_k_dense_replace": first})}
+
+
 EXCEPTIONS = Part(_read_exceptions, _write_exceptions)
 """Every n-th layer has experts, except listed ones."""
 LIST = Part(_read_list, _write_list)
 """Every n-th layer has experts, or the listed ones."""
 RANGE = Part(_read_range, _write_range)
 """Of a range of layers, every n-th has experts, counted from the first layer of the model."""
+FIRST_DENSE = Part(_read_first_dense, lambda model: {})
+"""The first layers are dense; some files also list the kinds of all layers."""
 DENSE = Part(lambda keys: {"dense_layers": keys.layers}, lambda model: {})
 """No layer has experts."""
 
@@ -488,7 +571,17 @@ def _write_latents(model: Model) -> Values:
     return {"num_key_value_heads": attention.heads, "q_lora_rank": attention.q_lora_rank or None}
 
 
+def _read_latents(keys: Keys) -> Values:
+    keys.skip("head_dim")  # that of the rotated part
+    heads = {key: keys.get(key, None) for key in ("num_attention_heads", "num_key_value_heads")}
+    if "num_key_value_heads" in keys.given:
+        agreed(heads)
+    has_latent = keys.get("q_lora_rank", None) is not None
+    return {"attention.kind": "mla", "attention.q_lora_rank": keys.whole("q_lora_rank", low=1) if has_latent else 0}
+
+
 def _read_groups(keys: Keys) -> Values:
+    keys.skip("n_group", "topk_group")
     if keys.get("topk_method", "greedy") == "greedy":
         return {}
     return {"moe.router.n_group": keys.whole("n_group"), "moe.router.topk_group": keys.whole("topk_group")}
@@ -500,7 +593,5 @@ def _write_groups(model: Model) -> Values:
     return {"topk_method": method, "n_group": router.n_group, "topk_group": router.topk_group}
 
 
-LATENTS = Part(  # null and 0 are queries without a latent
-    lambda keys: {"attention.kind": "mla", "attention.q_lora_rank": keys.whole("q_lora_rank", 0)}, _write_latents
-)
+LATENTS = Part(_read_latents, _write_latents)
 GROUPS_OF_V2 = Part(_read_groups, _write_groups)

@@ -20,6 +20,7 @@ from penstock.models.huggingface.config_parts import (
     DENSE,
     EQUAL_HEADS,
     EXCEPTIONS,
+    FIRST_DENSE,
     GROUPS_OF_V2,
     HEADS,
     INDEXERS,
@@ -95,8 +96,8 @@ class Family:
     # Beginnings of these names, and of those of its decoder layer.
     prediction_prefixes: tuple[str, str] = ("model.layers.{layer}.", "model.layers.{layer}.")
     values: Mapping[str, str]  # key of `config.json` to the path of our field
-    renamed: Mapping[str, str] = field(default_factory=dict)  # keys of newer files to the published ones
-    absent: Values = field(default_factory=dict)  # values of keys that published files leave out
+    renamed: Mapping[str, str] = field(default_factory=dict)  # other spellings that the class of `transformers` lacks
+    absent: Values = field(default_factory=dict)  # defaults of keys that the class of `transformers` lacks
     always: Values = field(default_factory=dict)  # path of our field to its value in every model of the family
     fixed: Values = field(default_factory=dict)  # keys with their only supported value
     parts: tuple[Part, ...]  # readers and writers of other keys
@@ -128,11 +129,9 @@ _MODEL_VALUES = {
     "tie_word_embeddings": "tie_word_embeddings",
     "initializer_range": "initializer_range",
 }
-_MODEL_ABSENT: Values = {"tie_word_embeddings": False, "initializer_range": 0.02}
 _MODEL_FIXED: Values = {"hidden_act": "silu", "attention_dropout": 0.0}
 
 _BIAS = {"attention_bias": "attention.bias"}
-_BIAS_ABSENT: Values = {"attention_bias": False}
 _DENSE_VALUES = {**_MODEL_VALUES, **_BIAS, "intermediate_size": "intermediate_size"}
 _TOP_K = {"num_experts_per_tok": "moe.top_k"}
 
@@ -176,10 +175,9 @@ _DEEPSEEK_V3 = Family(
         **_GROUPS,
         "num_nextn_predict_layers": "mtp_layers",
     },
-    absent={**_MODEL_ABSENT, "num_nextn_predict_layers": 0},
     always=_SIGMOID_WITH_BIAS,
     fixed={**_DEEPSEEK_FIXED, "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    parts=(LATENTS, rotary(10000.0, scales_scores=True), SHARED),
+    parts=(LATENTS, rotary(scales_scores=True), SHARED),
     left_out=_REPEATED,
 )
 
@@ -189,6 +187,8 @@ _DEEPSEEK_V32 = replace(
     also=(),
     architecture="DeepseekV32ForCausalLM",
     names={**DEEPSEEK, **INDEXER},
+    renamed={"num_experts": "n_routed_experts"},
+    absent={"num_nextn_predict_layers": 0},
     forms=dict.fromkeys([*INDEXER][:-1], (rotary_halves_of_indexer,)),
     values={
         **_DEEPSEEK_V3.values,
@@ -196,6 +196,8 @@ _DEEPSEEK_V32 = replace(
         "index_head_dim": "attention.indexer.index_head_dim",
         "index_topk": "attention.indexer.index_topk",
     },
+    fixed={**_DEEPSEEK_V3.fixed, "mlp_bias": False},
+    parts=(*_DEEPSEEK_V3.parts, FIRST_DENSE, INDEXERS),
 )
 
 _LLAMA = Family(
@@ -204,9 +206,8 @@ _LLAMA = Family(
     names={**ATTENTION, **dense_network("ffn", "mlp")},
     forms=ROTARY_HALVES,
     values=_DENSE_VALUES,
-    absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "rms_norm_eps": 1e-6},
     fixed={**_MODEL_FIXED, "mlp_bias": False},
-    parts=(HEADS, rotary(10000.0), DENSE),
+    parts=(HEADS, rotary(), DENSE),
 )
 
 _NOT_IN_QWEN35 = ("intermediate_size", "norm_topk_prob")
@@ -250,8 +251,8 @@ _QWEN3_NEXT = Family(
         "linear_conv_kernel_dim": "linear_attention.conv_size",
         "num_nextn_predict_layers": "mtp_layers",
     },
-    renamed={"num_local_experts": "num_experts", "mtp_num_hidden_layers": "num_nextn_predict_layers"},
-    absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "norm_topk_prob": True, "num_nextn_predict_layers": 0},
+    renamed={"mtp_num_hidden_layers": "num_nextn_predict_layers"},
+    absent={"num_nextn_predict_layers": 0},
     always={
         "attention.qk_norm": "head",
         "attention.output_gate": True,
@@ -260,7 +261,7 @@ _QWEN3_NEXT = Family(
         "zero_centred_norms": True,
     },
     fixed=_MODEL_FIXED,
-    parts=(HEADS, rotary(10000.0, partial=0.25), LINEAR, EXCEPTIONS),
+    parts=(HEADS, rotary(partial=True), LINEAR, EXCEPTIONS),
     prediction=PREDICTION_OF_QWEN,
     prediction_prefixes=("mtp.", "mtp.layers.{depth}."),
 )
@@ -290,14 +291,7 @@ _KIMI_LINEAR = Family(
         "topk_group": "moe.router.topk_group",
         "moe_renormalize": "moe.router.norm_topk_prob",
     },
-    renamed={
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "num_experts_per_token",
-        "n_group": "num_expert_group",
-        "norm_topk_prob": "moe_renormalize",
-        "n_shared_experts": "num_shared_experts",
-    },
-    absent=_MODEL_ABSENT,
+    absent={"first_k_dense_replace": 1},
     always={**_SIGMOID_WITH_BIAS, "attention.rotary": False, "linear_attention.kind": "kda"},
     fixed={
         **_DEEPSEEK_FIXED,
@@ -305,7 +299,7 @@ _KIMI_LINEAR = Family(
         "moe_router_activation_func": "sigmoid",
         "num_nextn_predict_layers": 0,
     },
-    parts=(LATENTS, KDA, shared("num_shared_experts")),
+    parts=(LATENTS, FIRST_DENSE, KDA, shared("num_shared_experts")),
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -315,9 +309,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             architecture="DeepseekV2ForCausalLM",
             names=DEEPSEEK,
             values=_DEEPSEEK_VALUES,
-            absent=_MODEL_ABSENT,
-            fixed={**_DEEPSEEK_FIXED, "norm_topk_prob": False, "scoring_func": "softmax"},
-            parts=(LATENTS, rotary(10000.0, scales_scores=True), SHARED, GROUPS_OF_V2),
+            fixed={**_DEEPSEEK_FIXED, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False},
+            parts=(LATENTS, rotary(scales_scores=True), SHARED, GROUPS_OF_V2),
         ),
         "deepseek-v3": _DEEPSEEK_V3,
         "deepseek-v3.2": _DEEPSEEK_V32,
@@ -327,7 +320,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             architecture="GlmMoeDsaForCausalLM",
             forms={},  # the indexer's features are rotated in pairs, as ours are
             fixed={**_DEEPSEEK_V32.fixed, "indexer_rope_interleave": True, "index_topk_freq": 1},
-            parts=(*_DEEPSEEK_V32.parts, INDEXERS),
         ),
         "mixtral": Family(
             model_type="mixtral",
@@ -340,10 +332,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "num_local_experts": "moe.experts",
                 "intermediate_size": "moe.moe_intermediate_size",
             },
-            absent=_MODEL_ABSENT,
             always={"moe.router.softmax_after_top_k": True},
             fixed={**_MODEL_FIXED, "router_jitter_noise": 0.0},
-            parts=(HEADS, rotary(1e6), WINDOW),
+            parts=(HEADS, rotary(), WINDOW),
         ),
         "qwen3-moe": Family(
             model_type="qwen3_moe",
@@ -357,11 +348,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "moe_intermediate_size": "moe.moe_intermediate_size",
                 "norm_topk_prob": "moe.router.norm_topk_prob",
             },
-            renamed={"num_local_experts": "num_experts"},
-            absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "norm_topk_prob": False},
             always={"attention.qk_norm": "head"},
             fixed=_MODEL_FIXED,
-            parts=(HEADS, rotary(10000.0), SWITCHED_WINDOW, EXCEPTIONS),
+            parts=(HEADS, rotary(), SWITCHED_WINDOW, EXCEPTIONS),
         ),
         "olmoe": Family(
             model_type="olmoe",
@@ -376,10 +365,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "intermediate_size": "moe.moe_intermediate_size",
                 "norm_topk_prob": "moe.router.norm_topk_prob",
             },
-            absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "norm_topk_prob": False},
             always={"attention.qk_norm": "projection"},
             fixed={**_MODEL_FIXED, "clip_qkv": None},
-            parts=(EQUAL_HEADS, rotary(10000.0)),
+            parts=(EQUAL_HEADS, rotary()),
         ),
         "llama4": Family(
             model_type="llama4_text",
@@ -399,10 +387,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "intermediate_size": "moe.moe_intermediate_size",
                 "intermediate_size_mlp": "intermediate_size",
             },
-            absent={**_MODEL_ABSENT, **_BIAS_ABSENT},
             always={"moe.router.scoring_func": "sigmoid", "moe.router.apply_probs_on_input": True},
             fixed={**_MODEL_FIXED, "router_jitter_noise": 0.0},
-            parts=(HEADS, rotary(500000.0), CHUNKS, QK_NORM_OF_LLAMA4, LIST, ONE_SHARED),
+            parts=(HEADS, rotary(), CHUNKS, QK_NORM_OF_LLAMA4, LIST, ONE_SHARED),
             prefix="language_model.",
             left_out=r".*\.rotary_emb\.inv_freq|(vision_model|multi_modal_projector)\..*",
         ),
@@ -425,7 +412,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "swiglu_alpha": "moe.clamped.alpha",
                 "swiglu_limit": "moe.clamped.limit",
             },
-            absent={**_MODEL_ABSENT, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
             always={
                 "attention.sinks": True,
                 "moe.bias": True,
@@ -433,7 +419,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "moe.router.softmax_after_top_k": True,
             },
             fixed=_MODEL_FIXED,
-            parts=(HEADS, rotary(150000.0), WINDOW_OF_GPT_OSS),
+            parts=(HEADS, rotary(), WINDOW_OF_GPT_OSS),
         ),
         "glm4-moe": Family(
             model_type="glm4_moe",
@@ -459,11 +445,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "routed_scaling_factor": "moe.router.routed_scaling_factor",
                 "num_nextn_predict_layers": "mtp_layers",
             },
-            renamed={"num_mtp_layers": "num_nextn_predict_layers", "num_local_experts": "n_routed_experts"},
-            absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "num_nextn_predict_layers": 0},
             always=_SIGMOID_WITH_BIAS,
             fixed=_MODEL_FIXED,
-            parts=(HEADS, rotary(10000.0, partial=0.5), QK_NORM_OF_GLM, SHARED),
+            parts=(HEADS, rotary(partial=True), QK_NORM_OF_GLM, SHARED),
             left_out=_REPEATED,
         ),
         "ernie4.5-moe": Family(
@@ -484,15 +468,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "moe_k": "moe.top_k",
                 "moe_intermediate_size": "moe.moe_intermediate_size",
             },
-            renamed={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
-            absent={**_MODEL_ABSENT, "tie_word_embeddings": True},
             always={
                 "moe.router.scoring_func": "softmax",
                 "moe.router.expert_bias": True,
                 "moe.router.norm_topk_prob": True,
             },
-            fixed={"hidden_act": "silu", "use_bias": False},
-            parts=(HEADS, rotary(500000.0), RANGE, shared("moe_num_shared_experts")),
+            fixed={"hidden_act": "silu", "use_bias": False, "moe_norm_min": 1e-12},
+            parts=(HEADS, rotary(), RANGE, shared("moe_num_shared_experts")),
         ),
         "minimax-m2": Family(
             model_type="minimax_m2",
@@ -509,8 +491,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "num_local_experts": "moe.experts",
                 "intermediate_size": "moe.moe_intermediate_size",
             },
-            renamed={"num_experts": "num_local_experts"},
-            absent=_MODEL_ABSENT,
             always={
                 "attention.qk_norm": "projection",
                 "moe.router.scoring_func": "sigmoid",
@@ -518,7 +498,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "moe.router.norm_topk_prob": True,
             },
             fixed={**_MODEL_FIXED, "router_jitter_noise": 0.0},
-            parts=(HEADS, rotary(5e6, partial=1.0)),
+            parts=(HEADS, rotary(partial=True)),
         ),
         "qwen3-next": _QWEN3_NEXT,
         "qwen3.5-moe": replace(
@@ -544,7 +524,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             instead=experts_one_by_one("mlp"),
             values={key: path for key, path in _QWEN3_NEXT.values.items() if key not in _NOT_IN_QWEN35},
             always={**_QWEN3_NEXT.always, "moe.router.norm_topk_prob": True},
-            parts=(HEADS, rotary(10000.0, partial=0.25), LINEAR),
+            parts=(HEADS, rotary(partial=True), LINEAR),
             prefix="language_model.",
             left_out=r".*\.rotary_emb\.inv_freq|model\.visual\..*",
         ),
@@ -554,10 +534,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             _LLAMA,
             model_type="qwen3",
             architecture="Qwen3ForCausalLM",
-            absent={**_MODEL_ABSENT, **_BIAS_ABSENT},
             always={"attention.qk_norm": "head"},
             fixed=_MODEL_FIXED,
-            parts=(HEADS, rotary(10000.0), WINDOW_OF_QWEN3, DENSE),
+            parts=(HEADS, rotary(), WINDOW_OF_QWEN3, DENSE),
         ),
     }
 )

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GptOssConfig
 
 from penstock.base.errors import ConfigError
 from penstock.config.model import Balance, LocalAttention, Model, Router, Yarn
 from penstock.config.presets.registry import preset
 from penstock.models.huggingface.config import TRAINING_ONLY, facts_of, huggingface_config, model_of_config
+from penstock.models.huggingface.families import FAMILIES
 from tests.models.families import moe_with, tiny_model
 from tests.models.huggingface.family_models import (
     V2,
@@ -159,7 +160,38 @@ CANNOT_BE_READ = {
         "config.json: model_type is not known here; got gemma3; allowed: deepseek_v2, deepseek_v3, ",
     ),
     "no family": ({}, "config.json: model_type is not known here; allowed: deepseek_v2, "),
-    "a key that is not there": (_changed("llama", hidden_size=None), "config.json lacks hidden_size"),
+    "a key that is not there and has no default": (
+        _changed("deepseek-v2", num_experts_per_tok=None),
+        "config.json lacks num_experts_per_tok",
+    ),
+    "a null where transformers takes none": (
+        huggingface_config(VARIANTS["llama"]) | {"hidden_size": None},
+        "config.json: hidden_size cannot be used; got none; allowed: a value, such as 4096",
+    ),
+    "YaRN beside other rotary settings": (
+        _changed("qwen3", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        "config.json: rope_scaling and rope_parameters contradict each other",
+    ),
+    "two bases of the rotary embedding": (
+        _changed("qwen3", rope_theta=5e5),
+        "config.json: rope_parameters.rope_theta and rope_theta contradict each other; got 1000000.0 and 500000.0; ",
+    ),
+    "two spellings with two values": (
+        _changed("mixtral", num_experts=3),
+        "config.json: num_local_experts and num_experts contradict each other; got 8 and 3; fix: remove one of them",
+    ),
+    "layers of two kinds at other places": (
+        _changed("deepseek-v3.2", mlp_layer_types=["sparse", "dense", "sparse"]),
+        "config.json: mlp_layer_types cannot be used; got ",
+    ),
+    "a sum of weights that is at least something": (
+        _changed("ernie4.5-moe", moe_norm_min=0.5),
+        "config.json: moe_norm_min cannot be used; got 0.5; allowed: 1e-12",
+    ),
+    "heads that no key serves": (
+        _changed("llama", num_key_value_heads=3),
+        "config.json: num_key_value_heads cannot be used; got 3; allowed: a divisor of 4 (num_attention_heads)",
+    ),
     "another activation": (
         _changed("llama", hidden_act="gelu"),
         'config.json: hidden_act cannot be used; got "gelu"; allowed: "silu"',
@@ -239,6 +271,42 @@ def test_of_a_model_of_text_and_pictures_the_text_is_read() -> None:
 
 def test_numbers_that_are_whole_may_be_written_with_a_point() -> None:
     assert model_of_config(_changed("llama4", floor_scale=5.0, num_local_experts=4.0)) == VARIANTS["llama4"]
+
+
+WITHOUT_DEFAULT = ("deepseek-v2", "kimi-linear")
+"""Families with keys that have no default, or whose default layers stand in an order that ours cannot have."""
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {*WITHOUT_DEFAULT}))
+def test_a_file_without_keys_is_the_default_of_transformers(family: str) -> None:
+    kind = CONFIG_MAPPING[FAMILIES[family].model_type]
+    whole = model_of_config(kind().to_dict())
+    assert facts_of(model_of_config({"model_type": FAMILIES[family].model_type})) == facts_of(whole)
+
+
+def test_without_rotary_settings_gpt_oss_stretches_by_yarn_and_a_base_alone_keeps_that() -> None:
+    for base, keys in ((150000.0, {}), (7000.0, {"rope_theta": 7000.0})):
+        fields = _changed("gpt-oss, plain rotary embedding", rope_parameters=None) | keys
+        expected = GptOssConfig.from_dict(dict(fields)).rope_parameters
+        rope = model_of_config(fields).attention.rope
+        assert (
+            (rope.theta, rope.yarn and rope.yarn.factor) == (expected["rope_theta"], expected["factor"]) == (base, 32)
+        )
+
+
+def test_sections_of_two_ages_that_say_the_same_are_read() -> None:
+    fields = _changed("llama, tied embeddings, YaRN")
+    older = {**fields["rope_parameters"], "type": "yarn"}
+    assert model_of_config({**fields, "rope_scaling": older}) == model_of_config(fields)
+
+
+def test_tied_embeddings_of_a_model_of_text_and_pictures_are_said_outside() -> None:
+    text = huggingface_config(VARIANTS["llama4"])
+    whole = {"model_type": "llama4", "text_config": text, "tie_word_embeddings": True}
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings and text_config.tie_word_embeddings contradict"):
+        model_of_config(whole)
+    del text["tie_word_embeddings"]
+    assert model_of_config(whole).tie_word_embeddings
 
 
 def test_heads_without_a_width_share_the_hidden_states() -> None:
