@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from penstock.train.export import Precision, export_huggingface, import_transformers, verify_export
-from penstock.train.saved_weights import chosen_step, open_saved
+from penstock.train.saved_weights import open_saved, read_chosen
 
 
 def export(
@@ -33,11 +33,12 @@ def export(
     if verify:
         import_transformers()  # its absence is reported before anything is written
     config, store = open_saved(run)
-    wanted = chosen_step(store, run, step)
-    precision = precision or config.training.precision
-    why_not = export_huggingface(config, store, wanted, folder, precision)
+    form = precision or config.training.precision
+    wanted, why_not = read_chosen(
+        store, run, step, lambda chosen: export_huggingface(config, store, chosen, folder, form)
+    )
     also = "" if why_not else ", and the tokenizer"
-    print(f"wrote {folder}: the weights of step {wanted} of {run}, in {precision}{also}")
+    print(f"wrote {folder}: the weights of step {wanted} of {run}, in {form}{also}")
     if why_not:
         print(f"the tokenizer is not exported: {why_not}")
     if verify:

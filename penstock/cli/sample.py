@@ -22,7 +22,7 @@ from penstock.data.open import Vocabulary, vocabulary_of
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.process import choose_device, prepare_process
 from penstock.train.generate import SamplingRule, generate, load_decoder, text_pieces
-from penstock.train.saved_weights import chosen_step, open_saved
+from penstock.train.saved_weights import chosen_step, open_saved, read_chosen
 
 
 def sample(
@@ -42,12 +42,12 @@ def sample(
 ) -> None:
     """Print text from the weights of a run, as it is made."""
     config, store = open_saved(run)
-    wanted = chosen_step(store, run, step)  # refuses a step without a checkpoint
+    chosen_step(store, run, step)  # refuses a step without a checkpoint
     vocabulary = vocabulary_of(config.data)
     prompt = _prompt(config, vocabulary, text)
     device = choose_device("auto")  # the run may have trained elsewhere
     prepare_process(read_environment(), seed=seed, deterministic=False)
-    decoder = load_decoder(config, store, wanted, device)
+    _, decoder = read_chosen(store, run, step, lambda chosen: load_decoder(config, store, chosen, device))
     ids = generate(
         decoder,
         prompt,

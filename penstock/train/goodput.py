@@ -1,6 +1,6 @@
 """Where the wall clock of a run goes, over all its processes: goodput.jsonl, which the first rank writes.
 
-    {"begin": 1764201600.0, "step": 0, "queued": 0.0}              a process began; it goes on from step 0
+    {"begin": 1764201600.0, "step": 0, "queued": 0.0, "boot": "7a...", "up": 940.2}    a process goes on from step 0
     {"end": 1764201612.4, "step": 1, "seconds": {"start": 11.9, "data": 0.1, "training": 0.4}}
     {"end": 1764201622.9, "step": 30, "seconds": {"training": 10.1, "other": 0.4}}
 
@@ -11,6 +11,10 @@ are whole lines, and their time becomes `lost`, as does the time after the last 
 seconds a step sets the time of the file. Steps of the warm-up count as `training` for as long as the mean of the later
 steps, and as `compile` beyond.
 
+The system's clock may be set while a run lives. A process counts on its monotonic clock; between two processes of the
+same boot of a machine `up`, the seconds since that boot, counts. A process that begins before the end of the one before
+shows that the clock was ahead, and the time before is shortened by as much.
+
 Goodput is the share of `training`.
 """
 
@@ -20,6 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -76,6 +81,8 @@ class _Process:
     begin: float
     step: int  # that it went on from
     queued: float
+    boot: str = ""  # of its machine; empty if unknown
+    up: float = 0.0  # seconds since that boot when it began
     stretches: list[_Stretch] = field(default_factory=list)
 
     @property
@@ -99,6 +106,13 @@ def process_begin() -> float:
         ticks = float(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
         return now - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
     return now
+
+
+def _boot() -> str:
+    """The name that the system gave to this boot of the machine; empty where it gives none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
 
 
 def wall_seconds(path: Path) -> dict[str, float]:
@@ -132,10 +146,12 @@ class GoodputLedger:
         self._clock = time.time() - time.monotonic()  # of this process: steps of the system's clock do not matter
         earlier = self._earlier()
         begin = process_begin() if begin is None else begin
-        begin = max(begin, *(one.end for one in earlier)) if earlier else begin  # one process may train twice
-        gap = max(0.0, begin - earlier[-1].end) if earlier else 0.0
-        queued = 0.0 if job_begin is None or not earlier else min(max(0.0, job_begin - earlier[-1].end), gap)
-        own = _Process(begin, step, queued)
+        now = time.time()
+        if earlier and begin < earlier[-1].end <= now:  # one process may train twice
+            begin = earlier[-1].end
+        queued = 0.0 if job_begin is None or not earlier else max(0.0, job_begin - earlier[-1].end)
+        up = time.clock_gettime(time.CLOCK_BOOTTIME) - (now - begin)
+        own = _Process(begin, step, queued, _boot(), up)
         self._before = _added_up([*earlier, own])
         self._own = own
         self._kind: Kind = "start"
@@ -143,7 +159,7 @@ class GoodputLedger:
         self._open: dict[str, float] = {}  # seconds since the last line
         self._open_kept = 0.0  # of these, training of finished steps
         self._step = step
-        self._write({"begin": begin, "step": step, "queued": queued})
+        self._write({"begin": begin, "step": step, "queued": queued, "boot": own.boot, "up": own.up})
 
     def enter(self, kind: Kind) -> None:
         """Begin a kind of time; the one before ends."""
@@ -182,7 +198,7 @@ class GoodputLedger:
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each kind since the first process of the run began, up to the last `enter`."""
-        own = _Process(self._own.begin, self._own.step, 0.0, [*self._own.stretches])
+        own = _Process(self._own.begin, self._own.step, 0.0, stretches=[*self._own.stretches])
         own.stretches.append(_Stretch(self._since, self._step, dict(self._open)))
         return _sum(self._before, _added_up([own]))
 
@@ -215,7 +231,8 @@ def _read(path: Path) -> list[_Process]:
         with suppress(ValueError, KeyError, TypeError, AttributeError):  # a line that was cut off or damaged
             entry = parse_json(line)
             if "begin" in entry:
-                found.append(_Process(float(entry["begin"]), int(entry["step"]), float(entry["queued"])))
+                boot, up = str(entry.get("boot", "")), float(entry.get("up", 0.0))
+                found.append(_Process(float(entry["begin"]), int(entry["step"]), float(entry["queued"]), boot, up))
             elif found:
                 seconds = {kind: float(value) for kind, value in entry["seconds"].items() if kind in KINDS}
                 found[-1].stretches.append(_Stretch(float(entry["end"]), int(entry["step"]), seconds))
@@ -233,13 +250,27 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _added_up(processes: Sequence[_Process]) -> dict[str, float]:
     """Seconds of each kind, those between processes included."""
     total: dict[str, float] = {}
+    gaps = _gaps(processes)
     for place, process in enumerate(processes):
         kept_step = min((later.step for later in processes[place + 1 :]), default=None)
         total = _sum(total, _of_process(process, kept_step))
         if place:
-            gap = max(0.0, process.begin - processes[place - 1].end)
-            total = _sum(total, {"queued": process.queued, "down": gap - process.queued})
+            queued = min(process.queued, gaps[place - 1])
+            total = _sum(total, {"queued": queued, "down": gaps[place - 1] - queued})
     return {kind: total[kind] for kind in KINDS if total.get(kind, 0.0) > 0}
+
+
+def _gaps(processes: Sequence[_Process]) -> list[float]:
+    """Seconds between each process and the next."""
+    gaps = [
+        later.up - (one.up + one.end - one.begin) if one.boot and one.boot == later.boot else later.begin - one.end
+        for one, later in pairwise(processes)
+    ]
+    ahead = 0.0  # of the clock of a process, as later ones show
+    for place in reversed(range(len(gaps))):
+        gap = gaps[place] - ahead
+        gaps[place], ahead = max(0.0, gap), max(0.0, -gap)
+    return gaps
 
 
 def _of_process(process: _Process, kept_step: int | None) -> dict[str, float]:

@@ -212,7 +212,11 @@ def _balance_record(balance: BalanceReport | None) -> dict[str, float | None]:
 
 def scalars(report: StepReport) -> dict[str, float]:
     """Every number of a line, named `GROUP/NAME` as TensorBoard and W&B group them."""
-    line = record(report)
+    return scalars_of(record(report))
+
+
+def scalars_of(line: dict[str, Any]) -> dict[str, float]:
+    """`scalars` of a line, which is used up."""
     del line["step"]
     groups: dict[str, dict[str, float | None]] = {}
     for layer in line.pop("layers"):
@@ -270,6 +274,15 @@ def drop_after(path: Path, step: int, every: int = 1) -> tuple[str, ...]:
     if last < step - step % every:
         notices.append(f"{path} has no figures of steps {last + 1} to {step - step % every}: its lines are lost")
     return tuple(notices)
+
+
+def lines_between(path: Path, after: int, last: int) -> Iterator[dict[str, Any]]:
+    """Lines of the steps after `after` up to `last`. Raises a RunFolderError if the file cannot be read."""
+    with _disk_errors(path):
+        for line in _lines(path):
+            step = _step_of(line)
+            if step is not None and after < step <= last:
+                yield parse_json(line)
 
 
 def last_step(path: Path) -> int:

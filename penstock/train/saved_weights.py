@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -43,6 +43,8 @@ from penstock.train.manifest import (
 from penstock.train.run_folder import RunFolder
 from penstock.train.state import TrainState, check_same_model, identity_of
 from penstock.train.tensor_files import TensorEntry, fingerprint, in_files, write_entries
+
+Value = TypeVar("Value")
 
 RUN_FILE = "run.toml"
 WEIGHTS = "weights"
@@ -141,6 +143,24 @@ def chosen_step(store: CheckpointStore, folder: Path, step: int | None) -> int:
     return newest
 
 
+def read_chosen(
+    store: CheckpointStore, folder: Path, step: int | None, read: Callable[[int], Value]
+) -> tuple[int, Value]:
+    """The step of `chosen_step` and `read` of it; a run that trains may remove it meanwhile, then of the newest again.
+
+    Raises a CheckpointError as `chosen_step` and `read` do, also if the checkpoint of a given step was removed.
+    """
+    wanted = chosen_step(store, folder, step)
+    while True:
+        try:
+            return wanted, read(wanted)
+        except CheckpointError:
+            newest = chosen_step(store, folder, step)
+            if newest == wanted:
+                raise
+        wanted = newest
+
+
 def config_of(source: Path) -> Path:
     """The configuration of a run, or of a folder of `penstock import`. Raises a RunFolderError for other folders."""
     found = next((path for path in (RunFolder(source).config, source / RUN_FILE) if path.is_file()), None)
@@ -184,12 +204,20 @@ def load_initial_weights(source: str, state: TrainState, world: Axis) -> str:
         return ""
     store = CheckpointStore(_checkpoints_of(source), keep=0, asynchronous=False, world=world)
     try:
-        step = store.latest_of_all()
-        if step is None:
-            raise _no_weights(source)
-        check_same_model(step, store.read_facts(step)["model"], state.identity)
         weights = {name: part for name, part in state.parts().items() if name.startswith(PREFIX)}
-        store.load(step, weights, all_of_it=False)
+        newest = store.latest_of_all()
+        while newest is not None:
+            step = newest
+            try:
+                check_same_model(step, store.facts_of_all(step)["model"], state.identity)
+                store.load(step, weights, all_of_it=False)
+                break
+            except CheckpointError:
+                newest = store.latest_of_all()  # the other run may have saved it meanwhile, and removed the one before
+                if newest == step:
+                    raise
+        else:
+            raise _no_weights(source)
     finally:
         store.close()
     state.optimizer.loaded()

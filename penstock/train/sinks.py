@@ -93,6 +93,9 @@ WAITING = 64
 CLOSE_SECONDS = 15.0
 """Time that the end of a run waits for a sink."""
 
+SAVING_SECONDS = 1.0
+"""Time that a checkpoint waits for a sink."""
+
 Call = Callable[[Observer], None]
 
 
@@ -127,6 +130,12 @@ class BackgroundSink(Observer):
     def stepped(self, report: StepReport) -> None:
         """Forward the call, unless the queue is full."""
         self._pass_on(lambda sink: sink.stepped(report))
+
+    def saving(self) -> None:
+        """Wait, for a limited time, until the sink has the steps of a checkpoint: no later process sends them."""
+        is_empty = threading.Event()
+        if not self._calls.full() and self._pass_on(lambda sink: is_empty.set()):
+            is_empty.wait(SAVING_SECONDS)
 
     def saved(self, step: int) -> None:
         """Forward the call."""

@@ -1,11 +1,14 @@
 """Weights & Biases: the figures in the user's project, over the network (online) or in files (offline).
 
     runs/NAME/wandb/id                the run at W&B: PROJECT/ID
-                    step              the last step that was sent
+                    step              the last step that W&B has: its library had ended, with nothing left to send
                     offline-run-...   files for `wandb sync`
 
-A resumed run continues the same run at W&B, whose history cannot go back: steps that are repeated after a kill have the
-same figures and are not sent again. W&B reads its own environment variables and login; `record.wandb` is the mode.
+A resumed run continues the same run at W&B, whose history cannot go back: steps that are repeated have the same figures
+and are not sent again. The library sends in a process of its own, and a kill loses what waits there. So a run that was
+killed sends the steps before its checkpoint again, from metrics.jsonl; W&B drops those that it has.
+
+W&B reads its own environment variables and login; `record.wandb` is the mode.
 """
 
 import uuid
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.files import write_whole
-from penstock.train.metrics import is_recorded, scalars
+from penstock.train.metrics import is_recorded, lines_between, scalars, scalars_of
 from penstock.train.observer import Observer, RunStart, StepReport
 from penstock.train.run_folder import RunFolder
 
@@ -59,20 +62,26 @@ class WeightsAndBiases(Observer):
             # The terminal shows the live view, whose output is no log.
             settings=self._wandb.Settings(console="off", silent=True, save_code=False),
         )
+        self._sent = max(self._sent, self._run.starting_step - 1)  # 0 unless W&B has answered
+        for line in lines_between(self._folder.metrics, self._sent, start.steps_done):
+            self._log(line["step"], scalars_of(line))
 
     def stepped(self, report: StepReport) -> None:
         """Send a step, unless it was sent before."""
         self._last = report.step
         if report.step <= self._sent or not is_recorded(report, self._every):
             return
-        self._run.log(scalars(report), step=report.step, commit=True)
-        self._sent = report.step
-        write_whole(self._step_file, f"{report.step}\n")  # after the log: a kill between the two sends a step again
+        self._log(report.step, scalars(report))
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step, commit=True)
+        self._sent = step
 
     def closed(self) -> None:
         """Send the rest. A run with missing steps is marked as failed until it is resumed."""
         if self._run is not None:
             self._run.finish(exit_code=0 if self._last >= self._wanted else 1)
+            write_whole(self._step_file, f"{self._sent}\n")
 
 
 def _known_id(path: Path, project: str) -> str | None:

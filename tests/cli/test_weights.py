@@ -1,7 +1,9 @@
 """`penstock export`, `import` and `sample`: weights in and out, text from them, or one line why not."""
 
+import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from penstock.cli.main import main
 from penstock.config.data import Data
 from penstock.config.load import load_run
 from penstock.models.build import build_model
+from penstock.train import saved_weights
 from penstock.train.run_folder import RunFolder
 from tests.cli import answers
 from tests.models.families import save_huggingface
@@ -49,6 +52,35 @@ def test_another_checkpoint_and_precision_can_be_chosen(run_folder: Path, tmp_pa
     early, late = (load_file(tmp_path / folder / "model.safetensors")[name] for folder in ("out", "last"))
     assert str(early.dtype) == "torch.bfloat16"
     assert not early.equal(late)
+
+
+@pytest.mark.parametrize("place", ["read_manifest", "check_files", "fill_parts"])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_replaced_by_the_newest(
+    place: str, byte_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(byte_folder, tmp_path / "run"))
+    (old,) = (folder / "checkpoints").iterdir()
+    real = getattr(saved_weights, place)
+
+    def rotate(*given: Any) -> Any:
+        if old.is_dir():
+            old.rename(old.with_name(f"step-{int(old.name[5:]) + 1:06}"))  # its content matters to no reader
+        return real(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_weights, place, rotate)
+        code, out, err = exported(folder, tmp_path / "out")
+    assert (code, "the weights of step 2 of" in out, err) == (0, True, "")
+    old.with_name("step-000002").rename(old)
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_weights, place, rotate)
+        assert sampled(folder, "def ", "--tokens", 4) == sampled(byte_folder, "def ", "--tokens", 4)
+    old.with_name("step-000002").rename(old)
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_weights, place, rotate)
+        code, _, err = exported(folder, tmp_path / "of-step", "--step", 1)
+    line = f"error: there is no checkpoint of step 1 in {folder / 'checkpoints'}; allowed: 2\n"
+    assert (code, err, (tmp_path / "of-step").exists()) == (2, line, False)
 
 
 def test_transformers_encodes_and_generates_what_sample_prints(

@@ -22,25 +22,36 @@ from penstock.train.stop import StopRequest
 from tests.train.tiny_run import ENVIRONMENT, Recorder, step_report, tiny_run
 
 BEGIN = 1_000_000.0
+NAMES = ("time", "monotonic", "clock_gettime", "CLOCK_BOOTTIME")
 
 
 class Clock:
-    """The time of a run that is played."""
+    """The time of a run that is played; the clock of the system is `ahead` of it."""
+
+    CLOCK_BOOTTIME = 7
 
     def __init__(self) -> None:
         self.now = BEGIN
+        self.ahead = 0.0
 
     def time(self) -> float:
-        return self.now
+        return self.now + self.ahead
 
     def monotonic(self) -> float:
         return self.now - BEGIN + 7
+
+    def clock_gettime(self, clock: int) -> float:
+        del clock
+        return self.up()
+
+    def up(self) -> float:
+        return self.now - BEGIN + 50
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(goodput_module, "time", SimpleNamespace(time=found.time, monotonic=found.monotonic))
+    monkeypatch.setattr(goodput_module, "time", SimpleNamespace(**{name: getattr(found, name) for name in NAMES}))
     return found
 
 
@@ -64,7 +75,7 @@ def save(ledger: GoodputLedger, clock: Clock) -> None:
 
 def first_process(path: Path, clock: Clock) -> GoodputLedger:
     """Eight steps, of which the first compiles; a checkpoint after the fifth."""
-    ledger = GoodputLedger(path, 0, begin=clock.now)
+    ledger = GoodputLedger(path, 0, begin=clock.time())
     clock.now += 20
     for number in range(1, 9):
         step(ledger, clock, number, training=5.0 if number == 1 else 1.0)
@@ -137,6 +148,39 @@ def test_lost_steps_may_be_those_of_several_processes(tmp_path: Path, clock: Clo
     third = GoodputLedger(path, 2, begin=clock.now)  # the checkpoint of step 5 was damaged
     assert third.seconds()["lost"] == pytest.approx(6.0 + 1.006 + 1.007)
     assert third.seconds()["training"] == 2.0
+
+
+@pytest.mark.parametrize("boots", ["same", "other", "unknown"])
+def test_a_clock_that_was_ahead_for_a_while_changes_nothing(
+    boots: str, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / "right.jsonl", tmp_path / "ahead.jsonl"]
+    for path, year in zip(paths, (0.0, 3e7), strict=True):
+        clock.now = BEGIN
+        for process, ahead in enumerate((0.0, year, 0.0, 0.0)):
+            names = {"same": "boot", "other": f"boot {process}", "unknown": ""}
+            monkeypatch.setattr(goodput_module, "_boot", lambda name=names[boots]: name)
+            clock.ahead = ahead
+            ledger = GoodputLedger(path, 4 * process, begin=clock.time())
+            clock.now += 2
+            for number in range(1, 5):
+                step(ledger, clock, 4 * process + number)
+                clock.ahead += year / 8  # while it trains, too
+            told = ledger.seconds()
+            ledger.close()
+            os.utime(path, (clock.now, clock.now))
+            clock.now += 100
+    right, found = map(wall_seconds, paths)
+    assert right == told == {"training": 16.0, "data": 2.0, "start": 8.0, "down": 300.0}
+    assert found == pytest.approx(right)
+
+
+def test_a_clock_that_is_set_once_matters_to_no_run_on_the_same_boot(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "goodput.jsonl"
+    clock.ahead = -1e6  # of a machine that has not asked for the time yet
+    first_process(path, clock).close()
+    clock.now, clock.ahead = clock.now + 100, 0.0
+    assert GoodputLedger(path, 8, begin=clock.now).seconds() == FIRST | {"down": 100.0}
 
 
 def test_a_step_that_an_error_ended_is_lost(tmp_path: Path, clock: Clock) -> None:

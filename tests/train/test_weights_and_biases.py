@@ -16,6 +16,7 @@ from penstock.config.run import Run
 from penstock.config.training import Record
 from penstock.train.run_folder import RunFolder
 from penstock.train.weights_and_biases import WeightsAndBiases
+from tests.train.test_metrics import write
 from tests.train.tiny_run import HELD_OUT, run_start, step_report, tiny_run
 
 
@@ -26,6 +27,7 @@ class StandIn:
         self.opened: list[dict[str, Any]] = []
         self.logged: list[list[tuple[int, dict[str, float]]]] = []
         self.codes: list[int] = []
+        self.starting_step = 0  # after the last step that the server has
 
     def init(self, **options: Any) -> Any:
         self.opened.append(options)
@@ -53,14 +55,15 @@ def run_in(folder: Path, **changes: Any) -> Run:
     return tiny_run(folder.parent, name=folder.name, record=record)
 
 
-def train(folder: Path, steps: range, run: Run | None = None, *, evaluates: int = 0) -> None:
+def train(folder: Path, steps: range, run: Run | None = None, *, evaluates: int = 0, is_killed: bool = False) -> None:
     """Tell of these steps, in a process that begins before the first of them."""
     sink = WeightsAndBiases(RunFolder(folder))
     sink.started(run_start(run or run_in(folder), steps_done=steps.start - 1))
     for step in steps:
         sink.stepped(step_report(step, evaluation=HELD_OUT if step == evaluates else None))
         sink.saved(step)
-    sink.closed()
+    if not is_killed:
+        sink.closed()
 
 
 @pytest.fixture
@@ -88,8 +91,23 @@ def test_steps_are_sent_when_they_are_recorded_or_evaluate(stand_in: StandIn, fo
     assert stand_in.logged[0][0][1]["layer 02/entropy"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("server_has", [0, 2])
+def test_a_run_that_was_killed_sends_what_w_and_b_may_not_have_got(
+    server_has: int, stand_in: StandIn, folder: Path
+) -> None:
+    train(folder, range(1, 6), is_killed=True)  # of whose steps the library has sent two, or none
+    write(folder / "metrics.jsonl", [step_report(step) for step in range(1, 5)])  # its checkpoint is of step 4
+    stand_in.starting_step = server_has + 1
+    train(folder, range(5, 7))
+    assert [step for step, _ in stand_in.logged[1]] == list(range(server_has + 1, 7))
+    assert stand_in.logged[1][:3] == stand_in.logged[0][server_has : server_has + 3], "with the same figures"
+    stand_in.starting_step = 0  # as offline
+    train(folder, range(7, 9))
+    assert [step for step, _ in stand_in.logged[2]] == [7, 8]
+
+
 def test_a_run_that_goes_on_is_the_same_and_no_step_is_sent_twice(stand_in: StandIn, folder: Path) -> None:
-    train(folder, range(1, 4))  # killed after step 3, with a checkpoint of step 1
+    train(folder, range(1, 4))  # stopped after step 3, with a checkpoint of step 1
     train(folder, range(2, 5))
     assert stand_in.opened[0]["id"] == stand_in.opened[1]["id"]
     assert [[step for step, _ in steps] for steps in stand_in.logged] == [[1, 2, 3], [4]]
