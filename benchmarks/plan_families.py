@@ -15,13 +15,11 @@ from benchmarks import record
 from benchmarks.search_all import Case, answered
 from penstock.config.presets.registry import PRESETS
 from penstock.models.count import count
+from penstock.tune.result_file import commit_of_code
 
 CHIPS = ("H100", "MI300X", "B200")
 OURS = ("debug", "moe-")
 """Presets with these beginnings are no published models."""
-
-SPARSE = ("deepseek-v3.2", "glm-5")
-"""Not searched: a search with an indexer took six minutes on 256 devices and ended without a layout."""
 
 STATE_BYTES = 14  # of a parameter: bf16 weight, float32 gradient, master weight and two bfloat16 moments
 STATE_SHARE = 64e9  # of the 80 GB of an H100; the rest is for activations
@@ -38,7 +36,7 @@ def cases() -> list[Case]:
     sizes = {
         name: devices_for(count(make().model, 4096).parameters)
         for name, make in PRESETS.items()
-        if not name.startswith(OURS) and name not in SPARSE
+        if not name.startswith(OURS)
     }
     return [{"model": name, "on": f"{devices}x{chip}"} for name, devices in sizes.items() for chip in CHIPS]
 
@@ -54,7 +52,7 @@ def main() -> None:
     for case in cases():
         key = f"{case['model']} on {case['on']}"
         if key not in rows:
-            rows[key] = answered(case)
+            rows[key] = {**answered(case), "commit": options.commit or commit_of_code()}
             print(json.dumps(rows[key]), flush=True)
             record.write(options, {"searches": rows})
 
