@@ -9,6 +9,7 @@ with the searches that it lacks. Needs no GPU.
 
 import argparse
 import json
+import math
 from typing import Any
 
 from benchmarks import record
@@ -28,7 +29,7 @@ STATE_SHARE = 64e9  # of the 80 GB of an H100; the rest is for activations
 def devices_for(parameters: int) -> int:
     """Devices that hold the state of a model."""
     least = max(8, parameters * STATE_BYTES / STATE_SHARE)
-    return 1 << (int(least - 1)).bit_length()
+    return 1 << (math.ceil(least) - 1).bit_length()
 
 
 def cases() -> list[Case]:

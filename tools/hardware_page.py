@@ -147,7 +147,8 @@ values of other chips, and all values of links between nodes, are from data shee
 
 A file may name any chip. `like = "H200"` takes everything that it does not say itself from another file, marked as
 assumed, and `kernels = "sm_90"` names the chip whose kernels and launches are used; a plan prints that it assumes
-them. The world need not fill its last nodes: `256xGB200` are 4 racks of 72 with 64 used of each.
+them. The world need not fill its last nodes: `256xGB200` are 4 racks of 72 with 64 used of each. A new chip
+is one file: [the recipe](../CONTRIBUTING.md#add-a-chip).
 
 Capacity is in bytes as drivers report it. A *node* is a group of GPUs with fast links: 8 GPUs, or the 72 GPUs of an
 NVL72 rack. In a *mesh* each GPU divides its links equally among the other GPUs, so a group of fewer ranks uses only a

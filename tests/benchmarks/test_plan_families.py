@@ -14,7 +14,7 @@ def test_every_published_preset_has_a_section_and_a_search() -> None:
 
 def test_a_cluster_holds_the_state_and_half_of_it_would_not() -> None:
     assert devices_for(600_000_000) == 8, "a node is the least"
-    for parameters in (46_702_792_704, 235_093_634_560, 671_026_419_200):
+    for parameters in (46_702_792_704, 235_093_634_560, 295_000_000_000, 671_026_419_200):
         devices = devices_for(parameters)
         assert devices & (devices - 1) == 0
         assert devices / 2 < parameters * STATE_BYTES / STATE_SHARE <= devices

@@ -1,7 +1,7 @@
 """The recipes of CONTRIBUTING.md are followed to the letter, in a copy of the repository: files written, diffs applied.
 
-A `diff` there has no line numbers. Between its lines `@@`, each part stands in the file once as its lines that begin
-with a space or a minus say; a part of new lines only goes to the end of the file.
+The first line of a block names its file. A `diff` has no line numbers: between its lines `@@`, each part stands in the
+file once as its lines that begin with a space or a minus say; a part of new lines only goes to the end of the file.
 """
 
 import re
@@ -19,7 +19,7 @@ from tests.shown_commands import BLOCK, commands_in
 from tools.style import findings_of, parse
 
 ROOT = Path(__file__).parents[2]
-TITLE = re.compile(r'(?P<kind>\w+) title="(?P<path>[\w./-]+)"')
+NAMED = re.compile(r"# (?P<path>[\w./-]+/[\w.-]+)\n(?P<text>.*)", re.DOTALL)
 MOST_FILES = {"Add a dispatcher": 5, "Add a remedy to the doctor": 3, "Add a chip": 1}
 """What a recipe may touch, tests apart."""
 
@@ -40,8 +40,8 @@ class Recipe:
 
 def recipes_in(text: str) -> Iterator[Recipe]:
     for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
-        titled = [(TITLE.fullmatch(block["kind"]), block["body"]) for block in BLOCK.finditer(section)]
-        blocks = tuple((title["kind"], title["path"], body) for title, body in titled if title)
+        named = [(block["kind"], NAMED.fullmatch(block["body"])) for block in BLOCK.finditer(section)]
+        blocks = tuple((kind, match["path"], match["text"]) for kind, match in named if match)
         (command,) = (one for one in commands_in(section) if one.words[:3] == ["python", "-m", "pytest"])
         *tests, option, chosen = command.words[3:]
         assert option == "-k"
