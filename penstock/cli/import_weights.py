@@ -8,8 +8,8 @@ What is written is a folder with `run.toml`, which says how a run starts with th
 
     penstock train qwen/run.toml parallel.expert=8 data.source=jsonl data.files=text.jsonl --processes 8
 
-Weights that are kept in float8 blocks (DeepSeek-V3) or MXFP4 (gpt-oss) are read as what they stand for. Tensors are
-read and written one by one, so memory for one of them is enough.
+Weights that are kept in float8 with scales (DeepSeek-V3) or MXFP4 (gpt-oss) are read as what they stand for. Tensors
+are read and written one by one, so memory for one of them is enough.
 """
 
 from pathlib import Path
@@ -51,11 +51,17 @@ def import_(
     else:  # required fields only: the user sets text and steps
         base = Run(
             name=output.name,
-            model=with_prediction(model_in(source), WeightFolder(source)),
+            model=model_in(source),
             training=Training(steps=STEPS, sequence_length=2048),
             optimizer=Optimizer(learning_rate=LEARNING_RATE),
             schedule=LearningRateSchedule(warmup_steps=STEPS // 20),
         )
+    weights = WeightFolder(source)
+    with_theirs, layers = with_prediction(base.model, weights), base.model.mtp_layers
+    if with_theirs.mtp_layers < layers:
+        print(f"without multi-token prediction: the files have {with_theirs.mtp_layers} of {layers} layers")
+    if with_theirs.mtp_layers < layers or not preset:
+        base = base.model_copy(update={"model": with_theirs})
     upcycling = Upcycling(copies=copies, chosen=chosen, granularity=granularity) if copies else None
     model = upcycling.model(base.model) if upcycling else base.model  # with experts, if the dense network is copied
     own = [f'training.initial_weights="{output}"']  # run.toml starts from the folder that is written
@@ -64,7 +70,7 @@ def import_(
     run = with_overrides(base.model_copy(update={"model": model}), [*own, *(overrides or ())])
     if facts_of(run.model) != facts_of(model):  # balance and the like are no facts of weights
         raise ConfigError("the weights decide the model", fix="leave out overrides of model, but for its balance")
-    import_weights(WeightFolder(source), base.model, run, upcycling, output)
+    import_weights(weights, base.model, run, upcycling, output)
     size = count(run.model, run.training.sequence_length)
     print(f"wrote {output}: {count_text(size.parameters + size.mtp_parameters)} parameters, {run.model.family}")
     print_next("train", output / RUN_FILE)

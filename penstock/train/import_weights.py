@@ -24,17 +24,17 @@ from penstock.base.files import read_json, write_whole
 from penstock.config.load import dump_toml
 from penstock.config.model import Model, Moe, Router
 from penstock.config.run import Run
+from penstock.config.size import size_of
 from penstock.layout.sharding import Rectangle
 from penstock.models.huggingface.config import model_of_config
-from penstock.models.huggingface.weight_folder import WeightFolder
-from penstock.models.huggingface.weights import WeightMapping, check_weights, names_of, weight_mappings
+from penstock.models.huggingface.weight_folder import CONFIG_FILE, WeightFolder
+from penstock.models.huggingface.weights import WeightMapping, check_copies, check_weights, names_of, weight_mappings
 from penstock.models.init import ParamInit
 from penstock.parallel.shard import whole
 from penstock.train.run_folder import complete_folder
 from penstock.train.saved_weights import RUN_FILE, STEP, WEIGHTS, WeightPiece, write_weights
 from penstock.train.state import identity_of
 
-CONFIG_FILE = "config.json"
 _DENSE = re.compile(r"(?P<layer>blocks\.\d+)\.ffn\.(?P<product>gate_up|down)\.weight")
 _TARGETS = {"gate_up": "gate_up_eFD", "down": "down_eDF"}
 
@@ -151,9 +151,16 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already", fix="give the name of a new folder")
+    parameters = size_of(source, 1).parameters
+    if parameters > 2 * weights.nbytes:  # at least 4 bits each; what an untrusted config.json describes is not built
+        raise CheckpointError(
+            f"weights do not belong to this model: {parameters:,} parameters, files of {weights.nbytes:,} bytes",
+            fix="choose the preset that these weights belong to",
+        )
     names = names_of(source, weights)
     lines = weight_mappings(source, names.keys())
     check_weights(lines, weights, names)
+    check_copies(source, weights)
     pieces: Iterator[WeightPiece] = (
         WeightPiece(
             name=line.name,

@@ -1,5 +1,6 @@
 """`penstock export`, `import` and `sample`: weights in and out, text from them, or one line why not."""
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -138,6 +139,17 @@ def test_what_was_imported_trains_and_leaves_again(theirs: Path) -> None:
         assert main(["export", source, f"out-{Path(source).name}", "--precision", "fp32"]) == 0
         out = load_file(f"out-{Path(source).name}/model.safetensors")
         assert all(torch.equal(out[name], tensor) for name, tensor in load_file("theirs/model.safetensors").items())
+
+
+def test_prediction_that_the_files_lack_is_left_out_in_one_line(tmp_path: Path) -> None:
+    """As `transformers` saves DeepSeek-V3: config.json says one layer, and no tensor has its name."""
+    model = build_model(tiny_run(tmp_path, model=VARIANTS["deepseek-v3"]), torch.device("cpu"))
+    save_huggingface(model, Path("theirs"))
+    config = Path("theirs/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    out = answers.printed("import theirs --output mine", SYNTHETIC)
+    assert out.startswith("without multi-token prediction: the files have 0 of 1 layers\nwrote mine")
+    assert load_run("mine/run.toml").model.mtp_layers == 0
 
 
 def test_an_export_may_be_compared_with_transformers(theirs: Path) -> None:

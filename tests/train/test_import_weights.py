@@ -1,5 +1,6 @@
 """Weights of other programs start a run: bit for bit, in any layout, and a dense model's as experts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,18 @@ def test_weights_of_another_model_and_a_cut_file_are_refused_and_nothing_is_left
     with pytest.raises(CheckpointError, match="cannot read .*model.safetensors"):
         _imported(tmp_path, VARIANTS["mixtral"])
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_what_a_configuration_describes_is_not_built_beside_files_that_cannot_hold_it(tmp_path: Path) -> None:
+    """10,000 layers of 65,536 experts would take gigabytes for their names alone."""
+    _written(VARIANTS["qwen3-moe"], tmp_path)
+    path = tmp_path / "theirs/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 10_000, "num_experts": 65_536}))
+    run = tiny_run(tmp_path, model=VARIANTS["qwen3-moe"])
+    with pytest.raises(
+        CheckpointError, match=r"model: [\d,]+ parameters, files of [\d,]+ bytes; fix: choose the preset"
+    ):
+        import_weights(WeightFolder(tmp_path / "theirs"), model_in(tmp_path / "theirs"), run, None, tmp_path / "start")
 
 
 @pytest.mark.parametrize(

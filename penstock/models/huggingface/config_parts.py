@@ -510,7 +510,7 @@ def _read_range(keys: Keys) -> Values:
     end = keys.get("moe_layer_end_index", -1)
     end = layers - 1 if end == -1 else keys.whole("moe_layer_end_index")
     has_experts = [start <= layer <= end and (layer + 1) % step == 0 for layer in range(layers)]
-    return layers_with_experts(has_experts, step, "moe_layer_end_index")
+    return layers_with_experts(has_experts, step, "moe_layer_start_index, moe_layer_end_index or moe_layer_interval")
 
 
 def _write_range(model: Model) -> Values:

@@ -1,11 +1,13 @@
 """Folders of safetensors, with dequantization of published 8-bit and 4-bit weights.
 
-DeepSeek-V3 stores matrices in float8 (e4m3) with one float32 scale for each 128 x 128 block (arXiv 2412.19437, section
-3.3): `x.weight` and `x.weight_scale_inv`. gpt-oss stores experts in MXFP4 (OCP Microscaling Formats 1.0): `x_blocks`
-has two 4-bit numbers in each byte, the lower half first, and `x_scales` one exponent, biased by 127, for each 32 of
-them. Penstock reads both forms and writes neither.
+DeepSeek-V3 stores matrices in float8 (e4m3) with one scale for each block of 128 x 128 (arXiv 2412.19437, section 3.3):
+`x.weight` and `x.weight_scale_inv`. `quantization_config` in config.json gives the size of a block, or none for one
+scale for the whole tensor; scales are float32, or e8m0 exponents. gpt-oss stores experts in MXFP4 (OCP Microscaling
+Formats 1.0): `x_blocks` has two 4-bit numbers in each byte, the lower half first, and `x_scales` one exponent, biased
+by 127, for each 32 of them. Penstock reads these forms and writes none.
 
-Tensors are read on access, so a folder may be larger than memory.
+Tensors are read on access, so a folder may be larger than memory. `model.safetensors.index.json` says which files
+belong to the model, where a folder has it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,59 +19,101 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError
+from penstock.base.files import open_file, read_json
 
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the sixteen 4-bit numbers (e2m1)."""
 
-_BLOCK = 128
+INDEX = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+_BLOCK = (128, 128)
+_FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _SCALE_INV = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_METHODS = ("fp8", "mxfp4")
+_LFS = b"version https://git-lfs"
 
 
 class WeightFolder(Mapping[str, Tensor]):
     """The tensors of all safetensors files of a folder, by name, each in its compute dtype.
 
-    Raises a CheckpointError if there is no such file, if one is damaged, or if two have a tensor of the same name.
+    Tensors without elements are left out. Raises a CheckpointError if there is no such file, if one is damaged or
+    missing, if two have a tensor of the same name, or if weights are quantized in a way that is not known here.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._block = _block_of(folder)
         self._files: dict[str, Path] = {}
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError("no safetensors file", got=folder, fix="give a folder with Hugging Face weights")
-        for file in files:
-            names = set(_opened(file).keys())
-            if twice := names & self._files.keys():
-                raise CheckpointError(f"{file} repeats {min(twice)}", got=f"it is in {self._files[min(twice)]} too")
-            self._files |= dict.fromkeys(names, file)
-        self._names = {name: stored for stored in self._files if (name := _logical_name(stored)) is not None}
+        self.nbytes = 0  # of all files
+        shapes: dict[str, tuple[int, ...]] = {}
+        types: dict[str, str] = {}
+        for file in _files_of(folder):
+            opened = _opened(file)
+            self.nbytes += file.stat().st_size
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                if name in self._files:
+                    raise CheckpointError(f"{file} repeats {name}", got=f"it is in {self._files[name]} too")
+                tensor = opened.get_slice(name)
+                self._files[name], shapes[name], types[name] = file, tuple(tensor.get_shape()), tensor.get_dtype()
+        self._shapes = {
+            name: _unpacked(stored, shapes[stored])
+            for stored in self._files
+            if (name := _logical_name(stored)) is not None and 0 not in shapes[stored]
+        }
+        self._check_scales(shapes, types)
         self._open: tuple[Path, Any] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a tensor."""
-        stored = self._names[name]
+        """Read a tensor. Raises a CheckpointError if it cannot be read, or if a value is infinite or NaN."""
+        stored = name if name in self._files else name + _BLOCKS
         tensor = self._read(stored)
         if stored.endswith(_BLOCKS):
-            return from_mxfp4(tensor, self._read(stored.removesuffix(_BLOCKS) + _SCALES))
-        if stored + _SCALE_INV in self._files:
-            return from_float8(tensor, self._read(stored + _SCALE_INV))
+            tensor = from_mxfp4(tensor, self._read(stored.removesuffix(_BLOCKS) + _SCALES))
+        elif stored + _SCALE_INV in self._files:
+            tensor = from_float8(tensor, self._read(stored + _SCALE_INV), self._block)
+        # A finite sum has finite terms, and takes no memory.
+        if (
+            tensor.is_floating_point()
+            and not tensor.sum(dtype=torch.float32).isfinite()
+            and not tensor.isfinite().all()
+        ):
+            raise CheckpointError(f"{name} in {self._files[stored]} has values that are NaN or infinite", fix=_FETCH)
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
-        stored = self._names[name]
-        sizes = tuple(self._opened(stored).get_slice(stored).get_shape())
-        if stored.endswith(_BLOCKS):  # as `from_mxfp4` unpacks it
-            experts, outputs, groups, pairs = sizes
-            return experts, 2 * groups * pairs, outputs
-        return sizes
+        return self._shapes[name]
+
+    def _check_scales(self, shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, str]) -> None:
+        """Each float8 weight has a scale for each of its blocks, and each scale a weight."""
+        for name in self._shapes:
+            if types.get(name) in _FLOAT8 and name + _SCALE_INV not in shapes:
+                raise CheckpointError(f"{name} is float8 and has no scale", allowed=f"{name}{_SCALE_INV}", fix=_FETCH)
+        for scale, shape in shapes.items():
+            name = scale.removesuffix(_SCALE_INV)
+            if name == scale:
+                continue
+            if types.get(name) not in _FLOAT8:
+                raise CheckpointError(f"{scale} is the scale of no float8 weight", got=types.get(name), fix=_FETCH)
+            sizes = shapes[name]
+            parts = self._block or sizes[-2:]
+            grid = (*sizes[:-2], *(-(-size // part) for size, part in zip(sizes[-2:], parts, strict=False)))
+            is_one = self._block is None and shape in ((), (1,))
+            if len(sizes) < 2 or not (shape == grid or is_one):
+                whole = "one for the whole tensor" if self._block is None else f"blocks of {self._block}"
+                raise CheckpointError(
+                    f"the scales of {name} do not fit its shape {sizes}",
+                    got=shape,
+                    allowed=f"{grid}: {whole}",
+                    fix=_FIX_BLOCK,
+                )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._shapes)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._shapes)
 
     def _read(self, stored: str) -> Tensor:
         try:
@@ -88,11 +132,77 @@ class WeightFolder(Mapping[str, Tensor]):
         return self._open[1]
 
 
+def _block_of(folder: Path) -> tuple[int, int] | None:
+    """Rows and columns of a block of 8-bit weights; None if a tensor has one scale."""
+    path = folder / CONFIG_FILE
+    if not path.exists():  # a preset gives the model
+        return _BLOCK
+    try:
+        fields = read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}", got=error, fix=_FETCH) from error
+    tables = [fields, fields.get("text_config")] if isinstance(fields, Mapping) else []
+    sections = [table.get("quantization_config") for table in tables if isinstance(table, Mapping)]
+    section = next((section for section in sections if section is not None), None)
+    if section is None:
+        return _BLOCK
+    method = section.get("quant_method") if isinstance(section, Mapping) else section
+    if method not in _METHODS:
+        raise CheckpointError(
+            f"{path}: weights with quantization_config.quant_method {method} cannot be read",
+            allowed=f"none, {', '.join(_METHODS)}",
+            fix="fetch the bfloat16 weights, or dequantize these: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).dequantize().save_pretrained('NEW')",
+        )
+    block = section.get("weight_block_size", _BLOCK if "weight_block_size" not in section and method == "fp8" else None)
+    if block is None:
+        return None
+    if not (
+        isinstance(block, (list, tuple)) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    ):
+        raise CheckpointError(
+            f"{path}: quantization_config.weight_block_size cannot be used", got=block, allowed="[128, 128]"
+        )
+    return block[0], block[1]
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files of the model: those of the index, or all."""
+    index = folder / INDEX
+    files = sorted(folder.glob("*.safetensors"))
+    if index.exists():
+        try:
+            table = read_json(index)["weight_map"]
+            names = sorted(set(table.values()))
+            is_sound = bool(names) and all(isinstance(name, str) and Path(name).name == name for name in names)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"cannot read {index}", got=error, fix=_FETCH) from error
+        if not is_sound:
+            raise CheckpointError(f"{index} names files outside of its folder, or none", fix=_FETCH)
+        if missing := [name for name in names if not (folder / name).exists()]:
+            raise CheckpointError(f"{folder / missing[0]} is missing", got=f"{index} names it", fix=_FETCH)
+        return [folder / name for name in names]
+    if (whole := folder / "model.safetensors") in files:  # beside it Mistral has the same weights under other names
+        files = [file for file in files if file == whole or not file.name.startswith("consolidated")]
+    if not files:
+        raise CheckpointError("no safetensors file", got=folder, fix="give a folder with Hugging Face weights")
+    return files
+
+
 def _opened(file: Path) -> Any:
     try:
+        with open_file(file) as regular:  # the library would wait for a pipe
+            if regular.read(len(_LFS)) == _LFS:
+                raise CheckpointError(
+                    f"{file} is a pointer of Git LFS, no weights", fix="run `git lfs pull` in its folder"
+                )
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {file}", got=error, fix="fetch it again") from error
+        raise CheckpointError(f"cannot read {file}", got=error, fix=_FETCH) from error
+
+
+_FETCH = "fetch it again"
+_FIX_BLOCK = "correct quantization_config.weight_block_size in config.json"
 
 
 def _logical_name(stored: str) -> str | None:
@@ -102,11 +212,31 @@ def _logical_name(stored: str) -> str | None:
     return stored.removesuffix(_BLOCKS)
 
 
-def from_float8(w_FD: Tensor, scale_fd: Tensor) -> Tensor:
-    """Dequantize a float8_e4m3fn matrix to bfloat16; `scale_fd` is float32, one for each 128 x 128 block."""
-    F, D = w_FD.shape
-    scale_FD = scale_fd.repeat_interleave(_BLOCK, 0)[:F].repeat_interleave(_BLOCK, 1)[:, :D]  # border blocks are cut
-    return (w_FD.float() * scale_FD).bfloat16()
+def _unpacked(stored: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of a tensor, as `from_mxfp4` unpacks it."""
+    if not stored.endswith(_BLOCKS):
+        return sizes
+    if len(sizes) != 4:
+        raise CheckpointError(
+            f"{stored} has another shape", got=sizes, allowed="experts, outputs, groups, 16", fix=_FETCH
+        )
+    experts, outputs, groups, pairs = sizes
+    return experts, 2 * groups * pairs, outputs
+
+
+def from_float8(weight: Tensor, scale: Tensor, block: tuple[int, int] | None = _BLOCK) -> Tensor:
+    """Dequantize float8 matrices to bfloat16.
+
+    `scale` has one value for each block of rows and columns, or one for all; as uint8 its values are exponents (e8m0).
+    """
+    if scale.dtype == torch.uint8:
+        scale = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - 127)
+    scale = scale.float()
+    if block is not None:
+        *_, rows, columns = weight.shape
+        scale = scale.repeat_interleave(block[0], -2)[..., :rows, :]  # border blocks are cut
+        scale = scale.repeat_interleave(block[1], -1)[..., :columns]
+    return (weight.float() * scale).bfloat16()
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.models.huggingface.weight_names import MODEL
 
 WEIGHTS_FILE = "model.safetensors"
-_HEAD = "lm_head.weight"
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COPY = re.compile(r"model\.layers\.\d+\.(?P<copy>embed_tokens|shared_head\.head)\.weight")
 
 _LAYER = re.compile(r"(?:blocks\.(?P<layer>\d+)|mtp\.(?P<depth>\d+)\.block)\.(?P<rest>.+)")
 _SUFFIX = re.compile(r"model\.layers\.\d+\.")
@@ -175,6 +176,7 @@ def from_huggingface(model: Decoder, weights: Mapping[str, Tensor]) -> None:
     names = names_of(model.config, weights)
     lines = weight_mappings(model.config, names.keys())
     check_weights(lines, weights, names)
+    check_copies(model.config, weights)
     for line in lines:
         line.place(state[line.name]).copy_(line.read(weights[names[line.hf_name]]))
 
@@ -189,16 +191,38 @@ def names_of(config: Model, names: Iterable[str]) -> dict[str, str]:
     if not config.mtp_layers:
         found = {text: name for text, name in found.items() if family.depth_of(text, config.layers) is None}
     if config.tie_word_embeddings:
-        found.pop(_HEAD, None)  # some files repeat the embedding
+        found.pop(_HEAD, None)  # some files repeat the embedding: `check_copies`
     return found
 
 
+def check_copies(config: Model, weights: Mapping[str, Tensor]) -> None:
+    """Check that tensors which stand for the embedding or the output projection equal it. Raises a CheckpointError."""
+    family = family_of(config)
+    names = {name.replace(family.prefix, "", 1): name for name in weights}
+    head = _EMBED if config.tie_word_embeddings else _HEAD
+    copies = {_HEAD: _EMBED} if config.tie_word_embeddings else {}
+    for name in names if config.mtp_layers else ():
+        if match := _COPY.fullmatch(name):
+            copies[name] = _EMBED if match["copy"] == "embed_tokens" else head
+    for copy, original in copies.items():
+        if copy in names and not _equal(weights[names[copy]], weights[names[original]]):
+            raise CheckpointError(
+                f"{names[copy]} differs from {names[original]}, which stands for both in this model",
+                fix='set "tie_word_embeddings": false in config.json' if copy == _HEAD else "remove it from the files",
+            )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    same = one.shape == other.shape
+    return same and torch.equal(one, other if one.dtype == other.dtype else other.to(one.dtype))
+
+
 def with_prediction(config: Model, names: Iterable[str]) -> Model:
-    """The model with the multi-token prediction that a file has, which some `config.json` do not mention."""
+    """The model with the multi-token prediction that a file has, whatever its `config.json` says."""
     family = family_of(config)
     texts = (text for name in names if (text := family.text_name(name)) is not None)
     depths = {depth for text in texts if (depth := family.depth_of(text, config.layers)) is not None}
-    return config.model_copy(update={"mtp_layers": max(config.mtp_layers, len(depths))})
+    return config.model_copy(update={"mtp_layers": len(depths)})
 
 
 def check_weights(lines: Sequence[WeightMapping], weights: Mapping[str, Tensor], names: Mapping[str, str]) -> None:

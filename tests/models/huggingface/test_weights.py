@@ -1,5 +1,7 @@
 """Weights between models and files: rearrangements, names, and whole models bit for bit."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -266,6 +268,127 @@ def test_each_block_of_eight_bits_has_its_scale(rows: int, columns: int) -> None
     expected = w_FD[row, column].float() * scale_fd[row // 128, column // 128]
     assert read.shape == w_FD.shape
     assert read[row, column] == expected.bfloat16()
+
+
+EIGHT_BITS: dict[str, tuple[Tensor, list[int] | None, Tensor]] = {
+    "blocks of 64 x 64": (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [64, 64], torch.tensor([[1.0, 2.0], [3.0, 4.0]])),
+    "blocks of 128 x 32": (torch.tensor([[1.0, 2.0, 3.0, 4.0]]), [128, 32], torch.tensor([[1.0, 3.0], [1.0, 3.0]])),
+    "one scale": (torch.tensor(2.0), None, torch.full((2, 2), 2.0)),
+    "exponents as bytes": (torch.tensor([[126]], dtype=torch.uint8), [128, 128], torch.full((2, 2), 0.5)),
+    "exponents as e8m0": (torch.tensor([[4.0]]).to(torch.float8_e8m0fnu), [128, 128], torch.full((2, 2), 4.0)),
+}
+
+
+def _eight_bits(folder: Path, scale: Tensor | None, block: object, sizes: tuple[int, ...] = (128, 128)) -> WeightFolder:
+    tensors = {"x.weight": torch.ones(sizes).to(torch.float8_e4m3fn)}
+    save_file(tensors | ({} if scale is None else {"x.weight_scale_inv": scale}), folder / "model.safetensors")
+    quantization = {"quant_method": "fp8", "weight_block_size": block}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    return WeightFolder(folder)
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_eight_bits_have_the_scales_that_the_configuration_says(name: str, tmp_path: Path) -> None:
+    scale, block, expected = EIGHT_BITS[name]
+    read = _eight_bits(tmp_path, scale, block)["x.weight"]
+    assert torch.equal(read[::64, ::64].float(), expected)
+
+
+def test_a_stack_of_eight_bits_has_scales_for_each_matrix(tmp_path: Path) -> None:
+    scale = torch.arange(1.0, 7.0).reshape(3, 2, 1)
+    read = _eight_bits(tmp_path, scale, [64, 128], (3, 100, 8))["x.weight"]
+    assert torch.equal(read[:, ::64, 0].float(), scale[..., 0])
+
+
+@pytest.mark.parametrize(
+    ("scale", "block", "message"),
+    [
+        (None, [128, 128], r"x\.weight is float8 and has no scale; allowed: x\.weight_scale_inv"),
+        (torch.ones(1, 1), [64, 64], r"scales of x\.weight do not fit .*got \(1, 1\); allowed: \(2, 2\): blocks of"),
+        (torch.ones(128, 1), None, r"scales of x\.weight do not fit .*allowed: \(1, 1\): one for the whole tensor"),
+        (torch.ones(1, 1), [0, 128], r"weight_block_size cannot be used; got \[0, 128\]"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused_by_name(
+    scale: Tensor | None, block: list[int] | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        _eight_bits(tmp_path, scale, block)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "bitsandbytes", 3])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_other_quantized_weights_are_refused_by_name_with_a_way(
+    method: object, is_inside: bool, tmp_path: Path
+) -> None:
+    fields: dict[str, object] = {"quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": fields} if is_inside else fields))
+    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"quant_method {method} cannot be read; .*dequantize\(\)"):
+        WeightFolder(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_value_that_is_no_number_is_refused_and_a_large_one_is_read(
+    value: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    large = torch.full((3, 3), torch.finfo(dtype).max, dtype=dtype)
+    save_file({"a": large, "b": torch.tensor([0, value, 1]).to(dtype)}, tmp_path / "model.safetensors")
+    weights = WeightFolder(tmp_path)
+    assert torch.equal(weights["a"], large)
+    with pytest.raises(CheckpointError, match=r"b in .*model\.safetensors has values that are NaN or infinite"):
+        weights["b"]
+
+
+def _index(folder: Path, **files: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def test_the_index_says_which_files_count(folder: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(3)}, folder / "consolidated.safetensors")
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    _index(folder, a=first, b=second)
+    assert len(WeightFolder(folder)) == 4
+    (folder / second).unlink()
+    with pytest.raises(CheckpointError, match=rf"{second} is missing; got .*index\.json names it; fix: fetch it"):
+        WeightFolder(folder)
+    for name in ("../x.safetensors", "/etc/passwd"):
+        _index(folder, a=name)
+        with pytest.raises(CheckpointError, match=r"names files outside of its folder"):
+            WeightFolder(folder)
+
+
+def test_pointers_pipes_and_folders_are_no_weights(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    with pytest.raises(CheckpointError, match=r"is a pointer of Git LFS, no weights; fix: run `git lfs pull`"):
+        WeightFolder(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=r"cannot read .*it is a pipe or a device, no file"):
+        WeightFolder(tmp_path)
+
+
+def test_tensors_that_stand_for_others_are_compared() -> None:
+    tied = VARIANTS["qwen3, tied embeddings"]
+    weights = to_huggingface(tiny_decoder(tied))
+    weights["lm_head.weight"] = 2 * weights["model.embed_tokens.weight"]
+    with pytest.raises(CheckpointError, match=r'lm_head\.weight differs from .*"tie_word_embeddings": false'):
+        from_huggingface(tiny_decoder(tied), weights)
+    config = V3.model_copy(update={"mtp_layers": 1})
+    for copy in ("embed_tokens", "shared_head.head"):
+        weights = to_huggingface(tiny_decoder(config))
+        name = f"model.layers.{config.layers}.{copy}.weight"
+        weights[name] = torch.ones_like(weights["lm_head.weight"])
+        with pytest.raises(CheckpointError, match=rf"{name} differs from "):
+            from_huggingface(tiny_decoder(config), weights)
+        from_huggingface(tiny_decoder(V3), weights)  # without prediction they have no effect
+
+
+def test_tensors_of_no_size_are_not_there(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2), "b": torch.ones(0, 4)}, tmp_path / "model.safetensors")
+    assert list(WeightFolder(tmp_path)) == ["a"]
 
 
 @pytest.fixture
