@@ -2,10 +2,13 @@
 
 1. One typed pass over the JSON, in which the `args` of an event stay text. Profilers have written numbers that are not
    JSON (`inf`, `nan`) and bytes that are not UTF-8; such a text is repaired once before it is refused.
-2. Events are sorted by category. Python functions are most of a file with stacks, and are skipped.
+2. Events are sorted by category. Python functions are most of a file with stacks, and are skipped. An event whose
+   category is on no list runs on a device if its `args` name a stream; other such events are counted in a note.
 3. Of the remaining events, only the integers in `args` that join events are decoded.
 4. Every GPU event gets the runtime call that started it: by `correlation`, or by the arrow (`ac2g`) between them where
    a tool wrote no correlation.
+5. A stream runs in order, so an event that overruns the next one of its stream by far is cut there, and an event that
+   lasts by far longer than all else in the file is left out; a note names both.
 """
 
 import re
@@ -91,6 +94,10 @@ _LIST = msgspec.json.Decoder(list[ChromeEvent])
 _JOINS = msgspec.json.Decoder(JoinKeys, strict=False)
 _ANY = msgspec.json.Decoder()
 _NOTHING = JoinKeys()
+_LAX_FILE = msgspec.json.Decoder(TraceFile, strict=False)
+_LAX_LIST = msgspec.json.Decoder(list[ChromeEvent], strict=False)
+"""For times that a tool wrote as text."""
+
 _UNNUMBER = re.compile(rb"(:\s*)[-+]?(?:infinity|inf|nan)\b", re.IGNORECASE)
 
 
@@ -103,12 +110,16 @@ def parse(text: bytes, path: Path) -> TraceFile:
     start = text[:64].lstrip()[:1]
     if not start and not text.strip():
         raise TraceError(f"{path} is empty", fix="record it again")
+    if text.startswith(b"SQLite format 3"):
+        what = f"{path} is a database, as Nsight Systems exports it, which is not read"
+        raise TraceError(what, fix="record the run with torch.profiler")
     try:
         return _parsed(text, start)
     except DAMAGE as error:
         try:
             # Null for numbers that JSON does not have, and a replacement character for bytes that are not UTF-8.
-            return _parsed(_UNNUMBER.sub(rb"\1null", text).decode(errors="replace").encode(), start)
+            whole = _UNNUMBER.sub(rb"\1null", text).decode(errors="replace").encode()
+            return _parsed(whole, start, _LAX_LIST, _LAX_FILE)
         except DAMAGE:
             raise TraceError(
                 f"{path} is no trace of torch.profiler, or damaged: {reason(error)}",
@@ -139,8 +150,13 @@ def reason(error: Exception) -> str:
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
-def _parsed(text: bytes, start: bytes) -> TraceFile:
-    return TraceFile(traceEvents=_LIST.decode(text)) if start == b"[" else _FILE.decode(text)
+def _parsed(
+    text: bytes,
+    start: bytes,
+    of_list: msgspec.json.Decoder[list[ChromeEvent]] = _LIST,
+    of_file: msgspec.json.Decoder[TraceFile] = _FILE,
+) -> TraceFile:
+    return TraceFile(traceEvents=of_list.decode(text)) if start == b"[" else of_file.decode(text)
 
 
 # -------------------------------------------------------------------------------------------------------------- columns
@@ -157,14 +173,38 @@ _HOST = {
     "cpu_instant_event": HostKind.INSTANT,
 }
 
+_SKIPPED = ("python_function", "gpu_user_annotation", "fwdbwd", "async_cpu_to_gpu", "Trace", "Spans")
+"""Categories of events that no table needs."""
+
+_RUNTIMES = ("_runtime", "_driver")
+"""Ends of the categories of calls that start work, whatever the device is called: `xpu_runtime`."""
+
+_NO_WORK = re.compile(r"(wait|record)_?event|event_?(wait|record)|synchroni[sz]e", re.IGNORECASE)
+"""Names of a device's events that are no work, in categories on no list."""
+
+_TOOLS = {
+    b"/device:": "of JAX or TensorFlow (XLA)",
+    b"Ascend": "of torch_npu",
+    b"HIP API": "of rocprof",
+    b"CUDA API": "of Nsight Systems",
+}
+"""Parts of the names of processes in recordings of other tools, which have no categories."""
+
 _HEADER = TraceFile.__struct_fields__[3:]  # without events, devices and process groups, which are parts of a `Trace`
 
 _TIMED = ("X", "i", "I")  # phases of Chrome's format: an event that lasts, and instants in two spellings
 _ARROW = "ac2g"  # category of arrows: asynchronous CPU to GPU
 _MEASURED = "cuda_profiler_range"  # category of ranges of kernels with CUPTI's hardware counters
 _HALF = 2**63
+_NAMED = 6  # categories that a note names
 _FOREVER_US = 1e17
 """More than three thousand years: a time beyond this is damage."""
+
+_OVERRUN_US = 100.0
+"""Time by which an event overruns the next of its stream before it is damage; of 20 recordings 13 us was the most."""
+
+_LONGER, _LONG_US = 100, 60e6
+"""An event is doubted that lasts so many times as long as all else in the file, and a minute at least."""
 
 
 Place = tuple[int | str, int | str]
@@ -177,18 +217,22 @@ def columns_of(file: TraceFile, path: Path) -> Trace:
     Raises:
         TraceError: a number or the `args` of an event are damaged, or there is neither a GPU event nor an operator.
     """
-    on_gpu, on_host, arrows, named, endless, counted = _sorted_events(file)
+    on_gpu, on_host, arrows, named, endless, counted, unread = _sorted_events(file)
     if not on_gpu:
         _check_host(file, path, endless)
     file.traceEvents.clear()
     names: dict[str, int] = {}  # name -> its number, shared by both tables, in the order of first use
     places: dict[Place, int] = {}  # (process, thread) -> its number
     notes: list[str] = []
+    if unread:
+        counts = Counter(event.cat or "" for event in unread).most_common(_NAMED)
+        which = ", ".join(f"{count:,} of {printable(category[:40])!r}" for category, count in counts)
+        notes.append(f"events of categories that are not read: {which}")
     if endless:
         notes.append(f"{len(endless)} events without a duration are left out, the first {endless[0].name[:80]!r}")
     try:
         host = _host(on_host, names, places, path, notes)
-        gpu = _gpu(on_gpu, names, path, notes)
+        gpu = _without_damage(_gpu(on_gpu, names, path, notes), host, list(names), notes)
         gpu = replace(gpu, launch=launches(gpu.correlation, host))
         gpu = replace(gpu, launch=_launches_by_arrow(arrows, gpu, host, places))  # for those without correlation
         if len(devices := np.unique(gpu.device)) > 1:
@@ -215,12 +259,18 @@ def columns_of(file: TraceFile, path: Path) -> Trace:
 
 
 def _sorted_events(file: TraceFile) -> list[list[ChromeEvent]]:
-    """Events on the GPU, on the host, arrows, names of threads, timed events without a duration, and counters."""
-    tables: list[list[ChromeEvent]] = [[], [], [], [], [], []]
-    on_gpu, on_host, arrows, named, endless, counted = tables
-    table_of = dict.fromkeys(_GPU, on_gpu) | dict.fromkeys(_HOST, on_host)  # by category; others are left out
+    """Events on the GPU, on the host, arrows, names of threads, timed without a duration, counters, and not read."""
+    tables: list[list[ChromeEvent]] = [[], [], [], [], [], [], []]
+    on_gpu, on_host, arrows, named, endless, counted, unread = tables
+    skipped: list[ChromeEvent] = []
+    table_of = dict.fromkeys(_GPU, on_gpu) | dict.fromkeys(_HOST, on_host) | dict.fromkeys(_SKIPPED, skipped)
+    begun: dict[Place, list[ChromeEvent]] = {}  # events in two parts, begin and end
     for event in file.traceEvents:
         table = table_of.get(event.cat or "")
+        if table is skipped:
+            continue
+        if event.ph in "BE" and event.ph and event.ts is not None:
+            _join_parts(event, begun.setdefault((event.pid, event.tid), []))
         if table is not None and event.ph in _TIMED:
             is_endless = event.dur is None and event.ph == "X" and event.ts is not None
             (endless if is_endless else table).append(event)
@@ -230,7 +280,27 @@ def _sorted_events(file: TraceFile) -> list[list[ChromeEvent]]:
             named.append(event)
         elif event.ph == "C" or event.cat == _MEASURED:
             counted.append(event)
+        elif event.ph == "X":
+            category = event.cat or ""
+            is_call = category.endswith(_RUNTIMES)
+            is_work = not is_call and b'"stream"' in bytes(event.args) and event.dur is not None
+            (on_host if is_call else unread if not is_work or _NO_WORK.search(event.name) else on_gpu).append(event)
+    for parts in begun.values():
+        for event in parts:  # of those that end `ph` is X now; the others are in no table
+            table = table_of.get(event.cat or "")
+            if table is not None:
+                (table if event.ph == "X" else endless).append(event)
     return tables
+
+
+def _join_parts(event: ChromeEvent, parts: list[ChromeEvent]) -> None:
+    """Add a begin to the parts of its thread; an end turns the last open one into an event that lasts."""
+    if event.ph == "B":
+        parts.append(event)
+        return
+    started = next((part for part in reversed(parts) if part.ph == "B"), None)
+    if started is not None:
+        started.ph, started.dur = "X", (event.ts or 0.0) - (started.ts or 0.0)
 
 
 def _devices(file: TraceFile) -> tuple[dict[str, Any], ...]:
@@ -285,13 +355,43 @@ def _gpu(events: list[ChromeEvent], names: dict[str, int], path: Path, notes: li
     return table.take(np.argsort(table.start_us, kind="stable"))
 
 
+def _without_damage(gpu: GpuEvents, host: HostEvents, names: list[str], notes: list[str]) -> GpuEvents:
+    """The events without times that the other events of their stream, or all others, exclude."""
+    duration_us = gpu.duration_us.copy()
+    for device, stream in {*zip(gpu.device.tolist(), gpu.stream.tolist(), strict=True)}:
+        mine = np.flatnonzero((gpu.device == device) & (gpu.stream == stream))
+        before, after = mine[:-1], mine[1:]
+        over_us = gpu.start_us[before] + duration_us[before] - gpu.start_us[after]
+        # Kernels of one graph have one launch, and run beside each other.
+        late = (over_us > _OVERRUN_US) & (
+            (gpu.correlation[before] <= 0) | (gpu.correlation[before] != gpu.correlation[after])
+        )
+        duration_us[before[late]] = np.maximum(gpu.start_us[after[late]] - gpu.start_us[before[late]], 0.0)
+    cut = duration_us < gpu.duration_us
+    if cut.any():
+        longest = int((gpu.duration_us - duration_us).argmax())
+        what = f"{names[gpu.name_id[longest]][:80]!r} of {gpu.duration_us[longest] / 1e3:,.3f} ms"
+        notes.append(f"{cut.sum()} events last beyond the next of their stream and are cut there, the longest {what}")
+    gpu = replace(gpu, duration_us=duration_us)
+    # What the starts of all events and the ends of those on the host leave of a time for one event.
+    starts_us = np.append(gpu.start_us, host.start_us)
+    rest_us = max(starts_us.max(), host.end_us.max(initial=-np.inf)) - starts_us.min() if len(starts_us) else 0.0
+    sound = duration_us <= max(_LONG_US, _LONGER * rest_us)
+    if sound.all():
+        return gpu
+    worst = int(duration_us.argmax())
+    what = f"{names[gpu.name_id[worst]][:80]!r} of {duration_us[worst] / 1e3:,.0f} ms"
+    notes.append(f"{(~sound).sum()} events last longer than all else in the file by far and are left out: {what}")
+    return gpu.take(sound)
+
+
 def _host(
     events: list[ChromeEvent], names: dict[str, int], places: dict[Place, int], path: Path, notes: list[str]
 ) -> HostEvents:
     joins = joins_of(events, path)
     table = HostEvents(
         **_common(events, joins, names, path, notes),
-        kind=np.fromiter((_HOST[event.cat or ""] for event in events), np.int8, len(events)),
+        kind=np.fromiter((_HOST.get(event.cat or "", HostKind.RUNTIME) for event in events), np.int8, len(events)),
         thread=_codes(((event.pid, event.tid) for event in events), places, len(events)),
         sequence=_integers([join.sequence for join in joins]),
     )
@@ -393,5 +493,8 @@ def _check_host(file: TraceFile, path: Path, endless: Sequence[ChromeEvent]) -> 
         raise TraceError(f"{path} has no event on a GPU with a duration", got=f"{len(endless)} events without one")
     found = Counter(event.cat for event in file.traceEvents if event.cat)
     if not found.keys() & _HOST.keys():
+        processes = b" ".join(bytes(event.args) for event in file.traceEvents if event.name == "process_name")
+        if (tool := next((tool for mark, tool in _TOOLS.items() if mark in processes), None)) is not None:
+            raise TraceError(f"{path} is a recording {tool}, which is not read", allowed="traces of torch.profiler")
         here = ", ".join(repr(name[:40]) for name, _ in found.most_common(4)) or "no categories"
         raise TraceError(f"{path} is no trace of torch.profiler", got=f"{len(file.traceEvents)} events with {here}")

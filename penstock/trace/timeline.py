@@ -139,7 +139,7 @@ def steps_of(trace: Trace) -> tuple[RecordedStep, ...]:
 def lag_note(steps: Sequence[RecordedStep]) -> str | None:
     """A line for steps whose mean time on the device is not that on the host, by `APART` or more."""
     ran = [step for step in steps if step.timeline.events]
-    if not ran:
+    if len(ran) < 2:  # the first step of a device is without the time before its first event
         return None
     device_us = (ran[-1].window_us[1] - ran[0].window_us[0]) / len(ran)
     host_us = (ran[-1].start_us + ran[-1].duration_us - ran[0].start_us) / len(ran)
