@@ -35,6 +35,7 @@ VERBS = (
     Verb("init", "penstock.cli.init", "init", "Ask five questions, and write a file that trains as it is."),
     Verb("train", "penstock.cli.train", "train", "Train a model: a preset, a TOML file, or a run folder."),
     Verb("sample", "penstock.cli.sample", "sample", "Print text from the weights of a run."),
+    Verb("evaluate", "penstock.cli.evaluate", "evaluate", "Print loss and bits per byte of weights on text."),
     Verb("import", "penstock.cli.import_weights", "import_", "Start a run from weights with Hugging Face names."),
     Verb("export", "penstock.cli.export", "export", "Write a run's weights under Hugging Face names."),
     Verb("launch", "penstock.cli.launch", "app", "Print a job script for Slurm, or a manifest for Kubernetes."),

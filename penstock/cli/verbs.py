@@ -61,7 +61,6 @@ def on_one_screen(group: type[TyperGroup]) -> type[TyperGroup]:
 
     class OneScreen(group):  # type: ignore[misc, valid-type]
         def format_options(self, ctx: Any, formatter: Any) -> None:
-            formatter.write_paragraph()
             with formatter.indentation():
                 formatter.write_dl([(name, verb.help or "") for name, verb in self.commands.items()])
             names = [max(option.opts, key=len) for option in self.get_params(ctx)]  # long forms

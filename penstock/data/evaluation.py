@@ -166,6 +166,8 @@ class _Chosen(NamedTuple):
 
 def _shared(rows: int, weights: Sequence[float]) -> list[int]:
     """Divides rows among parts: the next row goes to the part with fewest for its weight."""
+    if len(weights) == 1:
+        return [rows]
     shares = [0] * len(weights)
     for _ in range(rows):
         turn = min(range(len(weights)), key=lambda part: (shares[part] + 1) / weights[part])

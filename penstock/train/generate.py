@@ -8,6 +8,7 @@ forced; float8 products run in 16 bits, and kernels are chosen for this device.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from penstock.data.tokenizer_rules import Tokenizer
 from penstock.layout.sharding import Rectangle
 from penstock.models.build import meta_model, to_dtype
 from penstock.models.decoder import Decoder
+from penstock.models.huggingface.weights import load_huggingface
 from penstock.models.kernels import choose_operators
 from penstock.models.model_inputs import ModelInputs
 from penstock.parallel.launch.process import free_memory_bytes
@@ -48,20 +50,39 @@ def load_decoder(run: Run, store: CheckpointStore, step: int, device: torch.devi
     allocated, if the device has too little free memory.
     """
     check_same_model(step, store.read_facts(step)["model"], identity_of(run))
-    model = run.model.model_copy(update={"mtp_layers": 0})
-    plain = run.model_copy(update={"model": model, "kernels": Kernels()})
-    decoder = meta_model(plain.model, LayerContext(operators=choose_operators(plain, device)))
+    decoder = _meta_decoder(run, device)
     saved = SavedWeights(
         store, step, {name: f"float32 {list(tensor.shape)}" for name, tensor in decoder.state_dict().items()}
     )
+    _allocate(decoder, run, device)
+    for name, tensor in decoder.state_dict().items():
+        tensor.copy_(saved.read(name, Rectangle((0,) * tensor.ndim, tuple(tensor.shape))))
+    return decoder.eval()
+
+
+def load_weight_folder(run: Run, folder: Path, device: torch.device) -> Decoder:
+    """As `load_decoder`, from a folder of Hugging Face weights.
+
+    Raises a CheckpointError if the weights cannot be read or are not those of the run's model, and a DeviceError.
+    """
+    decoder = _meta_decoder(run, device)
+    _allocate(decoder, run, device)
+    load_huggingface(decoder, folder)
+    return decoder.eval()
+
+
+def _meta_decoder(run: Run, device: torch.device) -> Decoder:
+    model = run.model.model_copy(update={"mtp_layers": 0})
+    plain = run.model_copy(update={"model": model, "kernels": Kernels()})
+    return meta_model(plain.model, LayerContext(operators=choose_operators(plain, device)))
+
+
+def _allocate(decoder: Decoder, run: Run, device: torch.device) -> None:
     to_dtype(decoder, torch.bfloat16 if run.training.precision == "bf16" else torch.float32)
     _refuse_too_large(decoder, device)
     decoder.to_empty(device=device)
     for buffer in decoder.buffers():
         buffer.zero_()  # those that are not saved
-    for name, tensor in decoder.state_dict().items():
-        tensor.copy_(saved.read(name, Rectangle((0,) * tensor.ndim, tuple(tensor.shape))))
-    return decoder.eval()
 
 
 @torch.no_grad()

@@ -107,6 +107,7 @@ SHORT = {
     "train": f"train {RUN} --dry-run",
     "import": "import M/weights --output out",
     "export": "export M/run out",
+    "evaluate": "evaluate M/run",
     "launch slurm": f"launch slurm {RUN} --nodes 1 --gpus-per-node 1",
     "launch kubernetes": f"launch kubernetes {RUN} --nodes 1 --gpus-per-node 1 --image penstock --claim work",
     "data inspect": f"data inspect {RUN}",
