@@ -130,26 +130,32 @@ COMBINE         (Fused|HybridEP|DeepEP|MoE|Token)_?Combine(Backward)?$
 INDEX           get_dispatch_layout|moe_align_block_size|moe::dev::routing::.*(Offsets|Histogram)Kernel
 # MoE kernels of other libraries
 ROUTE           moe::dev::routing|topk_gating|moe_fused_gate|grouped_topk|fused_topk|sbtopk|gatherTopK|moe_router
+ROUTE           ^_topk_forward$
+INDEX           combined_routing|bitmatrix|_expt_data
 INDEX           routing(Indices|Renormalize|Deep)|sort_chunks|compute_problem_sizes|expandInput|expert_?map
-COMBINE         moe::dev::finalize|finalizeMoe|moe_sum|unpermute_and_sum|moe_finalize
+COMBINE         _finalize_(matmul|scatter)|moe::dev::finalize|finalizeMoe|moe_sum|unpermute_and_sum|moe_finalize
 PERMUTE         (un)?permute_(kernel|tokens|bwd|with_mask)|moe_permute|moe_unpermute|_permute_
 GROUPED         ^bmm_\w*dynBatch|grouped_?gemm|grouped_mm|gmm\b|m_grouped|GemmUniversalMode.*Grouped|group_gemm
-GROUPED         fused_moe_kernel|_GroupedLinear|moe_gemm|MoeFCGemm|GroupProblemShape
+GROUPED         matmul_ogs|fused_moe_kernel|_GroupedLinear|moe_gemm|MoeFCGemm|GroupProblemShape
 EXPERTS         moe_forward|fused_moe|fused_experts|moe::|MoeRunner|mixture_of_experts
 # attention
-CACHE           reshape_and_cache|concat_and_cache|kv_cache|copy_page_indices|paged_kv
+CACHE           reshape_and_cache|concat_and_cache|(?<!paged)(?<!ragged)(?<!with)kv_?cache|copy_page_indices|paged_kv|kv_(buffer|indices)
 ATTENTION       sdpa|(?<!cache_)flash(?!infer.*norm|_?comm)|fmha|(?<!rope_)attention|flex_att|mla_|paged|splitkv
+ATTENTION       (?<![a-z])sage(?![a-z])|sage_?attn|qk_int8_sv|(prefill|decode)_?with|merge_?states
 ATTENTION       cudnn.*(fort|mha|compute_dot_do_o|convert_dq)|_attn_|attn_fwd|attn_bwd|aiter::.*fa_|ScaledDotProduct
 POSITIONS       rotary|rope(?!rty)
 # outside of the layers
 LOSS            cross_?entropy|nll_?loss|mse_?loss|mse_(backward_)?(cuda_)?kernel|log_?softmax
 ACCUMULATE      AccumulateGrad
 CLIP            LpNormFunctor|lpnorm_cleanup|_foreach_norm|clip_grad
+COPY            _foreach_copy|multi_tensor_apply.*[ ,]copy<
 OPTIMIZER       FusedAdam|FusedSgd|_fused_(adam|sgd)|adamw?_kernel|Optimizer\.(step|zero_grad)|multi_tensor_(adam|apply)
 OPTIMIZER       _foreach_|muon|newton_schulz|rowwise_adagrad
+NORM            ^triton_(red|per|poi)_\w*rsqrt
 NORM            (batch|layer|group|rms|instance)_?norm|GammaBeta|RowwiseMoments|SubTensorOpWith(Cast|Scalar)|bn_(fw|bw)
 EMBED           embedding|pooled_embs
 CONVOLUTION     conv(?!ert)|igemm_(fwd|bwd|wrw)|implicit_?gemm|winograd|bwd_weight|miopen.*Im2Col
+CONVOLUTION     scudnn|cask_cudnn|cudnn::(ops|engines_precompiled)|wgrad_alg|fft2d_
 CONVOLUTION     transpose_(CNHW2NCHW|NCHW2CNHW)|cudnn.*(dgrad|wgrad|fprop)|Im2d2Col|naive_conv
 POOLING         (max|avg|average)_?pool|pool2d
 ACTIVATION      ^(?!.*({_PRODUCT})).*(silu|swiglu|gelu|relu|act_and_mul|threshold|Sigmoid|swish|glu\b)
@@ -164,18 +170,20 @@ ALL_GATHER      all_?gather
 BROADCAST       nccl.*broadcast|c10d::broadcast|gloo:broadcast
 POINT_TO_POINT  (c10d::|nccl:|gloo:)(send|recv)|put_signal|wait_signal
 COLLECTIVE      nccl|rccl|gloo:|nvshmem|rocshmem|mori::|record_param_comms|c10d::
-QUANTIZE        quant|scaled_fp8|hfp8|FP8rowwise|mxfp|to_mx|amax_
+QUANTIZE        quant|scaled_fp8|hfp8|fp8_qparam|FP8rowwise|mxfp|to_mx|amax_
 PRODUCTS        (?<!fb)gemm|nvjet|cutlass|Cijk_|splitK|cublas|matmul|wgmma|hipblaslt|MmBackward|tensorop|gemv|dot_kernel
 PRODUCTS        aten::(addmm|mm|bmm|baddbmm|linear|_scaled_mm|addmv|mv|dot)\b
 PRODUCTS        ^_LinearInto|^{FLOAT8_GEMM}$|^_(Linear|Network)(Backward)?$
 SORT            sort|topk|cub::.*(Scan|Select|Unique|Histogram)|prefix_sum|cumsum|kernelHistogram|bincount|ReduceByKey
 LOOK_UP         gather|scatter|index(Select|Func|_select|_add|_put|ing_backward|_elementwise|_kernel|_copy)|aten::index
 LOOK_UP         take_along|permute_2D|permute_indices|linearize_index|bounds_check|nonzero|masked_(select|scatter)
+COPY            ^triton_(poi|red|per)_fused_(to_copy|clone|copy|cat|view|transpose|permute|_|\d)+$
+ELEMENTWISE     ^triton_(poi|red|per)
 COPY            ^Memcpy|copy|CatArray|aten::(cat|clone|contiguous|to|_to_copy|stack)\b|transpose|cat_kernel
-FILL            ^Memset|fill|zero_|arange|distribution|rand|bernoulli|philox
+FILL            ^Memset|(?<!pre)fill|zero_|arange|distribution|rand|bernoulli|philox
 REDUCTION       reduce|softmax|aten::(sum|mean|max|min|norm|linalg_vector_norm|amax|argmax|any|all)\b|norm_kernel
 ELEMENTWISE     ^add_three_kernel$|^_(AddThree|FanOut)(Backward)?$
-ELEMENTWISE     elementwise|triton_(poi|red|per)|pointwise|_assert_async|where|clamp|dropout|masked_fill|tri[ul]_
+ELEMENTWISE     elementwise|pointwise|_assert_async|where|clamp|dropout|masked_fill|tri[ul]_
 ELEMENTWISE     aten::(add|mul|sub|div|neg|pow|sqrt|exp|sigmoid|tanh|eq|ne|lt|gt)_?\b|nan_to_num|AddBackward|MulBackward
 """)
 """Patterns of the operation."""
@@ -202,9 +210,11 @@ def _first(table: _Compiled[_Label], text: str) -> _Label | None:
 def _essence(name: str) -> str:
     """The relevant part of a name, in lower case.
 
-    PyTorch's elementwise kernels and CUTLASS's kernels are templates over their operation, so those keep the template.
+    PyTorch's elementwise kernels and those of CUTLASS and CK are templates over their operation: these keep it.
     """
-    is_whole = "at::native" in name or "cutlass" in name or name.startswith("_ZN2at6native")
+    is_whole = any(part in name for part in ("at::native", "cutlass", "ck_tile::kentry")) or name.startswith(
+        "_ZN2at6native"
+    )
     return (name[:_LONGEST] if name.startswith("_Z") and is_whole else name if is_whole else function_of(name)).lower()
 
 

@@ -289,6 +289,8 @@ def _operation(event: _Event, category: Category | None) -> Category:
     operation = category or generic_category(event.kernel) or generic_category(event.operator) or Category.OTHER
     if event.is_communication and event.category is Category.POINT_TO_POINT:
         return event.category  # the kernel of a message has the name of an all-to-all
+    if event.is_communication and operation is Category.ALL_TO_ALL and event.category in COLLECTIVES:
+        return event.category  # NCCL has named kernels of every collective after one of them
     if event.is_communication and operation in {Category.COLLECTIVE, Category.OTHER}:
         return event.category or Category.COLLECTIVE
     return operation

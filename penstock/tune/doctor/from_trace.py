@@ -333,7 +333,8 @@ def kind_of(collective: str, kernel: str, phase: str = "") -> str:
 
     `phase` tells kernels that are known by what is around them only, and gathers of tokens from those of weights.
     """
-    carries_tokens = phase.removesuffix(WAITING) in (Span.DISPATCH, Span.COMBINE)
+    named = phase.removesuffix(WAITING)
+    carries_tokens = named in (Span.DISPATCH, Span.COMBINE)
     library = library_of(kernel)
     if library == OWN:
         return "symmetric"
@@ -343,6 +344,8 @@ def kind_of(collective: str, kernel: str, phase: str = "") -> str:
         return "expert-parallel"
     texts = (collective.lower(), kernel.lower())
     kind = next((kind for text in texts for kind, part in _KINDS.items() if part.search(text)), "without a name")
+    if kind == "send-recv" and named in _KINDS:
+        return named  # the annotation around it knows more than the kernel's name
     return "gathered tokens" if carries_tokens and kind in ("all-gather", "reduce-scatter") else kind
 
 
