@@ -139,7 +139,8 @@ GROUPED         ^bmm_\w*dynBatch|grouped_?gemm|grouped_mm|gmm\b|m_grouped|GemmUn
 GROUPED         matmul_ogs|fused_moe_kernel|_GroupedLinear|moe_gemm|MoeFCGemm|GroupProblemShape
 EXPERTS         moe_forward|fused_moe|fused_experts|moe::|MoeRunner|mixture_of_experts
 # attention
-CACHE           reshape_and_cache|concat_and_cache|(?<!paged)(?<!ragged)(?<!with)kv_?cache|copy_page_indices|paged_kv|kv_(buffer|indices)
+CACHE           reshape_and_cache|concat_and_cache|copy_page_indices|paged_kv|kv_(buffer|indices)
+CACHE           (?<!paged)(?<!ragged)(?<!with)kv_?cache
 ATTENTION       sdpa|(?<!cache_)flash(?!infer.*norm|_?comm)|fmha|(?<!rope_)attention|flex_att|mla_|paged|splitkv
 ATTENTION       (?<![a-z])sage(?![a-z])|sage_?attn|qk_int8_sv|(prefill|decode)_?with|merge_?states
 ATTENTION       cudnn.*(fort|mha|compute_dot_do_o|convert_dq)|_attn_|attn_fwd|attn_bwd|aiter::.*fa_|ScaledDotProduct
