@@ -206,6 +206,13 @@ def _make_weights(folder: Path) -> None:
     shutil.rmtree(folder / "made")
 
 
+def _of_header(content: bytes, draw: random.Random) -> bytes:
+    """Damage to the JSON header of a safetensors file, whose length fits."""
+    size = int.from_bytes(content[:8], "little")
+    header = of_json(content[8 : 8 + size], draw)
+    return len(header).to_bytes(8, "little") + header + content[8 + size :]
+
+
 def _read_weights(folder: Path) -> None:
     model = model_in(folder / "weights")
     run = byte_run(folder / "runs").model_copy(update={"model": model})
@@ -311,6 +318,7 @@ READERS: Mapping[str, Reader] = {
     "checkpoint": Reader(_make_run, _damage_checkpoint, _read_checkpoint),
     "saved weights": Reader(_make_run, _damage_checkpoint, _read_saved),
     "weights": Reader(_make_weights, _one_of("*.safetensors", of_bytes), _read_weights),
+    "weights header": Reader(_make_weights, _one_of("*.safetensors", _of_header), _read_weights),
     "weights config": Reader(_make_weights, _one_of("config.json", of_json), _read_weights),
     "metrics": Reader(_make_run, _one_of("metrics.jsonl", of_text), _read_metrics),
     "report": Reader(_make_run, _one_of("made/*", of_text), _read_report),

@@ -89,10 +89,9 @@ def model_of_config(fields: Mapping[str, Any]) -> Model:
         if router.topk_group > router.n_group:
             raise refused("topk_group", router.topk_group, f"1 to {router.n_group} (n_group)")
         choices = model.moe.experts // router.n_group * router.topk_group
+        of = f"of {names['moe.experts']}" + (", in topk_group of n_group groups" if router.n_group > 1 else "")
         if model.moe.top_k > choices:
-            raise refused(
-                names["moe.top_k"], model.moe.top_k, f"1 to {choices} (of the experts {names['moe.experts']})"
-            )
+            raise refused(names["moe.top_k"], model.moe.top_k, f"1 to {choices} ({of})")
     return model
 
 
@@ -106,10 +105,10 @@ def _keys_of(family: Family, text: Mapping[str, Any]) -> tuple[Keys, Values]:
     """The keys of a file under the names that the family has for them, and the defaults of its class."""
     table = class_defaults()[family.model_type]
     renamed = {**table["renamed"], **family.renamed}
-    given: Values = {}
-    for key, value in text.items():
-        name = renamed.get(key, key)
-        given[name] = agreed({name: text[name], key: value}) if name in text else value
+    spelled: dict[str, Values] = {renamed.get(key, key): {} for key in text}
+    for key in sorted(text, key=lambda key: key in renamed):
+        spelled[renamed.get(key, key)][key] = text[key]
+    given = {name: agreed(values) for name, values in spelled.items()}
     defaults = table["defaults"]
     for key, value in given.items():
         if value is None and key in defaults and key not in table["nullable"]:

@@ -121,7 +121,7 @@ def agreed(values: Mapping[str, Any]) -> Any:
             raise ConfigError(
                 f"config.json: {first} and {key} contradict each other",
                 got=f"{as_toml(given[first])} and {as_toml(value)}",
-                fix=f"remove one of them; transformers reads {first}",
+                fix="remove one of them",
             )
     return next(iter(given.values()), None)
 
@@ -573,16 +573,17 @@ def _write_latents(model: Model) -> Values:
 
 def _read_latents(keys: Keys) -> Values:
     keys.skip("head_dim")  # that of the rotated part
-    heads = {key: keys.get(key, None) for key in ("num_attention_heads", "num_key_value_heads")}
-    if "num_key_value_heads" in keys.given:
-        agreed(heads)
+    agreed({key: keys.get(key, None) for key in ("num_attention_heads", "num_key_value_heads")})
     has_latent = keys.get("q_lora_rank", None) is not None
     return {"attention.kind": "mla", "attention.q_lora_rank": keys.whole("q_lora_rank", low=1) if has_latent else 0}
 
 
 def _read_groups(keys: Keys) -> Values:
     keys.skip("n_group", "topk_group")
-    if keys.get("topk_method", "greedy") == "greedy":
+    method = keys.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise refused("topk_method", method, "greedy, group_limited_greedy")
+    if method == "greedy":
         return {}
     return {"moe.router.n_group": keys.whole("n_group"), "moe.router.topk_group": keys.whole("topk_group")}
 

@@ -65,7 +65,7 @@ def compare(config: Model, folder: Path, *, packed: bool = False) -> Parity:
     )
     loss.backward()
     expected.backward()
-    gradient, weight = _worst_gradient(ours, _their_gradients(config, theirs, folder / "gradients"))
+    gradient, weight = worst_gradient(ours, their_gradients(config, theirs, folder / "gradients"))
     return Parity(relative_error(logits_BSV, expected_BSV), relative_error(loss, expected), gradient, weight)
 
 
@@ -125,7 +125,7 @@ def _masks(theirs: PreTrainedModel, tokens_BS: Tensor, positions_BS: Tensor) -> 
     return {kind: makers[kind](**arguments) for kind in set(fields["layer_types"])}
 
 
-def _their_gradients(config: Model, theirs: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+def their_gradients(config: Model, theirs: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     """The gradients of `transformers` under our names."""
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -136,7 +136,7 @@ def _their_gradients(config: Model, theirs: PreTrainedModel, folder: Path) -> di
     return {name: parameter.detach() for name, parameter in as_weights.named_parameters()}
 
 
-def _worst_gradient(ours: Decoder, expected: dict[str, Tensor]) -> tuple[float, str]:
+def worst_gradient(ours: Decoder, expected: dict[str, Tensor]) -> tuple[float, str]:
     least = SMALL * max(float(gradient.abs().max()) for gradient in expected.values())
     apart = {}
     for name, parameter in ours.named_parameters():
