@@ -22,6 +22,9 @@ CHIPS = ("H100", "MI300X", "B200")
 OURS = ("debug", "moe-")
 """Presets with these beginnings are no published models."""
 
+LONG = "deepseek-v3.2"
+"""Not searched: its rows of 131,072 positions, which its indexer keeps on one rank, fit none of these clusters."""
+
 STATE_BYTES = 14  # of a parameter: bf16 weight, float32 gradient, master weight and two bfloat16 moments
 STATE_SHARE = 64e9  # of the 80 GB of an H100; the rest is for activations
 
@@ -37,7 +40,7 @@ def cases() -> list[Case]:
     sizes = {
         name: devices_for(count(make().model, 4096).parameters)
         for name, make in PRESETS.items()
-        if not name.startswith(OURS)
+        if not name.startswith(OURS) and name != LONG
     }
     return [{"model": name, "on": f"{devices}x{chip}"} for name, devices in sizes.items() for chip in CHIPS]
 
