@@ -138,7 +138,8 @@ on one H200, and the weights. What is in each model: [models](models.md). A mode
 of the preset (4 Mi tokens where nothing was published), in bfloat16. How far projections were off on H200s:
 [projection](projection.md); beside published runs on other chips: [published runs](plan-published.md). A cluster has
 the fewest nodes of 8, doubled until 14 bytes for each parameter take at most 64 GB of a device; on more devices more
-fits without recomputation and without the optimizer on the host.
+fits without recomputation and without the optimizer on the host. The preset of DeepSeek-V3.2 has rows of 131,072
+positions, which fit none of these clusters; `penstock plan` names a length that does.
 
 **Speeds of cuts are measured** in full training steps in bfloat16: `kimi-k2-3l` is the first 3 layers of Kimi-K2 with
 embedding and output projection, and the fields beside it were changed so that it fits.
