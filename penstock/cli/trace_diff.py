@@ -43,9 +43,9 @@ def diff(
     if as_json:
         print(json.dumps(as_tree(compared)))
     else:
-        devices = ["a CPU" if trace.is_host else trace.device_name or "an unknown device" for trace in traces]
-        if devices[0] != devices[1]:
-            print(f"A is of {devices[0]}, B of {devices[1]}")
+        for told in zip(*map(_origin, traces), strict=True):
+            if told[0] != told[1]:
+                print(f"warning: A is of {told[0]}, B of {told[1]}")
         _print(compared, top)
         print_next("doctor", b)
 
@@ -56,6 +56,12 @@ def one_rank(path: Path, rank: int | None, *, names: PhaseNames | None = None) -
     if rank is not None and rank not in traces:
         raise TraceError(f"{path} has no trace of this rank", got=rank, allowed=", ".join(map(str, traces)))
     return traces[next(iter(traces)) if rank is None else rank]
+
+
+def _origin(trace: Trace) -> tuple[str, str, str]:
+    """Device, rank and number of ranks, which two traces should share to be compared."""
+    device = "a CPU" if trace.is_host else trace.device_name or "an unknown device"
+    return device, f"rank {trace.rank}", "an unknown number of ranks" if trace.world is None else f"{trace.world} ranks"
 
 
 def as_tree(compared: TraceComparison) -> dict[str, Any]:
@@ -100,6 +106,8 @@ def _print(compared: TraceComparison, top: int) -> None:
     print("\nwhat is no event")
     # Idle, overlap, and the rest of the medians, with which all changes add up.
     _print_rows([row for row in compared.rows if row.key in CLOSING], steps)
+    if steps:
+        print("\n* every step of one trace took less than every step of the other")
 
 
 def _print_rows(rows: Sequence[ComparedRow], steps: bool) -> None:
@@ -118,4 +126,5 @@ def _print_rows(rows: Sequence[ComparedRow], steps: bool) -> None:
             )
             for row in rows
         ],
+        ("events", "phase", "A us", "B us"),
     )

@@ -11,10 +11,11 @@ from penstock.trace.compare import shape_text
 from penstock.trace.launches import HostWait
 from penstock.trace.memory import AllocatorHistory
 from penstock.trace.phases import Phase
-from penstock.trace.timeline import TimeBreakdown
+from penstock.trace.timeline import TimeBreakdown, together
 
 PHASES, STEPS, ROOFS, WAITS, ROWS, MEMORY_ROWS = 24, 12, 12, 6, 12, 16  # most rows of each table
 STREAMS, ANNOTATIONS, PATH = 8, 12, 12
+LEAST = 0.005  # share of the step below which the first lines leave a part out
 SHORT_NAME = 48  # characters of an operator in a table
 
 
@@ -31,6 +32,7 @@ def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
         device = first.trace.device_name or "an unknown device"
     others = "" if len(answer.loaded) == 1 else f", {len(answer.loaded)} ranks"
     print(f"{first.trace.path.parent if others else first.trace.path}: {device}{others}")
+    print(verdict_text(answer))
     if answer.steps > 1:
         print(f"times and counts are of one step, the mean of {answer.steps} recorded ones; --step N shows one of them")
     for one in answer.ranks:
@@ -117,6 +119,24 @@ def _timelines(ranks: Sequence[RankAnalysis], per: float) -> None:
         "idle",
     )
     print_table(head, rows, ("exposed copies", "copies", "busy", "communication"))
+
+
+def verdict_text(answer: TraceAnalysis) -> str:
+    """The parts of a step, the largest first, as means of ranks."""
+    spent = together([one.spent for one in answer.ranks])
+    parts = {
+        "compute": spent.compute_us,
+        "exposed communication": spent.exposed_communication_us,
+        "exposed copies": spent.exposed_memcpy_us,
+        "idle": spent.idle_us,
+    }
+    shares = {name: us / spent.total_us if spent.total_us else 0.0 for name, us in parts.items()}
+    shown = [
+        f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= LEAST
+    ]
+    whole = f"{ms(spent.total_us * answer.per_step / len(answer.ranks))} ms"
+    of = f"a step of {whole}" if answer.steps else f"all {whole}"
+    return f"{of}: {', '.join(shown)}; the cause and what to change: penstock doctor"
 
 
 def _spent(one: TimeBreakdown, per: float) -> tuple[str, ...]:

@@ -229,3 +229,22 @@ def test_a_script_is_written_or_printed(recorded: str, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_replayed_is_one_line(options: list[str], error: str, recorded: str) -> None:
     assert error in answers.refused("trace replay", recorded, *options)
+
+
+def test_the_second_line_says_what_a_step_consists_of_and_what_to_type_next(tmp_path: Path) -> None:
+    lines = shown(write(tmp_path / "rank-0.json", tiny())).splitlines()
+    # Of 295 us in two steps: compute 90, exposed communication 60, exposed copies 20, idle 125.
+    assert lines[1].startswith("a step of 0.147 ms: idle 42.4%, compute 30.5%, exposed communication 20.3%")
+    assert "penstock doctor" in lines[1]
+
+
+def test_a_diff_warns_of_another_device_and_number_of_ranks_and_explains_its_star(tmp_path: Path) -> None:
+    whole = tiny()
+    whole["distributedInfo"]["world_size"] = 2
+    whole["deviceProperties"][0]["name"] = "NVIDIA B200"
+    paths = (write(tmp_path / "a" / "rank-0.json", tiny()), write(tmp_path / "b" / "rank-0.json", whole))
+    printed = answers.printed("trace diff", *paths)
+    assert "warning: A is of NVIDIA H100 80GB HBM3, B of NVIDIA B200" in printed
+    assert "warning: A is of 8 ranks, B of 2 ranks" in printed
+    assert "A is of rank" not in printed
+    assert "* every step of one trace took less than every step of the other" in printed
