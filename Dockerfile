@@ -3,6 +3,8 @@
 #     docker build --tag registry/penstock:1 .                                        NVIDIA
 #     docker build --build-arg BASE=rocm/pytorch:latest --tag registry/penstock:1 .   AMD
 #
+# Never built by its authors: no container engine there. Tests only compare it with the files of the repository.
+#
 # BASE is any image that has PyTorch 2.11 or newer for the GPUs, with its Triton and a C compiler, which Triton needs; that
 # PyTorch stays as it is. EXTRAS are optional parts, such as [huggingface,wandb].
 ARG BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel

@@ -34,6 +34,8 @@ endif
 
 # Triton comes with a GPU build of PyTorch, in that build's version. Beside a CPU build the tests bring this one.
 TRITON := triton==3.9.0
+# Checks what PyPI would show; 18 packages that no other check needs.
+TWINE  := $(BIN)/python -c 'import twine' 2>/dev/null || $(PIP) twine
 TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 # A stamp says what is installed. Its name holds a checksum of everything that decides what that is.
@@ -42,7 +44,7 @@ VENV  := .venv/stamps/made
 READY := .venv/stamps/run-$(KEY)
 DEV   := .venv/stamps/test-$(KEY)
 
-.PHONY: help setup train test test-all test-newest test-cluster lint lint-types lint-rest docs pictures site clean
+.PHONY: help setup train test test-all test-newest test-cluster lint lint-types lint-rest docs pictures site wheel clean
 
 help: ## show this
 	@echo "Penstock: make TARGET"
@@ -57,6 +59,7 @@ test: lint ## set up what is missing, then run every check and every test that i
 	@$(PYTEST) -m 'not slow' $(TESTS)
 
 test-all: lint ## everything, the slow tests too
+	@$(TWINE)
 	@echo "== pytest, slow tests too"
 	@$(PYTEST) $(TESTS)
 
@@ -92,6 +95,13 @@ pictures: $(DEV) ## draw the pictures of the documents anew; minutes, and Chromi
 site: $(DEV) ## the documents as pages: build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Ready: build/site/index.html"
+
+wheel: $(DEV) ## what `pip install` takes, checked as PyPI does: dist/penstock-VERSION-py3-none-any.whl
+	@rm -rf build/lib build/bdist.* dist/penstock-*.whl
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	@$(TWINE)
+	@$(BIN)/python -m twine check --strict dist/penstock-*.whl
+	@echo "Ready: pip install $$(ls dist/penstock-*.whl)"
 
 setup: $(DEV) ## the environment of `make test`, and nothing more
 	@echo "Ready: $(BIN)/penstock --help"

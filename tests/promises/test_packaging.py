@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -130,20 +132,38 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_works_away_from_the_repository(wheel: Path, tmp_path: Path) -> None:
-    """A plan reads the data of hardware, and its page what draws it."""
-    installed = tmp_path / "installed"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(installed)
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
+def test_the_wheel_is_fit_for_an_index(wheel: Path) -> None:
+    pytest.importorskip("twine")  # `make wheel` and `make test-all` install it
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel], check=True)
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    """Its dependencies are those of this environment; data, such as that of hardware, comes from the wheel."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    venv.create(tmp_path / "new", with_pip=True)
+    programs = tmp_path / "new/bin"
+
+    def answer(*command: str | Path) -> str:
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+        return result.stdout
+
+    answer(programs / "pip", "install", "--no-index", "--no-deps", wheel)
+    installed = Path(
+        answer(programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    )
+    # Of a folder that a .pth names no other .pth is read: the editable Penstock there stays out.
+    (installed / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    origin = answer(programs / "python", "-c", "import penstock; print(penstock.__file__)")
+    assert Path(origin.strip()).is_relative_to(installed)
     for line in (
         "plan debug-2l --on 2xH200 --layout ep=2 training.global_batch=8 --html plan.html",
-        "train debug-2l training.steps=3 --name first",
+        "train debug training.steps=3 --name first",
+        "evaluate runs/first --rows 8",
         "kernels list deepseek-v2-lite --device H200",
     ):
-        command = [sys.executable, "-m", "penstock", *line.split()]
-        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
+        answer(programs / "penstock", *line.split())
     start = json.loads((tmp_path / "runs/first/starts.jsonl").read_text(encoding="utf-8"))
     assert start["penstock"] == penstock.__version__
 
@@ -151,7 +171,7 @@ def test_the_wheel_works_away_from_the_repository(wheel: Path, tmp_path: Path) -
 def test_make_alone_says_what_it_can_do(checkout: Path) -> None:
     result = run_make(checkout)
     assert result.returncode == 0, result.stderr
-    for target in ("train", "test", "docs", "lint", "clean"):
+    for target in ("train", "test", "docs", "lint", "wheel", "clean"):
         assert f"  {target}\t" in result.stdout
 
 
