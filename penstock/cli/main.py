@@ -86,6 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _print_nowhere()
         return PIPE_CLOSED
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):  # of which typer makes an exit with 1
+            raise
+        _print_nowhere()
+        return PIPE_CLOSED
     except OSError as error:
         if error.errno not in OF_THE_MACHINE:
             raise

@@ -41,7 +41,7 @@ from penstock.base.numbers import bytes_text, count_text, duration_text, flops_t
 from penstock.cli.config import Overrides, warn_of_unfilled
 from penstock.cli.main import main
 from penstock.cli.output import next_line, warn
-from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView
+from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView, RunConsole
 from penstock.config.elastic import on_ranks, possible_ranks
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
@@ -150,7 +150,7 @@ def train(  # noqa: PLR0913 - one argument for each option
     given = [*([target] if target is not None else []), *(overrides or [])]
     target, overrides = _target_of(given, source)
     environment = read_environment()
-    console = Console(no_color=not environment.color, highlight=False, quiet=environment.rank > 0)
+    console = RunConsole(no_color=not environment.color, highlight=False, quiet=environment.rank > 0)
     with Rendezvous(environment) as meeting:
         # Everything that a user can mend is refused before a process or a folder is made.
         launch = (_find_run if resumes else _new_run)(target, overrides, name)

@@ -6,9 +6,11 @@ step, every evaluation and the last step, and otherwise at intervals that grow u
 log of a long run stays readable. Blocks are Unicode block elements: U+2581 is an eighth of a cell high, U+2588 is full.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from errno import EPIPE
 from functools import partial
 from itertools import pairwise
 
@@ -64,6 +66,15 @@ def is_forced(start: RunStart) -> bool:
     """Whether the router's choice is ignored, so that figures are of benchmarks only."""
     moe = start.run.model.moe
     return moe is not None and moe.balance.force_load_balance
+
+
+class RunConsole(Console):
+    """Raises the error if the reader of the output is gone, so that the run saves; rich ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Called inside of the handler of the error."""
+        self.quiet = True
+        raise BrokenPipeError(EPIPE, os.strerror(EPIPE))
 
 
 class LiveView(Observer):

@@ -16,9 +16,13 @@ def written(call: Callable[..., object], *arguments: object) -> str:
     return out.getvalue()
 
 
+class Printed(io.StringIO):
+    """Standard output of a command line, whose `write` a test may replace."""
+
+
 def outcome(*words: object) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of a command line."""
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+    with redirect_stdout(Printed()) as out, redirect_stderr(io.StringIO()) as err:
         code = main([str(word) for word in words])  # paths and numbers too
     return code, out.getvalue(), err.getvalue()
 
