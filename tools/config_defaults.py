@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from penstock.models.huggingface.families import FAMILIES
@@ -43,3 +44,8 @@ def config_defaults() -> str:
 
 def _rows(table: dict[str, Any]) -> str:
     return ",\n".join(f" {json.dumps(name)}: {json.dumps(row, sort_keys=True)}" for name, row in table.items())
+
+
+if __name__ == "__main__":
+    path = Path(__file__).resolve().parents[1] / "penstock/models/huggingface/config_defaults.json"
+    path.write_text(config_defaults(), encoding="utf-8")

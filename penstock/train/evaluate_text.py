@@ -27,11 +27,12 @@ from penstock.data.mixture import Text, TextPart
 from penstock.data.open import SUFFIXES, open_text
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.models.decoder import Decoder
+from penstock.models.huggingface.weight_folder import CONFIG_FILE
 from penstock.models.rank_model import RankModel
 from penstock.train.export import Precision, export_huggingface
 from penstock.train.generate import load_decoder, load_weight_folder
 from penstock.train.global_batch import CutRule
-from penstock.train.import_weights import CONFIG_FILE, model_in
+from penstock.train.import_weights import model_in
 from penstock.train.loss import loss_rule
 from penstock.train.saved_weights import chosen_step, open_saved
 from penstock.train.setup import open_split

@@ -24,7 +24,6 @@ from penstock.base.files import read_json, write_whole
 from penstock.config.load import dump_toml
 from penstock.config.model import Model, Moe, Router
 from penstock.config.run import Run
-from penstock.config.size import size_of
 from penstock.layout.sharding import Rectangle
 from penstock.models.huggingface.config import model_of_config
 from penstock.models.huggingface.weight_folder import CONFIG_FILE, WeightFolder
@@ -151,12 +150,6 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already", fix="give the name of a new folder")
-    parameters = size_of(source, 1).parameters
-    if parameters > 2 * weights.nbytes:  # at least 4 bits each; what an untrusted config.json describes is not built
-        raise CheckpointError(
-            f"weights do not belong to this model: {parameters:,} parameters, files of {weights.nbytes:,} bytes",
-            fix="choose the preset that these weights belong to",
-        )
     names = names_of(source, weights)
     lines = weight_mappings(source, names.keys())
     check_weights(lines, weights, names)

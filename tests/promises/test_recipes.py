@@ -80,6 +80,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path = folder / name
             assert path.exists() == (kind == "diff"), f"{name}: a diff is for a file that is there"
             path.write_text(patched(path.read_text(encoding="utf-8"), body) if kind == "diff" else body)
+    run(folder, "tools.config_defaults")
     return folder
 
 

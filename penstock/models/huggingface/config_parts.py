@@ -1,4 +1,4 @@
-"""Parts of `config.json` that differ between families: attention heads, rotary embedding, local layers, experts.
+"""Parts of `config.json` that differ between families: attention heads, local layers, experts.
 
 A part works in both directions: it reads keys into values of our fields by path, and writes keys from a model. A value
 without an equivalent in our configuration raises an error that names the key. `Keys` has the defaults of
@@ -150,12 +150,13 @@ def _read_heads(keys: Keys) -> Values:
 
 
 def _write_heads(model: Model) -> Values:
-    attention = _grouped(model)
+    attention = grouped(model)
     heads = {"num_attention_heads": attention.heads, "num_key_value_heads": attention.kv_heads}
     return {**heads, "head_dim": attention.head_dim}
 
 
-def _grouped(model: Model) -> GroupedQueryAttention:
+def grouped(model: Model) -> GroupedQueryAttention:
+    """The attention of a model. Raises ConfigError if it is latent attention."""
     if not isinstance(model.attention, GroupedQueryAttention):
         raise ConfigError(f"{model.family} has no latent attention", got="model.attention.kind mla", allowed="gqa")
     return model.attention
@@ -166,94 +167,6 @@ EQUAL_HEADS = Part(
     _read_heads, lambda model: {key: value for key, value in _write_heads(model).items() if key != "head_dim"}
 )
 """All heads together are as wide as the hidden states."""
-
-
-# -------------------------------------------------------------------------------------------------- rotary embedding
-
-
-def rotary(*, scales_scores: bool = False, partial: bool = False) -> Part:
-    """Rotary embedding in today's form (`rope_parameters`) and in the older one (`rope_theta`, `rope_scaling`).
-
-    `transformers` reads `rope_scaling` instead of `rope_parameters`, and `rope_theta` where the section has none. With
-    `scales_scores` the family's YaRN scales attention scores as well (`mscale_all_dim`). `partial`: heads of the family
-    may be rotated in part; MiniMax's `rotary_dim` is in features.
-    """
-
-    def read_section(keys: Keys, section: Keys) -> Values:
-        kind = agreed({name: section.get(name, None) for name in ("rope_type", "type")}) or "default"
-        if kind not in ("default", "yarn", "llama3"):
-            raise refused("rope_type", kind, "default, yarn, llama3")
-        shares = {
-            "rope_parameters.partial_rotary_factor": section.get("partial_rotary_factor", None),
-            "partial_rotary_factor": keys.get("partial_rotary_factor", None),
-        }
-        if keys.get("rotary_dim", None):
-            shares["rotary_dim"] = keys.whole("rotary_dim") / keys.whole("head_dim", low=1)
-        share = _number("partial_rotary_factor", agreed(shares), keys.rope.get("partial_rotary_factor", 1.0))
-        if not partial and share != 1.0:
-            raise refused("partial_rotary_factor", share, "1.0")
-        theta = agreed(
-            {"rope_parameters.rope_theta": section.get("rope_theta", None), "rope_theta": keys.get("rope_theta", None)}
-        )
-        extension: Values = {"theta": _number("rope_theta", theta, keys.rope["rope_theta"])}
-        if kind != "default":
-            positions = {"original_max_position_embeddings": keys.get("max_position_embeddings", None)}
-            section = Keys({**positions, **section.values})
-        if kind == "yarn":
-            extension["yarn"] = _read_yarn(section, scales_scores)
-        elif kind == "llama3":
-            extension["llama3"] = {
-                **{key: section.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")},
-                "original_max_position_embeddings": section.whole("original_max_position_embeddings"),
-            }
-        return {"attention.rope": extension, **({"attention.partial_rotary_factor": share} if partial else {})}
-
-    def read(keys: Keys) -> Values:
-        keys.skip("max_position_embeddings")
-        sections = {name: keys.section(name) for name in ("rope_scaling", "rope_parameters")}
-        readings = {name: read_section(keys, section) for name, section in sections.items() if section.values}
-        if readings:
-            return dict(agreed(readings))
-        usual = keys.rope if keys.get("rope_parameters", None) is None else {}
-        return read_section(
-            keys, Keys({key: usual[key] for key in usual.keys() - {"rope_theta", "partial_rotary_factor"}})
-        )
-
-    def write(model: Model) -> Values:
-        rope = model.attention.rope
-        fields: Values = {"rope_type": "default", "rope_theta": rope.theta}
-        if partial:
-            fields["partial_rotary_factor"] = _grouped(model).partial_rotary_factor
-        if rope.yarn is not None:
-            fields |= {"rope_type": "yarn", **rope.yarn.model_dump()}
-            if not rope.yarn.mscale_all_dim:  # transformers derives both scales from the factor
-                del fields["mscale"], fields["mscale_all_dim"]
-        if rope.llama3 is not None:
-            fields |= {"rope_type": "llama3", **rope.llama3.model_dump()}
-        return {"rope_parameters": fields}
-
-    return Part(read, write)
-
-
-def _number(key: str, value: Any, default: float) -> float:
-    return Keys({key: value}).number(key, default)
-
-
-def _read_yarn(scaling: Keys, scales_scores: bool) -> Values:
-    scale, scale_all = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
-    if scale_all and not (scales_scores and scale):
-        raise refused("mscale_all_dim", scale_all, "none, or beside mscale in a DeepSeek model")
-    if (given := scaling.get("attention_factor", None)) is not None:
-        raise refused("attention_factor", given, "none: it follows from the factor")
-    return {
-        "factor": scaling.number("factor"),
-        "original_max_position_embeddings": scaling.whole("original_max_position_embeddings"),
-        "beta_fast": scaling.number("beta_fast", 32.0),
-        "beta_slow": scaling.number("beta_slow", 1.0),
-        "mscale": scale if scale and scale_all else 1.0,
-        "mscale_all_dim": scale_all,
-        "truncate": bool(scaling.values.get("truncate", True)),
-    }
 
 
 # ----------------------------------------------------------------------------------- layers that see a part of the row
@@ -279,7 +192,7 @@ def _read_switched_window(keys: Keys) -> Values:
 
 
 def _write_window(model: Model) -> Values:
-    local = _grouped(model).local
+    local = grouped(model).local
     return {"sliding_window": None if local is None else local.size}
 
 
@@ -312,7 +225,7 @@ def _write_window_types(model: Model) -> Values:
 
 def layer_types(model: Model, local: str) -> list[str]:
     """The name of each layer's attention in `layer_types`; `local` is the name for local layers."""
-    attention = _grouped(model)
+    attention = grouped(model)
     return ["full_attention" if attention.is_global(layer) else local for layer in range(model.layers)]
 
 
@@ -343,7 +256,7 @@ def _read_chunks(keys: Keys) -> Values:
 
 
 def _write_chunks(model: Model) -> Values:
-    attention = _grouped(model)
+    attention = grouped(model)
     local = attention.local
     fields: Values = {
         "attention_chunk_size": None if local is None else local.size,
@@ -432,11 +345,11 @@ INDEXERS = Part(_refuse_shared_indexers, lambda model: {})
 WINDOW = Part(_read_window, _write_window)
 SWITCHED_WINDOW = Part(
     _read_switched_window,
-    lambda model: {"use_sliding_window": _grouped(model).local is not None, **_write_window(model)},
+    lambda model: {"use_sliding_window": grouped(model).local is not None, **_write_window(model)},
 )
 WINDOW_OF_QWEN3 = Part(
     _read_qwen3_window,
-    lambda model: {"use_sliding_window": _grouped(model).local is not None, **_write_window_types(model)},
+    lambda model: {"use_sliding_window": grouped(model).local is not None, **_write_window_types(model)},
 )
 WINDOW_OF_GPT_OSS = Part(
     lambda keys: _read_window_types(
@@ -447,11 +360,11 @@ WINDOW_OF_GPT_OSS = Part(
 CHUNKS = Part(_read_chunks, _write_chunks)
 QK_NORM_OF_GLM = Part(
     lambda keys: {"attention.qk_norm": "head" if keys.get("use_qk_norm", False) else "none"},
-    lambda model: {"use_qk_norm": _grouped(model).qk_norm == "head"},
+    lambda model: {"use_qk_norm": grouped(model).qk_norm == "head"},
 )
 QK_NORM_OF_LLAMA4 = Part(
     lambda keys: {"attention.qk_norm": "rotated-head" if keys.get("use_qk_norm", False) else "none"},
-    lambda model: {"use_qk_norm": _grouped(model).qk_norm == "rotated-head"},
+    lambda model: {"use_qk_norm": grouped(model).qk_norm == "rotated-head"},
 )
 
 
@@ -572,8 +485,7 @@ def _write_latents(model: Model) -> Values:
 
 
 def _read_latents(keys: Keys) -> Values:
-    keys.skip("head_dim")  # that of the rotated part
-    agreed({key: keys.get(key, None) for key in ("num_attention_heads", "num_key_value_heads")})
+    keys.skip("head_dim", "num_key_value_heads")  # latents have the same for all heads
     has_latent = keys.get("q_lora_rank", None) is not None
     return {"attention.kind": "mla", "attention.q_lora_rank": keys.whole("q_lora_rank", low=1) if has_latent else 0}
 

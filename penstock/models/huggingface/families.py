@@ -39,9 +39,9 @@ from penstock.models.huggingface.config_parts import (
     WINDOW_OF_QWEN3,
     Part,
     Values,
-    rotary,
     shared,
 )
+from penstock.models.huggingface.config_rope import rotary
 from penstock.models.huggingface.rearrangements import (
     DivisionOf,
     RearrangementOf,

@@ -45,12 +45,10 @@ class WeightFolder(Mapping[str, Tensor]):
         self.folder = folder
         self._block = _block_of(folder)
         self._files: dict[str, Path] = {}
-        self.nbytes = 0  # of all files
         shapes: dict[str, tuple[int, ...]] = {}
         types: dict[str, str] = {}
         for file in _files_of(folder):
             opened = _opened(file)
-            self.nbytes += file.stat().st_size
             for name in opened.keys():  # noqa: SIM118 - no mapping
                 if name in self._files:
                     raise CheckpointError(f"{file} repeats {name}", got=f"it is in {self._files[name]} too")

@@ -30,6 +30,7 @@ from penstock.models.huggingface.weight_names import MODEL
 WEIGHTS_FILE = "model.safetensors"
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COPY = re.compile(r"model\.layers\.\d+\.(?P<copy>embed_tokens|shared_head\.head)\.weight")
+_OTHER_MODEL = "choose the preset that these weights belong to"
 
 _LAYER = re.compile(r"(?:blocks\.(?P<layer>\d+)|mtp\.(?P<depth>\d+)\.block)\.(?P<rest>.+)")
 _SUFFIX = re.compile(r"model\.layers\.\d+\.")
@@ -103,13 +104,22 @@ def join(lines: Sequence[WeightMapping], written: Sequence[Tensor]) -> Tensor:
 def weight_mappings(config: Model, file_names: Collection[str] | None = None) -> list[WeightMapping]:
     """The mappings of a model, in the order of our tensors; `file_names` tell which of two forms a file has.
 
-    Raises a ConfigError if the model's family has no Hugging Face names, or none for one of its parameters.
+    Raises a ConfigError if the model's family has no Hugging Face names, or none for one of its parameters, and a
+    CheckpointError if a file has far too few names: the model is not built then, which a `config.json` makes large.
     """
     family = family_of(config)
     known = {one for names in family.names.values() for one in names}
     others = {one for names in family.instead.values() for one in names} - known
     if file_names is not None and any(_is_there(one, file_names) for one in others):
         family = replace(family, names={**family.names, **family.instead}, instead={})
+    least = config.layers
+    if config.moe is not None and "{expert}" in family.names["ffn.experts.down_eDF"][0]:
+        least += config.moe.experts * sum(not config.is_dense(layer) for layer in range(config.layers))
+    if file_names is not None and len(file_names) < least:
+        raise CheckpointError(
+            f"weights do not belong to this model: it has more than {least:,} tensors, the files {len(file_names):,}",
+            fix=_OTHER_MODEL,
+        )
     state = meta_model(config).state_dict()
     return [line for name, tensor in state.items() for line in _mappings(config, family, name, tuple(tensor.shape))]
 
@@ -230,20 +240,19 @@ def check_weights(lines: Sequence[WeightMapping], weights: Mapping[str, Tensor],
 
     `names` are `names_of` the weights. Raises a CheckpointError if a tensor is missing, unknown, or has another shape.
     """
-    fix = "choose the preset that these weights belong to"
     expected = {line.hf_name for line in lines}
     missing, extra = sorted(expected - names.keys()), sorted(names.keys() - expected)
     if missing or extra:
         raise CheckpointError(
             f"weights do not belong to this model: {len(missing)} missing, {len(extra)} unknown",
             got=f"missing {missing[:2]}, unknown {extra[:2]}",
-            fix=fix,
+            fix=_OTHER_MODEL,
         )
     for line in lines:
         name = names[line.hf_name]
         shape = weights.shape(name) if isinstance(weights, WeightFolder) else tuple(weights[name].shape)
         if shape != line.shape:
-            raise CheckpointError(f"weight {name} has another shape", got=shape, allowed=line.shape, fix=fix)
+            raise CheckpointError(f"weight {name} has another shape", got=shape, allowed=line.shape, fix=_OTHER_MODEL)
 
 
 def load_huggingface(model: Decoder, folder: Path) -> None:

@@ -170,7 +170,7 @@ CANNOT_BE_READ = {
     ),
     "YaRN beside other rotary settings": (
         _changed("qwen3", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-        "config.json: rope_scaling and rope_parameters contradict each other",
+        'config.json: rope_scaling and rope_parameters contradict each other; got {rope_type = "yarn", ',
     ),
     "two bases of the rotary embedding": (
         _changed("qwen3", rope_theta=5e5),
