@@ -8,15 +8,13 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from contextlib import redirect_stdout, suppress
 from importlib import import_module
-from io import StringIO
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 
 from penstock.cli.main import VERBS
-from penstock.cli.verbs import COLUMNS, HELP, MARGIN, PROGRAM
 
 _KINDS = {"str": "TEXT", "int": "N", "float": "X", "path": "PATH"}
 
@@ -59,9 +57,10 @@ def commands_page() -> str:
 
 def commands_json() -> str:
     """penstock/cli/commands.json."""
-    program = typer.Context(typer.core.TyperGroup(name=PROGRAM), info_name=PROGRAM, terminal_width=COLUMNS - MARGIN)
-    table = {verb.name: {"summary": verb.summary, **_entry(verb.name, verb.load(), program)} for verb in VERBS}
-    return json.dumps(table, indent=1) + "\n"
+    table = {verb.name: {"summary": verb.summary, **_entry(verb.load())} for verb in VERBS}
+    text = json.dumps(table, indent=1)
+    # A line for each parameter: tables without a table inside.
+    return re.sub(r"\{[^{}]*\}", lambda found: json.dumps(json.loads(found[0])), text) + "\n"
 
 
 def _walk(words: str, command: Any) -> Iterator[tuple[str, Any]]:
@@ -77,21 +76,35 @@ def _inner(command: Any) -> Iterator[tuple[str, Any]]:
             yield name, inner.load() if hasattr(inner, "load") else inner
 
 
-def _entry(name: str, command: Any, parent: Any) -> dict[str, Any]:
-    context = typer.Context(command, info_name=name, parent=parent)
-    arguments, wanted = _parameters(command)
-    options = {_name(one): {"value": _value(one), "help": one.help or ""} for one in wanted}
-    options["--help"] = {"value": "", "help": "Show this message and exit."}
-    verbs = {name: {"summary": _summary(inner), **_entry(name, inner, context)} for name, inner in _inner(command)}
-    screen = _screen(name, command, parent)
-    return {"arguments": [_value(one) for one in arguments], "options": options, "verbs": verbs, "screen": screen}
+def _entry(command: Any) -> dict[str, Any]:
+    listed = vars(command).get("commands", {})  # as the list of verbs has them
+    verbs = {
+        name: {"summary": listed[name].help or "", "short": listed[name].short_help, **_entry(inner)}
+        for name, inner in _inner(command)
+    }
+    return {"help": command.help or "", "parameters": [_described(one) for one in command.params], "verbs": verbs}
 
 
-def _screen(name: str, command: Any, parent: Any) -> str:
-    """What `--help` prints."""
-    with redirect_stdout(StringIO()) as printed, suppress(typer.Exit):
-        command.invoke(command.make_context(name, [HELP], parent=parent))
-    return printed.getvalue().rstrip("\n")
+_NAMES = {Path: "path", list[Path]: "list[path]"}
+
+
+def _described(parameter: Any) -> dict[str, Any]:
+    """A parameter as penstock/cli/signatures.py reads it; what has its usual value is left out."""
+    kind = parameter.type_descriptor.annotation
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    name = _NAMES.get(kind) or (kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind))
+    default = str(parameter.default) if isinstance(parameter.default, Path) else parameter.default
+    more = {
+        "choices": list(choices), "metavar": parameter.metavar, "help": parameter.help, "min": parameter.min,
+        "max": parameter.max, "required": parameter.required, "default": default, "hidden": parameter.hidden,
+    }  # fmt: skip
+    described = {"name": parameter.name, "opts": parameter.opts, "type": "str" if choices else name}
+    shown = {} if parameter.hidden else {"value": _value(parameter)}
+    return (
+        described
+        | shown
+        | {key: value for key, value in more.items() if value or (value in (0, 0.0) and value is not False)}
+    )
 
 
 def _parameters(command: Any) -> tuple[list[Any], list[Any]]:

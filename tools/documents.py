@@ -37,6 +37,7 @@ from tools.grafana import dashboard
 from tools.hardware_page import hardware_page
 from tools.metrics_page import metrics_page
 from tools.models_page import models_page
+from tools.other_names import other_names_json
 from tools.rules_page import rules_page
 
 TABLES = tables.TABLES | kernel_tables.TABLES | run_tables.TABLES
@@ -121,6 +122,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/rules.md": rules_page,
     "penstock/cli/commands.json": commands_json,
     "penstock/models/huggingface/config_defaults.json": config_defaults,
+    "penstock/config/other_names.json": other_names_json,
 }
 
 

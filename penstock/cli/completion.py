@@ -5,12 +5,12 @@ commands.json, which `make docs` writes from the verbs themselves, and only pres
 in modules that load quickly. Without a proposal the shell offers its files.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.cli.verbs import COMMANDS, load_by_name
+from penstock.cli.signatures import described_verbs
+from penstock.cli.verbs import load_by_name
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import NAME, every_field
@@ -20,7 +20,7 @@ Word = tuple[str, str]  # a proposed word and its description
 
 def proposals(verb: str, words: Sequence[str], begun: str) -> list[Word]:
     """Proposals for the last word of a command line, of which `begun` is there, behind other words of the verb."""
-    node, option, given, arguments = json.loads(COMMANDS.read_text(encoding="utf-8"))[verb], "", set(), 0
+    node, option, given, arguments = described_verbs()[verb], "", set(), 0
     values_left = 0  # words that the option before still takes
     for word in words:
         if values_left:
@@ -30,23 +30,33 @@ def proposals(verb: str, words: Sequence[str], begun: str) -> list[Word]:
         elif word.startswith("-"):
             option, equals, _ = word.partition("=")
             given.add(option)
-            values_left = 0 if equals else len(node["options"].get(option, {"value": ""})["value"].split())
+            values_left = 0 if equals else len(_options(node).get(option, {"value": ""})["value"].split())
         else:
             arguments += 1
     if values_left:
-        found = _values(node["options"][option]["value"], begun)
+        found = _values(_options(node)[option]["value"], begun)
     elif begun.startswith("-"):
-        found = ((name, one["help"]) for name, one in node["options"].items() if name not in given)  # each option once
+        found = ((name, one["help"]) for name, one in _options(node).items() if name not in given)  # each option once
     else:
         found = _of_argument(node, arguments, begun)
     return [(word, text) for word, text in found if word.startswith(begun)]
+
+
+def _options(node: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Options that people may use, by their long form."""
+    shown = {
+        max(parameter["opts"], key=len): parameter
+        for parameter in node["parameters"]
+        if parameter["opts"][0].startswith("-") and not parameter.get("hidden")
+    }
+    return {**shown, "--help": {"value": "", "help": "Show this message and exit."}}
 
 
 def _of_argument(node: Mapping[str, Any], place: int, begun: str) -> Iterator[Word]:
     """Verbs below this one, and values of the argument at this place; the last argument may repeat."""
     if place == 0:
         yield from ((name, inner["summary"]) for name, inner in node["verbs"].items())
-    names = node["arguments"]
+    names = [parameter["value"] for parameter in node["parameters"] if not parameter["opts"][0].startswith("-")]
     if place < len(names) or (names and names[-1].endswith("...")):
         yield from _values(names[min(place, len(names) - 1)], begun)  # the last argument takes all further words
 

@@ -12,7 +12,7 @@ from penstock.cli.output import print_next, print_table, warn
 from penstock.cli.verbs import group_app
 from penstock.config.data_rules import BYTES_VOCABULARY, bytes_are_encoded
 from penstock.config.explain import explain as explain_field
-from penstock.config.explain import json_schema, reference_markdown
+from penstock.config.explain import fields_with, json_schema, reference_markdown
 from penstock.config.load import dump_toml, load_run
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
@@ -78,6 +78,17 @@ def list_presets(as_json: Json = False) -> None:
 def explain(field: Annotated[str, typer.Argument(help="Full path, such as model.moe.top_k, or model.moe.")]) -> None:
     """Print a field's meaning, type, range, presets and rules."""
     print(explain_field(field))
+
+
+@app.command()
+def search(
+    word: Annotated[str, typer.Argument(help="A word, or another trainer's name: balance, --seq-length.")],
+) -> None:
+    """List the fields with a word in their name or meaning, or that another trainer calls so."""
+    rows = [(field.path, field.doc) for field in fields_with(word)]
+    if not rows:
+        raise PenstockError(f"no field has {word!r} in its name or meaning", fix="penstock config reference lists all")
+    print_table(("field", "meaning"), rows)
 
 
 @app.command()

@@ -43,7 +43,9 @@ VERBS = (
     Verb("config", "penstock.cli.config", "app", "List, show, explain, compare and check configurations."),
     Verb("layout", "penstock.cli.layout", "layout", "Show the contents of each rank, on any number of ranks."),
     Verb("plan", "penstock.cli.plan", "plan", "Rank layouts on a cluster by speed; say why others are refused."),
-    Verb("trace", "penstock.cli.trace", "app", "Show where the time of a step went, from profiler traces.", False),
+    Verb(
+        "trace", "penstock.cli.trace", "app", "Show where the time of a step went, from profiler traces.", False, False
+    ),
     Verb(
         "doctor", "penstock.cli.doctor", "doctor", "Name the bottleneck of a run, and the gain of each remedy.", False
     ),

@@ -51,7 +51,7 @@ from penstock.cli.plan_print import (
 )
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
-from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout
+from penstock.plan.asked_layout import rows_to_share, with_layout
 from penstock.plan.assumptions import Assumptions
 from penstock.plan.balance import BalanceCase, balance_cases, balance_json
 from penstock.plan.campaign import HOUR, Campaign, Failures, phases_of, plan_campaign
@@ -60,6 +60,7 @@ from penstock.plan.composer import meta_workers
 from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.layout_names import parse_layout
 from penstock.plan.loads import RecordedLoads, read_loads
 from penstock.plan.project import advice_for, project
 from penstock.plan.projection import Plan, Projection, Refusal, plan_json

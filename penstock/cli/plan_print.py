@@ -10,10 +10,11 @@ from penstock.base.errors import PenstockError, did_you_mean
 from penstock.base.numbers import bytes_text, count_text, counted, duration_text, shortened, time_text
 from penstock.cli.output import print_table
 from penstock.kernels.tuning import LAUNCHES_FROM
-from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
+from penstock.plan.asked_layout import differing_fields, field_label
 from penstock.plan.campaign import DAY, HOUR, RESTART_SECONDS, WRITE_SECONDS, Campaign, PhaseCost, campaign_json
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, SourcedTable
 from penstock.plan.known_error import error_text
+from penstock.plan.layout_names import FOLLOW
 from penstock.plan.memory import COMPONENTS, components
 from penstock.plan.projection import MARGIN, MEMORY, SLOWER, Advice, Layout, Plan, Projection, Refusal, candidate_json
 from penstock.plan.what_if import ProjectionComparison, SweepPoint, TermChange, slowest

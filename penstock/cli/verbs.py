@@ -2,17 +2,12 @@
 
 Importing PyTorch takes seconds, and `penstock --help` and `penstock config list` do not need it. So a group knows its
 verbs by name, and this file loads the module of the called verb; a verb that needs PyTorch for some options loads that
-part in the same way. Only kernels are imported by name as well (`penstock.kernels.backends`). commands.json, which
-`make docs` writes from the verbs, holds the `--help` screen of every verb for 80 columns; tests compare the two. On a
-narrower terminal the verb is loaded and prints its own.
+part in the same way. Only kernels are imported by name as well (`penstock.kernels.backends`). Before a verb is loaded,
+`penstock.cli.signatures` prints its help or refuses its arguments.
 """
 
-import json
-import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,38 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 from penstock.base.interrupts import imports_end_at_once
 from penstock.parallel.launch.environment import LaunchFacts, prepare_environment
 
-COMMANDS = Path(__file__).with_name("commands.json")
-COLUMNS = 80  # columns of the terminal that the screens were written for; typer uses no more
-MARGIN = 2  # columns that typer leaves free
 HELP = "--help"
 PROGRAM = "penstock"
-
-
-def screen_asked_for(verb: str, words: Sequence[str]) -> str | None:
-    """The written screen of a verb or of one below it, if `words` behind the verb ask for help, or None."""
-    # The words are read as typer reads them: `--help` may be the value of an option, or stand behind `--`.
-    if HELP not in words or shutil.get_terminal_size((COLUMNS, 24)).columns < COLUMNS:
-        return None
-    node: dict[str, Any] | None = json.loads(COMMANDS.read_text(encoding="utf-8")).get(verb)
-    values_left, arguments = 0, 0  # of the option before, and of the verb so far
-    for word in words:
-        if node is None or word == "--":
-            return None
-        if values_left:
-            values_left -= 1
-        elif word == HELP:
-            return str(node["screen"])
-        elif word.startswith("-"):
-            option, equals, _ = word.partition("=")
-            if option not in node["options"]:
-                return None  # the verb says that there is no such option
-            # The value `A B` takes two words, a flag takes none.
-            values_left = 0 if equals else len(node["options"][option]["value"].split())
-        elif node["verbs"] and not arguments:  # a verb below this one
-            node = node["verbs"].get(word)
-        else:
-            arguments += 1
-    return None
 
 
 def on_one_screen(group: type[TyperGroup]) -> type[TyperGroup]:
@@ -84,6 +49,7 @@ class Verb:
     attribute: str  # a `typer.Typer`, or a function with typer's annotations
     summary: str  # the line in the list of verbs
     computes: bool = True  # it multiplies matrices; libraries of other verbs start no threads for that
+    is_checked: bool = True  # its arguments, before it is imported; a verb that imports little checks them itself
 
     def load(self) -> Any:
         """The command itself; its type is private to typer."""
@@ -132,11 +98,8 @@ class _Unloaded(TyperCommand):
         """Load the verb and let it parse; help and completion do not need it."""
         if extra.get("resilient_parsing"):  # completion: the shell does not call the verb
             return super().make_context(info_name, args, parent, **extra)
-        if parent is not None and parent.command_path == PROGRAM:  # only verbs of the program have written screens
-            screen = screen_asked_for(self._verb.name, args)
-            if screen is not None:
-                print(screen)
-                raise typer.Exit
+        if self._verb.is_checked and parent is not None and parent.command_path == PROGRAM:
+            load_by_name("penstock.cli.signatures", "check_arguments")(self._verb.name, args, parent)
         if HELP in args:
             extra["help_option_names"] = [HELP]  # `parse_args` below took them away
         return self.load().make_context(info_name, args, parent, **extra)

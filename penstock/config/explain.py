@@ -1,9 +1,11 @@
 """Documentation of fields, from schema, presets and rules: `config explain`, docs/config.md and the JSON schema."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.base.errors import ConfigError, asked, nearest
+from penstock.config.other_names import fields_of_other_name
 from penstock.config.presets.registry import PRESETS
 from penstock.config.rules import RULES, rule_text
 from penstock.config.run import Run
@@ -17,6 +19,18 @@ def explain(path: str) -> str:
     if not fields:
         raise _unknown(path)
     return _explain_section(fields[0]) if fields[0].sections else _explain_value(fields)
+
+
+def fields_with(word: str) -> list[Field]:
+    """Fields that another trainer calls so, then those with the word in their path, then those in whose doc it is."""
+    meant, part = fields_of_other_name(word), word.lstrip("-").replace("-", "_").lower()
+    fields = {field.path: field for field in every_field(Run) if not field.sections}
+    ranks = {
+        path: (path not in meant, part not in path)
+        for path, field in fields.items()
+        if path in meant or part in path or re.search(rf"\b{re.escape(word)}", field.doc, re.IGNORECASE)
+    }
+    return [fields[path] for path in sorted(ranks, key=lambda path: ranks[path])]
 
 
 def default_text(field: Field) -> str:

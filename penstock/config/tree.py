@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from penstock.base.errors import ConfigError, asked, did_you_mean, nearest
 from penstock.base.files import parse_toml
+from penstock.config.other_names import fields_of_other_name
 from penstock.config.problem import Problem, refuse
 from penstock.config.schema import (
     KIND,
@@ -222,7 +223,7 @@ def _locate(root: type[Section], location: tuple[int | str, ...]) -> _Place:
 
 
 def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Problem:
-    """Suggest the key's new name, another kind of the section, a similar name beside it, or the same name elsewhere."""
+    """Suggest its new name, another kind of the section, our name for it, or a similar name."""
     if renamed := new_path(path):
         return Problem(path, f"is {renamed} now", fix="rename the key")
     parent, _, name = path.rpartition(".")
@@ -231,6 +232,8 @@ def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Proble
     if elsewhere := find(root, path):  # it is a field of another kind of this section
         kinds = " or ".join(str(kind_of(field.owner)) for field in elsewhere)
         return Problem(path, what, fix=f"leave it out: it belongs to {parent}.{KIND} = {kinds}")
+    if ours := fields_of_other_name(path):
+        return Problem(path, what, fix=f"it is {' and '.join(ours)} here")
     if near := nearest(name, siblings):
         return Problem(path, what, fix=asked(f"{parent}.{one}".lstrip(".") for one in near))
     if namesakes := {field.path: None for field in every_field(root) if field.path.rpartition(".")[2] == name}:

@@ -10,33 +10,14 @@ from dataclasses import asdict, fields
 from itertools import chain
 from math import floor
 
-from penstock.base.errors import ConfigError, did_you_mean
+from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
 from penstock.config.run import Run
 from penstock.config.schema import leaves
 from penstock.config.tree import build, merge, parse_overrides
 from penstock.layout.schedules import SCHEDULES
+from penstock.plan.layout_names import FIELDS, FOLLOW
 from penstock.plan.projection import Layout, Projection
-
-FIELDS: Mapping[str, str] = {
-    "pp": "parallel.pipeline",
-    "vpp": "pipeline.stages_per_rank",
-    "ep": "parallel.expert",
-    "etp": "parallel.expert_tensor",
-    "cp": "parallel.context",
-    "tp": "parallel.tensor",
-    "schedule": "pipeline.schedule",
-    "micro_batch": "training.micro_batch",
-    "recompute": "recompute.modules",
-    "sync_free_stage": "dispatch.sync_free",
-    "dispatcher": "dispatch.method",
-    "shard": "parallel.shard",
-    "offload": "offload.optimizer",
-}
-"""The config field of each part of a layout."""
-
-FOLLOW: Mapping[str, str] = {"dp": "data", "edp": "expert_data"}
-"""Parts that follow from the others, by their name in the grid."""
 
 assert {*FIELDS, *FOLLOW} == {field.name for field in fields(Layout)}, "every word of a layout is known here"
 
@@ -65,26 +46,6 @@ def field_label(name: str) -> str:
     if name in _SIZES:
         return name.upper()
     return {"micro_batch": "micro-batch", "sync_free_stage": "sync-free stage"}.get(name, name)
-
-
-def parse_layout(text: str) -> dict[str, str]:
-    """Texts by name, from a text such as `pp=24,ep=8`; a ConfigError for any other text."""
-    choices = {}
-    for part in text.split(","):
-        name, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or not value:
-            raise ConfigError("a layout is a list of assignments", got=repr(part.strip()), allowed="pp=24,ep=8,cp=2")
-        check_name(name)
-        choices[name] = value
-    return choices
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that no layout has with a ConfigError."""
-    known = (*FIELDS, *FOLLOW)
-    if name not in known:
-        told = did_you_mean(name, known)
-        raise ConfigError("a layout has no such part", got=name, allowed=", ".join(known), fix=told)
 
 
 def with_layout(run: Run, choices: Mapping[str, str], world: int, tokens: float | None = None) -> Run:

@@ -28,7 +28,8 @@ from penstock.config.run import Run
 from penstock.config.tree import parse_overrides
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.decoder import OVERLAPS_IN_STEPS
-from penstock.plan.asked_layout import FIELDS, check_name, layout_fields
+from penstock.plan.asked_layout import layout_fields
+from penstock.plan.layout_names import FIELDS, check_name
 from penstock.plan.projection import Refusal
 from penstock.plan.rules.book import illegal
 from penstock.plan.rules.rule import Sizes

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.numbers import counted, gigabytes, share_text, time_text
-from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
+from penstock.plan.asked_layout import differing_fields, field_label
+from penstock.plan.layout_names import FOLLOW
 from penstock.plan.projection import Plan, Projection, Refusal
 from penstock.report.figure import Figure
 from penstock.report.frame import card, document, key_figures, scrolling, table, write_whole

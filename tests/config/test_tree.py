@@ -115,9 +115,7 @@ MESSAGES = {
     "model.moe.router.scoring_fnuc=softmax": (
         "model.moe.router.scoring_fnuc is an unknown key; fix: did you mean model.moe.router.scoring_func?"
     ),
-    "training.learning_rate=3": (
-        "training.learning_rate is an unknown key; fix: did you mean optimizer.learning_rate?"
-    ),
+    "training.learning_rate=3": ("training.learning_rate is an unknown key; fix: it is optimizer.learning_rate here"),
     "heads=3": "heads is an unknown key; fix: did you mean model.attention.heads?",
     "model.attention.kv_heads=2": (
         "model.attention.kv_heads is an unknown key; fix: leave it out: it belongs to model.attention.kind = gqa"

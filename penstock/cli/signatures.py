@@ -1,0 +1,149 @@
+"""Verbs as commands.json describes them: they print help and refuse arguments without importing the verb.
+
+Importing PyTorch takes seconds, and a misspelled option should not. `make docs` writes the parameters of every verb
+into commands.json (tools/commands_page.py); here typer makes commands of them, which parse, refuse and print help as
+the verb itself does. A test compares the two. Values that say what to train or to plan for are read as well, because
+presets, files, fields and clusters are known without PyTorch.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from penstock.base.errors import ConfigError
+from penstock.config.load import load_run
+from penstock.config.other_names import fields_of_other_name
+from penstock.config.run import Run
+from penstock.config.schema import every_field
+from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.layout_names import parse_layout
+
+HELP, OVERRIDES = "--help", "[a.b=c]..."
+
+COMMANDS = Path(__file__).with_name("commands.json")
+
+_TYPES: Mapping[str, Any] = {
+    "str": str, "int": int, "float": float, "bool": bool, "path": Path, "list[str]": list[str],
+    "list[path]": list[Path], "tuple[str, str]": tuple[str, str],
+}  # fmt: skip
+
+
+@cache
+def described_verbs() -> Mapping[str, Mapping[str, Any]]:
+    """The contents of commands.json: by verb its help, parameters and verbs below it."""
+    described: dict[str, dict[str, Any]] = json.loads(COMMANDS.read_text(encoding="utf-8"))
+    return described
+
+
+def check_arguments(verb: str, words: Sequence[str], parent: Any) -> None:
+    """Refuse arguments that the verb would refuse, and print help that is asked for (`typer.Exit`).
+
+    Raises:
+        typer.TyperException: an option, argument or value is none of the verb's.
+        ConfigError: there is no such preset, file, field or value of a field.
+        HardwareError: there is no such cluster.
+    """
+    node, context = described_verbs()[verb], parent
+    name, rest = verb, list(words)
+    while node["verbs"] and rest and rest[0] in node["verbs"]:
+        context = typer.Context(_command(name, node), info_name=name, parent=context)
+        name, rest = rest[0], rest[1:]
+        node = node["verbs"][name]
+    command = _command(name, node)
+    # The program has no `--help` where a verb is called (`penstock.cli.verbs`), and contexts take after it.
+    try:
+        context = command.make_context(name, rest, parent=context, help_option_names=[HELP])
+    except typer.TyperException as error:
+        option = vars(error).get("option_name")  # of an option that there is not
+        if option and _takes_overrides(node) and (fields := _fields_meant(option)):
+            fix = " or ".join(f"{field}=..." for field in fields)
+            raise ConfigError(f"there is no option {option}", fix=f"write {fix}") from error
+        raise
+    if node["verbs"]:
+        if not rest:
+            print(context.get_help())
+            raise typer.Exit
+        command.resolve_command(context, [*context._protected_args, *context.args])
+    _check_values(verb, node, context.params)
+
+
+def _command(name: str, node: Mapping[str, Any]) -> Any:
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    if node["verbs"]:
+        app.callback(invoke_without_command=True, help=node["help"])(lambda: None)
+        for inner, below in node["verbs"].items():
+            app.command(inner, help=below["summary"], short_help=below["short"])(lambda: None)
+    else:
+        app.command(name, help=node["help"])(_function(node["parameters"]))
+    return typer.main.get_command(app)
+
+
+def _function(parameters: Sequence[Mapping[str, Any]]) -> Any:
+    """A function with the parameters that typer reads."""
+
+    def verb(**values: Any) -> None:
+        pass
+
+    annotations = {parameter["name"]: _annotation(parameter) for parameter in parameters}
+    verb.__annotations__ = annotations
+    # typer reads names, annotations and defaults.
+    verb.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(
+                parameter["name"],
+                Parameter.KEYWORD_ONLY,
+                annotation=annotations[parameter["name"]],
+                default=Parameter.empty if parameter.get("required") else parameter.get("default"),
+            )
+            for parameter in parameters
+        ]
+    )
+    return verb
+
+
+def _annotation(parameter: Mapping[str, Any]) -> Any:
+    choices = parameter.get("choices")
+    kind = Literal[tuple(choices)] if choices else _TYPES[parameter["type"]]
+    if not parameter.get("required") and parameter.get("default") is None:
+        kind = kind | None
+    options = {key: parameter[key] for key in ("metavar", "help", "min", "max", "hidden") if key in parameter}
+    if parameter["opts"][0].startswith("-"):
+        return Annotated[kind, typer.Option(*parameter["opts"], **options)]
+    return Annotated[kind, typer.Argument(**options)]
+
+
+def _takes_overrides(node: Mapping[str, Any]) -> bool:
+    return any(parameter.get("metavar") == OVERRIDES for parameter in node["parameters"])
+
+
+def _fields_meant(option: str) -> tuple[str, ...]:
+    """Fields that an option of another trainer means, or whose last name it is."""
+    name = option.lstrip("-").replace("-", "_")
+    paths = dict.fromkeys(field.path for field in every_field(Run) if not field.sections)
+    return fields_of_other_name(option) or tuple(path for path in paths if name in (path, path.rpartition(".")[2]))
+
+
+def _check_values(verb: str, node: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Read the run and the cluster that the arguments name."""
+    by_metavar = {parameter.get("metavar", ""): values.get(parameter["name"]) for parameter in node["parameters"]}
+    target, overrides, cluster = (by_metavar.get(name) for name in ("TARGET", OVERRIDES, "NxCHIP"))
+    if isinstance(cluster, str) and cluster != "here":
+        parse_cluster(cluster)
+    for name in ("layout", "only") if verb == "plan" else ():
+        if isinstance(text := values.get(name), str) and text != "own":
+            parse_layout(text)
+    # A pipe can be read once, a folder may be that of weights, and the target may be left out before overrides.
+    if (
+        isinstance(target, str)
+        and "=" not in target
+        and not any(Path(target).is_relative_to(place) for place in ("/dev", "/proc"))
+    ):
+        path = Path(target)
+        if path.is_file() or not path.exists():
+            # Sizes that are asked for beside the target may complete the run, so rules are left to the verb.
+            load_run(target, overrides or (), is_whole=False)
