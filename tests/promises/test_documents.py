@@ -101,6 +101,7 @@ def parse_penstock(words: list[str]) -> None:
         rest = [*context._protected_args, *context.args]
         name, verb, rest = context.command.resolve_command(context, rest)
         assert verb is not None, "an unknown verb is an error by itself"
+        verb = verb.load() if hasattr(verb, "load") else verb  # whose files need not be there
         context = verb.make_context(name, rest, parent=context)  # parses, and runs nothing
 
 
