@@ -103,6 +103,7 @@ def test_what_the_recipes_write_passes_the_checks_of_style(followed: Path) -> No
 
 
 def test_the_commands_of_the_recipes_pass_where_all_of_them_were_followed(followed: Path) -> None:
+    run(followed, "tools.documents")  # `make docs`
     recipes = list(RECIPES.values())
     paths, chosen = [path for one in recipes for path in one.tests], " or ".join(one.chosen for one in recipes)
     few = f"({chosen}) and not 4-2"  # eight ranks are left to the slow test
@@ -115,6 +116,7 @@ def test_the_commands_of_the_recipes_pass_where_all_of_them_were_followed(follow
 def test_types_layers_and_the_tests_of_all_that_was_touched_hold_where_the_recipes_were_followed(
     followed: Path,
 ) -> None:
+    run(followed, "tools.documents")
     assert "no issues" in run(followed, "mypy", "--cache-dir", "/dev/null")
     touched = ("config/presets", "models/huggingface", "moe/test_choose.py", "plan/test_transfers.py")
     tests = [f"tests/{name}" for name in (*touched, "tune/test_doctor.py")]
