@@ -134,9 +134,8 @@ def _refuse(message: str, code: int = WRONG_INPUT, error: BaseException | None =
     if len(line) > LONGEST_MESSAGE:
         line = f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
     print(f"error: {line}", file=sys.stderr)
-    notes: Sequence[str] = getattr(error, "__notes__", ()) or getattr(
-        getattr(error, "__cause__", None), "__notes__", ()
-    )
+    causes = [] if error is None else [error, *([error.__cause__] if error.__cause__ else [])]
+    notes = next((vars(cause)["__notes__"] for cause in causes if "__notes__" in vars(cause)), ())
     for note in notes:
         print(printable(note), file=sys.stderr)
     return code
