@@ -10,6 +10,7 @@ several files and an index. How many processes trained the run, and in which lay
 run is changed, so it may still be training.
 """
 
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -45,4 +46,6 @@ def export(
         print(f"transformers computes the same logits: {verify_export(config, folder):.1e} apart")
     if not why_not:
         code = f"from transformers import pipeline; print(pipeline('text-generation', '{folder}')('The '))"
-        print(f"next:  python -c {shlex.quote(code)}")
+        # Double quotes are easier to read around a code with single ones, where the shell leaves all inside as it is.
+        quoted = f'"{code}"' if re.fullmatch(r"[\w./ -]+", f"{folder}") else shlex.quote(code)
+        print(f"next:  python -c {quoted}")

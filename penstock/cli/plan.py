@@ -31,7 +31,7 @@ from rich.status import Status
 
 from penstock.base.errors import PenstockError, did_you_mean
 from penstock.base.numbers import bytes_text
-from penstock.cli.config import Json, Overrides, warn_of_unfilled
+from penstock.cli.config import Json, Overrides
 from penstock.cli.output import Force, check_output, print_next, write_file
 from penstock.cli.plan_balance import print_balance
 from penstock.cli.plan_print import (
@@ -239,7 +239,6 @@ def plan(  # noqa: PLR0913 - one argument for each option
         more = _what_if(_first(found), planner, scales, swept, as_json=as_json)
     else:
         more = _tell(found, assumptions, run, topic, as_json=as_json)
-    warn_of_unfilled(run)
     _write(found, files, assumptions, more)
     if write is not None:
         print_next("train", write, to_stderr=True)

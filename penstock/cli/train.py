@@ -71,6 +71,10 @@ from penstock.parallel.launch.local import (
 )
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
+from penstock.plan.assumptions import device_of
+from penstock.plan.hardware_file import load_hardware
+from penstock.plan.memory import memory_of
+from penstock.plan.meta_rank import Target
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.goodput import GoodputLedger, goodput
 from penstock.train.loop import Progress, RunHooks, open_memory_store, open_store, resume, train_run
@@ -498,6 +502,9 @@ def _print_plan(console: Console, launch: Launch, grid: Grid, local_ranks: int) 
     _say(console, *(f"  {label:<8} {text}" for label, text in facts.items()))
 
 
+REHEARSED_CHIP = "H100"
+"""The chip whose kernels decide what a rehearsed rank keeps for its backward passes."""
+
 _LABEL_WIDTH = 12
 _SHOWN_ACTIONS = 24  # of a rank's schedule
 _GROUPS = ("tensor", "context", "dense_data", "pipeline", "expert", "expert_data", "embedding")
@@ -506,7 +513,15 @@ _GROUPS = ("tensor", "context", "dense_data", "pipeline", "expert", "expert_data
 def print_rehearsal(run: Run, *, world: int, rank: int) -> None:
     """Build one rank without memory and print its contents. Raises a ConfigError if the layout does not fit."""
     rehearsal = rehearse(run, world=world, rank=rank)
-    for label, line in _lines(run, rehearsal):
+    chip = load_hardware(REHEARSED_CHIP)
+    memory = memory_of(run, world=world, rank=rank, target=Target(device=device_of(chip, run), world=world))
+    held = bytes_text(memory.activations + memory.logits + memory.gathered)
+    lines = [
+        *_lines(run, rehearsal),
+        ("passes", f"{held} at the fullest moment, with the kernels of an {chip.name}"),
+        ("total", f"{bytes_text(memory.allocated)}, without the driver's memory"),
+    ]
+    for label, line in lines:
         print(f"{label:<{_LABEL_WIDTH}}{line}")
 
 
