@@ -12,16 +12,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.config.model import Balance, Moe
 from penstock.kernels import expert_kernels as networks
 from penstock.kernels.expert_ffn import expert_ffn as fused_expert_ffn
 from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.reference import expert_ffn
 from penstock.layout.experts import ExpertPlacement
+from penstock.layout.grid import Grid
+from penstock.moe.balance import capacity
 from penstock.moe.dispatch.all_to_all import PaddedAllToAllDispatcher, each_part
+from penstock.moe.dispatch.build import make_dispatcher
 from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity, forget_left_out, make_room
 from penstock.moe.routing import Routing
-from penstock.parallel.axes import ALONE
+from penstock.parallel.axes import ALONE, make_axes
+from penstock.parallel.layer_context import LayerContext
 from tests.closeness import assert_close, assert_equal
 from tests.distributed.pool import Pool
 from tests.examples import examples
@@ -31,6 +36,7 @@ from tests.moe.mixture import (
     FLAT,
     OVER_GLOO,
     D,
+    F,
     Family,
     Gloo,
     Problem,
@@ -44,6 +50,7 @@ from tests.moe.mixture import (
     token_by_token,
     weights_of,
 )
+from tests.parallel.simulated import fake_rank
 
 WHOLE = ExpertPlacement(experts=8)
 """All on one rank."""
@@ -265,6 +272,29 @@ def test_a_padded_rank_sends_and_gets_the_same_whatever_the_routing() -> None:
         assert rows.counts_e.tolist() == [10] * 8  # 20 tokens x 2 choices / 8 experts x 2
         assert rows.x_ND.shape == (80, D)
         assert (rows.weights_R != 0).sum().item() == kept
+
+
+@pytest.mark.parametrize(
+    # The capacity with factor * sharing for one rank is another one: 11 instead of 12, and 40 instead of 39.
+    ("sharing", "tokens", "factor", "experts"),
+    [(5, 20, 1.1, 10), (3, 50, 1.3, 5)],
+)
+def test_a_padded_rank_has_room_for_all_slots_that_the_router_kept(
+    sharing: int, tokens: int, factor: float, experts: int
+) -> None:
+    balance = Balance(capacity_factor=factor, pad_to_capacity=True)
+    moe = Moe(experts=experts, top_k=1, moe_intermediate_size=F, balance=balance)
+    limit = capacity(tokens * sharing, 1, experts, factor)  # the router's
+    assert limit < tokens, "all tokens of one rank choose one expert, and some are dropped"
+    experts_TK = torch.where(torch.arange(tokens) < limit, 0, experts)[:, None]
+    x_TD = torch.randn(tokens, D)
+    with fake_rank(0, sharing):
+        axes = make_axes(Grid(world=sharing, context=sharing))
+        dispatcher, _ = make_dispatcher(moe, LayerContext(axes=axes))
+        rows, metadata = dispatcher.dispatch(x_TD, Routing(torch.ones(tokens, 1), experts_TK))
+        assert rows.counts_e.tolist() == [limit] * experts
+        y_TD = dispatcher.combine(rows.x_ND[rows.index_R], metadata)
+    assert_equal(y_TD, x_TD * (experts_TK < experts))
 
 
 @pytest.mark.parametrize(

@@ -113,10 +113,11 @@ class AllToAllDispatcher:
 
 @dataclass(frozen=True)
 class PaddedAllToAllDispatcher:
-    """Sends the capacity of every expert, `factor` times the even share of one rank's tokens: static shapes, padding.
+    """Sends the capacity of every expert, that of the router: static shapes, padding.
 
-    All ranks of the axis have the same number of tokens. A rank sends the whole capacity for each expert, because all
-    slots that were kept may be its own. Slots over capacity must have been dropped.
+    All ranks of the axis have the same number of tokens. Ranks that share rows share their capacity too, and a rank
+    sends the whole of it for each expert, because all slots that were kept may be its own. Slots over capacity must
+    have been dropped.
     """
 
     name: ClassVar[DispatcherName] = "padded"
@@ -126,6 +127,7 @@ class PaddedAllToAllDispatcher:
     factor: float
     operators: Operators
     wire_format: WireFormat = UNQUANTIZED
+    sharing: int = 1  # ranks that share rows
 
     @property
     def dropless(self) -> AllToAllDispatcher:
@@ -135,7 +137,8 @@ class PaddedAllToAllDispatcher:
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         T, K = routing.experts_TK.shape
-        limit = min(T, capacity(T, K, self.placement.experts, self.factor))  # rows of each expert from this rank
+        # Rows of each expert from this rank. As the router computes it: a scaled factor may round to another number.
+        limit = min(T, capacity(T * self.sharing, K, self.placement.experts, self.factor))
         parts = each_part(routing, self.placement)
         order = _padded_order(parts, self.placement.virtual_experts, limit, self.operators)
         past = order.slots_R.numel()  # the place of dropped slots

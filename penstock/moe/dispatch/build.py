@@ -49,9 +49,8 @@ def make_dispatcher(
     if dispatch.method == "hierarchical":
         refuse(choice)
     if choice.name == "padded":
-        # Ranks that share rows share their capacity too, and all of it may fall to one of them.
-        factor = moe.balance.capacity_factor * axes.sequence.size
-        return PaddedAllToAllDispatcher(placement, axis, factor, operators, wire_format), None
+        factor, sharing = moe.balance.capacity_factor, axes.sequence.size
+        return PaddedAllToAllDispatcher(placement, axis, factor, operators, wire_format, sharing), None
     if choice.name == "local":
         return LocalDispatcher(moe.experts, operators, wire_format), None
     rule = replica_rule(moe.experts, grid.expert, dispatch)
