@@ -30,7 +30,10 @@ def main() -> int:
     unexplained: dict[int, str] = {}
     for seed in range(options.first, options.first + options.draws):
         draw = drawn(seed)
-        how = outcome(draw)
+        try:
+            how = outcome(draw)
+        except (RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:  # a traceback is a fault
+            how = f"{type(error).__name__}: {error}"
         if how not in EXPLAINED:
             unexplained[seed] = how
             print(f"seed {seed}, {draw.family.model_type}: {how}", flush=True)

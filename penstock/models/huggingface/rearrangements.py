@@ -10,6 +10,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.base.errors import ConfigError
 from penstock.config.model import LatentAttention, LinearAttention, Model
 
 
@@ -125,6 +126,12 @@ def rotary_halves_of_indexer(config: Model) -> Rearrangement:
 
 def _halves(config: Model, block: int) -> Rearrangement:
     rotary = config.attention.rotary_dim
+    if rotary < 2 or rotary % 2 or rotary > block:
+        raise ConfigError(
+            "head_dim, partial_rotary_factor, qk_rope_head_dim and index_head_dim leave no pairs of rotated features",
+            got=f"{rotary} of {block}",
+            allowed="an even number, at least 2",
+        )
     halves = GridTransposed(0, 2, rotary // 2)
     return halves if rotary == block else FirstRows(block, rotary, halves)
 
