@@ -25,6 +25,7 @@ from tools import style
 MORE = (
     "train runs/first --resume training.steps=22",
     "sample runs/first def",
+    "evaluate runs/first --data runs/first/config.toml",
     "import weights --output back",
     "config diff deepseek-v2 deepseek-v3",
     "layout deepseek-v3 parallel.pipeline=16 parallel.expert=64 --world 2048",

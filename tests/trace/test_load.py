@@ -249,7 +249,7 @@ def test_the_folder_of_a_run_without_a_recording_says_how_to_record(tmp_path: Pa
     ("content", "says"),
     [
         (b"", "is empty"),
-        (b"SQLite format 3\x00", "no trace of torch.profiler"),
+        (b"SQLite format 3\x00", "is a database, as Nsight Systems exports it, which is not read"),
         (b'{"a": 1}', "missing required field `traceEvents`"),
         (b'{"traceEvents": {}}', "Expected `array`"),
         (b'{"traceEvents": []}', "no trace of torch.profiler; got 0 events"),
