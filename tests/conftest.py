@@ -20,6 +20,7 @@ import fcntl
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
@@ -106,8 +107,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_unconfigure() -> None:
-    """At the end everything goes."""
+    """At the end everything goes, also the process that compiles: a worker of xdist leaves it behind."""
     gc.unfreeze()
+    if "tests.kernels.ahead_of_time" in sys.modules:
+        sys.modules["tests.kernels.ahead_of_time"].end_compiler()
 
 
 @pytest.fixture(autouse=True)

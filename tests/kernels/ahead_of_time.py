@@ -146,6 +146,13 @@ def _compiler_process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"), initializer=_leave_the_interpreter)
 
 
+def end_compiler() -> None:
+    """End the process that compiles, if there is one."""
+    if _compiler_process.cache_info().currsize:
+        _compiler_process().shutdown()
+        _compiler_process.cache_clear()
+
+
 _COMPILED: dict[str, Compiled] = {}
 
 
