@@ -54,11 +54,6 @@ TARGETS: dict[str, Target] = {
 AMPERE = Target("sm_80", "cuda", 80, 32, r"mma\.sync", 163 * 1024)  # A100: launches of the grouped products only
 CHIPS = {**TARGETS, AMPERE.name: AMPERE}
 
-# Targets for variants of a kernel whose plain form other tests compile for all of them: the newer chips' are slow.
-ONE_OF_EACH_MAKER = [
-    pytest.param(name, marks=() if name in ("sm_90", "gfx942") else pytest.mark.slow, id=name) for name in TARGETS
-]
-
 
 @dataclass(frozen=True)
 class Compiled:

@@ -38,6 +38,7 @@ def test_large_matrices_equal_torchs_products_on_a_gpu(shape: tuple[int, int, in
     assert torch.equal(found, found.mT) and torch.equal(again, again.mT)
 
 
+@pytest.mark.often("sm_90")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernel_compiles_without_spills(target: str) -> None:
     x, g = on_meta(11, 1408, 2048), on_meta(11, 1408, 1408)

@@ -78,7 +78,7 @@ def test_misfits_are_refused(device: torch.device) -> None:
         grouped_gemm_weight_gradient(dy_RF, x_RD, counts_e, accumulate_into=torch.zeros_like(w_eFD).half())
 
 
-@pytest.mark.often("*sm_90*", "*gfx942*")
+@pytest.mark.often("gfx942")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_table_kernel_compiles_without_spills(target: str) -> None:
     counts_e = on_meta(255, dtype=torch.int32)
@@ -315,10 +315,7 @@ FORWARDS = [
 
 
 @pytest.mark.often(
-    "sm_90-forward-256-True",
-    "sm_90-weight_gradient_accumulated-256-True",
-    "gfx942-forward_gathered-256-False",
-    "gfx942-input_gradient-128-True",
+    "sm_90-forward-256-True", "sm_90-weight_gradient_accumulated-256-True", "gfx942-forward_gathered-256-False"
 )
 @pytest.mark.parametrize(("target", "product", "launch", "whole_depth"), CHOICES)
 def test_no_launch_of_a_table_spills_or_lacks_matrix_instructions(

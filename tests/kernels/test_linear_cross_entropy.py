@@ -330,7 +330,7 @@ def test_two_shards_in_8_bits_equal_the_whole_in_8_bits(kernels: bool, device: t
 WIDE_LOAD = re.compile(r"ld\.global\.v4\.b32|cp\.async\.cg\.shared\.global|load_dwordx4")
 
 
-@pytest.mark.often("sm_90-both", "gfx942-gradient")
+@pytest.mark.often("sm_90-both")
 @pytest.mark.parametrize("wanted", ["both", "statistics", "gradient"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +354,7 @@ def test_the_kernels_compile_without_spills(target: str, wanted: str, monkeypatc
         assert WIDE_LOAD.search(compiled.asm), f"{compiled.kernel} must read 16 bytes at a time"
 
 
-@pytest.mark.often("sm_90")
+@pytest.mark.often("gfx942")
 @pytest.mark.parametrize("target", TARGETS)
 def test_its_products_in_8_bits_compile_without_spills(target: str) -> None:
     from penstock.kernels.float8.triton_operators import TRITON

@@ -12,7 +12,7 @@ from penstock.kernels.permute import gather_columns, gather_rows
 from penstock.kernels.swiglu import swiglu_backward, swiglu_forward
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch, KernelLaunch
-from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER, compile_without_spills, on_meta
+from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.test_grouped_gemm import BOTH_WAYS, POINTERS
 
 SMALL = KernelLaunch(block_rows=4, block_columns=16, warps=1)
@@ -100,7 +100,8 @@ def test_only_used_rows_are_gathered(used: int, device: torch.device) -> None:
     assert torch.equal(gathered_DR[:, :used], x_ND.T[:, index_R[:used]])
 
 
-@pytest.mark.parametrize("target", ONE_OF_EACH_MAKER)
+@pytest.mark.often("sm_90")
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str) -> None:
     used, counts_e = (on_meta(size, dtype=torch.int32) for size in (1, 64))
     cursor, meter, index_R = (on_meta(size, dtype=torch.int64) for size in (1, 2, 8191))

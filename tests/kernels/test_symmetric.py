@@ -249,7 +249,7 @@ _ACQUIRE = (
 _BARRIER = "s_barrier", r"bar\.sync"
 
 
-@pytest.mark.often("*sm_90*", "*gfx942*")
+@pytest.mark.often("gfx942")
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
     acquire = _ACQUIRE[TARGETS[target].backend == "cuda"]
@@ -264,7 +264,7 @@ def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
         assert re.search(acquire, waited.asm)
 
 
-@pytest.mark.often("*sm_90*", "*gfx942*")
+@pytest.mark.often("gfx942")
 @pytest.mark.parametrize("target", TARGETS)
 def test_sums_for_copy_engines_set_no_flag_and_kernels_that_send_little_set_one(target: str) -> None:
     release = _RELEASE[TARGETS[target].backend == "cuda"]

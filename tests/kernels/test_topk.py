@@ -131,7 +131,7 @@ def test_misfits_are_refused(rule: RouterRule, sequences: int, words: str) -> No
         route(torch.zeros(6, 8), None, rule, sequences)
 
 
-@pytest.mark.often("64-*-gfx942", "256-*-sm_90")
+@pytest.mark.often("64-*-gfx942", "256-rule2-sm_90")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("experts", "rule"),
@@ -192,7 +192,7 @@ def test_a_sequence_that_chose_nothing_has_no_loss(device: torch.device) -> None
     assert found.loss.item() == 0 and not found.dmass_BE.any()
 
 
-@pytest.mark.often("*sm_90*", "*gfx942*")
+@pytest.mark.often("gfx942")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_balance_loss_compiles_without_spills(target: str) -> None:
     mass_BE, z_B, slots_BE = _draw_losses(4, 256, torch.device("cpu"))

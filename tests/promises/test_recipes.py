@@ -70,7 +70,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository in which every recipe was followed."""
     folder = tmp_path_factory.mktemp("recipes") / "penstock"
     for name in ("penstock", "tests", "tools"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name)  # with what Python has compiled of it
     for name in ("benchmarks", "docs", "examples", "pyproject.toml", "README.md"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "docs").unlink()
@@ -103,11 +103,9 @@ def test_what_the_recipes_write_passes_the_checks_of_style(followed: Path) -> No
 
 
 def test_the_commands_of_the_recipes_pass_where_all_of_them_were_followed(followed: Path) -> None:
-    run(followed, "tools.documents")  # `make docs`
-    recipes = list(RECIPES.values())
+    recipes = [one for name, one in RECIPES.items() if name != "Add a dispatcher"]  # ranks are left to the slow test
     paths, chosen = [path for one in recipes for path in one.tests], " or ".join(one.chosen for one in recipes)
-    few = f"({chosen}) and not 4-2"  # eight ranks are left to the slow test
-    printed = run(followed, "pytest", "-v", "-p", "no:cacheprovider", "-m", "not slow", *paths, "-k", few)
+    printed = run(followed, "pytest", "-v", "-p", "no:cacheprovider", "-m", "not slow", *paths, "-k", chosen)
     passed = [line.lower() for line in printed.splitlines() if "PASSED" in line]
     assert [one.name for one in recipes if not any(one.chosen.lower() in line for line in passed)] == []
 

@@ -23,7 +23,7 @@ from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
 from penstock.moe.dispatch.row_capacity import ActivationArena, forget_left_out, make_room
-from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER
+from tests.kernels.ahead_of_time import TARGETS
 from tests.kernels.expert_batch import Batch, draw_batch
 from tests.kernels.float8.draw_quantized import assert_same, draw_rows, draw_weight, form_on, transposed
 from tests.kernels.float8.test_products import DESCRIPTORS, POINTERS, compile_product
@@ -97,7 +97,7 @@ def test_every_launch_writes_where_rows_are_kept_and_nothing_beside_it(
 
 
 @pytest.mark.often("gfx942")
-@pytest.mark.parametrize("target", ONE_OF_EACH_MAKER)
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str) -> None:
     recipe, scaling = (MXFP8, "inside") if target in ("sm_100", "gfx950") else (BLOCKWISE, "promoted")
     for product in ("rows", "rows_gathered"):
