@@ -391,9 +391,9 @@ def findings(root: Path = ROOT) -> list[Finding]:
 
 def main() -> int:
     """Print what is wrong; 1 if anything is."""
-    sources()
-    gc.freeze()  # the trees are no garbage
-    found = findings()
+    sources(ROOT)
+    gc.disable()  # nothing here is garbage before the end
+    found = findings(ROOT)
     for finding in found:
         print(finding)
     return 1 if found else 0

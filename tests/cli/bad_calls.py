@@ -6,6 +6,7 @@ model of absurd size. `calls` draws so many of them, evenly over verbs and kinds
 own that has little memory, and says what is wrong with how it ended.
 """
 
+import json
 import os
 import random
 import resource
@@ -20,6 +21,7 @@ from typing import Any
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from penstock.cli.main import VERBS
+from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import Field, every_field
 from tests import warm
@@ -31,6 +33,7 @@ MOST_BYTES = 4 * 10**9  # of memory
 # Seconds of the clock. What is judged are seconds of the processor: other programs may keep it busy.
 KILLED_AFTER = 90.0
 
+OTHER_NAMES = Path("penstock/config/other_names.json")
 LONG = "x" * 5000  # longer than a message may be
 NOT_A_NUMBER = ("banana", "", "1.5.2", "0x10", "--", "1e", "nan ", LONG, "\u221e", "[1]")
 STRANGE_NAMES = (
@@ -247,6 +250,41 @@ def _wrong_values(field: Field) -> Iterator[tuple[str, str]]:
     yield from ((path, value) for value in values)
 
 
+def other_names() -> Iterator[BadCall]:
+    """Options and fields as Megatron-Core, TorchTitan, Primus, Hugging Face and nanochat call them."""
+    names = json.loads(OTHER_NAMES.read_text(encoding="utf-8"))
+    for verb in ("train", "plan", "layout", "config show", "launch slurm", "tune"):
+        ours = {option for parameter in commands()[verb].params for option in parameter.opts}
+        for name in names:
+            if not name.startswith("--"):
+                yield BadCall((*short(verb), f"{name}=2"), "another trainer's field")
+            elif name not in ours:
+                yield BadCall((*short(verb), name, "2"), "another trainer's option")
+
+
+def misspelled() -> Iterator[BadCall]:
+    """Verbs, options, presets and fields with two letters exchanged."""
+    for name, command in commands().items():
+        yield BadCall((_misspell(name.split()[0]), *short(name)[1:]), "a misspelled verb")
+        for option in command.params:
+            if isinstance(option, TyperOption) and len(option.opts[0]) > 5:
+                yield BadCall((*short(name), _misspell(option.opts[0])), "a misspelled option")
+    for verb in ("train", "plan", "layout", "config show", "launch slurm", "tune", "ladder"):
+        for preset in PRESETS:
+            words = (_misspell(preset) if word == RUN else word for word in short(verb))
+            yield BadCall(tuple(words), "a misspelled preset")
+        for field in every_field(Run):
+            if not field.sections and len(field.path) > 5:
+                path = _misspell(field.path.replace("NAME", "part"))
+                yield BadCall((*short(verb), f"{path}=1"), "a misspelled field")
+
+
+def _misspell(word: str) -> str:
+    """The last two different letters side by side, exchanged."""
+    at = next(at for at in range(len(word) - 2, 0, -1) if word[at] != word[at + 1])
+    return word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+
+
 def absurd_sizes() -> Iterator[BadCall]:
     """Models, batches and clusters that no machine has."""
     capped = [field.path for field in every_field(Run) if (field.high or 0) > 10**4]  # sizes of models and batches
@@ -362,7 +400,10 @@ def contradictions() -> Iterator[BadCall]:
         yield BadCall(tuple(line.split()), "a contradiction")
 
 
-KINDS = (wrong_words, wrong_targets, wrong_fields, absurd_sizes, wrong_files, wrong_names, contradictions)
+KINDS = (
+    *(wrong_words, other_names, misspelled, wrong_targets, wrong_fields),
+    *(absurd_sizes, wrong_files, wrong_names, contradictions),
+)
 
 
 def calls(number: int, seed: int = SEED) -> list[BadCall]:
