@@ -1,6 +1,6 @@
-"""Seconds of the processor until a refusal, of calls that the arguments alone decide.
+"""Seconds of the processor until a refusal, of calls that the arguments alone decide: named ones and drawn ones.
 
-python -m benchmarks.refusals --output benchmarks/results/refusals.json
+python -m benchmarks.refusals --drawn 400 --output benchmarks/results/refusals.json
 """
 
 import argparse
@@ -9,8 +9,11 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks import record
+from tests.cli.bad_calls import KINDS_OF_ARGUMENTS, calls
 
 CALLS = (
     "train debgu", "train debug lr=3", "train debug training.lr=3", "train debug --lr 3", "train debug --steps 3",
@@ -26,17 +29,28 @@ CALLS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drawn", type=int, default=400, help="calls of tests/cli/bad_calls.py")
     record.add_arguments(parser)
     options = parser.parse_args()
-    seconds = {}
-    for call in CALLS:
-        process = subprocess.Popen([sys.executable, "-m", "penstock", *shlex.split(call)], stderr=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        assert os.waitstatus_to_exitcode(status) == 2, call
-        seconds[call] = usage.ru_utime + usage.ru_stime
-        print(f"{seconds[call]:.2f} s  penstock {call}", flush=True)
-    numbers = {"calls": len(seconds), "median": statistics.median(seconds.values()), "most": max(seconds.values())}
-    record.write(options, numbers | {"seconds": seconds})
+    named = {call: _seconds(shlex.split(call)) for call in CALLS}
+    drawn = {call.words: _seconds(call.words) for call in calls(options.drawn, kinds=KINDS_OF_ARGUMENTS)}
+    for words, seconds in sorted(drawn.items(), key=lambda item: -item[1])[:10]:
+        print(f"{seconds:.2f} s  penstock {shlex.join(words)[:160]}")
+    record.write(options, {"named": _summary(named), "drawn": _summary(drawn), "seconds": named})
+
+
+def _seconds(words: Sequence[str]) -> float:
+    """Seconds of the processor of a process that refuses these arguments."""
+    command = [sys.executable, "-m", "penstock", *words]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 2, shlex.join(words)[:160]
+    return usage.ru_utime + usage.ru_stime
+
+
+def _summary(seconds: Mapping[Any, float]) -> dict[str, float]:
+    values = seconds.values()
+    return {"calls": len(values), "median": statistics.median(values), "largest": max(values)}
 
 
 if __name__ == "__main__":

@@ -131,7 +131,8 @@ def _fields_meant(option: str) -> tuple[str, ...]:
 def _check_values(verb: str, node: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Read the run and the cluster that the arguments name."""
     by_metavar = {parameter.get("metavar", ""): values.get(parameter["name"]) for parameter in node["parameters"]}
-    target, overrides, cluster = (by_metavar.get(name) for name in ("TARGET", OVERRIDES, "NxCHIP"))
+    overrides, cluster = (by_metavar.get(name) for name in (OVERRIDES, "NxCHIP"))
+    target = by_metavar.get("TARGET", by_metavar.get("[TARGET]"))  # in brackets where it may be left out
     if isinstance(cluster, str) and cluster != "here":
         parse_cluster(cluster)
     for name in ("layout", "only") if verb == "plan" else ():

@@ -12,7 +12,7 @@ import random
 import resource
 import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from penstock.cli.main import VERBS
+from penstock.config import other_names as other_names_module
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import Field, every_field
@@ -33,7 +34,7 @@ MOST_BYTES = 4 * 10**9  # of memory
 # Seconds of the clock. What is judged are seconds of the processor: other programs may keep it busy.
 KILLED_AFTER = 90.0
 
-OTHER_NAMES = Path("penstock/config/other_names.json")
+OTHER_NAMES = Path(other_names_module.__file__).with_suffix(".json")
 LONG = "x" * 5000  # longer than a message may be
 NOT_A_NUMBER = ("banana", "", "1.5.2", "0x10", "--", "1e", "nan ", LONG, "\u221e", "[1]")
 STRANGE_NAMES = (
@@ -41,6 +42,7 @@ STRANGE_NAMES = (
 )
 
 Words = tuple[str, ...]
+Kind = Callable[[], Iterator["BadCall"]]
 
 
 @dataclass(frozen=True)
@@ -405,11 +407,14 @@ KINDS = (
     *(absurd_sizes, wrong_files, wrong_names, contradictions),
 )
 
+KINDS_OF_ARGUMENTS = (wrong_words, other_names, misspelled, wrong_fields)
+"""Kinds that the arguments alone decide: no file, device or rule between fields is needed."""
 
-def calls(number: int, seed: int = SEED) -> list[BadCall]:
-    """So many different calls, drawn in turn from every kind of mistake, and within it from every verb."""
+
+def calls(number: int, seed: int = SEED, kinds: Sequence[Kind] = KINDS) -> list[BadCall]:
+    """So many different calls, drawn in turn from each kind of mistake, and within it from every verb."""
     draw = random.Random(seed)
-    lines = [_in_turn(list(kind()), draw) for kind in KINDS]  # one queue for each kind of mistake
+    lines = [_in_turn(list(kind()), draw) for kind in kinds]  # one queue for each kind of mistake
     found: dict[Words, BadCall] = {}
     while len(found) < number:
         for line in lines:
