@@ -40,6 +40,11 @@ class _Widened(TorchFunctionMode):
         self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         function = Tensor.double if function is Tensor.float else function
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        if function is Tensor.view and args[1:] == (torch.int32,) and args[0].dtype == torch.float64:
+            return args[0].to(torch.float32).view(torch.int32)  # their order, in which equal float32 values are equal
+        # Lists and not generators: a step of a small model makes ten thousand calls.
+        args = tuple([torch.float64 if value is torch.float32 else value for value in args])
+        if not kwargs:
+            return function(*args)
+        named = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
         return function(*args, **named)

@@ -382,7 +382,7 @@ def _check(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, accumulate_into: Ten
         raise KernelError("linear_cross_entropy: labels must be int64, one for each row of x", got=got)
     sum_VD = accumulate_into
     if sum_VD is not None and not (
-        sum_VD.shape == head_VD.shape and sum_VD.dtype == torch.float32 and sum_VD.is_contiguous()
+        sum_VD.shape == head_VD.shape and sum_VD.dtype in (torch.float32, torch.float64) and sum_VD.is_contiguous()
     ):
         what = "linear_cross_entropy: accumulate_into must be contiguous float32 in the shape of head"
         raise KernelError(what, got=f"{sum_VD.dtype} {tuple(sum_VD.shape)}")

@@ -170,7 +170,7 @@ class _Pass:
         has_kernel = device.type == "meta" or (device.type == "cuda" and HAS_TRITON)
         self._launches = launches_of(self._tensors) if has_kernel else []
         rest = [] if has_kernel else self._tensors
-        is_plain = [one.moment1.dtype == torch.float32 and one.masters != SPLIT for one in rest]
+        is_plain = [is_own_master(one.moment1) and one.masters != SPLIT for one in rest]
         self._plain = [one for one, plain in zip(rest, is_plain, strict=True) if plain]
         self._others = [one for one, plain in zip(rest, is_plain, strict=True) if not plain]
 
@@ -201,6 +201,8 @@ def _torch_update(
         group = [one for one in tensors if one.is_decayed is is_decayed_]
         if not group:
             continue
+        if divisor != 1.0:  # here and not as `grad_scale`, which PyTorch reads in float32 only
+            torch._foreach_div_([one.gradient for one in group], divisor)
         before = torch.full((), float(step - 1), device=group[0].value.device)
         adamw(
             [one.value if one.master is None else one.master for one in group],
@@ -210,7 +212,6 @@ def _torch_update(
             [],  # maxima, of AMSGrad only
             list(before.repeat(len(group))),  # adamw increments one counter for each tensor
             fused=True,
-            grad_scale=None if divisor == 1.0 else torch.full_like(before, divisor),
             amsgrad=False,
             beta1=settings.beta1,
             beta2=settings.beta2,

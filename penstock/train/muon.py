@@ -24,7 +24,7 @@ from penstock.kernels.optimizer_state import noise, salt_of, seed_of
 from penstock.layout.matrices import Matrices
 from penstock.parallel.axes import Axes
 from penstock.parallel.matrix_exchange import MatrixExchange, MatrixShard
-from penstock.train.adamw import bytes_of, round_values, start_masters, state_shapes
+from penstock.train.adamw import bytes_of, is_own_master, round_values, start_masters, state_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class ShardedMuon:
         for one in self._defined:
             gradient = one.gradient.mul_(scale).mul_(1.0 - muon.momentum)
             momentum = first_moment_of(one) * muon.momentum + gradient
-            rounds = one.moment1.dtype != torch.float32
+            rounds = not is_own_master(one.moment1)
             noise_ = noise(momentum, one.start, seed_of(self._steps, one.salt))[0] if rounds else None
             store_first_moment(one, momentum, noise_)
             if muon.nesterov:

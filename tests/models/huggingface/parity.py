@@ -89,7 +89,7 @@ def both_logits(ours: Decoder, theirs: PreTrainedModel, tokens_BS: Tensor, *, pa
     logits_BSV = F.linear(ours(reading).main_BSD, ours.head_VD)
     if ours.config.linear_attention is not None:
         return logits_BSV, _document_by_document(theirs, tokens_BS)
-    masks = _masks(theirs, tokens_BS, positions_BS)
+    masks = packed_masks(theirs, tokens_BS, positions_BS)
     output = theirs(tokens_BS, attention_mask=masks, position_ids=positions_BS, use_cache=False)
     return logits_BSV, output.logits
 
@@ -103,7 +103,7 @@ def _document_by_document(theirs: PreTrainedModel, tokens_BS: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def _masks(theirs: PreTrainedModel, tokens_BS: Tensor, positions_BS: Tensor) -> Any:
+def packed_masks(theirs: PreTrainedModel, tokens_BS: Tensor, positions_BS: Tensor) -> Any:
     """The masks of `transformers` for packed rows: one by kind of layer, or the one of all layers."""
     config = theirs.config
     arguments = {
