@@ -9,7 +9,7 @@ round a plain loop writes files of the same sizes past the page cache, syncs the
 Steps: a run with a save after every tenth step, by the clock of its goodput ledger. The processor time of the same
 steps without saves shows what the thread that writes takes from them.
 
-Restarts: one of two ranks is killed, and all go on from a checkpoint on disk, or from a newer replica in memory.
+Restarts: one of two ranks is killed, and all go on from a checkpoint on disk.
 """
 
 import argparse
@@ -39,7 +39,7 @@ TENSOR_BYTES = 256 << 20
 WRITTEN_BYTES, READ_BYTES = 16 << 20, 4 << 20  # at once, by the plain loop
 EVERY = 10
 KILLED_AT = 58
-RESTARTS = {"disk": ("checkpoint.every=30",), "memory": ("checkpoint.every=30", "checkpoint.memory_every=10")}
+RESTART = ("checkpoint.every=30",)
 RUN = ("debug-2l", "training.steps=80", "evaluation.rows=0", "checkpoint.keep=1", "record.tensorboard=false")
 
 
@@ -162,10 +162,10 @@ def last_step(metrics: Path) -> int:
     return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
 
-def restart(folder: Path, words: tuple[str, ...]) -> dict[str, float]:
+def restart(folder: Path) -> dict[str, float]:
     """Seconds from the death of one of two ranks to a step that was not made before, and the repeated steps."""
     with fresh(folder / "runs") as runs:
-        command = ["train", *RUN, "training.steps=100000", "training.micro_batch=1", *words, f"record.folder={runs}"]
+        command = ["train", *RUN, "training.steps=100000", "training.micro_batch=1", *RESTART, f"record.folder={runs}"]
         command += ["--name", "run", "--processes", "2", "--restarts", "1"]
         launcher = subprocess.Popen([sys.executable, "-m", "penstock", *command], stdout=subprocess.DEVNULL)
         metrics = runs / "run" / "metrics.jsonl"
@@ -197,9 +197,7 @@ def main() -> None:
         found = rates(folder, gigabytes, options.rounds) if gigabytes else {}
         numbers[folder.name] = found | cost_of_saves(folder, options.rounds, options.run)
     where = options.folders[0]
-    numbers["restart"] = {
-        kind: [restart(where, words) for _ in range(options.rounds)] for kind, words in RESTARTS.items()
-    }
+    numbers["restart"] = {"disk": [restart(where) for _ in range(options.rounds)]}
     print(numbers["restart"])
     record.write(options, numbers)
 

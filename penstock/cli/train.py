@@ -77,8 +77,7 @@ from penstock.plan.memory import memory_of
 from penstock.plan.meta_rank import Target
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.goodput import GoodputLedger, goodput
-from penstock.train.loop import Progress, RunHooks, open_memory_store, open_store, resume, train_run
-from penstock.train.memory_replica import remove_memory
+from penstock.train.loop import Progress, RunHooks, open_store, resume, train_run
 from penstock.train.observer import RunEnd
 from penstock.train.run_folder import (
     RunFolder,
@@ -243,11 +242,6 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, 
         return 0
     facts = facts_of_run(run, facts_of_machine(environment))
     prepare_environment(facts)  # before the first use of the device
-    if run.checkpoint.memory_every and environment.local_world_size < environment.world_size:
-        got = f"{environment.local_world_size} of {environment.world_size} ranks on this one"
-        raise ConfigError(
-            "checkpoint.memory_every is for ranks on one machine", got=got, fix="checkpoint.memory_every=0"
-        )
     device = choose_device(run.device, environment)
     if device.type == "cuda":
         _check_memory(run, grid_of(run, environment.world_size), device, environment.local_world_size)
@@ -382,19 +376,16 @@ def _run(
         def make_folder() -> list[str]:
             run, folder = create_run_folder(launch.run, number_if_taken=not launch.is_named, launch=environment.launch)
             _hold(console, folder, held)
-            remove_memory(folder.path)  # of an earlier run in a folder of this name
             return [run.name, str(folder.path)]
 
         name, path = meeting.agree(make_folder)  # rank 0 makes it, all take its name
         session = replace(session, run=session.run.model_copy(update={"name": name}))
         folder = RunFolder(Path(path))
         store = open_store(session.run, folder, session.axes.world)
-        memory = open_memory_store(session.run, folder, session.axes.world)
     else:
         folder = launch.folder
         store = open_store(session.run, folder, session.axes.world)
-        memory = open_memory_store(session.run, folder, session.axes.world)
-        begin = resume(session, folder, store, launch.run, memory)
+        begin = resume(session, folder, store, launch.run)
         _say(console, *filter(None, [launch.notice]))
         if begin.steps == 0:
             _say(console, f"{folder.path} has no checkpoint: it begins at its first step")
@@ -404,7 +395,7 @@ def _run(
     sinks = open_sinks(session.run, folder, begin.steps, view.note) if environment.rank == 0 else []
     try:
         with StopRequest(view.stopping) as stop:
-            hooks = RunHooks(mark=meeting.mark, host_of=meeting.host_of, ledger=ledger, memory=memory)
+            hooks = RunHooks(mark=meeting.mark, host_of=meeting.host_of, ledger=ledger)
             end = train_run(session, folder, store, begin, [*sinks, view], stop, hooks)
     except KeyboardInterrupt:
         newest = store.latest()
@@ -420,8 +411,6 @@ def _run(
         if environment.rank == 0 and not isinstance(error, LostRankError | BrokenPipeError):
             _note_next(error, folder, store, session.run.training.steps)
         raise
-    if environment.rank == 0 and memory is not None:
-        remove_memory(folder.path)  # the disk has this state
     _print_end(console, session.run, folder, end, ledger.seconds())
     # A rank that stops because another one was asked to ends as that one does.
     return (stop.exit_code or STOPPED) if end.stopped_by else 0

@@ -306,11 +306,3 @@ def fewer_ranks_hold_what_does_not_shrink(run: Run) -> Problem | None:
     wrong = f"is no multiple of the {least} ranks of sizes that do not shrink (parallel: {sizes})"
     allowed = f"0, or a multiple of {least}"
     return Problem("elastic.min", wrong, got=str(run.elastic.min), allowed=allowed)
-
-
-def replicas_are_of_runs_with_checkpoints(run: Run) -> Problem | None:
-    """`checkpoint.memory_every` needs `checkpoint.enabled`: the memory is lost with the machine."""
-    if not run.checkpoint.memory_every or run.checkpoint.enabled:
-        return None
-    got = str(run.checkpoint.memory_every)
-    return Problem("checkpoint.memory_every", "is for runs with checkpoints", got=got, fix="checkpoint.enabled=true")

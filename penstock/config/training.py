@@ -103,11 +103,6 @@ class Checkpoint(Section):
     every: int = _steps(1000, doc="Steps between checkpoints; 0 saves only at the end.")
     keep: int = knob(3, doc="Checkpoints that are kept, the newest first; 0 keeps all.", unit="checkpoints", low=0)
     keep_every: int = _steps(0, doc="Checkpoints of multiples of so many steps are kept beyond `keep`; 0 keeps none.")
-    memory_every: int = _steps(
-        0,
-        doc="Steps between replicas of the state in memory of the machine, from which a run goes on after a rank has "
-        "died; 0 makes none. For ranks on one machine (Linux).",
-    )
     asynchronous: bool = knob(True, doc="Write in the background while training goes on.")
     fall_back: bool = knob(True, doc="Resume from the checkpoint before a damaged one; false ends the run instead.")
 

@@ -59,7 +59,6 @@ from penstock.parallel.spans import Stopwatch, span
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.diagnose import NonFiniteFinding, NonFiniteOrigin, find_held_out_origin, find_origin, report_figure
 from penstock.train.goodput import GoodputLedger
-from penstock.train.memory_replica import open_memory
 from penstock.train.metrics import drop_after
 from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
 from penstock.train.power import PowerMeter
@@ -93,7 +92,6 @@ class RunHooks:
     mark: Callable[[str], None] = unmarked
     host_of: Callable[[int], str] = this_host  # the machine of a rank, for the lines about late ranks
     ledger: GoodputLedger | None = None  # gets the time of this process, on the first rank
-    memory: CheckpointStore | None = None  # of replicas in memory (penstock/train/memory_replica.py)
 
 
 ALONE_HOOKS = RunHooks()
@@ -106,7 +104,6 @@ class Progress:
     steps: int = 0
     tokens: int = 0
     notices: tuple[str, ...] = ()  # lines for the user about what was found at the start
-    is_on_disk: bool = True  # False where only the replica in memory has these steps
 
 
 @dataclass(frozen=True)
@@ -125,25 +122,10 @@ def open_store(run: Run, folder: RunFolder, world: Axis = ALONE.world) -> Checkp
     )
 
 
-def open_memory_store(run: Run, folder: RunFolder, world: Axis) -> CheckpointStore | None:
-    """The replica of a run in memory, None without `checkpoint.memory_every`. All ranks call this together."""
-    if not (run.checkpoint.memory_every and run.checkpoint.enabled):
-        return None
-    return CheckpointStore(open_memory(folder.path), 1, run.checkpoint.asynchronous, world)
-
-
-def resume(
-    session: Session,
-    folder: RunFolder,
-    store: CheckpointStore,
-    wanted: Run | None = None,
-    memory: CheckpointStore | None = None,
-) -> Progress:
+def resume(session: Session, folder: RunFolder, store: CheckpointStore, wanted: Run | None = None) -> Progress:
     """Restore the newest checkpoint, or begin anew if the run was killed before its first.
 
     The session is one that `prepare` has made with `is_new` false.
-
-    The replica in `memory` comes first if it is newer and whole.
 
     The folder keeps the run as `wanted`, without it the session's, which fewer ranks may have changed.
 
@@ -152,31 +134,17 @@ def resume(
     does not see the newest, and a RunFolderError if the folder cannot be written.
     """
     steps = store.steps_of_all()
-    progress = None if memory is None else _restore_replica(session, memory, steps)
-    if progress is None:
-        if steps:
-            progress = _restore_newest(session, store, steps)
-        else:
-            load_initial_weights(session.run.training.initial_weights, session.state, session.axes.world)
-            progress = Progress()
+    if steps:
+        progress = _restore_newest(session, store, steps)
+    else:
+        load_initial_weights(session.run.training.initial_weights, session.state, session.axes.world)
+        progress = Progress()
     if session.axes.rank == 0:
         # Steps after the checkpoint are made again, and so are their lines.
         lost = drop_after(folder.metrics, progress.steps, session.run.record.every)
         progress = replace(progress, notices=(*progress.notices, *lost))
         folder.write_config(wanted or session.run)
     return progress
-
-
-def _restore_replica(session: Session, memory: CheckpointStore, steps: Sequence[int]) -> Progress | None:
-    """Restore the replica if it is newer than the checkpoints of `steps`, and whole. All ranks call this together."""
-    newest = memory.latest_of_all()
-    if newest is None or newest <= max(steps, default=0):
-        return None
-    with suppress(CheckpointError):  # of another model, or damaged: the disk has one
-        found = _restore_newest(session, memory, [newest])
-        notice = f"goes on from step {newest}, from a replica in memory"
-        return replace(found, is_on_disk=False, notices=(notice, *found.notices))
-    return None
 
 
 def _restore_newest(session: Session, store: CheckpointStore, steps: Sequence[int]) -> Progress:
@@ -232,8 +200,6 @@ def train_run(
         ledger.enter("checkpoint")
         store.wait()
         store.close()
-        if hooks.memory is not None:
-            hooks.memory.close()
         if session.graphs is not None:  # not after an error: release would wait for a lost rank
             session.graphs.release()
         return end
@@ -271,7 +237,6 @@ class _Loop:
         self._rule = session.rule
         self._folder = folder
         self._store = store
-        self._memory = hooks.memory
         self._begin = begin
         self._done = begin  # the steps that the parameters have
         self._before: ResumePoint | None = None  # of the step that is being made
@@ -281,7 +246,7 @@ class _Loop:
         self._observers = observers
         self._begin_seconds = time.perf_counter()
         # Not read from disk: a network file system may differ between ranks.
-        self._saved = (begin.steps or None) if begin.is_on_disk else None
+        self._saved = begin.steps or None
         self._notices = session.notices  # for the first report
         self._watch = Stopwatch(session.device)
         self.power = PowerMeter(session.device)
@@ -304,8 +269,6 @@ class _Loop:
             is_end = done.steps == steps or is_stopping
             if self._run.checkpoint.enabled and (is_end or _is_due(done.steps, self._run.checkpoint.every)):
                 self._save(done)  # after the observers: the line of a step is on disk before its checkpoint
-            elif self._memory is not None and _is_due(done.steps, self._run.checkpoint.memory_every):
-                self._write(done, self._memory)
             if _is_due(done.steps, self._run.training.collect_garbage_every):
                 gc.collect()  # after the same step on all ranks, so that they pause together
         self._raise_faults()
@@ -508,20 +471,17 @@ class _Loop:
         return self._session.axes.world.group is None and stop.signal is not None
 
     def _save(self, done: Progress) -> None:
-        self._write(done, self._store)
-        self._saved = done.steps
-        self._on_this_rank(*(partial(observer.saved, done.steps) for observer in self._observers))
-
-    def _write(self, done: Progress, store: CheckpointStore) -> None:
         self._ledger.enter("checkpoint")
         # The lines of its steps are on disk before it is.
         self._on_this_rank(*(observer.saving for observer in self._observers))
         self._mark(f"checkpoint of step {done.steps}")
         with span(Span.SAVE):
-            save_state(store, done.steps, self._session.state, {"tokens_seen": done.tokens})
+            save_state(self._store, done.steps, self._session.state, {"tokens_seen": done.tokens})
         self._mark("")
         self._ledger.enter("other")
         self._on_this_rank(self._ledger.flush)  # steps that a restart makes again are whole lines
+        self._saved = done.steps
+        self._on_this_rank(*(partial(observer.saved, done.steps) for observer in self._observers))
 
     def _halt(self, done: Progress, before: ResumePoint, batch: Batch, result: StepResult) -> NonFiniteError:
         """The error for a step that was not applied; the state before it is saved."""

@@ -22,7 +22,6 @@ from penstock.cli.main import main
 from penstock.config.load import dump_toml, load_run
 from penstock.parallel.launch.rendezvous import Rendezvous
 from penstock.train import manifest, run_folder, stop
-from penstock.train.memory_replica import memory_folder
 from penstock.train.metrics import FIELDS, MetricsFile
 from penstock.train.observer import StepReport
 from penstock.train.stop import StopRequest
@@ -483,21 +482,6 @@ def kill_itself_after(path: str, pattern: str, stop: StopRequest) -> None:
     while not any(Path(path).glob(pattern)):
         time.sleep(0.001)
     signal_itself(signal.SIGKILL, stop)
-
-
-def test_a_rank_that_is_killed_goes_on_from_the_replica_in_memory(
-    warm_ranks: WarmRanks, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = ("tiny.toml", "training.steps=12", "checkpoint.every=0", "checkpoint.memory_every=5")
-    printed("tiny.toml", "training.steps=12", "checkpoint.every=0", "--name", "whole")
-    replica = memory_folder(Path("runs/broken"))
-    act = partial(kill_itself_after, str(replica), "step-*/manifest.json")
-    warm_ranks(partial(act_in_step, 8, act, restarts=0))
-    printed(*words, "--name", "broken", "--processes", "1", "--restarts", "1")
-    assert "goes on from step 5, from a replica in memory" in capfd.readouterr().out
-    assert not replica.exists()
-    assert metrics_of("runs/broken") == metrics_of("runs/whole")
-    assert [path.name for path in Path("runs/broken/checkpoints").iterdir()] == ["step-000012"]
 
 
 def test_a_rank_that_is_killed_is_started_again_and_loses_nothing(warm_ranks: WarmRanks) -> None:
