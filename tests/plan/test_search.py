@@ -102,7 +102,10 @@ def test_a_layout_that_cannot_run_is_refused_with_its_reason_and_ends_no_search(
 @pytest.mark.parametrize(
     ("devices", "fixed"),
     [
-        ("4xH200", {"cp": "1", "etp": "1", "micro_batch": "2", "recompute": "none", "offload": "none"}),
+        (
+            "4xH200",
+            {"cp": "1", "etp": "1", "micro_batch": "2", "sync_free_stage": "0", "recompute": "none", "offload": "none"},
+        ),
         # Little memory: what is recomputed and what the host keeps decides.
         ("2xA100", {"cp": "1", "etp": "1", "tp": "1", "micro_batch": "8"}),
     ],
@@ -202,12 +205,10 @@ def assert_bounded(
 
 
 def test_the_winner_does_not_depend_on_how_many_are_shown_or_on_processes_that_help() -> None:
-    request = asked("16xH100", load_run("deepseek-v2-lite"), top=1)
     with meta_workers() as workers:
-        helped = search(request, workers=workers)
-    many = search(asked("16xH100", load_run("deepseek-v2-lite"), top=20))
-    assert helped.candidates[0].layout == many.candidates[0].layout
-    assert helped.candidates[0].time == many.candidates[0].time
+        helped = search(asked("8xH200", top=1), workers=workers)
+    assert helped.candidates[0].layout == found().candidates[0].layout
+    assert helped.candidates[0].time == found().candidates[0].time
 
 
 @pytest.mark.often("deepseek-v2-lite-*")
@@ -272,7 +273,7 @@ def test_a_search_that_ends_early_goes_from_the_best_to_faster_layouts_near_it(m
 
 
 def test_where_nothing_fits_the_plan_has_the_nearest_layout_and_what_would_help() -> None:
-    plan = search(asked("4xH100", load_run("deepseek-v3-16l"), top=3))
+    plan = search(asked("4xH100", load_run("deepseek-v3-16l"), top=3, tp="1", cp="1"))
     assert plan.candidates == () and plan.nearest is not None and plan.nearest.over_bytes > 0
     assert plan.nearest.layout.offload == "optimizer" and plan.nearest.layout.recompute == "layer"
     assert any("devices, such as" in one for one in plan.helps)
@@ -367,7 +368,7 @@ def every_layout(devices: str) -> list[Sizes]:
 
 
 @examples(60)
-@given(devices=st.sampled_from(["8xH200", "48xMI300X"]), data=st.data())
+@given(devices=st.sampled_from(["8xH200", "12xMI300X"]), data=st.data())
 def test_every_layout_of_a_space_is_a_legal_run(devices: str, data: st.DataObject) -> None:
     sizes = data.draw(st.sampled_from(every_layout(devices)))
     run = run_of(LITE, sizes)

@@ -1,4 +1,4 @@
-"""The draws that every test run plays: few, in which as many pairs of settings as possible meet.
+"""The draws that test runs play: few, in which as many pairs of settings as possible meet.
 
     python -m tests.prove.chosen        the numbers for CHOSEN, after a change of the draws
 
@@ -18,6 +18,9 @@ CHOSEN = (
     *(723, 159, 191, 1000, 1149, 961, 371, 330, 543, 1077, 1133, 0, 166, 638, 1107, 932, 678, 879, 924, 1111, 76, 1192),
     *(430, 154, 492, 276, 394, 739, 1194, 68, 100, 903, 200, 517, 981, 30, 1020, 456),
 )
+
+OFTEN = (*CHOSEN[:22], 68, 456)
+"""Those of `make test`: four of five of the pairs that all of them make; the last two have a size and a schedule more."""
 
 
 def settings_of(composition: Composition) -> set[str]:

@@ -22,7 +22,7 @@ from penstock.prove.ranks import Assignment, Children, Played, PlayError, Ranks,
 from penstock.train.capture import READS_COUNTS
 from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
-from tests.prove.chosen import CHOSEN, SEED, settings_of
+from tests.prove.chosen import CHOSEN, OFTEN, SEED, settings_of
 from tests.prove.pool_ranks import PoolRanks
 
 SLOW_SECONDS = 1200
@@ -32,6 +32,7 @@ def told(outcome: Verdict) -> str:
     return f"{outcome.text}\n{outcome.composition.command}"
 
 
+@pytest.mark.often(*map(str, OFTEN))
 @pytest.mark.parametrize("number", CHOSEN)
 def test_a_random_composition_equals_one_process(number: int, ranks: Pool, tmp_path: Path) -> None:
     outcome = Prover(PoolRanks(ranks), tmp_path).judge(draw(SEED, number))
@@ -42,7 +43,7 @@ AXES = ("parallel.tensor", "parallel.context", "parallel.pipeline", "parallel.ex
 
 
 def test_every_axis_schedule_way_of_tokens_and_option_is_played_by_every_test_run() -> None:
-    played = {one for number in CHOSEN for one in settings_of(draw(SEED, number))}
+    played = {one for number in OFTEN for one in settings_of(draw(SEED, number))}
     wanted = {f"{axis}={size}" for axis in AXES for size in (2, 4) if (axis, size) != ("parallel.expert_tensor", 4)}
     wanted |= {f"pipeline.schedule={name}" for name in SCHEDULES}
     wanted |= {f"dispatch.method={name}" for name in ("auto", "all-to-all", "all-gather", "hierarchical")}
