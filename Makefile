@@ -44,7 +44,8 @@ VENV  := .venv/stamps/made
 READY := .venv/stamps/run-$(KEY)
 DEV   := .venv/stamps/test-$(KEY)
 
-.PHONY: help setup train test test-all test-newest test-cluster lint lint-types lint-rest docs pictures site wheel clean
+.PHONY: help setup train test tests test-all test-newest test-cluster lint lint-types lint-rest
+.PHONY: docs pictures site wheel clean
 
 help: ## show this
 	@echo "Penstock: make TARGET"
@@ -54,9 +55,11 @@ help: ## show this
 train: $(READY) ## set up what is missing, then train the debug preset to the end
 	$(BIN)/penstock train $(RUN)
 
-test: lint ## set up what is missing, then run every check and every test that is not slow
-	@echo "== pytest"
-	@$(PYTEST) -m 'not slow' $(TESTS)
+test: lint-rest ## set up what is missing, then run every check and every test that is not slow
+	@$(MAKE) --no-print-directory --jobs=2 lint-types tests  # beside each other, so that no core is idle
+
+tests:
+	@echo "== pytest";      $(PYTEST) -m 'not slow' $(TESTS)
 
 test-all: lint ## everything, the slow tests too
 	@$(TWINE)
@@ -76,10 +79,10 @@ test-cluster: $(DEV) ## runs on hosts in network namespaces and on a Slurm of th
 lint: $(DEV) ## the checks that run nothing: ruff, mypy, import-linter, house rules
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint-types lint-rest
 
-lint-types: # takes as long as all others together
+lint-types: $(DEV) # takes as long as all others together
 	@echo "== mypy";        $(BIN)/mypy
 
-lint-rest:
+lint-rest: $(DEV)
 	@echo "== ruff check";  $(BIN)/ruff check --quiet $(CODE)
 	@echo "== ruff format"; $(BIN)/ruff format --check --quiet $(CODE)
 	@echo "== layers";      $(BIN)/lint-imports --no-logo
