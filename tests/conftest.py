@@ -6,7 +6,7 @@ any test module is collected.
 
 Tests that take `ranks` share one pool of worker processes, so one of pytest's processes runs them all.
 
-`make test` has a budget of eight minutes on two cores (docs/decisions/0153). Two things keep it:
+`make test` has a budget of six minutes on two cores (docs/decisions/0153). Two things keep it:
 
 - `@pytest.mark.often("*sm_90*")` names the cases of a parametrized test that `make test` runs; the others are slow.
 - `examples(60)` of tests/examples.py draws a third as many examples when slow tests are left out.

@@ -32,7 +32,7 @@ SEED = 20  # of the calls that are drawn
 MOST_SECONDS = 20.0  # of the processor
 MOST_BYTES = 4 * 10**9  # of memory
 # Seconds of the clock. What is judged are seconds of the processor: other programs may keep it busy.
-KILLED_AFTER = 90.0
+KILLED_AFTER = 300.0
 
 OTHER_NAMES = Path(other_names_module.__file__).with_suffix(".json")
 LONG = "x" * 5000  # longer than a message may be
