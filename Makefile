@@ -56,8 +56,8 @@ help: ## show this
 train: $(READY) ## set up what is missing, then train the debug preset to the end
 	$(BIN)/penstock train $(RUN)
 
-test: lint-rest ## set up what is missing, then run every check and every test that is not slow
-	@$(MAKE) --no-print-directory --jobs=2 lint-types tests  # beside each other, so that no core is idle
+test: $(DEV) ## set up what is missing, then run every check and every test that is not slow
+	@$(MAKE) --no-print-directory --jobs=2 lint-types lint-rest tests  # two beside each other: no core is idle
 
 tests:
 	@echo "== pytest";      $(PYTEST) -m 'not slow' $(TESTS)
