@@ -20,7 +20,7 @@ CHOSEN = (
 )
 
 OFTEN = (*CHOSEN[:22], 68, 456)
-"""Those of `make test`: four of five of the pairs that all of them make; the last two have a size and a schedule more."""
+"""Those of `make test`: four fifths of the pairs of all; the last two have a size and a schedule more."""
 
 
 def settings_of(composition: Composition) -> set[str]:
