@@ -49,7 +49,7 @@ def make(preset: str, folder: Path) -> int:
     total = 0
     for number, (line, *_) in enumerate(by_file_tensor(weight_mappings(model))):
         values = partial(_random, number, line.shape)
-        file.append(TensorEntry(name=line.hf_name, dtype=torch.bfloat16, shape=line.shape, make=values))
+        file.append(TensorEntry(name=line.hf_name, dtype=torch.bfloat16, shape=line.shape, parts=(values,)))
         total += file[-1].nbytes
         if sum(entry.nbytes for entry in file) > FILE_BYTES:
             write_entries(folder / f"model-{number:05d}.safetensors", file)

@@ -1,6 +1,7 @@
 """`penstock import`: weights of other programs as the start of a run.
 
     penstock import Qwen3-30B-A3B --output qwen                      a folder with config.json and safetensors
+    penstock import Qwen/Qwen3-30B-A3B --output qwen                 the same from the Hugging Face hub
     penstock import weights --preset mixtral-8x7b --output mixtral   without config.json, or with a preset's training
     penstock import Llama-3.1-8B --output moe --copies 8 --chosen 2  a model with experts from a dense one
 
@@ -8,8 +9,8 @@ What is written is a folder with `run.toml`, which says how a run starts with th
 
     penstock train qwen/run.toml parallel.expert=8 data.source=jsonl data.files=text.jsonl --processes 8
 
-Weights that are kept in float8 with scales (DeepSeek-V3) or MXFP4 (gpt-oss) are read as what they stand for. Tensors
-are read and written one by one, so memory for one of them is enough.
+Weights that are kept in float8 with scales (DeepSeek-V3) or MXFP4 (gpt-oss) are read as what they stand for. What is
+in memory at once is 256 MiB, or the largest tensor that is read as a whole.
 """
 
 from pathlib import Path
@@ -23,6 +24,7 @@ from penstock.cli.output import print_next
 from penstock.config.load import load_run, with_overrides
 from penstock.config.run import Run
 from penstock.config.training import LearningRateSchedule, Optimizer, Training
+from penstock.data.hub import weights_of
 from penstock.models.count import count
 from penstock.models.huggingface.config import facts_of
 from penstock.models.huggingface.weight_folder import WeightFolder
@@ -36,7 +38,9 @@ LEARNING_RATE = 2e-5  # small, because trained weights are easily lost
 
 
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="With safetensors, and config.json or --preset.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="With safetensors, and config.json or --preset; or ORG/NAME.")
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Fields of the run.")] = None,
     *,
     output: Annotated[Path, typer.Option("--output", metavar="FOLDER", help="Is made; must not be there yet.")],
@@ -46,6 +50,7 @@ def import_(
     granularity: Annotated[int, typer.Option("--granularity", help="Experts that a copy is cut into.", min=1)] = 1,
 ) -> None:
     """Start a run from weights with Hugging Face names."""
+    source = weights_of(source)
     if preset:
         base = load_run(preset)
     else:  # required fields only: the user sets text and steps

@@ -1,4 +1,4 @@
-"""Hugging Face datasets: by name on the hub, or in a folder that `datasets` can read or has written.
+"""The Hugging Face hub: datasets, by name or in a folder that `datasets` reads or has written, and folders of weights.
 
 On disk a dataset is memory-mapped Arrow with random access. Streamed, it stays on the network and comes in shards (see
 `shards`): nothing is stored, and every rank reads all of it.
@@ -8,10 +8,13 @@ hub may change: set `data.revision` to pin one.
 """
 
 import os.path
+import re
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from threading import Thread
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -128,6 +131,30 @@ class StreamedDataset(Shards):
         return f"{self._name}, {self._name.split}: document {document} of shard {shard}: field {self._field!a}"
 
 
+def weights_of(source: Path) -> Path:
+    """A folder of weights: `source` if it exists, else what the hub has under this name, downloaded once.
+
+    Only safetensors, JSON and tokenizers are fetched. Raises a DataError if `huggingface_hub` is missing, or the hub
+    cannot be reached or has no such name. A path that cannot be a name, or whose first part is a folder here, is returned.
+    """
+    if source.exists() or source.parent.is_dir() or not _HUB_NAME.fullmatch(str(source)):
+        return source
+    hub = require("huggingface_hub", extra="huggingface", purpose=f"{source} is no folder here, and its download")
+    reached = _hub_answers()
+    try:
+        return Path(hub.snapshot_download(str(source), allow_patterns=_WEIGHTS, ignore_patterns=_NO_WEIGHTS))
+    except (OSError, ValueError, RuntimeError) as error:
+        where = "it is no folder here, and the hub " + ("does not give it" if reached else "cannot be reached")
+        fix = "correct ORG/NAME, or give a folder" if reached else "give a folder, or try again with a network"
+        raise DataError(f"cannot fetch {source}: {where}", got=_first_line(error), fix=fix) from error
+
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_WEIGHTS = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.tiktoken"]
+_NO_WEIGHTS = ["*/*", "consolidated*"]
+"""Folders, and Mistral's second copy of the weights."""
+
+
 def _load(name: DatasetName, *, streaming: bool) -> Any:
     """Returns a Dataset or IterableDataset."""
     datasets = _require("datasets")
@@ -174,9 +201,9 @@ def _hub_answers() -> bool:
     thread = Thread(target=connect, daemon=True)
     thread.start()
     thread.join(REACH_SECONDS)  # a thread without an answer is left behind
-    if not answers:
-        config = _require("datasets.config")
-        vars(constants)["HF_HUB_OFFLINE"] = vars(config)["HF_HUB_OFFLINE"] = True
+    for module in ("huggingface_hub.constants", "datasets.config") if not answers else ():
+        if module in sys.modules:
+            vars(sys.modules[module])["HF_HUB_OFFLINE"] = True
     return bool(answers)
 
 

@@ -17,6 +17,7 @@ A checkpoint of one layout saves the rectangles of its ranks, and another layout
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -165,6 +166,11 @@ class Rectangle:
         sizes = tuple(end - start for start, end in zip(begin, map(min, self.end, other.end), strict=True))
         return Rectangle(begin, sizes) if all(size > 0 for size in sizes) else None
 
+    def rows(self, dim: int, first: int, end: int) -> "Rectangle":
+        """Its part from `first` to `end` on a dim."""
+        begin = (*self.begin[:dim], self.begin[dim] + first, *self.begin[dim + 1 :])
+        return Rectangle(begin, (*self.sizes[:dim], end - first, *self.sizes[dim + 1 :]))
+
     def within(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
         """The index of this rectangle in a tensor whose first element is at `origin` in the whole."""
         return tuple(
@@ -176,6 +182,7 @@ class Rectangle:
         return f"[{ranges}]"
 
 
+@lru_cache(1 << 16)
 def parse_rectangle(text: str) -> Rectangle:
     """Parse the text of a rectangle. Raises ValueError if it is malformed."""
     if not (text.startswith("[") and text.endswith("]")):

@@ -1,19 +1,19 @@
 """Exports a checkpoint in Hugging Face form: safetensors with its names, `config.json`, and the tokenizer if possible.
 
-Weights are read, converted and written one at a time, so a model of any size passes. The folder is written under a
+Weights are read, converted and written a few at a time, so a model of any size passes. The folder is written under a
 hidden name and then renamed. `verify_export` compares `transformers` with our own model on the exported files, in
 float32 on the CPU.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError, DeviceError
@@ -33,9 +33,9 @@ from penstock.models.huggingface.weights import (
 )
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import complete_folder
-from penstock.train.saved_weights import SavedWeights
+from penstock.train.saved_weights import THREADS, SavedWeights, open_weights
 from penstock.train.state import check_same_model, identity_of
-from penstock.train.tensor_files import TensorEntry, in_files, write_entries
+from penstock.train.tensor_files import Make, TensorEntry, in_files, parts_of, write_entries
 
 Precision: TypeAlias = Literal["bf16", "fp32"]
 """As in `training.precision`."""
@@ -65,52 +65,61 @@ def export_huggingface(
     # Not pad_token_id: transformers keeps that token's embedding from learning. generation_config.json has it.
     fields["eos_token_id"] = tokenizer.end_of_document
     check_same_model(step, store.read_facts(step)["model"], identity_of(run))
-    entries = _entries(run.model, store, step, torch.bfloat16 if precision == "bf16" else torch.float32)
+    dtypes, kinds = _tensors_of(run.model, torch.bfloat16 if precision == "bf16" else torch.float32)
     texts = {"config.json": json.dumps(fields, indent=2) + "\n", **tokenizer.files}
     try:
         with complete_folder(folder) as draft:
-            _write_files(entries, draft, shard_bytes)
+            with open_weights(store, step, kinds) as saved:
+                _write_files(_entries(run.model, saved, dtypes), draft, shard_bytes)
             for name, text in texts.items():
                 (draft / name).write_text(text, encoding="utf-8")
                 sync(draft / name)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"cannot write {folder}", got=error) from error
     return tokenizer.why_not
 
 
-def _entries(model: Model, store: CheckpointStore, step: int, dtype: torch.dtype) -> list[TensorEntry]:
-    """Every weight in Hugging Face form, computed when it is written."""
+def _tensors_of(model: Model, dtype: torch.dtype) -> tuple[dict[str, torch.dtype], dict[str, str]]:
+    """Types of the weights in the files, and what a checkpoint has of them."""
     decoder = meta_model(model)
     kinds = {name: f"float32 {list(tensor.shape)}" for name, tensor in decoder.state_dict().items()}
     to_dtype(decoder, dtype)
-    dtypes = {name: tensor.dtype for name, tensor in decoder.state_dict().items()}
-    saved = SavedWeights(store, step, kinds)
-    return [
-        TensorEntry(
-            name=lines[0].hf_name,
-            dtype=dtypes[lines[0].name],
-            shape=lines[0].shape,
-            make=partial(_values, lines, saved, dtypes[lines[0].name]),
-        )
-        for lines in by_file_tensor(weight_mappings(model))
-    ]
+    return {name: tensor.dtype for name, tensor in decoder.state_dict().items()}, kinds
+
+
+def _entries(model: Model, saved: SavedWeights, dtypes: Mapping[str, torch.dtype]) -> list[TensorEntry]:
+    """Every weight in Hugging Face form, computed when it is written."""
+    entries = []
+    for lines in by_file_tensor(weight_mappings(model)):
+        line, dtype = lines[0], dtypes[lines[0].name]
+        parts: Sequence[Make] = (partial(_values, lines, saved, dtype),)
+        if line.is_copy and line.shape:
+            parts = [partial(_rows, line, saved, dtype, rows) for rows in parts_of(line.shape, dtype.itemsize)]
+        entries.append(TensorEntry(name=line.hf_name, dtype=dtype, shape=line.shape, parts=parts))
+    return entries
 
 
 def _values(lines: Sequence[WeightMapping], saved: SavedWeights, dtype: torch.dtype) -> Tensor:
-    ours = ((line, saved.read(line.name, line.rectangle).to(dtype)) for line in lines)
+    ours = ((line, saved.read(line.name, line.rectangle, dtype)) for line in lines)
     return join(lines, [line.write(values if line.expert is None else values[0]) for line, values in ours])
+
+
+def _rows(line: WeightMapping, saved: SavedWeights, dtype: torch.dtype, rows: tuple[int, int]) -> Tensor:
+    """Rows of a tensor whose values have the same order there."""
+    return saved.read(line.name, line.rectangle.rows(line.expert is not None, *rows), dtype)
 
 
 def _write_files(entries: list[TensorEntry], folder: Path, shard_bytes: int) -> None:
     shards = list(in_files(entries, lambda entry: entry.nbytes, shard_bytes))
     if len(shards) == 1:
-        write_entries(folder / WEIGHTS_FILE, entries, _METADATA)
+        write_entries(folder / WEIGHTS_FILE, entries, _METADATA, threads=THREADS)
         return
     stem, suffix = WEIGHTS_FILE.split(".")
     places: dict[str, str] = {}
+    blocks: list[np.ndarray] = []
     for number, shard in enumerate(shards, start=1):
         name = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
-        write_entries(folder / name, shard, _METADATA)
+        write_entries(folder / name, shard, _METADATA, blocks, THREADS)
         places |= {entry.name: name for entry in shard}
     index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": places}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

@@ -27,7 +27,7 @@ from penstock.models.model_inputs import ModelInputs
 from penstock.parallel.launch.process import free_memory_bytes
 from penstock.parallel.layer_context import LayerContext
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.saved_weights import SavedWeights
+from penstock.train.saved_weights import open_weights
 from penstock.train.state import check_same_model, identity_of
 
 NOT_TEXT = "\ufffd"
@@ -51,12 +51,11 @@ def load_decoder(run: Run, store: CheckpointStore, step: int, device: torch.devi
     """
     check_same_model(step, store.read_facts(step)["model"], identity_of(run))
     decoder = _meta_decoder(run, device)
-    saved = SavedWeights(
-        store, step, {name: f"float32 {list(tensor.shape)}" for name, tensor in decoder.state_dict().items()}
-    )
+    kinds = {name: f"float32 {list(tensor.shape)}" for name, tensor in decoder.state_dict().items()}
     _allocate(decoder, run, device)
-    for name, tensor in decoder.state_dict().items():
-        tensor.copy_(saved.read(name, Rectangle((0,) * tensor.ndim, tuple(tensor.shape))))
+    with open_weights(store, step, kinds) as saved:
+        for name, tensor in decoder.state_dict().items():
+            tensor.copy_(saved.read(name, Rectangle((0,) * tensor.ndim, tuple(tensor.shape))))
     return decoder.eval()
 
 

@@ -1,4 +1,4 @@
-"""Turns weights of other programs into the start of a run, one tensor at a time.
+"""Turns weights of other programs into the start of a run, a few tensors at a time.
 
     1. model    from the folder's config.json, or a preset
     2. check    every tensor of the family's table exists, in its shape; nothing has been written yet
@@ -9,14 +9,13 @@ A dense model can become an MoE model ("upcycling", arXiv 2212.05055, 2410.07524
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError, ConfigError
@@ -33,6 +32,7 @@ from penstock.parallel.shard import whole
 from penstock.train.run_folder import complete_folder
 from penstock.train.saved_weights import RUN_FILE, STEP, WEIGHTS, WeightPiece, write_weights
 from penstock.train.state import identity_of
+from penstock.train.tensor_files import Make, parts_of
 
 _DENSE = re.compile(r"(?P<layer>blocks\.\d+)\.ffn\.(?P<product>gate_up|down)\.weight")
 _TARGETS = {"gate_up": "gate_up_eFD", "down": "down_eDF"}
@@ -102,7 +102,8 @@ class Upcycling:
                 name=f"{layer}.ffn.experts.{_TARGETS[product]}",
                 shape=shape,
                 rectangle=Rectangle(tuple(begin), tuple(sizes)),
-                make=partial(_part_of, piece, dim, part * width, width),
+                dtype=piece.dtype,
+                parts=(partial(_part_of, piece, dim, part * width, width),),
             )
 
     def _router(self, dense: Model, name: str) -> WeightPiece:
@@ -115,11 +116,13 @@ class Upcycling:
             draw.fill(whole(copies))
             return copies.repeat_interleave(self.granularity, 0)
 
-        return WeightPiece(name=name, shape=shape, rectangle=Rectangle((0, 0), shape), make=make)
+        return WeightPiece(
+            name=name, shape=shape, rectangle=Rectangle((0, 0), shape), dtype=torch.float32, parts=(make,)
+        )
 
 
 def _part_of(piece: WeightPiece, dim: int, begin: int, size: int) -> Tensor:
-    return piece.make().narrow(dim, begin, size)[None]
+    return piece.values().narrow(dim, begin, size)[None]
 
 
 def model_in(folder: Path) -> Model:
@@ -154,15 +157,7 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
     lines = weight_mappings(source, names.keys())
     check_weights(lines, weights, names)
     check_copies(source, weights)
-    pieces: Iterator[WeightPiece] = (
-        WeightPiece(
-            name=line.name,
-            shape=line.whole,
-            rectangle=line.rectangle,
-            make=partial(_values, line, weights, names[line.hf_name]),
-        )
-        for line in lines
-    )
+    pieces: Iterator[WeightPiece] = (_piece(line, weights, names[line.hf_name]) for line in lines)
     if upcycling is not None:
         pieces = upcycling.pieces(source, pieces)
     facts: dict[str, Any] = {"step": STEP, "model": identity_of(run)}
@@ -170,9 +165,18 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
         with complete_folder(folder) as draft:
             write_weights(draft / WEIGHTS / f"step-{STEP:06d}", pieces, facts)
             write_whole(draft / RUN_FILE, dump_toml(run))
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"cannot write {folder}", got=error) from error
 
 
-def _values(line: WeightMapping, weights: WeightFolder, name: str) -> Tensor:
-    return line.read(weights[name]).float().reshape(line.rectangle.sizes)
+def _piece(line: WeightMapping, weights: WeightFolder, name: str) -> WeightPiece:
+    dtype = torch.bfloat16 if weights.dtype(name) == torch.bfloat16 else torch.float32
+    parts: Sequence[Make] = (lambda: line.read(weights[name]).to(dtype).reshape(line.rectangle.sizes),)
+    if line.is_copy and line.shape and not weights.is_quantized(name):
+        blocks = parts_of(line.shape, dtype.itemsize)
+        parts = [partial(_rows, weights, name, rows, dtype) for rows in blocks]
+    return WeightPiece(name=line.name, shape=line.whole, rectangle=line.rectangle, dtype=dtype, parts=parts)
+
+
+def _rows(weights: WeightFolder, name: str, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return weights.rows(name, rows).to(dtype)

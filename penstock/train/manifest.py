@@ -22,20 +22,22 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from math import prod
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from penstock import __version__
 from penstock.base.errors import CheckpointError, DamagedError
 from penstock.base.files import read_json, write_whole
 from penstock.layout.sharding import Rectangle, not_the_whole, parse_rectangle
+from penstock.models.huggingface.tensor_file import TensorFile
 from penstock.parallel.shard import ShardedTensor
 from penstock.train.tensor_files import fingerprint, in_files, write_tensors
 
@@ -52,7 +54,7 @@ TENSORS = "*.safetensors"
 class SavedTensor:
     """A tensor in a checkpoint."""
 
-    kind: str  # type and shape of the whole, such as `float32 [3, 4]`
+    kind: str  # type and shape of the whole, such as `float32 [3, 4]`; a file may have float32 values as bfloat16
     rectangles: dict[str, str] = field(default_factory=dict)  # text of each -> name of its file
 
     @property
@@ -255,7 +257,8 @@ class PartRead(NamedTuple):
     """The common part of a wanted rectangle and one in a file."""
 
     key: str  # of the rectangle in the file
-    source: tuple[slice, ...]  # index in that rectangle
+    sizes: tuple[int, ...]  # of that rectangle
+    source: tuple[slice, ...]  # index in it
     target: Tensor  # view of the wanted tensor
 
 
@@ -292,7 +295,6 @@ def files_to_read(saved: Mapping[str, SavedTensor], into: Mapping[str, ShardedTe
     return list(found)
 
 
-@torch.no_grad()
 def fill_parts(
     folder: Path,
     saved: Mapping[str, SavedTensor],
@@ -301,58 +303,80 @@ def fill_parts(
 ) -> None:
     """Fill this rank's parts, on any device, one after another; only the needed elements are read.
 
-    Files of `expected`, in the order of their first use, are compared with these checksums before they are used.
-    Raises OSError if a file cannot be read, and SafetensorError or DamagedError if it is not what the manifest says.
+    Files of `expected`, in the order of their first use, are compared with these checksums; after an error the parts
+    are undefined. Raises OSError if a file cannot be read, and DamagedError if it is not what the manifest says.
     """
-    with ThreadPoolExecutor(1) as thread:
-        files = _OpenFiles(folder, expected, thread)
+    with CheckpointFiles(folder, expected) as files:
         for name, part in into.items():
-            check_part(name, part)
-            room = part.room()
-            for file, read in _reads(name, room, saved[name]):
-                values = files.open(file).get_slice(read.key)[read.source]
-                if (values.dtype, values.shape) != (read.target.dtype, read.target.shape):
-                    kinds = [f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in (values, read.target)]
-                    raise _damaged(folder / file, f"{read.key} gives {kinds[0]} instead of {kinds[1]}")
-                read.target.copy_(values)
-            part.fill(room.tensor)
+            files.fill(name, part, saved[name])
+        files.finish()
 
 
-MOST_OPEN = 2
-"""Files that are mapped at once: mapped pages count as memory of the process."""
+MOST_OPEN = 256
+"""Files that are open at once."""
 
 
-class _OpenFiles:
-    """Files of a checkpoint that are open. A thread checks the next one while values are copied from this one.
+class CheckpointFiles:
+    """Files of a checkpoint that are open. Several threads may read at once; `finish` raises if a checksum is wrong.
 
-    So a file is read from the disk once: after its check it is in the page cache.
+    A thread compares files of `expected` with their checksums while values are read from them, at most one file behind.
+    So the disk is asked once: the second reader finds the pages in memory.
     """
 
-    def __init__(self, folder: Path, expected: Mapping[str, str], thread: ThreadPoolExecutor) -> None:
+    def __init__(self, folder: Path, expected: Mapping[str, str]) -> None:
         self._folder = folder
-        self._expected = expected
-        self._thread = thread
-        self._left = iter(expected)
-        self._checks: dict[str, Future[None]] = {}
-        self._open: dict[str, Any] = {}
+        self._left = dict(expected)
+        self._thread = ThreadPoolExecutor(1)
+        self._checks: list[Future[None]] = []
+        self._open = lru_cache(MOST_OPEN)(self._opened)
+        self._lock = Lock()
 
-    def open(self, name: str) -> Any:
-        """The open file, which is as saved if it is expected."""
-        if name not in self._open:
-            if name in self._expected:
-                while name not in self._checks:
-                    self._check_next()
-                self._check_next()
-                self._checks[name].result()
-            while len(self._open) >= MOST_OPEN:
-                del self._open[next(iter(self._open))]
-            self._open[name] = safe_open(self._folder / name, framework="pt")
-        return self._open[name]
+    def __enter__(self) -> "CheckpointFiles":
+        return self
 
-    def _check_next(self) -> None:
-        if (name := next(self._left, None)) is not None:
-            one = {name: self._expected[name]}
-            self._checks[name] = self._thread.submit(check_files, self._folder, one)
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def finish(self) -> None:
+        """Check the files that are left, and wait. Raises OSError or DamagedError."""
+        self._check(*self._left)
+        self._wait(0)
+
+    def fill(self, name: str, part: ShardedTensor, saved: SavedTensor) -> None:
+        """Fill a rank's part of a tensor. Raises as `fill_parts`."""
+        check_part(name, part)
+        room = part.room()
+        for file, read in _reads(name, room, saved):
+            with self._lock:
+                self._check(file)
+                self._wait(1)
+                opened = self._open(file)
+            stored, target = opened.tensors.get(read.key), read.target
+            is_exact = stored is not None and (stored.dtype == target.dtype or {stored.dtype, target.dtype} == _WIDENED)
+            if stored is None or not is_exact or stored.shape != read.sizes:
+                got = "none" if stored is None else f"{stored.dtype} {list(stored.shape)}".removeprefix("torch.")
+                kind = f"{target.dtype} {list(read.sizes)}".removeprefix("torch.")
+                raise _damaged(self._folder / file, f"{read.key} gives {got} instead of {kind}")
+            opened.fill(read.key, read.source, target)
+        part.fill(room.tensor)
+
+    def _opened(self, file: str) -> TensorFile:
+        try:
+            return TensorFile(self._folder / file)
+        except ValueError as error:
+            raise _damaged(self._folder / file, f"{error}") from error
+
+    def _check(self, *files: str) -> None:
+        for file in files:
+            if (checksum := self._left.pop(file, None)) is not None:
+                self._checks.append(self._thread.submit(check_files, self._folder, {file: checksum}))
+
+    def _wait(self, most: int) -> None:
+        while len(self._checks) > most:
+            self._checks.pop(0).result()
+
+
+_WIDENED = {torch.float32, torch.bfloat16}
 
 
 def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple[str, PartRead]]:
@@ -363,7 +387,7 @@ def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple
         for theirs, file in places:
             if (common := ours.overlap(theirs)) is not None:
                 target = values[common.within(ours.begin)]
-                yield file, PartRead(f"{name}{theirs}", common.within(theirs.begin), target)
+                yield file, PartRead(f"{name}{theirs}", theirs.sizes, common.within(theirs.begin), target)
 
 
 def check_part(name: str, part: ShardedTensor) -> None:

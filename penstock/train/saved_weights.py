@@ -1,20 +1,21 @@
 """Reads and writes the weights of a checkpoint one piece at a time, so that models of any size pass.
 
-A piece is a tensor, or one expert's part of it. The written form is a checkpoint of step 0 with float32 `model.*`
-tensors only; `training.initial_weights` starts a run with it, in any layout.
+A piece is a tensor, or one expert's part of it. The written form is a checkpoint of step 0 with `model.*` tensors only,
+in bfloat16 where the source has no more bits; `training.initial_weights` starts a run with it, in any layout.
 
     WEIGHTS/run.toml                a run that starts with them
             weights/step-000000     tensors, facts.json, manifest.json: penstock/train/manifest.py
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError, RunFolderError
@@ -29,20 +30,20 @@ from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import (
     FACTS,
     FILE_BYTES,
+    CheckpointFiles,
     Manifest,
     SavedTensor,
     WrittenFiles,
-    check_files,
     check_tensors,
+    check_there,
     files_of,
-    fill_parts,
     merge,
     read_manifest,
     write_manifest,
 )
 from penstock.train.run_folder import RunFolder
 from penstock.train.state import TrainState, check_same_model, identity_of
-from penstock.train.tensor_files import TensorEntry, fingerprint, in_files, write_entries
+from penstock.train.tensor_files import Make, TensorEntry, fingerprint, in_files, write_entries
 
 Value = TypeVar("Value")
 
@@ -52,15 +53,30 @@ STEP = 0
 PREFIX = "model."
 """Of weights in a checkpoint."""
 
+THREADS = 2
+"""That read and convert weights while others are written; more read no faster from one disk."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPiece:
-    """A rectangle of a weight, float32."""
+    """A rectangle of a weight."""
 
     name: str  # of the weight in `Decoder.state_dict()`
     shape: tuple[int, ...]  # of the whole weight
     rectangle: Rectangle
-    make: Callable[[], Tensor]  # returns the values; called once, when they are written
+    dtype: torch.dtype  # float32, or bfloat16 where that holds every bit of the source
+    parts: Sequence[Make]  # return the values, some rows each; called when they are written
+
+    def values(self) -> Tensor:
+        """All of its values."""
+        parts = [part().flatten() for part in self.parts]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(self.rectangle.sizes)
+
+    @property
+    def entry(self) -> TensorEntry:
+        """The piece as a tensor of a file."""
+        name = f"{PREFIX}{self.name}{self.rectangle}"
+        return TensorEntry(name=name, dtype=self.dtype, shape=self.rectangle.sizes, parts=self.parts)
 
 
 def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[str, Any]) -> None:
@@ -71,9 +87,11 @@ def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[st
     """
     folder.mkdir(parents=True)
     written = WrittenFiles({}, {})
-    for number, group in enumerate(in_files(pieces, lambda piece: 4 * piece.rectangle.elements, FILE_BYTES)):
+    blocks: list[np.ndarray] = []
+    for number, group in enumerate(in_files(pieces, lambda piece: piece.entry.nbytes, FILE_BYTES)):
         name = f"tensors-{number:05d}.safetensors"
-        written.files[name] = write_entries(folder / name, map(_entry, group))
+        entries = (piece.entry for piece in group)
+        written.files[name] = write_entries(folder / name, entries, blocks=blocks, threads=THREADS)
         for piece in group:
             kind = f"float32 {list(piece.shape)}"
             saved = written.tensors.setdefault(PREFIX + piece.name, SavedTensor(kind))
@@ -84,42 +102,52 @@ def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[st
     sync(folder)
 
 
-def _entry(piece: WeightPiece) -> TensorEntry:
-    name = f"{PREFIX}{piece.name}{piece.rectangle}"
-    return TensorEntry(name=name, dtype=torch.float32, shape=piece.rectangle.sizes, make=piece.make)
-
-
 class SavedWeights:
-    """The weights of a checkpoint; `kinds` are type and shape of each wanted one, by name in the model.
+    """The weights of a checkpoint, while `open_weights` holds it open. Several threads may read at once."""
 
-    Raises a CheckpointError if the checkpoint is missing or damaged, or lacks a weight.
-    """
+    def __init__(self, folder: Path, tensors: Mapping[str, SavedTensor], files: CheckpointFiles) -> None:
+        self._folder, self._tensors, self._files = folder, tensors, files
 
-    def __init__(self, store: CheckpointStore, step: int, kinds: Mapping[str, str]) -> None:
-        self._folder = store.path(step)
-        wanted = {PREFIX + name: kind for name, kind in kinds.items()}
-        self._tensors: Mapping[str, SavedTensor] = _checked(self._folder, wanted).tensors
-
-    def read(self, name: str, rectangle: Rectangle) -> Tensor:
-        """A rectangle of a weight, float32. Raises a CheckpointError if it cannot be read."""
+    def read(self, name: str, rectangle: Rectangle, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A rectangle of a weight, float32 or bfloat16. Raises a CheckpointError if it cannot be read."""
         saved = self._tensors[PREFIX + name]
-        tensor = torch.empty(rectangle.sizes, dtype=torch.float32)
+        tensor = torch.empty(rectangle.sizes, dtype=dtype)
         piece = LocalSlice(offset=0, strides=tensor.stride(), whole=rectangle.begin, sizes=rectangle.sizes)
         part = ShardedTensor(tensor=tensor, shape=saved.shape, pieces=(piece,))
-        try:
-            fill_parts(self._folder, self._tensors, {PREFIX + name: part})
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {self._folder}", got=error) from error
+        with _reading(self._folder):
+            self._files.fill(PREFIX + name, part, saved)
         return tensor
 
 
-def _checked(folder: Path, wanted: Mapping[str, str]) -> Manifest:
+@contextmanager
+def open_weights(store: CheckpointStore, step: int, kinds: Mapping[str, str]) -> Iterator[SavedWeights]:
+    """Weights of a checkpoint; `kinds` are type and shape of each wanted one, by name in the model.
+
+    What was read counts only when the context ends without an error: until then files are compared with their
+    checksums. Raises a CheckpointError if the checkpoint is missing or damaged, or lacks a weight.
+    """
+    folder = store.path(step)
+    wanted = {PREFIX + name: kind for name, kind in kinds.items()}
+    with _reading(folder):
+        manifest = _checked(folder, wanted)
+    with CheckpointFiles(folder, {name: manifest.files[name] for name in files_of(manifest, wanted)}) as files:
+        yield SavedWeights(folder, manifest.tensors, files)
+        with _reading(folder):
+            files.finish()
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
     try:
-        manifest = read_manifest(folder)
-        check_tensors(folder, {name: manifest.kinds.get(name, "none") for name in wanted}, wanted)
-        check_files(folder, {name: manifest.files[name] for name in files_of(manifest, wanted)})
+        yield
     except OSError as error:
         raise CheckpointError(f"cannot read {folder}", got=error.strerror or error) from error
+
+
+def _checked(folder: Path, wanted: Mapping[str, str]) -> Manifest:
+    manifest = read_manifest(folder)
+    check_tensors(folder, {name: manifest.kinds.get(name, "none") for name in wanted}, wanted)
+    check_there(folder, files_of(manifest, wanted))
     return manifest
 
 

@@ -16,7 +16,7 @@ import json
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,25 +26,15 @@ from itertools import chain
 from math import prod
 from mmap import mmap
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of types in the format."""
+from penstock.models.huggingface.tensor_file import DTYPES
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Item = TypeVar("Item")
 
@@ -67,14 +57,23 @@ PAGE_BYTES = 4096
 """Past the page cache, sizes are multiples of it. A file of another size is cut after its last block."""
 
 
+PART_BYTES = 16 << 20
+"""Of a tensor that is read and written in parts (`parts_of`)."""
+
+AHEAD_BYTES = 256 << 20
+"""Made before they are written, unless one part is larger."""
+
+Make: TypeAlias = Callable[[], Tensor]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a file that `make` computes when it is written."""
+    """A tensor of a file; `parts` compute its values, some rows each, when they are written."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    make: Callable[[], Tensor]
+    parts: Sequence[Make]
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +87,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], blocks: list[np.nda
     `blocks` is the memory of the file before, to be used again, at first an empty list. Returns the `fingerprint` of
     the intended content. Raises OSError if the file cannot be written.
     """
-    made = [TensorEntry(name=n, dtype=x.dtype, shape=tuple(x.shape), make=x.detach) for n, x in tensors.items()]
+    made = [TensorEntry(name=n, dtype=x.dtype, shape=tuple(x.shape), parts=(x.detach,)) for n, x in tensors.items()]
     return write_entries(path, made, blocks=blocks)
 
 
@@ -97,27 +96,31 @@ def write_entries(
     entries: Iterable[TensorEntry],
     metadata: Mapping[str, str] | None = None,
     blocks: list[np.ndarray] | None = None,
+    threads: int = 0,
 ) -> str:
-    """`write_tensors` for tensors that are never in memory together, with `metadata` in the header."""
+    """`write_tensors` for tensors that are never in memory together, with `metadata` in the header.
+
+    So many `threads` make the next parts while others are written; 0 makes each when it is needed.
+    """
     entries = list(entries)
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for entry in entries:
-        described = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape)}
+        described = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape)}
         header[entry.name] = described | {"data_offsets": [offset, offset + entry.nbytes]}
         offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     begin = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
     checksum, written, size = 0, 0, begin.numel() + offset
-    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(WRITES) as threads:
+    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(WRITES) as writers:
         if size >= DIRECT_BYTES:
             _set_direct(file, True)
         is_direct = _is_direct(file)
         writes = deque[Future[None]]()
-        for block in _blocks(chain([begin], map(_bytes_of, entries)), size, blocks):  # one tensor at a time
+        for block in _blocks(chain([begin], _made(entries, threads)), size, blocks):
             padding = -len(block) % PAGE_BYTES if is_direct else 0
-            writes.append(_start(threads, file, memoryview(block.obj)[: len(block) + padding], written))
+            writes.append(_start(writers, file, memoryview(block.obj)[: len(block) + padding], written))
             checksum = zlib.crc32(block, checksum)
             written += len(block)
             if len(writes) == WRITES:
@@ -126,6 +129,7 @@ def write_entries(
             write.result()
         if is_direct:
             file.truncate(size)
+        assert written == size, f"{path} has {written} of {size} bytes"
         os.fsync(file.fileno())
     return describe_file(size, checksum)
 
@@ -227,11 +231,40 @@ def describe_file(size: int, checksum: int) -> str:
     return f"{size} bytes, crc32 {checksum:08x}"
 
 
-def _bytes_of(entry: TensorEntry) -> Tensor:
-    """Values of a tensor, row by row, on its device."""
-    tensor = entry.make()
-    assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), f"{entry.name} is not what it said"
-    tensor = tensor.detach()
+def parts_of(sizes: Sequence[int], itemsize: int) -> list[tuple[int, int]]:
+    """(first, end) of dim 0 for parts of about `PART_BYTES`."""
+    rows, *rest = sizes
+    step = max(1, PART_BYTES // max(1, itemsize * prod(rest)))
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def _made(entries: Iterable[TensorEntry], threads: int) -> Iterator[Tensor]:
+    """Bytes of all parts in order."""
+    parts = ((entry, part) for entry in entries for part in entry.parts)
+    if not threads:
+        yield from (_bytes_of(*one) for one in parts)
+        return
+    of_process = torch.get_num_threads()
+    # Each thread computes alone: OpenMP teams of several threads would wait for each other on the same cores.
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as makers:
+        ahead = deque[tuple[int, Future[Tensor]]]()
+        try:
+            for entry, part in parts:
+                nbytes = entry.nbytes // len(entry.parts)
+                while ahead and sum(size for size, _ in ahead) + nbytes > AHEAD_BYTES:
+                    yield ahead.popleft()[1].result()
+                ahead.append((nbytes, makers.submit(_bytes_of, entry, part)))
+            while ahead:
+                yield ahead.popleft()[1].result()
+        finally:
+            makers.shutdown(cancel_futures=True)
+            torch.set_num_threads(of_process)
+
+
+def _bytes_of(entry: TensorEntry, part: Make) -> Tensor:
+    """Values of a part, row by row, on its device."""
+    tensor = part().detach()
+    assert tensor.dtype == entry.dtype, f"{entry.name} is not what it said"
     if tensor.device.type == "cpu" and not tensor.is_contiguous():
         tensor = torch.from_numpy(np.ascontiguousarray(tensor.view(_INTEGERS[tensor.itemsize]).numpy()))
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,6 +1,7 @@
 """Datasets of Hugging Face, in folders that `datasets` has written: on disk and streamed."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -161,3 +162,58 @@ def test_a_hub_that_does_not_answer_is_said_without_retries(monkeypatch: pytest.
     monkeypatch.setattr(hub.socket, "create_connection", Mock(side_effect=OSError("no network")))
     with pytest.raises(DataError, match="the hub cannot be reached, and this machine has no copy"):
         on_disk(name_of(Path("nobody/nothing")))
+
+
+def test_a_folder_of_weights_is_fetched_by_its_name_without_code_and_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    asked = list[str]()
+
+    def fetch(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        files = ["config.json", "model-00001.safetensors", "tokenizer.model", "consolidated.safetensors", "code.py"]
+        files += ["pytorch_model.bin", "original/a.safetensors", "README.md", "tokenizer.json"]
+        asked.append(name)
+        kept = huggingface_hub.utils.filter_repo_objects(
+            files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        assert list(kept) == ["config.json", "model-00001.safetensors", "tokenizer.model", "tokenizer.json"]
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(hub, "_hub_answers", lambda: True)
+    assert hub.weights_of(Path("org/name-1.5B")) == tmp_path / "cache"
+    for path in ("here", "here/nothing", "nothing", "/org/name", "../name", "a/b/c"):
+        assert hub.weights_of(Path(path)) == Path(path)
+    assert asked == ["org/name-1.5B"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (False, r"cannot fetch org/name: .* the hub cannot be reached; got \w.*; fix: give a folder, or try again"),
+        (True, r"cannot fetch org/name: .* the hub does not give it; got 404.*; fix: correct ORG/NAME"),
+    ],
+)
+def test_weights_that_cannot_be_fetched_are_one_line(
+    answers: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub, "getproxies", dict)
+    if answers:
+        monkeypatch.setattr(hub, "_hub_answers", lambda: True)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=OSError("404\nmore")))
+    monkeypatch.setattr(hub.socket, "create_connection", Mock(side_effect=OSError("no network")))
+    with pytest.raises(DataError, match=message) as caught:
+        hub.weights_of(Path("org/name"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_download_without_the_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DataError, match=r"org/name is no folder here, and its download needs .*; fix: pip install"):
+        hub.weights_of(Path("org/name"))

@@ -11,15 +11,15 @@ belong to the model, where a folder has it.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError
 from penstock.base.files import open_file, read_json
+from penstock.models.huggingface.tensor_file import StoredTensor, TensorFile
 
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the sixteen 4-bit numbers (e2m1)."""
@@ -27,7 +27,7 @@ MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 INDEX = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 _BLOCK = (128, 128)
-_FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE_INV = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _METHODS = ("fp8", "mxfp4")
@@ -45,37 +45,39 @@ class WeightFolder(Mapping[str, Tensor]):
         self.folder = folder
         self._block = _block_of(folder)
         self._files: dict[str, Path] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        types: dict[str, str] = {}
+        self._open = lru_cache(MOST_OPEN)(_opened)
+        stored: dict[str, StoredTensor] = {}
         for file in _files_of(folder):
-            opened = _opened(file)
-            for name in opened.keys():  # noqa: SIM118 - no mapping
+            for name, tensor in self._open(file).tensors.items():
                 if name in self._files:
                     raise CheckpointError(f"{file} repeats {name}", got=f"it is in {self._files[name]} too")
-                tensor = opened.get_slice(name)
-                self._files[name], shapes[name], types[name] = file, tuple(tensor.get_shape()), tensor.get_dtype()
+                self._files[name], stored[name] = file, tensor
         self._shapes = {
-            name: _unpacked(stored, shapes[stored])
-            for stored in self._files
-            if (name := _logical_name(stored)) is not None and 0 not in shapes[stored]
+            name: _unpacked(file_name, stored[file_name].shape)
+            for file_name in stored
+            if (name := _logical_name(file_name)) is not None and 0 not in stored[file_name].shape
         }
-        self._check_scales(shapes, types)
-        self._open: tuple[Path, Any] | None = None
+        self._check_scales(stored)
+        self._dtypes = {name: stored[name].dtype for name in self._shapes if self._is_plain(name)}
 
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor. Raises a CheckpointError if it cannot be read, or if a value is infinite or NaN."""
-        stored = name if name in self._files else name + _BLOCKS
-        tensor = self._read(stored)
-        if stored.endswith(_BLOCKS):
-            tensor = from_mxfp4(tensor, self._read(stored.removesuffix(_BLOCKS) + _SCALES))
-        elif stored + _SCALE_INV in self._files:
-            tensor = from_float8(tensor, self._read(stored + _SCALE_INV), self._block)
-        # A finite sum has finite terms, and takes no memory.
-        if (
-            tensor.is_floating_point()
-            and not tensor.sum(dtype=torch.float32).isfinite()
-            and not tensor.isfinite().all()
-        ):
+        if name in self._dtypes:
+            return self.rows(name)
+        packed = name if name in self._files else name + _BLOCKS
+        tensor = self._read(packed)
+        if packed.endswith(_BLOCKS):
+            tensor = from_mxfp4(tensor, self._read(packed.removesuffix(_BLOCKS) + _SCALES))
+        else:
+            tensor = from_float8(tensor, self._read(packed + _SCALE_INV), self._block)
+        return self._finite(name, packed, tensor)
+
+    def rows(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Rows [first, end) of a tensor that is not quantized, or all. Raises a CheckpointError as `__getitem__`."""
+        return self._finite(name, name, self._read(name, rows))
+
+    def _finite(self, name: str, stored: str, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and not is_finite(tensor):
             raise CheckpointError(f"{name} in {self._files[stored]} has values that are NaN or infinite", fix=_FETCH)
         return tensor
 
@@ -83,18 +85,30 @@ class WeightFolder(Mapping[str, Tensor]):
         """Shape of a tensor, without reading it."""
         return self._shapes[name]
 
-    def _check_scales(self, shapes: Mapping[str, tuple[int, ...]], types: Mapping[str, str]) -> None:
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor, without reading it."""
+        return self._dtypes.get(name, torch.bfloat16)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether a tensor is dequantized as a whole when it is read."""
+        return name not in self._dtypes
+
+    def _is_plain(self, name: str) -> bool:
+        return name in self._files and name + _SCALE_INV not in self._files
+
+    def _check_scales(self, stored: Mapping[str, StoredTensor]) -> None:
         """Each float8 weight has a scale for each of its blocks, and each scale a weight."""
+        types = {name: tensor.dtype for name, tensor in stored.items()}
         for name in self._shapes:
-            if types.get(name) in _FLOAT8 and name + _SCALE_INV not in shapes:
+            if types.get(name) in _FLOAT8 and name + _SCALE_INV not in stored:
                 raise CheckpointError(f"{name} is float8 and has no scale", allowed=f"{name}{_SCALE_INV}", fix=_FETCH)
-        for scale, shape in shapes.items():
+        for scale, shape in ((name, tensor.shape) for name, tensor in stored.items()):
             name = scale.removesuffix(_SCALE_INV)
             if name == scale:
                 continue
             if types.get(name) not in _FLOAT8:
                 raise CheckpointError(f"{scale} is the scale of no float8 weight", got=types.get(name), fix=_FETCH)
-            sizes = shapes[name]
+            sizes = stored[name].shape
             parts = self._block or sizes[-2:]
             grid = (*sizes[:-2], *(-(-size // part) for size, part in zip(sizes[-2:], parts, strict=False)))
             is_one = self._block is None and shape in ((), (1,))
@@ -113,21 +127,30 @@ class WeightFolder(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._shapes)
 
-    def _read(self, stored: str) -> Tensor:
-        try:
-            tensor: Tensor = self._opened(stored).get_tensor(stored)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {self._files[stored]}", got=error) from error
-        return tensor
-
-    def _opened(self, stored: str) -> Any:
-        """The file of a tensor. One file stays open, because consecutive reads mostly come from the same file."""
+    def _read(self, stored: str, rows: tuple[int, int] | None = None) -> Tensor:
         if stored not in self._files:
             raise CheckpointError(f"{self.folder} has no tensor {stored}", fix="fetch the folder again")
-        file = self._files[stored]
-        if self._open is None or self._open[0] != file:
-            self._open = file, _opened(file)
-        return self._open[1]
+        try:
+            return self._open(self._files[stored]).read(stored, rows)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self._files[stored]}", got=error, fix=_FETCH) from error
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is infinite or NaN, without memory for a result per value.
+
+    Read as integers, these are the largest values: of signed ones with the sign bit 0, of unsigned ones with 1.
+    """
+    tensor = tensor.float() if tensor.itemsize == 1 else tensor
+    integers = _INTEGERS[tensor.itemsize]
+    limit = int(torch.tensor(torch.inf, dtype=tensor.dtype).view(integers))
+    values = tensor.view(integers).numpy()  # whose reductions start no threads
+    sign = 1 << (8 * tensor.itemsize - 1)
+    return bool(values.size == 0 or (values.max() < limit and values.view(f"u{tensor.itemsize}").max() < limit + sign))
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes."""
 
 
 def _block_of(folder: Path) -> tuple[int, int] | None:
@@ -187,17 +210,22 @@ def _files_of(folder: Path) -> list[Path]:
     return files
 
 
-def _opened(file: Path) -> Any:
+def _opened(file: Path) -> TensorFile:
     try:
-        with open_file(file) as regular:  # the library would wait for a pipe
+        with open_file(file) as regular:
             if regular.read(len(_LFS)) == _LFS:
                 raise CheckpointError(
                     f"{file} is a pointer of Git LFS, no weights", fix="run `git lfs pull` in its folder"
                 )
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
+        return TensorFile(file)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {file}", got=error, fix=_FETCH) from error
 
+
+MOST_OPEN = 64
+"""Files that stay open."""
 
 _FETCH = "fetch it again"
 _FIX_BLOCK = "correct quantization_config.weight_block_size in config.json"

@@ -66,6 +66,11 @@ class WeightMapping:
         begin[dim] = index * sizes[dim]
         return Rectangle(tuple(begin), tuple(sizes))
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether the values have the same order here and there."""
+        return not self.forms and self.division is None
+
     def read(self, stored: Tensor) -> Tensor:
         """Convert from the layout of the file: our rows of its tensor."""
         if self.division is not None:
