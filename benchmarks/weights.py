@@ -1,129 +1,178 @@
-"""Import and export of layers in their full size: time, memory, and whether every bit comes back.
+"""Import and export beside the disk: rates, bytes, memory, and whether every bit comes back.
 
-    python -m benchmarks.weights --output benchmarks/results/weights.json
+    python -m benchmarks.weights --folder /tmp --output benchmarks/results/weights-speed.json
 
-A folder with Hugging Face names and random bfloat16 weights of a preset's first layers is made, imported, and exported
-again, each in a process of its own whose peak memory the system counts. Needs about eight bytes a parameter on disk.
+A folder with Hugging Face names and random bfloat16 weights of a preset's first layers is imported and exported again,
+in rounds that alternate with a plain loop: it reads the same files in blocks, writes their bytes past the page cache,
+and syncs them. Rounds begin with the files in the page cache (`warm`) or not (`cold`). Each verb runs in a process of
+its own that has imported its modules before; the system counts its bytes, and its memory from then on. Needs about
+eight bytes a parameter on disk.
 """
 
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from functools import partial
-from hashlib import blake2b
-from math import prod
-from multiprocessing import get_context
+from mmap import mmap
 from pathlib import Path
-from typing import TypeVar
+from statistics import median
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from benchmarks import record
+from benchmarks.checkpoint_size import forget, fresh, seconds_of
+from penstock.cli.main import main as penstock
 from penstock.config.load import load_run
+from penstock.config.run import Run
+from penstock.models.build import meta_model
 from penstock.models.count import count
 from penstock.models.huggingface.config import huggingface_config
 from penstock.models.huggingface.weights import by_file_tensor, weight_mappings
-from penstock.train.tensor_files import TensorEntry, write_entries
+from penstock.train.tensor_files import TensorEntry, in_files, write_entries
 
-PRESET = "qwen3-235b-a22b-1l"
-FILE_BYTES = 5 << 30
-GIB = 2**30
-Result = TypeVar("Result")
+PRESET = "qwen3-30b-a3b"
+LAYERS = 2
+FILE_BYTES = 3 << 29
+BLOCK_BYTES = 16 << 20
 
 
-def make(preset: str, folder: Path) -> int:
-    """Random weights of a preset, as their authors would keep them; returns bytes."""
-    model = load_run(preset).model
+def make(run: Run, folder: Path) -> int:
+    """Random weights of a model, as their authors would keep them; returns bytes."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(huggingface_config(model)))
-    file: list[TensorEntry] = []
-    total = 0
-    for number, (line, *_) in enumerate(by_file_tensor(weight_mappings(model))):
-        values = partial(_random, number, line.shape)
-        file.append(TensorEntry(name=line.hf_name, dtype=torch.bfloat16, shape=line.shape, parts=(values,)))
-        total += file[-1].nbytes
-        if sum(entry.nbytes for entry in file) > FILE_BYTES:
-            write_entries(folder / f"model-{number:05d}.safetensors", file)
-            file = []
-    write_entries(folder / "model-99999.safetensors", file)
-    return total
+    (folder / "config.json").write_text(json.dumps(huggingface_config(run.model)))
+    entries = [
+        TensorEntry(
+            name=line.hf_name, dtype=torch.bfloat16, shape=line.shape, parts=(partial(_random, number, line.shape),)
+        )
+        for number, (line, *_) in enumerate(by_file_tensor(weight_mappings(run.model)))
+    ]
+    for number, group in enumerate(in_files(entries, lambda entry: entry.nbytes, FILE_BYTES)):
+        write_entries(folder / f"model-{number:05d}.safetensors", group)
+    return sum(entry.nbytes for entry in entries)
 
 
 def _random(seed: int, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    """Random bits of numbers below 2, which are faster to make than normal ones."""
+    bits = torch.empty(shape, dtype=torch.int16)
+    bits.random_(-(2**15), 2**15, generator=torch.Generator().manual_seed(seed))
+    return bits.bitwise_and_(~0x4000).view(torch.bfloat16)
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """A hash of each tensor's values, by name."""
-    return {name: blake2b(values, digest_size=16).hexdigest() for name, values in _values(folder)}
+def equal(one: Path, other: Path) -> dict[str, int]:
+    """Numbers of tensors that are equal in both folders, and that are in one of them."""
+    places = [
+        {name: path for path in folder.glob("*.safetensors") for name in safe_open(path, "pt").keys()}  # noqa: SIM118
+        for folder in (one, other)
+    ]
+    same = 0
+    for name in places[0].keys() & places[1].keys():
+        tensors = [safe_open(at[name], "pt").get_tensor(name).bfloat16() for at in places]  # routers are float32
+        same += torch.equal(*tensors)
+    return {"tensors": len(places[0]), "tensors_equal": same, "tensors_too_many": len(places[1].keys() - places[0])}
 
 
-def _values(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                tensor = file.get_tensor(name).bfloat16().contiguous()
-                yield name, tensor.view(torch.uint8).numpy().tobytes()
+def copy_plainly(source: Path, target: Path) -> dict[str, float]:
+    """Read files in blocks and write them past the page cache; seconds of both, one after the other."""
+    target.mkdir()
+    block, reading, writing = mmap(-1, BLOCK_BYTES), 0.0, 0.0
+    for path in sorted(source.rglob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            out = os.open(target / path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o644)
+            begin = time.perf_counter()
+            while got := file.readinto(block):
+                reading += time.perf_counter() - begin
+                begin = time.perf_counter()
+                os.write(out, memoryview(block)[: got + -got % 4096])
+                writing += time.perf_counter() - begin
+                begin = time.perf_counter()
+            writing += seconds_of(partial(os.fsync, out))
+            os.close(out)
+    return {"read": reading, "write": writing}
 
 
-def apart(function: Callable[..., Result], *arguments: object) -> Result:
-    """Call a function in a process of its own: a child's peak memory begins with what its parent once held."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(function, *arguments).result()
+def _counts() -> dict[str, int]:
+    """Bytes that this process asked for, took from the disk, and wrote past the page cache; peak of its memory."""
+    lines = Path("/proc/self/io").read_text() + Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in lines.splitlines())
+    peak = 1024 * int(fields["VmHWM"].split()[0])
+    return {name: int(fields[name]) for name in ("rchar", "read_bytes", "write_bytes")} | {"peak": peak}
 
 
-def timed(*words: str) -> dict[str, float]:
-    """Run a verb; seconds, and the most memory that its process held."""
-    begin = time.perf_counter()
-    run = subprocess.Popen([sys.executable, "-m", "penstock", *words], stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(run.pid, 0)
-    if status:
+def verb(words: list[str]) -> None:
+    """Print seconds, bytes and memory of a verb; its modules are imported first, by asking for its help."""
+    with open(os.devnull, "w") as nothing:
+        sys.stdout, stdout = nothing, sys.stdout
+        penstock([words[0], "--help"])
+        meta_model(load_run("debug").model)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before, clock = _counts(), os.times()
+        begin = time.perf_counter()
+        code = penstock(words)
+        seconds, after, end = time.perf_counter() - begin, _counts(), os.times()
+        sys.stdout = stdout
+    if code:
         raise SystemExit(f"penstock {' '.join(words)} failed")
+    used = end.user + end.system - clock.user - clock.system
+    numbers = {name: after[name] - before[name] for name in after}
+    print(json.dumps({"seconds": seconds, "cpu_seconds": used} | numbers))
+
+
+def measure_verb(*words: str | Path) -> dict[str, float]:
+    """`verb` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.weights", "--verb", *map(str, words)]
+    numbers: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return numbers
+
+
+def one_round(theirs: Path, folder: Path, prepare: Callable[[Path], None]) -> dict[str, dict[str, float]]:
+    """Both verbs, each behind a plain copy of the files that it reads."""
+    found = {}
+    with fresh(folder / "start") as start, fresh(folder / "again") as again:
+        for name, source, words in (
+            ("import", theirs, ("import", theirs, "--output", start)),
+            ("export", start, ("export", start, again, "--precision", "bf16")),
+        ):
+            prepare(source)
+            with fresh(folder / "plain") as plain:
+                copied = copy_plainly(source, plain)
+            prepare(source)
+            found[name] = measure_verb(*words) | copied
+            print(name, {key: round(one, 2) for key, one in found[name].items()}, flush=True)
+        found["tensors"] = {name: float(value) for name, value in equal(theirs, again).items()}
+    return found
+
+
+def read_once(folder: Path) -> None:
+    """Let the page cache have the files of a folder."""
+    for path in folder.rglob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.read(BLOCK_BYTES):
+                pass
+
+
+def summary(rounds: list[dict[str, dict[str, float]]], size: int, name: str) -> dict[str, float]:
+    """Medians over rounds of a verb, in GB (10^9 bytes) and seconds; ratios are taken within a round."""
+    several = [one[name] for one in rounds]
+    ratios = [max(one["read"], one["write"]) / one["seconds"] for one in several]
     return {
-        "seconds": time.perf_counter() - begin,
-        "cpu_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_gib": usage.ru_maxrss * 1024 / GIB,
+        "gb_per_second": median(size / one["seconds"] / 1e9 for one in several),
+        "disk_read_gb_per_second": median(size / one["read"] / 1e9 for one in several),
+        "disk_write_gb_per_second": median(size / one["write"] / 1e9 for one in several),
+        "over_slower_of_read_and_write": median(ratios),
+        "over_copy": median((one["read"] + one["write"]) / one["seconds"] for one in several),
+        "cpu_seconds_per_gb": median(one["cpu_seconds"] / size * 1e9 for one in several),
+        "gb_read": median(one["rchar"] / 1e9 for one in several),
+        "gb_read_from_disk": median(one["read_bytes"] / 1e9 for one in several),
+        "gb_written": median(one["write_bytes"] / 1e9 for one in several),
+        "peak_gb_above_start": max(one["peak"] / 1e9 for one in several),
     }
-
-
-def measure(preset: str, folder: Path) -> dict[str, object]:
-    """Make, import, export, compare; what is not needed any more is deleted on the way."""
-    theirs, start, again = folder / "theirs", folder / "start", folder / "again"
-    size = apart(make, preset, theirs)
-    expected = apart(digests, theirs)
-    largest = max(line_bytes(preset))
-    imported = timed("import", str(theirs), "--output", str(start))
-    shutil.rmtree(theirs)
-    exported = timed("export", str(start), str(again), "--precision", "bf16")
-    shutil.rmtree(start)
-    found = apart(digests, again)
-    model = load_run(preset).model
-    counted = count(model, 4096)
-    return {
-        "preset": preset,
-        "parameters": counted.parameters + counted.mtp_parameters,
-        "bytes_there": size,
-        "largest_tensor_bytes": largest,
-        "import": imported | {"gb_per_second": size / imported["seconds"] / 1e9},
-        "export": exported | {"gb_per_second": size / exported["seconds"] / 1e9},
-        "tensors": len(expected),
-        "tensors_equal": sum(found.get(name) == digest for name, digest in expected.items()),
-        "tensors_too_many": len(found.keys() - expected.keys()),
-    }
-
-
-def line_bytes(preset: str) -> list[int]:
-    """Bytes of every tensor there, in bfloat16."""
-    return [2 * prod(line.shape) for line, *_ in by_file_tensor(weight_mappings(load_run(preset).model))]
 
 
 def main() -> None:
@@ -131,10 +180,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     record.add_arguments(parser)
     parser.add_argument("--preset", default=PRESET)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to work; a temporary one if left out")
+    parser.add_argument("--verb", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        numbers = measure(options.preset, Path(folder))
+    if options.verb:
+        verb(options.verb)
+        return
+    run = load_run(options.preset, [f"model.layers={options.layers}"])
+    counted = count(run.model, 4096)
+    numbers: dict[str, object] = {
+        "preset": options.preset,
+        "layers": options.layers,
+        "parameters": counted.parameters + counted.mtp_parameters,
+    }
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        theirs = Path(name, "theirs")
+        size = make(run, theirs)
+        for state, prepare in (("warm", read_once), ("cold", forget)):
+            rounds = [one_round(theirs, Path(name), prepare) for _ in range(options.rounds)]
+            numbers[state] = {verb: summary(rounds, size, verb) for verb in ("import", "export")}
+            numbers |= rounds[0]["tensors"]
+    numbers |= {"gigabytes": size / 1e9, "rounds": options.rounds, "cores": len(os.sched_getaffinity(0))}
     print(json.dumps(numbers, indent=1))
     record.write(options, numbers)
 

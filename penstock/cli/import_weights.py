@@ -10,7 +10,7 @@ What is written is a folder with `run.toml`, which says how a run starts with th
     penstock train qwen/run.toml parallel.expert=8 data.source=jsonl data.files=text.jsonl --processes 8
 
 Weights that are kept in float8 with scales (DeepSeek-V3) or MXFP4 (gpt-oss) are read as what they stand for. What is
-in memory at once is 256 MiB, or the largest tensor that is read as a whole.
+in memory at once is 112 MiB, or the largest tensors that are read as a whole.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from penstock.config.training import LearningRateSchedule, Optimizer, Training
 from penstock.data.hub import weights_of
 from penstock.models.count import count
 from penstock.models.huggingface.config import facts_of
-from penstock.models.huggingface.weight_folder import WeightFolder
+from penstock.models.huggingface.distributed_folder import open_source
 from penstock.models.huggingface.weights import with_prediction
 from penstock.train.import_weights import Upcycling, import_weights, model_in
 from penstock.train.saved_weights import RUN_FILE
@@ -61,7 +61,7 @@ def import_(
             optimizer=Optimizer(learning_rate=LEARNING_RATE),
             schedule=LearningRateSchedule(warmup_steps=STEPS // 20),
         )
-    weights = WeightFolder(source)
+    weights = open_source(source, base.model)
     with_theirs, layers = with_prediction(base.model, weights), base.model.mtp_layers
     if with_theirs.mtp_layers < layers:
         print(f"without multi-token prediction: the files have {with_theirs.mtp_layers} of {layers} layers")

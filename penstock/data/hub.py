@@ -135,7 +135,7 @@ def weights_of(source: Path) -> Path:
     """A folder of weights: `source` if it exists, else what the hub has under this name, downloaded once.
 
     Only safetensors, JSON and tokenizers are fetched. Raises a DataError if `huggingface_hub` is missing, or the hub
-    cannot be reached or has no such name. A path that cannot be a name, or whose first part is a folder here, is returned.
+    cannot be reached or has no such name. Returns a path that cannot be a name, or whose first part is a folder here.
     """
     if source.exists() or source.parent.is_dir() or not _HUB_NAME.fullmatch(str(source)):
         return source

@@ -25,7 +25,7 @@ from penstock.config.model import Model, Moe, Router
 from penstock.config.run import Run
 from penstock.layout.sharding import Rectangle
 from penstock.models.huggingface.config import model_of_config
-from penstock.models.huggingface.weight_folder import CONFIG_FILE, WeightFolder
+from penstock.models.huggingface.weight_folder import CONFIG_FILE, WeightSource
 from penstock.models.huggingface.weights import WeightMapping, check_copies, check_weights, names_of, weight_mappings
 from penstock.models.init import ParamInit
 from penstock.parallel.shard import whole
@@ -145,7 +145,7 @@ def model_in(folder: Path) -> Model:
     return model_of_config(fields)
 
 
-def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Upcycling | None, folder: Path) -> None:
+def import_weights(weights: WeightSource, source: Model, run: Run, upcycling: Upcycling | None, folder: Path) -> None:
     """Write the weights of a `source` model as the start of a run, whose `training.initial_weights` names the folder.
 
     `upcycling` makes the run's model of `source`; None if they are the same. Raises a CheckpointError if the weights
@@ -169,14 +169,14 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
         raise CheckpointError(f"cannot write {folder}", got=error) from error
 
 
-def _piece(line: WeightMapping, weights: WeightFolder, name: str) -> WeightPiece:
+def _piece(line: WeightMapping, weights: WeightSource, name: str) -> WeightPiece:
     dtype = torch.bfloat16 if weights.dtype(name) == torch.bfloat16 else torch.float32
     parts: Sequence[Make] = (lambda: line.read(weights[name]).to(dtype).reshape(line.rectangle.sizes),)
-    if line.is_copy and line.shape and not weights.is_quantized(name):
+    if line.is_copy and line.shape and weights.has_rows(name):
         blocks = parts_of(line.shape, dtype.itemsize)
         parts = [partial(_rows, weights, name, rows, dtype) for rows in blocks]
     return WeightPiece(name=line.name, shape=line.whole, rectangle=line.rectangle, dtype=dtype, parts=parts)
 
 
-def _rows(weights: WeightFolder, name: str, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def _rows(weights: WeightSource, name: str, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return weights.rows(name, rows).to(dtype)

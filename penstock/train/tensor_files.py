@@ -7,8 +7,8 @@ A file is a length (8 bytes, little-endian), a JSON header of that length, and t
 Unlike the library's writer, this needs no second pass for the checksum, syncs the open file, raises the system's errors
 unchanged, and gives others read permission (docs/decisions/0012-any-layout.md).
 
-A few blocks of host memory are enough for tensors of any size and device: threads write blocks while the next one is
-filled and summed. Large files are written past the page cache (docs/decisions/0167-checkpoints-at-size.md).
+A few blocks of host memory are enough for tensors of any size and device: threads sum and write blocks while the next
+one is filled. Large files are written past the page cache (docs/decisions/0167-checkpoints-at-size.md).
 """
 
 import fcntl
@@ -48,7 +48,7 @@ BLOCK_BYTES = 16 << 20
 """Written at once."""
 
 WRITES = 3
-"""Blocks: one is filled and summed while the others are written."""
+"""Blocks: one is filled while the others are summed and written."""
 
 DIRECT_BYTES = 64 << 20
 """Size of a file from which on it is written past the page cache."""
@@ -60,7 +60,7 @@ PAGE_BYTES = 4096
 PART_BYTES = 16 << 20
 """Of a tensor that is read and written in parts (`parts_of`)."""
 
-AHEAD_BYTES = 256 << 20
+AHEAD_BYTES = 64 << 20
 """Made before they are written, unless one part is larger."""
 
 Make: TypeAlias = Callable[[], Tensor]
@@ -112,26 +112,39 @@ def write_entries(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     begin = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-    checksum, written, size = 0, 0, begin.numel() + offset
-    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(WRITES) as writers:
+    written, size, checksum = 0, begin.numel() + offset, [0]
+    with (
+        path.open("xb", buffering=0) as file,
+        ThreadPoolExecutor(WRITES) as writers,
+        ThreadPoolExecutor(1) as summing,  # one thread, because each sum begins with the one before
+    ):
         if size >= DIRECT_BYTES:
             _set_direct(file, True)
         is_direct = _is_direct(file)
-        writes = deque[Future[None]]()
+        running = deque[tuple[Future[None], Future[None]]]()
         for block in _blocks(chain([begin], _made(entries, threads)), size, blocks):
             padding = -len(block) % PAGE_BYTES if is_direct else 0
-            writes.append(_start(writers, file, memoryview(block.obj)[: len(block) + padding], written))
-            checksum = zlib.crc32(block, checksum)
+            whole = memoryview(block.obj)[: len(block) + padding]
+            running.append((_start(writers, _write, file, whole, written), _start(summing, _sum, block, checksum)))
             written += len(block)
-            if len(writes) == WRITES:
-                writes.popleft().result()
-        for write in writes:
-            write.result()
+            if len(running) == WRITES:
+                _wait(running.popleft())
+        for one in running:
+            _wait(one)
         if is_direct:
             file.truncate(size)
         assert written == size, f"{path} has {written} of {size} bytes"
         os.fsync(file.fileno())
-    return describe_file(size, checksum)
+    return describe_file(size, checksum[0])
+
+
+def _sum(block: memoryview, checksum: list[int]) -> None:
+    checksum[0] = zlib.crc32(block, checksum[0])
+
+
+def _wait(tasks: Iterable[Future[None]]) -> None:
+    for task in tasks:
+        task.result()
 
 
 def _blocks(parts: Iterable[Tensor], size: int, blocks: list[np.ndarray] | None) -> Iterator[memoryview]:
@@ -164,12 +177,12 @@ def _copy(source: Tensor, target: np.ndarray) -> None:
         torch.from_numpy(target).copy_(source)
 
 
-def _start(threads: ThreadPoolExecutor, file: FileIO, block: memoryview, offset: int) -> Future[None]:
-    """Write a block in a thread, or here if no thread can start any more, because the interpreter ends."""
+def _start(threads: ThreadPoolExecutor, task: Callable[..., None], *arguments: object) -> Future[None]:
+    """Do a task in a thread, or here if no thread can start any more, because the interpreter ends."""
     with suppress(RuntimeError):
-        return threads.submit(_write, file, block, offset)
+        return threads.submit(task, *arguments)
     done = Future[None]()
-    _write(file, block, offset)
+    task(*arguments)
     done.set_result(None)
     return done
 

@@ -76,11 +76,19 @@ def trained(folder: Path, *words: str, **variables: str) -> str:
 
 
 def test_no_pickle(tmp_path: Path) -> None:
-    """No pickle is read, neither from a file, nor from another process, nor from a cache of a library."""
+    """No pickle is loaded, neither from a file, nor from another process, nor from a cache of a library."""
     for path in (ROOT / "penstock").rglob("*.py"):
         assert not PICKLES.search(path.read_text()), path
     trained(tmp_path, "tiny.toml", "--processes", "2", "parallel.expert=2")
     trained(tmp_path, "runs/tiny", "--resume", "training.steps=6", "parallel.expert=1")
+
+
+def test_pickles_are_data(tmp_path: Path) -> None:
+    """Pickles in a folder of torch.distributed.checkpoint are read as data, and nothing that they name is called."""
+    made = tmp_path / "made"
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02cposix\nmkdir\n(V" + f"{made}".encode() + b"\ntR.")
+    assert "cannot read" in answers.refused("import", str(tmp_path), "--output", "out", "--preset", "debug")
+    assert not made.exists()
 
 
 def test_no_unsafe_file(tmp_path: Path) -> None:
@@ -89,7 +97,7 @@ def test_no_unsafe_file(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"\x80\x04N.")
     with pytest.raises(CheckpointError, match="got a pickled one, which is never loaded"):
         read_manifest(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes((tmp_path / "0.distcp").read_bytes())
+    (tmp_path / ".metadata").rename(tmp_path / "pytorch_model.bin")
     assert "no safetensors file" in answers.refused("import", str(tmp_path), "--output", "out", "--preset", "debug")
 
 

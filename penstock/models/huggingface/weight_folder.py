@@ -10,6 +10,7 @@ Tensors are read on access, so a folder may be larger than memory. `model.safete
 belong to the model, where a folder has it.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -34,7 +35,27 @@ _METHODS = ("fp8", "mxfp4")
 _LFS = b"version https://git-lfs"
 
 
-class WeightFolder(Mapping[str, Tensor]):
+class WeightSource(Mapping[str, Tensor]):
+    """Weights by Hugging Face names, read on access, in any number of threads."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor, without reading it."""
+
+    @abstractmethod
+    def has_rows(self, name: str) -> bool:
+        """Whether `rows` reads no more than these."""
+
+    @abstractmethod
+    def rows(self, name: str, rows: tuple[int, int]) -> Tensor:
+        """Rows [first, end) of a tensor. Raises a CheckpointError as `__getitem__` does."""
+
+
+class WeightFolder(WeightSource):
     """The tensors of all safetensors files of a folder, by name, each in its compute dtype.
 
     Tensors without elements are left out. Raises a CheckpointError if there is no such file, if one is damaged or
@@ -53,9 +74,9 @@ class WeightFolder(Mapping[str, Tensor]):
                     raise CheckpointError(f"{file} repeats {name}", got=f"it is in {self._files[name]} too")
                 self._files[name], stored[name] = file, tensor
         self._shapes = {
-            name: _unpacked(file_name, stored[file_name].shape)
-            for file_name in stored
-            if (name := _logical_name(file_name)) is not None and 0 not in stored[file_name].shape
+            logical: _unpacked(name, tensor.shape)
+            for name, tensor in stored.items()
+            if (logical := _logical_name(name)) is not None and 0 not in tensor.shape
         }
         self._check_scales(stored)
         self._dtypes = {name: stored[name].dtype for name in self._shapes if self._is_plain(name)}
@@ -63,7 +84,7 @@ class WeightFolder(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """Read a tensor. Raises a CheckpointError if it cannot be read, or if a value is infinite or NaN."""
         if name in self._dtypes:
-            return self.rows(name)
+            return self._finite(name, name, self._read(name))
         packed = name if name in self._files else name + _BLOCKS
         tensor = self._read(packed)
         if packed.endswith(_BLOCKS):
@@ -72,8 +93,8 @@ class WeightFolder(Mapping[str, Tensor]):
             tensor = from_float8(tensor, self._read(packed + _SCALE_INV), self._block)
         return self._finite(name, packed, tensor)
 
-    def rows(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """Rows [first, end) of a tensor that is not quantized, or all. Raises a CheckpointError as `__getitem__`."""
+    def rows(self, name: str, rows: tuple[int, int]) -> Tensor:
+        """Rows [first, end) of a tensor that is not quantized. Raises a CheckpointError as `__getitem__`."""
         return self._finite(name, name, self._read(name, rows))
 
     def _finite(self, name: str, stored: str, tensor: Tensor) -> Tensor:
@@ -89,9 +110,9 @@ class WeightFolder(Mapping[str, Tensor]):
         """Type of a tensor, without reading it."""
         return self._dtypes.get(name, torch.bfloat16)
 
-    def is_quantized(self, name: str) -> bool:
-        """Whether a tensor is dequantized as a whole when it is read."""
-        return name not in self._dtypes
+    def has_rows(self, name: str) -> bool:
+        """Whether a tensor is not quantized; others are dequantized as a whole."""
+        return name in self._dtypes
 
     def _is_plain(self, name: str) -> bool:
         return name in self._files and name + _SCALE_INV not in self._files
@@ -217,7 +238,7 @@ def _opened(file: Path) -> TensorFile:
                 raise CheckpointError(
                     f"{file} is a pointer of Git LFS, no weights", fix="run `git lfs pull` in its folder"
                 )
-        return TensorFile(file)
+        return TensorFile(file, direct=True)
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:

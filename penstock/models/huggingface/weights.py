@@ -24,7 +24,7 @@ from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.families import Family, family_of
 from penstock.models.huggingface.rearrangements import Division, Rearrangement
-from penstock.models.huggingface.weight_folder import WeightFolder
+from penstock.models.huggingface.weight_folder import WeightFolder, WeightSource
 from penstock.models.huggingface.weight_names import MODEL
 
 WEIGHTS_FILE = "model.safetensors"
@@ -241,7 +241,7 @@ def with_prediction(config: Model, names: Iterable[str]) -> Model:
 
 
 def check_weights(lines: Sequence[WeightMapping], weights: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-    """Check that a file has exactly the weights of a model, without reading a `WeightFolder`'s tensors.
+    """Check that a file has exactly the weights of a model, without reading a `WeightSource`'s tensors.
 
     `names` are `names_of` the weights. Raises a CheckpointError if a tensor is missing, unknown, or has another shape.
     """
@@ -255,7 +255,7 @@ def check_weights(lines: Sequence[WeightMapping], weights: Mapping[str, Tensor],
         )
     for line in lines:
         name = names[line.hf_name]
-        shape = weights.shape(name) if isinstance(weights, WeightFolder) else tuple(weights[name].shape)
+        shape = weights.shape(name) if isinstance(weights, WeightSource) else tuple(weights[name].shape)
         if shape != line.shape:
             raise CheckpointError(f"weight {name} has another shape", got=shape, allowed=line.shape, fix=_OTHER_MODEL)
 
