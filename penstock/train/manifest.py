@@ -303,13 +303,12 @@ def fill_parts(
 ) -> None:
     """Fill this rank's parts, on any device, one after another; only the needed elements are read.
 
-    Files of `expected`, in the order of their first use, are compared with these checksums; after an error the parts
-    are undefined. Raises OSError if a file cannot be read, and DamagedError if it is not what the manifest says.
+    Files of `expected`, in the order of their first use, are compared with these checksums before they are used.
+    Raises OSError if a file cannot be read, and DamagedError if it is not what the manifest says.
     """
     with CheckpointFiles(folder, expected) as files:
         for name, part in into.items():
             files.fill(name, part, saved[name])
-        files.finish()
 
 
 MOST_OPEN = 256
@@ -317,17 +316,19 @@ MOST_OPEN = 256
 
 
 class CheckpointFiles:
-    """Files of a checkpoint that are open. Several threads may read at once; `finish` raises if a checksum is wrong.
+    """Files of a checkpoint that are open. Several threads may read at once.
 
-    A thread compares files of `expected` with their checksums while values are read from them, at most one file behind.
-    So the disk is asked once: the second reader finds the pages in memory.
+    A thread compares those of `expected` with their checksums: a file before it is used, and the next one meanwhile. So
+    a file is read from the disk once: the second reader finds it in the page cache. With `along` a file is checked
+    while it is used, before the next one is; then what was read counts only after `finish`.
     """
 
-    def __init__(self, folder: Path, expected: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, expected: Mapping[str, str], *, along: bool = False) -> None:
         self._folder = folder
         self._left = dict(expected)
+        self._along = along
         self._thread = ThreadPoolExecutor(1)
-        self._checks: list[Future[None]] = []
+        self._checks: dict[str, Future[None]] = {}
         self._open = lru_cache(MOST_OPEN)(self._opened)
         self._lock = Lock()
 
@@ -339,8 +340,8 @@ class CheckpointFiles:
 
     def finish(self) -> None:
         """Check the files that are left, and wait. Raises OSError or DamagedError."""
-        self._check(*self._left)
-        self._wait(0)
+        self._begin_checks([*self._left])
+        self._wait_for([*self._checks])
 
     def fill(self, name: str, part: ShardedTensor, saved: SavedTensor) -> None:
         """Fill a rank's part of a tensor. Raises as `fill_parts`."""
@@ -348,8 +349,8 @@ class CheckpointFiles:
         room = part.room()
         for file, read in _reads(name, room, saved):
             with self._lock:
-                self._check(file)
-                self._wait(1)
+                self._begin_checks([file, *([] if self._along else [*self._left][:2])])
+                self._wait_for([one for one in self._checks if self._along == (one != file)])
                 opened = self._open(file)
             stored, target = opened.tensors.get(read.key), read.target
             is_exact = stored is not None and (stored.dtype == target.dtype or {stored.dtype, target.dtype} == _WIDENED)
@@ -366,14 +367,14 @@ class CheckpointFiles:
         except ValueError as error:
             raise _damaged(self._folder / file, f"{error}") from error
 
-    def _check(self, *files: str) -> None:
+    def _begin_checks(self, files: Sequence[str]) -> None:
         for file in files:
             if (checksum := self._left.pop(file, None)) is not None:
-                self._checks.append(self._thread.submit(check_files, self._folder, {file: checksum}))
+                self._checks[file] = self._thread.submit(check_files, self._folder, {file: checksum})
 
-    def _wait(self, most: int) -> None:
-        while len(self._checks) > most:
-            self._checks.pop(0).result()
+    def _wait_for(self, files: Sequence[str]) -> None:
+        for file in files:
+            self._checks[file].result()
 
 
 _WIDENED = {torch.float32, torch.bfloat16}

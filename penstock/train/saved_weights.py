@@ -130,7 +130,8 @@ def open_weights(store: CheckpointStore, step: int, kinds: Mapping[str, str]) ->
     wanted = {PREFIX + name: kind for name, kind in kinds.items()}
     with _reading(folder):
         manifest = _checked(folder, wanted)
-    with CheckpointFiles(folder, {name: manifest.files[name] for name in files_of(manifest, wanted)}) as files:
+    expected = {name: manifest.files[name] for name in files_of(manifest, wanted)}
+    with CheckpointFiles(folder, expected, along=True) as files:
         yield SavedWeights(folder, manifest.tensors, files)
         with _reading(folder):
             files.finish()

@@ -55,7 +55,7 @@ def test_another_checkpoint_and_precision_can_be_chosen(run_folder: Path, tmp_pa
     assert not early.equal(late)
 
 
-@pytest.mark.parametrize("place", ["read_manifest", "check_files", "fill_parts"])
+@pytest.mark.parametrize("place", ["read_manifest", "check_there", "CheckpointFiles"])
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_replaced_by_the_newest(
     place: str, byte_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,10 +63,10 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_replaced_by_the_newest(
     (old,) = (folder / "checkpoints").iterdir()
     real = getattr(saved_weights, place)
 
-    def rotate(*given: Any) -> Any:
+    def rotate(*given: Any, **named: Any) -> Any:
         if old.is_dir():
             old.rename(old.with_name(f"step-{int(old.name[5:]) + 1:06}"))  # its content matters to no reader
-        return real(*given)
+        return real(*given, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(saved_weights, place, rotate)

@@ -274,7 +274,7 @@ def test_a_damaged_file_that_the_manifest_vouches_for_is_one_line_too(saved: Che
     written = read_manifest(saved.path(2))
     files = written.files | {path.name: fingerprint(path)}
     write_manifest(saved.path(2), 2, WrittenFiles(written.tensors, files))
-    with pytest.raises(CheckpointError, match="cannot read .*step-000002; got SafetensorError"):
+    with pytest.raises(CheckpointError, match=f"{path.name} is damaged; got "):
         saved.load(2, _parts(_tensors(2)))
 
 

@@ -28,6 +28,7 @@ from penstock.train.manifest import (
     FORMAT,
     MANIFEST,
     VERSION,
+    CheckpointFiles,
     SavedTensor,
     WrittenFiles,
     check_files,
@@ -325,9 +326,11 @@ def test_a_large_file_is_written_past_the_page_cache_where_the_file_system_can(
     assert_equal(load_file(tmp_path / "a"), tensors)
 
 
-def test_each_file_is_checked_once_at_most_one_file_behind_and_damage_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("along", [False, True])
+def test_each_file_is_checked_once_and_damage_is_named(
+    along: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before it is read, or `along` with the reading and before the next one is read."""
     monkeypatch.setattr(manifest, "FILE_BYTES", 100)
     tensors = {str(index): torch.full((20,), float(index)) for index in range(8)}
     written = write_parts(tmp_path, {name: whole(tensor) for name, tensor in tensors.items()}, 0)
@@ -338,18 +341,25 @@ def test_each_file_is_checked_once_at_most_one_file_behind_and_damage_is_named(
     monkeypatch.setattr(manifest, "TensorFile", lambda path: (happened.append(path.name), opens(path))[1])
     into = {name: whole(torch.zeros(20)) for name in tensors}
     assert manifest.files_to_read(written.tensors, into) == names
-    fill_parts(tmp_path, written.tensors, into, {name: written.files[name] for name in names})
+
+    def fill(count: int) -> None:
+        expected = {name: written.files[name] for name in names[:count]}
+        with CheckpointFiles(tmp_path, expected, along=along) as files:
+            for name, part in into.items():
+                files.fill(name, part, written.tensors[name])
+            files.finish()
+
+    fill(8)
     assert [one for one in happened if one[0] != "+"] == names
     assert sorted(one[1:] for one in happened if one[0] == "+") == names
-    assert all(
-        happened.index(f"+{checked}") < happened.index(read) for checked, read in zip(names, names[2:], strict=False)
-    )
+    later = zip(names, names[along:], strict=False)
+    assert all(happened.index(f"+{checked}") < happened.index(opened) for checked, opened in later)
     assert_equal({name: part.tensor for name, part in into.items()}, tensors)
-    for place, name in enumerate(names):  # the last file too, whose check ends behind the reading
+    for place, name in enumerate(names):  # the last file too, whose check may end behind the reading
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(content[:-4] + b"1234")
         with pytest.raises(CheckpointError, match=f"{name} is damaged"):
-            fill_parts(tmp_path, written.tensors, into, {one: written.files[one] for one in names[: place + 1]})
+            fill(place + 1)
         (tmp_path / name).write_bytes(content)
 
 
