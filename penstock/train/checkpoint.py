@@ -18,7 +18,7 @@ The ranks share a file system and end every phase together: an error on one rank
 message. One save runs at a time. An error in the thread is raised by the next `save`, `load`, `wait` or `close`. A
 failed save leaves nothing behind, and older checkpoints are deleted only after a newer one is complete.
 
-Nothing is unpickled: tensors are read by safetensors, everything else, messages between ranks included, is JSON.
+Nothing is unpickled: tensors are in safetensors files, everything else, messages between ranks included, is JSON.
 """
 
 import json
@@ -36,7 +36,6 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError, DamagedError, PenstockError, every_kind
@@ -334,7 +333,7 @@ class _Phase:
         own = self._told(error)
         told = next(filter(None, self._messages.all_gather(own)), None)  # of the first rank with an error
         is_said = isinstance(error, CheckpointError) and own == told  # then the error itself propagates
-        is_ours = error is not None and not isinstance(error, OSError | PenstockError | SafetensorError)
+        is_ours = error is not None and not isinstance(error, OSError | PenstockError)
         if told is not None and not is_said and not is_ours:
             name, line = told
             raise _KINDS.get(name, CheckpointError)(line) from error
@@ -350,8 +349,10 @@ class _Phase:
                 kind = DamagedError if error.errno == EIO else CheckpointError
                 return [kind.__name__, str(kind(self._what, got=error.strerror or error))]
             case _:
-                kind = DamagedError if isinstance(error, SafetensorError) else CheckpointError
-                return [kind.__name__, str(kind(self._what, got=f"{type(error).__name__}: {error}"))]
+                return [
+                    CheckpointError.__name__,
+                    str(CheckpointError(self._what, got=f"{type(error).__name__}: {error}")),
+                ]
 
 
 _KINDS = every_kind(CheckpointError)

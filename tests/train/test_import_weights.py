@@ -1,6 +1,7 @@
 """Weights of other programs start a run: bit for bit, in any layout, and a dense model's as experts."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from penstock.config.load import load_run
 from penstock.config.model import Model
 from penstock.config.training import Training
 from penstock.models.decoder import Decoder
+from penstock.models.huggingface.tensor_file import TensorFile
 from penstock.models.huggingface.weight_folder import WeightFolder
+from penstock.train import manifest, saved_weights
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import Precision, export_huggingface
 from penstock.train.import_weights import Upcycling, import_weights, model_in
@@ -98,6 +101,45 @@ def test_any_layout_starts_with_the_same_weights(ranks: Pool, tmp_path: Path) ->
     ):
         tensors = put_together(ranks.run(4, _started, (*layout, source))).tensors
         assert all(torch.equal(tensors[f"model.{name}"], value) for name, value in decoder.state_dict().items())
+
+
+def _bytes_read(overrides: tuple[str, ...]) -> tuple[int, int, int]:
+    """Bytes that this rank reads for its tensors, that it checks, and that its tensors have in the files."""
+    read, check = TensorFile._read_some, manifest.check_files
+    values, checked = list[int](), list[int]()
+
+    def count(file: TensorFile, room: memoryview, offset: int) -> int:
+        values.append(len(room))
+        return read(file, room, offset)
+
+    def sizes(folder: Path, files: Mapping[str, str]) -> None:
+        checked.extend((folder / name).stat().st_size for name in files if name.endswith(".safetensors"))
+        check(folder, files)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorFile, "_read_some", count)
+        patch.setattr(manifest, "check_files", sizes)
+        session = start_session(overrides)
+    session.state.batches.close()
+    ours = {name: part for name, part in session.state.parts().items() if name.startswith("model.")}
+    return sum(values), sum(checked), sum(4 * part.tensor.numel() for part in ours.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_reads_its_part_and_one_of_them_checks_each_file(
+    size: int, ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load_run("debug", BASE)
+    _written(run.model, tmp_path)
+    monkeypatch.setattr(saved_weights, "FILE_BYTES", 100_000)
+    import_weights(WeightFolder(tmp_path / "theirs"), run.model, run, None, tmp_path / "start")
+    files = [path.stat().st_size for path in (tmp_path / "start").rglob("*.safetensors")]
+    source = f'training.initial_weights="{tmp_path / "start"}"'
+    by_rank = ranks.run(size, _bytes_read, ("parallel.expert=2", source))
+    assert all(values == ours < sum(files) for values, _, ours in by_rank)
+    assert sum(checked for _, checked, _ in by_rank) == sum(files)
+    assert all(checked < sum(files) for _, checked, _ in by_rank)
 
 
 @pytest.mark.parametrize(
