@@ -264,7 +264,7 @@ def test_a_search_that_ends_early_looks_at_what_may_be_far_better(monkeypatch: p
 
 
 def test_a_search_that_ends_early_goes_from_the_best_to_faster_layouts_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    fixed = {"tp": "1", "cp": "1"}
+    fixed = {"tp": "1", "cp": "1", "etp": "1", "offload": "none"}
     best = found("4xH200", **fixed).candidates[0]
     for name, value in {"MOST_LOOKED": 1, "FIRST_TRIES": 0, "MOST_SAVING": 1, "FINISHED": 0}.items():
         monkeypatch.setattr(f"penstock.plan.search.{name}", value)
