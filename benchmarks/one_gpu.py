@@ -10,9 +10,8 @@ All are the product itself, `penstock train`, on the same rows with the same see
     torch    what PyTorch has fused: grouped_mm for the experts, RMSNorm, SiLU; cuDNN's attention first
     triton   our kernels, as `auto` chooses them on this GPU
 
-and, if asked for, `triton` with cuDNN's attention (`cudnn`), with ours for Hopper (`hopper`), with 8-bit products in
-squares of 128 (`squares`), with these and the output projection in 8 bits (`squares-head`), and the last two with
-ours for Hopper (`squares-hopper`, `squares-head-hopper`). The fused loss is in all of them. Figures are medians of the
+and, if asked for, `triton` with cuDNN's attention (`cudnn`), with 8-bit products in squares of 128 (`squares`),
+and with these and the output projection in 8 bits (`squares-head`). The fused loss is in all of them. Figures are medians of the
 run's own metrics.jsonl after warm-up. The losses are kept: in 16 bits all are those of one model.
 
 `--join` measures nothing: it puts the runs of other files into one, by preset, then variant and rows of a micro-batch
@@ -38,11 +37,8 @@ VARIANTS = {
     "torch": ["kernels.all=torch"],
     "triton": ["kernels.all=auto"],
     "cudnn": ["kernels.all=auto", "kernels.attention=cudnn"],
-    "hopper": ["kernels.all=auto", "kernels.attention=hopper"],
     "squares": ["kernels.all=auto", *SQUARES],
-    "squares-hopper": ["kernels.all=auto", "kernels.attention=hopper", *SQUARES],
     "squares-head": ["kernels.all=auto", *SQUARES, HEAD],
-    "squares-head-hopper": ["kernels.all=auto", "kernels.attention=hopper", *SQUARES, HEAD],
 }
 
 

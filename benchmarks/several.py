@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/several"), help="of the runs")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; bytes without it")
     parser.add_argument("--tiny", action="store_true", help="a small model on CPU ranks")
-    parser.add_argument("also", nargs="*", help="overrides of every step, e.g. kernels.attention=hopper")
+    parser.add_argument("also", nargs="*", help="overrides of every step, e.g. kernels.attention=flash-4")
     record.add_arguments(parser)
     options = parser.parse_args()
     begin = time.monotonic()

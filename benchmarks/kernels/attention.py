@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import record
-from penstock.kernels import flash_4, hopper_attention
+from penstock.kernels import flash_4
 from penstock.kernels.attention import causal_attention
 from penstock.kernels.device_facts import FLASH_4, extras
-from penstock.kernels.tuning import target_of
 
 Attention = Callable[..., Tensor]
 NAMES = ("output", "dq", "dk", "dv")
@@ -88,12 +87,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def rivals_for(shape: Shape) -> dict[str, Attention]:
-    """What runs here; torch's flash backend only where it need not pad, ours for the heads that it has kernels for."""
+    """What runs here; torch's flash backend only where it need not pad."""
     if not torch.cuda.is_available():
         return {"flash": partial(in_16_bits, backend="flash")} if shape.N == shape.M else {}
     names = ["cudnn", *(["flash"] if shape.N == shape.M else []), *([flash_4.NAME] if extras() else [])]
-    if hopper_attention.obstacle(shape.N, shape.M, target_of(torch.device("cuda"))) is None:
-        names.append(hopper_attention.NAME)
     return {name: partial(in_16_bits, backend=name) for name in names}
 
 

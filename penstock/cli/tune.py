@@ -159,7 +159,7 @@ def tune(  # noqa: PLR0913 - one argument for each option
     keep: Annotated[str, typer.Option("--keep", metavar="A.B=C,...", help="Fields that stay.")] = "",
     objective: Annotated[str, typer.Option("--objective", help="tokens, memory or time-to-loss.")] = "tokens",
     free: Annotated[
-        str, typer.Option("--free", help="What else may change: float8, global_batch, micro_batch, attention, loss.")
+        str, typer.Option("--free", help="What else may change: float8, global_batch, micro_batch, loss.")
     ] = "",
     steps: Annotated[int, typer.Option("--steps", min=6, help="Training steps of a trial.")] = 14,
     most_trials: Annotated[int, typer.Option("--trials", min=1, help="Trials at most.")] = 12,

@@ -87,11 +87,10 @@ class Kernels(Section):
         doc="Sparse attention: all keys under a mask (reference), or the chosen keys alone, whose gradients are summed "
         "in any order.",
     )
-    attention: Literal["auto", "default", "math", "flash", "efficient", "cudnn", "flash-4", "hopper", "triton"] = knob(
+    attention: Literal["auto", "default", "math", "flash", "efficient", "cudnn", "flash-4", "triton"] = knob(
         "auto",
-        doc="Backend of scaled_dot_product_attention, default leaves it to torch; our kernels for Hopper (hopper); or "
-        "the package flash-attn-4. auto prefers that one where it is installed on Hopper, and cuDNN elsewhere and for "
-        "sinks. Within documents, windows and chunks auto takes our kernel on Hopper, triton on every chip.",
+        doc="Backend of scaled_dot_product_attention, default leaves it to torch; or the package flash-attn-4. auto "
+        "prefers that one where it is installed on Hopper, and cuDNN elsewhere and for sinks. Within documents, windows and chunks auto takes our kernel on Hopper, triton on every chip.",
     )
     float8: Literal["auto", "reference", "triton", "torch"] = knob(
         "auto",

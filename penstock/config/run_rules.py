@@ -9,7 +9,7 @@ from penstock.config.problem import Problem, multiples_near
 from penstock.config.run import Run
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_GPU_BACKENDS = ("efficient", "cudnn", "flash-4", "hopper")  # of attention
+_GPU_BACKENDS = ("efficient", "cudnn", "flash-4")  # of attention
 
 
 def name_is_a_folder_name(run: Run) -> Problem | None:
@@ -150,7 +150,7 @@ def cpu_has_no_triton(run: Run) -> Problem | None:
 
 
 def cpu_has_the_attention_backend(run: Run) -> Problem | None:
-    """With `device` cpu, `kernels.attention` is not efficient, cudnn, flash-4 or hopper: only GPUs have these."""
+    """With `device` cpu, `kernels.attention` is not efficient, cudnn or flash-4: only GPUs have these."""
     if run.device != "cpu" or run.kernels.attention not in _GPU_BACKENDS:
         return None
     return Problem.from_line(

@@ -29,7 +29,7 @@ from penstock.config.schema import (
     find,
     kind_of,
 )
-from penstock.config.versions import RENAMED_VALUES, new_path
+from penstock.config.versions import REMOVED, RENAMED_VALUES, new_path
 
 Tree = dict[str, Any]
 NONE = "none"  # None in files and overrides
@@ -226,6 +226,8 @@ def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Proble
     """Suggest its new name, another kind of the section, our name for it, or a similar name."""
     if renamed := new_path(path):
         return Problem(path, f"is {renamed} now", fix="rename the key")
+    if instead := REMOVED.get(path):
+        return Problem(path, "was removed", fix=instead)
     parent, _, name = path.rpartition(".")
     siblings = fields_of(owner)
     what = "is an unknown key"
@@ -244,7 +246,9 @@ def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Proble
 def _unknown_value(path: str, value: object, choices: Iterable[str]) -> Problem:
     choices = tuple(choices)
     renamed = RENAMED_VALUES.get(path, {}).get(f"{value}")
-    fix = f"write {renamed}, as {value} is called now" if renamed else did_you_mean(value, choices)
+    fix = REMOVED.get(f"{path}={value}")
+    if fix is None:
+        fix = f"write {renamed}, as {value} is called now" if renamed else did_you_mean(value, choices)
     return Problem(path, "has an unknown value", _shown(value), ", ".join(choices), fix)
 
 

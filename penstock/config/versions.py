@@ -1,7 +1,7 @@
-"""The version of configuration files, and the keys that were renamed.
+"""The version of configuration files, and the keys that were renamed or removed.
 
 A file says `version = 1` at its top; a file without it is of the current version. There are no aliases: a file with an
-old key is refused, and the error names the new key.
+old key is refused, and the error names the new key or says what to use instead.
 """
 
 from collections.abc import Mapping
@@ -58,6 +58,13 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 # New values by old values, by the full path of the key.
 RENAMED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"graphs.capture": {"passes": "full", "parts": "partial"}}
+)
+
+# What to do instead, by the path of a removed key or by `path=value`; docs/decisions/0173-size.md has the reasons.
+REMOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "kernels.attention=hopper": "write auto, which takes cuDNN or flash-attn-4; our kernels for Hopper are gone",
+    }
 )
 
 

@@ -1,9 +1,8 @@
-"""Causal attention through torch's scaled_dot_product_attention, flash-attn-4 or ours, with the backend chosen by name.
+"""Causal attention through torch's scaled_dot_product_attention or flash-attn-4, with the backend chosen by name.
 
 On Hopper, of torch's backends only cuDNN is fast for the heads of latent attention (192 wide for query and key, 128 for
 value), so `auto` tries it first. flash-attn-4 (penstock/kernels/flash_4.py), which `auto` takes where it is installed,
-and kernels of ours (penstock/kernels/hopper_attention.py) are faster; calls that they do not support go to torch's
-backends in the order of `auto`. Where torch would materialize all scores (a mask with
+is faster; calls that it does not support go to torch's backends in the order of `auto`. Where torch would materialize all scores (a mask with
 grouped-query heads), keys and values are repeated for each query head instead. On the meta device the operator of a
 fused backend is called by name, because torch would choose the one that materializes the scores.
 
@@ -33,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.base.errors import KernelError
-from penstock.kernels import flash_4, hopper_attention
+from penstock.kernels import flash_4
 
 # Values of `kernels.attention`, and torch's backends in the order in which they are tried.
 ORDERS: dict[str, list[SDPBackend]] = {
@@ -44,7 +43,7 @@ ORDERS: dict[str, list[SDPBackend]] = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }
-ORDERS[flash_4.NAME] = ORDERS[hopper_attention.NAME] = ORDERS["auto"]  # for calls that these do not support
+ORDERS[flash_4.NAME] = ORDERS["auto"]  # for calls that it does not support
 
 BIAS_STRIDE = 16  # numbers, at multiples of which rows of a bias begin in the efficient backend
 # Added to masked scores. cuDNN does not accept infinity, so torch gives it the lowest float16.
@@ -213,11 +212,9 @@ def causal_attention(
     factor on the scores before the softmax. `allowed_BSS` is a boolean mask, query position by key position, causal
     already; None is causal over the whole row. Raises as `backend_for` if a named backend cannot run.
     """
-    if allowed_BSS is None and sinks_H is None:
-        if backend == flash_4.NAME and flash_4.takes(q_BSHN, v_BSGM):
-            return flash_4.attention(q_BSHN, k_BSGN, v_BSGM, scale=scale)
-        if backend == hopper_attention.NAME and hopper_attention.takes(q_BSHN, k_BSGN, v_BSGM):
-            return hopper_attention.attention(q_BSHN, k_BSGN, v_BSGM, scale=scale)
+    is_plain = allowed_BSS is None and sinks_H is None
+    if is_plain and backend == flash_4.NAME and flash_4.takes(q_BSHN, v_BSGM):
+        return flash_4.attention(q_BSHN, k_BSGN, v_BSGM, scale=scale)
     q_BHSN, k_BGSN, v_BGSM = q_BSHN.transpose(1, 2), k_BSGN.transpose(1, 2), v_BSGM.transpose(1, 2)
     scores = ScoreOptions(scale=scale, allowed=None if allowed_BSS is None else allowed_BSS[:, None])
     if sinks_H is not None:

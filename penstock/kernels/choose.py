@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from penstock.base.errors import KernelError
-from penstock.kernels import attention_bounds, flash_4, hopper_attention
+from penstock.kernels import attention_bounds, flash_4
 from penstock.kernels.backends import (
     BACKENDS,
     CHOICE_POINTS,
@@ -237,12 +237,8 @@ def _refuse_mixture_without_triton(choices: Sequence[Choice], device: DeviceFact
 
 
 def _attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes) -> Choice:
-    """Choose our kernels, flash-attn-4, or which of torch's backends is first; raises KernelError if it cannot run."""
+    """Choose flash-attn-4, or which of torch's backends is first; raises KernelError if it cannot run."""
     problem = _flash_4_obstacle(device)
-    problem_of_ours = _hopper_obstacle(device, shapes)
-    if wanted.get("attention") == hopper_attention.NAME and problem_of_ours is not None:
-        fix = f"kernels.attention={AUTO}"
-        raise KernelError(f"kernels.attention={hopper_attention.NAME} cannot run", got=problem_of_ours, fix=fix)
     if wanted.get("attention") == flash_4.NAME and problem is not None:
         fix = f"pip install {FLASH_4}, or kernels.attention=auto"
         raise KernelError(f"kernels.attention={flash_4.NAME} cannot run", got=problem, fix=fix)
@@ -272,7 +268,7 @@ def _masked_attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Sh
         return (Choice(MASKED, "both", "triton", f"kernels.attention={named}"),)
     if device.kind == "cpu":
         return ()
-    if named not in (AUTO, flash_4.NAME, hopper_attention.NAME):
+    if named not in (AUTO, flash_4.NAME):
         problem = f"kernels.attention={named}"
     elif wanted.get("all", AUTO) == "reference":
         problem = "kernels.all=reference"
@@ -288,11 +284,6 @@ def _bounded_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
     widths = shapes.head_dim, shapes.value_dim
     known = attention_bounds.has_kernel(*widths)
     return _no_16_bits(device) or (None if known else f"heads of {widths[0]} and {widths[1]} columns")
-
-
-def _hopper_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
-    """Reason why our kernels of plain causal attention cannot run, or None."""
-    return _no_16_bits(device) or hopper_attention.obstacle(shapes.head_dim, shapes.value_dim, device.target)
 
 
 def _no_16_bits(device: DeviceFacts) -> str | None:

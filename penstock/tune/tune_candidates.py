@@ -17,11 +17,9 @@ from penstock.base.errors import ConfigError, HardwareError, KernelError, Pensto
 from penstock.base.numbers import bytes_text, counted
 from penstock.config.fit import shard
 from penstock.config.load import with_overrides
-from penstock.config.model import LatentAttention
 from penstock.config.parallel import DISPATCHERS
 from penstock.config.run import Run
 from penstock.config.schema import differences
-from penstock.kernels import hopper_attention
 from penstock.plan.assumptions import Assumptions
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.project import project
@@ -45,7 +43,6 @@ _FREED: Mapping[str, tuple[str, ...]] = {
     "float8": ("float8.",),
     "global_batch": ("training.global_batch",),
     "micro_batch": ("training.micro_batch",),
-    "attention": (),  # kernels for Hopper: gradients of a form of theirs were once no numbers (docs/decisions/0172)
 }
 
 FREE = tuple(_FREED)
@@ -57,9 +54,6 @@ _RECOMPUTE = ("[]", '["norm"]', '["expert-activation"]', '["norm","expert-activa
 
 LAYOUTS, CHANGED = 40, 1
 """Layouts of a plan that become candidates, and those of them that are changed in one choice more."""
-
-HOPPER_FROM = 4096
-"""Positions of a row from which our attention for Hopper was measured to be faster."""
 
 MOST_IMBALANCE = 4.0
 
@@ -202,24 +196,10 @@ class CandidateSource:
             yield from (f'graphs.capture="{capture}"' for capture in ("none", "partial"))
             yield from ("dispatch.sync_free=0", "dispatch.sync_free=2", "offload.optimizer=false")
             yield 'graphs.capture="full" dispatch.sync_free=2'
-        yield from self.attention_changes()
         if "float8" in self.free:
             yield FLOAT8
         if "global_batch" in self.free:
             yield from (f"training.global_batch={times * run.training.global_batch}" for times in (2, 4))
-
-    def attention_changes(self) -> Iterator[str]:
-        """Latent attention by our kernels for Hopper, which `auto` does not take."""
-        run, attention = self.run, self.run.model.attention
-        if "attention" not in self.free or not isinstance(attention, LatentAttention):
-            return
-        if run.training.precision != "bf16" or run.data.document_mask or run.training.sequence_length < HOPPER_FROM:
-            return
-        of_a_row = run.training.sequence_length * attention.heads * attention.head_dim
-        kernels = self.cluster.hardware.kernels
-        is_taken = hopper_attention.obstacle(attention.head_dim, attention.v_head_dim, kernels) is None
-        if is_taken and of_a_row <= hopper_attention.MOST:
-            yield f'kernels.attention="{hopper_attention.NAME}"'
 
     def doctor(self, leader: TrialCandidate, folder: Path, step_seconds: float) -> list[TrialCandidate]:
         """Changes that the doctor proposes for the recorded run of a leader, with their gains."""

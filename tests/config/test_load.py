@@ -14,7 +14,7 @@ from penstock.config.presets.debug import debug
 from penstock.config.presets.registry import PRESETS, preset
 from penstock.config.run import Run
 from penstock.config.schema import every_field, find, leaves
-from penstock.config.versions import RENAMED, RENAMED_VALUES, VERSION, VERSION_KEY, check_version, new_path
+from penstock.config.versions import REMOVED, RENAMED, RENAMED_VALUES, VERSION, VERSION_KEY, check_version, new_path
 from tests.examples import examples
 
 
@@ -270,6 +270,9 @@ def test_renamed_keys_are_gone_and_their_new_keys_exist() -> None:
         (field,) = find(Run, path)
         assert {*values.values()} <= {*field.choices}
         assert not {*values} & {*field.choices}  # old values are gone
+    for old in REMOVED:
+        path, _, value = old.partition("=")
+        assert not any(value == "" or value in field.choices for field in find(Run, path)), f"{old} is still there"
 
 
 @pytest.mark.parametrize(
@@ -284,6 +287,11 @@ def test_renamed_keys_are_gone_and_their_new_keys_exist() -> None:
             "graphs.capture=passes",
             'graphs.capture has an unknown value; got "passes"; allowed: none, full, partial, auto; '
             "fix: write full, as passes is called now",
+        ),
+        (
+            "kernels.attention=hopper",
+            'kernels.attention has an unknown value; got "hopper"; allowed: auto, default, math, flash, efficient, '
+            "cudnn, flash-4, triton; fix: write auto, which takes cuDNN or flash-attn-4; our kernels for Hopper are gone",
         ),
     ],
 )

@@ -237,26 +237,6 @@ def test_a_run_that_does_not_fit_is_not_tried_as_it_is(monkeypatch: pytest.Monke
         source.fit()
 
 
-@pytest.mark.parametrize(
-    ("chip", "change", "found"),
-    [
-        ("H200", "training.micro_batch=1", ['kernels.attention="hopper"']),
-        ("H200", "training.sequence_length=32768", []),
-        ("H200", "training.sequence_length=512", []),
-        ("H200", "training.precision=fp32", []),
-        ("B200", "training.micro_batch=1", []),
-    ],
-)
-def test_attention_for_hopper_is_tried_if_it_is_free_and_takes_the_rows(
-    monkeypatch: pytest.MonkeyPatch, chip: str, change: str, found: list[str]
-) -> None:
-    monkeypatch.setattr(tune_candidates, "search", no_layouts)
-    run = load_run("deepseek-v2-lite-2l", [change])
-    for free, tried in ((("attention",), found), ((), [])):
-        source = CandidateSource(run=run, cluster=cluster_of(1, load_hardware(chip)), fixed={}, free=free)
-        assert [one.key for one in source.planned() if "attention" in one.key] == tried
-
-
 def test_a_micro_batch_that_is_learned_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_candidates, "search", no_layouts)
     balance = ("model.moe.balance.aux_loss=micro-batch", "model.moe.balance.aux_loss_coef=0.01")
