@@ -11,8 +11,8 @@ All are the product itself, `penstock train`, on the same rows with the same see
     triton   our kernels, as `auto` chooses them on this GPU
 
 and, if asked for, `triton` with cuDNN's attention (`cudnn`), with 8-bit products in squares of 128 (`squares`),
-and with these and the output projection in 8 bits (`squares-head`). The fused loss is in all of them. Figures are medians of the
-run's own metrics.jsonl after warm-up. The losses are kept: in 16 bits all are those of one model.
+and with these and the output projection in 8 bits (`squares-head`). The fused loss is in all of them. Figures are
+medians of the run's own metrics.jsonl after warm-up. The losses are kept: in 16 bits all are those of one model.
 
 `--join` measures nothing: it puts the runs of other files into one, by preset, then variant and rows of a micro-batch
 (benchmarks/jobs/one-gpu.toml).

@@ -191,17 +191,6 @@ CASES = (
         chosen=FROZEN,
     ),
     _case(
-        "lite-12-layers-ep2-symmetric-stage-3-halves",
-        "deepseek-v2-lite-12l",
-        "16 x 4 x 4096",
-        EP2,
-        "dispatch.method=symmetric",
-        "dispatch.sync_free=3",
-        "dispatch.overlap=halves",
-        processes=2,
-        chosen=FROZEN,
-    ),
-    _case(
         "v3-4-layers-ep2-all-to-all",
         "deepseek-v3",
         "8 x 1 x 4096",

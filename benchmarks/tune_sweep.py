@@ -69,7 +69,7 @@ SPACE = (
         'graphs.capture="partial" dispatch.sync_free=2',
         'graphs.capture="full" dispatch.sync_free=2',
     ),
-    ('dispatch.overlap="none"', 'dispatch.overlap="halves"'),
+    ('dispatch.overlap="none"', 'dispatch.overlap="shared"'),
 )
 """Choices of a configuration, one of each line."""
 

@@ -198,9 +198,7 @@ OVERLAP = (
         ("experts-over-nodes-want-overlap", "overlap-if-exposed"),
     ),
     Entry("O4", "try one kind at a time", "doctor", ("overlap-if-exposed",), "steps of the ladder"),
-    Entry(
-        "O5", "shared-expert overlap or EP overlap", "moot", (), "`dispatch.overlap` is one choice; halves hold both"
-    ),
+    Entry("O5", "shared-expert overlap or EP overlap", "moot", (), "`dispatch.overlap` is one choice"),
     Entry("O6", "gathering ahead needs a divided optimizer", "moot", (), "`parallel.shard` is one choice"),
     Entry("O7", "gathering within the optimizer's step", "theirs", (), _NO_OPTION),
     Entry("O8", "summing gradients during backward may hurt MoE", "moot", (), "they are summed once, after the passes"),

@@ -76,47 +76,15 @@ def travels_happen_once(sizes: LayoutSizes) -> Problem | None:
 
 
 @rule_of_sizes
-def halves_are_whole_rows(sizes: LayoutSizes) -> Problem | None:
-    """`dispatch.overlap` halves needs an even `training.micro_batch`."""
-    rows = sizes.micro_batch
-    if sizes.overlap != "halves" or rows % 2 == 0:
-        return None
-    return Problem.from_line(
-        f"training.micro_batch must be even with dispatch.overlap halves; got {rows}; "
-        f"fix: set training.micro_batch={rows + 1}, or dispatch.overlap=shared"
-    )
-
-
-def halves_are_routed_alone(run: Run) -> Problem | None:
-    """`dispatch.overlap` halves does not go with choices over a whole micro-batch.
-
-    These are `model.moe.balance.capacity_factor`, and `model.moe.balance.aux_loss` micro-batch or global-batch if
-    `model.moe.balance.aux_loss_coef` is not 0.
-    """
-    if run.dispatch.overlap != "halves" or run.model.moe is None:
-        return None
-    balance, section = run.model.moe.balance, "model.moe.balance"
-    if balance.capacity_factor:  # slots of an expert are counted over the micro-batch
-        field, got, fix = "capacity_factor", f"{balance.capacity_factor:g}", f"set {section}.capacity_factor=0"
-    # A sequence is whole in each half.
-    elif balance.aux_loss in ("micro-batch", "global-batch") and balance.aux_loss_coef:
-        field, got, fix = "aux_loss", balance.aux_loss, f"set {section}.aux_loss=sequence"
-    else:
-        return None
-    what = "judges a micro-batch as a whole, which dispatch.overlap halves divides"
-    return Problem(f"{section}.{field}", what, got=got, fix=f"{fix}, or dispatch.overlap=shared")
-
-
-@rule_of_sizes
 def pieces_have_their_weights(sizes: LayoutSizes) -> Problem | None:
-    """`dispatch.overlap` halves and passes do not go with `parallel.shard` full.
+    """`dispatch.overlap` passes does not go with `parallel.shard` full.
 
     Other work runs between the pieces of a layer, so gathered weights of both would be held.
     """
-    if sizes.overlap not in ("halves", "passes") or sizes.shard != "full":
+    if sizes.overlap != "passes" or sizes.shard != "full":
         return None
     return Problem.from_line(
-        f"parallel.shard full does not go with dispatch.overlap {sizes.overlap}; got full; "
+        "parallel.shard full does not go with dispatch.overlap passes; got full; "
         "allowed: auto, none, optimizer; fix: set parallel.shard=optimizer, or dispatch.overlap=shared"
     )
 
@@ -130,7 +98,7 @@ def passes_stand_beside_each_other(sizes: LayoutSizes) -> Problem | None:
     return Problem.from_line(
         f"dispatch.overlap passes needs a pipeline whose schedule has forward and backward passes side by side; "
         f"got {got}; allowed: {', '.join(OVERLAPPING_SCHEDULES)} on 2 or more; "
-        f"fix: set {'dispatch.overlap=halves' if sizes.pp == 1 else 'pipeline.schedule=interleaved'}"
+        f"fix: set {'dispatch.overlap=shared' if sizes.pp == 1 else 'pipeline.schedule=interleaved'}"
     )
 
 

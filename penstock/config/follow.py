@@ -76,10 +76,8 @@ def _decay(run: Run, is_written: Written) -> Values:
 
 
 def _batch(run: Run, is_written: Written) -> Values:
-    """Micro-batches divide the global batch; with overlap halves a micro-batch has an even number of rows."""
+    """Micro-batches divide the global batch."""
     rows, micro = run.training.global_batch, run.training.micro_batch
-    if run.dispatch.overlap == "halves" and micro % 2 and rows % (2 * micro) == 0:  # halves need even micro-batches
-        return {"training.micro_batch": 2 * micro}
     if rows % micro == 0:
         return {}
     if is_written("training.global_batch"):

@@ -144,17 +144,6 @@ def captured_parts_are_judged_alone(run: Run) -> Problem | None:
     )
 
 
-def captured_parts_run_once_in_a_pass(run: Run) -> Problem | None:
-    """`graphs.capture` partial needs one pass at a time; `dispatch.overlap` halves and passes have two."""
-    overlap = run.dispatch.overlap
-    if not _captures(run, "partial") or overlap not in ("halves", "passes"):
-        return None
-    return Problem.from_line(
-        f"dispatch.overlap has two passes under way, and graphs.capture partial has memory for one; got {overlap}; "
-        "allowed: none, shared; fix: set dispatch.overlap=shared, or graphs.capture=none"
-    )
-
-
 def captured_work_is_of_a_gpu(run: Run) -> Problem | None:
     """`graphs.capture` full and partial need a GPU: `device` cpu has no graphs."""
     if not _captures(run) or run.device != "cpu":

@@ -14,7 +14,7 @@ OFFLOADABLE = ("attention", "dense", "moe", "layer")  # parts of a layer that `o
 NamedDispatcher = Literal["all-to-all", "all-gather", "symmetric", "hierarchical"]
 DISPATCHERS: tuple[NamedDispatcher, ...] = get_args(NamedDispatcher)  # that plans, trials and proofs try
 
-Overlap = Literal["none", "shared", "halves", "passes"]  # work that overlaps dispatch and combine
+Overlap = Literal["none", "shared", "passes"]  # work that overlaps dispatch and combine
 Balancing = Literal["none", "auto", "bounded", "exact"]  # rows that a rank computes
 Captured = Literal["full", "partial"]  # contents of a graph
 
@@ -128,9 +128,8 @@ class Dispatch(Section):
     )
     overlap: Overlap = knob(
         "none",
-        doc="Work that overlaps dispatch and combine: nothing, the layer's shared expert (shared), the other half of "
-        "the micro-batch's rows too (halves), or the backward pass of another micro-batch of the pipeline (passes). "
-        "See docs/overlap.md.",
+        doc="Work that overlaps dispatch and combine: nothing, the layer's shared expert (shared), or the backward "
+        "pass of another micro-batch of the pipeline too (passes). See docs/overlap.md.",
     )
 
 

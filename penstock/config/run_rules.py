@@ -31,10 +31,10 @@ def gradients_on_the_host_follow_their_layers(run: Run) -> Problem | None:
             "offload.gradients needs the rest of the optimizer's state there too; got offload.optimizer false; "
             "fix: set offload.optimizer=true"
         )
-    if run.dispatch.overlap in ("halves", "passes"):
+    if run.dispatch.overlap == "passes":
         return Problem.from_line(
             "offload.gradients needs the backward passes of layers one after another; "
-            f"got dispatch.overlap {run.dispatch.overlap}; allowed: none, shared; fix: set dispatch.overlap=none"
+            "got dispatch.overlap passes; allowed: none, shared; fix: set dispatch.overlap=none"
         )
     return None
 

@@ -63,7 +63,8 @@ RENAMED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 # What to do instead, by the path of a removed key or by `path=value`; docs/decisions/0173-size.md has the reasons.
 REMOVED: Mapping[str, str] = MappingProxyType(
     {
-        "kernels.attention=hopper": "write auto, which takes cuDNN or flash-attn-4; our kernels for Hopper are gone",
+        "dispatch.overlap=halves": "write none or shared, which are faster, or passes with a pipeline",
+        "kernels.attention=hopper": "write auto, which takes cuDNN or flash-attn-4; ours for Hopper are gone",
     }
 )
 

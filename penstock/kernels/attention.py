@@ -2,9 +2,10 @@
 
 On Hopper, of torch's backends only cuDNN is fast for the heads of latent attention (192 wide for query and key, 128 for
 value), so `auto` tries it first. flash-attn-4 (penstock/kernels/flash_4.py), which `auto` takes where it is installed,
-is faster; calls that it does not support go to torch's backends in the order of `auto`. Where torch would materialize all scores (a mask with
-grouped-query heads), keys and values are repeated for each query head instead. On the meta device the operator of a
-fused backend is called by name, because torch would choose the one that materializes the scores.
+is faster; calls that it does not support go to torch's backends in the order of `auto`. Where torch would materialize
+all scores (a mask with grouped-query heads), keys and values are repeated for each query head instead. On the meta
+device the operator of a fused backend is called by name, because torch would choose the one that materializes the
+scores.
 
 Sinks (gpt-oss): each head has a logit s that takes part in the softmax and has no value. With L the logsumexp of a
 query's scores, a fused kernel and one pass over its output suffice:

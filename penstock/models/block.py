@@ -23,7 +23,7 @@ from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import PreNorm, RMSNorm
 from penstock.moe.layer import MoE, Terms
 from penstock.moe.routing import Routing
-from penstock.parallel.async_transfer import Steps, within
+from penstock.parallel.async_transfer import Steps, drain, within
 from penstock.parallel.graphs import PartialGraphs
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
@@ -102,7 +102,7 @@ class Block(nn.Module):
             return x_BSD, x_TD, shared_TD, *moe.route(routed_TD, context.scope).tensors()
 
         x_BSD, x_TD, shared_TD, *routing = parts.run(self, until_dispatch, x_BSD)
-        return self._add(x_BSD, moe.mix(x_TD, shared_TD, Routing.of(*routing)))
+        return self._add(x_BSD, drain(moe.after_routing(x_TD, shared_TD, Routing.of(*routing))))
 
     def _attend(
         self, x_BSD: Tensor, context: ForwardContext, *, quantize: bool = True

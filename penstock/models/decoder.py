@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from penstock.base.spans import LAYER, Span
 from penstock.config.model import GroupedQueryAttention, LatentAttention, LocalAttention, Model
-from penstock.config.parallel import Overlap
 from penstock.kernels.attention_bounds import first_keys
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.models.attention import GroupedQueryLayer, query_scale, reach_of
@@ -28,7 +27,7 @@ from penstock.models.model_inputs import ForwardContext, ModelInputs, shifted_to
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import angles
 from penstock.moe.routing import Scope
-from penstock.parallel.async_transfer import Steps, drain, interleave, within
+from penstock.parallel.async_transfer import Steps, drain, within
 from penstock.parallel.context import bounds_of, held_positions, nears_of
 from penstock.parallel.gradient_offload import EMBEDDING
 from penstock.parallel.layer_context import LayerContext
@@ -36,9 +35,6 @@ from penstock.parallel.spans import span
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
     from penstock.moe.dispatch.row_capacity import ActivationArena
-
-OVERLAPS_IN_STEPS: tuple[Overlap, ...] = ("halves", "passes")
-"""Values of `dispatch.overlap` that run other work between the steps of a layer."""
 
 
 class Hidden(NamedTuple):
@@ -72,7 +68,7 @@ class Decoder(nn.Module):
         self.layer_context = layer_context
         self.is_first = is_first
         self.arena = arena
-        self.overlap = layer_context.dispatch.overlap
+        self.pauses = layer_context.dispatch.overlap == "passes"  # between the steps of a layer another pass runs
         self.embed = embed
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.norm = norm
@@ -102,26 +98,19 @@ class Decoder(nn.Module):
 
     def forward(self, inputs: ModelInputs, x_BSD: Tensor | None = None) -> Hidden:
         """Hidden states of this rank's positions; `x_BSD` is the output of the previous stage, None on the first."""
-        self._begin()
-        if self.overlap != "halves" or not self.training:
-            return drain(self.steps(inputs, x_BSD))
-        parts_BSD = (None, None) if x_BSD is None else x_BSD.chunk(2)  # rows, as `halves` cuts them
-        halves = zip(inputs.halves(), parts_BSD, strict=True)
-        # Each half computes while the tokens of the other travel.
-        one, other = interleave([self.steps(half, part_BSD) for half, part_BSD in halves])
-        mtp = tuple(torch.cat(depth) for depth in zip(one.mtp, other.mtp, strict=True))
-        return Hidden(torch.cat((one.main_BSD, other.main_BSD)), mtp)
+        return drain(self.steps(inputs, x_BSD))
 
     def call_in_steps(self, inputs: ModelInputs, x_BSD: Tensor | None = None) -> Steps[Hidden]:
         """Call the module with its hooks; with overlap "passes", run `steps`, between which another pass runs."""
-        if self.overlap == "passes":
-            self._begin()
+        if self.pauses:
             return (yield from self.steps(inputs, x_BSD))
         hidden: Hidden = self(inputs, x_BSD)
         return hidden
 
     def steps(self, inputs: ModelInputs, x_BSD: Tensor | None = None) -> Steps[Hidden]:
-        """`forward` as a generator; with an overlap in steps it yields while a transfer of a layer runs."""
+        """`forward` as a generator; with overlap "passes" it yields while a transfer of a layer runs."""
+        if self.arena is not None:
+            self.arena.begin()
         context = self.forward_context(inputs)
         if self.is_first:
             x_BSD = self._embed(inputs.tokens_BS)
@@ -129,7 +118,7 @@ class Decoder(nn.Module):
         assert x_BSD is not None, "a stage without embedding needs the hidden states of the stage before"
         for number, block in self.blocks.items():
             assert isinstance(block, Block), "nothing else is a decoder layer"
-            if self.overlap in OVERLAPS_IN_STEPS:
+            if self.pauses:
                 x_BSD = yield from within(partial(span, LAYER, number), block.steps(x_BSD, context))
                 continue
             with span(LAYER, number):
@@ -144,10 +133,6 @@ class Decoder(nn.Module):
                 previous_BSD = layer(previous_BSD, ahead_BSD, context)  # depth k reads depth k - 1
             depths.append(previous_BSD)
         return Hidden(main_BSD, tuple(depths))
-
-    def _begin(self) -> None:
-        if self.arena is not None:
-            self.arena.begin()
 
     def _mark(self, x_BSD: Tensor, layer: int) -> None:
         """Tell `reached` when backward has the gradient of a layer's output."""

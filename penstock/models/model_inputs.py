@@ -35,24 +35,6 @@ class ModelInputs:
         """The `attention_mask` of these rows. Each call builds it anew: it is too large to keep between passes."""
         return attention_mask(self.documents_BS, self.query_positions_S)
 
-    def halves(self) -> tuple["ModelInputs", "ModelInputs"]:
-        """The first and the second half of the rows, whose number must be even."""
-        rows = self.tokens_BS.shape[0]
-        assert rows % 2 == 0, f"{rows} rows have no halves"
-        assert self.parts is None, "captured parts have memory for one pass, and halves are two"
-
-        def of(rows: slice) -> ModelInputs:
-            return replace(
-                self,
-                tokens_BS=self.tokens_BS[rows],
-                positions_BS=self.positions_BS[rows],
-                ahead=tuple(ahead_BS[rows] for ahead_BS in self.ahead),
-                documents_BS=None if self.documents_BS is None else self.documents_BS[rows],
-                share=self.share / 2,
-            )
-
-        return of(slice(rows // 2)), of(slice(rows // 2, None))
-
 
 @dataclass(frozen=True)
 class ForwardContext:

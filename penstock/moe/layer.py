@@ -9,8 +9,9 @@
     returns (y_TD, shared_TD), which the caller adds to the residual stream
 
 With one rank, dispatch is a sort and combine is a sum. With several, `penstock.moe.dispatch` has four ways to exchange
-rows; this file is the same for all of them. If `dispatch.overlap` is set, the layer yields while tokens travel, so that
-the shared expert, the other half of the micro-batch or another micro-batch can compute:
+rows; this file is the same for all of them. Dispatch and combine are begun, and waited for later; without
+`dispatch.overlap` they are done at once. The layer yields while tokens travel, so that with it the shared expert, and a
+pass of another micro-batch, compute:
 
     route, start dispatch                 | first product of the shared expert
     wait, experts, start combine          | second product of the shared expert
@@ -37,7 +38,7 @@ from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.router import TopKRouter, layer_loads
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.async_transfer import Steps, drain
+from penstock.parallel.async_transfer import Steps, begin, drain
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
 
@@ -100,16 +101,13 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, scope: Scope, ready: RowColQuantized | None = None) -> Terms:
         """Route every token, and return the summands of its output."""
-        if self.layer_context.transfers is not None:
-            return drain(self.steps(x_TD, scope, ready))
-        # One copy of x_TD for each reader, so that a single kernel sums their three gradients.
-        routed_TD, x_TD, shared_TD = self.layer_context.operators.fan_out(x_TD)
-        return self._mix(x_TD, shared_TD, self.route(routed_TD, scope), ready)
+        return drain(self.steps(x_TD, scope, ready))
 
     def steps(self, x_TD: Tensor, scope: Scope, ready: RowColQuantized | None = None) -> Steps[Terms]:
         """`forward` as a generator that yields while rows travel."""
+        # One copy of x_TD for each reader, so that a single kernel sums their three gradients.
         routed_TD, x_TD, shared_TD = self.layer_context.operators.fan_out(x_TD)
-        return (yield from self._mix_in_steps(x_TD, shared_TD, self.route(routed_TD, scope), ready))
+        return (yield from self.after_routing(x_TD, shared_TD, self.route(routed_TD, scope), ready))
 
     def route(self, x_TD: Tensor, scope: Scope) -> Routing:
         """Choose experts, and sort the slots by expert if the dispatcher begins with that sort."""
@@ -126,65 +124,52 @@ class MoE(nn.Module):
             return self.dispatcher.dropless
         return self.dispatcher
 
-    def mix(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing) -> Terms:
-        """The part of `forward` after routing, for callers that have called `fan_out` and `route` themselves."""
-        if self.layer_context.transfers is not None:
-            return drain(self._mix_in_steps(x_TD, shared_TD, routing, None))
-        return self._mix(x_TD, shared_TD, routing, None)
-
-    def _mix(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: RowColQuantized | None) -> Terms:
-        dispatcher = self._dispatcher_of_mode()
-        with span(Span.DISPATCH):
-            rows, metadata = dispatcher.dispatch(x_TD, routing)  # x_ND, and index_R that sorts it by expert
-        y_RD = self._run_experts(rows)  # one row for each slot of our experts
-        with span(Span.COMBINE):
-            y_TD = dispatcher.combine(y_RD, metadata)
-        if self.shared is None:
-            return (y_TD,)
-        with span(Span.SHARED):
-            return y_TD, self.layer_context.run("shared-expert", self.shared, shared_TD, ready)
-
-    def _mix_in_steps(
-        self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: RowColQuantized | None
+    def after_routing(
+        self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: RowColQuantized | None = None
     ) -> Steps[Terms]:
-        """`_mix` with both transfers on their own stream. The shared expert is cut in two, one half beside each."""
-        transfers = self.layer_context.transfers
-        assert transfers is not None, "overlap needs a transfer stream"
-        dispatcher = self._dispatcher_of_mode()
-        h_TF = narrowed_TD = None
+        """The part of `steps` after `fan_out` and `route`, for callers that have called these themselves."""
+        transfers, dispatcher = self.layer_context.transfers, self._dispatcher_of_mode()
 
         def dispatch(
             x_TD: Tensor, weights_TK: Tensor
         ) -> tuple[tuple[Tensor, Tensor], tuple[ExpertRows, DispatchMetadata]]:
-            rows, metadata = dispatcher.dispatch(x_TD, Routing(weights_TK, routing.experts_TK))
-            # The graph of the transfer is its own: what leaves beside its outputs must not hold it.
-            plain = replace(rows, x_ND=rows.x_ND.detach(), weights_R=rows.weights_R.detach())
-            return (rows.x_ND, rows.weights_R), (plain, metadata)
+            rows, metadata = dispatcher.dispatch(x_TD, replace(routing, weights_TK=weights_TK))
+            outputs = rows.x_ND, rows.weights_R
+            if transfers is not None:
+                # The graph of the transfer is its own: what leaves beside its outputs must not hold it.
+                rows = replace(rows, x_ND=rows.x_ND.detach(), weights_R=rows.weights_R.detach())
+            return outputs, (rows, metadata)
 
         def combine(y_RD: Tensor) -> tuple[tuple[Tensor], None]:
             return (dispatcher.combine(y_RD, metadata),), None
 
         with span(Span.DISPATCH):
-            dispatched = transfers.launch("dispatch", dispatch, x_TD, routing.weights_TK)  # the only two with gradients
-        if self.shared is not None:
+            dispatched = begin(transfers, "dispatch", dispatch, x_TD, routing.weights_TK)  # the two with gradients
+        # Beside transfers the shared expert is cut in two; otherwise it is whole, which may be one kernel in 8 bits.
+        cut = None if transfers is None else self.shared
+        if cut is not None:
             with span(Span.SHARED):
-                h_TF = self.layer_context.run("shared-expert", self.shared.widen, shared_TD, ready)
+                h_TF = self.layer_context.run("shared-expert", cut.widen, shared_TD, ready)
         yield  # rows are on their way to the experts
 
         with span(Span.DISPATCH):
-            (x_ND, weights_R), (rows, metadata) = dispatched.wait()
-        y_RD = self._run_experts(replace(rows, x_ND=x_ND, weights_R=weights_R))
+            (x_ND, weights_R), (rows, metadata) = dispatched.wait()  # index_R sorts x_ND by expert
+        y_RD = self._run_experts(replace(rows, x_ND=x_ND, weights_R=weights_R))  # one row for each slot of our experts
         with span(Span.COMBINE):
-            combined = transfers.launch("combine", combine, y_RD)
+            combined = begin(transfers, "combine", combine, y_RD)
             del y_RD  # the transfer holds it as long as it reads it
-        if self.shared is not None and h_TF is not None:
+        shared: Terms = ()
+        if cut is not None:
             with span(Span.SHARED):
-                narrowed_TD = self.shared.narrow(h_TF)
+                shared = (cut.narrow(h_TF),)
         yield  # outputs are on their way back
 
         with span(Span.COMBINE):
             (y_TD,), _ = combined.wait()
-        return (y_TD,) if narrowed_TD is None else (y_TD, narrowed_TD)
+        if self.shared is not None and cut is None:
+            with span(Span.SHARED):
+                shared = (self.layer_context.run("shared-expert", self.shared, shared_TD, ready),)
+        return y_TD, *shared
 
     def _run_experts(self, rows: ExpertRows) -> Tensor:
         with span(Span.EXPERTS):

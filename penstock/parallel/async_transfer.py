@@ -17,15 +17,14 @@ are held by the handle until the join. Blocks of the other stream that this one 
 after it has launched every reader; the next transfer that can get them begins with a fork. `record_stream` would keep
 blocks of a captured graph from ever being reused.
 
-Steps are generators that yield where a transfer is under way. The driver sets the order, the same on all ranks:
-
-    drain(steps(x))                     one alone: nothing happens at a yield
-    interleave([steps(a), steps(b)])    first(a), first(b), second(a), second(b)
+Steps are generators that yield where a transfer is under way; a pipeline runs another pass there. `drain` runs them
+alone: nothing happens at a yield.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,11 +34,36 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.parallel.weight_grad_store import entered
 
 Rest = TypeVar("Rest")
+Rest_co = TypeVar("Rest_co", covariant=True)
 Result = TypeVar("Result")
 
 Transfer = Callable[..., tuple[tuple[Tensor, ...], Rest]]
 """Tensors -> (tensors with gradients, anything without). It runs on one stream, and gives the current one no work if
 that is another."""
+
+
+class Handle(Protocol[Rest_co]):
+    """A transfer that was begun."""
+
+    def wait(self) -> tuple[tuple[Tensor, ...], Rest_co]:
+        """The function's result, when it is there; called once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Finished(Generic[Rest]):
+    """A transfer that ended when it began."""
+
+    result: tuple[tuple[Tensor, ...], Rest]
+
+    def wait(self) -> tuple[tuple[Tensor, ...], Rest]:
+        """See `Handle.wait`."""
+        return self.result
+
+
+def begin(transfers: "TransferStream | None", name: str, function: "Transfer[Rest]", *inputs: Tensor) -> Handle[Rest]:
+    """Start a transfer on its stream, or make it at once without one."""
+    return Finished(function(*inputs)) if transfers is None else transfers.launch(name, function, *inputs)
 
 
 class TransferStream:
@@ -204,21 +228,12 @@ Steps = Generator[None, None, Result]
 
 def drain(steps: Steps[Result]) -> Result:
     """Run all steps."""
-    (result,) = interleave([steps])
-    return result
-
-
-def interleave(works: Sequence[Steps[Result]]) -> list[Result]:
-    """Run a step of each work in turn; results in the order given."""
-    results: dict[int, Result] = {}
-    while len(results) < len(works):
-        for number, steps in enumerate(works):
-            if number not in results:
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    results[number] = end.value
-    return [results[number] for number in range(len(works))]
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
 
 def within(context: Callable[[], AbstractContextManager[object]], steps: Steps[Result]) -> Steps[Result]:

@@ -27,7 +27,6 @@ from penstock.config.parallel import DISPATCHERS, Graphs, Offload, Overlap, Pipe
 from penstock.config.run import Run
 from penstock.config.tree import parse_overrides
 from penstock.layout.schedules import SCHEDULES
-from penstock.models.decoder import OVERLAPS_IN_STEPS
 from penstock.plan.asked_layout import layout_fields
 from penstock.plan.layout_names import FIELDS, check_name
 from penstock.plan.projection import Refusal
@@ -405,4 +404,4 @@ def with_saving(sizes: Sizes, saving: Saving) -> Sizes:
 
 def searched_overlap(run: Run) -> Overlap:
     """The overlap of a search: the run's, unless it interleaves passes."""
-    return "none" if run.dispatch.overlap in OVERLAPS_IN_STEPS else run.dispatch.overlap
+    return "none" if run.dispatch.overlap == "passes" else run.dispatch.overlap

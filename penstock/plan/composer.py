@@ -40,7 +40,6 @@ from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage, balanced_stages, parse_stages
 from penstock.models.build import needs_embedding, whole_model
 from penstock.models.count import stage_costs
-from penstock.models.decoder import OVERLAPS_IN_STEPS
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.composed_run import ComposedRun, PlaceLoad, ProxyStage, RankState, StageContents, contents_of
@@ -245,7 +244,7 @@ def _sharing(run: Run, world: int) -> _Sharing:
 
 def is_composable(run: Run) -> bool:
     """Whether layers of one kind hold the same in this run, and no activation or gradient is on the host."""
-    if run.dispatch.overlap in OVERLAPS_IN_STEPS or run.offload.activations or run.offload.gradients:
+    if run.dispatch.overlap == "passes" or run.offload.activations or run.offload.gradients:
         return False
     return not run.recompute.layers and not run.recompute.stages
 

@@ -48,8 +48,7 @@ class RoutedRows:
     """Rows that go to the experts of one rank in one pass.
 
     Attributes:
-        traffic: tokens of a rank before dispatch; of half a micro-batch where its halves follow each other. A token
-            has no bytes yet.
+        traffic: tokens of a rank before dispatch. A token has no bytes yet.
         ranks: that share the experts of a layer.
         rows: that the fullest rank's experts get.
         imbalance: `rows` over the even share.
@@ -70,7 +69,7 @@ def routed_traffic(run: Run, *, in_turn: bool = False) -> TokenTraffic:
     forced = even_stride(moe.experts) if moe.balance.force_load_balance else 0
     tokens = run.training.micro_batch * run.training.sequence_length // (parallel.context * parallel.tensor)
     return TokenTraffic(
-        tokens=tokens // 2 if run.dispatch.overlap == "halves" else tokens,
+        tokens=tokens,
         copy_bytes=0,
         experts=moe.experts,
         top_k=moe.top_k,

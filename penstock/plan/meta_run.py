@@ -27,7 +27,7 @@ from penstock.layout.actions import stages_of as stage_numbers
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
 from penstock.models.block import Block, MultiTokenPrediction
-from penstock.models.decoder import OVERLAPS_IN_STEPS, Decoder
+from penstock.models.decoder import Decoder
 from penstock.models.model_inputs import ModelInputs
 from penstock.models.parameters import head_main_grad, refresh_float8
 from penstock.models.rank_model import embedding_places, message_of, stages_of
@@ -264,7 +264,7 @@ def micro_batch_bytes(rank: MetaRank) -> int:
 def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> StageActivations:
     blocks = {int(layer): block for layer, block in decoder.blocks.items() if isinstance(block, Block)}
     # Overlap and offload connect neighbouring layers, so one layer cannot stand for its kind.
-    runs_all = rank.run.dispatch.overlap in OVERLAPS_IN_STEPS or bool(rank.run.offload.activations)
+    runs_all = rank.run.dispatch.overlap == "passes" or bool(rank.run.offload.activations)
     runs_all = runs_all or rank.run.offload.gradients
     kinds = {layer: (layer if runs_all else kind_of(rank.run, layer, block)) for layer, block in blocks.items()}
     first_of: dict[Hashable, int] = {}
@@ -306,8 +306,8 @@ class _Passes:
         self.ops: list[RecordedOps] = []
         self.tasks: list[Task] = []
         self.task_counts: list[int] = []
-        # Halves of a micro-batch alternate within a layer, so a layer has no piece of its own.
-        is_cut = len(decoder.blocks) > 0 and rank.run.dispatch.overlap not in OVERLAPS_IN_STEPS
+        # Layers that pause are not called as modules, so none has a piece of its own.
+        is_cut = len(decoder.blocks) > 0 and rank.run.dispatch.overlap != "passes"
         self.blocks = [block for block in decoder.blocks.values() if isinstance(block, Block)] if is_cut else []
         self.kinds = [layer_kind(rank.run, int(layer)) for layer in decoder.blocks] if is_cut else []
 

@@ -485,9 +485,6 @@ def _overlap(draw: _Draw) -> None:
     kinds = ["shared"] if draw.facts.get("shared") else []
     if draw.facts.get("passes"):
         kinds += ["passes"] * 2
-    judged = any(draw.facts.get(name) for name in ("capacity", "micro-batch", "global-batch", "full"))
-    if draw.facts.get("micro") == 2 and not judged:
-        kinds += ["halves"] * 2
     if kinds and draw.chance(0.5):
         draw.facts["overlap"] = 1
         draw.add(f"dispatch.overlap={draw.word(*kinds)}")

@@ -4,7 +4,7 @@
     grouped    ran       baseline, grouped
     symmetric  skipped   the machine has no GPU
     sync-free  failed    baseline, grouped, sync-free: out of memory
-    halves     slower    baseline, grouped, halves: it costs more than it gains here
+    shared     slower    baseline, grouped, shared: it costs more than it gains here
     larger     ran       baseline, grouped, larger, and its fallback eager, because it ran out of memory without
 
 A failed or slow step is left out of the later ones. A step that is refused or runs out of memory is tried again with

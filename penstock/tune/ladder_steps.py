@@ -190,14 +190,6 @@ LADDER = (
         needs=("experts", "shared-expert", "sharing", "gpu"),
     ),
     LadderStep(
-        name="overlap-halves",
-        what="and half of the micro-batch's rows while the other half travels",
-        change=("dispatch.overlap=halves",),
-        needs=("experts", "sharing"),
-        # Two passes run at once, and captured parts have memory for one.
-        fallbacks={"eager": LadderChange(change=("graphs.capture=none",))},
-    ),
-    LadderStep(
         name="larger",
         what="twice the rows in a micro-batch",
         micro_batch_times=2,

@@ -190,7 +190,6 @@ class CandidateSource:
             yield from (f"parallel.expert={size}" for size in sizes if run.model.moe is not None)
             yield from (f'dispatch.method="{method}"' for method in DISPATCHERS if method != "hierarchical")
             yield from (f'parallel.shard="{shard}"' for shard in ("optimizer", "full"))
-        yield 'dispatch.overlap="halves"'
         yield 'dispatch.overlap="none"'
         if self.cluster.hardware.vendor != "cpu":
             yield from (f'graphs.capture="{capture}"' for capture in ("none", "partial"))

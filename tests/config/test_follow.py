@@ -48,7 +48,6 @@ def test_one_override_of_any_preset_is_not_refused_for_what_the_user_did_not_wri
         ("debug", ["training.micro_batch=8"], {"training.global_batch": 8}),
         ("deepseek-v2-lite", ["training.micro_batch=3"], {"training.global_batch": 510}),  # 512 rounded down
         ("debug", ["training.global_batch=6"], {"training.micro_batch": 2}),  # gcd(6, 4)
-        ("deepseek-v2-lite", ["dispatch.overlap=halves"], {"training.micro_batch": 2}),
         ("debug", ["training.steps=1", "profile.start=1"], {"profile.steps": 1, "schedule.warmup_steps": 0}),
         ("debug", ["schedule.decay=wsd", "schedule.decay_steps=8", "training.steps=20"], {"schedule.warmup_steps": 12}),
         ("debug", ["data.validation_share=0"], {"evaluation.rows": 0}),

@@ -291,7 +291,7 @@ def test_renamed_keys_are_gone_and_their_new_keys_exist() -> None:
         (
             "kernels.attention=hopper",
             'kernels.attention has an unknown value; got "hopper"; allowed: auto, default, math, flash, efficient, '
-            "cudnn, flash-4, triton; fix: write auto, which takes cuDNN or flash-attn-4; our kernels for Hopper are gone",
+            "cudnn, flash-4, triton; fix: write auto, which takes cuDNN or flash-attn-4; ours for Hopper are gone",
         ),
     ],
 )

@@ -47,7 +47,6 @@ WAYS = {
     "recomputed": (layout("expert=2", "recompute.modules=moe"), ()),
     "products recomputed": (layout("expert=2", "recompute.modules=expert-activation"), ()),
     "offloaded": (layout("expert=2", "offload.activations=moe"), ()),
-    "halves": (layout("expert=2"), ("dispatch.overlap=halves", "training.micro_batch=2", "training.global_batch=4")),
     "some in 8 bits": (layout("expert=2"), ("dispatch.row_capacity_factor=2.0", *IN_8_BITS, "float8.first_layers=2")),
     "in 8 bits, no room": (layout("expert=2"), (NO_ROOM, *IN_8_BITS)),
     "ZB-V": (pipeline("zb-v", 2, "expert=2"), ("model.layers=4", "training.global_batch=4")),

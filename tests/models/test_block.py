@@ -30,7 +30,7 @@ from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import assert_close, assert_equal
 from tests.models.families import moe_with, reading_of, tiny_model
 from tests.parallel.alive import Alive
-from tests.parallel.recorded import Recorded, mirrored
+from tests.parallel.recorded import Recorded
 from tests.parallel.recorded_graph import SameAddresses
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -62,7 +62,7 @@ def by_plain_sums(block: Block, x_BSD: Tensor, context: ForwardContext) -> Tenso
     x_BSD = x_BSD + block.attention(block.attention_norm(x_BSD)[0], context, None)
     x_TD = block.ffn_norm(x_BSD)[0].flatten(0, 1)
     if isinstance(block.ffn, MoE):
-        y_TD = torch.stack(block.ffn.mix(x_TD, x_TD, block.ffn.route(x_TD, context.scope))).sum(0)
+        y_TD = torch.stack(drain(block.ffn.after_routing(x_TD, x_TD, block.ffn.route(x_TD, context.scope)))).sum(0)
     else:
         y_TD = block.ffn(x_TD)
     return x_BSD + y_TD.view_as(x_BSD)
@@ -117,7 +117,7 @@ def test_a_layer_and_its_gradients_are_those_of_plain_sums(
 def test_so_are_a_layer_in_pieces_and_one_behind_a_graph(model: Model, operators: Operators) -> None:
     travelling = LayerContext(operators=operators, dispatch=Dispatch(overlap="shared"), transfers=TransferStream(CPU))
     found = []
-    for layer_context in (travelling, replace(travelling, dispatch=Dispatch(overlap="halves"))):
+    for layer_context in (travelling, replace(travelling, dispatch=Dispatch(overlap="passes"))):
         (block, context), x_BSD = a_block(model, layer_context), an_input()
         y_BSD = block(x_BSD, context) if layer_context is travelling else drain(block.steps(x_BSD, context))
         found.append(trained(block, y_BSD, x_BSD))
@@ -211,7 +211,7 @@ def _trained(decoder: Decoder) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kinds", [(), FINE], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("overlap", ["shared", "halves", "passes"])
+@pytest.mark.parametrize("overlap", ["shared", "passes"])
 def test_every_overlap_gives_the_loss_the_gradients_and_the_counts_of_none(
     overlap: Overlap, kinds: tuple[str, ...]
 ) -> None:
@@ -246,32 +246,7 @@ def test_the_shared_expert_runs_beside_both_transfers_in_both_directions() -> No
     assert transfers.events[-7:] == [*combine_back, "experts back", *dispatch_back]
 
 
-def test_each_half_computes_while_the_other_travels_in_both_directions() -> None:
-    layer_context, transfers = _layer_context("halves")
-    decoder = _model(layer_context)
-    loss = _loss(decoder)
-    # Transfers of one half are even, of the other odd; a layer has four.
-    forward = []
-    for first in range(0, 4 * LAYERS, 4):
-        forward += [f"combine {first - 2} arrives"] if first else []
-        forward += [f"dispatch {first} leaves"]
-        forward += [f"combine {first - 1} arrives"] if first else []
-        forward += [f"dispatch {first + 1} leaves", f"dispatch {first} arrives", f"combine {first + 2} leaves"]
-        forward += [f"dispatch {first + 1} arrives", f"combine {first + 3} leaves"]
-    assert transfers.events[: len(forward)] == forward
-    travelled, transfers.events = transfers.events, []
-    loss.backward()
-    assert transfers.events == mirrored(travelled)
-
-
-def test_an_evaluation_is_not_divided() -> None:
-    layer_context, transfers = _layer_context("halves")
-    with torch.no_grad():
-        _loss(_model(layer_context).eval())
-    assert transfers.launched == 2 * (LAYERS + 1), "a dispatch and a combine for each layer and for the prediction"
-
-
-def test_halves_free_what_is_recomputed_as_a_whole_micro_batch_does() -> None:
+def test_an_overlapped_layer_frees_what_is_recomputed_as_another_does() -> None:
     def kept(overlap: Overlap, kinds: tuple[str, ...]) -> int:
         decoder = _model(_layer_context(overlap, kinds)[0])
         with Alive() as alive:
@@ -281,17 +256,5 @@ def test_halves_free_what_is_recomputed_as_a_whole_micro_batch_does() -> None:
         return size
 
     for kind in ("norm", "shared-expert", "expert-activation"):
-        freed = [kept(overlap, ()) - kept(overlap, (kind,)) for overlap in ("none", "halves")]
+        freed = [kept(overlap, ()) - kept(overlap, (kind,)) for overlap in ("none", "shared")]
         assert freed[1] >= 0.95 * freed[0] > 0, kind
-
-
-def test_halves_of_a_reading_are_its_rows_in_order_with_half_the_share() -> None:
-    tokens_BS = torch.arange(MODEL_ROWS * MODEL_POSITIONS).view(MODEL_ROWS, MODEL_POSITIONS)
-    documents_BS = torch.zeros_like(tokens_BS)
-    reading = replace(reading_of(tokens_BS, tokens_BS, documents_BS, depths=2), share=0.5)
-    one, other = reading.halves()
-    assert one.share == other.share == 0.25
-    joined = {name: torch.cat((tensor, other.tensors[name])) for name, tensor in one.tensors.items()}
-    assert_equal(joined, reading.tensors)
-    with pytest.raises(AssertionError, match="no halves"):
-        one.halves()[0].halves()

@@ -204,7 +204,6 @@ def test_every_recipe_trains(recipe: str) -> None:
 
 @pytest.mark.often(
     "recompute.modules=layer",
-    "dispatch.overlap=halves",
     "recompute.modules=shared-expert dispatch.overlap=shared",
     "recompute.modules=?*norm*latent-up*",
 )
@@ -216,7 +215,6 @@ def test_every_recipe_trains(recipe: str) -> None:
         ('recompute.modules=["moe", "dense"]',),
         ("recompute.modules=shared-expert", "dispatch.overlap=shared"),
         ("dispatch.overlap=shared",),
-        ("dispatch.overlap=halves",),
     ],
     ids=lambda overrides: " ".join(overrides),
 )

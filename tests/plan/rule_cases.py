@@ -154,16 +154,10 @@ LEGAL = (
         "names layer, which does not go with dispatch.overlap shared",
     ),
     Case(
-        "halves-are-whole-rows",
-        {**EP8, "overlap": "halves"},
-        {**EP8, "overlap": "halves", "micro_batch": 2},
-        "must be even with dispatch.overlap halves; got 1",
-    ),
-    Case(
         "pieces-have-their-weights",
-        {**EP8, "overlap": "halves", "micro_batch": 2, "shard": "full"},
+        {**EP8, "overlap": "passes", "shard": "full"},
         {**EP8, "overlap": "shared", "shard": "full"},
-        "full does not go with dispatch.overlap halves",
+        "full does not go with dispatch.overlap passes",
     ),
     Case(
         "passes-stand-beside-each-other",
@@ -230,8 +224,8 @@ ADVICE = (
     Case("experts-over-nodes-want-overlap", EP16, {**EP16, "overlap": "shared"}, "crosses nodes of 8"),
     Case(
         "overlap-if-exposed",
-        {"ep": 4, "dispatcher": "symmetric", "overlap": "halves", "micro_batch": 2},
-        {**EP8, "overlap": "halves", "micro_batch": 2},
+        {"ep": 4, "dispatcher": "symmetric", "overlap": "passes"},
+        {**EP8, "overlap": "passes"},
         "stay among 4 ranks",
     ),
     Case("room-for-the-worst-case", {**EP8, "sync_free": 3}, {**EP8, "sync_free": 2}, "8 times the even share"),

@@ -45,7 +45,6 @@ LAYOUTS = {
     "all-to-all": ("2xH200", *EP2, "dispatch.method=all-to-all"),
     "all-gather": ("2xH200", *EP2, "dispatch.method=all-gather", "dispatch.sync_free=2"),
     "symmetric": ("2xH200", *EP2, "dispatch.method=symmetric", "dispatch.sync_free=2"),
-    "halves": ("2xH200", *EP2, "dispatch.method=symmetric", "dispatch.sync_free=2", "dispatch.overlap=halves"),
     "shared": ("2xH200", *EP2, "dispatch.overlap=shared"),
     "hierarchical": (
         "16xH200",

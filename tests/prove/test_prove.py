@@ -48,7 +48,7 @@ def test_every_axis_schedule_way_of_tokens_and_option_is_played_by_every_test_ru
     wanted |= {f"pipeline.schedule={name}" for name in SCHEDULES}
     wanted |= {f"dispatch.method={name}" for name in ("auto", "all-to-all", "all-gather", "hierarchical")}
     wanted |= {f"dispatch.sync_free={stage}" for stage in range(4)} | {"dispatch.row_capacity_factor=1.0"}
-    wanted |= {f"dispatch.overlap={kind}" for kind in ("shared", "halves", "passes")}
+    wanted |= {f"dispatch.overlap={kind}" for kind in ("shared", "passes")}
     wanted |= {f"dispatch.balance={kind}" for kind in ("bounded", "exact", "auto")}
     wanted |= {f"parallel.shard={kind}" for kind in ("none", "optimizer", "full")} | {"parallel.shard_size=2"}
     wanted |= {f"parallel.context_method={kind}" for kind in ("all-gather", "ulysses")}

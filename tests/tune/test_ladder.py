@@ -333,16 +333,6 @@ def ours(name: str) -> LadderStep:
     return next(step for step in LADDER if step.name == name)
 
 
-def test_halves_are_measured_without_graphs_where_parts_are_captured() -> None:
-    ground = LadderStep(name="ground", change=("graphs.capture=partial", "dispatch.overlap=none"))
-    bench = Bench()
-    halves = fallen_back(bench, (ground, ours("overlap-halves")), *ON_FOUR, has_gpu=True)["overlap-halves"]
-    assert list(bench.seen) == ["ground", "overlap-halves-eager"]
-    assert (halves.state, set(halves.changed)) == ("ran", {"dispatch.overlap=halves", "graphs.capture=none"})
-    assert [(one.change, one.seconds) for one in halves.tried] == [(("dispatch.overlap=halves",), 0.0)]
-    assert "has two passes under way" in halves.tried[0].reason
-
-
 @pytest.mark.parametrize(
     ("below", "forms"),
     [

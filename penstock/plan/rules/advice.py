@@ -266,9 +266,9 @@ def experts_over_nodes_want_overlap(sizes: Sizes) -> str | None:
 def overlap_if_exposed(sizes: Sizes) -> str | None:
     """Among 4 ranks of a node or fewer, dispatch is too short to pay for cutting work in pieces."""
     near = 1 < sizes.expert_ranks <= FEW_PEERS and sizes.is_inside_node(sizes.expert_ranks)
-    if sizes.overlap not in ("halves", "passes") or not near:
+    if sizes.overlap != "passes" or not near:
         return None
-    return f"overlap {sizes.overlap} for tokens that stay among {sizes.expert_ranks} ranks of a node"
+    return f"overlap passes for tokens that stay among {sizes.expert_ranks} ranks of a node"
 
 
 @advises("docs/dispatch.md (computed)", "dispatch.sync_free=2")

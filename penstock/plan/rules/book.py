@@ -81,7 +81,6 @@ LEGAL: tuple[Rule, ...] = (
     _by_config(dispatch_rules.padded_rows_are_sent, "R7"),
     _by_config(dispatch_rules.tokens_travel_to_experts, "O1"),
     _by_config(dispatch_rules.travels_happen_once, "O1, M7"),
-    _by_config(dispatch_rules.halves_are_whole_rows, "our overlap"),
     _by_config(dispatch_rules.pieces_have_their_weights, "our overlap"),
     _by_config(dispatch_rules.passes_stand_beside_each_other, "O1"),
     _by_config(graph_rules.captured_passes_are_not_cut_into_stages, "our graphs"),

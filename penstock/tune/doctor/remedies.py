@@ -126,7 +126,7 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     ranks = evidence.facts.world if run is None else run.parallel.expert * run.parallel.expert_tensor
     if (run is not None and run.dispatch.overlap != "none") or not evidence.has_experts:
         return None
-    changes = ('dispatch.overlap="passes"', 'dispatch.overlap="halves"', 'dispatch.overlap="shared"')
+    changes = ('dispatch.overlap="passes"', 'dispatch.overlap="shared"')
     # NCCL sends an all-to-all as send and receive kernels; those of a pipeline are messages between stages.
     is_pipeline = run is not None and run.parallel.pipeline > 1
     tokens = [kind for kind in TOKENS if not is_pipeline or kind != "send-recv"]
