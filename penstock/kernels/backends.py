@@ -134,7 +134,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "experts": ("expert_ffn", "expert_ffn_is_fused", "saves_rows"),
         "swiglu": ("swiglu",),
         "norm": ("rms_norm", "rms_norm_beside", "add_rms_norm", "add_three", "fan_out"),
-        "rope": ("rotate", "mla_heads", "mla_heads_is_fused"),
+        "rope": ("rotate", "mla_heads"),
         "delta": ("delta_rule", "short_convolution", "unit_length", "gated_norm"),
         "sparse": ("choose_keys", "sparse_attention"),
     }

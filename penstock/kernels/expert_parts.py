@@ -29,8 +29,8 @@ from penstock.kernels.tile_table import TileTable
 
 GATE_UP, DOWN = range(2)  # indices of the matrices among the parameters
 
-# (place, task) -> whether the task, which computes the gradient of the matrix at this place, is taken to be run later.
-DeferGradient = Callable[[int, Callable[[], None]], bool]
+# Takes a task, which computes the gradient of a matrix, to be run later; False if it must run now.
+DeferGradient = Callable[[Callable[[], None]], bool]
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def put_gradient(make: Callable[..., Any], place: int, options: ExpertOptions) -
         if total is None:  # Through the parameter's own hooks, as in any backward pass.
             parameter.view_as(parameter).backward(found)
 
-    if options.put_off is not None and options.put_off(place, late):
+    if options.put_off is not None and options.put_off(late):
         return None
     found = now()
     return found if total is None else None

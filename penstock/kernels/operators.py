@@ -61,7 +61,6 @@ class Operators:
     )  # of sparse attention, as `penstock.kernels.sparse_attention` defines both
     sparse_attention: Callable[..., Tensor] | None  # None: attention to all keys under a mask
     mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    mla_heads_is_fused: bool  # the 8-bit kernel, which also quantizes gradients, may replace `mla_heads`
 
 
 def reference_balance_loss(
@@ -208,7 +207,6 @@ REFERENCE = Operators(
     choose_keys=None,
     sparse_attention=None,
     mla_heads=reference.mla_heads,
-    mla_heads_is_fused=False,
 )
 
 TORCH = replace(

@@ -40,5 +40,4 @@ TRITON = Operators(
     choose_keys=choose_keys,
     sparse_attention=sparse_attention,
     mla_heads=mla_heads,
-    mla_heads_is_fused=True,
 )

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.quantized import GatheredCopies, Quantized, RowColQuantized, WeightCopies, copies_of
 from penstock.kernels.float8.recipes import Recipe
@@ -91,16 +90,13 @@ def float8_linear(
     weight: Float8Weight,
     bias: Tensor | None = None,
     x_float8: RowColQuantized | None = None,
-    grad_channel: GradientSideChannel | None = None,
 ) -> Tensor:
     """`F.linear` with all three products in float8, in the dtype of x, which may have any leading dims.
 
-    Without `x_float8`, its quantized copy, x is quantized here. The output gradient may come in float8 through
-    `grad_channel`, if there is no bias.
+    Without `x_float8`, its quantized copy, x is quantized here.
     """
-    assert grad_channel is None or bias is None, "the gradient of a bias is a sum of 16 bits"
     x_float8 = quantize_input(x_D, weight.rule) if x_float8 is None else x_float8
-    y: Tensor = _Float8Linear.apply(x_D, weight.parameter_FD, bias, x_float8.columns, weight, grad_channel)
+    y: Tensor = _Float8Linear.apply(x_D, weight.parameter_FD, bias, x_float8.columns, weight)
     with torch.no_grad():
         forward = weight.copies(weight.parameter_FD).forward
         weight.rule.operators.multiply(x_float8.rows, forward, y.dtype, out=y.flatten(0, -2))
@@ -142,14 +138,13 @@ class _Float8Linear(torch.autograd.Function):
         bias: Tensor | None,
         columns: Quantized | None,
         weight: Float8Weight,
-        grad_channel: GradientSideChannel | None,
     ) -> Tensor:
         if columns is not None:
             # Only the columns of x are saved (1 byte a number), and the weight where no cached copy exists.
             of_weight = (parameter_FD,) if weight.cached is None else ()
             ctx.save_for_backward(columns.values, columns.scales, *of_weight)
             ctx.block = columns.block
-        ctx.weight, ctx.shape, ctx.grad_channel = weight, x_D.shape, grad_channel
+        ctx.weight, ctx.shape = weight, x_D.shape
         return x_D.new_empty(*x_D.shape[:-1], len(parameter_FD))
 
     @staticmethod
@@ -157,10 +152,8 @@ class _Float8Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight: Float8Weight = ctx.weight
         values, scales, *of_weight = ctx.saved_tensors
-        dy_float8 = None if ctx.grad_channel is None else ctx.grad_channel.take()
-        if dy_float8 is None:  # the gradient came in 16 bits
-            dy = dy.contiguous()
-            dy_float8 = _quantize_gradient(dy.flatten(0, -2), weight.rule)
+        dy = dy.contiguous()
+        dy_float8 = _quantize_gradient(dy.flatten(0, -2), weight.rule)
         dx_D = dweight = None
         if ctx.needs_input_grad[0]:
             backward = weight.copies(*(of_weight or (weight.parameter_FD,))).backward  # D x F
@@ -169,7 +162,7 @@ class _Float8Linear(torch.autograd.Function):
             assert dy_float8.columns is not None, "asked for"
             dweight = weight.put_gradient(dy_float8.columns, Quantized(values, scales, ctx.block))
         dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return dx_D, dweight, dbias, None, None, None
+        return dx_D, dweight, dbias, None, None
 
 
 class _Float8Network(torch.autograd.Function):

@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from penstock.kernels.embedding import add_runs
-from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.quantized import RowColQuantized, WeightCopies
 from penstock.kernels.float32_products import add_product
 from penstock.kernels.language import HAS_TRITON
@@ -70,21 +69,14 @@ class Linear(nn.Linear):
         if not self.weight.is_meta:
             super().reset_parameters()
 
-    def forward(
-        self,
-        x_D: Tensor,
-        x_float8: RowColQuantized | None = None,
-        grad_channel: GradientSideChannel | None = None,
-    ) -> Tensor:
+    def forward(self, x_D: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
         """Multiply the last dim; add the bias, except to the partial sums of a row-parallel product.
 
-        `x_float8` is a quantized copy of x, if there is one (`quantize_input`). The output gradient may come in float8
-        through `grad_channel`.
+        `x_float8` is a quantized copy of x, if there is one (`quantize_input`).
         """
         bias = None if self.is_summed else self.bias
         if self.float8 is not None:
-            return float8_linear(x_D, self.float8_weight(), bias, x_float8, grad_channel)
-        assert grad_channel is None, "a product in 16 bits reads its gradient in 16 bits"
+            return float8_linear(x_D, self.float8_weight(), bias, x_float8)
         if self.main_grad is None or not torch.is_grad_enabled():
             weights = (self.weight,) if bias is None else (self.weight, bias)
             return deferrable(F.linear, (x_D,), weights, self.weight_grads)

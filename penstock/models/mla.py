@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import LatentAttention
-from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, LatentHeadChannels, latent_heads_obstacle
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.indexer import LightningIndexer, gathers_keys, reads_all_keys
@@ -39,22 +38,15 @@ class LatentQuery(nn.Module):
         self.down = Linear(hidden_size, config.q_lora_rank, layer_context)
         self.norm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPSILON, layer_context.operators)
         self.up = Linear(config.q_lora_rank, config.heads * config.head_dim, layer_context, split="outputs")
-
         self.reads_high_precision = self.down.float8 is None  # reads hidden states in high precision
-        self.is_float8 = self.up.float8 is not None  # the product that gives queries runs in float8
 
-    def forward(
-        self,
-        x_BSD: Tensor,
-        x_float8: RowColQuantized | None = None,
-        grad_channel: GradientSideChannel | None = None,
-    ) -> Tensor:
+    def forward(self, x_BSD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
         """The latent of every position of the tensor-parallel ranks, from this rank's positions."""
         return all_gather(self.norm(self.down(x_BSD, x_float8)), self.axis, dim=1)  # S / tensor -> S positions
 
-    def expand(self, latent_BSC: Tensor, grad_channel: GradientSideChannel | None = None) -> Tensor:
-        """The queries of this rank's heads, B x S x (H N); their gradient may come through `grad_channel`."""
-        q: Tensor = self.up(latent_BSC, grad_channel=grad_channel)
+    def expand(self, latent_BSC: Tensor) -> Tensor:
+        """The queries of this rank's heads, B x S x (H N)."""
+        q: Tensor = self.up(latent_BSC)
         return q
 
 
@@ -65,19 +57,13 @@ class DirectQuery(Linear):
         super().__init__(hidden_size, config.heads * config.head_dim, layer_context, split="outputs")
         self.axis = layer_context.axes.tensor
         self.reads_high_precision = self.float8 is None or self.axis.size > 1  # for the product or the collective
-        self.is_float8 = self.float8 is not None
 
-    def forward(
-        self,
-        x_BSD: Tensor,
-        x_float8: RowColQuantized | None = None,
-        grad_channel: GradientSideChannel | None = None,
-    ) -> Tensor:
+    def forward(self, x_BSD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
         """The queries of this rank's heads at every position of the tensor-parallel ranks."""
         x_float8 = x_float8 if self.axis.size == 1 else None  # has this rank's positions only
-        return super().forward(all_gather(x_BSD, self.axis, dim=1), x_float8, grad_channel)
+        return super().forward(all_gather(x_BSD, self.axis, dim=1), x_float8)
 
-    def expand(self, q: Tensor, grad_channel: GradientSideChannel | None = None) -> Tensor:
+    def expand(self, q: Tensor) -> Tensor:
         """Returns q: `forward` gave the queries already."""
         return q
 
@@ -130,8 +116,7 @@ class LatentLayer(nn.Module):
     def forward(self, x_BSD: Tensor, context: ForwardContext, x_float8: RowColQuantized | None = None) -> Tensor:
         """Attend. Returns B x S x D of this rank's positions; `x_float8` is a quantized copy of x, if there is one."""
         tensor, run = self.layer_context.axes.tensor, self.layer_context.run
-        channels = self._grad_channels()
-        query = self.query(x_BSD, x_float8, channels.q)
+        query = self.query(x_BSD, x_float8)
         latent_BSC, k_rope_BSP = self._split_latent(self.kv_down(x_BSD, x_float8))
         latent_BSC = run("norm", self.kv_norm, latent_BSC)  # the rotary key has no norm
         if tensor.size > 1:
@@ -142,7 +127,7 @@ class LatentLayer(nn.Module):
         if self.absorbs and self.indexer is not None and not reads_all_keys(self.indexer.config, positions):
             # No rank shares heads or positions.
             return self.out(self._absorbed(x_BSD, query, latent_BSC, k_rope_BSP, context).flatten(-2))
-        heads = self._heads_of_row if self.gathers_row else partial(self._heads, channels=channels)
+        heads = self._heads_of_row if self.gathers_row else self._heads
         q_BSHN, k_BSHN, v_BSHM = run("latent-up", heads, query, latent_BSC, k_rope_BSP, context)
         if self.logits is not None and self.training:
             self.logits.see(q_BSHN, k_BSHN, self.scale, context.allowed_BSS)
@@ -227,39 +212,18 @@ class LatentLayer(nn.Module):
         up_HMC = kv_up.unflatten(0, (self.heads, -1))[:, self.config.qk_nope_head_dim :]
         return (o_HBSC.flatten(1, 2) @ up_HMC.mT).transpose(0, 1).unflatten(0, o_HBSC.shape[1:3])
 
-    def _grad_channels(self) -> LatentHeadChannels:
-        """Side channels for float8 gradients from the heads' kernel to the products before it; empty if unsupported."""
-        config, operators, recipe = self.config, self.layer_context.float8.operators, self.layer_context.float8.dense
-        widths = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        is_float8 = self.query.is_float8 and self.kv_up.float8 is not None
-        is_fused = self.layer_context.operators.mla_heads_is_fused and operators.mla_heads is not None
-        if recipe is None or not is_float8 or not is_fused or self.gathers_row:
-            return LatentHeadChannels()
-        if latent_heads_obstacle(recipe, self.heads, *widths) is not None:
-            return LatentHeadChannels()
-        return LatentHeadChannels(GradientSideChannel(), GradientSideChannel())
-
     def _split_latent(self, joined_BSC: Tensor) -> tuple[Tensor, Tensor]:
         """Latent and rotary key, which one product or collective gives side by side."""
         latent_BSC, k_rope_BSP = joined_BSC.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
         return latent_BSC, k_rope_BSP
 
     def _heads(
-        self,
-        query: Tensor,
-        latent_BSC: Tensor,
-        k_rope_BSP: Tensor,
-        context: ForwardContext,
-        channels: LatentHeadChannels,
+        self, query: Tensor, latent_BSC: Tensor, k_rope_BSP: Tensor, context: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, keys and values at this rank's positions."""
-        float8 = self.layer_context.float8
-        q_BSHN = self.query.expand(query, channels.q).unflatten(-1, (self.heads, -1))  # (H N) -> H x N, our heads
-        kv_BSHN = self.kv_up(latent_BSC, grad_channel=channels.kv).unflatten(-1, (self.heads, -1))  # plain key | value
-        inputs = q_BSHN, kv_BSHN, k_rope_BSP, context.cos_BSP, context.sin_BSP
-        if channels.q is None or float8.operators.mla_heads is None:
-            return self.layer_context.operators.mla_heads(*inputs)
-        return float8.operators.mla_heads(*inputs, channels, float8.gradient)
+        q_BSHN = self.query.expand(query).unflatten(-1, (self.heads, -1))  # (H N) -> H x N, our heads
+        kv_BSHN = self.kv_up(latent_BSC).unflatten(-1, (self.heads, -1))  # plain key | value
+        return self.layer_context.operators.mla_heads(q_BSHN, kv_BSHN, k_rope_BSP, context.cos_BSP, context.sin_BSP)
 
     def _heads_of_row(
         self, query: Tensor, latent_BSC: Tensor, k_rope_BSP: Tensor, context: ForwardContext

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from penstock.config.model import Moe
 from penstock.kernels.expert_ffn import expert_ffn as fused_ffn
 from penstock.kernels.expert_kernels import REFERENCE, TORCH
-from penstock.kernels.expert_parts import GATE_UP, DeferGradient, SaveRows
+from penstock.kernels.expert_parts import SaveRows
 from penstock.kernels.float8.expert_ffn import ExpertCopies, copy_experts, expert_ffn
 from penstock.kernels.operators import torch_expert_ffn
 from penstock.kernels.reference import SWIGLU, ExpertRule
@@ -27,7 +27,7 @@ from penstock.layout.sharding import Cut, local_shape
 from penstock.moe.dispatch.contract import ExpertRows
 from penstock.parallel.float8_gather import Float8Shard
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.weight_grad_store import Task, deferrable
+from penstock.parallel.weight_grad_store import deferrable
 
 
 def expert_rule(moe: Moe, *, is_gated: bool = True) -> ExpertRule:
@@ -133,7 +133,8 @@ class GroupedExperts(nn.Module):
             function = partial(self._ffn, self.operators.expert_ffn, rows)
             return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.weight_grads)
         # It defers its weight gradients by itself: by `deferrable`, half of its backward would run twice.
-        options: dict[str, Any] = {"accumulate_into": self.sums, "put_off": self._put_off_to(rows)}
+        put_off = None if self.weight_grads is None else self.weight_grads.add
+        options: dict[str, Any] = {"accumulate_into": self.sums, "put_off": put_off}
         options |= {"recompute": recompute, "keep": keep, "only_last": rows.only_last, "replicas": rows.replicas}
         ffn = self.operators.expert_ffn
         if not self.operators.expert_ffn_is_fused:  # replicas need the fused one
@@ -141,8 +142,7 @@ class GroupedExperts(nn.Module):
         if self.float8.experts is not None:
             # Stale copies are not used: results stay right if a caller changed the matrices without a refresh.
             copies = self.float8_copies if self._copied == _versions(self.gate_up_eFD, self.down_eDF) else None
-            options |= {"float8": self.float8, "copies": copies}
-            options |= {"quantized": rows.quantized, "gradients": rows.gradients}
+            options |= {"float8": self.float8, "copies": copies, "quantized": rows.quantized}
             ffn = expert_ffn
         return self._ffn(partial(ffn, **options), rows, rows.x_ND, rows.weights_R, *parameters)
 
@@ -154,25 +154,6 @@ class GroupedExperts(nn.Module):
         biases = (of_biases[0], of_biases[1] if len(of_biases) > 1 else None) if of_biases else None
         operands = x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R
         return ffn(*operands, biases=biases, rule=self.rule, places_TK=rows.places_NK)
-
-    def _put_off_to(self, rows: ExpertRows) -> DeferGradient:
-        """A callback that defers a weight gradient: to the pipeline's store, or until the rows' gradients travel.
-
-        Only the first matrix's gradient waits for that transfer: the second one's would hold its inputs until then.
-        """
-        # Not the rows: the graph's nodes hold this until all of the backward pass is done.
-        deferred = rows.deferred if self.sums is not None and rows.x_ND.requires_grad else None
-
-        def put_off(place: int, task: Task) -> bool:
-            if self.weight_grads is not None and self.weight_grads.is_collecting:
-                self.weight_grads.add(task)
-                return True
-            if deferred is None or place != GATE_UP:
-                return False
-            deferred.add(task)
-            return True
-
-        return put_off
 
 
 def _versions(*matrices: Tensor) -> tuple[tuple[int, int], ...]:

@@ -230,27 +230,17 @@ class SymmetricBuffers:
         return channel * self.sizes.channel_bytes
 
     @contextmanager
-    def transfer(
-        self, send: Callable[[TokenChunks], None], chunks: TokenChunks, *, sends_aside: bool = False
-    ) -> Iterator[None]:
-        """Launch `send`, and run the launches of the context beside it. The stream continues after both.
-
-        The context's launches go to the side stream; with `sends_aside` those of `send` do, so readers come after it.
-        """
+    def transfer(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> Iterator[None]:
+        """Launch `send`; the context's launches go to the side stream. The stream continues after both."""
         if self._side_stream is None:
             self._send(send, chunks)
             yield
             return
         stream = torch.cuda.current_stream(self._side_stream.device)
         self._side_stream.wait_stream(stream)  # fork: the transfer before this one is over on both
-        if sends_aside:
-            with torch.cuda.stream(self._side_stream):
-                self._send(send, chunks)
+        self._send(send, chunks)
+        with torch.cuda.stream(self._side_stream):
             yield
-        else:
-            self._send(send, chunks)
-            with torch.cuda.stream(self._side_stream):
-                yield
         stream.wait_stream(self._side_stream)  # join
 
     def wait(self, channel: Channel, signals: int, needed: Tensor | None = None) -> None:

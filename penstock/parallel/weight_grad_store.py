@@ -47,32 +47,11 @@ class WeightGradStore:
         finally:
             self._work = None
 
-    def add(self, task: Task) -> None:
-        """Defer one task."""
-        assert self._work is not None, "no backward pass collects"
-        self._work.append(task)
-
-
-class DeferredWork:
-    """Work of a layer's backward pass that runs while a transfer of the same pass is under way."""
-
-    def __init__(self) -> None:
-        self._work: list[Task] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no task."""
-        return not self._work
-
-    def add(self, task: Task) -> None:
-        """Add one task."""
-        self._work.append(task)
-
-    def do(self) -> None:
-        """Run all tasks, once."""
-        work, self._work = self._work, []
-        for task in work:
-            task()
+    def add(self, task: Task) -> bool:
+        """Defer a task if a backward pass collects; returns whether it does."""
+        if self._work is not None:
+            self._work.append(task)
+        return self._work is not None
 
 
 def deferrable(

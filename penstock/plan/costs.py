@@ -429,8 +429,6 @@ _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
         **dict.fromkeys(
             ("gather_rows_kernel", "gather_columns_kernel"), lambda operator, moved: 2.0 * (moved - operator.sizes[0])
         ),
-        # Rows and transposed ones of 8 bits are as many bytes as what they are made of; both are larger than that part.
-        "latent_heads_backward_kernel": lambda operator, moved: 2.0 * operator.sizes[0],
         "index_put_": lambda operator, moved: 3.0 * operator.sizes[-1],
         # Rows in 16 bits are read; as many rows in float32, if no token comes twice, are read and written.
         "sum_runs_kernel": lambda operator, moved: 5.0 * operator.sizes[0],

@@ -177,12 +177,6 @@ def _float8_linear(call: OperatorCall, tensors: list[CallTensor | None], used_ro
     return 2 * rows * w.numel, x.numel + w.numel + rows * w.shape[0] * x.width
 
 
-def _latent_heads_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-    """Gradients of queries, keys and values, read in 16 bits and written twice in 8; a rotation has few FLOPs."""
-    given = [need(tensors, place, 4) for place in range(3)]
-    return sum(one.numel for one in given), 2 * sum(one.bytes for one in given)
-
-
 def _check_arguments(call: OperatorCall, *, most: int) -> None:
     """Functions of the same name in other libraries have more arguments; Penstock's objects are not recorded."""
     if len(call.shapes) > most:
@@ -346,7 +340,6 @@ MODELS: Mapping[str, Model] = {
     **dict.fromkeys(("_RmsNormBesideBackward", "_Float8NormBackward"), _streaming(3, 1, 9)),
     "_Swiglu": _streaming(1, 0.5, 4),
     "_SwigluBackward": _streaming(3, 2, 10),
-    "_LatentHeadsBackward": _latent_heads_backward,
     "_Unpermute": _unpermute,
     "_LinearCrossEntropy": _loss,
     "aten::copy_": _copying,

@@ -26,7 +26,7 @@ from penstock.moe.routing import Routing, Scope
 from penstock.parallel.async_transfer import TransferStream, drain
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import RecomputeRule
-from penstock.parallel.weight_grad_store import DeferredWork, WeightGradStore
+from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_equal, decibels
 from tests.moe.mixture import make_layer, plain_moe
 from tests.parallel.alive import Alive
@@ -217,18 +217,3 @@ def test_a_split_backward_puts_weight_gradients_off(with_sums: bool) -> None:
         task()
     assert_equal(gradients(split), gradients(at_once))
     assert all(one.any() for one in gradients(split))
-
-
-@pytest.mark.parametrize("lacks", ["nothing", "sums", "a gradient of the rows"])
-def test_the_first_matrixs_gradient_is_left_aside_where_the_rows_gradients_travel_after_it(lacks: str) -> None:
-    experts, deferred = make(LayerContext(float8=IN_8_BITS)), DeferredWork()
-    totals = tuple(torch.zeros_like(one) for one in experts.parameters())
-    experts.sums = None if lacks == "sums" else totals
-    rows = replace(draw(), deferred=deferred)
-    rows.x_ND.requires_grad_(lacks != "a gradient of the rows")
-    experts(rows).square().sum().backward()
-    gate_up, down = experts.sums or [one.grad for one in experts.parameters()]
-    assert down is not None and down.any()
-    assert deferred.is_empty == (lacks != "nothing") == (gate_up is not None and bool(gate_up.any()))
-    deferred.do()
-    assert gate_up is not None and gate_up.any() and deferred.is_empty

@@ -3,8 +3,7 @@
 tests/moe/test_dispatch.py pushes every kind of routing with a limited number of rows; here the host counts them.
 """
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,16 +15,14 @@ from torch import Tensor
 from benchmarks.dispatch_cases import KINDS as ROUTINGS
 from benchmarks.dispatch_cases import SMALL, Exact, choices, wrong_numbers
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, SymmetricTransport, transport_of
-from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from tests.examples import examples
 from tests.moe.mixture import Problem, buffer_sizes, compare, in_large_tiles, mix, problem, random_routing
 from tests.moe.test_dispatch import adversarial
-from tests.parallel.symmetric_ranks import SimulatedBuffers, StuckError, run_ranks
+from tests.parallel.symmetric_ranks import StuckError, run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simulated in Triton's interpreter")
 
@@ -95,47 +92,6 @@ def test_bfloat16_rows_arrive_too() -> None:
 def test_chunks_are_read_while_others_are_still_written(chunks: int) -> None:
     # 9 tokens a rank: three chunks of 3; or seven of 2, of which the fifth is not full and two are empty.
     _check(_in_flight, _problems(("some dropped",), 18), (chunks, False), seed=chunks)
-
-
-@dataclass(frozen=True)
-class _Logged:
-    """Leaves a task aside in each backward pass, and logs in which order all comes there."""
-
-    inner: SymmetricDispatcher
-    log: list[str]
-
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
-        rows, metadata = self.inner.dispatch(x_TD, routing)
-        rows.x_ND.register_hook(lambda _: rows.deferred.add(lambda: self.log.append("task")))
-        return rows, metadata
-
-    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
-        y_TD = self.inner.combine(y_RD, metadata)
-        for name in ("_send", "hold", "read"):
-            setattr(self.inner.transport.buffers, name, partial(self._call, name))
-        return y_TD
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        self.log.append(name)
-        getattr(SimulatedBuffers, name)(self.inner.transport.buffers, *arguments)
-
-
-def _left_aside(buffers: SymmetricBuffers, layers: list[Problem], log: dict[int, list[str]]) -> list[list[Tensor]]:
-    rank, found = buffers.peers.rank, []
-    for layer in layers:
-        transport = _transport(layer.placement, buffers)
-        dispatcher = SymmetricDispatcher(layer.placement, transport, overlaps_backward=True)
-        found += mix([_Logged(dispatcher, log[rank])], [layer], rank)
-        for name in ("_send", "hold", "read"):
-            delattr(buffers, name)
-    return found
-
-
-def test_what_is_left_aside_is_done_while_gradients_of_rows_travel_by_copy_engines() -> None:
-    log: dict[int, list[str]] = {0: [], 1: []}
-    _check(_left_aside, _problems(("skewed", "some dropped"), 12), log, seed=1)
-    of_gradients_out, of_gradients_home = ["_send", "read"], ["_send", "task", "hold", "read"]
-    assert log[0] == log[1] == 2 * [*of_gradients_out, *of_gradients_home]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -161,5 +161,4 @@ def test_two_passes_cannot_collect_at_once_and_one_that_fails_stops() -> None:
     with pytest.raises(ValueError, match="too bad"), weight_grads.collecting():
         raise ValueError("too bad")
     assert not weight_grads.is_collecting
-    with pytest.raises(AssertionError, match="no backward pass collects"):
-        weight_grads.add(lambda: None)
+    assert not weight_grads.add(lambda: None), "no backward pass collects"

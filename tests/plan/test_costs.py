@@ -143,10 +143,6 @@ def test_gradients_of_chosen_keys_take_the_time_of_their_additions_if_heads_are_
         (of_bf16("swiglu_kernel", (1000, 2000), (1000, 1000)), 6e6),
         (of_bf16("add_", (1000, 2000), (1000, 2000)), 12e6),  # In place: read and written.
         (of_bf16("sum_rows_kernel", (4096, 512), (512, 512)), 2 * 512 * (2048 + 512)),  # Without the empty rows.
-        (
-            RecordedOp("latent_heads_backward_kernel", ((2, 4096, 16, 128),) * 3, (1 << 25, 1 << 28, 1 << 28), 2),
-            2 << 25,
-        ),
     ],
 )
 def test_a_kernel_that_computes_little_takes_the_time_of_its_bytes(operator: RecordedOp, moved: float) -> None:

@@ -62,8 +62,6 @@ def named(trace: Trace) -> list[tuple[str, str]]:
         (Span.NORM, "norm_quantize_kernel", "norm"),
         (Span.NORM, "quantize_kernel", "norm"),
         (Span.ATTENTION, "quantize_kernel", "quantize"),
-        (Span.ATTENTION, "latent_heads_backward_kernel", "attention"),
-        (None, "shared_key_backward_kernel", "attention"),
         (Span.ATTENTION, FLOAT8_GEMM, "attention"),
         (Span.DENSE, "swiglu_float8_kernel", "dense"),
         (Span.LOSS, "logits_gradient_kernel", "loss"),

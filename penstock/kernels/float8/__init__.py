@@ -2,6 +2,6 @@
 
 Read in this order: `recipes` (formats and blocks), `quantized` (values with scales), `reference` (all definitions, in
 eager PyTorch), `operators` (the set that a model is built on), `expert_ffn` (the experts' network). Then the Triton
-kernels: `scaling` (how a number is cast), `quantize`, `products`, `swiglu`, `norm`, `latent_heads`, `logits_gradient`.
+kernels: `scaling` (how a number is cast), `quantize`, `products`, `swiglu`, `norm`, `logits_gradient`.
 Kernels for Hopper are in `penstock.kernels.gluon`.
 """

@@ -11,8 +11,7 @@ A product contracts the last dim of both operands, so each weight has a copy for
 an optimizer step (`ExpertCopies`). Operands of the weight gradients are quantized along the rows, transposed, with the
 rows of each expert from a multiple of 128 on; only the device knows where.
 
-    dy_RD^q, dy_DR^q                          <-  dy_RD                            one pass, both directions; or
-             dy_DR^q                          <-  dy_RD^q, if received so          8 bits in, 8 bits out
+    dy_RD^q, dy_DR^q                          <-  dy_RD                            one pass, both directions
     dh_RF          = dy_RD^q @ down^q
     d_gate_up_RF^q, d_gate_up_FR^q, h_FR^q    <-  gate_up_RF, weights_R, dh_RF     one pass
     d_down         = dy_DR^q @ h_FR^q                                              added to float32 sums
@@ -47,10 +46,9 @@ from penstock.kernels.expert_parts import (
     put_gradient,
     sum_over_places,
 )
-from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.operators import Float8Operators, Float8Rule
-from penstock.kernels.float8.quantized import GatheredCopies, Quantized, RowColQuantized, WeightCopies, copies_of
-from penstock.kernels.float8.recipes import Format, Recipe
+from penstock.kernels.float8.quantized import GatheredCopies, Quantized, WeightCopies, copies_of
+from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
 from penstock.kernels.replica_slots import ReplicaSlots, SlottedWeight
@@ -87,7 +85,6 @@ def expert_ffn(
     float8: Float8Rule,
     copies: ExpertCopies | None = None,
     quantized: Quantized | None = None,
-    gradients: GradientSideChannel | None = None,
     biases: tuple[Tensor, Tensor | None] | None = None,
     rule: ExpertRule = SWIGLU,
     places_TK: Tensor | None = None,
@@ -102,10 +99,10 @@ def expert_ffn(
 
     `x_ND` is not saved; with `quantized`, x_ND by the rows' blocks of the recipe in the format of forward, only its
     shape and dtype are read. With `copies` (of `copy_experts`) the matrices are not read; without them each pass
-    quantizes the matrices, which may be `GatheredWeight`s. `gradients` is the side channel in which the output's
-    gradient may come in 8 bits. Biases are added, and their gradients summed, in 16 bits, and a pre-activation with a
-    bias is never written into the buffer of `keep`. Weights of replicas come in 16 bits, which are read then even with
-    `copies`, and are quantized on arrival. Raises KernelError where shapes, recipe or format do not fit.
+    quantizes the matrices, which may be `GatheredWeight`s. Biases are added, and their gradients summed, in 16 bits,
+    and a pre-activation with a bias is never written into the buffer of `keep`. Weights of replicas come in 16 bits,
+    which are read then even with `copies`, and are quantized on arrival. Raises KernelError where shapes, recipe or
+    format do not fit.
     """
     extras = _Extras(
         float8=float8,
@@ -121,7 +118,7 @@ def expert_ffn(
         replicas=replicas,
     )
     matrices, of_rows = (gate_up_eFD, down_eDF), (counts_e, weights_R, index_R)
-    return _Float8ExpertFfn.apply(x_ND, *matrices, *of_rows, *(biases or (None, None)), quantized, gradients, extras)
+    return _Float8ExpertFfn.apply(x_ND, *matrices, *of_rows, *(biases or (None, None)), quantized, extras)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +175,10 @@ class _Float8ExpertFfn(torch.autograd.Function):
         gate_up_bias_eF: Tensor | None,
         down_bias_eD: Tensor | None,
         rows: Quantized | None,
-        gradients: GradientSideChannel | None,
         extras: _Extras,
     ) -> Tensor:
         check_biases(gate_up_bias_eF is not None, extras.rule)
         check_operands(x_ND, gate_up_eFD, down_eDF, index_R, extras.places_TK, extras.rule)
-        if gradients is not None and gate_up_bias_eF is None:
-            gradients.expect()  # a bias would need the gradient in 16 bits too
         operators, recipe, form = extras.operators, extras.recipe, extras.float8.forward
         rows = _source_rows(x_ND, rows, counts_e if index_R is None else None, extras.float8)
         places = len(x_ND if index_R is None else index_R)
@@ -201,7 +195,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
         matrices = own if extras.copies is None else (None, None)
         of_rows = (counts_e, weights_R, index_R)
         ctx.save_for_backward(rows.values, rows.scales, *matrices, *of_rows, *own_biases, *of_kept)
-        ctx.extras, ctx.gradients, ctx.block, ctx.tiles = extras, gradients, rows.block, tiles
+        ctx.extras, ctx.block, ctx.tiles = extras, rows.block, tiles
         y_RD = operators.multiply_groups(h, extras.copies_of(DOWN, down).forward, counts_e, **options)
         return y_RD if down_bias is None else torch_add_bias(y_RD, down_bias, counts_e, weights_R)
 
@@ -222,7 +216,9 @@ class _Float8ExpertFfn(torch.autograd.Function):
         if kept_RF is None:
             kept_RF = _pre_activation(rows, gate_up.forward, counts_e, index_R, biases[0], operators, options)
         # 1. Back through the down projection and the activation; h is recomputed in the same pass.
-        dy = _quantized_gradient(dy_RD, ctx.gradients, counts_e, extras, columns=wants_down)
+        dy_RD = dy_RD.contiguous()
+        block = recipe.rows if wants_down else None
+        dy = operators.quantize_rows(dy_RD, recipe, float8.gradient, columns=block, counts_e=counts_e)
         dh_RF = operators.multiply_groups(dy.rows, extras.copies_of(DOWN, down).backward, counts_e, **options)
         formats, keep_plain = (float8.forward, float8.gradient), biases[0] is not None
         kept_RF = kept_RF if first is None else SavedRows(kept_RF, first, len(dy_RD))
@@ -248,23 +244,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
             x = partial(operators.quantize_groups, rows, counts_e, recipe, float8.forward, index_R)
             d_gate_up_eFD = _weight_gradient(GATE_UP, d_gate_up_columns, x, counts_e, ctx.tiles, extras)
         dweights_R = dweights_R if wants_weights else None
-        return dx_ND, d_gate_up_eFD, d_down_eDF, None, dweights_R, None, *d_biases, None, None, None
-
-
-def _quantized_gradient(
-    dy_RD: Tensor, channel: GradientSideChannel | None, counts_e: Tensor, extras: _Extras, *, columns: bool
-) -> RowColQuantized:
-    """The output's gradient in 8 bits, if wanted also transposed; `dy_RD` is not read where it was handed over."""
-    operators, recipe, form = extras.operators, extras.recipe, extras.float8.gradient
-    handed_over, block = None if channel is None else channel.take(), recipe.rows if columns else None
-    if handed_over is None:
-        dy_RD = dy_RD.contiguous()
-        made: RowColQuantized = operators.quantize_rows(dy_RD, recipe, form, columns=block, counts_e=counts_e)
-        return made
-    rows = handed_over.rows
-    _check_rows("the output's gradient", rows, dy_RD, recipe, form)
-    transposed = None if block is None else operators.quantize_groups(rows, counts_e, recipe, form, block=block)
-    return RowColQuantized(rows, transposed)
+        return dx_ND, d_gate_up_eFD, d_down_eDF, None, dweights_R, None, *d_biases, None, None
 
 
 def _pre_activation(
@@ -312,17 +292,12 @@ def _source_rows(x_ND: Tensor, quantized: Quantized | None, counts_e: Tensor | N
     if quantized is None:
         made: Quantized = float8.operators.quantize_rows(x_ND, recipe, form, counts_e=counts_e).rows
         return made
-    _check_rows("x", quantized, x_ND, recipe, form)
-    return quantized
-
-
-def _check_rows(name: str, came: Quantized, plain: Tensor, recipe: Recipe, form: Format) -> None:
-    """Refuse rows that were quantized by another recipe or format than `plain` would be here."""
-    expected = (plain.shape, recipe.rows, form.dtype)
-    found = (came.values.shape, came.block, came.values.dtype)
-    if found != expected:
+    expected = (x_ND.shape, recipe.rows, form.dtype)
+    got = (quantized.values.shape, quantized.block, quantized.values.dtype)
+    if got != expected:
         raise KernelError(
-            f"expert_ffn: rows in 8 bits must be those of {name}, in the blocks and the format of ours",
-            got=f"{tuple(found[0])} by blocks of {found[1]} in {found[2]}",
+            "expert_ffn: rows in 8 bits must be those of x, in the blocks and the format of ours",
+            got=f"{tuple(got[0])} by blocks of {got[1]} in {got[2]}",
             allowed=f"{tuple(expected[0])} by blocks of {expected[1]} in {expected[2]}",
         )
+    return quantized

@@ -53,9 +53,6 @@ class Float8Operators:
     tile_table: Callable[[Tensor, int], TileTable | None] = no_tile_table  # of all grouped products of a layer
     unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute  # in 16 bits, like the next one
     bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
-    # (q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, channels, form) -> as in 16 bits; backward puts the gradients of q
-    # and kv into side channels. None where they stay in 16 bits.
-    mla_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     saves_rows: bool = False  # into a buffer, from a row on that only the device knows
 
 

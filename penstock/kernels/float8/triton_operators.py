@@ -10,7 +10,6 @@ from torch import Tensor
 
 from penstock.kernels.bias_gradient import bias_gradient
 from penstock.kernels.float8 import torch_products
-from penstock.kernels.float8.latent_heads import mla_heads
 from penstock.kernels.float8.logits_gradient import logits_gradient
 from penstock.kernels.float8.norm import rms_norm
 from penstock.kernels.float8.operators import Float8Operators
@@ -48,7 +47,6 @@ TRITON = Float8Operators(
     tile_table=tile_table,
     unpermute=unpermute,
     bias_gradient=bias_gradient,
-    mla_heads=mla_heads,
     saves_rows=True,
 )
 

@@ -4,7 +4,7 @@
 and its obstacle is None: `launch_rows` and `launch_matrices` multiply, the others quantize tiles along both sides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -143,32 +143,6 @@ def launch_quantize(
         0 if by_row is None else by_row.values.stride(0), columns.stride(0), values.shape[1],
         LARGEST=form.largest, SQUARE=by_column.block == RECIPE.columns, num_warps=launch.warps,
         maxnreg=launch.registers,
-    )  # fmt: skip
-
-
-def launch_latent_heads(
-    source: tuple[Tensor, Tensor | None, Tensor | None],
-    both: RowColQuantized,
-    positions: int,
-    strides: Sequence[int],
-    sizes: Mapping[str, float],
-    launch: TileLaunch,
-) -> None:
-    """Write some columns of the heads' gradients, by rows and transposed.
-
-    `source` is in bfloat16, B x S x H x N, with cosines and sines by which its last columns are rotated back, or None
-    twice. `both` are copies of all columns in blocks of 1 x 128; S is a multiple of 128. `strides` are those of batch,
-    position and head, and of the angles' batch and position; `sizes` are constants of the kernel.
-    """
-    by_row, by_column = both
-    assert by_column is not None, "both are written"
-    columns = by_column.values.view(torch.int64)
-    batch, _, heads, width = source[0].shape
-    start_kernel(
-        kernels.latent_heads_backward_kernel, (heads * width // TILE, batch * positions // TILE),
-        *source, by_row.values.view(torch.int8), by_row.scales.T, columns, by_column.scales.T, len(by_row.values),
-        positions, *strides, by_row.values.stride(0), columns.stride(0), by_row.values.shape[1],
-        **sizes, num_warps=launch.warps, maxnreg=launch.registers,
     )  # fmt: skip
 
 

@@ -7,19 +7,13 @@ transposed copy, gathered if wanted: an 8-bit number times a power of two is exa
 that one computes while the other waits for its loads or stores, and each walks over tiles. A turn's numbers are loaded
 during the turn before, and those of a tile's first turn while the tile before is transposed.
 
-`latent_heads_backward_kernel` makes the gradients of latent attention's heads. It is `quantize_kernel` with other
-places of a tile's columns, and with the rotation: a thread has eight neighbouring columns of two rows, so both numbers
-of a rotated pair. Words of two rows are unpacked for it and packed again, which rounds as the 16-bit kernel does.
-
 `logits_gradient_kernel` makes the gradient of the loss' logits, in the same way.
 """
 
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from penstock.kernels.gluon.float8_tiles import (
-    PAIRS,
     TILE,
     TURNS,
     allocate_words,
@@ -27,7 +21,6 @@ from penstock.kernels.gluon.float8_tiles import (
     pack,
     pair,
     places_of,
-    row_layout,
     store_columns,
     store_rows,
     unpack,
@@ -227,90 +220,6 @@ def _sigmoid(x):
         "add.f32 a, a, 0f3F800000; rcp.approx.ftz.f32 $0, a;}"
     )
     return gl.inline_asm_elementwise(asm, "=f,f", [x], gl.float32, True, 1)
-
-
-@constexpr_function
-def rotation_layout(warps: int) -> gl.BlockedLayout:
-    """Threads that have pairs of neighbouring columns, of the rows of a turn: half of `row_layout`."""
-    return gl.BlockedLayout([1, 4], [16 // warps, 2 * warps], [warps, 1], [1, 0])
-
-
-@gluon.jit
-def latent_heads_backward_kernel(
-    x_ptr, cos_ptr, sin_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr,
-    R, positions, x_batch, x_position, x_head, cos_batch, cos_position, rows_stride, columns_stride, D,
-    WIDTH: gl.constexpr, APART: gl.constexpr, FIRST: gl.constexpr, PLAIN: gl.constexpr, LARGEST: gl.constexpr,
-):  # fmt: skip
-    """Quantize one tile, as `penstock.kernels.float8.latent_heads.latent_heads_backward_kernel`.
-
-    `positions`, and so R, are multiples of 128. The pointer of columns, and their stride, count 8 bytes.
-    """
-    start, first = gl.program_id(0) * TILE, gl.program_id(1) * TILE
-    batch, position = (first // positions).to(gl.int64), (first % positions).to(gl.int64)
-    column = start + columns_of_tile()
-    x_ptr += batch * x_batch + position * x_position
-    column = column // WIDTH * x_head + column % WIDTH
-    # All loads of a tile are issued before the first use.
-    loaded = (
-        _load_heads(x_ptr, column, x_position, 0),
-        _load_heads(x_ptr, column, x_position, 1),
-        _load_heads(x_ptr, column, x_position, 2),
-        _load_heads(x_ptr, column, x_position, 3),
-    )
-    out = gl.program_id(0)
-    if APART != WIDTH:
-        # In units of tiles, so that the compiler sees a multiple of their width.
-        out = out // (WIDTH // TILE) * (APART // TILE) + out % (WIDTH // TILE) + FIRST // TILE
-    out *= TILE
-    buffer = allocate_words()
-    rows = rows_ptr + first.to(gl.int64) * rows_stride + out
-    row_scales = row_scales_ptr + out // TILE * R + first
-    for turn in gl.static_range(TURNS):
-        words = loaded[turn]
-        if cos_ptr is not None:  # noqa: SIM102 (the compiler decides this one)
-            if start % WIDTH + TILE > PLAIN:
-                angle = batch * cos_batch + position * cos_position
-                angles = (cos_ptr + angle, sin_ptr + angle, cos_position)
-                words = _rotated_back(words, angles, start, turn, WIDTH, PLAIN)
-        buffer.index(turn).store(words)
-        store_rows(rows, row_scales, words, turn, TILE, rows_stride, LARGEST)
-    at = out.to(gl.int64) * columns_stride + first // 8
-    scales = column_scales_ptr + first // TILE * D + out
-    store_columns(columns_ptr + at, scales, buffer, columns_stride, LARGEST, False)
-
-
-@gluon.jit
-def _load_heads(x_ptr, column, stride, turn):
-    """Load the pairs of a turn."""
-    offset = gl.expand_dims(places_of(turn).to(gl.int64) * stride, 1) + column
-    return pair(gl.load(x_ptr + offset), gl.load(x_ptr + stride + offset))
-
-
-@gluon.jit
-def _rotated_back(words, angles, start, turn, WIDTH: gl.constexpr, PLAIN: gl.constexpr):
-    """The pairs of a turn, whose columns from PLAIN of a head on are rotated back by the angles of their tokens."""
-    cos_ptr, sin_ptr, stride = angles
-    layout: gl.constexpr = rotation_layout(gl.num_warps())
-    even, odd = gl.split(gl.reshape(words, [PAIRS, TILE // 2, 2]))
-    even, odd = gl.convert_layout(even, layout), gl.convert_layout(odd, layout)
-    place = turn * 2 + gl.arange(0, PAIRS, gl.SliceLayout(1, layout)) * (2 * TURNS)
-    column = start // 2 + gl.expand_dims(gl.arange(0, TILE // 2, gl.SliceLayout(0, layout)), 0)
-    column = column % (WIDTH // 2) - PLAIN // 2
-    offset = gl.expand_dims(place, 1) * stride + column
-    is_rotary = column >= 0
-    lower_even, lower_odd = _rotated(_lower(even), _lower(odd), cos_ptr, sin_ptr, offset, is_rotary)
-    upper_even, upper_odd = _rotated(_upper(even), _upper(odd), cos_ptr, sin_ptr, offset + stride, is_rotary)
-    even = gl.where(is_rotary, pack(lower_even, upper_even), even)
-    odd = gl.where(is_rotary, pack(lower_odd, upper_odd), odd)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [PAIRS, TILE]), row_layout(gl.num_warps()))
-
-
-@gluon.jit
-def _rotated(even, odd, cos_ptr, sin_ptr, offset, is_rotary):
-    """As `penstock.kernels.rope.rotate_pairs`."""
-    cos = gl.load(cos_ptr + offset, mask=is_rotary, other=0.0)
-    sin = -gl.load(sin_ptr + offset, mask=is_rotary, other=0.0)
-    return even * cos - odd * sin, even * sin + odd * cos
 
 
 @gluon.jit

@@ -96,10 +96,7 @@ def _flat(
         symmetric = import_module("penstock.moe.dispatch.symmetric")
         dispatch, buffers = layer_context.dispatch, layer_context.buffers
         transport = symmetric.transport_of(placement, buffers, dispatch.num_sms, by_engines=dispatch.engines)
-        overlaps_backward = layer_context.transfers is None  # else transfers have a stream of their own
-        mapped: Dispatcher = symmetric.SymmetricDispatcher(
-            placement, transport, row_capacity, wire_format=wire_format, overlaps_backward=overlaps_backward
-        )
+        mapped: Dispatcher = symmetric.SymmetricDispatcher(placement, transport, row_capacity, wire_format=wire_format)
         return mapped
     if name == "all-gather":
         return AllGatherDispatcher(placement, axis, layer_context.operators, row_capacity, wire_format=wire_format)

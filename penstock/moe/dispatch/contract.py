@@ -16,7 +16,6 @@ from torch.utils._pytree import register_dataclass
 
 from penstock.base.spans import Span
 from penstock.config.dispatcher import DispatcherName
-from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
@@ -25,7 +24,6 @@ from penstock.moe.dispatch.gathers import reorder
 from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
 from penstock.moe.routing import Routing, SortedSlots
 from penstock.parallel.spans import span
-from penstock.parallel.weight_grad_store import DeferredWork
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,6 @@ class ExpertRows:
     # that no place reads may hold anything.
     quantized: Quantized | None = None
     only_last: bool = False  # the only empty place that may be read is the very last one
-    deferred: DeferredWork | None = None  # work of the experts' backward pass to run while the rows' gradients travel
-    # Side channel for output gradients in 8 bits, in the blocks of `quantized`, if the experts announce in forward that
-    # they expect them; None if gradients come in 16 bits.
-    gradients: GradientSideChannel | None = None
     # Weights of the last experts of `counts_e`, which are replicas of other ranks' experts; None if there are none.
     replicas: ReplicaSlots | None = None
 

@@ -5,8 +5,7 @@
 
 Autograd would cast a gradient to the dtype of its tensor, so it sees a carrier: a tensor with the shape and dtype of
 the rows and one element of memory. Bytes move forward, the carrier's gradient moves back in 16 bits, by the transpose
-of the exchange. Gradients of outputs may be packed too, through a side channel past autograd
-(penstock/kernels/float8/gradient_side_channel.py).
+of the exchange.
 
 Rows are quantized once, before they leave. Experts that read rows in the same blocks multiply them as they came;
 otherwise rows are dequantized on arrival.
@@ -19,7 +18,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.float8.gradient_side_channel import carrier_of
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
 from penstock.kernels.float8.quantized import Quantized, as_quantized
 from penstock.kernels.float8.recipes import E4M3, Format, Recipe
@@ -54,7 +52,6 @@ class WireFormat:
 
     recipe: Recipe | None = None  # its blocks; None for 16 bits
     form: Format = E4M3  # of rows
-    gradient: Format = E4M3  # of gradients of outputs
     operators: Float8Operators = REFERENCE
     dequantizes: bool = False  # on arrival; else experts multiply rows as they came
 
@@ -80,16 +77,6 @@ class WireFormat:
         assert self.recipe is not None, "packed rows need a recipe"
         return self.operators.unpack_rows(packed, carrier_ND.shape[1], self.recipe, self.form, carrier_ND.dtype)
 
-    def encode_gradients(self, dy_TD: Tensor) -> Tensor:
-        """Pack gradients of outputs for experts that expect them so: uint8, T x bytes of a row."""
-        assert self.recipe is not None, "gradients are packed where rows are"
-        return self.operators.pack_rows(dy_TD, self.recipe, self.gradient)
-
-    def decode_gradients(self, packed: Tensor, width: int) -> Quantized:
-        """Arrived packed gradients (uint8, rows x bytes of a row of `width` values), as experts multiply them."""
-        assert self.recipe is not None, "packed gradients need a recipe"
-        return as_quantized(packed, width, self.recipe, self.gradient)
-
 
 UNQUANTIZED = WireFormat()
 """16 bits."""
@@ -100,7 +87,6 @@ def wire_format_of(rule: Float8Rule) -> WireFormat:
     return WireFormat(
         recipe=rule.dispatch,
         form=rule.forward,
-        gradient=rule.gradient,
         operators=rule.operators,
         dequantizes=_rows_by(rule.dispatch) != _rows_by(rule.experts),
     )
@@ -112,5 +98,5 @@ def _rows_by(recipe: Recipe | None) -> tuple[object, ...] | None:
 
 
 def carrier_like(x_TD: Tensor, rows: int) -> Tensor:
-    """A carrier for `rows` rows like those of `x_TD`."""
-    return carrier_of((rows, x_TD.shape[1]), x_TD)
+    """A carrier for `rows` rows like those of `x_TD`: one element of memory, which must not be read."""
+    return x_TD.new_empty_strided((rows, x_TD.shape[1]), (0, 0))

@@ -8,10 +8,9 @@
                beside it: add up the ranks' sums, chunk by chunk
 
 Backward mirrors this: gradients of outputs are pushed straight to their places, because the choices are known by now.
-Gradients of rows and weights are pushed back and added up; copy engines do that while the gradient of the experts'
-first matrix is computed (`ExpertRows.deferred`). Rows, and gradients of outputs if the experts expect it, may travel in
-8 bits; the way back has 16 bits. Shapes depend only on the number of tokens and the `RowCapacity`, and the host
-reads nothing; without a capacity it reads how many rows arrived. There is no collective.
+Gradients of rows and weights are pushed back and added up. Rows may travel in 8 bits; all else has 16 bits. Shapes
+depend only on the number of tokens and the `RowCapacity`, and the host reads nothing; without a capacity it reads how
+many rows arrived. There is no collective.
 
 Simpler than DeepEP: a row's place at the receiver is its token's number, so there are no queues, counts or handles. The
 price is memory for all tokens of all ranks, and one copy of the arrived rows, made while others are still on their way.
@@ -26,8 +25,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.config.dispatcher import DispatcherName
-from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
-from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.local_order import LocalOrder, order_local_rows
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.symmetric import (
@@ -57,7 +54,6 @@ from penstock.moe.dispatch.row_capacity import READ, RowCapacity, SplitSizes
 from penstock.moe.routing import Routing
 from penstock.parallel.recompute import is_recomputing
 from penstock.parallel.symmetric import BufferSection, Channel, SymmetricBuffers, TransferDirection, chunks_for
-from penstock.parallel.weight_grad_store import DeferredWork
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,6 @@ class SymmetricMetadata(DispatchMetadata):
     """Its order is that of all ranks' slots, as our experts see them."""
 
     experts_TK: Tensor
-    gradients: GradientSideChannel | None = None
 
     @property
     def places(self) -> LocalPlaces:
@@ -110,28 +105,22 @@ class SymmetricDispatcher:
     row_capacity: RowCapacity | None = None  # None: the host reads the row count
     counts: SplitSizes = READ
     wire_format: WireFormat = UNQUANTIZED
-    overlaps_backward: bool = False  # a part of the experts' backward pass runs while row gradients travel
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         payload, choices = self.wire_format.encode(x_TD), (routing.weights_TK, routing.experts_TK)
-        deferred = DeferredWork() if self.overlaps_backward else None
-        x_ND, packed, *arrived = _Dispatch.apply(
-            payload.x_ND, payload.packed, *choices, self.transport, self._order, deferred
-        )
+        x_ND, packed, *arrived = _Dispatch.apply(payload.x_ND, payload.packed, *choices, self.transport, self._order)
         arrivals = LocalOrder(*arrived)
         order = RowOrder(arrivals.slots_R, arrivals.places_NK, arrivals.counts_e)
         x_ND, quantized = self.wire_format.decode(DispatchPayload(x_ND, packed))
         placed = (arrivals.index_R, arrivals.weights_R, arrivals.counts_e, arrivals.places_NK)
-        # Experts that multiply rows as they came quantize gradients in the same blocks.
-        gradients = None if quantized is None else GradientSideChannel()
-        rows = ExpertRows(x_ND, *placed, quantized, only_last=True, deferred=deferred, gradients=gradients)
-        return rows, SymmetricMetadata(order, routing.experts_TK, gradients)
+        rows = ExpertRows(x_ND, *placed, quantized, only_last=True)
+        return rows, SymmetricMetadata(order, routing.experts_TK)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
         assert isinstance(metadata, SymmetricMetadata), f"not a metadata of this dispatcher: {metadata}"
-        y_TD: Tensor = _Combine.apply(y_RD, metadata, self.transport, self.wire_format)
+        y_TD: Tensor = _Combine.apply(y_RD, metadata, self.transport)
         return y_TD
 
     def _order(self, experts_NK: Tensor, weights_NK: Tensor) -> LocalOrder:
@@ -208,18 +197,10 @@ def _take(
     buffers.read(take, Channel.ROWS, signals, transport.cut(own_T))
 
 
-def _bring_back(
-    returned: ReturnPayload,
-    places: LocalPlaces,
-    experts_TK: Tensor,
-    transport: SymmetricTransport,
-    deferred: DeferredWork | None = None,
+def _return_rows(
+    returned: ReturnPayload, places: LocalPlaces, experts_TK: Tensor, transport: SymmetricTransport
 ) -> CombineBuffers:
-    """Send one row (and the scalars) back for each that came, and sum those for our tokens, beside `deferred`."""
-    overlaps_backward = deferred is not None and not deferred.is_empty
-    if overlaps_backward:
-        # All rows to all ranks are more bytes, but what is computed meanwhile hides them and loses no multiprocessor.
-        transport = replace(transport, by_engines=bool(transport.buffers.memories))
+    """Send one row (and the scalars) back for each that came, and sum those for our tokens."""
     buffers, tokens = transport.buffers, len(experts_TK)
     slot = buffers.take(TransferDirection.BACK)
     sizes, home = buffers.sizes, _home(returned, experts_TK, slot, transport)
@@ -242,18 +223,10 @@ def _bring_back(
         launch = transport.sum_all if transport.by_engines else transport.sum
         sum_ranks(home, experts_TK, transport.homes, awaited, chunks, launch=launch)
 
-    def receive() -> None:
+    with buffers.transfer(send, chunks):
         if transport.by_engines:
             buffers.hold(Channel.BACK, signals)
         buffers.read(add, Channel.BACK, signals, chunks)
-
-    if deferred is not None and overlaps_backward:
-        with buffers.transfer(send, chunks, sends_aside=True):
-            deferred.do()  # the gradient of the experts' first matrix, on this stream
-        receive()
-    else:
-        with buffers.transfer(send, chunks):
-            receive()
     return home
 
 
@@ -283,7 +256,6 @@ class _Dispatch(torch.autograd.Function):
         experts_TK: Tensor,
         transport: SymmetricTransport,
         make_order: Callable[[Tensor, Tensor], LocalOrder],
-        deferred: DeferredWork | None,
     ) -> tuple[Tensor | None, ...]:
         buffers, sizes, shape = transport.buffers, transport.buffers.sizes, (experts_TK.shape[0], experts_TK.shape[1])
         slot = buffers.take(TransferDirection.OUT)
@@ -309,7 +281,7 @@ class _Dispatch(torch.autograd.Function):
             _take(own_T, slot, places, rows_N, transport, is_spread=False)
 
         ctx.save_for_backward(experts_TK, arrivals.places_NK, arrivals.counts_e)
-        ctx.transport, ctx.deferred = transport, deferred
+        ctx.transport = transport
         # Else autograd fills a gradient of zeros for everything that has none, packed rows too.
         ctx.set_materialize_grads(False)
         integers = (arrivals.slots_R, arrivals.index_R, arrivals.places_NK, arrivals.counts_e)
@@ -323,42 +295,34 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, dx_ND: Tensor | None, _packed: None, _slots: None, _index: None, dweights_R: Tensor | None, *_: None
-    ) -> tuple[Tensor, None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor, None, Tensor | None, None, None, None]:
         experts_TK, places_NK, counts_e = ctx.saved_tensors
         assert dx_ND is not None, "experts give their rows a gradient"
         returned = ReturnPayload(rows=dx_ND, is_summed=False, scalars_R=dweights_R)
         places = LocalPlaces(places_NK=places_NK, counts_e=counts_e)
-        home = _bring_back(returned, places, experts_TK, ctx.transport, ctx.deferred)
-        return home.y_TD, None, home.scalars_TK, None, None, None, None
+        home = _return_rows(returned, places, experts_TK, ctx.transport)
+        return home.y_TD, None, home.scalars_TK, None, None, None
 
 
 class _Combine(torch.autograd.Function):
-    """Sums of outputs for our tokens; backward pushes output gradients to the experts, packed if they expect that."""
+    """Sums of outputs for our tokens; backward pushes output gradients to the experts."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y_RD: Tensor, metadata: SymmetricMetadata, transport: SymmetricTransport, wire_format: WireFormat
-    ) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, metadata: SymmetricMetadata, transport: SymmetricTransport) -> Tensor:
         ctx.save_for_backward(metadata.experts_TK, metadata.places.places_NK, metadata.places.counts_e)
-        ctx.transport, ctx.wire_format = transport, wire_format
-        ctx.gradients, ctx.rows = metadata.gradients, y_RD.shape[0]
+        ctx.transport, ctx.rows = transport, y_RD.shape[0]
         returned = ReturnPayload(rows=y_RD, is_summed=True)
-        return _bring_back(returned, metadata.places, metadata.experts_TK, transport).y_TD
+        return _return_rows(returned, metadata.places, metadata.experts_TK, transport).y_TD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
         experts_TK, places_NK, counts_e = ctx.saved_tensors
-        transport, wire_format, channel = ctx.transport, ctx.wire_format, ctx.gradients
-        is_packed = channel is not None and channel.is_expected
-        own_T = wire_format.encode_gradients(dy_TD) if is_packed else dy_TD.contiguous()
+        transport, own_T = ctx.transport, dy_TD.contiguous()
         slot = transport.buffers.take(TransferDirection.OUT)
         rows_R = own_T.new_empty(ctx.rows, own_T.shape[1])
         by_kernels, by_engines = _pusher(own_T, experts_TK, slot, transport), _copier(own_T, slot, transport)
         with transport.buffers.transfer(by_engines if transport.by_engines else by_kernels, transport.cut(own_T)):
             places = LocalPlaces(places_NK=places_NK, counts_e=counts_e)
             _take(own_T, slot, places, rows_R, transport, is_spread=True)  # one copy at each place of its token
-        if not is_packed:
-            return rows_R, None, None, None
-        channel.put(RowColQuantized(wire_format.decode_gradients(rows_R, dy_TD.shape[1]), None))
-        return carrier_like(dy_TD, ctx.rows), None, None, None
+        return rows_R, None, None

@@ -248,7 +248,7 @@ def test_weight_gradients_can_be_put_off(with_sums: bool, device: torch.device) 
     sums = tuple(torch.zeros_like(one, dtype=torch.float32) for one in matrices) if with_sums else None
     x_TD, work = batch.x_TD.requires_grad_(), []
 
-    def put_off(place: int, task: Callable[[], None]) -> bool:
+    def put_off(task: Callable[[], None]) -> bool:
         work.append(task)
         return True
 
