@@ -3,18 +3,22 @@
 A choice point is one operator, or one of the experts' three products. Times are measured in finer parts (a norm alone
 and with its residual sum); the sum over the parts decides.
 
-Kernels are imported by name, only here, and only after they were chosen. To add a library of kernels, add a row to
-`BACKENDS`, its package to `penstock.kernels.device_facts.PACKAGES`, and its name to the knobs in `penstock.config.run`.
+To add a library of kernels, add a row to `BACKENDS`, its package to `penstock.kernels.device_facts.PACKAGES`, and its
+name to the knobs in `penstock.config.run`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from penstock.kernels import expert_kernels, operators, triton_operators
 from penstock.kernels.device_facts import TRITON
+from penstock.kernels.expert_ffn import expert_ffn
+from penstock.kernels.expert_kernels import ExpertKernels
+from penstock.kernels.float8 import operators as float8_reference
+from penstock.kernels.float8 import triton_operators as float8_triton
 from penstock.kernels.float8.operators import Float8Operators
 from penstock.kernels.operators import Operators
 
@@ -146,8 +150,8 @@ class Backend:
     """One library of kernels."""
 
     ops: tuple[str, ...]  # operators that it implements, from `FIELDS`
-    operators: str  # `module:NAME` of an `Operators`; fields of other operators are not read
-    expert_kernels: str = ""  # `module:NAME` of an `ExpertKernels`; empty if it has none
+    operators: Operators  # fields of operators that are not in `ops` are not read
+    expert_kernels: ExpertKernels
     package: str = ""  # that must be installed besides PyTorch; empty for none
     gpu_only: bool = False
 
@@ -157,53 +161,35 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
         "triton": Backend(
             ops=tuple(FIELDS),
-            operators="penstock.kernels.triton_operators:TRITON",
-            expert_kernels="penstock.kernels.expert_kernels:TRITON",
+            operators=triton_operators.TRITON,
+            expert_kernels=expert_kernels.TRITON,
             package=TRITON,
             gpu_only=True,
         ),
         "torch": Backend(
             ops=("experts", "swiglu", "norm", "delta"),
-            operators="penstock.kernels.operators:TORCH",
-            expert_kernels="penstock.kernels.expert_kernels:TORCH",
+            operators=operators.TORCH,
+            expert_kernels=expert_kernels.TORCH,
         ),
         "reference": Backend(
             ops=tuple(FIELDS),
-            operators="penstock.kernels.operators:REFERENCE",
-            expert_kernels="penstock.kernels.expert_kernels:REFERENCE",
+            operators=operators.REFERENCE,
+            expert_kernels=expert_kernels.REFERENCE,
         ),
     }
 )
 
-# `module:NAME` of each backend's `Float8Operators`.
-FLOAT8: Mapping[str, str] = MappingProxyType(
+FLOAT8: Mapping[str, Float8Operators] = MappingProxyType(
     {
-        "triton": "penstock.kernels.float8.triton_operators:TRITON",
-        "torch": "penstock.kernels.float8.triton_operators:WITH_TORCH",
-        "reference": "penstock.kernels.float8.operators:REFERENCE",
+        "triton": float8_triton.TRITON,
+        "torch": float8_triton.WITH_TORCH,
+        "reference": float8_reference.REFERENCE,
     }
 )
 
 
-def operators_of(backend: str) -> Operators:
-    """The operators of a backend. Imports them."""
-    found: Operators = _load(BACKENDS[backend].operators)
-    return found
-
-
-def expert_kernels_of(backend: str) -> Any:
-    """The `penstock.kernels.expert_kernels.ExpertKernels` of a backend. Imports the module of all backends."""
-    return _load(BACKENDS[backend].expert_kernels)
-
-
-def float8_operators_of(backend: str) -> Float8Operators:
-    """The 8-bit operators of a backend: triton, torch or reference. Imports them."""
-    found: Float8Operators = _load(FLOAT8[backend])
-    return found
-
-
 def experts_of(products: Mapping[str, str]) -> dict[str, Any]:
-    """The experts' fields of `Operators` for products on these backends, by product. Imports them.
+    """The experts' fields of `Operators` for products on these backends, by product.
 
     One backend for all three products gives that backend's own network. A mixture runs in the autograd function of
     `penstock.kernels.expert_ffn`; its other parts (SwiGLU, the sum over a token's rows) are Triton's if one of the
@@ -211,17 +197,12 @@ def experts_of(products: Mapping[str, str]) -> dict[str, Any]:
     """
     names = {products[product] for product in PRODUCTS}
     if len(names) == 1:
-        source = vars(operators_of(names.pop()))
+        source = vars(BACKENDS[names.pop()].operators)
         return {field: source[field] for field in FIELDS["experts"]}
     frame = next(name for name in BACKENDS if name in names)  # triton is the first one
-    kernels = expert_kernels_of(frame)
-    parts = {product: vars(expert_kernels_of(products[product]))[product] for product in PRODUCTS}
+    kernels = BACKENDS[frame].expert_kernels
+    parts = {product: vars(BACKENDS[products[product]].expert_kernels)[product] for product in PRODUCTS}
     # The first product writes the saved rows and the frame's SwiGLU reads them: both must support that.
     kernels = replace(kernels, **parts, saves_rows=kernels.saves_rows and products["forward"] == frame)
-    ffn = partial(_load("penstock.kernels.expert_ffn:expert_ffn"), kernels=kernels)
+    ffn = partial(expert_ffn, kernels=kernels)
     return {"expert_ffn": ffn, "expert_ffn_is_fused": True, "saves_rows": kernels.saves_rows}
-
-
-def _load(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return vars(import_module(module))[name]

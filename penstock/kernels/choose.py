@@ -8,7 +8,7 @@ Both passes of an operator share one choice, because one autograd function holds
     3. With measurements of this chip: the fastest at the nearest shape; balanced and skewed loads count the same.
     4. Without: Triton, torch, reference; Triton's products come last on chips and in dtypes without a launch table.
 
-`penstock kernels list` prints the reasons. Nothing here touches a device, and only `operators` imports kernels.
+`penstock kernels list` prints the reasons. Nothing here touches a device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,6 @@ from penstock.kernels.backends import (
     TimedPart,
     experts_of,
     has,
-    operators_of,
     shape_of,
 )
 from penstock.kernels.device_facts import FLASH_4, DeviceFacts
@@ -67,13 +66,13 @@ def choose(
 
 
 def operators(choices: Sequence[Choice]) -> Operators:
-    """The operators of a model, assembled from the chosen backends. Imports these backends."""
+    """The operators of a model, assembled from the chosen backends."""
     backends = {choice.op: choice.backend for choice in choices}
     parts: dict[str, Any] = {"attention_backend": backends["attention"]}
     if backends.get(MASKED) == "triton":
-        parts["bounded_attention"] = operators_of("triton").bounded_attention
+        parts["bounded_attention"] = BACKENDS["triton"].operators.bounded_attention
     for op in FIELDS.keys() - {"experts"}:
-        source = vars(operators_of(backends[op]))
+        source = vars(BACKENDS[backends[op]].operators)
         parts |= {field: source[field] for field in FIELDS[op]}
     products: dict[str, str] = {choice.direction: choice.backend for choice in choices if choice.op == "experts"}
     return replace(REFERENCE, **experts_of(products), **parts)

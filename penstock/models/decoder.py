@@ -8,7 +8,7 @@ the whole model, so a parameter has the same name on every stage.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +26,13 @@ from penstock.models.mla import LatentLayer
 from penstock.models.model_inputs import ForwardContext, ModelInputs, shifted_tokens
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import angles
+from penstock.moe.dispatch.row_capacity import ActivationArena
 from penstock.moe.routing import Scope
 from penstock.parallel.async_transfer import Steps, drain, within
 from penstock.parallel.context import bounds_of, held_positions, nears_of
 from penstock.parallel.gradient_offload import EMBEDDING
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
-
-if TYPE_CHECKING:  # it imports Triton, which may be absent
-    from penstock.moe.dispatch.row_capacity import ActivationArena
 
 
 class Hidden(NamedTuple):
@@ -61,7 +59,7 @@ class Decoder(nn.Module):
         mtp: dict[int, MultiTokenPrediction],  # by depth, from 0
         layer_context: LayerContext,
         is_first: bool = True,  # starts from tokens; False where the embedding serves prediction layers only
-        arena: "ActivationArena | None" = None,  # of the experts' saved rows; None if each layer saves its own
+        arena: ActivationArena | None = None,  # of the experts' saved rows; None if each layer saves its own
     ) -> None:
         super().__init__()
         self.config = config

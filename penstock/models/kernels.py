@@ -9,7 +9,7 @@ from penstock.base.errors import KernelError
 from penstock.config.dispatch_rules import COUNTS_STAY, STAGES
 from penstock.config.model import LatentAttention, LinearAttention
 from penstock.config.run import Kernels, RecipeKnob, Run
-from penstock.kernels.backends import Shapes, float8_operators_of
+from penstock.kernels.backends import FLOAT8, Shapes
 from penstock.kernels.choose import AUTO, Choice, choose, operators
 from penstock.kernels.device_facts import DeviceFacts, device_facts
 from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
@@ -109,7 +109,7 @@ def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
         dispatch=dispatch,
         forward=format_on("e4m3", target),
         gradient=format_on(wanted.gradients, target),
-        operators=float8_operators_of(backend),
+        operators=FLOAT8[backend],
     )
 
 

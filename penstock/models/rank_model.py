@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,10 +29,8 @@ from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.dispatch_buffers import replica_memory, shared_buffers
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.pipeline import Message, PipelineRunner
+from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.parallel.weight_grad_store import WeightGradStore
-
-if TYPE_CHECKING:  # it imports Triton, which may be absent
-    from penstock.parallel.symmetric import SymmetricBuffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +42,7 @@ class RankModel:
     pipeline: PipelineRunner | None = None  # runs the stages
     positions: tuple[int, ...] | None = None  # of a row on this rank; None for all
     context_method: Method = "ulysses"
-    buffers: "SymmetricBuffers | None" = None  # memory of the node's GPUs, if dispatch uses it
+    buffers: SymmetricBuffers | None = None  # memory of the node's GPUs, if dispatch uses it
 
     @property
     def modules(self) -> tuple[Decoder, ...]:

@@ -2,8 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from importlib import import_module
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,13 +14,11 @@ from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
 from penstock.parallel.axes import Axes
 from penstock.parallel.collectives import all_gather_json
 from penstock.parallel.replica_exchange import replica_sizes
-
-if TYPE_CHECKING:  # they import Triton, which may be absent
-    from penstock.parallel.replica_memory import ReplicaMemory
-    from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from penstock.parallel.replica_memory import ReplicaMemory
+from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 
 
-def shared_buffers(run: Run, axes: Axes, device: torch.device) -> "SymmetricBuffers | None":
+def shared_buffers(run: Run, axes: Axes, device: torch.device) -> SymmetricBuffers | None:
     """Buffers for the tokens of one micro-batch, for all layers; None if tokens travel in another way. Collective.
 
     Raises a DeviceError if the method was asked for by name and cannot be had.
@@ -38,20 +34,16 @@ def shared_buffers(run: Run, axes: Axes, device: torch.device) -> "SymmetricBuff
     refuse(choice)
     if not choice.writes_to_peers:
         return None
-    buffers: SymmetricBuffers = import_module("penstock.parallel.symmetric").allocate(
-        buffer_sizes(run, axes), axes.expert_node, device
-    )
-    return buffers
+    return allocate(buffer_sizes(run, axes), axes.expert_node, device)
 
 
-def replica_memory(run: Run, axes: Axes, buffers: "SymmetricBuffers | None") -> "ReplicaMemory | None":
+def replica_memory(run: Run, axes: Axes, buffers: SymmetricBuffers | None) -> ReplicaMemory | None:
     """The sections of replicas in these buffers; None without replicas, or if they travel by collectives."""
     sizes = replica_sizes(run, axes.grid)
     if buffers is None or sizes is None:
         return None
     dtype = torch.bfloat16 if sizes.itemsize == 2 else torch.float32
-    memory: ReplicaMemory = import_module("penstock.parallel.replica_memory").ReplicaMemory(buffers, sizes, dtype)
-    return memory
+    return ReplicaMemory(buffers, sizes, dtype)
 
 
 def refuse(choice: DispatcherChoice) -> None:
@@ -61,13 +53,13 @@ def refuse(choice: DispatcherChoice) -> None:
         raise DeviceError(f"{problem.field} {problem.what}", got=problem.got, allowed=problem.allowed, fix=problem.fix)
 
 
-def buffer_sizes(run: Run, axes: Axes) -> "BufferSizes":
+def buffer_sizes(run: Run, axes: Axes) -> BufferSizes:
     """Sizes of the buffers of one rank."""
     assert run.model.moe is not None, "a dense model sends no tokens"
     # Tokens of all nodes may be on their way to the experts of this one.
     tokens = run.training.micro_batch * run.training.sequence_length // axes.sequence.size * axes.expert_across.size
     replicas = replica_sizes(run, axes.grid)
-    sizes: BufferSizes = import_module("penstock.parallel.symmetric").BufferSizes(
+    return BufferSizes(
         tokens=tokens,
         top_k=run.model.moe.top_k * axes.grid.expert_tensor,
         row_bytes=widest_row(run),
@@ -75,7 +67,6 @@ def buffer_sizes(run: Run, axes: Axes) -> "BufferSizes":
         numbers=0 if replicas is None else run.model.moe.experts,
         replica_bytes=0 if replicas is None else replicas.total_bytes,
     )
-    return sizes
 
 
 def widest_row(run: Run) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from penstock.config.parallel import OFFLOADABLE, Dispatch
 from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
@@ -12,11 +12,9 @@ from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.offload import OffloadRule
 from penstock.parallel.recompute import RecomputeRule
+from penstock.parallel.replica_memory import ReplicaMemory
+from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.parallel.weight_grad_store import WeightGradStore
-
-if TYPE_CHECKING:  # they import Triton, which may be absent
-    from penstock.parallel.replica_memory import ReplicaMemory
-    from penstock.parallel.symmetric import SymmetricBuffers
 
 Result = TypeVar("Result")
 
@@ -30,8 +28,8 @@ class LayerContext:
     weight_grads: WeightGradStore | None = None  # None if the schedule never defers them
     context_method: Method = "ulysses"
     dispatch: Dispatch = field(default_factory=Dispatch)
-    buffers: "SymmetricBuffers | None" = None  # None if tokens use no peer memory
-    replicas: "ReplicaMemory | None" = None  # None if there are none, or they travel by collectives
+    buffers: SymmetricBuffers | None = None  # None if tokens use no peer memory
+    replicas: ReplicaMemory | None = None  # None if there are none, or they travel by collectives
     transfers: TransferStream | None = None  # None if transfers do not overlap with compute
     float8: Float8Rule = NO_FLOAT8
     recompute: RecomputeRule = field(default_factory=RecomputeRule)

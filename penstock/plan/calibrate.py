@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import sysconf
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ from torch import Tensor
 from penstock.config.schema import Section
 from penstock.kernels import reference
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.backends import expert_kernels_of
 from penstock.kernels.device_facts import DeviceFacts
+from penstock.kernels.expert_kernels import TRITON as TRITON_EXPERTS
 from penstock.kernels.tuning import GROUPED_GEMM
 from penstock.parallel.collectives import gather_flat, reduce_flat
 from penstock.plan.hardware import (
@@ -221,7 +221,7 @@ class DeviceBenchmark:
                 )
 
     def _by_kernels(self, x_RD: Tensor, w_eFD: Tensor, dy_RF: Tensor, counts_e: Tensor) -> dict[str, Call]:
-        kernels: Any = expert_kernels_of("triton")
+        kernels = TRITON_EXPERTS
         tiles = kernels.tile_table(counts_e, len(x_RD))
         index_R = torch.randperm(len(x_RD), device=self._device)
         sum_eFD = torch.zeros_like(w_eFD, dtype=torch.float32)

@@ -25,7 +25,7 @@ Parts hold no collectives and do not depend on the rows of other ranks, so repea
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,12 +42,10 @@ from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather_json
 from penstock.parallel.graphs import Capture, PartialGraphs, Replayable, capture, one_pool
 from penstock.parallel.spans import EnterPhase, span, untimed
+from penstock.parallel.symmetric import TransferDirection
 from penstock.train.global_batch import GlobalBatch, MicroBatch
 from penstock.train.loss import LossRule
 from penstock.train.passes import differentiate, forward_backward
-
-if TYPE_CHECKING:  # the module imports Triton, which may be absent
-    from penstock.parallel.symmetric import TransferDirection
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class _CapturedPass:
     model: RankModel
     batch: GlobalBatch  # input: one micro-batch
     parts: Tensor  # output, see `MicroLoss.parts`
-    transfers: "Sequence[tuple[TransferDirection, int]]"  # that a replay makes through symmetric memory
+    transfers: Sequence[tuple[TransferDirection, int]]  # that a replay makes through symmetric memory
 
     def replay(self, micro_batch: MicroBatch, counted: Tensor) -> Tensor:
         """Run the pass on another micro-batch. The next replay overwrites the returned losses."""

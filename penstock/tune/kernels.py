@@ -28,9 +28,7 @@ from penstock.kernels.backends import (
     CHOICE_POINTS,
     Shapes,
     TimedPart,
-    expert_kernels_of,
     has,
-    operators_of,
     shape_of,
 )
 from penstock.kernels.choose import obstacle
@@ -135,7 +133,7 @@ def _operator(work: Workload, part: TimedPart, skew: float) -> _DrawAndBind:
     operator = _OPERATORS[part.op]
 
     def bind(backend: str, inputs: Tensors) -> Call:
-        call = partial(operator.apply, operators_of(backend), work, inputs)
+        call = partial(operator.apply, BACKENDS[backend].operators, work, inputs)
         if part.direction == "forward":
             return torch.no_grad()(call)
         leaves = [x.requires_grad_() for x in inputs[: operator.leaves]]
@@ -165,7 +163,7 @@ def _product(work: Workload, part: TimedPart, skew: float) -> _DrawAndBind:
         return order.counts_E, order.slots_R // sizes.top_k, *(work.normal(*operands[name]) for name in needed)
 
     def bind(backend: str, inputs: Tensors) -> Call:
-        kernels = expert_kernels_of(backend)
+        kernels = BACKENDS[backend].expert_kernels
         counts_e, index_R, first, second = inputs
         tiles = kernels.tile_table(counts_e, rows)
         product = vars(kernels)[part.direction]

@@ -250,7 +250,7 @@ def test_operators_are_those_of_the_chosen_backends() -> None:
 
 
 def test_triton_everywhere_is_tritons_own_set() -> None:
-    assert operators(choose({}, H200, SHAPES, None)) == backends.operators_of("triton")
+    assert operators(choose({}, H200, SHAPES, None)) == BACKENDS["triton"].operators
 
 
 @pytest.mark.parametrize(
@@ -274,11 +274,10 @@ def test_mixed_products_give_the_gradients_of_the_definition(products: tuple[str
 def test_every_operator_has_a_reference_and_every_backend_can_be_loaded() -> None:
     assert all(backend.ops and set(backend.ops) <= FIELDS.keys() for backend in BACKENDS.values())
     assert set(BACKENDS["reference"].ops) == FIELDS.keys()
-    for name, backend in BACKENDS.items():
-        found = backends.operators_of(name)
-        assert all(field in vars(found) for op in backend.ops for field in FIELDS[op])
+    for backend in BACKENDS.values():
+        assert all(field in vars(backend.operators) for op in backend.ops for field in FIELDS[op])
         if "experts" in backend.ops:
-            assert all(callable(vars(backends.expert_kernels_of(name))[product]) for product in PRODUCTS)
+            assert all(callable(vars(backend.expert_kernels)[product]) for product in PRODUCTS)
 
 
 def test_the_knobs_offer_the_backends_of_their_operator() -> None:

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 
 from penstock.config.dispatch_rules import COUNTS_STAY
 from penstock.config.dispatcher import DispatcherName, DispatchFacts, choose_dispatcher
@@ -19,10 +18,12 @@ from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
 from penstock.moe.dispatch.payload import wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
+from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
 from penstock.parallel.axes import Axis
 from penstock.parallel.dispatch_buffers import refuse
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.replica_exchange import bound_factor, exchanged_counts, exchanged_slots, replica_rule
+from penstock.parallel.replica_memory import MappedSlots
 
 
 def make_dispatcher(
@@ -77,9 +78,8 @@ def _balanced(rule: ReplicaRule, axis: Axis, flat: Dispatcher, layer_context: La
     slots_of: SlotsOf
     if replicas is None:
         counts_of, slots_of = partial(exchanged_counts, axis=axis), partial(exchanged_slots, rule=rule, axis=axis)
-    else:  # by name, because it needs Triton
-        mapped = import_module("penstock.parallel.replica_memory").MappedSlots
-        counts_of, slots_of = replicas.buffers.gather, partial(mapped, replicas)
+    else:
+        counts_of, slots_of = replicas.buffers.gather, partial(MappedSlots, replicas)
     return BalancedDispatcher(rule, axis.rank, flat, layer_context.operators, counts_of, slots_of, meter)
 
 
@@ -92,12 +92,10 @@ def _flat(
 ) -> Dispatcher:
     wire_format = wire_format_of(layer_context.float8)
     if name == "symmetric":
-        # By name, because it needs Triton, which may be absent.
-        symmetric = import_module("penstock.moe.dispatch.symmetric")
         dispatch, buffers = layer_context.dispatch, layer_context.buffers
-        transport = symmetric.transport_of(placement, buffers, dispatch.num_sms, by_engines=dispatch.engines)
-        mapped: Dispatcher = symmetric.SymmetricDispatcher(placement, transport, row_capacity, wire_format=wire_format)
-        return mapped
+        assert buffers is not None, "the GPUs of the node map each other's memory"
+        transport = transport_of(placement, buffers, dispatch.num_sms, by_engines=dispatch.engines)
+        return SymmetricDispatcher(placement, transport, row_capacity, wire_format=wire_format)
     if name == "all-gather":
         return AllGatherDispatcher(placement, axis, layer_context.operators, row_capacity, wire_format=wire_format)
     return AllToAllDispatcher(placement, axis, layer_context.operators, wire_format=wire_format)
