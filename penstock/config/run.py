@@ -26,8 +26,7 @@ class Float8(Section):
     )
     dispatch: Literal["none", "auto", "blockwise", "mxfp8"] = knob(
         "none",
-        doc="In whose blocks rows travel to their experts, by symmetric dispatch gradients of outputs too; outputs and "
-        "gradients of rows come back in 16 bits.",
+        doc="In whose blocks rows travel to their experts; outputs and gradients travel in 16 bits.",
     )
     gradients: Literal["e4m3", "e5m2"] = knob("e4m3", doc="Format of the gradients of outputs.")
     first_layers: int = knob(0, doc="Layers at the beginning that stay in 16 bits.", unit="layers", low=0)

@@ -281,10 +281,11 @@ class OpRecorder(_Mode):
 class RecordedWeightGradStore(WeightGradStore):
     """Records each weight gradient that is put off."""
 
-    def add(self, task: Task) -> None:
+    def add(self, task: Task) -> bool:
         """See `WeightGradStore`."""
-        torch.ops.penstock.marked(PUT_OFF, 0)
-        super().add(task)
+        if self.is_collecting:
+            torch.ops.penstock.marked(PUT_OFF, 0)
+        return super().add(task)
 
 
 class RecordedTransferStream(TransferStream):

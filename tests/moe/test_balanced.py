@@ -102,7 +102,7 @@ def mixed(
         if own.float8.experts is None:
             y_RD = expert_ffn(*given, biases=(biases[0], biases[1] if len(biases) > 1 else None), **options)
         else:
-            in_8_bits = {"float8": own.float8, "quantized": rows.quantized, "gradients": rows.gradients}
+            in_8_bits = {"float8": own.float8, "quantized": rows.quantized}
             y_RD = float8_expert_ffn(*given, **in_8_bits, **options)
         return dispatcher.combine(y_RD, metadata)
 

@@ -81,7 +81,7 @@ def test_buffers_hold_what_may_come_from_all_nodes(
     monkeypatch: pytest.MonkeyPatch, method: str, per_node: int, tokens: int, ranks: int
 ) -> None:
     monkeypatch.setattr(dispatch_buffers, "peer_obstacle", lambda *_: "")
-    monkeypatch.setattr("penstock.parallel.symmetric.allocate", lambda sizes, axis, device: (sizes, axis))
+    monkeypatch.setattr(dispatch_buffers, "allocate", lambda sizes, axis, device: (sizes, axis))
     axes = _axes(EP8, per_node)
     asked = ("training.sequence_length=4096", "parallel.expert=8", f"dispatch.method={method}")
     run = load_run("deepseek-v2-lite", asked)
@@ -131,7 +131,7 @@ def _asked(method: str, seen: int, one_lacks_triton: bool) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         _pretend_gpus(patch, seen=seen, has_triton=not (one_lacks_triton and axes.rank))
-        patch.setattr("penstock.parallel.symmetric.allocate", allocate)
+        patch.setattr(dispatch_buffers, "allocate", allocate)
         run = load_run("deepseek-v2-lite", ("parallel.expert=2", f"dispatch.method={method}"))
         try:
             return str(dispatch_buffers.shared_buffers(run, axes, torch.device("cuda", axes.rank if seen > 1 else 0)))
