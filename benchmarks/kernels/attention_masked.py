@@ -3,9 +3,9 @@
     python -m benchmarks.kernels.attention_masked --output attention-masked.json
     python -m benchmarks.kernels.attention_masked --tiny       # on a CPU: errors of torch's path
 
-Torch's path is that of a run with `kernels.attention=cudnn` or `efficient`: a boolean mask for documents, blocks of
-queries with their keys for windows (`penstock.kernels.local_attention`). Masks and bounds are made before the clock
-starts, as a run makes them once for all layers. Lengths of documents are log-normal; their mean is an eighth of a row.
+Torch's path is that of a run with `kernels.attention=cudnn` or `efficient`: a boolean mask. (Until commit `5fd35956`
+windows were blocks of queries with their keys, docs/decisions/0140.) Masks and bounds are made before the clock starts,
+as a run makes them once for all layers. Lengths of documents are log-normal; their mean is an eighth of a row.
 
 TFLOP/s count pairs of a query and a key that it sees: 2 products forward and 5 backward. Memory is the most that both
 passes hold beside their inputs. Errors are as in `benchmarks.kernels.attention`.
@@ -26,7 +26,6 @@ from penstock.kernels.attention import causal_attention
 from penstock.kernels.attention_bounds import AttentionBounds, first_keys
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.bounded_attention import bounded_attention
-from penstock.kernels.local_attention import block_masks, local_attention
 from penstock.models.model_inputs import attention_mask
 
 SPREAD = 1.0  # standard deviation of the logarithm of a document's length
@@ -135,11 +134,8 @@ def pairs_of(case: Case, masks: Masks) -> int:
 def by_torch(case: Case, masks: Masks, backend: str) -> Attention:
     """Attention of a run without our kernel."""
     scale, sinks_H = case.N**-0.5, masks.sinks_H
-    if case.window is None:
-        return partial(causal_attention, scale=scale, allowed_BSS=masks.allowed_BSS, backend=backend, sinks_H=sinks_H)
-    device = masks.bounds.first_BQ.device
-    blocks = block_masks(case.window, 0, case.S, masks.allowed_BSS, rows=case.B, device=device)
-    return partial(local_attention, masks=blocks, scale=scale, backend=backend, sinks_H=sinks_H)
+    seen = masks.allowed_BSS if case.window is None else masks.bounds.seen_BQK().expand(case.B, -1, -1)
+    return partial(causal_attention, scale=scale, allowed_BSS=seen, backend=backend, sinks_H=sinks_H)
 
 
 def ours(case: Case, masks: Masks) -> Attention:

@@ -89,8 +89,8 @@ class Kernels(Section):
     attention: Literal["auto", "default", "math", "flash", "efficient", "cudnn", "flash-4", "triton"] = knob(
         "auto",
         doc="Backend of scaled_dot_product_attention, default leaves it to torch; or the package flash-attn-4. auto "
-        "prefers that one where it is installed on Hopper, and cuDNN elsewhere and for sinks. Within documents, "
-        "windows and chunks auto takes our kernel on Hopper, triton on every chip.",
+        "prefers that one where it is installed on Hopper, and cuDNN elsewhere and for sinks. Within documents auto "
+        "takes our kernel on Hopper, within windows and chunks on every GPU, triton always.",
     )
     float8: Literal["auto", "reference", "triton", "torch"] = knob(
         "auto",

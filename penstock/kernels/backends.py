@@ -47,6 +47,7 @@ class Shapes:
     linear_key_dim: int = 0
     linear_value_dim: int = 0
     linear_decays: int = 0  # of a value head: 1, or one for each key feature
+    has_window: bool = False  # some layers see a window or a chunk
     index_heads: int = 0  # of the indexer of sparse attention; 0 without
     latent_dim: int = 0  # of keys and values; 0 without
     heads: int

@@ -271,11 +271,13 @@ def _masked_attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Sh
         problem = f"kernels.attention={named}"
     elif wanted.get("all", AUTO) == "reference":
         problem = "kernels.all=reference"
-    elif problem is None and device.target not in attention_bounds.MEASURED:
+    elif problem is None and device.target not in attention_bounds.MEASURED and not shapes.has_window:
         problem = "no measurement for this chip"
     if problem is not None:
         return (Choice(MASKED, "both", "torch", problem),)
-    return (Choice(MASKED, "both", "triton", f"measured faster than masks on {device.target}"),)
+    is_measured = device.target in attention_bounds.MEASURED
+    reason = f"measured faster than masks on {device.target}" if is_measured else "a window has no mask of the square"
+    return (Choice(MASKED, "both", "triton", reason),)
 
 
 def _bounded_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:

@@ -29,7 +29,7 @@ from penstock.models.rope import angles
 from penstock.moe.dispatch.row_capacity import ActivationArena
 from penstock.moe.routing import Scope
 from penstock.parallel.async_transfer import Steps, drain, within
-from penstock.parallel.context import bounds_of, held_positions, nears_of
+from penstock.parallel.context import held_positions, nears_of
 from penstock.parallel.gradient_offload import EMBEDDING
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
@@ -164,8 +164,7 @@ class Decoder(nn.Module):
             context = ForwardContext(cos_BSP, sin_BSP, allowed_BSS, scope, inputs.parts)
             if has_bounds:
                 held, device = positions_BS.shape[1], positions_BS.device
-                bounds = bounds_of(self.layer_context, None, held, inputs.documents_BS, device)
-                context = replace(context, bounds=bounds)
+                context = replace(context, bounds=nears_of(self.layer_context, None, held, inputs.documents_BS, device))
             if indexer is not None:
                 documents_BS = torch.zeros_like(positions_BS) if inputs.documents_BS is None else inputs.documents_BS
                 first_BS = first_keys(documents_BS, None, documents_BS.shape[1], documents_BS.device)
@@ -178,11 +177,9 @@ class Decoder(nn.Module):
 
     def _with_local(self, context: ForwardContext, local: LocalAttention, inputs: ModelInputs) -> ForwardContext:
         """Add bounds or masks of local layers and the attention temperature of global ones."""
-        (rows, held), device = inputs.positions_BS.shape, inputs.positions_BS.device
+        held, device = inputs.positions_BS.shape[1], inputs.positions_BS.device
         if self.has_reach:
-            of_us = (self.layer_context, reach_of(local), held)
-            bounds = bounds_of(*of_us, inputs.documents_BS, device) if self.has_bounds else ()
-            nears = bounds or nears_of(*of_us, rows, context.allowed_BSS, device)
+            nears = nears_of(self.layer_context, reach_of(local), held, inputs.documents_BS, device)
             context = replace(context, nears=nears)
         if self.scales_queries:  # by position in the row, not in the document as rotary angles are
             scale_S = query_scale(local, held_positions(self.layer_context, held, device))

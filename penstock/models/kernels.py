@@ -7,7 +7,7 @@ import torch
 
 from penstock.base.errors import KernelError
 from penstock.config.dispatch_rules import COUNTS_STAY, STAGES
-from penstock.config.model import LatentAttention, LinearAttention
+from penstock.config.model import GroupedQueryAttention, LatentAttention, LinearAttention
 from penstock.config.run import Kernels, RecipeKnob, Run
 from penstock.kernels.backends import FLOAT8, Shapes
 from penstock.kernels.choose import AUTO, Choice, choose, operators
@@ -173,6 +173,7 @@ def shapes_of(run: Run) -> Shapes:
         head_dim=attention.head_dim,
         rotary_dim=attention.rotary_dim,
         value_dim=attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim,
+        has_window=isinstance(attention, GroupedQueryAttention) and attention.local is not None,
         **more,
     )
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention_bounds import AttentionBounds
-from penstock.kernels.local_attention import BlockMasks
 from penstock.moe.routing import Scope
+from penstock.parallel.context import LocalMask
 from penstock.parallel.graphs import PartialGraphs
 
 
@@ -45,8 +44,8 @@ class ForwardContext:
     allowed_BSS: Tensor | None  # bool, True where a query (first S) may attend to a key; None is causal attention
     scope: Scope  # for routers
     parts: PartialGraphs | None = None
-    bounds: tuple[AttentionBounds, ...] = ()  # of layers that see the whole row; they replace `allowed_BSS`
-    nears: tuple[AttentionBounds | BlockMasks, ...] = ()  # of layers with a window or chunks
+    bounds: tuple[LocalMask, ...] = ()  # of layers that see the whole row; they replace `allowed_BSS`
+    nears: tuple[LocalMask, ...] = ()  # of layers with a window or chunks
     documents_BS: Tensor | None = None  # int64 of whole rows, for linear attention; None without it, or without packing
     first_BS: Tensor | None = None  # int32 first position of each document, for sparse attention; None without it
     query_scale_S: Tensor | None = None  # float32 attention temperature of global layers; None without tuning
@@ -61,15 +60,13 @@ class ForwardContext:
         def hold_optional(name: str, value: Tensor | None) -> Tensor | None:
             return None if value is None else hold(name, value)
 
-        def hold_bounds(name: str, bounds: AttentionBounds) -> AttentionBounds:
-            first_BQ, last_BK = hold(f"{name} first", bounds.first_BQ), hold(f"{name} last", bounds.last_BK)
-            return replace(bounds, first_BQ=first_BQ, last_BK=last_BK)
-
-        def hold_near(number: int, near: AttentionBounds | BlockMasks) -> AttentionBounds | BlockMasks:
-            if isinstance(near, AttentionBounds):
-                return hold_bounds(f"near {number}", near)
-            masks = (hold_optional(f"mask {number} {kind}", mask) for kind, mask in enumerate(near.masks))
-            return replace(near, masks=tuple(masks))
+        def hold_local(name: str, mask: LocalMask) -> LocalMask:
+            if isinstance(mask, int):
+                return mask
+            if isinstance(mask, Tensor):
+                return hold(name, mask)
+            first_BQ, last_BK = hold(f"{name} first", mask.first_BQ), hold(f"{name} last", mask.last_BK)
+            return replace(mask, first_BQ=first_BQ, last_BK=last_BK)
 
         return replace(
             self,
@@ -77,8 +74,8 @@ class ForwardContext:
             sin_BSP=hold("sin_BSP", self.sin_BSP),
             scope=replace(self.scope, tokens_T=hold_optional("tokens_T", self.scope.tokens_T)),
             allowed_BSS=hold_optional("allowed_BSS", self.allowed_BSS),
-            bounds=tuple(hold_bounds(f"bounds {number}", one) for number, one in enumerate(self.bounds)),
-            nears=tuple(hold_near(number, near) for number, near in enumerate(self.nears)),
+            bounds=tuple(hold_local(f"bounds {number}", mask) for number, mask in enumerate(self.bounds)),
+            nears=tuple(hold_local(f"near {number}", mask) for number, mask in enumerate(self.nears)),
             documents_BS=hold_optional("documents_BS", self.documents_BS),
             first_BS=hold_optional("first_BS", self.first_BS),
             query_scale_S=hold_optional("query_scale_S", self.query_scale_S),

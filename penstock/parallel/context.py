@@ -10,17 +10,22 @@ keys up to its own end. Simpler than ring attention, which hides the exchange be
 softmaxes. Layers with a window need only some keys, but gather all.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
 from penstock.kernels.attention_bounds import AttentionBounds, first_keys
 from penstock.kernels.attention_window import AttentionWindow
-from penstock.kernels.local_attention import BlockMasks, block_masks, local_attention
 from penstock.layout.sequence import SequenceLayout
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, all_to_all
 from penstock.parallel.layer_context import LayerContext
+
+LocalMask = AttentionBounds | Tensor | int
+"""Which keys consecutive queries see: bounds where a kernel reads them, else a boolean mask, B (or 1) x queries x keys;
+or a number of positions, if rows are whole chunks of so many and each sees its own."""
 
 
 def attend(
@@ -31,14 +36,14 @@ def attend(
     *,
     scale: float,
     allowed_BSS: Tensor | None = None,
-    nears: tuple[AttentionBounds | BlockMasks, ...] = (),
+    nears: tuple[LocalMask, ...] = (),
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of our own positions over the row, by `layer_context.context_method`. Returns o_BSHM.
 
     allowed_BSS is boolean: which query position (first S) may look at which of the row's key positions; None for plain
-    causal. Its queries are all positions of the row with ulysses, ours with all-gather. `nears` of `bounds_of` or
-    `nears_of` replaces it if each position sees a part of the row only. sinks_H belong to our heads.
+    causal. Its queries are all positions of the row with ulysses, ours with all-gather. `nears` of `nears_of` replaces
+    it if each position sees a part of the row only. sinks_H belong to our heads.
     """
     axis, backend = layer_context.axes.context, layer_context.operators.attention_backend
     gathers = axis.size > 1 and layer_context.context_method == "all-gather"
@@ -62,67 +67,49 @@ def _attend_near(
     q_BSHN: Tensor,
     k_BSGN: Tensor,
     v_BSGM: Tensor,
-    near: AttentionBounds | BlockMasks,
+    near: LocalMask,
     layer_context: LayerContext,
     *,
     scale: float,
     sinks_H: Tensor | None,
 ) -> Tensor:
     """Attention of a range of queries over the keys of the row."""
-    operators = layer_context.operators
-    if isinstance(near, BlockMasks):
-        backend = operators.attention_backend
-        return local_attention(q_BSHN, k_BSGN, v_BSGM, near, scale=scale, backend=backend, sinks_H=sinks_H)
-    assert operators.bounded_attention is not None, "bounds are made for the operator that reads them"
-    k_BSGN, v_BSGM = k_BSGN[:, : near.keys], v_BSGM[:, : near.keys]
-    return operators.bounded_attention(q_BSHN, k_BSGN, v_BSGM, near, scale=scale, sinks_H=sinks_H)
+    operators, heads = layer_context.operators, (q_BSHN, k_BSGN, v_BSGM)
+    options: dict[str, Any] = {"scale": scale, "sinks_H": sinks_H}
+    if isinstance(near, AttentionBounds):
+        assert operators.bounded_attention is not None, "bounds are made for the operator that reads them"
+        return operators.bounded_attention(q_BSHN, k_BSGN[:, : near.keys], v_BSGM[:, : near.keys], near, **options)
+    options["backend"] = operators.attention_backend
+    if isinstance(near, Tensor):
+        keys, allowed_BSS = near.shape[2], near.expand(q_BSHN.shape[0], -1, -1)
+        return causal_attention(q_BSHN, k_BSGN[:, :keys], v_BSGM[:, :keys], allowed_BSS=allowed_BSS, **options)
+    # Chunks are rows of a batch of plain attention, for which every backend is fast.
+    q_BSHN, k_BSGN, v_BSGM = (x.unflatten(1, (-1, near)).flatten(0, 1) for x in heads)
+    o_BSHM = causal_attention(q_BSHN, k_BSGN, v_BSGM, allowed_BSS=None, **options)
+    return o_BSHM.unflatten(0, (heads[0].shape[0], -1)).flatten(1, 2)
 
 
-def bounds_of(
+def nears_of(
     layer_context: LayerContext,
     reach: AttentionWindow | None,
     held: int,
     documents_BS: Tensor | None,
     device: torch.device,
-) -> tuple[AttentionBounds, ...]:
-    """Bounds of a micro-batch for `attend`, equal for all layers with one window: one for each range of queries.
+) -> tuple[LocalMask, ...]:
+    """What the queries of a micro-batch see, for `attend`, equal for all layers with one window: one for each range.
 
-    `documents_BS` are those of whole rows. Empty if the row is no longer than the window, as in `nears_of`, and for
-    plain causal attention, of whole rows or in chunks.
+    `documents_BS` are those of whole rows. Empty for plain causal attention, also where the window is the whole row.
     """
     layout = _layout(layer_context, held)
-    if reach is not None and layout.length <= reach.size:
+    ranges, kernel = _ranges(layer_context, layout), layer_context.operators.bounded_attention
+    if documents_BS is None if reach is None else layout.length <= reach.size:
         return ()
-    if documents_BS is None and (reach is None or reach.kind == "chunk"):
-        return ()
+    is_chunk = reach is not None and reach.kind == "chunk" and documents_BS is None
+    if reach is not None and is_chunk and len(ranges) == 1 and layout.length % reach.size == 0:
+        return (reach.size,)
     first_BS = first_keys(documents_BS, reach, layout.length, device)
-    return tuple(
-        AttentionBounds.of(first_BS[:, queries.start : queries.stop], queries.stop, reach)
-        for queries in _ranges(layer_context, layout)
-    )
-
-
-def nears_of(
-    layer_context: LayerContext,
-    reach: AttentionWindow,
-    held: int,
-    rows: int,
-    allowed_BSS: Tensor | None,
-    device: torch.device,
-) -> tuple[BlockMasks, ...]:
-    """Masks of a micro-batch for `attend`, equal for all layers with one window: one for each range of queries.
-
-    Empty if the row is no longer than the window: such a layer sees all of it.
-    """
-    layout = _layout(layer_context, held)
-    if layout.length <= reach.size:
-        return ()
-    ranges = _ranges(layer_context, layout)
-    allowed = (None,) * len(ranges) if allowed_BSS is None else allowed_BSS.chunk(len(ranges), dim=1)
-    return tuple(
-        block_masks(reach, queries.start, len(queries), own, rows=rows, device=device)
-        for queries, own in zip(ranges, allowed, strict=True)
-    )
+    bounds = [AttentionBounds.of(first_BS[:, one.start : one.stop], one.stop, reach) for one in ranges]
+    return tuple(bounds) if kernel is not None else tuple(one.seen_BQK() for one in bounds)
 
 
 def held_positions(layer_context: LayerContext, held: int, device: torch.device) -> Tensor:
@@ -199,7 +186,7 @@ def attend_to_row(
     *,
     scale: float,
     allowed_BSS: Tensor | None,
-    nears: tuple[AttentionBounds | BlockMasks, ...] = (),
+    nears: tuple[LocalMask, ...] = (),
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of our ranges of queries over the whole row; arguments as in `attend`.

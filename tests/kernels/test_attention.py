@@ -20,10 +20,10 @@ from penstock.kernels.attention import (
     causal_attention,
     forward,
 )
+from penstock.kernels.attention_bounds import AttentionBounds, first_keys
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.choose import MASKED, Choice, choose, operators, summary
 from penstock.kernels.device_facts import FLASH_4, extras, named_device
-from penstock.kernels.local_attention import block_masks, local_attention
 from tests.closeness import assert_close, relative_error
 from tests.kernels.eager_attention import eager_attention, random_documents, random_heads, seen_by, with_gradients
 from tests.kernels.test_choose import CPU, SHAPES
@@ -192,8 +192,7 @@ def test_a_bias_has_the_form_of_its_backend() -> None:
 def test_a_gpu_equals_the_definition(
     backend: str, window: AttentionWindow | None, has_sinks: bool, has_documents: bool
 ) -> None:
-    has_mask = has_documents or (window is not None and window.kind == "window")
-    if backend == "flash" and has_mask:
+    if backend == "flash" and (has_documents or window is not None):
         pytest.skip("flash has no masks")
     rows, length, device = 2, 128, torch.device("cuda")
     generator = torch.Generator(device).manual_seed(3)
@@ -211,11 +210,10 @@ def test_a_gpu_equals_the_definition(
     q, k, v, *sinks = leaves
     sinks_H = sinks[0] if sinks else None
     allowed_BSS = None if documents_BS is None else seen_by(None, length, documents_BS).to(device)
-    if window is None:
-        o_BSHM = attend(q, k, v, scale=0.125, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
-    else:
-        seen = block_masks(window, 0, length, allowed_BSS, rows=rows, device=device)
-        o_BSHM = local_attention(q, k, v, seen, scale=0.125, backend=backend, sinks_H=sinks_H)
+    if window is not None:
+        first_BS = first_keys(None if documents_BS is None else documents_BS.to(device), window, length, device)
+        allowed_BSS = AttentionBounds.of(first_BS, length, window).seen_BQK().expand(rows, -1, -1)
+    o_BSHM = attend(q, k, v, scale=0.125, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
     for got, truth in zip(with_gradients(o_BSHM, direction, leaves), expected, strict=True):
         assert_close(got, truth, by="norm", tolerance=0.02, same_dtype=False)
 

@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.attention_bounds import AttentionBounds, attention_by_mask
+from penstock.kernels.attention_bounds import attention_by_mask
 from penstock.kernels.attention_window import AttentionWindow
-from penstock.kernels.local_attention import BlockMasks
 from penstock.kernels.operators import REFERENCE
 from penstock.layout.grid import Grid
 from penstock.layout.sequence import Method, SequenceLayout
 from penstock.models.model_inputs import attention_mask
 from penstock.parallel.axes import ALONE, Axes, make_axes
-from penstock.parallel.context import attend, attend_to_row, bounds_of, gather_positions, held_positions, nears_of
+from penstock.parallel.context import attend, attend_to_row, gather_positions, held_positions, nears_of
 from penstock.parallel.layer_context import LayerContext
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
@@ -86,12 +85,10 @@ def _on_a_rank(size: int, shape: str, method: Method, documents: bool, bounded: 
     found = []
     for reach in reaches.values():
         leaves = [x.clone().requires_grad_() for x in (q, k, v, *sinks)]
-        nears: tuple[AttentionBounds | BlockMasks, ...] = ()
-        if bounded:
-            nears = bounds_of(layer_context, reach, len(own), _documents(documents, len(q)), q.device)
-            assert nears or not documents
-        if reach and not nears:
-            nears = nears_of(layer_context, reach, len(own), len(q), allowed_BSS, q.device)
+        nears = nears_of(layer_context, reach, len(own), _documents(documents, len(q)), q.device)
+        assert bool(nears) == (documents or reach is not None)
+        if reach is None and not bounded:
+            nears = ()  # the whole row's mask serves
         options = {"scale": SCALE, "allowed_BSS": allowed_BSS, "nears": nears, "sinks_H": (*leaves[3:], None)[0]}
         found.append(with_gradients(attend(*leaves[:3], layer_context, **options), direction, leaves))
     return found
@@ -163,7 +160,11 @@ def test_one_rank_alone_attends_to_its_row() -> None:
     assert gather_positions(k, ALONE.context) is k
 
 
-def test_a_row_no_longer_than_the_reach_needs_no_masks() -> None:
+def test_a_row_no_longer_than_the_reach_needs_no_masks_and_whole_chunks_need_none() -> None:
     layer_context, device = LayerContext(), torch.device("cpu")
-    assert nears_of(layer_context, AttentionWindow(kind="window", size=LENGTH), LENGTH, 1, None, device) == ()
-    assert len(nears_of(layer_context, AttentionWindow(kind="window", size=LENGTH - 1), LENGTH, 1, None, device)) == 1
+    assert nears_of(layer_context, AttentionWindow(kind="window", size=LENGTH), LENGTH, None, device) == ()
+    (mask_BQK,) = nears_of(layer_context, AttentionWindow(kind="window", size=LENGTH - 1), LENGTH, None, device)
+    assert isinstance(mask_BQK, Tensor) and mask_BQK.sum() == LENGTH * (LENGTH + 1) // 2 - 1
+    assert nears_of(layer_context, AttentionWindow(kind="chunk", size=4), LENGTH, None, device) == (4,)
+    (mask_BQK,) = nears_of(layer_context, AttentionWindow(kind="chunk", size=5), LENGTH, None, device)
+    assert isinstance(mask_BQK, Tensor) and mask_BQK.sum() == 3 * 15 + 1
