@@ -38,8 +38,8 @@ from penstock.kernels.replica_plan import PlanFact, ReplicaRule, plan_replicas
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
-from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
 from penstock.moe.dispatch.balanced import BalancedDispatcher, CountsOf, ReplicaMeter, SlotsOf
+from penstock.moe.dispatch.collective import AllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of

@@ -49,7 +49,7 @@ from benchmarks.dispatch_traffic import (
 from penstock.kernels.float8 import quantize
 from penstock.kernels.symmetric import PUSH_LAUNCH, RETURN_LAUNCH, SUM_LAUNCH, TAKE_LAUNCH
 from penstock.kernels.triton_operators import TRITON
-from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
+from penstock.moe.dispatch.collective import AllToAllDispatcher
 from penstock.moe.routing import Routing
 from penstock.parallel.symmetric import SymmetricBuffers
 

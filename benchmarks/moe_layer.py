@@ -31,8 +31,7 @@ from benchmarks.dispatch import number_text, relative_gap
 from benchmarks.dispatch_cases import V2_LITE, Shape
 from benchmarks.dispatch_traffic import Machine, Traffic, begin, symmetric, time_call
 from penstock.kernels.triton_operators import TRITON
-from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
+from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher

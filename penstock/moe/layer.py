@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from penstock.base.spans import Span
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.moe.balance import LayerLoad
-from penstock.moe.dispatch.all_to_all import PaddedAllToAllDispatcher
 from penstock.moe.dispatch.balanced import BalancedDispatcher
+from penstock.moe.dispatch.collective import PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows, SlotSorter
 from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
 from penstock.moe.experts import GroupedExperts

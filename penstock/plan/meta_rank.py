@@ -44,9 +44,8 @@ from penstock.models.mla import LatentLayer
 from penstock.models.parameters import copy_bytes, fuse_wgrad_accumulation, param_shards, refresh_float8
 from penstock.models.qk_clip import measure_logits
 from penstock.models.rank_model import schedule_of, stages_of
-from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
 from penstock.moe.dispatch.balanced import BalancedDispatcher
+from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
 from penstock.moe.dispatch.row_capacity import SplitSizes

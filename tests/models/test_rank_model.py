@@ -19,8 +19,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
 from penstock.models.parameters import fuse_wgrad_accumulation, gradients_by_autograd, head_main_grad, param_shards
 from penstock.models.rank_model import build_rank, embedding_places, message_of, schedule_of, stages_of
-from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
+from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import LocalDispatcher
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE

@@ -19,9 +19,8 @@ from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
 from penstock.models.ffn import FeedForward
-from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.build import make_dispatcher
+from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, LocalDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
 from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat
@@ -253,7 +252,7 @@ def _dispatcher(
     placement = row_capacity.placement
     if way == "padded":
         # a factor of E gives every expert room for all slots, so padding itself drops none
-        return PaddedAllToAllDispatcher(placement, axes.expert, float(placement.experts), operators, wire_format)
+        return PaddedAllToAllDispatcher(placement, axes.expert, operators, wire_format, float(placement.experts))
     nodes = NodePlacement(placement, axes.expert_node, axes.expert_across)
     by_node = way.startswith("by node")
     held, axis = (placement.block(nodes.node.size), nodes.node) if by_node else (placement, axes.expert)

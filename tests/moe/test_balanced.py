@@ -22,9 +22,8 @@ from penstock.kernels.operators import REFERENCE
 from penstock.kernels.replica_plan import PlanFact, ReplicaRule
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
-from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
 from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter
+from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.payload import wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity

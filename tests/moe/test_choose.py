@@ -10,9 +10,8 @@ from penstock.config.load import load_run
 from penstock.config.parallel import Dispatch
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
-from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
 from penstock.moe.dispatch.build import make_dispatcher
+from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity

@@ -20,8 +20,8 @@ from penstock.kernels.reference import expert_ffn
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
 from penstock.moe.balance import capacity
-from penstock.moe.dispatch.all_to_all import PaddedAllToAllDispatcher, each_part
 from penstock.moe.dispatch.build import make_dispatcher
+from penstock.moe.dispatch.collective import PaddedAllToAllDispatcher, each_part
 from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity, forget_left_out, make_room
 from penstock.moe.routing import Routing
@@ -71,7 +71,7 @@ def test_tokens_meet_their_experts_and_return_with_the_right_gradients(
     routing = random_routing(tokens, experts, min(top_k, experts), seed, dropped)
     # a factor of E gives every expert room for all slots, so padding itself drops none
     placement = ExpertPlacement(experts=experts)
-    padding = PaddedAllToAllDispatcher(placement, ALONE.expert, float(experts), TORCH)
+    padding = PaddedAllToAllDispatcher(placement, ALONE.expert, TORCH, factor=float(experts))
     dispatcher: Dispatcher = padding if padded else LocalDispatcher(experts, REFERENCE)
     x_TD = torch.randn(tokens, D, generator=torch.Generator().manual_seed(seed), requires_grad=True)
     leaves = (x_TD, routing.weights_TK, *weights_of(experts))
@@ -266,7 +266,7 @@ def _without_and_with_room(way: Gloo, whole: Problem, triton: bool) -> tuple[int
 
 
 def test_a_padded_rank_sends_and_gets_the_same_whatever_the_routing() -> None:
-    dispatcher = PaddedAllToAllDispatcher(WHOLE, ALONE.expert, 2.0, REFERENCE)
+    dispatcher = PaddedAllToAllDispatcher(WHOLE, ALONE.expert, REFERENCE, factor=2.0)
     for kind, kept in (("even", 40), ("all dropped", 0)):
         rows, _ = dispatcher.dispatch(torch.randn(20, D), adversarial(kind, 20))
         assert rows.counts_e.tolist() == [10] * 8  # 20 tokens x 2 choices / 8 experts x 2

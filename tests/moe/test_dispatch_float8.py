@@ -18,8 +18,8 @@ from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, 
 from penstock.kernels.float8.reference import pack_rows, unpack_rows
 from penstock.kernels.operators import REFERENCE as PLAIN
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.build import make_dispatcher
+from penstock.moe.dispatch.collective import AllGatherDispatcher
 from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat, wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity

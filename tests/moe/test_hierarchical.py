@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.kernels.operators import REFERENCE
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
-from penstock.moe.dispatch.all_gather import AllGatherDispatcher
+from penstock.moe.dispatch.collective import AllGatherDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis, make_axes

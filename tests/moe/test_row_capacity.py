@@ -16,7 +16,7 @@ from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.all_gather import first_rows
+from penstock.moe.dispatch.collective import first_rows
 from penstock.moe.dispatch.gathers import pick_kept
 from penstock.moe.dispatch.row_capacity import (
     ActivationArena,

@@ -11,9 +11,8 @@ from penstock.config.parallel import Dispatch
 from penstock.config.problem import Problem
 from penstock.kernels.replica_plan import ReplicaRule
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.balanced import BalancedDispatcher, CountsOf, ReplicaMeter, SlotsOf
+from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
 from penstock.moe.dispatch.payload import wire_format_of
@@ -51,7 +50,7 @@ def make_dispatcher(
         refuse(choice)
     if choice.name == "padded":
         factor, sharing = moe.balance.capacity_factor, axes.sequence.size
-        return PaddedAllToAllDispatcher(placement, axis, factor, operators, wire_format, sharing), None
+        return PaddedAllToAllDispatcher(placement, axis, operators, wire_format, factor, sharing), None
     if choice.name == "local":
         return LocalDispatcher(moe.experts, operators, wire_format), None
     rule = replica_rule(moe.experts, grid.expert, dispatch)

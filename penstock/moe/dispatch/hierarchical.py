@@ -27,7 +27,7 @@ from penstock.config.dispatcher import DispatcherName
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.all_gather import as_local, first_rows, packed, unpacked
+from penstock.moe.dispatch.collective import as_local, first_rows, packed, unpacked
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.gathers import spread
 from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat

@@ -1,0 +1,307 @@
+"""Dispatch by collectives: all-gather, all-to-all, and all-to-all padded to the capacity of every expert.
+
+All-gather: every rank sees all tokens and computes those that chose its experts.
+
+    dispatch   gather the tokens of all ranks, and in one message their choices and weights
+               sort slots by OUR experts; slots of other ranks' experts come last, as if dropped
+    experts    read the gathered tokens through an index, without a copy in sorted order
+    combine    sum the outputs for each gathered token in float32
+               reduce-scatter the sums to the ranks of the tokens
+
+A token crosses once to every other rank, even if it is not needed there, but never once for each choice. Only the
+number of rows depends on the routing: a `RowCapacity` bounds it, or the host reads it. Expert tensor parallelism needs
+no special case: each rank takes its part of each expert's rows, and the reduce-scatter adds the parts up. Sums over
+ranks are in the dtype of the tokens, also if rows travel in 8 bits.
+
+All-to-all: each row goes to the rank of its expert, and its output comes back.
+
+    dispatch   sort slots by (virtual) expert, and so by rank
+               exchange row counts; the host reads them
+               exchange rows and weights; they arrive by source rank, and from each rank by expert
+    experts    read rows through an index, expert by expert, without a copy in that order
+    combine    bring outputs into the order of arrival, send them back, sum at the token
+
+With expert tensor parallelism a slot becomes one slot for each part of its expert, with the same weight: the row goes
+to all parts, and the sum at the token adds their outputs (penstock/layout/experts.py numbers the parts as virtual
+experts). Padded, the capacity of every expert is sent: all shapes are static and the host reads nothing. That also
+serves one rank that holds all experts, and sends nothing there. docs/dispatch.md compares the bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.base.spans import Span
+from penstock.config.dispatcher import DispatcherName
+from penstock.kernels.operators import Operators
+from penstock.kernels.reference import RowOrder
+from penstock.layout.experts import ExpertPlacement
+from penstock.moe.balance import capacity
+from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
+from penstock.moe.dispatch.gathers import collect_padded, pick_kept, reorder, spread, spread_padded
+from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, Move, WireFormat
+from penstock.moe.dispatch.row_capacity import READ, RowCapacity, SplitSizes
+from penstock.moe.routing import Routing, SortedSlots
+from penstock.parallel.axes import Axis
+from penstock.parallel.collectives import all_gather, exchange_rows, reduce_scatter
+from penstock.parallel.recompute import is_recomputing
+from penstock.parallel.spans import span
+
+
+@dataclass(frozen=True)
+class AllGatherDispatcher:
+    """Gathers all tokens of `axis`, equally many of each rank; without `row_capacity` the host reads the row count."""
+
+    name: ClassVar[DispatcherName] = "all-gather"
+
+    placement: ExpertPlacement
+    axis: Axis
+    operators: Operators
+    row_capacity: RowCapacity | None = None
+    counts: SplitSizes = READ
+    wire_format: WireFormat = UNQUANTIZED
+
+    def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
+        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
+        payload = self.wire_format.encode(x_TD).move(
+            lambda rows: all_gather(rows, self.axis, dim=0), lambda gradient: reduce_scatter(gradient, self.axis, dim=0)
+        )
+        weights_NK, experts_NK = unpacked(all_gather(packed(routing), self.axis, dim=0))  # N = W x T tokens
+        own_NK = as_local(experts_NK, self.placement.experts_of(self.axis.rank))
+        order = self._keep_capacity(self.operators.order_rows(own_NK, self.placement.per_place))
+        weights_R = pick_kept(weights_NK, order)
+        x_ND, quantized = self.wire_format.decode(payload)
+        index_R = order.slots_R // own_NK.shape[1]  # token of each slot
+        return ExpertRows(x_ND, index_R, weights_R, order.counts_E, order.places_TK, quantized), DispatchMetadata(order)
+
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """See `Dispatcher.combine`. All ranks of the axis call it."""
+        return reduce_scatter(self.operators.unpermute(y_RD, metadata.order), self.axis, dim=0)
+
+    def _keep_capacity(self, order: RowOrder) -> RowOrder:
+        tokens, top_k = order.places_TK.shape
+        if self.row_capacity is None:
+            share = tokens * top_k / self.placement.expert
+            return first_rows(order, self.counts.total(order.counts_E, share, tokens * top_k))
+        rows = self.row_capacity.rows(tokens, top_k)
+        if self.row_capacity.training and not is_recomputing():  # recomputed rows were counted in forward
+            self.row_capacity.count(order.counts_E.sum(), rows)
+        return first_rows(order, rows)
+
+
+def first_rows(order: RowOrder, rows: int) -> RowOrder:
+    """Keep the slots of the first rows; the others are dropped.
+
+    With places_TK = [[1, 0], [2, 3]] and counts_E = [1, 2, 1], two rows leave counts_E = [1, 1, 0] and places_TK =
+    [[1, 0], [2, 2]]. Dropped slots share the place after the last row, so the result has rows + 1 places.
+    """
+    if rows >= order.slots_R.numel():
+        return order
+    ends_E = order.counts_E.cumsum(0).clamp(max=rows)  # the expert at the border keeps a part, later ones nothing
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1)).int()
+    return RowOrder(order.slots_R[: rows + 1], order.places_TK.clamp(max=rows), counts_E)
+
+
+def packed(routing: Routing) -> Tensor:
+    """Weights and ids as one message: ids travel as the bits of float32 numbers. Only the weights have a gradient."""
+    return torch.cat((routing.weights_TK, routing.experts_TK.int().view(torch.float32)), dim=1)
+
+
+def unpacked(choices: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `packed`: weights, and int64 ids."""
+    weights_TK, bits_TK = choices.chunk(2, dim=1)
+    return weights_TK, bits_TK.detach().view(torch.int32).long()
+
+
+def as_local(experts_TK: Tensor, own: range) -> Tensor:
+    """Ids among our own experts; `len(own)`, which marks a dropped slot, for all others."""
+    is_own_TK = (experts_TK >= own.start) & (experts_TK < own.stop)
+    return torch.where(is_own_TK, experts_TK - own.start, len(own))
+
+
+@dataclass(frozen=True)
+class AllToAllMetadata(DispatchMetadata):
+    """Its order is that of our own slots; R counts the rows that arrived here."""
+
+    arrived_R: Tensor  # int64: for each place of the experts' order, the row in order of arrival
+    places_R: Tensor  # its inverse
+    receive: Sequence[int] | None = None  # rows from each rank; None if all are equal
+    send: Sequence[int] | None = None  # rows to each rank
+
+
+@dataclass(frozen=True)
+class _AllToAll:
+    """The exchange of rows, both ways; subclasses say which rows leave, and where the way back ends."""
+
+    placement: ExpertPlacement
+    axis: Axis
+    operators: Operators
+    wire_format: WireFormat = UNQUANTIZED
+
+    def _sent(
+        self,
+        x_TD: Tensor | DispatchPayload,
+        leave: Move,
+        weights_R: Tensor,
+        counts_e: Tensor,
+        metadata: AllToAllMetadata,
+    ) -> ExpertRows:
+        """Rows and weights at the ranks of their experts, which read them through an index."""
+        counts = metadata.receive, metadata.send
+        payload = self.wire_format.encode(x_TD).move(
+            lambda rows: exchange_rows(leave(rows), self.axis, *counts),
+            lambda gradient: self._returned(gradient, metadata),
+        )
+        weights_R = reorder(exchange_rows(weights_R, self.axis, *counts), metadata.arrived_R, metadata.places_R)
+        x_RD, quantized = self.wire_format.decode(payload)
+        return ExpertRows(x_RD, metadata.arrived_R, weights_R, counts_e, metadata.places_R[:, None], quantized)
+
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """See `Dispatcher.combine`. All ranks of the axis call it."""
+        assert isinstance(metadata, AllToAllMetadata), f"not a metadata of this dispatcher: {metadata}"
+        return self._returned(reorder(y_RD, metadata.places_R, metadata.arrived_R), metadata)
+
+    def _returned(self, arrived_RD: Tensor, metadata: AllToAllMetadata) -> Tensor:
+        """A row for each that arrived back to where it came from, summed for each token."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class AllToAllDispatcher(_AllToAll):
+    """Sends each row to the ranks of its expert, so the host must know how many there are."""
+
+    name: ClassVar[DispatcherName] = "all-to-all"
+
+    counts: SplitSizes = READ
+
+    def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
+        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
+        # 1. Our slots in the order of the experts.
+        slots = routing.sorted or self.sorted_slots(routing)
+        order = slots.order
+
+        # 2. How many rows go where, and come from where. The only time that the host waits.
+        counts_We = order.counts_E.view(self.axis.size, -1)  # rows for each expert of each rank
+        arriving_We = exchange_rows(counts_We, self.axis)  # rows from each rank for each of our experts
+        send, receive = self.counts.exchanged(counts_We.sum(1), arriving_We.sum(1), order.slots_R.numel())
+        metadata = AllToAllMetadata(order, *_by_expert(arriving_We, sum(receive)), receive, send)
+
+        # 3. Send rows and weights. Dropped slots are last and stay here.
+        kept = sum(send)
+        counts_e = arriving_We.sum(0, dtype=torch.int32)
+        rows = self._sent(
+            x_TD,
+            lambda x: _first(spread(x, order, self.operators), kept),
+            _first(slots.weights_R, kept),
+            counts_e,
+            metadata,
+        )
+        return rows, metadata
+
+    def _returned(self, arrived_RD: Tensor, metadata: AllToAllMetadata) -> Tensor:
+        returned_RD = exchange_rows(arrived_RD, self.axis, receive=metadata.send, send=metadata.receive)
+        dropped = metadata.order.slots_R.numel() - returned_RD.shape[0]
+        if dropped:
+            returned_RD = F.pad(returned_RD, (0, 0, 0, dropped))  # zeros at the places of dropped slots
+        return self.operators.unpermute(returned_RD, metadata.order)
+
+    def sorted_slots(self, routing: Routing) -> SortedSlots:
+        """See `SlotSorter.sorted_slots`."""
+        with span(Span.SORT):
+            parts = each_part(routing, self.placement)
+            order = self.operators.order_rows(parts.experts_TK, self.placement.virtual_experts)
+            return SortedSlots(order, reorder(parts.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1)))
+
+
+@dataclass(frozen=True)
+class PaddedAllToAllDispatcher(_AllToAll):
+    """Sends the capacity of every expert, that of the router: static shapes, padding.
+
+    All ranks of the axis have the same number of tokens. Ranks that share rows share their capacity too, and a rank
+    sends the whole of it for each expert, because all slots that were kept may be its own. Slots over capacity must
+    have been dropped.
+    """
+
+    name: ClassVar[DispatcherName] = "padded"
+
+    factor: float = 1.0
+    sharing: int = 1  # ranks that share rows
+
+    @property
+    def dropless(self) -> AllToAllDispatcher:
+        """The dispatcher of evaluation, which drops no slot and therefore knows no capacity."""
+        return AllToAllDispatcher(self.placement, self.axis, self.operators, self.wire_format)
+
+    def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
+        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
+        T, K = routing.experts_TK.shape
+        # Rows of each expert from this rank. As the router computes it: a scaled factor may round to another number.
+        limit = min(T, capacity(T * self.sharing, K, self.placement.experts, self.factor))
+        parts = each_part(routing, self.placement)
+        order = _padded_order(parts, self.placement.virtual_experts, limit, self.operators)
+        past = order.slots_R.numel()  # the place of dropped slots
+        weights_R = parts.weights_TK.new_zeros(past + 1).index_put((order.places_TK,), parts.weights_TK)[:past]
+        arriving_We = order.counts_E.new_full((self.axis.size, self.placement.per_place), limit)
+        metadata = AllToAllMetadata(order, *_by_expert(arriving_We, past))
+        counts_e = arriving_We.sum(0, dtype=torch.int32)
+        rows = self._sent(
+            x_TD, lambda x: spread_padded(x, order.slots_R, order.places_TK), weights_R, counts_e, metadata
+        )
+        return rows, metadata
+
+    def _returned(self, arrived_RD: Tensor, metadata: AllToAllMetadata) -> Tensor:
+        return collect_padded(exchange_rows(arrived_RD, self.axis), metadata.order.slots_R, metadata.order.places_TK)
+
+
+def each_part(routing: Routing, placement: ExpertPlacement) -> Routing:
+    """The slots with one for each part of their expert, by virtual expert; dropped ones have the id past the last."""
+    parts = placement.expert_tensor
+    if parts == 1:
+        return routing
+    e = placement.per_place
+    experts_TK1 = routing.experts_TK[:, :, None]
+    place = experts_TK1 // e * parts + torch.arange(parts, device=experts_TK1.device)  # T x K x parts
+    virtual = place * e + experts_TK1 % e
+    weights = routing.weights_TK[:, :, None].expand(-1, -1, parts)
+    return Routing(weights.flatten(1), virtual.clamp(max=placement.virtual_experts).flatten(1))
+
+
+def _first(rows_R: Tensor, count: int) -> Tensor:
+    return rows_R if count == rows_R.shape[0] else rows_R[:count]
+
+
+def _by_expert(arriving_We: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The permutation from order of arrival (source, expert) to the experts' order (expert, source), and its inverse.
+
+    With 2 sources and 2 experts, arriving_We = [[1, 2], [1, 0]]: the rows a | b b | c are read as a c | b b, so
+    arrived_R = [0, 3, 1, 2] and places_R = [0, 2, 3, 1].
+    """
+    # A block is what came from one source for one expert: it lies together in both orders, only shifted.
+    by_source, by_expert = arriving_We.flatten(), arriving_We.T.flatten()
+    first_row_We = (by_source.cumsum(0) - by_source).view_as(arriving_We)
+    first_place_We = (by_expert.cumsum(0) - by_expert).view_as(arriving_We.T).T
+    shift_We = first_place_We - first_row_We
+    number_R = torch.arange(rows, device=arriving_We.device)
+    arrived_R = number_R - shift_We.T.flatten().repeat_interleave(by_expert, output_size=rows)
+    places_R = number_R + shift_We.flatten().repeat_interleave(by_source, output_size=rows)
+    return arrived_R, places_R
+
+
+def _padded_order(routing: Routing, experts: int, limit: int, operators: Operators) -> RowOrder:
+    """`order_rows` with `limit` places for every expert.
+
+    slots_R holds the TOKEN of each place, T for an empty place; a dropped slot's place is one past the last.
+    """
+    T, K = routing.experts_TK.shape
+    past = experts * limit
+    order = operators.order_rows(routing.experts_TK, experts)
+    firsts_E = F.pad(order.counts_E.cumsum(0) - order.counts_E, (0, 1))  # one more entry for dropped slots
+    rank_TK = order.places_TK - firsts_E[routing.experts_TK]  # among the slots of the expert
+    places_TK = torch.where(routing.experts_TK < experts, routing.experts_TK * limit + rank_TK, past)
+    tokens_TK = torch.arange(T, device=places_TK.device)[:, None].expand(T, K)
+    tokens_R = torch.full((past + 1,), T, device=places_TK.device).index_put((places_TK,), tokens_TK)[:past]
+    return RowOrder(tokens_R, places_TK, torch.full_like(order.counts_E, limit))
