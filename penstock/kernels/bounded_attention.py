@@ -17,7 +17,9 @@ window of 128 needs 143 keys instead of 255. Heads of keys that are no power of 
 (192 = 128 + 64).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from penstock.kernels.attention_bounds import AttentionBounds, noted, parts_of
 from penstock.kernels.language import TensorDescriptor, ceil_div, tl, triton
 from penstock.kernels.launching import start_kernel
-from penstock.kernels.tuning import KernelLaunch, target_of
+from penstock.kernels.tuning import KernelLaunch, section_or_any, target_of
 
 LOG2E = 1.4426950408889634
 _LOG2E = tl.constexpr(LOG2E)
@@ -50,42 +52,22 @@ class AttentionLaunches:
     keys: AttentionLaunch
 
 
-def _launch(rows: int, columns: int, warps: int, stages: int, **options: Any) -> AttentionLaunch:
-    return AttentionLaunch(block_rows=rows, block_columns=columns, warps=warps, stages=stages, **options)
-
-
 NARROW = 512  # keys that a query sees at most where a tile of queries has several heads
 
-# Measured on one H200 (docs/decisions/0142-attention-between-bounds.md).
-_HOPPER_LATENT = AttentionLaunches(
-    forward=_launch(64, 64, 4, 2), queries=_launch(128, 64, 8, 2), keys=_launch(32, 128, 8, 2)
-)
-_HOPPER = AttentionLaunches(
-    forward=_launch(64, 64, 4, 3, descriptors=True),
-    queries=_launch(64, 64, 4, 2, descriptors=True),
-    keys=_launch(64, 64, 4, 2, descriptors=True),
-)
-_HOPPER_NARROW = AttentionLaunches(
-    forward=_launch(64, 64, 4, 2, heads=8, descriptors=True),
-    queries=_launch(64, 32, 4, 3, heads=8),
-    keys=_launch(32, 64, 4, 2, heads=8),
-)
-# The largest tiles that the compiler does not spill; nothing was measured on these chips.
-_BLACKWELL = AttentionLaunches(
-    forward=_launch(128, 64, 8, 2), queries=_launch(128, 64, 8, 2), keys=_launch(32, 64, 4, 2)
-)
-_AMD = AttentionLaunches(forward=_launch(128, 64, 4, 1), queries=_launch(128, 64, 4, 1), keys=_launch(32, 64, 4, 1))
+
+@cache
+def _launches(target: str) -> Mapping[str, AttentionLaunches]:
+    return {
+        name: AttentionLaunches(**{kernel: AttentionLaunch(**fields) for kernel, fields in rows.items()})
+        for name, rows in section_or_any(target, "bounded_attention").items()
+    }
 
 
 def launches_for(target: str, width: int, most: int) -> AttentionLaunches:
     """The launches of a chip for keys of this width, of which a query sees `most`."""
-    if target.startswith("gfx"):
-        return _AMD
-    if target != "sm_90":
-        return _BLACKWELL
-    if width > 128:
-        return _HOPPER_LATENT
-    return _HOPPER_NARROW if most <= NARROW else _HOPPER
+    launches = _launches(target)
+    name = "latent" if width > 128 else "narrow" if most <= NARROW else "wide"
+    return launches.get(name, launches["wide"])
 
 
 def bounded_attention(

@@ -6,6 +6,7 @@ chunk, and what the system kernel gives; for KDA also products of queries and ke
 PyTorch: its products use no matrix units of NVIDIA, and its states take more shared memory than a chip has.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from penstock.kernels.delta_rule_kernels import (
 )
 from penstock.kernels.language import ceil_div, power_of_two
 from penstock.kernels.launching import on_gpu, start_kernel
-from penstock.kernels.tuning import target_of
+from penstock.kernels.tuning import section, section_or_any, target_of
 
 INVERTED = 8  # side of the blocks of a triangular matrix that are inverted row by row
 FEW_HEADS = 64  # of all rows; below, a kernel over the chunks of a row has too few programs
@@ -51,51 +52,10 @@ class _Launch(NamedTuple):
     key_block: int = 256  # key features; kernels that hold a state hold all of them
 
 
-_OF_ALL = {
-    "system": _Launch(64, 4),
-    "state": _Launch(32, 4),
-    "output": _Launch(64, 4),
-    "local backward": _Launch(64, 4),
-    "state backward": _Launch(32, 4),
-    "read backward": _Launch(64, 4, 1, 64),
-    "write backward": _Launch(128, 4, 1, 64),
-    "channel pairs": _Launch(64, 8, 1, 64),
-    "channel system": _Launch(32, 4, 1, 32),
-    "channel output": _Launch(64, 4),
-    "channel local backward": _Launch(64, 4),
-    "channel state backward": _Launch(32, 4),
-    "channel query backward": _Launch(64, 8, 1, 64),
-    "channel key backward": _Launch(64, 8, 1, 64),
-    "channel write backward": _Launch(64, 8, 1, 64),
-}
-# benchmarks/results/delta-rule-h200.json and channel-delta-rule-h200.json have those that were tried. With one stage
-# Triton 3.6 gives the kernels over all chunks of a row wrong results, with two the read kernel slightly different ones.
-_OF_HOPPER = {
-    "system": _Launch(64, 4),
-    "state": _Launch(64, 4),
-    "state of few heads": _Launch(32, 4, 4),
-    "output": _Launch(64, 4, 1),
-    "local backward": _Launch(128, 4, 1),
-    "state backward": _Launch(64, 4),
-    "state backward of few heads": _Launch(32, 4, 3),
-    "read backward": _Launch(64, 8, 1, 128),
-    "write backward": _Launch(128, 4, 1, 64),
-    "channel pairs": _Launch(64, 4, 1, 64),
-    "channel system": _Launch(128, 4, 1, 128),
-    "channel output": _Launch(64, 4, 1),
-    "channel local backward": _Launch(128, 4, 1),
-    "channel state backward": _Launch(64, 4, 3),
-    "channel query backward": _Launch(64, 4, 1, 64),
-    "channel key backward": _Launch(64, 4, 1, 64),
-    "channel write backward": _Launch(64, 4, 1, 64),
-}
-
-_OF_AMD = _OF_ALL | {  # a warp has twice the threads
-    "channel pairs": _Launch(64, 4, 1, 64),
-    "channel query backward": _Launch(64, 4, 1, 64),
-    "channel key backward": _Launch(64, 4, 1, 64),
-    "channel write backward": _Launch(64, 4, 1, 64),
-}
+@cache
+def _launches_of(target: str) -> Mapping[str, _Launch]:
+    rows = {**section("any", "delta_rule"), **section_or_any(target, "delta_rule")}
+    return {part: _Launch(**fields) for part, fields in rows.items()}
 
 
 class _Sizes(NamedTuple):
@@ -128,7 +88,7 @@ class _Sizes(NamedTuple):
 
     def launch(self, part: str) -> dict[str, int]:
         """Constants, warps and stages of a kernel."""
-        launches = _OF_HOPPER if self.target == "sm_90" else _OF_AMD if self.target.startswith("gfx") else _OF_ALL
+        launches = _launches_of(self.target)
         launch = launches[part]
         if self.rows * self.heads < FEW_HEADS:  # narrower programs fill the chip
             launch = launches.get(f"{part} of few heads", launch)

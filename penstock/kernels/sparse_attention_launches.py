@@ -7,7 +7,8 @@ over the heads is the mass that the indexer's loss compares with. Gradients of k
 them, by atomic additions in float32: two runs may differ in the last bits.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from penstock.kernels.sparse_attention_kernels import (
     sparse_query_backward_kernel,
     sparse_score_backward_kernel,
 )
-from penstock.kernels.tuning import INTERPRETER, KernelLaunch, target_of
+from penstock.kernels.tuning import INTERPRETER, KernelLaunch, section, target_of
 
 if obstacle("sm_90") is None:
     from penstock.kernels.gluon.sparse_attention import (
@@ -53,37 +54,16 @@ class SparseLaunches:
     index_backward: KernelLaunch
 
 
-_HOPPER = SparseLaunches(
-    forward=KernelLaunch(block_rows=64, block_columns=64, warps=8, stages=2),
-    scores=KernelLaunch(block_rows=64, block_columns=32, warps=4, stages=2),
-    queries=KernelLaunch(block_rows=128, block_columns=64, block_depth=128, warps=4, stages=2),
-    keys=KernelLaunch(block_rows=128, block_columns=64, block_depth=64, warps=4, stages=1),
-    index=KernelLaunch(block_rows=128, block_columns=64, warps=4, stages=3),
-    choice=KernelLaunch(block_rows=1, block_columns=32768, warps=16),
-    index_backward=KernelLaunch(block_rows=64, block_columns=64, warps=4, stages=2),
-)
-_BLACKWELL = replace(
-    _HOPPER,
-    forward=KernelLaunch(block_rows=64, block_columns=32, warps=8, stages=2),
-    index_backward=KernelLaunch(block_rows=64, block_columns=64, warps=8, stages=2),
-)
-_SMALL = SparseLaunches(
-    forward=KernelLaunch(block_rows=16, block_columns=16, warps=4, stages=1),
-    scores=KernelLaunch(block_rows=16, block_columns=16, warps=4, stages=1),
-    queries=KernelLaunch(block_rows=64, block_columns=32, block_depth=128, warps=4, stages=1),
-    keys=KernelLaunch(block_rows=32, block_columns=32, block_depth=64, warps=4, stages=1),
-    index=KernelLaunch(block_rows=64, block_columns=64, warps=4, stages=1),
-    choice=KernelLaunch(block_rows=1, block_columns=8192, warps=8),
-    index_backward=KernelLaunch(block_rows=64, block_columns=32, warps=4, stages=1),
-)
+@cache
+def _launches(target: str) -> SparseLaunches:
+    rows = section(target, "sparse_attention") or section("any", "sparse_attention")
+    return SparseLaunches(**{kernel: KernelLaunch(**fields) for kernel, fields in rows.items()})
 
 
 def launches_for(device: torch.device) -> SparseLaunches:
     """The launches of a chip; older chips and the interpreter take small ones, dry runs those of Hopper."""
     target = target_of(device)
-    if target == "sm_90" or (target == INTERPRETER and device.type == "meta"):
-        return _HOPPER
-    return _BLACKWELL if target.startswith("sm_10") else _SMALL
+    return _launches("sm_90" if target == INTERPRETER and device.type == "meta" else target)
 
 
 class _Sizes(NamedTuple):

@@ -1,14 +1,16 @@
-"""Launches of kernels as data: block sizes, warps and pipeline depth by chip and shape class.
+"""Launches of kernels as data: block sizes, warps and pipeline depth by chip and shape class, in `launches.toml`.
 
-A `KernelLaunch` never changes the result of a kernel, only its speed. The tables hold measured choices; nothing is
-tried out inside a training step.
+A `KernelLaunch` never changes the result of a kernel, only its speed. The data hold measured choices; nothing is tried
+out inside a training step.
 """
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -104,65 +106,58 @@ def programs_of(launch: GemmLaunch, device: torch.device) -> int:
     return max(multiprocessors_of(device) - launch.idle_units, 1) * launch.residency
 
 
+@cache
+def chips() -> Mapping[str, Mapping[str, Any]]:
+    """Sections of launches by target, as `launches.toml` has them; `any` is no chip."""
+    return MappingProxyType(tomllib.loads(Path(__file__).with_name("launches.toml").read_text(encoding="utf-8")))
+
+
+@cache
+def section(target: str, name: str) -> Mapping[str, Any]:
+    """A chip's section, or that of the chip that it is like; empty if neither has it."""
+    chip = chips().get(target, {})
+    mine: Mapping[str, Any] = chip.get(name) or chips().get(chip.get("like", ""), {}).get(name, {})
+    return mine
+
+
+def section_or_any(target: str, name: str) -> Mapping[str, Any]:
+    """The same, or what runs anywhere; chips of AMD that have no launches take those of one that has."""
+    near = target if target in chips() or not target.startswith("gfx") else "gfx942"
+    return section(near, name) or section("any", name)
+
+
 # Launches, each with the smallest matrix of an expert (width x depth elements) that it is for; ascending from 0.
 LaunchBySize = tuple[tuple[int, GemmLaunch], ...]
 
-# Two programs halve a multiprocessor: while one writes its tile, the other multiplies. Or one program has all of it,
-# with tiles twice as wide, which need less traffic.
-_PAIR = GemmLaunch(block_rows=128, block_columns=128, block_depth=64, warps=4, stages=3, pieces=2, residency=2)
-_WIDE = GemmLaunch(block_rows=128, block_columns=256, block_depth=64, warps=8, stages=4, pieces=2)
-# A tile of float32 takes twice the room to write.
-_WIDE_FLOAT32 = replace(_WIDE, pieces=4)
-# Where no copy engine reads descriptors. Twice as wide, the other products spill on one chip or another.
-_POINTERS = GemmLaunch(block_rows=128, block_columns=128, block_depth=64, warps=8, stages=2, descriptors=False)
-_POINTERS_WIDE = replace(_POINTERS, block_columns=256)
-_SMALL = replace(_POINTERS, block_rows=64, block_columns=64, block_depth=32, warps=4)
+_KINDS: Mapping[str, type[GemmLaunch]] = {"gemm": GemmLaunch, "ring": RingLaunch, "rows_ring": RowsRingLaunch}
 
-# More slots, or all of a tile of 16 bits and half of one of 32 bits in shared memory while it is written.
-_RING = RingLaunch(block_rows=128, block_columns=128, block_depth=64, stages=6, pieces=8)
-_RING_5 = replace(_RING, stages=5, pieces=4)
-_ROWS_RING = RowsRingLaunch(block_rows=128, block_columns=128, block_depth=64, stages=6, pieces=4)
 
-_BLACKWELL: dict[GemmProduct, LaunchBySize] = dict.fromkeys(
-    get_args(GemmProduct), ((0, replace(_WIDE_FLOAT32, stages=3)),)
-)
-_HOPPER: LaunchBySize = ((0, _PAIR), (1 << 24, _WIDE))
-_AMPERE: dict[GemmProduct, LaunchBySize] = dict.fromkeys(get_args(GemmProduct), ((0, _POINTERS),))
-_AMD: dict[GemmProduct, LaunchBySize] = {
-    **_AMPERE,
-    "forward": ((0, _POINTERS_WIDE),),
-    "forward_gathered": ((0, _POINTERS_WIDE),),
-}
+def _sized(rows: Mapping[str, Mapping[str, Any]]) -> LaunchBySize:
+    def made(kind: str = "gemm", **fields: Any) -> GemmLaunch:
+        return _KINDS[kind](**fields)
+
+    return tuple((int(least), made(**fields)) for least, fields in rows.items())
+
+
+@cache
+def _grouped_gemm(target: str) -> dict[GemmProduct, LaunchBySize]:
+    like = chips()[target].get("like")
+    if like is not None:
+        return _grouped_gemm(like)
+    rows = section(target, "grouped_gemm")
+    return {product: _sized(rows.get(product) or rows["every"]) for product in get_args(GemmProduct)}
+
 
 # By target and product; `LAUNCHES_FROM` says where they come from.
 GROUPED_GEMM: dict[str, dict[GemmProduct, LaunchBySize]] = {
-    "sm_90": {
-        "forward": ((0, _ROWS_RING),),
-        "forward_gathered": ((0, _PAIR),),
-        "input_gradient": ((0, _ROWS_RING),),
-        "weight_gradient": ((0, _RING),),
-        "weight_gradient_gathered": ((0, _RING),),
-        "weight_gradient_accumulated": ((0, _RING), (1 << 23, _RING_5)),
-    },
-    "sm_80": _AMPERE,
-    "sm_100": _BLACKWELL,
-    "sm_103": _BLACKWELL,
-    "gfx942": _AMD,
-    "gfx950": _AMD,
+    target: _grouped_gemm(target) for target in chips() if target != "any"
 }
 
-_UNSPILLED = "assumed: the largest tiles that the compiler does not spill"
-# Source of each target's launches, in the words of hardware files.
-LAUNCHES_FROM: Mapping[str, str] = MappingProxyType(
-    {
-        "sm_80": f"{_UNSPILLED}, without the copy engine's descriptors",
-        "sm_90": "measured: one H200, docs/decisions/0100 to 0104",
-        "sm_100": _UNSPILLED,
-        "sm_103": "assumed: as on sm_100, its nearest relative",
-        "gfx942": _UNSPILLED,
-        "gfx950": "assumed: as on gfx942, its nearest relative",
-    }
-)
+LAUNCHES_FROM: Mapping[str, str] = MappingProxyType({target: chips()[target]["source"] for target in GROUPED_GEMM})
+"""Source of each target's launches, in the words of hardware files."""
+
+_IN_TRITON = {name: _sized(rows) for name, rows in section("sm_90", "grouped_gemm_in_triton").items()}
+_SMALL = GemmLaunch(block_rows=64, block_columns=64, block_depth=32, warps=4, stages=2, descriptors=False)
 
 
 def in_triton(launch: GemmLaunch, matrix: int = 0) -> GemmLaunch:
@@ -171,10 +166,11 @@ def in_triton(launch: GemmLaunch, matrix: int = 0) -> GemmLaunch:
     `matrix` is the elements of one expert's matrix, where rows are multiplied with it.
     """
     if isinstance(launch, RowsRingLaunch):
-        return replace(_by_size(_HOPPER, matrix), idle_units=launch.idle_units)
+        return replace(_by_size(_IN_TRITON["rows"], matrix), idle_units=launch.idle_units)
     if not isinstance(launch, RingLaunch):
         return launch
-    return replace(_WIDE_FLOAT32, idle_units=launch.idle_units, copy_gathered=launch.copy_gathered)
+    wide = _by_size(_IN_TRITON["weight_gradient"], matrix)
+    return replace(wide, idle_units=launch.idle_units, copy_gathered=launch.copy_gathered)
 
 
 def grouped_gemm_launch(product: GemmProduct, device: torch.device, dtype: torch.dtype, matrix: int) -> GemmLaunch:

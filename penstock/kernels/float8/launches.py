@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 
 from penstock.kernels.float8.recipes import ALIGNMENT, DEPTH
-from penstock.kernels.tuning import GemmLaunch, KernelLaunch, programs_of, target_of
+from penstock.kernels.tuning import GemmLaunch, KernelLaunch, chips, programs_of, section, target_of
 
 # Kinds of products whose launches differ.
 Product = Literal[
@@ -37,53 +37,37 @@ class ProductLaunch(GemmLaunch):
     ahead: bool = False  # Triton's kernels load scales of blocks of 128 one block ahead
 
 
-# One program fills a multiprocessor.
-_SINGLE = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=5, pieces=2)
-# Two programs share a multiprocessor: one scales its sums or writes its tile while the other multiplies.
-_PAIR = ProductLaunch(block_rows=64, block_columns=128, warps=4, stages=3, pieces=2, residency=2, ahead=True)
-# Warp-specialized: a producer, and a consumer of four warps for each 64 rows; warps and pieces are one consumer's.
-_SPECIALIZED = ProductLaunch(engine="gluon", block_rows=128, block_columns=128, warps=4, stages=6, pieces=4)
-_SPECIALIZED_DOUBLE = replace(_SPECIALIZED, steps=2)
-_SPECIALIZED_THREE = replace(_SPECIALIZED, block_rows=192, stages=4, pieces=2)
-# Pieces of float32 that the copy engine adds take the memory of a slot.
-_SPECIALIZED_SUM_DOUBLE = replace(_SPECIALIZED_DOUBLE, stages=5)
-_SPECIALIZED_SUM_THREE = replace(_SPECIALIZED_THREE, pieces=4)
-# Chips without tensor descriptors.
-_POINTERS = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=2, descriptors=False)
-_SMALL = replace(_POINTERS, block_rows=64, block_columns=64, warps=4)
+def _by_product(target: str) -> dict[Product, ProductLaunch]:
+    rows = section(target, "float8_products")
+    return {product: ProductLaunch(**(rows.get(product) or rows["every"])) for product in get_args(Product)}
 
-# By target and product. On sm_90 the fastest on an H200 for layers of DeepSeek-V3 and V2-Lite: with squares on one side
-# docs/decisions/0152-scales-in-slots.md, otherwise benchmarks/results/float8-launches-h200-*.json. Gathered rows are
-# copied first. The others were chosen by the compiler's output.
+
+# By target and product.
 PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
-    {
-        "sm_90": (
-            dict.fromkeys(get_args(Product), _PAIR)
-            | dict.fromkeys(("dense", "rows"), _SPECIALIZED_THREE)
-            | {"rows_gathered": replace(_SPECIALIZED_THREE, copy_gathered=True)}
-            | dict.fromkeys(("dense_square", "columns_square"), _SPECIALIZED_SUM_THREE)
-        ),
-        **dict.fromkeys(("sm_100", "sm_103"), dict.fromkeys(get_args(Product), replace(_SINGLE, stages=4))),
-        **dict.fromkeys(("gfx942", "gfx950"), dict.fromkeys(get_args(Product), _POINTERS)),
-    }
+    {target: _by_product(target) for target in chips() if section(target, "float8_products")}
 )
+_SMALL = ProductLaunch(block_rows=64, block_columns=64, warps=4, stages=2, descriptors=False)
 
 # Launches with tiles of 128 rows that replace those with tiles of 192.
-_IN_PAIRS: Mapping[ProductLaunch, ProductLaunch] = MappingProxyType(
-    {_SPECIALIZED_THREE: _SPECIALIZED_DOUBLE, _SPECIALIZED_SUM_THREE: _SPECIALIZED_SUM_DOUBLE}
+_SMALLER: Mapping[ProductLaunch, ProductLaunch] = MappingProxyType(
+    {
+        launch: ProductLaunch(**section("sm_90", "float8_smaller_products")[product])
+        for product, launch in PRODUCTS["sm_90"].items()
+        if product in section("sm_90", "float8_smaller_products")
+    }
 )
 TALLER_TILES_GAIN = 1.03  # speed of tiles of 192 rows over tiles of 128, where both fill the multiprocessors alike
 
 
 def in_triton(launch: ProductLaunch) -> ProductLaunch:
     """The launch itself if it is Triton's, else one of Triton's on the same multiprocessors."""
-    return launch if launch.engine == "triton" else replace(_PAIR, idle_units=launch.idle_units)
+    return launch if launch.engine == "triton" else replace(PRODUCTS["sm_90"]["columns"], idle_units=launch.idle_units)
 
 
 def dense_launch(product: Product, rows: int, columns: int, device: torch.device) -> ProductLaunch:
     """The launch for a dense result: the table's, or one with smaller tiles if few tiles leave multiprocessors idle."""
     launch = product_launch(product, device)
-    smaller = _IN_PAIRS.get(launch)
+    smaller = _SMALLER.get(launch)
     if smaller is None:
         return launch
 
