@@ -315,7 +315,10 @@ def test_pictures_are_written_by_their_suffix(
             ("debug", "parallel.expert=4", *ON, "--only", "ep=2"),
             "differently; got ep=2 and parallel.expert=4; fix: leave one out",
         ),
-        (("debug", "dispatch.overlap=passes", *ON), "a search looks at no layout with dispatch.overlap; got passes"),
+        (
+            ("debug", "parallel.pipeline=2", "pipeline.schedule=interleaved", "dispatch.overlap=passes", *ON),
+            "a search looks at no layout with dispatch.overlap; got passes",
+        ),
         (("debug", *ON, "--saving", "all"), "--saving is unknown; got all; allowed: run, conventional"),
         (("debug", *ON, "--imbalance", "0.5"), "--imbalance"),
         (("debug", *ON, "--imbalance", "inf"), "--imbalance is no number"),

@@ -255,5 +255,6 @@ def test_kinds_of_layers_follow_the_model() -> None:
 
 def test_settings_that_make_layers_differ_are_not_composed() -> None:
     assert is_composable(load_run(LITE))
-    for override in ('offload.activations=["layer"]', "dispatch.overlap=passes"):
-        assert not is_composable(load_run(LITE, ["training.micro_batch=2", override]))
+    overlapped = ["parallel.pipeline=2", "pipeline.schedule=interleaved", "dispatch.overlap=passes"]
+    for overrides in (['offload.activations=["layer"]'], overlapped):
+        assert not is_composable(load_run(LITE, ["training.micro_batch=2", *overrides]))

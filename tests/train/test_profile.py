@@ -60,8 +60,10 @@ def test_steps_are_recorded_with_their_phases_layers_and_parts(tmp_path: Path) -
     counts = Counter(names_in(trace))
     experts = 2 * 2 * 2  # steps, micro-batches, layers with experts: one of the model, one of prediction
     held_out = 2 * 2  # batches of the evaluation behind step 2, and layers
-    for name in ("route", "sort", "dispatch", "experts", "combine", "shared"):
+    for name in ("route", "sort", "experts", "shared"):
         assert counts[name] == experts + held_out, name
+    for name in ("dispatch", "combine"):
+        assert counts[name] == 2 * (experts + held_out), f"{name} is begun and waited for"
     assert counts["micro-batch 0"] == counts["micro-batch 1"] == counts["reduce"] == counts["optimizer"] == 2
     assert counts["layer 2"] == counts["mtp"] == 2 * 2 + 2  # two steps of two micro-batches, and the evaluation
     assert (counts["evaluate"], counts["save"]) == (1, 1)

@@ -124,13 +124,21 @@ def as_local(experts_TK: Tensor, own: range) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AllToAllMetadata(DispatchMetadata):
-    """Its order is that of our own slots; R counts the rows that arrived here."""
+class _Exchange:
+    """Rows that leave this rank and come to it, of which the host knows the numbers."""
 
-    arrived_R: Tensor  # int64: for each place of the experts' order, the row in order of arrival
-    places_R: Tensor  # its inverse
+    order: RowOrder  # of this rank's slots
     receive: Sequence[int] | None = None  # rows from each rank; None if all are equal
     send: Sequence[int] | None = None  # rows to each rank
+
+
+@dataclass(frozen=True)
+class AllToAllMetadata(DispatchMetadata):
+    """Its order is that of this rank's slots; R counts the rows that arrived here."""
+
+    exchange: _Exchange
+    arrived_R: Tensor  # int64: for each place of the experts' order, the row in order of arrival
+    places_R: Tensor  # its inverse
 
 
 @dataclass(frozen=True)
@@ -147,25 +155,33 @@ class _AllToAll:
         x_TD: Tensor | DispatchPayload,
         leave: Move,
         weights_R: Tensor,
-        counts_e: Tensor,
-        metadata: AllToAllMetadata,
-    ) -> ExpertRows:
-        """Rows and weights at the ranks of their experts, which read them through an index."""
-        counts = metadata.receive, metadata.send
+        arriving_We: Tensor,
+        exchange: _Exchange,
+    ) -> tuple[ExpertRows, DispatchMetadata]:
+        """Rows and weights at the ranks of their experts, which read them through an index.
+
+        `arriving_We` has the rows from each rank for each of our experts.
+        """
+        counts = exchange.receive, exchange.send
         payload = self.wire_format.encode(x_TD).move(
             lambda rows: exchange_rows(leave(rows), self.axis, *counts),
-            lambda gradient: self._returned(gradient, metadata),
+            lambda gradient: self._returned(gradient, exchange),
         )
-        weights_R = reorder(exchange_rows(weights_R, self.axis, *counts), metadata.arrived_R, metadata.places_R)
+        weights_R = exchange_rows(weights_R, self.axis, *counts)
+        # After the exchanges: before them its small kernels would delay a device that has waited for the host.
+        arrived_R, places_R = _by_expert(arriving_We, weights_R.shape[0])
+        weights_R = reorder(weights_R, arrived_R, places_R)
         x_RD, quantized = self.wire_format.decode(payload)
-        return ExpertRows(x_RD, metadata.arrived_R, weights_R, counts_e, metadata.places_R[:, None], quantized)
+        counts_e = arriving_We.sum(0, dtype=torch.int32)
+        rows = ExpertRows(x_RD, arrived_R, weights_R, counts_e, places_R[:, None], quantized)
+        return rows, AllToAllMetadata(exchange.order, exchange, arrived_R, places_R)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
         assert isinstance(metadata, AllToAllMetadata), f"not a metadata of this dispatcher: {metadata}"
-        return self._returned(reorder(y_RD, metadata.places_R, metadata.arrived_R), metadata)
+        return self._returned(reorder(y_RD, metadata.places_R, metadata.arrived_R), metadata.exchange)
 
-    def _returned(self, arrived_RD: Tensor, metadata: AllToAllMetadata) -> Tensor:
+    def _returned(self, arrived_RD: Tensor, exchange: _Exchange) -> Tensor:
         """A row for each that arrived back to where it came from, summed for each token."""
         raise NotImplementedError
 
@@ -188,26 +204,23 @@ class AllToAllDispatcher(_AllToAll):
         counts_We = order.counts_E.view(self.axis.size, -1)  # rows for each expert of each rank
         arriving_We = exchange_rows(counts_We, self.axis)  # rows from each rank for each of our experts
         send, receive = self.counts.exchanged(counts_We.sum(1), arriving_We.sum(1), order.slots_R.numel())
-        metadata = AllToAllMetadata(order, *_by_expert(arriving_We, sum(receive)), receive, send)
 
         # 3. Send rows and weights. Dropped slots are last and stay here.
         kept = sum(send)
-        counts_e = arriving_We.sum(0, dtype=torch.int32)
-        rows = self._sent(
+        return self._sent(
             x_TD,
             lambda x: _first(spread(x, order, self.operators), kept),
             _first(slots.weights_R, kept),
-            counts_e,
-            metadata,
+            arriving_We,
+            _Exchange(order, receive, send),
         )
-        return rows, metadata
 
-    def _returned(self, arrived_RD: Tensor, metadata: AllToAllMetadata) -> Tensor:
-        returned_RD = exchange_rows(arrived_RD, self.axis, receive=metadata.send, send=metadata.receive)
-        dropped = metadata.order.slots_R.numel() - returned_RD.shape[0]
+    def _returned(self, arrived_RD: Tensor, exchange: _Exchange) -> Tensor:
+        returned_RD = exchange_rows(arrived_RD, self.axis, receive=exchange.send, send=exchange.receive)
+        dropped = exchange.order.slots_R.numel() - returned_RD.shape[0]
         if dropped:
             returned_RD = F.pad(returned_RD, (0, 0, 0, dropped))  # zeros at the places of dropped slots
-        return self.operators.unpermute(returned_RD, metadata.order)
+        return self.operators.unpermute(returned_RD, exchange.order)
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
         """See `SlotSorter.sorted_slots`."""
@@ -246,15 +259,12 @@ class PaddedAllToAllDispatcher(_AllToAll):
         past = order.slots_R.numel()  # the place of dropped slots
         weights_R = parts.weights_TK.new_zeros(past + 1).index_put((order.places_TK,), parts.weights_TK)[:past]
         arriving_We = order.counts_E.new_full((self.axis.size, self.placement.per_place), limit)
-        metadata = AllToAllMetadata(order, *_by_expert(arriving_We, past))
-        counts_e = arriving_We.sum(0, dtype=torch.int32)
-        rows = self._sent(
-            x_TD, lambda x: spread_padded(x, order.slots_R, order.places_TK), weights_R, counts_e, metadata
+        return self._sent(
+            x_TD, lambda x: spread_padded(x, order.slots_R, order.places_TK), weights_R, arriving_We, _Exchange(order)
         )
-        return rows, metadata
 
-    def _returned(self, arrived_RD: Tensor, metadata: AllToAllMetadata) -> Tensor:
-        return collect_padded(exchange_rows(arrived_RD, self.axis), metadata.order.slots_R, metadata.order.places_TK)
+    def _returned(self, arrived_RD: Tensor, exchange: _Exchange) -> Tensor:
+        return collect_padded(exchange_rows(arrived_RD, self.axis), exchange.order.slots_R, exchange.order.places_TK)
 
 
 def each_part(routing: Routing, placement: ExpertPlacement) -> Routing:
