@@ -4,12 +4,14 @@ python -m benchmarks.composition --seconds 1200 --log composition.jsonl --output
 
 Each draw is a line of the log; a record that finds a log goes on behind it, and counts all draws of the log. With
 --again it plays the faults of the log once more, on the code as it is now, and the record says what they were. With
+--processes N, N others draw beside each other, of a seed and with a log each, which join the log in the end. With
 --device cuda ranks are GPUs; with --graphs too, captured graphs run beside eager passes.
 """
 
 import argparse
 import json
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -19,7 +21,7 @@ from typing import Any
 
 from benchmarks import record
 from penstock.parallel.launch.process import count_gpus
-from penstock.prove.draws import Composition, composition_of
+from penstock.prove.composition import Composition, composition_of
 from penstock.prove.play import BOUNDS
 from penstock.prove.proof import GPU_BOUNDS, LOW_BOUNDS, REPLAYS, Prover, Verdict, is_low, outcomes
 from penstock.prove.ranks import Children
@@ -47,6 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=1200.0)
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--processes", type=int, default=1, help="that draw; each starts the ranks of its draws")
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -54,6 +57,9 @@ def main() -> int:
     record.add_arguments(parser)
     options = parser.parse_args()
     options.log.touch()
+    if options.processes > 1:
+        draw_beside(options.log, options.seed, options.seconds, options.processes)
+        options.seconds = 0.0
     ranks = Children(options.device)
     plays = options.again or options.seconds
     gpus = count_gpus() if options.device == "cuda" and plays else 0
@@ -75,6 +81,21 @@ def main() -> int:
 def read(log: Path) -> list[dict[str, Any]]:
     """The lines of a log."""
     return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def draw_beside(log: Path, seed: int, seconds: float, processes: int) -> None:
+    """Let processes draw on this machine's CPU, and add their lines to the log; theirs stay, and are gone on with."""
+    logs = [log.with_suffix(f".{number}{log.suffix}") for number in range(processes)]
+    command = [sys.executable, "-m", "benchmarks.composition", "--seconds", str(seconds)]
+    drawing = [
+        subprocess.Popen([*command, "--seed", str(seed + number), "--log", str(its_log)])
+        for number, its_log in enumerate(logs)
+    ]
+    for process in drawing:
+        process.wait()
+    seeds = range(seed, seed + processes)
+    lines = [line for line in read(log) if line["seed"] not in seeds] + [line for part in logs for line in read(part)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def play_more(prover: Prover, log: Path, seed: int, seconds: float) -> None:

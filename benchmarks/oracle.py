@@ -1,15 +1,21 @@
 """Whole training steps beside plain PyTorch and `transformers`: how many draws agree, and how far they are apart.
 
-    python -m benchmarks.oracle --draws 1000 --output benchmarks/results/oracle.json
+    python -m benchmarks.oracle --draws 1000 --processes 16 --log oracle.jsonl --output benchmarks/results/oracle.json
 
-The draws are the tests' own (tests/oracle/draws.py): five steps in float64 on a CPU. With --part, processes share them.
+The draws are the tests' own (tests/oracle/draws.py): five steps in float64 on a CPU. Each is a line of the log, and
+draws that the log has are not played again.
 """
 
 import argparse
+import json
+import multiprocessing
 import sys
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -19,76 +25,61 @@ from tests.oracle.draws import BOUNDS, STEPS, drawn, worst
 
 
 def main() -> int:
-    """Run the draws and record how far they are apart; the exit code is 1 if one is over a bound."""
+    """Play the draws and record how far they are apart; the exit code is 1 if one is over a bound."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--draws", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0, help="The first seed.")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--log", type=Path, required=True)
     record.add_arguments(parser)
-    record.add_parts(parser)
     options = parser.parse_args()
-    if options.join:
-        parts = record.parts_of(options)
-        numbers = _joined([part["numbers"] for part in parts])
-        record.write_joined(options, parts, numbers)
-        return 1 if numbers["unexplained"] else 0
+    options.log.touch()
+    lines = [json.loads(line) for line in options.log.read_text().splitlines()]
+    rest = sorted(set(range(options.draws)) - {line["seed"] for line in lines})
+    with options.log.open("a", buffering=1) as log, multiprocessing.Pool(options.processes, _prepare) as pool:
+        for line in pool.imap_unordered(play, rest):
+            lines.append(line)
+            log.write(json.dumps(line) + "\n")
+            if line["unexplained"]:
+                print(f"seed {line['seed']}: {line['unexplained']}", flush=True)
+    numbers = total(lines)
+    print(numbers, flush=True)
+    record.write(options, numbers, transformers=transformers.__version__)
+    return 1 if numbers["unexplained"] else 0
+
+
+def _prepare() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    seeds = record.part_of(options, range(options.first, options.first + options.draws))
-    largest = dict.fromkeys(BOUNDS, 0.0)
-    families: Counter[str] = Counter()
-    settings: Counter[str] = Counter()
-    unexplained: dict[str, str] = {}
-    for seed in seeds:
-        draw = drawn(seed)
-        try:
-            figures = worst(draw)
-        except Exception:  # noqa: BLE001 - whatever it is, it is a finding
-            figures, unexplained[str(seed)] = {}, traceback.format_exc()[-1000:]
-        for figure, value in figures.items():
-            largest[figure] = max(largest[figure], value)
-            if not value <= BOUNDS[figure]:
-                unexplained[str(seed)] = f"{draw.name}: {figure} {value:.1e}"
-        if str(seed) in unexplained:
-            print(f"seed {seed}: {unexplained[str(seed)]}", flush=True)
-        recipe = draw.recipe
-        families[draw.model.family] += 1
-        settings.update(
-            {
-                f"balance {recipe.balance}": 1,
-                f"method {recipe.method}": 1,
-                f"decay {recipe.decay}": 1,
-                f"capacity {recipe.capacity}": 1,
-                f"depths {draw.model.mtp_layers}": 1,
-                f"documents {recipe.document_mask}": 1,
-            }
-        )
-    numbers = {
-        "draws": len(seeds),
+
+
+def play(seed: int) -> dict[str, Any]:
+    """The line of a draw."""
+    draw = drawn(seed)
+    figures, text = {}, ""
+    try:
+        figures = worst(draw)
+    except Exception:  # noqa: BLE001 - whatever it is, it is a finding
+        text = traceback.format_exc()[-1000:]
+    apart = {name: value for name, value in figures.items() if not value <= BOUNDS[name]}
+    recipe, depths = draw.recipe, draw.model.mtp_layers
+    settings = {"family": draw.model.family, "balance": recipe.balance, "method": recipe.method, "decay": recipe.decay}
+    settings |= {"capacity": recipe.capacity, "depths": depths, "document mask": recipe.document_mask}
+    return {"seed": seed, "settings": settings, "figures": figures, "unexplained": text or str(apart or "")}
+
+
+def total(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of a log, and the largest differences."""
+    played = [line["figures"] for line in lines if line["figures"]]
+    settings = Counter(f"{name} {value}" for line in lines for name, value in line["settings"].items())
+    return {
+        "draws": len(lines),
         "steps": STEPS,
         "bounds": BOUNDS,
-        "largest": largest,
-        "families": dict(sorted(families.items())),
+        "largest": {name: max((figures[name] for figures in played), default=0.0) for name in BOUNDS},
         "settings": dict(sorted(settings.items())),
-        "unexplained": unexplained,
-    }
-    print({"draws": len(seeds), "largest": largest, "unexplained": len(unexplained)}, flush=True)
-    record.write(options, numbers, transformers=transformers.__version__)
-    return 1 if unexplained else 0
-
-
-def _joined(parts: list[dict[str, dict[str, float]]]) -> dict[str, object]:
-    """The numbers of all parts."""
-    first = parts[0]
-    counts = {name: sum((Counter(part[name]) for part in parts), Counter()) for name in ("families", "settings")}
-    return {
-        "draws": sum(part["draws"] for part in parts),
-        "steps": first["steps"],
-        "bounds": first["bounds"],
-        "largest": {name: max(part["largest"][name] for part in parts) for name in first["largest"]},
-        **{name: dict(sorted(count.items())) for name, count in counts.items()},
-        "unexplained": {seed: text for part in parts for seed, text in part["unexplained"].items()},
+        "unexplained": {line["seed"]: line["unexplained"] for line in lines if line["unexplained"]},
     }
 
 

@@ -7,9 +7,11 @@
     penstock prove --device cuda --graphs             captured graphs beside eager passes for 1,000 steps, bit for bit
     penstock prove --json                             for programs
 
-Each draw trains two steps in float32 or bfloat16 beside one process, and losses, gradient norms, weights and moments
-are compared. A draw that differs because scores of a router tie, by the printed margin, equals one process that makes
-the same choices. One that does not is a fault: it is made smaller, and the command that repeats it is printed.
+Each draw trains two to five steps in float32 or bfloat16 beside one process, and losses, gradient norms, weights and
+moments are compared. Some begin with exported and imported weights, or go on from a checkpoint in another layout
+(penstock/prove/composition.py has these settings). A draw that differs because scores of a router tie, by the printed
+margin, equals one process that makes the same choices. One that does not is a fault: it is made smaller, and the
+command that repeats it is printed.
 
 Exit codes: 0 without a fault, 1 with one. docs/numerics.md says what was found so far.
 """
@@ -25,7 +27,7 @@ import typer
 from penstock.base.errors import FAILED, ConfigError, DeviceError
 from penstock.cli.config import Json, Overrides
 from penstock.parallel.launch.process import count_gpus
-from penstock.prove.draws import Device, composition_of
+from penstock.prove.composition import Device, composition_of
 from penstock.prove.proof import REPLAYS, Prover, Verdict, outcomes
 from penstock.prove.ranks import MOST_RANKS, Children
 from penstock.train.run_lock import temporary_folder

@@ -1,52 +1,56 @@
-"""Random compositions: a model, and a layout that trains it.
+"""Random compositions: a model and a layout.
 
-A composition is a list of settings. A setting is one or several overrides that mean something together, such as a
-pipeline with its schedule and stages. Settings of the model, batch, data and optimizer hold for one process too;
-settings of the layout do not. Values are drawn so that rules refuse few; which are legal is for the rules to say.
+`DIMENSIONS` is the table of what is drawn by itself: how often, which alternatives, and for which models. What depends
+on each other is drawn by the functions below it: sizes and ranks, attention, experts, the layout. Values are drawn so
+that rules refuse few.
 
 On GPUs models are wider and rows longer, because kernels are made for that, and the layout chooses kernels and captured
 graphs as well; the one process computes the definitions of all kernels.
 """
 
 import random
-import shlex
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
 
-from penstock.base.errors import PenstockError
-from penstock.config.fit import grid_of
 from penstock.config.load import load_run
-from penstock.config.model import LatentAttention
+from penstock.config.model import GroupedQueryAttention, LatentAttention, Model
 from penstock.config.parallel import DISPATCHERS, OFFLOADABLE, RECOMPUTABLE
-from penstock.config.run import Run
-
-Setting = tuple[str, ...]
-
-PRESET = "debug"
-
-Device = Literal["cpu", "cuda"]
-
-SCALES: Mapping[Device, int] = MappingProxyType({"cpu": 1, "cuda": 8})
-"""Factor of widths and positions of all models."""
-
-DEFINITIONS = ("kernels.all=reference", "kernels.attention=math")
-"""Of the one process on a GPU; a CPU has no other kernels."""
-
-OF_LAYOUT = ("parallel", "dispatch", "pipeline", "recompute", "offload", "kernels", "graphs")
-"""Sections that one process does not have. The others are the model's."""
-
-IN_ORDER = "training.deterministic=true"
-"""Goes with `graphs.capture`, whose replays must give the bits of eager passes. One process does not need it."""
+from penstock.prove.composition import (
+    BF16,
+    FEWER_BITS,
+    IN_ORDER,
+    LABELS,
+    PRESET,
+    SCALES,
+    THEN,
+    WEIGHTS,
+    Composition,
+    Device,
+    Setting,
+    base_of,
+    is_of_layout,
+    refusal,
+)
+from penstock.prove.families import FAMILIES, family_overrides
 
 MODELS_SHARE = 6
 """Layouts that are drawn for one model, whose single process trains once."""
 
-RANKS: Mapping[int, int] = MappingProxyType({1: 4, 2: 50, 4: 40, 8: 6})
-"""How many of a hundred draws have so many ranks."""
+LAYOUTS_TRIED = 3
+"""Layouts that are drawn for a model until one is legal: rules refuse the rest, which tests them."""
 
-BF16: Setting = ("training.precision=bf16",)
+FAMILY_SHARE, THEN_SHARE = 0.25, 0.08
+"""Draws with the model of a family, and those that go on in another layout."""
+
+RANKS: Mapping[int, Mapping[int, int]] = MappingProxyType(
+    {4: {1: 4, 2: 50, 4: 40, 8: 6}, 3: {3: 90, 1: 10}, 5: {5: 90, 1: 10}, 6: {6: 50, 3: 25, 2: 25}}
+)
+"""How many of a hundred draws have so many ranks, by the factor of rows, positions, heads and experts of a model."""
+
+FACTORS: Mapping[int, int] = MappingProxyType({4: 85, 3: 6, 5: 4, 6: 5})
+"""How many of a hundred models have which factor."""
 
 BACKENDS = ("triton", "cudnn", "flash", "efficient")
 """Of attention on a GPU in 16 bits."""
@@ -55,151 +59,95 @@ RECIPES = ("blockwise", "blockwise-square", "tensorwise", "rowwise")
 """Of 8-bit products that every GPU with 8 bits has."""
 
 
-def base_of(device: Device) -> tuple[str, ...]:
-    """The overrides of PRESET that all compositions have.
-
-    AdamW with a small epsilon makes full steps of gradients that are zero but for rounding.
-    """
-    scale = SCALES[device]
-    return (
-        *("data.source=synthetic-learnable", "data.shuffle=false", f"model.vocab_size={64 * scale}", "model.layers=2"),
-        *(f"model.hidden_size={32 * scale}", f"model.intermediate_size={48 * scale}"),
-        *(f"model.initializer_range={0.1 / scale**0.5:.2g}", f"model.moe.moe_intermediate_size={16 * scale}"),
-        f"model.moe.shared_expert_intermediate_size={16 * scale}",
-        *(f"training.sequence_length={16 * scale}", "training.global_batch=4", "training.micro_batch=1"),
-        *("optimizer.epsilon=1e-3", "schedule.warmup_steps=0", "evaluation.rows=0", "checkpoint.enabled=false"),
-        f"device={device}",
-    )
-
-
-FEWER_BITS = (
-    *("training.precision=", "parallel.reduce=", "float8."),
-    *("optimizer.moment_dtype=", "optimizer.store_param_remainders="),
-)
-"""Beginnings of overrides by which something is rounded to fewer bits."""
-
-
 @dataclass(frozen=True)
-class Composition:
-    """A model and a layout."""
+class Dimension:
+    """Alternatives of which one is drawn in a share of the draws; `<16>` stands for 16 times the scale of widths."""
 
-    ranks: int
-    settings: tuple[Setting, ...]
-    device: Device = "cpu"
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """All overrides of the base."""
-        return tuple(override for setting in self.settings for override in setting)
-
-    @property
-    def alone(self) -> tuple[str, ...]:
-        """Those that hold for one process too, and the definitions of its kernels."""
-        definitions = DEFINITIONS if self.device == "cuda" else ()
-        return (*(one for one in self.overrides if not is_of_layout(one)), *definitions)
-
-    @property
-    def command(self) -> str:
-        """The command that plays it."""
-        device = [] if self.device == "cpu" else ["--device", self.device]
-        return shlex.join(["penstock", "prove", *device, "--processes", str(self.ranks), *self.overrides])
-
-    @property
-    def capture(self) -> str:
-        """What graphs hold; empty for eager passes."""
-        found = [one for one in self.overrides if one.startswith("graphs.capture=")]
-        return found[-1].partition("=")[2].replace("none", "") if found else ""
-
-    @property
-    def run(self) -> Run:
-        """The run of its ranks. Raises a ConfigError."""
-        return load_run(PRESET, base_of(self.device) + self.overrides)
-
-    def eager(self) -> "Composition":
-        """The same without graphs."""
-        kept = [tuple(one for one in setting if not one.startswith("graphs.")) for setting in self.settings]
-        return replace(self, settings=tuple(setting for setting in kept if setting))
-
-    def plus(self, *overrides: str) -> "Composition":
-        """The same with one setting more."""
-        return replace(self, settings=(*self.settings, overrides))
+    share: float
+    options: tuple[Setting, ...]
+    needs: tuple[str, ...] = ()  # facts of a model that must hold
+    lacks: tuple[str, ...] = ()  # and those that must not
 
 
-def is_of_layout(override: str) -> bool:
-    """Whether one process lacks it."""
-    return override.partition(".")[0] in OF_LAYOUT or override == IN_ORDER
+def _each(path: str, *values: object) -> tuple[Setting, ...]:
+    return tuple((f"{path}={value}",) for value in values)
 
 
-def composition_of(ranks: int, overrides: Sequence[str], device: Device = "cpu") -> Composition:
-    """A composition of overrides, each a setting."""
-    return Composition(ranks, tuple((one,) for one in overrides), device)
+_PARTS = '{code={source="standard-library",weight=0.7},more={source="standard-library",weight=0.3}}'
 
-
-def refusal(composition: Composition) -> str | None:
-    """The line with which rules refuse a composition, or why it need not equal one process; else None."""
-    try:
-        run = composition.run
-        grid = grid_of(run, composition.ranks)
-    except PenstockError as error:
-        return str(error)
-    balance = None if run.model.moe is None else run.model.moe.balance
-    if balance is not None and balance.aux_loss == "global-batch" and balance.aux_loss_coef and grid.data > 1:
-        return "model.moe.balance.aux_loss global-batch depends on the number of data-parallel ranks by definition"
-    cut = [grid.tensor] if (run.float8.dense, run.float8.head) != ("none", "none") else []
-    cut += [grid.expert_tensor] if run.float8.experts != "none" else []
-    if max(cut, default=1) > 1:
-        return "tensor parallelism cuts the blocks that float8 quantizes, in rows as short as these"
-    return None
-
-
-def with_another_clamp(composition: Composition) -> Composition | None:
-    """The composition with a slightly higher limit of clamped activations; None if nothing is clamped."""
-    moe = composition.run.model.moe
-    if moe is None or moe.clamped is None:
-        return None
-    return composition.plus(f"model.moe.clamped.limit={moe.clamped.limit * 1.001:.6g}")
-
-
-def with_all_keys(composition: Composition) -> Composition | None:
-    """The composition with an indexer that chooses every key; None if there is no indexer."""
-    run = composition.run
-    attention = run.model.attention
-    if not isinstance(attention, LatentAttention) or attention.indexer is None:
-        return None
-    return composition.plus(f"model.attention.indexer.index_topk={run.training.sequence_length}")
-
-
-def with_steps_of_bias(composition: Composition) -> Composition | None:
-    """The composition whose routers' bias moves by a fixed step; None if it does not move by quantiles."""
-    moe = composition.run.model.moe
-    if moe is None or moe.balance.bias_rule != "quantile":
-        return None
-    return composition.plus("model.moe.balance.bias_rule=sign")
-
-
-def in_float32(composition: Composition) -> Composition | None:
-    """The composition with nothing rounded to fewer bits; None on GPUs, whose kernels need 16 bits."""
-    if composition.device != "cpu":
-        return None
-    kept = [tuple(one for one in setting if not one.startswith(FEWER_BITS)) for setting in composition.settings]
-    return replace(composition, settings=tuple(setting for setting in kept if setting))
+DIMENSIONS: Mapping[str, Dimension] = MappingProxyType(
+    {
+        # The model.
+        "tied": Dimension(0.15, _each("model.tie_word_embeddings", "true"), lacks=("family",)),
+        "activation": Dimension(0.15, _each("model.hidden_act", "relu2"), lacks=("clamped", "family")),
+        "centred": Dimension(0.1, _each("model.zero_centred_norms", "true"), lacks=("family",)),
+        "theta": Dimension(0.15, _each("model.attention.rope.theta", 100.0, 5e5), lacks=("unrotated",)),
+        "context": Dimension(
+            0.2,
+            (
+                ("model.attention.rope.yarn={factor=4.0, original_max_position_embeddings=<8>}",),
+                ("model.attention.rope.yarn={factor=8.0, original_max_position_embeddings=<8>, truncate=false}",),
+                (
+                    "model.attention.rope.yarn={factor=2.0, original_max_position_embeddings=<8>}",
+                    "model.attention.rope.yarn.mscale=0.7",
+                    "model.attention.rope.yarn.mscale_all_dim=0.7",
+                ),
+                ("model.attention.rope.llama3={factor=4.0, original_max_position_embeddings=<8>}",),
+            ),
+            lacks=("family", "unrotated"),
+        ),
+        "vocabulary": Dimension(0.1, _each("model.vocab_size", 61, 67), lacks=("text", "cuda", "family")),
+        "width": Dimension(0.1, _each("model.hidden_size", 36, 40, 44), lacks=("float8", "cuda", "family")),
+        "experts' width": Dimension(
+            0.1, _each("model.moe.moe_intermediate_size", 12, 20), needs=("moe",), lacks=("cuda", "family")
+        ),
+        # Data and losses.
+        "documents": Dimension(0.25, _each("data.document_mask", "true")),
+        "order": Dimension(0.15, _each("data.shuffle", "true")),
+        "labels": Dimension(0.08, ((LABELS,),)),
+        "prediction": Dimension(0.5, _each("training.mtp_weight", 0.0, 0.1, 1.0), needs=("mtp",)),
+        "z-loss": Dimension(0.3, _each("training.z_loss_coef", 0.001)),
+        "rate of the bias": Dimension(0.5, _each("model.moe.router.expert_bias_rate", 0.0, 0.01, 0.1), needs=("bias",)),
+        # Steps.
+        "clipping": Dimension(0.15, _each("training.clip_norm", 0.1)),
+        "schedule": Dimension(
+            0.15,
+            (
+                ("training.steps=4", "schedule.warmup_steps=3"),
+                ("training.steps=5", "schedule.warmup_steps=2", "schedule.decay=cosine"),
+                ("training.steps=4", "schedule.decay=linear", "schedule.final_ratio=0.0"),
+                ("training.steps=4", "schedule.warmup_steps=1", "schedule.decay=wsd", "schedule.decay_steps=2"),
+            ),
+        ),
+        "decay": Dimension(0.1, _each("optimizer.weight_decay", 0.0, 1.0)),
+        "held out": Dimension(0.2, _each("evaluation.rows", 4)),
+        "weights": Dimension(0.1, ((WEIGHTS[1],),)),
+        "weights of files": Dimension(0.25, ((WEIGHTS[0],),), needs=("family",)),
+    }
+)
+"""What is drawn by itself."""
 
 
 def draw(seed: int, number: int, gpus: int = 0) -> Composition:
     """The composition of this number; `MODELS_SHARE` neighbours have the same model. `gpus` 0 is for CPU ranks."""
     device: Device = "cuda" if gpus else "cpu"
     model = _Draw(random.Random(f"{seed} {number // MODELS_SHARE} model"), SCALES[device])
-    _model(model)
+    _model(model, device)
     if gpus:
         model.numbers = random.Random(f"{seed} {number // MODELS_SHARE} precision")
         _precision(model)
-    layout = _Draw(random.Random(f"{seed} {number} layout"), SCALES[device])
-    layout.facts = dict(model.facts)
-    shares = {ranks: share for ranks, share in RANKS.items() if not gpus or ranks <= gpus}
-    ranks = layout.numbers.choices([*shares], [*shares.values()])[0]
-    _layout(layout, ranks)
+    for attempt in range(LAYOUTS_TRIED):
+        layout = _Draw(random.Random(f"{seed} {number} layout {attempt}"), SCALES[device])
+        layout.facts = dict(model.facts)
+        ranks = _ranks(layout, gpus)
+        _layout(layout, ranks)
+        drawn = Composition(ranks, tuple(model.settings + layout.settings), device)
+        if refusal(drawn) is None:
+            break
+    if layout.chance(THEN_SHARE) and (then := _then(drawn, layout, model.facts, gpus)) is not None:
+        return then
     if not gpus:
-        return Composition(ranks, tuple(model.settings + layout.settings))
+        return drawn
     layout.numbers = random.Random(f"{seed} {number} kernels")
     in_float32 = BF16 not in model.settings
     if not (in_float32 and layout.facts.get("indexer")):
@@ -209,13 +157,31 @@ def draw(seed: int, number: int, gpus: int = 0) -> Composition:
     return (_with_graphs(drawn, layout.numbers) if layout.chance(0.25) else None) or drawn
 
 
+def _ranks(draw: "_Draw", gpus: int) -> int:
+    shares = {n: share for n, share in RANKS[draw.facts["factor"]].items() if not gpus or n <= gpus}
+    return draw.numbers.choices([*shares], [*shares.values()])[0]
+
+
+def _then(drawn: Composition, layout: "_Draw", facts: Mapping[str, int], gpus: int) -> Composition | None:
+    """The same, whose second half of the steps runs in another layout; None if that one is illegal."""
+    other = _Draw(layout.numbers, layout.scale)
+    other.facts = dict(facts)
+    ranks = _ranks(other, gpus)
+    _layout(other, ranks)
+    # Bounds follow the settings of the first layout, so the other one rounds to no fewer bits.
+    of_layout = (word for setting in other.settings for word in setting if is_of_layout(word))
+    words = (word.replace(" ", "") for word in of_layout if not word.startswith(FEWER_BITS))
+    then = drawn.plus(f"{THEN}{' '.join((str(ranks), *words))}")
+    return then if refusal(drawn) is None and refusal(then) is None else None
+
+
 def draw_graphs(seed: int, number: int, gpus: int) -> Composition:
     """The draw of this number with graphs, in bfloat16, and with as few micro-batches as its layout can have.
 
     Graphs need a GPU's kernels, which have 16 bits, and memory that stays: neither pipelines nor full sharding.
     """
     drawn = draw(seed, number, gpus).eager()
-    left = ("training.global_batch=8", "training.micro_batch=", IN_ORDER, *BF16)
+    left = ("training.global_batch=8", "training.micro_batch=", IN_ORDER, THEN, *BF16)
     left += ("kernels.all=torch", "kernels.attention=flash")
     left += ("parallel.pipeline=", "parallel.shard=full", "dispatch.overlap=passes")
     settings = tuple(one for one in drawn.settings if not one[0].startswith(left))
@@ -257,6 +223,13 @@ class _Draw:
     def add(self, *overrides: str) -> None:
         self.settings.append(overrides)
 
+    def draw(self, dimension: Dimension) -> None:
+        """One of its alternatives, in its share of the models that it is for."""
+        fits = all(self.facts.get(fact) for fact in dimension.needs)
+        if fits and not any(self.facts.get(fact) for fact in dimension.lacks) and self.chance(dimension.share):
+            option = self.numbers.choice(dimension.options)
+            self.add(*(re.sub(r"<(\d+)>", lambda size: str(int(size[1]) * self.scale), one) for one in option))
+
     def maybe(self, share: float, *overrides: str) -> bool:
         """Add a setting in this share of draws."""
         is_added = self.chance(share)
@@ -265,44 +238,99 @@ class _Draw:
         return is_added
 
 
-def _model(draw: _Draw) -> None:
+def _model(draw: _Draw, device: Device) -> None:
     """Everything that one process has too."""
-    is_dense = draw.chance(0.06)
-    layers = draw.any(1, 1, 2, 2, 2, 3, 4)
-    first_dense = layers if is_dense else draw.any(*range(min(2, layers)))
-    draw.add("model.family=plain", f"model.layers={layers}", f"model.dense_layers={first_dense}")
-    draw.facts |= {"layers": layers, "dense": first_dense, "moe": int(not is_dense)}
-    _attention(draw, layers)
-    if is_dense:
-        draw.add("model.moe=none")
+    facts = draw.facts
+    facts["factor"] = draw.numbers.choices([*FACTORS], [*FACTORS.values()])[0] if device == "cpu" else 4
+    facts[device] = 1
+    if facts["factor"] == 4 and draw.chance(FAMILY_SHARE):
+        _family(draw, device)
     else:
-        _experts(draw, layers - first_dense)
-    if draw.chance(0.3):
-        draw.facts["mtp"] = draw.any(1, 1, 2)
-        draw.add(f"model.mtp_layers={draw.facts['mtp']}")
-    draw.maybe(0.15, "model.tie_word_embeddings=true")
-    if draw.chance(0.15) and not draw.facts.get("clamped"):  # it limits a gate, which relu2 lacks
-        draw.add("model.hidden_act=relu2")
-    draw.maybe(0.1, "model.zero_centred_norms=true")
-    draw.maybe(0.25, "data.document_mask=true")
-    draw.maybe(0.3, "training.z_loss_coef=0.001")
-    draw.maybe(0.2, f"training.sequence_length={32 * draw.scale}")
-    draw.maybe(0.15, "training.clip_norm=0.1")
-    draw.maybe(0.2, "evaluation.rows=4")
+        is_dense = draw.chance(0.06)
+        layers = draw.any(1, 1, 2, 2, 2, 3, 4)
+        first_dense = layers if is_dense else draw.any(*range(min(2, layers)))
+        draw.add("model.family=plain", f"model.layers={layers}", f"model.dense_layers={first_dense}")
+        facts |= {"layers": layers, "dense": first_dense, "moe": int(not is_dense)}
+        _sizes(draw)
+        _attention(draw, layers)
+        if is_dense:
+            draw.add("model.moe=none")
+        else:
+            _experts(draw, layers - first_dense)
+        if draw.chance(0.3):
+            facts["mtp"] = draw.any(1, 1, 2)
+            draw.add(f"model.mtp_layers={facts['mtp']}")
+    if draw.chance(0.06):
+        facts["text"] = 1
+        mixture = [f"data.mixture={_PARTS}"] if draw.chance(0.5) else []
+        draw.add("data.source=standard-library", *mixture, f"model.vocab_size={264 if draw.scale == 1 else 512}")
     if draw.maybe(0.3, "training.micro_batch=2"):
-        draw.facts["micro"] = 2
-    if draw.chance(0.4) or draw.facts.get("micro"):
-        draw.add("training.global_batch=8")
+        facts["micro"] = 2
+    if draw.chance(0.4) or facts.get("micro"):
+        draw.add(f"training.global_batch={2 * facts['factor']}")
     if draw.maybe(0.1, "training.precision=bf16"):
         draw.maybe(0.3, "optimizer.store_param_remainders=true")
-    _formats(draw, is_dense=is_dense)
+    _formats(draw)
+    for dimension in DIMENSIONS.values():
+        draw.draw(dimension)
 
 
-def _formats(draw: _Draw, *, is_dense: bool) -> None:
+def _sizes(draw: _Draw) -> None:
+    """Rows, positions and widths that the factor of the ranks divides; heads are drawn with attention."""
+    factor, scale = draw.facts["factor"], draw.scale
+    positions = {4: 16, 3: 24, 5: 20, 6: 24}[factor] * scale * (2 if draw.chance(0.2) else 1)
+    if factor == 4 and positions == 16 * scale:
+        return
+    sizes = [f"training.sequence_length={positions}"]
+    if factor != 4:
+        width = 20 if factor == 5 else 24
+        sizes += [f"training.global_batch={factor}", f"model.vocab_size={65 if factor == 5 else 66}"]
+        sizes += [f"model.intermediate_size={2 * width}", f"model.moe.moe_intermediate_size={width}"]
+        sizes += [f"model.moe.shared_expert_intermediate_size={width}"]
+    draw.add(*sizes)
+
+
+def _family(draw: _Draw, device: Device) -> None:
+    """The model of a preset in small, and what later settings depend on in it."""
+    base = load_run(PRESET, base_of(device)).model
+    overrides = family_overrides(draw.word(*FAMILIES), base, draw.scale, base.initializer_range)
+    draw.add(*overrides)
+    model = load_run(PRESET, (*base_of(device), *overrides), is_whole=False).model
+    draw.facts |= _facts_of(model)
+    balance = "model.moe.balance."
+    if model.moe is not None and draw.chance(0.5):
+        draw.add(f"{balance}aux_loss=sequence", f"{balance}aux_loss_coef=0.01", f"{balance}z_loss_coef=0.001")
+        draw.facts |= {"global-batch": 0, "micro-batch": 0}
+
+
+def _facts_of(model: Model) -> dict[str, int]:
+    moe, attention = model.moe, model.attention
+    facts = {"family": 1, "layers": model.layers, "dense": model.dense_layers, "mtp": model.mtp_layers}
+    facts["moe"] = int(moe is not None)
+    if isinstance(attention, LatentAttention):
+        facts |= {"latent": 1, "indexer": int(attention.indexer is not None), "unrotated": int(not attention.rotary)}
+    if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
+        facts["local"] = 1
+    if moe is not None:
+        coefficient = bool(moe.balance.aux_loss_coef)
+        facts |= {"experts": moe.experts, "shared": int(moe.shared_expert_intermediate_size > 0)}
+        facts |= {"clamped": int(moe.clamped is not None), "bias": int(moe.router.expert_bias)}
+        facts |= {kind: int(coefficient and moe.balance.aux_loss == kind) for kind in ("global-batch", "micro-batch")}
+        facts["all-experts"] = int(moe.top_k == moe.experts)
+    return facts
+
+
+def _formats(draw: _Draw) -> None:
     """Formats of products and moments, or Muon, whose step would enlarge their rounding."""
     is_low = draw.maybe(0.05, f"optimizer.moment_dtype={draw.word('bf16', 'int8')}")
-    is_low |= draw.maybe(0.04, "float8.dense=blockwise")
-    is_low |= not is_dense and draw.maybe(0.04, "float8.experts=blockwise")
+    in_8_bits = draw.maybe(0.04, "float8.dense=blockwise")
+    if draw.facts["moe"] and draw.maybe(0.04, "float8.experts=blockwise"):
+        in_8_bits, draw.facts["float8-experts"] = True, 1
+    if in_8_bits:
+        draw.facts["float8"] = 1
+        if draw.facts["layers"] > 1:
+            draw.maybe(0.4, f"float8.{draw.word('first', 'last')}_layers=1")
+    is_low |= in_8_bits
     if not is_low and BF16 not in draw.settings and draw.chance(0.16):
         draw.add("optimizer.method=muon", "optimizer.muon.precision=fp32")
         draw.maybe(0.3, "optimizer.muon.qk_clip=0.05")
@@ -312,8 +340,11 @@ def _formats(draw: _Draw, *, is_dense: bool) -> None:
 
 def _attention(draw: _Draw, layers: int) -> None:
     """Latent attention, grouped queries with what families add, or linear attention between."""
+    heads = {4: draw.any(4, 4, 4, 4, 3, 6), 3: 6, 5: 5, 6: 6}[draw.facts["factor"]]
     if draw.chance(0.4):
         draw.facts["latent"] = 1
+        if heads != 4:
+            draw.add(f"model.attention.heads={heads}")
         widths = [f"{name}={8 * draw.scale}" for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
         draw.add(*(f"model.attention.{size}" for size in (f"kv_lora_rank={16 * draw.scale}", *widths)))
         has_query = draw.maybe(0.4, f"model.attention.q_lora_rank={16 * draw.scale}")
@@ -324,10 +355,10 @@ def _attention(draw: _Draw, layers: int) -> None:
         else:
             draw.maybe(0.2, "model.attention.sinks=true")
         return
-    heads = draw.any(1, 2, 4)
+    kv_heads = draw.any(*(divisor for divisor in range(1, heads + 1) if heads % divisor == 0))
     draw.add(
-        *("model.attention.kind=gqa", "model.attention.heads=4", f"model.attention.head_dim={8 * draw.scale}"),
-        f"model.attention.kv_heads={heads}",
+        *("model.attention.kind=gqa", f"model.attention.heads={heads}", f"model.attention.head_dim={8 * draw.scale}"),
+        f"model.attention.kv_heads={kv_heads}",
     )
     kind = draw.word("none", "none", "head", "projection", "rotated-head")
     if kind != "none":
@@ -343,7 +374,7 @@ def _attention(draw: _Draw, layers: int) -> None:
         extra = f", global_rope=false, global_temperature=0.3, temperature_floor={floor}" if has_more else ""
         size = draw.any(5, 6, 9) * draw.scale
         draw.add(f'model.attention.local={{kind="{kind}", size={size}, global_every={every}{extra}}}')
-    if draw.chance(0.2):
+    if draw.facts["factor"] == 4 and draw.chance(0.2):
         kind, values = draw.numbers.choice((("gdn", 4), ("gdn", 8), ("kda", 4)))
         last = f"full_every=2, full_last={str(draw.chance(0.5)).lower()}"
         sizes = f"key_heads=4, value_heads={values}, key_head_dim={8 * draw.scale}, value_head_dim={8 * draw.scale}"
@@ -352,7 +383,7 @@ def _attention(draw: _Draw, layers: int) -> None:
 
 def _experts(draw: _Draw, layers: int) -> None:
     """Experts, router, balance."""
-    experts = draw.any(4, 8, 8, 8, 6)
+    experts = draw.any(*{4: (4, 8, 8, 8, 6), 3: (3, 6, 9), 5: (5, 10), 6: (6, 12)}[draw.facts["factor"]])
     groups = experts == 8 and draw.chance(0.25)
     top_k = draw.any(1, 2, 2, 2, 3) if not groups else 2
     draw.facts["experts"] = experts
@@ -369,6 +400,7 @@ def _experts(draw: _Draw, layers: int) -> None:
     if score == "softmax" and top_k > 1 and draw.chance(0.4):
         router += ["softmax_after_top_k=true"]
     has_bias = draw.chance(0.5)
+    draw.facts["bias"] = int(has_bias)
     router += [f"expert_bias={str(has_bias).lower()}"]
     draw.add(*(f"model.moe.router.{one}" for one in router))
     if groups:
@@ -398,7 +430,10 @@ def _balance(draw: _Draw, *, has_bias: bool) -> None:
     if draw.chance(0.15):
         padded = draw.chance(0.4)
         draw.facts |= {"capacity": 1, "padded": int(padded)}
-        draw.add(f"{prefix}.capacity_factor=1.0", *([f"{prefix}.pad_to_capacity=true"] if padded else []))
+        draw.add(
+            f"{prefix}.capacity_factor={draw.word('1.0', '1.1')}",
+            *([f"{prefix}.pad_to_capacity=true"] if padded else []),
+        )
 
 
 def _layout(draw: _Draw, ranks: int) -> None:
@@ -429,7 +464,7 @@ def _factor(draw: _Draw, ranks: int, share: float) -> int:
     """A divisor of the ranks, above 1 in this share of draws."""
     if ranks == 1 or not draw.chance(share):
         return 1
-    return draw.any(*(size for size in (2, 4) if ranks % size == 0 and size <= ranks))
+    return draw.any(*(size for size in range(2, ranks + 1) if ranks % size == 0 and size < 8))
 
 
 def _shard(draw: _Draw, copies: int) -> None:
@@ -443,6 +478,8 @@ def _shard(draw: _Draw, copies: int) -> None:
         setting += [f"parallel.reshard={draw.word('forward', 'backward')}", f"parallel.prefetch={draw.any(0, 1, 2)}"]
     draw.add(*setting)
     draw.facts["full"] = int(kind == "full")
+    if kind == "full" and draw.facts.get("float8"):
+        draw.maybe(0.5, "float8.gather=true")
     draw.maybe(0.04, "parallel.reduce=bf16")
 
 
@@ -463,7 +500,7 @@ def _pipeline(draw: _Draw, ranks: int) -> None:
 def _expert_ranks(draw: _Draw, ranks: int) -> None:
     """How ranks share experts, and how tokens reach them."""
     experts = draw.facts["experts"]
-    expert = draw.any(*(size for size in (1, 2, 4, 8) if ranks % size == 0 and experts % size == 0), ranks)
+    expert = draw.any(*(size for size in range(1, ranks + 1) if ranks % size == 0 and experts % size == 0), ranks)
     expert = expert if experts % expert == 0 else 1
     expert_tensor = _factor(draw, ranks // expert, 0.3)
     if expert == expert_tensor == 1:
@@ -475,6 +512,8 @@ def _expert_ranks(draw: _Draw, ranks: int) -> None:
     stage = draw.any(0, 1) if method == "all-to-all" else draw.any(0, 1, 2, 3)
     factor = ["dispatch.row_capacity_factor=1.0"] if stage == 2 and draw.chance(0.4) else []
     draw.add(f"dispatch.method={method}", f"dispatch.sync_free={stage}", *factor)
+    if expert > 1 and draw.facts.get("float8-experts"):
+        draw.maybe(0.5, "float8.dispatch=blockwise")
     if expert > 1 and method != "hierarchical" and not draw.facts.get("padded") and draw.chance(0.3):
         bounded = ("dispatch.balance=bounded", "dispatch.balance_rows=4", "dispatch.balance_tolerance=0.02")
         auto = ("dispatch.balance=auto", "dispatch.balance_rows=4")

@@ -5,11 +5,14 @@ equal those of one process, up to rounding: float32 numbers are summed in anothe
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from penstock.data.batch import Batch
+from penstock.kernels.reference import IGNORED_LABEL
+from penstock.train.schedule import learning_rate
 from penstock.train.setup import Session
 from penstock.train.step import evaluate, train_step
 
@@ -49,26 +52,53 @@ Saved = list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
 
 
 def follow(
-    session: Session, steps: int = 3, rate: float = 1e-2, begin: Callable[[int], object] = lambda step: None
+    session: Session,
+    steps: int = 3,
+    rate: float | None = 1e-2,
+    begin: Callable[[int], object] = lambda step: None,
+    *,
+    first: int = 0,
+    labels: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> StepFigures:
-    """Train a session for some steps at a constant rate, and evaluate it if it has held-out rows.
+    """Train a session for some steps, and evaluate it if it has held-out rows.
 
-    `begin` is told the number of each step, and that of the evaluation, which comes after them.
+    Args:
+        session: is trained.
+        steps: number of them.
+        rate: of learning, constant; None for that of the run's schedule.
+        begin: is told the number of each step, and that of the evaluation, which comes after them.
+        first: number of the first step.
+        labels: changes the batch of a step.
     """
     losses, norms, balance, left_out = [], [], [], []
-    for step in range(steps):
+    run = session.run
+    for step in range(first, first + steps):
         begin(step)
-        batch = session.state.batches.next_batch()
-        result = train_step(session.model, session.state.optimizer, batch, session.rule, rate)
+        batch = labels(session.state.batches.next_batch())
+        planned = learning_rate(step, run.training.steps, run.optimizer.learning_rate, run.schedule)
+        wanted = planned if rate is None else rate
+        result = train_step(session.model, session.state.optimizer, batch, session.rule, wanted)
         losses += [result.loss, *result.mtp_losses]
         norms.append(result.gradient_norm)
         left_out.append(result.left_out)
         balance += [sum(layer.auxiliary_loss for layer in result.layers), sum(layer.dropped for layer in result.layers)]
-    begin(steps)
+    begin(first + steps)
     held_out = 0.0
     if session.held_out is not None:
         held_out = evaluate(session.model, session.held_out, session.rule.cut, session.rule.loss).loss
     return StepFigures(losses, norms, balance, held_out, left_out, {})
+
+
+def some_labels(batch: Batch) -> Batch:
+    """The batch without the labels of about half of its rows; which ones, their tokens say, on every rank."""
+    is_bare_B = batch.tokens_BS.sum(1) % 2 == 0
+    return replace(batch, labels_BS=batch.labels_BS.masked_fill(is_bare_B[:, None], IGNORED_LABEL))
+
+
+def joined(one: StepFigures, other: StepFigures) -> StepFigures:
+    """Figures of the first steps and of those after them, without tensors."""
+    losses, norms, balance = (vars(one)[name] + vars(other)[name] for name in ("losses", "norms", "balance"))
+    return StepFigures(losses, norms, balance, other.held_out, one.left_out + other.left_out, {})
 
 
 def saved_by(session: Session) -> Saved:

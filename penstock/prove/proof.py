@@ -12,40 +12,45 @@
    larger by less than their outputs are rounded, or be farther from float32 than one process in the same bits. On CPU
    ranks in fewer bits it must be one in float32 as well, or be over twice the bounds.
 6. A composition with captured graphs is judged without them; with them every step must give the same bits.
-7. A fault is made smaller, setting by setting, as long as it stays one.
+7. A run that goes on in another layout must begin with the bits that were saved, and one that begins with weights of
+   another run, exported and imported, with the bits of that one.
+8. A fault is made smaller, setting by setting, as long as it stays one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from math import isfinite
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from penstock.prove.choices import Choices, Place, first_flip, least_margin
-from penstock.prove.draws import (
+from penstock.prove.composition import (
     FEWER_BITS,
+    WEIGHTS,
     Composition,
     base_of,
-    draw,
-    draw_graphs,
     in_float32,
     refusal,
     with_all_keys,
     with_another_clamp,
     with_steps_of_bias,
 )
+from penstock.prove.draws import draw, draw_graphs
 from penstock.prove.play import (
     BOUNDS,
     StepFigures,
     differences,
     first_difference,
+    joined,
     put_together,
     whole_tensors,
     worst_factor,
     worst_tensor,
 )
 from penstock.prove.ranks import Assignment, Played, PlayError, Ranks, two_nodes, write_choices
-
-STEPS, RATE = 2, 1e-2  # the second step is of weights that the first one changed
 
 REPLAYED_STEPS, REPLAYED_RATE, REPLAYS = 8, 1e-3, 1000
 """Steps of captured graphs beside eager passes, in a draw and with --graphs. The second step captures."""
@@ -119,7 +124,10 @@ class Prover:
     def __init__(self, ranks: Ranks, folder: Path, gpus: int = 0, replays: int = 0) -> None:
         self.gpus, self.replays = gpus, replays
         self._ranks = ranks
+        self._folder = folder
         self._given = folder / "choices.safetensors"
+        self._runs = count()  # numbers of folders with checkpoints
+        self._weights: tuple[tuple[str, ...], Path, dict[str, Tensor]] | None = None  # the last ones, and their values
         self._known: tuple[tuple[str, ...], Played] | None = None  # one process: the last one
 
     def judge(self, composition: Composition) -> Verdict:
@@ -216,10 +224,8 @@ class Prover:
 
     def _given_choices(self, words: tuple[str, ...], composition: Composition, alone: Played) -> Played:
         """One process with other settings, and with the choices of `alone`."""
-        overrides, device = (*base_of(composition.device), *words), composition.device
-        (played,) = self._ranks.play(
-            1, Assignment(overrides, STEPS, RATE, given=self.give(alone.choices), device=device)
-        )
+        given = self.give(alone.choices)
+        (played,) = self._ranks.play(1, replace(self._begun(composition, words), given=given))
         return played
 
     def _judge_replays(self, composition: Composition) -> Verdict:
@@ -264,8 +270,26 @@ class Prover:
 
     def part(self, composition: Composition, given: str = "") -> Assignment:
         """What each rank does; `given` is what `give` returned."""
-        words, device = composition.overrides, composition.device
-        return Assignment(base_of(device) + words, STEPS, RATE, two_nodes(words), given, device)
+        return replace(
+            self._begun(composition, composition.overrides), two_nodes=two_nodes(composition.overrides), given=given
+        )
+
+    def _begun(self, composition: Composition, words: tuple[str, ...]) -> Assignment:
+        """All steps of a run with these overrides, from the weights that the composition begins with."""
+        overrides = base_of(composition.device) + words
+        if any(one in composition.overrides for one in WEIGHTS):
+            overrides += (f'training.initial_weights="{self._initial_weights(composition)}"',)
+        return Assignment(overrides, composition.run.training.steps, device=composition.device)
+
+    def _initial_weights(self, composition: Composition) -> Path:
+        """A folder of weights of another seed. A PlayError if import does not give what was exported."""
+        overrides = (*base_of(composition.device), *composition.alone, "seed=1")
+        if self._weights is None or self._weights[0] != overrides:
+            folder, exports = self._folder / f"weights-{next(self._runs)}", WEIGHTS[0] in overrides
+            part = Assignment(overrides, 0, device=composition.device, folder=str(folder), exports=exports)
+            (made,) = self._ranks.play(1, part)
+            self._weights = overrides, folder / "imported" if exports else folder, whole_tensors([made.end])
+        return self._weights[1]
 
     def give(self, choices: Mapping[Place, Choices]) -> str:
         """Write choices for ranks to make; returns the name of the file."""
@@ -273,14 +297,30 @@ class Prover:
         return str(self._given)
 
     def _alone(self, composition: Composition) -> Played:
-        overrides, device = base_of(composition.device) + composition.alone, composition.device
-        if self._known is None or self._known[0] != overrides:
-            (played,) = self._ranks.play(1, Assignment(overrides, STEPS, RATE, device=device))
-            self._known = overrides, played
+        part = self._begun(composition, composition.alone)
+        if self._known is None or self._known[0] != part.overrides:
+            (played,) = self._ranks.play(1, part)
+            if self._weights is not None and any(one in part.overrides for one in WEIGHTS):
+                start = whole_tensors([played.start])
+                _same("what a run begins with", start, self._weights[2], "model.")
+            self._known = part.overrides, played
         return self._known[1]
 
     def _play(self, composition: Composition, given: str = "") -> list[Played]:
-        return self._ranks.play(composition.ranks, self.part(composition, given))
+        part, then = self.part(composition, given), composition.then
+        if then is None:
+            return self._ranks.play(composition.ranks, part)
+        half, folder = part.steps // 2, str(self._folder / f"run-{next(self._runs)}")
+        first = self._ranks.play(composition.ranks, replace(part, steps=half, folder=folder))
+        rest = replace(self.part(then, given), first=half, steps=part.steps - half, folder=folder)
+        second = self._ranks.play(then.ranks, rest)
+        saved, loaded = (
+            whole_tensors(pieces) for pieces in ([one.end for one in first], [one.start for one in second])
+        )
+        _same("what another layout reads from a checkpoint", loaded, saved)
+        trace = joined(first[0].trace, second[0].trace)
+        earlier = [Played(trace, [], [], one.choices) for one in first]
+        return [*(replace(one, trace=joined(first[0].trace, one.trace)) for one in second), *earlier]
 
     def _compare(self, composition: Composition, played: list[Played], alone: Played) -> Verdict:
         bounds = bounds_of(composition)
@@ -295,6 +335,14 @@ class Prover:
         told = ", ".join(f"{figure} {value:.1e}" for figure, value in wrong.items())
         text = f"{told}; most of {name}" if name else told
         return Verdict("fault", composition, text, figures, margin)
+
+
+def _same(what: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], kind: str = "") -> None:
+    """Raise a PlayError if tensors of a kind, by the beginning of their names, differ in a bit."""
+    names = [name for name in expected if name.startswith(kind)]
+    wrong = [name for name in names if name not in got or not torch.equal(got[name], expected[name])]
+    if wrong:
+        raise PlayError(f"{what} differs: {', '.join(wrong[:3])}")
 
 
 def _whole(played: Sequence[Played]) -> StepFigures:

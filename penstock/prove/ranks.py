@@ -27,12 +27,19 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from penstock.base.child import Answer, Child, ChildEndedError, serve, use_all_memory
 from penstock.base.errors import PenstockError
 from penstock.config.load import load_run
+from penstock.data.batch import Batch
+from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.parallel.launch.environment import Environment, LaunchFacts, prepare_environment
 from penstock.parallel.launch.host import gpu_vendor
 from penstock.prove.choices import ChoiceRecorder, Choices, Place
-from penstock.prove.draws import PRESET, Device
-from penstock.prove.play import Saved, StepFigures, follow, saved_by
+from penstock.prove.composition import LABELS, PRESET, Device, of_run
+from penstock.prove.play import Saved, StepFigures, follow, saved_by, some_labels
+from penstock.train.checkpoint import CheckpointStore
+from penstock.train.export import export_huggingface
+from penstock.train.import_weights import import_weights
+from penstock.train.run_folder import RunFolder
 from penstock.train.setup import prepare
+from penstock.train.state import restore_state, save_state
 
 LOCALHOST = "127.0.0.1"
 MOST_RANKS = 8
@@ -52,9 +59,12 @@ class PlayError(Exception):
 class Assignment:
     """What each rank does."""
 
-    overrides: tuple[str, ...]  # of PRESET
+    overrides: tuple[str, ...]  # of PRESET, and settings of `prove`
     steps: int
-    rate: float
+    rate: float | None = None  # None for that of the run's schedule
+    first: int = 0  # number of the first step; above 0 the run goes on from a checkpoint in `folder`
+    folder: str = ""  # of a run: what the steps end with is saved there; empty saves nothing
+    exports: bool = False  # the weights too, for other programs, and what import makes of them
     two_nodes: bool = False  # the ranks are on two nodes of equal size; else CPU ranks are each alone on their own
     given: str = ""  # file with choices of routers
     device: Device = "cpu"
@@ -85,17 +95,36 @@ def play(part: Assignment) -> Played:
     environment = Environment(
         color=False, threads=1, world_size=world, rank=rank, local_rank=rank, local_world_size=here
     )
-    session = prepare(load_run(PRESET, part.overrides), environment)
+    run = load_run(PRESET, of_run(part.overrides))
+    session = prepare(run, environment, is_new=not part.first)
+    folder = RunFolder(Path(part.folder))
+    store = CheckpointStore(folder.checkpoints, keep=0, asynchronous=False, world=session.axes.world)  # writes nothing
     try:
+        if part.first:
+            restore_state(store, part.first, session.state)
         start = saved_by(session)
         given = read_choices(Path(part.given)) if part.given else None
         recorder = ChoiceRecorder(session.model.modules if part.has_choices else (), given)
-        trace = follow(session, part.steps, part.rate, recorder.begin)
+        labels = some_labels if LABELS in part.overrides else _all_labels
+        trace = follow(session, part.steps, part.rate, recorder.begin, first=part.first, labels=labels)
+        if part.folder:
+            save_state(store, part.first + part.steps, session.state, {})
+            if rank == 0:
+                folder.write_config(run)
+        if part.exports:
+            exported, last = folder.path / "exported", part.first + part.steps
+            export_huggingface(run, store, last, exported, "fp32")
+            import_weights(WeightFolder(exported), run.model, run, None, folder.path / "imported")
         return Played(trace, start, saved_by(session), recorder.choices())
     finally:
+        store.close()
         session.state.batches.close()
         if session.graphs is not None:
             session.graphs.release()
+
+
+def _all_labels(batch: Batch) -> Batch:
+    return batch
 
 
 class Children:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.prove.choices import first_flip
-from penstock.prove.draws import composition_of
+from penstock.prove.composition import composition_of
 from penstock.prove.play import BOUNDS, put_together
 from penstock.prove.proof import Prover
 from penstock.prove.ranks import Played

@@ -10,12 +10,15 @@ import torch
 
 from penstock.cli import prove as verb
 from penstock.cli.main import main
+from penstock.config.load import load_run
 from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
 from penstock.kernels.device_facts import named_device
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.kernels import kernel_choices
 from penstock.prove.choices import Choices, first_flip
-from penstock.prove.draws import composition_of, draw, draw_graphs, refusal
+from penstock.prove.composition import base_of, composition_of, refusal
+from penstock.prove.draws import draw, draw_graphs
+from penstock.prove.families import FAMILIES, family_overrides
 from penstock.prove.play import Saved, StepFigures, first_difference, worst_factor, worst_tensor
 from penstock.prove.proof import Prover, Verdict, outcomes
 from penstock.prove.ranks import Assignment, Children, Played, PlayError, Ranks, pack, unpack
@@ -55,6 +58,8 @@ def test_every_axis_schedule_way_of_tokens_and_option_is_played_by_every_test_ru
     wanted |= {f"recompute.modules {name}" for name in RECOMPUTABLE} | {"offload.optimizer=true"}
     wanted |= {f"offload.activations {name}" for name in OFFLOADABLE}
     wanted |= {"optimizer.method=muon", "training.precision=bf16", "data.document_mask=true"}
+    wanted |= {"prove.then", "prove.labels=some", "prove.weights=imported", "prove.weights=saved"}
+    wanted |= {"data.source=standard-library", "model.attention.rope.theta=100.0", "schedule.decay=cosine"}
     assert wanted - played == set()
 
 
@@ -229,6 +234,49 @@ def test_draws_with_graphs_are_mostly_what_a_gpu_can_capture(gpus: int, least: i
             counted = {one.op for one in choices if one.backend == "reference"} & set(READS_COUNTS[drawn.capture])
             captured += not counted or run.model.moe is None
     assert captured >= least
+
+
+def test_one_process_reads_a_row_at_a_time_unless_losses_depend_on_micro_batches() -> None:
+    words = ("training.micro_batch=2", "training.global_batch=8", "parallel.expert=2")
+    balance = "model.moe.balance.aux_loss="
+    assert composition_of(2, (*words, f"{balance}sequence")).alone == ("training.global_batch=8", f"{balance}sequence")
+    kept = composition_of(2, (*words, f"{balance}micro-batch")).alone
+    assert kept == ("training.micro_batch=2", "training.global_batch=8", f"{balance}micro-batch")
+
+
+def test_another_layout_must_read_the_bits_that_the_first_one_saved(tmp_path: Path) -> None:
+    words = ("training.steps=4", "prove.then=4 parallel.expert=4")
+    composition = composition_of(2, (*words, "parallel.tensor=2"))
+    then = composition.then
+    assert then is not None and then.ranks == 4 and then.overrides == ("training.steps=4", "parallel.expert=4")
+    assert composition.alone == ("training.steps=4",)
+    verdict = Prover(FaultyRanks("none"), tmp_path).judge(composition)  # they save 1 and read 0
+    assert (verdict.kind, verdict.text) == (
+        "fault",
+        "what another layout reads from a checkpoint differs: model.a, moment1.a, moment2.a",
+    )
+
+
+def test_a_run_that_begins_with_weights_must_have_their_bits(tmp_path: Path) -> None:
+    verdict = Prover(FaultyRanks("none"), tmp_path).judge(composition_of(2, ("prove.weights=saved",)))
+    assert (verdict.kind, verdict.text) == ("fault", "what a run begins with differs: model.a")
+
+
+@pytest.mark.parametrize("word", ["prove.labels=none", "prove.then=", "prove.steps=4"])
+def test_a_setting_that_prove_does_not_have_is_refused(word: str, tmp_path: Path) -> None:
+    verdict = Prover(FaultyRanks("none"), tmp_path).judge(composition_of(2, (word,)))
+    assert (verdict.kind, verdict.text) == ("refused", f"no such setting: {word}")
+
+
+def test_a_small_model_of_every_family_is_legal_and_has_its_parts() -> None:
+    base = base_of("cpu")
+    model = load_run("debug", base).model
+    for preset in FAMILIES:
+        whole = load_run(preset).model
+        small = load_run("debug", (*base, *family_overrides(preset, model, 1, 0.1))).model
+        assert (small.family, small.hidden_size) == (whole.family, 32)
+        assert (small.moe is None) == (whole.moe is None)
+        assert small.attention.rope.theta == whole.attention.rope.theta
 
 
 class GraphRanks:

@@ -1,0 +1,221 @@
+"""A composition: a model, and a layout that trains it.
+
+A composition is a list of settings. A setting is one or several overrides that mean something together, such as a
+pipeline with its schedule and stages. Settings of the model, batch, data and optimizer hold for one process too;
+settings of the layout do not. Which are legal is for the rules to say.
+
+Three settings are no fields of a run. They say what happens around its steps:
+
+    prove.labels=some               rows lose their labels, whichever rank reads them
+    prove.weights=imported, saved   the run begins with weights of another one, exported and imported, or its checkpoint
+    prove.then=4 parallel.expert=4  half of the steps, a checkpoint, and the rest on so many ranks in another layout
+"""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from penstock.base.errors import PenstockError
+from penstock.config.fit import grid_of
+from penstock.config.load import load_run
+from penstock.config.model import LatentAttention
+from penstock.config.run import Run
+
+Setting = tuple[str, ...]
+
+PRESET = "debug"
+
+Device = Literal["cpu", "cuda"]
+
+SCALES: Mapping[Device, int] = MappingProxyType({"cpu": 1, "cuda": 8})
+"""Factor of widths and positions of all models."""
+
+DEFINITIONS = ("kernels.all=reference", "kernels.attention=math")
+"""Of the one process on a GPU; a CPU has no other kernels."""
+
+OF_LAYOUT = ("parallel", "dispatch", "pipeline", "recompute", "offload", "kernels", "graphs")
+"""Sections that one process does not have. The others are the model's."""
+
+LABELS, THEN, WEIGHTS = "prove.labels=some", "prove.then=", ("prove.weights=imported", "prove.weights=saved")
+
+_BETWEEN_RANKS = (THEN, "float8.gather=", "float8.dispatch=")
+"""Beginnings of other overrides that one process does not have."""
+
+IN_ORDER = "training.deterministic=true"
+"""Goes with `graphs.capture`, whose replays must give the bits of eager passes. One process does not need it."""
+
+BF16: Setting = ("training.precision=bf16",)
+
+
+def base_of(device: Device) -> tuple[str, ...]:
+    """The overrides of PRESET that all compositions have.
+
+    AdamW with a small epsilon makes full steps of gradients that are zero but for rounding.
+    """
+    scale = SCALES[device]
+    return (
+        *("data.source=synthetic-learnable", "data.shuffle=false", f"model.vocab_size={64 * scale}", "model.layers=2"),
+        *(f"model.hidden_size={32 * scale}", f"model.intermediate_size={48 * scale}"),
+        *(f"model.initializer_range={0.1 / scale**0.5:.2g}", f"model.moe.moe_intermediate_size={16 * scale}"),
+        f"model.moe.shared_expert_intermediate_size={16 * scale}",
+        *(f"training.sequence_length={16 * scale}", "training.global_batch=4", "training.micro_batch=1"),
+        *("optimizer.epsilon=1e-3", "optimizer.learning_rate=1e-2", "training.steps=2", "schedule.warmup_steps=0"),
+        *("schedule.decay=constant", "evaluation.rows=0", "checkpoint.enabled=false"),
+        f"device={device}",
+    )
+
+
+FEWER_BITS = (
+    *("training.precision=", "parallel.reduce=", "float8."),
+    *("optimizer.moment_dtype=", "optimizer.store_param_remainders="),
+)
+"""Beginnings of overrides by which something is rounded to fewer bits."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A model and a layout."""
+
+    ranks: int
+    settings: tuple[Setting, ...]
+    device: Device = "cpu"
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """All overrides of the base."""
+        return tuple(override for setting in self.settings for override in setting)
+
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """Those that hold for one process too, and the definitions of its kernels.
+
+        It reads a row at a time unless losses depend on the rows of a micro-batch.
+        """
+        definitions = DEFINITIONS if self.device == "cuda" else ()
+        kept = [one for one in self.overrides if not is_of_layout(one)]
+        if not reads_micro_batches(self.run):
+            kept = [one for one in kept if not one.startswith("training.micro_batch=")]
+        return (*kept, *definitions)
+
+    @property
+    def then(self) -> "Composition | None":
+        """The layout in which the second half of the steps runs; None if it is the same."""
+        found = [one for one in self.overrides if one.startswith(THEN)]
+        if not found:
+            return None
+        ranks, *words = found[-1].removeprefix(THEN).split()
+        kept = tuple((one,) for one in self.overrides if not is_of_layout(one))
+        return replace(self, ranks=int(ranks), settings=(*kept, *((word,) for word in words)))
+
+    @property
+    def command(self) -> str:
+        """The command that plays it."""
+        device = [] if self.device == "cpu" else ["--device", self.device]
+        return shlex.join(["penstock", "prove", *device, "--processes", str(self.ranks), *self.overrides])
+
+    @property
+    def capture(self) -> str:
+        """What graphs hold; empty for eager passes."""
+        found = [one for one in self.overrides if one.startswith("graphs.capture=")]
+        return found[-1].partition("=")[2].replace("none", "") if found else ""
+
+    @property
+    def run(self) -> Run:
+        """The run of its ranks. Raises a ConfigError."""
+        return load_run(PRESET, base_of(self.device) + of_run(self.overrides))
+
+    def eager(self) -> "Composition":
+        """The same without graphs."""
+        kept = [tuple(one for one in setting if not one.startswith("graphs.")) for setting in self.settings]
+        return replace(self, settings=tuple(setting for setting in kept if setting))
+
+    def plus(self, *overrides: str) -> "Composition":
+        """The same with one setting more."""
+        return replace(self, settings=(*self.settings, overrides))
+
+
+def is_of_layout(override: str) -> bool:
+    """Whether one process lacks it."""
+    return override.partition(".")[0] in OF_LAYOUT or override == IN_ORDER or override.startswith(_BETWEEN_RANKS)
+
+
+def of_run(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Those that are fields of a run."""
+    return tuple(one for one in overrides if not one.startswith("prove."))
+
+
+def reads_micro_batches(run: Run) -> bool:
+    """Whether losses or roundings depend on which rows are a micro-batch."""
+    balance = None if run.model.moe is None else run.model.moe.balance
+    counts = balance is not None and bool(
+        balance.capacity_factor or (balance.aux_loss_coef and balance.aux_loss in ("micro-batch", "global-batch"))
+    )
+    return counts or run.float8.is_used
+
+
+def composition_of(ranks: int, overrides: Sequence[str], device: Device = "cpu") -> Composition:
+    """A composition of overrides, each a setting."""
+    return Composition(ranks, tuple((one,) for one in overrides), device)
+
+
+def refusal(composition: Composition) -> str | None:
+    """The line with which rules refuse a composition, or why it need not equal one process; else None."""
+    if (unknown := next((one for one in composition.overrides if _is_unknown(one)), None)) is not None:
+        return f"no such setting: {unknown}"
+    try:
+        then = composition.then
+        if then is not None and (line := refusal(then)) is not None:
+            return line
+        run = composition.run
+        grid = grid_of(run, composition.ranks)
+    except PenstockError as error:
+        return str(error)
+    balance = None if run.model.moe is None else run.model.moe.balance
+    if balance is not None and balance.aux_loss == "global-batch" and balance.aux_loss_coef and grid.data > 1:
+        return "model.moe.balance.aux_loss global-batch depends on the number of data-parallel ranks by definition"
+    cut = [grid.tensor] if (run.float8.dense, run.float8.head) != ("none", "none") else []
+    cut += [grid.expert_tensor] if run.float8.experts != "none" else []
+    if max(cut, default=1) > 1:
+        return "tensor parallelism cuts the blocks that float8 quantizes, in rows as short as these"
+    return None
+
+
+def _is_unknown(override: str) -> bool:
+    known = override in (LABELS, *WEIGHTS) or re.fullmatch(rf"{THEN}\d+( \S+)*", override)
+    return override.startswith("prove.") and not known
+
+
+def with_another_clamp(composition: Composition) -> Composition | None:
+    """The composition with a slightly higher limit of clamped activations; None if nothing is clamped."""
+    moe = composition.run.model.moe
+    if moe is None or moe.clamped is None:
+        return None
+    return composition.plus(f"model.moe.clamped.limit={moe.clamped.limit * 1.001:.6g}")
+
+
+def with_all_keys(composition: Composition) -> Composition | None:
+    """The composition with an indexer that chooses every key; None if there is no indexer."""
+    run = composition.run
+    attention = run.model.attention
+    if not isinstance(attention, LatentAttention) or attention.indexer is None:
+        return None
+    return composition.plus(f"model.attention.indexer.index_topk={run.training.sequence_length}")
+
+
+def with_steps_of_bias(composition: Composition) -> Composition | None:
+    """The composition whose routers' bias moves by a fixed step; None if it does not move by quantiles."""
+    moe = composition.run.model.moe
+    if moe is None or moe.balance.bias_rule != "quantile":
+        return None
+    return composition.plus("model.moe.balance.bias_rule=sign")
+
+
+def in_float32(composition: Composition) -> Composition | None:
+    """The composition with nothing rounded to fewer bits; None on GPUs, whose kernels need 16 bits."""
+    if composition.device != "cpu":
+        return None
+    kept = [tuple(one for one in setting if not one.startswith(FEWER_BITS)) for setting in composition.settings]
+    return replace(composition, settings=tuple(setting for setting in kept if setting))
