@@ -1,6 +1,7 @@
 """Damaged files of every reader, by a seed: how many are read, refused with one line, or a fault (tests/fuzz).
 
 python -m benchmarks.fuzz --cases 10000 --output benchmarks/results/fuzz.json
+python -m benchmarks.fuzz --weights --cases 1000 --output benchmarks/results/weights-fuzz.json
 """
 
 import argparse
@@ -10,8 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks import record
-from tests.fuzz.harness import MOST_BYTES, MOST_SECONDS, cases, make_material, run, summary
-from tests.fuzz.readers import READERS
+from tests.fuzz.harness import MOST_SECONDS, cases, make_material, run, summary
+from tests.fuzz.readers import READERS, WEIGHTS
 
 SEED = 29
 
@@ -21,20 +22,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--weights", action="store_true", help="Folders of Hugging Face weights alone.")
     record.add_arguments(parser)
     options = parser.parse_args()
     begin = time.monotonic()
-    ended = []
+    ended, readers = [], WEIGHTS if options.weights else READERS
     with TemporaryDirectory(prefix="penstock-fuzz-") as folder:
-        make_material(READERS, Path(folder))
-        for one in run(READERS, cases(READERS, options.cases, options.seed), Path(folder)):
+        make_material(readers, Path(folder))
+        for one in run(readers, cases(readers, options.cases, options.seed), Path(folder)):
             ended.append(one)
             if one.is_fault:
                 print(f"{one.reader}, seed {one.seed}: {one.how}", flush=True)
             if len(ended) % 500 == 0:
                 print(f"{len(ended)} cases, {time.monotonic() - begin:.0f} s", flush=True)
     faults = [{"reader": one.reader, "seed": one.seed, "how": one.how} for one in ended if one.is_fault]
-    limits = {"seconds_of_the_processor": MOST_SECONDS, "bytes": MOST_BYTES}
+    most_bytes = max(reader.most_bytes for reader in readers.values())
+    limits = {"seconds_of_the_processor": MOST_SECONDS, "bytes": most_bytes}
     numbers = {"cases": len(ended), "seed": options.seed, "faults": faults, "limits": limits, "readers": summary(ended)}
     print(f"{len(ended)} cases, {time.monotonic() - begin:.0f} s, {len(faults)} faults", flush=True)
     record.write(options, numbers)

@@ -40,7 +40,7 @@ from tokenizers import Tokenizer
 from benchmarks import record
 from benchmarks.layouts import make_tokenizer
 from penstock.data.documents import CorruptRecords
-from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata
+from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata, origin_of
 from penstock.data.loader import Loader
 from penstock.data.packed import PackedTokens, open_packed, pack
 from penstock.data.sources import SplitFilter
@@ -148,7 +148,7 @@ def write_copies(folder: Path) -> None:
     with IndexedDatasetWriter(folder / "read", opened.vocab_size) as writer:
         for _ in range(COPIES):
             writer.write(np.concatenate(documents), np.array([len(document) for document in documents]))
-        origin = one.origin()
+        origin = origin_of(one.prefix)
         assert isinstance(origin, PackedMetadata), "a pair of ours says what it is"
         writer.finish(origin)
 

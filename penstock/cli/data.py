@@ -59,6 +59,8 @@ def open_texts(files: list[str], source: Source, text_field: str, corrupt: Corru
     """Open the texts of files in order, as a run would read them."""
     settings = Data(source=source, files=tuple(files), text_field=text_field, corrupt=corrupt, validation_share=0.0)
     text = open_text(settings, "train", vocab_size=2**31, seed=0, cache=cache)  # no vocabulary is too small
+    for line in text.corrupt.take_notices():
+        print(line, file=sys.stderr)  # standard output may be for programs
     documents = text.parts[0].documents  # one source, no mixture
     assert isinstance(documents, TextDocuments), f"{source} is a source of text"
     return documents

@@ -4,6 +4,7 @@
     penstock import Qwen/Qwen3-30B-A3B --output qwen                 the same from the Hugging Face hub
     penstock import weights --preset mixtral-8x7b --output mixtral   without config.json, or with a preset's training
     penstock import Llama-3.1-8B --output moe --copies 8 --chosen 2  a model with experts from a dense one
+    penstock import Qwen3-30B-A3B --output qwen --config-only        run.toml alone, of a folder without weights too
 
 What is written is a folder with `run.toml`, which says how a run starts with these weights, in any layout:
 
@@ -22,19 +23,15 @@ from penstock.base.errors import ConfigError
 from penstock.base.numbers import count_text
 from penstock.cli.output import print_next
 from penstock.config.load import load_run, with_overrides
-from penstock.config.run import Run
-from penstock.config.training import LearningRateSchedule, Optimizer, Training
+from penstock.config.size import size_of
 from penstock.data.hub import weights_of
-from penstock.models.count import count
-from penstock.models.huggingface.config import facts_of
+from penstock.models.huggingface.config import facts_of, run_of
 from penstock.models.huggingface.distributed_folder import open_source
 from penstock.models.huggingface.weights import with_prediction
-from penstock.train.import_weights import Upcycling, import_weights, model_in
+from penstock.train.import_weights import Upcycling, import_weights
 from penstock.train.saved_weights import RUN_FILE
 
 TOKENIZER = "tokenizer.json"
-STEPS = 1000
-LEARNING_RATE = 2e-5  # small, because trained weights are easily lost
 
 
 def import_(
@@ -48,34 +45,31 @@ def import_(
     copies: Annotated[int, typer.Option("--copies", help="Experts of a layer, from a dense model.")] = 0,
     chosen: Annotated[int, typer.Option("--chosen", help="Of them, those that a token meets.", min=1)] = 1,
     granularity: Annotated[int, typer.Option("--granularity", help="Experts that a copy is cut into.", min=1)] = 1,
+    config_only: Annotated[bool, typer.Option("--config-only", help="Write run.toml and no weights.")] = False,
 ) -> None:
     """Start a run from weights with Hugging Face names."""
     source = weights_of(source)
-    if preset:
-        base = load_run(preset)
-    else:  # required fields only: the user sets text and steps
-        base = Run(
-            name=output.name,
-            model=model_in(source),
-            training=Training(steps=STEPS, sequence_length=2048),
-            optimizer=Optimizer(learning_rate=LEARNING_RATE),
-            schedule=LearningRateSchedule(warmup_steps=STEPS // 20),
-        )
-    weights = open_source(source, base.model)
-    with_theirs, layers = with_prediction(base.model, weights), base.model.mtp_layers
-    if with_theirs.mtp_layers < layers:
-        print(f"without multi-token prediction: the files have {with_theirs.mtp_layers} of {layers} layers")
-    if with_theirs.mtp_layers < layers or not preset:
-        base = base.model_copy(update={"model": with_theirs})
+    base = load_run(preset) if preset else run_of(source, output.name)
+    folder = source.parent if source.suffix == ".json" and source.is_file() else source
+    weights = None if config_only else open_source(folder, base.model)
+    if weights is not None:
+        with_theirs, layers = with_prediction(base.model, weights), base.model.mtp_layers
+        if with_theirs.mtp_layers < layers:
+            print(f"without multi-token prediction: the files have {with_theirs.mtp_layers} of {layers} layers")
+        if with_theirs.mtp_layers < layers or not preset:
+            base = base.model_copy(update={"model": with_theirs})
     upcycling = Upcycling(copies=copies, chosen=chosen, granularity=granularity) if copies else None
     model = upcycling.model(base.model) if upcycling else base.model  # with experts, if the dense network is copied
-    own = [f'training.initial_weights="{output}"']  # run.toml starts from the folder that is written
-    if (source / TOKENIZER).is_file():
-        own.append(f'data.tokenizer="{source / TOKENIZER}"')
+    # run.toml starts from the folder that is written.
+    own = [] if config_only else [f'training.initial_weights="{output}"']
+    if (folder / TOKENIZER).is_file():
+        own.append(f'data.tokenizer="{folder / TOKENIZER}"')
     run = with_overrides(base.model_copy(update={"model": model}), [*own, *(overrides or ())])
-    if facts_of(run.model) != facts_of(model):  # balance and the like are no facts of weights
+    if not config_only and facts_of(run.model) != facts_of(model):  # balance and the like are no facts of weights
         raise ConfigError("the weights decide the model", fix="leave out overrides of model, but for its balance")
     import_weights(weights, base.model, run, upcycling, output)
-    size = count(run.model, run.training.sequence_length)
-    print(f"wrote {output}: {count_text(size.parameters + size.mtp_parameters)} parameters, {run.model.family}")
+    size = size_of(run.model, run.training.sequence_length)
+    alone = ", without weights" if config_only else ""
+    parameters = count_text(size.parameters + size.mtp_parameters)
+    print(f"wrote {output}: {parameters} parameters, {run.model.family}{alone}")
     print_next("train", output / RUN_FILE)

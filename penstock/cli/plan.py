@@ -5,6 +5,7 @@
     penstock plan moe-1t --on 768xMI300X training.micro_batch=1        the same: an override of a layout binds a search
     penstock plan moe-1t --on 768xMI300X --layout pp=24,vpp=4,ep=8,cp=2    one layout, also if it does not fit
     penstock plan mine.toml --on 8xH200 --layout own                   the run as it is written
+    penstock plan Qwen3-30B-A3B/config.json --on 8xH200                a model of Hugging Face; its folder too
     penstock plan moe-1t --on 768xMI300X --write best.toml             and train it: penstock train best.toml
     penstock plan --on 8xH200 --compare a.toml b.toml                  which term of two runs differs
     penstock plan ... --scale 128,256,512 | --sweep ep=8,16,32         what if
@@ -49,8 +50,9 @@ from penstock.cli.plan_print import (
     print_sweep,
     print_worlds,
 )
-from penstock.config.load import dump_toml, load_run
+from penstock.config.load import dump_toml
 from penstock.config.run import Run
+from penstock.models.huggingface.config import load_run_or_model
 from penstock.plan.asked_layout import rows_to_share, with_layout
 from penstock.plan.assumptions import Assumptions
 from penstock.plan.balance import BalanceCase, balance_cases, balance_json
@@ -86,7 +88,9 @@ from penstock.report.figure import Figure
 from penstock.report.frame import plotly_script
 from penstock.report.page import write_page
 
-Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
+Target = Annotated[
+    str | None, typer.Argument(metavar="TARGET", help="A preset, TOML file, run folder, or config.json.")
+]
 On = Annotated[str, typer.Option("--on", metavar="NxCHIP", help="Where: 768xMI300X, or 8xmine.toml.")]
 Network = Annotated[
     str | None,
@@ -215,7 +219,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
     if target is None:
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
     # A layout that is asked for completes the run; its rules are asked when it is projected.
-    run = load_run(target, words, is_whole=layout in (None, OWN))
+    run = load_run_or_model(target, words, is_whole=layout in (None, OWN))
     _check_what_if(run, cluster, scales, swept)
     fixed = {} if layout is not None else fixed_by(run, words, parse_layout(only) if only else {})
 
@@ -431,7 +435,7 @@ def _compare(
     overrides = [target, *words] if target else words  # the first override may stand in the place of a target
     if any("=" not in one for one in overrides):
         raise PenstockError("--compare names both runs", got=overrides[0], allowed="overrides a.b=c of both")
-    runs = [load_run(name, overrides) for name in names]
+    runs = [load_run_or_model(name, overrides) for name in names]
     with _working():
         left, right = (planner(run, cluster) for run in runs)
     comparison = compare(left, right)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from penstock.base.errors import ConfigError
-from penstock.config.load import load_run
+from penstock.config.load import huggingface_config_in, load_run
 from penstock.config.other_names import fields_of_other_name
 from penstock.config.run import Run
 from penstock.config.schema import every_field
@@ -145,6 +145,8 @@ def _check_values(verb: str, node: Mapping[str, Any], values: Mapping[str, Any])
         and not any(Path(target).is_relative_to(place) for place in ("/dev", "/proc"))
     ):
         path = Path(target)
+        if verb == "plan" and huggingface_config_in(target):
+            return  # reading it needs PyTorch
         if path.is_file() or not path.exists():
             # Sizes that are asked for beside the target may complete the run, so rules are left to the verb.
             load_run(target, overrides or (), is_whole=False)

@@ -29,6 +29,7 @@ from penstock.config.tree import NONE, Tree, build, merge, parse_overrides, path
 from penstock.config.versions import VERSION, VERSION_KEY, check_version
 
 RUN_FILE = "config.toml"  # the resolved configuration in the folder of a run
+CONFIG_FILE = "config.json"  # the model in a folder of Hugging Face weights
 _PRESET = "preset"
 
 
@@ -42,9 +43,9 @@ def load_run(target: str, overrides: Sequence[str] = (), *, follows: bool = True
     return _built(tree, overrides, written if follows else None, is_whole=is_whole)
 
 
-def with_overrides(run: Run, overrides: Sequence[str]) -> Run:
+def with_overrides(run: Run, overrides: Sequence[str], *, is_whole: bool = True) -> Run:
     """The run with overrides, `a.b=c` each, checked. Raises a ConfigError if an override or the result is wrong."""
-    return _built(run.model_dump(), overrides, frozenset())
+    return _built(run.model_dump(), overrides, frozenset(), is_whole=is_whole)
 
 
 def _built(tree: Tree, overrides: Sequence[str], written: frozenset[str] | None, *, is_whole: bool = True) -> Run:
@@ -58,6 +59,16 @@ def _built(tree: Tree, overrides: Sequence[str], written: frozenset[str] | None,
     return run
 
 
+def huggingface_config_in(target: str) -> Path | None:
+    """The `config.json` that a target names, or that is in its folder; None if it names a run."""
+    path = Path(target)
+    if is_preset(target) or os.path.isfile(path / RUN_FILE):
+        return None
+    if os.path.isdir(path):
+        path /= CONFIG_FILE
+    return path if path.suffix == ".json" and os.path.exists(path) else None
+
+
 def dump_toml(run: Run) -> str:
     """The run as a file, every field written out. Loading it gives an equal run."""
     return tomli_w.dumps({VERSION_KEY: VERSION, **_as_table(run)})
@@ -68,6 +79,10 @@ def _read_target(target: str) -> tuple[Tree, frozenset[str]]:
     if is_preset(target):
         return preset(target).model_dump(), frozenset()
     path = Path(target)
+    if huggingface_config_in(target):
+        only = "" if any(path.glob("*.safetensors")) else " --config-only"
+        fix = f"import it first: penstock import {path} --output NAME{only}"
+        raise ConfigError(f"{path} is a Hugging Face model, not a run", fix=fix)
     if os.path.isdir(path):
         if not os.path.isfile(path / RUN_FILE):
             raise ConfigError(f"{path} is not the folder of a run", allowed=f"a folder with a {RUN_FILE}")

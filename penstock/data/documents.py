@@ -5,12 +5,15 @@ valid. It is skipped, and counted, again in the next epoch. Documents of the oth
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.base.numbers import counted
+from penstock.data.files import empty
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, Tokens, fingerprint_of
 from penstock.data.tokenizer_rules import Tokenizer
 
@@ -56,6 +59,18 @@ class CorruptRecords:
             self._notices.append(f"data: skipped a record: {' '.join(error.what.split())}")
         elif self.skipped == 10 ** (len(str(self.skipped)) - 1):  # 10, 100, 1000, ...
             self._notices.append(f"data: {self.skipped:,} records were skipped so far")
+
+    def note(self, line: str) -> None:
+        """Adds a report about a file."""
+        self._notices.append(f"data: {line}")
+
+    def leave_out(self, empties: Sequence[Path], files: Sequence[Path]) -> None:
+        """Reports the files of a source that are empty, in one line. Raises an EmptyFileError if all of them are."""
+        if empties and len(empties) == len(files):
+            raise empty(files[0])
+        if empties:
+            more = f", and {counted(len(empties) - 1, 'other file')} too" if empties[1:] else ""
+            self.note(f"{empties[0]} is empty and left out{more}")
 
     def take_notices(self) -> tuple[str, ...]:
         """Returns the reports since the last call."""

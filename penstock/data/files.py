@@ -68,9 +68,13 @@ def unreadable(path: Path, error: OSError) -> DataError:
     )
 
 
-def empty(path: Path) -> DataError:
+class EmptyFileError(DataError):
+    """A file has no document; others of the same source may have some."""
+
+
+def empty(path: Path, what: str = "is empty") -> EmptyFileError:
     """Returns the error for a file without a document."""
-    return DataError(f"data file {path} is empty", fix="take it out of data.files and data.validation_files")
+    return EmptyFileError(f"data file {path} {what}", fix="take it out of data.files and data.validation_files")
 
 
 @contextmanager

@@ -161,6 +161,7 @@ def _load(name: DatasetName, *, streaming: bool) -> Any:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     _require("huggingface_hub.utils.logging").set_verbosity_error()
+    _check_files(name)
     reached = os.path.exists(name.dataset) or _hub_answers()
     try:
         if not any(os.path.isfile(os.path.join(name.dataset, file)) for file in _SAVED):
@@ -179,6 +180,14 @@ def _load(name: DatasetName, *, streaming: bool) -> Any:
     rows = splits[name.split]
     # One shard for each file of a saved dataset.
     return rows.to_iterable_dataset(num_shards=max(1, min(len(rows), len(rows.cache_files)))) if streaming else rows
+
+
+def _check_files(name: DatasetName) -> None:
+    """Refuse a folder with a pipe or a device, which `datasets` would wait for, by a DataError."""
+    for folder, _, files in os.walk(name.dataset):
+        for path in (os.path.join(folder, file) for file in files):
+            if os.path.exists(path) and not os.path.isfile(path):
+                raise DataError(f"cannot open {name}: {path}: it is a pipe or a device, no file", fix="remove it")
 
 
 def _hub_answers() -> bool:

@@ -6,6 +6,9 @@
                         each document its first sequence, S behind the last one (int64); little-endian
     PREFIX.packed.json  Penstock's own, optional: tokenizer of the ids, counts, and bytes of text
 
+Modes of sequences, one more byte each, may follow the index, if all are 0: text. An index that names no document, as
+parts do that were never merged, has a document in each sequence.
+
 Opening a pair copies nothing and checks the numbers of the index once. A pair is written under hidden names and renamed
 when it is complete, `.idx` last: readers need it first.
 """
@@ -25,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
-from penstock.base.files import draft_of, read_json
+from penstock.base.files import draft_of, open_file, read_json
 from penstock.data.files import disk_errors, empty
 from penstock.data.sources import Tokens, fingerprint_of
 
@@ -59,18 +62,24 @@ class PackedMetadata:
 class IndexedDataset:
     """One `.bin` with its `.idx`, memory-mapped and checked; `prefix` is their path without these endings.
 
-    Raises a DataError if a file is missing, damaged, empty, or does not match the other.
+    `notes` are lines for the user about what is unusual. Raises an EmptyFileError if there is no sequence, and a
+    DataError if a file is missing, damaged, or does not match the other.
     """
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
+        self.notes: list[str] = []
         self._index = _mapped(_beside(prefix, ".idx"))
-        self._content = _mapped(_beside(prefix, ".bin"))
         self.type, sequences, bounds = self._read_header()
+        self._content = _mapped(_beside(prefix, ".bin"))
         places = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences])  # bytes at which the three arrays begin
         self._lengths = np.frombuffer(self._index, "<i4", sequences, places[0])  # tokens of each sequence
         self._starts = np.frombuffer(self._index, "<i8", sequences, places[1])  # its first byte in .bin
         self._bounds = np.frombuffer(self._index, "<i8", bounds, places[2])  # first sequence of each document
+        if self._bounds.tolist() == [0]:
+            self._bounds = np.arange(sequences + 1)
+            path = _beside(prefix, ".idx")
+            self.notes.append(f"{path} names no document: each of its {sequences:,} sequences is read as one")
         self._check()
 
     def __len__(self) -> int:
@@ -98,21 +107,6 @@ class IndexedDataset:
             digest.update(self._content[start : start + _SAMPLE_BYTES].tobytes())
         return fingerprint_of(digest.digest(), size)
 
-    def origin(self) -> PackedMetadata | None:
-        """Returns the content of PREFIX.packed.json, None if there is no such file; a DataError if it is damaged."""
-        path = _beside(self.prefix, ".packed.json")
-        try:
-            values = read_json(path)
-            return PackedMetadata(**{**values, "left_out": tuple(values.get("left_out", ()))})
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{path} does not describe packed tokens: {error}", fix="pack the text again, or take the file away"
-            ) from error
-
     def _read_header(self) -> tuple["np.dtype[Any]", int, int]:
         """Returns (type of the ids, number of sequences, number of document bounds)."""
         path = _beside(self.prefix, ".idx")
@@ -123,20 +117,22 @@ class IndexedDataset:
             got = f"version {version}, type {code}"
             raise DataError(f"{path} is of another version", got=got, allowed="version 1, types 1 to 8")
         size = _HEADER.size + 12 * sequences + 8 * bounds
-        if len(self._index) == size + sequences > size:  # one more byte a sequence: its mode
-            raise DataError(f"{path} is of images and text; only text can be read")
-        if len(self._index) != size:
+        if len(self._index) == size + sequences:  # one more byte a sequence: its mode
+            if self._index[size:].any():
+                raise DataError(f"{path} is of images and text; only text can be read")
+        elif len(self._index) != size:
             raise _damaged(path, f"{len(self._index)} bytes where {size} belong")
+        if sequences == 0:
+            raise empty(path, "holds no document")
         return np.dtype(_TYPES[code]), sequences, bounds
 
     def _check(self) -> None:
         """Raises DataError for documents or sequences out of range; in parts: an index may be larger than memory."""
         path = _beside(self.prefix, ".idx")
-        if len(self._bounds) < 2:
-            raise DataError(f"{path} holds no document", fix="take it out of data.files and data.validation_files")
         sequences = len(self._lengths)
-        if self._bounds[0] != 0 or self._bounds[-1] != sequences or not _rises(self._bounds):
+        if not len(self._bounds) or self._bounds[0] != 0 or self._bounds[-1] != sequences or not _rises(self._bounds):
             raise _damaged(path, "documents that do not follow each other")
+        last = 0  # byte of .bin behind the last sequence
         for start in range(0, sequences, _CHECKED_TOGETHER):
             lengths = self._lengths[start : start + _CHECKED_TOGETHER].astype(np.int64)
             starts = self._starts[start : start + _CHECKED_TOGETHER]
@@ -144,6 +140,9 @@ class IndexedDataset:
             if min(lengths.min(), starts.min()) < 0 or ends.max() > len(self._content):
                 why = "the two files are not of one pair, or cut"
                 raise _damaged(path, f"sequences outside {self.prefix}.bin", why)
+            last = max(last, int(ends.max()))
+        if behind := len(self._content) - last:
+            self.notes.append(f"{self.prefix}.bin has {behind:,} bytes behind its last sequence, which are not read")
 
 
 class IndexedDatasetWriter:
@@ -207,6 +206,22 @@ class IndexedDatasetWriter:
             draft.unlink(missing_ok=True)
 
 
+def origin_of(prefix: Path) -> PackedMetadata | None:
+    """Returns the content of PREFIX.packed.json, None if there is no such file; a DataError if it is damaged."""
+    path = _beside(prefix, ".packed.json")
+    try:
+        values = read_json(path)
+        return PackedMetadata(**{**values, "left_out": tuple(values.get("left_out", ()))})
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} does not describe packed tokens: {error}", fix="pack the text again, or take the file away"
+        ) from error
+
+
 def prefix_of(path: Path) -> Path:
     """Returns the prefix of a pair from a prefix, or from the path of one of its files."""
     for suffix in (".packed.json", ".bin", ".idx"):
@@ -223,9 +238,10 @@ def _beside(prefix: Path, suffix: str) -> Path:
 def _mapped(path: Path) -> NDArray[np.uint8]:
     """Returns the bytes of a file, memory-mapped."""
     try:
-        if path.stat().st_size == 0:  # which cannot be mapped
-            raise empty(path)
-        return np.memmap(path, dtype=np.uint8, mode="r")
+        with open_file(path) as file:
+            if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped
+                raise empty(path) if path.name.endswith(".idx") else _damaged(path, "no byte")
+            return np.memmap(file, dtype=np.uint8, mode="r")
     except OSError as error:
         raise DataError(
             f"cannot read data file {path}: {error.strerror}",

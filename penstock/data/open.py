@@ -21,7 +21,7 @@ from penstock.data.documents import CorruptRecords
 from penstock.data.files import matched, unreadable
 from penstock.data.fill_in_middle import FillInMiddle, find_marks
 from penstock.data.hub import DatasetName, DatasetOnDisk, StreamedDataset
-from penstock.data.indexed_dataset import IndexedDataset, prefix_of
+from penstock.data.indexed_dataset import origin_of, prefix_of
 from penstock.data.mixture import Text, TextPart
 from penstock.data.packed import open_packed
 from penstock.data.shards import Shards
@@ -145,7 +145,7 @@ def vocabulary_of(data: Data) -> Vocabulary:
     setting, end = data.tokenizer, data.end_of_document
     if setting == BYTES and all(place.source == "packed" for place in places):
         files = matched(places[0].files, SUFFIXES["packed"])
-        origin = next(filter(None, (IndexedDataset(prefix_of(path)).origin() for path in files)), None)
+        origin = next(filter(None, (origin_of(prefix_of(path)) for path in files)), None)
         if origin is None:
             raise DataError(f"no tokenizer is known for {files[0]}", fix="set data.tokenizer")
         setting, end = origin.tokenizer, end or origin.end_of_document_name
@@ -196,6 +196,7 @@ class _Opener:
         return open_packed(
             files,
             keep=keep,
+            corrupt=corrupt,
             vocab_size=self.vocabulary_size,
             tokenizer=self.data.tokenizer,
             end_of_document=self.data.end_of_document or None,

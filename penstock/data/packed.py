@@ -34,8 +34,10 @@ from numpy.typing import NDArray
 from penstock.base.child import Child, ChildEndedError
 from penstock.base.errors import DataError
 from penstock.data import encoding_process
+from penstock.data.documents import CorruptRecords
 from penstock.data.encoding_process import Encoded, encode_texts
-from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata, prefix_of
+from penstock.data.files import EmptyFileError
+from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata, origin_of, prefix_of
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, Tokens, document_part, fingerprint_of
 from penstock.data.tokenizer import BYTES, open_tokenizer
 from penstock.data.tokenizer_rules import Tokenizer
@@ -124,15 +126,16 @@ def open_packed(
     vocab_size: int,
     tokenizer: str = BYTES,
     end_of_document: str | None = None,
+    corrupt: CorruptRecords | None = None,
 ) -> PackedTokens:
-    """Opens pairs of files as one source; a pair that is named twice counts once.
+    """Opens pairs of files as one source; a pair that is named twice counts once, and empty ones are left out.
 
-    `tokenizer` is the setting `data.tokenizer`, whose default "bytes" takes the tokenizer that the files name, and
-    `end_of_document` the name of a token, or its id in digits. Raises a DataError if a file is missing, damaged or
-    empty, if the files have different tokenizers, or another one than the setting, if their tokenizer is unknown, or if
-    the ids do not fit the model.
+    `tokenizer` is the setting `data.tokenizer`, whose default "bytes" takes the tokenizer that the files name,
+    `end_of_document` the name of a token, or its id in digits; `corrupt` gets notes about the files. Raises a DataError
+    if a file is missing or damaged, or all are empty, if the files have different tokenizers, or another one than the
+    setting, if their tokenizer is unknown, or if the ids do not fit the model.
     """
-    pairs = [IndexedDataset(prefix) for prefix in dict.fromkeys(map(prefix_of, paths))]
+    pairs = _opened_pairs(paths, corrupt or CorruptRecords())
     origin = _common_origin(pairs)
     opened = _open_fitting_tokenizer(pairs[0], origin, tokenizer, end_of_document)
     size, end = _meaning(pairs[0], origin, opened, end_of_document, vocab_size)
@@ -148,9 +151,25 @@ def open_packed(
     return PackedTokens(pairs, vocab_size=size, end_of_document=end, tokenizer=opened, documents=documents, part=part)
 
 
+def _opened_pairs(paths: Sequence[Path], corrupt: CorruptRecords) -> list[IndexedDataset]:
+    pairs, empties = [], []
+    prefixes = [*dict.fromkeys(map(prefix_of, paths))]
+    for prefix in prefixes:
+        try:
+            pairs.append(IndexedDataset(prefix))
+        except EmptyFileError:
+            if len(prefixes) == 1:
+                raise
+            empties.append(prefix)
+    corrupt.leave_out(empties, prefixes)
+    for line in (line for pair in pairs for line in pair.notes):
+        corrupt.note(line)
+    return pairs
+
+
 def _common_origin(pairs: Sequence[IndexedDataset]) -> PackedMetadata | None:
     """Returns the metadata of the pairs; one without metadata is assumed to be like the others."""
-    origins = [(pair, origin) for pair in pairs if (origin := pair.origin()) is not None]
+    origins = [(pair, origin) for pair in pairs if (origin := origin_of(pair.prefix)) is not None]
     for pair, origin in origins:
         if origin.fingerprint != origins[0][1].fingerprint:
             raise DataError(

@@ -127,6 +127,7 @@ _BINARY = {
     arrow.large_string(): arrow.large_binary(),
     arrow.string_view(): arrow.binary_view(),
 }
+_BINARY |= {kind: kind for kind in _BINARY.values()}
 """Types of text, and of the same bytes, which may be no UTF-8: that is a fault of one text, not of its block."""
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from penstock.base.child import Child, ChildEndedError
 from penstock.base.errors import DataError
 from penstock.data.documents import CorruptRecords, TextDocuments, checked_text
-from penstock.data.files import empty, unreadable
+from penstock.data.files import unreadable
 from penstock.data.order import InBlocks
 from penstock.data.sources import RecordError, SplitFilter, fingerprint_of, require
 from penstock.data.tokenizer_rules import Tokenizer
@@ -66,7 +66,8 @@ def _reader(process: int) -> Child:
 class Tables(TextDocuments, InBlocks):
     """The rows of Parquet and Arrow files, in the order of the files.
 
-    Raises a DataError if pyarrow is missing, a file cannot be read, is not a table or lacks the column, or is empty.
+    Files without a row are left out. Raises a DataError if pyarrow is missing, a file cannot be read, is not a table or
+    lacks the column, or if no file has a row.
     """
 
     def __init__(
@@ -83,14 +84,19 @@ class Tables(TextDocuments, InBlocks):
         self._text_field = text_field
         self._blocks: list[TableBlock] = []
         digest = blake2b(digest_size=16)
-        for number in range(len(self._files)):
+        empties: list[Path] = []
+        for number, path in enumerate(self._files):
+            if path.is_file() and path.stat().st_size == 0:
+                empties.append(path)
+                continue
             opened = self._open(number)
+            if not any(rows for rows, _ in opened["blocks"]):
+                empties.append(path)
             self._blocks += [TableBlock(number, place, *sizes) for place, sizes in enumerate(opened["blocks"])]
             digest.update(bytes.fromhex(opened["fingerprint"]))
         self._block_sizes = np.array([block.rows for block in self._blocks], dtype=np.int64)
         self._ends = np.cumsum(self._block_sizes)  # number behind the last document of each block
-        if len(self) == 0:
-            raise empty(self._files[0])
+        corrupt.leave_out(empties, self._files)
         # As many blocks as fit into POOL_BYTES on average.
         mean = max(1, sum(block.size for block in self._blocks) // len(self._blocks))
         self._pool = max(1, min(len(self._blocks), POOL_BYTES // mean))

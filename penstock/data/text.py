@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from penstock.base.errors import DataError
 from penstock.base.files import open_file
 from penstock.data.documents import CorruptRecords, TextDocuments, checked_text, with_cure
-from penstock.data.files import contents, empty, readable_copies, unreadable
+from penstock.data.files import contents, readable_copies, unreadable
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, document_part, fingerprint_of
 from penstock.data.tokenizer_rules import Tokenizer
 
@@ -244,25 +244,24 @@ class PlainText(IndexedText):
         cache: Path = CACHE,
     ) -> None:
         corrupt = corrupt or CorruptRecords()
-        is_filled = False
+        empties: list[Path] = []
 
         def documents_in(path: Path, copy: Path) -> Iterator[FoundDocuments]:
-            nonlocal is_filled
             try:
                 with open_file(copy) as file:
                     content = file.read()
             except OSError as error:
                 raise unreadable(path, error) from error
-            if content:
-                is_filled = True
+            if not content:
+                empties.append(path)
+            else:
                 if not corrupt.skips:
                     require_utf8(content, str(path))
                 yield FoundDocuments(*(np.array([value]) for value in (1, 0, len(content), crc32(content))))
 
         index = DocumentIndex.build(files, readable_copies(files, cache), documents_in, keep)
         super().__init__(index, tokenizer, corrupt)
-        if files and not is_filled:
-            raise empty(files[0])
+        corrupt.leave_out(empties, files)
 
     def record(self, index: int) -> str:
         """Returns the content of a file."""
@@ -270,9 +269,10 @@ class PlainText(IndexedText):
 
 
 class JsonLines(IndexedText):
-    """One document per line: a JSON object with the text in one of its fields. Blank lines are left out.
+    """One document per line: a JSON object with the text in one of its fields. Blank lines and files are left out.
 
-    Raises a DataError if a file cannot be read, has no line, is not UTF-8, or does not begin with such an object.
+    Raises a DataError if a file cannot be read, is not UTF-8, or does not begin with such an object, or if all of them
+    are blank.
     """
 
     def __init__(
@@ -287,6 +287,7 @@ class JsonLines(IndexedText):
     ) -> None:
         corrupt = corrupt or CorruptRecords()
         self._text_field = text_field
+        empties: list[Path] = []
 
         def documents_in(path: Path, copy: Path) -> Iterator[FoundDocuments]:
             is_filled = False
@@ -295,7 +296,7 @@ class JsonLines(IndexedText):
                 is_filled |= len(found.lines) > 0
                 yield found
             if not is_filled:
-                raise empty(path)
+                empties.append(path)
 
         # Before decompression, which may take long.
         for path in files:
@@ -303,6 +304,7 @@ class JsonLines(IndexedText):
 
         index = DocumentIndex.build(files, readable_copies(files, cache), documents_in, keep)
         super().__init__(index, tokenizer, corrupt)
+        corrupt.leave_out(empties, files)
 
     def record(self, index: int) -> str:
         """Returns the text field of a line."""

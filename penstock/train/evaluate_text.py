@@ -19,6 +19,7 @@ import torch
 from penstock.base.errors import DataError, DeviceError
 from penstock.base.files import read_json
 from penstock.config.data import Data, SourceName
+from penstock.config.load import CONFIG_FILE
 from penstock.config.run import Run
 from penstock.config.training import LearningRateSchedule, Optimizer, Training
 from penstock.data.evaluation import evaluation_batches
@@ -27,12 +28,11 @@ from penstock.data.mixture import Text, TextPart
 from penstock.data.open import SUFFIXES, open_text
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.models.decoder import Decoder
-from penstock.models.huggingface.weight_folder import CONFIG_FILE
+from penstock.models.huggingface.config import model_in
 from penstock.models.rank_model import RankModel
 from penstock.train.export import Precision, export_huggingface
 from penstock.train.generate import load_decoder, load_weight_folder
 from penstock.train.global_batch import CutRule
-from penstock.train.import_weights import model_in
 from penstock.train.loss import loss_rule
 from penstock.train.saved_weights import chosen_step, open_saved
 from penstock.train.setup import open_split

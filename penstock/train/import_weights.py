@@ -1,6 +1,6 @@
 """Turns weights of other programs into the start of a run, a few tensors at a time.
 
-    1. model    from the folder's config.json, or a preset
+    1. model    from the folder's config.json (penstock/models/huggingface/config.py), or a preset
     2. check    every tensor of the family's table exists, in its shape; nothing has been written yet
     3. pieces   each tensor is a rectangle of one of ours (penstock/models/huggingface/weight_names.py)
     4. write    into a hidden folder, which is renamed when it is complete
@@ -9,7 +9,7 @@ A dense model can become an MoE model ("upcycling", arXiv 2212.05055, 2410.07524
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError, ConfigError
-from penstock.base.files import read_json, write_whole
+from penstock.base.files import write_whole
 from penstock.config.load import dump_toml
 from penstock.config.model import Model, Moe, Router
 from penstock.config.run import Run
 from penstock.layout.sharding import Rectangle
-from penstock.models.huggingface.config import model_of_config
-from penstock.models.huggingface.weight_folder import CONFIG_FILE, WeightSource
+from penstock.models.huggingface.weight_folder import WeightSource
 from penstock.models.huggingface.weights import WeightMapping, check_copies, check_weights, names_of, weight_mappings
 from penstock.models.init import ParamInit
 from penstock.parallel.shard import whole
@@ -125,48 +124,35 @@ def _part_of(piece: WeightPiece, dim: int, begin: int, size: int) -> Tensor:
     return piece.values().narrow(dim, begin, size)[None]
 
 
-def model_in(folder: Path) -> Model:
-    """The model of a folder's `config.json`.
-
-    Raises a CheckpointError if the file is missing or no JSON, and a ConfigError if the family is unknown or an option
-    unsupported.
-    """
-    path = folder / CONFIG_FILE
-    try:
-        fields = read_json(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot read {path}", got=error.strerror, fix="give a folder with config.json, or name the preset"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON", got=error, fix="fetch it again") from error
-    if not isinstance(fields, Mapping):
-        raise CheckpointError(f"{path} is no table of keys", got=type(fields).__name__)
-    return model_of_config(fields)
-
-
-def import_weights(weights: WeightSource, source: Model, run: Run, upcycling: Upcycling | None, folder: Path) -> None:
+def import_weights(
+    weights: WeightSource | None, source: Model, run: Run, upcycling: Upcycling | None, folder: Path
+) -> None:
     """Write the weights of a `source` model as the start of a run, whose `training.initial_weights` names the folder.
 
-    `upcycling` makes the run's model of `source`; None if they are the same. Raises a CheckpointError if the weights
-    are not those of the model, cannot be read, or a write fails.
+    Without weights the run alone is written. `upcycling` makes the run's model of `source`; None if they are the same.
+    Raises a CheckpointError if the weights are not those of the model, cannot be read, or a write fails.
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already", fix="give the name of a new folder")
-    names = names_of(source, weights)
-    lines = weight_mappings(source, names.keys())
-    check_weights(lines, weights, names)
-    check_copies(source, weights)
-    pieces: Iterator[WeightPiece] = (_piece(line, weights, names[line.hf_name]) for line in lines)
-    if upcycling is not None:
+    pieces = None if weights is None else _checked_pieces(weights, source)
+    if pieces is not None and upcycling is not None:
         pieces = upcycling.pieces(source, pieces)
     facts: dict[str, Any] = {"step": STEP, "model": identity_of(run)}
     try:
         with complete_folder(folder) as draft:
-            write_weights(draft / WEIGHTS / f"step-{STEP:06d}", pieces, facts)
+            if pieces is not None:
+                write_weights(draft / WEIGHTS / f"step-{STEP:06d}", pieces, facts)
             write_whole(draft / RUN_FILE, dump_toml(run))
     except OSError as error:
         raise CheckpointError(f"cannot write {folder}", got=error) from error
+
+
+def _checked_pieces(weights: WeightSource, source: Model) -> Iterator[WeightPiece]:
+    names = names_of(source, weights)
+    lines = weight_mappings(source, names.keys())
+    check_weights(lines, weights, names)
+    check_copies(source, weights)
+    return (_piece(line, weights, names[line.hf_name]) for line in lines)
 
 
 def _piece(line: WeightMapping, weights: WeightSource, name: str) -> WeightPiece:

@@ -87,7 +87,7 @@ class RunData:
 
     train: Text
     held_out: EvaluationRows | None  # None without evaluation
-    notices: tuple[str, ...] = ()  # skipped records of held-out text, a line each
+    notices: tuple[str, ...] = ()  # about files, and skipped records of held-out text, a line each
 
 
 def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = True) -> Session:
@@ -176,7 +176,8 @@ def _unfilled(run: Run, text: Text) -> tuple[str, ...]:
 def open_texts(run: Run, axes: Axes = ALONE) -> RunData:
     """Open the data of a run for one rank. Raises a DataError if it cannot be used."""
     if run.evaluation.rows == 0:
-        return RunData(train=open_split(run, "train"), held_out=None)
+        train = open_split(run, "train")
+        return RunData(train=train, held_out=None, notices=train.corrupt.take_notices())
     text = open_split(run, "validation")
     held_out = evaluation_batches(
         text,
@@ -192,7 +193,9 @@ def open_texts(run: Run, axes: Axes = ALONE) -> RunData:
             "the held-out rows predict no text: each of their documents is one token long",
             fix="hold out longer documents, or set evaluation.rows to 0",
         )
-    return RunData(train=open_split(run, "train"), held_out=held_out, notices=text.corrupt.take_notices())
+    train = open_split(run, "train")
+    both = (*text.corrupt.take_notices(), *train.corrupt.take_notices())  # which are of the same files, mostly
+    return RunData(train=train, held_out=held_out, notices=tuple(dict.fromkeys(both)))
 
 
 def open_split(run: Run, split: Split) -> Text:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.data.indexed_dataset import IndexedDataset
+from penstock.data.indexed_dataset import origin_of
 from penstock.data.packed import open_packed
 from penstock.data.sources import SplitFilter
 from penstock.data.tokenizer import open_tokenizer
@@ -101,7 +101,7 @@ def test_corrupt_lines_stop_or_are_named(corpus: Path, tmp_path: Path) -> None:
     assert code == 0
     assert "1 empty document was left out\n2 corrupt documents were left out, all of them named in" in out
     assert f"{corpus}:31 is not UTF-8" in out
-    origin = IndexedDataset(tmp_path / "out" / "a").origin()
+    origin = origin_of(tmp_path / "out" / "a")
     # An empty text is no fault.
     assert [fault.split(" ")[0] for fault in origin.left_out] == [f"{corpus}:31", f"{corpus}:33"]
 

@@ -1,6 +1,7 @@
 """`penstock plan` from the outside, with projections that are made up; and what it really says of a small run."""
 
 import json
+import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,12 +11,14 @@ import pytest
 from penstock.cli import plan as verb
 from penstock.cli.main import main
 from penstock.config.load import load_run
+from penstock.models.huggingface.config import huggingface_config
 from penstock.plan.hardware_file import load_hardware, write_hardware
 from penstock.plan.projection import SLOWER, Plan
 from penstock.plan.search import Progress
 from penstock.plan.search_request import SearchRequest
 from tests.cli import answers
 from tests.cli.made_plans import GB, MadeUp, projection, refusal, run_of
+from tests.models.huggingface.family_models import VARIANTS
 
 ON = ("--on", "16xMI300X")
 LAID_OUT = ("debug", "parallel.pipeline=2", "parallel.expert=4", "training.global_batch=64")
@@ -70,6 +73,24 @@ def test_a_search_is_asked_what_the_command_line_says(searched: Searched) -> Non
     assert "best: PP2 EP4" in text
     assert "left out: 61 of 63 layouts: 61 are no faster" in text
     assert "1.5 x their even share" in text
+
+
+def test_a_config_of_hugging_face_is_planned_as_import_makes_it_a_run(
+    searched: Searched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs").mkdir()
+    Path("theirs/config.json").write_text(json.dumps(huggingface_config(VARIANTS["qwen3-moe"])))
+    words = ("training.sequence_length=512", "data.source=synthetic-learnable")
+    for target in ("theirs", "theirs/config.json"):
+        text = shown(target, *ON, *words)
+        assert f"next:  penstock plan {target} {shlex.join(words)} --on 16xMI300X --write best.toml" in text
+        run = searched.questions[-1].run
+        assert (run.name, run.model, run.training.sequence_length) == ("theirs", VARIANTS["qwen3-moe"], 512)
+    answers.printed("import theirs --output mine --config-only", *words)
+    assert load_run("mine/run.toml").model_copy(update={"name": "theirs"}) == run
+    comparison = shown("--compare", "theirs", "mine/run.toml", "--on", "1xMI300X", words[1])
+    assert "theirs" in comparison and len(searched.questions) == 2
 
 
 def test_forced_balance_and_experts_in_turn_are_even_unless_said_otherwise(searched: Searched) -> None:

@@ -141,6 +141,23 @@ def test_what_was_imported_trains_and_leaves_again(theirs: Path) -> None:
         assert all(torch.equal(out[name], tensor) for name, tensor in load_file("theirs/model.safetensors").items())
 
 
+def test_a_config_alone_becomes_a_run_file(theirs: Path) -> None:
+    (theirs / "model.safetensors").unlink()
+    model = VARIANTS["qwen3"]
+    for number, source in enumerate((theirs, theirs / "config.json")):
+        out = answers.printed("import", source, "--output", f"mine{number}", "--config-only", SYNTHETIC)
+        assert out.startswith(f"wrote mine{number}: ") and ", qwen3, without weights\nnext:  penstock train mine" in out
+        assert [path.name for path in Path(f"mine{number}").iterdir()] == ["run.toml"]
+        run = load_run(f"mine{number}/run.toml")
+        assert (run.model, run.name, run.training.initial_weights) == (model, f"mine{number}", "")
+    answers.printed(
+        "import", theirs, "--output", "cut", "--config-only", "model.layers=1", "model.dense_layers=1", SYNTHETIC
+    )
+    assert load_run("cut/run.toml").model.layers == 1
+    first = "theirs is a Hugging Face model, not a run; fix: import it first: penstock import theirs --output NAME"
+    assert answers.refused("train", "theirs", "--dry-run") == f"{first} --config-only"
+
+
 def test_prediction_that_the_files_lack_is_left_out_in_one_line(tmp_path: Path) -> None:
     """As `transformers` saves DeepSeek-V3: config.json says one layer, and no tensor has its name."""
     model = build_model(tiny_run(tmp_path, model=VARIANTS["deepseek-v3"]), torch.device("cpu"))

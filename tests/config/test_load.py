@@ -44,6 +44,19 @@ def test_the_folder_of_a_run_is_a_target_and_its_file_says_its_version(tmp_path:
     assert load_run(str(tmp_path)) == debug()
 
 
+def test_a_model_of_hugging_face_is_no_run(tmp_path: Path) -> None:
+    path, model = (
+        write(tmp_path / "config.json", "{}"),
+        f"{tmp_path} is a Hugging Face model, not a run; fix: import it",
+    )
+    assert message_of(str(tmp_path)) == f"{model} first: penstock import {tmp_path} --output NAME --config-only"
+    assert message_of(str(path)).endswith(f"first: penstock import {path} --output NAME --config-only")
+    (tmp_path / "model.safetensors").touch()
+    assert message_of(str(tmp_path)) == f"{model} first: penstock import {tmp_path} --output NAME"
+    write(tmp_path / RUN_FILE, dump_toml(debug()))
+    assert load_run(str(tmp_path)) == debug()
+
+
 def test_a_preset_wins_over_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "debug").mkdir()

@@ -1,6 +1,7 @@
 """Packed documents as a source: one end each, the right tokenizer, bytes of text, splits."""
 
 import json
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from penstock.base.child import Child, ChildEndedError
 from penstock.base.errors import DataError
 from penstock.data import packed as packed_data
+from penstock.data.documents import CorruptRecords
 from penstock.data.evaluation import evaluation_batches
-from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata, prefix_of
+from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata, origin_of, prefix_of
 from penstock.data.packed import PackedTokens, PackProgress, PackResult, open_packed, pack
 from penstock.data.sources import RecordError, Source, SplitFilter
 from penstock.data.stream import Stream
@@ -109,7 +111,7 @@ def test_splits_share_no_document_and_stay_when_documents_are_appended(tmp_path:
     assert train.fingerprint != held_out.fingerprint
 
 
-def origin_of(tokenizer: Path) -> PackedMetadata:
+def metadata_of(tokenizer: Path) -> PackedMetadata:
     read = open_tokenizer(str(tokenizer))
     ids = {"vocabulary_size": read.vocab_size, "end_of_document": read.end_of_document}
     return replace(BYTES, tokenizer=str(tokenizer), fingerprint=read.fingerprint, **ids)
@@ -117,7 +119,7 @@ def origin_of(tokenizer: Path) -> PackedMetadata:
 
 def test_without_the_tokenizer_a_run_can_train_and_not_judge(tmp_path: Path) -> None:
     tokenizer = json_file(tmp_path / "tokenizer.json")
-    prefix = write(tmp_path / "a", [5, 6, 0], origin=origin_of(tokenizer))
+    prefix = write(tmp_path / "a", [5, 6, 0], origin=metadata_of(tokenizer))
     tokenizer.unlink()
     source = opened(prefix)
     assert (tokens_of(source), source.end_of_document, source.vocab_size) == ([[5, 6]], 0, 283)
@@ -132,7 +134,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     told = r"a was packed with another tokenizer.*; got data.tokenizer .*, and bytes in a"
     with pytest.raises(DataError, match=told):
         opened(prefix, tokenizer=str(other))
-    mixed = write(tmp_path / "b", [5, 6, 0], origin=origin_of(other))
+    mixed = write(tmp_path / "b", [5, 6, 0], origin=metadata_of(other))
     with pytest.raises(DataError, match=r"b and .*a were packed with different tokenizers; got .*json and bytes"):
         opened(prefix, mixed)
 
@@ -210,7 +212,7 @@ def test_what_was_packed_is_what_the_tokenizer_gives(tmp_path: Path) -> None:
     assert tokens_of(source) == wanted
     sizes = [source.bytes_per_token(number).sum() for number in range(len(source))]
     assert sizes == [len(text.encode()) for text in TEXTS if text]
-    origin = IndexedDataset(tmp_path / "a").origin()
+    origin = origin_of(tmp_path / "a")
     assert origin == done.origin
     assert (origin.documents, done.empty) == (len(wanted), TEXTS.count(""))
     assert origin.tokens == sum(map(len, wanted)) + len(wanted)
@@ -332,7 +334,7 @@ def test_what_is_written_is_what_megatron_would_have_written(tmp_path: Path, voc
         assert (tmp_path / f"folder/ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
     pair = IndexedDataset(tmp_path / "folder" / "ours")
     assert documents_of(pair) == documents
-    assert pair.origin() == ORIGIN
+    assert origin_of(pair.prefix) == ORIGIN
 
 
 def write_until(error: BaseException, prefix: Path) -> None:
@@ -397,12 +399,13 @@ DAMAGED = [
     (HEADER + struct.pack("<BQQ", 8, 3, 2), "it is damaged or cut; got 34 bytes where 86 belong"),
     (HEADER + struct.pack("<BQQ", 8, 2**60, 2**60), "it is damaged or cut"),
     (HEADER + struct.pack("<BQQq", 8, 0, 1, 0), r"a\.idx holds no document; fix: take it out"),
+    (HEADER + struct.pack("<BQQiq", 8, 1, 0, 1, 0), "got documents that do not follow each other"),
     (HEADER + struct.pack("<BQQiqqq", 8, 1, 2, 9, 0, 0, 1), r"not of one pair, or cut; got sequences outside .*a\.bin"),
     (HEADER + struct.pack("<BQQiqqq", 8, 1, 2, -1, 0, 0, 1), "sequences outside"),
     (HEADER + struct.pack("<BQQiqqq", 8, 1, 2, 1, -2, 0, 1), "sequences outside"),
     (HEADER + struct.pack("<BQQiqqq", 8, 1, 2, 1, 0, 0, 2), "got documents that do not follow each other"),
     (HEADER + struct.pack("<BQQiqqqq", 8, 1, 3, 1, 0, 0, 2, 1), "got documents that do not follow each other"),
-    (HEADER + struct.pack("<BQQiqqqb", 8, 1, 2, 1, 0, 0, 1, 0), "is of images and text; only text can be read"),
+    (HEADER + struct.pack("<BQQiqqqb", 8, 1, 2, 1, 0, 0, 1, 1), "is of images and text; only text can be read"),
 ]
 
 
@@ -412,6 +415,43 @@ def test_a_damaged_index_is_refused(tmp_path: Path, index: bytes, message: str) 
     (tmp_path / "a.idx").write_bytes(index)
     with pytest.raises(DataError, match=message):
         IndexedDataset(prefix)
+
+
+def test_an_index_without_documents_or_with_modes_and_bytes_behind_the_last_sequence_are_read(tmp_path: Path) -> None:
+    documents = [[1, 2], [3], [4, 5, 6]]
+    write(tmp_path / "plain", *documents, origin=None)
+    plain = (tmp_path / "plain.idx").read_bytes()
+    # Code of the type, sequences, bounds; then lengths, first bytes, and of the bounds only the first.
+    unmerged = HEADER + struct.pack("<BQQ", 8, 3, 1) + plain[34 : 34 + 12 * 3] + bytes(8)
+    notes = {
+        "unmerged": [f"data: {tmp_path}/unmerged.idx names no document: each of its 3 sequences is read as one"],
+        "modes": [],
+        "behind": [f"data: {tmp_path}/behind.bin has 5 bytes behind its last sequence, which are not read"],
+    }
+    for name, index in {"unmerged": unmerged, "modes": plain + bytes(3), "behind": plain}.items():
+        content = (tmp_path / "plain.bin").read_bytes() + (bytes(5) if name == "behind" else b"")
+        (tmp_path / f"{name}.bin").write_bytes(content)
+        (tmp_path / f"{name}.idx").write_bytes(index)
+        corrupt = CorruptRecords()
+        source = open_packed([tmp_path / name], keep=ALL, vocab_size=1000, end_of_document="9", corrupt=corrupt)
+        assert tokens_of(source) == documents
+        assert corrupt.take_notices() == tuple(notes[name])
+
+
+def test_an_empty_pair_is_left_out_and_a_pipe_is_refused(tmp_path: Path) -> None:
+    names = ("a", "empty", "none")
+    write(tmp_path / "a", [1, 2])
+    (tmp_path / "empty.idx").touch()
+    (tmp_path / "none.idx").write_bytes(HEADER + struct.pack("<BQQq", 8, 0, 1, 0))
+    (tmp_path / "none.bin").touch()
+    corrupt = CorruptRecords()
+    source = open_packed([tmp_path / name for name in names], keep=ALL, vocab_size=1000, corrupt=corrupt)
+    assert tokens_of(source) == [[1, 2]]
+    assert corrupt.take_notices() == (f"data: {tmp_path}/empty is empty and left out, and 1 other file too",)
+    (tmp_path / "a.bin").unlink()
+    os.mkfifo(tmp_path / "a.bin")
+    with pytest.raises(DataError, match=r"cannot read data file .*a\.bin: it is a pipe or a device, no file"):
+        opened(tmp_path / "a")
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
@@ -431,7 +471,7 @@ def test_numbers_with_fractions_are_no_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "[]", "{}", json.dumps({"tokenizer": "bytes", "colour": 1})])
 def test_a_damaged_description_is_refused(tmp_path: Path, content: str) -> None:
     pair = IndexedDataset(write_pair(tmp_path / "a", [[[1, 2]]]))
-    assert pair.origin() is None
+    assert origin_of(pair.prefix) is None
     (tmp_path / "a.packed.json").write_text(content)
     with pytest.raises(DataError, match=r"a\.packed\.json does not describe packed tokens"):
-        pair.origin()
+        origin_of(pair.prefix)

@@ -175,7 +175,7 @@ def test_a_library_that_ends_its_process_is_an_error_line(tmp_path: Path, monkey
         ("a.parquet", None, "cannot read data file .*a.parquet: No such file or directory; fix: correct data.files"),
         ("a.parquet", b"no table", r"data file .*a.parquet is not a table: .*; allowed: Parquet, or Arrow IPC"),
         ("a.arrow", b"no table", r"data file .*a.arrow is not a table: .*; allowed: Parquet, or Arrow IPC"),
-        ("a.parquet", b"", "data file .*a.parquet is not a table"),
+        ("a.parquet", b"", "data file .*a.parquet is empty; fix: take it out"),
     ],
 )
 def test_what_is_no_table_is_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
@@ -207,13 +207,27 @@ def test_a_table_without_a_column_of_text_is_refused(tmp_path: Path, kind: str, 
         opened(written(tmp_path, kind, rows(3)), text_field=field)
 
 
-def test_tables_without_a_row_are_refused(tmp_path: Path) -> None:
+def test_tables_without_a_row_are_left_out_and_refused_if_there_is_no_other(tmp_path: Path) -> None:
+    empty = written(tmp_path, "Parquet", rows(0))
     with pytest.raises(DataError, match=r"a\.parquet is empty"):
-        opened(written(tmp_path, "Parquet", rows(0)))
+        opened(empty)
+    (tmp_path / "b.parquet").touch()
+    pq.write_table(pa.table({"text": [b"caf\xc3\xa9", b"\xff"]}), tmp_path / "c.parquet")
+    files, corrupt = [empty, tmp_path / "b.parquet", tmp_path / "c.parquet"], CorruptRecords("skip")
+    source = Tables(files, ByteTokenizer(), keep=SplitFilter(), corrupt=corrupt)
+    assert [bytes(source.read(row).tolist()) for row in range(2)] == [b"caf\xc3\xa9", b""]
+    assert corrupt.take_notices() == (
+        f"data: {empty} is empty and left out, and 1 other file too",
+        f"data: skipped a record: {files[2]}: row 1 of block 0 is not UTF-8: invalid start byte at byte 0",
+    )
 
 
 @pytest.mark.parametrize(
-    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+    "kind",
+    [
+        *(pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())),
+        *(pa.binary(), pa.large_binary(), pa.binary_view(), pa.dictionary(pa.int32(), pa.binary())),
+    ],
 )
 def test_every_kind_of_text_is_read(tmp_path: Path, kind: pa.DataType) -> None:
     table = pa.table({"text": pa.array(["a", "b", "a"]).cast(kind)})

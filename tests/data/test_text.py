@@ -124,6 +124,16 @@ def test_files_without_text_are_refused_when_opened(
         PlainText([tmp_path], BYTES)
 
 
+@pytest.mark.parametrize("kind", [PlainText, JsonLines])
+def test_an_empty_file_among_others_is_left_out_with_a_note(
+    tmp_path: Path, kind: type[PlainText] | type[JsonLines]
+) -> None:
+    files = [write(tmp_path / name, text) for name, text in {"a": "", "b": '{"text": "b"}', "c": ""}.items()]
+    corrupt = CorruptRecords()
+    assert len(kind(files, BYTES, corrupt=corrupt)) == 1
+    assert corrupt.take_notices() == (f"data: {tmp_path}/a is empty and left out, and 1 other file too",)
+
+
 BAD_LINES = [
     ('{"text": "a"', "is not JSON: Expecting ',' delimiter.*; allowed: one JSON object a line"),
     ("[" * 100_000, "is not JSON: .*recursion"),

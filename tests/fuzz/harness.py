@@ -1,8 +1,8 @@
 """Cases by a seed, each read in a process that may die, and how each ended.
 
 A case is refused with an error of one line, or read. Anything else is a fault: another exception, the death of the
-process, more than 20 seconds of the processor, or more than 4 GB of memory. One process reads cases in turn until it
-dies; then the next one goes on behind the case that killed it.
+process, more than 20 seconds of the processor, or more memory than its reader may have. One process reads cases in turn
+until it dies; then the next one goes on behind the case that killed it.
 """
 
 import json
@@ -23,7 +23,6 @@ from penstock.base.errors import PenstockError
 from tests.fuzz.readers import Reader
 
 MOST_SECONDS = 20  # of the processor
-MOST_BYTES = 4 * 10**9
 STUCK_SECONDS = 90.0  # of the clock, for a case that waits
 
 READ, REFUSED = "read", "refused"
@@ -122,12 +121,13 @@ def _followed(process: int, pipe: int, todo: Sequence[tuple[str, int]], end: flo
 
 def _work(readers: Mapping[str, Reader], todo: Sequence[tuple[str, int]], folder: Path, pipe: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     for name, seed in todo:
+        resource.setrlimit(resource.RLIMIT_DATA, (readers[name].most_bytes, hard))
         signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
         how = attempt(readers[name], seed, folder / name)
         os.write(pipe, json.dumps(how).encode() + b"\n")

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
+from penstock.cli.import_weights import import_
 from penstock.config.data import Data
 from penstock.config.load import dump_toml, load_run
 from penstock.data.open import open_text
@@ -25,7 +26,7 @@ from penstock.data.packed import pack
 from penstock.data.text import JsonLines
 from penstock.data.tokenizer import ByteTokenizer, open_tokenizer
 from penstock.kernels.measured import load as load_measured
-from penstock.models.huggingface.weight_folder import WeightFolder
+from penstock.models.huggingface.config import class_defaults
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import project
 from penstock.report.run_evidence import gather
@@ -34,7 +35,6 @@ from penstock.trace.analysis import analyse_files, analysis_json
 from penstock.trace.replay import replay_script
 from penstock.train import manifest as manifest_module
 from penstock.train.export import export_huggingface
-from penstock.train.import_weights import import_weights, model_in
 from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.manifest import MANIFEST
 from penstock.train.metrics import drop_after
@@ -45,13 +45,16 @@ from penstock.train.stop import StopRequest
 from penstock.train.tensor_files import fingerprint
 from penstock.tune.ladder_steps import load_ladder_steps
 from tests.data.vocabularies import HARD_TEXTS, SENTENCES, json_file, sentencepiece_model, tiktoken_file
-from tests.fuzz.damage import TOKENS, of_bytes, of_json, of_text, packed
+from tests.fuzz.damage import TOKENS, VALUES, of_bytes, of_json, of_text, packed
+from tests.models.families import save_huggingface, tiny_decoder
+from tests.models.huggingface.family_models import VARIANTS
 from tests.report.made_runs import run_folder
 from tests.trace.test_experts import grouped_events, recording
 from tests.trace.test_replay import split
 from tests.trace.tiny import load_trace, text_of, tiny, trace_of
 from tests.train.tiny_run import ENVIRONMENT, byte_run
 
+MOST_BYTES = 4 * 10**9
 Damage = Callable[[bytes, random.Random], bytes]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in (*HARD_TEXTS, *SENTENCES) if text)
 PRESET = "debug-2l"
@@ -64,6 +67,7 @@ class Reader:
     make: Callable[[Path], object]  # writes the material into a folder
     damage: Callable[[Path, random.Random], object]
     read: Callable[[Path], object]
+    most_bytes: int = MOST_BYTES  # of memory
 
 
 def _one_of(pattern: str, change: Damage) -> Callable[[Path, random.Random], None]:
@@ -198,14 +202,6 @@ def _read_saved(folder: Path) -> None:
     export_huggingface(run, store, chosen_step(store, folder, None), folder / "out", "fp32")
 
 
-def _make_weights(folder: Path) -> None:
-    _make_run(folder)
-    run, store = open_saved(folder / "runs/tiny")
-    export_huggingface(run, store, 4, folder / "weights", "fp32")
-    shutil.rmtree(folder / "runs")
-    shutil.rmtree(folder / "made")
-
-
 def _of_header(content: bytes, draw: random.Random) -> bytes:
     """Damage to the JSON header of a safetensors file, whose length fits."""
     size = int.from_bytes(content[:8], "little")
@@ -213,10 +209,68 @@ def _of_header(content: bytes, draw: random.Random) -> bytes:
     return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
 
+def _make_weights(variant: str, folder: Path) -> None:
+    save_huggingface(tiny_decoder(VARIANTS[variant]), folder / "weights")
+
+
+_ODD_VALUES = (
+    *(
+        *VALUES,
+        -8,
+        3,
+        8.0,
+        65_536,
+        10_000,
+        10**7,
+        0.25,
+        "silu",
+        "gelu",
+        "yarn",
+        "fp8",
+        "gptq",
+        [0, 1],
+        [8, 8],
+        [[8, 8]],
+    ),
+    *(
+        {"rope_type": "yarn", "factor": 0},
+        {"rope_type": "llama3"},
+        {"quant_method": "fp8", "weight_block_size": [0, 8]},
+    ),
+)
+_ODD_KEYS = ("quantization_config", "text_config", "rope_scaling", "rope_parameters", "model_type", "layer_types")
+
+
+def _damage_weights(folder: Path, draw: random.Random) -> None:
+    """Damage to `config.json`, to the header of the weights, or to both; in some cases there is a damaged index."""
+    config, weights = folder / "weights/config.json", folder / "weights/model.safetensors"
+    kind = draw.random()
+    if kind < 0.6:
+        fields = json.loads(config.read_bytes())
+        keys = [*fields, *class_defaults()[fields["model_type"]]["defaults"], *_ODD_KEYS]
+        for _ in range(draw.choice((1, 1, 2))):
+            fields[draw.choice(keys)] = draw.choice(_ODD_VALUES)
+        content = json.dumps(fields).encode()
+        config.write_bytes(content if draw.random() < 0.7 else of_json(config.read_bytes(), draw))
+    if kind > 0.5:
+        weights.write_bytes(draw.choice((_of_header, of_bytes))(weights.read_bytes(), draw))
+    if draw.random() < 0.1:
+        index = {"metadata": {"total_size": 3}, "weight_map": {"lm_head.weight": weights.name, "b": "b.safetensors"}}
+        (folder / "weights/model.safetensors.index.json").write_bytes(of_json(json.dumps(index).encode(), draw))
+
+
 def _read_weights(folder: Path) -> None:
-    model = model_in(folder / "weights")
-    run = byte_run(folder / "runs").model_copy(update={"model": model})
-    import_weights(WeightFolder(folder / "weights"), model, run, None, folder / "out")
+    synthetic = ["data.source=synthetic-learnable", "training.sequence_length=16"]
+    import_(folder / "weights", synthetic, output=folder / "alone", config_only=True)
+    import_(folder / "weights", synthetic, output=folder / "start")
+
+
+WEIGHTS: Mapping[str, Reader] = {
+    f"weights of {variant}": Reader(partial(_make_weights, variant), _damage_weights, _read_weights, 2 * 10**9)
+    for variant in VARIANTS
+    if "," not in variant
+}
+"""Folders of Hugging Face weights, one of each family."""
 
 
 def _read_metrics(folder: Path) -> None:
@@ -317,9 +371,6 @@ READERS: Mapping[str, Reader] = {
     ),
     "checkpoint": Reader(_make_run, _damage_checkpoint, _read_checkpoint),
     "saved weights": Reader(_make_run, _damage_checkpoint, _read_saved),
-    "weights": Reader(_make_weights, _one_of("*.safetensors", of_bytes), _read_weights),
-    "weights header": Reader(_make_weights, _one_of("*.safetensors", _of_header), _read_weights),
-    "weights config": Reader(_make_weights, _one_of("config.json", of_json), _read_weights),
     "metrics": Reader(_make_run, _one_of("metrics.jsonl", of_text), _read_metrics),
     "report": Reader(_make_run, _one_of("made/*", of_text), _read_report),
     "text": Reader(_make_lines, _one_of("a.txt", of_bytes), partial(_read_texts, "text", "a.txt")),

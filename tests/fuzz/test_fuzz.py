@@ -9,13 +9,13 @@ import pytest
 
 from tests import warm
 from tests.fuzz.harness import Ended, cases, make_material, run, undamaged
-from tests.fuzz.readers import READERS, Reader
+from tests.fuzz.readers import READERS, WEIGHTS, Reader
 
 SEED = 1
 
 
 def judged(readers: str, count: int, folder: Path) -> list[Ended]:
-    """So many cases of `READERS` or `BROKEN`, by a process without threads, which may fork."""
+    """So many cases of one of `SETS`, by a process without threads, which may fork."""
     done = warm.run(print_cases, readers, count, folder, folder=folder, environment=os.environ)
     assert done.returncode == 0, done.stderr
     return [Ended(*json.loads(line)) for line in done.stdout.splitlines()]
@@ -23,7 +23,7 @@ def judged(readers: str, count: int, folder: Path) -> list[Ended]:
 
 def print_cases(readers: str, count: int, folder: Path) -> int:
     """Print how cases ended, a line each: first one of each reader without damage, then damaged ones."""
-    chosen = READERS if readers == "READERS" else BROKEN
+    chosen = SETS[readers]
     make_material(chosen, folder)
     for some, number in ((undamaged(chosen), len(chosen)), (chosen, count)):
         for one in run(some, cases(some, number, SEED), folder):
@@ -31,14 +31,17 @@ def print_cases(readers: str, count: int, folder: Path) -> int:
     return 0
 
 
-@pytest.mark.parametrize("count", [3 * len(READERS), pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("readers", "count"),
+    [("READERS", 3 * len(READERS)), pytest.param("READERS", 10_000, marks=pytest.mark.slow), ("WEIGHTS", 60)],
+)
 @pytest.mark.timeout(3600)
-def test_damaged_files_are_read_or_refused_with_one_line(count: int, tmp_path: Path) -> None:
-    ended = judged("READERS", count, tmp_path)
-    assert len(ended) == len(READERS) + count
+def test_damaged_files_are_read_or_refused_with_one_line(readers: str, count: int, tmp_path: Path) -> None:
+    ended, whole = judged(readers, count, tmp_path), sorted(SETS[readers])
+    assert len(ended) == len(whole) + count
     assert [one for one in ended if one.is_fault] == []
-    assert [one.reader for one in ended[: len(READERS)] if one.how == "read"] == sorted(READERS), "without damage"
-    assert 0.1 * count < sum(one.how == "read" for one in ended[len(READERS) :]) < 0.9 * count
+    assert [one.reader for one in ended[: len(whole)] if one.how == "read"] == whole, "without damage"
+    assert 0.1 * count < sum(one.how == "read" for one in ended[len(whole) :]) < 0.9 * count
 
 
 def _abort(folder: Path) -> None:
@@ -57,6 +60,7 @@ BROKEN = {
     name: Reader(lambda folder: None, lambda folder, draw: None, read)
     for name, read in {"abort": _abort, "exhaust": _exhaust, "fail": _fail, "read": lambda folder: None}.items()
 }
+SETS = {"READERS": READERS, "WEIGHTS": WEIGHTS, "BROKEN": BROKEN}
 
 
 def test_the_harness_sees_aborts_exceptions_and_large_memory_and_goes_on(tmp_path: Path) -> None:

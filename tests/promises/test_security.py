@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 
 from penstock.base import child
 from penstock.base.errors import CheckpointError, ConfigError, DataError, TraceError
@@ -31,9 +33,12 @@ from penstock.train.manifest import FACTS, check_files, read_manifest
 from penstock.train.run_folder import RunFolder
 from tests import warm
 from tests.cli import answers
+from tests.data.vocabularies import json_file
+from tests.models.families import save_huggingface, tiny_decoder
+from tests.models.huggingface.family_models import VARIANTS
 from tests.report.made_runs import run_folder
 from tests.trace.tiny import load_trace
-from tests.train.tiny_run import tiny_run
+from tests.train.tiny_run import byte_run, random_model, save_run, tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "</script><a href='javascript:alert(1)'>x"
@@ -201,14 +206,64 @@ def test_sizes(tmp_path: Path) -> None:
 
 
 def test_pipes(tmp_path: Path) -> None:
-    """A pipe or a device in place of a file is refused, and is not waited for."""
-    os.mkfifo(tmp_path / "pipe")
-    for path in (str(tmp_path / "pipe"), "/dev/zero"):
-        calls: list[list[str]] = [["trace", path], ["plan", "debug", "--on", f"8x{path}"], ["config", "show", path]]
-        texts = [f"data.source={source} data.files={path}" for source in ("text", "jsonl", "parquet")]
-        calls += [["train", "debug-2l", "--dry-run", *words.split()] for words in (*texts, f"data.tokenizer={path}")]
-        for call in calls:
-            assert "it is a pipe or a device, no file" in answers.refused(*call, starts=call[0] == "train"), call
+    """A pipe or a device in place of a file is refused, and is not waited for.
+
+    By a process of its own, because a library that waits for a pipe hears no signal but the last one.
+    """
+    code = "import sys; from tests.promises.test_security import refuse_pipes; refuse_pipes(*sys.argv[1:])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, timeout=280)
+    refusals = json.loads((tmp_path / "refusals.json").read_text())
+    assert len(refusals) == 24
+    for call, line in refusals.items():
+        assert "it is a pipe or a device, no file" in line or "no such file" in line, call
+
+
+def refuse_pipes(folder: str) -> None:
+    """Give `penstock` a pipe in place of each kind of file, and write what it said."""
+    os.chdir(folder)
+    save_huggingface(tiny_decoder(VARIANTS["llama"]), Path("llama"))
+    Path("tokens").mkdir()
+    json_file(Path("tokens/tokenizer.json"))
+    run = byte_run(Path("runs"))
+    save_run(run, random_model(run))
+    (saved,) = Path("runs").glob("*/checkpoints/*/*.safetensors")
+    Path("packed").mkdir()
+    Path("packed/b.idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 1, 0, 0, 1))
+    Dataset.from_dict({"text": ["a"]}).save_to_disk("dataset")
+    (table,) = Path("dataset").glob("*.arrow")
+
+    def train(words: str) -> list[str]:
+        return ["train", "debug-2l", "--dry-run", *words.split()]
+
+    calls: dict[str, list[str]] = {"trace.json": ["trace", "trace.json"], "hardware.toml": ["plan", "debug", "--on"]}
+    calls["hardware.toml"].append("8xhardware.toml")
+    calls |= {"run.toml": ["config", "show", "run.toml"], "config.json": ["plan", "config.json", "--on", "8xH100"]}
+    for kind, name in (("text", "a.txt"), ("jsonl", "a.jsonl"), ("parquet", "a.parquet"), ("parquet", "a.arrow")):
+        calls[name] = train(f"data.source={kind} data.files={name}")
+    for name in ("tokenizer.json", "a.model", "a.tiktoken", "tokens/tokenizer_config.json"):
+        calls[name] = train(f"data.tokenizer={Path(name).parent if '/' in name else name}")
+    for name in ("packed/a.idx", "packed/b.bin"):
+        calls[name] = train(f"data.source=packed data.files={name}")
+    for name in ("text/train.jsonl", "text/train.parquet", str(table)):
+        calls[name] = train(f"data.source=huggingface data.dataset={Path(name).parent}")
+    for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
+        calls[f"llama/{name}"] = ["import", "llama", "--output", "start"]
+    calls[str(saved)] = ["sample", str(saved.parents[2]), "a"]
+    refusals = {}
+    for name, call in calls.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).rename("aside") if Path(name).exists() else None
+        os.mkfifo(name)
+        refusals[name] = answers.refused(*call, starts=call[0] == "train")
+        Path(name).unlink()
+        Path("aside").rename(name) if Path("aside").exists() else None
+    for call in (
+        ["trace", "/dev/zero"],
+        train("data.source=text data.files=/dev/zero"),
+        ["config", "show", "/dev/zero"],
+    ):
+        refusals[" ".join(call)] = answers.refused(*call, starts=call[0] == "train")
+    Path("refusals.json").write_text(json.dumps(refusals))
 
 
 def test_tables() -> None:

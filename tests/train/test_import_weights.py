@@ -14,12 +14,13 @@ from penstock.config.load import load_run
 from penstock.config.model import Model
 from penstock.config.training import Training
 from penstock.models.decoder import Decoder
+from penstock.models.huggingface.config import model_in
 from penstock.models.huggingface.tensor_file import TensorFile
 from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.train import manifest, saved_weights
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import Precision, export_huggingface
-from penstock.train.import_weights import Upcycling, import_weights, model_in
+from penstock.train.import_weights import Upcycling, import_weights
 from penstock.train.saved_weights import STEP, WEIGHTS
 from penstock.train.setup import Session, prepare
 from tests.closeness import assert_close, assert_equal
@@ -212,7 +213,7 @@ def test_what_a_configuration_describes_is_not_built_beside_files_that_cannot_ho
         (None, "cannot read .*config.json; got No such file"),
         ("{", "config.json is no JSON"),
         ("[1]", "config.json is no table of keys; got list"),
-        ('{"model_type": "gpt2"}', "model_type is not known here; got gpt2"),
+        ('{"model_type": "gpt2"}', "model_type 'gpt2' is not supported; got layers"),
     ],
 )
 def test_a_folder_that_does_not_say_its_model_is_refused(content: str | None, line: str, tmp_path: Path) -> None:

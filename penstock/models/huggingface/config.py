@@ -8,18 +8,23 @@ belong to the tokenizer: they are written as null, because the defaults of `tran
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import CheckpointError, ConfigError
+from penstock.base.files import read_json
+from penstock.config.load import CONFIG_FILE, huggingface_config_in, load_run, with_overrides
 from penstock.config.model import GroupedQueryAttention, Model
+from penstock.config.run import Run
 from penstock.config.schema import as_toml, find, leaves
+from penstock.config.training import LearningRateSchedule, Optimizer, Training
 from penstock.models.huggingface.config_parts import KEYS_OF_PARTS, Keys, Values, agreed, refused
 from penstock.models.huggingface.families import FAMILIES, Family, family_of
+from penstock.models.huggingface.unsupported import unsupported
 
 TRAINING_ONLY = (
     *("moe.balance.", "moe.router.expert_bias_rate"),
@@ -28,6 +33,8 @@ TRAINING_ONLY = (
 """Prefixes of the paths below `model` that `config.json` does not have."""
 
 _POSITIONS = 4096  # if the longest row of training is unknown
+_STEPS = 1000
+_LEARNING_RATE = 2e-5  # small, because trained weights are easily lost
 
 
 def huggingface_config(config: Model, positions: int | None = None) -> dict[str, Any]:
@@ -65,7 +72,7 @@ def model_of_config(fields: Mapping[str, Any]) -> Model:
     text = fields.get("text_config", fields)  # a multimodal model has a text part
     if not isinstance(text, Mapping):
         raise refused("text_config", text, "a table of keys")
-    name, family = _family_named(text.get("model_type", fields.get("model_type")))
+    name, family = _family_named(text.get("model_type", fields.get("model_type")), text)
     key = "tie_word_embeddings"  # which is outside in some files, and counts there
     is_tied = agreed({key: fields.get(key), f"text_config.{key}": text.get(key)})
     if is_tied is not None:
@@ -95,6 +102,49 @@ def model_of_config(fields: Mapping[str, Any]) -> Model:
     return model
 
 
+def model_in(source: Path) -> Model:
+    """The model of a `config.json`, or of the one in a folder.
+
+    Raises a CheckpointError if the file is missing or no JSON, and a ConfigError if the family is unknown or an option
+    unsupported.
+    """
+    path = source / CONFIG_FILE if source.is_dir() or source.suffix != ".json" else source
+    try:
+        fields = read_json(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path}", got=error.strerror, fix="give a folder with config.json, or name the preset"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON", got=error, fix="fetch it again") from error
+    if not isinstance(fields, Mapping):
+        raise CheckpointError(f"{path} is no table of keys", got=type(fields).__name__)
+    return model_of_config(fields)
+
+
+def run_of(source: Path, name: str) -> Run:
+    """A run that trains the model of a `config.json`: required fields only, because the user sets text and steps.
+
+    Raises as `model_in` does.
+    """
+    return Run(
+        name=name,
+        model=model_in(source),
+        training=Training(steps=_STEPS, sequence_length=2048),
+        optimizer=Optimizer(learning_rate=_LEARNING_RATE),
+        schedule=LearningRateSchedule(warmup_steps=_STEPS // 20),
+    )
+
+
+def load_run_or_model(target: str, overrides: Sequence[str] = (), *, is_whole: bool = True) -> Run:
+    """`load_run` of a target, or `run_of` the `config.json` that it names, with overrides; raises as both do."""
+    path = huggingface_config_in(target)
+    if path is None:
+        return load_run(target, overrides, is_whole=is_whole)
+    name = path.resolve().parent.name if path.name == CONFIG_FILE else path.stem
+    return with_overrides(run_of(path, name), overrides, is_whole=is_whole)
+
+
 @cache
 def class_defaults() -> Mapping[str, Any]:
     """By model type: defaults of absent keys, other spellings of keys, rotary settings of a file without any."""
@@ -116,12 +166,20 @@ def _keys_of(family: Family, text: Mapping[str, Any]) -> tuple[Keys, Values]:
     return Keys({**family.absent, **defaults, **given}, given, table["rope"]), defaults
 
 
-def _family_named(model_type: object) -> tuple[str, Family]:
+def _family_named(model_type: object, text: Mapping[str, Any]) -> tuple[str, Family]:
     for name, family in FAMILIES.items():
         if model_type in (family.model_type, family.model_type.removesuffix("_text"), *family.also):
             return name, family
-    known = ", ".join(family.model_type for family in FAMILIES.values())
-    raise ConfigError("config.json: model_type is not known here", got=model_type, allowed=known)
+    if not isinstance(model_type, str):
+        allowed = ", ".join(family.model_type for family in FAMILIES.values())
+        raise ConfigError("config.json: model_type says no family", got=model_type, allowed=allowed)
+    known = {
+        key
+        for family in FAMILIES.values()
+        for keys in (class_defaults()[family.model_type]["defaults"], family.values, family.fixed)
+        for key in keys
+    }
+    raise unsupported(model_type, text, known)
 
 
 def _whole(value: Any, path: str) -> Any:

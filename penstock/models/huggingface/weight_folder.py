@@ -20,13 +20,13 @@ from torch import Tensor
 
 from penstock.base.errors import CheckpointError
 from penstock.base.files import open_file, read_json
+from penstock.config.load import CONFIG_FILE
 from penstock.models.huggingface.tensor_file import StoredTensor, TensorFile
 
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of the sixteen 4-bit numbers (e2m1)."""
 
 INDEX = "model.safetensors.index.json"
-CONFIG_FILE = "config.json"
 _BLOCK = (128, 128)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE_INV = "_scale_inv"

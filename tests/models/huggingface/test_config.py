@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +158,9 @@ def _changed(name: str, **changes: Any) -> dict[str, Any]:
 CANNOT_BE_READ = {
     "an unknown family": (
         _changed("llama", model_type="gemma3"),
-        "config.json: model_type is not known here; got gemma3; allowed: deepseek_v2, deepseek_v3, ",
+        "config.json: model_type 'gemma3' is not supported; got layers that no key tells apart from those here; fix: ",
     ),
-    "no family": ({}, "config.json: model_type is not known here; allowed: deepseek_v2, "),
+    "no family": ({}, "config.json: model_type says no family; allowed: deepseek_v2, "),
     "a key that is not there and has no default": (
         _changed("deepseek-v2", num_experts_per_tok=None),
         "config.json lacks num_experts_per_tok",
@@ -237,6 +238,37 @@ CANNOT_BE_READ = {
         "config.json: text_config cannot be used; got 3; allowed: a table of keys",
     ),
 }
+
+
+LACKING = {
+    "gemma2": ("activation gelu_pytorch_tanh", "logits with a soft cap", "(grouped-query attention, no experts, "),
+    "phimoe": ("nearest preset, mixtral-8x7b (grouped-query attention, 8 experts, ",),
+    "jamba": ("state-space layers", "(linear attention, "),
+    "cohere2_moe": ("scaled embeddings, scores or residuals", "LayerNorm", "minimax-m2"),
+    "deepseek_v4": ("compress_rates, compress_rope_theta, hc_mult",),
+    "bert": ("activation gelu", "LayerNorm", "learned or relative positions"),
+    "t5": ("an encoder",),
+    "longcat_flash": ("experts without weights", "latent attention"),
+}
+"""Of what `transformers` saves by default: parts of the refusal, which names what is missing and the nearest preset."""
+
+
+@pytest.mark.parametrize("model_type", LACKING)
+def test_a_family_that_is_not_supported_is_refused_by_its_parts(model_type: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        model_of_config(CONFIG_MAPPING[model_type]().to_dict())
+    message = str(raised.value)
+    assert message.startswith(f"config.json: model_type '{model_type}' is not supported; got ")
+    assert [part for part in LACKING[model_type] if part not in message] == []
+    assert len(message) <= 3 * 120
+
+
+# The estimate of parameters takes each layer of a model with experts to have some, which Llama 4's have not.
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "llama4" not in name])
+def test_a_published_file_under_another_name_has_its_own_preset_as_the_nearest(name: str) -> None:
+    fields = PUBLISHED[name].get("text_config", PUBLISHED[name]) | {"model_type": "other"}
+    with pytest.raises(ConfigError, match=rf"nearest preset, {re.escape(name)} "):
+        model_of_config(fields)
 
 
 @pytest.mark.parametrize("name", CANNOT_BE_READ)
