@@ -10,6 +10,7 @@ Tensors are read on access, so a folder may be larger than memory. `model.safete
 belong to the model, where a folder has it.
 """
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -221,7 +222,7 @@ def _files_of(folder: Path) -> list[Path]:
             raise CheckpointError(f"cannot read {index}", got=error, fix=_FETCH) from error
         if not is_sound:
             raise CheckpointError(f"{index} names files outside of its folder, or none", fix=_FETCH)
-        if missing := [name for name in names if not (folder / name).exists()]:
+        if missing := [name for name in names if not os.path.exists(folder / name)]:  # a name may be too long
             raise CheckpointError(f"{folder / missing[0]} is missing", got=f"{index} names it", fix=_FETCH)
         return [folder / name for name in names]
     if (whole := folder / "model.safetensors") in files:  # beside it Mistral has the same weights under other names

@@ -353,6 +353,9 @@ def test_the_index_says_which_files_count(folder: Path) -> None:
     (folder / second).unlink()
     with pytest.raises(CheckpointError, match=rf"{second} is missing; got .*index\.json names it; fix: fetch it"):
         WeightFolder(folder)
+    _index(folder, a="x" * 5000)
+    with pytest.raises(CheckpointError, match="xxx is missing; got "):
+        WeightFolder(folder)
     for name in ("../x.safetensors", "/etc/passwd"):
         _index(folder, a=name)
         with pytest.raises(CheckpointError, match=r"names files outside of its folder"):
