@@ -112,14 +112,14 @@ def _rows(line: WeightMapping, saved: SavedWeights, dtype: torch.dtype, rows: tu
 def _write_files(entries: list[TensorEntry], folder: Path, shard_bytes: int) -> None:
     shards = list(in_files(entries, lambda entry: entry.nbytes, shard_bytes))
     if len(shards) == 1:
-        write_entries(folder / WEIGHTS_FILE, entries, _METADATA, threads=THREADS)
+        write_entries(folder / WEIGHTS_FILE, entries, _METADATA, threads=THREADS, summed=False)
         return
     stem, suffix = WEIGHTS_FILE.split(".")
     places: dict[str, str] = {}
     blocks: list[np.ndarray] = []
     for number, shard in enumerate(shards, start=1):
         name = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
-        write_entries(folder / name, shard, _METADATA, blocks, THREADS)
+        write_entries(folder / name, shard, _METADATA, blocks, THREADS, summed=False)
         places |= {entry.name: name for entry in shard}
     index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": places}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

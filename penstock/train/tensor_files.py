@@ -97,10 +97,12 @@ def write_entries(
     metadata: Mapping[str, str] | None = None,
     blocks: list[np.ndarray] | None = None,
     threads: int = 0,
+    summed: bool = True,
 ) -> str:
     """`write_tensors` for tensors that are never in memory together, with `metadata` in the header.
 
-    So many `threads` make the next parts while others are written; 0 makes each when it is needed.
+    So many `threads` make the next parts while others are written; 0 makes each when it is needed. Without `summed` the
+    checksum is that of no bytes, for readers that have none.
     """
     entries = list(entries)
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -121,11 +123,13 @@ def write_entries(
         if size >= DIRECT_BYTES:
             _set_direct(file, True)
         is_direct = _is_direct(file)
-        running = deque[tuple[Future[None], Future[None]]]()
+        running = deque[list[Future[None]]]()
         for block in _blocks(chain([begin], _made(entries, threads)), size, blocks):
             padding = -len(block) % PAGE_BYTES if is_direct else 0
             whole = memoryview(block.obj)[: len(block) + padding]
-            running.append((_start(writers, _write, file, whole, written), _start(summing, _sum, block, checksum)))
+            tasks = [_start(writers, _write, file, whole, written)]
+            tasks += [_start(summing, _sum, block, checksum)] if summed else []
+            running.append(tasks)
             written += len(block)
             if len(running) == WRITES:
                 _wait(running.popleft())

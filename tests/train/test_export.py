@@ -127,7 +127,7 @@ def test_a_folder_that_is_there_is_left_alone(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("model")
 def test_a_full_disk_leaves_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path, entries: list[TensorEntry], metadata: object, threads: int) -> None:
+    def fail(path: Path, entries: list[TensorEntry], metadata: object, **options: object) -> None:
         write_entries(path, entries[:3])
         raise OSError("No space left on device")
 
