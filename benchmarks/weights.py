@@ -132,7 +132,9 @@ def measure_verb(*words: str | Path) -> dict[str, float]:
     return numbers
 
 
-def one_round(theirs: Path, folder: Path, prepare: Callable[[Path], None]) -> dict[str, dict[str, float]]:
+def one_round(
+    theirs: Path, folder: Path, prepare: Callable[[Path], None], *, compared: bool
+) -> dict[str, dict[str, float]]:
     """Both verbs, each behind a plain copy of the files that it reads."""
     found = {}
     with fresh(folder / "start") as start, fresh(folder / "again") as again:
@@ -146,7 +148,7 @@ def one_round(theirs: Path, folder: Path, prepare: Callable[[Path], None]) -> di
             prepare(source)
             found[name] = measure_verb(*words) | copied
             print(name, {key: round(one, 2) for key, one in found[name].items()}, flush=True)
-        found["tensors"] = {name: float(value) for name, value in equal(theirs, again).items()}
+        found["tensors"] = {name: float(value) for name, value in equal(theirs, again).items()} if compared else {}
     return found
 
 
@@ -206,7 +208,10 @@ def main() -> None:
         theirs = Path(name, "theirs")
         size = make(run, theirs)
         for state, prepare in (("warm", read_once), ("cold", forget)):
-            rounds = [one_round(theirs, Path(name), prepare) for _ in range(options.rounds)]
+            rounds = [
+                one_round(theirs, Path(name), prepare, compared=state == "warm" and number == 0)
+                for number in range(options.rounds)
+            ]
             numbers[state] = {verb: summary(rounds, size, verb) for verb in ("import", "export")}
             numbers |= rounds[0]["tensors"]
     numbers |= {"gigabytes": size / 1e9, "rounds": options.rounds, "cores": len(os.sched_getaffinity(0))}
