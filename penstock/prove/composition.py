@@ -15,6 +15,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
@@ -122,7 +123,7 @@ class Composition:
         found = [one for one in self.overrides if one.startswith("graphs.capture=")]
         return found[-1].partition("=")[2].replace("none", "") if found else ""
 
-    @property
+    @cached_property
     def run(self) -> Run:
         """The run of its ranks. Raises a ConfigError."""
         return load_run(PRESET, base_of(self.device) + of_run(self.overrides))
