@@ -400,7 +400,10 @@ def _stored_of(folder: Path) -> dict[str, _Stored]:
     stored = {}
     try:
         description = read_pickle(read_bounded(path, MOST_JSON_BYTES))
-        places = {(one.field("fqn"), _sizes(one.field("offset"))): at for one, at in description.field("storage_data")}
+        places = {}
+        for one, at in description.field("storage_data"):
+            index = dict(one.state)  # without an offset where something else than a tensor is
+            places[index["fqn"], _sizes(index.get("offset"))] = at
         for name, entry in description.field("state_dict_metadata"):
             if not entry.name.endswith(".TensorStorageMetadata"):
                 continue
