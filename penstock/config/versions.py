@@ -64,6 +64,7 @@ RENAMED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 REMOVED: Mapping[str, str] = MappingProxyType(
     {
         "dispatch.overlap=halves": "write none or shared, which are faster, or passes with a pipeline",
+        "checkpoint.memory_every": "leave it out; a run goes on from the checkpoints of checkpoint.every",
         "kernels.attention=hopper": "write auto, which takes cuDNN or flash-attn-4; ours for Hopper are gone",
     }
 )
