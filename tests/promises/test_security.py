@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -309,8 +310,10 @@ def test_keys(tmp_path: Path) -> None:
     printed = trained(tmp_path, "tiny.toml", "record.wandb=offline", WANDB_API_KEY=key)
     assert key not in printed
     assert list((tmp_path / "runs/tiny/wandb").glob("offline-run-*"))
-    for path in tmp_path.rglob("*"):
-        assert not path.is_file() or key.encode() not in path.read_bytes(), path
+    for folder, _, names in os.walk(tmp_path):
+        for name in names:
+            with suppress(FileNotFoundError):  # W&B's service, which outlives the run, removes what it has used
+                assert key.encode() not in Path(folder, name).read_bytes(), name
 
 
 def test_fetches(tmp_path: Path) -> None:
