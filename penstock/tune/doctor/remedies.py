@@ -136,7 +136,7 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     carried = max(tokens, key=evidence.communication)
     return (
         first_accepted(evidence, *changes, words=f"transfers of tokens ({carried}) beside computing"),
-        f"compute while tokens travel ({carried}): the other half of the rows, or another micro-batch",
+        f"compute while tokens travel ({carried}): the shared expert, or another micro-batch",
         min(transfers, OVERLAP_GAINS * bottlenecks.total_us, bottlenecks.compute_us),
     )
 
