@@ -82,7 +82,7 @@ MEGATRON: Sources = {
     "ffn_norm.weight_D": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     **{
         f"{ours}.{kind}": (f"{_ATTENTION}.linear_{theirs}.{kind}",)
-        for ours, theirs in (*((one, "qkv") for one in _QKV), ("attention.out", "proj"))
+        for ours, theirs in (*((part, "qkv") for part in _QKV), ("attention.out", "proj"))
         for kind in ("weight", "bias")
     },
     "attention.query.weight": (f"{_ATTENTION}.linear_qkv.weight", f"{_ATTENTION}.linear_q_proj.weight"),
@@ -410,14 +410,14 @@ def _stored_of(folder: Path) -> dict[str, _Stored]:
             shape = _sizes(entry.field("size"))
             dtype = vars(torch)[entry.field("properties").state[0].name.removeprefix("torch.")]
             chunks = []
-            for one in entry.field("chunks"):
-                rectangle = Rectangle(_sizes(one.field("offsets")), _sizes(one.field("sizes")))
+            for piece in entry.field("chunks"):
+                rectangle = Rectangle(_sizes(piece.field("offsets")), _sizes(piece.field("sizes")))
                 at = dict(places[name, rectangle.begin].state)
                 file = at["relative_path"]
                 if Path(file).name != file or at.get("transform_descriptors"):
                     raise ValueError(f"{file} is compressed, or outside of the folder")
                 chunks.append(_Chunk(rectangle, file, at["offset"], at["length"]))
-            fault = not_the_whole(shape, (one.rectangle for one in chunks if one.rectangle.elements))
+            fault = not_the_whole(shape, (chunk.rectangle for chunk in chunks if chunk.rectangle.elements))
             if fault is not None or not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{name} is not whole: {fault}")
             stored[name.removeprefix("model.")] = _Stored(dtype, shape, tuple(chunks))

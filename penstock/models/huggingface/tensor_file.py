@@ -174,7 +174,7 @@ def _tensors_of(header: object, begin: int, size: int) -> dict[str, StoredTensor
         try:
             shape, (first, end) = tuple(entry["shape"]), entry["data_offsets"]
             stored = StoredTensor(DTYPES[entry["dtype"]], shape, begin + first)
-            is_sound = all(type(one) is int and one >= 0 for one in (*shape, first, end))
+            is_sound = all(type(number) is int and number >= 0 for number in (*shape, first, end))
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"a header whose {name} is no tensor of a known type: {error!r}") from error
         if not is_sound or end - first != stored.nbytes:
