@@ -2,59 +2,35 @@
 
     python -m benchmarks.oracle --draws 1000 --processes 16 --log oracle.jsonl --output benchmarks/results/oracle.json
 
-The draws are the tests' own (tests/oracle/draws.py): five steps in float64 on a CPU. Each is a line of the log, and
-draws that the log has are not played again.
+The draws are the tests' own (tests/oracle/draws.py): five steps in float64 on a CPU.
 """
 
 import argparse
-import json
-import multiprocessing
 import sys
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
-from benchmarks import record
+from benchmarks import record, seeds
 from tests.oracle.draws import BOUNDS, STEPS, drawn, worst
 
 
 def main() -> int:
     """Play the draws and record how far they are apart; the exit code is 1 if one is over a bound."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--draws", type=int, default=1000)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--log", type=Path, required=True)
+    seeds.add_arguments(parser, 1000)
     record.add_arguments(parser)
     options = parser.parse_args()
-    options.log.touch()
-    lines = [json.loads(line) for line in options.log.read_text().splitlines()]
-    rest = sorted(set(range(options.draws)) - {line["seed"] for line in lines})
-    with options.log.open("a", buffering=1) as log, multiprocessing.Pool(options.processes, _prepare) as pool:
-        for line in pool.imap_unordered(play, rest):
-            lines.append(line)
-            log.write(json.dumps(line) + "\n")
-            if line["unexplained"]:
-                print(f"seed {line['seed']}: {line['unexplained']}", flush=True)
-    numbers = total(lines)
+    numbers = total(seeds.play(options, line_of))
     print(numbers, flush=True)
     record.write(options, numbers, transformers=transformers.__version__)
     return 1 if numbers["unexplained"] else 0
 
 
-def _prepare() -> None:
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-
-
-def play(seed: int) -> dict[str, Any]:
+def line_of(seed: int) -> dict[str, Any]:
     """The line of a draw."""
     draw = drawn(seed)
     figures, text = {}, ""
