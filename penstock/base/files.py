@@ -20,6 +20,7 @@ from typing import Any
 
 MOST_TOML_BYTES = 4 * 2**20
 MOST_JSON_BYTES = 128 * 2**20
+READ_BYTES = 2**20
 """Several times the largest published tokenizer.json."""
 
 
@@ -72,11 +73,14 @@ def most_unpacked(packed_bytes: int) -> int:
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
     """Content of a file. Raises OSError if it cannot be read or is larger than `most_bytes`."""
+    content = bytearray()
     with open_file(path) as file:
-        content = file.read(most_bytes + 1)  # not by stat: a pipe or a device has no size
+        # In parts, because `read` takes the memory that it may need at once; not by stat, since /proc has no sizes.
+        while len(content) <= most_bytes and (part := file.read(min(READ_BYTES, most_bytes + 1 - len(content)))):
+            content += part
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes / 2**20:.0f} MiB", str(path))
-    return content
+    return bytes(content)
 
 
 def parse_toml(text: str) -> dict[str, Any]:

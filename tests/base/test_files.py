@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import time
+import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -76,6 +77,16 @@ def test_a_signal_while_a_file_is_opened_is_told_as_it_is(tmp_path: Path) -> Non
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_small_file_takes_little_memory_whatever_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(b"3")
+    tracemalloc.start()
+    try:
+        assert read_bounded(tmp_path / "small", 2**30) == b"3"
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_pipe_that_the_shell_passes_is_read_up_to_the_limit() -> None:

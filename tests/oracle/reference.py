@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -316,18 +316,31 @@ def _is_decayed(name: str, tensor: Tensor) -> bool:
     return tensor.ndim >= 2 and not re.search("bias|norm|A_log", name)
 
 
-def matrices_of(name: str, tensor: Tensor, kind: str) -> list[Tensor]:
-    """Views of the matrices of hidden layers in a published tensor; none of others."""
+def matrices_of(name: str, tensor: Tensor, config: PreTrainedConfig) -> list[Tensor]:
+    """Views of the matrices of hidden layers in a published tensor; none of others.
+
+    What a file joins are several matrices: gate and up of experts, and the projections of a gated delta rule, whose
+    views have the rows of a key head in their second dimension.
+    """
     is_hidden = not re.search(r"embed_tokens|lm_head|norm|bias|\.(gate|router)\.weight$", name)
     if not is_hidden or tensor.ndim < 2 or min(tensor.shape[-2:]) == 1:
         return []
+    joined = re.search(r"in_proj_(qkvz|ba|qkv)\.weight$", name)
+    if joined is not None:
+        heads, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
+        values = config.linear_num_value_heads // heads
+        value_dim = values * config.linear_value_head_dim
+        if joined[1] == "qkv":  # all heads of one projection, then of the next
+            return list(tensor.split((heads * key_dim, heads * key_dim, heads * value_dim)))
+        parts = (values, values) if joined[1] == "ba" else (key_dim, key_dim, value_dim, value_dim)
+        return list(tensor.unflatten(0, (heads, -1)).split(parts, 1))
     if tensor.ndim == 2:
         return [tensor]
     if "gate_up_proj" not in name:
         return list(tensor)
-    if kind == "gpt_oss":
+    if config.model_type == "gpt_oss":
         return [part for matrix in tensor for part in (matrix[:, ::2], matrix[:, 1::2])]
-    return [part for matrix in tensor for part in matrix.chunk(2, 1 if kind == "llama4_text" else 0)]
+    return [part for matrix in tensor for part in matrix.chunk(2, 1 if config.model_type == "llama4_text" else 0)]
 
 
 def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
@@ -342,8 +355,8 @@ def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
 
 
 class _Optimizer:
-    def __init__(self, recipe: Recipe, kind: str) -> None:
-        self.recipe, self.kind, self.step = recipe, kind, 0
+    def __init__(self, recipe: Recipe, config: PreTrainedConfig) -> None:
+        self.recipe, self.config, self.step = recipe, config, 0
         self.first: dict[str, Tensor] = {}
         self.second: dict[str, Tensor] = {}
 
@@ -362,13 +375,14 @@ class _Optimizer:
             decay = recipe.weight_decay if _is_decayed(name, weight) else 0.0
             first = self.first.setdefault(name, torch.zeros_like(weight))
             direction = torch.zeros_like(weight)
-            parts = matrices_of(name, direction, self.kind) if recipe.method == "muon" else []
+            parts = matrices_of(name, direction, self.config) if recipe.method == "muon" else []
             if parts:
                 first.mul_(recipe.momentum).add_(gradient)
                 moved = gradient + recipe.momentum * first if recipe.nesterov else first
-                for part, matrix in zip(parts, matrices_of(name, moved, self.kind), strict=True):
-                    scale = recipe.update_rms * math.sqrt(max(matrix.shape))
-                    part.copy_(scale * orthogonal(matrix, recipe.iterations))
+                for part, matrix in zip(parts, matrices_of(name, moved, self.config), strict=True):
+                    rows = matrix.reshape(-1, matrix.shape[-1])
+                    scale = recipe.update_rms * math.sqrt(max(rows.shape))
+                    part.copy_(scale * orthogonal(rows, recipe.iterations).view(matrix.shape))
             else:
                 beta1, beta2 = recipe.betas
                 second = self.second.setdefault(name, torch.zeros_like(weight))
@@ -393,7 +407,7 @@ class Trainer:
         self.ledger = Ledger(model, ahead, folder)
         parts = [model, *([] if ahead is None else [ahead.layers])]
         self.routers = [router for part in parts for router in _routers_of(part, recipe, facts.top_k)]
-        self.optimizer = _Optimizer(recipe, model.config.model_type)
+        self.optimizer = _Optimizer(recipe, model.config)
         self.taken = 0
 
     def step(self, rows: PackedRows) -> Step:

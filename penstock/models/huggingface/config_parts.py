@@ -397,7 +397,7 @@ def layers_with_experts(has_experts: Sequence[bool], step: int, key: str) -> Val
 def _read_exceptions(keys: Keys) -> Values:
     step, without = keys.whole("decoder_sparse_step", 1, low=1), keys.numbers_of_layers("mlp_only_layers") or []
     has_experts = [layer not in without and (layer + 1) % step == 0 for layer in range(keys.layers)]
-    return layers_with_experts(has_experts, step, "mlp_only_layers")
+    return layers_with_experts(has_experts, step, "mlp_only_layers or decoder_sparse_step")
 
 
 def _write_exceptions(model: Model) -> Values:
@@ -410,7 +410,9 @@ def _read_list(keys: Keys) -> Values:
     step, layers = keys.whole("interleave_moe_layer_step", 1, low=1), keys.layers
     listed = keys.numbers_of_layers("moe_layers")
     listed = list(range(step - 1, layers, step)) if listed is None else listed
-    return layers_with_experts([layer in listed for layer in range(layers)], step, "moe_layers")
+    return layers_with_experts(
+        [layer in listed for layer in range(layers)], step, "moe_layers or interleave_moe_layer_step"
+    )
 
 
 def _write_list(model: Model) -> Values:
@@ -433,12 +435,14 @@ def _write_range(model: Model) -> Values:
 
 def _read_first_dense(keys: Keys) -> Values:
     types = keys.of_layers("mlp_layer_types", keys.layers)
+    first = keys.given.get("first_k_dense_replace")
+    if isinstance(first, int):
+        first = min(first, keys.layers)  # more than there are: all
     if types is None:
-        return {}
+        return {} if first is None else {"dense_layers": first}
     dense = types.count("dense")
     if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
         raise refused("mlp_layer_types", types, "dense layers first, then sparse ones")
-    first = keys.given.get("first_k_dense_replace")
     return {"dense_layers": agreed({"mlp_layer_types": dense, "first_k_dense_replace": first})}
 
 

@@ -215,7 +215,11 @@ CANNOT_BE_READ = {
     ),
     "experts at other places": (
         _changed("qwen3-moe", mlp_only_layers=[1]),
-        "config.json: mlp_only_layers cannot be used; got [0, 2]; allowed: dense layers first, then every n-th layer",
+        "config.json: mlp_only_layers or decoder_sparse_step cannot be used; got [0, 2]; allowed: dense layers first",
+    ),
+    "no layer with experts": (
+        _changed("qwen3-moe", decoder_sparse_step=99),
+        "config.json: mlp_only_layers or decoder_sparse_step cannot be used; got []; allowed: dense layers first",
     ),
     "chunks that do not rotate": (
         _changed("llama4", no_rope_layers=[1, 0, 1, 0]),
@@ -339,6 +343,13 @@ def test_tied_embeddings_of_a_model_of_text_and_pictures_are_said_outside() -> N
         model_of_config(whole)
     del text["tie_word_embeddings"]
     assert model_of_config(whole).tie_word_embeddings
+
+
+def test_more_dense_layers_than_there_are_is_all_of_them_whatever_else_says_so() -> None:
+    """As the file that `transformers` writes for it, which lists the kinds of all layers too."""
+    fields = _changed("glm5-moe", first_k_dense_replace=99)
+    whole = CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields)).to_dict()
+    assert model_of_config(fields).dense_layers == model_of_config(whole).dense_layers == fields["num_hidden_layers"]
 
 
 def test_heads_without_a_width_share_the_hidden_states() -> None:

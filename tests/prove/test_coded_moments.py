@@ -1,0 +1,57 @@
+"""A run with moments in 8 bits that goes on in another layout."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.kernels.optimizer_state import ROOT_DECADES, SIGNED_DECADES, dequantize, quantize
+from penstock.prove.composition import composition_of
+from penstock.prove.play import StepFigures
+from penstock.prove.proof import Prover
+from penstock.prove.ranks import Assignment, Played
+
+
+@dataclass
+class ReadRanks:
+    """Ranks whose second half of a run begins with another tensor than the first half has saved."""
+
+    name: str
+    saved: torch.Tensor
+    read: torch.Tensor
+
+    def play(self, ranks: int, part: Assignment) -> list[Played]:
+        names = ("model.a", "moment1.a", "moment2.a")
+        first = dict.fromkeys(names, self.saved if part.first else torch.zeros_like(self.saved))
+        if part.first:
+            first[self.name] = self.read
+        start, end = (
+            [(name, tuple(tensor.shape), [((0, 0), tensor)]) for name, tensor in tensors.items()]
+            for tensors in (first, dict.fromkeys(names, self.saved))
+        )
+        trace = StepFigures([4.0] * part.steps, [1.0] * part.steps, [0.0] * part.steps, 0.0, [0], {})
+        return [Played(trace, start, end, {}), *[Played(trace, [], [], {})] * (ranks - 1)]
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+@pytest.mark.parametrize(("kind", "decades"), [("moment1", SIGNED_DECADES), ("moment2", ROOT_DECADES)])
+def test_moments_in_8_bits_whose_blocks_are_cut_elsewhere_are_rounded_once_and_not_more(
+    kind: str, decades: int, tmp_path: Path
+) -> None:
+    values = torch.randn(5, 48, generator=torch.Generator().manual_seed(3))
+
+    def stored(values: torch.Tensor, cuts: int) -> torch.Tensor:
+        parts = (dequantize(*quantize(part, decades), decades) for part in values.chunk(cuts, 1))
+        return torch.cat([*parts], 1)
+
+    whole = stored(values if kind == "moment1" else values.abs(), 1)
+    cut = stored(whole, 2)
+    saved, read, wrong = (one if kind == "moment1" else one**2 for one in (whole, cut, cut + 0.01 * whole.amax()))
+    assert not torch.equal(saved, read)
+    for got, ends in ((read, "equal"), (wrong, "fault")):
+        words = ("training.steps=4", "optimizer.moment_dtype=int8", "prove.then=2 parallel.expert=2")
+        verdict = Prover(ReadRanks(f"{kind}.a", saved, got), tmp_path).judge(composition_of(2, words))
+        assert verdict.kind == ends, verdict.text
