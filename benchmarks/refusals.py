@@ -22,7 +22,7 @@ CALLS = (
     "train missing.toml", "plan debgu --on 8xH100", "plan debug --on 8xH10O", "plan debug --on 8xH100 --layout ppp=2",
     "plan debug --on 8xH100 --only eep=2", "plan debug --on", "layout debug --wrld 4", "layout debug training.stpes=3",
     "tune debug --budgt 3", "tune debgu", "ladder debgu", "sample", "launch slrum debug", "kernels lst",
-    "launch slurm debug --nodes 1 --gpus-per-node 1 --vendor nvida", "init --yess", "prove --drws 3", "config shwo",
+    "launch slurm debug --nodes 1 --gpus-per-node 1 --vendor nvida", "init --foce", "prove --drws 3", "config shwo",
 )  # fmt: skip
 """Names, options, fields and values that are wrong."""
 

@@ -32,7 +32,7 @@ OF_THE_MACHINE = (ENOSPC, EDQUOT, EROFS, EACCES, EPERM, ENAMETOOLONG, ELOOP, EMF
 LONGEST_MESSAGE = 2000  # characters of an error; a longer one repeats a long value, so its middle is cut
 
 VERBS = (
-    Verb("init", "penstock.cli.init", "init", "Ask five questions, and write a file that trains as it is."),
+    Verb("init", "penstock.cli.init", "init", "Write a commented run file for this machine and a text."),
     Verb("train", "penstock.cli.train", "train", "Train a model: a preset, a TOML file, or a run folder."),
     Verb("sample", "penstock.cli.sample", "sample", "Print text from the weights of a run."),
     Verb("evaluate", "penstock.cli.evaluate", "evaluate", "Print loss and bits per byte of weights on text."),

@@ -33,6 +33,14 @@ _TYPES: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+# What to write instead of an option that was removed, by verb and option.
+REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
+    ("init", "--yes"): "leave it out: nothing is asked",
+    ("init", "--on"): "plan for another machine with penstock plan MODEL --on NxCHIP --write FILE.toml",
+    ("init", "--tokens"): "write training.steps=N: a step has the tokens that the file says",
+}
+
+
 @cache
 def described_verbs() -> Mapping[str, Mapping[str, Any]]:
     """The contents of commands.json: by verb its help, parameters and verbs below it."""
@@ -60,6 +68,8 @@ def check_arguments(verb: str, words: Sequence[str], parent: Any) -> None:
         context = command.make_context(name, rest, parent=context, help_option_names=[HELP])
     except typer.TyperException as error:
         option = vars(error).get("option_name")  # of an option that there is not
+        if option and (instead := REMOVED_OPTIONS.get((verb, option))):
+            raise ConfigError(f"{option} was removed", fix=instead) from error
         if option and _takes_overrides(node) and (fields := _fields_meant(option)):
             fix = " or ".join(f"{field}=..." for field in fields)
             raise ConfigError(f"there is no option {option}", fix=f"write {fix}") from error

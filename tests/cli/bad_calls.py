@@ -108,7 +108,7 @@ OUTPUTS = ("M/folder", "nowhere/there/{}", "/proc/nothing/{}", f"{LONG}.{{}}", "
 
 # A call of each verb to which one wrong thing is done. Verbs that are not here get their name alone.
 SHORT = {
-    "init": "init new.toml --model debug --yes",
+    "init": "init new.toml --model debug",
     "train": f"train {RUN} --dry-run",
     "import": "import M/weights --output out",
     "export": "export M/run out",
@@ -317,7 +317,6 @@ def absurd_sizes() -> Iterator[BadCall]:
             ("calibrate", "--processes", f"{size}"),
             ("preflight", "--processes", f"{size}"),
             ("export", "M/run", "out", "--step", f"{size}"),
-            ("init", "new.toml", "--yes", "--model", "debug", "--tokens", f"{size}000000000000"),
         ):
             yield BadCall(words, "an absurd size")
 
@@ -333,12 +332,10 @@ def wrong_files() -> Iterator[BadCall]:
         "doctor {} --on 8xH200": TARGETS,
         "report {} --html new.html": [place for place in TRACES if place != "M/run"],  # which has no steps yet
         f"plan {RUN} --on {{}}": CLUSTERS,
-        "init new.toml --yes --model debug --on {}": CLUSTERS,
-        "init new.toml --yes --model {}": ("debgu", "", LONG),
-        "init new.toml --yes --model debug --data {}": TEXTS,
-        "init new.toml --yes --model debug --tokenizer {}": TOKENIZERS,
-        "init new.toml --yes --model debug --tokens {}": ("banana", "", "-1", "0", "inf", "2X", LONG),
-        "init {} --yes --model debug": ("new.json", "", "M/folder.toml", "no/where.toml", f"{LONG}.toml"),
+        "init new.toml --model {}": ("debgu", "", LONG),
+        "init new.toml --model debug --data {}": TEXTS,
+        "init new.toml --model debug --tokenizer {}": TOKENIZERS,
+        "init {} --model debug": ("new.json", "", "M/folder.toml", "no/where.toml", f"{LONG}.toml"),
         "data pack {} --output packed --tokenizer bytes --processes 1": TEXTS,
         "data pack M/good.jsonl --output packed --processes 1 --tokenizer {}": TOKENIZERS,
         "data pack M/good.jsonl --output packed --processes 1 --tokenizer bytes --text-field {}": ("body", LONG),

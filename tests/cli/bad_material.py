@@ -75,9 +75,9 @@ import M/weights --output out --copies 4 --chosen 9
 import M/weights --output /proc/no
 export M/run M/folder
 export M/run out --step -1
-init M/cut.toml --yes --model debug
-init new.toml --yes --model debug banana=3
-init new.toml --model debug
+init M/cut.toml --model debug
+init new.toml --model debug banana=3
+init new.toml --yes
 calibrate --device cuda --processes 2000
 calibrate --output /proc/no/x.toml --device banana
 """
