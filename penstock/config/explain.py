@@ -136,10 +136,11 @@ experts = 16
 - **None.** `"none"` in a file, `none` in an override, clears a field or a section that may be none.
 - **Kinds.** If you set another `{KIND}` of a section, the section keeps the fields that both kinds have; you must set
   the other required fields.
-- **Dependent values.** If a value that you set would break a rule below, values of the preset that you did not set are
-  adjusted: `training.steps=12` shortens a warm-up of 20 steps to a tenth of the steps, `model.layers=1` leaves one
-  layer with experts, `model.moe.experts=4` lowers `top_k`. `penstock config show` prints the result. If two values that
-  you set conflict, the run is refused. The number of ranks never changes these values, and a resumed run keeps them.
+- **Dependent values.** If a value that you set would break a rule below, lengths, batches and options without effect
+  that you did not set are adjusted: `training.steps=12` shortens a warm-up of 20 steps to a tenth of the steps,
+  `model.layers=1` leaves one layer with experts. `penstock config show` prints the result. A value that changes the
+  model's function is never adjusted: `model.moe.experts=4` is refused beside the preset's `top_k` 8, and so are two
+  conflicting values of yours. The number of ranks never changes these values, and a resumed run keeps them.
 - **Overrides.** Text needs no quotes, and a single file stands for a list of files: `data.files=a.txt`.
 """
 

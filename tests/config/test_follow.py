@@ -17,27 +17,42 @@ ONE_OVERRIDE = (
     *(f"training.micro_batch={rows}" for rows in (2, 3, 8)),
     *(f"training.global_batch={rows}" for rows in (1, 2, 6)),
     *(f"model.layers={layers}" for layers in (1, 2, 3, 100)),
-    *("model.dense_layers=0", "model.mtp_layers=2", "model.attention.heads=2", "model.attention.heads=12"),
     *("schedule.decay=wsd", "profile.start=1", "data.validation_share=0.0", "pipeline.schedule=zb-v"),
 )
 ONE_OVERRIDE_OF_EXPERTS = (
-    *(f"model.moe.experts={experts}" for experts in (1, 2, 4, 12, 60)),
-    *("model.moe.top_k=1", "model.moe.moe_layer_freq=2", "model.moe.router.n_group=1"),
-    *("model.moe.router.apply_probs_on_input=true", "model.moe.balance.aux_loss=none"),
+    *("model.moe.top_k=1", "model.moe.balance.aux_loss=none", "model.dense_layers=0"),
     *("model.moe.router.scoring_func=softmax", "model.moe.router.scoring_func=sigmoid"),
-    *("model.dense_layers=1", "model.dense_layers=2"),
 )
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_one_override_of_any_preset_is_not_refused_for_what_the_user_did_not_write(name: str) -> None:
-    of_experts = ONE_OVERRIDE_OF_EXPERTS if PRESETS[name]().model.moe is not None else ()
-    for override in (*ONE_OVERRIDE, *of_experts):
-        if override == "model.dense_layers=0" and not of_experts:
-            continue  # A dense model has dense layers only, and here the user wrote otherwise.
+    for override in (*ONE_OVERRIDE, *(ONE_OVERRIDE_OF_EXPERTS if PRESETS[name]().model.moe is not None else ())):
         path, _, text = override.partition("=")
         value = leaves(load_run(name, [override]))[path]
         assert f"{value}".lower() == text, f"{override} was changed"
+
+
+@pytest.mark.parametrize(
+    ("target", "overrides", "message"),
+    [
+        ("deepseek-v3", ["model.moe.experts=4"], "model.moe.top_k is more than model.moe.experts"),
+        ("deepseek-v3", ["model.moe.experts=12"], "model.moe.router.n_group must divide model.moe.experts"),
+        ("deepseek-v3", ["model.moe.top_k=200"], "fix: raise model.moe.router.topk_group"),
+        ("qwen3-8b", ["model.attention.heads=12"], "model.attention.kv_heads must divide"),
+        ("mixtral-8x7b", ["model.dense_layers=1"], "model.intermediate_size .* fix: set it"),
+        ("gpt-oss-20b", ["model.moe.router.apply_probs_on_input=true"], "model.moe.bias"),
+        ("llama3.1-8b", ["model.attention.rope.yarn.factor=4"], 'fix: set one of the two to "none"'),
+        ("llama4-scout", ["model.attention.local.global_every=0"], "global_rope is for global layers"),
+        ("debug", ["parallel.pipeline=2", "pipeline.stages_per_rank=2"], "or pipeline.schedule=interleaved"),
+        ("debug", ["parallel.pipeline=2", "dispatch.overlap=passes"], "fix: set pipeline.schedule=interleaved"),
+    ],
+)
+def test_a_value_that_changes_the_model_or_the_layout_never_follows(
+    target: str, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_run(target, overrides)
 
 
 @pytest.mark.parametrize(
@@ -55,36 +70,14 @@ def test_one_override_of_any_preset_is_not_refused_for_what_the_user_did_not_wri
         ("llama4-maverick", ["model.layers=1"], {"model.moe.moe_layer_freq": 1}),  # the only layer has experts
         ("qwen3-8b", ["model.layers=3"], {"model.dense_layers": 3}),
         ("debug", ["model.moe=none"], {"model.dense_layers": 4}),
-        # As wide as the experts of a token.
-        ("mixtral-8x7b", ["model.dense_layers=1"], {"model.intermediate_size": 2 * 14336}),
-        ("deepseek-v3", ["training.sequence_length=2", "model.mtp_layers=1"], {}),  # just enough positions
-        ("qwen3-8b", ["model.attention.heads=12"], {"model.attention.kv_heads": 4}),  # gcd(12, 8)
-        (
-            "llama4-scout",
-            ["model.attention.local.global_every=0"],
-            {"model.attention.local.global_rope": True, "model.attention.local.global_temperature": 0.0},
-        ),
-        (
-            "llama3.1-8b",
-            ["model.attention.rope.yarn.factor=4"],
-            {"model.attention.rope.llama3": None, "model.attention.rope.yarn.factor": 4},
-        ),
-        (
-            "deepseek-v3",
-            ["model.moe.experts=4"],
-            {"model.moe.router.n_group": 2, "model.moe.router.topk_group": 2, "model.moe.top_k": 4},
-        ),
-        ("deepseek-v3", ["model.moe.top_k=200"], {"model.moe.router.topk_group": 7}),  # 7 groups of 32 experts hold 200
-        ("debug", ["model.moe.experts=1"], {"model.moe.top_k": 1, "model.moe.router.norm_topk_prob": False}),
-        ("mixtral-8x7b", ["model.moe.router.scoring_func=sigmoid"], {"model.moe.router.softmax_after_top_k": False}),
-        ("gpt-oss-20b", ["model.moe.router.apply_probs_on_input=true"], {"model.moe.bias": False}),
         ("debug", ["parallel.pipeline=2", "pipeline.schedule=zb-v"], {"pipeline.stages_per_rank": 2}),
-        ("debug", ["parallel.pipeline=2", "pipeline.stages_per_rank=2"], {"pipeline.schedule": "interleaved"}),
         (
             "debug",
-            ["parallel.pipeline=2", "dispatch.overlap=passes"],
-            {"pipeline.schedule": "interleaved", "pipeline.stages_per_rank": 2},
+            ["parallel.pipeline=2", "dispatch.overlap=passes", "pipeline.schedule=interleaved"],
+            {"pipeline.stages_per_rank": 2},
         ),
+        ("debug", ["model.moe.top_k=1"], {"model.moe.router.norm_topk_prob": False}),
+        ("mixtral-8x7b", ["model.moe.router.scoring_func=sigmoid"], {"model.moe.router.softmax_after_top_k": False}),
         ("debug", ["parallel.expert=2", "graphs.capture=full"], {"dispatch.sync_free": 2}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
