@@ -7,7 +7,7 @@
 
 A ladder trains one configuration after another, each the one before with one change, for some training steps on the
 same rows with the same seed, and compares speed, memory and losses in one table. Every ladder step is `penstock
-train` in its own processes. The steps are in penstock/tune/ladder_steps.py; docs/ladder.md explains the table.
+train` in its own processes. The steps are in penstock/tune/ladder.toml; docs/ladder.md explains the table.
 """
 
 from collections.abc import Sequence
@@ -30,18 +30,17 @@ from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.local import processes_to_start
 from penstock.train.run_folder import new_folder
 from penstock.tune.ladder import (
-    NO_TRIALS,
     LadderGain,
     Measure,
     Outcome,
-    SavedTrials,
+    SavedSteps,
     balancing,
     climb,
     gains,
-    read_saved_trials,
+    read_saved_steps,
     steps_as_json,
 )
-from penstock.tune.ladder_steps import LADDER, LadderStep, chosen, load_ladder_steps
+from penstock.tune.ladder_steps import LadderStep, chosen, load_ladder_steps, our_ladder
 from penstock.tune.result_file import describe_machine, write_result
 from penstock.tune.trial import Trial, first_steps, run_trial
 
@@ -101,7 +100,7 @@ def ladder(  # noqa: PLR0913 - one argument for each option
         raise ConfigError("--resume needs the file that it goes on with", fix="--json FILE")
     check_output(output, "--json", force=force or resumes)  # a resumed ladder writes over its own file
     whole, own = load_run(target, overrides or ()), tuple(overrides or ())
-    table = LADDER if file is None else load_ladder_steps(file)
+    table = our_ladder() if file is None else load_ladder_steps(file)
     every = (*own, *first_steps(whole, steps))  # without evaluation, checkpoints and other output
     ranks = processes_to_start(whole, environment, processes)
     grid_of(load_run(target, every), ranks)  # refuses what no step could run
@@ -143,15 +142,14 @@ def climb_and_print(plan: LadderPlan, measure: Measure) -> list[Outcome]:
     print(f"ladder of {run.name}: {len(plan.wanted)} ladder steps on {where}, {length}")
     print(f"routing: {plan.routing}")
     print(f"runs and what they print: {options.folder}", flush=True)
-    saved = NO_TRIALS
+    saved = SavedSteps()
     if plan.resumes and plan.output is not None:
-        saved = read_saved_trials(plan.output, _environment(plan), plan.commit or commit_of_code())
+        saved = read_saved_steps(plan.output, _environment(plan), plan.commit or commit_of_code())
     outcomes: list[Outcome] = []
     # The file is written after every step, so an ended ladder can go on.
     for outcome in climb(plan.steps, plan.wanted, options, saved.or_measured(measure), has_gpu=plan.has_gpu):
         outcomes.append(outcome)
-        failed = [f"{'':<16}not with {' '.join(one.change)}: {one.reason}" for one in outcome.others]
-        print("\n".join([_line(outcome, gains(outcomes)[-1], plan), *failed]), flush=True)
+        print(_line(outcome, gains(outcomes)[-1], plan), flush=True)
         if plan.output is not None:
             _write(plan, plan.output, outcomes, saved)
     print()
@@ -177,7 +175,7 @@ def _environment(plan: LadderPlan) -> dict[str, Any]:
     }
 
 
-def _write(plan: LadderPlan, path: Path, outcomes: Sequence[Outcome], saved: SavedTrials) -> None:
+def _write(plan: LadderPlan, path: Path, outcomes: Sequence[Outcome], saved: SavedSteps) -> None:
     write_result(
         path,
         command=command_text(),
@@ -197,11 +195,10 @@ def _write(plan: LadderPlan, path: Path, outcomes: Sequence[Outcome], saved: Sav
 def _line(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> str:
     if outcome.figures is None or gain is None:
         return f"{outcome.step.name:<16}{outcome.state}: {outcome.reason}"
-    notes = [f"  with {' '.join(outcome.fallback)}"] if outcome.fallback else []
-    notes += [f"  {outcome.reason}"] if outcome.reason else []
+    note = f"  {outcome.reason}" if outcome.reason else ""
     return (
         f"{outcome.step.name:<16}{outcome.figures.tokens_per_second_per_device:>9,.0f} tokens/s/{_noun(plan)}  "
-        f"{gain.before:.2f} x the step before, {gain.first:.2f} x the first  ({outcome.seconds:.0f} s){''.join(notes)}"
+        f"{gain.before:.2f} x the step before, {gain.first:.2f} x the first  ({outcome.seconds:.0f} s){note}"
     )
 
 
@@ -210,7 +207,7 @@ def _row(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> tuple[s
     name = f"{outcome.step.name} (size)" if outcome.step.is_size else outcome.step.name
     figures = outcome.figures
     if figures is None or gain is None:  # the step did not run
-        return name, outcome.state, " ".join([outcome.reason, *_others(outcome)])
+        return name, outcome.state, outcome.reason
     notes = list(outcome.changed)
     if outcome.reason:
         notes.append(f"({outcome.reason})")
@@ -231,10 +228,5 @@ def _row(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> tuple[s
         f"{gain.by_optimization:.2f}",
         f"{gain.by_size:.2f}",
         f"{gain.first:.2f}",
-        " ".join([*notes, *_others(outcome)]),
+        " ".join(notes),
     )
-
-
-def _others(outcome: Outcome) -> list[str]:
-    """Failed attempts with short reasons."""
-    return [f"(not with {' '.join(one.change)}: {one.reason.partition('; ')[0]})" for one in outcome.others]

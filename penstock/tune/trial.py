@@ -85,14 +85,6 @@ class Failure:
     had_begun: bool = True  # the run folder existed, so all checks before the first step had passed
 
     @property
-    def is_mendable(self) -> bool:
-        """Whether a fallback may be tried: the run was refused before its first step, or ran out of memory.
-
-        A run that crashes, hangs or ends with a non-finite loss must be reported, not replaced.
-        """
-        return self.lacks_memory or (self.kind == "refused" and not self.had_begun)
-
-    @property
     def lacks_memory(self) -> bool:
         """Whether it ran out of memory."""
         return bool(_NO_MEMORY.search(self.reason))

@@ -1,16 +1,15 @@
-"""Climbing ladders with made-up trials: what each step stands on, its gain, and its fallbacks."""
+"""Climbing ladders with made-up trials: what each step stands on, and its gain."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.load import load_run
-from penstock.tune.ladder import LadderGain, Outcome, balancing, climb, gains, loss_gap
-from penstock.tune.ladder_steps import LADDER, LadderChange, LadderStep
+from penstock.tune.ladder import Outcome, balancing, climb, gains, loss_gap
+from penstock.tune.ladder_steps import LadderStep, our_ladder
 from penstock.tune.trial import Failure, Figures, Trial
 
 STEPS = (
@@ -137,16 +136,16 @@ def test_a_step_that_means_nothing_here_is_left_out_with_the_reason() -> None:
 
 def test_our_ladder_can_be_climbed_on_a_laptop_and_on_four_gpus() -> None:
     own = ("training.micro_batch=2", "training.global_batch=16", "parallel.expert=2")
-    on_cpu = climbed(Bench(), LADDER, options=base(*own, processes=2))
-    on_gpus = climbed(Bench(), LADDER, options=base(*own, processes=4), has_gpu=True)
+    on_cpu = climbed(Bench(), our_ladder(), options=base(*own, processes=2))
+    on_gpus = climbed(Bench(), our_ladder(), options=base(*own, processes=4), has_gpu=True)
     left_out = {outcome.step.name for outcome in on_cpu if outcome.state != "ran"}
-    assert left_out == {step.name for step in LADDER if "gpu" in step.needs}
+    assert left_out == {step.name for step in our_ladder() if "gpu" in step.needs}
     assert {outcome.state for outcome in on_gpus} == {"ran"}
 
 
 def test_a_dense_model_climbs_what_is_left() -> None:
     own = ("model.moe=none", "model.dense_layers=4", "training.micro_batch=1")
-    ran = [one.step.name for one in climbed(Bench(), LADDER, options=base(*own)) if one.state == "ran"]
+    ran = [one.step.name for one in climbed(Bench(), our_ladder(), options=base(*own)) if one.state == "ran"]
     assert ran == ["baseline", "fused", "chunked-loss", "larger"]
 
 
@@ -194,169 +193,6 @@ DROPS += ["model.moe.router.expert_bias=false"]
 )
 def test_the_balancing_of_a_run_is_said_in_words(overrides: list[str], told: str) -> None:
     assert balancing(load_run("debug", overrides)) == told
-
-
-NO_MEMORY = Failure(kind="refused", reason="the GPU is out of memory; got CUDA out of memory", seconds=3.0)
-NO_KERNEL = Failure(kind="refused", reason="a kernel cannot be had", seconds=3.0, had_begun=False)
-CRASH = Failure(kind="failed", reason="RuntimeError: an illegal memory access", seconds=3.0)
-NOT_FINITE = Failure(kind="refused", reason="the loss is NaN", seconds=3.0)
-
-GROUND = LadderStep(name="ground", change=("dispatch.sync_free=3", "kernels.norm=reference"))
-LARGER = LadderStep(
-    name="larger",
-    micro_batch_times=2,
-    fallbacks={
-        "less": LadderChange(change=("dispatch.sync_free=2",)),
-        "least": LadderChange(change=("dispatch.sync_free=1",)),
-    },
-)
-TOP = LadderStep(name="top", change=("kernels.rope=reference",))
-
-
-def fallen_back(bench: Bench, steps: Sequence[LadderStep], *own: str, **more: Any) -> dict[str, Outcome]:
-    options = base(*OWN, "training.global_batch=16", *own, processes=2)
-    return {one.step.name: one for one in climbed(bench, steps, options=options, **more)}
-
-
-@pytest.mark.parametrize("end", [NO_MEMORY, NO_KERNEL])
-def test_a_step_without_memory_or_refused_before_it_begins_is_tried_with_each_fallback(end: Failure) -> None:
-    bench = Bench(larger=end, larger_less=NO_MEMORY)
-    larger = fallen_back(bench, (GROUND, LARGER, TOP))["larger"]
-    assert list(bench.seen) == ["ground", "larger", "larger-less", "larger-least", "top"]
-    assert (larger.state, larger.trial, larger.fallback) == ("ran", "larger-least", ("dispatch.sync_free=1",))
-    assert [(one.trial, one.change, one.reason) for one in larger.tried] == [
-        ("larger", ("training.micro_batch=2",), end.reason),
-        ("larger-less", ("training.micro_batch=2", "dispatch.sync_free=2"), NO_MEMORY.reason),
-    ]
-    assert set(larger.changed) == {"training.micro_batch=2", "dispatch.sync_free=1"}
-
-
-@pytest.mark.parametrize(("speed", "state", "below"), [(300.0, "ran", (2, 2)), (50.0, "slower", (1, 3))])
-def test_later_steps_stand_on_the_form_that_ran_unless_it_was_slow(
-    speed: float, state: str, below: tuple[int, int]
-) -> None:
-    bench = Bench(larger=NO_MEMORY, larger_less=figures(speed))
-    assert fallen_back(bench, (GROUND, LARGER, TOP))["larger"].state == state
-    assert list(bench.seen) == ["ground", "larger", "larger-less", "top"], "no other form is tried"
-    top = load_run("debug", bench.seen["top"].overrides)
-    assert (top.training.micro_batch, top.dispatch.sync_free) == below
-
-
-@pytest.mark.parametrize("end", [CRASH, NOT_FINITE])
-def test_what_breaks_does_not_hide_behind_a_fallback(end: Failure) -> None:
-    bench = Bench(larger=end)
-    larger = fallen_back(bench, (GROUND, LARGER))["larger"]
-    assert list(bench.seen) == ["ground", "larger"]
-    assert (larger.state, larger.reason, larger.tried) == (end.kind, end.reason, ())
-
-
-def test_a_fallback_that_breaks_is_what_became_of_the_step_and_ends_the_search() -> None:
-    bench = Bench(larger=NO_MEMORY, larger_less=CRASH)
-    larger = fallen_back(bench, (GROUND, LARGER))["larger"]
-    assert list(bench.seen) == ["ground", "larger", "larger-less"]
-    assert (larger.state, larger.reason, larger.trial) == ("failed", CRASH.reason, "larger-less")
-    assert [one.trial for one in larger.others] == ["larger"]
-
-
-def test_if_no_form_runs_the_step_is_told_as_it_is_and_later_ones_go_without_it() -> None:
-    bench = Bench(larger=NO_MEMORY, larger_less=NO_KERNEL, larger_least=NO_MEMORY)
-    larger = fallen_back(bench, (GROUND, LARGER, TOP))["larger"]
-    assert (larger.state, larger.reason, larger.trial) == ("refused", NO_MEMORY.reason, "larger")
-    assert [one.trial for one in larger.tried] == ["larger", "larger-less", "larger-least"]
-    assert [one.trial for one in larger.others] == ["larger-less", "larger-least"]
-    top = load_run("debug", bench.seen["top"].overrides)
-    assert (top.training.micro_batch, top.dispatch.sync_free) == (1, 3)
-
-
-def test_a_fallback_without_meaning_is_left_out() -> None:
-    fallbacks = {
-        "same": LadderChange(change=("dispatch.sync_free=3",)),
-        "needy": LadderChange(change=("dispatch.sync_free=1",), needs=("gpu",)),
-        "less": LadderChange(change=("dispatch.sync_free=2",)),
-        "again": LadderChange(change=("dispatch.sync_free=2", "kernels.norm=reference")),
-        "back": LadderChange(change=("dispatch.sync_free=3", "kernels.rope=auto")),
-    }
-    bench = Bench(faster=NO_MEMORY, faster_less=NO_MEMORY)
-    step = LadderStep(name="faster", change=("kernels.rope=reference",), fallbacks=fallbacks)
-    assert fallen_back(bench, (GROUND, step))["faster"].state == "refused"
-    assert list(bench.seen) == ["ground", "faster", "faster-less"], "`back` is the step below once more"
-
-
-def test_a_fallback_that_is_misspelled_says_so() -> None:
-    step = LARGER.model_copy(update={"fallbacks": {"less": LadderChange(change=("dispatch.sync_fre=2",))}})
-    bench = Bench(larger=NO_MEMORY)
-    told = [one.reason for one in fallen_back(bench, (GROUND, step))["larger"].others]
-    assert len(told) == 1
-    assert "did you mean dispatch.sync_free?" in told[0]
-    assert list(bench.seen) == ["ground", "larger"]
-
-
-def test_a_refusal_that_no_fallback_mends_is_told_once_and_starts_nothing() -> None:
-    bench = Bench()
-    huge = fallen_back(bench, (GROUND, LARGER.model_copy(update={"micro_batch_times": 64})))["larger"]
-    assert "training.global_batch must be a multiple" in huge.reason
-    assert [one.trial for one in huge.tried] == ["larger"]
-    assert huge.others == ()
-    assert list(bench.seen) == ["ground"]
-
-
-def test_a_step_that_is_not_measured_stays_in_the_first_form_that_the_configuration_allows() -> None:
-    refused = LadderStep(
-        name="wrong", change=("kernels.norm=magic",), fallbacks={"right": LadderChange(change=("kernels.norm=torch",))}
-    )
-    bench = Bench()
-    fallen_back(bench, (GROUND, refused, TOP), wanted=["ground", "top"])
-    assert load_run("debug", bench.seen["top"].overrides).kernels.norm == "torch"
-
-
-@given(st.integers(min_value=0, max_value=4), st.integers(min_value=0, max_value=4))
-def test_as_many_forms_are_tried_as_fail_before_one_runs(fallbacks: int, failing: int) -> None:
-    names = ["larger", *(f"larger-{place}" for place in range(fallbacks))]  # in the order in which they are tried
-    changes = {f"{place}": LadderChange(change=(f"seed={place + 1}",)) for place in range(fallbacks)}
-    bench = Bench(**dict.fromkeys(names[:failing], NO_MEMORY))
-    larger = fallen_back(bench, (GROUND, LARGER.model_copy(update={"fallbacks": changes})))["larger"]
-    assert list(bench.seen) == ["ground", *names[: failing + 1]]
-    assert [one.trial for one in larger.tried] == names[:failing]
-    assert larger.state == ("ran" if failing < len(names) else "refused")
-
-
-def test_the_gain_of_a_larger_micro_batch_with_a_fallback_is_counted_as_that_of_its_size() -> None:
-    outcomes = fallen_back(Bench(larger=NO_MEMORY, larger_less=figures(150.0)), (GROUND, LARGER))
-    _, gain = gains(list(outcomes.values()))
-    assert gain == LadderGain(before=1.5, first=1.5, by_optimization=1.0, by_size=1.5, loss_gap=0.0)
-
-
-ON_FOUR = ("parallel.expert=2", "training.micro_batch=2")
-
-
-def ours(name: str) -> LadderStep:
-    return next(step for step in LADDER if step.name == name)
-
-
-@pytest.mark.parametrize(
-    ("below", "forms"),
-    [
-        (
-            ("dispatch.sync_free=3", "graphs.capture=partial"),
-            [(3, "partial"), (2, "partial"), (2, "none"), (1, "none")],
-        ),
-        (("dispatch.sync_free=2", "graphs.capture=partial"), [(2, "partial"), (2, "none"), (1, "none")]),
-        (("dispatch.sync_free=3", "graphs.capture=none"), [(3, "none"), (2, "none"), (1, "none")]),
-        (("dispatch.sync_free=1", "graphs.capture=partial"), [(1, "partial"), (1, "none")]),
-        (("dispatch.sync_free=1", "graphs.capture=none"), [(1, "none")]),
-        (("model.moe=none", "model.dense_layers=4", "graphs.capture=partial"), [(0, "partial"), (0, "none")]),
-    ],
-)
-def test_a_larger_micro_batch_gives_up_room_for_rows_and_then_graphs_but_nothing_that_takes_no_memory(
-    below: tuple[str, ...], forms: list[tuple[int, str]]
-) -> None:
-    forms_of_larger = ("", "_bounded", "_bounded_eager", "_counted_eager", "_eager")
-    bench = Bench(**{f"larger{form}": NO_MEMORY for form in forms_of_larger})
-    own = ("training.micro_batch=1",) if "model.moe=none" in below else ON_FOUR
-    fallen_back(bench, (LadderStep(name="ground", change=below), ours("larger")), *own, has_gpu=True)
-    runs = [load_run("debug", trial.overrides) for trial in list(bench.seen.values())[1:]]
-    assert [(run.dispatch.sync_free, run.graphs.capture) for run in runs] == forms
-    assert {run.training.micro_batch for run in runs} == {2 if "model.moe=none" in below else 4}
 
 
 def figures(speed: float, losses: Sequence[float] = (6.0, 5.0, 4.0), **changes: object) -> Figures:

@@ -8,7 +8,7 @@ from penstock.base.errors import PenstockError
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.config.schema import find
-from penstock.tune.ladder_steps import LADDER, LadderChange, LadderStep, checked, chosen, load_ladder_steps, why_skipped
+from penstock.tune.ladder_steps import LadderStep, chosen, load_ladder_steps, our_ladder, why_skipped
 
 DENSE = ["model.moe=none", "model.dense_layers=4"]  # overrides of debug
 
@@ -20,13 +20,12 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_our_own_ladder_is_valid_and_its_first_step_sets_the_fields_that_later_ones_change() -> None:
-    assert checked(LADDER) == LADDER
-    first, *others = [(step, *step.fallbacks.values()) for step in LADDER]
-    assert [field for change in first for field in change.fields if not find(Run, field)] == []
-    assert {field for changes in others for change in changes for field in change.fields} <= set(first[0].fields)
+    first, *others = our_ladder()
+    assert [field for step in our_ladder() for field in step.fields if not find(Run, field)] == []
+    assert {field for step in others for field in step.fields} <= set(first.fields)
 
 
-def test_a_step_in_a_file_has_its_fallbacks_in_their_order(tmp_path: Path) -> None:
+def test_a_step_in_a_file_is_read(tmp_path: Path) -> None:
     text = """
         [[step]]
         name = "a"
@@ -35,20 +34,10 @@ def test_a_step_in_a_file_has_its_fallbacks_in_their_order(tmp_path: Path) -> No
         name = "larger"
         needs = ["gpu"]
         micro_batch_times = 2
-        [step.fallbacks.second-best]
-        change = ["dispatch.sync_free=2"]
-        needs = ["experts"]
-        [step.fallbacks.eager]
-        change = ["graphs.capture=none"]
     """
     plain, step = load_ladder_steps(write(tmp_path, text))
     assert plain == LadderStep(name="a", change=("seed=1",))
     assert (step.is_size, step.needs) == (True, ("gpu",))
-    assert list(step.fallbacks.items()) == [
-        ("second-best", LadderChange(change=("dispatch.sync_free=2",), needs=("experts",))),
-        ("eager", LadderChange(change=("graphs.capture=none",))),
-    ]
-    assert [step.trial_name(name) for name in ("", *step.fallbacks)] == ["larger", "larger-second-best", "larger-eager"]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +52,8 @@ def test_a_step_in_a_file_has_its_fallbacks_in_their_order(tmp_path: Path) -> No
         ('[[step]]\nname = "a/b"', "letters, digits"),
         ('[[step]]\nname = "a"\nneeds = ["luck"]', "got luck; allowed: experts"),
         ('[[step]]\nname = "a"\n[[step]]\nname = "b"\nchange = ["seed=1"]\nmicro_batch_times = 2', "two causes"),
-        ('[[step]]\nname = "a"\n[step.fallbacks.b]\nchnge = ["seed=1"]', "step 1: fallbacks.b.chnge is an unknown key"),
-        ('[[step]]\nname = "a"\n[step.fallbacks.b]\n[[step]]\nname = "a-b"', "two steps are called a-b"),
-        ('[[step]]\nname = "a"\n[step.fallbacks.b]\nchange = ["training.micro_batch=1"]', "make a step of it"),
+        ('[[step]]\nname = "a"\n[step.fallbacks.b]\nchange = ["seed=1"]', "step 1: fallbacks were removed; fix: make"),
+        ('[[step]]\nname = "a"\n[[step]]\nname = "a"', "two steps are called a"),
         ('[[step]]\nname = "a"\n[[step]]\nname = "b"\nchange = ["training.micro_batch=2", "seed=1"]', "two causes"),
     ],
 )
@@ -105,9 +93,6 @@ def test_some_steps_may_be_named_but_none_hides_in_the_gain_of_another_kind() ->
         (("shared-expert",), ["model.moe.shared_expert_intermediate_size=0"], True, "no shared expert"),
         (("sharing",), [], True, "each rank holds all experts"),
         (("gpu",), [], False, "there is no GPU"),
-        (("static-rows",), ["dispatch.sync_free=1"], True, "no buffer has room"),
-        (("static-rows",), [*DENSE, "dispatch.sync_free=3"], True, "no buffer has room"),
-        (("counted-rows",), ["dispatch.sync_free=2"], True, "buffers have room"),
         (("experts", "shared-expert", "sharing", "gpu"), ["parallel.expert=2"], True, ""),
     ],
 )
