@@ -529,41 +529,29 @@ def print_campaign(campaign: Campaign, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(campaign_json(campaign), indent=2))
         return
-    cluster = campaign.cluster
-    print(f"{campaign.phases[0].projection.run.name} on {cluster_text(cluster)}")
-    head = [
-        "phase",
-        "sequence",
-        "tokens/step",
-        "tokens",
-        "layout",
-        cluster.speed_unit,
-        "days",
-        "GPU-hours",
-        "cost",
-        "MWh",
-    ]
+    cluster, costs = campaign.cluster, campaign.phases
+    print(f"{costs[0].projection.run.name} on {cluster_text(cluster)}")
+    head = ["phase", "sequence", "tokens/step", "tokens", "layout", cluster.speed_unit, "days", "GPU-hours"]
+    head += ["cost"] * (campaign.price is not None) + ["MWh"] * (campaign.watts is not None)
     rows = []
-    for number, one in enumerate(campaign.phases, start=1):
-        best = one.projection
+    for number, cost in enumerate(costs, start=1):
+        best = cost.projection
         row = [f"{number}", f"{best.run.training.sequence_length:,}", count_text(best.run.tokens_per_step)]
-        row += [count_text(one.phase.tokens), sizes_text(best.layout), f"{best.time.tokens_per_second_per_device:,.0f}"]
-        rows.append([*row, *_campaign_sums(campaign, (one,))])
+        row += [count_text(cost.phase.tokens), sizes_text(best.layout)]
+        rows.append([*row, f"{best.time.tokens_per_second_per_device:,.0f}", *_campaign_sums(campaign, (cost,))])
     if len(rows) > 1:
-        tokens = sum(one.phase.tokens for one in campaign.phases)
-        rows.append(["all", "", "", count_text(tokens), "", "", *_campaign_sums(campaign, campaign.phases)])
-    unknown = {"cost": campaign.price is None, "MWh": campaign.watts is None}
-    shown = [at for at, name in enumerate(head) if not unknown.get(name)]
-    print_table([head[at] for at in shown], [[row[at] for at in shown] for row in rows], ("tokens/step", "layout"))
-    for number, one in enumerate(campaign.phases, start=1):
-        if (found := one.interruptions) is not None:
-            steps = max(1, round(found.interval_seconds / one.projection.time.step_seconds))
+        tokens = count_text(sum(cost.phase.tokens for cost in costs))
+        rows.append(["all", "", "", tokens, "", "", *_campaign_sums(campaign, costs)])
+    print_table(head, rows, ("tokens/step", "layout"))
+    for number, cost in enumerate(costs, start=1):
+        if (lost := cost.interruptions) is not None:
+            steps = max(1, round(lost.interval_seconds / cost.projection.time.step_seconds))
             print(
-                f"phase {number}: {found.goodput:.1%} goodput; a failure every {found.between_seconds / HOUR:.1f} h, "
-                f"a checkpoint every {counted(steps, 'step')} ({duration_text(found.interval_seconds)}), "
-                f"which stops training for {time_text(found.save_seconds)}"
+                f"phase {number}: {lost.goodput:.1%} goodput; a failure every {lost.between_seconds / HOUR:.1f} h, "
+                f"a checkpoint every {counted(steps, 'step')} ({duration_text(lost.interval_seconds)}), "
+                f"which stops training for {time_text(lost.save_seconds)}"
             )
-    if campaign.phases[0].interruptions is None:
+    if costs[0].interruptions is None:
         print("assumed: no failures (--mtbf HOURS of one device)")
     else:
         print(
@@ -575,8 +563,11 @@ def print_campaign(campaign: Campaign, *, as_json: bool) -> None:
 
 
 def _campaign_sums(campaign: Campaign, phases: Sequence[PhaseCost]) -> list[str]:
-    """Days, hours of devices, cost and energy of phases."""
-    sums = [f"{sum(one.seconds for one in phases) / DAY:,.1f}", f"{sum(one.device_hours for one in phases):,.0f}"]
-    costs = [campaign.cost(one) or 0.0 for one in phases]
-    joules = [campaign.energy_joules(one) or 0.0 for one in phases]
-    return [*sums, f"{sum(costs):,.0f}", f"{sum(joules) / HOUR / 1e6:,.2f}"]
+    """Days, hours of devices, and as far as they are known cost and energy of phases."""
+    prices, joules = [campaign.cost(cost) for cost in phases], [campaign.energy_joules(cost) for cost in phases]
+    return [
+        f"{sum(cost.seconds for cost in phases) / DAY:,.1f}",
+        f"{sum(cost.device_hours for cost in phases):,.0f}",
+        *([f"{sum(price or 0 for price in prices):,.0f}"] if campaign.price is not None else []),
+        *([f"{sum(energy or 0 for energy in joules) / HOUR / 1e6:,.2f}"] if campaign.watts is not None else []),
+    ]

@@ -29,7 +29,7 @@ from penstock.config.schema import (
     find,
     kind_of,
 )
-from penstock.config.versions import REMOVED, RENAMED_VALUES, new_path
+from penstock.config.versions import REMOVED, new_path
 
 Tree = dict[str, Any]
 NONE = "none"  # None in files and overrides
@@ -245,10 +245,7 @@ def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Proble
 
 def _unknown_value(path: str, value: object, choices: Iterable[str]) -> Problem:
     choices = tuple(choices)
-    renamed = RENAMED_VALUES.get(path, {}).get(f"{value}")
-    fix = REMOVED.get(f"{path}={value}")
-    if fix is None:
-        fix = f"write {renamed}, as {value} is called now" if renamed else did_you_mean(value, choices)
+    fix = REMOVED.get(f"{path}={value}") or did_you_mean(value, choices)
     return Problem(path, "has an unknown value", _shown(value), ", ".join(choices), fix)
 
 

@@ -55,14 +55,11 @@ RENAMED: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# New values by old values, by the full path of the key.
-RENAMED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {"graphs.capture": {"passes": "full", "parts": "partial"}}
-)
-
-# What to do instead, by the path of a removed key or by `path=value`; docs/decisions/0173-size.md has the reasons.
+# What to write instead of a removed key, or of a value as `path=value`; docs/decisions/0173-size.md has the reasons.
 REMOVED: Mapping[str, str] = MappingProxyType(
     {
+        "graphs.capture=passes": "write full, as passes is called now",
+        "graphs.capture=parts": "write partial, as parts is called now",
         "dispatch.overlap=halves": "write none or shared, which are faster, or passes with a pipeline",
         "checkpoint.memory_every": "leave it out; a run goes on from the checkpoints of checkpoint.every",
         "kernels.attention=hopper": "write auto, which takes cuDNN or flash-attn-4; ours for Hopper are gone",

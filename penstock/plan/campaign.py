@@ -30,17 +30,11 @@ MOST_TOKENS = 1e15
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPhase:
-    """Consecutive steps of one kind.
+    """Consecutive steps of one kind."""
 
-    Attributes:
-        tokens: to train on.
-        sequence_length: positions of a row; None for the run's.
-        batch_tokens: tokens of a step; None for the run's rows.
-    """
-
-    tokens: float
-    sequence_length: int | None = None
-    batch_tokens: float | None = None
+    tokens: float  # to train on
+    sequence_length: int | None = None  # None for the run's
+    batch_tokens: float | None = None  # of a step; None for the run's rows
 
 
 def phases_of(tokens: str | None, ramp: str | None, stages: str | None) -> tuple[TrainingPhase, ...]:
@@ -54,26 +48,24 @@ def phases_of(tokens: str | None, ramp: str | None, stages: str | None) -> tuple
     Raises:
         ConfigError: a text cannot be read, or the ramp has more tokens than the run.
     """
-    phases = [TrainingPhase(tokens=part, batch_tokens=batch) for batch, part in _pairs("--ramp", ramp)]
+    phases = [
+        TrainingPhase(tokens=part, batch_tokens=_tokens("--ramp", batch)) for batch, part in _pairs("--ramp", ramp)
+    ]
     if tokens is not None:
         rest = _tokens("--tokens", tokens) - sum(phase.tokens for phase in phases)
         if rest < 0:
-            raise ConfigError(
-                "--ramp has more tokens than the run",
-                got=ramp,
-                allowed=f"at most {tokens} in all",
-                fix="raise --tokens",
-            )
+            allowed = f"at most {tokens} in all"
+            raise ConfigError("--ramp has more tokens than the run", got=ramp, allowed=allowed, fix="raise --tokens")
         phases += [TrainingPhase(tokens=rest)] if rest else []
     # 4k positions are 4,096: sequence lengths are counted in powers of two.
     lengths = {f"{2**power // 1024}k": 2**power for power in range(10, 24)}
-    for word, part in _words("--stages", stages):
+    for word, part in _pairs("--stages", stages):
         length = lengths.get(word.lower()) or round(_tokens("--stages", word))
         phases.append(TrainingPhase(tokens=part, sequence_length=length))
     return tuple(phases)
 
 
-def _words(option: str, text: str | None) -> list[tuple[str, float]]:
+def _pairs(option: str, text: str | None) -> list[tuple[str, float]]:
     pairs = []
     for part in text.split(",") if text else ():
         name, colon, tokens = part.strip().partition(":")
@@ -81,10 +73,6 @@ def _words(option: str, text: str | None) -> list[tuple[str, float]]:
             raise ConfigError(f"{option} is a list of pairs", got=repr(part), allowed="32k:500B,128k:100B")
         pairs.append((name.strip(), _tokens(option, tokens)))
     return pairs
-
-
-def _pairs(option: str, text: str | None) -> list[tuple[float, float]]:
-    return [(_tokens(option, batch), tokens) for batch, tokens in _words(option, text)]
 
 
 def _tokens(option: str, text: str) -> float:
@@ -96,32 +84,20 @@ def _tokens(option: str, text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Failures that end a run, which then goes on from its newest checkpoint.
+    """Failures that end a run, which then goes on from its newest checkpoint."""
 
-    Attributes:
-        mtbf_seconds: mean time between failures of one device.
-        restart_seconds: from a failure until training goes on.
-    """
-
-    mtbf_seconds: float
+    mtbf_seconds: float  # mean time between failures of one device
     restart_seconds: float = RESTART_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interruptions:
-    """Failures of a cluster, and checkpoints that lose least time to them.
+    """Failures of a cluster, and checkpoints that lose least time to them."""
 
-    Attributes:
-        between_seconds: mean time between failures of the cluster.
-        save_seconds: in which a checkpoint stops training.
-        interval_seconds: of training from one checkpoint to the next.
-        goodput: share of the time that trains steps which are not lost.
-    """
-
-    between_seconds: float
-    save_seconds: float
-    interval_seconds: float
-    goodput: float
+    between_seconds: float  # mean time between failures of the cluster
+    save_seconds: float  # in which a checkpoint stops training
+    interval_seconds: float  # of training from one checkpoint to the next
+    goodput: float  # share of the time that trains steps which are not lost
 
 
 def interruptions(failures: Failures, devices: int, save_seconds: float) -> Interruptions:
@@ -133,12 +109,8 @@ def interruptions(failures: Failures, devices: int, save_seconds: float) -> Inte
         interval = sqrt(2 * save_seconds * between) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_seconds
     interval = max(interval, WRITE_SECONDS)
     lost = exp(failures.restart_seconds / between) * between * expm1((interval + save_seconds) / between)
-    return Interruptions(
-        between_seconds=between,
-        save_seconds=save_seconds,
-        interval_seconds=interval,
-        goodput=interval / lost,
-    )
+    goodput = interval / lost
+    return Interruptions(between_seconds=between, save_seconds=save_seconds, interval_seconds=interval, goodput=goodput)
 
 
 def save_seconds_of(projection: Projection) -> float:
@@ -149,20 +121,13 @@ def save_seconds_of(projection: Projection) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseCost:
-    """A planned phase.
-
-    Attributes:
-        projection: of its steps.
-        steps: of the phase.
-        busy_seconds: of the steps alone.
-        interruptions: None without failures.
-    """
+    """A planned phase."""
 
     phase: TrainingPhase
-    projection: Projection
+    projection: Projection  # of its steps
     steps: int
-    busy_seconds: float
-    interruptions: Interruptions | None
+    busy_seconds: float  # of the steps alone
+    interruptions: Interruptions | None  # None without failures
 
     @property
     def seconds(self) -> float:
@@ -177,17 +142,12 @@ class PhaseCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """Planned phases.
-
-    Attributes:
-        price: of a device for an hour, in any currency; None if unknown.
-        watts: of a device while it trains; None if unknown.
-    """
+    """Planned phases."""
 
     cluster: Cluster
     phases: tuple[PhaseCost, ...]
-    price: float | None
-    watts: float | None
+    price: float | None  # of a device for an hour, in any currency; None if unknown
+    watts: float | None  # of a device while it trains; None if unknown
 
     def cost(self, phase: PhaseCost) -> float | None:
         """In the currency of the price."""
@@ -222,21 +182,14 @@ def plan_campaign(
         if not plan.candidates or not plan.candidates[0].fits:
             length = changed.training.sequence_length
             nearest = plan.candidates[:1] or (() if plan.nearest is None else (plan.nearest,))
-            reasons = [f"{one.layout} needs {bytes_text(one.over_bytes)} more" for one in nearest]
-            reasons = reasons or [one.reason for one in plan.refused[:1]]
+            reasons = [f"{near.layout} needs {bytes_text(near.over_bytes)} more" for near in nearest]
+            reasons = reasons or [refusal.reason for refusal in plan.refused[:1]]
             raise ConfigError(": ".join([f"no layout of {run.name} fits at {length:,} positions", *reasons]))
         best = plan.candidates[0]
         steps = max(1, round(phase.tokens / best.run.tokens_per_step))
-        found = interruptions(failures, best.cluster.devices, save_seconds_of(best)) if failures else None
-        costs.append(
-            PhaseCost(
-                phase=phase,
-                projection=best,
-                steps=steps,
-                busy_seconds=steps * best.time.step_seconds,
-                interruptions=found,
-            )
-        )
+        lost = interruptions(failures, best.cluster.devices, save_seconds_of(best)) if failures else None
+        busy = steps * best.time.step_seconds
+        costs.append(PhaseCost(phase=phase, projection=best, steps=steps, busy_seconds=busy, interruptions=lost))
     return tuple(costs)
 
 
@@ -244,18 +197,18 @@ def campaign_json(campaign: Campaign) -> dict[str, Any]:
     """The campaign for `--json`: seconds, hours of devices, joules."""
     phases = [
         {
-            "tokens": one.phase.tokens,
-            "sequence_length": one.projection.run.training.sequence_length,
-            "global_batch": one.projection.run.training.global_batch,
-            "layout": str(one.projection.layout),
-            "steps": one.steps,
-            "step_seconds": one.projection.time.step_seconds,
-            "seconds": one.seconds,
-            "device_hours": one.device_hours,
-            "cost": campaign.cost(one),
-            "energy_joules": campaign.energy_joules(one),
-            "interruptions": one.interruptions and vars(one.interruptions),
+            "tokens": cost.phase.tokens,
+            "sequence_length": cost.projection.run.training.sequence_length,
+            "global_batch": cost.projection.run.training.global_batch,
+            "layout": str(cost.projection.layout),
+            "steps": cost.steps,
+            "step_seconds": cost.projection.time.step_seconds,
+            "seconds": cost.seconds,
+            "device_hours": cost.device_hours,
+            "cost": campaign.cost(cost),
+            "energy_joules": campaign.energy_joules(cost),
+            "interruptions": cost.interruptions and vars(cost.interruptions),
         }
-        for one in campaign.phases
+        for cost in campaign.phases
     ]
     return {"price": campaign.price, "watts": campaign.watts, "phases": phases}

@@ -20,10 +20,9 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,39 +34,29 @@ from penstock.trace.tree import build_tree
 
 REPLAYABLE = "operators of PyTorch or of another library (NAMESPACE::NAME), among them aten::_grouped_mm"
 
+# PyTorch's dtype names for the C++ types in traces.
 DTYPES: dict[str, str] = {
-    "float": "float32",
-    "double": "float64",
-    "c10::Half": "float16",
-    "c10::BFloat16": "bfloat16",
-    **{f"c10::Float8_{one}": f"float8_{one}" for one in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")},
+    "float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16", "bool": "bool",
+    "unsigned char": "uint8", "signed char": "int8", "int": "int32", "unsigned int": "uint32",
+    **{f"{sign}{name}{end}": f"{sign[:1]}int{bits}" for sign in ("", "unsigned ") for end in ("", " int")
+       for name, bits in (("short", 16), ("long", 64))},
+    "c10::complex<float>": "complex64", "c10::complex<double>": "complex128",
+    **{f"c10::Float8_{kind}": f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")},
     "c10::Float4_e2m1fn_x2": "float4_e2m1fn_x2",
-    "c10::complex<float>": "complex64",
-    "c10::complex<double>": "complex128",
-    "bool": "bool",
-    "unsigned char": "uint8",
-    "signed char": "int8",
-    **{
-        f"{sign}{name}": f"{sign[:1]}{dtype}"
-        for names, dtype in ((("short", "short int"), "int16"), (("int",), "int32"), (("long", "long int"), "int64"))
-        for name in names
-        for sign in ("", "unsigned ")
-    },
-}
-"""PyTorch's dtype names for the C++ types in traces."""
+}  # fmt: skip
 
 _COLLECTIVES = ("c10d::", "nccl:", "record_param_comms", "gloo:", "_c10d_functional::")
 _BETWEEN_RANKS = ("symm_mem::", "deep_ep::", "nvshmem::")
 _LISTS_OF_INDICES = re.compile(r"aten::(index|index_put_?|_index_put_impl_|_unsafe_index)")
-"""Operators, or beginnings of their names, that cannot run again in one process."""
 
+# Arguments of which one indexes another: position of the index, of the indexed tensor, and the indexed dim. Operators
+# of `_BY_DIM` have them as (source, dim, index).
 _BY_DIM = re.compile(r"(index_(select|add|copy|fill|reduce)|gather|scatter(_add|_reduce)?)_?")
 _INDEXES: dict[str, tuple[int, int, int]] = {
     "embedding": (1, 0, 0),
     **dict.fromkeys(("cross_entropy_loss", "nll_loss", "nll_loss_forward"), (1, 0, 1)),
     "nll_loss_backward": (2, 1, 1),
 }
-"""Position of the index, of the indexed tensor, and the indexed dim; `_BY_DIM` has it as (source, dim, index)."""
 
 GROUPED = {"aten::_grouped_mm": 2, "aten::_scaled_grouped_mm": 4}
 """Position of the group offsets."""
@@ -80,30 +69,13 @@ _SMALL = 1024  # integers that index nothing known are less than this, and less 
 _SIZES = msgspec.json.Decoder(list[int])
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorArgument:
-    """A tensor."""
-
-    dtype: str  # PyTorch's name, `bfloat16`
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    below: int | None = None  # integers are in [0, below); None for other dtypes
-    values: tuple[int, ...] | None = None  # exact contents, if known
-    is_number: bool = False  # it was a Python number
-
-
-Argument = TensorArgument | tuple[TensorArgument, ...] | None | bool | int | float | str | list[Any]
-"""A tensor, several tensors, None, or a plain value."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RecordedCalls:
+class _RecordedCalls(NamedTuple):
     """Calls with the same arguments: their rows in `Trace.host`, the time of each, and their kernels."""
 
     shape: str
-    rows: tuple[int, ...]
-    times_us: tuple[float, ...]
-    kernels: tuple[str, ...]
+    rows: list[int]
+    times_us: list[float]
+    kernels: list[str]
 
 
 def replay_script(trace: Trace, op: str, *, shape: str | None = None, counts: tuple[int, ...] | None = None) -> str:
@@ -127,29 +99,27 @@ def replay_script(trace: Trace, op: str, *, shape: str | None = None, counts: tu
     call = _chosen(_calls(trace, names), op, shape)
     row, typical_us = call.rows[0], median(call.times_us)
     name, args = host.name(row), host.args(row)
-    list_dtype = _list_dtype(call.kernels)
-    seen = [f"It launched {launched[:100]}."] if launched else []
-    seen.append(
-        f"Seen {len(call.rows)} times; median time {'' if trace.is_host else 'on the GPU '}{typical_us:.1f} us."
-    )
-    seen += [] if trace.is_host else [f"Kernel: {kernel[:100]}" for kernel in call.kernels[:3]]
+    list_dtype = _list_dtype(" ".join(call.kernels))
+    where = "" if trace.is_host else "on the GPU "
+    facts = [f"It launched {launched[:100]}."] if launched else []
+    facts.append(f"Seen {len(call.rows)} times; median time {where}{typical_us:.1f} us.")
+    facts += [] if trace.is_host else [f"Kernel: {kernel[:100]}" for kernel in call.kernels[:3]]
     if "TensorList" in _listed(args, "Input type"):
-        seen.append(f"Dtypes of tensors in lists are not in a trace: {list_dtype} here, by the kernels' names.")
-    if counts is None and (size := _grouped_size(name, args)) is not None:
+        facts.append(f"Dtypes of tensors in lists are not in a trace: {list_dtype} here, by the kernels' names.")
+    if counts is None and (size := _grouped_size(name, _listed(args, "Input Dims"))) is not None:
         counts = _split_counts(trace, row, *size)
         source = "real, from the nearest split of rows" if counts else "even, because the trace does not have them"
-        seen.append(f"Rows of each expert: {source} (--counts sets them).")
+        facts.append(f"Rows of each expert: {source} (--counts sets them).")
     arguments = recorded_arguments(name, args, list_dtype=list_dtype, counts=counts)
     device = '"cpu"' if trace.is_host else '"cuda" if torch.cuda.is_available() else "cpu"'
-    values = "".join(f"        {literal(one)},\n" for one in arguments)
-    told = "\n".join(seen)
     head = (
         f'"""{name} as a trace has it, with random values. Written by `penstock trace replay`; run it with `python`.\n'
     )
+    values = "".join(f"        {argument},\n" for argument in arguments)
     return (
-        f'{head}\n{told}\n"""\n\n{_SCRIPT.replace("@", device)}'
-        f"\n\nrun = bind(\n    {name!r},\n    [\n{values}    ],\n)\n"
-        f'print(f"{name}: {{median_us(run):.1f}} us on {{DEVICE}}, {typical_us:.1f} us in the trace")\n'
+        "\n".join([head, *facts, '"""', "", _SCRIPT.replace("@", device)])
+        + f"\n\nrun = bind(\n    {name!r},\n    [\n{values}    ],\n)\n"
+        + f'print(f"{name}: {{median_us(run):.1f}} us on {{DEVICE}}, {typical_us:.1f} us in the trace")\n'
     )
 
 
@@ -189,7 +159,7 @@ def _check_replayable(trace: Trace, name: str) -> None:
     inside = host.take(host.starting_in(host.start_us[row], host.end_us[row]))
     inside = inside.take((inside.thread == host.thread[row]) & (inside.kind == HostKind.OPERATOR))
     nested = dict.fromkeys(inside.name(at) for at in range(len(inside)))
-    names = [one for one in nested if "::" in one and ": " not in one][:6]
+    names = [inner for inner in nested if "::" in inner and ": " not in inner][:6]
     fix = f"name an operator inside it: {', '.join(names)}" if names else None
     raise TraceError(f"{name} is a region or an autograd function and cannot be replayed", allowed=REPLAYABLE, fix=fix)
 
@@ -208,22 +178,19 @@ def _calls(trace: Trace, names: Sequence[str]) -> list[_RecordedCalls]:
         args = host.args(row)
         shape = shape_text(_listed(args, "Input Dims"))
         by_arguments[shape, str(args.get("Input type")), str(args.get("Concrete Inputs"))].append(row)
-    found = [
+    calls = [
         _RecordedCalls(
-            shape=shape,
-            rows=tuple(rows),
-            times_us=tuple(times_us[rows].tolist()),
-            kernels=tuple(dict.fromkeys(name for row in rows for name in kernels[row])),
+            shape, rows, times_us[rows].tolist(), list(dict.fromkeys(k for row in rows for k in kernels[row]))
         )
         for (shape, *_), rows in by_arguments.items()
     ]
-    return sorted(found, key=lambda one: (-sum(one.times_us), -len(one.rows)))
+    return sorted(calls, key=lambda call: (-sum(call.times_us), -len(call.rows)))
 
 
 def _listed(args: Mapping[str, Any], key: str) -> list[Any]:
     """An entry of an event's arguments that is a list; else an empty list."""
-    found = args.get(key)
-    return found if isinstance(found, list) else []
+    value = args.get(key)
+    return value if isinstance(value, list) else []
 
 
 def _chosen(calls: Sequence[_RecordedCalls], op: str, shape: str | None) -> _RecordedCalls:
@@ -235,12 +202,11 @@ def _chosen(calls: Sequence[_RecordedCalls], op: str, shape: str | None) -> _Rec
     raise TraceError(f"{op} has no such shape in this trace", got=shape, allowed="; ".join(present[:8]))
 
 
-def _list_dtype(kernels: Sequence[str]) -> str:
+def _list_dtype(kernels: str) -> str:
     """The dtype that kernels were compiled for, according to their names."""
-    text = " ".join(kernels)
-    if "BFloat16" in text or "bf16" in text or "OpaqueType<2u>" in text:
+    if "BFloat16" in kernels or "bf16" in kernels or "OpaqueType<2u>" in kernels:
         return "bfloat16"
-    return "float16" if "Half" in text else "float32"
+    return "float16" if "Half" in kernels else "float32"
 
 
 def _split_counts(trace: Trace, row: int, groups: int, most: int) -> tuple[int, ...] | None:
@@ -250,12 +216,10 @@ def _split_counts(trace: Trace, row: int, groups: int, most: int) -> tuple[int, 
     """
     host = trace.host
     splits = np.flatnonzero(host.called(SPLIT) & (host.thread == host.thread[row]) & (host.kind == HostKind.OPERATOR))
-    for one in splits[np.argsort(np.abs(host.start_us[splits] - host.start_us[row]), kind="stable")].tolist():
-        match _listed(host.args(one), "Concrete Inputs"):
-            case [_, str(sizes), *_]:
-                counts = decoded_or([], _SIZES, sizes.encode(errors="replace"))
-            case _:
-                continue
+    for split in splits[np.argsort(np.abs(host.start_us[splits] - host.start_us[row]), kind="stable")].tolist():
+        texts = _listed(host.args(split), "Concrete Inputs")
+        sizes = texts[1] if len(texts) > 1 and isinstance(texts[1], str) else ""
+        counts = decoded_or([], _SIZES, sizes.encode(errors="replace"))
         if len(counts) == groups and 0 < sum(counts) <= most and min(counts) >= 0:
             return tuple(counts)
     return None
@@ -266,8 +230,8 @@ def _split_counts(trace: Trace, row: int, groups: int, most: int) -> tuple[int, 
 
 def recorded_arguments(
     name: str, args: Mapping[str, Any], *, list_dtype: str = "float32", counts: Sequence[int] | None = None
-) -> tuple[Argument, ...]:
-    """The arguments of an operator call.
+) -> list[str]:
+    """The arguments of an operator call as Python expressions, which use `torch` and the script's `tensor`.
 
     `list_dtype` is that of tensors in lists, which profilers do not record. `counts` are the rows of each expert for
     grouped products; None makes them even.
@@ -284,100 +248,104 @@ def recorded_arguments(
         fix = "record it with shapes (torch.profiler: record_shapes=True)"
         raise TraceError(f"{name} has no shapes in this trace", fix=fix)
     strides = args.get("Input Strides") or [None] * len(kinds)  # without strides tensors are contiguous
-    columns = (kinds, dims, strides, args.get("Concrete Inputs") or [""] * len(kinds))
-    lists = all(isinstance(one, list) and len(one) == len(kinds) for one in columns)
-    if not lists or not all(isinstance(one, str) for one in kinds) or not all(isinstance(one, list) for one in dims):
+    texts = args.get("Concrete Inputs") or [""] * len(kinds)
+    columns = (kinds, dims, strides, texts)
+    are_lists = all(isinstance(column, list) and len(column) == len(kinds) for column in columns)
+    if (
+        not are_lists
+        or not all(isinstance(kind, str) for kind in kinds)
+        or not all(isinstance(size, list) for size in dims)
+    ):
         raise TraceError(f"the arguments of {name} are damaged in this trace: its lists differ in length or type")
-    found = [
-        _argument(f"argument {position} of {name}", *recorded, list_dtype)
+    if "TensorList" in kinds and not any(size for kind, size in zip(kinds, dims, strict=True) if kind == "TensorList"):
+        raise TraceError(f"{name} cannot be replayed: the sizes in its lists of tensors are not in this trace")
+    below = _bounds(name.removeprefix("aten::"), kinds, dims, texts)
+    arguments = [
+        _expression(f"argument {position} of {name}", *recorded, list_dtype, below.get(position))
         for position, recorded in enumerate(zip(*columns, strict=True))
     ]
-    tensors = [one for one in found if isinstance(one, tuple)]
-    if tensors and not any(tensors):  # `TensorList` without sizes
-        raise TraceError(f"{name} cannot be replayed: the sizes in its lists of tensors are not in this trace")
-    return tuple(_with_offsets(name, _in_range(name.removeprefix("aten::"), found), counts))
+    position = GROUPED.get(name, len(kinds))
+    if position < len(kinds) and kinds[position] in DTYPES:
+        size = _grouped_size(name, dims)
+        if size is None:
+            raise TraceError(f"{name} is replayed only with a matrix and one offset for each group")
+        ends = list(accumulate(_group_rows(*size, counts)))
+        arguments[position] = f"torch.tensor({ends}, dtype=torch.int32, device=DEVICE)"
+    elif counts is not None:
+        raise TraceError(f"{name} takes no rows of experts", fix="leave --counts out")
+    return arguments
 
 
-def _argument(where: str, kind: str, dims: list[Any], stride: Any, text: Any, list_dtype: str) -> Argument:
+def _expression(
+    where: str, kind: str, dims: list[Any], stride: Any, text: Any, list_dtype: str, below: int | None
+) -> str:
     if kind == "TensorList":
         strides = stride if isinstance(stride, list) and len(stride) == len(dims) else [None] * len(dims)
-        return tuple(_tensor(where, list_dtype, one, at) for one, at in zip(dims, strides, strict=True))
+        tensors = (_tensor(where, list_dtype, *recorded) for recorded in zip(dims, strides, strict=True))
+        return f"({''.join(f'{tensor}, ' for tensor in tensors)})"
     if kind in DTYPES:
-        tensor = _tensor(where, DTYPES[kind], dims, stride)
-        return replace(tensor, is_number=kind in ("double", "long int") and not tensor.size)
+        is_number = kind in ("double", "long int") and not dims
+        return (
+            f"torch.tensor(1, dtype=torch.{DTYPES[kind]})"
+            if is_number
+            else _tensor(where, DTYPES[kind], dims, stride, below)
+        )
     if kind == "":
-        return None  # None, a string, a generator or a device
+        return "None"  # None, a string, a generator or a device
     if kind not in ("Scalar", "ScalarList"):
         raise TraceError(f"{where} has a type that replay does not know", got=kind)
     if text == "":
         raise TraceError(f"{where} is a number whose value is not in this trace")
-    try:  # `1.` and `-inf` are as C++ prints them
-        return float(text) if str(text).lstrip("+-") in ("inf", "nan") else ast.literal_eval(str(text))
+    if str(text).lstrip("+-") in ("inf", "nan"):  # as C++ prints them, like `1.`
+        return f'float("{text}")'
+    try:
+        return repr(ast.literal_eval(str(text)))
     except (ValueError, SyntaxError, TypeError) as error:
         raise TraceError(f"{where} has a value that cannot be read", got=str(text)[:80]) from error
 
 
-def _tensor(where: str, dtype: str, size: Any, stride: Any) -> TensorArgument:
+def _tensor(where: str, dtype: str, size: Any, stride: Any, below: int | None = None) -> str:
     if not _are_sizes(size):
         raise TraceError(f"{where} is damaged in this trace", got=f"size {size}", allowed="whole numbers")
     if not _are_sizes(stride) or len(stride) != len(size):
-        stride = [math.prod(max(1, one) for one in size[dim + 1 :]) for dim in range(len(size))]  # contiguous
-    below = _SMALL if "int" in dtype or dtype == "bool" else None
-    return TensorArgument(dtype=dtype, size=tuple(size), stride=tuple(stride), below=below)
+        stride = [math.prod(max(1, length) for length in size[dim + 1 :]) for dim in range(len(size))]  # contiguous
+    if below is None and ("int" in dtype or dtype == "bool"):
+        below = _SMALL
+    return f"tensor(torch.{dtype}, {tuple(size)}, {tuple(stride)}{'' if below is None else f', below={below}'})"
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(one, int) and one >= 0 for one in values)
+    return isinstance(values, list) and all(isinstance(size, int) and size >= 0 for size in values)
 
 
-def _in_range(name: str, found: Sequence[Argument]) -> list[Argument]:
-    """Arguments with bounds: integers that index another argument fit its size, others fit any size in the call."""
-    small = min([_SMALL, *(size for one in found if isinstance(one, TensorArgument) for size in one.size if size)])
-    bounded = [
-        replace(one, below=min(small, 2) if one.dtype == "bool" else small)
-        if isinstance(one, TensorArgument) and one.below is not None
-        else one
-        for one in found
-    ]
-    place = _INDEXES.get(name)
-    if _BY_DIM.fullmatch(name) and len(found) > 2 and isinstance(found[1], int):
-        place = (2, 0, found[1])
-    if place is None or place[0] >= len(found):
-        return bounded
-    index, source, dim = bounded[place[0]], bounded[place[1]], place[2]
-    if isinstance(index, TensorArgument) and isinstance(source, TensorArgument):
-        below = source.size[dim] if -len(source.size) <= dim < len(source.size) else small
-        dtype = "int64" if index.below is None else index.dtype
-        bounded[place[0]] = replace(index, dtype=dtype, below=max(1, below))
-    return bounded
+def _bounds(name: str, kinds: list[str], dims: list[Any], texts: list[Any]) -> dict[int, int]:
+    """By position, the bound of an integer tensor: the size that it indexes, else less than any size in the call."""
+    tensors = {position: dims[position] for position, kind in enumerate(kinds) if kind in DTYPES}
+    small = min([_SMALL, *(size for sizes in tensors.values() if _are_sizes(sizes) for size in sizes if size)])
+    below = {
+        position: min(small, 2) if kinds[position] == "bool" else small
+        for position in tensors
+        if "int" in DTYPES[kinds[position]] or kinds[position] == "bool"
+    }
+    index, source, dim = _INDEXES.get(name, (0, 0, 0))
+    if _BY_DIM.fullmatch(name) and len(kinds) > 2 and re.fullmatch(r"-?\d{1,3}", str(texts[1])):
+        index, source, dim = 2, 0, int(texts[1])
+    indexed = tensors.get(source)
+    if index and index in below and indexed and _are_sizes(indexed) and -len(indexed) <= dim < len(indexed):
+        below[index] = max(1, indexed[dim])
+    return below
 
 
-def _grouped_size(name: str, args: Mapping[str, Any]) -> tuple[int, int] | None:
+def _grouped_size(name: str, dims: list[Any]) -> tuple[int, int] | None:
     """Experts and rows of a grouped product; None for other operators or damaged arguments."""
-    dims, place = args.get("Input Dims"), GROUPED.get(name)
-    if place is None or not isinstance(dims, list) or len(dims) <= place:
+    position = GROUPED.get(name)
+    if position is None or len(dims) <= position:
         return None
-    left, right, offsets = dims[0], dims[1], dims[place]
+    left, right, offsets = dims[0], dims[1], dims[position]
     if not all(map(_are_sizes, (left, right, offsets))) or len(left) != 2 or len(offsets) != 1:
         return None
     # Two matrices make a weight gradient: [D, T] @ [T, F], whose rows are the second dim of the first.
     return offsets[0], left[1 if len(right) == 2 else 0]
-
-
-def _with_offsets(name: str, found: list[Argument], counts: Sequence[int] | None) -> list[Argument]:
-    """Arguments with the end of each group of a grouped product as exact values."""
-    position = GROUPED.get(name)
-    offsets = found[position] if position is not None and position < len(found) else None
-    if position is None or not isinstance(offsets, TensorArgument):
-        if counts is not None:
-            raise TraceError(f"{name} takes no rows of experts", fix="leave --counts out")
-        return found
-    dims = [list(one.size) if isinstance(one, TensorArgument) else None for one in found]
-    size = _grouped_size(name, {"Input Dims": dims})
-    if size is None:
-        raise TraceError(f"{name} is replayed only with a matrix and one offset for each group")
-    values = tuple(accumulate(_group_rows(*size, counts)))
-    return [*found[:position], replace(offsets, dtype="int32", values=values), *found[position + 1 :]]
 
 
 def _group_rows(groups: int, rows: int, counts: Sequence[int] | None) -> list[int]:
@@ -394,22 +362,6 @@ def _group_rows(groups: int, rows: int, counts: Sequence[int] | None) -> list[in
             allowed=f"{groups} experts with at most {rows} rows",
         )
     return list(counts)
-
-
-def literal(argument: Argument) -> str:
-    """An argument as a Python expression that uses `torch` and the script's `tensor`."""
-    match argument:
-        case TensorArgument(values=tuple(values), dtype=dtype):
-            return f"torch.tensor({list(values)}, dtype=torch.{dtype}, device=DEVICE)"
-        case TensorArgument(is_number=True, dtype=dtype):
-            return f"torch.tensor(1, dtype=torch.{dtype})"
-        case TensorArgument(dtype=dtype, size=size, stride=stride, below=below):
-            return f"tensor(torch.{dtype}, {size}, {stride}{'' if below is None else f', below={below}'})"
-        case tuple(tensors):
-            return f"({''.join(f'{literal(one)}, ' for one in tensors)})"
-        case float(number) if not math.isfinite(number):
-            return f'float("{number}")'
-    return repr(argument)
 
 
 _SCRIPT = '''import statistics
@@ -439,7 +391,7 @@ def bind(name, values):
     packet, why = getattr(getattr(torch.ops, namespace), operator, None), ""
     if packet is None:
         sys.exit(f"this PyTorch has no {name}: import the library that brings it at the top of this file")
-    for overload in sorted(map(packet.__getattr__, packet.overloads()), key=lambda one: len(one._schema.arguments)):
+    for overload in sorted(map(packet.__getattr__, packet.overloads()), key=lambda it: len(it._schema.arguments)):
         slots = overload._schema.arguments
         taken = [slot.default_value if value is None else value for slot, value in zip(slots, values)]
         taken = [list(value) if isinstance(value, tuple) else value for value in taken]

@@ -14,7 +14,7 @@ from penstock.config.presets.debug import debug
 from penstock.config.presets.registry import PRESETS, preset
 from penstock.config.run import Run
 from penstock.config.schema import every_field, find, leaves
-from penstock.config.versions import REMOVED, RENAMED, RENAMED_VALUES, VERSION, VERSION_KEY, check_version, new_path
+from penstock.config.versions import REMOVED, RENAMED, VERSION, VERSION_KEY, check_version, new_path
 from tests.examples import examples
 
 
@@ -279,10 +279,6 @@ def test_renamed_keys_are_gone_and_their_new_keys_exist() -> None:
     for old in RENAMED:
         assert not find(Run, old)
         assert find(Run, str(new_path(old))), f"{old} has no successor"
-    for path, values in RENAMED_VALUES.items():
-        (field,) = find(Run, path)
-        assert {*values.values()} <= {*field.choices}
-        assert not {*values} & {*field.choices}  # old values are gone
     for old in REMOVED:
         path, _, value = old.partition("=")
         assert not any(value == "" or value in field.choices for field in find(Run, path)), f"{old} is still there"
