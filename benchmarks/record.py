@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from penstock.config.versions import RENAMED_VALUES, new_path
+from penstock.config.versions import new_path
 from penstock.tune.result_file import write_result
 
 Item = TypeVar("Item")
+
+_NEW_VALUES = {("graphs.capture", "passes"): "full", ("graphs.capture", "parts"): "partial"}  # of recorded overrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +87,7 @@ def write(options: argparse.Namespace, numbers: Mapping[str, Any], **environment
 def current_overrides(recorded: Iterable[str]) -> tuple[str, ...]:
     """Recorded overrides with the keys and values of this version: `graphs.capture=passes` becomes `=full`."""
     pairs = [override.partition("=")[::2] for override in recorded]
-    return tuple(f"{new_path(path) or path}={RENAMED_VALUES.get(path, {}).get(value, value)}" for path, value in pairs)
+    return tuple(f"{new_path(path) or path}={_NEW_VALUES.get((path, value), value)}" for path, value in pairs)
 
 
 def _module() -> str:
