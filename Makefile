@@ -21,6 +21,8 @@ CODE := penstock tests benchmarks tools
 # 900 s are far more than a test takes: the machine may do much else.
 PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadgroup \
           --durations=10 --durations-min=2 --timeout=900
+# Without bytecode each of hundreds of processes compiles every module that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # A driver that does not answer for once must not exchange the build; so the first choice is kept beside the stamps.

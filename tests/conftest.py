@@ -151,10 +151,11 @@ def imports_are_frozen() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def work_is_hastened() -> Iterator[None]:
-    """Kernels, where they are interpreted, that is without a GPU; and the start of small runs."""
+    """Kernels, where they are interpreted, that is without a GPU; the start of small runs; and searches of layouts."""
     with pytest.MonkeyPatch.context() as patch:
         warm.hasten_interpreter(patch)
         warm.hasten_evaluation(patch)
+        warm.hasten_searches(patch)
         yield
 
 
