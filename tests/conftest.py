@@ -155,6 +155,7 @@ def work_is_hastened() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         warm.hasten_interpreter(patch)
         warm.hasten_evaluation(patch)
+        warm.hasten_library(patch)
         warm.hasten_searches(patch)
         yield
 

@@ -12,6 +12,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -30,8 +31,12 @@ import pytest
 from penstock.cli.main import main
 from penstock.config.run import Run
 from penstock.data import evaluation
-from penstock.data.sources import Source
+from penstock.data import open as opening
+from penstock.data.sources import Source, Split
 from penstock.data.synthetic import SyntheticTokens
+from penstock.data.text import PlainText
+from penstock.data.tokenizer import ByteTokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 from penstock.parallel.launch import local, rank
 
 IMPORTED = (
@@ -110,6 +115,21 @@ def hasten_evaluation(patch: pytest.MonkeyPatch) -> None:
         return known[key]
 
     patch.setattr(evaluation, "_measure", once)
+
+
+def hasten_library(patch: pytest.MonkeyPatch) -> None:
+    """A process reads the files of Python's library once for each split; that takes as long as three small steps."""
+    open_library, known = opening.open_standard_library, {}
+
+    def once(split: Split, tokenizer: Tokenizer, *, validation_share: float) -> PlainText:
+        if not isinstance(tokenizer, ByteTokenizer):
+            return open_library(split, tokenizer, validation_share=validation_share)
+        key = split, validation_share, sysconfig.get_path("stdlib")
+        if key not in known:
+            known[key] = open_library(split, tokenizer, validation_share=validation_share)
+        return known[key]
+
+    patch.setattr(opening, "open_standard_library", once)
 
 
 def hasten_searches(patch: pytest.MonkeyPatch) -> None:

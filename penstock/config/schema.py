@@ -171,10 +171,19 @@ def find(root: type[Section], path: str) -> tuple[Field, ...]:
     names = path.split(".")
     return tuple(
         field
-        for field in every_field(root)
-        if len(places := field.path.split(".")) == len(names)
-        and all(place in (name, NAME) for name, place in zip(names, places, strict=True))
+        for places, field in _by_depth(root).get(len(names), ())
+        if all(place in (name, NAME) for name, place in zip(names, places, strict=True))
     )
+
+
+@cache
+def _by_depth(root: type[Section]) -> Mapping[int, list[tuple[list[str], Field]]]:
+    """Every field with the names of its path, by their number."""
+    fields: dict[int, list[tuple[list[str], Field]]] = {}
+    for field in every_field(root):
+        places = field.path.split(".")
+        fields.setdefault(len(places), []).append((places, field))
+    return fields
 
 
 def as_toml(value: object) -> str:

@@ -129,6 +129,7 @@ def _work(pipe: Connection, port: int, stacks: Path) -> None:
     torch.set_num_threads(1)
     warm.hasten_interpreter(pytest.MonkeyPatch())
     warm.hasten_evaluation(pytest.MonkeyPatch())
+    warm.hasten_library(pytest.MonkeyPatch())
     gc.freeze()  # imports are never garbage
     store = dist.TCPStore(LOCALHOST, port)
     with stacks.open("w") as stack_file:

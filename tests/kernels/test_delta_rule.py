@@ -153,6 +153,7 @@ def test_unit_length_survives_zeros() -> None:
     assert_close(unit_length(torch.tensor([3.0, 4.0]), 2.0), torch.tensor([1.2, 1.6]), tolerance=1e-6)
 
 
+@pytest.mark.often("dtype0-*", "dtype1-lengths1-*")
 @pytest.mark.parametrize("by_channel", [False, True], ids=["of heads", "of features"])
 @pytest.mark.parametrize("lengths", DOCUMENTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no products in bfloat16

@@ -257,7 +257,7 @@ def test_a_search_that_ends_early_says_how_much_faster_another_layout_could_be(m
 def test_a_search_that_ends_early_looks_at_what_may_be_far_better(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = {"tp": "1", "cp": "1", "etp": "1", "offload": "none"}
     best = found("4xH200", **fixed).candidates[0]
-    for name, value in {"MOST_LOOKED": 1, "FIRST_TRIES": 0, "MOST_SAVING": 1}.items():
+    for name, value in {"MOST_LOOKED": 1, "FIRST_TRIES": 0, "MOST_SAVING": 1, "FINISHED": 12}.items():
         monkeypatch.setattr(f"penstock.plan.search.{name}", value)
     # The layout that saves most takes twice as long.
     plan = search(asked("4xH200", pp="1", **fixed))
@@ -275,7 +275,7 @@ def test_a_search_that_ends_early_goes_from_the_best_to_faster_layouts_near_it(m
 
 
 def test_where_nothing_fits_the_plan_has_the_nearest_layout_and_what_would_help() -> None:
-    plan = search(asked("4xH100", load_run("deepseek-v3-16l"), top=3, tp="1", cp="1", etp="1", pp="4"))
+    plan = search(asked("4xH100", load_run("deepseek-v3-8l"), top=3, tp="1", cp="1", etp="1", vpp="1", pp="4"))
     assert plan.candidates == () and plan.nearest is not None and plan.nearest.over_bytes > 0
     assert plan.nearest.layout.offload == "optimizer" and plan.nearest.layout.recompute == "layer"
     assert any("devices, such as" in one for one in plan.helps)

@@ -88,9 +88,9 @@ def test_twenty_minutes_of_random_compositions_equal_one_process(ranks: Pool, tm
 
 
 def test_draws_are_the_same_every_time_and_mostly_legal() -> None:
-    made = [draw(3, number) for number in range(120)]
-    assert made == [draw(3, number) for number in range(120)]
-    assert sum(refusal(one) is None for one in made) > 90
+    made = [draw(3, number) for number in range(40)]
+    assert made == [draw(3, number) for number in range(40)]
+    assert sum(refusal(one) is None for one in made) > 28
     words = {one.partition("=")[0].partition(".")[0] for composition in made for one in composition.overrides}
     assert words >= {"model", "training", "data", "parallel", "dispatch", "pipeline", "recompute", "offload"}
 
@@ -211,22 +211,22 @@ def test_what_agrees_when_an_indexer_chooses_all_keys_is_a_tie_in_16_bits_only(t
 
 
 def test_draws_for_gpus_are_wider_and_mostly_legal_and_compare_with_definitions() -> None:
-    made = [draw(3, number, 2) for number in range(120)]
+    made = [draw(1, number, 2) for number in range(30)]
     legal = [one for one in made if refusal(one) is None]
-    assert len(legal) > 70 and {one.ranks for one in legal} == {1, 2}
+    assert len(legal) > 20 and {one.ranks for one in legal} == {1, 2}
     words = {one.partition("=")[0] for composition in legal for one in composition.overrides}
     assert words >= {"kernels.all", "kernels.attention", "graphs.capture", "float8.dense", "offload.gradients"}
     for one in legal:
         kept = {word for word in one.alone if word.startswith(("kernels.", "graphs.", "parallel."))}
         assert kept == {"kernels.all=reference", "kernels.attention=math"}
         assert one.run.model.hidden_size == 256 and one.run.device == "cuda"
-    assert all(one.capture and not one.eager().capture for one in (draw_graphs(3, number, 1) for number in range(60)))
+    assert all(one.capture and not one.eager().capture for one in (draw_graphs(3, number, 1) for number in range(20)))
 
 
-@pytest.mark.parametrize(("gpus", "least"), [(1, 54), (2, 36)])
+@pytest.mark.parametrize(("gpus", "least"), [(1, 18), (2, 12)])
 def test_draws_with_graphs_are_mostly_what_a_gpu_can_capture(gpus: int, least: int) -> None:
     captured = 0
-    for number in range(60):
+    for number in range(20):
         drawn = draw_graphs(3, number, gpus)
         if refusal(drawn) is None:
             run = drawn.run
