@@ -34,6 +34,7 @@ _PACKAGE_FILE = re.compile(r"/\S*/penstock/")  # in a traceback, wherever the pa
 CAUSES = {
     "rounding": "differs as much",
     "float32": "float32 agrees",
+    "distance": "from float32 the two are",
     "clamp": "the limit of the clamp",
     "quantile": "a quantile lies",
     "keys": "the indexer chose",

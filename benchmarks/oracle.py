@@ -15,7 +15,7 @@ from typing import Any
 import transformers
 
 from benchmarks import record, seeds
-from tests.oracle.draws import BOUNDS, STEPS, drawn, worst
+from tests.oracle.draws import BOUNDS, LIKE_ROUNDING, STEPS, drawn, sensitivity, worst
 
 
 def main() -> int:
@@ -39,6 +39,9 @@ def line_of(seed: int) -> dict[str, Any]:
     except Exception:  # noqa: BLE001 - whatever it is, it is a finding
         text = traceback.format_exc()[-1000:]
     apart = {name: value for name, value in figures.items() if not value <= BOUNDS[name]}
+    if apart and not text:  # a step may enlarge rounding: by as much as ours does itself
+        moved = sensitivity(draw)
+        apart = {name: value for name, value in apart.items() if not value <= LIKE_ROUNDING * moved[name]}
     recipe, depths = draw.recipe, draw.model.mtp_layers
     settings = {"family": draw.model.family, "balance": recipe.balance, "method": recipe.method, "decay": recipe.decay}
     settings |= {"capacity": recipe.capacity, "depths": depths, "document mask": recipe.document_mask}
@@ -55,8 +58,13 @@ def total(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "bounds": BOUNDS,
         "largest": {name: max((figures[name] for figures in played), default=0.0) for name in BOUNDS},
         "settings": dict(sorted(settings.items())),
+        "over_bounds_like_rounding": sum(_is_over(line["figures"]) and not line["unexplained"] for line in lines),
         "unexplained": {line["seed"]: line["unexplained"] for line in lines if line["unexplained"]},
     }
+
+
+def _is_over(figures: dict[str, float]) -> bool:
+    return any(not value <= BOUNDS[name] for name, value in figures.items())
 
 
 if __name__ == "__main__":

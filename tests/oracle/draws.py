@@ -7,7 +7,7 @@ equal, and at the end the held-out loss.
 
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,7 +176,8 @@ def rows_of(draw: Draw, number: int) -> PackedRows:
 class Ours:
     """The run in Penstock, on one process."""
 
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, draw: Draw, jolt: float = 0.0) -> None:
+        """`jolt` is a relative change of every weight, by chance."""
         self.run = run_of(draw)
         self.session: Session = prepare(self.run, Environment(color=False, threads=1, world_size=1))
         self.session.state.batches.close()  # the rows are ours
@@ -186,6 +187,8 @@ class Ours:
             for name, buffer in self.decoder.named_buffers():
                 if name.endswith("expert_bias_E"):
                     buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
+            for weight in self.decoder.parameters() if jolt else ():
+                weight.mul_(1 + jolt * torch.randn(weight.shape, generator=generator))
         self.places = self._places()
         self.taken = 0
 
@@ -268,11 +271,19 @@ BOUNDS = {
 1e-8 of a step, and later steps add theirs. A step is at most a tenth of the weights."""
 
 
+ROUNDING, LIKE_ROUNDING = 1e-15, 2.0
+"""Relative change of weights in `sensitivity`, and how many times that a difference over its bound may be."""
+
+
 def worst(draw: Draw) -> dict[str, float]:
     """The largest difference of each figure over all steps."""
+    return _largest(differences(draw))
+
+
+def _largest(differences: Iterable[Difference]) -> dict[str, float]:
     figures = dict.fromkeys(BOUNDS, 0.0)
-    for found in differences(draw):
-        figures[found.figure] = max(figures[found.figure], found.value)
+    for difference in differences:
+        figures[difference.figure] = max(figures[difference.figure], difference.value)
     return figures
 
 
@@ -282,28 +293,40 @@ def differences(draw: Draw) -> list[Difference]:
     return list(_differences(draw))
 
 
+@in_float64()
+def sensitivity(draw: Draw) -> dict[str, float]:
+    """What `worst` gives for two runs of ours whose weights differ by the rounding of a few operations."""
+    ours = Ours(draw)
+    return _largest(_between(draw, Ours(draw, ROUNDING), ours, ours.weights()))
+
+
 def _differences(draw: Draw) -> Iterator[Difference]:
     ours = Ours(draw)
     with tempfile.TemporaryDirectory() as name:
         theirs = theirs_of(draw, ours, Path(name))
-        before = theirs.ledger.weights()
-        yield _of_weights(-1, ours.weights(), before, {name: torch.zeros_like(one) for name, one in before.items()})
-        for number in range(STEPS):
-            rows = rows_of(draw, number)
-            if not _is_trainable(rows, draw.recipe):
-                continue
-            mine, expected = ours.step(rows), theirs.step(rows)
-            first = "" if number else "first "
-            for depth, (loss, wanted) in enumerate(zip(mine.losses, expected.losses, strict=True)):
-                yield Difference(number, f"{first}loss", abs(loss - wanted) / max(abs(wanted), 1.0), f"depth {depth}")
-            yield Difference(number, f"{first}norm", abs(mine.norm - expected.norm) / expected.norm)
-            yield Difference(number, "dropped", float(abs(mine.dropped - expected.dropped)))
-            yield _of_weights(number, mine.weights, expected.weights, before)
-            before = expected.weights
-        rows = rows_of(draw, STEPS)
-        if _is_trainable(rows, draw.recipe):
-            wanted = theirs.held_out(rows)
-            yield Difference(STEPS, "held out", abs(ours.held_out(rows) - wanted) / wanted)
+        start = theirs.ledger.weights()
+        yield _of_weights(-1, ours.weights(), start, {name: torch.zeros_like(weight) for name, weight in start.items()})
+        yield from _between(draw, ours, theirs, start)
+
+
+def _between(draw: Draw, ours: Ours, theirs: Trainer | Ours, start: dict[str, Tensor]) -> Iterator[Difference]:
+    before = start
+    for number in range(STEPS):
+        rows = rows_of(draw, number)
+        if not _is_trainable(rows, draw.recipe):
+            continue
+        mine, expected = ours.step(rows), theirs.step(rows)
+        first = "" if number else "first "
+        for depth, (loss, wanted) in enumerate(zip(mine.losses, expected.losses, strict=True)):
+            yield Difference(number, f"{first}loss", abs(loss - wanted) / max(abs(wanted), 1.0), f"depth {depth}")
+        yield Difference(number, f"{first}norm", abs(mine.norm - expected.norm) / expected.norm)
+        yield Difference(number, "dropped", float(abs(mine.dropped - expected.dropped)))
+        yield _of_weights(number, mine.weights, expected.weights, before)
+        before = expected.weights
+    rows = rows_of(draw, STEPS)
+    if _is_trainable(rows, draw.recipe):
+        wanted = theirs.held_out(rows)
+        yield Difference(STEPS, "held out", abs(ours.held_out(rows) - wanted) / wanted)
 
 
 def _is_trainable(rows: PackedRows, recipe: Recipe) -> bool:

@@ -344,7 +344,7 @@ def matrices_of(name: str, tensor: Tensor, config: PreTrainedConfig) -> list[Ten
 
 
 def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
-    """Newton-Schulz (https://kellerjordan.github.io/posts/muon)."""
+    """Newton-Schulz, as in `torch.optim.Muon`."""
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T, iterations).T
     x = matrix / max(float(matrix.norm()), 1e-7)
@@ -377,8 +377,8 @@ class _Optimizer:
             direction = torch.zeros_like(weight)
             parts = matrices_of(name, direction, self.config) if recipe.method == "muon" else []
             if parts:
-                first.mul_(recipe.momentum).add_(gradient)
-                moved = gradient + recipe.momentum * first if recipe.nesterov else first
+                first.lerp_(gradient, 1 - recipe.momentum)
+                moved = gradient.lerp(first, recipe.momentum) if recipe.nesterov else first
                 for part, matrix in zip(parts, matrices_of(name, moved, self.config), strict=True):
                     rows = matrix.reshape(-1, matrix.shape[-1])
                     scale = recipe.update_rms * math.sqrt(max(rows.shape))

@@ -195,7 +195,7 @@ def test_in_few_bits_a_fault_is_one_in_float32_too_or_far_over_the_bounds(
     words = (*PLANTED, "training.precision=bf16")
     verdict = Prover(FaultyRanks(kind, shift), tmp_path).judge(composition_of(2, words))
     assert verdict.kind == expected, verdict.text
-    assert verdict.text.endswith("float32 agrees, and nothing is over twice its bound") == (expected == "tie")
+    assert ("; float32 agrees" in verdict.text) == (expected == "tie")
 
 
 def test_what_agrees_when_an_indexer_chooses_all_keys_is_a_tie_in_16_bits_only(tmp_path: Path) -> None:
