@@ -11,7 +11,7 @@ Rows are read as training reads them. Text is printed as a Python string, so tha
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -66,10 +66,9 @@ def inspect(
         store = open_store(run, folder) if folder.exists else None
         contents = training_contents(run, open_split(run, "train"), step, store)
     if as_json:
-        shown = [
-            {"part": part, **asdict(row)} for part, row in zip(contents.parts[:rows], contents.rows[:rows], strict=True)
-        ]
-        print(json.dumps({"what": what, **_summary(run, contents), "shown": shown}, indent=1))
+        shown = [{"part": part, **asdict(row)} for part, row in zip(contents.parts, contents.rows, strict=True)][:rows]
+        attention = "document" if run.data.document_mask else "row"
+        print(json.dumps({"what": what, **contents.summary(), "attention": attention, "shown": shown}, indent=1))
         return
     print(f"{what}: {contents.batch_rows:,} rows of {run.training.sequence_length:,} tokens\n")
     _print_summary(run, contents)
@@ -77,49 +76,32 @@ def inspect(
         _print_row(number, row, contents.parts[number], full)
 
 
-def _summary(run: Run, contents: BatchContents) -> dict[str, Any]:
-    return {
-        "batch_rows": contents.batch_rows,
-        "counted_rows": len(contents.rows),
-        "tokens": contents.tokens,
-        "pieces": contents.pieces,
-        "pieces_per_row": contents.pieces / len(contents.rows),
-        "bytes_per_token": contents.bytes_per_token,
-        "padding_share": contents.padding_share,
-        "ignored_share": contents.ignored_share,
-        "attention": "document" if run.data.document_mask else "row",
-        "skipped_records": contents.skipped,
-        "parts": {
-            name: {"weight": contents.weights[name], "share": share} for name, share in contents.part_shares.items()
-        },
-    }
-
-
 def _print_summary(run: Run, contents: BatchContents) -> None:
-    counted = len(contents.rows)
-    size = contents.bytes_per_token
+    summary = contents.summary()
+    counted, size = summary["counted_rows"], summary["bytes_per_token"]
+    mark = "" if counted == contents.batch_rows else " (*)"
     facts = [
-        ("counted", f"{counted:,} rows, {contents.tokens:,} tokens{'' if counted == contents.batch_rows else ' (*)'}"),
-        ("pieces of documents", f"{contents.pieces:,}, {contents.pieces / counted:.2f} a row"),
+        ("counted", f"{counted:,} rows, {summary['tokens']:,} tokens{mark}"),
+        ("pieces of documents", f"{summary['pieces']:,}, {summary['pieces_per_row']:.2f} a row"),
         ("attention sees", "one document" if run.data.document_mask else "the whole row"),
         ("text", "unknown" if size is None else f"{size:.3f} bytes a token"),
-        ("padding", f"{contents.padding_share:.2%} of the tokens"),
-        ("labels not counted", f"{contents.ignored_share:.2%}"),
+        ("padding", f"{summary['padding_share']:.2%} of the tokens"),
+        ("labels not counted", f"{summary['ignored_share']:.2%}"),
     ]
     facts += [("records skipped", f"{contents.skipped:,}")] if contents.skipped else []
     for name, fact in facts:
         print(f"{name:<20} {fact}")
     for notice in contents.notices:
         print(notice)
-    if counted != contents.batch_rows:
+    if mark:
         print(f"(*) of {contents.batch_rows:,} rows, the first")
     if contents.weights:
         print()
         total = sum(contents.weights.values())  # weights need not sum to 1
-        shares = contents.part_shares.items()
+        parts = summary["parts"].items()
         print_table(
             ("part", "rows here", "by weight"),
-            [(name, f"{share:.1%}", f"{contents.weights[name] / total:.1%}") for name, share in shares],
+            [(name, f"{part['share']:.1%}", f"{part['weight'] / total:.1%}") for name, part in parts],
         )
 
 
@@ -127,12 +109,12 @@ def _print_row(number: int, row: RowContents, part: str, full: bool) -> None:
     count = f"{len(row.pieces)} piece" + ("" if len(row.pieces) == 1 else "s")
     print(f"\nrow {number}" + (f" of {part}" if part else "") + f": {count}")
     for piece in row.pieces:
-        print(f"  {_place(piece)}\n    {_text(piece, full)}")
+        print(f"  {_positions(piece)}\n    {_text(piece, full)}")
     if row.padding:
         print(f"  {row.tokens - row.padding}..{row.tokens - 1}: padding")
 
 
-def _place(piece: DocumentSpan) -> str:
+def _positions(piece: DocumentSpan) -> str:
     """Position of a piece in its row, its position ids, and its end."""
     first, last = piece.positions
     facts = [f"{piece.first}..{piece.first + piece.tokens - 1}", f"positions {first}..{last}"]

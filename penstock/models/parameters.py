@@ -1,7 +1,6 @@
 """The parameters of a rank: shards, gradient buffers and float8 copies, read off the modules."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -97,24 +96,6 @@ def copy_bytes(module: nn.Module) -> dict[str, int]:
         name: sum(copy.values.untyped_storage().nbytes() + copy.scales.untyped_storage().nbytes() for copy in layouts)
         for name, layouts in copies.items()
     }
-
-
-@contextmanager
-def gradients_by_autograd(decoder: Decoder) -> Iterator[None]:
-    """While active, all gradients go to autograd, and no buffer changes."""
-    experts = {one: one.sums for one in decoder.modules() if isinstance(one, GroupedExperts)}
-    others = {one: one.main_grad for one in decoder.modules() if isinstance(one, (Linear, Embedding))}
-    try:
-        for layer in experts:
-            layer.sums = None
-        for module in others:
-            module.main_grad = None
-        yield
-    finally:
-        for layer, sums in experts.items():
-            layer.sums = sums
-        for module, main_grad in others.items():
-            module.main_grad = main_grad
 
 
 def head_main_grad(decoder: Decoder) -> Tensor | None:

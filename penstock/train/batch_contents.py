@@ -5,7 +5,8 @@ Then rows are drawn one by one, which tells the mixture part of each.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.base.errors import CheckpointError
 from penstock.config.run import Run
@@ -30,43 +31,33 @@ class BatchContents:
 
     rows: tuple[RowContents, ...]  # all rows of the batch, or MOST_ROWS of them
     parts: tuple[str, ...]  # mixture part of each row; empty names without a mixture
-    weights: dict[str, float]  # of the parts; empty without a mixture
     batch_rows: int  # all rows of the batch
+    weights: dict[str, float] = field(default_factory=dict)  # of the parts; empty without a mixture
     skipped: int = 0  # corrupt records on the way
     notices: tuple[str, ...] = ()
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the rows."""
-        return sum(row.tokens for row in self.rows)
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of documents in the rows."""
-        return sum(len(row.pieces) for row in self.rows)
-
-    @property
-    def padding_share(self) -> float:
-        """Share of padding tokens."""
-        return sum(row.padding for row in self.rows) / self.tokens
-
-    @property
-    def ignored_share(self) -> float:
-        """Share of labels that are not counted."""
-        return sum(row.ignored for row in self.rows) / self.tokens
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Mean bytes of text for a token, without padding; None if unknown."""
+    def summary(self) -> dict[str, Any]:
+        """Counts and shares of the rows, as `penstock data inspect --json` has them."""
+        tokens, pieces = sum(row.tokens for row in self.rows), sum(len(row.pieces) for row in self.rows)
+        padding, ignored = sum(row.padding for row in self.rows), sum(row.ignored for row in self.rows)
         sizes = [row.text_bytes for row in self.rows if row.text_bytes is not None]
-        filled = sum(row.tokens - row.padding for row in self.rows)
-        return sum(sizes) / filled if len(sizes) == len(self.rows) and filled > 0 else None
-
-    @property
-    def part_shares(self) -> dict[str, float]:
-        """Share of the rows of each mixture part; empty without a mixture."""
-        counted = Counter(self.parts)
-        return {name: counted[name] / len(self.rows) for name in self.weights}
+        is_known = len(sizes) == len(self.rows) and tokens > padding  # bytes of text without padding
+        rows_of = Counter(self.parts)
+        return {
+            "batch_rows": self.batch_rows,
+            "counted_rows": len(self.rows),
+            "tokens": tokens,
+            "pieces": pieces,
+            "pieces_per_row": pieces / len(self.rows),
+            "bytes_per_token": sum(sizes) / (tokens - padding) if is_known else None,
+            "padding_share": padding / tokens,
+            "ignored_share": ignored / tokens,  # labels that are not counted
+            "skipped_records": self.skipped,
+            "parts": {
+                name: {"weight": weight, "share": rows_of[name] / len(self.rows)}
+                for name, weight in self.weights.items()
+            },
+        }
 
 
 def training_contents(run: Run, text: Text, step: int, store: CheckpointStore | None = None) -> BatchContents:
@@ -74,17 +65,16 @@ def training_contents(run: Run, text: Text, step: int, store: CheckpointStore | 
 
     Raises a DataError if a document cannot be read.
     """
-    place, skipped = _place_before(run, text, step, store)
+    before, skipped = _state_before(run, text, step, store)
     reader = _loader(run, text, rows=1)
-    reader.restore(place)
+    reader.restore(before)
     tokenizer, end = tokenizer_of(run, text), text.parts[0].documents.end_of_document
     rows, parts = [], []
-    before = reader.state()
     for _ in range(min(run.training.global_batch, MOST_ROWS)):
         rows.append(row_of(reader.next_batch(), 0, end_of_document=end, tokenizer=tokenizer))
-        behind = reader.state()
-        parts.append(_part_read(text, before, behind))
-        before = behind
+        after = reader.state()
+        parts.append(_part_read(text, before, after))
+        before = after
     return BatchContents(
         rows=tuple(rows),
         parts=tuple(parts),
@@ -106,14 +96,14 @@ def held_out_contents(run: Run, text: Text) -> BatchContents:
     )
     tokenizer, end = tokenizer_of(run, text), text.parts[0].documents.end_of_document
     numbers = [(batch, number) for batch in judged.batches for number in range(batch.rows)]
-    rows = [row_of(batch, number, end_of_document=end, tokenizer=tokenizer) for batch, number in numbers]
+    rows = tuple(row_of(batch, number, end_of_document=end, tokenizer=tokenizer) for batch, number in numbers)
+    corrupt = text.corrupt
     return BatchContents(
-        rows=tuple(rows),
+        rows=rows,
         parts=("",) * len(rows),
-        weights={},
         batch_rows=len(rows),
-        skipped=text.corrupt.skipped,
-        notices=text.corrupt.take_notices(),
+        skipped=corrupt.skipped,
+        notices=corrupt.take_notices(),
     )
 
 
@@ -127,7 +117,7 @@ def tokenizer_of(run: Run, text: Text) -> Tokenizer | None:
     return open_tokenizer(run.data.tokenizer, run.data.end_of_document or None)
 
 
-def _place_before(run: Run, text: Text, step: int, store: CheckpointStore | None) -> tuple[LoaderState, int]:
+def _state_before(run: Run, text: Text, step: int, store: CheckpointStore | None) -> tuple[LoaderState, int]:
     """Loader state before a step, and the number of records skipped before reading began."""
     # With as many ranks as rows, the first rank builds one row and skips the others, which is faster.
     loader = _loader(run, text, rows=run.training.global_batch, ranks=run.training.global_batch)
@@ -155,11 +145,10 @@ def _loader(run: Run, text: Text, *, rows: int, ranks: int = 1) -> Loader:
     )
 
 
-def _part_read(text: Text, before: LoaderState, behind: LoaderState) -> str:
+def _part_read(text: Text, before: LoaderState, after: LoaderState) -> str:
     """Name of the part that the row between two states is from."""
-    tokens = [state.get("part_tokens") for state in (before, behind)]
-    if not all(isinstance(one, list) for one in tokens):
+    old, new = before.get("part_tokens"), after.get("part_tokens")  # tokens of each part so far
+    if not isinstance(old, list) or not isinstance(new, list):
         return ""
-    # Tokens of each part so far: a row adds to one part.
-    (grown,) = [place for place, (old, new) in enumerate(zip(*tokens, strict=True)) if new > old]
+    (grown,) = [number for number, pair in enumerate(zip(old, new, strict=True)) if pair[1] > pair[0]]  # by this row
     return text.parts[grown].name

@@ -1,26 +1,26 @@
 """Finds the origin of a NaN or infinity.
 
-The failed step was not applied, so the same micro-batches can run again on the same model under observation. In order:
+The failed step was not applied, so its micro-batches can run forward again on the same model under observation. All
+ranks look together, in this order:
 
 1. Parameters. One that is not finite spoils everything behind it.
-2. Forward, with a hook on every module. Children return before parents, so the first output that is not finite belongs
+2. Outputs, with a hook on every module. Children return before parents, so the first output that is not finite belongs
    to the innermost module of the origin.
 3. Loss. Hidden states are finite, the cross entropy is not.
-4. Gradients. A NaN travels from the output to the input, so it began at the deepest layer whose parameters' gradients
-   are not finite: the last ones in the order of forward.
-5. None of these: each micro-batch is finite alone, so their sum or its norm left the range of float32, or the fault did
-   not repeat (then suspect the machine).
+4. Gradients of the step. A NaN travels from the output to the input, so it began at the deepest layer whose parameters'
+   gradients are not finite: the last ones in the order of forward.
+5. None of these: the sum of gradients or its norm left the range of float32, or the fault did not repeat (then suspect
+   the machine).
 
-Gradients are computed with autograd.grad, so those of the optimizer are unchanged. `report_figure` writes the figure
-first and searches last: neither a failed save nor a failed search hides the figure.
+`report_figure` writes the figure first and searches last: neither a failed save nor a failed search hides the figure.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -31,21 +31,17 @@ from penstock.base.errors import CheckpointError, LostRankError, NonFiniteError
 from penstock.base.files import write_whole
 from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
-from penstock.models.decoder import Decoder
-from penstock.models.parameters import gradients_by_autograd
 from penstock.models.rank_model import RankModel
-from penstock.moe.router import reset_loads
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather_json, lost_ranks
 from penstock.parallel.shard import own_rows
-from penstock.train.global_batch import GlobalBatch, MicroBatch, cut, read
-from penstock.train.loss import LossRule, model_loss
+from penstock.train.global_batch import MicroBatch, cut, read
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.passes import held_out_nats
 from penstock.train.step import StepRule
 
-Look = Callable[[str, nn.Module, object, object], None]
-"""Receives a module's path, the module, its inputs and its output."""
+Position = tuple[int, int, int, str]
+"""Sorts in the order of forward: part of the model, layer, order inside, name."""
 
 NO_ORIGIN = "where it began is not known, as a GPU had no memory left to look or a rank has ended"
 
@@ -57,16 +53,13 @@ class NonFiniteOrigin:
     place: Literal["parameter", "output", "loss", "gradient", "sum of gradients"]
     name: str  # path of the module or parameter; empty if nothing was found
     layer: int | None = None  # decoder layer of `name`
-    micro_batch: int | None = None  # of the step, from 0
     parameters: tuple[str, ...] = ()  # that are not finite, or whose gradients are not, in the order of forward
 
     def __str__(self) -> str:
         """One phrase, for messages."""
         if not self.name:
-            return "every micro-batch is finite when it is run alone: the sum overflowed, or the fault is the machine's"
-        layer = "" if self.layer is None else f" (layer {self.layer})"
-        micro_batch = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
-        return f"it began in the {self.place} of {self.name}{layer}{micro_batch}"
+            return "everything is finite when it is run again: the sum overflowed, or the fault is the machine's"
+        return f"it began in the {self.place} of {self.name}" + ("" if self.layer is None else f" (layer {self.layer})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,39 +125,35 @@ def report_figure(
 
 
 def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: StepRule) -> NonFiniteOrigin | None:
-    """Find the origin of a non-finite value in a step, with the model as before it. Expert loads are reset.
-
-    One device runs its micro-batches again under observation, until something breaks. Several ranks run only forward
-    again, all of them to the end so that none waits for a rank that stopped, and look at the gradients of the step.
+    """Find the origin of a non-finite value in a step, with the model as before it. All ranks call it together.
 
     Returns None if the search could not finish on some rank (out of memory, or a lost rank). Other ranks may then still
     be searching, so no collective may follow.
     """
-    return _search(model, rule, lambda: cut(batch, rule.cut), lambda: dict(optimizer.gradients()))
+
+    def gradients() -> dict[str, Tensor]:
+        offload = optimizer.gradient_offload
+        return dict(optimizer.gradients()) | ({} if offload is None else offload.host)
+
+    return _search(model, rule, lambda: cut(batch, rule.cut).micro_batches, gradients)
 
 
 def find_held_out_origin(model: RankModel, rows: EvaluationRows, rule: StepRule) -> NonFiniteOrigin | None:
     """Find the origin of a held-out loss that is not finite; see `find_origin`."""
-
-    def load() -> GlobalBatch:
-        counted = torch.full((1 + rule.loss.depths,), rows.tokens, dtype=torch.float64, device=rule.cut.device)
-        return GlobalBatch(micro_batches=tuple(read(batch, rule.cut) for batch in rows.batches), counted=counted)
-
-    return _search(model, rule, load, dict)
+    return _search(model, rule, lambda: [read(batch, rule.cut) for batch in rows.batches], dict)
 
 
 def _search(
-    model: RankModel, rule: StepRule, load: Callable[[], GlobalBatch], gradients: Callable[[], dict[str, Tensor]]
+    model: RankModel,
+    rule: StepRule,
+    load: Callable[[], Sequence[MicroBatch]],
+    gradients: Callable[[], dict[str, Tensor]],
 ) -> NonFiniteOrigin | None:
-    """Search for the origin in a batch, and in the reduced gradients of several ranks; see `find_origin`."""
     try:
         with lost_ranks():
-            whole = load()
-            if model.axes.world.size == 1:
-                return _watch_all(model.whole, whole, rule.loss)
             return (
                 _first_broken(model, dict(model.named_parameters()), "parameter")
-                or _first_output(model, whole.micro_batches, rule)
+                or _first_output(model, load(), rule)
                 or _first_broken(model, gradients(), "gradient")
                 or NonFiniteOrigin(place="sum of gradients", name="")
             )
@@ -177,15 +166,18 @@ def _first_broken(
     model: RankModel, tensors: Mapping[str, Tensor], place: Literal["parameter", "gradient"]
 ) -> NonFiniteOrigin | None:
     """Over all ranks. A NaN travels from a layer's gradient to those of all layers before it, so the last counts."""
-    own: list[str] | None
+    broken: list[Position] | None
+    numbers = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     try:
-        own = [name for name, tensor in tensors.items() if not is_finite(own_rows(tensor)[0])]
+        broken = [
+            _position(name, numbers[name]) for name, tensor in tensors.items() if not is_finite(own_rows(tensor)[0])
+        ]
     except torch.OutOfMemoryError:
-        own = None  # no pass is running, so all ranks can end the search together
-    found = all_gather_json(own, model.axes.world)
-    if None in found:
+        broken = None  # no pass is running, so all ranks can end the search together
+    broken_of_ranks = all_gather_json(broken, model.axes.world)
+    if None in broken_of_ranks:
         raise torch.OutOfMemoryError("a rank has no memory left to look")
-    names = sorted({name for names in found for name in names}, key=_depth)
+    names = list(dict.fromkeys(name for *_, name in sorted(chain.from_iterable(broken_of_ranks))))
     if not names:
         return None
     name = names[0] if place == "parameter" else names[-1]
@@ -194,34 +186,30 @@ def _first_broken(
 
 def _first_output(model: RankModel, batches: Sequence[MicroBatch], rule: StepRule) -> NonFiniteOrigin | None:
     """Over all ranks: the first module in the order of forward whose output is not finite, or else the loss."""
-    order = {name: number for number, name in enumerate(name for one in model.modules for name in _inner_first(one))}
-    broken: list[tuple[int, int, int, str]] = []  # (part of the model, layer, order inside, name), see `_depth`
+    paths = (name for decoder in model.modules for name in _inner_first(decoder))
+    order = {name: number for number, name in enumerate(paths)}
+    broken: list[Position] = []
 
     def look(name: str, module: nn.Module, inputs: object, output: object) -> None:
         if not all(is_finite(tensor) for tensor in _tensors(output)):
-            broken.append((*_depth(name)[:2], order[name], name))
+            broken.append(_position(name, order[name]))
 
-    modules = [(name, module) for one in model.modules for name, module in one.named_modules() if name]
-    with _watched(modules, look):
-        model.train(False)  # routers count no load
-        nats = held_out_nats(model, batches, rule.loss)
-        model.train()
-    found = all_gather_json([min(broken, default=None), is_finite(nats)], model.axes.world)
-    if outputs := [output for output, _ in found if output is not None]:
-        name = min(outputs)[-1]
-        return NonFiniteOrigin(place="output", name=name, layer=layer_of(name))
-    return None if all(is_good for _, is_good in found) else NonFiniteOrigin(place="loss", name="the output projection")
-
-
-@contextmanager
-def _watched(modules: Iterable[tuple[str, nn.Module]], look: Look) -> Iterator[None]:
-    """Call `look` whenever a module returns."""
+    modules = [(name, module) for decoder in model.modules for name, module in decoder.named_modules() if name]
     hooks = [module.register_forward_hook(partial(look, name)) for name, module in modules]
     try:
-        yield
+        model.train(False)  # routers count no load
+        nats = held_out_nats(model, batches, rule.loss)
     finally:
+        model.train()
         for hook in hooks:
             hook.remove()
+    results = all_gather_json([min(broken, default=None), is_finite(nats)], model.axes.world)
+    if outputs := [output for output, _ in results if output is not None]:
+        name = min(outputs)[-1]
+        return NonFiniteOrigin(place="output", name=name, layer=layer_of(name))
+    if all(is_good for _, is_good in results):
+        return None
+    return NonFiniteOrigin(place="loss", name="the output projection")
 
 
 def _inner_first(module: nn.Module, path: str = "") -> Iterator[str]:
@@ -231,50 +219,10 @@ def _inner_first(module: nn.Module, path: str = "") -> Iterator[str]:
     yield path
 
 
-def _depth(name: str) -> tuple[int, int, str]:
-    """Order of forward: embedding, layers, all else."""
+def _position(name: str, number: int) -> Position:
     layer = layer_of(name)
-    return (0, 0, name) if name.startswith("embed") else (2, 0, name) if layer is None else (1, layer, name)
-
-
-def _watch_all(model: Decoder, whole: GlobalBatch, rule: LossRule) -> NonFiniteOrigin:
-    broken = tuple(name for name, parameter in model.named_parameters() if not is_finite(parameter))
-    if broken:
-        return NonFiniteOrigin(place="parameter", name=broken[0], layer=layer_of(broken[0]), parameters=broken)
-    reset_loads([model])
-    origins = (_watch(model, batch, whole.counted, rule) for batch in whole.micro_batches)
-    with gradients_by_autograd(model):
-        found = next(((index, origin) for index, origin in enumerate(origins) if origin is not None), None)
-    reset_loads([model])
-    if found is None:
-        return NonFiniteOrigin(place="sum of gradients", name="")
-    return replace(found[1], micro_batch=found[0])
-
-
-def _watch(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRule) -> NonFiniteOrigin | None:
-    """Forward and backward of one micro-batch; None if everything is finite."""
-    broken: list[str] = []
-
-    def look(name: str, module: nn.Module, inputs: object, output: object) -> None:
-        if not all(is_finite(tensor) for tensor in _tensors(output)):
-            broken.append(name or "the model")
-
-    with _watched(model.named_modules(), look):
-        total = model_loss(model, batch, counted, rule).total
-    if broken:
-        return NonFiniteOrigin(place="output", name=broken[0], layer=layer_of(broken[0]))
-    if not is_finite(total):
-        return NonFiniteOrigin(place="loss", name="the output projection")
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-    broken = [
-        name
-        for name, gradient in zip(names, gradients, strict=True)
-        if gradient is not None and not is_finite(gradient)
-    ]
-    if broken:
-        return NonFiniteOrigin(place="gradient", name=broken[-1], layer=layer_of(broken[-1]), parameters=tuple(broken))
-    return None
+    part = 0 if name.startswith("embed") else 2 if layer is None else 1  # embedding, layers, all else
+    return part, layer or 0, number, name
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -39,8 +39,8 @@ def test_rows_are_those_of_training(tmp_path: Path, step: int, mask: bool) -> No
         batch = loader.next_batch()
     contents = training_contents(run, text, step)
     assert ids_of(contents) == batch.tokens_BS.tolist()
-    assert contents.ignored_share == (batch.labels_BS == -100).float().mean()
-    assert contents.padding_share == 0
+    assert contents.summary()["ignored_share"] == (batch.labels_BS == -100).float().mean()
+    assert contents.summary()["padding_share"] == 0
     assert contents.rows[0].pieces[0].text.startswith("a ")
 
 
@@ -61,7 +61,7 @@ def test_of_a_mixture_the_part_of_each_row_is_known(tmp_path: Path) -> None:
     }
     run = text_run(tmp_path, source="standard-library", files=(), mixture=parts)
     contents = training_contents(run, open_split(run, "train"), 2)
-    assert contents.part_shares == {"a": 0.75, "b": 0.25}
+    assert contents.summary()["parts"] == {"a": {"weight": 3.0, "share": 0.75}, "b": {"weight": 1.0, "share": 0.25}}
     for row, part in zip(contents.rows, contents.parts, strict=True):
         text = "".join(piece.text for piece in row.pieces)
         assert {"a", "b"} & set(text) == {part}
@@ -71,8 +71,8 @@ def test_held_out_rows_are_those_of_the_evaluation(tmp_path: Path) -> None:
     run = text_run(tmp_path, validation_share=0.3).model_copy(update={"evaluation": Evaluation(rows=500)})
     contents = held_out_contents(run, open_split(run, "validation"))
     assert len(contents.rows) == contents.batch_rows > 1
-    assert 0 < contents.padding_share < 1
-    assert contents.bytes_per_token == pytest.approx(1, abs=0.2)
+    assert 0 < contents.summary()["padding_share"] < 1
+    assert contents.summary()["bytes_per_token"] == pytest.approx(1, abs=0.2)
 
 
 def test_corrupt_records_on_the_way_are_told(tmp_path: Path) -> None:
@@ -99,5 +99,5 @@ def test_the_tokenizer_is_that_of_the_run_and_tokens_without_one_have_no_text(tm
     tokenizer = tokenizer_of(run, open_split(run, "train"))
     assert tokenizer is not None and tokenizer.vocab_size == 257
     contents = training_contents(tiny_run(tmp_path), open_split(tiny_run(tmp_path), "train"), 1)
-    assert contents.bytes_per_token is None
+    assert contents.summary()["bytes_per_token"] is None
     assert {piece.text for row in contents.rows for piece in row.pieces} == {None}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.config.parallel import Offload
 from penstock.config.training import Optimizer
 from penstock.data.batch import Batch
 from penstock.models.decoder import Decoder
@@ -24,6 +25,7 @@ from penstock.train.step import StepRule
 from tests.closeness import assert_equal
 from tests.train.tiny_run import cut_rule, one_rank, random_batch, tiny_run
 
+OFF = Offload()
 RULE = StepRule(
     cut=cut_rule(2),
     clip_norm=1.0,
@@ -43,39 +45,31 @@ def batch() -> Batch:
     return random_batch(4, 12)
 
 
-class _Spoil(torch.autograd.Function):
-    """Identity whose gradient is infinite."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * math.inf
-
-
-def search(model: Decoder, batch: Batch) -> NonFiniteOrigin | None:
+def search(model: Decoder, batch: Batch, *, spoiled: str = "", offload: Offload = OFF) -> NonFiniteOrigin | None:
+    """The origin, if gradients of the failed step whose names begin with `spoiled` are infinite."""
     rank_model = RankModel(decoders={0: model})
-    optimizer = MasterAdamW(param_shards(rank_model.modules, rank_model.axes), Optimizer(learning_rate=1e-3))
-    for _, gradient in optimizer.gradients():
-        gradient.fill_(7)  # stands for the gradients of the failed step
+    optimizer = MasterAdamW(
+        param_shards(rank_model.modules, rank_model.axes), Optimizer(learning_rate=1e-3), offload=offload
+    )
+    there = optimizer.gradient_offload
+    gradients = dict(optimizer.gradients()) | ({} if there is None else there.host)
+    for name, gradient in gradients.items():
+        gradient.fill_(math.inf if spoiled and name.startswith(spoiled) else 7)
+    before = {name: gradient.clone() for name, gradient in gradients.items()}
     origin = find_origin(rank_model, optimizer, batch, RULE)
-    assert all(bool((gradient == 7).all()) for _, gradient in optimizer.gradients()), "the step's gradients changed"
+    assert_equal(gradients, before)
     return origin
 
 
-def origin_in(model: Decoder, batch: Batch) -> NonFiniteOrigin:
-    origin = search(model, batch)
+def origin_in(model: Decoder, batch: Batch, **case: Any) -> NonFiniteOrigin:
+    origin = search(model, batch, **case)
     assert origin is not None
     return origin
 
 
-def spoil_output(module: nn.Module, from_call: int = 0) -> None:
-    calls = iter(range(1000))
-
+def spoil_output(module: nn.Module) -> None:
     def hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        return output * math.nan if next(calls) >= from_call else output
+        return output * math.nan
 
     module.register_forward_hook(hook)
 
@@ -84,7 +78,7 @@ def test_a_parameter_that_is_not_finite_comes_first(model: Decoder, batch: Batch
     with torch.no_grad():
         model.get_parameter("blocks.1.ffn.experts.down_eDF")[0, 0, 0] = math.inf
     origin = origin_in(model, batch)
-    assert (origin.place, origin.layer, origin.micro_batch) == ("parameter", 1, None)
+    assert (origin.place, origin.layer) == ("parameter", 1)
     assert origin.name == "blocks.1.ffn.experts.down_eDF"
     assert origin.parameters == (origin.name,)
 
@@ -92,17 +86,11 @@ def test_a_parameter_that_is_not_finite_comes_first(model: Decoder, batch: Batch
 def test_the_innermost_module_is_named(model: Decoder, batch: Batch) -> None:
     spoil_output(model.get_submodule("blocks.1.ffn.experts"))
     origin = origin_in(model, batch)
-    assert (origin.place, origin.name, origin.layer, origin.micro_batch) == ("output", "blocks.1.ffn.experts", 1, 0)
-    assert str(origin) == "it began in the output of blocks.1.ffn.experts (layer 1), micro-batch 0"
+    assert (origin.place, origin.name, origin.layer) == ("output", "blocks.1.ffn.experts", 1)
+    assert str(origin) == "it began in the output of blocks.1.ffn.experts (layer 1)"
     spoil_output(model.get_submodule("norm"))
     spoil_output(model.get_submodule("blocks.0.ffn"))
     assert origin_in(model, batch).name == "blocks.0.ffn", "the first of several"
-
-
-def test_the_micro_batch_is_named(model: Decoder, batch: Batch) -> None:
-    spoil_output(model.embed, from_call=2)  # called twice a micro-batch: for the model, and for one depth ahead
-    origin = origin_in(model, batch)
-    assert (origin.name, origin.layer, origin.micro_batch) == ("embed", None, 1)
 
 
 def test_a_loss_can_overflow_with_finite_hidden_states(model: Decoder, batch: Batch) -> None:
@@ -112,14 +100,11 @@ def test_a_loss_can_overflow_with_finite_hidden_states(model: Decoder, batch: Ba
     assert (origin.place, origin.name) == ("loss", "the output projection")
 
 
-def test_a_gradient_is_traced_to_the_deepest_layer(model: Decoder, batch: Batch) -> None:
-    layer = model.get_submodule("blocks.1")
-    layer.register_forward_pre_hook(lambda module, inputs: (_Spoil.apply(inputs[0]), *inputs[1:]))
-    origin = origin_in(model, batch)
-    assert (origin.place, origin.layer, origin.micro_batch) == ("gradient", 0, 0)
-    assert origin.name.startswith("blocks.0.ffn")
-    assert "embed.weight" in origin.parameters
-    assert not any(name.startswith("blocks.1") for name in origin.parameters)
+@pytest.mark.parametrize("offload", [OFF, Offload(gradients=True)])
+def test_a_gradient_is_traced_to_the_deepest_layer(model: Decoder, batch: Batch, offload: Offload) -> None:
+    origin = origin_in(model, batch, spoiled="blocks.0.ffn", offload=offload)
+    assert (origin.place, origin.layer) == ("gradient", 0)
+    assert origin.name.startswith("blocks.0.ffn") and origin.name == origin.parameters[-1]
 
 
 def test_a_search_changes_nothing_and_a_fault_that_does_not_happen_again_is_said_to_be_one(
@@ -128,7 +113,7 @@ def test_a_search_changes_nothing_and_a_fault_that_does_not_happen_again_is_said
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     origin = origin_in(model, batch)
     assert (origin.place, origin.name) == ("sum of gradients", "")
-    assert "every micro-batch is finite" in str(origin)
+    assert "everything is finite when it is run again" in str(origin)
     assert_equal(model.state_dict(), before)
     assert all(bool((parameter.grad == 7).all()) for parameter in model.parameters())
     assert all(int(load.slots_E.sum()) == 0 for load in layer_loads([model]))
@@ -143,13 +128,13 @@ def test_a_gpu_without_memory_for_the_search_is_no_fault(
 
 
 def test_a_finding_is_a_report_and_one_line(tmp_path: Path) -> None:
-    origin = NonFiniteOrigin(place="output", name="blocks.1.ffn", layer=1, micro_batch=0)
+    origin = NonFiniteOrigin(place="output", name="blocks.1.ffn", layer=1)
     path = tmp_path / "nonfinite.json"
     checkpoint = "runs/a/checkpoints/step-000006"
     finding = NonFiniteFinding(figure="loss", value="nan", step=7, origin=origin, checkpoint=checkpoint)
     assert finding.write(path) is None
     assert str(finding.error(path)) == (
-        "the loss of step 7 is nan: it began in the output of blocks.1.ffn (layer 1), micro-batch 0; "
+        "the loss of step 7 is nan: it began in the output of blocks.1.ffn (layer 1); "
         f"fix: read {path}; newest checkpoint: {checkpoint}"
     )
     assert json.loads(path.read_text())["origin"] == asdict(origin) | {"parameters": []}

@@ -223,7 +223,8 @@ def test_a_step_that_is_not_finite_ends_the_run_before_it(
     def spoil(module: object, inputs: object, y_RD: Tensor) -> Tensor:
         if place == "output":
             return y_RD * math.nan
-        y_RD.register_hook(lambda gradient: gradient * math.nan)
+        if y_RD.requires_grad:  # the search runs forward alone
+            y_RD.register_hook(lambda gradient: gradient * math.nan)
         return y_RD
 
     spoil_from(monkeypatch, 3, "blocks.1.ffn.experts", spoil)
@@ -237,7 +238,7 @@ def test_a_step_that_is_not_finite_ends_the_run_before_it(
     assert (report["step"], report["figure"], report["value"]) == (3, figure, "nan")
     assert report["checkpoint"].endswith("step-000002")
     origin = report["origin"]
-    assert (origin["place"], origin["layer"], origin["micro_batch"]) == (place, 1, 0)
+    assert (origin["place"], origin["layer"]) == (place, 1)
     assert origin["name"].startswith("blocks.1.ffn.experts")
 
     monkeypatch.undo()
@@ -273,7 +274,7 @@ def test_a_full_disk_does_not_hide_a_step_that_is_not_finite(
     monkeypatch.setattr(checkpoint, "write_parts", no_space)
     spoil_from(monkeypatch, 1, "norm", times_nan)
     message = (
-        r"^the loss of step 1 is nan: it began in the output of norm, micro-batch 0; nothing was saved: "
+        r"^the loss of step 1 is nan: it began in the output of norm; nothing was saved: "
         r"cannot write \S+step-000000; got No space left on device; fix: read \S+; newest checkpoint: none$"
     )
     with pytest.raises(NonFiniteError, match=message):
