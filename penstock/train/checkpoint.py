@@ -117,8 +117,8 @@ class CheckpointStore:
         """
         self.wait()
         with _Phase(self._messages, f"cannot read {self._folder}"):
-            own = self.latest()
-        newest_of_ranks = self._messages.all_gather(own)
+            latest = self.latest()
+        newest_of_ranks = self._messages.all_gather(latest)
         newest = max((step for step in newest_of_ranks if step is not None), default=None)
         blind = [str(rank) for rank, step in enumerate(newest_of_ranks) if step != newest]
         if newest is not None and blind:
@@ -187,13 +187,13 @@ class CheckpointStore:
             saved = manifest.kinds if all_of_it else {name: manifest.kinds.get(name, "none") for name in wanted}
             check_tensors(folder, saved, wanted)
             check_no_more_tensors(folder, manifest)
-            own = files_to_read(manifest.tensors, into)
-            check_there(folder, own)
+            files = files_to_read(manifest.tensors, into)
+            check_there(folder, files)
             check_files(folder, {FACTS: manifest.files[FACTS]})
             facts = _facts(folder)
         # Each file is checked by one of the ranks that read it, so that the disk is asked once.
-        read = self._messages.all_gather(own)
-        ours = [file for file in own if _checking_rank(file, read) == self.rank]
+        read = self._messages.all_gather(files)
+        ours = [file for file in files if _checking_rank(file, read) == self.rank]
         with _Phase(self._messages, f"cannot read {folder}"):
             fill_parts(folder, manifest.tensors, into, {file: manifest.files[file] for file in ours})
         return facts
@@ -238,13 +238,12 @@ class CheckpointStore:
     def _stage(self, parts: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
         """Phase 1: copy the written tensors into host memory, which the next save reuses, since pinning is slow."""
         written = {
-            f"{name} {place}": tensor.detach()
+            f"{name} {number}": tensor.detach()
             for name, part in parts.items()
             if part.writes
-            for place, tensor in enumerate(part.held)
+            for number, tensor in enumerate(part.held)
         }
-        sizes = [[(name, one.dtype, one.shape) for name, one in kept.items()] for kept in (written, self._staged)]
-        if sizes[0] != sizes[1]:
+        if _sizes(written) != _sizes(self._staged):
             self._staged = {}  # freed before the new allocation
             self._staged = _on_host(written)
         for name, tensor in written.items():
@@ -254,7 +253,7 @@ class CheckpointStore:
             torch.cuda.current_stream(device).synchronize()
         staged = {}
         for name, part in parts.items():
-            first, *more = (self._staged.get(f"{name} {place}", one) for place, one in enumerate(part.held))
+            first, *more = (self._staged.get(f"{name} {number}", held) for number, held in enumerate(part.held))
             staged[name] = replace(part, tensor=first, more=tuple(more))
         return staged
 
@@ -280,7 +279,7 @@ class CheckpointStore:
             written = write_parts(partial, parts, self.rank)
         ranks = self._messages.gather(asdict(written))
         if is_first:
-            everything = merge([WrittenFiles.from_json(one) for one in ranks])
+            everything = merge([WrittenFiles.from_json(rank) for rank in ranks])
             write_whole(partial / FACTS, facts)
             everything.files[FACTS] = fingerprint(partial / FACTS)
             write_manifest(partial, step, everything)
@@ -301,11 +300,9 @@ class CheckpointStore:
 
     def _prune(self, step: int) -> None:
         """Delete old checkpoints under hidden names, so that none is visible in part."""
-        every = self._keep_every
-        if self._keep:
-            for old in [old for old in self.steps() if old <= step][: -self._keep]:
-                if every and old % every == 0:
-                    continue
+        every, before = self._keep_every, [old for old in self.steps() if old <= step]
+        for old in before[: -self._keep] if self._keep else []:
+            if every == 0 or old % every:
                 hidden = self._hidden(old, "removed")
                 self.path(old).rename(hidden)
                 shutil.rmtree(hidden, ignore_errors=True)
@@ -330,15 +327,15 @@ class _Phase:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        own = self._told(error)
-        told = next(filter(None, self._messages.all_gather(own)), None)  # of the first rank with an error
-        is_said = isinstance(error, CheckpointError) and own == told  # then the error itself propagates
-        is_ours = error is not None and not isinstance(error, OSError | PenstockError)
-        if told is not None and not is_said and not is_ours:
-            name, line = told
+        description = self._describe(error)
+        first = next(filter(None, self._messages.all_gather(description)), None)  # of the first rank with an error
+        is_first_error = isinstance(error, CheckpointError) and description == first  # which itself propagates
+        is_bug = error is not None and not isinstance(error, OSError | PenstockError)
+        if first is not None and not is_first_error and not is_bug:
+            name, line = first
             raise _KINDS.get(name, CheckpointError)(line) from error
 
-    def _told(self, error: BaseException | None) -> list[str] | None:
+    def _describe(self, error: BaseException | None) -> list[str] | None:
         """Kind and line of an error, as JSON values."""
         match error:
             case None:
@@ -349,10 +346,8 @@ class _Phase:
                 kind = DamagedError if error.errno == EIO else CheckpointError
                 return [kind.__name__, str(kind(self._what, got=error.strerror or error))]
             case _:
-                return [
-                    CheckpointError.__name__,
-                    str(CheckpointError(self._what, got=f"{type(error).__name__}: {error}")),
-                ]
+                line = str(CheckpointError(self._what, got=f"{type(error).__name__}: {error}"))
+                return [CheckpointError.__name__, line]
 
 
 _KINDS = every_kind(CheckpointError)
@@ -380,15 +375,19 @@ def _checking_rank(file: str, read: Sequence[Sequence[str]]) -> int:
     return readers[crc32(file.encode()) % len(readers)]
 
 
+def _sizes(tensors: Mapping[str, Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:
+    return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+
+
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous host memory for each tensor, pinned for those of a GPU, in shared blocks by dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], dict[str, torch.Size]] = defaultdict(dict)
     for name, tensor in tensors.items():
         kinds[tensor.dtype, tensor.device][name] = tensor.shape
-    found: dict[str, Tensor] = {}
+    host: dict[str, Tensor] = {}
     for (dtype, device), shapes in kinds.items():
-        found.update(zip(shapes, host_tensors(list(shapes.values()), dtype, device), strict=True))
-    return found
+        host.update(zip(shapes, host_tensors(list(shapes.values()), dtype, device), strict=True))
+    return host
 
 
 def _facts(folder: Path) -> dict[str, Any]:

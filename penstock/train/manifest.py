@@ -27,7 +27,7 @@ from math import prod
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from penstock.base.files import read_json, write_whole
 from penstock.layout.sharding import Rectangle, not_the_whole, parse_rectangle
 from penstock.models.huggingface.tensor_file import TensorFile
 from penstock.parallel.shard import ShardedTensor
-from penstock.train.tensor_files import fingerprint, in_files, write_tensors
+from penstock.train.tensor_files import TensorEntry, fingerprint, in_files, tensor_entry, write_entries
 
 FORMAT = "penstock-checkpoint"
 VERSION = 2
@@ -62,7 +62,7 @@ class SavedTensor:
         """Of the whole tensor. Raises ValueError for a damaged `kind`."""
         return tuple(int(size) for size in json.loads(self.kind.partition(" ")[2]))
 
-    def places(self) -> list[tuple[Rectangle, str]]:
+    def stored(self) -> list[tuple[Rectangle, str]]:
         """Rectangles and their files. Raises ValueError for a damaged text."""
         return [(parse_rectangle(text), file) for text, file in self.rectangles.items()]
 
@@ -78,7 +78,7 @@ class WrittenFiles:
     def from_json(cls, content: Mapping[str, Any]) -> "WrittenFiles":
         """The inverse of `dataclasses.asdict`. Raises KeyError or TypeError for other content."""
         return cls(
-            {name: SavedTensor(one["kind"], dict(one["rectangles"])) for name, one in content["tensors"].items()},
+            {name: SavedTensor(entry["kind"], dict(entry["rectangles"])) for name, entry in content["tensors"].items()},
             dict(content["files"]),
         )
 
@@ -110,16 +110,16 @@ def merge(ranks: Sequence[WrittenFiles]) -> WrittenFiles:
     tensors: dict[str, SavedTensor] = {}
     files: dict[str, str] = {}
     for written in ranks:
-        for name, one in written.tensors.items():
-            known = tensors.setdefault(name, SavedTensor(one.kind))
-            assert known.kind == one.kind, f"{name} is {known.kind} on one rank, {one.kind} on another"
-            twice = known.rectangles.keys() & one.rectangles.keys()
+        for name, tensor in written.tensors.items():
+            known = tensors.setdefault(name, SavedTensor(tensor.kind))
+            assert known.kind == tensor.kind, f"{name} is {known.kind} on one rank, {tensor.kind} on another"
+            twice = known.rectangles.keys() & tensor.rectangles.keys()
             assert not twice, f"{name}{min(twice)} is written by two ranks"
-            known.rectangles.update(one.rectangles)
+            known.rectangles.update(tensor.rectangles)
         assert not files.keys() & written.files.keys(), f"ranks wrote the same files: {files.keys()}"
         files.update(written.files)
     for name, tensor in tensors.items():
-        reason = not_the_whole(tensor.shape, (rectangle for rectangle, _ in tensor.places()))
+        reason = not_the_whole(tensor.shape, (rectangle for rectangle, _ in tensor.stored()))
         assert reason is None, f"the ranks together do not write {name} once, {tensor.kind}: {reason}"
     return WrittenFiles(tensors, files)
 
@@ -177,11 +177,11 @@ def _faults(manifest: Manifest) -> Iterator[str]:
     if FACTS not in manifest.files:
         yield f"it does not list {FACTS}"
     for name, tensor in manifest.tensors.items():
-        places = tensor.places()
-        reason = not_the_whole(tensor.shape, (rectangle for rectangle, _ in places))
+        stored = tensor.stored()
+        reason = not_the_whole(tensor.shape, (rectangle for rectangle, _ in stored))
         if reason is not None:
             yield f"{name}, {tensor.kind}, is not whole: {reason}"
-        if any(file not in manifest.files for _, file in places):
+        if any(file not in manifest.files for _, file in stored):
             yield f"{name} is in a file that the manifest does not list"
 
 
@@ -189,9 +189,8 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
     """Compare files with their checksums, from all of their bytes; a CheckpointError names one that is not as saved."""
     check_there(folder, files)  # first, because it is fast
     for name, expected in files.items():
-        found = fingerprint(folder / name)
-        if found != expected:
-            raise _damaged(folder / name, f"{found} instead of {expected}")
+        if (read := fingerprint(folder / name)) != expected:
+            raise _damaged(folder / name, f"{read} instead of {expected}")
 
 
 def check_there(folder: Path, files: Iterable[str]) -> None:
@@ -262,37 +261,51 @@ class PartRead(NamedTuple):
     target: Tensor  # view of the wanted tensor
 
 
+Piece: TypeAlias = tuple[str, Rectangle, TensorEntry]
+"""Name of a tensor, a rectangle of it, and how the rectangle is written."""
+
+
 def write_parts(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> WrittenFiles:
     """Write the rectangles of a rank, and sync them to disk. Raises OSError if a file cannot be written."""
     written = WrittenFiles({name: SavedTensor(kind) for name, kind in describe(parts).items()}, {})
-    blocks: list[np.ndarray] = []
-    for number, group in enumerate(in_files(_rectangles(parts), lambda one: one[2].nbytes, FILE_BYTES)):
-        file = f"tensors-{rank:05d}-{number:05d}.safetensors"
-        for name, rectangle, _ in group:
-            written.tensors[name].rectangles[str(rectangle)] = file
-        tensors = {f"{name}{place}": tensor for name, place, tensor in group}
-        written.files[file] = write_tensors(folder / file, tensors, blocks)
+    write_pieces(written, folder, _pieces(parts), f"tensors-{rank:05d}")
     return written
 
 
-def _rectangles(parts: Mapping[str, ShardedTensor]) -> Iterator[tuple[str, Rectangle, Tensor]]:
-    """Name, place in the whole, and values of every non-empty rectangle that this rank writes."""
+def write_pieces(
+    written: WrittenFiles, folder: Path, pieces: Iterable[Piece], prefix: str, *, threads: int = 0
+) -> None:
+    """Write rectangles to files `PREFIX-00000.safetensors`, synced to disk, and add them to `written`.
+
+    `threads` are those of `write_entries`. Raises OSError if a file cannot be written.
+    """
+    blocks: list[np.ndarray] = []
+    for number, group in enumerate(in_files(pieces, lambda piece: piece[2].nbytes, FILE_BYTES)):
+        file = f"{prefix}-{number:05d}.safetensors"
+        for name, rectangle, _ in group:
+            written.tensors[name].rectangles[str(rectangle)] = file
+        entries = (entry for *_, entry in group)
+        written.files[file] = write_entries(folder / file, entries, blocks=blocks, threads=threads)
+
+
+def _pieces(parts: Mapping[str, ShardedTensor]) -> Iterator[Piece]:
+    """Every non-empty rectangle that this rank writes."""
     for name, part in parts.items():
         check_part(name, part)
         for piece, values in part.decoded().views() if part.writes else ():
             rectangle = Rectangle(piece.whole, piece.sizes)
             if rectangle.elements:
-                yield name, rectangle, values
+                yield name, rectangle, tensor_entry(f"{name}{rectangle}", values)
 
 
 def files_to_read(saved: Mapping[str, SavedTensor], into: Mapping[str, ShardedTensor]) -> list[str]:
     """Files that `fill_parts` reads, in the order of their first use."""
-    found: dict[str, None] = {}
+    files: dict[str, None] = {}
     for name, part in into.items():
-        places = saved[name].places()
+        stored = saved[name].stored()
         for ours in (Rectangle(piece.whole, piece.sizes) for piece in part.pieces):
-            found.update((file, None) for theirs, file in places if ours.overlap(theirs) is not None)
-    return list(found)
+            files.update((file, None) for theirs, file in stored if ours.overlap(theirs) is not None)
+    return list(files)
 
 
 def fill_parts(
@@ -350,7 +363,7 @@ class CheckpointFiles:
         for file, read in _reads(name, room, saved):
             with self._lock:
                 self._begin_checks([file, *([] if self._along else [*self._left][:2])])
-                self._wait_for([one for one in self._checks if self._along == (one != file)])
+                self._wait_for([other for other in self._checks if self._along == (other != file)])
                 opened = self._open(file)
             stored, target = opened.tensors.get(read.key), read.target
             is_exact = stored is not None and (stored.dtype == target.dtype or {stored.dtype, target.dtype} == _WIDENED)
@@ -382,10 +395,10 @@ _WIDENED = {torch.float32, torch.bfloat16}
 
 def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple[str, PartRead]]:
     """Files and reads for one tensor."""
-    places = saved.places()
+    stored = saved.stored()
     for piece, values in part.views():
         ours = Rectangle(piece.whole, piece.sizes)
-        for theirs, file in places:
+        for theirs, file in stored:
             if (common := ours.overlap(theirs)) is not None:
                 target = values[common.within(ours.begin)]
                 yield file, PartRead(f"{name}{theirs}", theirs.sizes, common.within(theirs.begin), target)

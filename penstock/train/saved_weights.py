@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,9 +28,9 @@ from penstock.parallel.shard import ShardedTensor
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import (
     FACTS,
-    FILE_BYTES,
     CheckpointFiles,
     Manifest,
+    Piece,
     SavedTensor,
     WrittenFiles,
     check_tensors,
@@ -40,10 +39,11 @@ from penstock.train.manifest import (
     merge,
     read_manifest,
     write_manifest,
+    write_pieces,
 )
 from penstock.train.run_folder import RunFolder
 from penstock.train.state import TrainState, check_same_model, identity_of
-from penstock.train.tensor_files import Make, TensorEntry, fingerprint, in_files, write_entries
+from penstock.train.tensor_files import Make, TensorEntry, fingerprint
 
 Value = TypeVar("Value")
 
@@ -72,12 +72,6 @@ class WeightPiece:
         parts = [part().flatten() for part in self.parts]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(self.rectangle.sizes)
 
-    @property
-    def entry(self) -> TensorEntry:
-        """The piece as a tensor of a file."""
-        name = f"{PREFIX}{self.name}{self.rectangle}"
-        return TensorEntry(name=name, dtype=self.dtype, shape=self.rectangle.sizes, parts=self.parts)
-
 
 def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[str, Any]) -> None:
     """Write a checkpoint of step 0 with weights only. The caller makes the folder appear atomically.
@@ -87,15 +81,15 @@ def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[st
     """
     folder.mkdir(parents=True)
     written = WrittenFiles({}, {})
-    blocks: list[np.ndarray] = []
-    for number, group in enumerate(in_files(pieces, lambda piece: piece.entry.nbytes, FILE_BYTES)):
-        name = f"tensors-{number:05d}.safetensors"
-        entries = (piece.entry for piece in group)
-        written.files[name] = write_entries(folder / name, entries, blocks=blocks, threads=THREADS)
-        for piece in group:
-            kind = f"float32 {list(piece.shape)}"
-            saved = written.tensors.setdefault(PREFIX + piece.name, SavedTensor(kind))
-            saved.rectangles[str(piece.rectangle)] = name
+
+    def entries() -> Iterator[Piece]:
+        for piece in pieces:
+            name, rectangle = PREFIX + piece.name, piece.rectangle
+            written.tensors.setdefault(name, SavedTensor(f"float32 {list(piece.shape)}"))
+            entry = TensorEntry(name=f"{name}{rectangle}", dtype=piece.dtype, shape=rectangle.sizes, parts=piece.parts)
+            yield name, rectangle, entry
+
+    write_pieces(written, folder, entries(), "tensors", threads=THREADS)
     write_whole(folder / FACTS, json.dumps(facts, allow_nan=False, indent=1))
     written.files[FACTS] = fingerprint(folder / FACTS)
     write_manifest(folder, STEP, merge([written]))
@@ -192,12 +186,12 @@ def read_chosen(
 
 def config_of(source: Path) -> Path:
     """The configuration of a run, or of a folder of `penstock import`. Raises a RunFolderError for other folders."""
-    found = next((path for path in (RunFolder(source).config, source / RUN_FILE) if path.is_file()), None)
-    if found is None:
+    config = next((path for path in (RunFolder(source).config, source / RUN_FILE) if path.is_file()), None)
+    if config is None:
         is_theirs = any(source.glob("*.safetensors"))
         fix = f"penstock import {source} --output NAME makes one" if is_theirs else "give one, such as runs/debug"
         raise RunFolderError(f"{source} is not the folder of a run", fix=fix)
-    return found
+    return config
 
 
 def check_initial_weights(run: Run) -> None:

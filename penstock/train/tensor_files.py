@@ -81,14 +81,9 @@ class TensorEntry:
         return self.dtype.itemsize * prod(self.shape)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], blocks: list[np.ndarray] | None = None) -> str:
-    """Write tensors of any device to a new file, and sync it to disk; they are copied to the host block by block.
-
-    `blocks` is the memory of the file before, to be used again, at first an empty list. Returns the `fingerprint` of
-    the intended content. Raises OSError if the file cannot be written.
-    """
-    made = [TensorEntry(name=n, dtype=x.dtype, shape=tuple(x.shape), parts=(x.detach,)) for n, x in tensors.items()]
-    return write_entries(path, made, blocks=blocks)
+def tensor_entry(name: str, tensor: Tensor) -> TensorEntry:
+    """A tensor that is in memory, on any device; it is copied to the host block by block when it is written."""
+    return TensorEntry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), parts=(tensor.detach,))
 
 
 def write_entries(
@@ -99,10 +94,12 @@ def write_entries(
     threads: int = 0,
     summed: bool = True,
 ) -> str:
-    """`write_tensors` for tensors that are never in memory together, with `metadata` in the header.
+    """Write tensors, which need not be in memory together, to a new file, and sync it to disk.
 
-    So many `threads` make the next parts while others are written; 0 makes each when it is needed. Without `summed` the
-    checksum is that of no bytes, for readers that have none.
+    `metadata` stands in the header. `blocks` is the memory of the file before, to be used again, at first an empty
+    list. So many `threads` make the next parts while others are written; 0 makes each when it is needed. Returns the
+    `fingerprint` of the intended content; without `summed` the checksum is that of no bytes, for readers that have
+    none. Raises OSError if the file cannot be written.
     """
     entries = list(entries)
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -133,8 +130,8 @@ def write_entries(
             written += len(block)
             if len(running) == WRITES:
                 _wait(running.popleft())
-        for one in running:
-            _wait(one)
+        for tasks in running:
+            _wait(tasks)
         if is_direct:
             file.truncate(size)
         assert written == size, f"{path} has {written} of {size} bytes"
@@ -259,7 +256,7 @@ def _made(entries: Iterable[TensorEntry], threads: int) -> Iterator[Tensor]:
     """Bytes of all parts in order."""
     parts = ((entry, part) for entry in entries for part in entry.parts)
     if not threads:
-        yield from (_bytes_of(*one) for one in parts)
+        yield from (_bytes_of(*part) for part in parts)
         return
     of_process = torch.get_num_threads()
     # Each thread computes alone: OpenMP teams of several threads would wait for each other on the same cores.

@@ -383,11 +383,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_report() -> None:
 
 
 def test_a_full_disk_is_one_line_and_the_run_can_go_on() -> None:
-    def no_space(path: Path, tensors: object, blocks: object) -> str:
+    def no_space(path: Path, entries: object, **_: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "write_tensors", no_space)
+        patch.setattr(manifest, "write_entries", no_space)
         message = refused("tiny.toml")
     assert message == "cannot write runs/tiny/checkpoints/step-000002; got No space left on device"
     assert list(Path("runs/tiny/checkpoints").iterdir()) == []  # no draft of step 2

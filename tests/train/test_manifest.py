@@ -42,7 +42,7 @@ from penstock.train.manifest import (
     write_manifest,
     write_parts,
 )
-from penstock.train.tensor_files import ALIGNMENT, fingerprint, write_tensors
+from penstock.train.tensor_files import ALIGNMENT, fingerprint, tensor_entry, write_entries
 from tests.closeness import assert_equal
 from tests.examples import examples
 from tests.train.layouts import Layout, ranks_of, write_ranks
@@ -270,6 +270,10 @@ def test_files_hold_as_many_tensors_as_fit(tmp_path: Path, monkeypatch: pytest.M
     into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     fill_parts(tmp_path, written.tensors, {name: whole(tensor) for name, tensor in into.items()})
     assert_equal(into, tensors)
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> str:
+    return write_entries(path, [tensor_entry(name, tensor) for name, tensor in tensors.items()])
 
 
 def test_the_library_reads_every_type_and_shape_and_a_file_is_aligned_readable_and_never_overwritten(
