@@ -98,13 +98,14 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Show the fields in which two runs differ."""
-    found = differences(load_run(left), load_run(right))
+    changes = differences(load_run(left), load_run(right))
     if as_json:
-        print(json.dumps([asdict(one) for one in found], indent=2))
-    elif not found:
+        print(json.dumps([asdict(change) for change in changes], indent=2))
+    elif not changes:
         print(f"{left} and {right} are the same")
     else:
-        print_table(("field", left, right), [(one.field, one.left or "-", one.right or "-") for one in found])
+        rows = [(change.field, change.left or "-", change.right or "-") for change in changes]
+        print_table(("field", left, right), rows)
 
 
 @app.command()
@@ -134,9 +135,9 @@ def warn_of_unfilled(run: Run) -> None:
         return
     library = run.data.source == "standard-library" and not run.data.mixture  # the default of a preset
     text = " and data.source standard-library is 30 MB of Python" if library else ""
-    own = ", and data.source and data.files to your text" if library else ""
+    fields = ", and data.source and data.files to your text" if library else ""
     warn(
         f"data.tokenizer bytes has {BYTES_VOCABULARY} ids of model.vocab_size {run.model.vocab_size:,}: the others are "
-        f"never trained{text}; fix: set data.tokenizer to the model's tokenizer{own}, or "
+        f"never trained{text}; fix: set data.tokenizer to the model's tokenizer{fields}, or "
         f"model.vocab_size={BYTES_VOCABULARY}"
     )

@@ -10,7 +10,6 @@ same rows with the same seed, and compares speed, memory and losses in one table
 train` in its own processes. The steps are in penstock/tune/ladder.toml; docs/ladder.md explains the table.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -25,6 +24,7 @@ from penstock.cli.config import Overrides, Target
 from penstock.cli.output import Force, check_output, print_next, print_table
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
+from penstock.config.run import Run
 from penstock.models.count import count
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.local import processes_to_start
@@ -56,13 +56,21 @@ class LadderPlan:
     wanted: frozenset[str]  # names of the steps to measure
     options: Trial  # what all steps have in common
     has_gpu: bool
-    own: tuple[str, ...]  # overrides of the user
+    overrides: tuple[str, ...]  # of the user
     training_steps: int  # of each ladder step
-    routing: str
+    run: Run  # the user's
     flops_per_token: float
-    output: Path | None  # JSON file
-    commit: str  # empty asks git
-    resumes: bool  # take trials back from the file
+
+    @property
+    def noun(self) -> str:
+        """A device."""
+        return "GPU" if self.has_gpu else "process"
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """For the file; a ladder goes on only in the same one."""
+        sizes = {"ranks": self.options.processes, "steps": self.training_steps, "warm_up_steps": self.options.warm_up}
+        return describe_machine(on_gpu=self.has_gpu) | sizes
 
 
 def ladder(  # noqa: PLR0913 - one argument for each option
@@ -99,97 +107,72 @@ def ladder(  # noqa: PLR0913 - one argument for each option
     if resumes and output is None:
         raise ConfigError("--resume needs the file that it goes on with", fix="--json FILE")
     check_output(output, "--json", force=force or resumes)  # a resumed ladder writes over its own file
-    whole, own = load_run(target, overrides or ()), tuple(overrides or ())
+    run, own = load_run(target, overrides or ()), tuple(overrides or ())
     table = our_ladder() if file is None else load_ladder_steps(file)
-    every = (*own, *first_steps(whole, steps))  # without evaluation, checkpoints and other output
-    ranks = processes_to_start(whole, environment, processes)
+    every = (*own, *first_steps(run, steps))  # without evaluation, checkpoints and other output
+    ranks = processes_to_start(run, environment, processes)
     grid_of(load_run(target, every), ranks)  # refuses what no step could run
-    wanted = chosen(table, [name.strip() for name in only.split(",") if name.strip()])
-    options = Trial(
-        name="",
-        target=target,
-        overrides=every,
-        processes=ranks,
-        warm_up=warm_up,
-        folder=new_folder(Path(whole.record.folder), f"ladder-{whole.name}"),  # never that of another ladder
-        most_seconds=most_seconds,
-    )
     plan = LadderPlan(
         steps=table,
-        wanted=wanted,
-        options=options,
-        has_gpu=whole.device != "cpu" and torch.cuda.device_count() > 0,
-        own=own,
+        wanted=chosen(table, [name.strip() for name in only.split(",") if name.strip()]),
+        options=Trial(
+            name="",
+            target=target,
+            overrides=every,
+            processes=ranks,
+            warm_up=warm_up,
+            folder=new_folder(Path(run.record.folder), f"ladder-{run.name}"),  # never that of another ladder
+            most_seconds=most_seconds,
+        ),
+        has_gpu=run.device != "cpu" and torch.cuda.device_count() > 0,
+        overrides=own,
         training_steps=steps,
-        routing=balancing(whole),
-        flops_per_token=count(whole.model, whole.training.sequence_length).flops_per_token,
-        output=output,
-        commit=commit,
-        resumes=resumes,
+        run=run,
+        flops_per_token=count(run.model, run.training.sequence_length).flops_per_token,
     )
-    outcomes = climb_and_print(plan, run_trial)
+    saved = SavedSteps()
+    if output is not None and resumes:
+        saved = read_saved_steps(output, plan.environment, commit or commit_of_code())
+    outcomes = climb_and_print(plan, saved, run_trial, output, commit)
     print_next("train", target, *own)
     return 0 if any(outcome.state == "ran" for outcome in outcomes) else FAILED
 
 
-def climb_and_print(plan: LadderPlan, measure: Measure) -> list[Outcome]:
+def climb_and_print(
+    plan: LadderPlan, saved: SavedSteps, measure: Measure, output: Path | None, commit: str
+) -> list[Outcome]:
     """Measure every ladder step, print a line after each and the table last, and keep the file up to date."""
-    options = plan.options
-    run = load_run(options.target, options.overrides)
-    tokens = f"{run.training.global_batch} x {run.training.sequence_length} tokens"
-    where = f"{options.processes} GPU(s)" if plan.has_gpu else f"{options.processes} CPU process(es)"
-    length = f"{plan.training_steps} steps of {tokens} each"
-    print(f"ladder of {run.name}: {len(plan.wanted)} ladder steps on {where}, {length}")
-    print(f"routing: {plan.routing}")
+    options, training = plan.options, plan.run.training
+    routing = balancing(plan.run)
+    where = f"{options.processes} {'GPU(s)' if plan.has_gpu else 'CPU process(es)'}"
+    length = f"{plan.training_steps} steps of {training.global_batch} x {training.sequence_length} tokens each"
+    print(f"ladder of {plan.run.name}: {len(plan.wanted)} ladder steps on {where}, {length}")
+    print(f"routing: {routing}")
     print(f"runs and what they print: {options.folder}", flush=True)
-    saved = SavedSteps()
-    if plan.resumes and plan.output is not None:
-        saved = read_saved_steps(plan.output, _environment(plan), plan.commit or commit_of_code())
     outcomes: list[Outcome] = []
     # The file is written after every step, so an ended ladder can go on.
     for outcome in climb(plan.steps, plan.wanted, options, saved.or_measured(measure), has_gpu=plan.has_gpu):
         outcomes.append(outcome)
         print(_line(outcome, gains(outcomes)[-1], plan), flush=True)
-        if plan.output is not None:
-            _write(plan, plan.output, outcomes, saved)
+        if output is not None:
+            numbers = {
+                "target": options.target,
+                "overrides": list(plan.overrides),
+                "routing": routing,
+                "flops_per_token": plan.flops_per_token,
+                "ladder_steps": steps_as_json(outcomes, plan.flops_per_token),
+                "still_ahead": saved.still_ahead(outcomes),
+            }
+            write_result(output, command=command_text(), commit=commit, environment=plan.environment, numbers=numbers)
     print()
-    measured = (f"tokens/s/{_noun(plan)}", "step ms", "p99/p50", "MFU", "TFLOP/s", "peak GiB", "loss", "gap")
+    measured = (f"tokens/s/{plan.noun}", "step ms", "p99/p50", "MFU", "TFLOP/s", "peak GiB", "loss", "gap")
     columns = ("ladder step", *measured, "x before", "x optimization", "x size", "x first", "changed")
     rows = [_row(outcome, gain, plan) for outcome, gain in zip(outcomes, gains(outcomes), strict=True)]
     # A row without figures is a name and a state, blanks, and a reason in the last column.
     print_table(columns, [(*row, *[""] * (len(columns) - len(row) - 1), last) for *row, last in rows], _LEAST)
     timed = f"medians after {options.warm_up} of {plan.training_steps} steps"
-    print(f"\n{plan.routing}; {timed}; gap: largest relative difference of a step's loss from the first ladder step's")
+    print(f"\n{routing}; {timed}; gap: largest relative difference of a step's loss from the first ladder step's")
     return outcomes
-
-
-def _noun(plan: LadderPlan) -> str:
-    return "GPU" if plan.has_gpu else "process"
-
-
-def _environment(plan: LadderPlan) -> dict[str, Any]:
-    return describe_machine(on_gpu=plan.has_gpu) | {
-        "ranks": plan.options.processes,
-        "steps": plan.training_steps,
-        "warm_up_steps": plan.options.warm_up,
-    }
-
-
-def _write(plan: LadderPlan, path: Path, outcomes: Sequence[Outcome], saved: SavedSteps) -> None:
-    write_result(
-        path,
-        command=command_text(),
-        commit=plan.commit,
-        environment=_environment(plan),
-        numbers={
-            "target": plan.options.target,
-            "overrides": list(plan.own),
-            "routing": plan.routing,
-            "flops_per_token": plan.flops_per_token,
-            "ladder_steps": steps_as_json(outcomes, plan.flops_per_token),
-            "still_ahead": saved.still_ahead(outcomes),
-        },
-    )
 
 
 def _line(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> str:
@@ -197,7 +180,7 @@ def _line(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> str:
         return f"{outcome.step.name:<16}{outcome.state}: {outcome.reason}"
     note = f"  {outcome.reason}" if outcome.reason else ""
     return (
-        f"{outcome.step.name:<16}{outcome.figures.tokens_per_second_per_device:>9,.0f} tokens/s/{_noun(plan)}  "
+        f"{outcome.step.name:<16}{outcome.figures.tokens_per_second_per_device:>9,.0f} tokens/s/{plan.noun}  "
         f"{gain.before:.2f} x the step before, {gain.first:.2f} x the first  ({outcome.seconds:.0f} s){note}"
     )
 

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = _command(arguments).main(arguments, prog_name="penstock", standalone_mode=False)
         sys.stdout.flush()
     except typer.TyperException as error:  # wrong usage
-        return _refuse(f"{_told(error.format_message().rstrip('.'))} (see --help)")
+        return _refuse(f"{_shown(error.format_message().rstrip('.'))} (see --help)")
     except PenstockError as error:
         return _refuse(str(error), error.exit_code, error)
     except KeyboardInterrupt:
@@ -107,8 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _command(arguments: Sequence[str] | None) -> Any:
     """The program; options of completion only if no verb is named, since typer needs time to make them."""
     command = typer.main.get_command(app)
-    words = sys.argv[1:] if arguments is None else arguments
-    if not words or words[0].startswith("-"):
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0].startswith("-"):
         command.params += typer.main.get_install_completion_arguments()
     return command
 
@@ -118,12 +118,12 @@ _NAME = re.compile(r"[^\s,']+")
 _CHOICES = re.compile(r"'(?P<got>[^']*)' is not one of (?P<choices>.+)$")
 
 
-def _told(message: str) -> str:
+def _shown(message: str) -> str:
     """A message of typer, with proposals in the form of all other errors."""
-    if found := _PROPOSED.search(message):
-        return f"{message[: found.start()]}; fix: {asked(_NAME.findall(found['names']))}"
-    if found := _CHOICES.search(message):
-        fix = did_you_mean(found["got"], _NAME.findall(found["choices"]))
+    if match := _PROPOSED.search(message):
+        return f"{message[: match.start()]}; fix: {asked(_NAME.findall(match['names']))}"
+    if match := _CHOICES.search(message):
+        fix = did_you_mean(match["got"], _NAME.findall(match["choices"]))
         return message if fix is None else f"{message}; fix: {fix}"
     return message
 

@@ -37,19 +37,19 @@ _PASSES: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "input gradi
 
 def moment_text(moment: str) -> str:
     """A moment of a step with the pass by name: `backward of stage 3`."""
-    return re.sub(r"\b[FBIW](?= of stage)", lambda found: _PASSES[found[0]], moment)
+    return re.sub(r"\b[FBIW](?= of stage)", lambda match: _PASSES[match[0]], moment)
 
 
 def sizes_text(layout: Layout | Mapping[str, object]) -> str:
     """Sizes above 1, without undecided ones: `CP2 PP24 x 4 EP8`."""
     values = asdict(layout) if isinstance(layout, Layout) else layout
-    words = []
+    sizes = []
     for name in _SIZES:
         size, stages = values.get(name), values.get("vpp")
         if isinstance(size, int) and size > 1:
-            words.append(f"{name.upper()}{size}" + (f" x {stages}" if name == "pp" and stages not in (None, 1) else ""))
+            sizes.append(f"{name.upper()}{size}" + (f" x {stages}" if name == "pp" and stages not in (None, 1) else ""))
     is_settled = all(values.get(name) is not None for name in _SIZES)
-    return " ".join(words) or ("one rank for all" if is_settled else "any")
+    return " ".join(sizes) or ("one rank for all" if is_settled else "any")
 
 
 def cluster_text(cluster: Cluster) -> str:
@@ -124,30 +124,30 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
 def print_candidates(candidates: Sequence[Projection]) -> None:
     """Print a row for each candidate, then one line with the choices that all share."""
     first = asdict(candidates[0].layout)
-    told = {name: texts for name, texts in differing_fields(candidates).items() if name not in _IN_SIZES}
-    head = ["", "layout", *map(field_label, told)]
+    differing = {name: texts for name, texts in differing_fields(candidates).items() if name not in _IN_SIZES}
+    head = ["", "layout", *map(field_label, differing)]
     head += ["step", candidates[0].cluster.speed_unit, "MFU", "bubble", "exposed", "memory", "left"]
     rows = []
-    for number, one in enumerate(candidates, start=1):
-        time = one.time
-        row = [f"{number}", sizes_text(one.layout), *(texts[number - 1] for texts in told.values())]
+    for number, candidate in enumerate(candidates, start=1):
+        time = candidate.time
+        row = [f"{number}", sizes_text(candidate.layout), *(texts[number - 1] for texts in differing.values())]
         row += [time_text(time.step_seconds), f"{time.tokens_per_second_per_device:,.0f}"]
         row += [f"{time.model_flops_utilization:.1%}", f"{time.bubble:.1%}"]
-        row += [time_text(time.exposed_communication_seconds), bytes_text(one.memory.total)]
-        row += [bytes_text(-one.over_bytes) if one.fits else f"{bytes_text(one.over_bytes)} too much"]
+        row += [time_text(time.exposed_communication_seconds), bytes_text(candidate.memory.total)]
+        row += [bytes_text(-candidate.over_bytes) if candidate.fits else f"{bytes_text(candidate.over_bytes)} too much"]
         rows.append(row)
     print_table(head, rows, _LEAST)
-    same = [f"{field_label(name)} {first[name]}" for name in _CHOICES if name not in told]
+    same = [f"{field_label(name)} {first[name]}" for name in _CHOICES if name not in differing]
     if same:
         print(f"{'all' if len(candidates) > 1 else 'with'}: {', '.join(same)}")
 
 
 def _facts(best: Projection) -> dict[str, str]:
     """Batch, memory and time of the first candidate, by label."""
-    run, layout, memory, place = best.run, best.layout, best.memory, slowest(best)
+    run, layout, memory, slowest_rank = best.run, best.layout, best.memory, slowest(best)
     training = run.training
     parts = {name: size for name, size in components(memory).items() if size}
-    passes = f"passes {time_text(place.passes)}, waiting {time_text(place.waiting)}"
+    passes = f"passes {time_text(slowest_rank.passes)}, waiting {time_text(slowest_rank.waiting)}"
     return {
         "batch": f"{training.global_batch:,} rows of {training.sequence_length:,} = {run.tokens_per_step:,} tokens a "
         f"step: {layout.dp} x {training.global_batch // (layout.dp * training.micro_batch)} micro-batches of "
@@ -155,7 +155,7 @@ def _facts(best: Projection) -> dict[str, str]:
         "memory": f"{', '.join(f'{name} {bytes_text(size)}' for name, size in parts.items())}; rank {memory.rank} at "
         f"its fullest, {moment_text(memory.moment)}"
         + (f"; {bytes_text(memory.host)} of the host" if memory.host else ""),
-        "time": f"{passes}, update {time_text(place.update)}; rank {place.rank}, which waits least",
+        "time": f"{passes}, update {time_text(slowest_rank.update)}; rank {slowest_rank.rank}, which waits least",
         **({"bubble": _bubble_text(best)} if layout.pp > 1 else {}),
     }
 
@@ -175,14 +175,14 @@ def _bubble_text(best: Projection) -> str:
     return f"{text}, {uneven:.1%} for the rank with the most work"
 
 
-def advice_text(told: Advice, best: Projection, *, is_search: bool) -> str:
+def advice_text(advice: Advice, best: Projection, *, is_search: bool) -> str:
     """What a rule has against the best layout, and how fast the best without it is."""
-    text = f"{told.reason} ({told.rule}, {told.source})"
+    text = f"{advice.reason} ({advice.rule}, {advice.source})"
     if not is_search:
         return text
-    if told.without is None:
+    if advice.without is None:
         return f"{text}; no layout without it was found to fit"
-    return f"{text}; without it: {told.without:,.0f} {best.cluster.speed_unit}"
+    return f"{text}; without it: {advice.without:,.0f} {best.cluster.speed_unit}"
 
 
 REASONS: Mapping[str, str] = {MEMORY: "do not fit", MARGIN: "may not fit", SLOWER: "are no faster"}
@@ -191,16 +191,23 @@ REASONS: Mapping[str, str] = {MEMORY: "do not fit", MARGIN: "may not fit", SLOWE
 
 def print_refusals(refused: Sequence[Refusal], considered: int) -> None:
     """Print how many layouts were left out and why, and a row for each rule of illegal ones with an example."""
-    legal = {one.rule: one.count for one in refused if one.rule in REASONS}
-    counted_rules = sorted((one for one in refused if one.rule not in REASONS), key=lambda one: -one.count)
-    illegal = sum(one.count for one in counted_rules)
-    words = [f"{legal[rule]:,} {what}" for rule, what in REASONS.items() if rule in legal]
-    words += [f"{illegal:,} are illegal"] if illegal else []
-    print(f"left out: {sum(legal.values()) + illegal:,} of {considered:,} layouts: {', '.join(words)}")
+    legal = {refusal.rule: refusal.count for refusal in refused if refusal.rule in REASONS}
+    counted_rules = sorted(
+        (refusal for refusal in refused if refusal.rule not in REASONS), key=lambda refusal: -refusal.count
+    )
+    illegal = sum(refusal.count for refusal in counted_rules)
+    counts = [f"{legal[rule]:,} {what}" for rule, what in REASONS.items() if rule in legal]
+    counts += [f"{illegal:,} are illegal"] if illegal else []
+    print(f"left out: {sum(legal.values()) + illegal:,} of {considered:,} layouts: {', '.join(counts)}")
     if counted_rules:
         rows = [
-            (one.rule, f"{one.count:,}", refused_text(one.layout), shortened(one.reason, LONGEST_REASON))
-            for one in counted_rules
+            (
+                refusal.rule,
+                f"{refusal.count:,}",
+                refused_text(refusal.layout),
+                shortened(refusal.reason, LONGEST_REASON),
+            )
+            for refusal in counted_rules
         ]
         print_table(("illegal by", "layouts", "such as", "because"), rows, ("such as",))
 
@@ -224,13 +231,13 @@ def grounds(cluster: Cluster, assumed: Sequence[str]) -> list[str]:
 def origins_text(cluster: Cluster) -> str:
     """Origin of each table of figures: measured, reported, data sheet or guessed; collectives by count."""
     collectives = _collectives(cluster)
-    told = []
+    origins = []
     for origin in ORIGINS:
         names = [name for name, table in _tables(cluster.hardware).items() if table.origin == origin]
         count = sum(table.origin == origin for table in collectives.values())
         names += [f"{count} of {len(collectives)} collectives"] if count else []
-        told += [f"{origin} {', '.join(names)}"] if names else []
-    return "; ".join(told)
+        origins += [f"{origin} {', '.join(names)}"] if names else []
+    return "; ".join(origins)
 
 
 def sourced_tables(cluster: Cluster) -> dict[str, SourcedTable]:
@@ -255,9 +262,9 @@ def _tables(hardware: Hardware) -> dict[str, SourcedTable]:
 def _collectives(cluster: Cluster) -> dict[str, SourcedTable]:
     """Collectives by name; those between nodes only if there are several."""
     return {
-        f"{one.kind} in a {one.reach}": one
-        for one in cluster.hardware.collectives
-        if one.reach == "node" or cluster.nodes > 1
+        f"{table.kind} in a {table.reach}": table
+        for table in cluster.hardware.collectives
+        if table.reach == "node" or cluster.nodes > 1
     }
 
 
@@ -268,8 +275,8 @@ _NEEDS_CANDIDATE = ("memory", "memory.activations", "time")
 def check_topic(topic: str) -> None:
     """Refuse an unknown topic before anything is computed: a PenstockError that lists the topics."""
     if topic not in TOPICS:
-        told = did_you_mean(topic, TOPICS)
-        raise PenstockError("--explain knows no such topic", got=topic, allowed=", ".join(TOPICS), fix=told)
+        fix = did_you_mean(topic, TOPICS)
+        raise PenstockError("--explain knows no such topic", got=topic, allowed=", ".join(TOPICS), fix=fix)
 
 
 def explain(plan: Plan, topic: str) -> None:
@@ -346,12 +353,12 @@ def _moments(best: Projection) -> None:
 def _time(plan: Plan) -> None:
     best = plan.candidates[0]
     ranks = best.time.ranks
-    most = {name: max(one.terms.get(name, 0.0) for one in ranks) for rank in ranks for name in rank.terms}
-    names = sorted(sorted(most), key=lambda name: -most[name])
+    longest = {name: max(rank.terms.get(name, 0.0) for rank in ranks) for rank in ranks for name in rank.terms}
+    names = sorted(sorted(longest), key=lambda name: -longest[name])
     rows = [(name, *(time_text(rank.terms.get(name, 0.0)) for rank in ranks)) for name in names]
     rows.append(("together", *(time_text(sum(rank.terms.values())) for rank in ranks)))
-    words = {"communication": "communication", "exposed_communication": "exposed", "host": "host-bound"}
-    for name, word in words.items():
+    marked = {"communication": "communication", "exposed_communication": "exposed", "host": "host-bound"}
+    for name, word in marked.items():
         rows.append((f"({word})", *(time_text(vars(rank)[name]) for rank in ranks)))
     _print_places(best, "term", rows)
     print("terms add up to the time of a place; those in brackets are part of others")
@@ -361,14 +368,16 @@ def _refused(plan: Plan) -> None:
     if not plan.refused:
         print("nothing was refused")
         return
-    rows = [(one.rule, f"{one.count:,}", refused_text(one.layout), one.reason) for one in plan.refused]
+    rows = [
+        (refusal.rule, f"{refusal.count:,}", refused_text(refusal.layout), refusal.reason) for refusal in plan.refused
+    ]
     print_table(("rule", "layouts", "where", "because"), sorted(rows, key=lambda row: row[0]), ("where",))
 
 
 def _hardware(plan: Plan) -> None:
     hardware = plan.cluster.hardware
     rows = [(name, table.source) for name, table in sourced_tables(plan.cluster).items()]
-    rows += [(f"{one.operator}, {len(one.points)} points", one.source) for one in hardware.measured]
+    rows += [(f"{curve.operator}, {len(curve.points)} points", curve.source) for curve in hardware.measured]
     print_table(("figures", "source"), rows)
 
 
@@ -387,11 +396,13 @@ _LARGEST_TERMS = 12
 
 def print_comparison(comparison: ProjectionComparison, left: str, right: str) -> None:
     """Print the differences of two runs by size, under their names."""
-    for name, one in ((left, comparison.left), (right, comparison.right)):
-        print(f"{name}: {conclusion(one)}")
+    for name, projection in ((left, comparison.left), (right, comparison.right)):
+        print(f"{name}: {conclusion(projection)}")
     print()
     if comparison.fields:
-        fields = [(one.field, one.left or "-", one.right or "-") for one in comparison.fields]
+        fields = [
+            (projection.field, projection.left or "-", projection.right or "-") for projection in comparison.fields
+        ]
         print_table(("field", left, right), fields)
         print()
     memory = _change_rows(comparison.memory, bytes_text)
@@ -416,11 +427,16 @@ def _change_rows(
     changes: Sequence[TermChange], text: Callable[[float], str], *, all_of_them: bool = False
 ) -> list[tuple[str, ...]]:
     """Rows of differing terms, the largest difference first."""
-    told = [change for change in changes if change.more or all_of_them]
-    told.sort(key=lambda change: -abs(change.more))
+    shown = [change for change in changes if change.more or all_of_them]
+    shown.sort(key=lambda change: -abs(change.more))
     return [
-        (one.name, text(one.left), text(one.right), f"{'-' if one.more < 0 else '+'}{text(abs(one.more))}")
-        for one in told
+        (
+            change.name,
+            text(change.left),
+            text(change.right),
+            f"{'-' if change.more < 0 else '+'}{text(abs(change.more))}",
+        )
+        for change in shown
     ]
 
 
@@ -430,9 +446,12 @@ def comparison_json(comparison: ProjectionComparison) -> dict[str, Any]:
     return {
         "left": candidate_json(comparison.left),
         "right": candidate_json(comparison.right),
-        "fields": [{"field": one.field, "left": one.left, "right": one.right} for one in comparison.fields],
+        "fields": [{"field": change.field, "left": change.left, "right": change.right} for change in comparison.fields],
         "changes": {
-            what: [{"name": one.name, "left": one.left, "right": one.right, "more": one.more} for one in changes]
+            what: [
+                {"name": change.name, "left": change.left, "right": change.right, "more": change.more}
+                for change in changes
+            ]
             for what, changes in terms.items()
         },
     }
@@ -463,65 +482,67 @@ def print_worlds(points: Sequence[SweepPoint], cluster: Cluster) -> None:
     speeds = [_speed_of_all(point) for point in points]
     rows = []
     for point, speed in zip(points, speeds, strict=True):
-        one, devices = point.answer, int(point.asked["devices"])
+        answer, devices = point.answer, int(point.asked["devices"])
         rows.append([f"{devices:,}", f"{cluster.devices - devices:,}"])
-        if isinstance(one, Refusal):
-            rows[-1] += ["", "", "", "", "", one.reason]
+        if isinstance(answer, Refusal):
+            rows[-1] += ["", "", "", "", "", answer.reason]
             continue
-        rows[-1] += [f"{one.run.training.global_batch:,}", time_text(one.time.step_seconds)]
-        rows[-1] += [f"{one.time.tokens_per_second_per_device:,.0f}", f"{speed:,.0f}"]
-        rows[-1] += [f"{speed / max(speeds):.1%}", f"{one.layout}"]
+        rows[-1] += [f"{answer.run.training.global_batch:,}", time_text(answer.time.step_seconds)]
+        rows[-1] += [f"{answer.time.tokens_per_second_per_device:,.0f}", f"{speed:,.0f}"]
+        rows[-1] += [f"{speed / max(speeds):.1%}", f"{answer.layout}"]
     head = ["devices", "spare", "rows", "step", cluster.speed_unit, "tokens/s", "of the most", ""]
     print_table(head, rows, ("step",))
 
 
 def _speed_of_all(point: SweepPoint) -> float:
     """Tokens per second of all devices; 0 without an answer."""
-    one = point.answer
-    return 0.0 if isinstance(one, Refusal) else one.time.tokens_per_second_per_device * one.cluster.devices
+    answer = point.answer
+    return 0.0 if isinstance(answer, Refusal) else answer.time.tokens_per_second_per_device * answer.cluster.devices
 
 
 def _print_points(points: Sequence[SweepPoint], speed: str) -> None:
     asked = list(dict.fromkeys(name for point in points for name in point.asked))
     with_efficiency = any(point.efficiency is not None for point in points)
-    words = ["step", speed, *(["efficiency"] if with_efficiency else []), "MFU", "bubble", "exposed", "memory"]
+    columns = ["step", speed, *(["efficiency"] if with_efficiency else []), "MFU", "bubble", "exposed", "memory"]
     rows = [
         [*(point.asked.get(name, "") for name in asked), *_cells(point, with_efficiency=with_efficiency)]
         for point in points
     ]
-    print_table((*(name.rpartition(".")[2] for name in asked), "rows", *words, ""), rows, ("exposed", "bubble", "MFU"))
+    print_table(
+        (*(name.rpartition(".")[2] for name in asked), "rows", *columns, ""), rows, ("exposed", "bubble", "MFU")
+    )
     refusals = [point.answer for point in points if isinstance(point.answer, Refusal)]
-    for reason in dict.fromkeys(f"{one.rule}: {one.reason}" for one in refusals):
+    for reason in dict.fromkeys(f"{refusal.rule}: {refusal.reason}" for refusal in refusals):
         print(reason)
 
 
 def _cells(point: SweepPoint, *, with_efficiency: bool) -> list[str]:
-    one = point.answer
-    if isinstance(one, Refusal):
-        return [*[""] * (7 + with_efficiency), one.rule]
-    if (way := one.layout.dispatcher) != point.asked.get("dispatcher", way):
+    answer = point.answer
+    if isinstance(answer, Refusal):
+        return [*[""] * (7 + with_efficiency), answer.rule]
+    if (way := answer.layout.dispatcher) != point.asked.get("dispatcher", way):
         return [*[""] * (7 + with_efficiency), f"comes down to {way}"]
-    time = one.time
-    cells = [f"{one.run.training.global_batch:,}", time_text(time.step_seconds)]
+    time = answer.time
+    cells = [f"{answer.run.training.global_batch:,}", time_text(time.step_seconds)]
     cells += [f"{time.tokens_per_second_per_device:,.0f}"]
     if with_efficiency:
         cells += ["" if point.efficiency is None else f"{point.efficiency:.1%}"]
     cells += [f"{time.model_flops_utilization:.1%}", f"{time.bubble:.1%}"]
-    cells += [time_text(time.exposed_communication_seconds), bytes_text(one.memory.total)]
-    return [*cells, "" if one.fits else f"{bytes_text(one.over_bytes)} too much"]
+    cells += [time_text(time.exposed_communication_seconds), bytes_text(answer.memory.total)]
+    return [*cells, "" if answer.fits else f"{bytes_text(answer.over_bytes)} too much"]
 
 
 def points_json(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
     """Each point with its candidate and rows, or with its refusal."""
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for point in points:
-        one = point.answer
-        if isinstance(one, Refusal):
-            found.append({"asked": dict(point.asked), "refused": {"rule": one.rule, "reason": one.reason}})
+        answer = point.answer
+        if isinstance(answer, Refusal):
+            entries.append({"asked": dict(point.asked), "refused": {"rule": answer.rule, "reason": answer.reason}})
         else:
-            batch = {"global_batch": one.run.training.global_batch, "efficiency": point.efficiency}
-            found.append({"asked": dict(point.asked), **batch, "candidate": candidate_json(one)})
-    return found
+            batch = {"global_batch": answer.run.training.global_batch, "efficiency": point.efficiency}
+            entries.append({"asked": dict(point.asked), **batch, "candidate": candidate_json(answer)})
+    return entries
 
 
 def print_campaign(campaign: Campaign, *, as_json: bool) -> None:

@@ -152,7 +152,7 @@ def _check_values(verb: str, node: Mapping[str, Any], values: Mapping[str, Any])
     if (
         isinstance(target, str)
         and "=" not in target
-        and not any(Path(target).is_relative_to(place) for place in ("/dev", "/proc"))
+        and not any(Path(target).is_relative_to(folder) for folder in ("/dev", "/proc"))
     ):
         path = Path(target)
         if verb == "plan" and huggingface_config_in(target):

@@ -63,9 +63,9 @@ def _explain_section(field: Field) -> str:
         path = f"{field.path}.{NAME}" if field.named else field.path
         title = path if kind is None else f"{path} ({KIND} = {kind})"
         rows = []
-        for name, one in fields_of(section).items():
-            has_value = not one.required and not isinstance(one.default, Section) and not one.named
-            rows.append((name, f"{one.allowed_text}; {'default ' if has_value else ''}{default_text(one)}"))
+        for name, inner in fields_of(section).items():
+            has_value = not inner.required and not isinstance(inner.default, Section) and not inner.named
+            rows.append((name, f"{inner.allowed_text}; {'default ' if has_value else ''}{default_text(inner)}"))
         pages.append(_text_page(title, " ".join((section.__doc__ or "").split()), rows))
     return "\n\n".join(pages)
 
@@ -165,12 +165,12 @@ def json_schema() -> dict[str, Any]:
 
 def _sections(section: type[Section], path: str) -> Iterator[tuple[str, type[Section]]]:
     """Every section once, with its first path."""
-    found: dict[tuple[str, type[Section]], None] = {(path, section): None}
+    sections: dict[tuple[str, type[Section]], None] = {(path, section): None}
     for name, field in fields_of(section).items():
         below = f"{path}.{name}.{NAME}" if field.named else f"{path}.{name}"
         for inner in field.sections:
-            found |= dict.fromkeys(_sections(inner, below.lstrip(".")))
-    yield from found
+            sections |= dict.fromkeys(_sections(inner, below.lstrip(".")))
+    yield from sections
 
 
 def _section_table(path: str, section: type[Section]) -> str:

@@ -104,10 +104,10 @@ def _read_file(path: Path) -> tuple[Tree, frozenset[str]]:
         raise ConfigError(f"{path}: {_PRESET} must be the name of a preset", got=name)
     base: Tree = {} if name is None else preset(name).model_dump()
     # The file wins over its preset; its own name wins over the name of the file.
-    own = settle(fields_of(Run), table)
+    tree = settle(fields_of(Run), table)
     # The configuration in the folder of a run was written by the run.
-    written = frozenset() if path.name == RUN_FILE else paths_in(own)
-    return merge(Run, {**base, "name": path.stem}, own), written
+    written = frozenset() if path.name == RUN_FILE else paths_in(tree)
+    return merge(Run, {**base, "name": path.stem}, tree), written
 
 
 def _parse_file(path: Path) -> dict[str, Any]:
@@ -130,11 +130,11 @@ def _parse_file(path: Path) -> dict[str, Any]:
 
 def _syntax_fault(path: Path, text: str, message: str) -> str:
     """Python ends its message with `(at line 3, column 5)` or `(at end of document)`; editors jump to `file:3`."""
-    place = re.search(r" \(at (?:line (?P<line>\d+), column \d+|end of document)\)$", message)
-    if place is None:
+    where = re.search(r" \(at (?:line (?P<line>\d+), column \d+|end of document)\)$", message)
+    if where is None:
         return f"{path} is not TOML: {message}"
-    line = place["line"] or text.count("\n") + 1  # the end of the document is its last line
-    return f"{path}:{line}: this is not TOML: {message[: place.start()]}"
+    line = where["line"] or text.count("\n") + 1  # the end of the document is its last line
+    return f"{path}:{line}: this is not TOML: {message[: where.start()]}"
 
 
 def _as_table(section: Section) -> Tree:
@@ -145,7 +145,7 @@ def _as_table(section: Section) -> Tree:
         if isinstance(value, Section):
             table[name] = _as_table(value)
         elif field.named:
-            table[name] = {one: _as_table(inner) for one, inner in value.items()}
+            table[name] = {key: _as_table(inner) for key, inner in value.items()}
         elif value is not None:
             table[name] = list(value) if isinstance(value, tuple) else value  # TOML has arrays
         elif field.required or field.default is not None:

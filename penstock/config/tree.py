@@ -97,8 +97,8 @@ def _settle_value(field: Field | None, value: Any, path: str) -> Any:
         fields = fields_under(field.sections)
         if field.named:
             return {
-                name: settle(fields, one, f"{path}.{name}.") if isinstance(one, Mapping) else one
-                for name, one in value.items()
+                name: settle(fields, section, f"{path}.{name}.") if isinstance(section, Mapping) else section
+                for name, section in value.items()
             }
         return settle(fields, value, f"{path}.")
     if field.takes_list and isinstance(value, (str, int)):  # data.files=a.txt
@@ -108,11 +108,11 @@ def _settle_value(field: Field | None, value: Any, path: str) -> Any:
 
 def paths_in(tree: Mapping[str, Any], above: str = "") -> frozenset[str]:
     """Full paths of all values in a tree, with `above` before each; an empty table is a value."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for key, value in tree.items():
         path = f"{above}{key}"
-        found |= paths_in(value, f"{path}.") if isinstance(value, Mapping) and value else {path}
-    return frozenset(found)
+        paths |= paths_in(value, f"{path}.") if isinstance(value, Mapping) and value else {path}
+    return frozenset(paths)
 
 
 def merge(section: type[Section], base: Mapping[str, Any], overlay: Mapping[str, Any]) -> Tree:
@@ -130,7 +130,7 @@ def merge(section: type[Section], base: Mapping[str, Any], overlay: Mapping[str,
 
 def _merge_section(field: Field, base: Mapping[str, Any], overlay: Mapping[str, Any]) -> Tree:
     if field.named:
-        return dict(base) | {name: _merge_named(field, base.get(name), one) for name, one in overlay.items()}
+        return dict(base) | {name: _merge_named(field, base.get(name), value) for name, value in overlay.items()}
     kind = overlay.get(KIND, base.get(KIND))
     section = alternative(field.sections, kind)
     if section is None:  # an unknown kind: the schema will refuse it and name the known ones
@@ -187,7 +187,7 @@ def _problem(root: type[Section], detail: ErrorDetails) -> Problem:
     return Problem(path, what, _shown(value), field.allowed_text)
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """Place of a fault in the schema."""
 
     path: str
@@ -196,7 +196,7 @@ class _Place(NamedTuple):
     wants_name: bool  # the path ends at sections by name, and no name is given
 
 
-def _locate(root: type[Section], location: tuple[int | str, ...]) -> _Place:
+def _locate(root: type[Section], location: tuple[int | str, ...]) -> _Location:
     """Follow pydantic's location, which has a kind after a section with alternatives, and the index in a list."""
     names: list[str] = []
     field: Field | None = None
@@ -219,7 +219,7 @@ def _locate(root: type[Section], location: tuple[int | str, ...]) -> _Place:
         field = fields_of(owner).get(part)
         sections = () if field is None else field.sections
         wants_name = field is not None and field.named
-    return _Place(".".join(names), field, owner, wants_name)
+    return _Location(".".join(names), field, owner, wants_name)
 
 
 def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Problem:
@@ -237,7 +237,7 @@ def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Proble
     if ours := fields_of_other_name(path):
         return Problem(path, what, fix=f"it is {' and '.join(ours)} here")
     if near := nearest(name, siblings):
-        return Problem(path, what, fix=asked(f"{parent}.{one}".lstrip(".") for one in near))
+        return Problem(path, what, fix=asked(f"{parent}.{sibling}".lstrip(".") for sibling in near))
     if namesakes := {field.path: None for field in every_field(root) if field.path.rpartition(".")[2] == name}:
         return Problem(path, what, fix=asked(namesakes))
     return Problem(path, what, allowed=", ".join(siblings))

@@ -22,15 +22,15 @@ from penstock.parallel.shard import ParamShard
 
 def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
     """Every trained parameter of a rank, once each."""
-    found: dict[str, ParamShard] = {}
+    shards: dict[str, ParamShard] = {}
     for decoder in decoders:
         for path, module in decoder.named_modules():
-            for own_name, parameter in module.named_parameters(recurse=False):
-                name = f"{path}.{own_name}"
-                if name not in found:  # stages of a rank share the embedding
-                    shape = local_shape_of(module, own_name)
-                    found[name] = _shard(name, module, cuts_of(module, own_name), shape, parameter, axes)
-    return list(found.values())
+            for local_name, parameter in module.named_parameters(recurse=False):
+                name = f"{path}.{local_name}"
+                if name not in shards:  # stages of a rank share the embedding
+                    shape = local_shape_of(module, local_name)
+                    shards[name] = _shard(name, module, cuts_of(module, local_name), shape, parameter, axes)
+    return list(shards.values())
 
 
 def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
@@ -63,7 +63,10 @@ def fuse_wgrad_accumulation(decoders: Iterable[Decoder], buffer_of: Callable[[st
     for decoder in decoders:
         for path, module in decoder.named_modules():
             # FSDP2 reduces the gradients of autograd, and frozen parameters have no buffer.
-            if any(isinstance(one, DTensor) or not one.requires_grad for one in module.parameters(recurse=False)):
+            if any(
+                isinstance(parameter, DTensor) or not parameter.requires_grad
+                for parameter in module.parameters(recurse=False)
+            ):
                 continue
             if isinstance(module, GroupedExperts):
                 module.sums = tuple(buffer_of(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False))

@@ -174,8 +174,8 @@ def plan_campaign(
         changed = run
         if phase.sequence_length is not None:
             rows = max(1, run.tokens_per_step // phase.sequence_length)
-            words = [f"training.sequence_length={phase.sequence_length}", f"training.global_batch={rows}"]
-            changed = with_overrides(run, words, 1)
+            overrides = [f"training.sequence_length={phase.sequence_length}", f"training.global_batch={rows}"]
+            changed = with_overrides(run, overrides, 1)
         # Another length keeps about the tokens of a step.
         batch = phase.batch_tokens or (run.tokens_per_step if phase.sequence_length else None)
         plan = plan_of(changed, batch)

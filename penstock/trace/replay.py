@@ -209,7 +209,7 @@ def _list_dtype(kernels: str) -> str:
     return "float16" if "Half" in kernels else "float32"
 
 
-def _split_counts(trace: Trace, row: int, groups: int, most: int) -> tuple[int, ...] | None:
+def _split_counts(trace: Trace, row: int, groups: int, rows: int) -> tuple[int, ...] | None:
     """Rows of each expert in one product, by the nearest split on its thread into as many parts; None without one.
 
     `row` is that of the product in `Trace.host`; `most` is the number of rows of its buffer.
@@ -220,7 +220,7 @@ def _split_counts(trace: Trace, row: int, groups: int, most: int) -> tuple[int, 
         texts = _listed(host.args(split), "Concrete Inputs")
         sizes = texts[1] if len(texts) > 1 and isinstance(texts[1], str) else ""
         counts = decoded_or([], _SIZES, sizes.encode(errors="replace"))
-        if len(counts) == groups and 0 < sum(counts) <= most and min(counts) >= 0:
+        if len(counts) == groups and 0 < sum(counts) <= rows and min(counts) >= 0:
             return tuple(counts)
     return None
 

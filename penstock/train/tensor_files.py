@@ -150,9 +150,9 @@ def _wait(tasks: Iterable[Future[None]]) -> None:
 
 def _blocks(parts: Iterable[Tensor], size: int, blocks: list[np.ndarray] | None) -> Iterator[memoryview]:
     """Bytes of tensors in blocks of host memory. `WRITES` blocks later a block is overwritten."""
-    blocks, most = [] if blocks is None else blocks, min(BLOCK_BYTES, size + -size % PAGE_BYTES)
-    if not blocks or blocks[0].size < most:
-        blocks[:] = [np.frombuffer(mmap(-1, most), np.uint8) for _ in range(WRITES)]
+    blocks, block_bytes = [] if blocks is None else blocks, min(BLOCK_BYTES, size + -size % PAGE_BYTES)
+    if not blocks or blocks[0].size < block_bytes:
+        blocks[:] = [np.frombuffer(mmap(-1, block_bytes), np.uint8) for _ in range(WRITES)]
     number = filled = 0
     for part in parts:
         while part.numel():

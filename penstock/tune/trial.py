@@ -131,9 +131,9 @@ def run_trial(trial: Trial, watch: Watch | None = None) -> Figures | Failure:
     trial.folder.mkdir(parents=True, exist_ok=True)
     log = trial.folder / f"{trial.name}.log"
     folder = RunFolder(trial.folder / trial.name)
-    words = ["train", trial.target, *trial.overrides, f"record.folder={trial.folder}", "--name", trial.name]
+    arguments = ["train", trial.target, *trial.overrides, f"record.folder={trial.folder}", "--name", trial.name]
     ask = (lambda: None) if watch is None else partial(watch, folder.metrics)
-    code = run_ranks(trial.starter, words, trial.processes, log, seconds=trial.most_seconds, watch=ask)
+    code = run_ranks(trial.starter, arguments, trial.processes, log, seconds=trial.most_seconds, watch=ask)
     seconds = time.perf_counter() - begin
     if isinstance(code, str):
         return Failure(kind="failed", reason=code, seconds=seconds)
@@ -181,12 +181,12 @@ def failure_of(log: str, code: int, seconds: float, *, had_begun: bool = True) -
     """The reason of a failure, from the output of all its ranks."""
     # A rank that loses another rank reports that, possibly first, so its line counts only if there is no other.
     lines = [line.strip() for line in log.splitlines()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    causes = [line for line in told if not line.startswith(_LOST)]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    causes = [line for line in errors if not line.startswith(_LOST)]
     raised = [line for line in lines if _EXCEPTION.match(line) and _LOST not in line]
     if causes:
         return Failure(kind="refused", reason=_shortened(causes[0]), seconds=seconds, had_begun=had_begun)
-    reasons = [*raised, *(line for line in lines if _ENDED.match(line)), *told]
+    reasons = [*raised, *(line for line in lines if _ENDED.match(line)), *errors]
     reason = reasons[0] if reasons else f"exit code {code} without a message"
     return Failure(kind="failed", reason=_shortened(reason), seconds=seconds, had_begun=had_begun)
 
