@@ -8,7 +8,7 @@ from tests.cli.bad_calls import attempt, calls
 from tests.cli.bad_material import make_material
 
 CALLS = calls(400)
-SAMPLE = CALLS[::20]  # 20 calls, each in a process of its own
+SAMPLE = CALLS[::40]  # 10 calls, each in a process of its own
 
 
 @pytest.fixture(scope="module")

@@ -211,17 +211,16 @@ def test_pipes(tmp_path: Path) -> None:
 
     By a process of its own, because a library that waits for a pipe hears no signal but the last one.
     """
-    code = "import sys; from tests.promises.test_security import refuse_pipes; refuse_pipes(*sys.argv[1:])"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, timeout=280)
+    done = warm.run(refuse_pipes, folder=tmp_path, environment=os.environ, timeout=280)
+    assert done.returncode == 0, done.stderr
     refusals = json.loads((tmp_path / "refusals.json").read_text())
     assert len(refusals) == 24
     for call, line in refusals.items():
         assert "it is a pipe or a device, no file" in line or "no such file" in line, call
 
 
-def refuse_pipes(folder: str) -> None:
+def refuse_pipes() -> int:
     """Give `penstock` a pipe in place of each kind of file, and write what it said."""
-    os.chdir(folder)
     save_huggingface(tiny_decoder(VARIANTS["llama"]), Path("llama"))
     Path("tokens").mkdir()
     json_file(Path("tokens/tokenizer.json"))
@@ -265,6 +264,7 @@ def refuse_pipes(folder: str) -> None:
     ):
         refusals[" ".join(call)] = answers.refused(*call, starts=call[0] == "train")
     Path("refusals.json").write_text(json.dumps(refusals))
+    return 0
 
 
 def test_tables() -> None:
