@@ -18,8 +18,10 @@ TESTS       ?=
 
 BIN  := .venv/bin
 CODE := penstock tests benchmarks tools
+# One process more than there are cores, because tests also wait: for ranks, compilers and programs that they start.
 # 900 s are far more than a test takes: the machine may do much else.
-PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadgroup \
+CORES   = $$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=$$(($(CORES) + 1)) --maxprocesses=8 --dist=loadgroup \
           --durations=10 --durations-min=2 --timeout=900
 # Without bytecode each of hundreds of processes compiles every module that it imports.
 unexport PYTHONDONTWRITEBYTECODE
