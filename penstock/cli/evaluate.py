@@ -11,6 +11,7 @@ computes, on a GPU if there is one. Nothing of the run is changed, so it may sti
 """
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,7 +59,9 @@ def evaluate(
     length = sequence_length or saved.run.training.sequence_length
     with TemporaryDirectory() as cache:  # of decompressed copies
         if data:
-            texts = texts_of(saved.run, data, text_field, Path(cache))
+            texts, notices = texts_of(saved.run, data, text_field, Path(cache))
+            for line in notices:
+                print(line, file=sys.stderr)  # standard output may be for programs
         else:
             texts = {} if harness else own_texts(saved)
         losses = [evaluate_text(saved, name, text, rows=rows, sequence_length=length) for name, text in texts.items()]

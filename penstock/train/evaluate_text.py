@@ -97,9 +97,11 @@ def own_texts(saved: SavedModel) -> dict[str, TextPart]:
     return {part.name or saved.run.data.source: part for part in open_split(saved.run, "validation").parts}
 
 
-def texts_of(run: Run, names: Sequence[str], text_field: str, cache: Path) -> dict[str, TextPart]:
-    """The documents of each file, folder or glob, all of them, encoded with the run's tokenizer."""
-    return {name: _text_of(run, name, text_field, cache).parts[0] for name in names}
+def texts_of(run: Run, names: Sequence[str], text_field: str, cache: Path) -> tuple[dict[str, TextPart], list[str]]:
+    """The documents of each file, folder or glob, encoded with the run's tokenizer; and reports on the files."""
+    texts = {name: _text_of(run, name, text_field, cache) for name in names}
+    notices = [notice for text in texts.values() for notice in text.corrupt.take_notices()]
+    return {name: text.parts[0] for name, text in texts.items()}, notices
 
 
 def _text_of(run: Run, name: str, text_field: str, cache: Path) -> Text:

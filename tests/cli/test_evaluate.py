@@ -82,6 +82,13 @@ def test_each_source_has_a_line_and_suffixes_say_what_a_file_is(run_folder: Path
     assert after == f"next:  penstock sample {run_folder} 'The '"
 
 
+def test_what_is_odd_about_a_file_is_one_line(run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": TEXTS[0]}) + "\n")
+    (tmp_path / "b.jsonl").touch()
+    code, _, err = answers.outcome("evaluate", run_folder, "--data", tmp_path / "*.jsonl", "--rows", 0)
+    assert (code, err) == (0, f"data: {tmp_path / 'b.jsonl'} is empty and left out\n")
+
+
 def test_experts_take_every_token_however_the_run_bounded_them(text: Path, tmp_path: Path) -> None:
     losses = []
     for name, balance in {"free": Balance(), "bound": Balance(capacity_factor=0.25, force_load_balance=True)}.items():
