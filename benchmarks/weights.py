@@ -35,8 +35,8 @@ from penstock.config.run import Run
 from penstock.models.build import meta_model
 from penstock.models.count import count
 from penstock.models.huggingface.config import huggingface_config
+from penstock.models.huggingface.tensor_file import TensorEntry, in_files, write_entries
 from penstock.models.huggingface.weights import by_file_tensor, weight_mappings
-from penstock.train.tensor_files import TensorEntry, in_files, write_entries
 
 PRESET = "qwen3-30b-a3b"
 LAYERS = 2

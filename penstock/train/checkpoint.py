@@ -40,6 +40,7 @@ from torch import Tensor
 
 from penstock.base.errors import CheckpointError, DamagedError, PenstockError, every_kind
 from penstock.base.files import sync, write_whole
+from penstock.models.huggingface.tensor_file import fingerprint
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.collectives import JsonGroup
 from penstock.parallel.copies import host_tensors
@@ -60,7 +61,6 @@ from penstock.train.manifest import (
     write_manifest,
     write_parts,
 )
-from penstock.train.tensor_files import fingerprint
 
 
 class CheckpointStore:

@@ -23,6 +23,7 @@ from penstock.config.run import Run
 from penstock.data.tokenizer_output import export_tokenizer
 from penstock.models.build import build_model, meta_model, to_dtype
 from penstock.models.huggingface.config import huggingface_config
+from penstock.models.huggingface.tensor_file import Make, TensorEntry, in_files, parts_of, write_entries
 from penstock.models.huggingface.weights import (
     WEIGHTS_FILE,
     WeightMapping,
@@ -35,7 +36,6 @@ from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import complete_folder
 from penstock.train.saved_weights import THREADS, SavedWeights, open_weights
 from penstock.train.state import check_same_model, identity_of
-from penstock.train.tensor_files import Make, TensorEntry, in_files, parts_of, write_entries
 
 Precision: TypeAlias = Literal["bf16", "fp32"]
 """As in `training.precision`."""

@@ -24,6 +24,7 @@ from penstock.config.load import dump_toml
 from penstock.config.model import Model, Moe, Router
 from penstock.config.run import Run
 from penstock.layout.sharding import Rectangle
+from penstock.models.huggingface.tensor_file import Make, parts_of
 from penstock.models.huggingface.weight_folder import WeightSource
 from penstock.models.huggingface.weights import WeightMapping, check_copies, check_weights, names_of, weight_mappings
 from penstock.models.init import ParamInit
@@ -31,7 +32,6 @@ from penstock.parallel.shard import whole
 from penstock.train.run_folder import complete_folder
 from penstock.train.saved_weights import RUN_FILE, STEP, WEIGHTS, WeightPiece, write_weights
 from penstock.train.state import identity_of
-from penstock.train.tensor_files import Make, parts_of
 
 _DENSE = re.compile(r"(?P<layer>blocks\.\d+)\.ffn\.(?P<product>gate_up|down)\.weight")
 _TARGETS = {"gate_up": "gate_up_eFD", "down": "down_eDF"}

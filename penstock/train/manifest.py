@@ -37,9 +37,15 @@ from penstock import __version__
 from penstock.base.errors import CheckpointError, DamagedError
 from penstock.base.files import read_json, write_whole
 from penstock.layout.sharding import Rectangle, not_the_whole, parse_rectangle
-from penstock.models.huggingface.tensor_file import TensorFile
+from penstock.models.huggingface.tensor_file import (
+    TensorEntry,
+    TensorFile,
+    fingerprint,
+    in_files,
+    tensor_entry,
+    write_entries,
+)
 from penstock.parallel.shard import ShardedTensor
-from penstock.train.tensor_files import TensorEntry, fingerprint, in_files, tensor_entry, write_entries
 
 FORMAT = "penstock-checkpoint"
 VERSION = 2

@@ -22,6 +22,7 @@ from penstock.base.files import sync, write_whole
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.layout.sharding import LocalSlice, Rectangle
+from penstock.models.huggingface.tensor_file import Make, TensorEntry, fingerprint
 from penstock.models.parameters import refresh_float8
 from penstock.parallel.axes import Axis
 from penstock.parallel.shard import ShardedTensor
@@ -43,7 +44,6 @@ from penstock.train.manifest import (
 )
 from penstock.train.run_folder import RunFolder
 from penstock.train.state import TrainState, check_same_model, identity_of
-from penstock.train.tensor_files import Make, TensorEntry, fingerprint
 
 Value = TypeVar("Value")
 

@@ -27,6 +27,7 @@ from penstock.data.text import JsonLines
 from penstock.data.tokenizer import ByteTokenizer, open_tokenizer
 from penstock.kernels.measured import load as load_measured
 from penstock.models.huggingface.config import class_defaults
+from penstock.models.huggingface.tensor_file import fingerprint
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import project
 from penstock.report.run_evidence import gather
@@ -42,7 +43,6 @@ from penstock.train.run_folder import RunFolder
 from penstock.train.saved_weights import chosen_step, open_saved
 from penstock.train.setup import Session, prepare
 from penstock.train.stop import StopRequest
-from penstock.train.tensor_files import fingerprint
 from penstock.tune.ladder_steps import load_ladder_steps
 from tests.data.vocabularies import HARD_TEXTS, SENTENCES, json_file, sentencepiece_model, tiktoken_file
 from tests.fuzz.damage import TOKENS, VALUES, of_bytes, of_json, of_text, packed

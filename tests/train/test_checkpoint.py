@@ -22,11 +22,11 @@ from torch import Tensor
 
 from penstock.base.errors import CheckpointError
 from penstock.layout.sharding import LocalSlice
+from penstock.models.huggingface.tensor_file import fingerprint
 from penstock.parallel.shard import ShardedTensor, whole
 from penstock.train import checkpoint
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import FACTS, MANIFEST, WrittenFiles, read_manifest, write_manifest
-from penstock.train.tensor_files import fingerprint
 from tests.closeness import assert_equal
 
 

@@ -15,13 +15,13 @@ from penstock.config.model import GroupedQueryAttention
 from penstock.config.run import Run
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
+from penstock.models.huggingface.tensor_file import TensorEntry, write_entries
 from penstock.models.huggingface.weights import load_huggingface
 from penstock.parallel.shard import whole
 from penstock.train import export
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import INDEX_FILE, Precision, export_huggingface
 from penstock.train.state import identity_of
-from penstock.train.tensor_files import TensorEntry, write_entries
 from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
 from tests.models.families import save_huggingface

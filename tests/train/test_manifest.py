@@ -21,9 +21,10 @@ from torch import Tensor
 
 from penstock.base.errors import CheckpointError
 from penstock.layout.sharding import LocalSlice
-from penstock.models.huggingface.tensor_file import DTYPES
+from penstock.models.huggingface import tensor_file
+from penstock.models.huggingface.tensor_file import ALIGNMENT, DTYPES, fingerprint, tensor_entry, write_entries
 from penstock.parallel.shard import ShardedTensor, whole
-from penstock.train import manifest, tensor_files
+from penstock.train import manifest
 from penstock.train.manifest import (
     FORMAT,
     MANIFEST,
@@ -42,7 +43,6 @@ from penstock.train.manifest import (
     write_manifest,
     write_parts,
 )
-from penstock.train.tensor_files import ALIGNMENT, fingerprint, tensor_entry, write_entries
 from tests.closeness import assert_equal
 from tests.examples import examples
 from tests.train.layouts import Layout, ranks_of, write_ranks
@@ -294,7 +294,7 @@ def test_the_library_reads_every_type_and_shape_and_a_file_is_aligned_readable_a
 
 @pytest.mark.parametrize("block", [64, 16 << 20])
 def test_the_checksum_is_of_what_was_written(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", block)
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", block)
     said = write_tensors(tmp_path / "a", {"w": torch.randn(30, 7), "v": torch.randn(5).bfloat16()})
     content = (tmp_path / "a").read_bytes()
     assert said == fingerprint(tmp_path / "a") == f"{len(content)} bytes, crc32 {zlib.crc32(content):08x}"
@@ -305,10 +305,10 @@ def test_the_checksum_is_of_what_was_written(tmp_path: Path, block: int, monkeyp
 def test_a_large_file_is_written_past_the_page_cache_where_the_file_system_can(
     tmp_path: Path, elements: int, refuses: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", tensor_files.PAGE_BYTES)
-    monkeypatch.setattr(tensor_files, "DIRECT_BYTES", 0)
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", tensor_file.PAGE_BYTES)
+    monkeypatch.setattr(tensor_file, "DIRECT_BYTES", 0)
     set_flags, write = fcntl.fcntl, os.pwrite
-    together = threading.Barrier(tensor_files.WRITES)  # all have begun before the first one fails
+    together = threading.Barrier(tensor_file.WRITES)  # all have begun before the first one fails
 
     def fcntl_of_a_file_system(file: Any, command: int, flags: int = 0) -> int:
         if refuses == "the flag" and flags & os.O_DIRECT:
@@ -322,7 +322,7 @@ def test_a_large_file_is_written_past_the_page_cache_where_the_file_system_can(
             raise OSError(errno.EINVAL, "no direct writes")
         return write(file, block, offset)
 
-    monkeypatch.setattr(tensor_files.fcntl, "fcntl", fcntl_of_a_file_system)
+    monkeypatch.setattr(tensor_file.fcntl, "fcntl", fcntl_of_a_file_system)
     monkeypatch.setattr(os, "pwrite", pwrite_of_a_file_system)
     tensors = {"w": torch.randn(elements), "v": torch.randn(3, 5).t()}
     said = write_tensors(tmp_path / "a", tensors)

@@ -2,5 +2,5 @@
 
 A family is data. Reading order: `families` (the table), `config` with `config_parts` (`config.json` in both
 directions), `weights` (which tensor of a file fills which of ours), `weight_folder` (files, and 4-bit or 8-bit
-storage).
+storage), `tensor_file` (one file, read and written; checkpoints use it too).
 """
