@@ -318,6 +318,30 @@ def prose_is_plain(source: Source) -> Iterator[tuple[int, str]]:
             yield line, f"{found[0].strip()!r} adds nothing: leave the entry out"
 
 
+_LITTLE = frozenset(
+    {"a", "an", "the", "of", "to", "in", "on", "for", "and", "or", "as", "is", "are", "be", "by", "with", "from", "at"}
+    | {"it", "its", "that", "this", "all", "each", "every", "returns"}
+)
+"""Words without which a docstring says as much."""
+
+
+def docstring_adds_to_the_name(source: Source) -> Iterator[tuple[int, str]]:
+    """A docstring of one line says more than the names of the function, its arguments and its types."""
+    for function in source.functions if source.is_product else ():
+        docstring = ast.get_docstring(function)
+        if docstring is None or "\n" in docstring or "`" in docstring or len(function.body) == 1:
+            continue
+        signature = f"{function.name} {ast.unparse(function.args)}"
+        signature += "" if function.returns is None else f" {ast.unparse(function.returns)}"
+        if _stems(docstring) <= _stems(re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", signature)):
+            yield function.body[0].lineno, f"the docstring of {function.name} says no more than its name: leave it out"
+
+
+def _stems(text: str) -> set[str]:
+    terms = {word.lower() for word in re.findall(r"[A-Za-z]+", text)} - _LITTLE
+    return {re.sub(r"(?<=\w{3})(ing|ed|es|s)$", "", term) for term in terms}
+
+
 RULES: tuple[Rule, ...] = (
     file_is_short,
     function_is_short,
@@ -334,6 +358,7 @@ RULES: tuple[Rule, ...] = (
     shape_letters_are_in_the_legend,
     numbers_are_compared_by_size,
     prose_is_plain,
+    docstring_adds_to_the_name,
 )
 
 

@@ -67,7 +67,6 @@ class Child:
                     limit.cancel()
 
     def close(self) -> None:
-        """End the child."""
         with self._lock:
             if self._process is not None:
                 self._ended()

@@ -97,7 +97,6 @@ class NonFiniteError(PenstockError):
 
 
 def every_kind(kind: type[PenstockError] = PenstockError) -> dict[str, type[PenstockError]]:
-    """The kinds of errors by name."""
     found = {kind.__name__: kind}
     for below in kind.__subclasses__():
         found |= every_kind(below)

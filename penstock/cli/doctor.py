@@ -134,7 +134,6 @@ def _of_run(folder: Path, step: int | None, names: PhaseNames | None) -> Evidenc
 
 
 def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:
-    """Print a verdict and the evidence behind it."""
     print(verdict.sentence)
     for note in verdict.notes:
         print(f"note: {note}")

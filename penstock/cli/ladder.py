@@ -63,7 +63,6 @@ class LadderPlan:
 
     @property
     def noun(self) -> str:
-        """A device."""
         return "GPU" if self.has_gpu else "process"
 
     @property

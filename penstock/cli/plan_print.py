@@ -441,7 +441,6 @@ def _change_rows(
 
 
 def comparison_json(comparison: ProjectionComparison) -> dict[str, Any]:
-    """A comparison as JSON."""
     terms = {"memory": comparison.memory, "activations": comparison.activations, "seconds": comparison.seconds}
     return {
         "left": candidate_json(comparison.left),

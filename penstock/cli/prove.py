@@ -106,7 +106,6 @@ def _lines(outcome: Verdict) -> list[str]:
 
 
 def as_facts(outcome: Verdict) -> dict[str, Any]:
-    """An outcome for programs."""
     return {
         "kind": outcome.kind,
         "command": outcome.composition.command,

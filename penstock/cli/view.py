@@ -143,7 +143,6 @@ class RunPanel:
         self._evaluated: tuple[int, float] | None = None  # step, bits per byte
 
     def add(self, report: StepReport) -> None:
-        """Add a step."""
         self._last = report
         self._losses.add(report.loss)
         if report.evaluation is not None:
@@ -281,7 +280,6 @@ def _bars(layer: LayerReport, width: int) -> Text:
 
 
 def _figure(number: str, unit: str) -> Text:
-    """A bold number and its unit."""
     return Text.assemble((number, "bold"), f" {unit}")
 
 
@@ -388,7 +386,6 @@ class Trail:
         self._means: list[float] = []  # oldest first
 
     def add(self, value: float) -> None:
-        """Append a value."""
         self._pending.append(value)
         if len(self._pending) == self._stride:
             self._means.append(sum(self._pending) / self._stride)

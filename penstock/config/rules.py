@@ -40,7 +40,6 @@ def check(run: Run) -> None:
 
 
 def problems(run: Run) -> list[Problem]:
-    """All problems of a run."""
     return [problem for rule in RULES if (problem := rule(run)) is not None]
 
 
@@ -51,5 +50,4 @@ def capture_problem(run: Run, what: Captured) -> Problem | None:
 
 
 def rule_text(rule: Callable[..., object]) -> str:
-    """The text of a rule."""
     return " ".join((rule.__doc__ or "").split())

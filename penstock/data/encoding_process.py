@@ -28,7 +28,6 @@ class Encoded:
     faults: dict[int, str]  # errors of texts that could not be encoded, by their index in the batch
 
     def answer(self) -> Answer:
-        """As it is sent."""
         numbers = {"text_bytes": self.text_bytes, "empty": self.empty, "faults": list(self.faults.items())}
         return {"lengths": self.lengths.tolist(), **numbers}, self.tokens.tobytes()
 
@@ -40,7 +39,6 @@ class Encoded:
 
 
 def encode_texts(tokenizer: Tokenizer, type_name: str, texts: list[str]) -> Encoded:
-    """Encodes a batch."""
     end = np.array([tokenizer.end_of_document], dtype=type_name)
     parts: list[Tokens] = []
     lengths, text_bytes, empty = [], 0, 0

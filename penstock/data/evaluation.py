@@ -195,7 +195,6 @@ class _Line(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the line."""
         return self.starts[-1]
 
 

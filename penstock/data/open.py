@@ -167,7 +167,6 @@ class _Opener:
     corrupt: CorruptRecords
 
     def part(self, name: str, place: Documents, weight: float) -> TextPart:
-        """Opens one part."""
         path = f"data.mixture.{name}" if name else "data"
         documents = self._documents(place, path)
         return TextPart(name=name, weight=weight, documents=documents, middle=self._middle)
@@ -218,7 +217,6 @@ class _Opener:
         return SplitFilter() if is_separate else SplitFilter(self.split, self.data.validation_share)
 
     def _files(self, place: Documents, path: str) -> list[Path]:
-        """Returns the files of the split."""
         suffixes = SUFFIXES[place.source]
         train = matched(place.files, suffixes, field=f"{path}.files")
         held_out = matched(place.validation_files, suffixes, field=f"{path}.validation_files")

@@ -87,7 +87,6 @@ class DocumentIndex:
         return DocumentIndex(tuple(files), tuple(copies), file_of, found, fingerprint, part)
 
     def __len__(self) -> int:
-        """Number of documents."""
         return len(self.file_of)
 
     def place(self, index: int) -> str:
@@ -95,7 +94,6 @@ class DocumentIndex:
         return f"{self.files[self.file_of[index]]}:{self.found.lines[index]}"
 
     def path(self, index: int) -> Path:
-        """Returns the file of a document."""
         return self.files[self.file_of[index]]
 
     def content(self, index: int) -> bytes:

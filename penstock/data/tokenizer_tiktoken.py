@@ -167,7 +167,6 @@ class TiktokenTokenizer:
         return self._bytes_of_id[tokens]
 
     def token_id(self, name: str) -> int | None:
-        """Returns the id of a special token."""
         return self._special_tokens.get(name)
 
 

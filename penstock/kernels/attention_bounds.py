@@ -48,7 +48,6 @@ class AttentionBounds:
 
     @property
     def keys(self) -> int:
-        """Number of keys."""
         return self.last_BK.shape[1]
 
     def seen_BQK(self) -> Tensor:

@@ -72,7 +72,6 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, q_BSGN: Tensor, v_BSHM: Tensor, chunk: int) -> "_Sizes":
-        """From tensors."""
         (rows, positions, heads, value_width), (*_, key_heads, key_width) = v_BSHM.shape, q_BSGN.shape
         target = target_of(v_BSHM.device)
         return cls(rows, positions, key_heads, heads, key_width, value_width, chunk, target)

@@ -31,7 +31,6 @@ class DeviceFacts:
 
     @property
     def has_triton(self) -> bool:
-        """Triton is installed."""
         return TRITON in self.packages
 
 
@@ -50,7 +49,6 @@ def extras() -> frozenset[str]:
 
 
 def device_facts(device: torch.device, dtype: Dtype) -> DeviceFacts:
-    """The facts of a device that is present."""
     is_gpu = device.type == "cuda"
     return DeviceFacts(
         kind="cuda" if is_gpu else "cpu",

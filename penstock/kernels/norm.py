@@ -107,7 +107,6 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def normed_dtype(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor) -> torch.dtype:
-    """Dtype of normed rows."""
     summed = x_TD.dtype if residual_TD is None else torch.promote_types(x_TD.dtype, residual_TD.dtype)
     return torch.promote_types(summed, weight_D.dtype)
 

@@ -108,7 +108,6 @@ def weight_parts(weight: Any, tiles: TileTable) -> Iterator[WeightPart]:
 
 
 def joined(weight: Tensor | SlottedWeight) -> Tensor:
-    """A weight as one stack."""
     if not isinstance(weight, SlottedWeight):
         return weight
     weight.wait()

@@ -97,7 +97,6 @@ class _Sizes(NamedTuple):
         }
 
     def blocks(self, launch: KernelLaunch) -> int:
-        """Blocks of heads."""
         return ceil_div(self.heads, launch.block_rows)
 
 

@@ -104,7 +104,6 @@ class Schedule:
         return any(action.kind is Kind.WEIGHT for actions in self.actions for action in actions)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
         rank = stage % self.ranks
         return self.ranks - 1 - rank if self.placement == "v" and stage >= self.ranks else rank
 

@@ -37,7 +37,6 @@ class ExpertPlacement:
 
     @property
     def virtual_experts(self) -> int:
-        """Virtual experts of all places."""
         return self.experts * self.expert_tensor
 
     def block(self, places: int) -> "ExpertPlacement":

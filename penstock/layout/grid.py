@@ -53,7 +53,6 @@ class Grid:
         return tuple(getattr(self, axis) for axis in axes)
 
     def place(self, rank: int, view: tuple[str, ...] = DENSE_AXES) -> dict[str, int]:
-        """Coordinates of a rank in a view."""
         place = {}
         for axis in reversed(view):
             rank, place[axis] = divmod(rank, getattr(self, axis))

@@ -33,17 +33,14 @@ class Matrices:
 
     @property
     def rows(self) -> int:
-        """Rows of a matrix."""
         return self.shape[-2] // self.blocks
 
     @property
     def columns(self) -> int:
-        """Columns of a matrix."""
         return self.shape[-1]
 
     @property
     def count(self) -> int:
-        """Number of matrices."""
         return prod(self.shape[:-2]) * self.blocks
 
     def meets(self, box: Rectangle) -> Iterator[tuple[int, Rectangle]]:

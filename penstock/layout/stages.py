@@ -61,7 +61,6 @@ class StageCosts:
     head: float  # final norm, output projection and loss
 
     def of(self, stage: Stage) -> float:
-        """Cost of one stage."""
         layers = sum(self.layers[layer] for layer in stage.layers) + sum(self.mtp[layer] for layer in stage.mtp)
         return layers + self.embed * stage.embed + self.head * stage.norm_and_head
 

@@ -155,7 +155,6 @@ class GroupedQueryLayer(nn.Module):
 
 
 def reach_of(local: LocalAttention) -> AttentionWindow:
-    """The attention window of local layers."""
     return AttentionWindow(kind=local.kind, size=local.size)
 
 

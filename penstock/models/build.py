@@ -46,7 +46,6 @@ from penstock.parallel.shard import shard_fully
 
 
 def whole_model(config: Model) -> Stage:
-    """The stage that holds the whole model."""
     return Stage(
         embed=True, layers=tuple(range(config.layers)), mtp=tuple(range(config.mtp_layers)), norm_and_head=True
     )

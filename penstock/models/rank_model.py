@@ -58,7 +58,6 @@ class RankModel:
 
     @property
     def device(self) -> torch.device:
-        """Device of the stages."""
         return next(self.modules[0].parameters()).device
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

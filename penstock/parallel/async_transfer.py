@@ -57,7 +57,6 @@ class Finished(Generic[Rest]):
     result: tuple[tuple[Tensor, ...], Rest]
 
     def wait(self) -> tuple[tuple[Tensor, ...], Rest]:
-        """See `Handle.wait`."""
         return self.result
 
 
@@ -227,7 +226,6 @@ Steps = Generator[None, None, Result]
 
 
 def drain(steps: Steps[Result]) -> Result:
-    """Run all steps."""
     while True:
         try:
             next(steps)

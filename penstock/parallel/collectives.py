@@ -177,7 +177,6 @@ class JsonGroup:
 
     @property
     def ranks(self) -> int:
-        """Ranks on the axis."""
         return self._axis.size
 
     def gather(self, value: Any) -> list[Any]:
@@ -200,7 +199,6 @@ class JsonGroup:
         return self.all_gather(value if self.rank == 0 else None)[0]
 
     def close(self) -> None:
-        """Destroy the group."""
         if self._axis.group is not None and dist.is_initialized():
             dist.destroy_process_group(self._axis.group)
             self._axis = replace(self._axis, group=None)

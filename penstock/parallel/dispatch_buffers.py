@@ -54,7 +54,6 @@ def refuse(choice: DispatcherChoice) -> None:
 
 
 def buffer_sizes(run: Run, axes: Axes) -> BufferSizes:
-    """Sizes of the buffers of one rank."""
     assert run.model.moe is not None, "a dense model sends no tokens"
     # Tokens of all nodes may be on their way to the experts of this one.
     tokens = run.training.micro_batch * run.training.sequence_length // axes.sequence.size * axes.expert_across.size

@@ -67,7 +67,6 @@ class DeviceGraph:
     seconds: float
 
     def replay(self) -> None:
-        """See `Replayable.replay`."""
         self.graph.replay()
 
     def release(self) -> None:
@@ -134,7 +133,6 @@ class PartialGraphs:
 
     @property
     def count(self) -> int:
-        """Number of graphs."""
         return len(self._graphs)
 
     def run(self, key: Hashable, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -225,7 +223,6 @@ class _Part:
         return tuple(result.detach() for result in self.results)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs."""
         assert self._is_under_way, "a part that is a graph is differentiated once for each pass"
         self._is_under_way = False
         is_first = self._gradient_inlets is None

@@ -294,6 +294,5 @@ def _slices(flat_N: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
-    """Copy and cast each tensor."""
     if target:
         torch._foreach_copy_(list(target), list(source))

@@ -79,7 +79,6 @@ class HostStore:
         self._last_call: weakref.ref[_ModuleCall] | None = None
 
     def call(self) -> _ModuleCall:
-        """A saver for one call of a module."""
         self._moved = {storage: moved for storage, moved in self._moved.items() if moved() is not None}
         call = _ModuleCall(self, current(), self._last_call)
         self._last_call = weakref.ref(call)

@@ -62,7 +62,6 @@ _saver: ContextVar[Saver] = ContextVar("saver", default=save_plainly)
 
 
 def current() -> Saver:
-    """The innermost saver."""
     return _saver.get()
 
 

@@ -77,7 +77,6 @@ class ReplicaSizes:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of a rank."""
         return self._starts[-1]
 
     @cached_property
@@ -113,7 +112,6 @@ class ExchangedSlots:
         """See `ReplicaSlots.begin`: collectives wait for their turn."""
 
     def fetch(self, *own: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
-        """See `ReplicaSlots.fetch`."""
         sent = torch.cat([weight_e.detach()[list(chain(*self.send))].flatten(1) for weight_e in own], 1)
         came = exchange_rows(sent, self.axis, _sizes(self.fill), _sizes(self.send))
         slots = tuple(weight_e.new_empty(self.slots, *weight_e.shape[1:]) for weight_e in own)
@@ -122,13 +120,11 @@ class ExchangedSlots:
         return slots, already_here
 
     def gradient_sums(self, place: int, weight_e: Tensor) -> Tensor:
-        """See `ReplicaSlots.gradient_sums`."""
         return torch.zeros(self.slots, *weight_e.shape[1:], dtype=torch.float32, device=weight_e.device)
 
     def give_back(
         self, place: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], *, aside: bool = False
     ) -> None:
-        """See `ReplicaSlots.give_back`."""
         sent = torch.cat([gradient_X[list(chain(*self.fill))].flatten(1) for gradient_X in gradients], 1)
         came = exchange_rows(sent, self.axis, _sizes(self.send), _sizes(self.fill))
         for total_e, part in zip(totals, came.split([total_e[0].numel() for total_e in totals], 1), strict=True):

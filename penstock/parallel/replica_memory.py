@@ -82,7 +82,6 @@ class ReplicaMemory:
         self.in_layer = True
 
     def end(self) -> None:
-        """It ends."""
         self.in_layer = False
         self.join()
 
@@ -126,18 +125,15 @@ class MappedSlots:
 
     @property
     def slots(self) -> int:
-        """See `ReplicaSlots`."""
         return self.memory.sizes.rule.slots
 
     def begin(self, *own: Tensor) -> None:
-        """See `ReplicaSlots.begin`."""
         memory = self.memory
         memory.arrive()  # begun before recomputation, or by one that ended before its products
         memory.pushed = self._aside(lambda: self._push(own))
         memory.begun = self
 
     def fetch(self, *own: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
-        """See `ReplicaSlots.fetch`."""
         memory = self.memory
         weights = tuple(map(memory.weights, range(len(own))))
         memory.unread.clear()  # rows have travelled since, or travel before gradients are written
@@ -150,7 +146,6 @@ class MappedSlots:
         return weights, lambda: torch.cuda.current_stream(memory.buffers.late.device).wait_event(pushed)
 
     def gradient_sums(self, place: int, weight_e: Tensor) -> Tensor:
-        """See `ReplicaSlots.gradient_sums`."""
         memory, sums = self.memory, self.memory.gradients(place)
         if place in memory.unread:
             memory.join()
@@ -161,7 +156,6 @@ class MappedSlots:
     def give_back(
         self, place: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], *, aside: bool = False
     ) -> None:
-        """See `ReplicaSlots.give_back`."""
         memory, stream = self.memory, self.memory.stream
         if not aside or not memory.in_layer or stream is None:
             memory.join()  # meetings follow each other

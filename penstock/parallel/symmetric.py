@@ -118,7 +118,6 @@ class BufferSizes:
 
     @cached_property
     def channel_bytes(self) -> int:
-        """Bytes of the flags of one channel."""
         return MOST_CHUNKS * self.ranks * 8
 
     @cached_property
@@ -130,7 +129,6 @@ class BufferSizes:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of one rank."""
         return self.replica_offset + self.replica_bytes
 
     @property

@@ -136,7 +136,6 @@ class PhaseCost:
 
     @property
     def device_hours(self) -> float:
-        """Hours of all devices."""
         return self.seconds * self.projection.cluster.devices / HOUR
 
 

@@ -233,7 +233,6 @@ class SearchSpace:
         return with_saving(sizes, saving)
 
     def layouts(self, family: LayoutSet) -> Iterator[Sizes]:
-        """Every legal layout of a family."""
         for dense, shard, rows, shape in np.argwhere(family.legal).tolist():
             for number, experts in enumerate(family.experts):
                 for stage, saving in product(experts.stages, self.savings):

@@ -98,7 +98,6 @@ class StageContents:
 
 
 def contents_of(stage: Stage, run: Run) -> StageContents:
-    """Contents of a stage of a run."""
     rows = groupby(layer_kind(run, layer) for layer in stage.layers)
     return StageContents(stage.embed, tuple((kind, len(list(same))) for kind, same in rows), stage.norm_and_head)
 
@@ -126,7 +125,6 @@ class RankState:
         return {kind: count for kind, count in counts.items() if count}
 
     def of(self, stages: Sequence[StageContents]) -> PartState:
-        """State of all parts."""
         return together([(self.states[kind], count) for kind, count in self.parts(stages).items()])
 
     def params(self, stages: Sequence[StageContents]) -> ParamCounts:
@@ -178,7 +176,6 @@ class ComposedRun:
         )
 
     def stage(self, number: int) -> StageActivations:
-        """A stage by its number."""
         return replace(self.stage_of(self.contents[number]), number=number)
 
     def gathers(self, number: int) -> tuple[int, ...]:
@@ -190,11 +187,9 @@ class ComposedRun:
         return sizes if any(sizes) else ()
 
     def stages_of(self, place: int) -> tuple[int, ...]:
-        """Numbers of the stages at a place."""
         return (0,) if self.shape is None else self.shape.stages_of(place)
 
     def contents_at(self, place: int) -> tuple[StageContents, ...]:
-        """Contents of the stages at a place."""
         return tuple(self.contents[number] for number in self.stages_of(place))
 
     @property
@@ -217,7 +212,6 @@ class ComposedRun:
         return max(map(self.total, places))
 
     def memory(self, place: int) -> RankMemory:
-        """Memory of the first rank at a place."""
         size, point = max(self._peaks(place), key=lambda peak: peak[0])
         return self._memory(place, PassPeak(name=self._name(point), bytes=size, terms=self._terms(size, point)))
 

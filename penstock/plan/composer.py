@@ -198,7 +198,6 @@ def rank_of_proxy(
 
 
 def run_proxy(run: Run, view: View, target: Target, kinds: Sequence[str]) -> ProxyStage:
-    """Run one stage of a proxy model."""
     with rank_of_proxy(run, view, target, kinds) as rank:
         (stage,) = activations_of(rank)
         return ProxyStage(
@@ -293,7 +292,6 @@ class Composer:
         return self._stages[count]
 
     def contents(self, run: Run) -> tuple[StageContents, ...]:
-        """Contents of every stage."""
         key = run.pipeline.layout, run.parallel.pipeline, run.pipeline.stages_per_rank
         if key not in self._contents:
             self._contents[key] = tuple(contents_of(stage, self.run) for stage in self.stages(run))

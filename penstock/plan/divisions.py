@@ -46,7 +46,6 @@ class Divisions:
         return len(self.tokens)
 
     def where(self, keep: np.ndarray) -> "Divisions":
-        """Some of the divisions."""
         arrays = {name: value[keep] for name, value in vars(self).items() if name != "family"}
         return replace(self, **arrays)
 

@@ -160,7 +160,6 @@ class Efficiency(SourcedTable):
     )
 
     def of(self, operator: OperatorKind) -> float:
-        """The share of an operator."""
         return float(dict(self)[operator])
 
 
@@ -304,12 +303,10 @@ class RankGroup:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the ranks."""
         return self.ranks // self.node_ranks
 
     @property
     def pods(self) -> int:
-        """Pods of the ranks."""
         return self.ranks // (self.pod_ranks or self.ranks)
 
     @property

@@ -152,12 +152,10 @@ class StageActivations:
 
     @cached_property
     def forward(self) -> ActivationPeak:
-        """Peak of a forward pass."""
         return self._peak([piece.forward for piece in self.pieces], [piece.at_forward for piece in self.pieces])
 
     @cached_property
     def backward(self) -> ActivationPeak:
-        """Peak of a backward pass."""
         # Backward runs from the last piece to the first: what later pieces left behind is still there.
         lefts = [sum(piece.left for piece in self.pieces[place + 1 :]) for place in range(len(self.pieces))]
         sizes = [piece.backward + left for piece, left in zip(self.pieces, lefts, strict=True)]

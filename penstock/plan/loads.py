@@ -47,12 +47,10 @@ class RecordedLoads:
 
     @property
     def layers(self) -> int:
-        """Recorded layers."""
         return len(self.steps_LE[0])
 
     @property
     def experts(self) -> int:
-        """Experts of a layer."""
         return len(self.steps_LE[0][0])
 
     def of(self, run: Run) -> RankLoads:

@@ -102,7 +102,6 @@ COMPONENTS = (*STATE, "gathered", "activations", "logits", "buffers", "communica
 
 
 def components(memory: RankMemory) -> dict[str, int]:
-    """Bytes by component."""
     return {name: vars(memory)[name] for name in COMPONENTS}
 
 

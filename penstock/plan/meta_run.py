@@ -235,7 +235,6 @@ def kind_of(run: Run, layer: int, block: Block) -> Hashable:
 
 
 def micro_batch_of(rank: MetaRank) -> MicroBatch:
-    """A micro-batch of a rank on the meta device."""
     training, axes = rank.run.training, rank.axes
     rows, here = training.micro_batch, training.sequence_length // axes.context.size
     depths = rank.run.model.mtp_layers
@@ -256,7 +255,6 @@ def micro_batch_of(rank: MetaRank) -> MicroBatch:
 
 
 def micro_batch_bytes(rank: MetaRank) -> int:
-    """Bytes of the rows of one micro-batch."""
     batch = micro_batch_of(rank)
     return sum(tensor.nbytes for tensor in (*batch.reading.tensors.values(), *batch.labels))
 

@@ -119,7 +119,6 @@ class MemoryTracker(_Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
         return self.call(func, args, kwargs, tuple(_tensors_in((*args, *kwargs.values()))))
 
@@ -248,7 +247,6 @@ class OpRecorder(_Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
         namespace, name, is_silent, is_view = _facts(func)
         if is_view:  # Its result has the storage of its argument.
@@ -282,7 +280,6 @@ class RecordedWeightGradStore(WeightGradStore):
     """Records each weight gradient that is put off."""
 
     def add(self, task: Task) -> bool:
-        """See `WeightGradStore`."""
         if self.is_collecting:
             torch.ops.penstock.marked(PUT_OFF, 0)
         return super().add(task)
@@ -305,7 +302,6 @@ class RecordedTransferStream(TransferStream):
         return result, number
 
     def join(self, label: str, end: Any) -> None:
-        """See `TransferStream`."""
         if end is not None:
             torch.ops.penstock.marked(JOIN, end)
 
@@ -322,7 +318,6 @@ class RecordedCopy(PendingCopy):
     is_back: bool = False
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """See `PendingCopy`."""
         if self.is_back:
             torch.ops.penstock.marked(ARRIVE, self.number)
 

@@ -114,7 +114,6 @@ class ShardCounts:
 
 
 def shards_of(run: Run, grid: Grid) -> ShardCounts:
-    """Shards of a run."""
     parallel, size = run.parallel, run.parallel.shard_size
 
     def within(ranks: int) -> int:
@@ -157,7 +156,6 @@ class PartState:
 
 
 def part_state(facts: Iterable[ParamFacts], shards: ShardCounts) -> PartState:
-    """State of one part."""
     weights = gradients = master = moments = whole = 0
     for fact in facts:
         own = fact.own(shards.of(fact))

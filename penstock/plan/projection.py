@@ -151,7 +151,6 @@ class Projection:
 
     @property
     def memory(self) -> RankMemory:
-        """Memory of the fullest rank."""
         return fullest_rank(self.memories)
 
     @property

@@ -195,7 +195,6 @@ class _Search:
         """The least memory over the limit with its layout, by whether it was composed or is a bound."""
 
     def plan(self) -> Plan:
-        """Search."""
         divisions = [self._bounds.divisions(family) for family in self._families]
         tries = self._tries(divisions)
         if self._first_fit(tries) is None:

@@ -51,7 +51,6 @@ def prepared_run(request: SearchRequest) -> Run:
 
 
 def with_values(run: Run, section: str, **values: object) -> Run:
-    """The run with other values of a section."""
     return run.model_copy(update={section: dict(run)[section].model_copy(update=values)})
 
 

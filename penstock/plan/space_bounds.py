@@ -125,7 +125,6 @@ class SpaceBounds:
         self._least = cache(self._make_least)
 
     def divisions(self, family: LayoutSet) -> Divisions:
-        """All divisions of a family."""
         run, parts = self._run, len(self.parts)
         shape = (len(family.dense), len(family.experts), len(family.shards), len(family.rows))
         work = np.zeros((*shape, parts, 5))

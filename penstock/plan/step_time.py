@@ -222,7 +222,6 @@ def step_time(
 def _passes(
     place: MetaRun, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int, gain: float
 ) -> Timing:
-    """All passes of a place in a step."""
     if schedule is None:
         return add_timing(Timing(), stages[0].all, times=micro_batches)
     total = Timing()

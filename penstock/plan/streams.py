@@ -157,7 +157,6 @@ class Streams:
         )
 
     def play(self, work: RecordedOps) -> None:
-        """Play more work."""
         is_side = False
         for operator in work:
             if operator.name == WAIT:

@@ -160,7 +160,6 @@ class TransferTimes:
         )
 
     def _make_corrections(self, kind: CollectiveKind) -> tuple[MeasuredRatio, ...]:
-        """Ratios of the measured points of a collective."""
         found = []
         for measured in self._hardware.measured:
             for point in measured.points if measured.operator == kind else ():

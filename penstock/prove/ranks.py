@@ -228,7 +228,6 @@ def write_choices(path: Path, choices: Mapping[Place, Choices]) -> None:
 
 
 def read_choices(path: Path) -> dict[Place, Choices]:
-    """Read it."""
     return unpack_choices(load_file(path))
 
 

@@ -29,7 +29,6 @@ class Figure:
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    """An axis of a layout."""
     return {"title": {"text": title}, **more}
 
 
@@ -97,7 +96,6 @@ _FOREIGN = re.compile(r"<(?!/?(?:b|i|br|extra)>)")
 
 
 def plotly_json(figure: Figure) -> dict[str, Any]:
-    """The figure as Plotly reads it."""
     return {"data": _as_text(figure.data), "layout": _as_text({**figure.layout, "height": figure.height})}
 
 

@@ -27,7 +27,6 @@ SCRIPT = "package_data/plotly.min.js"  # in the folder of the package
 
 
 def plotly_script() -> Path:
-    """The path of Plotly's script."""
     spec = find_spec("plotly")  # finds the package without importing it
     folders = spec.submodule_search_locations if spec is not None else None
     scripts = [Path(folder) / SCRIPT for folder in folders or () if (Path(folder) / SCRIPT).is_file()]
@@ -79,7 +78,6 @@ def as_script(value: Mapping[str, Any]) -> str:
 
 @cache
 def asset(name: str) -> str:
-    """A file of assets/."""
     return (files("penstock.report") / "assets" / name).read_text(encoding="utf-8")
 
 

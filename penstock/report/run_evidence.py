@@ -90,7 +90,6 @@ class RunEvidence:
 
     @property
     def ranks(self) -> tuple[RankAnalysis, ...]:
-        """Ranks with a trace."""
         return () if self.answer is None else self.answer.ranks
 
     @property

@@ -50,7 +50,6 @@ class PageSection:
 
 
 def sections_of(evidence: RunEvidence) -> list[PageSection]:
-    """All sections in order."""
     lines, planned = evidence.lines, evidence.projection
     loss = [loss_figure(lines), gradient_figure(lines, evidence.run)]
     speed = [speed_figure(lines, planned, evidence.speed_unit), step_figure(lines, planned)]
@@ -146,7 +145,6 @@ def _not_shown(parts: Sequence[PageSection]) -> PageSection:
 
 
 def run_page(evidence: RunEvidence) -> str:
-    """The page of a run."""
     made = sections_of(evidence)
     parts = [part for part in (*made, _not_shown(made)) if part.figures or part.cards]  # no empty section
     where = where_text(evidence)

@@ -73,7 +73,6 @@ class _Measured:
 def measured_passes(
     evidence: RunEvidence, ranks: Sequence[RankAnalysis], clock: StepClock, places: Mapping[int, int]
 ) -> Timeline:
-    """The timeline of a recorded step."""
     step = last_step(ranks)
     assert evidence.answer is not None, "ranks have traces"
     calls = evidence.answer.collectives.calls
@@ -97,7 +96,6 @@ def measured_passes(
 
 
 def _passes(one: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list[_Measured]:
-    """The passes of a step, by start."""
     trace = one.trace
     span = _spans(trace)
     row = np.where(_is_pass_work(one, calls), span.of(trace.launched_us), NONE)  # span of each GPU event
@@ -319,7 +317,6 @@ LATE = 4
 
 
 def timeline_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
-    """The figure, and what it lacks."""
     has_pipeline = any(PASS.fullmatch(name) for one in evidence.ranks for name in one.trace.names)
     plan = _planned(evidence.projection)
     if not evidence.ranks:
@@ -383,7 +380,6 @@ def _ranks_of_places(
 
 
 def _phases(evidence: RunEvidence) -> Figure:
-    """The phases of each rank."""
     # The ranks to draw: all, or the stragglers and evenly spaced others.
     late = [one.rank for one in evidence.answer.collectives.stragglers()] if evidence.answer is not None else []
     first = [one for one in evidence.ranks if one.rank in late[:LATE]]  # the most expensive stragglers

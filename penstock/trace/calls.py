@@ -99,7 +99,6 @@ class CollectiveCalls:
         return self.end_us - self.start_us
 
     def name(self, row: int) -> str:
-        """The name of one call."""
         return self.names[self.name_id[row]]
 
     def take(self, rows: Any) -> Self:

@@ -54,7 +54,6 @@ class NamedEvents:
 
 
 def named_events(trace: Trace) -> NamedEvents:
-    """Name the events of a trace."""
     phases = find_phases(trace)
     made = calls_made(trace, phases.placement)
     kernel = np.where(made.call_of == NONE, trace.gpu.name_id, NONE)
@@ -182,7 +181,6 @@ class TraceComparison:
 
 
 def compare(a: NamedEvents, b: NamedEvents) -> TraceComparison:
-    """Compare trace B with trace A."""
     by_span = not {key.span for key in a.keys if key.span}.isdisjoint(key.span for key in b.keys)
     by_step = a.steps > 0 and b.steps > 0
     sides = [_Side.of(work, by_span=by_span, by_step=by_step) for work in (a, b)]

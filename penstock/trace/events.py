@@ -119,7 +119,6 @@ class Events:
         return self.start_us + self.duration_us
 
     def name(self, row: int) -> str:
-        """The name of one event."""
         return self.names[self.name_id[row]]
 
     def args(self, row: int) -> dict[str, Any]:

@@ -49,7 +49,6 @@ class Intervals:
 
     @property
     def length_us(self) -> float:
-        """Total length of all intervals."""
         return float((self.end_us - self.start_us).sum())
 
     def outside(self) -> "Intervals":

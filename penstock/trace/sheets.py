@@ -79,7 +79,6 @@ def _operators(answer: TraceAnalysis) -> list[Row]:
 
 
 def _scaled(row: Row, per: float) -> Row:
-    """The row of one step."""
     is_sum = {name: (name.endswith("_us") and name != "max_us") or name in SUMS for name in row}
     return {name: value * per if is_sum[name] and value is not None else value for name, value in row.items()}
 

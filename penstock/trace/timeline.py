@@ -82,8 +82,6 @@ class BusyIntervals:
 
 
 def busy_of(events: GpuEvents) -> BusyIntervals:
-    """Busy intervals of GPU events."""
-
     def when(*kinds: GpuKind) -> Intervals:
         rows = np.isin(events.kind, kinds)
         return union(events.start_us[rows], events.end_us[rows])

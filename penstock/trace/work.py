@@ -43,7 +43,6 @@ class CallTensor:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes."""
         return self.numel * self.width
 
 

@@ -360,7 +360,6 @@ class StreamedAdamW:
         self.moment_bytes = self.device_bytes
 
     def update(self, learning_rate: float, divisor: float = 1.0) -> None:
-        """See `FusedAdamW.update`."""
         self._steps += 1
         self._stream.run(self._state, partial(self._work, learning_rate, divisor), returned=self._returned)
         self.step += 1  # on the current stream
@@ -370,7 +369,6 @@ class StreamedAdamW:
         self._stream.finish()
 
     def loaded(self) -> None:
-        """See `FusedAdamW.loaded`."""
         self._steps = int(self.step)
         round_values(self.tensors.values())
 

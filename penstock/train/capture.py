@@ -122,7 +122,6 @@ class CapturedPasses(_Captured[_CapturedPass]):
         self._widenings = 0  # of the expert buffers so far
 
     def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
-        """See `forward_backward`."""
         if (now := widenings(model.modules)) != self._widenings:
             # A step that is repeated with larger buffers: their addresses have changed.
             self._widenings = now
@@ -220,7 +219,6 @@ class CapturedParts(_Captured[PartialGraphs]):
         self._begin_pool = begin_pool
 
     def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
-        """See `forward_backward`."""
         if not self._is_warm or self._is_given_up:
             self._is_warm = True
             return forward_backward(model, batch, rule, enter)

@@ -54,7 +54,6 @@ class MicroLoss(NamedTuple):
 
 
 def loss_rule(run: Run, axes: Axes = ALONE) -> LossRule:
-    """The rule of a run on one rank."""
     return LossRule(
         depths=run.model.mtp_layers,
         mtp_weight=run.training.mtp_weight,

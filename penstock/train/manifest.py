@@ -400,7 +400,6 @@ _WIDENED = {torch.float32, torch.bfloat16}
 
 
 def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple[str, PartRead]]:
-    """Files and reads for one tensor."""
     stored = saved.stored()
     for piece, values in part.views():
         ours = Rectangle(piece.whole, piece.sizes)

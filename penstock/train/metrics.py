@@ -354,7 +354,6 @@ class MetricsFile(Observer):
             os.fsync(self._file.fileno())
 
     def closed(self) -> None:
-        """Close the file."""
         with self._writing(), self._file:
             os.fsync(self._file.fileno())
 

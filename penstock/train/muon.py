@@ -101,7 +101,6 @@ class ShardedMuon:
             round_values(group)
 
     def loaded(self) -> None:
-        """See `FusedAdamW.loaded`."""
         self._steps = int(self._step)
         round_values(self.tensors.values())
 

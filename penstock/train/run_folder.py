@@ -74,7 +74,6 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether this is the folder of a run."""
         return self.config.is_file()
 
     def write_config(self, run: Run) -> None:

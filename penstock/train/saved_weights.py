@@ -68,7 +68,6 @@ class WeightPiece:
     parts: Sequence[Make]  # return the values, some rows each; called when they are written
 
     def values(self) -> Tensor:
-        """All of its values."""
         parts = [part().flatten() for part in self.parts]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(self.rectangle.sizes)
 

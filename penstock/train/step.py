@@ -89,7 +89,6 @@ class StepResult:
 
 
 def step_rule(run: Run, model: RankModel, device: torch.device, passes: Passes = forward_backward) -> StepRule:
-    """The rule of a run on one rank."""
     axes = model.axes
     cut_rule = CutRule(
         micro_batch=run.training.micro_batch,

@@ -88,7 +88,6 @@ def workload_of(run: Run, device: torch.device) -> Workload:
 
 
 def cases(work: Workload, facts: DeviceFacts) -> Iterator[Case]:
-    """All cases of a model."""
     for question in CHOICE_POINTS:
         able = [name for name, backend in BACKENDS.items() if question.op in backend.ops]
         able = [name for name in able if obstacle(question.op, name, facts, work.shapes) is None]
@@ -282,7 +281,6 @@ class GpuCallTimer:
         self._most_calls = most_calls  # of a round, limited by the device's queue
 
     def __call__(self, calls: Sequence[Call]) -> float:
-        """See `CallTimer`."""
         for call in (*calls, *calls):  # compile, and let the device reach its clock rate
             call()
         calls = [*calls] * math.ceil(4 / len(calls))

@@ -218,7 +218,6 @@ class SavedSteps:
 
 
 def steps_as_json(outcomes: Sequence[Outcome], flops_per_token: float) -> list[dict[str, Any]]:
-    """Outcomes as JSON entries."""
     return [
         {
             "name": outcome.step.name,

@@ -113,9 +113,7 @@ class TrialLimits:
 class Trials(Protocol):
     """Runs configurations."""
 
-    def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
-        """Try a candidate."""
-        ...
+    def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +329,6 @@ class Search:
 
     @property
     def whole(self) -> TrialRecord | None:
-        """The trial of whole steps."""
         return next((one for one in self.records if one.is_whole), None)
 
     def _ran(self) -> list[TrialRecord]:
@@ -363,7 +360,6 @@ class Search:
         return self._tried(candidate, number, most_seconds=most)
 
     def _number(self, candidate: TrialCandidate) -> int:
-        """Number of the next trial of a candidate."""
         return 1 + sum(one.candidate.key == candidate.key for one in self.records)
 
     def _tried(self, candidate: TrialCandidate, number: int, *, is_whole: bool = False, **more: float) -> TrialRecord:

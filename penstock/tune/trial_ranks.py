@@ -68,9 +68,7 @@ class RunningRanks(Protocol):
 class StartRanks(Protocol):
     """Starts so many ranks of a command, words behind `penstock`; their output goes to a file."""
 
-    def start(self, words: Sequence[str], processes: int, output: Path) -> RunningRanks:
-        """Start them."""
-        ...
+    def start(self, words: Sequence[str], processes: int, output: Path) -> RunningRanks: ...
 
 
 class _Process:
@@ -97,7 +95,6 @@ class _Process:
         return self._process.poll()
 
     def end(self) -> None:
-        """End the process and its children."""
         if self._ours < 0:
             return
         if self._process.poll() is None:
@@ -115,7 +112,6 @@ class StartHere:
     """All ranks on this machine, started by the launcher of the verb itself."""
 
     def start(self, words: Sequence[str], processes: int, output: Path) -> RunningRanks:
-        """Start them."""
         return _Process([*words, "--processes", str(processes)], output)
 
 

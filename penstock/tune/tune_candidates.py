@@ -106,7 +106,6 @@ class CandidateSource:
         self.imbalance = min(MOST_IMBALANCE, max(1.0, 1 + (expert_load - 1) / each**0.5))
 
     def reference(self) -> TrialCandidate:
-        """The run as it is."""
         return self.candidate(self.run, "reference")
 
     def candidate(self, run: Run, source: str) -> TrialCandidate:

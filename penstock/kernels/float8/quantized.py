@@ -151,7 +151,6 @@ def row_bytes(width: int, recipe: Recipe) -> int:
 
 
 def scale_dtype(scaling: Scaling) -> torch.dtype:
-    """Dtype of scales in memory."""
     return torch.float8_e8m0fnu if scaling == "e8m0" else torch.float32
 
 

@@ -174,7 +174,6 @@ def _is_fused(recipe: Recipe, width: int) -> bool:
 
 
 def _constants(recipe: Recipe, launch: KernelLaunch) -> dict[str, Any]:
-    """Constants of both kernels."""
     return {
         "DEPTH": recipe.rows[1],
         "POWER": recipe.scaling != "float32",

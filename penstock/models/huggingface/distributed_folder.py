@@ -258,7 +258,6 @@ def _megatron_views(model: Model, stored: Mapping[str, _Stored]) -> Iterator[tup
 
 
 def _megatron_part(model: Model, line: WeightMapping, rest: str, source: str) -> Callable[[Tensor], Tensor]:
-    """The part of a fused tensor that a weight is."""
     attention, name = model.attention, rest.rpartition(".")[0]
     if ".linear_qkv." in source and name in _QKV and isinstance(attention, GroupedQueryAttention):
         size = attention.head_dim

@@ -71,7 +71,6 @@ class ReplicaMeter(nn.Module):
 
 
 def replica_meters(modules: Iterable[nn.Module]) -> list[ReplicaMeter]:
-    """The meters of all layers."""
     return [module for model in modules for module in model.modules() if isinstance(module, ReplicaMeter)]
 
 

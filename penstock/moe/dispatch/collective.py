@@ -223,7 +223,6 @@ class AllToAllDispatcher(_AllToAll):
         return self.operators.unpermute(returned_RD, exchange.order)
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
-        """See `SlotSorter.sorted_slots`."""
         with span(Span.SORT):
             parts = each_part(routing, self.placement)
             order = self.operators.order_rows(parts.experts_TK, self.placement.virtual_experts)

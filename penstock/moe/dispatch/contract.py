@@ -95,7 +95,6 @@ class LocalDispatcher:
     wire_format: WireFormat = UNQUANTIZED
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
-        """See `Dispatcher.dispatch`."""
         slots = routing.sorted or self.sorted_slots(routing)
         order, tokens_R = slots.order, slots.order.slots_R // routing.experts_TK.shape[1]  # slot -> its token
         x_ND, quantized = self.wire_format.decode(self.wire_format.encode(x_TD))
@@ -103,12 +102,10 @@ class LocalDispatcher:
         return rows, DispatchMetadata(order)
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
-        """See `SlotSorter.sorted_slots`."""
         with span(Span.SORT):
             order = self.operators.order_rows(routing.experts_TK, self.experts)
             weights_R = reorder(routing.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1))
             return SortedSlots(order, weights_R)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
-        """See `Dispatcher.combine`."""
         return self.operators.unpermute(y_RD, metadata.order)

@@ -83,7 +83,6 @@ UNQUANTIZED = WireFormat()
 
 
 def wire_format_of(rule: Float8Rule) -> WireFormat:
-    """The wire format of a layer."""
     return WireFormat(
         recipe=rule.dispatch,
         form=rule.forward,

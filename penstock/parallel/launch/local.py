@@ -93,7 +93,6 @@ def facts_of_ranks(environment: Environment, processes: int, *, on_cpu: bool = F
 
 
 def facts_of_run(run: Run, machine: LaunchFacts) -> LaunchFacts:
-    """Facts of machine and run together."""
     vendor = "cpu" if run.device == "cpu" else machine.vendor
     return replace(machine, vendor=vendor, deterministic=run.training.deterministic)
 

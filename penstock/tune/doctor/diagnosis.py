@@ -135,7 +135,6 @@ def _sentence(evidence: Evidence, times: Bottlenecks) -> str:
 
 
 def _size_text(evidence: Evidence, times: Bottlenecks) -> str:
-    """The size of the bottleneck, and its parts."""
     match times.largest:
         case "communication":
             text = f"exposed communication takes {times.share(times.communication_us):.1%} of the step"
@@ -188,7 +187,6 @@ def _late_text(late: Sequence[LateRank]) -> str:
 
 
 def _lines(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
-    """All evidence, by bottleneck."""
     if evidence.ranks:
         yield from _communication(evidence, times)
         yield from _host(evidence, times)

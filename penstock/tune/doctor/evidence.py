@@ -291,12 +291,10 @@ class Bottlenecks:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def share(self, time_us: float) -> float:
-        """Share of the step."""
         return time_us / self.total_us if self.total_us else 0.0
 
     @property
     def largest(self) -> Bottleneck:
-        """The bottleneck of the run."""
         if not self.fits:
             return "memory"
         name, time_us = next(iter(self.losses.items()))

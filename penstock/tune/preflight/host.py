@@ -98,7 +98,6 @@ def _clock_is_kept() -> bool | None:
 
 
 def judge_host(facts: HostFacts) -> list[PreflightCheck]:
-    """All checks of the machine."""
     judges = (_cores, _numa, _memory, _open_files, _locked, _shared, _governor, _clock)
     return [check for judge in judges if (check := judge(facts)) is not None]
 

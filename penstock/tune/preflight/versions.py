@@ -43,7 +43,6 @@ class Builds:
 
 
 def check_versions() -> list[PreflightCheck]:
-    """All checks of versions."""
     return [_python(), *_packages(_requirements()), *judge_builds(read_builds())]
 
 
