@@ -75,7 +75,6 @@ def print_next(*words: object, to_stderr: bool = False) -> None:
 
 
 def warn(message: str) -> None:
-    """Print a warning, in one line."""
     print(f"warning: {' '.join(message.split())}", file=sys.stderr)  # stdout is for answers
 
 

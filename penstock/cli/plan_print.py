@@ -241,7 +241,6 @@ def origins_text(cluster: Cluster) -> str:
 
 
 def sourced_tables(cluster: Cluster) -> dict[str, SourcedTable]:
-    """All tables that have a source, by name."""
     return _tables(cluster.hardware) | _collectives(cluster)
 
 

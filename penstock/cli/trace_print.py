@@ -196,7 +196,6 @@ def _phases(first: RankAnalysis, *, by_layer: bool, of: str, per: float) -> None
 
 
 def _figures(phases: Sequence[Phase], per: float) -> tuple[str, ...]:
-    """Sums over phases."""
     return (
         ms(sum(one.kernel_us for one in phases) * per),
         ms(sum(one.exposed_us for one in phases) * per),

@@ -231,7 +231,6 @@ def _say(console: Console, *lines: str) -> None:
 
 
 def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, launch: Launch) -> int:
-    """Train, as one of the ranks or alone."""
     run = on_ranks(launch.run, environment.world_size)
     if meeting.agree(lambda: _is_finished(launch)):
         assert launch.folder is not None, "a new run is not finished"

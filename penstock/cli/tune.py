@@ -98,7 +98,6 @@ class _Session:
     spent: dict[str, float] = field(default_factory=dict)
 
     def say(self, line: str) -> None:
-        """Print a line of progress."""
         if not self.quiet:
             print(line, flush=True)
 
@@ -117,7 +116,6 @@ class _Session:
         write_tuned(self.output, self.own, self.source.run, search, command_text())
 
     def begin(self, key: str) -> None:
-        """Note that a trial begins."""
         write_begun(self.folder, key)
 
     def tell(self, record: TrialRecord, search: Search) -> None:
@@ -128,7 +126,6 @@ class _Session:
         self.say(f"{_trial_line(len(search.records), record)}; best {best}, {duration_text(search.left)} left")
 
     def around(self, leader: TrialRecord) -> Sequence[TrialCandidate]:
-        """Single changes of the leader."""
         with self.part("plan"):
             return self.source.around(leader.candidate)
 
@@ -219,7 +216,6 @@ class _Asked:
 
 
 def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRanks, folder: Path) -> int:
-    """Search, and tell."""
     own, begin = asked.own, time.monotonic()
     on_gpu = own.device != "cpu" and torch.cuda.device_count() > 0
     local = environment.local_world_size if environment.started_by else ranks
@@ -477,5 +473,4 @@ def _assignments(text: str) -> tuple[str, ...]:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """Words between commas."""
     return tuple(one.strip() for one in text.split(",") if one.strip())

@@ -82,7 +82,6 @@ class _Unloaded(TyperCommand):
         self._verb = verb
 
     def load(self) -> Any:
-        """The verb itself."""
         return self._verb.load()
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:

@@ -53,11 +53,9 @@ class Sample:
                 break
 
     def __len__(self) -> int:
-        """Number of documents."""
         return len(self._texts)
 
     def read(self, index: int) -> Tokens:
-        """Returns the token ids of a document."""
         return self._tokens[index]
 
     def bytes_per_token(self, index: int) -> Tokens:

@@ -136,7 +136,6 @@ def readable_copies(paths: Sequence[Path], cache: Path) -> list[Path]:
 
 
 def _copy_of(path: Path, cache: Path) -> Path:
-    """Returns the path of a file's copy."""
     digest = blake2b(digest_size=16)
     try:
         with open_file(path) as file:

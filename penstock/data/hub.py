@@ -70,11 +70,9 @@ class DatasetOnDisk(TextDocuments):
         super().__init__(tokenizer, fingerprint_of(len(self._rows), samples), corrupt=corrupt, keep=keep)
 
     def __len__(self) -> int:
-        """Number of documents."""
         return len(self._rows)
 
     def record(self, index: int) -> str:
-        """Returns the text of a row."""
         try:
             value = self._rows[index][self._field]
         except self._errors as error:
@@ -114,7 +112,6 @@ class StreamedDataset(Shards):
         super().__init__(tokenizer, content, block=block, corrupt=corrupt, keep=keep)
 
     def __len__(self) -> int:
-        """Number of shards."""
         return int(self._rows.num_shards)
 
     def blocks(self, shard: int, first: int) -> Iterator[Sequence[object]]:
@@ -127,7 +124,6 @@ class StreamedDataset(Shards):
             raise _unreachable(self._name, error) from error
 
     def place(self, shard: int, document: int) -> str:
-        """Returns the place of a document for messages."""
         return f"{self._name}, {self._name.split}: document {document} of shard {shard}: field {self._field!a}"
 
 
@@ -156,7 +152,6 @@ _NO_WEIGHTS = ["*/*", "consolidated*"]
 
 
 def _load(name: DatasetName, *, streaming: bool) -> Any:
-    """Returns a Dataset or IterableDataset."""
     datasets = _require("datasets")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()

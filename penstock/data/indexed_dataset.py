@@ -83,7 +83,6 @@ class IndexedDataset:
         self._check()
 
     def __len__(self) -> int:
-        """Number of documents."""
         return len(self._bounds) - 1
 
     def document(self, index: int) -> Tokens:

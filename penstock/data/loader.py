@@ -92,7 +92,6 @@ class Loader:
         return {**self._stream.save(self._position), **counts, **self._identity}
 
     def restore(self, state: LoaderState) -> None:
-        """Continues from a saved state."""
         check_names(state, self.state())
         for name, meaning in (("source", self._stream.changed), ("seed", "its seed"), ("shuffle", "its shuffling")):
             if state[name] != self._identity[name]:
@@ -175,5 +174,4 @@ class Prefetch:
         return notices
 
     def close(self) -> None:
-        """Ends the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -81,7 +81,6 @@ Order: TypeAlias = NDArray[np.int64] | BlockOrder
 
 
 def order_of(source: Source, *, seed: int, epoch: int) -> Order:
-    """Returns the order of a source's documents in an epoch."""
     if isinstance(source, InBlocks):
         return BlockOrder(source.block_sizes, source.pool, seed=seed, epoch=epoch)
     return document_order(len(source), seed=seed, epoch=epoch)

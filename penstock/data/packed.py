@@ -72,7 +72,6 @@ class PackedTokens:
         self.fingerprint = fingerprint_of(*(pair.fingerprint() for pair in pairs), end_of_document, chosen, *identity)
 
     def __len__(self) -> int:
-        """Number of documents."""
         return self._firsts[-1] if self._documents is None else len(self._documents)
 
     def read(self, index: int) -> Tokens:
@@ -97,7 +96,6 @@ class PackedTokens:
         return self.tokenizer.bytes_of(self.read(index))
 
     def place(self, index: int) -> str:
-        """Returns the place of a document for messages."""
         pair, number = self._find(index)
         return f"{pair.prefix}.bin, document {number}"
 

@@ -108,7 +108,6 @@ class ShardStream(LaneStream):
         return with_end(tokens, self._shards.end_of_document, self.vocab_size)
 
     def _reader(self, lane: int, cursor: Cursor) -> _Reader:
-        """Returns the lane's reader with the block of a cursor."""
         number = cursor.document // self._shards.block
         reader = self._readers.get(lane)
         is_same = reader is not None and (reader.epoch, reader.place) == (cursor.epoch, cursor.place)

@@ -44,7 +44,6 @@ class SyntheticTokens(ABC):
         self._key = (seed, list(DOCUMENTS).index(split))
 
     def __len__(self) -> int:
-        """Number of documents."""
         return self._documents
 
     def read(self, index: int) -> Tokens:

@@ -90,7 +90,6 @@ class ArrowTable:
         return [(len(column), column.nbytes) for column in columns]
 
     def column(self, block: int) -> Any:
-        """Returns the text of a batch."""
         return self._batch(block).column(self._place)
 
     def fingerprint(self) -> bytes:

@@ -114,11 +114,9 @@ class Tables(TextDocuments, InBlocks):
         return self._pool
 
     def __len__(self) -> int:
-        """Number of documents."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def record(self, index: int) -> str:
-        """Returns the text of a row."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         block = self._blocks[number]
         row = index - int(self._ends[number]) + block.rows  # in its block

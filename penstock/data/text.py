@@ -90,7 +90,6 @@ class DocumentIndex:
         return len(self.file_of)
 
     def place(self, index: int) -> str:
-        """Returns file and line of a document."""
         return f"{self.files[self.file_of[index]]}:{self.found.lines[index]}"
 
     def path(self, index: int) -> Path:
@@ -217,7 +216,6 @@ class IndexedText(TextDocuments):
         self._index = index
 
     def __len__(self) -> int:
-        """Number of documents."""
         return len(self._index)
 
     def sample(self, limit: int) -> NDArray[np.int64]:
@@ -262,7 +260,6 @@ class PlainText(IndexedText):
         corrupt.leave_out(empties, files)
 
     def record(self, index: int) -> str:
-        """Returns the content of a file."""
         return require_utf8(self._index.content(index), str(self._index.path(index)))
 
 

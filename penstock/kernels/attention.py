@@ -147,7 +147,6 @@ def bias_of(scores: ScoreOptions, q_BHSN: Tensor, backend: SDPBackend) -> Tensor
 def forward(
     backend: SDPBackend, q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: ScoreOptions
 ) -> AttentionOutput:
-    """Softmax attention by a fused backend."""
     operands, bias, causal = (q_BHSN, k_BGSN, v_BGSM), bias_of(scores, q_BHSN, backend), scores.is_causal
     scale = scores.scale
     # Everywhere: logsumexp is computed, there is no dropout (0.0), and no mask of dropped scores is returned (False).

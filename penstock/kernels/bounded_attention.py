@@ -182,7 +182,6 @@ def _row_stride(bounds_BS: Tensor) -> int:
 
 
 def _heads_of(q_BQHN: Tensor, k_BKGN: Tensor, launch: AttentionLaunch) -> int:
-    """Heads of a tile of queries."""
     group = q_BQHN.shape[2] // k_BKGN.shape[2]
     return min(launch.heads, group & -group)  # the largest power of two that divides the group
 

@@ -75,8 +75,6 @@ def _in_torch(
     add_bias: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
     bias_gradient: Callable[..., Tensor],
 ) -> ExpertKernels:
-    """The parts by operators of torch."""
-
     def forward(
         x_RD: Tensor,
         w_eFD: Tensor | SlottedWeight,

@@ -42,7 +42,6 @@ class OperatorTimes:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """All fields but the times."""
         return self.op, self.direction, self.dtype, self.skew, tuple(sorted(self.shape.items()))
 
 

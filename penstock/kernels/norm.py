@@ -357,7 +357,6 @@ class _FanOut(torch.autograd.Function):
 
 
 def _sum(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
-    """The sum without autograd."""
     dtype = torch.promote_types(torch.promote_types(x_TD.dtype, y_TD.dtype), z_TD.dtype)
     sum_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
     numbers = sum_TD.numel()

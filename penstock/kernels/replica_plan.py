@@ -56,7 +56,6 @@ class ReplicaRule:
 
     @property
     def per_group(self) -> int:
-        """Experts that a group holds."""
         return self.experts // self.groups
 
     @property
@@ -163,7 +162,6 @@ class PlacedReplicas:
 
     @property
     def fullest(self) -> int:
-        """Rows of the fullest group."""
         return max(self.loads)
 
     @property
@@ -178,7 +176,6 @@ class PlacedReplicas:
 
 
 def group_loads(totals: Sequence[int], rule: ReplicaRule) -> list[int]:
-    """Rows of each group without replicas."""
     m = rule.per_group
     return [sum(totals[group * m : (group + 1) * m]) for group in range(rule.groups)]
 

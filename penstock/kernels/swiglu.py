@@ -128,7 +128,6 @@ def _programs(blocks: int, used: Tensor | None) -> int:
 
 
 def rule_constants(rule: ExpertRule) -> dict[str, Any]:
-    """Constants of both kernels for a rule."""
     return {
         "LIMIT": rule.limit,
         "ALPHA": rule.alpha,

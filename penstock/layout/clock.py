@@ -35,7 +35,6 @@ class ActionCosts:
     hidden: tuple[tuple[float, float], ...] = ()  # time that (forward, backward) hide in a pair; empty for none
 
     def of(self, action: Action) -> float:
-        """Time of an action."""
         match action.kind:
             case Kind.FORWARD:
                 return self.forward[action.stage]
@@ -47,7 +46,6 @@ class ActionCosts:
                 return self.weight[action.stage]
 
     def of_unit(self, unit: Unit) -> float:
-        """Time of an action or a pair."""
         alone = sum(map(self.of, unit))
         if len(unit) == 1 or not self.hidden:
             return alone

@@ -27,7 +27,6 @@ class ExpertPlacement:
 
     @property
     def places(self) -> int:
-        """Size of the axis."""
         return self.expert * self.expert_tensor
 
     @property

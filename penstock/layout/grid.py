@@ -49,7 +49,6 @@ class Grid:
         return self.world // (self.pipeline * self.expert * self.expert_tensor)
 
     def shape(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Sizes of some axes."""
         return tuple(getattr(self, axis) for axis in axes)
 
     def place(self, rank: int, view: tuple[str, ...] = DENSE_AXES) -> dict[str, int]:

@@ -109,7 +109,6 @@ def _boxes(sizes: tuple[int, ...], first: int, end: int) -> Iterator[tuple[int, 
 
 
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 

@@ -37,7 +37,6 @@ def fits(rows: int, columns: int) -> bool:
 
 
 def recipe_of(rule: Float8Rule) -> Recipe:
-    """The recipe of dense products."""
     assert rule.dense is not None, "dense products are in 16 bits"
     return rule.dense
 

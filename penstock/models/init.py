@@ -42,7 +42,6 @@ class ParamInit:
     by_expert: bool = False  # dim 0 counts experts, which are drawn one by one
 
     def fill(self, part: ShardedTensor) -> None:
-        """Write the values of a part."""
         if self.constant is not None:
             part.tensor.fill_(self.constant)
         elif self.by_expert:

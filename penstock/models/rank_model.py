@@ -66,7 +66,6 @@ class RankModel:
         yield from found.items()
 
     def train(self, mode: bool = True) -> None:
-        """Set the mode of every stage."""
         for decoder in self.modules:
             decoder.train(mode)
 

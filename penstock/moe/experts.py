@@ -31,7 +31,6 @@ from penstock.parallel.weight_grad_store import deferrable
 
 
 def expert_rule(moe: Moe, *, is_gated: bool = True) -> ExpertRule:
-    """The kernels' rule for routed experts."""
     weighs_input, clamped = moe.router.apply_probs_on_input, moe.clamped
     if clamped is None:
         return ExpertRule(weighs_input=weighs_input, is_gated=is_gated)
@@ -39,7 +38,6 @@ def expert_rule(moe: Moe, *, is_gated: bool = True) -> ExpertRule:
 
 
 def shared_rule(moe: Moe, *, is_gated: bool = True) -> ExpertRule:
-    """The kernels' rule for the shared expert."""
     if moe.clamp_shared:
         return replace(expert_rule(moe, is_gated=is_gated), weighs_input=False)
     return ExpertRule(is_gated=is_gated)

@@ -96,7 +96,6 @@ class TopKRouter(nn.Module):
         self.meter = LoadMeter(moe.experts, BINS if moe.balance.bias_rule == "quantile" else 0)
 
     def forward(self, x_TD: Tensor, scope: Scope) -> Routing:
-        """Route tokens."""
         logits_TE = float32_linear(x_TD, self.weight_ED)
         if self.logit_bias_E is not None:
             logits_TE = logits_TE + self.logit_bias_E

@@ -36,7 +36,6 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
         return len(self.ranks)
 
     @property

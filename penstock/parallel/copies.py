@@ -35,7 +35,6 @@ class PendingCopy:
         return self.event is None or self.event.query()
 
     def wait_on_host(self) -> None:
-        """Wait until the copy has run."""
         if self.event is not None:
             self.event.synchronize()
 

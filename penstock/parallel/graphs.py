@@ -43,9 +43,7 @@ class Replayable(Protocol):
         ...
 
     @property
-    def seconds(self) -> float:
-        """Time of the capture."""
-        ...
+    def seconds(self) -> float: ...
 
     def replay(self) -> None:
         """Put the work on the current stream."""
@@ -128,7 +126,6 @@ class PartialGraphs:
 
     @property
     def seconds(self) -> float:
-        """Time of all captures."""
         return sum(graph.seconds for graph in self._graphs)
 
     @property
@@ -291,7 +288,6 @@ class _Replay(torch.autograd.Function):
 
 
 def _fill(inlets: "tuple[_Inlet | None, ...]", given: tuple[Tensor | None, ...]) -> None:
-    """Copy tensors to their inlets."""
     targets, sources = [], []
     for place, (inlet, one) in enumerate(zip(inlets, given, strict=True)):
         assert (inlet is None) == (one is None), f"tensor {place} of a graph was or was not there when it was captured"

@@ -65,7 +65,6 @@ def stage_parts(
 def _rectangles(
     shape: tuple[int, ...], cuts: tuple[Cut, ...], division: RowDivision, grid: Grid, rank: int
 ) -> tuple[Rectangle, ...]:
-    """The rectangles of a parameter on any rank."""
     places = {**grid.place(rank, EXPERT_AXES), **grid.place(rank, DENSE_AXES)}
     own = tuple(replace(cut, index=places[cut.axis]) for cut in cuts)
     rows = None
@@ -189,7 +188,6 @@ class _Places:
         self._views = [(Rectangle(piece.whole, piece.sizes), values) for piece, values in part.views()]
 
     def view(self, box: Rectangle) -> Tensor:
-        """The values of a rectangle, a matrix."""
         for held, values in self._views:
             if held.overlap(box) == box:
                 found = values[box.within(held.begin)]
@@ -280,7 +278,6 @@ def _take(stacks: Sequence[Tensor], regions: Sequence[_Region]) -> list[Tensor]:
 
 
 def _sizes(entries: Iterable[_Entry], ranks: int) -> list[int]:
-    """Values of the messages from or to each rank."""
     sizes = [0] * ranks
     for rank, _, part in entries:
         sizes[rank] += part.box.elements

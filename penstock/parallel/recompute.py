@@ -401,7 +401,6 @@ def _leaves(result: object) -> Iterator[object]:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 

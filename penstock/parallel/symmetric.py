@@ -133,7 +133,6 @@ class BufferSizes:
 
     @property
     def replica_offset(self) -> int:
-        """First byte of the replicas."""
         return self.numbers_offset + _aligned(gather_bytes(self.numbers, self.ranks))
 
     @property
@@ -142,7 +141,6 @@ class BufferSizes:
         return self.flag_bytes + self.slots * sum(self.section_bytes)
 
     def offset(self, section: BufferSection, slot: int) -> int:
-        """First byte of a section of a slot."""
         assert 0 <= slot < self.slots, f"slot {slot} of {self.slots}"
         return self.flag_bytes + slot * sum(self.section_bytes) + sum(self.section_bytes[:section])
 

@@ -34,11 +34,9 @@ class Assumptions:
 
     @property
     def in_time(self) -> Imbalance:
-        """What decides the time of a layer."""
         return self.imbalance if self.loads is None else self.loads
 
     def in_memory(self, run: Run) -> float:
-        """What decides the memory of a rank."""
         if self.loads is not None:
             return self.loads.of(run).most
         return self.imbalance if self.kept_imbalance is None else self.kept_imbalance

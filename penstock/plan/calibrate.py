@@ -364,7 +364,6 @@ def _calls(kind: CollectiveKind, whole: Tensor, group: dist.ProcessGroup | None)
 
 
 def _seconds(call: Call, device: torch.device, times: int) -> float:
-    """Seconds of one call on the slowest rank."""
     rounds = []
     for number in range(ROUNDS + 2):
         _synchronize(device)

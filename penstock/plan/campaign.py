@@ -149,11 +149,9 @@ class Campaign:
     watts: float | None  # of a device while it trains; None if unknown
 
     def cost(self, phase: PhaseCost) -> float | None:
-        """In the currency of the price."""
         return None if self.price is None else phase.device_hours * self.price
 
     def energy_joules(self, phase: PhaseCost) -> float | None:
-        """Of all devices."""
         return None if self.watts is None else phase.device_hours * HOUR * self.watts
 
 

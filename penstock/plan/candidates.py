@@ -279,7 +279,6 @@ class SearchSpace:
         return tuple(found) or ((names[0], int(self._fixed["vpp"])),)
 
     def _rows(self) -> tuple[int, ...]:
-        """Rows of a micro-batch."""
         if "micro_batch" in self._fixed:
             return (int(self._fixed["micro_batch"]),)
         return tuple(1 << power for power in range(MOST_MICRO_BATCH.bit_length()))

@@ -83,12 +83,10 @@ class StageContents:
 
     @property
     def moe(self) -> int:
-        """Layers with experts."""
         return sum(count for kind, count in self.layers if has_experts(kind))
 
     @property
     def count(self) -> int:
-        """Layers."""
         return sum(count for _, count in self.layers)
 
     @property
@@ -128,7 +126,6 @@ class RankState:
         return together([(self.states[kind], count) for kind, count in self.parts(stages).items()])
 
     def params(self, stages: Sequence[StageContents]) -> ParamCounts:
-        """Parameters of all parts."""
         return [(self.facts[kind], count) for kind, count in self.parts(stages).items()]
 
     def gathered(self, stages: Sequence[StageContents]) -> int:

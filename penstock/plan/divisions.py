@@ -50,7 +50,6 @@ class Divisions:
         return replace(self, **arrays)
 
     def legal(self, shape: int) -> np.ndarray:
-        """Whether a shape goes with each division."""
         dense, _, shard, rows = self.places.T
         return self.family.legal[dense, shard, rows, shape]
 

@@ -352,7 +352,6 @@ class Cluster:
 
     @property
     def speed_unit(self) -> str:
-        """Unit of a device's speed."""
         return "tokens/s/CPU" if self.hardware.vendor == "cpu" else "tokens/s/GPU"
 
     def group(self, ranks: int, stride: int = 1) -> RankGroup:

@@ -60,7 +60,6 @@ def _kind_in_model(model: Model, layer: int) -> str:
 
 
 def has_experts(kind: str) -> bool:
-    """Whether layers of a kind have experts."""
     return kind.endswith(MOE)
 
 

@@ -134,6 +134,5 @@ def _scaled(slots_E: Sequence[int], rows: int) -> list[int]:
 
 
 def _most_sent(replicas: Sequence[Sequence[tuple[int, int]]], rule: ReplicaRule) -> int:
-    """Replicas of the experts of one group, the most."""
     homes = [expert // rule.per_group for held in replicas for expert, _ in held]
     return max(map(partial(list.count, homes), range(rule.groups)), default=0)

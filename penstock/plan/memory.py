@@ -180,7 +180,6 @@ def ranks_that_differ(run: Run, world: int) -> tuple[int, ...]:
 
 
 def memory_of_meta_run(meta_run: MetaRun, overheads: Overheads = NO_OVERHEADS) -> RankMemory:
-    """Memory of a rank that ran on the meta device."""
     rank, state = meta_run.rank, meta_run.rank.state
     parts = MemoryParts(
         rank=meta_run.first_rank,

@@ -214,7 +214,6 @@ class RecordedOp(NamedTuple):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of every tensor, each once."""
         return sum(self.sizes)
 
     def times(self, count: int) -> "RecordedOp":

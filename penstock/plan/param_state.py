@@ -67,7 +67,6 @@ class ParamFacts:
 
     @property
     def values(self) -> int:
-        """Values of the whole parameter."""
         return self.rows * self.width
 
     def own(self, ranks: int) -> int:
@@ -107,7 +106,6 @@ class ShardCounts:
     expert_owners: int = 1
 
     def of(self, fact: ParamFacts) -> int:
-        """Ranks that shard a parameter."""
         if not (self.shards_optimizer or fact.is_sharded):
             return 1
         return self.expert if fact.is_expert else self.dense
@@ -301,7 +299,6 @@ class _MuonLoad:
 
     @classmethod
     def of(cls, parts: ParamCounts, shards: ShardCounts) -> "_MuonLoad":
-        """The load of a rank with these parts."""
         found = cls(shards)
         for facts, times in parts:
             for fact in facts:

@@ -155,7 +155,6 @@ class Projection:
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory of a device."""
         return self.cluster.hardware.memory.capacity_bytes
 
     @property

@@ -213,7 +213,6 @@ class Streams:
             self._wait_for_copies(room)
 
     def _wait_for_copies(self, until: float) -> None:
-        """The first stream waits for a copy."""
         late = max(0.0, until - self._main)
         self._main += late
         self._host_link += late

@@ -87,7 +87,6 @@ class ProjectionComparison:
 
 
 def compare(left: Projection, right: Projection) -> ProjectionComparison:
-    """The terms of two projections."""
     return ProjectionComparison(
         left=left,
         right=right,

@@ -71,7 +71,6 @@ def document(title: str, body: str, figures: Sequence[Figure], script: str = "pa
 
 
 def as_script(value: Mapping[str, Any]) -> str:
-    """A value as JSON for a script element."""
     # `</script>` would end the element; in JSON `<` is only in strings, where the escape is equivalent.
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 

@@ -110,7 +110,6 @@ class RunEvidence:
 
     @property
     def speed_unit(self) -> str:
-        """Unit of a device's speed."""
         return "tokens/s/CPU" if self.is_cpu else "tokens/s/GPU"
 
 

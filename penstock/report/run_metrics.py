@@ -317,7 +317,6 @@ def _layer(points: ThinnedCurve, name: str, colour: str, unit: str) -> dict[str,
 
 
 def _having(lines: Sequence[Line], name: str) -> list[Line]:
-    """Lines in which a field is a number."""
     return [line for line in lines if isinstance(line.get(name), int | float)]
 
 
@@ -415,7 +414,6 @@ def _places(planned: Projection) -> list[int]:
 
 
 def place_name(planned: Projection, place: int) -> str:
-    """The ranks at a place of the pipeline."""
     each = planned.cluster.devices // planned.layout.pp  # ranks at each place
     first = place * each
     return f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
@@ -449,7 +447,6 @@ def _marks(peaks: Mapping[int, tuple[int, int | None]], row: Callable[[int], str
 
 
 def _only_measured(evidence: RunEvidence, peaks: Mapping[int, tuple[int, int | None]]) -> Figure:
-    """One bar for each measured rank."""
     ranks = sorted(sorted(peaks, key=lambda rank: -peaks[rank][0])[:PLACES])
     names = [f"rank {rank}" for rank in ranks]
     bars = [{MEASURED: peaks[rank][0] / 1e9} for rank in ranks]

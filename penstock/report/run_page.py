@@ -345,7 +345,6 @@ def environment_html(evidence: RunEvidence) -> str:
 
 
 def _of_traces(evidence: RunEvidence) -> dict[str, str]:
-    """The machine as the traces describe it."""
     if not evidence.ranks:
         return {}
     trace = evidence.ranks[0].trace

@@ -125,7 +125,6 @@ def _parts(calls: CollectiveCalls, row: int, trace: Trace) -> list[tuple[int, fl
 def _square(
     name: str, title: str, caption: str, values: tuple[Floats, str], ranks: Sequence[int], axes: tuple[str, str]
 ) -> Figure:
-    """A heat map of ranks by ranks."""
     table, unit = values
     names = [str(rank) for rank in ranks]
     if len(ranks) > RANKS:

@@ -152,7 +152,6 @@ class _Spans:
 
 
 def _spans(trace: Trace) -> _Spans:
-    """The spans of passes, nested."""
     host = trace.host
     rows = np.flatnonzero(host.named(PASS.fullmatch) & (host.kind == HostKind.SPAN))
     tree = nest(host, rows)

@@ -44,7 +44,6 @@ def write_tune_page(
 
 
 def trials_table(search: Search) -> str:
-    """All trials in their order."""
     columns = {
         "": "",
         "change": "text",

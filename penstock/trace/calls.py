@@ -89,7 +89,6 @@ class CollectiveCalls:
 
     @property
     def is_exchange(self) -> Flags:
-        """Mask of the all-to-alls."""
         is_named = [("all_to_all" in name or "alltoall" in name) for name in self.names]
         return np.array(is_named, dtype=bool)[self.name_id]
 
@@ -110,7 +109,6 @@ _GroupKey = tuple[str, bytes, int, int]
 
 
 def calls_of(traces: Mapping[int, Trace]) -> CollectiveCalls:
-    """The table of all ranks."""
     groups: dict[_GroupKey, ProcessGroup] = {}
     names: dict[str, int] = {}
     parts = [_columns_of(number, traces[rank], groups, names) for number, rank in enumerate(sorted(traces))]

@@ -74,7 +74,6 @@ class CollectiveTimes:
 
     @property
     def calls(self) -> CollectiveCalls:
-        """The kernels of all ranks."""
         return self.meetings.calls
 
     @property

@@ -95,7 +95,6 @@ class CriticalPath:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "step": self.step,
             "total_us": self.total_us,

@@ -217,7 +217,6 @@ class Trace:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of both tables."""
         return self.gpu.names
 
     @cached_property

@@ -67,7 +67,6 @@ class UsedRows:
 
     @property
     def told(self) -> str:
-        """A sentence for users."""
         if self.source == "shapes":
             return "grouped products: every row that they were given counts; nothing says how many held tokens"
         by = "the all-to-alls before them" if self.source == "all-to-all" else "the configuration (mean rank)"
@@ -98,7 +97,6 @@ def is_product(name: str) -> bool:
 
 
 def grouped_products(trace: Trace) -> GroupedProducts:
-    """The grouped products with recorded shapes."""
     host = trace.host
     products = np.flatnonzero(host.named(is_product) & (host.kind == HostKind.OPERATOR)).tolist()
     found = [(row, *sizes) for row in products if (sizes := _sizes(host, row)) is not None]
@@ -298,7 +296,6 @@ class ExpertLoad:
 
 
 def expert_load(traces: Mapping[int, Trace], collectives: CollectiveTimes) -> ExpertLoad:
-    """Load of the experts of some ranks."""
     ranks = collectives.calls.ranks
     by_rank = [grouped_products(traces[rank]).rows for rank in ranks]
     # Ranks whose numbers of products differ cannot be compared.

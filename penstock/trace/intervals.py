@@ -56,7 +56,6 @@ class Intervals:
         return Intervals(np.append(-np.inf, self.end_us), np.append(self.start_us, np.inf))
 
     def gaps(self) -> "Intervals":
-        """The gaps between consecutive intervals."""
         return Intervals(self.end_us[:-1], self.start_us[1:])
 
     def within(self, start_us: float, end_us: float) -> "Intervals":

@@ -211,7 +211,6 @@ class _Matches:
 
 
 def match_collectives(calls: CollectiveCalls) -> MatchedCollectives:
-    """Match the kernels of all ranks."""
     found = _Matches(met=np.empty((0, len(calls.ranks)), dtype=np.int64), seq=np.empty(0, dtype=np.int64))
     open_to_all = calls.sync != SyncKind.PAIR
     is_numbered = open_to_all & (calls.group != NONE) & (calls.seq != NONE)
@@ -332,7 +331,6 @@ def _series(calls: CollectiveCalls, rows: Integers) -> list[Integers]:
 
 
 def _by_order(calls: CollectiveCalls, rows: Integers, clocks: ClockOffsets, found: _Matches) -> None:
-    """Matches the kernels of one series."""
     ranks = len(calls.ranks)
     own = [rows[calls.rank[rows] == rank] for rank in range(ranks)]  # of each rank, sorted by start
     group = calls.group[rows[0]]

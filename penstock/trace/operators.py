@@ -104,7 +104,6 @@ def _value(text: bytes) -> list[Any]:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples."""
     return tuple(_frozen(one) for one in value) if isinstance(value, list) else value
 
 

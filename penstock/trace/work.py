@@ -38,7 +38,6 @@ class CallTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property

@@ -70,7 +70,6 @@ class StateShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -303,7 +302,6 @@ def start_masters(tensors: Iterable[StateTensor]) -> None:
 
 
 def bytes_of(tensors: Iterable[StateTensor]) -> tuple[int, int]:
-    """Bytes of all state, and those of moments."""
     state = moments = 0
     for one in tensors:
         whole = sum(tensor.nbytes for tensor in one.state)

@@ -89,7 +89,6 @@ class _Captured(Generic[HeldT]):
         self._notices: list[str] = []
 
     def take_notices(self) -> tuple[str, ...]:
-        """New notices for the user."""
         notices, self._notices = tuple(self._notices), []
         return notices
 
@@ -174,7 +173,6 @@ def _capture_pass(capture: Capture, model: RankModel, batch: GlobalBatch, rule: 
 
 
 def copy_of(micro_batch: MicroBatch) -> MicroBatch:
-    """A copy in separate memory."""
     reading, labels = micro_batch.reading, micro_batch.labels
     documents_BS, query_positions_S = reading.documents_BS, reading.query_positions_S
     own = replace(

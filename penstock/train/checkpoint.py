@@ -106,7 +106,6 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in matches if match)
 
     def latest(self) -> int | None:
-        """The newest step with a checkpoint."""
         return max(self.steps(), default=None)
 
     def latest_of_all(self) -> int | None:

@@ -55,7 +55,6 @@ class SavedModel:
 
     @property
     def label(self) -> str:
-        """The weights, for the user."""
         return str(self.folder) if self.step is None else f"step {self.step} of {self.folder}"
 
 

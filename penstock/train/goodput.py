@@ -70,7 +70,6 @@ class _Stretch:
 
     @property
     def made(self) -> float:
-        """Seconds of steps."""
         return self.seconds.get("training", 0.0)
 
 
@@ -168,7 +167,6 @@ class GoodputLedger:
         self._kind, self._since = kind, now
 
     def stepped(self, step: int) -> None:
-        """A step is done."""
         self._step = step
         self._open_kept = self._open.get("training", 0.0)
         if step - self._own.step <= WARM_UP or self._since - self._own.end >= EVERY:

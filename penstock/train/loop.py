@@ -419,7 +419,6 @@ class _Loop:
         return replace(report, phase_seconds=phases, power=power, notices=notices), result.wants_stop
 
     def _evaluate(self, step: int) -> HeldOutLoss | None:
-        """Held-out loss, or None if none is due."""
         rows, every = self._session.held_out, self._run.evaluation.every
         # Step 1 is due because a curve should show its begin.
         is_due = step == self._run.training.steps or (every and (step == 1 or step % every == 0))

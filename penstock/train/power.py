@@ -77,7 +77,6 @@ class PowerMeter:
         return PowerReading(watts, clock_mhz, self._limits)
 
     def close(self) -> None:
-        """End the thread."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -91,7 +91,6 @@ class Recorder:
         self._notices.append(f"profile: steps {first} to {last} of this rank in {self._folder}, {size / 1e6:.1f} MB")
 
     def take_notices(self) -> tuple[str, ...]:
-        """New notices for the user."""
         notices, self._notices = tuple(self._notices), []
         return notices
 

@@ -120,7 +120,6 @@ class PrometheusEndpoint(Observer):
         self.port = int(self._server.server_port)
 
     def started(self, start: RunStart) -> None:
-        """Begin to answer."""
         self._told = _Told(start=start, line={})
 
     def stepped(self, report: StepReport) -> None:
@@ -135,7 +134,6 @@ class PrometheusEndpoint(Observer):
         self._told = replace(self._told, saved_step=step, saved_time=time.time())
 
     def closed(self) -> None:
-        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -73,7 +73,6 @@ class Session:
 
     @property
     def axes(self) -> Axes:
-        """Groups of this rank."""
         return self.model.axes
 
     def step(self, learning_rate: float) -> StepResult:

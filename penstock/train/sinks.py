@@ -124,7 +124,6 @@ class BackgroundSink(Observer):
         self._thread.start()
 
     def started(self, start: RunStart) -> None:
-        """Forward the call."""
         self._pass_on(lambda sink: sink.started(start))
 
     def stepped(self, report: StepReport) -> None:
@@ -138,7 +137,6 @@ class BackgroundSink(Observer):
             is_empty.wait(SAVING_SECONDS)
 
     def saved(self, step: int) -> None:
-        """Forward the call."""
         self._pass_on(lambda sink: sink.saved(step))
 
     def closed(self) -> None:
@@ -202,7 +200,6 @@ class TensorBoard(Observer):
         self._write(Event(file_version="brain.Event:2"), Event(step=steps_done + 1, session_log=start))
 
     def stepped(self, report: StepReport) -> None:
-        """Write the points of a step."""
         if is_recorded(report, self._every):
             values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(report).items()]
             self._write(Event(step=report.step, summary=Summary(value=values)))

@@ -161,7 +161,6 @@ def _differentiate(
     enter: EnterPhase,
     pulse: RankPulse,
 ) -> tuple[StepResult, list[LayerLoad]]:
-    """Gradients and figures of a global batch."""
     # 2. Forward and backward, micro-batch by micro-batch.
     enter(Span.OPTIMIZER)
     with span(Span.ZERO):

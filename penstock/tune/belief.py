@@ -92,7 +92,6 @@ class TrialCandidate:
 
     @property
     def key(self) -> str:
-        """Names a candidate in files."""
         return " ".join(sorted(self.overrides))
 
     @property
@@ -116,7 +115,6 @@ class TrialCandidate:
 
     @property
     def choices(self) -> dict[str, str]:
-        """Values by field."""
         return dict(one.split("=", 1) for one in self.overrides)
 
 

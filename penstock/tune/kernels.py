@@ -265,9 +265,7 @@ class CallTimer(Protocol):
 
     rotation: int  # total bytes of the inputs of all calls
 
-    def __call__(self, calls: Sequence[Call]) -> float:
-        """Microseconds of one call."""
-        ...
+    def __call__(self, calls: Sequence[Call]) -> float: ...
 
 
 class GpuCallTimer:
@@ -349,5 +347,4 @@ def merged(old: Measurements | None, new: Measurements) -> Measurements:
 
 
 def winner(entry: OperatorTimes) -> str:
-    """The fastest backend of an entry."""
     return min(entry.microseconds, key=lambda backend: entry.microseconds[backend])

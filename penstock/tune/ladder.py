@@ -213,7 +213,6 @@ class SavedSteps:
         return [entry for entry in self.entries if entry["name"] not in names]
 
     def or_measured(self, measure: Measure) -> Measure:
-        """Measure only steps that are not in the file."""
         return lambda trial: self.results.get((trial.name, trial.overrides)) or measure(trial)
 
 

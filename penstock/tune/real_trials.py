@@ -116,7 +116,6 @@ class RealTrials:
     count: int = 0
 
     def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
-        """Train with the overrides of a candidate."""
         self.count += 1
         name = free_name(self.base.folder, f"trial-{self.count}")  # a killed search leaves the folder of a trial
         start = HANG * self.longest_start or self.first_limit

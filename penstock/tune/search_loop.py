@@ -75,7 +75,6 @@ class TrialResult:
 
     @property
     def step(self) -> float:
-        """Median seconds of a step."""
         return statistics.median(self.step_seconds)
 
     @property
@@ -287,7 +286,6 @@ class Search:
 
     @property
     def left(self) -> float:
-        """Seconds of the budget that are left."""
         return max(0.0, self.settings.budget_seconds - self.spent)
 
     @property
@@ -471,7 +469,6 @@ def _score(record: TrialRecord) -> float:
 
 
 def trial_key(candidate: TrialCandidate, number: int, *, is_whole: bool = False) -> str:
-    """Names a trial in a journal."""
     if is_whole:
         return f"{candidate.key} #whole"
     return candidate.key if number == 1 else f"{candidate.key} #{number}"

@@ -165,7 +165,6 @@ class CandidateSource:
         return list(kept.values())
 
     def around(self, leader: TrialCandidate) -> list[TrialCandidate]:
-        """Single changes of a leader."""
         base = with_overrides(self.run, leader.overrides)
         found = {one.key: one for change in self._changes() for one in self.changed(base, change, "change")}
         return list(found.values())

@@ -204,7 +204,6 @@ class DistributedFolder(WeightSource):
         return False
 
     def rows(self, name: str, rows: tuple[int, int]) -> Tensor:
-        """Rows [first, end) of a tensor."""
         return self[name][rows[0] : rows[1]]
 
     def __iter__(self) -> Iterator[str]:

@@ -57,11 +57,9 @@ class FirstRows:
     form: "Rearrangement"  # of these rows of all blocks together
 
     def read(self, stored: Tensor) -> Tensor:
-        """Rearrange the first rows of each block."""
         return self._apply(stored, self.form.read)
 
     def write(self, ours: Tensor) -> Tensor:
-        """And back."""
         return self._apply(ours, self.form.write)
 
     def _apply(self, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -77,11 +75,9 @@ class Nested:
     dim: int
 
     def read(self, stored: Tensor) -> Tensor:
-        """Leave it out."""
         return stored.squeeze(self.dim)
 
     def write(self, ours: Tensor) -> Tensor:
-        """Put it in."""
         return ours.unsqueeze(self.dim)
 
 
@@ -90,7 +86,6 @@ class Transposed:
     """The last two dims are swapped."""
 
     def read(self, stored: Tensor) -> Tensor:
-        """Swap them."""
         return stored.mT
 
     def write(self, ours: Tensor) -> Tensor:

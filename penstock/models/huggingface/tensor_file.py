@@ -106,7 +106,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
         return self.dtype.itemsize * prod(self.shape)
 
 
@@ -244,7 +243,6 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
         return self.dtype.itemsize * prod(self.shape)
 
 

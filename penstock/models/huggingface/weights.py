@@ -87,7 +87,6 @@ class WeightMapping:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor in the file."""
         rows, *rest = self.write(self.place(torch.empty(self.whole, device="meta"))).shape
         return (rows if self.division is None else self.division.rows, *rest)
 

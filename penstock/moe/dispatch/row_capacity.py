@@ -110,7 +110,6 @@ class CapacityTracker(nn.Module):
         return self.meter[0]
 
     def forget(self) -> None:
-        """Reset the meter."""
         self.meter.zero_()
 
     def widen(self, most: int) -> None:
@@ -182,7 +181,6 @@ class ActivationArena(CapacityTracker):
         self._left = 0  # layers of the pass that have no rows yet
 
     def join(self) -> None:
-        """Add a layer."""
         self.layers += 1
 
     def begin(self) -> None:

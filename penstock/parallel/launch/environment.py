@@ -39,12 +39,10 @@ class LaunchFacts:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether the run is on GPUs."""
         return self.vendor != "cpu"
 
     @property
     def cores_each(self) -> int:
-        """Cores of each process of this machine."""
         return max(1, self.cores // self.local_world)
 
 

@@ -87,7 +87,6 @@ class LocalLaunch:
 
 
 def facts_of_ranks(environment: Environment, processes: int, *, on_cpu: bool = False) -> LaunchFacts:
-    """Facts of so many ranks on this machine."""
     machine = replace(facts_of_machine(environment), world=processes, local_world=processes)
     return replace(machine, vendor="cpu") if on_cpu else machine
 
@@ -179,7 +178,6 @@ def _start(
 
 
 def start_rank(work: RankFunction, words: Sequence[str], variables: Mapping[str, str], lifeline: int) -> RankProcess:
-    """Start a rank as a program of its own."""
     target = f"{work.__module__}:{work.__qualname__}"
     # Without -P, Python would look for modules in the present folder first.
     command = [sys.executable, "-P", "-m", "penstock.parallel.launch.rank", str(lifeline), target, str(len(words))]

@@ -178,7 +178,6 @@ def _waiting_text(evidence: Evidence, times: Bottlenecks) -> str:
 
 
 def _late_text(late: Sequence[LateRank]) -> str:
-    """Each rank once, with all causes."""
     why = {"host": "its host", "experts": "its experts", "compute": "its computing", "unknown": "unknown why"}
     causes: dict[int, list[str]] = {}
     for one in late:

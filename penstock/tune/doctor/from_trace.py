@@ -283,7 +283,6 @@ def _is_pointwise(kernel: str) -> bool:
 
 
 def _launches(ranks: Sequence[RankAnalysis]) -> KernelLaunches:
-    """Sums over all ranks."""
     return KernelLaunches(
         kernels=sum(one.launches.kernel_count for one in ranks),
         small_kernels=sum(one.launches.short_count for one in ranks),
@@ -315,7 +314,6 @@ def _computing(one: RankAnalysis) -> dict[str, float]:
 
 
 def _by_kind(one: RankAnalysis, calls: CollectiveCalls) -> dict[str, float]:
-    """Exposed communication by kind."""
     gpu = one.trace.gpu
     exposed_us = np.bincount(one.phases.event, one.phases.exposed_us, len(gpu))
     mine = np.flatnonzero(calls.rank == calls.ranks.index(one.rank))
@@ -350,7 +348,6 @@ def kind_of(collective: str, kernel: str, phase: str = "") -> str:
 
 
 def _missing(answer: TraceAnalysis) -> list[str]:
-    """Information that the traces do not have."""
     told = []
     world, loaded = _world(answer), len(answer.loaded)
     has_communication = len(answer.collectives.calls) > 0

@@ -57,7 +57,6 @@ def between_steps_us(evidence: Evidence) -> float:
 
 
 def least_even(evidence: Evidence) -> str:
-    """The least even layer in words."""
     worst = max(evidence.facts.layer_loads, key=lambda one: one.computed, default=None)
     return "" if worst is None else f"the fullest rank of layer {worst.layer} has {worst.computed:.2f} times the mean"
 

@@ -35,7 +35,6 @@ NEAREST_STEPS = 4
 
 
 def is_run(path: Path) -> bool:
-    """Whether a path is the folder of a run."""
     return (path / RUN_FILE).is_file()
 
 

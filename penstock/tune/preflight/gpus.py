@@ -43,7 +43,6 @@ class Gpu:
 
 
 def read_gpus() -> list[Gpu]:
-    """Every GPU that PyTorch finds."""
     numbers, gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0), []
     for number in numbers:
         free, total = torch.cuda.mem_get_info(number)

@@ -63,7 +63,6 @@ def read_builds(root: Path = ROOT) -> Builds:
 
 
 def _driver(vendor: Vendor, root: Path) -> str:
-    """Version of the kernel driver."""
     if vendor == "nvidia":
         found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", read_text(root / "proc/driver/nvidia/version"))
         return found[1] if found else ""
