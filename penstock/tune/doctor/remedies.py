@@ -11,7 +11,6 @@ trace the change is in words; `what` always has the words. Rules that the plan h
 (`penstock.plan.rules`).
 """
 
-from dataclasses import replace
 from math import comb
 
 from penstock.base.numbers import bytes_text
@@ -64,18 +63,28 @@ def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]
     """All offered remedies, the largest gain first; a run that does not fit gets changes that free memory first."""
     facts = evidence.facts
     offered: list[Remedy] = []
-    for one in RULES:
-        if evidence.is_cpu and not one.on_cpu:
+    for entry in RULES:
+        if evidence.is_cpu and not entry.on_cpu:
             continue
-        change, what, gain_us = one.offer(evidence, bottlenecks) or NO_OFFER
+        change, what, gain_us = entry.offer(evidence, bottlenecks) or NO_OFFER
         if change is None or change in facts.lacking_bytes:
             continue
         if evidence.source == "plan" and change in facts.saved_seconds:  # the plan's saving limits the gain
             gain_us = min(gain_us, facts.saved_seconds[change] * 1e6)
-        offered.append(Remedy(change=change, what=what, gain_us=gain_us, rule=one.name, source=one.source, how=one.how))
-    worth = [replace(one, fits=bottlenecks.fits) for one in offered if bottlenecks.share(one.gain_us) >= WORTH_SAYING]
+        if bottlenecks.share(gain_us) >= WORTH_SAYING:
+            offered.append(
+                Remedy(
+                    change=change,
+                    what=what,
+                    gain_us=gain_us,
+                    rule=entry.name,
+                    source=entry.source,
+                    how=entry.how,
+                    fits=bottlenecks.fits,
+                )
+            )
     fitting = [] if bottlenecks.fits else make_it_fit(evidence)
-    return (*fitting, *sorted(worth, key=lambda one: -one.gain_us))
+    return (*fitting, *sorted(offered, key=lambda remedy: -remedy.gain_us))
 
 
 # Communication: fewer bytes, transfers during computing, no late rank.
@@ -87,7 +96,6 @@ def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]
     how="exposed all-to-all without waiting, times the copies of a token that disappear",
 )
 def symmetric(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """Symmetric dispatch sends each token once to each rank that needs it."""
     run = evidence.facts.run
     if not evidence.has_experts or (run is not None and run.parallel.expert == 1):
         return None
@@ -147,8 +155,7 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     how="waiting that these ranks caused by their experts; without such ranks, by the rows of the metrics",
 )
 def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """A router bias or an auxiliary loss evens out the rows of the experts."""
-    hot = [one for one in evidence.late if one.cause == "experts"]
+    hot = [rank for rank in evidence.late if rank.cause == "experts"]
     lost = min(losses.between_steps_us(evidence), losses.most_waiting_us(evidence, bottlenecks))
     if not hot and not lost:
         return None
@@ -175,7 +182,6 @@ def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     how="rows over the bound on each layer's fullest rank, times the mean rank's time in the experts, without copies",
 )
 def bounded_rows(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """Replicas of a few experts bound the rows of every rank."""
     run = evidence.facts.run
     if run is None or run.dispatch.balance != "none" or run.parallel.expert == 1:
         return None
@@ -191,8 +197,7 @@ def bounded_rows(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 
 @cpu_rule("no-rank-is-late", "the trace, waiting in collectives", how="waiting that these ranks caused")
 def late_rank(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """A rank that computes the same work more slowly needs repair."""
-    slow = [one for one in evidence.late if one.cause in ("compute", "unknown")]
+    slow = [rank for rank in evidence.late if rank.cause in ("compute", "unknown")]
     if not slow:
         return None
     return (
@@ -204,7 +209,6 @@ def late_rank(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 
 @cpu_rule("gathers-once-a-step", how="exposed gathers and scatters without waiting, times (1 - 1 / micro-batches)")
 def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """Sharding only the optimizer keeps the weights whole on each rank."""
     run = evidence.facts.run
     if run is None or evidence.facts.world is None or run.parallel.shard != "full":
         return None
@@ -225,7 +229,6 @@ def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     how="half of the exposed all-reduces without waiting",
 )
 def fewer_sums(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """A global batch twice as large needs half as many gradient sums for the same tokens."""
     run = evidence.facts.run
     if not evidence.trains or (run is not None and run.parallel.tensor * run.parallel.context > 1):
         return None
@@ -239,7 +242,6 @@ def fewer_sums(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 
 @rule("sums-over-many-in-fp32", how="half of the exposed gradient sums without waiting")
 def sums_in_two_bytes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """Few ranks can sum gradients in bfloat16."""
     run, world = evidence.facts.run, evidence.facts.world
     if run is None or world is None or run.parallel.reduce != "fp32":
         return None
@@ -258,7 +260,6 @@ def sums_in_two_bytes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | N
 
 @cpu_rule("stages-when-pipeline", how="half of the exposed messages between stages")
 def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """Two stages on each pipeline rank halve the bubble."""
     run = evidence.facts.run
     if run is None or run.parallel.pipeline == 1 or run.pipeline.stages_per_rank > 1:
         return None
@@ -279,7 +280,6 @@ def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     f"{losses.LAUNCHES_OF_PARTS:.0%} for parts), and for passes idle time behind waits for row counts",
 )
 def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """A graph launches the kernels of a pass in one call."""
     run, launches = evidence.facts.run, evidence.launches
     if launches is not None and launches.from_graphs > DOUBLED * launches.kernels:
         return None
@@ -301,7 +301,6 @@ def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 
 @cpu_rule("larger-passes", "launches of a pass do not depend on rows", how="half of the idle time before late launches")
 def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """Larger micro-batches need fewer launches for the same tokens."""
     facts = evidence.facts
     if facts.peak_bytes is not None and facts.capacity_bytes and facts.peak_bytes > DOUBLED * facts.capacity_bytes:
         return None
@@ -321,7 +320,6 @@ def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     how="idle time behind waits for row counts, and the waiting of others for ranks that these make late",
 )
 def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """With bounded buffers the host reads no row counts, so it never waits for the device."""
     run = evidence.facts.run
     if not evidence.has_experts or (run is not None and run.dispatch.sync_free >= 2):
         return None
@@ -335,8 +333,7 @@ def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 
 @cpu_rule("no-host-is-late", "the trace, waiting in collectives", how="waiting that these ranks caused by idle devices")
 def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """All ranks wait for a rank with a late host."""
-    late = [one for one in evidence.late if one.cause == "host"]
+    late = [rank for rank in evidence.late if rank.cause == "host"]
     if not late:
         return None
     change = None
@@ -353,7 +350,6 @@ def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 
 @cpu_rule("rows-ahead", "the trace, spans of data", how="idle time while the host fetches rows, and computing for it")
 def rows_ahead(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """Rows that are ready when a step begins cost no time."""
     ours = evidence.facts.run is not None
     return (
         "pack the rows once (penstock data pack)" if ours else "more workers of the data loader, rows prepared ahead",
@@ -367,7 +363,6 @@ def rows_ahead(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 
 @cpu_rule("selective-before-full", how="all recomputation")
 def recompute_less(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """Selective recomputation replaces that of whole layers."""
     run = evidence.facts.run
     if run is not None and not {"layer", "moe"} & set(run.recompute.modules):
         return None
@@ -380,7 +375,6 @@ def recompute_less(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None
 
 @rule("optimizer-on-the-device", how="copies with nothing beside them")
 def optimizer_on_device(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """Without offloading there are no copies to the host and back."""
     run = evidence.facts.run
     if run is None or not (run.offload.optimizer or run.offload.activations):
         return None
@@ -397,7 +391,6 @@ def optimizer_on_device(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer |
     how="computing, times the share that the same change was measured to save",
 )
 def kernels(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """Our kernels replace eager or fused PyTorch operators."""
     run = evidence.facts.run
     if run is None or run.kernels.all not in ("reference", "torch"):
         return None
@@ -439,7 +432,6 @@ def float8(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     how="time of each run of elementwise kernels beyond its longest kernel: a fused one reads and writes once",
 )
 def fuse(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """One kernel does the elementwise work of several in a row, and moves its data once."""
     run, kernels = evidence.facts.run, evidence.mean("pointwise_kernels")
     if bottlenecks.share(evidence.mean("pointwise_us")) < MUCH_POINTWISE:
         return None
@@ -459,7 +451,6 @@ def fuse(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     how="time in which the device computes and sends nothing while the host is in these copies",
 )
 def host_copies(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """A copy from pinned memory returns at once, so the host launches work beside it."""
     copy = evidence.host_copy
     if copy is None:
         return None
@@ -480,7 +471,6 @@ def host_copies(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     how="computing, times (1 - clock / highest clock): products follow the clock, memory-bound kernels less",
 )
 def power(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    """A board that may draw more keeps its clock; fewer bytes and bits draw less."""
     facts = evidence.facts.power
     if facts is None or not bottlenecks.power_us:
         return None
