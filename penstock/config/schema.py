@@ -131,7 +131,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return tuple(inner for one in get_args(annotation) for inner in _alternatives(one))
+        return tuple(inner for argument in get_args(annotation) for inner in _alternatives(argument))
     return (annotation,)
 
 

@@ -42,7 +42,9 @@ class Mixture(RowStream[MixedPosition]):
         assert len({component.name for component in components}) == len(components) > 0, "parts have names"
         self._components = tuple(components)
         self.vocab_size = max(component.stream.vocab_size for component in components)
-        self.fingerprint = fingerprint_of([(one.name, one.weight, one.stream.fingerprint) for one in components])
+        self.fingerprint = fingerprint_of(
+            [(component.name, component.weight, component.stream.fingerprint) for component in components]
+        )
 
     def start(self) -> MixedPosition:
         """Returns the position before the first row."""

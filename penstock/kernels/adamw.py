@@ -83,7 +83,7 @@ class StateTensor:
     @property
     def state(self) -> tuple[Tensor, ...]:
         """The tensors of `state_fields`."""
-        return tuple(vars(self)[one] for one in self.state_fields)
+        return tuple(vars(self)[state_field] for state_field in self.state_fields)
 
     @property
     def masters(self) -> int:

@@ -350,7 +350,7 @@ class _FanOut(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
-        found = [one for one in gradients if one is not None]
+        found = [gradient for gradient in gradients if gradient is not None]
         if len(found) == 3:
             return _sum(*found)
         return sum(found[1:], found[0]) if found else None  # two additions at most: torch's own

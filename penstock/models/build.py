@@ -171,7 +171,9 @@ def set_dtypes(run: Run, decoders: Collection[Decoder], axes: Axes, device: torc
         shared = {parameter for parameter, count in counts.items() if count > 1}
         for decoder in decoders:
             modules = list(decoder.modules())
-            routers = {one for module in modules if isinstance(module, TopKRouter) for one in module.parameters()}
+            routers = {
+                parameter for module in modules if isinstance(module, TopKRouter) for parameter in module.parameters()
+            }
             shard_fully(
                 units=[*decoder.blocks.values(), *decoder.mtp.values()],  # in the order of forward: FSDP2 prefetches
                 root=decoder,
@@ -214,9 +216,9 @@ def gather_in_float8(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
                 matrices, count = (module.gate_up_eFD, module.down_eDF), module.shapes["down_eDF"][0]
             else:
                 continue
-            if recipe is not None and all(isinstance(one, DTensor) for one in matrices):
+            if recipe is not None and all(isinstance(matrix, DTensor) for matrix in matrices):
                 dtype = compute_dtype(run)
-                module.gathered = tuple(Float8Shard(one, axis, recipe, rule, dtype, count) for one in matrices)
+                module.gathered = tuple(Float8Shard(matrix, axis, recipe, rule, dtype, count) for matrix in matrices)
 
 
 def compute_dtype(run: Run) -> torch.dtype:
@@ -245,7 +247,7 @@ def _arena(config: Model, layer_context: LayerContext) -> ActivationArena | None
     """The buffer in which the experts of a stage save their rows together; None if none of them may."""
     # Some layers may run in high precision while the others run in float8.
     contexts = (layer_context, replace(layer_context, float8=NO_FLOAT8))
-    if config.moe is None or not any(shares_arena(config.moe, one) for one in contexts):
+    if config.moe is None or not any(shares_arena(config.moe, context) for context in contexts):
         return None
     return ActivationArena(capacity_factor(layer_context.dispatch))
 

@@ -73,11 +73,13 @@ class Decoder(nn.Module):
         self.head = head
         self.mtp = nn.ModuleDict({str(depth): layer for depth, layer in mtp.items()})
         attentions = [block.attention for block in (*blocks.values(), *(layer.block for layer in mtp.values()))]
-        grouped = [one for one in attentions if isinstance(one, GroupedQueryLayer)]
+        grouped = [attention for attention in attentions if isinstance(attention, GroupedQueryLayer)]
         self.reached: Callable[[int], None] | None = None  # called when backward reaches a layer's output
         self.has_reach = any(one.reach is not None for one in grouped)  # a window or chunks
         self.scales_queries = any(one.scales_queries for one in grouped)
-        self.with_logits = tuple(one for one in attentions if isinstance(one, GroupedQueryLayer | LatentLayer))
+        self.with_logits = tuple(
+            attention for attention in attentions if isinstance(attention, GroupedQueryLayer | LatentLayer)
+        )
         self.has_bounds = layer_context.operators.bounded_attention is not None
         self.reads_tokens = any(config.is_hashed(layer) for layer in blocks)  # to choose experts
 
@@ -158,7 +160,7 @@ class Decoder(nn.Module):
             chooses = indexer is not None and not reads_all_keys(indexer, positions_BS.shape[1])
             has_bounds = self.has_bounds and not chooses
             # Beside attention between bounds, QK-clip alone reads the mask.
-            reads_mask = not has_bounds or any(one.logits is not None for one in self.with_logits)
+            reads_mask = not has_bounds or any(logits.logits is not None for logits in self.with_logits)
             gathers = chooses and indexer is not None and gathers_keys(indexer, self.layer_context)
             allowed_BSS = inputs.allowed_BSS() if reads_mask and not gathers else None
             context = ForwardContext(cos_BSP, sin_BSP, allowed_BSS, scope, inputs.parts)

@@ -45,7 +45,7 @@ def kernel_choices(run: Run, device: DeviceFacts) -> tuple[Choice, ...]:
     if run.training.deterministic:
         why = "training.deterministic, and Triton's sums are in any order"
         in_order = Choice("sparse", "both", "reference", why)
-        choices = tuple(in_order if (one.op, one.backend) == SUMS else one for one in choices)
+        choices = tuple(in_order if (choice.op, choice.backend) == SUMS else choice for choice in choices)
     stage = run.dispatch.sync_free
     if device.kind != "cpu" and run.model.moe is not None:
         for op, first in _host_counters(choices):

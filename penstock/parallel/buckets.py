@@ -131,12 +131,12 @@ def stripes_in_buckets(entries: Sequence[BucketEntry], ranks: int, values: int |
     columns = max(BUCKET_VALUES // ranks, ROW_VALUES) if values is None else max(values // ranks, 1)  # of a full bucket
     bucket: list[Stripe] = []
     filled = 0
-    for one in entries:
-        width, wide, narrow = _widths(one.whole, ranks)
+    for entry in entries:
+        width, wide, narrow = _widths(entry.whole, ranks)
         first = 0
         while first < width:
             end = min(width, first + columns - filled)
-            bucket.append(Stripe(one, width, wide, narrow, first, end, filled))
+            bucket.append(Stripe(entry, width, wide, narrow, first, end, filled))
             filled += end - first
             first = end
             if filled == columns:

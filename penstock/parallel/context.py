@@ -109,13 +109,13 @@ def nears_of(
         return (reach.size,)
     first_BS = first_keys(documents_BS, reach, layout.length, device)
     bounds = [AttentionBounds.of(first_BS[:, one.start : one.stop], one.stop, reach) for one in ranges]
-    return tuple(bounds) if kernel is not None else tuple(one.seen_BQK() for one in bounds)
+    return tuple(bounds) if kernel is not None else tuple(bound.seen_BQK() for bound in bounds)
 
 
 def held_positions(layer_context: LayerContext, held: int, device: torch.device) -> Tensor:
     """Where in the row the positions of this context-parallel rank stand, int64."""
     chunks = _layout(layer_context, held).chunks(layer_context.axes.context.rank)
-    return torch.cat([torch.arange(one.start, one.stop, device=device) for one in chunks])
+    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
 def _ranges(layer_context: LayerContext, layout: SequenceLayout) -> tuple[range, ...]:

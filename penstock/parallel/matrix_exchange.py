@@ -72,7 +72,7 @@ def _rectangles(
         place = place_on(grid, division.axis, rank) % division.ranks
         divide = rows_of_chunk if division.is_chunked else rows_of_shard
         rows = divide(prod(local_shape(shape, own)[:-1]), place, division.ranks)
-    return tuple(Rectangle(one.whole, one.sizes) for one in local_slices(shape, own, rows))
+    return tuple(Rectangle(local_slice.whole, local_slice.sizes) for local_slice in local_slices(shape, own, rows))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class MatrixExchange:
     ) -> None:
         self._stage, self._steps = axes.stage, steps
         rounds = _tasks(shards, axes, steps, values_per_round or ROUND_VALUES)
-        places = [_Places(one.part) for one in shards]
+        places = [_Places(shard.part) for shard in shards]
         prototype = shards[0].part.tensor.new_empty(0, dtype=dtype) if shards else torch.empty(0, dtype=dtype)
         self._rounds = [_Round(tasks, places, axes.stage.rank, axes.stage.size, prototype) for tasks in rounds]
 
@@ -155,7 +155,7 @@ def _tasks(shards: Sequence[MatrixShard], axes: Axes, steps: int, values_per_rou
     """All matrices of the stage in rounds; in each, those of one shape are neighbours."""
     stage = axes.stage
     by_matrix = [
-        stage_parts(one.matrices, _uncounted(one.cuts), one.division, axes.grid, stage.ranks) for one in shards
+        stage_parts(shard.matrices, _uncounted(shard.cuts), shard.division, axes.grid, stage.ranks) for shard in shards
     ]
     found = [
         (place, shards[place].matrices, number, parts)
@@ -255,7 +255,7 @@ class _Round:
         _copy(_slices(received_N, self._awaited), self._awaited)
 
     def _packed(self, values: Sequence[Tensor]) -> Tensor:
-        flat = self._prototype.new_empty(sum(one.numel() for one in values))
+        flat = self._prototype.new_empty(sum(value.numel() for value in values))
         _copy(values, _slices(flat, values))
         return flat
 

@@ -116,7 +116,7 @@ class ShardedTensor:
             return [(self.pieces[0], tensor)]
         assert tensor.is_contiguous(), "rectangles lie in a contiguous tensor"
         start = tensor.storage_offset()
-        return [(one, tensor.as_strided(one.sizes, one.strides, start + one.offset)) for one in self.pieces]
+        return [(piece, tensor.as_strided(piece.sizes, piece.strides, start + piece.offset)) for piece in self.pieces]
 
     def _plain(self, tensor: Tensor) -> "ShardedTensor":
         return replace(self, tensor=tensor, more=(), codec=None)

@@ -28,8 +28,11 @@ def differing_fields(projections: Sequence[Projection]) -> dict[str, list[str]]:
     """Fields of layouts (`pp`), then of runs (`a.b`), that differ: one text for each projection."""
     said = set(FIELDS.values())
     tables = [
-        {**asdict(one.layout), **{path: value for path, value in leaves(one.run).items() if path not in said}}
-        for one in projections
+        {
+            **asdict(projection.layout),
+            **{path: value for path, value in leaves(projection.run).items() if path not in said},
+        }
+        for projection in projections
     ]
     columns = {name: [table.get(name) for table in tables] for name in dict.fromkeys(chain(*tables))}
     return {

@@ -138,14 +138,14 @@ class TimeBounds:
         # Each norm reads and writes the residual stream at least once; a sum reads two tensors and writes one.
         moved = self._moved(own * hidden * 7)
         return WorkSeconds(
-            sum(one.forward for one in products) + core.forward + exchange + moved,
-            sum(one.backward for one in products) + core.backward + exchange + moved,
+            sum(product.forward for product in products) + core.forward + exchange + moved,
+            sum(product.backward for product in products) + core.backward + exchange + moved,
         )
 
     def _by_heads(self, heads: tuple[int, int], cp: int) -> bool:
         """Context-parallel ranks exchange positions for heads."""
         method = self._run.parallel.context_method
-        return method == "ulysses" or (method == "auto" and not any(one % cp for one in heads))
+        return method == "ulysses" or (method == "auto" and not any(head % cp for head in heads))
 
     def _context(self, tokens: int, heads: tuple[int, int], widths: tuple[int, int], ranks: tuple[int, int]) -> float:
         """Exchanges of context-parallel ranks in one pass, where they exchange heads; gathers are left out."""
@@ -153,7 +153,7 @@ class TimeBounds:
         if cp == 1 or not self._by_heads(heads, cp):
             return 0.0
         parts = (own * widths[0], kv * widths[0], kv * widths[1], own * widths[1])
-        return sum(self._exchange("all-to-all", tokens * one, cp, tp) for one in parts)
+        return sum(self._exchange("all-to-all", tokens * part, cp, tp) for part in parts)
 
     def _core(self, rows: int, heads: tuple[int, int], widths: tuple[int, int], ranks: tuple[int, int]) -> WorkSeconds:
         """Scores and weighted values of a layer that attends to the whole row."""

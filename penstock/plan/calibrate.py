@@ -409,7 +409,7 @@ def measured_hardware(
     links = [*(in_node or {}).items(), *transfers.items()]
     node = _node(transfers, in_node or {}, measured) if known is None else known.node
     collectives = tuple(_collective_rate(kind, points, node, measured) for kind, points in links)
-    fresh = {(one.kind, one.reach) for one in collectives}
+    fresh = {(collective.kind, collective.reach) for collective in collectives}
     kept = () if known is None else known.collectives
     reserve = RESERVE_SHARE if known is None else known.overhead.reserve_share
     # A CPU's host memory is its own; the link of a GPU is not measured.

@@ -188,7 +188,7 @@ class SearchSpace:
             )
             shapes, shards, rows = self._schedules(pp), self._shards(), self._rows()
             every = [replace(base, ep=ep, etp=etp) for ep, etp in self._pairs(base, "ep", "etp", "edp")]
-            variants = sum(len(one.stages) for sizes in every for one in self._dispatches(sizes))
+            variants = sum(len(dispatch.stages) for sizes in every for dispatch in self._dispatches(sizes))
             each = len(shapes) * len(shards) * len(rows) * len(self.savings)
             dense = [
                 (one.tp, one.cp)
@@ -198,12 +198,12 @@ class SearchSpace:
             experts = tuple(
                 found
                 for sizes in every
-                for one in self._dispatches(sizes)
-                if (found := self._legal_experts(sizes, one, each * len(dense))) is not None
+                for dispatch in self._dispatches(sizes)
+                if (found := self._legal_experts(sizes, dispatch, each * len(dense))) is not None
             )
             if not dense or not experts:
                 continue
-            left = sum(len(one.stages) for one in experts) * len(self.savings)
+            left = sum(len(expert.stages) for expert in experts) * len(self.savings)
             legal = np.zeros((len(dense), len(shards), len(rows), len(shapes)), bool)
             # Schedules and micro-batches read the data-parallel ranks, not how tensor and context ranks share the rest.
             data = Counter(base.world // (pp * tp * cp) for tp, cp in dense)
@@ -299,11 +299,11 @@ class SearchSpace:
         found = []
         for name in names if wanted is None else (wanted,) if wanted in names else ():
             # Over nodes a stage decides what is sent; elsewhere it decides the size of buffers and the waits only.
-            groups = [(one,) for one in stages] if name == "hierarchical" else [stages]
+            groups = [(stage,) for stage in stages] if name == "hierarchical" else [stages]
             found += (
                 [Experts(ep, etp, name, (0,))]
                 if name == "local" and stage is None
-                else [Experts(ep, etp, name, one) for one in groups]
+                else [Experts(ep, etp, name, group) for group in groups]
             )
         # What cannot be had is left to the rules.
         return found or [Experts(ep, etp, wanted or names[0], stages)]

@@ -112,13 +112,13 @@ class RankState:
     def parts(self, stages: Sequence[StageContents]) -> dict[str, int]:
         """Parts of a rank with these stages, and how many of each; an embedding is never held twice."""
         mtp = self.run.model.mtp_layers
-        has_head = any(one.head for one in stages)
-        needs_embedding = any(one.embed for one in stages) or (
+        has_head = any(stage.head for stage in stages)
+        needs_embedding = any(stage.embed for stage in stages) or (
             has_head and (mtp > 0 or self.run.model.tie_word_embeddings)
         )
         counts = Counter({"embed": int(needs_embedding), "mtp": int(has_head and mtp > 0), "head": int(has_head)})
-        for one in stages:
-            for kind, count in one.layers:
+        for stage in stages:
+            for kind, count in stage.layers:
                 counts[kind] += count
         return {kind: count for kind, count in counts.items() if count}
 
@@ -195,7 +195,7 @@ class ComposedRun:
         inner = [
             place
             for place in range(self.grid.pipeline)
-            if not any(one.embed or one.head for one in self.contents_at(place))
+            if not any(content.embed or content.head for content in self.contents_at(place))
         ]
         return inner or range(self.grid.pipeline)
 
@@ -305,7 +305,7 @@ class ComposedTimes:
         found = 0.0
         for place in places:
             own = composed.stages_of(place)
-            before = [known[one] for one in composed.contents[: min(own)] if one in known]
+            before = [known[content] for content in composed.contents[: min(own)] if content in known]
             ramp = sum(one.forward.seconds for one in before)
             if composed.shape is None or not composed.shape.splits_backward:
                 ramp += sum(one.backward.seconds for one in before)
@@ -323,7 +323,7 @@ class ComposedTimes:
         axes = composed.axes
         schedule = self._schedule(run, axes)
         assert schedule is not None, "a pipeline has a schedule"
-        stages = dict(enumerate(known[one] for one in composed.contents))
+        stages = dict(enumerate(known[content] for content in composed.contents))
         send = send_seconds(run, self.cluster, axes, self._hardware_times.transfers)
         costs = clock_costs(stages, send, (0,) * len(stages), OVERLAP_GAIN)
         return play(schedule, costs).span + update

@@ -327,7 +327,7 @@ class Composer:
         """
         assert is_composable(run), f"{run.name} has layers that differ from others of their kind"
         if closely:
-            self.prefetch((run, *self._shown_by(one)) for one in set(self.contents(run)))
+            self.prefetch((run, *self._shown_by(content)) for content in set(self.contents(run)))
         return self._compose(run, grid, closely=closely)
 
     def _compose(self, run: Run, grid: Grid, *, closely: bool) -> ComposedRun:
@@ -432,7 +432,7 @@ class Composer:
             if kind not in by_kind:
                 # Leading layers do not depend on the experts.
                 first = self.proxy(run if closely else self._alone(run), "first").stage
-                by_kind[kind] = next(one for one in first.pieces if one.name == kind)
+                by_kind[kind] = next(piece for piece in first.pieces if piece.name == kind)
         middle = [by_kind[kind] for kind, count in contents.layers for _ in range(count)]
         return StageActivations(number=0, pieces=(begin, *middle, end), weight=stage.weight)
 

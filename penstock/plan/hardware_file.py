@@ -164,9 +164,11 @@ def read_hardware(path: Path) -> Hardware:
     collectives = _collectives(lists["collective"], path)
     measured = [_measured(table, f"{path}: measured {at}") for at, table in enumerate(lists["measured"], start=1)]
     if like is not None:
-        own = {(one.kind, one.reach) for one in collectives}
+        own = {(collective.kind, collective.reach) for collective in collectives}
         theirs = _assumed_as(like)
-        collectives += [one for one in theirs.collectives if (one.kind, one.reach) not in own]
+        collectives += [
+            collective for collective in theirs.collectives if (collective.kind, collective.reach) not in own
+        ]
         if (kernels, head.peaks.bf16) == (like.kernels, like.peaks.bf16):
             measured += [one for one in theirs.measured if POINTS[one.operator] is not TransferPoint]
     fields = dict(head) | {"kernels": kernels}
@@ -195,7 +197,9 @@ def _assumed_as(other: Hardware) -> Hardware:
         for name, value in vars(other).items()
         if isinstance(value, SourcedTable)
     }
-    collectives = tuple(one.model_copy(update={"source": source(one.source)}) for one in other.collectives)
+    collectives = tuple(
+        collective.model_copy(update={"source": source(collective.source)}) for collective in other.collectives
+    )
     measured = tuple(replace(one, source=source(one.source)) for one in other.measured)
     return replace(other, **fields, collectives=collectives, measured=measured)
 
@@ -238,7 +242,7 @@ def hardware_text(hardware: Hardware, comment: Sequence[str] = ()) -> str:
     head = {name: vars(hardware)[name] for name in _Head.model_fields if vars(hardware)[name] != ""}
     tree = {name: _as_table(value) if isinstance(value, Section) else value for name, value in head.items()}
     if hardware.collectives:
-        tree["collective"] = [_as_table(one) for one in hardware.collectives]
+        tree["collective"] = [_as_table(collective) for collective in hardware.collectives]
     if hardware.measured:
         tree["measured"] = [
             {"operator": one.operator, "source": one.source, "points": [_as_table(point) for point in one.points]}

@@ -272,7 +272,7 @@ def _units(shape: PipelineShape, rank: int) -> list[ActionUnit]:
     phrases = GRAMMARS[shape.name](shape.ranks, rank, shape.stages_per_rank, shape.micro_batches)
     groups = 1 if shape.name == "gpipe" else groups_to_fill(shape.ranks, shape.micro_batches)
     actions = spell(phrases, shape.stages_of(rank), shape.micro_batches, groups)
-    return [((one.stage, one.kind),) for one in actions]
+    return [((action.stage, action.kind),) for action in actions]
 
 
 @cache

@@ -72,17 +72,17 @@ class RecordedLoads:
     def _ranks(self, ranks: int, rule: ReplicaRule | None, rows: int) -> RankLoads:
         found = [[_scaled(slots_E, rows) for slots_E in layers_E] for layers_E in self.steps_LE]
         plain = ReplicaRule(experts=self.experts, groups=ranks, slots=0)
-        loads = [[group_loads(one, plain) for one in layers] for layers in found]
+        loads = [[group_loads(layer, plain) for layer in layers] for layers in found]
         replicas, busiest = [0], [0]
         if rule is not None:
-            placed = [[place_replicas(one, rule)[0] for one in layers] for layers in found]
-            each = [one for layers in placed for one in layers]
+            placed = [[place_replicas(layer, rule)[0] for layer in layers] for layers in found]
+            each = [layer for layers in placed for layer in layers]
             replicas = [sum(map(len, one.replicas)) for one in each]
             busiest = [max(one.most_slots, _most_sent(one.replicas, rule)) for one in each]
-            loads = [[one.loads for one in layers] for layers in placed]
+            loads = [[layer.loads for layer in layers] for layers in placed]
         mean = rows / ranks
         return RankLoads(
-            fullest=fmean(max(one) for layers in loads for one in layers) / mean,
+            fullest=fmean(max(layer) for layers in loads for layer in layers) / mean,
             most=fmean(max(map(fmean, zip(*layers, strict=True))) for layers in loads) / mean,
             replicas=fmean(replicas),
             busiest=fmean(busiest),
@@ -109,7 +109,7 @@ def read_loads(path: Path) -> RecordedLoads:
         steps = tuple(tuple(map(_slots, line["layers"])) for line in lines)
     except (ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{file} has a line that is no line of metrics", got=error) from error
-    shapes = {(len(one), len(slots)) for one in steps for slots in one}
+    shapes = {(len(step), len(slots)) for step in steps for slots in step}
     if len(shapes) != 1 or not all(steps):
         raise RunFolderError(
             f"{file} lists no loads of experts", fix="record them: penstock train writes them in steps 1, 2, 4, 8, ..."

@@ -295,13 +295,13 @@ def _sharded_state(
     set_dtypes(run, decoders.values(), axes, HOME)
     # A second set of decoders, sharded by FSDP2, for the optimizer's state only.
     shards = param_shards(decoders.values(), axes)
-    sharded = frozenset(one.name for one in shards if isinstance(one.parameter, DTensor))
+    sharded = frozenset(shard.name for shard in shards if isinstance(shard.parameter, DTensor))
     return sharded, MasterAdamW(shards, run.optimizer, parallel=run.parallel, axes=axes, offload=run.offload)
 
 
 def _optimizer(run: Run, axes: Axes, decoders: Mapping[int, Decoder], sharded: frozenset[str]) -> MasterAdamW | None:
     """The optimizer of the parameters that are not sharded; None if all are."""
-    shards = [one for one in param_shards(decoders.values(), axes) if one.name not in sharded]
+    shards = [param_shard for param_shard in param_shards(decoders.values(), axes) if param_shard.name not in sharded]
     if not shards:
         return None
     parallel = _unsharded(run).parallel if sharded else run.parallel

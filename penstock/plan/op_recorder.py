@@ -260,15 +260,15 @@ class OpRecorder(_Mode):
             # A result in an argument's storage appears once.
             known = {tensor.untyped_storage()._cdata for tensor in arguments}
             read = () if name in _SHAPED_LIKE else arguments
-            made = (one for one in _tensors_in((result,)) if one.untyped_storage()._cdata not in known)
+            made = (tensor for tensor in _tensors_in((result,)) if tensor.untyped_storage()._cdata not in known)
             self._recorded.append(_op_of(name, (*read, *made), (), group))
         return result
 
     def _group(self, arguments: Iterable[Any]) -> RankGroup:
         (script,) = (
-            one
-            for one in arguments
-            if isinstance(one, torch.ScriptObject) and one._type().name() == "ProcessGroup"  # type: ignore[attr-defined]
+            argument
+            for argument in arguments
+            if isinstance(argument, torch.ScriptObject) and argument._type().name() == "ProcessGroup"  # type: ignore[attr-defined]
         )
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(script))
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
@@ -359,7 +359,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], argumen
     if (specs := known.get(key)) is None:
         result = func(*args, **kwargs)
         made = result if isinstance(result, tuple) else (result,)
-        given = {one.untyped_storage()._cdata for one in arguments}
+        given = {argument.untyped_storage()._cdata for argument in arguments}
         if all(isinstance(one, Tensor) and one.is_meta and one.untyped_storage()._cdata not in given for one in made):
             known[key] = tuple((tuple(one.shape), one.stride(), one.dtype) for one in made)
         return result
@@ -373,7 +373,7 @@ def _results_of(func: Any) -> dict[Any, tuple[_Spec, ...]] | None:
     schema = func._schema
     values = [*schema.arguments, *schema.returns]
     are_tensors = all(str(one.type) == "Tensor" for one in schema.returns)
-    is_new = schema.name.startswith("aten::") and are_tensors and all(one.alias_info is None for one in values)
+    is_new = schema.name.startswith("aten::") and are_tensors and all(value.alias_info is None for value in values)
     return {} if is_new else None
 
 

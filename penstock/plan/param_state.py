@@ -208,23 +208,23 @@ def facts_of(rank: MetaRank) -> ParamsByKind:
                 copies.update(
                     {f"{path}.{name}": (size, () if k else ops) for k, (name, size) in enumerate(sizes.items())}
                 )
-    for one in param_shards(rank.decoders.values(), rank.axes):
-        kind, path = kind_of(one.name)
+    for param_shard in param_shards(rank.decoders.values(), rank.axes):
+        kind, path = kind_of(param_shard.name)
         facts = found.setdefault(kind, {})
         if kind not in OTHERS and any(not name.startswith(path) for name in facts):
             continue
-        width = row_width(tuple(one.parameter.shape))
-        copied, quantize_ops = copies.get(one.name, (0, ()))
-        facts[one.name] = ParamFacts(
-            rows=one.parameter.numel() // width,
+        width = row_width(tuple(param_shard.parameter.shape))
+        copied, quantize_ops = copies.get(param_shard.name, (0, ()))
+        facts[param_shard.name] = ParamFacts(
+            rows=param_shard.parameter.numel() // width,
             width=width,
-            itemsize=one.parameter.dtype.itemsize,
-            is_expert=one.data is rank.axes.expert_data,
-            is_sharded=one.name in rank.sharded,
-            is_partial=any(axis.name == "tensor" for axis in one.partial),
+            itemsize=param_shard.parameter.dtype.itemsize,
+            is_expert=param_shard.data is rank.axes.expert_data,
+            is_sharded=param_shard.name in rank.sharded,
+            is_partial=any(axis.name == "tensor" for axis in param_shard.partial),
             copy_bytes=copied,
             quantize_ops=quantize_ops,
-            **(_of_muon(one) if rank.run.optimizer.method == "muon" else {}),
+            **(_of_muon(param_shard) if rank.run.optimizer.method == "muon" else {}),
         )
     return {kind: tuple(facts.values()) for kind, facts in found.items()}
 
@@ -522,5 +522,5 @@ def _moving(name: str, values: int, itemsizes: tuple[int, ...]) -> RecordedOp:
 
 def _message(name: str, values: tuple[int, ...], sizes: tuple[int, ...], group: RankGroup) -> RecordedOp:
     return RecordedOp(
-        name, shapes=tuple((one,) for one in values), sizes=sizes, itemsize=sizes[0] // values[0], group=group
+        name, shapes=tuple((value,) for value in values), sizes=sizes, itemsize=sizes[0] // values[0], group=group
     )

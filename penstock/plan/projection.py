@@ -268,7 +268,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "model": plan.model,
         "hardware": plan.cluster.hardware.name,
         "world": plan.cluster.devices,
-        "candidates": [candidate_json(one) for one in plan.candidates],
+        "candidates": [candidate_json(candidate) for candidate in plan.candidates],
         "close": [candidate_json(one) for one in plan.close],
         "nearest": None if plan.nearest is None else candidate_json(plan.nearest),
         "helps": list(plan.helps),

@@ -199,8 +199,8 @@ class _Search:
         tries = self._tries(divisions)
         if self._first_fit(tries) is None:
             self._save_most(divisions)
-        kept = [one.where(self._bounds.ideal_seconds(one) < self._cutoff()) for one in divisions]
-        waiting = [one for f in range(len(kept)) for one in self._groups(f, kept[f])]
+        kept = [division.where(self._bounds.ideal_seconds(division) < self._cutoff()) for division in divisions]
+        waiting = [group for f in range(len(kept)) for group in self._groups(f, kept[f])]
         self._best_first(kept, waiting)
         best = self._candidates()
         nearest = None if best else self._nearest()
@@ -342,7 +342,7 @@ class _Search:
                     dense, experts, shard, rows = place
                     stages = every.family.experts[experts].stages
                     found += [
-                        (memory, SearchNode(f, shape, saving, dense, experts, shard, rows, one)) for one in stages
+                        (memory, SearchNode(f, shape, saving, dense, experts, shard, rows, stage)) for stage in stages
                     ]
         smallest = [_Waiting(0.0, 1, node) for _, node in heapq.nsmallest(MOST_SAVING, found)]
         for number, (*_, node) in enumerate(smallest):
@@ -364,7 +364,7 @@ class _Search:
     def _groups(self, f: int, divisions: Divisions) -> Iterator[_Waiting]:
         """Layouts of a family with one shape, saving and division of the experts, by the least bound of those."""
         family, savings = divisions.family, self._space.savings
-        stages = np.array([len(one.stages) for one in family.experts])
+        stages = np.array([len(expert.stages) for expert in family.experts])
         for shape in range(len(family.shapes)):
             if not divisions.legal(shape).any():
                 continue
@@ -452,7 +452,7 @@ class _Search:
         size = composed.fullest_of(range(grid.pipeline))
         if size <= self._limit * SURE and size * SURE > self._limit:
             # So near the limit rare stages matter.
-            size = max(one.total for one in self._composer.memories(run, grid))
+            size = max(memory.total for memory in self._composer.memories(run, grid))
         if size > self._limit:
             return self._refuse_large(node, sizes, composed, size)
         if (over := composed.most_host_bytes - self._host_limit) > 0:

@@ -241,7 +241,7 @@ class SpaceBounds:
             some = np.isin(counts, [one for one, other in alike.items() if other == number])
             moments = self._in_flight(family.pp, name, vpp, number, closely=held.shape[-1] > 2)
             # The most of all moments at which a place may be fullest.
-            found[some] += np.stack([(ways[some] @ one.T).max(1) for one in moments], 1)
+            found[some] += np.stack([(ways[some] @ moment.T).max(1) for moment in moments], 1)
         if not saving.offload:
             return found.max(1)
         hardware = self._cluster.hardware
@@ -261,7 +261,7 @@ class SpaceBounds:
         found = []
         places = self._places(pp, schedule, vpp)
         for numbers, stages in zip(places.numbers, places.stages, strict=True):
-            layers = np.stack([self._work([one])[: len(self._kinds)] for one in stages])
+            layers = np.stack([self._work([stage])[: len(self._kinds)] for stage in stages])
             passes = {(at, kind): self._of_pass(one, kind) for at, one in enumerate(stages) for kind in Kind}
             moments: dict[tuple[tuple[int, Kind], ...], list[np.ndarray]] = {}
             if schedule == NO_PIPELINE:
@@ -324,14 +324,14 @@ class SpaceBounds:
         shared, counted = own.launches > 0, self._least(family.experts)
         of_places = [ranks[place] for place in divisions.places[:, 0].tolist()]
         sums = {
-            name: vars(own)[name] + np.stack([vars(one)[name] for one in of_places]) - shared * vars(whole)[name]
+            name: vars(own)[name] + np.stack([vars(bounds)[name] for bounds in of_places]) - shared * vars(whole)[name]
             for name in ("fixed", "linear", "launches")
         }
         has_own = own.launches[:, :1] > 0
-        kept = own.kept + np.stack([one.kept for one in of_places]) - has_own * whole.kept
+        kept = own.kept + np.stack([bounds.kept for bounds in of_places]) - has_own * whole.kept
         if "layer" in recompute:
             kept[..., :2] = own.kept[:, :2]
-        is_alone = np.array([one is whole for one in of_places])[:, None]
+        is_alone = np.array([bounds is whole for bounds in of_places])[:, None]
         kept[..., :2] *= SCALED
         kept[..., 2:] = np.maximum(0.0, kept[..., 2:]) * np.where(is_alone, SCALED, SCALED_PEAKS)[:, None]
         more = sums["fixed"] - counted.fixed + tokens * (sums["linear"] - counted.linear)
@@ -344,7 +344,7 @@ class SpaceBounds:
         )
         rows = np.array(family.rows)[divisions.places[:, 3]]
         beside = SCALED * own.symmetric * divisions.tokens
-        beside += divisions.micro_batches * rows * np.array([one.batch for one in of_places])
+        beside += divisions.micro_batches * rows * np.array([bounds.batch for bounds in of_places])
         return Scaled(closer, tokens * kept, beside)
 
     def closer(self, scaled: Scaled, shape: int, saving: Saving) -> tuple[np.ndarray, np.ndarray]:
@@ -420,10 +420,10 @@ class SpaceBounds:
     def _work(self, contents: Sequence[StageContents]) -> np.ndarray:
         """Parts that some stages compute."""
         found = np.zeros(len(self.parts))
-        for one in contents:
-            for kind, count in self._layers_of(one):
+        for content in contents:
+            for kind, count in self._layers_of(content):
                 found[self.parts.index(kind)] += count
-            found[-2:] += one.embed, one.head
+            found[-2:] += content.embed, content.head
         return found
 
     def _make_least(self, experts: tuple[Experts, ...]) -> Reference:
@@ -431,7 +431,7 @@ class SpaceBounds:
 
         One rank with all experts sends nothing. Where each expert has operators of its own, the most ranks have fewest.
         """
-        found, most = self._reference(ALONE, (1, 1), (), False), max(one.ep for one in experts)
+        found, most = self._reference(ALONE, (1, 1), (), False), max(expert.ep for expert in experts)
         for divided in (experts_of for experts_of in experts if (experts_of.ep, experts_of.etp) == (most, 1)):
             try:
                 one = self._reference(divided, (1, 1), (), False)
@@ -447,11 +447,13 @@ class SpaceBounds:
     def _counts(self, contents: Sequence[StageContents]) -> np.ndarray:
         """Parts that a rank with some stages holds: the embedding once, and prediction depths with the head."""
         found, model = np.zeros(len(self.parts)), self._run.model
-        for one in contents:
-            for kind, count in one.layers:
+        for content in contents:
+            for kind, count in content.layers:
                 found[self.parts.index(kind)] += count
-            found[-1] += one.head
-            found[-2] = max(found[-2], one.embed or (one.head and (model.mtp_layers > 0 or model.tie_word_embeddings)))
+            found[-1] += content.head
+            found[-2] = max(
+                found[-2], content.embed or (content.head and (model.mtp_layers > 0 or model.tie_word_embeddings))
+            )
         return found
 
     def _make_places(self, pp: int, schedule: str, vpp: int) -> Places:
@@ -477,7 +479,7 @@ class SpaceBounds:
 
     def _ffn(self, experts: tuple[Experts, ...], is_moe: bool, tokens: int, tp: int, accumulates: bool) -> np.ndarray:
         """Of each division of the experts: forward, backward, and forward of what `_CONTAIN` names."""
-        found = [self._times.ffn(is_moe, tokens, tp, one, accumulates) for one in experts]
+        found = [self._times.ffn(is_moe, tokens, tp, expert, accumulates) for expert in experts]
         return np.array([(one.forward, one.backward, one.again, one.again * is_moe, one.activation) for one in found])
 
     def _fsdp_seconds(self, family: LayoutSet, places: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -509,7 +511,8 @@ class SpaceBounds:
         shards = np.array(family.shards)[places[:, 2]]
         found = np.zeros((len(places), len(self.parts)))
         of_dense = self._message_seconds(tuple(tp for tp, _ in family.dense), world, most)[places[:, 0]]
-        of_experts = self._message_seconds(tuple(one.ep * one.etp for one in family.experts), world, most)[places[:, 1]]
+        sizes = tuple(expert.ep * expert.etp for expert in family.experts)
+        of_experts = self._message_seconds(sizes, world, most)[places[:, 1]]
         for k, part in enumerate(self.parts):
             moved, sent = np.zeros((2, len(places)))
             for fact in (*self._facts[part], *(self._facts.get("mtp", ()) if part == HEAD else ())):
@@ -548,13 +551,13 @@ class SpaceBounds:
         """Bytes of parameters by part that stay on the device, that can go to the host, and that FSDP2 gathers."""
         world = self._cluster.devices // family.pp
         tp = np.array([size for size, _ in family.dense])[places[:, 0]]
-        own = np.array([one.ep * one.etp for one in family.experts])[places[:, 1]]
+        own = np.array([expert.ep * expert.etp for expert in family.experts])[places[:, 1]]
         shards = np.array(family.shards)[places[:, 2]]
         most = self._run.parallel.shard_size or world
         state, movable, whole = np.zeros((3, len(places), len(self.parts)))
         for k, part in enumerate(self.parts):
             mtp = self._facts.get("mtp", ()) if part == HEAD else ()
-            for fact, is_mtp in (*((one, False) for one in self._facts[part]), *((one, True) for one in mtp)):
+            for fact, is_mtp in (*((fact, False) for fact in self._facts[part]), *((one, True) for one in mtp)):
                 ranks = own if fact.is_expert else tp
                 holders = np.where(shards == "none", 1, np.minimum(world // ranks, most))
                 # FSDP2 leaves alone what one rank holds.

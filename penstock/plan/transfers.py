@@ -151,9 +151,9 @@ class TransferTimes:
         return bandwidth
 
     def _find(self, kind: CollectiveKind, reach: Literal["node", "cluster"]) -> CollectiveRate:
-        for one in self._hardware.collectives:
-            if (one.kind, one.reach) == (kind, reach):
-                return one
+        for collective in self._hardware.collectives:
+            if (collective.kind, collective.reach) == (kind, reach):
+                return collective
         raise HardwareError(
             f"nothing is known of {kind} in a {reach} of {self._hardware.name}",
             fix="measure it with `penstock calibrate --processes N`, or write a [[collective]] into a file of your own",

@@ -74,7 +74,7 @@ class ChoiceRecorder:
         self._given = given
         self._seen: dict[Place, list[Choices]] = defaultdict(list)
         self._last: dict[int, Tensor] = {}  # by layer, logits of the call that runs
-        for router in (one for model in modules for one in model.modules() if isinstance(one, TopKRouter)):
+        for router in (module for model in modules for module in model.modules() if isinstance(module, TopKRouter)):
             if router.table_VK is None:  # a table of token ids chooses the same on every layout
                 self._watch(router)
 
@@ -167,7 +167,9 @@ def first_flip(got: Iterable[Mapping[Place, Choices]], expected: Mapping[Place, 
 
 def least_margin(choices: Mapping[Place, Choices]) -> float:
     """The least margin of all tokens."""
-    return min((float(one.margins_T.min()) for one in choices.values() if len(one.margins_T)), default=float("inf"))
+    return min(
+        (float(choice.margins_T.min()) for choice in choices.values() if len(choice.margins_T)), default=float("inf")
+    )
 
 
 def _joined(seen: list[Choices]) -> Choices:

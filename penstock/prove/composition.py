@@ -96,7 +96,7 @@ class Composition:
         It reads a row at a time unless losses depend on the rows of a micro-batch.
         """
         definitions = DEFINITIONS if self.device == "cuda" else ()
-        kept = [one for one in self.overrides if not is_of_layout(one)]
+        kept = [override for override in self.overrides if not is_of_layout(override)]
         if not reads_micro_batches(self.run):
             kept = [one for one in kept if not one.startswith("training.micro_batch=")]
         return (*kept, *definitions)
@@ -104,11 +104,11 @@ class Composition:
     @property
     def then(self) -> "Composition | None":
         """The layout in which the second half of the steps runs; None if it is the same."""
-        found = [one for one in self.overrides if one.startswith(THEN)]
+        found = [override for override in self.overrides if override.startswith(THEN)]
         if not found:
             return None
         ranks, *words = found[-1].removeprefix(THEN).split()
-        kept = tuple((one,) for one in self.overrides if not is_of_layout(one))
+        kept = tuple((override,) for override in self.overrides if not is_of_layout(override))
         return replace(self, ranks=int(ranks), settings=(*kept, *((word,) for word in words)))
 
     @property
@@ -120,7 +120,7 @@ class Composition:
     @property
     def capture(self) -> str:
         """What graphs hold; empty for eager passes."""
-        found = [one for one in self.overrides if one.startswith("graphs.capture=")]
+        found = [override for override in self.overrides if override.startswith("graphs.capture=")]
         return found[-1].partition("=")[2].replace("none", "") if found else ""
 
     @cached_property
@@ -145,7 +145,7 @@ def is_of_layout(override: str) -> bool:
 
 def of_run(overrides: Sequence[str]) -> tuple[str, ...]:
     """Those that are fields of a run."""
-    return tuple(one for one in overrides if not one.startswith("prove."))
+    return tuple(override for override in overrides if not override.startswith("prove."))
 
 
 def reads_micro_batches(run: Run) -> bool:
@@ -159,12 +159,12 @@ def reads_micro_batches(run: Run) -> bool:
 
 def composition_of(ranks: int, overrides: Sequence[str], device: Device = "cpu") -> Composition:
     """A composition of overrides, each a setting."""
-    return Composition(ranks, tuple((one,) for one in overrides), device)
+    return Composition(ranks, tuple((override,) for override in overrides), device)
 
 
 def refusal(composition: Composition) -> str | None:
     """The line with which rules refuse a composition, or why it need not equal one process; else None."""
-    if (unknown := next((one for one in composition.overrides if _is_unknown(one)), None)) is not None:
+    if (unknown := next((override for override in composition.overrides if _is_unknown(override)), None)) is not None:
         return f"no such setting: {unknown}"
     try:
         then = composition.then

@@ -184,7 +184,7 @@ def draw_graphs(seed: int, number: int, gpus: int) -> Composition:
     left = ("training.global_batch=8", "training.micro_batch=", IN_ORDER, THEN, *BF16)
     left += ("kernels.all=torch", "kernels.attention=flash")
     left += ("parallel.pipeline=", "parallel.shard=full", "dispatch.overlap=passes")
-    settings = tuple(one for one in drawn.settings if not one[0].startswith(left))
+    settings = tuple(setting for setting in drawn.settings if not setting[0].startswith(left))
     eager = replace(drawn, settings=settings).plus(*BF16)
     eager = eager.plus("training.micro_batch=2", f"training.global_batch={2 * drawn.ranks}")
     captured = _with_graphs(eager, random.Random(f"{seed} {number} graphs"))
@@ -194,7 +194,7 @@ def draw_graphs(seed: int, number: int, gpus: int) -> Composition:
 def _with_graphs(drawn: Composition, numbers: random.Random) -> Composition | None:
     """The same with graphs of one kind or the other, if need be without offload and recomputation; None if illegal."""
     kinds = numbers.sample(("full", "partial"), 2)
-    in_order = tuple(one for one in drawn.settings if one[0] != "kernels.attention=cudnn")
+    in_order = tuple(setting for setting in drawn.settings if setting[0] != "kernels.attention=cudnn")
     on_device = tuple(one for one in in_order if not one[0].startswith(("offload.", "recompute.")))
     tries = [
         replace(drawn, settings=settings).plus(f"graphs.capture={kind}", IN_ORDER)
@@ -557,9 +557,9 @@ def _memory(draw: _Draw) -> None:
 
 def _precision(draw: _Draw) -> None:
     """What GPUs compute in: mostly bfloat16, and products in 8 bits by all recipes."""
-    if any(one[0] == "optimizer.method=muon" for one in draw.settings):
+    if any(setting[0] == "optimizer.method=muon" for setting in draw.settings):
         return
-    is_float8 = any(one[0].startswith("float8.") for one in draw.settings)
+    is_float8 = any(setting[0].startswith("float8.") for setting in draw.settings)
     if not is_float8:
         is_float8 = draw.maybe(0.15, f"float8.dense={draw.word(*RECIPES)}")
         is_float8 |= bool(draw.facts["moe"]) and draw.maybe(0.15, f"float8.experts={draw.word(*RECIPES)}")

@@ -52,7 +52,11 @@ def family_overrides(preset: str, base: Model, scale: int, initializer_range: fl
     for path, value in values.items():
         _set(tree, path.split("."), value)
     small = Model.model_validate(tree)
-    return tuple(f"model.{one.field}={one.right}" for one in differences(base, small) if one.right is not None)
+    return tuple(
+        f"model.{difference.field}={difference.right}"
+        for difference in differences(base, small)
+        if difference.right is not None
+    )
 
 
 def _set(tree: Tree, path: list[str], value: Any) -> None:

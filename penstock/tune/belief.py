@@ -115,7 +115,7 @@ class TrialCandidate:
 
     @property
     def choices(self) -> dict[str, str]:
-        return dict(one.split("=", 1) for one in self.overrides)
+        return dict(override.split("=", 1) for override in self.overrides)
 
 
 def grouped_terms(terms: Mapping[str, float]) -> dict[str, float]:
@@ -165,7 +165,7 @@ class Belief:
 
     def estimates(self) -> list[StepEstimate]:
         """An estimate of each candidate, in their order."""
-        prior = np.log([one.projected for one in self.candidates])
+        prior = np.log([candidate.projected for candidate in self.candidates])
         if not self.measured:
             sure = math.hypot(SCALE, CORRECTION)
             return [StepEstimate(seconds=math.exp(mean), deviation=sure) for mean in prior]
@@ -177,7 +177,7 @@ class Belief:
         inverse = np.linalg.inv(_covariance(seen, seen, spread) + np.diag(noise))
         across = _covariance(self.candidates, seen, spread)
         means = prior + across @ inverse @ away
-        own = np.array([_covariance([one], [one], spread)[0, 0] for one in self.candidates])
+        own = np.array([_covariance([candidate], [candidate], spread)[0, 0] for candidate in self.candidates])
         variances = np.maximum(own - np.einsum("ij,jk,ik->i", across, inverse, across), 0.0)
         return [
             StepEstimate(seconds=math.exp(mean), deviation=math.sqrt(variance))
@@ -201,7 +201,9 @@ def _apart(left: Mapping[str, str], right: Mapping[str, str]) -> float:
 
 def _shares(candidates: Sequence[TrialCandidate]) -> Array:
     """Shares of the corrected terms in the projections."""
-    return np.array([[one.terms.get(name, 0.0) / sum(one.terms.values()) for name in TERMS] for one in candidates])
+    return np.array(
+        [[candidate.terms.get(name, 0.0) / sum(candidate.terms.values()) for name in TERMS] for candidate in candidates]
+    )
 
 
 def _likelihood(covariance: Array, away: Array) -> float:

@@ -208,7 +208,9 @@ class Search:
             if chosen is None:
                 leader, first = self.leader, self.reference
                 if leader is None or first is None:
-                    waiting = {one.key for one in self.candidates} - {one.candidate.key for one in self.records}
+                    waiting = {candidate.key for candidate in self.candidates} - {
+                        record.candidate.key for record in self.records
+                    }
                     self.ending = (
                         "none of the other candidates is likely to fit" if waiting else "every candidate was tried"
                     )
@@ -268,8 +270,10 @@ class Search:
     def replan(self, candidates: Sequence[TrialCandidate]) -> None:
         """Replace the candidates, and the projections of those that were tried."""
         self.candidates = list(candidates)
-        fresh = {one.key: one for one in candidates}
-        self.records = [replace(one, candidate=fresh.get(one.candidate.key, one.candidate)) for one in self.records]
+        fresh = {candidate.key: candidate for candidate in candidates}
+        self.records = [
+            replace(record, candidate=fresh.get(record.candidate.key, record.candidate)) for record in self.records
+        ]
 
     def is_spent(self) -> bool:
         """Whether budget or trials are used up, which `ending` then says; a trial that would not end is not begun."""
@@ -290,17 +294,17 @@ class Search:
 
     @property
     def _trials_left(self) -> int:
-        return self.settings.most_trials - sum(not one.is_whole for one in self.records)
+        return self.settings.most_trials - sum(not record.is_whole for record in self.records)
 
     @property
     def _longest(self) -> float:
         """Seconds of the longest trial that ran, but for that of whole steps."""
-        ran = (one.result.seconds for one in self.records if one.result.kind == "ran" and not one.is_whole)
+        ran = (record.result.seconds for record in self.records if record.result.kind == "ran" and not record.is_whole)
         return max(ran, default=0.0)
 
     def add(self, more: Sequence[TrialCandidate]) -> None:
         """Let candidates join, unless they are there already."""
-        known = {one.key for one in self.candidates}
+        known = {candidate.key for candidate in self.candidates}
         self.candidates += [one for one in {one.key: one for one in more}.values() if one.key not in known]
 
     @property
@@ -327,14 +331,14 @@ class Search:
 
     @property
     def whole(self) -> TrialRecord | None:
-        return next((one for one in self.records if one.is_whole), None)
+        return next((record for record in self.records if record.is_whole), None)
 
     def _ran(self) -> list[TrialRecord]:
         """Candidates that ran, in their order, each with the steps of all its trials; none whose whole step failed."""
         trials: dict[str, list[TrialRecord]] = {}
-        for one in self.records:
-            if one.result.kind == "ran" and not one.is_whole:
-                trials.setdefault(one.candidate.key, []).append(one)
+        for record in self.records:
+            if record.result.kind == "ran" and not record.is_whole:
+                trials.setdefault(record.candidate.key, []).append(record)
         whole = self.whole
         if whole is not None and whole.result.kind not in ("ran", "too slow"):
             trials.pop(whole.candidate.key, None)
@@ -358,7 +362,7 @@ class Search:
         return self._tried(candidate, number, most_seconds=most)
 
     def _number(self, candidate: TrialCandidate) -> int:
-        return 1 + sum(one.candidate.key == candidate.key for one in self.records)
+        return 1 + sum(record.candidate.key == candidate.key for record in self.records)
 
     def _tried(self, candidate: TrialCandidate, number: int, *, is_whole: bool = False, **more: float) -> TrialRecord:
         estimate = self.estimates()[candidate.key]
@@ -428,8 +432,10 @@ class Search:
 
     def _next(self) -> TrialCandidate | None:
         """The candidate with the largest expected gain; None if no candidate can gain enough."""
-        leader, tried = self.leader, {one.candidate.key for one in self.records}
-        left = [one for one in self.candidates if one.key not in tried and self._fit(one) > 0.05]
+        leader, tried = self.leader, {record.candidate.key for record in self.records}
+        left = [
+            candidate for candidate in self.candidates if candidate.key not in tried and self._fit(candidate) > 0.05
+        ]
         if leader is None or not left:  # nothing ran yet: the one that is most likely to fit, then the fastest
             return max(left, key=lambda one: (round(self._fit(one), 1), -one.projected), default=None)
         if self.settings.objective == "memory":
@@ -444,7 +450,7 @@ class Search:
     def _fit(self, candidate: TrialCandidate) -> float:
         """How likely a candidate fits into memory."""
         fit = max((one.candidate.memory_bytes for one in self._ran()), default=0.0)
-        full = [one.candidate.memory_bytes for one in self.records if one.result.kind == "out of memory"]
+        full = [record.candidate.memory_bytes for record in self.records if record.result.kind == "out of memory"]
         full = [one for one in full if one > fit]  # one that needs less than what fits was something else's fault
         # Two that did not fit may be errors of the plan; each further one says that there is less memory.
         surely = 1 - MEMORY_ERROR * max(0, len(full) - 2)
@@ -457,9 +463,9 @@ class Search:
     def _memory_factor(self) -> float:
         """Measured over projected memory, as a median over trials."""
         found = [
-            one.peak_memory_bytes / one.candidate.memory_bytes
-            for one in self.records
-            if one.result.kind == "ran" and one.result.peak_memory_bytes and one.candidate.memory_bytes
+            record.peak_memory_bytes / record.candidate.memory_bytes
+            for record in self.records
+            if record.result.kind == "ran" and record.result.peak_memory_bytes and record.candidate.memory_bytes
         ]
         return statistics.median(found) if found and self.settings.objective == "memory" else 1.0
 
@@ -514,7 +520,7 @@ def steps_to(losses: Sequence[float], wanted: float) -> float:
 
 def median_error(records: Sequence[TrialRecord], *, corrected: bool) -> float | None:
     """Median share by which trials differ from what was estimated right before, or from the bare projections."""
-    ran = [one for one in records if one.result.kind == "ran"][1:]  # the first one sets the scale
+    ran = [record for record in records if record.result.kind == "ran"][1:]  # the first one sets the scale
     if not ran:
         return None
     expected = [one.expected if corrected else one.projected for one in ran]

@@ -144,8 +144,8 @@ class CandidateSource:
         """The reference; layouts of a plan; and single changes of both."""
         first = self._project(self.run)
         plan = search(self._request(LAYOUTS), progress)
-        bases = [self.run, *(one.run for one in plan.candidates[:CHANGED])]
-        found = [(one, "plan") for one in plan.candidates]
+        bases = [self.run, *(candidate.run for candidate in plan.candidates[:CHANGED])]
+        found = [(candidate, "plan") for candidate in plan.candidates]
         for change in self._changes():
             source = "free" if change.startswith(("float8", "training.global_batch")) else "change"
             found += [(one, source) for one in self._changed(bases, change)]
@@ -205,7 +205,7 @@ class CandidateSource:
         try:
             evidence = evidence_of(analyse_files([folder]), RunFacts(run=recorded, world=self.cluster.devices))
             verdict = diagnose(evidence if evidence.is_cpu else with_plan(evidence, self.cluster))
-            offers = [(one.change, one.gain_us / 1e6 / step_seconds, one.rule) for one in verdict.remedies]
+            offers = [(remedy.change, remedy.gain_us / 1e6 / step_seconds, remedy.rule) for remedy in verdict.remedies]
         except (TraceError, ConfigError, HardwareError):
             return []
         found = []
@@ -231,7 +231,7 @@ class CandidateSource:
         """The leader without each of its changed fields, where that is legal; and the field."""
         found = []
         for field in leader.choices:
-            left = tuple(one for one in leader.overrides if one.partition("=")[0] != field)
+            left = tuple(override for override in leader.overrides if override.partition("=")[0] != field)
             if not left:
                 continue
             try:
@@ -248,9 +248,12 @@ class CandidateSource:
             run = run.model_copy(update={"parallel": parallel})
         changes = differences(self.run, run)
         kept = {*self.kept, *(("training.micro_batch",) if self._keeps_micro_batch else ())}
-        if any(one.right is None or one.field in kept or not may_change(one.field, self.free) for one in changes):
+        if any(
+            change.right is None or change.field in kept or not may_change(change.field, self.free)
+            for change in changes
+        ):
             return None
-        return tuple(f"{one.field}={one.right}" for one in changes)
+        return tuple(f"{change.field}={change.right}" for change in changes)
 
     @property
     def _assumptions(self) -> Assumptions:
@@ -319,7 +322,7 @@ class CandidateSource:
         freed = {} if "float8" in self.free else {"float8": (FLOAT8,)}
         for name, changes in (freed | ({"micro_batch": _MICRO_BATCHES} if self._keeps_micro_batch else {})).items():
             fits = [one for change in changes for one in self._changed([self.run], change) if one.fits]
-            ratio = max((first.time.step_seconds / one.time.step_seconds for one in fits), default=0.0)
+            ratio = max((first.time.step_seconds / fit.time.step_seconds for fit in fits), default=0.0)
             if ratio > 1:
                 yield f"with --free {name}: {ratio:.2f} x the speed of the reference"
 

@@ -49,8 +49,8 @@ def read_journal(folder: Path, identity: Mapping[str, Any]) -> Journal | None:
 def write_journal(folder: Path, identity: Mapping[str, Any], rows: int, search: Search) -> None:
     """Write all results, also those that a search which goes on has not come to; called after each trial."""
     results = dict(search.recorded)
-    for one in search.records:
-        results[trial_key(one.candidate, one.number, is_whole=one.is_whole)] = one.result
+    for record in search.records:
+        results[trial_key(record.candidate, record.number, is_whole=record.is_whole)] = record.result
     trials = [{"key": key, "result": asdict(result)} for key, result in results.items()]
     saved = {"identity": identity, "rows": rows, "trials": trials}
     write_whole(folder / JOURNAL, json.dumps(saved, indent=1) + "\n")
@@ -115,11 +115,15 @@ def line_gains(search: Search) -> dict[str, str]:
     leader, first = search.leader, search.reference
     if leader is None or first is None:
         return {}
-    ran = {one.candidate.key: one for one in search.records if one.result.kind == "ran" and not one.is_whole}
+    ran = {
+        record.candidate.key: record for record in search.records if record.result.kind == "ran" and not record.is_whole
+    }
     whole = gain_of(leader, first)
     found = {}
     for field in leader.candidate.choices:
-        rest = " ".join(sorted(one for one in leader.candidate.overrides if one.partition("=")[0] != field))
+        rest = " ".join(
+            sorted(override for override in leader.candidate.overrides if override.partition("=")[0] != field)
+        )
         if rest in ran:
             found[field] = f"{gain_of(leader, ran[rest]):.3f} x, measured with and without it"
         else:
@@ -133,8 +137,8 @@ def write_tuned(path: Path, own: Run, reference: Run, search: Search, command: s
     tuned = reference if leader is None else with_overrides(reference, leader.candidate.overrides)
     gains = line_gains(search)
     comments = {
-        one.field: f"was {one.left}; " + gains.get(one.field, "the run could not start otherwise")
-        for one in differences(own, tuned)
+        difference.field: f"was {difference.left}; " + gains.get(difference.field, "the run could not start otherwise")
+        for difference in differences(own, tuned)
     }
     lines, section = [], ""
     for line in dump_toml(tuned).splitlines():
@@ -158,20 +162,22 @@ def search_json(
         "objective": search.settings.objective,
         "trials": [
             {
-                "change": list(one.candidate.overrides),
-                "source": one.candidate.source,
-                "is_whole": one.is_whole,
-                "projected_seconds": one.projected,
-                "projected_terms": dict(one.candidate.terms),
-                "expected_seconds": one.expected,
-                "expected_deviation": one.estimated.deviation,
-                **asdict(one.result),
-                "short_rows": None if one.is_whole or one.candidate.short is None else one.candidate.short.rows,
-                "stretch": 1.0 if one.is_whole else one.candidate.stretch,
-                "measured_seconds": one.result.step if one.result.step_seconds else None,
-                "whole_seconds": one.step if one.result.step_seconds else None,
+                "change": list(record.candidate.overrides),
+                "source": record.candidate.source,
+                "is_whole": record.is_whole,
+                "projected_seconds": record.projected,
+                "projected_terms": dict(record.candidate.terms),
+                "expected_seconds": record.expected,
+                "expected_deviation": record.estimated.deviation,
+                **asdict(record.result),
+                "short_rows": None
+                if record.is_whole or record.candidate.short is None
+                else record.candidate.short.rows,
+                "stretch": 1.0 if record.is_whole else record.candidate.stretch,
+                "measured_seconds": record.result.step if record.result.step_seconds else None,
+                "whole_seconds": record.step if record.result.step_seconds else None,
             }
-            for one in search.records
+            for record in search.records
         ],
         "short_steps": short_steps_text(search, whole_rows) or None,
         "candidates": len(search.candidates),

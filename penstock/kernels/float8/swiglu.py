@@ -147,7 +147,7 @@ def swiglu_backward(
         launch = BACKWARD if launch.engine == "gluon" else launch
         start_kernel(
             swiglu_backward_float8_kernel, (parts, len(tiles) - 1),
-            *sources, tiles, *(memory for one in copies for memory in quantize.memories_of(one)), products_PR,
+            *sources, tiles, *(memory for copy in copies for memory in quantize.memories_of(copy)), products_PR,
             rows, quantize.row_stride(copies[0]), quantize.row_stride(copies[1]) // 4, width,
             H_OUTER=recipe.columns[0], LARGEST=gradient.largest, H_LARGEST=forward.largest, WEIGHS_INPUT=by_input,
             STEP=launch.step, **_constants(recipe, launch), num_warps=quantize.warps_of(launch, dh_RF.device),

@@ -235,13 +235,13 @@ def _read_chunks(keys: Keys) -> Values:
     keys.skip("attention_chunk_size", "attn_temperature_tuning", "attn_scale", "floor_scale")  # without such layers
     rotates = keys.of_layers("no_rope_layers", layers) or [(layer + 1) % interval != 0 for layer in range(layers)]
     names = {True: "chunked_attention", False: "full_attention"}
-    types = keys.of_layers("layer_types", layers) or [names[bool(one)] for one in rotates]
+    types = keys.of_layers("layer_types", layers) or [names[bool(rotate)] for rotate in rotates]
     if unknown := [kind for kind in types if kind not in names.values()]:
         raise refused("layer_types", unknown[0], ", ".join(names.values()))
     is_global = [kind == "full_attention" for kind in types]
     if all(rotates) and all(is_global):  # plain attention in every layer
         return {}
-    if not all(rotates) and [not one for one in rotates] != is_global:
+    if not all(rotates) and [not rotate for rotate in rotates] != is_global:
         raise refused("no_rope_layers", rotates, "0 for the layers that see the whole row, 1 for the others; or all 1")
     is_tuned = bool(keys.get("attn_temperature_tuning", False)) and not all(rotates)
     local = {

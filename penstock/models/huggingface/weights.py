@@ -112,8 +112,8 @@ def weight_mappings(config: Model, file_names: Collection[str] | None = None) ->
     CheckpointError if a file has far too few names: the model is not built then, which a `config.json` makes large.
     """
     family = family_of(config)
-    known = {one for names in family.names.values() for one in names}
-    others = {one for names in family.instead.values() for one in names} - known
+    known = {name for names in family.names.values() for name in names}
+    others = {name for names in family.instead.values() for name in names} - known
     if file_names is not None and any(_is_there(one, file_names) for one in others):
         family = replace(family, names={**family.names, **family.instead}, instead={})
     least = config.layers
@@ -131,7 +131,7 @@ def weight_mappings(config: Model, file_names: Collection[str] | None = None) ->
 def _is_there(name: str, file_names: Collection[str]) -> bool:
     """Whether a layer of the file has a tensor of this name."""
     ending = f".{name.format(expert=0)}"
-    return any(one.endswith(ending) for one in file_names)
+    return any(file_name.endswith(ending) for file_name in file_names)
 
 
 def _mappings(config: Model, family: Family, name: str, whole: tuple[int, ...]) -> list[WeightMapping]:

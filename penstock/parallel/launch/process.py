@@ -69,7 +69,7 @@ def bind_near(device: torch.device, environment: Environment) -> Binding | None:
     sees_all = torch.cuda.device_count() >= environment.local_world_size > 1  # else Slurm shows one GPU to each task
     gpus = range(environment.local_world_size) if sees_all else [device.index]
     facts: list[Any] = [torch.cuda.get_device_properties(gpu) for gpu in gpus]  # PyTorch's stubs lack these three
-    bus_ids = [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in facts]
+    bus_ids = [f"{fact.pci_domain_id:04x}:{fact.pci_bus_id:02x}:{fact.pci_device_id:02x}.0" for fact in facts]
     binding = choose_binding(bus_ids, environment.local_rank if sees_all else 0, allowed_cores())
     if binding is not None:
         bind(binding)

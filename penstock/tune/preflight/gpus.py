@@ -163,7 +163,7 @@ def _of_every_rank(number: float, device: torch.device) -> tuple[float, ...]:
     own = torch.tensor([number], dtype=torch.float64, device=device)
     numbers_W = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(numbers_W, own)
-    return tuple(one.item() for one in numbers_W)
+    return tuple(number.item() for number in numbers_W)
 
 
 def _wrong_sums(device: torch.device) -> int:
