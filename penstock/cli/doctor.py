@@ -66,8 +66,8 @@ def doctor(paths: Place, on: On = None, step: Step = None, names: Names = None, 
         print(json.dumps(diagnosis_json(verdict), indent=2, allow_nan=False))
     else:
         print_verdict(verdict, evidence)
-        if verdict.times.fits or any(one.fits for one in verdict.remedies):
-            _print_next(paths, evidence, [one.change for one in verdict.remedies if one.fits])
+        if verdict.times.fits or any(remedy.fits for remedy in verdict.remedies):
+            _print_next(paths, evidence, [remedy.change for remedy in verdict.remedies if remedy.fits])
         else:  # no change alone makes it fit; a search may find several
             path = paths[0] / RUN_FILE if is_run(paths[0]) else paths[0]
             print_next("plan", path, *([] if on is None else ["--on", on]))
@@ -155,14 +155,14 @@ def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:
     print()
     if verdict.remedies:
         gains = []
-        for one in verdict.remedies:
-            gain = f"-{bytes_text(one.gain_bytes)}" if one.gain_bytes else ms_text(one.gain_us)
-            gains.append((gain, f"{verdict.times.share(one.gain_us):.1%}", one.change, one.rule))
+        for remedy in verdict.remedies:
+            gain = f"-{bytes_text(remedy.gain_bytes)}" if remedy.gain_bytes else ms_text(remedy.gain_us)
+            gains.append((gain, f"{verdict.times.share(remedy.gain_us):.1%}", remedy.change, remedy.rule))
         print_table((f"gains {per}, at most", "of step", "change", "rule"), gains)
         print()
-        for one in verdict.remedies:
-            how = f"; gain: {one.how}" if one.how else ""
-            print(f"{one.rule}: {one.what} [{one.source}{how}]")
+        for remedy in verdict.remedies:
+            how = f"; gain: {remedy.how}" if remedy.how else ""
+            print(f"{remedy.rule}: {remedy.what} [{remedy.source}{how}]")
         print("gains do not add up: several changes may take away the same time")
     else:
         print("no change that is known wins more than noise")

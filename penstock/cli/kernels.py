@@ -58,7 +58,7 @@ def list_choices(
         print(json.dumps(found | {"choices": [asdict(choice) for choice in choices]}, indent=2))
         return
     print(f"{run.name} on {facts.name}: {facts.dtype}, {shapes_of(run).tokens} tokens in a micro-batch")
-    rows = [(one.op, one.direction.replace("_", " "), shown(one), one.reason) for one in choices]
+    rows = [(choice.op, choice.direction.replace("_", " "), shown(choice), choice.reason) for choice in choices]
     print_table(("operator", "direction", "runs", "why"), rows)
 
 

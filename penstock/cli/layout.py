@@ -173,7 +173,10 @@ def _parameters(run: Run, grid: Grid, rank: int, stages: dict[int, Stage]) -> tu
     decoders = meta_stages(run, LayerContext(axes=axes), stages)
     # By identity, because two stages of a rank share their embedding.
     modules = {id(module): module for decoder in decoders.values() for module in decoder.modules()}
-    own = [(module, sum(one.numel() for one in module.parameters(recurse=False))) for module in modules.values()]
+    own = [
+        (module, sum(parameter.numel() for parameter in module.parameters(recurse=False)))
+        for module in modules.values()
+    ]
     experts = sum(count for module, count in own if isinstance(module, GroupedExperts))
     return sum(count for _, count in own) - experts, experts
 

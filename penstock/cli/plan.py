@@ -433,7 +433,7 @@ def _compare(
 ) -> Plan:
     """Project two runs as they are, print the differing terms, and return both for pictures."""
     overrides = [target, *words] if target else words  # the first override may stand in the place of a target
-    if any("=" not in one for one in overrides):
+    if any("=" not in override for override in overrides):
         raise PenstockError("--compare names both runs", got=overrides[0], allowed="overrides a.b=c of both")
     runs = [load_run_or_model(name, overrides) for name in names]
     with _working():
@@ -532,7 +532,7 @@ def _write(
         if option == "--write":
             write_run(path, found)
         else:
-            runs = [one.run for one in found.candidates]
+            runs = [candidate.run for candidate in found.candidates]
             assumed = _assumed(assumptions, runs[0]) if runs else []
             written = write_pictures(path, found, more, grounds(found.cluster, assumed))
         # Standard output may be JSON that a program reads.

@@ -35,9 +35,9 @@ def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
     print(verdict_text(answer))
     if answer.steps > 1:
         print(f"times and counts are of one step, the mean of {answer.steps} recorded ones; --step N shows one of them")
-    for one in answer.ranks:
-        for note in (*one.trace.notes, *_left_out(one)):
-            print(f"note: rank {one.rank}: {note}")
+    for rank in answer.ranks:
+        for note in (*rank.trace.notes, *_left_out(rank)):
+            print(f"note: rank {rank.rank}: {note}")
     # Tables of one rank name it if there are several.
     of = "" if len(answer.loaded) == 1 else f" of rank {first.rank}"
     per = answer.per_step
@@ -106,7 +106,7 @@ def _cut(rows: Sequence[Sequence[str]], most: int, *sums: str) -> list[Sequence[
 
 def _timelines(ranks: Sequence[RankAnalysis], per: float) -> None:
     print(f"\ntime {'of the process' if ranks[0].trace.is_host else 'on the device'}, ms")
-    rows = [(f"{one.rank}", *_spent(one.spent, per)) for one in ranks]
+    rows = [(f"{rank.rank}", *_spent(rank.spent, per)) for rank in ranks]
     head = (
         "rank",
         "total",
@@ -123,7 +123,7 @@ def _timelines(ranks: Sequence[RankAnalysis], per: float) -> None:
 
 def verdict_text(answer: TraceAnalysis) -> str:
     """The parts of a step, the largest first, as means of ranks."""
-    spent = together([one.spent for one in answer.ranks])
+    spent = together([rank.spent for rank in answer.ranks])
     parts = {
         "compute": spent.compute_us,
         "exposed communication": spent.exposed_communication_us,
@@ -197,10 +197,10 @@ def _phases(first: RankAnalysis, *, by_layer: bool, of: str, per: float) -> None
 
 def _figures(phases: Sequence[Phase], per: float) -> tuple[str, ...]:
     return (
-        ms(sum(one.kernel_us for one in phases) * per),
-        ms(sum(one.exposed_us for one in phases) * per),
-        f"{sum(one.share for one in phases):.1%}",
-        _count(sum(one.count for one in phases) * per),
+        ms(sum(phase.kernel_us for phase in phases) * per),
+        ms(sum(phase.exposed_us for phase in phases) * per),
+        f"{sum(phase.share for phase in phases):.1%}",
+        _count(sum(phase.count for phase in phases) * per),
     )
 
 
@@ -290,7 +290,7 @@ def _communication(answer: TraceAnalysis) -> None:
         return
     print("\ncommunication across ranks, ms: pure is transfer, waiting is for ranks that came later")
     totals, per = collectives.totals_us(), answer.per_step
-    late = {one.rank: one for one in collectives.stragglers()}  # ranks that came last at least once
+    late = {straggler.rank: straggler for straggler in collectives.stragglers()}  # ranks that came last at least once
     rows = []
     for rank, (pure_us, wait_us) in totals.items():
         times_last, caused_us = (late[rank].times_last, late[rank].caused_wait_us) if rank in late else (0, 0.0)
@@ -301,7 +301,9 @@ def _communication(answer: TraceAnalysis) -> None:
 
 
 def _bandwidths(answer: TraceAnalysis) -> None:
-    told = sorted(bandwidths(answer.collectives), key=lambda one: -one.pure_us * one.count)  # most time first
+    told = sorted(
+        bandwidths(answer.collectives), key=lambda bandwidth: -bandwidth.pure_us * bandwidth.count
+    )  # most time first
     per = answer.per_step
     if not told:
         return
@@ -372,13 +374,13 @@ def _launches(first: RankAnalysis, of: str, per: float) -> None:
 def _waits(waits: Sequence[HostWait], per: float) -> list[tuple[str, ...]]:
     """A row for each call, span and pair of operators around it; layers and steps are added up."""
     times: dict[tuple[str, str], tuple[int, float]] = {}
-    for one in waits:
+    for wait in waits:
         # The innermost span, and the two innermost operators.
-        spans = [name for name in one.where if name in tuple(Span)]
-        around = dict.fromkeys((*spans[-1:], *one.where[-2:]))
-        place = (one.call, " > ".join(_short(name) for name in around))
+        spans = [name for name in wait.where if name in tuple(Span)]
+        around = dict.fromkeys((*spans[-1:], *wait.where[-2:]))
+        place = (wait.call, " > ".join(_short(name) for name in around))
         count, us = times.get(place, (0, 0.0))  # waits, microseconds
-        times[place] = (count + one.count, us + one.total_us)
+        times[place] = (count + wait.count, us + wait.total_us)
     longest = sorted(times.items(), key=lambda item: -item[1][1])
     return [(call, _count(count * per), ms(us * per), where) for (call, where), (count, us) in longest]
 
@@ -393,7 +395,11 @@ def _roofline(first: RankAnalysis, of: str, per: float) -> None:
         (
             _short(row.operator),
             # Without lists of tensors, whose shapes are tuples of tuples.
-            _short(shape_text([one for one in row.shapes if isinstance(one, tuple) and tuple not in map(type, one)])),
+            _short(
+                shape_text(
+                    [shape for shape in row.shapes if isinstance(shape, tuple) and tuple not in map(type, shape)]
+                )
+            ),
             _count(row.count * per),
             ms(row.kernel_us * per),
             f"{row.share:.1%}",

@@ -326,7 +326,7 @@ def _prove(session: _Session, search: Search) -> None:
         return
     for _, candidate in session.source.without_each(leader.candidate):
         search.ending = ""
-        tried = {one.candidate.key for one in search.records}
+        tried = {record.candidate.key for record in search.records}
         if candidate.key not in tried and not search.is_spent():
             search.add([candidate])
             search.try_one(candidate)
@@ -452,7 +452,7 @@ def _identity(own: Run, ranks: int, steps: int, *, on_gpu: bool) -> dict[str, An
 
 
 def _objective(text: str) -> Objective:
-    known: dict[str, Literal["tokens", "memory", "time-to-loss"]] = {one: one for one in get_args(Objective)}
+    known: dict[str, Literal["tokens", "memory", "time-to-loss"]] = {arg: arg for arg in get_args(Objective)}
     return known[text]
 
 

@@ -287,9 +287,9 @@ class JsonLines(IndexedText):
         def documents_in(path: Path, copy: Path) -> Iterator[FoundDocuments]:
             is_filled = False
             # Where records are skipped, a line that is not UTF-8 is reported when it is read.
-            for found in lines_in(path, copy, (lambda content, place: None) if corrupt.skips else require_utf8):
-                is_filled |= len(found.lines) > 0
-                yield found
+            for line in lines_in(path, copy, (lambda content, place: None) if corrupt.skips else require_utf8):
+                is_filled |= len(line.lines) > 0
+                yield line
             if not is_filled:
                 empties.append(path)
 

@@ -188,5 +188,5 @@ def moe_loads(modules: Iterable[nn.Module]) -> list[LayerLoad]:
     """This rank's load of every MoE layer since the last reset, with the facts of its plans of replicas."""
     modules = list(modules)
     layers = [module for model in modules for module in model.modules() if isinstance(module, MoE)]
-    plans = {one.router.layer: one.replica_meter.sums for one in layers if one.replica_meter is not None}
+    plans = {layer.router.layer: layer.replica_meter.sums for layer in layers if layer.replica_meter is not None}
     return [replace(load, plans=plans.get(load.layer)) for load in layer_loads(modules)]

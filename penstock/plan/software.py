@@ -80,7 +80,7 @@ class Software:
 
 OWN = Software()
 
-_FIELDS = tuple(one.name for one in fields(Software) if one.name not in ("name", "source"))
+_FIELDS = tuple(field.name for field in fields(Software) if field.name not in ("name", "source"))
 """Those that an option may change."""
 
 _MEGATRON = Software(

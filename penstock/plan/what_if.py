@@ -51,7 +51,7 @@ SHORT: Mapping[str, str] = {"sequence_length": "training.sequence_length", "glob
 
 def slowest(projection: Projection) -> RankTime:
     """The place on the pipeline that waits least for the others: time saved there is saved."""
-    return min(projection.time.ranks, key=lambda one: one.waiting)
+    return min(projection.time.ranks, key=lambda rank: rank.waiting)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,8 +43,11 @@ def page(plan: Plan, *, more: Sequence[Figure] = (), grounds: Sequence[str] = ()
     `more` are figures after the plan's own: curves of what-ifs. `grounds` are assumptions and origins, a line each.
     """
     figures = [*plan_figures(plan), *more]
-    wide, narrow = [one for one in figures if one.is_wide], [one for one in figures if not one.is_wide]
-    fit = sum(one.fits for one in plan.candidates)
+    wide, narrow = (
+        [figure for figure in figures if figure.is_wide],
+        [figure for figure in figures if not figure.is_wide],
+    )
+    fit = sum(candidate.fits for candidate in plan.candidates)
     where = f"{plan.cluster.devices:,} x {plan.cluster.hardware.name}"
     shown = f"{len(plan.candidates):,} shown" if fit else "none of those shown fits"
     nothing = "<p>No layout fits. The table of refusals says what is in the way.</p>"
@@ -148,7 +151,7 @@ def _results(one: Projection) -> list[str]:
 
 def refusals_table(refusals: Sequence[Refusal]) -> str:
     """Refused layouts; refusals that cover the most layouts first, the rest folded away."""
-    ordered = sorted(refusals, key=lambda one: -one.count)
+    ordered = sorted(refusals, key=lambda refusal: -refusal.count)
     columns = {"layouts": "", "rule": "text", "such as": "text", "why": "reason"}
     rows = [
         (f"{one.count:,}", f"<code>{escape(one.rule)}</code>", escape(_layout_text(one.layout)), escape(one.reason))

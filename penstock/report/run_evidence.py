@@ -224,7 +224,7 @@ def clock_of(evidence: RunEvidence, ranks: Sequence[RankAnalysis]) -> StepClock:
     """The clock on which some ranks with traces are drawn."""
     assert evidence.answer is not None, "ranks have traces"
     number = last_step(ranks)
-    windows = {one.rank: window_us(one, number) for one in ranks}
+    windows = {rank.rank: window_us(rank, number) for rank in ranks}
     clocks, order = evidence.answer.collectives.meetings.clocks, evidence.answer.collectives.calls.ranks
     ahead = dict(zip(order, clocks.ahead_us.tolist(), strict=True))
     island = dict(zip(order, clocks.island.tolist(), strict=True))

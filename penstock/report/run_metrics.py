@@ -380,7 +380,7 @@ def memory_figure(evidence: RunEvidence) -> Figure | None:
             f"Dashed: the capacity of {planned.cluster.hardware.name}, {capacity:.0f} GB.{left}",
             data=data,
             layout=memory_layout(rows, bars, capacity, marks),
-            height=max(380 if any(one.memory for one in evidence.ranks) else 240, height_of(len(bars))),
+            height=max(380 if any(rank.memory for rank in evidence.ranks) else 240, height_of(len(bars))),
         )
     )
 
@@ -388,9 +388,9 @@ def memory_figure(evidence: RunEvidence) -> Figure | None:
 def measured_peaks(evidence: RunEvidence) -> dict[int, tuple[int, int | None]]:
     """For each rank the most allocated bytes, and the most bytes reserved by its allocator (None if unknown)."""
     found: dict[int, tuple[int, int | None]] = {
-        one.rank: (_peak_bytes(one), max(int(memory.reserved.max()) for memory in one.memory))
-        for one in evidence.ranks
-        if one.memory
+        rank.rank: (_peak_bytes(rank), max(int(memory.reserved.max()) for memory in rank.memory))
+        for rank in evidence.ranks
+        if rank.memory
     }
     recorded = [line["peak_memory_bytes"] for line in evidence.lines if isinstance(line.get("peak_memory_bytes"), int)]
     if recorded:  # rank 0 writes the metrics
@@ -467,7 +467,7 @@ def _only_measured(evidence: RunEvidence, peaks: Mapping[int, tuple[int, int | N
 
 def memory_over_time(evidence: RunEvidence) -> Figure | None:
     """Allocator memory over the last recorded step, of the fullest ranks; None if no trace recorded memory."""
-    with_memory = [one for one in evidence.ranks if one.memory]
+    with_memory = [rank for rank in evidence.ranks if rank.memory]
     if not with_memory:
         return None
     fullest = sorted(with_memory, key=lambda one: -_peak_bytes(one))[:CURVES]

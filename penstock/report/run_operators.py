@@ -67,7 +67,7 @@ def flame_figure(evidence: RunEvidence) -> Figure | None:
     ranks = [evidence.ranks[at] for at in evenly(len(evidence.ranks), RANKS)]
     number = last_step(ranks)
     idle = "outside of operators" if evidence.is_host else "idle"
-    data = [_icicle(one, number, idle) | {"visible": one is ranks[0]} for one in ranks]
+    data = [_icicle(rank, number, idle) | {"visible": rank is ranks[0]} for rank in ranks]
     some = left_out(len(ranks), len(evidence.ranks), "recorded ranks can be chosen")
     unit = "operators of the process" if evidence.is_host else "the device"
     return Figure(
@@ -77,7 +77,7 @@ def flame_figure(evidence: RunEvidence) -> Figure | None:
         data=data,
         layout={
             "uniformtext": {"minsize": 10, "mode": "hide"},
-            "meta": {"role": "choice", "choices": [f"rank {one.rank}" for one in ranks]},
+            "meta": {"role": "choice", "choices": [f"rank {rank.rank}" for rank in ranks]},
             "hovermode": "closest",
         },
         height=430,

@@ -87,7 +87,7 @@ def sections_of(evidence: RunEvidence) -> list[PageSection]:
 
 def _drawn(name: str, title: str, figures: Sequence[Figure | None], lack: str) -> PageSection:
     """The section of some figures, or the reason why there is none."""
-    found = [one for one in figures if one is not None]
+    found = [figure for figure in figures if figure is not None]
     return PageSection(name=name, title=title, figures=found, missing=() if found else (sentence(lack),))
 
 
@@ -261,13 +261,13 @@ def verdict_html(verdict: Diagnosis, judged: Evidence) -> str:
 def _remedies(verdict: Diagnosis) -> str:
     rows = [
         (
-            f"-{bytes_text(one.gain_bytes)}" if one.gain_bytes else f"{ms_text(one.gain_us)} ms",
-            share_text(verdict.times.share(one.gain_us)),
-            f"<code>{escape(one.change)}</code>",
-            escape(one.what),
-            f"<code>{escape(one.rule)}</code>",
+            f"-{bytes_text(remedy.gain_bytes)}" if remedy.gain_bytes else f"{ms_text(remedy.gain_us)} ms",
+            share_text(verdict.times.share(remedy.gain_us)),
+            f"<code>{escape(remedy.change)}</code>",
+            escape(remedy.what),
+            f"<code>{escape(remedy.rule)}</code>",
         )
-        for one in verdict.remedies
+        for remedy in verdict.remedies
     ]
     columns = {"at most, per step": "", "of the step": "", "change": "text", "what": "reason", "rule": "text"}
     note = '<p class="faint">Gains do not add up: several changes may take away the same time.</p>'

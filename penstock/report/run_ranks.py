@@ -41,7 +41,7 @@ def rank_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
     no_waiting = "No collective could be matched across ranks, so no waiting is known."
     no_bytes = "No bytes from rank to rank are known: no all-to-all says the sizes of its parts."
     per = answer.per_step
-    sent = bytes_figure(answer.collectives, {one.rank: one.trace for one in answer.ranks}, per)
+    sent = bytes_figure(answer.collectives, {rank.rank: rank.trace for rank in answer.ranks}, per)
     return _drawn((waiting_figure(answer.collectives, per), no_waiting), (sent, no_bytes))
 
 

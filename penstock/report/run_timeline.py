@@ -212,16 +212,16 @@ def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int 
 
     `boxes` is the largest number over all lanes.
     """
-    sends = any((one.trace.gpu.kind == GpuKind.COMMUNICATION)[_in_window(one, clock)].any() for one in ranks)
+    sends = any((rank.trace.gpu.kind == GpuKind.COMMUNICATION)[_in_window(rank, clock)].any() for rank in ranks)
     each = max(10, boxes // (len(ranks) * (2 if sends else 1)))
     slots, lanes = 0.0, []
-    for one in ranks:
+    for rank in ranks:
         intervals: list[Interval] = []
-        computes = np.isin(one.trace.gpu.kind, [GpuKind.COMPUTE, GpuKind.SET])
+        computes = np.isin(rank.trace.gpu.kind, [GpuKind.COMPUTE, GpuKind.SET])
         # Events and the part of the lane that they have, from its bottom to its top.
         halves = [(computes, (0.5, 1.0)), (~computes, (0.0, 0.46))] if sends else [(None, (0.0, 1.0))]
         for chosen, part in halves:
-            found, slot_us = _half(one, clock, chosen, each)
+            found, slot_us = _half(rank, clock, chosen, each)
             slots = max(slots, slot_us)
             intervals += [
                 Interval(start=start / 1e6, end=end / 1e6, name=words, colour=KERNELS[group], group=group, part=part)
@@ -229,7 +229,7 @@ def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int 
                     found.start_us.tolist(), found.end_us.tolist(), found.what, strict=True
                 )
             ]
-        lanes.append(TimelineLane(name=f"rank {one.rank}", intervals=sorted(intervals, key=lambda box: box.start)))
+        lanes.append(TimelineLane(name=f"rank {rank.rank}", intervals=sorted(intervals, key=lambda box: box.start)))
     timeline = Timeline(name="measured", lanes=lanes, ground="idle", has_edges=False)
     return PhaseLanes(timeline=timeline, slot_us=slots, has_halves=sends)
 
@@ -287,7 +287,7 @@ def _slotted(start: Floats, end: Floats, group: Integers, edges: Floats) -> _Box
     """Slots between edges, each with the group that took most of it; a slot that is less than half busy is idle."""
     kinds = np.unique(group)
     # [group, slot]: time of each group in each slot.
-    covered = [union(start[group == one], end[group == one]).covered_us(edges[:-1], edges[1:]) for one in kinds]
+    covered = [union(start[group == kind], end[group == kind]).covered_us(edges[:-1], edges[1:]) for kind in kinds]
     busy = union(start, end).covered_us(edges[:-1], edges[1:]) >= (edges[1] - edges[0]) / 2
     of_slot = np.where(busy, kinds[np.stack(covered).argmax(axis=0)], NONE)
     at = np.flatnonzero(np.append(True, of_slot[1:] != of_slot[:-1]))  # first slot of each run of one group
@@ -316,7 +316,7 @@ LATE = 4
 
 
 def timeline_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
-    has_pipeline = any(PASS.fullmatch(name) for one in evidence.ranks for name in one.trace.names)
+    has_pipeline = any(PASS.fullmatch(name) for rank in evidence.ranks for name in rank.trace.names)
     plan = _planned(evidence.projection)
     if not evidence.ranks:
         figures = [] if plan is None else [timeline_figure("timeline", "Pipeline, planned", [plan])]
@@ -360,10 +360,10 @@ def _pipeline(evidence: RunEvidence, plan: Timeline | None) -> tuple[list[Figure
 
 def _places_of(evidence: RunEvidence) -> Mapping[int, int]:
     """The pipeline place of each rank with a trace; ranks of a place are consecutive."""
-    told = max((one.trace.world or 0 for one in evidence.ranks), default=0)
-    world = told or evidence.facts.world or max(one.rank for one in evidence.ranks) + 1
+    told = max((rank.trace.world or 0 for rank in evidence.ranks), default=0)
+    world = told or evidence.facts.world or max(rank.rank for rank in evidence.ranks) + 1
     places = evidence.run.parallel.pipeline if evidence.run is not None else world
-    return {one.rank: one.rank * places // world for one in evidence.ranks}
+    return {rank.rank: rank.rank * places // world for rank in evidence.ranks}
 
 
 def _ranks_of_places(
@@ -373,16 +373,20 @@ def _ranks_of_places(
     each = max(1, most // max(1, len(kept)))
     chosen = []
     for place in kept:
-        of_place = [one for one in ranks if places[one.rank] == place]
+        of_place = [rank for rank in ranks if places[rank.rank] == place]
         chosen += [of_place[at] for at in evenly(len(of_place), each)]
     return chosen
 
 
 def _phases(evidence: RunEvidence) -> Figure:
     # The ranks to draw: all, or the stragglers and evenly spaced others.
-    late = [one.rank for one in evidence.answer.collectives.stragglers()] if evidence.answer is not None else []
-    first = [one for one in evidence.ranks if one.rank in late[:LATE]]  # the most expensive stragglers
-    rest = [one for one in evidence.ranks if one not in first]
+    late = (
+        [straggler.rank for straggler in evidence.answer.collectives.stragglers()]
+        if evidence.answer is not None
+        else []
+    )
+    first = [rank for rank in evidence.ranks if rank.rank in late[:LATE]]  # the most expensive stragglers
+    rest = [rank for rank in evidence.ranks if rank not in first]
     chosen = [*first, *(rest[at] for at in evenly(len(rest), LANES - len(first)))]
     ranks = sorted(chosen, key=lambda one: one.rank)
     clock = clock_of(evidence, ranks)

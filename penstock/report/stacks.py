@@ -55,10 +55,10 @@ def _short(table: Mapping[str, Any], differ: set[str]) -> str:
 
 def memory_figure(projections: Sequence[Projection]) -> Figure:
     """Memory of the fullest rank of each layout, by component, and the capacity of their cluster's devices."""
-    names = names_of([one.layout for one in projections])
-    bars = [{name: size / 1e9 for name, size in memory_parts(one.memory).items()} for one in projections]
+    names = names_of([projection.layout for projection in projections])
+    bars = [{name: size / 1e9 for name, size in memory_parts(projection.memory).items()} for projection in projections]
     capacity = projections[0].capacity_bytes / 1e9
-    ranks = [f"rank {one.memory.rank}, in {one.memory.moment}" for one in projections]
+    ranks = [f"rank {projection.memory.rank}, in {projection.memory.moment}" for projection in projections]
     hardware = projections[0].cluster.hardware.name
     return stacked(
         Figure(
@@ -74,10 +74,10 @@ def memory_figure(projections: Sequence[Projection]) -> Figure:
 
 def time_figure(projections: Sequence[Projection]) -> Figure:
     """The time of a step of each layout by term, on the pipeline rank that waits least."""
-    ranks = [slowest(one) for one in projections]
-    size, unit = time_unit(max(one.time.step_seconds for one in projections))
+    ranks = [slowest(projection) for projection in projections]
+    size, unit = time_unit(max(projection.time.step_seconds for projection in projections))
     bars = [{name: seconds / size for name, seconds in time_parts(rank).items()} for rank in ranks]
-    names, notes = names_of([one.layout for one in projections]), [f"rank {one.rank}" for one in ranks]
+    names, notes = names_of([projection.layout for projection in projections]), [f"rank {rank.rank}" for rank in ranks]
     return stacked(
         Figure(
             name="step-time",

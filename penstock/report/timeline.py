@@ -74,7 +74,7 @@ class Timeline:
     @property
     def span(self) -> float:
         """End of the last interval."""
-        return max((one.end for lane in self.lanes for one in lane.intervals), default=0.0)
+        return max((interval.end for lane in self.lanes for interval in lane.intervals), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ WHOLE_MICRO_BATCHES = ActivationShares()
 def activation_shares(projection: Projection) -> ActivationShares:
     """Memory that stages hold of a micro-batch, in the unit in which the most is at least 1."""
     most = max(projection.time.kept_bytes, default=0)
-    size, unit = next((one for one in BYTE_UNITS if most >= one[0]), (1.0, "B"))
+    size, unit = next((byte_unit for byte_unit in BYTE_UNITS if most >= byte_unit[0]), (1.0, "B"))
     return ActivationShares(activation=tuple(kept / size for kept in projection.time.kept_bytes), unit=unit)
 
 
@@ -181,7 +181,10 @@ def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Fig
     boxes = _boxes(rows, size, bottom, has_edges=timelines[0].has_edges)
     data = [ground, *boxes, *_held(rows, size, (most, timelines[0].held_unit))]
     lane_height = 44 if len(rows) <= 8 else 30 if len(rows) <= 24 else 22
-    numbers = [f"{one.name} {time_text(one.span)}, {_idle_share(one):.1%} {one.gaps}" for one in timelines]
+    numbers = [
+        f"{timeline.name} {time_text(timeline.span)}, {_idle_share(timeline):.1%} {timeline.gaps}"
+        for timeline in timelines
+    ]
     below = f"Below each lane: {timelines[0].held_unit} held, at most {most:.3g}." if most else ""
     return Figure(
         name=name,

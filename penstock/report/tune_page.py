@@ -16,7 +16,7 @@ def write_tune_page(
     path: Path, name: str, search: Search, spent: Mapping[str, float], next_wins: Sequence[str], whole_rows: int
 ) -> None:
     """Write the page; `spent` are seconds by part. Raises a PicturesError if it cannot be written."""
-    ran = [one for one in search.records if one.result.kind == "ran"]
+    ran = [record for record in search.records if record.result.kind == "ran"]
     short = short_steps_text(search, whole_rows)
     short = f'<p class="faint">{escape(short[0].upper() + short[1:])}.</p>' if short else ""
     figures = [_path(search.records), _projected(ran)] if ran else []
@@ -30,12 +30,14 @@ def write_tune_page(
     if before is not None and after is not None:
         error = f"Median error of the plan {before:.1%}, corrected by earlier trials {after:.1%}."
     parts = "".join(f"<li>{escape(part)}: {duration_text(seconds)}</li>" for part, seconds in spent.items())
-    wins = "".join(f"<li>{escape(one)}</li>" for one in next_wins) or "<li>nothing that the plan knows of</li>"
+    wins = (
+        "".join(f"<li>{escape(next_win)}</li>" for next_win in next_wins) or "<li>nothing that the plan knows of</li>"
+    )
     body = f"""
 <header><h1>{escape(name)} <span class="faint">tuned</span></h1>
 <p class="faint">{escape(search.ending)}. {error}</p>{short}{key_figures(facts)}</header>
 <main>
-{"".join(card(one, is_wide=True) for one in figures)}
+{"".join(card(figure, is_wide=True) for figure in figures)}
 <section class="wide"><h2>Trials</h2>{trials_table(search)}</section>
 <section><h2>Time spent</h2><ul>{parts}</ul></section>
 <section><h2>What would win next, by the plan</h2><ul>{wins}</ul></section>
@@ -80,7 +82,7 @@ def trials_table(search: Search) -> str:
 def _path(records: Sequence[TrialRecord]) -> Figure:
     """Measured steps of all trials, in their order, and the best so far."""
     numbers = [place for place, one in enumerate(records, 1) if one.result.kind == "ran"]
-    ran = [one for one in records if one.result.kind == "ran"]
+    ran = [record for record in records if record.result.kind == "ran"]
     unit, per_second = _unit([one.even_step for one in ran])
     steps = [per_second * one.even_step for one in ran]
     best = [min(steps[: place + 1]) for place in range(len(steps))]

@@ -107,7 +107,7 @@ class TraceAnalysis:
     @property
     def steps(self) -> int:
         """Number of recorded steps; 0 if none is marked."""
-        return max((len(one.steps) for one in self.ranks), default=0)
+        return max((len(rank.steps) for rank in self.ranks), default=0)
 
     @property
     def per_step(self) -> float:
@@ -124,14 +124,14 @@ class TraceAnalysis:
         island = clocks.island[place[self.ranks[0].rank]]
         ranks = [
             RankOfPath(
-                rank=one.rank,
-                trace=one.trace,
-                phases=one.phases,
-                window_us=window_us(one, number),
-                ahead_us=float(clocks.ahead_us[place[one.rank]]),
+                rank=rank.rank,
+                trace=rank.trace,
+                phases=rank.phases,
+                window_us=window_us(rank, number),
+                ahead_us=float(clocks.ahead_us[place[rank.rank]]),
             )
-            for one in self.ranks
-            if clocks.island[place[one.rank]] == island
+            for rank in self.ranks
+            if clocks.island[place[rank.rank]] == island
         ]
         name = next((step.name for step in self.ranks[0].steps if step.number == number), "")
         return critical_path(ranks, self.collectives, name)
@@ -139,7 +139,7 @@ class TraceAnalysis:
 
 def last_step(ranks: Sequence[RankAnalysis]) -> int | None:
     """The number of the last step in which all of these ranks have events, or None."""
-    numbers = [{step.number for step in one.steps if step.timeline.events} for one in ranks]
+    numbers = [{step.number for step in rank.steps if step.timeline.events} for rank in ranks]
     return max(set.intersection(*numbers), default=None) if numbers else None
 
 
@@ -168,7 +168,7 @@ def analyse_files(
         raise TraceError(f"no trace is of rank {rank}", allowed=", ".join(map(str, traces)))
     answer = analyse_traces(traces, rank=rank, step=step)
     seen = {one.number for found in answer.ranks for one in found.steps}
-    recorded = [one for path in paths for one in recorded_loads(path) if one.step in seen]
+    recorded = [recorded_load for path in paths for recorded_load in recorded_loads(path) if recorded_load.step in seen]
     return replace(answer, recorded=tuple(recorded))
 
 
@@ -186,8 +186,8 @@ def analyse_traces(traces: Mapping[int, Trace], *, rank: int | None = None, step
     waited_us = _waited(cut, collectives)
     return TraceAnalysis(
         ranks=tuple(
-            _of_rank(one, traces[one], cut[one], steps[one], waited_us[one], collectives.calls, step)
-            for one in (traces if rank is None else [rank])
+            _of_rank(trace, traces[trace], cut[trace], steps[trace], waited_us[trace], collectives.calls, step)
+            for trace in (traces if rank is None else [rank])
         ),
         loaded=tuple(traces),
         collectives=collectives,
@@ -236,9 +236,9 @@ def _chosen(trace: Trace, number: int | None) -> tuple[RecordedStep, ...]:
     steps = steps_of(trace)
     if number is None:
         return steps
-    chosen = tuple(one for one in steps if one.number == number)
+    chosen = tuple(step for step in steps if step.number == number)
     if not chosen:
-        some = ", ".join(f"{one.number}" for one in steps) or "none: no step is marked"
+        some = ", ".join(f"{step.number}" for step in steps) or "none: no step is marked"
         raise TraceError(f"{trace.path} has no step {number}", allowed=some)
     if not chosen[0].timeline.events:
         raise TraceError(f"{trace.path}: step {number} started nothing on the device that was recorded")
@@ -273,39 +273,39 @@ def _waited(traces: Mapping[int, Trace], collectives: CollectiveTimes) -> dict[i
 def analysis_json(answer: TraceAnalysis) -> dict[str, Any]:
     """The JSON contract of `penstock trace --json`."""
     of_ranks = {
-        f"{one.rank}": {
-            "timeline": {name: asdict(timeline) for name, timeline in (*one.timelines.items(), ("steps", one.spent))},
-            "left_out": asdict(one.left_out),
-            "steps": [asdict(step) for step in one.steps],
-            "phases": [row.as_json() for row in one.phases.rows()],
-            "other_share": one.phases.other_share,
-            "unknown": [asdict(row) for row in one.unknown],
-            "streams": [asdict(row) for row in one.streams],
-            "annotations": [asdict(row) for row in one.annotations],
-            "operators": [asdict(row) for row in one.operators],
-            "counters": [asdict(row) for row in one.counters],
-            "replays": None if one.phases.replays is None else asdict(one.phases.replays),
-            "roofline": one.roofline.as_json(),
-            "modelled_share": one.roofline.modelled_share,
-            "grouped_rows": None if one.used_rows is None else asdict(one.used_rows),
-            "launches": asdict(one.launches),
-            "memory": [memory_json(memory, one.steps) for memory in one.memory],
-            "device": "CPU" if one.trace.is_host else one.trace.device_name,
-            "file": str(one.trace.path),
-            "notes": list(one.trace.notes),
+        f"{rank.rank}": {
+            "timeline": {name: asdict(timeline) for name, timeline in (*rank.timelines.items(), ("steps", rank.spent))},
+            "left_out": asdict(rank.left_out),
+            "steps": [asdict(step) for step in rank.steps],
+            "phases": [row.as_json() for row in rank.phases.rows()],
+            "other_share": rank.phases.other_share,
+            "unknown": [asdict(row) for row in rank.unknown],
+            "streams": [asdict(row) for row in rank.streams],
+            "annotations": [asdict(row) for row in rank.annotations],
+            "operators": [asdict(row) for row in rank.operators],
+            "counters": [asdict(row) for row in rank.counters],
+            "replays": None if rank.phases.replays is None else asdict(rank.phases.replays),
+            "roofline": rank.roofline.as_json(),
+            "modelled_share": rank.roofline.modelled_share,
+            "grouped_rows": None if rank.used_rows is None else asdict(rank.used_rows),
+            "launches": asdict(rank.launches),
+            "memory": [memory_json(memory, rank.steps) for memory in rank.memory],
+            "device": "CPU" if rank.trace.is_host else rank.trace.device_name,
+            "file": str(rank.trace.path),
+            "notes": list(rank.trace.notes),
         }
-        for one in answer.ranks
+        for rank in answer.ranks
     }
-    collectives, shown = answer.collectives, {one.rank for one in answer.ranks}
+    collectives, shown = answer.collectives, {rank.rank for rank in answer.ranks}
     together = {
         "per_step": answer.per_step,
         "critical_path": answer.path.as_json(),
         "collectives": [row for row in _collectives_json(collectives) if row["rank"] in shown],
         "unmatched": [_unmatched_json(collectives.calls, one) for one in collectives.unmatched],
-        "stragglers": [asdict(one) for one in collectives.stragglers()],
+        "stragglers": [asdict(straggler) for straggler in collectives.stragglers()],
         "clocks": _clocks_json(collectives),
-        "bandwidth": [_finite_values(asdict(one)) for one in bandwidths(collectives)],
-        "uneven": [_finite_values(asdict(one)) for one in exchange_imbalances(collectives)],
+        "bandwidth": [_finite_values(asdict(bandwidth)) for bandwidth in bandwidths(collectives)],
+        "uneven": [_finite_values(asdict(imbalance)) for imbalance in exchange_imbalances(collectives)],
         "experts": answer.experts.as_json() | {"recorded": [asdict(one) for one in answer.recorded] or None},
     }
     if len(answer.loaded) == 1:

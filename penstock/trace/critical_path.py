@@ -162,7 +162,7 @@ _Meetings = Mapping[tuple[int, int], tuple[int, int]]
 
 def critical_path(ranks: Sequence[RankOfPath], collectives: CollectiveTimes, step: str = "") -> CriticalPath:
     """The path of a step of some ranks; empty if none has an event in it."""
-    tables = {one.rank: _Rank(one) for one in ranks}
+    tables = {rank.rank: _Rank(rank) for rank in ranks}
     tables = {rank: table for rank, table in tables.items() if table.start}
     if not tables:
         return CriticalPath(step=step, segments=())

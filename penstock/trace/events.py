@@ -229,6 +229,6 @@ class Trace:
         """The driver's name of the device that ran most events, if the file has it."""
         numbers, counts = np.unique(self.gpu.device, return_counts=True)
         used = int(numbers[counts.argmax()]) if len(numbers) else NONE
-        named = {one["id"]: one["name"] for one in self.devices if {"id", "name"} <= one.keys()}
+        named = {device["id"]: device["name"] for device in self.devices if {"id", "name"} <= device.keys()}
         # Old profilers number devices differently from their list of properties: then the first one of the list.
         return named.get(used, next(iter(named.values()), None))

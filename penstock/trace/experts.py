@@ -388,7 +388,7 @@ def recorded_loads(folder: Path) -> tuple[RecordedLoad, ...]:
     return tuple(
         RecordedLoad(
             step=line.step,
-            layers={one.layer: one.max_over_mean for one in line.layers},
+            layers={layer.layer: layer.max_over_mean for layer in line.layers},
             ranks=line.expert_rank_load_max_over_mean,
         )
         for line in lines

@@ -151,7 +151,7 @@ def _around(regions: Sequence[LayerRegion], names: Sequence[str], *, has_one: bo
     With `has_one`, one dense layer lies between the norms there.
     """
     found = []
-    forward, backward = ([one for one in regions if one.is_backward == side] for side in (False, True))
+    forward, backward = ([region for region in regions if region.is_backward == side] for side in (False, True))
     if forward:
         first = forward[0].begin
         norms = _norms(names, 0, first) if has_one else []

@@ -76,7 +76,9 @@ def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
     sync = np.where(present, calls.sync[met], SyncKind.TOGETHER).max(axis=1, initial=SyncKind.TOGETHER)
     met = met[(present.sum(axis=1) > 1) & (sync <= SyncKind.UNEVEN)]
     # Sets with strict collectives first: later sets move no rank whose island is joined already.
-    for rank_set in sorted(_rank_sets(calls, met), key=lambda one: (one.is_strict, one.moments), reverse=True):
+    for rank_set in sorted(
+        _rank_sets(calls, met), key=lambda rank_set: (rank_set.is_strict, rank_set.moments), reverse=True
+    ):
         first, *others = rank_set.members
         # Move the whole island of the other rank, so that known differences stay.
         for other, apart in zip(others, rank_set.ahead_us[1:] - rank_set.ahead_us[0], strict=True):
@@ -319,7 +321,7 @@ def _series(calls: CollectiveCalls, rows: Integers) -> list[Integers]:
     is_device = calls.sync[rows] >= SyncKind.DEVICE
     bare = (calls.group[rows] == NONE) & ~is_device
     streams = [set(calls.stream[rows[bare & (calls.rank[rows] == rank)]].tolist()) for rank in range(len(calls.ranks))]
-    by_stream = bare & all(one == streams[0] for one in streams)
+    by_stream = bare & all(stream == streams[0] for stream in streams)
     # Kernels with equal group, name and stream are one list.
     labels = (
         calls.group[rows],

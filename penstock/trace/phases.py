@@ -218,7 +218,7 @@ def _named_events(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], 
     ran = np.where(gpu.is_linked & is_told, ran, 3)
     communicates = gpu.kind == GpuKind.COMMUNICATION
     # A collective is that of the operators around it; other transports carry the tokens of a dispatch or combine.
-    is_token = np.array([one in TOKENS for one in CATEGORIES] + [False])[placement.category]
+    is_token = np.array([category in TOKENS for category in CATEGORIES] + [False])[placement.category]
     carried = np.where((placement.collective == NONE) & is_token, placement.category, placement.collective)
     categories = np.where(communicates, carried, placement.category)
     # NCCL has one kernel for an all-to-all and for messages of a pipeline; only the args distinguish them.
@@ -250,7 +250,7 @@ def _exchanges(names: list[str], name_id: Integers, pass_id: Integers) -> tuple[
 
     In backward it is the opposite: gradients reach the experts through the combine.
     """
-    products = np.array([one.startswith(Span.EXPERTS) for one in names], dtype=bool)[name_id]
+    products = np.array([name.startswith(Span.EXPERTS) for name in names], dtype=bool)[name_id]
     exchange = name_id == (names.index(Category.ALL_TO_ALL) if Category.ALL_TO_ALL in names else NONE)
     if not exchange.any() or not products.any():
         return tuple(names), name_id, pass_id

@@ -161,8 +161,8 @@ def _own_streams(trace: Trace, is_open: Flags) -> tuple[Flags, Flags]:
 def _talks(trace: Trace, is_own_stream: Flags, is_collective_stream: Flags) -> Flags:
     """For each of these kernels, whether the signs say that it communicates."""
     gpu, host, placement = trace.gpu, trace.host, place(trace)
-    is_token = np.array([one in TOKENS for one in CATEGORIES] + [False])
-    is_exchange = np.array([one in (Span.DISPATCH, Span.COMBINE) for one in SPANS] + [False])
+    is_token = np.array([category in TOKENS for category in CATEGORIES] + [False])
+    is_exchange = np.array([span in (Span.DISPATCH, Span.COMBINE) for span in SPANS] + [False])
     annotated = is_exchange[placement.span] | is_token[placement.category]  # NONE is -1 and reads the appended False
     is_aten = np.append(host.named(lambda name: name.startswith(ATEN)), False)[placement.operator]
     without_operator = ~is_aten & (gpu.launch != NONE)

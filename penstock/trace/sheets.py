@@ -67,9 +67,9 @@ def sheets(answer: TraceAnalysis) -> dict[str, list[Row]]:
 def _operators(answer: TraceAnalysis) -> list[Row]:
     """Kernels of each operator and shape, by layer, phase and pass, added up over steps."""
     sums: dict[tuple[Any, ...], list[float]] = {}
-    for one in answer.ranks:
-        for leaf in hierarchy(one.trace, one.phases):
-            key = (one.rank, leaf.layer, leaf.phase, leaf.pass_, leaf.operator, leaf.shapes, leaf.kernel)
+    for rank in answer.ranks:
+        for leaf in hierarchy(rank.trace, rank.phases):
+            key = (rank.rank, leaf.layer, leaf.phase, leaf.pass_, leaf.operator, leaf.shapes, leaf.kernel)
             row = sums.setdefault(key, [0.0, 0.0, 0.0])
             for place, value in enumerate((leaf.events, leaf.kernel_us, leaf.exposed_us)):
                 row[place] += value * answer.per_step

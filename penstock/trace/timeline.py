@@ -101,7 +101,9 @@ def timeline_of(events: GpuEvents) -> TimeBreakdown:
 
 def together(parts: Sequence[TimeBreakdown]) -> TimeBreakdown:
     """The sum of several stretches."""
-    return TimeBreakdown(**{one.name: sum(vars(part)[one.name] for part in parts) for one in fields(TimeBreakdown)})
+    return TimeBreakdown(
+        **{field.name: sum(vars(part)[field.name] for part in parts) for field in fields(TimeBreakdown)}
+    )
 
 
 def timelines(trace: Trace) -> dict[str, TimeBreakdown]:

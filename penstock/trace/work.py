@@ -111,7 +111,7 @@ def work_of(call: OperatorCall, *, used_rows: float = 1.0) -> CallWork | None:
 
 def _dtype(tensors: list[CallTensor | None]) -> Literal["bf16", "fp8", "fp32"]:
     """The narrowest type of the matrices: an accumulator is wider than the operands."""
-    width = min((one.width for one in tensors if one is not None and len(one.shape) > 1), default=2)
+    width = min((tensor.width for tensor in tensors if tensor is not None and len(tensor.shape) > 1), default=2)
     return "fp8" if width == 1 else "bf16" if width == 2 else "fp32"
 
 
@@ -267,7 +267,7 @@ def _streaming(reads: float, writes: float, flops: float) -> Model:
 
 def _everything(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """All tensors are read once, and one of the size of the largest is written, or the first one if in place."""
-    known = [one for one in tensors if one is not None]
+    known = [tensor for tensor in tensors if tensor is not None]
     if not known:
         raise UnknownShapeError
     is_in_place = call.name.endswith("_") and not call.name.endswith("__")

@@ -112,7 +112,7 @@ def _encode(whole: Tensor, decades: int) -> tuple[Tensor, Tensor]:
     """`quantize` in pieces; roots of the values with `ROOT_DECADES`."""
     rows = whole.view(-1, whole.shape[-1])
     pieces = rows.split(max(1, _PIECE // whole.shape[-1]))
-    coded = [quantize(root_of(one) if decades == ROOT_DECADES else one, decades) for one in pieces]
+    coded = [quantize(root_of(piece) if decades == ROOT_DECADES else piece, decades) for piece in pieces]
     codes, scales = (torch.cat(one) for one in zip(*coded, strict=True))
     return codes.view(whole.shape), scales.view(*whole.shape[:-1], scales.shape[-1])
 
@@ -163,7 +163,7 @@ class _Pass:
     """The update of some tensors on one device, whose addresses stay as they are."""
 
     def __init__(self, tensors: Iterable[AdamWTensor], settings: Optimizer) -> None:
-        self._tensors = [one for one in tensors if one.value.numel()]
+        self._tensors = [tensor for tensor in tensors if tensor.value.numel()]
         self._settings = settings
         device = self._tensors[0].value.device if self._tensors else torch.device("cpu")
         has_kernel = device.type == "meta" or (device.type == "cuda" and HAS_TRITON)
@@ -187,8 +187,8 @@ class _Pass:
         for launch in self._launches:
             launch.run(scalars)
         _torch_update(self._plain, step, learning_rate, settings, divisor)
-        for one in self._others:
-            update(one, scalars)
+        for other in self._others:
+            update(other, scalars)
 
 
 @torch.no_grad()
@@ -197,7 +197,7 @@ def _torch_update(
 ) -> None:
     """`update` by PyTorch's fused AdamW, for float32 state."""
     for is_decayed_ in (True, False):
-        group = [one for one in tensors if one.is_decayed is is_decayed_]
+        group = [tensor for tensor in tensors if tensor.is_decayed is is_decayed_]
         if not group:
             continue
         if divisor != 1.0:  # here and not as `grad_scale`, which PyTorch reads in float32 only
@@ -221,7 +221,7 @@ def _torch_update(
         )
     round_values(tensors)
     if tensors:
-        torch._foreach_zero_([one.gradient for one in tensors])
+        torch._foreach_zero_([tensor.gradient for tensor in tensors])
 
 
 class FusedAdamW:
@@ -239,7 +239,7 @@ class FusedAdamW:
         *,
         starts: Mapping[str, int] | None = None,
     ) -> None:
-        device = next((one.device for one in values.values()), torch.device("cpu"))
+        device = next((value.device for value in values.values()), torch.device("cpu"))
         shapes = {name: state_shapes(tuple(one.shape), one.dtype, settings) for name, one in values.items()}
         state = {
             name: {field: torch.zeros(one.shape, dtype=one.dtype, device=device) for field, one in fields.items()}
@@ -296,9 +296,9 @@ def _tensors_of(
 
 def start_masters(tensors: Iterable[StateTensor]) -> None:
     """Let separate masters equal their values."""
-    for one in tensors:
-        if one.master is not None and one.masters == APART:
-            one.master.copy_(one.value)
+    for tensor in tensors:
+        if tensor.master is not None and tensor.masters == APART:
+            tensor.master.copy_(tensor.value)
 
 
 def bytes_of(tensors: Iterable[StateTensor]) -> tuple[int, int]:
@@ -312,7 +312,9 @@ def bytes_of(tensors: Iterable[StateTensor]) -> tuple[int, int]:
 @torch.no_grad()
 def round_values(tensors: Iterable[StateTensor]) -> None:
     """Let values follow masters that were filled."""
-    apart = [(one.value, one.master) for one in tensors if one.master is not None and one.masters == APART]
+    apart = [
+        (tensor.value, tensor.master) for tensor in tensors if tensor.master is not None and tensor.masters == APART
+    ]
     if apart:
         values, masters = zip(*apart, strict=True)
         torch._foreach_copy_(values, masters)

@@ -297,4 +297,6 @@ def _waiting(what: Captured, run: Run, choices: Sequence[Choice]) -> str:
     """A chosen operator that waits for the device; empty if there is none."""
     if run.model.moe is None:
         return ""
-    return next((one.op for one in choices if one.op in READS_COUNTS[what] and one.backend == "reference"), "")
+    return next(
+        (choice.op for choice in choices if choice.op in READS_COUNTS[what] and choice.backend == "reference"), ""
+    )

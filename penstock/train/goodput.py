@@ -273,7 +273,7 @@ def _gaps(processes: Sequence[_Process]) -> list[float]:
 
 def _of_process(process: _Process, kept_step: int | None) -> dict[str, float]:
     """Seconds of a process, whose steps after `kept_step` were made again."""
-    begins = [process.step, *(one.step for one in process.stretches)]  # steps before each stretch
+    begins = [process.step, *(stretch.step for stretch in process.stretches)]  # steps before each stretch
     warm = process.step + WARM_UP
     later = [(one, one.step - before) for one, before in zip(process.stretches, begins, strict=False) if before >= warm]
     steps = sum(count for _, count in later)

@@ -63,12 +63,12 @@ class ShardedMuon:
             for name, value in values.items()
         }
         start_masters(self.tensors.values())
-        tensors = [one for one in self.tensors.values() if one.value.numel()]
-        self._defined = [one for one in tensors if not _is_fused(one)]
+        tensors = [tensor for tensor in self.tensors.values() if tensor.value.numel()]
+        self._defined = [tensor for tensor in tensors if not _is_fused(tensor)]
         self._fused: dict[float, list[MuonTensor]] = defaultdict(list)  # by their scale
-        for one in tensors:
-            if _is_fused(one):
-                self._fused[one.scale].append(one)
+        for tensor in tensors:
+            if _is_fused(tensor):
+                self._fused[tensor.scale].append(tensor)
         self._exchange = MatrixExchange(
             list(shards.values()),
             axes,

@@ -242,7 +242,7 @@ class MasterAdamW:
         if self.gradient_offload is not None:
             self.gradient_offload.start_step()
         shards, is_rest = self._on_device, before_passes and self._has_zeros
-        left = [rows for one in shards for rows in one.others] if is_rest else [one.total for one in shards]
+        left = [rows for shard in shards for rows in shard.others] if is_rest else [shard.total for shard in shards]
         self._has_zeros = False
         if left:
             torch._foreach_zero_(left)
@@ -253,17 +253,19 @@ class MasterAdamW:
             self.gradient_offload.finish()
         # All ranks take the axes in the order of their names, which avoids deadlocks.
         by_axes: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
-        for one in self._shards.values():
-            by_axes[one.shard_axis.name, one.replicate_axis.name].append(one)
+        for shard in self._shards.values():
+            by_axes[shard.shard_axis.name, shard.replicate_axis.name].append(shard)
         for _, shards in sorted(by_axes.items()):
-            entries = [BucketEntry(whole=one.total, own=one.gradient) for one in shards]
+            entries = [BucketEntry(whole=shard.total, own=shard.gradient) for shard in shards]
             self._reduce(entries, shards[0].shard_axis, shards[0].replicate_axis)
         # Axes besides data over which gradients are summed, such as tensor for the weight of a norm that each rank
         # applies to its positions. Only the rows that this rank updates are summed.
-        axes = {axis.name: axis for one in self._shards.values() for axis in one.param.partial}
+        axes = {axis.name: axis for shard in self._shards.values() for axis in shard.param.partial}
         for axis in (axes[name] for name in sorted(axes)):
-            partial_sums = [one.gradient for one in self._shards.values() if axis in one.param.partial]
-            self._reduce([BucketEntry(whole=one, own=one) for one in partial_sums], NO_AXIS, axis)
+            partial_sums = [shard.gradient for shard in self._shards.values() if axis in shard.param.partial]
+            self._reduce(
+                [BucketEntry(whole=partial_sum, own=partial_sum) for partial_sum in partial_sums], NO_AXIS, axis
+            )
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
@@ -321,7 +323,9 @@ class MasterAdamW:
     def memory(self) -> StateBytes:
         """Memory of this optimizer; works on the meta device."""
         shards = self._shards.values()
-        weights = [one.values if isinstance(one.param.parameter, DTensor) else one.param.parameter for one in shards]
+        weights = [
+            shard.values if isinstance(shard.param.parameter, DTensor) else shard.param.parameter for shard in shards
+        ]
         frozen = (param.parameter for param in self._frozen)
         weights += [one.to_local() if isinstance(one, DTensor) else one for one in frozen]
         there = self.gradient_offload
@@ -346,11 +350,11 @@ class MasterAdamW:
     def _gather_values(self) -> None:
         """Fetch the rows of parameters that other ranks have updated."""
         divided: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
-        for one in self._shards.values():
-            if one.shard_axis.size > 1:
-                divided[one.shard_axis.name, str(one.param.parameter.dtype)].append(one)
+        for shard in self._shards.values():
+            if shard.shard_axis.size > 1:
+                divided[shard.shard_axis.name, str(shard.param.parameter.dtype)].append(shard)
         for _, shards in sorted(divided.items()):
-            entries = [BucketEntry(whole=one.param.parameter.detach(), own=one.values) for one in shards]
+            entries = [BucketEntry(whole=shard.param.parameter.detach(), own=shard.values) for shard in shards]
             gather_rows(entries, shards[0].shard_axis, self._bucket_values)
 
 
@@ -362,7 +366,7 @@ def _parted(tensors: Mapping[str, Tensor], names: Collection[str]) -> tuple[dict
 
 def _offload_of(params: Sequence[ParamShard]) -> GradientOffload:
     """Gradients of decoder layers on the host."""
-    shapes = {one.name: tuple(one.parameter.shape) for one in params if layer_of_sums(one.name) is not None}
+    shapes = {param.name: tuple(param.parameter.shape) for param in params if layer_of_sums(param.name) is not None}
     return GradientOffload(shapes, params[0].parameter.device)
 
 

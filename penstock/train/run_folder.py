@@ -204,7 +204,12 @@ def check_same_run(saved: Run, wanted: Run, folder: RunFolder) -> None:
     changes = differences(saved, wanted)
     for difference in changes:
         if is_bound(difference.field):
-            words = ["train", "--from", str(folder.path), *(f"{one.field}={one.right or 'none'}" for one in changes)]
+            words = [
+                "train",
+                "--from",
+                str(folder.path),
+                *(f"{change.field}={change.right or 'none'}" for change in changes),
+            ]
             new = f"begin one with its weights: penstock {shlex.join(words)}"
             if difference.field.startswith("model."):  # its weights do not fit
                 new = "start a new run"

@@ -332,7 +332,7 @@ def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
     finally:
         stop_process_group()
     modules = [module for decoder in model.modules for module in decoder.modules()]
-    expert = sum(p.numel() for one in modules if isinstance(one, GroupedExperts) for p in one.parameters())
+    expert = sum(p.numel() for module in modules if isinstance(module, GroupedExperts) for p in module.parameters())
     dense = sum(parameter.numel() for _, parameter in model.named_parameters()) - expert
     stages = stages_of(run)
     own = {number: stages[number] for number in model.decoders}

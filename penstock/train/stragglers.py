@@ -75,7 +75,7 @@ class StragglerWatch:
     def add(self, seconds: float, pulses: tuple[RankPulse, ...]) -> tuple[str, ...]:
         """Add a step; returns what is new, a line each."""
         self._seen += 1
-        if len(pulses) < 2 or self._seen <= WARM_UP or not all(one.work for one in pulses):
+        if len(pulses) < 2 or self._seen <= WARM_UP or not all(pulse.work for pulse in pulses):
             return ()
         self._steps.append((seconds, pulses))
         if len(self._steps) < WINDOW:

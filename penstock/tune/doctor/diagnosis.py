@@ -102,16 +102,16 @@ def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
         ],
         "remedies": [
             {
-                "change": one.change,
-                "what": one.what,
-                "gain_us": one.gain_us,
-                "gain_share": diagnosis.times.share(one.gain_us),
-                "gain_bytes": one.gain_bytes,
-                "rule": one.rule,
-                "source": one.source,
-                "how": one.how or None,
+                "change": remedy.change,
+                "what": remedy.what,
+                "gain_us": remedy.gain_us,
+                "gain_share": diagnosis.times.share(remedy.gain_us),
+                "gain_bytes": remedy.gain_bytes,
+                "rule": remedy.rule,
+                "source": remedy.source,
+                "how": remedy.how or None,
             }
-            for one in diagnosis.remedies
+            for remedy in diagnosis.remedies
         ],
         "missing": list(diagnosis.missing),
         "notes": list(diagnosis.notes),
@@ -169,7 +169,7 @@ def _size_text(evidence: Evidence, times: Bottlenecks) -> str:
 
 def _waiting_text(evidence: Evidence, times: Bottlenecks) -> str:
     """The share of waiting, on the mean rank and on the rank that waits most."""
-    waits = {one.rank: one.wait_us / one.total_us for one in evidence.ranks if one.wait_us is not None}
+    waits = {rank.rank: rank.wait_us / rank.total_us for rank in evidence.ranks if rank.wait_us is not None}
     if not waits:
         return "; the part that waits for other ranks is unknown"
     most = max(waits, key=lambda rank: waits[rank])
@@ -292,13 +292,12 @@ def _stalls(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
         call = f" while the host was in {stall.call}" if stall.call else ""
         what = f"queued work did not start, at most {ms_text(stall.duration_us)} ms at once: {stall.queued} launched"
         yield _time(f"{what} events, the first {stall.after[:60]}, waited{call}", "stall", times.stall_us, times)
-    for one in evidence.single_stalls[:NAMED_LATE]:
-        why = f"{one.queued} launched events did not start" if one.queued else "the host launched nothing"
-        call = f", in {one.call}" if one.call else ""
-        what = (
-            f"apart, a single stall: {ms_text(one.duration_us)} ms in step {one.step} on rank {one.rank} ({why}{call})"
-        )
-        yield EvidenceLine(what, "stall" if one.queued else "host")
+    for single in evidence.single_stalls[:NAMED_LATE]:
+        why = f"{single.queued} launched events did not start" if single.queued else "the host launched nothing"
+        call = f", in {single.call}" if single.call else ""
+        where = f"in step {single.step} on rank {single.rank}"
+        what = f"apart, a single stall: {ms_text(single.duration_us)} ms {where} ({why}{call})"
+        yield EvidenceLine(what, "stall" if single.queued else "host")
 
 
 def _power(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:

@@ -217,17 +217,17 @@ class Evidence:
 
     def mean(self, name: str) -> float:
         """Mean over ranks of a field of `RankCosts`; None counts as 0."""
-        return sum(vars(one)[name] or 0.0 for one in self.ranks) / max(1, len(self.ranks))
+        return sum(vars(rank)[name] or 0.0 for rank in self.ranks) / max(1, len(self.ranks))
 
     def communication(self, kind: str) -> float:
         """Mean over ranks of the exposed communication of a kind."""
-        return sum(one.communication_us.get(kind, 0.0) for one in self.ranks) / max(1, len(self.ranks))
+        return sum(rank.communication_us.get(kind, 0.0) for rank in self.ranks) / max(1, len(self.ranks))
 
     @property
     def computing(self) -> dict[str, float]:
         """Mean over ranks of the computing by phase, the longest first."""
-        names = {name for one in self.ranks for name in one.computing_us}
-        found = {name: sum(one.computing_us.get(name, 0.0) for one in self.ranks) / len(self.ranks) for name in names}
+        names = {name for rank in self.ranks for name in rank.computing_us}
+        found = {name: sum(rank.computing_us.get(name, 0.0) for rank in self.ranks) / len(self.ranks) for name in names}
         return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
     @property
@@ -238,7 +238,7 @@ class Evidence:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of communication, the most expensive first."""
-        names = {name for one in self.ranks for name in one.communication_us}
+        names = {name for rank in self.ranks for name in rank.communication_us}
         return tuple(sorted(names, key=lambda name: (-self.communication(name), name)))
 
     @property

@@ -93,18 +93,20 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
     collectives = answer.collectives
     totals = collectives.totals_us() if len(answer.loaded) > 1 and len(collectives.meetings) else {}
     per_step = answer.per_step
-    stood = {one.rank: _stood_still(one) for one in answer.ranks}
-    copies = {one.rank: _copies(one, stood[one.rank]) for one in answer.ranks}
-    stalls = [stall for one in answer.ranks for stall in one.launches.stalls]
+    stood = {rank.rank: _stood_still(rank) for rank in answer.ranks}
+    copies = {rank.rank: _copies(rank, stood[rank.rank]) for rank in answer.ranks}
+    stalls = [stall for rank in answer.ranks for stall in rank.launches.stalls]
     ranks = tuple(
         replace(
-            _costs(one, collectives.calls, totals, stood[one.rank]),
-            host_copy_us=0.0 if (copy := copies[one.rank]) is None else copy.alone_us,
+            _costs(rank, collectives.calls, totals, stood[rank.rank]),
+            host_copy_us=0.0 if (copy := copies[rank.rank]) is None else copy.alone_us,
         ).times(per_step)
-        for one in answer.ranks
+        for rank in answer.ranks
     )
-    late = tuple(replace(one, caused_wait_us=one.caused_wait_us * per_step) for one in late_ranks(answer))
-    caused_us = sum(one.caused_wait_us for one in collectives.stragglers()) * per_step
+    late = tuple(
+        replace(late_rank, caused_wait_us=late_rank.caused_wait_us * per_step) for late_rank in late_ranks(answer)
+    )
+    caused_us = sum(straggler.caused_wait_us for straggler in collectives.stragglers()) * per_step
     return Evidence(
         source="trace",
         ranks=ranks,
@@ -116,16 +118,16 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
         host_copy=_host_copy(copies),
         single_stalls=tuple(
             sorted(
-                (stall for one in answer.ranks for stall in _named_stalls(one, stood[one.rank])),
+                (stall for rank in answer.ranks for stall in _named_stalls(rank, stood[rank.rank])),
                 key=lambda stall: -stall.duration_us,
             )
         ),
         stall=max(stalls, key=lambda stall: stall.duration_us, default=None),
         max_over_mean=answer.experts.max_over_mean,
-        trains=any(row.pass_ == "backward" for one in answer.ranks for row in one.phases.rows(by_layer=False)),
+        trains=any(row.pass_ == "backward" for rank in answer.ranks for row in rank.phases.rows(by_layer=False)),
         facts=_facts(answer, facts),
         missing=(*missing, *_missing(answer)),
-        notes=tuple(dict.fromkeys(note for one in answer.ranks for note in one.trace.notes))[:NOTES],
+        notes=tuple(dict.fromkeys(note for rank in answer.ranks for note in rank.trace.notes))[:NOTES],
         operators=tuple(row for row in answer.ranks[0].operators if not row.name.startswith((GLOO, CALLS))),
         is_cpu=answer.is_host,
     )
@@ -136,7 +138,7 @@ def _facts(answer: TraceAnalysis, facts: RunFacts) -> RunFacts:
     trace = answer.ranks[0].trace
     device = facts.device if trace.is_host else trace.device_name
     sizes = [one.get("totalGlobalMem") for one in trace.devices if one.get("name") == device]
-    peaks = [int(memory.allocated.max()) for one in answer.ranks for memory in one.memory]
+    peaks = [int(memory.allocated.max()) for rank in answer.ranks for memory in rank.memory]
     return replace(
         facts,
         run=facts.run or _run(trace),
@@ -162,7 +164,7 @@ def _run(trace: Trace) -> Run | None:
 def _world(answer: TraceAnalysis) -> int:
     """Number of ranks of the run by the traces; 0 if they do not tell."""
     groups = [group.size for group in answer.collectives.calls.groups]
-    told = [one.trace.world for one in answer.ranks if one.trace.world is not None]
+    told = [rank.trace.world for rank in answer.ranks if rank.trace.world is not None]
     return max([*groups, *told], default=0)
 
 
@@ -284,10 +286,10 @@ def _is_pointwise(kernel: str) -> bool:
 
 def _launches(ranks: Sequence[RankAnalysis]) -> KernelLaunches:
     return KernelLaunches(
-        kernels=sum(one.launches.kernel_count for one in ranks),
-        small_kernels=sum(one.launches.short_count for one in ranks),
-        from_graphs=sum(int((one.phases.placement.is_replayed & one.trace.gpu.is_kernel).sum()) for one in ranks),
-        synchronizations=sum(_waited(one) for one in ranks),
+        kernels=sum(rank.launches.kernel_count for rank in ranks),
+        small_kernels=sum(rank.launches.short_count for rank in ranks),
+        from_graphs=sum(int((rank.phases.placement.is_replayed & rank.trace.gpu.is_kernel).sum()) for rank in ranks),
+        synchronizations=sum(_waited(rank) for rank in ranks),
     )
 
 
@@ -361,11 +363,11 @@ def _missing(answer: TraceAnalysis) -> list[str]:
             f"collectives that match none of another rank: {len(unmatched)} ({unmatched[0].why}); "
             "their waiting is unknown"
         )
-    if not any(one.steps for one in answer.ranks):
+    if not any(rank.steps for rank in answer.ranks):
         told.append("no step is marked: figures are of all that was recorded")
-    left = sum(one.left_out.earlier + one.left_out.others for one in answer.ranks)
-    us = sum(one.left_out.earlier_us + one.left_out.others_us for one in answer.ranks)
-    if us > MATTERS * sum(one.spent.total_us for one in answer.ranks):
+    left = sum(rank.left_out.earlier + rank.left_out.others for rank in answer.ranks)
+    us = sum(rank.left_out.earlier_us + rank.left_out.others_us for rank in answer.ranks)
+    if us > MATTERS * sum(rank.spent.total_us for rank in answer.ranks):
         where = "launched before the recording began or outside of the judged steps"
         told.append(f"{left} events ({us / 1e3:,.1f} ms), {where}, are left out")
     for row in answer.ranks[0].unknown:
@@ -380,13 +382,13 @@ def late_ranks(answer: TraceAnalysis) -> tuple[LateRank, ...]:
     if len(collectives.meetings) < MATCHED * (len(collectives.meetings) + len(collectives.unmatched)):
         return ()
     others = max(1, len(answer.loaded) - 1)
-    least_us = others * TELLS * float(np.mean([one.spent.total_us for one in answer.ranks]))
+    least_us = others * TELLS * float(np.mean([rank.spent.total_us for rank in answer.ranks]))
     between = _between(answer)
     found = [
         late
-        for one in collectives.stragglers()
-        if one.caused_wait_us >= least_us
-        for late in _by_cause(answer, between, one.rank)
+        for straggler in collectives.stragglers()
+        if straggler.caused_wait_us >= least_us
+        for late in _by_cause(answer, between, straggler.rank)
         if late.caused_wait_us >= least_us
     ]
     return tuple(sorted(found, key=lambda one: one.caused_wait_us, reverse=True))
@@ -408,29 +410,31 @@ def _between(answer: TraceAnalysis) -> _Between:
     idle_MR, busy_MR = np.full(rows_MR.shape, np.nan), np.full(rows_MR.shape, np.nan)  # nan: the rank had no part
     waits_M = calls.sync[any_row(rows_MR)] != SyncKind.ALONE  # a kernel that never waits counts as work
     first_us, before = _first_work(answer), []
-    for one in answer.ranks:
-        number = calls.ranks.index(one.rank)
+    for rank in answer.ranks:
+        number = calls.ranks.index(rank.rank)
         met = np.flatnonzero((rows_MR[:, number] != NONE) & waits_M)
         rows = rows_MR[met, number]
         order = np.argsort(calls.start_us[rows], kind="stable")
         met, rows = met[order], rows[order]
         starts_us = calls.start_us[rows]
         # The previous collective may end after this one starts, on another stream.
-        ends_us = np.append(first_us[one.rank], np.maximum.accumulate(calls.end_us[rows]))[: len(rows)]
+        ends_us = np.append(first_us[rank.rank], np.maximum.accumulate(calls.end_us[rows]))[: len(rows)]
         begins_us = np.minimum(ends_us, starts_us)  # then the interval is empty, never negative
-        busy = busy_of(one.trace.gpu)
+        busy = busy_of(rank.trace.gpu)
         working = (busy.compute | busy.communication | busy.copies).covered_us(begins_us, starts_us)
         busy_MR[met, number] = working
         idle_MR[met, number] = np.maximum(starts_us - begins_us, 0.0) - working
-        before.append(_collective_after(one, met, begins_us, starts_us))
+        before.append(_collective_after(rank, met, begins_us, starts_us))
     return _Between(idle_MR=idle_MR, busy_MR=busy_MR, before=tuple(before))
 
 
 def _first_work(answer: TraceAnalysis) -> dict[int, float]:
     """By rank and on its clock, the first device work of any rank whose clock can be compared with it."""
     calls, clocks = answer.collectives.calls, answer.collectives.meetings.clocks
-    number = {one.rank: calls.ranks.index(one.rank) for one in answer.ranks}
-    firsts = {one.rank: float(one.trace.gpu.start_us[0] - clocks.ahead_us[number[one.rank]]) for one in answer.ranks}
+    number = {rank.rank: calls.ranks.index(rank.rank) for rank in answer.ranks}
+    firsts = {
+        rank.rank: float(rank.trace.gpu.start_us[0] - clocks.ahead_us[number[rank.rank]]) for rank in answer.ranks
+    }
     return {
         rank: float(clocks.ahead_us[own])
         + min(firsts[other] for other in firsts if clocks.island[number[other]] == clocks.island[own])
@@ -538,7 +542,9 @@ def _slowness(answer: TraceAnalysis, rank: int) -> float:
 def _usual(times: dict[int, dict[str, float]], rank: int) -> tuple[dict[str, float], dict[str, float]]:
     """Times of a rank by phase, and the median of the other ranks for each of its phases."""
     mine = times[rank]
-    return mine, {name: float(np.median([times[one].get(name, 0.0) for one in times if one != rank])) for name in mine}
+    return mine, {
+        name: float(np.median([times[time].get(name, 0.0) for time in times if time != rank])) for name in mine
+    }
 
 
 def _sum(times: dict[str, float], *, of_experts: bool) -> float:

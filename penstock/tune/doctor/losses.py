@@ -20,7 +20,7 @@ TORCH_COSTS = 1 - 51188 / 78946
 
 def named(ranks: list[LateRank]) -> str:
     """Such as `ranks 5 and 3`."""
-    numbers = [f"{one.rank}" for one in ranks]
+    numbers = [f"{rank.rank}" for rank in ranks]
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
@@ -35,7 +35,7 @@ def waits_us(ranks: list[LateRank], evidence: Evidence, bottlenecks: Bottlenecks
     """Waiting of the mean rank for these ranks."""
     # `waiting_us` is without the waiting for late hosts, so what it is divided by is too.
     caused = evidence.caused_wait_us - sum(one.caused_wait_us for one in evidence.late if one.cause == "host")
-    return bottlenecks.waiting_us * sum(one.share * one.caused_wait_us for one in ranks) / caused if caused else 0.0
+    return bottlenecks.waiting_us * sum(rank.share * rank.caused_wait_us for rank in ranks) / caused if caused else 0.0
 
 
 def imbalance_us(evidence: Evidence, most: float = 1.0) -> float:
@@ -45,25 +45,25 @@ def imbalance_us(evidence: Evidence, most: float = 1.0) -> float:
     experts of a layer.
     """
     loads = evidence.facts.layer_loads
-    beyond = sum(one.computed - min(one.computed, max(1.0, most)) for one in loads)
+    beyond = sum(load.computed - min(load.computed, max(1.0, most)) for load in loads)
     return evidence.computing.get("experts", 0.0) / len(loads) * beyond if loads else 0.0
 
 
 def between_steps_us(evidence: Evidence) -> float:
     """The part of `imbalance_us` that the loads of whole steps show: routing that is more even can save it."""
     loads = evidence.facts.layer_loads
-    beyond = sum(min(one.step, one.computed) - 1.0 for one in loads)
+    beyond = sum(min(load.step, load.computed) - 1.0 for load in loads)
     return evidence.computing.get("experts", 0.0) / len(loads) * beyond if loads else 0.0
 
 
 def least_even(evidence: Evidence) -> str:
-    worst = max(evidence.facts.layer_loads, key=lambda one: one.computed, default=None)
+    worst = max(evidence.facts.layer_loads, key=lambda layer_load: layer_load.computed, default=None)
     return "" if worst is None else f"the fullest rank of layer {worst.layer} has {worst.computed:.2f} times the mean"
 
 
 def most_waiting_us(evidence: Evidence, bottlenecks: Bottlenecks) -> float:
     """Exposed communication that may be waiting for late ranks; all of it if no trace compares ranks."""
-    compared = any(one.wait_us is not None for one in evidence.ranks)
+    compared = any(rank.wait_us is not None for rank in evidence.ranks)
     return bottlenecks.waiting_us if compared else bottlenecks.communication_us
 
 
@@ -79,10 +79,10 @@ def behind_counts_us(evidence: Evidence, bottlenecks: Bottlenecks) -> float:
     If no span shows which waits these are, they are taken as the measured share of all waits.
     """
     behind = {
-        one.rank: WAITS_OF_STAGE_2 * one.sync_idle_us if one.counts_idle_us is None else one.counts_idle_us
-        for one in evidence.ranks
+        rank.rank: WAITS_OF_STAGE_2 * rank.sync_idle_us if rank.counts_idle_us is None else rank.counts_idle_us
+        for rank in evidence.ranks
     }
-    idle = {one.rank: one.idle_us for one in evidence.ranks}
+    idle = {rank.rank: rank.idle_us for rank in evidence.ranks}
     late = [one for one in evidence.late if one.cause == "host" and idle.get(one.rank)]
     caused = sum(one.caused_wait_us for one in late)
     # A rank is late by its host for as much as the counts explain of its idle time.

@@ -56,7 +56,7 @@ def with_projection(evidence: Evidence, planned: Projection) -> Evidence:
     if not evidence.ranks:
         step_us = planned.time.step_seconds * 1e6
         fullest = assumed_imbalance(planned.run, DEFAULT_ASSUMPTIONS.in_time)
-        ranks = tuple(_costs(one, step_us, planned.layout.dispatcher, fullest) for one in planned.time.ranks)
+        ranks = tuple(_costs(rank, step_us, planned.layout.dispatcher, fullest) for rank in planned.time.ranks)
         missing = (*evidence.missing, "times are those of the plan")
         evidence = replace(evidence, source="plan", ranks=ranks, steps=1, missing=missing)
     return with_changes(evidence, planned)
@@ -104,7 +104,9 @@ def with_changes(evidence: Evidence, planned: Projection) -> Evidence:
     evidence = replace(evidence, facts=facts)
     bottlenecks = bottlenecks_of(evidence)
     # Refusing a change may make a rule offer its next form, so this repeats until no offer is new.
-    while asked := [one.change for one in remedies(evidence, bottlenecks) if _is_open(one.change, evidence, run)]:
+    while asked := [
+        remedy.change for remedy in remedies(evidence, bottlenecks) if _is_open(remedy.change, evidence, run)
+    ]:
         evidence = replace(evidence, facts=_with_projected(evidence, run, planned, asked))
     return evidence
 

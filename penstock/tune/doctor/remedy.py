@@ -48,7 +48,7 @@ def first_accepted(evidence: Evidence, *changes: str, words: str = "") -> str | 
     facts = evidence.facts
     if facts.run is None:
         return words or None
-    asked = (one for one in changes if one not in facts.lacking_bytes)
+    asked = (change for change in changes if change not in facts.lacking_bytes)
     return next((one for one in asked if accepted(facts.run, one, facts.world) is not None), None)
 
 

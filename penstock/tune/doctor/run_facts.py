@@ -56,7 +56,9 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
     """
     run = load_run(str(folder.absolute()))
     lines = json_lines(folder / METRICS, LAYERS) if lines is None else lines
-    device = next((one["device"] for one in reversed(json_lines(folder / STARTS)) if "device" in one), None)
+    device = next(
+        (json_line["device"] for json_line in reversed(json_lines(folder / STARTS)) if "device" in json_line), None
+    )
     if not lines:
         missing = f"no step of the run is recorded: {folder / METRICS} has no line"
         return RunFacts(run=run, device=device, has_steps=False), (missing,)
@@ -77,7 +79,7 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
         step_seconds=step_seconds,
         beside_seconds=_beside(calm, disturbed),
         # A line's phases are those of the step before it.
-        phase_seconds=_phases(_last([one for one in lines if _step(one) - 1 not in disturbed])),
+        phase_seconds=_phases(_last([line for line in lines if _step(line) - 1 not in disturbed])),
         repeated_steps=sum(bool(line.get("rows_left_out")) for line in lines),
         expert_load=_median(usual, "expert_rank_load_max_over_mean"),
         layer_loads=_layer_loads(usual),
@@ -194,12 +196,12 @@ def _keep_well_formed(line: dict[str, Any]) -> None:
     """Leave out what is of another type than a run writes: a file of others may hold anything."""
     if "layers" in line:
         layers = line["layers"] if isinstance(line["layers"], list) else []
-        entries = [one for one in layers if isinstance(one, dict) and type(one.get("layer")) is int]
-        line["layers"] = [one for one in entries if isinstance(one.get("max_over_mean"), int | float)]
+        entries = [layer for layer in layers if isinstance(layer, dict) and type(layer.get("layer")) is int]
+        line["layers"] = [entry for entry in entries if isinstance(entry.get("max_over_mean"), int | float)]
     phases, losses = line.get("phase_seconds", {}), line.get("mtp_losses", [])
-    if not isinstance(phases, dict) or not all(isinstance(one, int | float) for one in phases.values()):
+    if not isinstance(phases, dict) or not all(isinstance(phase, int | float) for phase in phases.values()):
         del line["phase_seconds"]
-    if not isinstance(losses, list) or not all(isinstance(one, int | float) for one in losses):
+    if not isinstance(losses, list) or not all(isinstance(loss, int | float) for loss in losses):
         del line["mtp_losses"]
     for name, kind in _KINDS.items():
         if name in line and type(line[name]) is not kind:
