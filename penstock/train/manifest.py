@@ -27,7 +27,7 @@ from math import prod
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -258,15 +258,6 @@ FILE_BYTES = 1 << 30
 """Size of a file of tensors. Ranks divide the files among themselves to check a checkpoint."""
 
 
-class PartRead(NamedTuple):
-    """The common part of a wanted rectangle and one in a file."""
-
-    key: str  # of the rectangle in the file
-    sizes: tuple[int, ...]  # of that rectangle
-    source: tuple[slice, ...]  # index in it
-    target: Tensor  # view of the wanted tensor
-
-
 Piece: TypeAlias = tuple[str, Rectangle, TensorEntry]
 """Name of a tensor, a rectangle of it, and how the rectangle is written."""
 
@@ -365,20 +356,28 @@ class CheckpointFiles:
     def fill(self, name: str, part: ShardedTensor, saved: SavedTensor) -> None:
         """Fill a rank's part of a tensor. Raises as `fill_parts`."""
         check_part(name, part)
-        room = part.room()
-        for file, read in _reads(name, room, saved):
-            with self._lock:
-                self._begin_checks([file, *([] if self._along else [*self._left][:2])])
-                self._wait_for([other for other in self._checks if self._along == (other != file)])
-                opened = self._open(file)
-            stored, target = opened.tensors.get(read.key), read.target
-            is_exact = stored is not None and (stored.dtype == target.dtype or {stored.dtype, target.dtype} == _WIDENED)
-            if stored is None or not is_exact or stored.shape != read.sizes:
-                got = "none" if stored is None else f"{stored.dtype} {list(stored.shape)}".removeprefix("torch.")
-                kind = f"{target.dtype} {list(read.sizes)}".removeprefix("torch.")
-                raise _damaged(self._folder / file, f"{read.key} gives {got} instead of {kind}")
-            opened.fill(read.key, read.source, target)
+        room, stored = part.room(), saved.stored()
+        for piece, values in room.views():
+            ours = Rectangle(piece.whole, piece.sizes)
+            for theirs, file in stored:
+                if (common := ours.overlap(theirs)) is not None:
+                    target = values[common.within(ours.begin)]
+                    self._read(file, f"{name}{theirs}", theirs.sizes, common.within(theirs.begin), target)
         part.fill(room.tensor)
+
+    def _read(self, file: str, key: str, sizes: tuple[int, ...], source: tuple[slice, ...], target: Tensor) -> None:
+        """Fill `target` from a part of the rectangle `key`, which must have these sizes."""
+        with self._lock:
+            self._begin_checks([file, *([] if self._along else [*self._left][:2])])
+            self._wait_for([other for other in self._checks if self._along == (other != file)])
+            opened = self._open(file)
+        stored = opened.tensors.get(key)
+        is_exact = stored is not None and (stored.dtype == target.dtype or {stored.dtype, target.dtype} == _WIDENED)
+        if stored is None or not is_exact or stored.shape != sizes:
+            got = "none" if stored is None else f"{stored.dtype} {list(stored.shape)}".removeprefix("torch.")
+            kind = f"{target.dtype} {list(sizes)}".removeprefix("torch.")
+            raise _damaged(self._folder / file, f"{key} gives {got} instead of {kind}")
+        opened.fill(key, source, target)
 
     def _opened(self, file: str) -> TensorFile:
         try:
@@ -397,16 +396,6 @@ class CheckpointFiles:
 
 
 _WIDENED = {torch.float32, torch.bfloat16}
-
-
-def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple[str, PartRead]]:
-    stored = saved.stored()
-    for piece, values in part.views():
-        ours = Rectangle(piece.whole, piece.sizes)
-        for theirs, file in stored:
-            if (common := ours.overlap(theirs)) is not None:
-                target = values[common.within(ours.begin)]
-                yield file, PartRead(f"{name}{theirs}", theirs.sizes, common.within(theirs.begin), target)
 
 
 def check_part(name: str, part: ShardedTensor) -> None:
