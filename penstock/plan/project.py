@@ -23,6 +23,8 @@ from penstock.plan.rules.rule import facts_of, sizes_of
 from penstock.plan.software import Software, as_run_by
 from penstock.plan.step_time import step_time
 
+_MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+
 
 def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Projection:
     """Project one run.
@@ -47,7 +49,7 @@ def composed_projection(composed: ComposedRun, times: ComposedTimes) -> Projecti
         run=run,
         cluster=times.cluster,
         layout=layout_of(run, grid, composed.proxy.dispatcher, shard_of(run)),
-        memories=tuple(_state_of(software, composed.memory(place)) for place in range(grid.pipeline)),
+        memories=tuple(_state_of(software, run, composed.memory(place)) for place in range(grid.pipeline)),
         time=times.exact(composed),
     )
 
@@ -61,17 +63,22 @@ def project_whole(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT
         run=run,
         cluster=cluster,
         layout=layout_of(run, grid_of(run, cluster.devices), meta_runs[0].rank.dispatcher, shard_of(run)),
-        memories=tuple(_state_of(software, memory) for memory in memories),
+        memories=tuple(_state_of(software, run, memory) for memory in memories),
         time=step_time(run, cluster, meta_runs, assumptions.in_time, software=software, in_turn=assumptions.in_turn),
     )
 
 
-def _state_of(software: Software, memory: RankMemory) -> RankMemory:
-    """The memory with gradients and moments of the software's precision, where ours have 4 bytes a value."""
+def _state_of(software: Software, run: Run, memory: RankMemory) -> RankMemory:
+    """The memory of a rank with the software's formats of gradients and moments.
+
+    Moments that the run holds in fewer bytes stay, and so do the buffers through which those of the host pass.
+    """
+    held = _MOMENT_BYTES[run.optimizer.moment_dtype]
+    wanted = held if run.offload.optimizer else min(held, software.moment_bytes)
     return replace(
         memory,
         gradients=memory.gradients * software.gradient_bytes // 4,
-        moments=memory.moments * software.moment_bytes // 4,
+        moments=memory.moments * wanted // held,
     )
 
 

@@ -62,6 +62,12 @@ def test_bytes_of_gradients_and_moments_count() -> None:
     assert plain.total - half.total == half.gradients + half.moments
 
 
+@pytest.mark.parametrize("overrides", [("optimizer.moment_dtype=bf16",), ("offload.optimizer=true",)], ids=str)
+def test_moments_that_are_small_already_or_pass_through_buffers_stay(overrides: tuple[str, ...]) -> None:
+    ours, theirs = (projected(one, *overrides).memory.moments for one in (OWN, replace(OWN, moment_bytes=2)))
+    assert theirs == ours > 0
+
+
 def test_single_rows_over_the_network_cost_less_than_each_choice_and_more_if_no_group_limits_nodes() -> None:
     rows, once = (replace(OWN, name="test", dispatch=name) for name in ("all-to-all", "deep-ep"))
     on = "64xH200"
