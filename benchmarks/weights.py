@@ -12,12 +12,13 @@ eight bytes a parameter on disk.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from mmap import mmap
 from pathlib import Path
@@ -28,7 +29,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from benchmarks import record
-from benchmarks.checkpoint_size import forget, fresh, seconds_of
 from penstock.cli.main import main as penstock
 from penstock.config.load import load_run
 from penstock.config.run import Run
@@ -77,6 +77,30 @@ def equal(one: Path, other: Path) -> dict[str, int]:
         tensors = [safe_open(at[name], "pt").get_tensor(name).bfloat16() for at in places]  # routers are float32
         same += torch.equal(*tensors)
     return {"tensors": len(places[0]), "tensors_equal": same, "tensors_too_many": len(places[1].keys() - places[0])}
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def forget(folder: Path) -> None:
+    """Drop the files of a folder from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def fresh(folder: Path) -> Iterator[Path]:
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def copy_plainly(source: Path, target: Path) -> dict[str, float]:
