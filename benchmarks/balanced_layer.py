@@ -45,8 +45,7 @@ from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import make_axes
-from penstock.parallel.replica_exchange import ReplicaSizes, exchanged_counts, exchanged_slots
-from penstock.parallel.replica_memory import MappedSlots, ReplicaMemory
+from penstock.parallel.replicas import MappedSlots, ReplicaMemory, ReplicaSizes, exchanged_counts, exchanged_slots
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 
 CLOSE = 0.02  # relative distance that bfloat16 may make
@@ -193,7 +192,7 @@ class Ways:
     def _balanced(
         self, rule: ReplicaRule, inner: Dispatcher, operators: Operators, matrices: tuple[Tensor, Tensor]
     ) -> Way:
-        axis, meter = self.machine.axis, ReplicaMeter(rule.groups).to(self.machine.device)
+        axis, meter = self.machine.axis, ReplicaMeter().to(self.machine.device)
         counts_of: CountsOf = partial(exchanged_counts, axis=axis)
         slots_of: SlotsOf = partial(exchanged_slots, rule=rule, axis=axis)
         around = nothing_around
@@ -202,7 +201,7 @@ class Ways:
             memory = ReplicaMemory(self.buffers, sizes, self.dtype)
             counts_of, slots_of, around = self.buffers.gather, partial(MappedSlots, memory), memory.backward_of_layer
         balanced = BalancedDispatcher(rule, axis.rank, inner, operators, counts_of, slots_of, meter)
-        return Way(replace(balanced, at_hand=lambda: matrices), around)
+        return Way(replace(balanced, resident_weights=lambda: matrices), around)
 
 
 def measure(ways: Ways, workload: str, experts: Matrices) -> list[dict[str, Any]]:

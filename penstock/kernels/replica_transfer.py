@@ -4,9 +4,9 @@
     clear_slots       zeros where the gradients of this rank's replicas are summed
     pull_gradients    gradients of this rank's experts from those slots, added in the order of ranks and slots
 
-Every rank has the same section at the same offset: one expert-sized piece for each slot. `penstock.parallel.
-replica_memory` owns the memory and decides when a section may be written or read; nothing here waits. With expert
-tensor parallelism a rank exchanges its part of an expert with the same part of the other groups.
+Every rank has the same section at the same offset: one expert-sized piece for each slot. `penstock.parallel.replicas`
+owns the memory and decides when a section may be written or read; nothing here waits. With expert tensor parallelism a
+rank exchanges its part of an expert with the same part of the other groups.
 """
 
 import torch

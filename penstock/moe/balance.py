@@ -61,7 +61,7 @@ class LayerLoad:
     slots_E: Tensor
     dropped: Tensor
     auxiliary_loss: Tensor
-    plans: Tensor | None = None  # `ReplicaMeter.sums` (penstock/moe/dispatch/balanced.py); None without replicas
+    plans: Tensor | None = None  # `ReplicaMeter.facts` (penstock/moe/dispatch/balanced.py); None without replicas
 
 
 class _Attach(torch.autograd.Function):

@@ -95,7 +95,7 @@ class GroupedExperts(nn.Module):
         self.gate_up_bias_eF = parameter("gate_up_bias_eF", experts, rule.projections * ffn_size) if bias else None
         self.down_bias_eD = parameter("down_bias_eD", experts, hidden_size) if bias and part == 0 else None
 
-    def at_hand(self) -> tuple[Tensor, ...]:
+    def resident_weights(self) -> tuple[Tensor, ...]:
         """The parameters as `forward` reads them, if they are here before it is called: FSDP2 gathers them then."""
         held = dict(self.named_parameters(recurse=False))
         return tuple(held.values()) if all(one.shape == self.shapes[name] for name, one in held.items()) else ()

@@ -83,7 +83,7 @@ class MoE(nn.Module):
         self.router = router
         if isinstance(dispatcher, BalancedDispatcher) and layer_context.transfers is None:
             # Where transfers run beside other work, other experts may fetch before these do.
-            dispatcher = replace(dispatcher, at_hand=experts.at_hand)
+            dispatcher = replace(dispatcher, resident_weights=experts.resident_weights)
         self.dispatcher = dispatcher
         self.experts = experts
         self.shared = shared
@@ -188,5 +188,5 @@ def moe_loads(modules: Iterable[nn.Module]) -> list[LayerLoad]:
     """This rank's load of every MoE layer since the last reset, with the facts of its plans of replicas."""
     modules = list(modules)
     layers = [module for model in modules for module in model.modules() if isinstance(module, MoE)]
-    plans = {layer.router.layer: layer.replica_meter.sums for layer in layers if layer.replica_meter is not None}
+    plans = {layer.router.layer: layer.replica_meter.facts for layer in layers if layer.replica_meter is not None}
     return [replace(load, plans=plans.get(load.layer)) for load in layer_loads(modules)]

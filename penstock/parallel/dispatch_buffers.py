@@ -13,8 +13,7 @@ from penstock.kernels.float8.quantized import row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
 from penstock.parallel.axes import Axes
 from penstock.parallel.collectives import all_gather_json
-from penstock.parallel.replica_exchange import replica_sizes
-from penstock.parallel.replica_memory import ReplicaMemory
+from penstock.parallel.replicas import ReplicaMemory, replica_sizes
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 
 

@@ -12,7 +12,7 @@ from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.offload import OffloadRule
 from penstock.parallel.recompute import RecomputeRule
-from penstock.parallel.replica_memory import ReplicaMemory
+from penstock.parallel.replicas import ReplicaMemory
 from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.parallel.weight_grad_store import WeightGradStore
 

@@ -5,7 +5,7 @@ Every rank allocates the same sections at the same offsets once, and maps those 
     OUT     rows, ids and weights on their way to the experts
     BACK    rows and scalars on their way back
 
-and, where the run has replicas of experts, these (penstock/parallel/replica_memory.py) and the loads that they are
+and, where the run has replicas of experts, these (penstock/parallel/replicas.py) and the loads that they are
 planned by (`SymmetricBuffers.gather`).
 
 Each direction has two slots, used in turn. Received rows are copied out or summed at once, so the size does not grow
@@ -80,7 +80,7 @@ class Channel(IntEnum):
     CHOICES = 0
     ROWS = 1
     BACK = 2
-    REPLICAS = 3  # both are of penstock/parallel/replica_memory.py
+    REPLICAS = 3  # both are of penstock/parallel/replicas.py
     GRADIENTS = 4
     NUMBERS = 5
 
@@ -105,7 +105,7 @@ class BufferSizes:
     ranks: int
     slots: int = 2  # with one, consecutive transfers must alternate directions
     numbers: int = 0  # of each rank in a gather; its section comes after all slots
-    replica_bytes: int = 0  # of `penstock.parallel.replica_memory`, at the end
+    replica_bytes: int = 0  # of `penstock.parallel.replicas`, at the end
 
     def __post_init__(self) -> None:
         assert self.row_bytes % ROW_MULTIPLE == 0, f"rows of {self.row_bytes} bytes"

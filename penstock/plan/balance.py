@@ -15,7 +15,7 @@ from penstock.config.dispatcher import choose_dispatcher, dispatch_facts
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.rules import problems
 from penstock.config.run import Run
-from penstock.parallel.replica_exchange import replica_sizes
+from penstock.parallel.replicas import replica_sizes
 from penstock.plan.assumptions import Assumptions
 from penstock.plan.hardware import Cluster, RankGroup
 from penstock.plan.loads import RankLoads

@@ -23,7 +23,7 @@ from penstock.kernels.attention_bounds import most_of
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.delta_rule import CHUNK
 from penstock.moe.balance import even_stride
-from penstock.parallel.replica_exchange import bound_factor
+from penstock.parallel.replicas import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.loads import Imbalance, RecordedLoads
 from penstock.plan.op_recorder import FROM_HOST, SLOT_FROM_HOST, SLOT_TO_HOST, TO_HOST, RecordedOp, RecordedOps

@@ -20,7 +20,7 @@ import msgspec
 from penstock.base.errors import RunFolderError
 from penstock.config.run import Run
 from penstock.kernels.replica_plan import ReplicaRule, group_loads, place_replicas
-from penstock.parallel.replica_exchange import replica_rule
+from penstock.parallel.replicas import replica_rule
 
 METRICS = "metrics.jsonl"
 USUAL = 0.5

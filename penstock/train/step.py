@@ -32,7 +32,7 @@ from penstock.models.parameters import refresh_float8
 from penstock.models.qk_clip import clip_factors, reset_logits
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad
-from penstock.moe.dispatch.balanced import PlanSums, replica_meters
+from penstock.moe.dispatch.balanced import replica_meters
 from penstock.moe.dispatch.row_capacity import forget_left_out, make_room, rows_left_out
 from penstock.moe.layer import moe_loads
 from penstock.moe.router import reset_loads, update_expert_bias
@@ -183,7 +183,7 @@ def _differentiate(
     # 4. Read everything in one copy, for which the host waits.
     with span(Span.READ):
         figures = _sum_figures(losses, _own_words(model, stop, pulse), model, rule)
-        result, is_late = _read(figures, norm)
+        result, is_late = _read(figures, norm, model.axes.grid.expert)
     if is_late:
         refuse_late(model)
     return result, figures.loads
@@ -238,7 +238,7 @@ def _sum_figures(losses: Tensor, words: Tensor, model: RankModel, rule: StepRule
         return _Figures(losses, left_out, loads, words)  # one rank: its figures are those of the global batch
     # Ranks that share the vocabulary have the same loss; one of them contributes it.
     losses = losses.double() if axes.tensor.rank == 0 else torch.zeros_like(losses, dtype=torch.float64)
-    first = 2 + len(PlanSums)
+    first = 2 + len(PlanFact)
     table = losses.new_zeros(len(rule.moe_layers), first + rule.experts)  # rows of layers on other stages stay zero
     for load in loads:
         row = table[rule.moe_layers.index(load.layer)]
@@ -256,7 +256,7 @@ def _sum_figures(losses: Tensor, words: Tensor, model: RankModel, rule: StepRule
     return _Figures(losses, left_out, summed, words)
 
 
-def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
+def _read(figures: _Figures, norm: Tensor, groups: int) -> tuple[StepResult, bool]:
     """Copy the figures to the host; also returns whether a rank timed out."""
     pieces = [figures.losses, norm, figures.left_out, figures.words]
     for load in figures.loads:
@@ -274,7 +274,7 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
     for load in figures.loads:
         dropped, auxiliary_loss = take(2)
         slots = tuple(map(int, take(load.slots_E.numel())))
-        balance = None if load.plans is None else balance_report(take(len(PlanSums)))
+        balance = None if load.plans is None else balance_report(take(len(PlanFact)), groups)
         layers.append(
             LayerReport(
                 layer=load.layer,
@@ -299,13 +299,13 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
     return result, late > 0
 
 
-def balance_report(sums: Sequence[float]) -> BalanceReport | None:
-    """The report of a layer's plans, summed over all ranks; None without one."""
-    passes, rows = sums[PlanSums.PASSES], max(sums[PlanSums.ROWS], 1)
-    if not passes:
+def balance_report(facts: Sequence[float], groups: int) -> BalanceReport | None:
+    """The report of a layer's plans, whose facts are summed over all ranks; None without one."""
+    plans, rows = facts[PlanFact.PLANS], max(facts[PlanFact.ROWS], 1)
+    if not plans:
         return None
-    before, after = sums[PlanSums.BEFORE] / rows, sums[PlanSums.AFTER] / rows
-    return BalanceReport(before=before, after=after, replicas=sums[PlanSums.REPLICAS] / passes)
+    before, after = (facts[fullest] * groups / rows for fullest in (PlanFact.FULLEST_HOME, PlanFact.FULLEST))
+    return BalanceReport(before=before, after=after, replicas=facts[PlanFact.REPLICAS] / plans)
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.recompute import recomputed
-from penstock.parallel.replica_exchange import exchanged_counts, exchanged_slots
+from penstock.parallel.replicas import exchanged_counts, exchanged_slots
 from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
 from tests.moe.mixture import parts_of
@@ -141,7 +141,7 @@ def _solve(jobs: Sequence[Job], expert_tensor: int, sums: bool) -> list[tuple[li
     axes = make_axes(Grid(world=world, expert=world // expert_tensor, expert_tensor=expert_tensor))
     results = []
     for whole, rule, way in jobs:
-        meter, own = ReplicaMeter(rule.groups), whole.of(axes.expert.rank)
+        meter, own = ReplicaMeter(), whole.of(axes.expert.rank)
         placement = ExpertPlacement(experts=whole.experts, expert=rule.groups, expert_tensor=expert_tensor)
         parameters = parts_of(whole.parameters, axes.expert.rank, placement)
         dispatcher = balanced(axes, rule, way, meter, whole.float8)

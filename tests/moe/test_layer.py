@@ -96,15 +96,15 @@ def test_expert_activations_are_freed_whatever_the_network_is(network: Operators
 def test_a_balanced_layer_begins_fetches_of_parameters_that_are_there(overlaps: bool) -> None:
     layer = _layer(operators.REFERENCE, ())
     rule, nothing = ReplicaRule(experts=E, groups=1, slots=1), partial(pytest.fail, "no rank dispatches here")
-    balanced = BalancedDispatcher(rule, 0, layer.dispatcher, operators.REFERENCE, nothing, nothing, ReplicaMeter(1))
+    balanced = BalancedDispatcher(rule, 0, layer.dispatcher, operators.REFERENCE, nothing, nothing, ReplicaMeter())
     transfers = TransferStream(torch.device("cpu")) if overlaps else None
     made = MoE(layer.router, balanced, layer.experts, None, replace(layer.layer_context, transfers=transfers))
     assert isinstance(made.dispatcher, BalancedDispatcher)
     experts = layer.experts
     matrices = () if overlaps else (experts.gate_up_eFD, experts.down_eDF)
-    assert list(map(id, made.dispatcher.at_hand())) == list(map(id, matrices))
+    assert list(map(id, made.dispatcher.resident_weights())) == list(map(id, matrices))
     experts.gate_up_eFD = torch.nn.Parameter(experts.gate_up_eFD.detach().flatten(0, 1))  # as FSDP2 holds it
-    assert made.dispatcher.at_hand() == ()
+    assert made.dispatcher.resident_weights() == ()
 
 
 def test_recomputed_experts_may_put_their_weight_gradients_off() -> None:

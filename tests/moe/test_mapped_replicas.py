@@ -23,9 +23,8 @@ from penstock.moe.dispatch.contract import LocalDispatcher
 from penstock.moe.dispatch.payload import wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
-from penstock.parallel import replica_memory
-from penstock.parallel.replica_exchange import ReplicaSizes
-from penstock.parallel.replica_memory import MappedSlots, ReplicaMemory
+from penstock.parallel import replicas
+from penstock.parallel.replicas import MappedSlots, ReplicaMemory, ReplicaSizes
 from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers
 from tests.closeness import assert_equal
 from tests.moe.mixture import in_large_tiles, parts_of
@@ -42,7 +41,7 @@ PAIR = ReplicaRule(experts=4, groups=2, slots=1)
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An expert is one tile here: of 264 programs all but the first would be interpreted to find no work."""
-    for module in (replica_transfer, replica_memory):
+    for module in (replica_transfer, replicas):
         monkeypatch.setattr(module, "PUSH_PROGRAMS", 2)
         monkeypatch.setattr(module, "PULL_PROGRAMS", 3)
 
@@ -50,9 +49,12 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 class LateSlots(MappedSlots):
     """Slots of which an early push runs as late as on a stream of its own: after rows have travelled."""
 
-    def _push(self, own: Sequence[Tensor]) -> None:
+    def _push(self, own: Sequence[Tensor], *, between_barriers: bool = False) -> None:
         assert isinstance(self.memory.buffers, SimulatedBuffers)
-        self.memory.buffers.aside = partial(super()._push, own)
+        if between_barriers:
+            super()._push(own, between_barriers=True)
+        else:
+            self.memory.buffers.aside = partial(super()._push, own)
 
 
 def _shapes(expert_tensor: int) -> tuple[tuple[int, ...], ...]:
@@ -77,11 +79,11 @@ def _solve(
         transport = in_large_tiles(transport_of(physical, buffers))
         room, wire_format = RowCapacity(physical, 1.0), wire_format_of(whole.float8)
         inner = SymmetricDispatcher(physical, transport, room, wire_format=wire_format)
-        slots_of, meter = partial(LateSlots if recompute else MappedSlots, memory), ReplicaMeter(rule.groups)
+        slots_of, meter = partial(LateSlots if recompute else MappedSlots, memory), ReplicaMeter()
         own = parts_of(whole.parameters, rank, homes)
         dispatcher = BalancedDispatcher(rule, rank, inner, TRITON, buffers.gather, slots_of, meter)
         if early:
-            dispatcher = replace(dispatcher, at_hand=partial(tuple, own))
+            dispatcher = replace(dispatcher, resident_weights=partial(tuple, own))
         backward.append(mixed(dispatcher, whole.of(rank), own, sums=sums, recompute=recompute))
         assert not inner.row_capacity.left_out, "a plan with slots enough keeps its bound"
     results = [one() for one in reversed(backward)][::-1]

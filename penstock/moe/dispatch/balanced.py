@@ -13,7 +13,6 @@ replicas. The plan is kept for backward in the rows of the experts, and for a re
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from functools import partial
 
 import torch
@@ -36,34 +35,14 @@ SlotsOf = Callable[[ReplicaPlan], ReplicaSlots | None]
 """The slots of a plan; None if the plan has no replica and the host knows that."""
 
 
-class PlanSums(IntEnum):
-    """Places in `ReplicaMeter.sums`."""
-
-    ROWS = 0  # of all groups
-    BEFORE = 1  # rows of the fullest group without replicas, times groups
-    AFTER = 2  # the same with replicas
-    REPLICAS = 3
-    PASSES = 4
-
-
 class ReplicaMeter(nn.Module):
     """Facts of a layer's plans since the last reset; on the device, read once a step."""
 
     facts: Tensor  # int64 by `PlanFact`: sums over the passes, of SLOTS_NEEDED the largest; `plan_replicas` adds to it
 
-    def __init__(self, groups: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.groups = groups
         self.register_buffer("facts", torch.zeros(len(PlanFact), dtype=torch.int64), persistent=False)
-
-    @property
-    def sums(self) -> Tensor:
-        """Int64 [5] by `PlanSums`, for once a step."""
-        rows, home, fullest, replicas, plans = (
-            self.facts[fact]
-            for fact in (PlanFact.ROWS, PlanFact.FULLEST_HOME, PlanFact.FULLEST, PlanFact.REPLICAS, PlanFact.PLANS)
-        )
-        return torch.stack((rows, home * self.groups, fullest * self.groups, replicas, plans))
 
     def reset(self) -> None:
         """Start a new step."""
@@ -82,7 +61,7 @@ class BalancedMetadata(DispatchMetadata):
     slots: ReplicaSlots | None  # None if the plan has no replicas and the host knows it
 
 
-def nothing_at_hand() -> tuple[Tensor, ...]:
+def no_resident_weights() -> tuple[Tensor, ...]:
     """For experts whose parameters are there only while their network runs: a fetch waits for that."""
     return ()
 
@@ -98,7 +77,8 @@ class BalancedDispatcher:
     counts_of: CountsOf
     slots_of: SlotsOf
     meter: ReplicaMeter
-    at_hand: Callable[[], tuple[Tensor, ...]] = nothing_at_hand  # parameters of own experts, as they are fetched
+    # Parameters of own experts, as they are fetched.
+    resident_weights: Callable[[], tuple[Tensor, ...]] = no_resident_weights
 
     @property
     def name(self) -> DispatcherName:
@@ -127,7 +107,7 @@ class BalancedDispatcher:
         return in_backward(y_TD, partial(self._begin, metadata.slots))
 
     def _begin(self, slots: ReplicaSlots | None) -> None:
-        if slots is not None and (own := self.at_hand()):
+        if slots is not None and (own := self.resident_weights()):
             slots.begin(*own)
 
     def _plan(self, counts_E: Tensor) -> ReplicaPlan:

@@ -21,8 +21,7 @@ from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
 from penstock.parallel.axes import Axis
 from penstock.parallel.dispatch_buffers import refuse
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.replica_exchange import bound_factor, exchanged_counts, exchanged_slots, replica_rule
-from penstock.parallel.replica_memory import MappedSlots
+from penstock.parallel.replicas import MappedSlots, bound_factor, exchanged_counts, exchanged_slots, replica_rule
 
 
 def make_dispatcher(
@@ -72,7 +71,7 @@ def make_dispatcher(
 
 
 def _balanced(rule: ReplicaRule, axis: Axis, flat: Dispatcher, layer_context: LayerContext) -> BalancedDispatcher:
-    replicas, meter = layer_context.replicas, ReplicaMeter(rule.groups)
+    replicas, meter = layer_context.replicas, ReplicaMeter()
     counts_of: CountsOf
     slots_of: SlotsOf
     if replicas is None:
