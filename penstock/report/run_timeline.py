@@ -76,7 +76,7 @@ def measured_passes(
     step = last_step(ranks)
     assert evidence.answer is not None, "ranks have traces"
     calls = evidence.answer.collectives.calls
-    found = {one.rank: _passes(one, calls, step) for one in ranks}
+    found = {rank.rank: _passes(rank, calls, step) for rank in ranks}
     starts = [each[0].start_us - clock.zero_us[rank] for rank, each in found.items() if each]
     begin = min(starts, default=0.0)  # the first pass of any rank
     lanes = []

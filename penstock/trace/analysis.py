@@ -167,7 +167,7 @@ def analyse_files(
     if rank is not None and rank not in traces:
         raise TraceError(f"no trace is of rank {rank}", allowed=", ".join(map(str, traces)))
     answer = analyse_traces(traces, rank=rank, step=step)
-    seen = {one.number for found in answer.ranks for one in found.steps}
+    seen = {step.number for found in answer.ranks for step in found.steps}
     recorded = [recorded_load for path in paths for recorded_load in recorded_loads(path) if recorded_load.step in seen]
     return replace(answer, recorded=tuple(recorded))
 
@@ -207,7 +207,7 @@ def _of_rank(
     within = (steps[0].start_us, steps[-1].start_us + steps[-1].duration_us) if steps else None
     phases = find_phases(trace, place(trace), waited_us=waited_us if waited_us.any() else None)
     used = used_rows(trace, calls, rank, phases)
-    spent = together([one.timeline for one in steps])
+    spent = together([step.timeline for step in steps])
     if (note := lag_note(steps)) is not None:
         trace = replace(trace, notes=(*trace.notes, note))
     spent = spent if spent.total_us else timeline_of(trace.gpu)  # without a step on the device all events count

@@ -134,7 +134,7 @@ class Events:
 
     def take(self, rows: Flags | Integers | slice) -> Self:
         """The table with only these rows (a mask, indices or a slice), which must leave them sorted."""
-        held = {one.name: vars(self)[one.name] for one in fields(self)}
+        held = {field.name: vars(self)[field.name] for field in fields(self)}
         columns: dict[str, Any] = {name: value[rows] for name, value in held.items() if isinstance(value, np.ndarray)}
         return replace(self, raw=self.raw.take(rows), **columns)
 
@@ -189,7 +189,7 @@ def as_gpu_events(host: HostEvents, rows: Integers, **columns: Any) -> GpuEvents
     Columns that are not given are those of the host; without a kind the events compute.
     """
     taken = host.take(rows)
-    shared = {one.name: vars(taken)[one.name] for one in fields(Events)}
+    shared = {field.name: vars(taken)[field.name] for field in fields(Events)}
     unknown = np.full(len(rows), NONE)
     own = {"kind": np.full(len(rows), GpuKind.COMPUTE, dtype=np.int8), "device": unknown, "stream": unknown}
     return GpuEvents(**shared | own | {"launch": rows} | columns)

@@ -77,9 +77,9 @@ def layers_of(names: Sequence[str], *, layers: int, dense_layers: int) -> list[L
     ids = np.array([codes[name] for name in names], dtype=np.int64)
     # A layer has a kernel that only layers have, and more than two kinds of kernels.
     found = [
-        one
-        for one in _stretches(ids, times)
-        if len(period := {*names[one.begin : one.begin + one.period]}) > 2
+        stretch
+        for stretch in _stretches(ids, times)
+        if len(period := {*names[stretch.begin : stretch.begin + stretch.period]}) > 2
         and any(specific_category(name) in _OF_A_LAYER for name in period)
     ]
     regions: list[LayerRegion] = []

@@ -299,7 +299,7 @@ def _lists(reads: Sequence[int], writes: int, flops: float, *, width: int = 4) -
         sizes = [sum(math.prod(shape) for shape in shapes if _is_shape(shape)) for shapes in lists]
         if not sizes or not sizes[0]:
             raise UnknownShapeError
-        read = sum(sizes[one] for one in reads if one < len(sizes))
+        read = sum(sizes[read] for read in reads if read < len(sizes))
         return flops * sizes[0], width * (read + writes * sizes[0])
 
     return model

@@ -191,10 +191,10 @@ class MasterAdamW:
         self._world = axes.world
         self._reduce_dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
         self._bucket_values = bucket_values
-        for one in self._shards.values():
-            one.param.parameter.grad = one.attached
-            if one.attached is None:
-                one.param.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, one.total))
+        for shard in self._shards.values():
+            shard.param.parameter.grad = shard.attached
+            if shard.attached is None:
+                shard.param.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, shard.total))
         on_host = frozenset(() if self.gradient_offload is None else self.gradient_offload.totals)
         self._on_device = [one for name, one in self._shards.items() if name not in on_host]  # their gradients
         self._has_zeros = True  # in the updated rows

@@ -219,7 +219,7 @@ def _communication(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceL
     for kind in evidence.kinds:
         if times.share(evidence.communication(kind)) >= 0.01:
             yield _time(f"of it {kind}", "communication", evidence.communication(kind), times)
-    waits = [(one.wait_us, one) for one in evidence.ranks if one.wait_us is not None]
+    waits = [(rank.wait_us, rank) for rank in evidence.ranks if rank.wait_us is not None]
     if waits:
         waiting = times.waiting_us + times.late_host_us
         yield _time("of it waiting for ranks that come later", "communication", waiting, times)

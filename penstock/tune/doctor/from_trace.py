@@ -519,7 +519,7 @@ def _idle_text(answer: TraceAnalysis, rank: int, idle_us: Floats) -> str:
     text = f"its device was idle {idle_us.sum() / 1e3:.2f} ms per step longer than others' before it came"
     if idle_us.max() > HALF * idle_us.sum():
         text += f", {idle_us.max() / 1e3:.2f} ms of it at once"
-    calls = {one.rank: _launch_us(one.trace) for one in answer.ranks}
+    calls = {rank.rank: _launch_us(rank.trace) for rank in answer.ranks}
     usual_us = float(np.median([us for one, us in calls.items() if one != rank] or [np.nan]))
     if calls[rank] > (1 + TELLS_TOO) * usual_us:
         text += f"; a launch takes its host {calls[rank]:.1f} us, {calls[rank] / usual_us - 1:.0%} longer than others'"
@@ -534,7 +534,7 @@ def _launch_us(trace: Trace) -> float:
 
 def _slowness(answer: TraceAnalysis, rank: int) -> float:
     """Factor by which a rank is slower in work that does not depend on expert rows, in the whole trace; at least 1."""
-    mine, others = _usual({one.rank: _computed_by_phase(one) for one in answer.ranks}, rank)
+    mine, others = _usual({rank.rank: _computed_by_phase(rank) for rank in answer.ranks}, rank)
     usual_us = _sum(others, of_experts=False)
     return max(_sum(mine, of_experts=False) / usual_us, 1.0) if usual_us else 1.0
 
