@@ -9,7 +9,6 @@ from tests.models.huggingface.draws import EXPLAINED, drawn, outcome
 CHUNK = 15
 
 
-@pytest.mark.often(*(f"{first}" for first in range(0, 300, 3 * CHUNK)))
 @pytest.mark.parametrize("first", range(0, 300, CHUNK))
 def test_an_edited_folder_is_the_model_of_transformers_or_is_refused_by_name(first: int) -> None:
     outcomes = {seed: outcome(drawn(seed)) for seed in range(first, first + CHUNK)}
