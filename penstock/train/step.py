@@ -47,8 +47,6 @@ from penstock.train.stop import StopRequest
 from penstock.train.stragglers import RankPulse
 
 NO_PULSE = RankPulse()
-_VOTES = 3  # words of all ranks: those with a stop request, late ones, those that cannot go on
-_OF_RANK = 2 + len(NO_PULSE)  # words of each rank: peak memory, slots of replicas, pulse
 
 Passes = Callable[[RankModel, GlobalBatch, LossRule, EnterPhase], Tensor]
 """Signature of `forward_backward`."""
@@ -182,11 +180,14 @@ def _differentiate(
 
     # 4. Read everything in one copy, for which the host waits.
     with span(Span.READ):
-        figures = _sum_figures(losses, _own_words(model, stop, pulse), model, rule)
-        result, is_late = _read(figures, norm, model.axes.grid.expert)
+        figures = _figures_of(model, losses, rule, _rank_stats(model, pulse), _votes(model, stop))
+        if model.axes.world.group is not None:
+            figures = _summed(figures, model)
+        result, is_late = _read(figures, norm, rule.moe_layers, model.axes.grid.expert)
     if is_late:
         refuse_late(model)
-    return result, figures.loads
+    by_layer = zip(rule.moe_layers, figures.slots_LE, figures.dropped_L, figures.auxiliary_loss_L, strict=True)
+    return result, [LayerLoad(*load) for load in by_layer]
 
 
 def refuse_late(model: RankModel) -> NoReturn:
@@ -201,102 +202,111 @@ def refuse_late(model: RankModel) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Figures:
-    """Figures of the global batch on the device."""
+    """Figures of the global batch, or this rank's part of them; L layers with experts of all ranks, W ranks."""
 
     losses: Tensor  # 1 + depths: main loss, then those of multi-token prediction
-    left_out: Tensor  # scalar, rows without room
-    loads: list[LayerLoad]
-    words: Tensor  # see `_own_words`
+    overflow_rows: Tensor  # scalar, rows without room
+    votes: Tensor  # [3], ranks with a stop request, late ones, those that cannot go on
+    rank_stats_WR: Tensor  # peak memory of each rank, slots that its plans of replicas needed, its pulse
+    dropped_L: Tensor
+    auxiliary_loss_L: Tensor
+    slots_LE: Tensor
+    plans_LP: Tensor  # by `PlanFact`; zero without replicas
+
+    def flat(self) -> Tensor:
+        """All figures in a row; float64 holds counts up to 2**53 exactly."""
+        return torch.cat([figure.detach().double().reshape(-1) for figure in vars(self).values()])
+
+    def from_flat(self, row: Tensor) -> "_Figures":
+        """Figures of these shapes, as `flat` puts them in a row."""
+        shapes = [figure.shape for figure in vars(self).values()]
+        parts = row.split([shape.numel() for shape in shapes])
+        return _Figures(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
 
 
-def _own_words(model: RankModel, stop: StopRequest | None, pulse: RankPulse) -> Tensor:
-    """This rank's part of the words of all: `_VOTES`, then `_OF_RANK` words of each rank.
-
-    These are its peak memory, the slots that its plans of replicas needed, and its pulse. Float64.
-    """
-    world = model.axes.world
-    words = torch.zeros(_VOTES + world.size * _OF_RANK, dtype=torch.float64, device=model.device)
+def _votes(model: RankModel, stop: StopRequest | None) -> Tensor:
+    votes = torch.zeros(3, dtype=torch.float64, device=model.device)
     # Filled on the device: a copy from the host would wait for the device.
-    words[0].fill_(stop is not None and stop.signal is not None)
+    votes[0].fill_(stop is not None and stop.signal is not None)
     if model.buffers is not None:
-        words[1] = model.buffers.late.bool()
-    words[2].fill_(stop is not None and stop.has_failed)
-    mine = words[_VOTES + world.rank * _OF_RANK :]
-    for place, figure in zip((0, *range(2, _OF_RANK)), (peak_memory_bytes(model.device), *pulse), strict=True):
-        mine[place].fill_(figure)
+        votes[1] = model.buffers.late.bool()
+    votes[2].fill_(stop is not None and stop.has_failed)
+    return votes
+
+
+def _rank_stats(model: RankModel, pulse: RankPulse) -> Tensor:
+    """W x R, with zeros in the rows of other ranks."""
+    world, stats = model.axes.world, (peak_memory_bytes(model.device), 0, *pulse)
+    stats_WR = torch.zeros(world.size, len(stats), dtype=torch.float64, device=model.device)
+    for column, figure in enumerate(stats):
+        if figure:
+            stats_WR[world.rank, column].fill_(figure)
     if needed := [meter.facts[PlanFact.SLOTS_NEEDED] for meter in replica_meters(model.modules)]:
-        mine[1] = torch.stack(needed).max()
-    return words
+        stats_WR[world.rank, 1] = torch.stack(needed).max()
+    return stats_WR
 
 
-def _sum_figures(losses: Tensor, words: Tensor, model: RankModel, rule: StepRule) -> _Figures:
-    """Sum the figures of all ranks in one all-reduce. float64 holds counts up to 2**53 exactly."""
+def _figures_of(model: RankModel, losses: Tensor, rule: StepRule, rank_stats_WR: Tensor, votes: Tensor) -> _Figures:
     loads = moe_loads(model.modules)
-    left_out = rows_left_out(model.modules, losses.device)
-    axes = model.axes
-    if axes.world.group is None:
-        return _Figures(losses, left_out, loads, words)  # one rank: its figures are those of the global batch
-    # Ranks that share the vocabulary have the same loss; one of them contributes it.
-    losses = losses.double() if axes.tensor.rank == 0 else torch.zeros_like(losses, dtype=torch.float64)
-    first = 2 + len(PlanFact)
-    table = losses.new_zeros(len(rule.moe_layers), first + rule.experts)  # rows of layers on other stages stay zero
-    for load in loads:
-        row = table[rule.moe_layers.index(load.layer)]
-        row[0], row[1], row[first:] = load.dropped, load.auxiliary_loss, load.slots_E
-        if load.plans is not None:
-            row[2:first] = load.plans
-    figures = torch.cat((losses, left_out.double()[None], words, table.flatten()))
-    dist.all_reduce(figures, group=axes.world.group)
-    losses, left_out, words, table = figures.split((losses.numel(), 1, words.numel(), table.numel()))
-    rows = table.view(len(rule.moe_layers), first + rule.experts)
-    summed = [
-        LayerLoad(layer, row[first:], row[0], row[1], row[2:first])
-        for layer, row in zip(rule.moe_layers, rows, strict=True)
-    ]
-    return _Figures(losses, left_out, summed, words)
+
+    def column(name: str, *shape: int) -> Tensor:
+        """A figure of all layers; those on other stages are zero."""
+        figures = {load.layer: figure for load in loads if (figure := vars(load)[name]) is not None}
+        zero = next((torch.zeros_like(figure) for figure in figures.values()), losses.new_zeros(shape))
+        return torch.stack([figures.get(layer, zero) for layer in rule.moe_layers] or [zero])[: len(rule.moe_layers)]
+
+    return _Figures(
+        losses=losses,
+        overflow_rows=rows_left_out(model.modules, losses.device),
+        votes=votes,
+        rank_stats_WR=rank_stats_WR,
+        dropped_L=column("dropped"),
+        auxiliary_loss_L=column("auxiliary_loss"),
+        slots_LE=column("slots_E", rule.experts),
+        plans_LP=column("plans", len(PlanFact)),
+    )
 
 
-def _read(figures: _Figures, norm: Tensor, groups: int) -> tuple[StepResult, bool]:
-    """Copy the figures to the host; also returns whether a rank timed out."""
-    pieces = [figures.losses, norm, figures.left_out, figures.words]
-    for load in figures.loads:
-        pieces += [load.dropped, load.auxiliary_loss, load.slots_E]
-        pieces += [] if load.plans is None else [load.plans]
-    values = iter(torch.cat([piece.detach().double().reshape(-1) for piece in pieces]).tolist())
+def _summed(figures: _Figures, model: RankModel) -> _Figures:
+    """Figures of all ranks, in one all-reduce."""
+    if model.axes.tensor.rank > 0:  # ranks that share the vocabulary have the same loss; one of them contributes it
+        figures = replace(figures, losses=torch.zeros_like(figures.losses))
+    row = figures.flat()
+    dist.all_reduce(row, group=model.axes.world.group)
+    return figures.from_flat(row)
 
-    def take(count: int) -> list[float]:
-        return [next(values) for _ in range(count)]
 
-    main, *depths = take(figures.losses.numel())
-    gradient_norm, left_out, wishes, late, failed = take(2 + _VOTES)
-    ranks = [take(_OF_RANK) for _ in range((figures.words.numel() - _VOTES) // _OF_RANK)]
-    layers = []
-    for load in figures.loads:
-        dropped, auxiliary_loss = take(2)
-        slots = tuple(map(int, take(load.slots_E.numel())))
-        balance = None if load.plans is None else balance_report(take(len(PlanFact)), groups)
-        layers.append(
-            LayerReport(
-                layer=load.layer,
-                slots=slots,
-                dropped=int(dropped),
-                auxiliary_loss=auxiliary_loss,
-                balance=balance,
-            )
+def _read(figures: _Figures, norm: Tensor, moe_layers: Sequence[int], groups: int) -> tuple[StepResult, bool]:
+    """Copy the figures to the host in one copy; also returns whether a rank timed out."""
+    row = torch.cat((figures.flat(), norm.detach().double().reshape(1))).cpu()
+    host = figures.from_flat(row[:-1])
+    main, *depths = host.losses.reshape(-1).tolist()
+    wants_stop, is_late, has_failed = (votes > 0 for votes in host.votes.tolist())
+    peaks, needed, *pulses = host.rank_stats_WR.T.tolist()
+    by_layer = (moe_layers, host.slots_LE, host.dropped_L, host.auxiliary_loss_L, host.plans_LP)
+    layers = tuple(
+        LayerReport(
+            layer=layer,
+            slots=tuple(map(int, slots_E.tolist())),
+            dropped=int(dropped),
+            auxiliary_loss=float(auxiliary_loss),
+            balance=balance_report(plans.tolist(), groups),
         )
+        for layer, slots_E, dropped, auxiliary_loss, plans in zip(*by_layer, strict=True)
+    )
     result = StepResult(
         loss=main,
         mtp_losses=tuple(depths),
-        gradient_norm=gradient_norm,
-        layers=tuple(layers),
-        peak_memory_bytes=int(max(peak for peak, *_ in ranks)),
-        wants_stop=wishes > 0,
-        left_out=int(left_out),
-        pulses=tuple(RankPulse(*pulse) for _, _, *pulse in ranks),
-        slots_needed=int(max(needed for _, needed, *_ in ranks)),
-        has_failed=failed > 0,
+        gradient_norm=row[-1].item(),
+        layers=layers,
+        peak_memory_bytes=int(max(peaks)),
+        wants_stop=wants_stop,
+        left_out=int(host.overflow_rows),
+        pulses=tuple(RankPulse(*pulse) for pulse in zip(*pulses, strict=True)),
+        slots_needed=int(max(needed)),
+        has_failed=has_failed,
     )
-    return result, late > 0
+    return result, is_late
 
 
 def balance_report(facts: Sequence[float], groups: int) -> BalanceReport | None:
