@@ -52,11 +52,7 @@ CONTEXT.set_forkserver_preload(list(IMPORTED))
 
 
 def run(
-    function: Callable[..., int],
-    *args: Any,
-    folder: Path,
-    environment: Mapping[str, str],
-    timeout: float | None = None,
+    function: Callable[..., int], *args: Any, folder: Path, environment: Mapping[str, str], timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Call a function of the top of a module in a process of its own, as `subprocess.run` calls a program.
 

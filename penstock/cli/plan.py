@@ -93,8 +93,7 @@ Target = Annotated[
 ]
 On = Annotated[str, typer.Option("--on", metavar="NxCHIP", help="Where: 768xMI300X, or 8xmine.toml.")]
 Network = Annotated[
-    str | None,
-    typer.Option("--network", metavar="A=B,...", help="Network: pod_nodes=4,oversubscription=8,rails=true."),
+    str | None, typer.Option("--network", metavar="A=B,...", help="Network: pod_nodes=4,oversubscription=8,rails=true.")
 ]
 HostMemory = Annotated[
     float | None, typer.Option("--host-memory", metavar="GB", min=1, max=1e6, help="Of the host, each device.")
@@ -138,8 +137,7 @@ Routing = Annotated[
     ),
 ]
 Trainer = Annotated[
-    str,
-    typer.Option("--software", metavar="NAME[,A=B]", help=f"Trainer that runs the layout: {', '.join(SOFTWARE)}."),
+    str, typer.Option("--software", metavar="NAME[,A=B]", help=f"Trainer that runs the layout: {', '.join(SOFTWARE)}.")
 ]
 Saving = Annotated[str, typer.Option("--saving", metavar="HOW", help="run, or conventional: unfused.")]
 TrainTokens = Annotated[

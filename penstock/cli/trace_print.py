@@ -107,17 +107,7 @@ def _cut(rows: Sequence[Sequence[str]], most: int, *sums: str) -> list[Sequence[
 def _timelines(ranks: Sequence[RankAnalysis], per: float) -> None:
     print(f"\ntime {'of the process' if ranks[0].trace.is_host else 'on the device'}, ms")
     rows = [(f"{rank.rank}", *_spent(rank.spent, per)) for rank in ranks]
-    head = (
-        "rank",
-        "total",
-        "busy",
-        "compute",
-        "communication",
-        "exposed",
-        "copies",
-        "exposed copies",
-        "idle",
-    )
+    head = ("rank", "total", "busy", "compute", "communication", "exposed", "copies", "exposed copies", "idle")
     print_table(head, rows, ("exposed copies", "copies", "busy", "communication"))
 
 

@@ -62,13 +62,7 @@ from penstock.parallel.launch.environment import (
     prepare_environment,
     read_environment,
 )
-from penstock.parallel.launch.local import (
-    LocalLaunch,
-    facts_of_ranks,
-    facts_of_run,
-    processes_to_start,
-    run_processes,
-)
+from penstock.parallel.launch.local import LocalLaunch, facts_of_ranks, facts_of_run, processes_to_start, run_processes
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.plan.assumptions import device_of

@@ -78,12 +78,7 @@ def _is_text(path: Path) -> bool:
     return len(content) > 0
 
 
-SUFFIXES = {
-    "text": (),
-    "jsonl": (".jsonl", ".ndjson", ".json"),
-    "parquet": (PARQUET, *ARROW),
-    "packed": (".idx",),
-}
+SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (PARQUET, *ARROW), "packed": (".idx",)}
 """Suffixes of files in a folder, by source."""
 
 

@@ -59,13 +59,7 @@ PATTERNS = {
     "cl100k": Pattern(
         pattern=r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$"
         r"|\s*[\r\n]|\s+(?!\S)|\s",
-        special_tokens={
-            _END: 1,
-            "<|fim_prefix|>": 2,
-            "<|fim_middle|>": 3,
-            "<|fim_suffix|>": 4,
-            "<|endofprompt|>": 20,
-        },
+        special_tokens={_END: 1, "<|fim_prefix|>": 2, "<|fim_middle|>": 3, "<|fim_suffix|>": 4, "<|endofprompt|>": 20},
         size=21,
         published="223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
     ),

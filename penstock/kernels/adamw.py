@@ -119,13 +119,7 @@ class AdamWScalars:
 
 
 def scalars_of(
-    step: int,
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    epsilon: float,
-    weight_decay: float,
-    divisor: float,
+    step: int, *, learning_rate: float, betas: tuple[float, float], epsilon: float, weight_decay: float, divisor: float
 ) -> AdamWScalars:
     """The numbers of the update with this number, from 1; gradients are divided by `divisor`."""
     return AdamWScalars(

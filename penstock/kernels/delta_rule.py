@@ -61,12 +61,7 @@ def short_convolution(x_BSD: Tensor, weight_DJ: Tensor, documents_BS: Tensor | N
 
 
 def recurrent_delta_rule(
-    q_BSGN: Tensor,
-    k_BSGN: Tensor,
-    v_BSHM: Tensor,
-    g_BSH: Tensor,
-    beta_BSH: Tensor,
-    documents_BS: Tensor | None = None,
+    q_BSGN: Tensor, k_BSGN: Tensor, v_BSHM: Tensor, g_BSH: Tensor, beta_BSH: Tensor, documents_BS: Tensor | None = None
 ) -> Tensor:
     """The definition, position by position, in float32 at least: o_BSHM in the dtype of v.
 

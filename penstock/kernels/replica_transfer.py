@@ -44,12 +44,7 @@ def clear_slots(sums_X: Tensor, plan: ReplicaPlan, rule: ReplicaRule, peers: Pee
 
 
 def pull_gradients(
-    total_e: Tensor,
-    plan: ReplicaPlan,
-    rule: ReplicaRule,
-    peers: Peers,
-    offset: int,
-    programs: int = PULL_PROGRAMS,
+    total_e: Tensor, plan: ReplicaPlan, rule: ReplicaRule, peers: Peers, offset: int, programs: int = PULL_PROGRAMS
 ) -> None:
     """Add the float32 gradients of all replicas of this rank's experts, rounded once if the totals have 16 bits."""
     total_eN = total_e.view(len(total_e), -1)

@@ -127,10 +127,7 @@ def grouped(stages: Sequence[int], micro_batches: int, groups: int) -> Iterator[
 
 def spell(phrases: list[Phrase], stages: Sequence[int], micro_batches: int, groups: int) -> tuple[Action, ...]:
     """The actions of a rank's phrases; words without a number go by `groups` of micro-batches."""
-    orders = {
-        "F": grouped(stages, micro_batches, groups),
-        "B": grouped(stages[::-1], micro_batches, groups),
-    }
+    orders = {"F": grouped(stages, micro_batches, groups), "B": grouped(stages[::-1], micro_batches, groups)}
     for chunk, stage in enumerate(stages):
         orders[f"F{chunk}"] = grouped([stage], micro_batches, 1)
         orders[f"B{chunk}"] = orders[f"I{chunk}"] = grouped([stage], micro_batches, 1)

@@ -85,10 +85,7 @@ class Float8Weight:
 
 
 def float8_linear(
-    x_D: Tensor,
-    weight: Float8Weight,
-    bias: Tensor | None = None,
-    x_float8: RowColQuantized | None = None,
+    x_D: Tensor, weight: Float8Weight, bias: Tensor | None = None, x_float8: RowColQuantized | None = None
 ) -> Tensor:
     """`F.linear` with all three products in float8, in the dtype of x, which may have any leading dims.
 

@@ -111,12 +111,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     if plan is not None:
         pipeline = PipelineRunner(plan, axes, message_of(run, axes, device), weight_grads, transfers)
     return RankModel(
-        decoders=decoders,
-        axes=axes,
-        pipeline=pipeline,
-        positions=positions,
-        context_method=method,
-        buffers=buffers,
+        decoders=decoders, axes=axes, pipeline=pipeline, positions=positions, context_method=method, buffers=buffers
     )
 
 

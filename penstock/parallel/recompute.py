@@ -305,12 +305,7 @@ class _Region:
         """Run again and fill all slots that are left."""
         waiting = {index: slot for index, output in self.outputs.items() if (slot := output.slot()) is not None}
         replay = _Replay(self.saves, ends_early=not waiting)  # outputs exist only after the last operator
-        with (
-            span(Span.RECOMPUTE),
-            torch.enable_grad(),
-            torch.cuda.stream(self.stream),
-            _set(_phase, _Phase.REPLAYING),
-        ):
+        with span(Span.RECOMPUTE), torch.enable_grad(), torch.cuda.stream(self.stream), _set(_phase, _Phase.REPLAYING):
             arguments, known = [again() for again in self.arguments], iter(self.remembered)
             with _set(_memory, lambda make: next(known)), saving(replay.take), suppress(_Enough):
                 results = _tensors_of(self.function(*arguments))

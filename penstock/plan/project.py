@@ -76,9 +76,7 @@ def _state_of(software: Software, run: Run, memory: RankMemory) -> RankMemory:
     held = _MOMENT_BYTES[run.optimizer.moment_dtype]
     wanted = held if run.offload.optimizer else min(held, software.moment_bytes)
     return replace(
-        memory,
-        gradients=memory.gradients * software.gradient_bytes // 4,
-        moments=memory.moments * wanted // held,
+        memory, gradients=memory.gradients * software.gradient_bytes // 4, moments=memory.moments * wanted // held
     )
 
 

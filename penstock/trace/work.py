@@ -259,10 +259,7 @@ def _numbers(call: OperatorCall, index: int, count: int) -> list[int]:
 
 def _streaming(reads: float, writes: float, flops: float) -> Model:
     """Multiples of the first argument's bytes read and written, with `flops` for each of its elements."""
-    return lambda call, tensors, used_rows: (
-        flops * need(tensors, 0).numel,
-        (reads + writes) * need(tensors, 0).bytes,
-    )
+    return lambda call, tensors, used_rows: (flops * need(tensors, 0).numel, (reads + writes) * need(tensors, 0).bytes)
 
 
 def _everything(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:

@@ -23,14 +23,7 @@ from torch import Tensor
 
 from penstock.config.run import Run
 from penstock.kernels import reference
-from penstock.kernels.backends import (
-    BACKENDS,
-    CHOICE_POINTS,
-    Shapes,
-    TimedPart,
-    has,
-    shape_of,
-)
+from penstock.kernels.backends import BACKENDS, CHOICE_POINTS, Shapes, TimedPart, has, shape_of
 from penstock.kernels.choose import obstacle
 from penstock.kernels.delta_rule import unit_length
 from penstock.kernels.device_facts import DeviceFacts

@@ -20,13 +20,7 @@ def row(change: str, seconds: float, *, is_plain: bool = False) -> dict[str, Any
 
 
 def trial(change: list[str], seconds: float, expected: float) -> dict[str, Any]:
-    return {
-        "change": change,
-        "kind": "ran",
-        "is_whole": False,
-        "whole_seconds": seconds,
-        "expected_seconds": expected,
-    }
+    return {"change": change, "kind": "ran", "is_whole": False, "whole_seconds": seconds, "expected_seconds": expected}
 
 
 SUMMARY = {"configurations": 4, "failed": 1, "ended_early": 1, "best": "b=1", "tuned_over_best": 1.01}

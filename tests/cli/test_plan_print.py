@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.plan_print import (
-    TOPICS,
-    check_topic,
-    conclusion,
-    explain,
-    origins_text,
-    print_plan,
-    sizes_text,
-)
+from penstock.cli.plan_print import TOPICS, check_topic, conclusion, explain, origins_text, print_plan, sizes_text
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.known_error import KNOWN_ERROR, PUBLISHED_ERRORS, KnownError, error_text
 from penstock.plan.projection import MEMORY, SLOWER, Advice, Plan

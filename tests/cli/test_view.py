@@ -174,17 +174,7 @@ def test_plain_lines_are_aligned(tmp_path: Path) -> None:
     assert heads.split() == list(COLUMNS)
     assert len(heads) == len(first) == sum(COLUMNS.values())
     assert first.split()[:3] == ["1", "of", str(tiny_run(tmp_path).training.steps)]
-    assert first.split()[3:] == [
-        "5.0000",
-        "-",
-        "0.5",
-        "1.00e-03",
-        "1,234",
-        "-",
-        "1.24",
-        "GB",
-        "1.60",
-    ]
+    assert first.split()[3:] == ["5.0000", "-", "0.5", "1.00e-03", "1,234", "-", "1.24", "GB", "1.60"]
 
 
 def test_a_long_run_does_not_print_thousands_of_lines(tmp_path: Path) -> None:

@@ -27,11 +27,7 @@ ENDLESS = (*RUN, "training.steps=100000")
 
 WAIT_SECONDS = 300.0
 
-VARIABLES = {
-    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-}
+VARIABLES = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 """Environment of a command on a host: the tests' own Python and sources."""
 
 

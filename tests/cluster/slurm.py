@@ -144,10 +144,7 @@ def slurm_of(nodes: int, folder: Path) -> Iterator[Slurm]:
     names = [f"node{number}" for number in range(1, nodes + 1)]
     (folder / "state").mkdir()
     text = CONFIGURATION.format(
-        folder=folder,
-        nodes=",".join(names),
-        node_lost_seconds=NODE_LOST_SECONDS,
-        credential_seconds=CREDENTIAL_SECONDS,
+        folder=folder, nodes=",".join(names), node_lost_seconds=NODE_LOST_SECONDS, credential_seconds=CREDENTIAL_SECONDS
     )
     (folder / "slurm.conf").write_text(text)
     (folder / "gres.conf").write_text("Name=gpu File=/dev/tty[0-1]\n")

@@ -9,17 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import (
-    ENDLESS,
-    EVERY,
-    RUN,
-    STEPS,
-    figures_of,
-    losses_of,
-    print_script,
-    saved_steps,
-    train_here,
-)
+from tests.cluster.runs import ENDLESS, EVERY, RUN, STEPS, figures_of, losses_of, print_script, saved_steps, train_here
 from tests.cluster.slurm import Slurm, missing, slurm_of
 
 LACKS = missing()

@@ -14,11 +14,7 @@ from tests.cluster.test_slurm import ENDED, output
 
 LACKS = missing()
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.timeout(900),
-    *([pytest.mark.skip(reason=LACKS)] if LACKS else []),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), *([pytest.mark.skip(reason=LACKS)] if LACKS else [])]
 
 RUN = ("debug-2l", "device=cpu", "training.micro_batch=1", "training.sequence_length=64", "--budget", "1h")
 FOLDER = "runs/tune-debug-2l"

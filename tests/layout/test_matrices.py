@@ -58,8 +58,7 @@ def test_a_matrix_that_ranks_do_not_hold_whole_is_noticed() -> None:
 
 
 @given(
-    shapes=st.lists(st.tuples(st.integers(1, 64), st.integers(1, 64)), min_size=1, max_size=60),
-    ranks=st.integers(1, 8),
+    shapes=st.lists(st.tuples(st.integers(1, 64), st.integers(1, 64)), min_size=1, max_size=60), ranks=st.integers(1, 8)
 )
 def test_work_of_owners_differs_by_less_than_a_matrix(shapes: list[tuple[int, int]], ranks: int) -> None:
     costs = [newton_schulz_flops(rows, columns, 5) for rows, columns in shapes]

@@ -232,8 +232,7 @@ def test_nodes_may_be_many_or_one_and_hold_experts_whole_or_in_part(
     ("way", "expert_tensor"), [("gathered, bounded", 1), ("gathered, bounded", 2), ("by node, bounded", 2)]
 )
 @pytest.mark.parametrize(
-    ("kind", "triton"),
-    [("even", False), ("skewed", True), ("all on the last rank", False), ("all dropped", False)],
+    ("kind", "triton"), [("even", False), ("skewed", True), ("all on the last rank", False), ("all dropped", False)]
 )
 def test_rows_that_find_no_room_are_counted_and_pass_when_there_is_as_much_as_came(
     ranks: Pool, kind: str, triton: bool, way: Gloo, expert_tensor: int

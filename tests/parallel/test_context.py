@@ -22,11 +22,7 @@ from tests.kernels.eager_attention import eager_attention, seen_by, with_gradien
 
 SCALE = 0.3
 
-SHAPES = {
-    "grouped-query": (1, 8, 4, 6, 6),
-    "grouped-query, three rows": (3, 4, 4, 6, 6),
-    "latent": (2, 4, 4, 12, 8),
-}
+SHAPES = {"grouped-query": (1, 8, 4, 6, 6), "grouped-query, three rows": (3, 4, 4, 6, 6), "latent": (2, 4, 4, 12, 8)}
 """Rows; heads of queries and of keys; widths of keys and of values."""
 
 LENGTH = 16  # 4 ranks have 2 chunks of 2 positions each

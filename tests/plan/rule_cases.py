@@ -53,18 +53,10 @@ class Case(NamedTuple):
 
 
 LEGAL = (
-    Case(
-        "sizes-divide-the-ranks",
-        {"tp": 3},
-        {"tp": 4},
-        "pipeline 1 x tensor 3 x context 1 = 3; got 1,024 ranks",
-    ),
+    Case("sizes-divide-the-ranks", {"tp": 3}, {"tp": 4}, "pipeline 1 x tensor 3 x context 1 = 3; got 1,024 ranks"),
     Case("sizes-divide-the-ranks", {"pp": 3, "ep": 2}, {"pp": 4, "ep": 2}, "pipeline 3 x tensor 1 x context 1"),
     Case(
-        "sizes-divide-the-ranks",
-        {"ep": 256, "pp": 8},
-        {"ep": 128, "pp": 8},
-        "expert_tensor 1 = 2048; got 1,024 ranks",
+        "sizes-divide-the-ranks", {"ep": 256, "pp": 8}, {"ep": 128, "pp": 8}, "expert_tensor 1 = 2048; got 1,024 ranks"
     ),
     Case("micro-batches-are-whole", {"global_batch": 1000}, {"global_batch": 1024}, "(1 x 1024); got 1000"),
     Case(
@@ -78,12 +70,7 @@ LEGAL = (
     Case("expert-tensor-ranks-divide-an-expert", {"etp": 3}, {"etp": 4}, "(2048); got 3"),
     Case("tensor-ranks-divide-heads", {"tp": 256}, {"tp": 128}, "attention.heads (128); got 256"),
     Case("tensor-ranks-divide-widths", {"tp": 4096}, {"tp": 2048}, "intermediate_size (18432)"),
-    Case(
-        "tensor-ranks-divide-the-vocabulary",
-        {"tp": 512},
-        {"tp": 256},
-        "parallel.tensor (512); got 129280",
-    ),
+    Case("tensor-ranks-divide-the-vocabulary", {"tp": 512}, {"tp": 256}, "parallel.tensor (512); got 129280"),
     Case(
         "ranks-divide-the-sequence",
         {"cp": 4, "sequence_length": 4100, "context_method": "all-gather"},

@@ -34,12 +34,7 @@ from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.meta_rank import Target, make_meta_rank
 from penstock.plan.rules import book
-from penstock.plan.rules.book import (
-    RULES,
-    advice,
-    config_refusal,
-    illegal,
-)
+from penstock.plan.rules.book import RULES, advice, config_refusal, illegal
 from penstock.plan.rules.rule import Rule, Sizes, facts_of, sizes_of
 from tests.config.small import SMALL, unchecked_run
 from tests.examples import examples

@@ -63,12 +63,7 @@ def minimax_m2() -> Run:
         hidden_size=3072,
         layers=62,
         attention=GroupedQueryAttention(
-            heads=48,
-            kv_heads=8,
-            head_dim=128,
-            rope=Rope(theta=5e6),
-            partial_rotary_factor=0.5,
-            qk_norm="projection",
+            heads=48, kv_heads=8, head_dim=128, rope=Rope(theta=5e6), partial_rotary_factor=0.5, qk_norm="projection"
         ),
         moe=Moe(
             experts=256,

@@ -26,11 +26,7 @@ def _latent_attention(heads: int, q_lora_rank: int, yarn: Yarn | None) -> Latent
 
 def _router(scale: float) -> Router:
     return Router(
-        scoring_func="sigmoid",
-        group_score="top2",
-        norm_topk_prob=True,
-        routed_scaling_factor=scale,
-        expert_bias=True,
+        scoring_func="sigmoid", group_score="top2", norm_topk_prob=True, routed_scaling_factor=scale, expert_bias=True
     )
 
 

@@ -151,12 +151,7 @@ class _AllToAll:
     wire_format: WireFormat = UNQUANTIZED
 
     def _sent(
-        self,
-        x_TD: Tensor | DispatchPayload,
-        leave: Move,
-        weights_R: Tensor,
-        arriving_We: Tensor,
-        exchange: _Exchange,
+        self, x_TD: Tensor | DispatchPayload, leave: Move, weights_R: Tensor, arriving_We: Tensor, exchange: _Exchange
     ) -> tuple[ExpertRows, DispatchMetadata]:
         """Rows and weights at the ranks of their experts, which read them through an index.
 

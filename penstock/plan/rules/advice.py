@@ -54,10 +54,7 @@ def selective_before_full(sizes: Sizes) -> str | None:
     return "experts are computed twice, and their tokens are sent twice" if "moe" in sizes.recompute else None
 
 
-@advises(
-    "L8, L11 (Megatron Bridge, memory tuning); AMD's plans for 768 GPUs",
-    "parallel.tensor=1",
-)
+@advises("L8, L11 (Megatron Bridge, memory tuning); AMD's plans for 768 GPUs", "parallel.tensor=1")
 def tensor_only_to_fit(sizes: Sizes) -> str | None:
     """TP is the last kind of model parallelism: 1 while anything fits so.
 
@@ -173,9 +170,7 @@ def backward_soon(sizes: Sizes) -> str | None:
 
 
 @advises(
-    "L12 (Megatron-Core, MoE guide; AMD's MoE guide)",
-    "pipeline.schedule=interleaved",
-    "pipeline.stages_per_rank=2",
+    "L12 (Megatron-Core, MoE guide; AMD's MoE guide)", "pipeline.schedule=interleaved", "pipeline.stages_per_rank=2"
 )
 def stages_when_pipeline(sizes: Sizes) -> str | None:
     """A pipeline has several stages on each rank where layers allow: v stages make ramps v times as short.

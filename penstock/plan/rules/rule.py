@@ -73,12 +73,7 @@ class Sizes(LayoutSizes):
     def grid(self) -> Grid:
         """Ranks of each axis."""
         return Grid(
-            world=self.world,
-            tensor=self.tp,
-            context=self.cp,
-            pipeline=self.pp,
-            expert=self.ep,
-            expert_tensor=self.etp,
+            world=self.world, tensor=self.tp, context=self.cp, pipeline=self.pp, expert=self.ep, expert_tensor=self.etp
         )
 
     @property

@@ -33,11 +33,7 @@ from tests.kernels.parity import assert_near
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
 
 CPU = torch.device("cpu")
-COUNTS = {
-    "ends of all kinds": [260, 64, 1, 193, 128],
-    "empty experts": [0, 170, 0, 33, 0],
-    "no rows": [0, 0],
-}
+COUNTS = {"ends of all kinds": [260, 64, 1, 193, 128], "empty experts": [0, 170, 0, 33, 0], "no rows": [0, 0]}
 WIDTH, DEPTH = 200, 336  # no multiples of 128
 every_count = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 

@@ -16,11 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_chunked_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
 
 from penstock.config.model import Model
 from penstock.models.decoder import Decoder

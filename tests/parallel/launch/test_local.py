@@ -86,8 +86,7 @@ def test_a_signal_for_more_ranks_changes_nothing_while_all_run(tmp_path: Path) -
 @pytest.mark.often("mistake-of-one*")
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
-    ("word", "line"),
-    [("mistake", "error: the text is bad"), ("mistake-of-one", "error: the text of rank 1 is bad")],
+    ("word", "line"), [("mistake", "error: the text is bad"), ("mistake-of-one", "error: the text of rank 1 is bad")]
 )
 def test_a_mistake_is_one_line_and_nothing_is_restarted(
     word: str, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
