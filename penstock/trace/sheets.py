@@ -5,7 +5,7 @@ A row has the rank first. Times are microseconds; times and counts of a table of
 """
 
 import csv
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,47 +20,33 @@ Row = dict[str, Any]
 SUMS = frozenset({"count", "events", "times_last"})
 """Columns that are counts over the recorded steps, like all that end in `_us`."""
 
-_OF_RANK: Mapping[str, tuple[Callable[[Row], Iterable[Row]], bool]] = {
-    "timeline": (
-        lambda one: [{"of": name} | spent for name, spent in one["timeline"].items() if name == "steps"],
-        True,
-    ),
-    "steps": (
-        lambda one: [{"name": step["name"], "number": step["number"]} | step["timeline"] for step in one["steps"]],
-        False,
-    ),
-    "phases": (lambda one: one["phases"], True),
-    "unknown": (lambda one: one["unknown"], True),
-    "streams": (lambda one: one["streams"], True),
-    "annotations": (lambda one: one["annotations"], True),
-    "own_time": (lambda one: one["operators"], True),
-    "counters": (lambda one: one["counters"], False),
-    "roofline": (lambda one: one["roofline"], True),
-    "waits": (lambda one: one["launches"]["waits"], True),
-    "gaps": (lambda one: one["launches"]["gaps"]["longest"], False),
-    "memory": (lambda one: [row for memory in one["memory"] for row in memory["phases"]], False),
-}
-"""Sheets of each rank: how its rows are in the JSON of the rank, and whether they are sums over steps."""
+SINGLE = frozenset({"steps", "counters", "gaps", "memory", "collectives", "bandwidth", "critical_path"})
+"""Sheets whose rows are single events or one step; rows of the others are sums over steps."""
 
-_TOGETHER: Mapping[str, tuple[Callable[[Row], Iterable[Row]], bool]] = {
-    "collectives": (lambda tree: tree["collectives"], False),
-    "bandwidth": (lambda tree: tree["bandwidth"], False),
-    "stragglers": (lambda tree: tree["stragglers"], True),
-    "critical_path": (lambda tree: tree["critical_path"]["rows"], False),
-}
-"""Sheets of all ranks together."""
+
+def _of_rank(tree: Row) -> dict[str, Iterable[Row]]:
+    """Sheets of a rank, from its JSON."""
+    return {
+        "timeline": [{"of": "steps"} | tree["timeline"]["steps"]],
+        "steps": [{"name": step["name"], "number": step["number"]} | step["timeline"] for step in tree["steps"]],
+        **{name: tree[name] for name in ("phases", "unknown", "streams", "annotations", "counters", "roofline")},
+        "own_time": tree["operators"],
+        "waits": tree["launches"]["waits"],
+        "gaps": tree["launches"]["gaps"]["longest"],
+        "memory": [row for memory in tree["memory"] for row in memory["phases"]],
+    }
 
 
 def sheets(answer: TraceAnalysis) -> dict[str, list[Row]]:
     """Rows by sheet; sheets without rows are left out."""
-    tree, per = analysis_json(answer), answer.per_step
-    ranks = tree.get("ranks") or {f"{answer.ranks[0].rank}": tree}
-    found: dict[str, list[Row]] = {"operators": _operators(answer)}
-    for name, (rows_of, is_sum) in _OF_RANK.items():
-        rows = [{"rank": int(rank)} | row for rank, one in ranks.items() for row in rows_of(one)]
-        found[name] = [_scaled(row, per) for row in rows] if is_sum else rows
-    for name, (rows_of, is_sum) in _TOGETHER.items():
-        found[name] = [_scaled(row, per) for row in rows_of(tree)] if is_sum else list(rows_of(tree))
+    tree, found = analysis_json(answer), {"operators": _operators(answer)}
+    for rank, of_rank in (tree.get("ranks") or {f"{answer.ranks[0].rank}": tree}).items():
+        for name, rows in _of_rank(of_rank).items():
+            found.setdefault(name, []).extend({"rank": int(rank)} | row for row in rows)
+    found |= {name: tree[name] for name in ("collectives", "bandwidth", "stragglers")}
+    found["critical_path"] = tree["critical_path"]["rows"]
+    for name in found.keys() - SINGLE - {"operators"}:
+        found[name] = [_scaled(row, answer.per_step) for row in found[name]]
     return {name: rows for name, rows in found.items() if rows}
 
 
