@@ -48,6 +48,9 @@ NO_OVERHEADS = Overheads()
 STATE, FIXED = ("parameters", "gradients", "master", "moments"), ("libraries", "reserve")
 """Components between steps, and components that do not depend on the run."""
 
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+"""Of one moment of a value, without scales."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:

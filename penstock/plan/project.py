@@ -14,7 +14,7 @@ from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, overhead
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
 from penstock.plan.composer import Composer, is_composable
 from penstock.plan.hardware import Cluster
-from penstock.plan.memory import RankMemory, memory_of_meta_run
+from penstock.plan.memory import MOMENT_BYTES, RankMemory, memory_of_meta_run
 from penstock.plan.meta_rank import conventional
 from penstock.plan.meta_run import meta_runs_of
 from penstock.plan.projection import Advice, Projection, layout_of
@@ -22,8 +22,6 @@ from penstock.plan.rules.book import advice
 from penstock.plan.rules.rule import facts_of, sizes_of
 from penstock.plan.software import Software, as_run_by
 from penstock.plan.step_time import step_time
-
-_MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Projection:
@@ -73,7 +71,7 @@ def _state_of(software: Software, run: Run, memory: RankMemory) -> RankMemory:
 
     Moments that the run holds in fewer bytes stay, and so do the buffers through which those of the host pass.
     """
-    held = _MOMENT_BYTES[run.optimizer.moment_dtype]
+    held = MOMENT_BYTES[run.optimizer.moment_dtype]
     wanted = held if run.offload.optimizer else min(held, software.moment_bytes)
     return replace(
         memory, gradients=memory.gradients * software.gradient_bytes // 4, moments=memory.moments * wanted // held

@@ -31,6 +31,7 @@ from penstock.plan.costs import HardwareTimes, OpCosts, buffer_rows, routed_rows
 from penstock.plan.divisions import Divisions, Places, Reference, Scaled
 from penstock.plan.hardware import Cluster
 from penstock.plan.liveness import PipelineShape, enough, first_of_kinds, has_experts, layer_kind, peak_points
+from penstock.plan.memory import MOMENT_BYTES
 from penstock.plan.meta_run import gathered_bytes
 from penstock.plan.op_recorder import (
     ARRIVE,
@@ -78,9 +79,6 @@ HOST_SHARE = 0.9
 _CONTAIN = ("layer", "moe", "expert-activation")
 """Modules of a layer that contain each other: what is computed again counts once."""
 
-
-_MOMENT_BYTES = {"fp32": 8, "bf16": 4, "int8": 2}
-"""Of both moments of a value."""
 
 _UNTIMED = (JOIN, WAIT, PUT_OFF, TO_HOST, FROM_HOST, ARRIVE, SLOT_TO_HOST, SLOT_FROM_HOST, "clone")
 """What a reference has and no bound counts: a copy that makes rows contiguous is not needed where there is one row."""
@@ -530,7 +528,7 @@ class SpaceBounds:
         """Bytes of moments and master of a value, without scales."""
         optimizer = self._run.optimizer
         master = 2 if optimizer.store_param_remainders else SUM_BYTES
-        moments = _MOMENT_BYTES[optimizer.moment_dtype] // (1 if fact.matrices is None else 2)
+        moments = MOMENT_BYTES[optimizer.moment_dtype] * (2 if fact.matrices is None else 1)
         return moments, master if fact.itemsize < SUM_BYTES else 0
 
     def _message_seconds(self, sizes: tuple[int, ...], world: int, most: int) -> np.ndarray:
