@@ -11,7 +11,9 @@ from benchmarks.composition import cause
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("name", ["composition.json", "composition-wide.json", "composition-gpu.json"])
+@pytest.mark.parametrize(
+    "name", ["composition.json", "composition-wide.json", "composition-gpu.json", "composition-wide-gpu.json"]
+)
 def test_every_draw_of_a_record_is_explained_and_every_tie_has_a_cause(name: str) -> None:
     numbers = json.loads((RESULTS / name).read_text())["numbers"]
     assert len(numbers["ties"]) == numbers["tie"]
