@@ -20,8 +20,9 @@ from typing import Any
 
 MOST_TOML_BYTES = 4 * 2**20
 MOST_JSON_BYTES = 128 * 2**20
-READ_BYTES = 2**20
 """Several times the largest published tokenizer.json."""
+
+_READ_BYTES = 2**20
 
 
 STALE_SECONDS = 3600.0
@@ -76,7 +77,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
     content = bytearray()
     with open_file(path) as file:
         # In parts, because `read` takes the memory that it may need at once; not by stat, since /proc has no sizes.
-        while len(content) <= most_bytes and (part := file.read(min(READ_BYTES, most_bytes + 1 - len(content)))):
+        while len(content) <= most_bytes and (part := file.read(min(_READ_BYTES, most_bytes + 1 - len(content)))):
             content += part
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes / 2**20:.0f} MiB", str(path))

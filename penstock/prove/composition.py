@@ -104,10 +104,10 @@ class Composition:
     @property
     def then(self) -> "Composition | None":
         """The layout in which the second half of the steps runs; None if it is the same."""
-        found = [override for override in self.overrides if override.startswith(THEN)]
-        if not found:
+        layouts = [override for override in self.overrides if override.startswith(THEN)]
+        if not layouts:
             return None
-        ranks, *words = found[-1].removeprefix(THEN).split()
+        ranks, *words = layouts[-1].removeprefix(THEN).split()
         kept = tuple((override,) for override in self.overrides if not is_of_layout(override))
         return replace(self, ranks=int(ranks), settings=(*kept, *((word,) for word in words)))
 
@@ -120,8 +120,8 @@ class Composition:
     @property
     def capture(self) -> str:
         """What graphs hold; empty for eager passes."""
-        found = [override for override in self.overrides if override.startswith("graphs.capture=")]
-        return found[-1].partition("=")[2].replace("none", "") if found else ""
+        captures = [override for override in self.overrides if override.startswith("graphs.capture=")]
+        return captures[-1].partition("=")[2].replace("none", "") if captures else ""
 
     @cached_property
     def run(self) -> Run:

@@ -133,7 +133,9 @@ def _layers(names: Sequence[str], ranks: int, expert_tensor: int = 1) -> list[La
 
 
 @pytest.mark.often("False-4-1-*", "True-4-1-*")
-@pytest.mark.parametrize(("ranks", "expert_tensor", "names"), [(2, 1, ("W2",)), (4, 1, ("W2", "W5")), (4, 2, ("W8",))])
+@pytest.mark.parametrize(
+    ("ranks", "expert_tensor", "names"), [(2, 1, ("W2",)), (4, 1, ("W2", "W0", "W5")), (4, 2, ("W8",))]
+)
 @pytest.mark.parametrize("sums", [False, True])
 def test_layers_that_share_slots_give_what_one_process_gives(
     sums: bool, ranks: int, expert_tensor: int, names: tuple[str, ...]

@@ -443,6 +443,15 @@ def test_what_differs_no_more_than_rounding_moves_one_process_is_a_tie(tmp_path:
         assert (found.kind, why in found.text) == (kind, kind == "tie"), found.text
 
 
+@pytest.mark.parametrize(("exact", "kind"), [(0.3, "tie"), (0.1, "fault")])
+def test_on_gpus_the_distance_from_float32_decides_what_moves_more_than_norms_do(
+    exact: float, kind: str, tmp_path: Path
+) -> None:
+    low = (*PLANTED, "training.precision=bf16")
+    verdict = Prover(RoundingRanks(0.1, exact), tmp_path, gpus=2).judge(composition_of(2, low, "cuda"))
+    assert verdict.kind == kind, verdict.text
+
+
 def test_a_line_is_no_fault(tmp_path: Path) -> None:
     prover = Prover(FaultyRanks("line"), tmp_path)
     assert prover.judge(composition_of(2, PLANTED)).kind == "refused"

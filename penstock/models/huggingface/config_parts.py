@@ -435,9 +435,9 @@ def _write_range(model: Model) -> Values:
 
 def _read_first_dense(keys: Keys) -> Values:
     types = keys.of_layers("mlp_layer_types", keys.layers)
-    first = keys.given.get("first_k_dense_replace")
-    if isinstance(first, int):
-        first = min(first, keys.layers)  # more than there are: all
+    first = None
+    if keys.given.get("first_k_dense_replace") is not None:
+        first = min(keys.whole("first_k_dense_replace"), keys.layers)  # more than there are: all
     if types is None:
         return {} if first is None else {"dense_layers": first}
     dense = types.count("dense")

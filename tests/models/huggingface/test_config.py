@@ -350,6 +350,10 @@ def test_more_dense_layers_than_there_are_is_all_of_them_whatever_else_says_so()
     fields = _changed("glm5-moe", first_k_dense_replace=99)
     whole = CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields)).to_dict()
     assert model_of_config(fields).dense_layers == model_of_config(whole).dense_layers == fields["num_hidden_layers"]
+    assert model_of_config({**fields, "first_k_dense_replace": 2.0}).dense_layers == 2
+    for wrong in ("two", True, -1):
+        with pytest.raises(ConfigError, match="first_k_dense_replace cannot be used"):
+            model_of_config({**fields, "first_k_dense_replace": wrong})
 
 
 def test_heads_without_a_width_share_the_hidden_states() -> None:
