@@ -35,6 +35,7 @@ CAUSES = {
     "rounding": "differs as much",
     "float32": "float32 agrees",
     "distance": "from float32 the two are",
+    "other_rounding": "norms that round otherwise",
     "clamp": "the limit of the clamp",
     "quantile": "a quantile lies",
     "keys": "the indexer chose",

@@ -221,6 +221,8 @@ def weights_kernel(
         steps = tl.maximum(tl.cdiv(count, BLOCK_DEPTH), 1)
         tl.assume(steps > 0)
         if GATHER:
+            # An expert without rows reads none: zero times a row that nothing wrote may be NaN.
+            read_columns = tl.where(count > 0, columns, 0)
             source = _load_index(index_ptr, start, count, 0, BLOCK_DEPTH)
             next_source = _load_index(index_ptr, start, count, BLOCK_DEPTH, BLOCK_DEPTH)
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
@@ -231,7 +233,7 @@ def weights_kernel(
                 across = column + tl.arange(0, BLOCK_COLUMNS)
                 # No mask of rows: past the expert's last, dy is zero and x is a row of its own again.
                 x_rows = source.to(tl.int32)[:, None] * columns
-                x_block = tl.load(x + (x_rows + across[None, :]), mask=across[None, :] < columns, other=0)
+                x_block = tl.load(x + (x_rows + across[None, :]), mask=across[None, :] < read_columns, other=0)
                 # The index runs two steps ahead in registers; loaded where it is used, it halves the pipeline's depth.
                 source = next_source
                 next_source = _load_index(index_ptr, start, count, first + 2 * BLOCK_DEPTH, BLOCK_DEPTH)

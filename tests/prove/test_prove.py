@@ -16,7 +16,7 @@ from penstock.kernels.device_facts import named_device
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.kernels import kernel_choices
 from penstock.prove.choices import Choices, first_flip
-from penstock.prove.composition import base_of, composition_of, refusal
+from penstock.prove.composition import Device, base_of, composition_of, refusal
 from penstock.prove.draws import draw, draw_graphs
 from penstock.prove.families import FAMILIES, family_overrides
 from penstock.prove.play import Saved, StepFigures, first_difference, worst_factor, worst_tensor
@@ -112,12 +112,14 @@ class FaultyRanks:
             is_wrong = False
         if self.kind == "rounding":
             is_wrong = is_wrong and "training.precision=bf16" in words
+        if self.kind == "chance":
+            is_wrong = is_wrong and "model.rms_norm_eps=5e-07" not in words
         if is_wrong and self.kind == "traceback":
             raise PlayError("rank 1:\nTraceback ...\nKeyError: 'head'")
         if is_wrong and self.kind == "line":
             raise PlayError("this machine cannot do that", is_line=True)
         shift = (1.0 if self.kind == "keys" else self.shift) if is_wrong and not part.given else 0.0
-        flips = is_wrong and not part.given and self.kind not in ("wrong", "clamp", "keys", "rounding")
+        flips = is_wrong and not part.given and self.kind not in ("wrong", "clamp", "keys", "rounding", "chance")
         chosen = [[1, 0]] if flips else [[0, 1]]
         margin = 1e-7 if self.kind == "tie" else 0.5
         choices = {(0, 1): Choices(torch.tensor([[0.3, 0.3]]), torch.tensor(chosen)[:, :1], *seen(margin))}
@@ -397,7 +399,7 @@ def test_random_compositions_on_a_gpu_equal_the_definitions_of_its_kernels(tmp_p
     children = Children("cuda")
     try:
         prover = Prover(children, tmp_path, gpus=1)
-        made = [prover.judge(draw(SEED, number, 1)) for number in range(6)]
+        made = [prover.judge(draw(SEED, number, 1)) for number in range(0, 48, 8)]  # neighbours are of one model
         made.append(prover.judge(draw_graphs(SEED, 6, 1)))
         assert [told(one) for one in made if one.kind == "fault"] == []
         assert sum(one.kind != "refused" for one in made) > 3
@@ -414,7 +416,8 @@ class RoundingRanks(FaultyRanks):
 
     def play(self, ranks: int, part: Assignment) -> list[Played]:
         played = super().play(ranks, part)
-        moved = self.jolted if any(one.startswith("model.rms_norm_eps=") for one in part.overrides) else 0.0
+        is_jolted = {"model.rms_norm_eps=1.5e-06", "model.rms_norm_eps=1.0001e-06"} & set(part.overrides)
+        moved = self.jolted if is_jolted else 0.0
         if ranks == 1 and part.given and not moved:
             assert not {"training.precision=bf16"} & set(part.overrides)
             moved = self.exact
@@ -450,6 +453,16 @@ def test_on_gpus_the_distance_from_float32_decides_what_moves_more_than_norms_do
     low = (*PLANTED, "training.precision=bf16")
     verdict = Prover(RoundingRanks(0.1, exact), tmp_path, gpus=2).judge(composition_of(2, low, "cuda"))
     assert verdict.kind == kind, verdict.text
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cuda", "tie"), ("cpu", "fault")])
+def test_on_gpus_a_fault_in_fewer_bits_is_one_whichever_way_norms_round(
+    device: Device, kind: str, tmp_path: Path
+) -> None:
+    composition = composition_of(2, (*PLANTED, "training.precision=bf16"), device)
+    verdict = Prover(FaultyRanks("chance", 0.5), tmp_path, gpus=2).judge(composition)
+    told_why = "norms that round otherwise: model.rms_norm_eps=5e-07 agrees" in verdict.text
+    assert (verdict.kind, told_why) == (kind, kind == "tie"), verdict.text
 
 
 def test_a_line_is_no_fault(tmp_path: Path) -> None:
