@@ -23,8 +23,10 @@ CALLS = (
     "plan debug --on 8xH100 --only eep=2", "plan debug --on", "layout debug --wrld 4", "layout debug training.stpes=3",
     "tune debug --budgt 3", "tune debgu", "ladder debgu", "sample", "launch slrum debug", "kernels lst",
     "launch slurm debug --nodes 1 --gpus-per-node 1 --vendor nvida", "init --foce", "prove --drws 3", "config shwo",
+    "train debug model.moe.top_k=1000", "train debug parallel.tensor=3", "layout debug parallel.tensor=7",
+    "tune debug parallel.pipeline=9",
 )  # fmt: skip
-"""Names, options, fields and values that are wrong."""
+"""Names, options, fields and values that are wrong, and fields that do not go together."""
 
 
 def main() -> None:

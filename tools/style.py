@@ -1,8 +1,8 @@
 """The house rules that ruff and mypy cannot say, as small functions over one parsed file each.
 
 A rule takes a `Source` and yields `(line, message)`. `findings` runs every rule over every Python file of the
-repository and adds two rules about the whole of penstock/: the ninetieth percentile of function lengths, and that no
-two public classes share a name.
+repository and adds three rules about the whole: the ninetieth percentile of function lengths of penstock/, that no two
+of its public classes share a name, and the lines that each folder may have (pyproject.toml).
 
     python tools/style.py            # prints `path:line: rule: message`, exits with 1 if there is any
 
@@ -16,8 +16,9 @@ import io
 import re
 import sys
 import tokenize
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -396,6 +397,20 @@ def public_classes_have_names_of_their_own(sources: Sequence[Source]) -> list[Fi
     ]
 
 
+def folders_keep_their_budget(sources: Sequence[Source], budgets: Mapping[str, int]) -> list[Finding]:
+    """Each folder has at most the lines that pyproject.toml gives it, and each folder of the product has a budget."""
+    lines: Counter[str] = Counter()
+    for source in sources:
+        folder = source.path.rpartition("/")[0]
+        lines["/".join(folder.split("/")[: 2 if source.is_product else 1])] += len(source.text.splitlines())
+    rule, where = "folders_keep_their_budget", "docs/decisions/0173-size.md"
+    return [
+        Finding("pyproject.toml", 0, rule, f"{folder} has {count} lines, at most {budgets.get(folder, 0)}; see {where}")
+        for folder, count in sorted(lines.items())
+        if folder != "penstock" and count > budgets.get(folder, 0)
+    ]
+
+
 @cache
 def sources(root: Path = ROOT) -> tuple[Source, ...]:
     """Every Python file of the repository's own folders, in a fixed order; read once."""
@@ -410,7 +425,12 @@ def sources(root: Path = ROOT) -> tuple[Source, ...]:
 def findings(root: Path = ROOT) -> list[Finding]:
     """Everything that the repository breaks."""
     files = sources(root)
-    about_the_whole = functions_are_short_as_a_rule(files) + public_classes_have_names_of_their_own(files)
+    budgets = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["penstock"]["lines"]
+    about_the_whole = [
+        *functions_are_short_as_a_rule(files),
+        *public_classes_have_names_of_their_own(files),
+        *folders_keep_their_budget(files, budgets),
+    ]
     return [finding for source in files for finding in findings_of(source)] + about_the_whole
 
 

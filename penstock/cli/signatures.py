@@ -158,5 +158,5 @@ def _check_values(verb: str, node: Mapping[str, Any], values: Mapping[str, Any])
         if verb == "plan" and huggingface_config_in(target):
             return  # reading it needs PyTorch
         if path.is_file() or not path.exists():
-            # Sizes that are asked for beside the target may complete the run, so rules are left to the verb.
-            load_run(target, overrides or (), is_whole=False)
+            # What is asked for beside the target may complete the run; its rules are left to the verb then.
+            load_run(target, overrides or (), is_whole=verb != "plan" and not values.get("keep"))

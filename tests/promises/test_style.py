@@ -98,6 +98,15 @@ def test_many_long_functions_break_the_rule_about_the_whole() -> None:
     assert style.functions_are_short_as_a_rule([long])  # each is below the limit of one function
 
 
+def test_a_folder_over_its_budget_or_without_one_is_named() -> None:
+    files = [style.parse("penstock/data/text.py", "a = 1\nb = 2\n"), style.parse("tests/data/test_text.py", "a = 1\n")]
+    assert not style.folders_keep_their_budget(files, {"penstock/data": 2, "tests": 1})
+    (over,) = style.folders_keep_their_budget(files, {"penstock/data": 1, "tests": 1})
+    assert over.message.startswith("penstock/data has 2 lines, at most 1; see docs/decisions/0173")
+    (without,) = style.folders_keep_their_budget(files, {"penstock/data": 2})
+    assert without.message.startswith("tests has 1 lines, at most 0")
+
+
 def test_two_public_classes_of_one_name_break_the_rule_about_names() -> None:
     one, other = (style.parse(f"penstock/{name}.py", "class Plan: ...\nclass _Own: ...\n") for name in "ab")
     found = style.public_classes_have_names_of_their_own([one, other])
