@@ -120,18 +120,18 @@ class TraceAnalysis:
         if self.is_host:
             return CriticalPath(step="", segments=())
         number, clocks = last_step(self.ranks), self.collectives.meetings.clocks
-        place = {rank: place for place, rank in enumerate(self.collectives.calls.ranks)}
-        island = clocks.island[place[self.ranks[0].rank]]
+        indices = {rank: index for index, rank in enumerate(self.collectives.calls.ranks)}
+        island = clocks.island[indices[self.ranks[0].rank]]
         ranks = [
             RankOfPath(
                 rank=rank.rank,
                 trace=rank.trace,
                 phases=rank.phases,
                 window_us=window_us(rank, number),
-                ahead_us=float(clocks.ahead_us[place[rank.rank]]),
+                ahead_us=float(clocks.ahead_us[indices[rank.rank]]),
             )
             for rank in self.ranks
-            if clocks.island[place[rank.rank]] == island
+            if clocks.island[indices[rank.rank]] == island
         ]
         name = next((step.name for step in self.ranks[0].steps if step.number == number), "")
         return critical_path(ranks, self.collectives, name)
@@ -143,12 +143,12 @@ def last_step(ranks: Sequence[RankAnalysis]) -> int | None:
     return max(set.intersection(*numbers), default=None) if numbers else None
 
 
-def window_us(one: RankAnalysis, number: int | None) -> tuple[float, float]:
+def window_us(rank: RankAnalysis, number: int | None) -> tuple[float, float]:
     """Start and end of a step on the device; of all analysed events without steps."""
-    for step in one.steps:
+    for step in rank.steps:
         if step.number == number:
             return step.window_us
-    gpu = one.trace.gpu
+    gpu = rank.trace.gpu
     return float(gpu.start_us[0]), float(np.nextafter(gpu.end_us.max(), np.inf))  # behind an event without duration
 
 
@@ -167,18 +167,18 @@ def analyse_files(
     if rank is not None and rank not in traces:
         raise TraceError(f"no trace is of rank {rank}", allowed=", ".join(map(str, traces)))
     answer = analyse_traces(traces, rank=rank, step=step)
-    seen = {step.number for found in answer.ranks for step in found.steps}
+    seen = {step.number for analysis in answer.ranks for step in analysis.steps}
     recorded = [recorded_load for path in paths for recorded_load in recorded_loads(path) if recorded_load.step in seen]
     return replace(answer, recorded=tuple(recorded))
 
 
 def analyse_traces(traces: Mapping[int, Trace], *, rank: int | None = None, step: int | None = None) -> TraceAnalysis:
     """Analyse loaded traces, all steps or one. Raises a TraceError if a trace has no such step."""
-    steps = {one: _chosen(trace, step) for one, trace in traces.items()}
-    is_kept = {one: in_steps(trace, steps[one]) for one, trace in traces.items()}
+    steps = {number: _chosen(trace, step) for number, trace in traces.items()}
+    is_kept = {number: in_steps(trace, steps[number]) for number, trace in traces.items()}
     cut = {
-        one: trace if is_kept[one].all() else replace(trace, gpu=trace.gpu.take(is_kept[one]))
-        for one, trace in traces.items()
+        number: trace if is_kept[number].all() else replace(trace, gpu=trace.gpu.take(is_kept[number]))
+        for number, trace in traces.items()
     }
     collectives = collectives_of(traces)
     if not all(kept.all() for kept in is_kept.values()):
@@ -301,12 +301,12 @@ def analysis_json(answer: TraceAnalysis) -> dict[str, Any]:
         "per_step": answer.per_step,
         "critical_path": answer.path.as_json(),
         "collectives": [row for row in _collectives_json(collectives) if row["rank"] in shown],
-        "unmatched": [_unmatched_json(collectives.calls, one) for one in collectives.unmatched],
+        "unmatched": [_unmatched_json(collectives.calls, collective) for collective in collectives.unmatched],
         "stragglers": [asdict(straggler) for straggler in collectives.stragglers()],
         "clocks": _clocks_json(collectives),
         "bandwidth": [_finite_values(asdict(bandwidth)) for bandwidth in bandwidths(collectives)],
         "uneven": [_finite_values(asdict(imbalance)) for imbalance in exchange_imbalances(collectives)],
-        "experts": answer.experts.as_json() | {"recorded": [asdict(one) for one in answer.recorded] or None},
+        "experts": answer.experts.as_json() | {"recorded": [asdict(load) for load in answer.recorded] or None},
     }
     if len(answer.loaded) == 1:
         (only,) = of_ranks.values()
@@ -339,14 +339,14 @@ def _call_json(calls: CollectiveCalls, row: int, seq: int) -> dict[str, Any]:
     }
 
 
-def _unmatched_json(calls: CollectiveCalls, one: UnmatchedCollective) -> dict[str, Any]:
-    kernels = [_call_json(calls, row, one.seq) for row in one.rows]
+def _unmatched_json(calls: CollectiveCalls, collective: UnmatchedCollective) -> dict[str, Any]:
+    kernels = [_call_json(calls, row, collective.seq) for row in collective.rows]
     return {
-        "group": one.group or None,
-        "seq": one.seq,
-        "name": one.name,
-        "why": one.why,
-        "missing": list(one.missing),
+        "group": collective.group or None,
+        "seq": collective.seq,
+        "name": collective.name,
+        "why": collective.why,
+        "missing": list(collective.missing),
         "kernels": [{name: kernel[name] for name in ("rank", "start_us", "duration_us")} for kernel in kernels],
     }
 

@@ -102,7 +102,9 @@ class CollectiveCalls:
 
     def take(self, rows: Any) -> Self:
         """The table with only these rows."""
-        return replace(self, **{name: one[rows] for name, one in vars(self).items() if isinstance(one, np.ndarray)})
+        return replace(
+            self, **{name: column[rows] for name, column in vars(self).items() if isinstance(column, np.ndarray)}
+        )
 
 
 _GroupKey = tuple[str, bytes, int, int]
@@ -191,19 +193,19 @@ def _columns_of(
     for name_id in np.unique(kernels.name_id).tolist():
         names.setdefault(function_of(kernels.names[name_id]), len(names))
     # Without metadata, the name and the synchronization come from the kernel's function.
-    texts = [printable(one.name) or function_of(kernels.name(i)) for i, one in enumerate(about)]
-    sync = [_sync_of(one.name) if one.name else _sync_of_kernel(kernels.name(i)) for i, one in enumerate(about)]
-    item_bytes = np.array([_width(one.dtype) for one in about], dtype=np.float64)
+    texts = [printable(call.name) or function_of(kernels.name(i)) for i, call in enumerate(about)]
+    sync = [_sync_of(call.name) if call.name else _sync_of_kernel(kernels.name(i)) for i, call in enumerate(about)]
+    item_bytes = np.array([_width(call.dtype) for call in about], dtype=np.float64)
     sent, received = (
-        np.array([count if one.name and count >= 0 else np.nan for one, count in zip(about, counts, strict=True)])
-        for counts in ([one.sent for one in about], [one.received for one in about])  # NONE: not recorded
+        np.array([count if call.name and count >= 0 else np.nan for call, count in zip(about, counts, strict=True)])
+        for counts in ([call.sent for call in about], [call.received for call in about])  # NONE: not recorded
     )
     integers: dict[str, list[int]] = {
-        "group": [_group(one, groups) for one in about],
-        "seq": [one.seq for one in about],
+        "group": [_group(call, groups) for call in about],
+        "seq": [call.seq for call in about],
         "name_id": [names.setdefault(text, len(names)) for text in texts],
-        "sent_rows": [_rows(one.sent_parts, one.sent) for one in about],
-        "received_rows": [_rows(one.received_parts, one.received) for one in about],
+        "sent_rows": [_rows(call.sent_parts, call.sent) for call in about],
+        "received_rows": [_rows(call.received_parts, call.received) for call in about],
     }
     return {
         "rank": np.full(len(rows), number),
@@ -229,7 +231,7 @@ def _only_starts(trace: Trace) -> Flags:
 def _only_group(trace: Trace) -> msgspec.Raw:
     """The ranks of all process groups of more than one rank if they are the same, as JSON; else no text."""
     config = trace.distributed.get("pg_config")
-    groups = [one.get("ranks") for one in config if isinstance(one, dict)] if isinstance(config, list) else []
+    groups = [entry.get("ranks") for entry in config if isinstance(entry, dict)] if isinstance(config, list) else []
     several = {str(ranks) for ranks in groups if isinstance(ranks, list) and len(ranks) > 1}
     return msgspec.Raw(several.pop().encode() if len(several) == 1 else b"")
 
@@ -271,22 +273,22 @@ def _decoded(text: bytes) -> _About:
 
 def _joined(trace: Trace, kernels: GpuEvents, about: list[_About]) -> list[_About]:
     """Completes missing metadata from the `record_param_comms` operators."""
-    blank = [i for i, one in enumerate(about) if not one.name and library_of(kernels.name(i)) == "nccl"]
+    blank = [i for i, call in enumerate(about) if not call.name and library_of(kernels.name(i)) == "nccl"]
     comms = trace.host.take(trace.host.called("record_param_comms"))
     if not blank or not len(comms):
         return about
     by_id = {int(comms.external_id[i]): i for i in range(len(comms)) if comms.external_id[i] != NONE}
     by_thread = {int(thread): np.flatnonzero(comms.thread == thread) for thread in np.unique(comms.thread)}
-    found = list(about)
+    calls = list(about)
     for i in blank:
         launch = int(kernels.launch[i])
         ids = [int(kernels.external_id[i])] + ([] if launch == NONE else [int(trace.host.external_id[launch])])
-        row = next((by_id[one] for one in ids if one in by_id), None)
+        row = next((by_id[number] for number in ids if number in by_id), None)
         if row is None and launch != NONE:
             row = _around(comms, by_thread.get(int(trace.host.thread[launch])), trace.host.start_us[launch])
         if row is not None:
-            found[i] = _decoded(comms.raw[row])
-    return found
+            calls[i] = _decoded(comms.raw[row])
+    return calls
 
 
 def _around(comms: HostEvents, rows: Integers | None, moment_us: float) -> int | None:

@@ -94,10 +94,10 @@ class CollectiveTimes:
     def stragglers(self) -> tuple[Straggler, ...]:
         """Ranks that were last at least once, the most expensive first."""
         cost_us, waited_us = self.cost_us, np.nansum(self.wait_us, axis=0)
-        found = []
+        stragglers = []
         for number in np.unique(self.last[self.last != NONE]):
             late = self.last == number
-            found.append(
+            stragglers.append(
                 Straggler(
                     rank=self.calls.ranks[number],
                     times_last=int(late.sum()),
@@ -106,7 +106,7 @@ class CollectiveTimes:
                     waited_us=float(waited_us[number]),
                 )
             )
-        return tuple(sorted(found, key=lambda one: one.caused_wait_us, reverse=True))
+        return tuple(sorted(stragglers, key=lambda straggler: straggler.caused_wait_us, reverse=True))
 
     def totals_us(self) -> dict[int, tuple[float, float]]:
         """Pure and waiting time of each rank, summed over all collectives whose waiting is known."""
@@ -173,7 +173,7 @@ def bandwidths(collectives: CollectiveTimes) -> tuple[Bandwidth, ...]:
     )
     powers = np.ceil(np.log2(np.where(is_known, sizes, 1.0))).astype(np.int64)
     keys = np.stack([calls.name_id[row], group_sizes(calls, met), powers])  # [3, collective]
-    found = []
+    figures = []
     for name, ranks, power in np.unique(keys[:, is_known], axis=1).T.tolist():
         chosen = is_known & np.all([name, ranks, power] == keys.T, axis=1)
         rate = float(np.median(sizes[chosen] / pure_us[chosen])) / 1e3  # bytes per us -> 1e9 bytes per s
@@ -181,7 +181,7 @@ def bandwidths(collectives: CollectiveTimes) -> tuple[Bandwidth, ...]:
         is_shared = any(part in text for part in ("gather", "scatter", "all_to_all", "alltoall"))
         # Factors of nccl-tests. An all-reduce sends everything twice: reduce-scatter, then all-gather.
         bus = 2 * others if "reduce" in text and "all" in text else others if is_shared else 1.0
-        found.append(
+        figures.append(
             Bandwidth(
                 name=text,
                 ranks=ranks,
@@ -192,7 +192,7 @@ def bandwidths(collectives: CollectiveTimes) -> tuple[Bandwidth, ...]:
                 bus_gb_s=rate * bus,
             )
         )
-    return tuple(found)
+    return tuple(figures)
 
 
 def exchange_imbalances(collectives: CollectiveTimes) -> tuple[ExchangeImbalance, ...]:
@@ -202,7 +202,7 @@ def exchange_imbalances(collectives: CollectiveTimes) -> tuple[ExchangeImbalance
     least = np.where(met != NONE, (calls.sent_bytes + calls.received_bytes)[met], np.inf).min(axis=1, initial=np.inf)
     is_known = calls.is_exchange[row] & ((met != NONE).sum(axis=1) > 1) & (least > 0)  # False for nan
     keys = np.stack([calls.group[row], calls.name_id[row]])
-    found = []
+    imbalances = []
     for group, name in np.unique(keys[:, is_known], axis=1).T.tolist():
         rows = met[is_known & np.all([group, name] == keys.T, axis=1)]
         members = np.flatnonzero(rows[0] != NONE)
@@ -210,7 +210,7 @@ def exchange_imbalances(collectives: CollectiveTimes) -> tuple[ExchangeImbalance
         # Of each all-to-all the less even side: experts receive unevenly forward and send unevenly backward.
         busier = np.where((received.max(axis=1) > sent.max(axis=1))[:, None], received, sent)
         fullest = int(np.bincount(members[busier.argmax(axis=1)]).argmax())
-        found.append(
+        imbalances.append(
             ExchangeImbalance(
                 group=calls.groups[group].name if group != NONE else "",
                 name=calls.names[name],
@@ -221,4 +221,4 @@ def exchange_imbalances(collectives: CollectiveTimes) -> tuple[ExchangeImbalance
                 fullest_rank=None if bool((busier == busier[:, :1]).all()) else calls.ranks[fullest],
             )
         )
-    return tuple(found)
+    return tuple(imbalances)

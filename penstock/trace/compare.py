@@ -224,7 +224,7 @@ class _Side:
     @classmethod
     def of(cls, work: NamedEvents, *, by_span: bool, by_step: bool) -> "_Side":
         index: dict[EventKey, int] = {}
-        found = [index.setdefault(key if by_span else key._replace(span=""), len(index)) for key in work.keys]
+        indices = [index.setdefault(key if by_span else key._replace(span=""), len(index)) for key in work.keys]
         count = len(work.start_us)
         step_of = work.step_of if by_step else np.zeros(count, dtype=np.int64)
         steps = work.steps if by_step else min(1, count)
@@ -233,7 +233,7 @@ class _Side:
         start_us = _on_grid(work.start_us - (work.start_us.min() if count else 0.0))[inside]
         duration_us = _on_grid(work.duration_us)
         end_us = start_us + duration_us[inside]
-        cells, cell_of = grouped(np.array(found, dtype=np.int64)[work.key_of[inside]], step_of[inside])
+        cells, cell_of = grouped(np.array(indices, dtype=np.int64)[work.key_of[inside]], step_of[inside])
         cell_key, cell_step = np.array(cells, dtype=np.int64).reshape(-1, 2).T
         edges = _step_edges(start_us, end_us, step_of[inside], steps)
         return cls(
@@ -261,9 +261,9 @@ class _Side:
         for key in np.unique(self.key_of).tolist():
             row_of[key] = index.setdefault(pools.get(self.keys[key], self.keys[key]), len(index))
         names = list(index)
-        place = row_of[self.key_of] * steps + self.step_of  # in a table of [row, step]
+        cell = row_of[self.key_of] * steps + self.step_of  # in a table of [row, step]
         times, events = (
-            _summed(place, weights, len(names) * steps).reshape(len(names), steps)
+            _summed(cell, weights, len(names) * steps).reshape(len(names), steps)
             for weights in (self.cells_us, self.cells_events)
         )
         costs = _costs(names, times, events)
@@ -274,9 +274,9 @@ class _Side:
         return costs
 
 
-def _summed(place: Integers, values: Floats, size: int) -> Floats:
-    """Sums of the values by place; every place can be empty."""
-    return np.bincount(place, weights=values, minlength=size).astype(np.float64)
+def _summed(cell: Integers, values: Floats, size: int) -> Floats:
+    """Sums of the values by cell; every cell can be empty."""
+    return np.bincount(cell, weights=values, minlength=size).astype(np.float64)
 
 
 def _on_grid(times_us: Floats) -> Floats:
@@ -297,8 +297,8 @@ def _costs(keys: Sequence[EventKey], times: Floats, events: Floats) -> dict[Even
         return {}
     columns = (np.median(times, axis=1), times.min(axis=1), times.max(axis=1), np.median(events, axis=1))
     return {
-        key: RowTime(time_us=time, least_us=least, most_us=most, events=number)
-        for key, time, least, most, number in zip(keys, *(column.tolist() for column in columns), strict=True)
+        key: RowTime(time_us=time, least_us=least, most_us=largest, events=number)
+        for key, time, least, largest, number in zip(keys, *(column.tolist() for column in columns), strict=True)
     }
 
 

@@ -117,15 +117,15 @@ class RankOfPath:
 class _Rank:
     """The events of one rank in the step, on the common clock, as lists: the walk visits one at a time."""
 
-    def __init__(self, one: RankOfPath) -> None:
-        self.one, gpu = one, one.trace.gpu
-        rows = gpu.starting_in(*one.window_us)
+    def __init__(self, rank: RankOfPath) -> None:
+        self.one, gpu = rank, rank.trace.gpu
+        rows = gpu.starting_in(*rank.window_us)
         self.first = rows.start
-        self.start: list[float] = (gpu.start_us[rows] - one.ahead_us).tolist()
-        self.end: list[float] = (gpu.end_us[rows] - one.ahead_us).tolist()
+        self.start: list[float] = (gpu.start_us[rows] - rank.ahead_us).tolist()
+        self.end: list[float] = (gpu.end_us[rows] - rank.ahead_us).tolist()
         self.launch: list[int] = gpu.launch[rows].tolist()
         self.kind: list[int] = gpu.kind[rows].tolist()
-        self.name: list[int] = one.phases.name_id[: len(gpu)][rows].tolist()
+        self.name: list[int] = rank.phases.name_id[: len(gpu)][rows].tolist()
         # The event before each on its stream, or NONE.
         stream = gpu.stream[rows]
         order = np.argsort(stream, kind="stable")
@@ -136,12 +136,12 @@ class _Rank:
         by_end = np.argsort(np.array(self.end), kind="stable")
         self.by_end: list[int] = by_end.tolist()
         self.ends = [self.end[row] for row in self.by_end]
-        self.launched: list[float] = (one.trace.launched_us[rows] - one.ahead_us).tolist()
+        self.launched: list[float] = (rank.trace.launched_us[rows] - rank.ahead_us).tolist()
 
     def last_until(self, time_us: float) -> int:
         """The event that ended last by a time, or NONE."""
-        place = bisect_right(self.ends, time_us) - 1
-        return self.by_end[place] if place >= 0 else NONE
+        position = bisect_right(self.ends, time_us) - 1
+        return self.by_end[position] if position >= 0 else NONE
 
     def cause(self, event: int) -> int:
         """The event whose end let this one start, as far as the device decides; NONE for the first."""
@@ -168,31 +168,31 @@ def critical_path(ranks: Sequence[RankOfPath], collectives: CollectiveTimes, ste
         return CriticalPath(step=step, segments=())
     begin_us = min(table.start[0] for table in tables.values())
     last = max(tables, key=lambda rank: tables[rank].ends[-1])
-    found, hosts = _walk(tables, _meetings(collectives), last, begin_us)
+    path, hosts = _walk(tables, _meetings(collectives), last, begin_us)
     threads: dict[tuple[int, int], _Thread] = {}
     segments: list[PathSegment] = []
-    for one in reversed(found):
-        launch = hosts.get((one.rank, one.start_us)) if one.kind == "host" else None
+    for segment in reversed(path):
+        launch = hosts.get((segment.rank, segment.start_us)) if segment.kind == "host" else None
         if launch is None:
-            segments.append(one)
+            segments.append(segment)
             continue
-        of = tables[one.rank].one
-        key = (one.rank, int(of.trace.host.thread[launch]))
+        of = tables[segment.rank].one
+        key = (segment.rank, int(of.trace.host.thread[launch]))
         if key not in threads:
             threads[key] = _Thread.of(of, key[1])
-        segments += threads[key].parts(one)
+        segments += threads[key].parts(segment)
     return CriticalPath(step=step, segments=tuple(segments))
 
 
 def _meetings(collectives: CollectiveTimes) -> _Meetings:
-    calls, found = collectives.calls, {}
+    calls, meetings = collectives.calls, {}
     for meeting in np.flatnonzero(collectives.last != NONE).tolist():
         rows, last = collectives.meetings.met[meeting], int(collectives.last[meeting])
         to = (calls.ranks[last], int(calls.gpu_row[rows[last]]))
         for rank in np.flatnonzero(rows != NONE).tolist():
             if rank != last:
-                found[calls.ranks[rank], int(calls.gpu_row[rows[rank]])] = to
-    return found
+                meetings[calls.ranks[rank], int(calls.gpu_row[rows[rank]])] = to
+    return meetings
 
 
 _Hosts = dict[tuple[int, float], int]
@@ -203,7 +203,7 @@ def _walk(
     tables: Mapping[int, _Rank], meetings: _Meetings, rank: int, begin_us: float
 ) -> tuple[list[PathSegment], _Hosts]:
     """Segments from the last to the first."""
-    found: list[PathSegment] = []
+    segments: list[PathSegment] = []
     hosts: _Hosts = {}
     event = tables[rank].by_end[-1]
     now = tables[rank].end[event]
@@ -213,7 +213,7 @@ def _walk(
         """A segment from `until` to now, if it is one; the new now."""
         until = max(min(until, now), begin_us)
         if now > until:
-            found.append(PathSegment(rank, kind, name, until, now))
+            segments.append(PathSegment(rank, kind, name, until, now))
         return until
 
     while now > begin_us and event != NONE and (rank, event) not in seen:
@@ -238,7 +238,7 @@ def _walk(
         event = cause
     if now > begin_us:
         add("gap", BETWEEN, begin_us)
-    return found, hosts
+    return segments, hosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,25 +250,25 @@ class _Thread:
     end_us: list[float]
 
     @classmethod
-    def of(cls, one: RankOfPath, thread: int) -> "_Thread":
-        host = one.trace.host
+    def of(cls, rank: RankOfPath, thread: int) -> "_Thread":
+        host = rank.trace.host
         rows = np.flatnonzero((host.kind == HostKind.OPERATOR) & (host.thread == thread))
-        found = sorted(stretches(host, rows), key=itemgetter(1))
+        intervals = sorted(stretches(host, rows), key=itemgetter(1))
         return cls(
-            names=[host.name(row) for row, _, _ in found],
-            start_us=[start - one.ahead_us for _, start, _ in found],
-            end_us=[end - one.ahead_us for _, _, end in found],
+            names=[host.name(row) for row, _, _ in intervals],
+            start_us=[start - rank.ahead_us for _, start, _ in intervals],
+            end_us=[end - rank.ahead_us for _, _, end in intervals],
         )
 
     def parts(self, host: PathSegment) -> list[PathSegment]:
         """The host's time, divided by operator."""
-        found, now = list[PathSegment](), host.start_us
-        place = bisect_right(self.end_us, now)
-        while place < len(self.names) and self.start_us[place] < host.end_us:
-            start, end = max(self.start_us[place], now), min(self.end_us[place], host.end_us)
+        segments, now = list[PathSegment](), host.start_us
+        index = bisect_right(self.end_us, now)
+        while index < len(self.names) and self.start_us[index] < host.end_us:
+            start, end = max(self.start_us[index], now), min(self.end_us[index], host.end_us)
             if start > now:
-                found.append(host._replace(start_us=now, end_us=start))
+                segments.append(host._replace(start_us=now, end_us=start))
             if end > start:
-                found.append(host._replace(name=self.names[place], start_us=start, end_us=end))
-            now, place = max(end, now), place + 1
-        return [*found, host._replace(start_us=now)] if now < host.end_us else found
+                segments.append(host._replace(name=self.names[index], start_us=start, end_us=end))
+            now, index = max(end, now), index + 1
+        return [*segments, host._replace(start_us=now)] if now < host.end_us else segments

@@ -306,11 +306,11 @@ def _join_parts(event: ChromeEvent, parts: list[ChromeEvent]) -> None:
 def _devices(file: TraceFile) -> tuple[dict[str, Any], ...]:
     """Properties of the devices that have a number and a name."""
     properties = value_of(file.deviceProperties)
-    each = [_mapping(one) for one in properties] if isinstance(properties, list) else []
+    each = [_mapping(device) for device in properties] if isinstance(properties, list) else []
     return tuple(
-        {**one, "name": printable(one["name"])}
-        for one in each
-        if isinstance(one.get("id"), int) and isinstance(one.get("name"), str)
+        {**device, "name": printable(device["name"])}
+        for device in each
+        if isinstance(device.get("id"), int) and isinstance(device.get("name"), str)
     )
 
 
@@ -326,7 +326,7 @@ def _counters(events: Sequence[ChromeEvent]) -> dict[str, tuple[Floats, Floats]]
                 plain = event.ph == "C" and (len(values) == 1 or key == event.name)
                 name = event.name if plain else key if event.cat == _MEASURED else f"{event.name} {key}"
                 samples.setdefault(printable(name), []).append((float(event.ts), float(value)))
-    columns = {name: np.array(sorted(found, key=lambda one: one[0])) for name, found in samples.items()}
+    columns = {name: np.array(sorted(pairs, key=lambda pair: pair[0])) for name, pairs in samples.items()}
     return {name: (table[:, 0], table[:, 1]) for name, table in columns.items()}
 
 
@@ -491,10 +491,10 @@ def _check_host(file: TraceFile, path: Path, endless: Sequence[ChromeEvent]) -> 
     """Refuse a file without GPU events that is not of a CPU either."""
     if any(event.cat in _GPU for event in endless):
         raise TraceError(f"{path} has no event on a GPU with a duration", got=f"{len(endless)} events without one")
-    found = Counter(event.cat for event in file.traceEvents if event.cat)
-    if not found.keys() & _HOST.keys():
+    categories = Counter(event.cat for event in file.traceEvents if event.cat)
+    if not categories.keys() & _HOST.keys():
         processes = b" ".join(bytes(event.args) for event in file.traceEvents if event.name == "process_name")
         if (tool := next((tool for mark, tool in _TOOLS.items() if mark in processes), None)) is not None:
             raise TraceError(f"{path} is a recording {tool}, which is not read", allowed="traces of torch.profiler")
-        here = ", ".join(repr(name[:40]) for name, _ in found.most_common(4)) or "no categories"
+        here = ", ".join(repr(name[:40]) for name, _ in categories.most_common(4)) or "no categories"
         raise TraceError(f"{path} is no trace of torch.profiler", got=f"{len(file.traceEvents)} events with {here}")

@@ -99,8 +99,8 @@ def is_product(name: str) -> bool:
 def grouped_products(trace: Trace) -> GroupedProducts:
     host = trace.host
     products = np.flatnonzero(host.named(is_product) & (host.kind == HostKind.OPERATOR)).tolist()
-    found = [(row, *sizes) for row in products if (sizes := _sizes(host, row)) is not None]
-    row, rows, width, row_bytes = np.array(found, dtype=np.int64).reshape(-1, 4).T
+    table = [(row, *sizes) for row in products if (sizes := _sizes(host, row)) is not None]
+    row, rows, width, row_bytes = np.array(table, dtype=np.int64).reshape(-1, 4).T
     return GroupedProducts(row=row, rows=rows, width=width, row_bytes=row_bytes)
 
 
@@ -121,8 +121,8 @@ def _sizes(host: HostEvents, row: int) -> tuple[int, int, int] | None:
             kind = shapes.types[0] if shapes.types and isinstance(shapes.types[0], str) else ""
         case _:
             return None
-    place = _INDEX.get(host.name(row), NONE)
-    index = shapes.dims[place] if 0 < place < len(shapes.dims) else None
+    position = _INDEX.get(host.name(row), NONE)
+    index = shapes.dims[position] if 0 < position < len(shapes.dims) else None
     if isinstance(index, list) and len(index) == 1 and isinstance(index[0], int):
         (rows,) = index  # the product reads these rows of its first argument
     return (rows, width, width * BYTES.get(kind, 0)) if 0 <= rows < _MOST_ROWS else None
@@ -186,14 +186,14 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
     parts = np.where(calls.received_rows[rows] == NONE, np.nan, calls.received_rows[rows])  # sum of the splits
     is_known = (operand_bytes > 0) & np.isfinite(item_bytes)
     # Splits count where no dtype contradicts them.
-    found: Floats = np.where(np.isnan(parts) | (is_known & np.isnan(by_bytes)), by_bytes, parts)
+    counts: Floats = np.where(np.isnan(parts) | (is_known & np.isnan(by_bytes)), by_bytes, parts)
     # Routing weights of the rows' dtype can pass by chance: they have one element per row of the exchange before.
-    fits = np.flatnonzero(np.isfinite(found))
+    fits = np.flatnonzero(np.isfinite(counts))
     fits = fits[np.argsort(launched_us[fits], kind="stable")]
     before, after = fits[:-1], fits[1:]  # neighbours in time
     are_weights = (behind[before] == behind[after]) & (came_bytes[before] == came_bytes[after] * width[after])
-    found[after[are_weights & np.isnan(parts[after])]] = np.nan
-    return found
+    counts[after[are_weights & np.isnan(parts[after])]] = np.nan
+    return counts
 
 
 def configured_rows(header: Mapping[str, Any]) -> float | None:
@@ -239,8 +239,8 @@ def _packs(header: Mapping[str, Any]) -> bool:
 
 def _config(header: Mapping[str, Any]) -> Any:
     """The configuration in Penstock's recording, or an empty mapping."""
-    told = header.get("penstock")
-    return (told.get("config") if isinstance(told, Mapping) else None) or {}
+    recording = header.get("penstock")
+    return (recording.get("config") if isinstance(recording, Mapping) else None) or {}
 
 
 # -------------------------------------------------------------------------------------------------------------- experts
@@ -338,8 +338,8 @@ def _loads_of_exchanges(collectives: CollectiveTimes) -> tuple[Floats, Literal["
     in_rows = len(rows) > 0 and bool(((calls.sent_rows[rows] != NONE) & (calls.received_rows[rows] != NONE)).all())
     sent = (calls.sent_rows[rows] if in_rows else calls.sent_bytes[rows]).astype(np.float64)
     received = (calls.received_rows[rows] if in_rows else calls.received_bytes[rows]).astype(np.float64)
-    told = np.isfinite(sent).all(axis=1) & np.isfinite(received).all(axis=1)
-    sent, received = sent[told], received[told]
+    is_known = np.isfinite(sent).all(axis=1) & np.isfinite(received).all(axis=1)
+    sent, received = sent[is_known], received[is_known]
     # Forward, the experts receive unevenly; backward, they send unevenly.
     less_even = _unevenness(received) >= _unevenness(sent)
     return np.where(less_even[:, None], received, sent), "rows" if in_rows else "bytes"

@@ -76,14 +76,14 @@ def layers_of(names: Sequence[str], *, layers: int, dense_layers: int) -> list[L
     codes = {name: number for number, name in enumerate(dict.fromkeys(names))}
     ids = np.array([codes[name] for name in names], dtype=np.int64)
     # A layer has a kernel that only layers have, and more than two kinds of kernels.
-    found = [
+    stretches = [
         stretch
         for stretch in _stretches(ids, times)
         if len(period := {*names[stretch.begin : stretch.begin + stretch.period]}) > 2
         and any(specific_category(name) in _OF_A_LAYER for name in period)
     ]
     regions: list[LayerRegion] = []
-    for stretch, is_backward in _passes(found, names):
+    for stretch, is_backward in _passes(stretches, names):
         begin = _backward_begin(stretch, names) if is_backward else _forward_begin(stretch, names)
         numbers = range(layers - 1, dense_layers - 1, -1) if is_backward else range(dense_layers, layers)
         for index, number in enumerate(numbers):
@@ -97,7 +97,7 @@ def _stretches(ids: Integers, times: int) -> list[_Stretch]:
 
     `ids` are the names of the kernels as numbers, in the order of time.
     """
-    found = []
+    stretches = []
     for period in range(SHORTEST, min(len(ids) // times, LONGEST) + 1):
         # Runs of names that equal the name one period later, as pairs of edges.
         same = np.concatenate([[False], ids[:-period] == ids[period:], [False]])
@@ -105,23 +105,23 @@ def _stretches(ids: Integers, times: int) -> list[_Stretch]:
         for begin, end in edges[edges[:, 1] - edges[:, 0] >= period * (times - 1)].tolist():
             slack = end - begin - period * (times - 1)
             if slack < period:  # else there is one more period
-                found.append(_Stretch(begin, end + period, period, slack))
+                stretches.append(_Stretch(begin, end + period, period, slack))
     kept: list[_Stretch] = []
-    for one in sorted(found, key=lambda one: (one.begin - one.end, one.begin)):
-        if all(one.end <= two.begin or two.end <= one.begin for two in kept):
-            kept.append(one)
+    for stretch in sorted(stretches, key=lambda stretch: (stretch.begin - stretch.end, stretch.begin)):
+        if all(stretch.end <= other.begin or other.end <= stretch.begin for other in kept):
+            kept.append(stretch)
     return kept
 
 
-def _passes(found: Sequence[_Stretch], names: Sequence[str]) -> list[tuple[_Stretch, bool]]:
+def _passes(stretches: Sequence[_Stretch], names: Sequence[str]) -> list[tuple[_Stretch, bool]]:
     """The longest two stretches in the order of time are forward and backward; a single one is decided by its names."""
-    two = sorted(found[:2], key=lambda one: one.begin)
+    two = sorted(stretches[:2], key=lambda stretch: stretch.begin)
     if len(two) == 2:
         return [(two[0], False), (two[1], True)]
     return [
-        (one, any(is_gradient(name) or specific_category(name) is Category.GROUPED_WEIGHTS for name in period))
-        for one in two
-        for period in [names[one.begin : one.begin + one.period]]
+        (stretch, any(is_gradient(name) or specific_category(name) is Category.GROUPED_WEIGHTS for name in period))
+        for stretch in two
+        for period in [names[stretch.begin : stretch.begin + stretch.period]]
     ]
 
 
@@ -150,23 +150,23 @@ def _around(regions: Sequence[LayerRegion], names: Sequence[str], *, has_one: bo
 
     With `has_one`, one dense layer lies between the norms there.
     """
-    found = []
+    outer_regions = []
     forward, backward = ([region for region in regions if region.is_backward == side] for side in (False, True))
     if forward:
         first = forward[0].begin
         norms = _norms(names, 0, first) if has_one else []
         cut = norms[0] if norms else first  # the dense layer begins with its first norm
-        found.append(LayerRegion(begin=0, end=cut, layer=None, is_backward=False))
-        found.append(LayerRegion(begin=cut, end=first, layer=0, is_backward=False))
+        outer_regions.append(LayerRegion(begin=0, end=cut, layer=None, is_backward=False))
+        outer_regions.append(LayerRegion(begin=cut, end=first, layer=0, is_backward=False))
     if backward:
         begin, last = backward[-1].begin, backward[-1].end
         norms = _norms(names, last, len(names)) if has_one else []
         # As many kernels as the other layers have behind the gradients of their first norm belong to the dense layer.
         behind = last - 1 - max(_norms(names, begin, last), default=last - 1)
         cut = norms[-1] + 1 + behind if norms else last
-        found.append(LayerRegion(begin=last, end=cut, layer=0, is_backward=True))
-        found.append(LayerRegion(begin=cut, end=len(names), layer=None, is_backward=True))
-    return [one for one in found if one.begin < one.end]
+        outer_regions.append(LayerRegion(begin=last, end=cut, layer=0, is_backward=True))
+        outer_regions.append(LayerRegion(begin=cut, end=len(names), layer=None, is_backward=True))
+    return [region for region in outer_regions if region.begin < region.end]
 
 
 # ------------------------------------------------------------------------------------------------------------- replayed
@@ -229,13 +229,13 @@ def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, GraphR
         key = trace.gpu.name_id[graph].tobytes()
         if key not in answers:  # equal graphs are inferred once
             answers[key] = _by_eager(trace, placement, graph) or _by_capture(trace, graph) or _by_repeats(trace, graph)
-        found = answers[key]
-        if found is None:
+        answer = answers[key]
+        if answer is None:
             continue
-        sources[found.source] = sources.get(found.source, 0) + int(found.known.sum())
-        is_inferred[graph[found.known]] = True
-        for name, values in found.values.items():
-            columns[name][graph[found.known]] = values[found.known]
+        sources[answer.source] = sources.get(answer.source, 0) + int(answer.known.sum())
+        is_inferred[graph[answer.known]] = True
+        for name, values in answer.values.items():
+            columns[name][graph[answer.known]] = values[answer.known]
     placed = replace(placement, is_inferred=is_inferred, **columns)
     replays = _summary(trace, len(launches), len(rows), len(rows) - len(open_), sources)
     return placed, replays
@@ -257,16 +257,16 @@ def _summary(trace: Trace, graphs: int, events: int, by_spans: int, sources: Map
             "capture": "from the capture, which is in this trace",
             "repeating layers": "from names that repeat as often as the model has layers",
         }
-        told = f"{head}; layers and passes of {inferred:,} are inferred {ways[source]}"
+        sentence = f"{head}; layers and passes of {inferred:,} are inferred {ways[source]}"
     elif by_spans == events:
-        told = f"{head}, placed by the spans around the launches"
+        sentence = f"{head}, placed by the spans around the launches"
     else:
         why = "no pass without graphs, no capture and no number of layers is in this trace"
         if _model(trace) is not None:
             why = "no pass without graphs and no capture is in this trace"
             why += ", and names do not repeat as often as layers should"
-        told = f"{head}; layers and passes are not told: {why}"
-    return GraphReplays(graphs=graphs, events=events, placed=by_spans + inferred, source=source, told=told)
+        sentence = f"{head}; layers and passes are not told: {why}"
+    return GraphReplays(graphs=graphs, events=events, placed=by_spans + inferred, source=source, told=sentence)
 
 
 # -------------------------------------------------------------------------------------------------------- eager pass
@@ -303,9 +303,9 @@ def _eager_passes(trace: Trace, placement: Placement, size: int) -> list[Integer
     is_eager = trace.gpu.is_linked & ~placement.is_replayed
     for marks in (placement.action, placement.step, np.where(is_eager, 0, NONE)):
         rows = np.flatnonzero(is_eager & (marks != NONE))
-        passes = [one for one in _split(rows, marks) if MATCHED * size <= len(one) <= 3 * size]
+        passes = [events for events in _split(rows, marks) if MATCHED * size <= len(events) <= 3 * size]
         if passes:
-            return sorted(passes, key=lambda one: abs(len(one) - size))[:3]  # aligning takes long: the best three
+            return sorted(passes, key=lambda events: abs(len(events) - size))[:3]  # aligning takes long: the best three
     return []
 
 
@@ -335,16 +335,16 @@ def _are_alike(mine: Integers, theirs: Integers) -> bool:
 def _by_capture(trace: Trace, graph: Integers) -> _Inferred | None:
     """From launches that only recorded a graph, if their number and kinds agree."""
     kinds = trace.gpu.kind[graph]
-    told = np.where(kinds == GpuKind.COMMUNICATION, GpuKind.COMPUTE, kinds)  # both are launched as kernels
+    launch_kinds = np.where(kinds == GpuKind.COMMUNICATION, GpuKind.COMPUTE, kinds)  # both are launched as kernels
     for launches in _captured(trace):
         if len(launches) != len(graph):
             continue
         calls = trace.host.take(launches)
         copies, fills = calls.named(lambda name: "Memcpy" in name), calls.named(lambda name: "Memset" in name)
         expected = np.select([copies, fills], [GpuKind.COPY, GpuKind.SET], GpuKind.COMPUTE)
-        if (told == expected).mean() >= MATCHED:
-            found = place(as_launches(trace, launches))
-            values = {name: vars(found)[name] for name in _COPIED}
+        if (launch_kinds == expected).mean() >= MATCHED:
+            placement = place(as_launches(trace, launches))
+            values = {name: vars(placement)[name] for name in _COPIED}
             return _Inferred(source="capture", known=np.ones(len(graph), dtype=bool), values=values)
     return None
 
@@ -357,13 +357,13 @@ def _captured(trace: Trace) -> list[Integers]:
         for names in (_CAPTURE_BEGINS, _CAPTURE_ENDS, _LAUNCHES)
     )
     rows = np.setdiff1d(launches, trace.gpu.launch)  # launches that started nothing, sorted
-    found = []
+    captures = []
     for begin in begins.tolist():
         later = ends[ends > begin]
         if len(later):
             low, high = np.searchsorted(host.start_us[rows], [host.start_us[begin], host.start_us[later[0]]])
-            found.append(rows[low:high])
-    return found
+            captures.append(rows[low:high])
+    return captures
 
 
 # -------------------------------------------------------------------------------------------------- repeating layers
@@ -388,13 +388,13 @@ def _by_repeats(trace: Trace, graph: Integers) -> _Inferred | None:
 
 def _model(trace: Trace) -> tuple[int, int] | None:
     """Layers and dense layers of the model, if the recording has them and all other layers are MoE layers."""
-    told: Any = trace.header
+    section: Any = trace.header
     for key in ("penstock", "config", "model"):
-        told = told.get(key) if isinstance(told, Mapping) else None
-    if not isinstance(told, Mapping):
+        section = section.get(key) if isinstance(section, Mapping) else None
+    if not isinstance(section, Mapping):
         return None
-    moe = told.get("moe")
-    layers, dense = told.get("layers"), told.get("dense_layers", 0)
+    moe = section.get("moe")
+    layers, dense = section.get("layers"), section.get("dense_layers", 0)
     is_regular = not isinstance(moe, Mapping) or moe.get("moe_layer_freq", 1) == 1
     if not isinstance(layers, int) or not isinstance(dense, int) or not is_regular or not 0 <= dense <= layers:
         return None

@@ -302,8 +302,8 @@ def _demangled(name: str) -> str:
     while length := _LENGTH.match(name, at):
         at = length.end() + int(length[0])
         parts.append(name[length.end() : at])
-    words = [part for part in parts if part and not part.startswith("_GLOBAL_")]
-    return "::".join(words) or name
+    names = [part for part in parts if part and not part.startswith("_GLOBAL_")]
+    return "::".join(names) or name
 
 
 @lru_cache(maxsize=65536)

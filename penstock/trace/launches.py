@@ -151,14 +151,14 @@ def _gaps(trace: Trace) -> DeviceGaps:
     tree = tree_around(trace.host, launch[order][is_known[order]])
     longest = tuple(
         DeviceGap(
-            start_us=float(gaps.start_us[one]),
-            duration_us=float(lengths[one]),
-            is_hosts=bool(is_hosts[one]) if is_known[one] else None,
+            start_us=float(gaps.start_us[gap]),
+            duration_us=float(lengths[gap]),
+            is_hosts=bool(is_hosts[gap]) if is_known[gap] else None,
             before=gpu.name(int(last)),
-            after=gpu.name(int(np.searchsorted(gpu.start_us, gaps.end_us[one]))),
-            host=next(iter(names_around(trace, tree, int(launch[one]))), "") if is_known[one] else "",
+            after=gpu.name(int(np.searchsorted(gpu.start_us, gaps.end_us[gap]))),
+            host=next(iter(names_around(trace, tree, int(launch[gap]))), "") if is_known[gap] else "",
         )
-        for one, last in zip(order.tolist(), before.tolist(), strict=True)
+        for gap, last in zip(order.tolist(), before.tolist(), strict=True)
     )
     return DeviceGaps(
         count=int((lengths > GAP_US).sum()),
@@ -207,10 +207,10 @@ def _stalled(trace: Trace, recorded: GpuEvents) -> Intervals:
 
 def _stalls(trace: Trace, recorded: GpuEvents) -> tuple[DeviceStall, ...]:
     gpu, stalled = trace.gpu, _stalled(trace, recorded)
-    found = []
+    stalls = []
     for start_us, end_us in zip(stalled.start_us.tolist(), stalled.end_us.tolist(), strict=True):
         after = int(np.searchsorted(gpu.start_us, end_us))
-        found.append(
+        stalls.append(
             DeviceStall(
                 start_us=start_us,
                 duration_us=end_us - start_us,
@@ -219,7 +219,7 @@ def _stalls(trace: Trace, recorded: GpuEvents) -> tuple[DeviceStall, ...]:
                 call=call_during(trace, start_us, end_us),
             )
         )
-    return tuple(found)
+    return tuple(stalls)
 
 
 def call_during(trace: Trace, start_us: float, end_us: float) -> str:
@@ -289,20 +289,20 @@ def longest_copies(trace: Trace, busy: Intervals, within: tuple[float, float] | 
     alone_us = host.duration_us[rows] - (busy | queued_work(trace)).covered_us(host.start_us[rows], host.end_us[rows])
     tree = tree_around(host, rows)
     places: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for place in np.flatnonzero(alone_us > 0).tolist():
-        row = int(rows[place])
-        places.setdefault((host.name(row), names_around(trace, tree, row)), []).append(place)
+    for index in np.flatnonzero(alone_us > 0).tolist():
+        row = int(rows[index])
+        places.setdefault((host.name(row), names_around(trace, tree, row)), []).append(index)
     if not places:
         return None
-    (call, where), found = max(places.items(), key=lambda item: float(alone_us[item[1]].sum()))
-    sizes = [gpu.args(int(row)).get("bytes") for row in np.flatnonzero(np.isin(gpu.launch, rows[found]))]
+    (call, where), indices = max(places.items(), key=lambda item: float(alone_us[item[1]].sum()))
+    sizes = [gpu.args(int(row)).get("bytes") for row in np.flatnonzero(np.isin(gpu.launch, rows[indices]))]
     known = [size for size in sizes if isinstance(size, int)]
     return CopyCalls(
         call=call,
         where=where,
-        count=len(found),
-        longest_us=float(host.duration_us[rows[found]].max()),
-        alone_us=float(alone_us[found].sum()),
+        count=len(indices),
+        longest_us=float(host.duration_us[rows[indices]].max()),
+        alone_us=float(alone_us[indices].sum()),
         bytes=sum(known) if known else None,
     )
 
@@ -326,16 +326,16 @@ def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[HostWait, 
     places: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     for row in rows.tolist():
         places.setdefault((host.name(row), names_around(trace, tree, row)), []).append(float(host.duration_us[row]))
-    found = [
+    waits = [
         HostWait(call=call, where=where, count=len(times), total_us=sum(times), max_us=max(times))
         for (call, where), times in places.items()
     ]
-    return tuple(sorted(found, key=lambda wait: (-wait.total_us, wait.call, wait.where)))
+    return tuple(sorted(waits, key=lambda wait: (-wait.total_us, wait.call, wait.where)))
 
 
 def names_around(trace: Trace, tree: HostTree, row: int) -> tuple[str, ...]:
     """Names around a call, from the outside in, without the profiler's steps."""
-    names = [trace.host.name(one) for one in tree.above(row)[1:]]
+    names = [trace.host.name(ancestor) for ancestor in tree.above(row)[1:]]
     return tuple(name for name in reversed(names) if not name.startswith("ProfilerStep#"))
 
 

@@ -76,10 +76,10 @@ def trace_files(paths: Path | Sequence[Path]) -> tuple[Path, ...]:
         TraceError: there is none.
     """
     several = (paths,) if isinstance(paths, Path) else tuple(paths)
-    found = [file for path in several for file in _files(path)]
-    if not found:
+    files = [file for path in several for file in _files(path)]
+    if not files:
         raise TraceError("no trace was given", allowed="a file, a folder of files, or the folder of a run")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(files))
 
 
 def read_text(path: Path) -> bytes:
@@ -100,8 +100,8 @@ def read_text(path: Path) -> bytes:
                 packed = b""
             packed += file.readall()
     except OSError as error:
-        told = None if path.exists() else did_you_mean_path(path)
-        raise TraceError(f"cannot read {path}: {error.strerror}", fix=told) from error
+        suggestion = None if path.exists() else did_you_mean_path(path)
+        raise TraceError(f"cannot read {path}: {error.strerror}", fix=suggestion) from error
     except zlib.error as error:
         raise _damaged(path, error) from error
     return _unpacked(packed, path) if is_packed else packed
@@ -142,9 +142,9 @@ def _files(path: Path) -> list[Path]:
         # Files with a rank in their own name are traces. Beside those of a folder are other .json files.
         named = [file for file in ended if _RANK.search(file.name)]
         ranked = [file for file in below if _rank_in(file) is not None]
-        for found in (named, _traces_among(ranked), _traces_among(ended)):
-            if found:
-                return sorted(found)
+        for files in (named, _traces_among(ranked), _traces_among(ended)):
+            if files:
+                return sorted(files)
     raise TraceError(
         f"{path} holds no trace",
         allowed="files that end in .json or .json.gz, in it or in its `profile`",
@@ -154,8 +154,8 @@ def _files(path: Path) -> list[Path]:
 
 def _traces_among(files: Sequence[Path]) -> Sequence[Path]:
     """Of files without a rank in their own name those that begin as a trace; all if none does."""
-    found = [file for file in files if _RANK.search(file.name) or _begins_as_trace(file)]
-    return found or files
+    traces = [file for file in files if _RANK.search(file.name) or _begins_as_trace(file)]
+    return traces or files
 
 
 def _begins_as_trace(path: Path) -> bool:
@@ -171,8 +171,8 @@ def _begins_as_trace(path: Path) -> bool:
 
 
 def _rank_in(path: Path) -> int | None:
-    found = _RANK.findall(path.name) or _RANK.findall(path.parent.name)
-    return int(found[-1]) if found else None
+    matches = _RANK.findall(path.name) or _RANK.findall(path.parent.name)
+    return int(matches[-1]) if matches else None
 
 
 def _texts(files: Sequence[Path], reader: ThreadPoolExecutor) -> Iterator[tuple[Path, bytes]]:
@@ -188,10 +188,10 @@ def _texts(files: Sequence[Path], reader: ThreadPoolExecutor) -> Iterator[tuple[
 def _ranks(traces: Sequence[Trace]) -> list[int]:
     """The rank of each trace: from the names if all have one, else from the files."""
     named = [_rank_in(trace.path) for trace in traces]
-    told = [trace.rank for trace in traces]
-    ranks = named if None not in named and len(set(named)) == len(named) else told  # copies can have equal content
+    recorded = [trace.rank for trace in traces]
+    ranks = named if None not in named and len(set(named)) == len(named) else recorded  # copies can have equal content
     if len(traces) == 1:
-        ranks = [told[0] if told[0] is not None else named[0] or 0]
+        ranks = [recorded[0] if recorded[0] is not None else named[0] or 0]
     sure = [rank for rank in ranks if rank is not None]
     if len(set(sure)) < len(traces):
         places = {(trace.path.parent, rank) for trace, rank in zip(traces, ranks, strict=True)}

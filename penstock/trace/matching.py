@@ -86,8 +86,8 @@ def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
                 moved = island == island[other]
                 ahead_us[moved] += ahead_us[first] + apart - ahead_us[other]
                 island[moved] = island[first]
-    for one in np.unique(island):
-        ahead_us[island == one] -= np.median(ahead_us[island == one])
+    for number in np.unique(island):
+        ahead_us[island == number] -= np.median(ahead_us[island == number])
     shared, spread_us = _spread(calls, met, ahead_us)
     if len(set(calls.clock)) == 1:  # ends of one machine differ by scheduling, not by clocks
         spread_us[:] = 0.0
@@ -193,9 +193,9 @@ class MatchedCollectives:
             met=new[self.met[whole]],
             seq=self.seq[whole],
             unmatched=tuple(
-                replace(one, rows=tuple(int(new[row]) for row in one.rows))
-                for one in self.unmatched
-                if kept[list(one.rows)].all()
+                replace(collective, rows=tuple(int(new[row]) for row in collective.rows))
+                for collective in self.unmatched
+                if kept[list(collective.rows)].all()
             ),
         )
 
@@ -213,25 +213,25 @@ class _Matches:
 
 
 def match_collectives(calls: CollectiveCalls) -> MatchedCollectives:
-    found = _Matches(met=np.empty((0, len(calls.ranks)), dtype=np.int64), seq=np.empty(0, dtype=np.int64))
+    matches = _Matches(met=np.empty((0, len(calls.ranks)), dtype=np.int64), seq=np.empty(0, dtype=np.int64))
     open_to_all = calls.sync != SyncKind.PAIR
     is_numbered = open_to_all & (calls.group != NONE) & (calls.seq != NONE)
-    _by_number(calls, np.flatnonzero(is_numbered), found)
-    clocks = align_clocks(calls, found.met)
+    _by_number(calls, np.flatnonzero(is_numbered), matches)
+    clocks = align_clocks(calls, matches.met)
     for rows in sorted(_series(calls, np.flatnonzero(open_to_all & ~is_numbered)), key=len, reverse=True):
-        _by_order(calls, rows, clocks, found)
+        _by_order(calls, rows, clocks, matches)
         if len(np.unique(clocks.island)) > 1:  # new matches can join islands
-            clocks = align_clocks(calls, found.met)
-    clocks = align_clocks(calls, found.met)
-    together = _met_at_once(calls, found.met, clocks)
-    for rows, seq in zip(found.met[~together], found.seq[~together].tolist(), strict=True):
+            clocks = align_clocks(calls, matches.met)
+    clocks = align_clocks(calls, matches.met)
+    together = _met_at_once(calls, matches.met, clocks)
+    for rows, seq in zip(matches.met[~together], matches.seq[~together].tolist(), strict=True):
         present = tuple(rows[rows != NONE].tolist())
-        found.unmatched.append(_unmatched(calls, seq, present, (), "its ranks were not inside at one moment"))
-    met, seq = found.met[together], found.seq[together]
+        matches.unmatched.append(_unmatched(calls, seq, present, (), "its ranks were not inside at one moment"))
+    met, seq = matches.met[together], matches.seq[together]
     order = np.argsort(calls.start_us[met.max(axis=1, initial=0)], kind="stable")  # by start on some rank's clock
-    found.unmatched.sort(key=lambda one: float(calls.start_us[one.rows[0]]))
+    matches.unmatched.sort(key=lambda collective: float(calls.start_us[collective.rows[0]]))
     return MatchedCollectives(
-        calls=calls, met=met[order], seq=seq[order], clocks=clocks, unmatched=tuple(found.unmatched)
+        calls=calls, met=met[order], seq=seq[order], clocks=clocks, unmatched=tuple(matches.unmatched)
     )
 
 
@@ -249,7 +249,7 @@ def _unmatched(
     )
 
 
-def _by_number(calls: CollectiveCalls, rows: Integers, found: _Matches) -> None:
+def _by_number(calls: CollectiveCalls, rows: Integers, matches: _Matches) -> None:
     """Matches kernels by sequence number. Repeated numbers of one rank match in order."""
     if not len(rows):
         return
@@ -282,15 +282,15 @@ def _by_number(calls: CollectiveCalls, rows: Integers, found: _Matches) -> None:
             takes_part[number] |= np.isin(calls.ranks, group.members)
     lacking = takes_part[groups] & (met == NONE)
     whole = of_one_name & ~lacking.any(axis=1)
-    found.add(met[whole], seqs[whole])
-    for one in np.flatnonzero(~whole):
-        group, seq, absent = groups[one], int(seqs[one]), np.flatnonzero(lacking[one])
+    matches.add(met[whole], seqs[whole])
+    for index in np.flatnonzero(~whole):
+        group, seq, absent = groups[index], int(seqs[index]), np.flatnonzero(lacking[index])
         missing = tuple(calls.ranks[rank] for rank in absent)
         why = "its ranks call it by different names"
-        if of_one_name[one]:
+        if of_one_name[index]:
             bounds = zip(missing, first_seq[group, absent].tolist(), last_seq[group, absent].tolist(), strict=True)
             why = "; ".join(_reason_missing(f"rank {rank}", seq, first, last) for rank, first, last in bounds)
-        found.unmatched.append(_unmatched(calls, seq, tuple(met[one][met[one] != NONE].tolist()), missing, why))
+        matches.unmatched.append(_unmatched(calls, seq, tuple(met[index][met[index] != NONE].tolist()), missing, why))
 
 
 def _reason_missing(rank: str, seq: int, first: int, last: int) -> str:
@@ -329,28 +329,28 @@ def _series(calls: CollectiveCalls, rows: Integers) -> list[Integers]:
         np.where(by_stream, calls.stream[rows], NONE),
     )
     _, kind = np.unique(np.stack(labels), axis=1, return_inverse=True)
-    return [rows[kind.reshape(-1) == one] for one in range(int(kind.max(initial=NONE)) + 1)]
+    return [rows[kind.reshape(-1) == number] for number in range(int(kind.max(initial=NONE)) + 1)]
 
 
-def _by_order(calls: CollectiveCalls, rows: Integers, clocks: ClockOffsets, found: _Matches) -> None:
+def _by_order(calls: CollectiveCalls, rows: Integers, clocks: ClockOffsets, matches: _Matches) -> None:
     ranks = len(calls.ranks)
-    own = [rows[calls.rank[rows] == rank] for rank in range(ranks)]  # of each rank, sorted by start
+    rank_rows = [rows[calls.rank[rows] == rank] for rank in range(ranks)]  # of each rank, sorted by start
     group = calls.group[rows[0]]
-    taking_part = np.array([len(one) > 0 for one in own])
+    taking_part = np.array([len(kernels) > 0 for kernels in rank_rows])
     if group != NONE and calls.groups[group].members:
         taking_part |= np.isin(calls.ranks, calls.groups[group].members)
-    lead = int(np.argmax([len(one) for one in own]))  # others are paired with the rank that has the most
-    met = np.full((len(own[lead]), ranks), NONE)
-    met[:, lead] = own[lead]
+    lead = int(np.argmax([len(kernels) for kernels in rank_rows]))  # others are paired with the rank that has the most
+    met = np.full((len(rank_rows[lead]), ranks), NONE)
+    met[:, lead] = rank_rows[lead]
     for rank in np.flatnonzero(taking_part):
         if rank != lead:
-            places, partners = _pairs(calls, own[lead], own[rank], clocks)
-            met[places, rank] = own[rank][partners]
+            places, partners = _pairs(calls, rank_rows[lead], rank_rows[rank], clocks)
+            met[places, rank] = rank_rows[rank][partners]
     whole = ((met != NONE) == taking_part).all(axis=1)
-    places = _places(calls, own[lead])
-    found.add(met[whole], places[whole])
+    places = _places(calls, rank_rows[lead])
+    matches.add(met[whole], places[whole])
     if taking_part.sum() > 1:
-        _add_unmatched(calls, own, met[whole], taking_part, found)
+        _add_unmatched(calls, rank_rows, met[whole], taking_part, matches)
 
 
 def _places(calls: CollectiveCalls, rows: Integers) -> Integers:
@@ -368,23 +368,23 @@ def _places(calls: CollectiveCalls, rows: Integers) -> Integers:
 
 
 def _add_unmatched(
-    calls: CollectiveCalls, own: list[Integers], met: Integers, taking_part: Flags, found: _Matches
+    calls: CollectiveCalls, rank_rows: list[Integers], met: Integers, taking_part: Flags, matches: _Matches
 ) -> None:
     """Lists the unmatched kernels of a series; kernels of the same place are one entry."""
     matched = set(met.reshape(-1).tolist())
-    left: dict[int, list[int]] = {}  # by place in the series of each rank
-    for rows in own:
-        for place, row in enumerate(rows.tolist()):
+    left: dict[int, list[int]] = {}  # by position in the series of each rank
+    for rows in rank_rows:
+        for position, row in enumerate(rows.tolist()):
             if row not in matched:
-                left.setdefault(place, []).append(row)
+                left.setdefault(position, []).append(row)
     for present in left.values():
         have = {int(calls.rank[row]) for row in present}
         missing = tuple(calls.ranks[rank] for rank in np.flatnonzero(taking_part) if rank not in have)
         why = "no number, and kernels of this place do not end together"
         if missing:
             why = f"no kernel of rank {', '.join(map(str, missing))} ends with it"
-        place = int(_places(calls, np.array(present[:1]))[0])
-        found.unmatched.append(_unmatched(calls, place, tuple(present), missing, why))
+        position = int(_places(calls, np.array(present[:1]))[0])
+        matches.unmatched.append(_unmatched(calls, position, tuple(present), missing, why))
 
 
 def _pairs(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: ClockOffsets) -> tuple[Integers, Integers]:
@@ -402,16 +402,16 @@ def _pairs(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: Cloc
     partner, back = _nearest(ends, end), _nearest(end, ends)
     shorter = np.minimum(calls.duration_us[lead][partner], calls.duration_us[other])
     near = np.abs(ends[partner] - end) <= np.maximum(TOLERANCE_US, TOLERANCE_SHARE * shorter)
-    found = np.flatnonzero((near | is_device) & (back[partner] == np.arange(len(other))))
-    shift = found - partner[found]  # of the order of the two ranks
+    indices = np.flatnonzero((near | is_device) & (back[partner] == np.arange(len(other))))
+    shift = indices - partner[indices]  # of the order of the two ranks
     if is_device and len(lead) == len(other) and np.count_nonzero(shift == 0) > len(lead) / 2:
         return in_order, in_order
     # Runs of consecutive pairs with one shift.
-    breaks = np.ones(len(found), dtype=bool)
-    breaks[1:] = (np.diff(found) != 1) | (np.diff(shift) != 0)
+    breaks = np.ones(len(indices), dtype=bool)
+    breaks[1:] = (np.diff(indices) != 1) | (np.diff(shift) != 0)
     run = np.cumsum(breaks) - 1  # number of the run of each pair
-    believed = (shift == 0) | (np.bincount(run)[run] >= RUN) if len(found) else breaks
-    return partner[found[believed]], found[believed]
+    believed = (shift == 0) | (np.bincount(run)[run] >= RUN) if len(indices) else breaks
+    return partner[indices[believed]], indices[believed]
 
 
 def _in_step(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: ClockOffsets) -> bool:
@@ -443,7 +443,7 @@ def _clock_difference(calls: CollectiveCalls, lead: Integers, other: Integers, c
     if clocks.island[first] == clocks.island[second]:
         return float(clocks.ahead_us[second] - clocks.ahead_us[first])
     window = max(TOLERANCE_US, TOLERANCE_SHARE * float(np.median(calls.duration_us[np.concatenate([lead, other])])))
-    best, most = 0.0, RUN - 1
+    best, largest = 0.0, RUN - 1
     # Try each shift of the order; the most frequent difference of ends is the offset.
     for shift in sorted(range(-_SHIFTS, _SHIFTS + 1), key=abs):
         ours, theirs = lead[max(0, -shift) :], other[max(0, shift) :]
@@ -451,9 +451,9 @@ def _clock_difference(calls: CollectiveCalls, lead: Integers, other: Integers, c
         differences = np.sort(calls.end_us[theirs[:count]] - calls.end_us[ours[:count]])
         # Differences within a window from each one on.
         inside = np.searchsorted(differences, differences + window, side="right") - np.arange(count)
-        if count and int(inside.max()) > most:
-            begin, most = int(inside.argmax()), int(inside.max())
-            best = float(np.median(differences[begin : begin + most]))
+        if count and int(inside.max()) > largest:
+            begin, largest = int(inside.argmax()), int(inside.max())
+            best = float(np.median(differences[begin : begin + largest]))
     return best
 
 

@@ -125,7 +125,11 @@ class AllocatorHistory:
         alive = self.blocks.alive(row)
         sizes = np.bincount(self.blocks.component[alive], self.blocks.size[alive], len(COMPONENTS)).astype(np.int64)
         sizes[_BEFORE] = self.allocated[row] - sizes.sum()  # bytes without a recorded allocation
-        return {COMPONENTS[one]: int(sizes[one]) for one in np.argsort(-sizes, kind="stable").tolist() if sizes[one]}
+        return {
+            COMPONENTS[component]: int(sizes[component])
+            for component in np.argsort(-sizes, kind="stable").tolist()
+            if sizes[component]
+        }
 
     def rows(self, *, by_layer: bool = False) -> list[MemoryRow]:
         """Memory of each phase, in the order of their first change."""
@@ -133,8 +137,8 @@ class AllocatorHistory:
         groups, group = grouped(self.phases.name_id, self.phases.pass_id, layer)
         handed_out = np.bincount(group, np.maximum(self.changed, 0), len(groups))
         kept = np.bincount(group, self.changed, len(groups))
-        most = np.zeros(len(groups), dtype=np.int64)
-        np.maximum.at(most, group, self.allocated)
+        peaks = np.zeros(len(groups), dtype=np.int64)
+        np.maximum.at(peaks, group, self.allocated)
         _, first = np.unique(group, return_index=True)  # the first change of each group
         there = None
         if self.blocks is not None:
@@ -145,13 +149,13 @@ class AllocatorHistory:
                 name=self.phases.names[name],
                 pass_=PASSES[pass_],
                 layer=None if number == NONE else number,
-                handed_out_bytes=int(handed_out[one]),
-                kept_bytes=int(kept[one]),
-                most_bytes=int(most[one]),
-                at_peak_bytes=None if there is None else int(there[one]),
+                handed_out_bytes=int(handed_out[index]),
+                kept_bytes=int(kept[index]),
+                most_bytes=int(peaks[index]),
+                at_peak_bytes=None if there is None else int(there[index]),
             )
-            for one in np.argsort(first, kind="stable").tolist()
-            for name, pass_, number in [groups[one]]
+            for index in np.argsort(first, kind="stable").tolist()
+            for name, pass_, number in [groups[index]]
         ]
 
     def curve(self, points: int = POINTS) -> list[tuple[float, int, int]]:
@@ -195,24 +199,24 @@ def find_memory(trace: Trace) -> tuple[AllocatorHistory, ...]:
         args = decoded_or(_NOTHING, _DECODER, host.raw[row])
         if args.device >= 0 and args.allocated is not None and args.reserved is not None:
             changes.setdefault(args.device, []).append((row, args))
-    return tuple(_memory(trace, device, found) for device, found in sorted(changes.items()))
+    return tuple(_memory(trace, device, records) for device, records in sorted(changes.items()))
 
 
-def _memory(trace: Trace, device: int, found: Sequence[tuple[int, _Args]]) -> AllocatorHistory:
-    rows = np.array([row for row, _ in found])
-    allocated = np.array([args.allocated for _, args in found], dtype=np.int64)
-    changed = np.array([args.changed or 0 for _, args in found], dtype=np.int64)
+def _memory(trace: Trace, device: int, records: Sequence[tuple[int, _Args]]) -> AllocatorHistory:
+    rows = np.array([row for row, _ in records])
+    allocated = np.array([args.allocated for _, args in records], dtype=np.int64)
+    changed = np.array([args.changed or 0 for _, args in records], dtype=np.int64)
     placed = as_launches(trace, rows)  # so that changes get phases as kernels do
     tree = build_tree(placed)
     phases = find_phases(placed, place(placed, tree))
-    has_blocks = all(args.address is not None and args.changed is not None for _, args in found)
-    addresses = np.array([args.address or 0 for _, args in found], dtype=np.int64)
+    has_blocks = all(args.address is not None and args.changed is not None for _, args in records)
+    addresses = np.array([args.address or 0 for _, args in records], dtype=np.int64)
     around = tree.above(int(rows[allocated.argmax()]))[:0:-1]  # of the peak, from the outside in, without itself
     return AllocatorHistory(
         device=device,
         time_us=trace.host.start_us[rows],
         allocated=allocated,
-        reserved=np.array([args.reserved for _, args in found], dtype=np.int64),
+        reserved=np.array([args.reserved for _, args in records], dtype=np.int64),
         changed=changed,
         phases=phases,
         blocks=_blocks(addresses, changed, phases) if has_blocks else None,
@@ -280,12 +284,12 @@ def _peak_json(peak: MemoryPeak) -> dict[str, Any]:
 def _step_json(memory: AllocatorHistory, step: RecordedStep) -> dict[str, Any]:
     """First, last and fullest moment of the host's part of a step; null without a change in it."""
     low, high = np.searchsorted(memory.time_us, [step.start_us, step.start_us + step.duration_us]).tolist()
-    told: dict[str, Any] = {"name": step.name, "number": step.number, "begin_bytes": None, "end_bytes": None}
+    entry: dict[str, Any] = {"name": step.name, "number": step.number, "begin_bytes": None, "end_bytes": None}
     if low == high:
-        return told | {"peak": None}
+        return entry | {"peak": None}
     fullest = low + int(memory.allocated[low:high].argmax())
     begin = int(memory.allocated[low] - memory.changed[low])
-    return told | {
+    return entry | {
         "begin_bytes": begin,
         "end_bytes": int(memory.allocated[high - 1]),
         "peak": _peak_json(memory.at(fullest)),

@@ -56,10 +56,12 @@ def on_host(trace: Trace) -> Trace:
     transfers, started_by = transfers[came], started_by[came]
     # Own time of operators: row, start, end. Copies of a transfer on gloo's thread belong to the transfer.
     operators = np.flatnonzero((host.kind == HostKind.OPERATOR) & ~_inside(trace, transfers))
-    found = [stretches(host, operators[host.thread[operators] == one]) for one in np.unique(host.thread[operators])]
+    intervals = [
+        stretches(host, operators[host.thread[operators] == thread]) for thread in np.unique(host.thread[operators])
+    ]
     waited_for = union(host.start_us[transfers], host.end_us[transfers])
     functions = np.flatnonzero(host.named(FUNCTION.fullmatch))
-    table = np.array(list(_without(chain(*found), functions, waited_for)), dtype=np.float64).reshape(-1, 3)
+    table = np.array(list(_without(chain(*intervals), functions, waited_for)), dtype=np.float64).reshape(-1, 3)
     row = np.append(table[:, 0].astype(np.int64), transfers)  # float64 holds row numbers exactly
     if not len(row):
         raise TraceError(
@@ -91,18 +93,18 @@ def _started_by(trace: Trace, transfers: Integers, calls: Integers) -> Integers:
     """For each transfer the row of the operator that started it, or NONE."""
     host = trace.host
     waiting: deque[tuple[str, int]] = deque()  # kind and row of calls without a transfer, in the order of time
-    found, at = np.full(len(transfers), NONE), 0
-    for place, row in enumerate(transfers.tolist()):
+    operators, at = np.full(len(transfers), NONE), 0
+    for index, row in enumerate(transfers.tolist()):
         while at < len(calls) and host.start_us[calls[at]] <= host.start_us[row]:
             waiting.append((_letters(host.name(int(calls[at])).removeprefix(CALLS)), int(calls[at])))
             at += 1
         kind = _letters(host.name(row).removeprefix(GLOO))
         for call in waiting:
             if call[0].startswith(kind) or (kind == "allreduce" and call[0].startswith(_IN_SUMS)):
-                found[place] = call[1]
+                operators[index] = call[1]
                 waiting.remove(call)
                 break
-    return found
+    return operators
 
 
 def _without(parts: Iterable[Stretch], rows: Integers, times: Intervals) -> Iterator[Stretch]:

@@ -83,8 +83,8 @@ def calls_made(trace: Trace, placement: Placement) -> CallTable:
                 OperatorCall(
                     name=name,
                     shapes=_frozen(_value(key[1])),
-                    types=tuple(str(one) for one in _value(key[2])),
-                    plain=tuple(str(one) for one in _value(plain)),
+                    types=tuple(str(dtype) for dtype in _value(key[2])),
+                    plain=tuple(str(argument) for argument in _value(plain)),
                     made_by=None if made_by == NONE else calls[made_by],
                 )
             )
@@ -97,14 +97,14 @@ def calls_made(trace: Trace, placement: Placement) -> CallTable:
 def _value(text: bytes) -> list[Any]:
     """A list from its text; empty for anything else."""
     try:
-        found = msgspec.json.decode(text) if text else []
+        value = msgspec.json.decode(text) if text else []
     except DAMAGE:  # such as a number out of range
         return []
-    return found if isinstance(found, list) else []
+    return value if isinstance(value, list) else []
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(_frozen(one) for one in value) if isinstance(value, list) else value
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 # ------------------------------------------------------------------------------------------------------------ hierarchy
@@ -153,10 +153,10 @@ def hierarchy(trace: Trace, phases: Phases, calls: CallTable | None = None) -> l
             operator="" if call == NONE else calls.calls[call].name,
             shapes=() if call == NONE else calls.calls[call].shapes,
             kernel=function_of(trace.names[kernel]),
-            events=counts[one],
-            kernel_us=kernel_us[one],
-            exposed_us=exposed_us[one],
+            events=counts[index],
+            kernel_us=kernel_us[index],
+            exposed_us=exposed_us[index],
         )
-        for one, (step, action, layer, phase, pass_, call, kernel) in enumerate(groups)
+        for index, (step, action, layer, phase, pass_, call, kernel) in enumerate(groups)
     ]
     return sorted(leaves, key=lambda leaf: -leaf.kernel_us)

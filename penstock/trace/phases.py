@@ -102,9 +102,9 @@ class Phases:
 
     def is_named(self, name: str) -> Flags:
         """Mask of the GPU events of a phase."""
-        found = np.zeros(len(self.placement.span), dtype=bool)
-        found[self.event[np.array([one == name for one in self.names], dtype=bool)[self.name_id]]] = True
-        return found
+        mask = np.zeros(len(self.placement.span), dtype=bool)
+        mask[self.event[np.array([phase == name for phase in self.names], dtype=bool)[self.name_id]]] = True
+        return mask
 
     def rows(self, *, by_layer: bool = True) -> list[Phase]:
         """The table, longest first; layers are added up unless `by_layer`."""
@@ -114,20 +114,20 @@ class Phases:
         exposed_us = np.bincount(group, self.exposed_us, len(groups))
         counts, total = np.bincount(group, minlength=len(groups)), self.kernel_us.sum()
         inferred = np.bincount(group, self.placement.is_inferred[self.event], len(groups)) > 0
-        found = [
+        phases = [
             Phase(
                 name=self.names[name],
                 layer=None if number == NONE else number,
                 pass_=PASSES[pass_],
-                kernel_us=float(kernel_us[one]),
-                exposed_us=float(exposed_us[one]),
-                share=float(kernel_us[one] / total) if total else 0.0,
-                count=int(counts[one]),
-                inferred=bool(inferred[one]),
+                kernel_us=float(kernel_us[index]),
+                exposed_us=float(exposed_us[index]),
+                share=float(kernel_us[index] / total) if total else 0.0,
+                count=int(counts[index]),
+                inferred=bool(inferred[index]),
             )
-            for one, (name, number, pass_) in enumerate(groups)
+            for index, (name, number, pass_) in enumerate(groups)
         ]
-        return sorted(found, key=lambda row: (-row.kernel_us, row.name, row.pass_, row.layer or 0))
+        return sorted(phases, key=lambda row: (-row.kernel_us, row.name, row.pass_, row.layer or 0))
 
 
 def grouped(*columns: Integers) -> tuple[list[tuple[int, ...]], Integers]:
@@ -153,7 +153,7 @@ def find_phases(trace: Trace, placement: Placement | None = None, *, waited_us: 
     """
     placement, replays = infer_replays(trace, place(trace) if placement is None else placement)
     names, name_id, pass_id = _named_events(trace, placement)
-    found = Phases(
+    phases = Phases(
         names=names,
         event=np.arange(len(trace.gpu)),
         name_id=name_id,
@@ -164,7 +164,7 @@ def find_phases(trace: Trace, placement: Placement | None = None, *, waited_us: 
         placement=placement,
         replays=replays,
     )
-    return found if waited_us is None else _with_waiting(found, waited_us)
+    return phases if waited_us is None else _with_waiting(phases, waited_us)
 
 
 def _with_waiting(phases: Phases, waited_us: Floats) -> Phases:
@@ -174,12 +174,16 @@ def _with_waiting(phases: Phases, waited_us: Floats) -> Phases:
     share = np.zeros(len(waited))  # of each entry's time that it waited
     share[some] = waited[some] / phases.kernel_us[some]
     names = list(phases.names)
-    of_waiting = {one: _index_in(names, names[one] + WAITING) for one in np.unique(phases.name_id[some]).tolist()}
+    of_waiting = {
+        number: _index_in(names, names[number] + WAITING) for number in np.unique(phases.name_id[some]).tolist()
+    }
     return replace(
         phases,
         names=tuple(names),
         event=np.append(phases.event, some),  # the waiting parts follow the entries of all events
-        name_id=np.append(phases.name_id, [of_waiting[one] for one in phases.name_id[some].tolist()]).astype(np.int64),
+        name_id=np.append(phases.name_id, [of_waiting[number] for number in phases.name_id[some].tolist()]).astype(
+            np.int64
+        ),
         pass_id=np.append(phases.pass_id, phases.pass_id[some]),
         layer=np.append(phases.layer, phases.layer[some]),
         kernel_us=np.append(phases.kernel_us * (1 - share), waited[some]),
@@ -228,7 +232,7 @@ def _named_events(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], 
             categories[row] = CATEGORIES.index(Category.POINT_TO_POINT)
     kinds, kind = grouped(gpu.name_id, communicates.astype(np.int64), operator, placement.span, categories, ran)
     names: list[str] = []
-    found = []  # of each kind of event: index of its phase's name, index of its pass
+    indices = []  # of each kind of event: index of its phase's name, index of its pass
     for name, is_communication, operator_name, span, part, how in kinds:
         event = _Event(
             kernel=trace.names[name],
@@ -240,8 +244,8 @@ def _named_events(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], 
         )
         phase, pass_ = _name(event)
         phase = trace.mapped.get(event.kernel, phase)
-        found.append((_index_in(names, phase), PASSES.index(pass_)))
-    name_id, pass_id = np.array(found, dtype=np.int64).reshape(-1, 2)[kind].T
+        indices.append((_index_in(names, phase), PASSES.index(pass_)))
+    name_id, pass_id = np.array(indices, dtype=np.int64).reshape(-1, 2)[kind].T
     return _exchanges(names, name_id, pass_id)
 
 

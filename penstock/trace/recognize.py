@@ -110,7 +110,7 @@ def recognized(trace: Trace, names: PhaseNames | None = None) -> Trace:
     if names is None:
         return trace
     gpu = trace.gpu
-    used = [gpu.names[one] for one in np.unique(gpu.name_id[gpu.is_kernel])]
+    used = [gpu.names[number] for number in np.unique(gpu.name_id[gpu.is_kernel])]
     mapped = {kernel: phase for kernel in used if (phase := names.phase_of(kernel)) is not None}
     kind = gpu.kind.copy()
     talks = gpu.called(*(kernel for kernel, phase in mapped.items() if phase in COMMUNICATION))
@@ -130,14 +130,16 @@ def _by_structure(trace: Trace) -> Trace:
     talks = _talks(replace(trace, gpu=gpu.take(rows)), is_own, is_collective)
     total_us = np.bincount(gpu.name_id[rows], time_us[rows], len(gpu.names))
     talking_us = np.bincount(gpu.name_id[rows], time_us[rows] * talks, len(gpu.names))
-    found = np.flatnonzero(talking_us > HALF * total_us)  # names, not events: one kernel has one kind
-    if not len(found):
+    kernels = np.flatnonzero(talking_us > HALF * total_us)  # names, not events: one kernel has one kind
+    if not len(kernels):
         return trace
     kind = gpu.kind.copy()
-    kind[is_open & np.isin(gpu.name_id, found)] = GpuKind.COMMUNICATION
-    longest = sorted(found.tolist(), key=lambda one: -total_us[one])
-    told = ", ".join(f"{function_of(gpu.names[one])[:60]} ({total_us[one] / 1e3:,.3f} ms)" for one in longest[:4])
-    note = f"{len(found)} kernels count as communication by what is around them: {told}"
+    kind[is_open & np.isin(gpu.name_id, kernels)] = GpuKind.COMMUNICATION
+    longest = sorted(kernels.tolist(), key=lambda kernel: -total_us[kernel])
+    text = ", ".join(
+        f"{function_of(gpu.names[kernel])[:60]} ({total_us[kernel] / 1e3:,.3f} ms)" for kernel in longest[:4]
+    )
+    note = f"{len(kernels)} kernels count as communication by what is around them: {text}"
     return replace(trace, gpu=replace(gpu, kind=kind), notes=(*trace.notes, note))
 
 
@@ -187,14 +189,14 @@ def unknown_kernels(trace: Trace, is_other: Flags, total_us: float) -> tuple[Unk
     """Kernels that take `TELLS` of `total_us` and have no phase (`is_other`, by GPU event), the longest first."""
     gpu = trace.gpu
     rows_of: dict[str, list[int]] = {}
-    for one in np.unique(gpu.name_id[is_other]).tolist():
-        rows_of.setdefault(function_of(gpu.names[one]) or gpu.names[one], []).append(one)
-    found = []
+    for number in np.unique(gpu.name_id[is_other]).tolist():
+        rows_of.setdefault(function_of(gpu.names[number]) or gpu.names[number], []).append(number)
+    kernels = []
     for name, ids in rows_of.items():
         rows = is_other & np.isin(gpu.name_id, ids)
         kernel_us = float(gpu.duration_us[rows].sum())
         if kernel_us > TELLS * total_us:
-            found.append(
+            kernels.append(
                 UnknownKernel(
                     name=name,
                     kernel_us=kernel_us,
@@ -203,4 +205,4 @@ def unknown_kernels(trace: Trace, is_other: Flags, total_us: float) -> tuple[Unk
                     streams=tuple(np.unique(gpu.stream[rows]).tolist()),
                 )
             )
-    return tuple(sorted(found, key=lambda one: (-one.kernel_us, one.name)))
+    return tuple(sorted(kernels, key=lambda kernel: (-kernel.kernel_us, kernel.name)))

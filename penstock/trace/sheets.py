@@ -39,15 +39,15 @@ def _of_rank(tree: Row) -> dict[str, Iterable[Row]]:
 
 def sheets(answer: TraceAnalysis) -> dict[str, list[Row]]:
     """Rows by sheet; sheets without rows are left out."""
-    tree, found = analysis_json(answer), {"operators": _operators(answer)}
+    tree, tables = analysis_json(answer), {"operators": _operators(answer)}
     for rank, of_rank in (tree.get("ranks") or {f"{answer.ranks[0].rank}": tree}).items():
         for name, rows in _of_rank(of_rank).items():
-            found.setdefault(name, []).extend({"rank": int(rank)} | row for row in rows)
-    found |= {name: tree[name] for name in ("collectives", "bandwidth", "stragglers")}
-    found["critical_path"] = tree["critical_path"]["rows"]
-    for name in found.keys() - SINGLE - {"operators"}:
-        found[name] = [_scaled(row, answer.per_step) for row in found[name]]
-    return {name: rows for name, rows in found.items() if rows}
+            tables.setdefault(name, []).extend({"rank": int(rank)} | row for row in rows)
+    tables |= {name: tree[name] for name in ("collectives", "bandwidth", "stragglers")}
+    tables["critical_path"] = tree["critical_path"]["rows"]
+    for name in tables.keys() - SINGLE - {"operators"}:
+        tables[name] = [_scaled(row, answer.per_step) for row in tables[name]]
+    return {name: rows for name, rows in tables.items() if rows}
 
 
 def _operators(answer: TraceAnalysis) -> list[Row]:
@@ -57,11 +57,11 @@ def _operators(answer: TraceAnalysis) -> list[Row]:
         for leaf in hierarchy(rank.trace, rank.phases):
             key = (rank.rank, leaf.layer, leaf.phase, leaf.pass_, leaf.operator, leaf.shapes, leaf.kernel)
             row = sums.setdefault(key, [0.0, 0.0, 0.0])
-            for place, value in enumerate((leaf.events, leaf.kernel_us, leaf.exposed_us)):
-                row[place] += value * answer.per_step
+            for index, value in enumerate((leaf.events, leaf.kernel_us, leaf.exposed_us)):
+                row[index] += value * answer.per_step
     names = ("rank", "layer", "phase", "pass", "operator", "shapes", "kernel", "events", "kernel_us", "exposed_us")
-    found = [dict(zip(names, (*key, *values), strict=True)) for key, values in sums.items()]
-    return sorted(found, key=lambda row: (row["rank"], -row["kernel_us"]))
+    rows = [dict(zip(names, (*key, *values), strict=True)) for key, values in sums.items()]
+    return sorted(rows, key=lambda row: (row["rank"], -row["kernel_us"]))
 
 
 def _scaled(row: Row, per: float) -> Row:
@@ -107,7 +107,7 @@ def _cell(value: Any) -> str | float | int:
     if isinstance(value, bool | int):
         return value
     if isinstance(value, list | tuple):
-        text = ", ".join("x".join(map(str, one)) if isinstance(one, list | tuple) else f"{one}" for one in value)
+        text = ", ".join("x".join(map(str, item)) if isinstance(item, list | tuple) else f"{item}" for item in value)
     else:
         text = printable(str(value))
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text

@@ -69,12 +69,12 @@ def stream_rows(trace: Trace, phases: Phases) -> list[StreamRow]:
     """Streams by busy time, the longest first."""
     gpu, count = trace.gpu, len(trace.gpu)
     exposed_us = np.bincount(phases.event, phases.exposed_us, count)
-    found = []
+    streams = []
     for stream in np.unique(gpu.stream).tolist():
         rows = gpu.stream == stream
         us = {kind: float(gpu.duration_us[rows & (gpu.kind == kind)].sum()) for kind in GpuKind}
         by_phase = np.bincount(phases.name_id, phases.kernel_us * rows[phases.event], len(phases.names))
-        found.append(
+        streams.append(
             StreamRow(
                 stream=stream,
                 events=int(rows.sum()),
@@ -86,7 +86,7 @@ def stream_rows(trace: Trace, phases: Phases) -> list[StreamRow]:
                 phase=phases.names[int(by_phase.argmax())],
             )
         )
-    return sorted(found, key=lambda row: (-row.busy_us, row.stream))
+    return sorted(streams, key=lambda row: (-row.busy_us, row.stream))
 
 
 def operator_rows(trace: Trace, phases: Phases) -> list[OperatorRow]:
@@ -95,7 +95,7 @@ def operator_rows(trace: Trace, phases: Phases) -> list[OperatorRow]:
     exposed_us = np.bincount(events.name_id[phases.event], phases.exposed_us, len(events.names))
     by_name = np.argsort(events.name_id, kind="stable")
     cuts = np.flatnonzero(np.diff(events.name_id[by_name])) + 1
-    found = [
+    operators = [
         OperatorRow(
             name=events.name(int(rows[0])),
             count=len(np.unique(events.launch[rows])),  # an operator that calls others has several events
@@ -104,7 +104,7 @@ def operator_rows(trace: Trace, phases: Phases) -> list[OperatorRow]:
         )
         for rows in np.split(by_name, cuts)
     ]
-    return sorted(found, key=lambda row: (-row.own_us, row.name))
+    return sorted(operators, key=lambda row: (-row.own_us, row.name))
 
 
 def annotation_rows(trace: Trace, phases: Phases, steps: tuple[RecordedStep, ...]) -> list[AnnotationRow]:
@@ -132,18 +132,18 @@ def annotation_rows(trace: Trace, phases: Phases, steps: tuple[RecordedStep, ...
         inside = np.where(inside == NONE, NONE, tree_parent[inside])
     count = np.bincount(host.name_id[spans], minlength=len(events))
     host_us = np.bincount(host.name_id[spans], host.duration_us[spans], len(events))
-    found = [
+    annotations = [
         AnnotationRow(
-            name=host.names[one],
-            count=int(count[one]),
-            host_us=float(host_us[one]),
-            kernel_us=float(kernel_us[one]),
-            exposed_us=float(own_us[one]),
-            events=int(events[one]),
+            name=host.names[index],
+            count=int(count[index]),
+            host_us=float(host_us[index]),
+            kernel_us=float(kernel_us[index]),
+            exposed_us=float(own_us[index]),
+            events=int(events[index]),
         )
-        for one in np.flatnonzero(count).tolist()
+        for index in np.flatnonzero(count).tolist()
     ]
-    return sorted(found, key=lambda row: (-row.kernel_us, -row.host_us, row.name))
+    return sorted(annotations, key=lambda row: (-row.kernel_us, -row.host_us, row.name))
 
 
 def _innermost(trace: Trace, spans: Integers) -> Integers:
@@ -155,15 +155,15 @@ def _innermost(trace: Trace, spans: Integers) -> Integers:
     parent = nest(host, spans).parent
     marked = step_spans(trace)
     main = int(marked.thread[0]) if len(marked) else int(np.bincount(host.thread[spans]).argmax())
-    own = np.isin(host.thread[launch], host.thread[spans])  # others: threads of autograd
-    thread = np.where(own, host.thread[launch], main)
-    for one in np.unique(thread).tolist():
-        mine, rows = spans[host.thread[spans] == one], np.flatnonzero(thread == one)
+    has_spans = np.isin(host.thread[launch], host.thread[spans])  # others: threads of autograd
+    thread = np.where(has_spans, host.thread[launch], main)
+    for number in np.unique(thread).tolist():
+        mine, rows = spans[host.thread[spans] == number], np.flatnonzero(thread == number)
         if not len(mine):
             continue
         times = host.start_us[launch[rows]]
-        place = np.searchsorted(host.start_us[mine], times, side="right") - 1  # the last span that began before
-        row = np.where(place >= 0, mine[np.maximum(place, 0)], NONE)
+        position = np.searchsorted(host.start_us[mine], times, side="right") - 1  # the last span that began before
+        row = np.where(position >= 0, mine[np.maximum(position, 0)], NONE)
         # It, or one around it, was open.
         while (closed := (row != NONE) & (np.append(host.end_us, np.inf)[row] <= times)).any():
             row = np.where(closed, parent[row], row)
@@ -173,7 +173,7 @@ def _innermost(trace: Trace, spans: Integers) -> Integers:
 
 def counter_rows(trace: Trace, steps: tuple[RecordedStep, ...]) -> list[CounterRow]:
     """Counters by name, over the steps; over the recording where no sample is in a step."""
-    found = []
+    counters = []
     for name, (time_us, value) in sorted(trace.counters.items()):
         chosen: Floats = value
         if steps:
@@ -183,7 +183,7 @@ def counter_rows(trace: Trace, steps: tuple[RecordedStep, ...]) -> list[CounterR
             )
             within = value[(time_us >= begin_us) & (time_us < end_us)]
             chosen = within if len(within) else value
-        found.append(
+        counters.append(
             CounterRow(
                 name=name,
                 samples=len(chosen),
@@ -193,4 +193,4 @@ def counter_rows(trace: Trace, steps: tuple[RecordedStep, ...]) -> list[CounterR
                 last=float(chosen[-1]),
             )
         )
-    return found
+    return counters

@@ -67,19 +67,19 @@ class HostTree:
     parent: Integers  # row of the enclosing event, or NONE
     levels: tuple[Integers, ...]  # rows by depth; the parents of a level are in the level before
 
-    def inherit(self, own: Integers) -> Integers:
+    def inherit(self, values: Integers) -> Integers:
         """The value of the nearest enclosing event, itself included, that has one; NONE where none has."""
-        value = own.copy()
+        value = values.copy()
         for rows in self.levels[1:]:  # from the outside in: the value of a parent is final
-            value[rows] = np.where(own[rows] == NONE, value[self.parent[rows]], own[rows])
+            value[rows] = np.where(values[rows] == NONE, value[self.parent[rows]], values[rows])
         return value
 
     def above(self, row: int) -> list[int]:
         """A row and its ancestors, from the inside out."""
-        found = [row]
-        while (up := int(self.parent[found[-1]])) != NONE:
-            found.append(up)
-        return found
+        rows = [row]
+        while (up := int(self.parent[rows[-1]])) != NONE:
+            rows.append(up)
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,8 +137,8 @@ def _nested(host: HostEvents, rows: Integers) -> tuple[Integers, Integers]:
     # Sorted by (depth, place), the parent is the last event one level higher before this place.
     key = depth * len(rows) + place_
     order = np.argsort(key)
-    found = np.searchsorted(key[order], (depth - 1) * len(rows) + place_) - 1
-    above = order[np.maximum(found, 0)]  # index of the parent among `rows`
+    indices = np.searchsorted(key[order], (depth - 1) * len(rows) + place_) - 1
+    above = order[np.maximum(indices, 0)]  # index of the parent among `rows`
     # Events that overlap without nesting leave gaps between levels; an event without an open parent is a root.
     has_parent = (depth > 0) & (depth[above] == depth - 1) & (end[above] > start)
     above = np.where(has_parent, above, NONE)
@@ -187,12 +187,14 @@ def _facts(trace: Trace, tree: HostTree) -> dict[str, Integers]:
     is_node = is_operator & host.named(lambda name: name.startswith(NODE))
     node = tree.inherit(np.where(is_node, row, NONE))  # the innermost autograd node around each row
     in_name = np.full((len(names), 5), NONE)  # of each name: span, layer, category, collective, the span if it is ours
-    for one in np.unique(host.name_id[is_operator | is_span]):
-        in_name[one] = _parse_name(names[one])
+    for number in np.unique(host.name_id[is_operator | is_span]):
+        in_name[number] = _parse_name(names[number])
     again = host.called(Span.RECOMPUTE) & is_span
     # Spans alone have a phase and a layer; operators have a category and a collective too.
-    own_span, own_layer = (np.where(is_span, in_name[host.name_id, one], NONE) for one in (0, 1))
-    own_part, own_collective = (np.where(is_operator | is_span, in_name[host.name_id, one], NONE) for one in (2, 3))
+    own_span, own_layer = (np.where(is_span, in_name[host.name_id, column], NONE) for column in (0, 1))
+    own_part, own_collective = (
+        np.where(is_operator | is_span, in_name[host.name_id, column], NONE) for column in (2, 3)
+    )
     is_ours = is_span & (in_name[host.name_id, 4] != NONE)
     in_node = node != NONE
     is_call = host.named(lambda name: "::" in name and not name.startswith(NODE))
@@ -203,10 +205,10 @@ def _facts(trace: Trace, tree: HostTree) -> dict[str, Integers]:
     made_by = np.where(is_node, _makers(host, is_node, in_node), NONE)
     maker = tree.inherit(np.where(is_node & (made_by == NONE), _NOTHING, made_by))  # not that of an outer node
 
-    def inherited(own: Integers) -> Integers:
+    def inherited(values: Integers) -> Integers:
         """Inherited values; an autograd node without its own takes that of the operator that made it."""
-        forward = np.append(tree.inherit(own), NONE)[made_by]  # of a node: the value around its forward operator
-        begun = np.where(is_node & (own == NONE), np.where(forward == NONE, _NOTHING, forward), own)
+        forward = np.append(tree.inherit(values), NONE)[made_by]  # of a node: the value around its forward operator
+        begun = np.where(is_node & (values == NONE), np.where(forward == NONE, _NOTHING, forward), values)
         value = tree.inherit(begun)
         return np.where(value == _NOTHING, NONE, value)
 
@@ -250,8 +252,8 @@ def _makers(host: HostEvents, is_node: Flags, in_node: Flags) -> Integers:
             continue
         by_number = rows[np.argsort(host.sequence[rows], kind="stable")]  # equal numbers stay sorted by start
         numbers = host.sequence[by_number]
-        found = np.searchsorted(numbers, host.sequence[wanted], side="right") - 1
-        maker = by_number[np.maximum(found, 0)]  # the last operator with the number of the node
+        indices = np.searchsorted(numbers, host.sequence[wanted], side="right") - 1
+        maker = by_number[np.maximum(indices, 0)]  # the last operator with the number of the node
         fits = (host.sequence[maker] == host.sequence[wanted]) & (host.start_us[maker] < host.start_us[wanted])
         open_ = fits & (made[wanted] == NONE)
         made[wanted[open_]] = maker[open_]
@@ -268,17 +270,17 @@ def _open_at(trace: Trace, test: Callable[[str], object]) -> Integers:
     times = np.concatenate([host.start_us[rows], host.end_us[rows]])
     is_begin = np.repeat([True, False], len(rows))
     order = np.lexsort((is_begin, times))
-    innermost, opened = np.empty(len(times), dtype=rows.dtype), list[int]()  # by place in `order`; rows from outside in
-    for place, event in enumerate(order.tolist()):
+    innermost, opened = np.empty(len(times), dtype=rows.dtype), list[int]()  # by index in `order`; rows from outside in
+    for index, event in enumerate(order.tolist()):
         row = int(rows[event % len(rows)])
         if event < len(rows):
             opened.append(row)
         elif row in opened:
             opened.remove(row)
-        innermost[place] = opened[-1] if opened else NONE
+        innermost[index] = opened[-1] if opened else NONE
     # The last begin or end up to each launch; nan is behind all times, where no span is open.
-    found = np.searchsorted(times[order], trace.launched_us, side="right") - 1
-    return np.where(found >= 0, innermost[np.maximum(found, 0)], NONE)
+    indices = np.searchsorted(times[order], trace.launched_us, side="right") - 1
+    return np.where(indices >= 0, innermost[np.maximum(indices, 0)], NONE)
 
 
 Stretch = tuple[int, float, float]
@@ -287,7 +289,7 @@ Stretch = tuple[int, float, float]
 
 def stretches(host: HostEvents, rows: Integers) -> list[Stretch]:
     """Times in which each of these rows of one thread is the innermost one."""
-    found: list[Stretch] = []
+    intervals: list[Stretch] = []
     open_: list[tuple[int, float]] = []  # open rows from the outside in, each with its end
     now = -np.inf  # all stretches before this time are found
 
@@ -296,10 +298,10 @@ def stretches(host: HostEvents, rows: Integers) -> list[Stretch]:
         while open_ and open_[-1][1] <= time_us:  # the innermost row ends: its last stretch is until its end
             row, end = open_.pop()
             if end > now:
-                found.append((row, now, end))
+                intervals.append((row, now, end))
                 now = end
         if open_ and time_us > now:  # the innermost row is interrupted by the next one
-            found.append((open_[-1][0], now, time_us))
+            intervals.append((open_[-1][0], now, time_us))
         now = max(now, time_us)
 
     for row, start, end in zip(rows.tolist(), host.start_us[rows].tolist(), host.end_us[rows].tolist(), strict=True):
@@ -307,7 +309,7 @@ def stretches(host: HostEvents, rows: Integers) -> list[Stretch]:
         # Rounded clocks: an operator ends at the latest with the one around it.
         open_.append((row, min(end, open_[-1][1]) if open_ else end))
     until(np.inf)
-    return found
+    return intervals
 
 
 def as_launches(trace: Trace, rows: Integers) -> Trace:
@@ -331,7 +333,7 @@ def _with_float8_products(trace: Trace, parent: Integers, operator: Integers) ->
     functions = np.flatnonzero(host.called(LINEAR, NETWORK) & (host.kind == HostKind.OPERATOR))
     if not len(launched_us) or not len(functions):
         return operator
-    found = operator.copy()
+    operators = operator.copy()
     # By thread and parent: start, row of the host, and GPU event (NONE for a function).
     by_place: dict[tuple[int, int], list[tuple[float, int, int]]] = defaultdict(list)
     for row in functions.tolist():
@@ -341,8 +343,8 @@ def _with_float8_products(trace: Trace, parent: Integers, operator: Integers) ->
         by_place[int(host.thread[row]), int(parent[row])].append((float(host.start_us[row]), row, event))
     for met in by_place.values():
         for event, function in _claims(trace, sorted(met)):
-            found[event] = function
-    return found
+            operators[event] = function
+    return operators
 
 
 def _claims(trace: Trace, met: list[tuple[float, int, int]]) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ BYTES: Mapping[str, int] = {
     **dict.fromkeys(("float", "int"), 4),
     **dict.fromkeys(("c10::BFloat16", "c10::Half", "short"), 2),
     **dict.fromkeys(("bool", "unsigned char", "signed char", "char"), 1),
-    **{f"c10::Float8_{one}": 1 for one in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")},
+    **{f"c10::Float8_{suffix}": 1 for suffix in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")},
 }
 
 
@@ -69,10 +69,10 @@ def tensor_at(call: OperatorCall, index: int) -> CallTensor | None:
 
 def need(tensors: list[CallTensor | None], index: int, dims: int = 0) -> CallTensor:
     """An argument that must be a tensor with at least so many dims."""
-    one = tensors[index]
-    if one is None or len(one.shape) < dims:
+    tensor = tensors[index]
+    if tensor is None or len(tensor.shape) < dims:
         raise UnknownShapeError
-    return one
+    return tensor
 
 
 def optional(tensors: list[CallTensor | None], index: int) -> CallTensor | None:
@@ -98,7 +98,7 @@ def work_of(call: OperatorCall, *, used_rows: float = 1.0) -> CallWork | None:
     `used_rows` is the share of the rows of grouped products that held tokens.
     """
     model = _model(call.name)
-    tensors = [tensor_at(call, one) for one in range(len(call.shapes))]
+    tensors = [tensor_at(call, index) for index in range(len(call.shapes))]
     if model is None or not call.shapes:
         return None
     try:
@@ -157,9 +157,9 @@ def _networks(call: OperatorCall, tensors: list[CallTensor | None], used_rows: f
     Or of a dense network in 8 bits: x_TD, gate_up_FD, down_DF.
     """
     is_dense, is_float8 = call.name == "_Float8Network", call.name in _FLOAT8
-    x, gate_up, down = (need(tensors, one, dims) for one, dims in enumerate((2, 2, 2) if is_float8 else (2, 3, 3)))
+    x, gate_up, down = (need(tensors, index, dims) for index, dims in enumerate((2, 2, 2) if is_float8 else (2, 3, 3)))
     if is_dense:
-        _check_arguments(call, most=5)
+        _check_arguments(call, limit=5)
     rows = x.shape[0] if is_dense else used_rows * _row_count(x, optional(tensors, 5) or optional(tensors, 4))
     wide, hidden, narrow = gate_up.shape[-2], gate_up.shape[-1], down.shape[-1]
     weights = gate_up.numel + down.numel if is_float8 else gate_up.bytes + down.bytes
@@ -171,13 +171,13 @@ def _float8_linear(call: OperatorCall, tensors: list[CallTensor | None], used_ro
     """A dense product: x_D, w_FD."""
     x, w = need(tensors, 0, 2), need(tensors, 1, 2)
     rows = x.numel // max(x.shape[-1], 1)  # x can have more dims
-    _check_arguments(call, most=4)
+    _check_arguments(call, limit=4)
     return 2 * rows * w.numel, x.numel + w.numel + rows * w.shape[0] * x.width
 
 
-def _check_arguments(call: OperatorCall, *, most: int) -> None:
+def _check_arguments(call: OperatorCall, *, limit: int) -> None:
     """Functions of the same name in other libraries have more arguments; Penstock's objects are not recorded."""
-    if len(call.shapes) > most:
+    if len(call.shapes) > limit:
         raise UnknownShapeError
 
 
@@ -217,7 +217,7 @@ _ATTENTION: Mapping[str, tuple[int, int, bool]] = {
 def _attention(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Two products forward, five backward; half of each if causal (FlashAttention-2, arXiv 2307.08691)."""
     first, causal, heads_first = _ATTENTION[call.name]
-    q, k, v = (need(tensors, first + one, 4) for one in range(3))
+    q, k, v = (need(tensors, first + offset, 4) for offset in range(3))
     positions = 2 if heads_first else 1
     batch, heads = q.shape[0], q.shape[3 - positions]
     scores = float(batch * heads * q.shape[positions] * k.shape[positions])
@@ -234,7 +234,7 @@ def _convolution(
 ) -> FlopsAndBytes:
     """Forward; padding, stride and dilation are the arguments from `plain` on, followed by the groups."""
     x, w = need(tensors, 0, 3), need(tensors, 1, 3)
-    padding, stride, dilation = (_numbers(call, plain + one, len(x.shape) - 2) for one in range(3))
+    padding, stride, dilation = (_numbers(call, plain + offset, len(x.shape) - 2) for offset in range(3))
     extents = zip(x.shape[2:], w.shape[2:], padding, stride, dilation, strict=True)
     out = [(size + 2 * pad - gap * (kernel - 1) - 1) // step + 1 for size, kernel, pad, step, gap in extents]
     written = x.shape[0] * w.shape[0] * math.prod(out)
@@ -243,18 +243,18 @@ def _convolution(
 
 def _convolution_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Gradients of the input and of the weights, those that the mask requests."""
-    dy, x, w = (need(tensors, one, 3) for one in range(3))
+    dy, x, w = (need(tensors, index, 3) for index in range(3))
     mask = call.plain[10] if len(call.plain) > 10 else "[True, True"  # gradients of input, weights and bias
-    asked = [one.strip() == "True" for one in mask.strip("[]").split(",")[:2]]
-    moved = sum(dy.bytes + x.bytes + w.bytes for one in asked if one)
+    asked = [flag.strip() == "True" for flag in mask.strip("[]").split(",")[:2]]
+    moved = sum(dy.bytes + x.bytes + w.bytes for flag in asked if flag)
     return sum(asked) * 2 * dy.numel * math.prod(w.shape[1:]), moved
 
 
 def _numbers(call: OperatorCall, index: int, count: int) -> list[int]:
-    found = [int(one) for one in re.findall(r"-?\d+", call.plain[index])]
-    if len(found) not in (1, count):
+    numbers = [int(number) for number in re.findall(r"-?\d+", call.plain[index])]
+    if len(numbers) not in (1, count):
         raise UnknownShapeError
-    return found * (count // len(found))
+    return numbers * (count // len(numbers))
 
 
 def _streaming(reads: float, writes: float, flops: float) -> Model:
@@ -268,8 +268,8 @@ def _everything(call: OperatorCall, tensors: list[CallTensor | None], used_rows:
     if not known:
         raise UnknownShapeError
     is_in_place = call.name.endswith("_") and not call.name.endswith("__")
-    written = known[0] if is_in_place else max(known, key=lambda one: one.numel)  # broadcast to the largest
-    return written.numel, sum(one.bytes for one in known) + written.bytes
+    written = known[0] if is_in_place else max(known, key=lambda tensor: tensor.numel)  # broadcast to the largest
+    return written.numel, sum(tensor.bytes for tensor in known) + written.bytes
 
 
 def _copying(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
