@@ -78,7 +78,7 @@ class StateTensor:
     @property
     def state_fields(self) -> tuple[str, ...]:
         """Names of the present fields of state: moments and their scales, then the master."""
-        return tuple(one for one in _STATE if vars(self).get(one) is not None)
+        return tuple(field for field in _STATE if vars(self).get(field) is not None)
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -137,17 +137,17 @@ def scalars_of(
 @torch.no_grad()
 def update(tensor: AdamWTensor, scalars: AdamWScalars) -> None:
     """Make one step of AdamW and set the gradient to zero: the definition, in a fixed order of float32 operations."""
-    one = scalars
-    gradient = tensor.gradient * one.scale
+    step = scalars
+    gradient = tensor.gradient * step.scale
     master = master_of(tensor)
     moment1, moment2 = moments_of(tensor)
     if tensor.is_decayed:
-        master = master - master * one.decay
-    moment1 = moment1 * one.beta1 + gradient * (1.0 - one.beta1)
-    moment2 = moment2 * one.beta2 + gradient * (1.0 - one.beta2) * gradient
-    master = master - moment1 * one.step_size / (root_of(moment2) * one.root_factor + one.epsilon)
+        master = master - master * step.decay
+    moment1 = moment1 * step.beta1 + gradient * (1.0 - step.beta1)
+    moment2 = moment2 * step.beta2 + gradient * (1.0 - step.beta2) * gradient
+    master = master - moment1 * step.step_size / (root_of(moment2) * step.root_factor + step.epsilon)
     rounds = tensor.moment1.dtype != torch.float32
-    noises = noise(moment1, tensor.start, seed_of(one.step, tensor.salt)) if rounds else (None, None)
+    noises = noise(moment1, tensor.start, seed_of(step.step, tensor.salt)) if rounds else (None, None)
     store_moments(tensor, moment1, moment2, *noises)
     store_master(tensor, master)
     tensor.gradient.zero_()
@@ -194,8 +194,8 @@ def store_moments(
 ) -> None:
     """Store float32 moments, rounded by noise or to nearest."""
     store_first_moment(tensor, moment1, noise1)
-    found = moment2 if tensor.scale2 is None else root_of(moment2)
-    _store(tensor.moment2, tensor.scale2, found, ROOT_DECADES, noise2)
+    root = moment2 if tensor.scale2 is None else root_of(moment2)
+    _store(tensor.moment2, tensor.scale2, root, ROOT_DECADES, noise2)
 
 
 def store_first_moment(tensor: StateTensor, moment1: Tensor, noise_: Tensor | None = None) -> None:
@@ -203,11 +203,11 @@ def store_first_moment(tensor: StateTensor, moment1: Tensor, noise_: Tensor | No
     _store(tensor.moment1, tensor.scale1, moment1, SIGNED_DECADES, noise_)
 
 
-def _store(target: Tensor, scales: Tensor | None, found: Tensor, decades: int, noise_: Tensor | None) -> None:
+def _store(target: Tensor, scales: Tensor | None, values: Tensor, decades: int, noise_: Tensor | None) -> None:
     if scales is None:
-        target.copy_(round_bf16(found, noise_) if target.dtype == torch.bfloat16 else found)
+        target.copy_(round_bf16(values, noise_) if target.dtype == torch.bfloat16 else values)
         return
-    new_codes, new_scales = quantize(found, decades, noise_)
+    new_codes, new_scales = quantize(values, decades, noise_)
     target.copy_(new_codes)
     scales.copy_(new_scales)
 
@@ -231,9 +231,9 @@ class AdamWLaunch:
             addresses = tensor.value, tensor.gradient, tensor.master, tensor.moment1, tensor.moment2
             places = blocks_of_row(width), blocks, programs, tensor.start, (tensor.salt << 1) | tensor.is_decayed
             rows.append([*map(_address, (*addresses, tensor.scale1, tensor.scale2)), width, *places])
-            own = ceil_div(blocks, PROGRAM_BLOCKS)
-            owners.append(torch.full((own,), number, dtype=torch.int32, device="cpu"))
-            programs += own
+            tensor_programs = ceil_div(blocks, PROGRAM_BLOCKS)
+            owners.append(torch.full((tensor_programs,), number, dtype=torch.int32, device="cpu"))
+            programs += tensor_programs
         device = first.value.device
         self._table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
         self._owners = torch.cat(owners).to(device)
@@ -241,14 +241,14 @@ class AdamWLaunch:
 
     def run(self, scalars: AdamWScalars) -> None:
         """Update all tensors; the host does not wait."""
-        one = scalars
+        step = scalars
         if self._is_dry:
             self._record()
             return
         start_kernel(
             adamw_kernel, (len(self._owners),),
-            self._owners, self._table, self._numbers, seed_of(one.step, 0), one.decay, one.step_size, one.root_factor,
-            one.beta1, 1.0 - one.beta1, one.beta2, 1.0 - one.beta2, one.epsilon, one.scale,
+            self._owners, self._table, self._numbers, seed_of(step.step, 0), step.decay, step.step_size,
+            step.root_factor, step.beta1, 1.0 - step.beta1, step.beta2, 1.0 - step.beta2, step.epsilon, step.scale,
             MASTERS=self._masters, MOMENTS=self._moments, ALIGNED=self._is_aligned, BLOCKS=self._launch.block_rows,
             TILES=PROGRAM_BLOCKS // self._launch.block_rows, num_warps=self._launch.warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -286,7 +286,7 @@ def _width(tensor: AdamWTensor) -> int:
 
 def _is_aligned(tensor: AdamWTensor) -> bool:
     given = tensor.value, tensor.gradient, *tensor.state
-    return _width(tensor) % VALUES == 0 and all(one.data_ptr() % ALIGNMENT == 0 for one in given)
+    return _width(tensor) % VALUES == 0 and all(value.data_ptr() % ALIGNMENT == 0 for value in given)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -354,10 +354,10 @@ def _store_codes(x, codes_ptr, scales_ptr, at, inside, block, is_block, noise_, 
     """Store what `optimizer_state.quantize` returns; values outside of a row are 0."""
     largest = tl.max(tl.abs(x), 1)
     share = tl.abs(x) * tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), tl.maximum(largest, _TINY))[:, None]
-    place = share * _factor(0, DECADES)
+    level = share * _factor(0, DECADES)
     for decade in tl.static_range(1, DECADES):
-        place = tl.minimum(place, share * _factor(decade, DECADES) + _offset(decade))
-    fixed = tl.floor(place * _FRACTION + 0.5).to(tl.int32)
+        level = tl.minimum(level, share * _factor(decade, DECADES) + _offset(decade))
+    fixed = tl.floor(level * _FRACTION + 0.5).to(tl.int32)
     code = (fixed + (noise_ >> (16 - _BITS))) >> _BITS
     if DECADES == _SIGNED:
         code = tl.where((x < 0) & (code > 0), code + 128, code)
@@ -366,9 +366,9 @@ def _store_codes(x, codes_ptr, scales_ptr, at, inside, block, is_block, noise_, 
 
 
 @triton.jit
-def _pointer(entry_ptr, place: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+def _pointer(entry_ptr, field: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """An address of the table."""
-    pointer = tl.load(entry_ptr + place).to(tl.pointer_type(dtype))
+    pointer = tl.load(entry_ptr + field).to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer

@@ -125,9 +125,9 @@ def backend_and_keys(
     is_shared = k_BGSN.shape[1] != heads
     # The efficient backend never has grouped-query heads, and asking torch would only fail.
     if not (is_shared and backend == "efficient"):
-        found = backend_for(q_BHSN, k_BGSN, v_BGSM, scores, backend)
-        if not is_shared or found in _KNOW_SHARED or backend == "math":
-            return found, k_BGSN, v_BGSM
+        chosen_backend = backend_for(q_BHSN, k_BGSN, v_BGSM, scores, backend)
+        if not is_shared or chosen_backend in _KNOW_SHARED or backend == "math":
+            return chosen_backend, k_BGSN, v_BGSM
     k_BHSN, v_BHSM = repeat_kv(k_BGSN, heads), repeat_kv(v_BGSM, heads)
     return backend_for(q_BHSN, k_BHSN, v_BHSM, scores, backend), k_BHSN, v_BHSM
 
@@ -180,19 +180,19 @@ def backward(
     if backend == SDPBackend.EFFICIENT_ATTENTION:
         wanted, (seed, offset) = [True, True, True, False], softmax.rest
         function = aten._scaled_dot_product_efficient_attention_backward
-        found = function(*given, bias, *kept, seed, offset, 0.0, wanted, causal, scale=scale)
+        gradients = function(*given, bias, *kept, seed, offset, 0.0, wanted, causal, scale=scale)
     elif backend == SDPBackend.CUDNN_ATTENTION:
         *lengths, seed, offset, _ = softmax.rest
         function = aten._scaled_dot_product_cudnn_attention_backward
-        found = function(*given, *kept, seed, offset, bias, *lengths, 0.0, causal, scale=scale)
+        gradients = function(*given, *kept, seed, offset, bias, *lengths, 0.0, causal, scale=scale)
     elif do_BHSM.device.type == "cpu":
         function = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = function(*given, *kept, 0.0, causal, attn_mask=bias, scale=scale)
+        gradients = function(*given, *kept, 0.0, causal, attn_mask=bias, scale=scale)
     else:
         *lengths, seed, offset, _ = softmax.rest
         function = aten._scaled_dot_product_flash_attention_backward
-        found = function(*given, *kept, *lengths, 0.0, causal, seed, offset, scale=scale)
-    dq_BHSN, dk_BGSN, dv_BGSM = found[:3]
+        gradients = function(*given, *kept, *lengths, 0.0, causal, seed, offset, scale=scale)
+    dq_BHSN, dk_BGSN, dv_BGSM = gradients[:3]
     return dq_BHSN, dk_BGSN, dv_BGSM
 
 
@@ -251,24 +251,24 @@ def _without_memory(
     if backend != "math" and q_BHSN.dtype.itemsize == 2:
         operands = (q_BHSN, k_BGSN, v_BGSM)
         return aten._scaled_dot_product_cudnn_attention(*operands, mask, True, 0.0, is_causal, False, scale=scale)[0]
-    own = (q_BHSN, *(repeat_kv(x, q_BHSN.shape[1]) for x in (k_BGSN, v_BGSM)))
+    inputs = (q_BHSN, *(repeat_kv(x, q_BHSN.shape[1]) for x in (k_BGSN, v_BGSM)))
     if backend == "math":
-        return aten._scaled_dot_product_attention_math(*own, mask, 0.0, is_causal, scale=scale)[0]
-    return aten._scaled_dot_product_efficient_attention(*own, mask, True, 0.0, is_causal, scale=scale)[0]
+        return aten._scaled_dot_product_attention_math(*inputs, mask, 0.0, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_efficient_attention(*inputs, mask, True, 0.0, is_causal, scale=scale)[0]
 
 
 def attention_with_sinks(
     q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, sinks_H: Tensor, scores: ScoreOptions, backend: str
 ) -> Tensor:
     """Attention with a sink logit for each head; arguments as in `causal_attention`, with heads before positions."""
-    found, k_BGSN, v_BGSM = backend_and_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
-    if found == SDPBackend.MATH:
+    chosen_backend, k_BGSN, v_BGSM = backend_and_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
+    if chosen_backend == SDPBackend.MATH:
         return _by_products(q_BHSN, k_BGSN, v_BGSM, sinks_H, scores)
     heads: tuple[Tensor, ...] = (q_BHSN, k_BGSN, v_BGSM)
-    if found == SDPBackend.FLASH_ATTENTION and q_BHSN.is_cuda:
+    if chosen_backend == SDPBackend.FLASH_ATTENTION and q_BHSN.is_cuda:
         # Flash requires heads of a multiple of 8 columns; zeros do not change the scores.
         heads = tuple(F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in heads)
-    return _WithSinks.apply(*heads, sinks_H, scores, found)[..., : v_BGSM.shape[-1]]
+    return _WithSinks.apply(*heads, sinks_H, scores, chosen_backend)[..., : v_BGSM.shape[-1]]
 
 
 class _WithSinks(torch.autograd.Function):
@@ -287,9 +287,9 @@ class _WithSinks(torch.autograd.Function):
         plain = forward(backend, q_BHSN, k_BGSN, v_BGSM, scores)
         log_sums = torch.logaddexp(plain.log_sums, _beside(sinks_H, plain.log_sums))  # L'
         o_BHSM = plain.o_BHSM.mul_(_by_query((plain.log_sums - log_sums).exp(), plain.o_BHSM))  # o' = o exp(L - L')
-        rest = [one if isinstance(one, Tensor) else None for one in plain.rest]
+        rest = [value if isinstance(value, Tensor) else None for value in plain.rest]
         ctx.save_for_backward(q_BHSN, k_BGSN, v_BGSM, sinks_H, o_BHSM, log_sums, scores.allowed, *rest)
-        ctx.numbers = tuple(None if isinstance(one, Tensor) else one for one in plain.rest)
+        ctx.numbers = tuple(None if isinstance(value, Tensor) else value for value in plain.rest)
         ctx.how = backend, scores.scale
         return o_BHSM
 

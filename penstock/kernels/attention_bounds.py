@@ -69,9 +69,9 @@ def has_kernel(keys: int, values: int) -> bool:
     return all(part == power_of_two(part) and NARROWEST <= part <= WIDEST for part in parts if part) and bool(values)
 
 
-def noted(most: int) -> str:
+def noted(limit: int) -> str:
     """The note of a launch that says how many keys a query sees at most."""
-    return f"{_MOST}{most}"
+    return f"{_MOST}{limit}"
 
 
 def most_of(notes: Sequence[str]) -> int:

@@ -63,10 +63,10 @@ def _launches(target: str) -> Mapping[str, AttentionLaunches]:
     }
 
 
-def launches_for(target: str, width: int, most: int) -> AttentionLaunches:
-    """The launches of a chip for keys of this width, of which a query sees `most`."""
+def launches_for(target: str, width: int, key_limit: int) -> AttentionLaunches:
+    """The launches of a chip for keys of this width, of which a query sees `key_limit`."""
     launches = _launches(target)
-    name = "latent" if width > 128 else "narrow" if most <= NARROW else "wide"
+    name = "latent" if width > 128 else "narrow" if key_limit <= NARROW else "wide"
     return launches.get(name, launches["wide"])
 
 
@@ -219,15 +219,15 @@ def _load(ptr, line_S, width: tl.constexpr, inside_S, MASKED: tl.constexpr):
 
 @triton.jit
 def _load_keys(
-    source, place, start, head, first: tl.constexpr, width: tl.constexpr, G: tl.constexpr, end: tl.constexpr, inside_K,
+    source, begin, start, head, first: tl.constexpr, width: tl.constexpr, G: tl.constexpr, end: tl.constexpr, inside_K,
     MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values from `start` on of a row that begins at position `place`: some columns of a head."""
+    """Keys or values from `start` on of a row that begins at `begin`: some columns of a head."""
     if DESCRIPTORS:
-        block = source.load([place + start, head * end + first])
+        block = source.load([begin + start, head * end + first])
     else:
         line_K = tl.arange(0, inside_K.shape[0]) * (G * end)
-        ptr = source + (place + start).to(tl.int64) * (G * end) + head * end + first
+        ptr = source + (begin + start).to(tl.int64) * (G * end) + head * end + first
         block = _load(ptr, line_K, width, inside_K, MASKED)
     return block
 
@@ -242,12 +242,12 @@ def _scores(q1, q2, k1, k2, N2: tl.constexpr):
 
 
 @triton.jit
-def _key_blocks(first_ptr, place, end, offset, BLOCK_K: tl.constexpr):
-    """Blocks of keys of the queries `place` to `end` - 1: first key, borders before, first and end of whole, behind."""
-    lowest, highest = tl.load(first_ptr + place), tl.load(first_ptr + end - 1)
+def _key_blocks(first_ptr, query, end, offset, BLOCK_K: tl.constexpr):
+    """Blocks of keys of the queries `query` to `end` - 1: first key, borders before, first and end of whole, behind."""
+    lowest, highest = tl.load(first_ptr + query), tl.load(first_ptr + end - 1)
     begin = lowest // BLOCK_K * BLOCK_K
     whole = tl.cdiv(highest, BLOCK_K) * BLOCK_K
-    stop = tl.maximum((place + offset + 1) // BLOCK_K * BLOCK_K, whole)
+    stop = tl.maximum((query + offset + 1) // BLOCK_K * BLOCK_K, whole)
     behind = tl.cdiv(tl.maximum(end + offset - stop, 0), BLOCK_K)
     return begin, (whole - begin) // BLOCK_K, whole, stop, behind
 
@@ -293,10 +293,10 @@ def attention_kernel(
     """One block of positions of some heads of a group, and the keys that they see."""
     N: tl.constexpr = N1 + N2
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(0) * HEADS
-    place = (tl.num_programs(1) - 1 - tl.program_id(1)) * (BLOCK_Q // HEADS)  # the longest first
+    position = (tl.num_programs(1) - 1 - tl.program_id(1)) * (BLOCK_Q // HEADS)  # the longest first
     index_Q = tl.arange(0, BLOCK_Q)
-    place_Q, head_Q = place + index_Q // HEADS, head + index_Q % HEADS
-    corner, line_Q = (row * queries + place) * H + head, index_Q // HEADS * H + index_Q % HEADS
+    place_Q, head_Q = position + index_Q // HEADS, head + index_Q % HEADS
+    corner, line_Q = (row * queries + position) * H + head, index_Q // HEADS * H + index_Q % HEADS
     inside_Q, offset = place_Q < queries, keys - queries
     group, row_place = head // (H // G), tl.program_id(2) * keys
     first_ptr += row * first_stride
@@ -312,8 +312,8 @@ def attention_kernel(
         sum_Q += 1.0
     o_QM = tl.zeros([BLOCK_Q, M], tl.float32)
     scale2 = scale * _LOG2E
-    end = tl.minimum(place + BLOCK_Q // HEADS, queries)
-    begin, before, whole, stop, behind = _key_blocks(first_ptr, place, end, offset, BLOCK_K)
+    end = tl.minimum(position + BLOCK_Q // HEADS, queries)
+    begin, before, whole, stop, behind = _key_blocks(first_ptr, position, end, offset, BLOCK_K)
     for start in range(whole, stop, BLOCK_K):
         o_QM, most_Q, sum_Q = _attended(
             o_QM, most_Q, sum_Q, q1, q2, k, k_rest, v, row_place, group, start, keys, place_Q + offset, first_Q, scale2,
@@ -367,10 +367,10 @@ def attention_query_gradient_kernel(
     """One block of positions of some heads of a group: delta = do . o and dq."""
     N: tl.constexpr = N1 + N2
     row, head = tl.program_id(2).to(tl.int64), tl.program_id(0) * HEADS
-    place = (tl.num_programs(1) - 1 - tl.program_id(1)) * (BLOCK_Q // HEADS)
+    position = (tl.num_programs(1) - 1 - tl.program_id(1)) * (BLOCK_Q // HEADS)
     index_Q = tl.arange(0, BLOCK_Q)
-    place_Q, head_Q = place + index_Q // HEADS, head + index_Q % HEADS
-    corner, line_Q = (row * queries + place) * H + head, index_Q // HEADS * H + index_Q % HEADS
+    place_Q, head_Q = position + index_Q // HEADS, head + index_Q % HEADS
+    corner, line_Q = (row * queries + position) * H + head, index_Q // HEADS * H + index_Q % HEADS
     inside_Q, offset = place_Q < queries, keys - queries
     group, row_place = head // (H // G), tl.program_id(2) * keys
     first_ptr += row * first_stride
@@ -388,8 +388,8 @@ def attention_query_gradient_kernel(
         q2 = _load(q_ptr + corner * N + N1, line_Q * N, N2, inside_Q, True)
         dq2 = tl.zeros([BLOCK_Q, N2], tl.float32)
     first_Q = tl.load(first_ptr + place_Q, mask=inside_Q, other=0)
-    end = tl.minimum(place + BLOCK_Q // HEADS, queries)
-    begin, before, whole, stop, behind = _key_blocks(first_ptr, place, end, offset, BLOCK_K)
+    end = tl.minimum(position + BLOCK_Q // HEADS, queries)
+    begin, before, whole, stop, behind = _key_blocks(first_ptr, position, end, offset, BLOCK_K)
     scale2 = scale * _LOG2E
     for start in range(whole, stop, BLOCK_K):
         dq1, dq2 = _query_gradient(
@@ -411,22 +411,22 @@ def attention_query_gradient_kernel(
 
 @triton.jit
 def _key_gradient(
-    dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, row_place, head, place,
+    dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, row_place, head, position,
     queries, offset, scale, H: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, M: tl.constexpr, BLOCK_Q: tl.constexpr,
     HEADS: tl.constexpr, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys, without the factor `scale`, and values, with one more block of queries."""
     N: tl.constexpr = N1 + N2
     index_Q = tl.arange(0, BLOCK_Q)
-    place_Q, head_Q = place + index_Q // HEADS, head + index_Q % HEADS
+    place_Q, head_Q = position + index_Q // HEADS, head + index_Q % HEADS
     inside_Q, number_Q = place_Q < queries, head_Q * queries + place_Q
     if DESCRIPTORS:
-        q1, do_QM = q.load([row_place + place, head * N]), do.load([row_place + place, head * M])
+        q1, do_QM = q.load([row_place + position, head * N]), do.load([row_place + position, head * M])
         q2 = q1
         if N2 > 0:
-            q2 = q_rest.load([row_place + place, head * N + N1])
+            q2 = q_rest.load([row_place + position, head * N + N1])
     else:
-        corner, line_Q = (row_place + place).to(tl.int64) * H + head, index_Q // HEADS * H + index_Q % HEADS
+        corner, line_Q = (row_place + position).to(tl.int64) * H + head, index_Q // HEADS * H + index_Q % HEADS
         q1 = _load(q + corner * N, line_Q * N, N1, inside_Q, MASKED)
         do_QM = _load(do + corner * M, line_Q * M, M, inside_Q, MASKED)
         q2 = q1
@@ -487,18 +487,18 @@ def attention_key_gradient_kernel(
     scale2 = scale * _LOG2E
     head = group * (H // G)
     for turn in range(blocks * (H // G // HEADS)):
-        place = whole + turn % blocks * PLACES
+        position = whole + turn % blocks * PLACES
         dk1, dk2, dv_KM = _key_gradient(
             dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, row_place,
-            head + turn // blocks * HEADS, place, queries, offset, scale2, H, N1, N2, M, BLOCK_Q, HEADS, False,
+            head + turn // blocks * HEADS, position, queries, offset, scale2, H, N1, N2, M, BLOCK_Q, HEADS, False,
             DESCRIPTORS,
         )  # fmt: skip
     for turn in range(borders * (H // G // HEADS)):
         block = turn % borders
-        place = tl.where(block < before, start + block * PLACES, stop + (block - before) * PLACES)
+        position = tl.where(block < before, start + block * PLACES, stop + (block - before) * PLACES)
         dk1, dk2, dv_KM = _key_gradient(
             dk1, dk2, dv_KM, k1, k2, v_KM, key_K, q, q_rest, do, sums_ptr, delta_ptr, first_ptr, row_place,
-            head + turn // borders * HEADS, place, queries, offset, scale2, H, N1, N2, M, BLOCK_Q, HEADS, True,
+            head + turn // borders * HEADS, position, queries, offset, scale2, H, N1, N2, M, BLOCK_Q, HEADS, True,
             DESCRIPTORS,
         )  # fmt: skip
     dk_ptrs = dk_ptr + corner * N + (line_K * N)[:, None]

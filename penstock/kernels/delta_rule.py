@@ -70,7 +70,7 @@ def recurrent_delta_rule(
     """
     q, k, v, g, beta = _wide(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH)
     state_BHNM = v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1])
-    found = []
+    outputs = []
     for position in range(v.shape[1]):
         if documents_BS is not None and position > 0:
             stays_B = documents_BS[:, position] == documents_BS[:, position - 1]
@@ -79,8 +79,8 @@ def recurrent_delta_rule(
         k_BHN1 = k[:, position, ..., None]
         written_BHM = beta[:, position, :, None] * (v[:, position] - (state_BHNM * k_BHN1).sum(-2))
         state_BHNM = state_BHNM + k_BHN1 * written_BHM[:, :, None]
-        found.append((state_BHNM * q[:, position, ..., None]).sum(-2))
-    return torch.stack(found, dim=1).to(v_BSHM.dtype)
+        outputs.append((state_BHNM * q[:, position, ..., None]).sum(-2))
+    return torch.stack(outputs, dim=1).to(v_BSHM.dtype)
 
 
 def chunked_delta_rule(
@@ -97,7 +97,7 @@ def chunked_delta_rule(
     by_channel, positions = g_BSH.ndim == 4, v_BSHM.shape[1]
     chunk = chunk or (CHANNEL_CHUNK if by_channel else CHUNK)
     padding = -positions % chunk
-    q, k, v, g, beta = (_in_chunks(one, chunk, padding) for one in _wide(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH))
+    q, k, v, g, beta = (_in_chunks(tensor, chunk, padding) for tensor in _wide(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH))
     same_BIJJ, carries_BIJ = _of_one_document(documents_BS, v_BSHM, chunk, padding)
     c_BHIJN = g.cumsum(-2)  # N is 1 for a decay of the whole head
     # Decay from position j to i, for pairs of one document with j at most i.
@@ -115,12 +115,12 @@ def chunked_delta_rule(
     # To the last position of the chunk, from those of its document.
     left_k, kept = decay[..., -1, :, :] * k, carried[..., -1, :]
     state = v.new_zeros(*v.shape[:2], q.shape[-1], v.shape[-1])
-    found = []
+    outputs = []
     for number in range(v.shape[2]):
         values = u[:, :, number] - w[:, :, number] @ state
-        found.append((carried * q)[:, :, number] @ state + read[:, :, number] @ values)
+        outputs.append((carried * q)[:, :, number] @ state + read[:, :, number] @ values)
         state = kept[:, :, number, :, None] * state + left_k[:, :, number].mT @ values
-    o_BHSM = torch.stack(found, dim=2).flatten(2, 3)[:, :, :positions]
+    o_BHSM = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :positions]
     return o_BHSM.transpose(1, 2).to(v_BSHM.dtype)
 
 
@@ -130,7 +130,7 @@ def _wide(
     """In float32 at least, with a query and a key for each value head; a decay of heads gets a last dim of 1."""
     dtype = torch.promote_types(v_BSHM.dtype, torch.float32)
     shared = v_BSHM.shape[2] // q_BSGN.shape[2]
-    q, k = (one.to(dtype).repeat_interleave(shared, dim=2) for one in (q_BSGN, k_BSGN))
+    q, k = (tensor.to(dtype).repeat_interleave(shared, dim=2) for tensor in (q_BSGN, k_BSGN))
     g = (g_BSH if g_BSH.ndim == 4 else g_BSH[..., None]).to(dtype)
     return q, k, v_BSHM.to(dtype), g, beta_BSH.to(dtype)
 

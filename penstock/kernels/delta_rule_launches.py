@@ -152,7 +152,7 @@ def delta_rule_by_kernels(
         q_BSGN.shape == k_BSGN.shape and v_BSHM.shape[2] % q_BSGN.shape[2] == 0 and beta_BSH.shape == v_BSHM.shape[:3]
     )
     if not fits or g_BSH.shape not in (beta_BSH.shape, (*beta_BSH.shape, q_BSGN.shape[-1])):
-        got = ", ".join(f"{tuple(one.shape)}" for one in (q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH))
+        got = ", ".join(f"{tuple(tensor.shape)}" for tensor in (q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH))
         raise KernelError("delta_rule: heads and positions do not fit", got=got)
     rule = _ChannelDeltaRule if g_BSH.ndim == 4 else _DeltaRule
     o_BSHM: Tensor = rule.apply(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, chunk)
@@ -234,7 +234,7 @@ class _DeltaRule(torch.autograd.Function):
             k_BSGN, v_BSHM, beta_BSH, c_BSH, carried_BSH, t_BSHJ, documents_BS, dd_BSHM, dw_BSHN, dk_BSHN, dc_BSH,
             dv_BSHM, dg_BSH, dbeta_BSH, positions, **sizes.launch("write backward"),
         )  # fmt: skip
-        dq_BSGN, dk_BSGN = (_of_key_heads(one, sizes, k_BSGN.dtype) for one in (dq_BSHN, dk_BSHN))
+        dq_BSGN, dk_BSGN = (_of_key_heads(gradient, sizes, k_BSGN.dtype) for gradient in (dq_BSHN, dk_BSHN))
         return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSH, dbeta_BSH, None, None
 
 
@@ -338,7 +338,7 @@ class _ChannelDeltaRule(torch.autograd.Function):
             dwritten_BSHN, carried_BIHN, dk_BSHN, dg_BSHN, marks, pairs, positions, chunks,
             **sizes.launch("channel key backward"), LEVELS=sizes.levels,
         )  # fmt: skip
-        dq_BSGN, dk_BSGN = (_of_key_heads(one, sizes, k_BSGN.dtype) for one in (dq_BSHN, dk_BSHN))
+        dq_BSGN, dk_BSGN = (_of_key_heads(gradient, sizes, k_BSGN.dtype) for gradient in (dq_BSHN, dk_BSHN))
         return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSHN, dbeta_BSH, None, None
 
 
@@ -383,8 +383,8 @@ def _prepared(
     q_BSGN: Tensor, k_BSGN: Tensor, v_BSHM: Tensor, g_BSH: Tensor, beta_BSH: Tensor, documents_BS: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Contiguous; queries and keys in the dtype of v, decays and beta in float32."""
-    q_BSGN, k_BSGN, v_BSHM = (one.to(v_BSHM.dtype).contiguous() for one in (q_BSGN, k_BSGN, v_BSHM))
-    g_BSH, beta_BSH = (one.float().contiguous() for one in (g_BSH, beta_BSH))
+    q_BSGN, k_BSGN, v_BSHM = (tensor.to(v_BSHM.dtype).contiguous() for tensor in (q_BSGN, k_BSGN, v_BSHM))
+    g_BSH, beta_BSH = (tensor.float().contiguous() for tensor in (g_BSH, beta_BSH))
     return q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, None if documents_BS is None else documents_BS.contiguous()
 
 

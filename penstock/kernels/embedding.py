@@ -64,16 +64,16 @@ def sum_runs_kernel(
     token_id = tl.load(ids_ptr + first)
     is_later = token_id == tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)  # the run began before this block
     total_D = tl.zeros([BLOCK_D], tl.float32)
-    for place in range(first, tl.minimum(first + BLOCK_T, count)):
-        row = tl.load(order_ptr + place)
+    for position in range(first, tl.minimum(first + BLOCK_T, count)):
+        row = tl.load(order_ptr + position)
         total_D += tl.load(drows_ptr + row * D + column_D, mask=inside, other=0.0).to(tl.float32)
-        following = tl.load(ids_ptr + place + 1, mask=place + 1 < count, other=-1)
+        following = tl.load(ids_ptr + position + 1, mask=position + 1 < count, other=-1)
         is_end = following != token_id
         is_whole = is_end & (is_later == 0)
         sum_ptrs = sums_ptr + token_id * D + column_D
         sum_D = tl.load(sum_ptrs, mask=inside & is_whole, other=0.0).to(tl.float32) + total_D
         tl.store(sum_ptrs, sum_D.to(sums_ptr.dtype.element_ty), mask=inside & is_whole)
-        is_part = (is_end | (place + 1 == first + BLOCK_T)) & (is_whole == 0)
+        is_part = (is_end | (position + 1 == first + BLOCK_T)) & (is_whole == 0)
         part = 2 * block + tl.where(is_later, 0, 1)
         tl.store(parts_ptr + part.to(tl.int64) * D + column_D, total_D, mask=inside & is_part)
         total_D = tl.where(is_end, 0.0, total_D)

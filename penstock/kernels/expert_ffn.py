@@ -125,16 +125,16 @@ class _ExpertFfn(torch.autograd.Function):
     ) -> Tensor:
         kernels = extras.kernels
         rows = len(x_ND if index_R is None else index_R)
-        tiles, place = extras.prepare(kernels.tile_table, counts_e, rows, x_ND)
+        tiles, destination = extras.prepare(kernels.tile_table, counts_e, rows, x_ND)
         matrices, biases = (gate_up_eFD, down_eDF), (gate_up_bias_eF, down_bias_eD)
         (gate_up, down), (gate_up_bias, down_bias) = extras.fetch(matrices, biases, counts_e)
-        options = {"bias_eF": gate_up_bias, "tiles": tiles} | ({} if place is None else {"keep": place})
+        options = {"bias_eF": gate_up_bias, "tiles": tiles} | ({} if destination is None else {"keep": destination})
         gate_up_RF = kernels.forward(x_ND, gate_up, counts_e, index_R, **options)
         used = None if tiles is None else tiles.used
-        h_RF = kernels.swiglu(gate_up_RF if place is None else place, weights_R, extras.rule, used=used)
+        h_RF = kernels.swiglu(gate_up_RF if destination is None else destination, weights_R, extras.rule, used=used)
         saved_RF = None if extras.recompute else gate_up_RF  # saved for backward: the whole buffer, if there is one
         del gate_up_RF  # freed before the second product if it is recomputed
-        first = None if place is None else place.first
+        first = None if destination is None else destination.first
         ctx.save_for_backward(x_ND, *matrices, counts_e, weights_R, index_R, *biases, saved_RF, first)
         ctx.extras, ctx.tiles = extras, tiles
         return kernels.forward(h_RF, down, counts_e, None, bias_eF=down_bias, weights_R=weights_R, tiles=tiles)

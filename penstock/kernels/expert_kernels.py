@@ -65,8 +65,8 @@ def _swiglu_in_torch(gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertR
 def _swiglu_backward_in_torch(
     gate_up_RF: Tensor, weights_R: Tensor | None, dh_RF: Tensor, rule: ExpertRule, *, recompute: bool, used: object
 ) -> SwigluGradients:
-    found = SwigluGradients(*reference.swiglu_gradients(gate_up_RF, weights_R, dh_RF, rule))
-    return found if recompute else found._replace(h_RF=None)
+    gradients = SwigluGradients(*reference.swiglu_gradients(gate_up_RF, weights_R, dh_RF, rule))
+    return gradients if recompute else gradients._replace(h_RF=None)
 
 
 def _in_torch(

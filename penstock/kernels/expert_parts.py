@@ -65,12 +65,12 @@ class ExpertOptions:
         """Of both matrices and both biases, None where there is none."""
         return (*self.given_sums, *[None] * (4 - len(self.given_sums)))
 
-    def sum_of(self, place: int) -> Tensor | SlottedWeight | None:
+    def sum_of(self, index: int) -> Tensor | SlottedWeight | None:
         """The sum that the gradient of a matrix is added to; with replicas also zeros for theirs."""
-        total = self.sums[place]
+        total = self.sums[index]
         if self.replicas is None:
             return total
-        return SlottedWeight(total, self.replicas.gradient_sums(place, self.parameters[place]))
+        return SlottedWeight(total, self.replicas.gradient_sums(index, self.parameters[index]))
 
     def fetch(
         self, matrices: tuple[Tensor, Tensor], biases: tuple[Tensor | None, Tensor | None], counts_e: Tensor
@@ -83,7 +83,7 @@ class ExpertOptions:
         if given:
             wait()
             is_empty_X1 = (counts_e[len(matrices[0]) :] == 0)[:, None]  # the bias of an empty slot may be NaN
-            given = [torch.cat((one, new.masked_fill(is_empty_X1, 0))) for one, new in zip(given, came, strict=True)]
+            given = [torch.cat((bias, new.masked_fill(is_empty_X1, 0))) for bias, new in zip(given, came, strict=True)]
         slotted = [SlottedWeight(matrices[GATE_UP], gate_up, wait), SlottedWeight(matrices[DOWN], down, wait)]
         return slotted, [None if bias is None else given.pop(0) for bias in biases]
 
@@ -182,53 +182,53 @@ def bias_gradients(
         total if replicas is None or bias is None else bias.new_zeros(bias.shape, dtype=torch.float32)
         for bias, total in zip(biases, sums, strict=True)
     ]
-    found: list[Tensor | None] = [None, None]
+    gradients: list[Tensor | None] = [None, None]
     if biases[GATE_UP] is not None:
-        found[GATE_UP] = gradient(d_gate_up_RF, counts_e, accumulate_into=given[GATE_UP])
+        gradients[GATE_UP] = gradient(d_gate_up_RF, counts_e, accumulate_into=given[GATE_UP])
     if (bias_eD := biases[DOWN]) is not None:
         weights_R, dweights_R = weights
         weighted = None if weights_R is None or dweights_R is None else WeightedBias(bias_eD, weights_R, dweights_R)
-        found[DOWN] = gradient(dy_RD.contiguous(), counts_e, weighted, accumulate_into=given[DOWN])
-    if replicas is not None and (there := [one for one in found if one is not None]):
-        own = len(counts_e) - replicas.slots
-        replicas.give_back(len(biases), [one[own:] for one in there], [one[:own] for one in there])
-        for place, bias in enumerate(biases):
-            one, total = found[place], sums[place]
-            if one is not None and bias is not None:
-                found[place] = one[:own].to(bias.dtype) if total is None else total.add_(one[:own])
-    return [None if total is not None else one for one, total in zip(found, sums, strict=True)]
+        gradients[DOWN] = gradient(dy_RD.contiguous(), counts_e, weighted, accumulate_into=given[DOWN])
+    if replicas is not None and (there := [entry for entry in gradients if entry is not None]):
+        count = len(counts_e) - replicas.slots
+        replicas.give_back(len(biases), [entry[count:] for entry in there], [entry[:count] for entry in there])
+        for index, bias in enumerate(biases):
+            value, total = gradients[index], sums[index]
+            if value is not None and bias is not None:
+                gradients[index] = value[:count].to(bias.dtype) if total is None else total.add_(value[:count])
+    return [None if total is not None else entry for entry, total in zip(gradients, sums, strict=True)]
 
 
 def no_tile_table(counts_e: Tensor, rows: int) -> None:
     """Stand-in for `tile_table`: only Triton's products share one."""
 
 
-def put_gradient(make: Callable[..., Any], place: int, options: ExpertOptions) -> Tensor | None:
+def put_gradient(make: Callable[..., Any], index: int, options: ExpertOptions) -> Tensor | None:
     """Compute the gradient of a matrix now and return it for autograd, or defer it by `options.put_off`.
 
     `make` takes `accumulate_into`. If there is a float32 sum, the gradient is added to it and nothing is returned. A
     deferred gradient without a sum goes to the parameter's own `.grad`.
     """
-    total, parameter, replicas = options.sums[place], options.parameters[place], options.replicas
+    total, parameter, replicas = options.sums[index], options.parameters[index], options.replicas
 
     def now() -> Tensor:
-        found = make(accumulate_into=options.sum_of(place))
+        result = make(accumulate_into=options.sum_of(index))
         if replicas is None:
-            whole: Tensor = found
+            whole: Tensor = result
             return whole
-        replicas.give_back(place, [found.slots], [found.own], aside=total is not None)
-        own: Tensor = found.own
-        return own
+        replicas.give_back(index, [result.slots], [result.own], aside=total is not None)
+        local_gradient: Tensor = result.own
+        return local_gradient
 
     def late() -> None:
-        found = now()
+        deferred_gradient = now()
         if total is None:  # Through the parameter's own hooks, as in any backward pass.
-            parameter.view_as(parameter).backward(found)
+            parameter.view_as(parameter).backward(deferred_gradient)
 
     if options.put_off is not None and options.put_off(late):
         return None
-    found = now()
-    return found if total is None else None
+    gradient = now()
+    return gradient if total is None else None
 
 
 def sum_over_places(

@@ -69,7 +69,7 @@ def in_parts(values: Tensor, dim: int, places: Sequence[slice]) -> Tensor:
     is exact unless the last bits are below bfloat16's smallest number.
     """
     six = values.new_empty((*values.shape[:dim], 2 * PARTS, *values.shape[dim:]), dtype=torch.bfloat16)
-    first, second, third = (six[(slice(None),) * dim + (place,)] for place in places)
+    first, second, third = (six[(slice(None),) * dim + (position,)] for position in places)
     values = values.unsqueeze(dim)
     first.copy_(values)  # rounds to bfloat16
     rest = values - first.narrow(dim, 0, 1)  # exact in float32

@@ -74,9 +74,9 @@ def gram_kernel(
     tl.assume(steps > 0)
     for tile in tl.range(tl.program_id(0), count * half, tl.num_programs(0), flatten=True):
         matrix = tile // half
-        place = tile % half
-        column = ((tl.sqrt_rn(8.0 * place + 1.0) - 1.0) / 2).to(tl.int32)
-        row = place - column * (column + 1) // 2
+        index = tile % half
+        column = ((tl.sqrt_rn(8.0 * index + 1.0) - 1.0) / 2).to(tl.int32)
+        row = index - column * (column + 1) // 2
         sums = tl.zeros((BLOCK, BLOCK), tl.float32)
         for step in range(steps):
             left = _load(x, matrix, row * BLOCK, step * DEPTH, rows, depth, BLOCK, DEPTH, DESCRIPTORS)
@@ -115,12 +115,12 @@ def _store(
         column += along // 2
         _store(y, turned, addend_ptr, matrix, row, column, rows, right, factors, HALF, DESCRIPTORS)
     else:
-        place, across = row + tl.arange(0, down), column + tl.arange(0, along)
-        inside = (place < rows)[:, None] & (across < rows)[None, :]
+        position, across = row + tl.arange(0, down), column + tl.arange(0, along)
+        inside = (position < rows)[:, None] & (across < rows)[None, :]
         start = matrix.to(tl.int64) * rows * rows
         sums *= factors[0]
         if addend_ptr is not None:
-            addend_ptrs = addend_ptr + start + place[:, None] * rows + across[None, :]
+            addend_ptrs = addend_ptr + start + position[:, None] * rows + across[None, :]
             sums += factors[1] * tl.load(addend_ptrs, mask=inside, other=0).to(tl.float32)
         if DESCRIPTORS:
             result = sums.to(y.dtype)
@@ -128,5 +128,5 @@ def _store(
             turned.store([matrix, column, row], result.T.reshape(1, along, down))
         else:
             result = sums.to(y.dtype.element_ty)
-            tl.store(y + start + place[:, None] * rows + across[None, :], result, mask=inside)
-            tl.store(y + start + across[:, None] * rows + place[None, :], result.T, mask=inside.T)
+            tl.store(y + start + position[:, None] * rows + across[None, :], result, mask=inside)
+            tl.store(y + start + across[:, None] * rows + position[None, :], result.T, mask=inside.T)

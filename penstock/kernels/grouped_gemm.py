@@ -159,13 +159,13 @@ def grouped_gemm_weight_gradient(
         assert tiles is not None and tiles.parts is not None, "gradients in two places need tables of both"
         if index_R is not None:  # the rows are copied once for both
             x_RD, index_R = gather_rows(x_RD, index_R, tiles.used), None
-        found = [
+        sums = [
             grouped_gemm_weight_gradient(
                 dy_RF, x_RD, counts_e[part.experts], accumulate_into=part.weight, tiles=part.tiles
             )
             for part in weight_parts(accumulate_into, tiles)
         ]
-        return SlottedWeight(found[0], accumulate_into.slots)
+        return SlottedWeight(sums[0], accumulate_into.slots)
     if accumulate_into is not None:
         _check("weight gradient's sum", counts_e, None, torch.float32, accumulate_into=(accumulate_into, shape))
         dw_eFD = accumulate_into

@@ -77,13 +77,13 @@ def store_rows(
         store_rows(y, start, end, row, column, columns, left, BLOCK_ROWS, HALF, PIECES // 2, DESCRIPTORS)
         store_rows(y, start, end, row, column + HALF, columns, right, BLOCK_ROWS, HALF, PIECES // 2, DESCRIPTORS)
     elif DESCRIPTORS:
-        span, end, place = ragged(end, end - start, row)
-        y.store([span, end, place, column], result.reshape(1, 1, BLOCK_ROWS, BLOCK_COLUMNS))
+        span, end, position = ragged(end, end - start, row)
+        y.store([span, end, position, column], result.reshape(1, 1, BLOCK_ROWS, BLOCK_COLUMNS))
     else:
-        place = start + row + tl.arange(0, BLOCK_ROWS)
+        position = start + row + tl.arange(0, BLOCK_ROWS)
         across = column + tl.arange(0, BLOCK_COLUMNS)
-        inside = (place < end)[:, None] & (across < columns)[None, :]
-        tl.store(y + place.to(tl.int64)[:, None] * columns + across[None, :], result, mask=inside)
+        inside = (position < end)[:, None] & (across < columns)[None, :]
+        tl.store(y + position.to(tl.int64)[:, None] * columns + across[None, :], result, mask=inside)
 
 
 @triton.jit
@@ -169,11 +169,11 @@ def rows_kernel(
         expert, start, end, row, column = locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS, GROUP)
         column *= BLOCK_COLUMNS
         if GATHER or not DESCRIPTORS:
-            place = start + row + tl.arange(0, BLOCK_ROWS)
+            position = start + row + tl.arange(0, BLOCK_ROWS)
             # Past the expert's last row any row does: its product is never written. Each takes the one a block before,
             # since one row for all made two programs that gather skewed loads a fifth slower (docs/decisions/0102).
-            place = tl.where(place < end, place, tl.maximum(place - BLOCK_ROWS, 0))
-            source = tl.load(index_ptr + place).to(tl.int32) if GATHER else place.to(tl.int64)
+            position = tl.where(position < end, position, tl.maximum(position - BLOCK_ROWS, 0))
+            source = tl.load(index_ptr + position).to(tl.int32) if GATHER else position.to(tl.int64)
             x_rows = source[:, None] * depth
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for step in tl.range(steps):
@@ -277,8 +277,8 @@ def _load_bias(
     across = column + tl.arange(0, BLOCK_COLUMNS)
     bias = tl.load(bias_ptr + expert * columns + across, mask=across < columns, other=0).to(tl.float32)[None, :]
     if weights_ptr is not None:
-        place = row + tl.arange(0, BLOCK_ROWS)
-        bias = bias * tl.load(weights_ptr + place, mask=place < end, other=0)[:, None]
+        position = row + tl.arange(0, BLOCK_ROWS)
+        bias = bias * tl.load(weights_ptr + position, mask=position < end, other=0)[:, None]
     return bias
 
 
@@ -289,8 +289,8 @@ def _load_depths(
 ):  # fmt: skip
     """Load an expert's rows from `first` on, which are contracted over; zeros past its last."""
     if DESCRIPTORS:
-        span, end, place = ragged(start + count, count, first)
-        block = x.load([span, end, place, column]).reshape(BLOCK_DEPTH, BLOCK_COLUMNS)
+        span, end, position = ragged(start + count, count, first)
+        block = x.load([span, end, position, column]).reshape(BLOCK_DEPTH, BLOCK_COLUMNS)
     else:
         source = start + first + tl.arange(0, BLOCK_DEPTH)
         block = _load_rows(x, source, count - first, column, columns, BLOCK_DEPTH, BLOCK_COLUMNS)
@@ -308,5 +308,5 @@ def _load_rows(x, source, count, column, columns, BLOCK_ROWS: tl.constexpr, BLOC
 @triton.jit
 def _load_index(index_ptr, start, count, first, BLOCK_DEPTH: tl.constexpr):
     """Source of an expert's rows from `first` on; past its last row that of the last; 0 for an expert without rows."""
-    place = tl.minimum(first + tl.arange(0, BLOCK_DEPTH), count - 1)
-    return tl.load(index_ptr + start + place, mask=place >= 0, other=0).to(tl.uint32)
+    position = tl.minimum(first + tl.arange(0, BLOCK_DEPTH), count - 1)
+    return tl.load(index_ptr + start + position, mask=position >= 0, other=0).to(tl.uint32)

@@ -115,10 +115,10 @@ def unit_length_kernel(
     x_ptr, y_ptr, heads, scale, epsilon, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Some heads. Example: [3, 4] with scale 2 gives [1.2, 1.6]."""
-    place, inside = _tile(tl.program_id(0), heads, D, BLOCK_T, BLOCK_D)
-    x_TD = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    offset, inside = _tile(tl.program_id(0), heads, D, BLOCK_T, BLOCK_D)
+    x_TD = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     factor_T = scale * tl.rsqrt(tl.sum(x_TD * x_TD, 1) + epsilon)
-    tl.store(y_ptr + place, (x_TD * factor_T[:, None]).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + offset, (x_TD * factor_T[:, None]).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -126,13 +126,13 @@ def unit_length_backward_kernel(
     x_ptr, dy_ptr, dx_ptr, heads, scale, epsilon, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Some heads: dx = s r (dy - x r**2 sum(x dy))."""
-    place, inside = _tile(tl.program_id(0), heads, D, BLOCK_T, BLOCK_D)
-    x_TD = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    dy_TD = tl.load(dy_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    offset, inside = _tile(tl.program_id(0), heads, D, BLOCK_T, BLOCK_D)
+    x_TD = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    dy_TD = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     inverse_T = tl.rsqrt(tl.sum(x_TD * x_TD, 1) + epsilon)
     along_T = inverse_T * inverse_T * tl.sum(x_TD * dy_TD, 1)
     dx_TD = (scale * inverse_T)[:, None] * (dy_TD - x_TD * along_T[:, None])
-    tl.store(dx_ptr + place, dx_TD.to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(dx_ptr + offset, dx_TD.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -141,17 +141,17 @@ def gated_norm_kernel(
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, IS_SILU: tl.constexpr,
 ):  # fmt: skip
     """Some heads. Example: [3, 4] with gates of 0 for a sigmoid and weights of 1 gives half of [3, 4] / sqrt(12.5)."""
-    place, inside = _tile(tl.program_id(0), heads, D, BLOCK_T, BLOCK_D)
+    offset, inside = _tile(tl.program_id(0), heads, D, BLOCK_T, BLOCK_D)
     column_D = tl.arange(0, BLOCK_D)
     weight_D = tl.load(weight_ptr + column_D, mask=column_D < D, other=0.0).to(tl.float32)
-    o_TD = tl.load(o_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    gate_TD = tl.load(gate_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    o_TD = tl.load(o_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    gate_TD = tl.load(gate_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     inverse_T = tl.rsqrt(tl.sum(o_TD * o_TD, 1) / D + epsilon)
     active_TD = tl.sigmoid(gate_TD)
     if IS_SILU:
         active_TD *= gate_TD
     y_TD = o_TD * inverse_T[:, None] * weight_D[None, :] * active_TD
-    tl.store(y_ptr + place, y_TD.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + offset, y_TD.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -164,10 +164,10 @@ def gated_norm_backward_kernel(
     weight_D = tl.load(weight_ptr + column_D, mask=column_D < D, other=0.0).to(tl.float32)
     dweight_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for number in range(TILES):
-        place, inside = _tile(tl.program_id(0) * TILES + number, heads, D, BLOCK_T, BLOCK_D)
-        o_TD = tl.load(o_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        gate_TD = tl.load(gate_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        dy_TD = tl.load(dy_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        offset, inside = _tile(tl.program_id(0) * TILES + number, heads, D, BLOCK_T, BLOCK_D)
+        o_TD = tl.load(o_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        gate_TD = tl.load(gate_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        dy_TD = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         inverse_T = tl.rsqrt(tl.sum(o_TD * o_TD, 1) / D + epsilon)
         normed_TD = o_TD * inverse_T[:, None]
         sigmoid_TD = tl.sigmoid(gate_TD)
@@ -178,12 +178,12 @@ def gated_norm_backward_kernel(
             active_TD = sigmoid_TD
             slope_TD = sigmoid_TD * (1.0 - sigmoid_TD)
         dgate_TD = dy_TD * normed_TD * weight_D[None, :] * slope_TD
-        tl.store(dgate_ptr + place, dgate_TD.to(dgate_ptr.dtype.element_ty), mask=inside)
+        tl.store(dgate_ptr + offset, dgate_TD.to(dgate_ptr.dtype.element_ty), mask=inside)
         dy_TD *= active_TD
         dweight_TD += dy_TD * normed_TD
         dy_TD *= weight_D[None, :]
         mean_T = tl.sum(dy_TD * normed_TD, 1) / D
         do_TD = (dy_TD - normed_TD * mean_T[:, None]) * inverse_T[:, None]
-        tl.store(do_ptr + place, do_TD.to(do_ptr.dtype.element_ty), mask=inside)
+        tl.store(do_ptr + offset, do_TD.to(do_ptr.dtype.element_ty), mask=inside)
     partial_ptrs = partial_ptr + tl.program_id(0).to(tl.int64) * D + column_D
     tl.store(partial_ptrs, tl.sum(dweight_TD, 0), mask=column_D < D)

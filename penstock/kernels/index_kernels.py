@@ -129,16 +129,16 @@ def index_backward_kernel(
     With chosen scores [0, 0] and a mass of [3, 1] of 4 heads the gradients of the scores are [-1/4, 1/4].
     """
     local = tl.program_id(0).to(tl.int64)
-    place = local + first_place
-    count = tl.minimum(K, place % positions - tl.load(firsts_ptr + place) + 1).to(tl.int32)
+    position = local + first_place
+    count = tl.minimum(K, position % positions - tl.load(firsts_ptr + position) + 1).to(tl.int32)
     column_N, slot_K, head_G = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_G)
     is_N, is_G = column_N < N, head_G < G
     is_GN = is_G[:, None] & is_N[None, :]
-    q_GN = tl.load(q_ptr + (place * G + head_G)[:, None] * N + column_N, mask=is_GN, other=0.0)
-    weight_G = tl.load(weights_ptr + place * G + head_G, mask=is_G, other=0.0)
-    k_ptr += place // positions * positions * N
-    dk_ptr += place // positions * positions * N
-    keys_ptr += place * K
+    q_GN = tl.load(q_ptr + (position * G + head_G)[:, None] * N + column_N, mask=is_GN, other=0.0)
+    weight_G = tl.load(weights_ptr + position * G + head_G, mask=is_G, other=0.0)
+    k_ptr += position // positions * positions * N
+    dk_ptr += position // positions * positions * N
+    keys_ptr += position * K
     mass_ptr += local * PARTS * K
     scores_ptr += local * K
     most_K = tl.full([BLOCK_K], float("-inf"), tl.float32)
@@ -155,13 +155,13 @@ def index_backward_kernel(
         most_K = tl.maximum(most_K, score_K)
         for part in tl.static_range(PARTS):
             whole_K += tl.load(mass_ptr + part * K + first + slot_K, mask=inside_K, other=0.0)
-    most, whole = tl.max(most_K, 0), tl.sum(whole_K, 0)
+    peak, whole = tl.max(most_K, 0), tl.sum(whole_K, 0)
     tl.debug_barrier()  # scores are read by other threads
     sum_K = tl.zeros([BLOCK_K], tl.float32)
     for first in range(0, count, BLOCK_K):
         score_K = tl.load(scores_ptr + first + slot_K, mask=first + slot_K < count, other=float("-inf"))
-        sum_K += tl.exp(score_K - most)
-    log_sum = most + tl.log(tl.sum(sum_K, 0))
+        sum_K += tl.exp(score_K - peak)
+    log_sum = peak + tl.log(tl.sum(sum_K, 0))
     dq_GN = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
     dweight_G = tl.zeros([BLOCK_G], tl.float32)
     key_K = tl.load(keys_ptr + slot_K, mask=slot_K < count, other=0)
@@ -182,6 +182,6 @@ def index_backward_kernel(
         dq_GN = tl.dot(ds_GK.to(q_GN.dtype), k_KN, dq_GN, input_precision="ieee")
         dk_KN = tl.dot(tl.trans(ds_GK.to(q_GN.dtype)), q_GN, input_precision="ieee")
         tl.atomic_add(dk_ptrs, dk_KN, mask=inside_K[:, None] & is_N[None, :], sem="relaxed")
-    dq_ptrs = dq_ptr + (place * G + head_G)[:, None] * N + column_N
+    dq_ptrs = dq_ptr + (position * G + head_G)[:, None] * N + column_N
     tl.store(dq_ptrs, dq_GN.to(dq_ptr.dtype.element_ty), mask=is_GN)
-    tl.store(dweights_ptr + place * G + head_G, dweight_G, mask=is_G)
+    tl.store(dweights_ptr + position * G + head_G, dweight_G, mask=is_G)

@@ -22,14 +22,14 @@ def largest_logits(q_BSHN: Tensor, k_BSGN: Tensor, scale: float, allowed_BSS: Te
     batch, length, heads, _ = q_BSHN.shape
     k_BHNS = k_BSGN.repeat_interleave(heads // k_BSGN.shape[2], dim=2).permute(0, 2, 3, 1)
     places_S = torch.arange(length, device=q_BSHN.device)
-    found = []
+    peaks = []
     size = max(1, SCORES // (batch * heads * length))
     for first in range(0, length, size):
         rows = slice(first, first + size)
         scores_BHSS = q_BSHN[:, rows].transpose(1, 2) @ k_BHNS
         mask = places_S[rows, None] >= places_S if allowed_BSS is None else allowed_BSS[:, None, rows]
-        found.append(scores_BHSS.float().masked_fill(~mask, -torch.inf).amax(dim=(0, 2, 3)))
-    return torch.stack(found).amax(0) * scale
+        peaks.append(scores_BHSS.float().masked_fill(~mask, -torch.inf).amax(dim=(0, 2, 3)))
+    return torch.stack(peaks).amax(0) * scale
 
 
 def logits_by_kernel(q_BSHN: Tensor, k_BSGN: Tensor, allowed_BSS: Tensor | None) -> Tensor:
@@ -37,14 +37,14 @@ def logits_by_kernel(q_BSHN: Tensor, k_BSGN: Tensor, allowed_BSS: Tensor | None)
     q_BSHN, k_BSGN = q_BSHN.contiguous(), k_BSGN.contiguous()
     batch, length, heads, width = q_BSHN.shape
     blocks = ceil_div(length, BLOCK)
-    found = torch.empty(batch, blocks, heads, dtype=torch.float32, device=q_BSHN.device)
+    peaks = torch.empty(batch, blocks, heads, dtype=torch.float32, device=q_BSHN.device)
     keys = BLOCK if allowed_BSS is None else BLOCK // 2  # of a tile: masks take registers
     start_kernel(
         largest_logits_kernel, (blocks, heads, batch),
-        q_BSHN, k_BSGN, None if allowed_BSS is None else allowed_BSS.contiguous(), found, length,
+        q_BSHN, k_BSGN, None if allowed_BSS is None else allowed_BSS.contiguous(), peaks, length,
         H=heads, G=k_BSGN.shape[2], N=width, BLOCK=BLOCK, KEYS=keys, DEPTH=DEPTH, num_warps=8,
     )  # fmt: skip
-    return found.amax((0, 1))
+    return peaks.amax((0, 1))
 
 
 @triton.jit(do_not_specialize=["length"])

@@ -233,9 +233,9 @@ class _Float8Products:
         if not self.makes_dlogits:
             columns = recipe.rows if self._wants_head else None
             return self._operators.quantize_rows(rows.logits_TV, recipe, form, columns=columns)
-        place = {"first_label": self._plan.first_label, "z_weight": self._plan.z_weight}
+        options = {"first_label": self._plan.first_label, "z_weight": self._plan.z_weight}
         logits_TV, labels_T, logsumexp_T, _ = rows
-        return self._operators.logits_gradient(logits_TV, labels_T, logsumexp_T, recipe, form, **place)
+        return self._operators.logits_gradient(logits_TV, labels_T, logsumexp_T, recipe, form, **options)
 
 
 def _scale(gradient: Tensor, scale: Tensor, out: Tensor, in_triton: bool, add: bool = False) -> Tensor:

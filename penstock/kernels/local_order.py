@@ -32,26 +32,26 @@ class LocalOrder(NamedTuple):
 def order_local_rows(
     experts_NK: Tensor,
     weights_NK: Tensor,
-    own: range,
+    local_experts: range,
     rows: int,
     meter: Tensor | None = None,
     *,
     launch: KernelLaunch = ORDER_LAUNCH,
 ) -> LocalOrder:
-    """Order slots by this rank's `own` experts, stable in the slot number; `reference.order_rows` where all rows fit.
+    """Order slots by this rank's `local_experts`, stable in the slot number; `reference.order_rows` where all rows fit.
 
-    With experts_NK = [[1, 0], [1, 2], [3, 1]], own = 1 2 and 3 `rows` of the buffer there are 4 places, and the last
+    With experts_NK = [[1, 0], [1, 2], [3, 1]], local_experts = 1 2 and 3 `rows` of the buffer there are 4 places, and the last
     one holds no row: places_NK = [[0, 3], [1, 3], [3, 2]], counts_e = [3, 0] and index_R = [0, 1, 2, 0]; one row did
     not fit. Of `meter`, int64 [2], the first gains the rows that did not fit, the second becomes the most rows so far.
     """
-    slots, device, experts = experts_NK.numel(), experts_NK.device, len(own)
+    slots, device, experts = experts_NK.numel(), experts_NK.device, len(local_experts)
     places = min(rows + 1, slots)  # the one past the buffer holds no row: slots that have none point there
     slots_R, index_R = torch.empty(2, places, dtype=torch.int64, device=device)
     weights_R = torch.empty(places, dtype=torch.float32, device=device)
     places_NK = torch.empty(experts_NK.shape, dtype=torch.int64, device=device)
     counts_e, totals_e = torch.empty(2, experts, dtype=torch.int32, device=device)
     arrivals = LocalOrder(slots_R, index_R, weights_R, places_NK, counts_e)
-    tallies_CE, sizes, by_slot = tally(count_arrivals_kernel, experts_NK, (own.start,), totals_e, launch)
+    tallies_CE, sizes, by_slot = tally(count_arrivals_kernel, experts_NK, (local_experts.start,), totals_e, launch)
     start_kernel(
         place_arrivals_kernel, (len(tallies_CE),),
         experts_NK, weights_NK, tallies_CE, totals_e, *arrivals, meter, *sizes, rows, places,

@@ -71,15 +71,15 @@ class Measurements:
         by_skew = {entry.skew: entry for entry in reversed(alike) if entry.shape == best.shape}
         return tuple(by_skew[skew] for skew in sorted(by_skew))
 
-    def with_entries(self, found: Sequence[OperatorTimes]) -> "Measurements":
+    def with_entries(self, times: Sequence[OperatorTimes]) -> "Measurements":
         """These measurements with new entries, which replace old ones with the same key."""
-        keys = {entry.key for entry in found}
+        keys = {entry.key for entry in times}
         kept = (entry for entry in self.entries if entry.key not in keys)
-        return replace(self, entries=(*kept, *found))
+        return replace(self, entries=(*kept, *times))
 
 
-def _distance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
-    return sum(abs(math.log(one[name] / other[name])) for name in other)
+def _distance(sizes: Mapping[str, int], other: Mapping[str, int]) -> float:
+    return sum(abs(math.log(sizes[name] / other[name])) for name in other)
 
 
 def slug(device_name: str) -> str:
@@ -102,15 +102,15 @@ def find(device_name: str, path: Path | None = None, *, packaged: Path = PACKAGE
     `path` replaces the file in the user's home. Raises KernelError for a damaged file, and for a `path` that is missing
     or about another device.
     """
-    own = path or user_file(device_name)
-    files = [file for file in (own, packaged / f"{slug(device_name)}.json") if file is not None]
-    found = [load(file) for file in files if file == path or file.exists()]
-    for file, one in zip(files, found, strict=False):
-        if file == path and slug(one.device) != slug(device_name):
-            raise KernelError(f"{path} was measured on another device", got=one.device, allowed=device_name)
-    if not found:
+    user_path = path or user_file(device_name)
+    files = [file for file in (user_path, packaged / f"{slug(device_name)}.json") if file is not None]
+    measurements = [load(file) for file in files if file == path or file.exists()]
+    for file, measurement in zip(files, measurements, strict=False):
+        if file == path and slug(measurement.device) != slug(device_name):
+            raise KernelError(f"{path} was measured on another device", got=measurement.device, allowed=device_name)
+    if not measurements:
         return None
-    return replace(found[0], entries=tuple(entry for one in found for entry in one.entries))
+    return replace(measurements[0], entries=tuple(entry for part in measurements for entry in part.entries))
 
 
 def load(path: Path) -> Measurements:
@@ -122,8 +122,8 @@ def load(path: Path) -> Measurements:
         raise KernelError(f"measurements {path} cannot be read", got=error.strerror, fix=fix) from error
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise KernelError(f"measurements {path} are damaged", got=f"{place}: {first['msg']}", fix=fix) from error
+        location = ".".join(str(part) for part in first["loc"])
+        raise KernelError(f"measurements {path} are damaged", got=f"{location}: {first['msg']}", fix=fix) from error
     except ValueError as error:
         raise KernelError(f"measurements {path} are damaged", got=error, fix=fix) from error
 

@@ -28,7 +28,7 @@ def orthogonalize(x_EFD: Tensor, steps: int) -> Tensor:
     if x_EFD.shape[-2] > x_EFD.shape[-1]:
         return orthogonalize(x_EFD.mT, steps).mT
     if x_EFD.device.type == "cpu" and len(x_EFD) > 1:
-        return torch.cat([orthogonalize(one[None], steps) for one in x_EFD])
+        return torch.cat([orthogonalize(matrix[None], steps) for matrix in x_EFD])
     a, b, c = COEFFICIENTS
     norm_E = torch.linalg.vector_norm(x_EFD, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     x_EFD = x_EFD / norm_E.clamp(min=EPSILON).to(x_EFD.dtype)

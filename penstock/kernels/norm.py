@@ -319,7 +319,7 @@ def add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
     The result is contiguous, in the widest of the three dtypes. Raises KernelError if shapes differ.
     """
     if not x_TD.shape == y_TD.shape == z_TD.shape:
-        got = ", ".join(f"{tuple(one.shape)}" for one in (x_TD, y_TD, z_TD))
+        got = ", ".join(f"{tuple(tensor.shape)}" for tensor in (x_TD, y_TD, z_TD))
         raise KernelError("add_three: all must have one shape", got=got)
     return _AddThree.apply(x_TD, y_TD, z_TD)
 
@@ -350,10 +350,10 @@ class _FanOut(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
-        found = [gradient for gradient in gradients if gradient is not None]
-        if len(found) == 3:
-            return _sum(*found)
-        return sum(found[1:], found[0]) if found else None  # two additions at most: torch's own
+        addends = [gradient for gradient in gradients if gradient is not None]
+        if len(addends) == 3:
+            return _sum(*addends)
+        return sum(addends[1:], addends[0]) if addends else None  # two additions at most: torch's own
 
 
 def _sum(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
@@ -371,9 +371,9 @@ def _sum(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
 @triton.jit
 def add_three_kernel(x_ptr, y_ptr, z_ptr, sum_ptr, numbers, BLOCK: tl.constexpr):
     """A block of the sum. Example: [1, 2] + [10, 20] + [100, 200] = [111, 222]."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < numbers
-    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(sum_ptr + place, (x + y + z).to(sum_ptr.dtype.element_ty), mask=inside)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < numbers
+    x = tl.load(x_ptr + index, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + index, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + index, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sum_ptr + index, (x + y + z).to(sum_ptr.dtype.element_ty), mask=inside)

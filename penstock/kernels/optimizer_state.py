@@ -59,11 +59,11 @@ def blocks_of_row(width: int) -> int:
 @cache
 def numbers(decades: int) -> tuple[float, ...]:
     """Numbers of the codes 0 to 2^decades - 1, ascending from 0 to 1."""
-    found = [0.0]
+    values = [0.0]
     for decade in range(decades):
         steps = 1 << decade
-        found += [10.0 ** (decade + 1 - decades) * (0.1 + 0.9 * step / steps) for step in range(1, steps + 1)]
-    return tuple(found)
+        values += [10.0 ** (decade + 1 - decades) * (0.1 + 0.9 * step / steps) for step in range(1, steps + 1)]
+    return tuple(values)
 
 
 def encode(x: Tensor, decades: int, noise_: Tensor | None) -> Tensor:
@@ -72,11 +72,11 @@ def encode(x: Tensor, decades: int, noise_: Tensor | None) -> Tensor:
     The place between the codes is concave and linear in each decade, so it is the least of the decades' lines; a number
     of the code is at a whole place.
     """
-    place = x * line_of(0, decades)[0]
+    level = x * line_of(0, decades)[0]
     for decade in range(1, decades):
         factor, offset = line_of(decade, decades)
-        place = torch.minimum(place, x * factor + offset)
-    fixed = torch.floor(place * FRACTION + 0.5).int()
+        level = torch.minimum(level, x * factor + offset)
+    fixed = torch.floor(level * FRACTION + 0.5).int()
     return (fixed + (FRACTION // 2 if noise_ is None else noise_ >> (16 - FRACTION_BITS))) >> FRACTION_BITS
 
 

@@ -146,12 +146,12 @@ def attempt_kernel(
             used_Z += (group_Z == target).to(tl.int32)
             room -= rows
             fullest = tl.max(load_Z, 0)
-    most = tl.max(used_Z, 0)
+    largest = tl.max(used_Z, 0)
     outcome_ptr = outcomes_ptr + attempt * _WORDS
-    tl.store(outcome_ptr + _FEASIBLE, ((stuck == 0) & ((most <= X) | (attempt != 1))).to(tl.int32))
+    tl.store(outcome_ptr + _FEASIBLE, ((stuck == 0) & ((largest <= X) | (attempt != 1))).to(tl.int32))
     tl.store(outcome_ptr + _FULLEST, fullest)
     tl.store(outcome_ptr + _REPLICAS, tl.sum(used_Z, 0))
-    tl.store(outcome_ptr + _MOST_SLOTS, most)
+    tl.store(outcome_ptr + _MOST_SLOTS, largest)
 
 
 @triton.jit(do_not_specialize=["source", "tolerance", "idle"])
@@ -220,16 +220,16 @@ def split_kernel(
             total_E += tl.load(counts_ptr + rank * E + expert_E, mask=expert_E < E, other=0)
         rows = tl.sum(total_E, 0)
         found_ptr = outcomes_ptr + chosen * _WORDS
-        most = tl.load(found_ptr + _MOST_SLOTS)
+        largest = tl.load(found_ptr + _MOST_SLOTS)
         filled = tl.load(outcomes_ptr + _WORDS + _MOST_SLOTS)
         fullest_home = tl.max(_loads(total_E, E, Z, PER_GROUP, BLOCK_E, BLOCK_Z), 0)
-        needed = tl.where(chosen == 0, most, filled)
+        needed = tl.where(chosen == 0, largest, filled)
         _note(facts_ptr, passes_ptr, 0, rows)
         _note(facts_ptr, passes_ptr, 1, _bound(rows, fullest_home, tolerance, idle, Z, MILLION))
         _note(facts_ptr, passes_ptr, 2, fullest_home)
         _note(facts_ptr, passes_ptr, 3, tl.load(found_ptr + _FULLEST))
         _note(facts_ptr, passes_ptr, 4, tl.load(found_ptr + _REPLICAS))
-        _note(facts_ptr, passes_ptr, 5, most)
+        _note(facts_ptr, passes_ptr, 5, largest)
         tl.store(facts_ptr + 6, needed)
         if passes_ptr is not None:
             tl.store(passes_ptr + 6, tl.maximum(tl.load(passes_ptr + 6), needed.to(tl.int64)))
@@ -237,11 +237,11 @@ def split_kernel(
 
 
 @triton.jit
-def _note(facts_ptr, passes_ptr, place: tl.constexpr, fact):
+def _note(facts_ptr, passes_ptr, index: tl.constexpr, fact):
     """Store a fact, and add it to the sums over passes, if they are given."""
-    tl.store(facts_ptr + place, fact)
+    tl.store(facts_ptr + index, fact)
     if passes_ptr is not None:
-        tl.store(passes_ptr + place, tl.load(passes_ptr + place) + fact.to(tl.int64))
+        tl.store(passes_ptr + index, tl.load(passes_ptr + index) + fact.to(tl.int64))
 
 
 @triton.jit

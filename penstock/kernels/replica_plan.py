@@ -102,22 +102,22 @@ def plan_replicas(counts_WE: Tensor, rule: ReplicaRule, source: int, passes: Ten
         return empty_plan(counts_WE, rule)
     counts: list[list[int]] = counts_WE.tolist()
     totals = [sum(column) for column in zip(*counts, strict=True)]
-    found, needed = place_replicas(totals, rule)
+    placement, needed = place_replicas(totals, rule)
     fullest_home = max(group_loads(totals, rule))
-    facts = [sum(totals), rule.bound(sum(totals), fullest_home), fullest_home, found.fullest]
-    facts += [sum(map(len, found.replicas)), found.most_slots, needed, 1]
+    facts = [sum(totals), rule.bound(sum(totals), fullest_home), fullest_home, placement.fullest]
+    facts += [sum(map(len, placement.replicas)), placement.most_slots, needed, 1]
     targets, ends, first = [], [], 0
     for expert in range(rule.experts):
         home, by_group = expert // rule.per_group, [0] * rule.groups
         places = [-1] * rule.groups
-        for group, slot, rows in found.of(expert):
+        for group, slot, rows in placement.of(expert):
             by_group[group], places[group] = rows, group * rule.places + rule.per_group + slot
         by_group[home], places[home] = totals[expert] - sum(by_group), home * rule.places + expert % rule.per_group
         targets.append(places)
         ends.append([first + end for end in _ends([row[expert] for row in counts], by_group, source)])
         first += counts[source][expert]
     padding = [(rule.experts, 0)]
-    slots = [one + padding * (rule.slots - len(one)) for one in found.replicas]
+    slots = [replicas + padding * (rule.slots - len(replicas)) for replicas in placement.replicas]
 
     def made(values: Sequence[object]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=counts_WE.device)
@@ -172,7 +172,7 @@ class PlacedReplicas:
     def of(self, expert: int) -> Iterator[tuple[int, int, int]]:
         """Group, slot and rows of each replica of an expert."""
         for group, held in enumerate(self.replicas):
-            yield from ((group, slot, rows) for slot, (one, rows) in enumerate(held) if one == expert)
+            yield from ((group, slot, rows) for slot, (held_expert, rows) in enumerate(held) if held_expert == expert)
 
 
 def group_loads(totals: Sequence[int], rule: ReplicaRule) -> list[int]:
@@ -212,8 +212,8 @@ def _attempt(totals: Sequence[int], rule: ReplicaRule, bound: int, *, fills: boo
                 return None
             donor, target = loads.index(fullest), min(takers, key=loads.__getitem__)  # the first of equal ones
         m = rule.per_group
-        own = home[donor * m : (donor + 1) * m]
-        expert = donor * m + own.index(max(own))
+        donor_rows = home[donor * m : (donor + 1) * m]
+        expert = donor * m + donor_rows.index(max(donor_rows))
         rows = min(home[expert], bound - loads[target])
         if not fills:
             rows = min(rows, max(loads[donor] - bound, rule.least_rows))

@@ -31,34 +31,34 @@ class ReplicaSlots(Protocol):
         """Replicas that a rank can hold; also the last entries of `counts_e`."""
         ...
 
-    def begin(self, *own: Tensor) -> None:
+    def begin(self, *parameters: Tensor) -> None:
         """Begin the next `fetch`, of the same parameters, beside what follows.
 
         If other slots begin or fetch before it, as in recomputation, that fetch sends the weights again.
         """
         ...
 
-    def fetch(self, *own: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+    def fetch(self, *parameters: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
         """Send own experts' parameters to the ranks with replicas of them; returns those of our slots.
 
-        `own` are matrices, then biases (e x ...), results X x ..., valid until the next call. A slot without a replica
-        holds anything. Also returns a function that makes the current stream wait until all are here.
+        `parameters` are matrices, then biases (e x ...), results X x ..., valid until the next call. A slot without a
+        replica holds anything. Also returns a function that makes the current stream wait until all are here.
         """
         ...
 
-    def gradient_sums(self, place: int, weight_e: Tensor) -> Tensor:
+    def gradient_sums(self, index: int, weight_e: Tensor) -> Tensor:
         """Float32 sums for the gradient of our slots, X x the shape of one expert's `weight_e`.
 
-        `place` is that of the parameter among those of `fetch`. Slots with a replica are zero, others hold anything.
+        `index` is that of the parameter among those of `fetch`. Slots with a replica are zero, others hold anything.
         """
         ...
 
     def give_back(
-        self, place: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], *, aside: bool = False
+        self, index: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], *, aside: bool = False
     ) -> None:
         """Send float32 gradients of our slots home, and add those of our experts' replicas to the totals (e x ...).
 
-        They are those of the parameters from `place` on, and are added in the order of ranks and slots, and rounded
+        They are those of the parameters from `index` on, and are added in the order of ranks and slots, and rounded
         once if a total has 16 bits. With `aside` nothing reads the totals before the layer's backward pass is over.
         """
         ...
@@ -99,12 +99,12 @@ def weight_parts(weight: Any, tiles: TileTable) -> Iterator[WeightPart]:
         yield WeightPart(weight, tiles, slice(None))
         return
     assert tiles.parts is not None, "a weight in two places needs tables of both"
-    own = tiles.parts[0].starts_e.numel() - 1
-    yield WeightPart(weight.own, tiles.parts[0], slice(own))
+    local_experts = tiles.parts[0].starts_e.numel() - 1
+    yield WeightPart(weight.own, tiles.parts[0], slice(local_experts))
     if tiles.starts_e.is_meta:
         return
     weight.wait()
-    yield WeightPart(weight.slots, tiles.parts[1], slice(own, None))
+    yield WeightPart(weight.slots, tiles.parts[1], slice(local_experts, None))
 
 
 def joined(weight: Tensor | SlottedWeight) -> Tensor:

@@ -36,10 +36,10 @@ def push_replicas(weight_e: Tensor, plan: ReplicaPlan, rule: ReplicaRule, peers:
 def clear_slots(sums_X: Tensor, plan: ReplicaPlan, rule: ReplicaRule, peers: Peers) -> None:
     """Set the slots of this rank that hold a replica to zero; others keep what they have."""
     words_X, group = words_of(sums_X), peers.rank * rule.groups // peers.size
-    words = words_X.shape[1]
+    width = words_X.shape[1]
     start_kernel(
-        clear_slots_kernel, (PULL_PROGRAMS,), words_X, plan.slot_experts_ZX, group, WORDS=words, E=rule.experts,
-        X=rule.slots, BLOCK=min(BLOCK, power_of_two(words)), num_warps=8,
+        clear_slots_kernel, (PULL_PROGRAMS,), words_X, plan.slot_experts_ZX, group, WORDS=width, E=rule.experts,
+        X=rule.slots, BLOCK=min(BLOCK, power_of_two(width)), num_warps=8,
     )  # fmt: skip
 
 
@@ -114,18 +114,18 @@ def pull_gradients_kernel(
     slot_S = tl.arange(0, BLOCK_S)  # slots of all groups
     expert_S = tl.load(slot_experts_ptr + slot_S, mask=slot_S < Z * X, other=E)
     copies_of_all = tl.sum((expert_S // PER_GROUP == group).to(tl.int32), 0)
-    for own in range(tl.where(copies_of_all > 0, PER_GROUP, 0)):  # without replicas there is nothing to look for
-        is_copy_S = expert_S == group * PER_GROUP + own
+    for expert in range(tl.where(copies_of_all > 0, PER_GROUP, 0)):  # without replicas there is nothing to look for
+        is_copy_S = expert_S == group * PER_GROUP + expert
         copies = tl.sum(is_copy_S.to(tl.int32), 0)
         if copies > 0:
-            total_ptr = totals_ptr + tl.full([], own, tl.int64) * NUMBERS
+            total_ptr = totals_ptr + tl.full([], expert, tl.int64) * NUMBERS
             for tile in range(tl.program_id(0), tl.cdiv(NUMBERS, BLOCK), tl.num_programs(0)):
                 number = tile * BLOCK + tl.arange(0, BLOCK)
                 total = tl.load(total_ptr + number, mask=number < NUMBERS, other=0.0).to(tl.float32)
-                place = tl.full([], -1, tl.int32)
+                slot = tl.full([], -1, tl.int32)
                 for _ in range(copies):
-                    place = tl.min(tl.where(is_copy_S & (slot_S > place), slot_S, BLOCK_S), 0)
-                    their_ptr = peer_pointer(addresses_ptr, place // X * PARTS + rank % PARTS, offset, tl.float32)
-                    their_ptr += (place % X).to(tl.int64) * NUMBERS
+                    slot = tl.min(tl.where(is_copy_S & (slot_S > slot), slot_S, BLOCK_S), 0)
+                    their_ptr = peer_pointer(addresses_ptr, slot // X * PARTS + rank % PARTS, offset, tl.float32)
+                    their_ptr += (slot % X).to(tl.int64) * NUMBERS
                     total += tl.load(their_ptr + number, mask=number < NUMBERS, other=0.0)
                 tl.store(total_ptr + number, total.to(totals_ptr.dtype.element_ty), mask=number < NUMBERS)

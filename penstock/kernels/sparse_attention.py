@@ -153,20 +153,20 @@ class _AttachDense(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         index_q_BSGN, index_k_BSN, weights_BSG, q_BSHN, k_BSHN, first_BS = ctx.saved_tensors
         (rows, positions, heads, _), of_index = q_BSHN.shape, (index_q_BSGN, index_k_BSN, weights_BSG)
-        found = tuple(torch.zeros_like(one, dtype=torch.float32) for one in of_index)
+        totals = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in of_index)
         floats = rows * positions * max(index_q_BSGN.shape[2], min(heads, HEADS_AT_ONCE))
         chunk = max(1, FLOATS_AT_ONCE // floats)
         for first in range(0, positions, chunk):
-            own, seen = slice(first, first + chunk), slice(min(first + chunk, positions))
-            allowed_BQS = between(first_BS, own)[..., seen]
-            mass_BQS = attention_mass(q_BSHN[:, own], k_BSHN[:, seen], allowed_BQS, ctx.scale)
-            places = own, seen, own
+            queries, seen = slice(first, first + chunk), slice(min(first + chunk, positions))
+            allowed_BQS = between(first_BS, queries)[..., seen]
+            mass_BQS = attention_mass(q_BSHN[:, queries], k_BSHN[:, seen], allowed_BQS, ctx.scale)
+            places = queries, seen, queries
             with torch.enable_grad():
-                leaves = [one[:, place].detach().requires_grad_() for one, place in zip(of_index, places, strict=True)]
+                leaves = [leaf[:, part].detach().requires_grad_() for leaf, part in zip(of_index, places, strict=True)]
                 loss = index_loss(index_scores(*leaves), mass_BQS, allowed_BQS) * ctx.factor
-            for total, place, one in zip(found, places, torch.autograd.grad(loss, leaves), strict=True):
-                total[:, place] += one
-        of_leaves = (total.to(one.dtype) for total, one in zip(found, of_index, strict=True))
+            for total, span, leaf_gradient in zip(totals, places, torch.autograd.grad(loss, leaves), strict=True):
+                total[:, span] += leaf_gradient
+        of_leaves = (total.to(tensor.dtype) for total, tensor in zip(totals, of_index, strict=True))
         return gradient, *of_leaves, None, None, None, None, None
 
 

@@ -18,8 +18,8 @@ from penstock.kernels.language import tl, triton
 def _columns(heads: tl.constexpr, BLOCK_H: tl.constexpr):
     """Of this program: place of the query, and heads."""
     blocks = (heads + BLOCK_H - 1) // BLOCK_H
-    place = (tl.program_id(0) // blocks).to(tl.int64)
-    return place, (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    position = (tl.program_id(0) // blocks).to(tl.int64)
+    return position, (tl.program_id(0) % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
 
 
 @triton.jit
@@ -36,9 +36,9 @@ def _part(heads: tl.constexpr, columns: tl.constexpr, BLOCK_H: tl.constexpr, BLO
 
 
 @triton.jit
-def _seen(firsts_ptr, place, positions, K: tl.constexpr):
+def _seen(firsts_ptr, position, positions, K: tl.constexpr):
     """Number of keys of a query."""
-    return tl.minimum(K, place % positions - tl.load(firsts_ptr + place) + 1).to(tl.int32)
+    return tl.minimum(K, position % positions - tl.load(firsts_ptr + position) + 1).to(tl.int32)
 
 
 @triton.jit
@@ -48,20 +48,20 @@ def sparse_forward_kernel(
     BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Softmax attention of some heads of a query, with running maximum and sum."""
-    place, head_H = _columns(H, BLOCK_H)
-    count = _seen(firsts_ptr, place, positions, K)
+    position, head_H = _columns(H, BLOCK_H)
+    count = _seen(firsts_ptr, position, positions, K)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     column_C, column_P, slot_K = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_K)
     is_C, is_P, is_H = column_C < C, column_P < P, head_H < H
-    row_H1 = (head_H.to(tl.int64) * places + place)[:, None]
+    row_H1 = (head_H.to(tl.int64) * places + position)[:, None]
     q_HC = tl.load(q_ptr + row_H1 * C + column_C, mask=is_H[:, None] & is_C[None, :], other=0.0)
     q_HP = tl.load(
-        q_rope_ptr + (place * H + head_H)[:, None] * P + column_P, mask=is_H[:, None] & is_P[None, :], other=0.0
+        q_rope_ptr + (position * H + head_H)[:, None] * P + column_P, mask=is_H[:, None] & is_P[None, :], other=0.0
     )
-    row = place // positions
+    row = position // positions
     latent_ptr += row * positions * C
     rope_ptr += row * positions * P
-    keys_ptr += place * K
+    keys_ptr += position * K
     factor = scale * 1.4426950408889634
     most_H = tl.full([BLOCK_H], float("-inf"), tl.float32)
     sum_H = tl.zeros([BLOCK_H], tl.float32)
@@ -83,7 +83,7 @@ def sparse_forward_kernel(
         most_H = next_H
     o_HC = o_HC / sum_H[:, None]
     tl.store(o_ptr + row_H1 * C + column_C, o_HC.to(dtype), mask=is_H[:, None] & is_C[None, :])
-    tl.store(log_sums_ptr + place * H + head_H, (most_H + tl.log2(sum_H)) / 1.4426950408889634, mask=is_H)
+    tl.store(log_sums_ptr + position * H + head_H, (most_H + tl.log2(sum_H)) / 1.4426950408889634, mask=is_H)
 
 
 @triton.jit
@@ -98,12 +98,12 @@ def sparse_score_backward_kernel(
     The mass is the sum of probabilities over the program's heads: queries x programs of a query x K.
     """
     local, head_H = _columns(H, BLOCK_H)
-    place = local + first_place
-    count = _seen(firsts_ptr, place, positions, K)
+    position = local + first_place
+    count = _seen(firsts_ptr, position, positions, K)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     column_C, column_P, slot_K = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_K)
     is_C, is_P, is_H = column_C < C, column_P < P, head_H < H
-    row_H1 = (head_H.to(tl.int64) * places + place)[:, None]
+    row_H1 = (head_H.to(tl.int64) * places + position)[:, None]
     delta_H = tl.zeros([BLOCK_H], tl.float32)
     for first in range(0, BLOCK_C, BLOCK_P):
         is_part = is_H[:, None] & (first + column_P < C)[None, :]
@@ -114,13 +114,13 @@ def sparse_score_backward_kernel(
     do_HC = tl.load(do_ptr + row_H1 * C + column_C, mask=is_HC, other=0.0)
     q_HC = tl.load(q_ptr + row_H1 * C + column_C, mask=is_HC, other=0.0)
     q_HP = tl.load(
-        q_rope_ptr + (place * H + head_H)[:, None] * P + column_P, mask=is_H[:, None] & is_P[None, :], other=0.0
+        q_rope_ptr + (position * H + head_H)[:, None] * P + column_P, mask=is_H[:, None] & is_P[None, :], other=0.0
     )
-    log_H = tl.load(log_sums_ptr + place * H + head_H, mask=is_H, other=0.0) * 1.4426950408889634
-    row = place // positions
+    log_H = tl.load(log_sums_ptr + position * H + head_H, mask=is_H, other=0.0) * 1.4426950408889634
+    row = position // positions
     latent_ptr += row * positions * C
     rope_ptr += row * positions * P
-    keys_ptr += place * K
+    keys_ptr += position * K
     mass_ptr += tl.program_id(0).to(tl.int64) * K
     p_ptr += local * H * K
     ds_ptr += local * H * K
@@ -152,13 +152,13 @@ def sparse_query_backward_kernel(
 ):  # fmt: skip
     """Some columns of the gradients of some heads of a query: ds k. The steps are those of rows of C columns of dq."""
     local, first_column, head_H = _part(H, C, BLOCK_H, BLOCK_C)
-    place = local + first_place
-    count = _seen(firsts_ptr, place, positions, K)
+    position = local + first_place
+    count = _seen(firsts_ptr, position, positions, K)
     written = (count + 15) // 16 * 16  # with zeros at the end; a multiple, so that rows are copied 16 bytes at a time
     column_C, slot_K = first_column + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
     is_C, is_H = column_C < C, head_H < H
-    latent_ptr += place // positions * positions * C
-    keys_ptr += place * K
+    latent_ptr += position // positions * positions * C
+    keys_ptr += position * K
     ds_ptr += local * H * K
     tile_HK = head_H[:, None] * K + slot_K[None, :]
     dq_HC = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
@@ -170,7 +170,7 @@ def sparse_query_backward_kernel(
         after_K = first + BLOCK_K + slot_K
         key_K = tl.load(keys_ptr + after_K, mask=after_K < count, other=0)
         dq_HC = tl.dot(ds_HK, k_KC, dq_HC, input_precision="ieee")
-    dq_ptrs = dq_ptr + (place * place_step + head_H.to(tl.int64) * head_step)[:, None] * C + column_C
+    dq_ptrs = dq_ptr + (position * place_step + head_H.to(tl.int64) * head_step)[:, None] * C + column_C
     tl.store(dq_ptrs, dq_HC.to(dq_ptr.dtype.element_ty), mask=is_H[:, None] & is_C[None, :])
 
 
@@ -185,18 +185,18 @@ def sparse_key_backward_kernel(
     The steps are those of rows of C columns of q and do.
     """
     local, first_column, head_H = _part(H, C, BLOCK_H, BLOCK_C)
-    place = local + first_place
-    count = _seen(firsts_ptr, place, positions, K)
+    position = local + first_place
+    count = _seen(firsts_ptr, position, positions, K)
     written = (count + 15) // 16 * 16  # with zeros at the end; a multiple, so that rows are copied 16 bytes at a time
     column_C, slot_K = first_column + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_K)
     is_C, is_H = column_C < C, head_H < H
     is_HC = is_H[:, None] & is_C[None, :]
-    row_H1 = (place * place_step + head_H.to(tl.int64) * head_step)[:, None]
+    row_H1 = (position * place_step + head_H.to(tl.int64) * head_step)[:, None]
     q_HC = tl.load(q_ptr + row_H1 * C + column_C, mask=is_HC, other=0.0)
     if do_ptr is not None:
         do_HC = tl.load(do_ptr + row_H1 * C + column_C, mask=is_HC, other=0.0)
-    dk_ptr += place // positions * positions * C
-    keys_ptr += place * K
+    dk_ptr += position // positions * positions * C
+    keys_ptr += position * K
     p_ptr += local * H * K
     ds_ptr += local * H * K
     tile_HK = head_H[:, None] * K + slot_K[None, :]

@@ -165,8 +165,8 @@ class _SparseAttention(torch.autograd.Function):
         scale: float,
         factor: float,
     ) -> Tensor:
-        inputs = tuple(one.contiguous() for one in (q_HBSC, q_rope_BSHP, latent_BSC, rope_BSP, keys_BSK, first_BS))
-        index = tuple(None if one is None else one.contiguous() for one in (index_q_BSGN, index_k_BSN, weights_BSG))
+        inputs = tuple(value.contiguous() for value in (q_HBSC, q_rope_BSHP, latent_BSC, rope_BSP, keys_BSK, first_BS))
+        index = tuple(None if part is None else part.contiguous() for part in (index_q_BSGN, index_k_BSN, weights_BSG))
         heads, rows, positions, width = q_HBSC.shape
         sizes = _Sizes(rows, positions, heads, width, rope_BSP.shape[-1], keys_BSK.shape[-1])
         o_HBSC = torch.empty_like(inputs[0])
@@ -202,7 +202,7 @@ class _SparseAttention(torch.autograd.Function):
         parts = sizes.heads // 64 if is_hoppers else sizes.blocks(launches.scores)
         mass_QK = torch.empty(chunk, parts, sizes.top_k, dtype=torch.float32, device=q_HBSC.device)
         dq_HBSC, dq_rope_BSHP = torch.empty_like(q_HBSC), torch.empty_like(q_rope_BSHP)
-        dlatent_BSC, drope_BSP = (torch.zeros_like(one, dtype=torch.float32) for one in (latent_BSC, rope_BSP))
+        dlatent_BSC, drope_BSP = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (latent_BSC, rope_BSP))
         of_loss = index_q, index_k, weights, keys_BSK, first_BS
         gradients = None if index_q is None else _IndexBackward(of_loss, parts, ctx.factor)
         by_head, by_place = (1, sizes.places), (sizes.heads, 1)  # steps of a place and of a head, in rows

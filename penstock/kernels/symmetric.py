@@ -205,7 +205,7 @@ def push_rows(
     multiple of 16) and of the channel's flags; `choices` is None if all ranks have the choices already.
     """
     words_TD, weights_TK = _words(x_TD), None if choices is None else choices.weights_TK.contiguous()
-    tokens, words = words_TD.shape
+    tokens, width = words_TD.shape
     to_ids, to_weights, to_flags = (
         (0, 0, 0) if choices is None else (choices.ids_offset, choices.weights_offset, choices.flags_offset)
     )
@@ -213,8 +213,8 @@ def push_rows(
         push_rows_kernel, (launch.programs_for(tokens),),
         words_TD, experts_TK.contiguous(), weights_TK, peers.addresses_W, offsets[0], to_ids, to_weights, offsets[1],
         to_flags, peers.rank, tokens, chunks.rows, chunks.first, chunks.last,
-        WORDS=words, K=experts_TK.shape[1], PER_RANK=placement.per_rank, PARTS=placement.parts, BLOCK_R=1024,
-        **_ranks(peers.size), **_block(words, launch),
+        WORDS=width, K=experts_TK.shape[1], PER_RANK=placement.per_rank, PARTS=placement.parts, BLOCK_R=1024,
+        **_ranks(peers.size), **_block(width, launch),
     )  # fmt: skip
 
 
@@ -258,14 +258,14 @@ def take_rows(
     not written hold anything.
     """
     own_words_TD = _words(own_TD)
-    tokens, words = own_words_TD.shape
+    tokens, width = own_words_TD.shape
     received = rows_ND.shape[0]
     start_kernel(
         take_rows_kernel, (launch.programs_for(received),),
         _words(rows_ND), own_words_TD, *places.arguments, _words(out), *awaited.arguments, rank, tokens,
         *chunks.arguments,
-        WORDS=words, SPREAD=is_spread, **places.constants, **_ranks(awaited.flags_CW.shape[1]),
-        **_block(words, launch),
+        WORDS=width, SPREAD=is_spread, **places.constants, **_ranks(awaited.flags_CW.shape[1]),
+        **_block(width, launch),
     )  # fmt: skip
 
 

@@ -51,8 +51,8 @@ class TileTable:
 
     def in_parts(self, counts_e: Tensor, rows: int, replicas: int) -> "TileTable":
         """This table with one for the experts without matrices of their own, which are the last `replicas`."""
-        own = counts_e.numel() - replicas
-        halves = [tile_table(counts_e, rows, part) for part in (range(own), range(own, counts_e.numel()))]
+        experts = counts_e.numel() - replicas
+        halves = [tile_table(counts_e, rows, part) for part in (range(experts), range(experts, counts_e.numel()))]
         first, second = (replace(half, only_last=self.only_last) for half in halves)
         return replace(self, parts=(first, second))
 

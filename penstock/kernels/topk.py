@@ -435,14 +435,14 @@ def balance_loss(mass_BE: Tensor, z_B: Tensor, slots_BE: Tensor, factor: float, 
     and tokens wait for them in every layer.
     """
     sequences, experts = mass_BE.shape
-    found = LinearLoss(mass_BE.new_empty(()), mass_BE.new_empty(sequences, experts), z_B.new_empty(sequences))
+    loss = LinearLoss(mass_BE.new_empty(()), mass_BE.new_empty(sequences, experts), z_B.new_empty(sequences))
     start_kernel(
         balance_loss_kernel, (1,),
-        mass_BE.contiguous(), z_B.contiguous(), slots_BE.contiguous(), *found, sequences,
+        mass_BE.contiguous(), z_B.contiguous(), slots_BE.contiguous(), *loss, sequences,
         0 if len(slots_BE) == 1 else experts, experts, factor, z_factor,
         BLOCK_E=triton.next_power_of_2(experts), num_warps=1,
     )  # fmt: skip
-    return found
+    return loss
 
 
 @triton.jit(do_not_specialize=["sequences", "slots_stride", "factor", "z_factor"])

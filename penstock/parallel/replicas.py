@@ -133,22 +133,22 @@ class ExchangedSlots:
     send: tuple[tuple[int, ...], ...]  # own experts whose replicas are on each rank, in the order of its slots
     fill: tuple[tuple[int, ...], ...]  # own slots that are filled from each rank
 
-    def begin(self, *own: Tensor) -> None:
+    def begin(self, *parameters: Tensor) -> None:
         """See `ReplicaSlots.begin`: collectives wait for their turn."""
 
-    def fetch(self, *own: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
-        sent = torch.cat([weight_e.detach()[list(chain(*self.send))].flatten(1) for weight_e in own], 1)
+    def fetch(self, *parameters: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+        sent = torch.cat([weight_e.detach()[list(chain(*self.send))].flatten(1) for weight_e in parameters], 1)
         came = exchange_rows(sent, self.axis, _sizes(self.fill), _sizes(self.send))
-        slots = tuple(weight_e.new_empty(self.slots, *weight_e.shape[1:]) for weight_e in own)
-        for slots_X, part in zip(slots, came.split([weight_e[0].numel() for weight_e in own], 1), strict=True):
+        slots = tuple(weight_e.new_empty(self.slots, *weight_e.shape[1:]) for weight_e in parameters)
+        for slots_X, part in zip(slots, came.split([weight_e[0].numel() for weight_e in parameters], 1), strict=True):
             slots_X[list(chain(*self.fill))] = part.view(-1, *slots_X.shape[1:])
         return slots, already_here
 
-    def gradient_sums(self, place: int, weight_e: Tensor) -> Tensor:
+    def gradient_sums(self, index: int, weight_e: Tensor) -> Tensor:
         return torch.zeros(self.slots, *weight_e.shape[1:], dtype=torch.float32, device=weight_e.device)
 
     def give_back(
-        self, place: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], *, aside: bool = False
+        self, index: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], *, aside: bool = False
     ) -> None:
         sent = torch.cat([gradient_X[list(chain(*self.fill))].flatten(1) for gradient_X in gradients], 1)
         came = exchange_rows(sent, self.axis, _sizes(self.send), _sizes(self.fill))
@@ -252,16 +252,16 @@ class ReplicaMemory:
             torch.cuda.current_stream(self.buffers.late.device).wait_event(pushed)
         self.buffers.wait(Channel.REPLICAS, 1)
 
-    def weights(self, place: int) -> Tensor:
+    def weights(self, index: int) -> Tensor:
         """Slots of a parameter, X x its shape."""
         sizes = self.sizes
-        return self.buffers.replica_view(sizes.weights[place], (sizes.rule.slots, *sizes.shapes[place]), self.dtype)
+        return self.buffers.replica_view(sizes.weights[index], (sizes.rule.slots, *sizes.shapes[index]), self.dtype)
 
-    def gradients(self, place: int) -> Tensor:
+    def gradients(self, index: int) -> Tensor:
         """Float32 sums of a parameter's slots."""
         sizes = self.sizes
-        shape = sizes.rule.slots, *sizes.shapes[place]
-        return self.buffers.replica_view(sizes.gradients[place], shape, torch.float32)
+        shape = sizes.rule.slots, *sizes.shapes[index]
+        return self.buffers.replica_view(sizes.gradients[index], shape, torch.float32)
 
     def at(self, first: int) -> int:
         """Byte of the buffers at which a parameter's section begins."""
@@ -279,46 +279,46 @@ class MappedSlots:
     def slots(self) -> int:
         return self.memory.sizes.rule.slots
 
-    def begin(self, *own: Tensor) -> None:
+    def begin(self, *parameters: Tensor) -> None:
         memory = self.memory
         memory.wait_weights()  # begun before recomputation, or by slots that ended before their products
-        memory.in_flight = self, self._beside(lambda: self._push(own))
+        memory.in_flight = self, self._beside(lambda: self._push(parameters))
 
-    def fetch(self, *own: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+    def fetch(self, *parameters: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
         memory = self.memory
-        weights = tuple(map(memory.weights, range(len(own))))
+        weights = tuple(map(memory.weights, range(len(parameters))))
         memory.unread.clear()  # rows have travelled since, or travel before gradients are written
         if memory.in_flight is not None and memory.in_flight[0] is self:
             return weights, memory.wait_weights
         memory.wait_weights()
-        pushed = self._beside(lambda: self._push(own, between_barriers=True))
+        pushed = self._beside(lambda: self._push(parameters, between_barriers=True))
         if pushed is None:
             return weights, already_here
         return weights, lambda: torch.cuda.current_stream(memory.buffers.late.device).wait_event(pushed)
 
-    def gradient_sums(self, place: int, weight_e: Tensor) -> Tensor:
-        memory, sums = self.memory, self.memory.gradients(place)
-        if place in memory.unread:
+    def gradient_sums(self, index: int, weight_e: Tensor) -> Tensor:
+        memory, sums = self.memory, self.memory.gradients(index)
+        if index in memory.unread:
             memory.join()
             memory.barrier(Channel.GRADIENTS)
         clear_slots(sums, self.plan, memory.sizes.rule, memory.buffers.peers)
         return sums
 
     def give_back(
-        self, place: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], *, aside: bool = False
+        self, index: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], *, aside: bool = False
     ) -> None:
         memory, stream = self.memory, self.memory.stream
         if not aside or not memory.in_layer or stream is None:
             memory.join()  # meetings follow each other
-            self._pull(place, gradients, totals, PULL_PROGRAMS)
+            self._pull(index, gradients, totals, PULL_PROGRAMS)
             return
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         memory.pending_pulls.append(self.plan)
         with torch.cuda.stream(stream):
-            self._pull(place, gradients, totals, PUSH_PROGRAMS)
+            self._pull(index, gradients, totals, PUSH_PROGRAMS)
 
-    def _pull(self, place: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], programs: int) -> None:
-        memory, places = self.memory, range(place, place + len(gradients))
+    def _pull(self, index: int, gradients: Sequence[Tensor], totals: Sequence[Tensor], programs: int) -> None:
+        memory, places = self.memory, range(index, index + len(gradients))
         rule, peers, sections = memory.sizes.rule, memory.buffers.peers, memory.sizes.gradients
         for parameter, gradient in zip(places, gradients, strict=True):
             sums = memory.gradients(parameter)
@@ -342,12 +342,12 @@ class MappedSlots:
             push()
             return stream.record_event()
 
-    def _push(self, own: Sequence[Tensor], *, between_barriers: bool = False) -> None:
+    def _push(self, parameters: Sequence[Tensor], *, between_barriers: bool = False) -> None:
         memory, peers = self.memory, self.memory.buffers.peers
         if between_barriers:
             memory.barrier(Channel.REPLICAS, self.plan)
-        for place, weight_e in enumerate(own):
-            at = memory.at(memory.sizes.weights[place])
+        for index, weight_e in enumerate(parameters):
+            at = memory.at(memory.sizes.weights[index])
             push_replicas(weight_e.detach().contiguous(), self.plan, memory.sizes.rule, peers, at)
         if between_barriers:
             memory.barrier(Channel.REPLICAS, self.plan)

@@ -134,14 +134,14 @@ class _Extras(ExpertOptions):
     def recipe(self) -> Recipe:
         return _recipe_of(self.float8)
 
-    def copies_of(self, place: int, w_eFD: Tensor | SlottedWeight) -> "WeightCopies | GatheredCopies | _SlottedCopies":
+    def copies_of(self, index: int, w_eFD: Tensor | SlottedWeight) -> "WeightCopies | GatheredCopies | _SlottedCopies":
         """Copies of a product's weight: kept, gathered, or made now; those of replicas are made now."""
         quantize = partial(self.operators.quantize_weight, recipe=self.recipe, form=self.float8.forward)
-        kept = None if self.copies is None else self.copies[place]
+        kept = None if self.copies is None else self.copies[index]
         if isinstance(w_eFD, SlottedWeight):
-            own = copies_of(w_eFD.own, kept, quantize)
+            local_copies = copies_of(w_eFD.own, kept, quantize)
             w_eFD.wait()
-            return _SlottedCopies(own, quantize(w_eFD.slots))
+            return _SlottedCopies(local_copies, quantize(w_eFD.slots))
         return copies_of(w_eFD, kept, quantize)
 
 
@@ -183,8 +183,8 @@ class _Float8ExpertFfn(torch.autograd.Function):
         rows = _source_rows(x_ND, rows, counts_e if index_R is None else None, extras.float8)
         places = len(x_ND if index_R is None else index_R)
         tiles, kept = extras.prepare(operators.tile_table, counts_e, places, x_ND)
-        own, own_biases = (gate_up_eFD, down_eDF), (gate_up_bias_eF, down_bias_eD)
-        (gate_up, down), (gate_up_bias, down_bias) = extras.fetch(own, own_biases, counts_e)
+        weights, own_biases = (gate_up_eFD, down_eDF), (gate_up_bias_eF, down_bias_eD)
+        (gate_up, down), (gate_up_bias, down_bias) = extras.fetch(weights, own_biases, counts_e)
         weight, options = extras.copies_of(GATE_UP, gate_up).forward, {"dtype": x_ND.dtype, "tiles": tiles}
         gate_up_RF = _pre_activation(rows, weight, counts_e, index_R, gate_up_bias, operators, options, kept)
         source = gate_up_RF if kept is None else kept
@@ -192,7 +192,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
         of_kept = (None if extras.recompute else gate_up_RF, None if kept is None else kept.first)
         del gate_up_RF, source, kept, weight
         # Copies of weights are no activations: hooks of saved tensors must not find them.
-        matrices = own if extras.copies is None else (None, None)
+        matrices = weights if extras.copies is None else (None, None)
         of_rows = (counts_e, weights_R, index_R)
         ctx.save_for_backward(rows.values, rows.scales, *matrices, *of_rows, *own_biases, *of_kept)
         ctx.extras, ctx.block, ctx.tiles = extras, rows.block, tiles
@@ -210,8 +210,8 @@ class _Float8ExpertFfn(torch.autograd.Function):
         operators, recipe, float8 = extras.operators, extras.recipe, extras.float8
         dx_ND = d_gate_up_eFD = d_down_eDF = None
 
-        own = (gate_up_eFD, down_eDF) if extras.copies is None else extras.parameters
-        (gate_up_weight, down), biases = extras.fetch(own, tuple(own_biases), counts_e)
+        parameters = (gate_up_eFD, down_eDF) if extras.copies is None else extras.parameters
+        (gate_up_weight, down), biases = extras.fetch(parameters, tuple(own_biases), counts_e)
         gate_up = extras.copies_of(GATE_UP, gate_up_weight)
         if kept_RF is None:
             kept_RF = _pre_activation(rows, gate_up.forward, counts_e, index_R, biases[0], operators, options)
@@ -264,7 +264,7 @@ def _pre_activation(
 
 
 def _weight_gradient(
-    place: int,
+    index: int,
     dy: Quantized,
     x: Quantized | Callable[[], Quantized],
     counts_e: Tensor,
@@ -272,13 +272,13 @@ def _weight_gradient(
     extras: _Extras,
 ) -> Tensor | None:
     """The gradient of a matrix, added to its sum or returned for autograd, now or later."""
-    options = {"dtype": extras.parameters[place].dtype, "tiles": tiles}
+    options = {"dtype": extras.parameters[index].dtype, "tiles": tiles}
 
     def make(accumulate_into: Any) -> Any:
         columns = x if isinstance(x, Quantized) else x()
         return extras.operators.multiply_columns(dy, columns, counts_e, accumulate_into=accumulate_into, **options)
 
-    return put_gradient(make, place, extras)
+    return put_gradient(make, index, extras)
 
 
 def _recipe_of(float8: Float8Rule) -> Recipe:

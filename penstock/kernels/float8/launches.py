@@ -71,10 +71,10 @@ def dense_launch(product: Product, rows: int, columns: int, device: torch.device
     if smaller is None:
         return launch
 
-    def rounds(one: ProductLaunch) -> int:
+    def rounds(candidate: ProductLaunch) -> int:
         """Rows of tiles that the busiest multiprocessor makes."""
-        tiles = -(-rows // one.block_rows) * -(-columns // one.block_columns)
-        return -(-tiles // programs_of(one, device)) * one.block_rows
+        tiles = -(-rows // candidate.block_rows) * -(-columns // candidate.block_columns)
+        return -(-tiles // programs_of(candidate, device)) * candidate.block_rows
 
     return launch if rounds(launch) <= rounds(smaller) * TALLER_TILES_GAIN else smaller
 

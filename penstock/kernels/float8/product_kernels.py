@@ -50,10 +50,10 @@ def float8_rows_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         expert, start, end, row, column = locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS, GROUP)
         column *= BLOCK_COLUMNS
-        place = start + row + tl.arange(0, BLOCK_ROWS)
+        position = start + row + tl.arange(0, BLOCK_ROWS)
         # Past the expert's last row any row will do, as it is not written: the one a block before, to spread reads.
-        place = tl.where(place < end, place, tl.maximum(place - BLOCK_ROWS, 0))
-        source = tl.load(index_ptr + place).to(tl.int32) if GATHER else place
+        position = tl.where(position < end, position, tl.maximum(position - BLOCK_ROWS, 0))
+        source = tl.load(index_ptr + position).to(tl.int32) if GATHER else position
         w_places = w_scales + expert * w_scale_expert
         if AHEAD:
             x_next = _scales_of_rows(x_scales, source, x_scale_outer, x_scale_depth, 0, depth, SCALING)
@@ -151,14 +151,14 @@ def float8_matrices_kernel(
                 b_block = _load_block(b, column, columns, b_stride, first, depth, BLOCK_COLUMNS)
             if AHEAD:
                 a_scale, b_scale = a_next, b_next
-            found = _scales_of_tile(
+            tile_scales = _scales_of_tile(
                 a_scales, b_scales, row, column, rows, columns, a_scale_outer, a_scale_depth, b_scale_outer,
                 b_scale_depth, block + AHEAD, end, depth, BLOCK_ROWS, BLOCK_COLUMNS, B_OUTER, SCALING, WHOLE,
             )  # fmt: skip
             if AHEAD:
-                a_next, b_next = found
+                a_next, b_next = tile_scales
             else:
-                a_scale, b_scale = found
+                a_scale, b_scale = tile_scales
             accumulator = _add_product(accumulator, a_block, a_scale, b_block, b_scale, B_OUTER, SCALING, AHEAD)
         if SCALING == "behind":
             across = column + tl.arange(0, BLOCK_COLUMNS)
@@ -233,12 +233,12 @@ def _scales_of_rows(scales, source, outer, deep, block, depth, SCALING: tl.const
 
     No mask, so that the compiler scales the first block's sum while the second block is multiplied.
     """
-    found = 1.0
+    factors = 1.0
     if SCALING == "promoted":
-        found = tl.load(scales + block * deep + source * outer)
+        factors = tl.load(scales + block * deep + source * outer)
     elif SCALING == "inside":
-        found = _micro_scales(scales, source, source >= 0, outer, deep, block, depth)
-    return found
+        factors = _micro_scales(scales, source, source >= 0, outer, deep, block, depth)
+    return factors
 
 
 @triton.jit
@@ -251,18 +251,18 @@ def _scales_of_columns(
     Places are computed here and not once for a tile, so that the compiler sees that they are neighbours and loads
     several at once. WHOLE says that all of them are columns.
     """
-    found = 1.0
+    factors = 1.0
     across = tl.multiple_of(column, BLOCK_COLUMNS) + tl.arange(0, BLOCK_COLUMNS)
     if SCALING == "inside":
-        found = _micro_scales(scales, across, across < columns, outer, deep, block, depth)
+        factors = _micro_scales(scales, across, across < columns, outer, deep, block, depth)
     elif SCALING == "promoted" and OUTER > 1:
         tl.static_assert(BLOCK_COLUMNS <= OUTER, "a tile must not be wider than a block of the weight's scales")
-        found = tl.load(scales + block * deep + column // OUTER * outer)
+        factors = tl.load(scales + block * deep + column // OUTER * outer)
     elif SCALING == "promoted" and WHOLE:
-        found = tl.load(scales + block * deep + across * outer)
+        factors = tl.load(scales + block * deep + across * outer)
     elif SCALING == "promoted":
-        found = tl.load(scales + block * deep + across * outer, mask=across < columns, other=0.0)
-    return found
+        factors = tl.load(scales + block * deep + across * outer, mask=across < columns, other=0.0)
+    return factors
 
 
 @triton.jit

@@ -116,7 +116,7 @@ def multiply_columns(
     check_groups("float8 product", counts_e, experts, None)
     if isinstance(accumulate_into, SlottedWeight):
         assert tiles is not None, "gradients in two places need tables of both"
-        found = [
+        sums = [
             multiply_columns(
                 *(dy, x, counts_e[part.experts]),
                 dtype=dtype,
@@ -126,7 +126,7 @@ def multiply_columns(
             )
             for part in weight_parts(accumulate_into, tiles)
         ]
-        return SlottedWeight(found[0], accumulate_into.slots)
+        return SlottedWeight(sums[0], accumulate_into.slots)
     shape = (experts, rows, columns)
     result = dy.values.new_empty(shape, dtype=dtype) if accumulate_into is None else accumulate_into
     _check_result("gradient", result, shape, dtype if accumulate_into is None else torch.float32)
@@ -149,8 +149,8 @@ def _gather(
     if not launch.copy_gathered and len(x.values) * x.values.stride(0) < GATHER_LIMIT:
         return x, index_R
     # Two numbers at a time where there are as many: half as many words to move.
-    words, scales = x.values.view(torch.int16 if x.values.shape[1] % 2 == 0 else torch.int8), x.scales
-    values = gather_rows(words, index_R, tiles.used, multiple=16 // words.itemsize).view(x.values.dtype)
+    units, scales = x.values.view(torch.int16 if x.values.shape[1] % 2 == 0 else torch.int8), x.scales
+    values = gather_rows(units, index_R, tiles.used, multiple=16 // units.itemsize).view(x.values.dtype)
     if x.block[0]:  # else all rows share a scale
         memory = scales.view(torch.uint8) if scales.itemsize == 1 else scales
         scales = gather_columns(memory.T.contiguous(), index_R, tiles.used).T.view(scales.dtype)

@@ -133,12 +133,12 @@ def group_tiles(counts_e: Tensor, rows: int) -> Tensor:
     """
     experts = counts_e.numel()
     tiles = aligned_rows(rows, experts) // ALIGNMENT
-    found = counts_e.new_empty(tiles + 1, 2, dtype=torch.int32)
+    table = counts_e.new_empty(tiles + 1, 2, dtype=torch.int32)
     constants = {"EXPERTS": experts, "BLOCK_E": triton.next_power_of_2(experts), "BLOCK_R": ALIGNMENT, "BLOCK_T": TILES}
     start_kernel(
-        group_tiles_kernel, (triton.cdiv(tiles + 1, TILES),), counts_e.contiguous(), found, tiles, rows, **constants
+        group_tiles_kernel, (triton.cdiv(tiles + 1, TILES),), counts_e.contiguous(), table, tiles, rows, **constants
     )
-    return found
+    return table
 
 
 @dataclass(frozen=True)
@@ -225,11 +225,11 @@ def _is_hoppers(source: _Source, copies: tuple[Quantized | None, Quantized], for
 
 def _measure(source: _Source, rows: Quantized | None, columns: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
     """Bits of the largest magnitudes from which the scales of both copies are made; a pass over the source."""
-    one = rows if rows is not None else columns
-    assert one is not None, "nothing to write"
+    target = rows if rows is not None else columns
+    assert target is not None, "nothing to write"
     zeros = source.values.new_zeros
     by_row = by_column = whole = None
-    if one.block[0] == 0:
+    if target.block[0] == 0:
         whole = zeros(source.matrices, dtype=torch.int32)
     else:
         by_row = None if rows is None else zeros(source.matrices * source.rows, dtype=torch.int32)

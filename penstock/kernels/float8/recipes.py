@@ -114,7 +114,7 @@ def refuse(recipe: Recipe, target: str) -> None:
     """Raise KernelError if a chip cannot compute by a recipe."""
     problem = obstacle(recipe, target)
     if problem is not None:
-        possible = [name for name, one in RECIPES.items() if obstacle(one, target) is None]
+        possible = [name for name, candidate in RECIPES.items() if obstacle(candidate, target) is None]
         raise KernelError(
             f"recipe {recipe.name} cannot be had",
             got=problem,

@@ -73,13 +73,13 @@ def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopi
 
     Copies in `into` are filled in place, because captured graphs read them.
     """
-    found = WeightCopies(
+    copies = WeightCopies(
         quantize(w_FD, recipe.weights, form, recipe.scaling),
         quantize(w_FD.transpose(-1, -2), recipe.weights, form, recipe.scaling),
     )
     if into is None:
-        return found
-    for old, new in zip(into, found, strict=True):
+        return copies
+    for old, new in zip(into, copies, strict=True):
         old.fill(new)
     return into
 
@@ -126,10 +126,10 @@ def multiply(
     `out` is memory of the result, contiguous and of that dtype; `accumulate_into` has float32 sums that the product is
     added to. Either is returned.
     """
-    found = dequantize(a) @ dequantize(b).T
+    product = dequantize(a) @ dequantize(b).T
     if accumulate_into is not None:
-        return accumulate_into.add_(found)
-    return found.to(dtype) if out is None else out.copy_(found)
+        return accumulate_into.add_(product)
+    return product.to(dtype) if out is None else out.copy_(product)
 
 
 def multiply_groups(
@@ -150,8 +150,8 @@ def multiply_groups(
     rows_RK = x_RK if index_R is None else x_RK[index_R]
     counts = counts_on_host(counts_e, len(rows_RK))
     pieces = rows_RK[: sum(counts)].split(counts)
-    found = torch.cat([rows @ w_NK.T for rows, w_NK in zip(pieces, w_eNK, strict=True)])
-    return F.pad(found, (0, 0, 0, len(rows_RK) - len(found))).to(dtype)
+    products = torch.cat([rows @ w_NK.T for rows, w_NK in zip(pieces, w_eNK, strict=True)])
+    return F.pad(products, (0, 0, 0, len(rows_RK) - len(products))).to(dtype)
 
 
 def multiply_columns(
@@ -171,13 +171,13 @@ def multiply_columns(
     starts = [0, *accumulate(-(-count // ALIGNMENT) * ALIGNMENT for count in counts)]  # first column of each expert
     dy_MR, x_NR = dequantize(dy), dequantize(x)
     pieces = [slice(first, first + count) for first, count in zip(starts, counts, strict=False)]
-    found = torch.stack([dy_MR[:, piece] @ x_NR[:, piece].T for piece in pieces])
+    products = torch.stack([dy_MR[:, piece] @ x_NR[:, piece].T for piece in pieces])
     if accumulate_into is None:
-        return found.to(dtype)
+        return products.to(dtype)
     if isinstance(accumulate_into, SlottedWeight) and accumulate_into.own is None:
-        sums = add_or_return(found, accumulate_into)
+        sums = add_or_return(products, accumulate_into)
         return sums._replace(own=sums.own.to(dtype))
-    return add_or_return(found, accumulate_into)
+    return add_or_return(products, accumulate_into)
 
 
 def _scales(ratio: Tensor, scaling: Scaling) -> Tensor:

@@ -304,14 +304,14 @@ def swiglu_backward_float8_kernel(
                 d_rows_ptr + F, d_row_scales_ptr + F // DEPTH * R, dup_RF, row_R, is_row_R, column_F, R, F,
                 rows_stride, DEPTH, LARGEST, POWER,
             )  # fmt: skip
-        place = tile * BLOCK_R + span * SPAN
+        start = tile * BLOCK_R + span * SPAN
         if H_OUTER == 1:
-            h_scale = _column_scales(h_column_scales_ptr, h_bits, place, column_F, F, F, DEPTH, H_LARGEST, POWER)
+            h_scale = _column_scales(h_column_scales_ptr, h_bits, start, column_F, F, F, DEPTH, H_LARGEST, POWER)
         else:
             h_scale = scale_of(largest_of_tile(h_bits), H_LARGEST, POWER)
             store_scales(h_column_scales_ptr, h_scale, 0, tl.program_id(0), None, tile, F, R, H_OUTER, DEPTH, BLOCK_R)
-        dgate_scale = _column_scales(d_column_scales_ptr, dgate_bits, place, column_F, F, 2 * F, DEPTH, LARGEST, POWER)
-        dup_scale = _column_scales(d_column_scales_ptr + F, dup_bits, place, column_F, F, 2 * F, DEPTH, LARGEST, POWER)
+        dgate_scale = _column_scales(d_column_scales_ptr, dgate_bits, start, column_F, F, 2 * F, DEPTH, LARGEST, POWER)
+        dup_scale = _column_scales(d_column_scales_ptr + F, dup_bits, start, column_F, F, 2 * F, DEPTH, LARGEST, POWER)
         # Second walk: all is computed again, and columns are written in words of four places.
         for part in tl.range(SPAN // STEP // 4):
             h_words = tl.zeros([STEP, BLOCK_F], tl.uint32)
@@ -324,7 +324,7 @@ def swiglu_backward_float8_kernel(
                 h_words = _push(h_words, to_float8(h_RF, h_scale, h_type, H_LARGEST, POWER))
                 dgate_words = _push(dgate_words, to_float8(dgate_RF, dgate_scale, d_type, LARGEST, POWER))
                 dup_words = _push(dup_words, to_float8(dup_RF, dup_scale, d_type, LARGEST, POWER))
-            word = place // 4 + part * STEP
+            word = start // 4 + part * STEP
             _store_words(h_columns_ptr, h_words, word, column_F, column_F < F, words_stride)
             _store_words(d_columns_ptr, dgate_words, word, column_F, column_F < F, words_stride)
             _store_words(d_columns_ptr, dup_words, word, column_F + F, column_F < F, words_stride)
@@ -372,7 +372,7 @@ def _store_rows(
 
 @triton.jit
 def _column_scales(
-    scales_ptr, bits_RF, place, column_F, F, width, DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr
+    scales_ptr, bits_RF, start, column_F, F, width, DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr
 ):
     """Store the scale of each column's block of places, whose maxima are `bits`; return the scale of each number."""
     STEP: tl.constexpr = bits_RF.shape[0]
@@ -382,16 +382,16 @@ def _column_scales(
     values = scale_QF
     if scales_ptr.dtype.element_ty == tl.uint8:
         values = exponent_of(scale_QF)
-    block_Q = place // DEPTH + tl.arange(0, BLOCKS)
+    block_Q = start // DEPTH + tl.arange(0, BLOCKS)
     pointers = scales_ptr + block_Q[:, None] * width + column_F[None, :]
     tl.store(pointers, values, mask=(column_F < F)[None, :] & (block_Q >= 0)[:, None])
     return tl.reshape(tl.broadcast_to(scale_QF[:, None, :], [BLOCKS, STEP // BLOCKS, BLOCK_F]), [STEP, BLOCK_F])
 
 
 @triton.jit
-def _push(words, values):
+def _push(packed_bytes, values):
     """Shift an 8-bit number into each word as its last byte; the first byte is dropped. One instruction does it."""
-    return (words >> 8) | (values.to(tl.uint8, bitcast=True).to(tl.uint32) << 24)
+    return (packed_bytes >> 8) | (values.to(tl.uint8, bitcast=True).to(tl.uint32) << 24)
 
 
 @triton.jit

@@ -71,10 +71,10 @@ def multiply(
     if out is not None and accumulate_into is None and out.is_contiguous() and out.dtype == dtype:
         return _write(a, b, scales_a, scales_b, out)
     given = (a.values, b.values.T, scales_a, _KINDS[a.block], scales_b, _KINDS[b.block])
-    found = F.scaled_mm(*given, output_dtype=torch.float32 if accumulate_into is not None else dtype)
+    product = F.scaled_mm(*given, output_dtype=torch.float32 if accumulate_into is not None else dtype)
     if accumulate_into is not None:
-        return accumulate_into.add_(found)
-    return found if out is None else out.copy_(found)
+        return accumulate_into.add_(product)
+    return product if out is None else out.copy_(product)
 
 
 def _write(a: Quantized, b: Quantized, scales_a: Tensor, scales_b: Tensor, out: Tensor) -> Tensor:

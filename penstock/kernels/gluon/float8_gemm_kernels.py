@@ -71,23 +71,23 @@ def make_slots(x, w_slots, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, EACH: 
 
 @gluon.jit
 def load_scales(
-    slots, slot, x_scales, w_scales, strides, place, rows, block, CONSUMERS: gl.constexpr, EACH: gl.constexpr
+    slots, slot, x_scales, w_scales, strides, corner, rows, block, CONSUMERS: gl.constexpr, EACH: gl.constexpr
 ):
     """Copy a block's scales into a slot.
 
-    x_scales and w_scales are pointers, `strides` those of both operands along outer and depth; `place` is the tile's
+    x_scales and w_scales are pointers, `strides` those of both operands along outer and depth; `corner` is the tile's
     first row of x and of w, and `rows` are the rows of both. Rows past the last one are never written, so they may get
     any scale.
     """
     x_outer, x_depth, w_outer, w_depth = strides
     lanes = places(HALF)
     for part in gl.static_range(CONSUMERS):
-        down = gl.minimum(place[0] + part * HALF + lanes, rows[0] - 1)
+        down = gl.minimum(corner[0] + part * HALF + lanes, rows[0] - 1)
         copy_scales(slots[2].index(slot * CONSUMERS + part), x_scales + (down * x_outer + block * x_depth))
     if EACH:
-        across = gl.minimum(place[1] + places(WIDTH), rows[1] - 1)
+        across = gl.minimum(corner[1] + places(WIDTH), rows[1] - 1)
     else:
-        across = gl.full([HALF], place[1] // WIDTH, gl.int32, LANES)
+        across = gl.full([HALF], corner[1] // WIDTH, gl.int32, LANES)
     copy_scales(slots[3].index(slot), w_scales + (across * w_outer + block * w_depth))
     async_copy.mbarrier_arrive(slots[4].index(slot), increment_count=False)
 
@@ -237,7 +237,7 @@ def _load_rows(given, scales, x, w, STAGES: gl.constexpr, GROUP: gl.constexpr, C
     step = 0
     for tile in range(gl.program_id(0), schedule[4], gl.num_programs(0)):
         expert, start, _, row, column = _place_rows(schedule, tile, _load_owner(schedule, tile), GROUP, CONSUMERS)
-        place, of_expert = (start + row, column), w_scales + expert * w_expert
+        corner, of_expert = (start + row, column), w_scales + expert * w_expert
         for block in range(blocks):
             slot, phase = ring(step, STAGES)
             mbarrier.wait(empty.index(slot), phase ^ 1)
@@ -246,7 +246,7 @@ def _load_rows(given, scales, x, w, STAGES: gl.constexpr, GROUP: gl.constexpr, C
                 x_slot = x_slots.index(slot * CONSUMERS + part)
                 copy_in(x, [start + row + part * HALF, block * DEPTH], full.index(slot), x_slot)
             copy_in(w, [expert, column, block * DEPTH], full.index(slot), w_slots.index(slot))
-            load_scales(slots, slot, x_scales, of_expert, strides, place, rows, block, CONSUMERS, False)
+            load_scales(slots, slot, x_scales, of_expert, strides, corner, rows, block, CONSUMERS, False)
             step += 1
 
 
@@ -306,10 +306,10 @@ def _store_rows(target, sums, here, shift, columns, PLACE: gl.constexpr):
     if y is not None:
         write_pieces(y, buffers, result, (gl.to_tensor(SPAN), end), start - end + row + SPAN, column, False, 0, PLACE)
     else:
-        place = start + row + gl.arange(0, HALF, DOWN)
+        position = start + row + gl.arange(0, HALF, DOWN)
         across = column + gl.arange(0, WIDTH, ACROSS)
-        inside = gl.expand_dims(place < end, 1) & gl.expand_dims(across < columns, 0)
-        y_places = gl.expand_dims(place.to(gl.int64) * columns, 1) + gl.expand_dims(across, 0)
+        inside = gl.expand_dims(position < end, 1) & gl.expand_dims(across < columns, 0)
+        y_places = gl.expand_dims(position.to(gl.int64) * columns, 1) + gl.expand_dims(across, 0)
         gl.store(y_ptr + y_places, result, mask=inside)
 
 

@@ -75,11 +75,11 @@ def _load_words(source, first, filled, block, turn):
 
 
 @gluon.jit
-def _load_rows(source, first, filled, block, place):
+def _load_rows(source, first, filled, block, position):
     """Load some rows of a tile unchanged, or those of 8 bits as float32; zero where the tile has none."""
     x_ptr, x_stride, scales_ptr, scales_outer, scales_depth, index_ptr = source
-    is_row = place < filled
-    row = first + place
+    is_row = position < filled
+    row = first + position
     if index_ptr is not None:
         row = gl.load(index_ptr + row, mask=is_row, other=0)
     x_ptrs = x_ptr + block * TILE + gl.expand_dims(row.to(gl.int64) * x_stride, 1) + columns_of_tile()
@@ -151,11 +151,11 @@ def _load_turn(sources, first, filled, block, turn):
     gate_up_ptr, dh_ptr, F = sources
     gate_ptr = gate_up_ptr + first.to(gl.int64) * (2 * F) + block * TILE
     dh_ptr += first.to(gl.int64) * F + block * TILE
-    place = places_of(turn)
+    position = places_of(turn)
     column = columns_of_tile()
-    wide = gl.expand_dims(place, 1) * (2 * F) + column
-    narrow = gl.expand_dims(place, 1) * F + column
-    is_lower, is_upper = gl.expand_dims(place < filled, 1), gl.expand_dims(place + 1 < filled, 1)
+    wide = gl.expand_dims(position, 1) * (2 * F) + column
+    narrow = gl.expand_dims(position, 1) * F + column
+    is_lower, is_upper = gl.expand_dims(position < filled, 1), gl.expand_dims(position + 1 < filled, 1)
     return (
         gl.load(gate_ptr + wide, mask=is_lower, other=0.0),
         gl.load(gate_ptr + F + wide, mask=is_lower, other=0.0),
@@ -170,9 +170,9 @@ def _load_turn(sources, first, filled, block, turn):
 def _make_turn(loaded, turn, weights, targets, buffers, filled, LARGEST: gl.constexpr, WEIGHS_INPUT: gl.constexpr):
     """Compute a turn's gradients, write their rows, and leave its words in shared memory."""
     rows_ptr, scales_ptr, F, R, stride = targets
-    place = places_of(turn)
-    h, dgate, dup = _gradients(loaded[:3], place, weights, filled, WEIGHS_INPUT)
-    upper_h, upper_dgate, upper_dup = _gradients(loaded[3:], place + 1, weights, filled, WEIGHS_INPUT)
+    position = places_of(turn)
+    h, dgate, dup = _gradients(loaded[:3], position, weights, filled, WEIGHS_INPUT)
+    upper_h, upper_dgate, upper_dup = _gradients(loaded[3:], position + 1, weights, filled, WEIGHS_INPUT)
     h, dgate, dup = pack(h, upper_h), pack(dgate, upper_dgate), pack(dup, upper_dup)
     buffers[0].index(turn).store(h)
     buffers[1].index(turn).store(dgate)
@@ -182,14 +182,14 @@ def _make_turn(loaded, turn, weights, targets, buffers, filled, LARGEST: gl.cons
 
 
 @gluon.jit
-def _gradients(loaded, place, weights, filled, WEIGHS_INPUT: gl.constexpr):
+def _gradients(loaded, position, weights, filled, WEIGHS_INPUT: gl.constexpr):
     """`penstock.kernels.swiglu.activation_gradients` of some rows; writes its part of their weights' gradients."""
     weights_ptr, first, products_ptr, products = weights
     gate, up, dh = unpack(loaded[0]), unpack(loaded[1]), unpack(loaded[2])
     given_gate, given_up = gate, up
-    is_row = place < filled
+    is_row = position < filled
     if weights_ptr is not None:
-        weight = gl.expand_dims(gl.load(weights_ptr + first + place, mask=is_row, other=0.0), 1)
+        weight = gl.expand_dims(gl.load(weights_ptr + first + position, mask=is_row, other=0.0), 1)
         if WEIGHS_INPUT:
             gate *= weight
             up *= weight
@@ -208,7 +208,7 @@ def _gradients(loaded, place, weights, filled, WEIGHS_INPUT: gl.constexpr):
             product = dgate * given_gate + dup * given_up
             dgate *= weight
             dup *= weight
-        gl.store(products_ptr + products + place, gl.sum(product, 1), mask=is_row)
+        gl.store(products_ptr + products + position, gl.sum(product, 1), mask=is_row)
     return h, dgate, dup
 
 
@@ -247,12 +247,12 @@ def logits_gradient_kernel(
     row_scales = row_scales_ptr + block * R + first
     row_facts = (labels_ptr + first, logsumexp_ptr + first, first_label + start, z_weight)
     for turn in gl.static_range(TURNS):
-        place = places_of(turn)
-        lower = _slopes(_lower(loaded[turn]), row_facts, place, IGNORED)
-        upper = _slopes(_upper(loaded[turn]), row_facts, place + 1, IGNORED)
-        words = pack(lower, upper)
-        buffer.index(turn).store(words)
-        store_rows(rows, row_scales, words, turn, TILE, rows_stride, LARGEST)
+        position = places_of(turn)
+        lower = _slopes(_lower(loaded[turn]), row_facts, position, IGNORED)
+        upper = _slopes(_upper(loaded[turn]), row_facts, position + 1, IGNORED)
+        pairs = pack(lower, upper)
+        buffer.index(turn).store(pairs)
+        store_rows(rows, row_scales, pairs, turn, TILE, rows_stride, LARGEST)
     at = start.to(gl.int64) * columns_stride + down * (TILE // 8)
     store_columns(columns_ptr + at, column_scales_ptr + down * V + start, buffer, columns_stride, LARGEST, False)
 
@@ -261,20 +261,20 @@ def logits_gradient_kernel(
 def _load_counted(source, IGNORED: gl.constexpr, turn):
     """Load the pairs of a turn; rows that are not counted are zero and not read."""
     x_ptr, stride, labels_ptr = source
-    place = places_of(turn)
-    lower = gl.expand_dims(gl.load(labels_ptr + place) != IGNORED, 1)
-    upper = gl.expand_dims(gl.load(labels_ptr + place + 1) != IGNORED, 1)
-    x_ptrs = x_ptr + gl.expand_dims(place, 1).to(gl.int64) * stride + columns_of_tile()
+    position = places_of(turn)
+    lower = gl.expand_dims(gl.load(labels_ptr + position) != IGNORED, 1)
+    upper = gl.expand_dims(gl.load(labels_ptr + position + 1) != IGNORED, 1)
+    x_ptrs = x_ptr + gl.expand_dims(position, 1).to(gl.int64) * stride + columns_of_tile()
     return pair(gl.load(x_ptrs, mask=lower, other=0.0), gl.load(x_ptrs + stride, mask=upper, other=0.0))
 
 
 @gluon.jit
-def _slopes(x, row_facts, place, IGNORED: gl.constexpr):
+def _slopes(x, row_facts, position, IGNORED: gl.constexpr):
     """As `penstock.kernels.linear_cross_entropy.logit_slopes`; zero in rows that are not counted, whose x is zero."""
     labels_ptr, logsumexp_ptr, first_label, z_weight = row_facts
-    label = gl.load(labels_ptr + place)
+    label = gl.load(labels_ptr + position)
     is_counted = label != IGNORED
-    logsumexp = gl.load(logsumexp_ptr + place, mask=is_counted, other=0.0)
+    logsumexp = gl.load(logsumexp_ptr + position, mask=is_counted, other=0.0)
     factor = gl.where(is_counted, 1.0 + 2.0 * z_weight * logsumexp, 0.0)
     column = label - first_label
     column = gl.where((column >= 0) & (column < TILE), column, -1).to(gl.int32)
@@ -283,12 +283,12 @@ def _slopes(x, row_facts, place, IGNORED: gl.constexpr):
 
 
 @gluon.jit
-def _lower(words):
+def _lower(pairs):
     """Numbers in the lower halves, as float32."""
-    return (words << 16).to(gl.float32, bitcast=True)
+    return (pairs << 16).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _upper(words):
+def _upper(pairs):
     """Numbers in the upper halves, as float32."""
-    return (words & -65536).to(gl.float32, bitcast=True)
+    return (pairs & -65536).to(gl.float32, bitcast=True)

@@ -88,23 +88,23 @@ def unpack(x):
 
 
 @gluon.jit
-def larger(one, other):
+def larger(value, other):
     """The larger magnitudes of both halves, with some sign; NaN is the largest."""
     asm: gl.constexpr = "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;"
-    return gl.inline_asm_elementwise(asm, "=r,r,r", [one, other], gl.int32, True, 1)
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [value, other], gl.int32, True, 1)
 
 
 @gluon.jit
-def times(one, other):
+def times(value, other):
     """Products of both halves."""
-    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [one, other], gl.int32, True, 1)
+    return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [value, other], gl.int32, True, 1)
 
 
 @gluon.jit
-def rows_in_8_bits(words, LARGEST: gl.constexpr):
+def rows_in_8_bits(pairs, LARGEST: gl.constexpr):
     """Bytes of the rows of the lower halves, and of the upper halves."""
     asm: gl.constexpr = ROWS_ASM_E5M2 if LARGEST == E5M2_LARGEST else ROWS_ASM_E4M3
-    return gl.inline_asm_elementwise(asm, "=r,=r,r,r,r,r", [words], (gl.int8, gl.int8), True, 4)
+    return gl.inline_asm_elementwise(asm, "=r,=r,r,r,r,r", [pairs], (gl.int8, gl.int8), True, 4)
 
 
 @gluon.jit
@@ -115,15 +115,15 @@ def column_in_8_bits(first, second, third, fourth, LARGEST: gl.constexpr):
 
 
 @gluon.jit
-def lower_bits(words):
+def lower_bits(pairs):
     """Bits of the magnitudes in the lower halves, as float32."""
-    return (words & 0x7FFF) << 16
+    return (pairs & 0x7FFF) << 16
 
 
 @gluon.jit
-def upper_bits(words):
+def upper_bits(pairs):
     """Bits of the magnitudes in the upper halves, as float32."""
-    return words & 0x7FFF0000
+    return pairs & 0x7FFF0000
 
 
 @gluon.jit
@@ -149,22 +149,22 @@ def allocate_words():
 
 
 @gluon.jit
-def store_rows(rows_ptr, scales_ptr, words, turn, filled, stride, LARGEST: gl.constexpr):
+def store_rows(rows_ptr, scales_ptr, pairs, turn, filled, stride, LARGEST: gl.constexpr):
     """Store a turn's rows, as far as the tile has them, and their scales; both pointers are at the tile's first row."""
-    amax = gl.reduce(words, 1, larger)
+    amax = gl.reduce(pairs, 1, larger)
     lower_scale = scale_of(lower_bits(amax), LARGEST, True)
     upper_scale = scale_of(upper_bits(amax), LARGEST, True)
     lower_inverse = inverse_of(lower_scale).to(gl.int32, bitcast=True)
     upper_inverse = inverse_of(upper_scale).to(gl.int32, bitcast=True)
     # The lower halves of the bits of powers of two, zero and NaN are zero.
     inverse = (lower_inverse >> 16) | upper_inverse
-    lower, upper = rows_in_8_bits(times(words, gl.expand_dims(inverse, 1)), LARGEST)
-    place = places_of(turn)
-    offset = gl.expand_dims(place, 1) * stride + columns_of_tile()
-    gl.store(rows_ptr + offset, lower, mask=gl.expand_dims(place < filled, 1))
-    gl.store(rows_ptr + stride + offset, upper, mask=gl.expand_dims(place + 1 < filled, 1))
-    gl.store(scales_ptr + place, lower_scale, mask=place < filled)
-    gl.store(scales_ptr + place + 1, upper_scale, mask=place + 1 < filled)
+    lower, upper = rows_in_8_bits(times(pairs, gl.expand_dims(inverse, 1)), LARGEST)
+    position = places_of(turn)
+    offset = gl.expand_dims(position, 1) * stride + columns_of_tile()
+    gl.store(rows_ptr + offset, lower, mask=gl.expand_dims(position < filled, 1))
+    gl.store(rows_ptr + stride + offset, upper, mask=gl.expand_dims(position + 1 < filled, 1))
+    gl.store(scales_ptr + position, lower_scale, mask=position < filled)
+    gl.store(scales_ptr + position + 1, upper_scale, mask=position + 1 < filled)
 
 
 @gluon.jit

@@ -59,11 +59,11 @@ def expert_rows_kernel(
     slots = (x_slots, w_slots, full, empty)
     turns = make_turns()
     target = (y, buffers, first_ptr)
-    one: gl.constexpr = 0
+    first: gl.constexpr = 0
     other: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_multiply_rows, (schedule, slots, turns, target, blocks, DEPTH_FIRST, STAGES, GROUP, one)),
+            (_multiply_rows, (schedule, slots, turns, target, blocks, DEPTH_FIRST, STAGES, GROUP, first)),
             (_multiply_rows, (schedule, slots, turns, target, blocks, DEPTH_FIRST, STAGES, GROUP, other)),
             (_load_rows, (schedule, slots, x, w, blocks, DEPTH_FIRST, STAGES, GROUP)),
         ],
@@ -138,9 +138,9 @@ def _multiply_rows(
         mbarrier.arrive(empty.index(before), count=1)
         step += blocks
         _, start, end, row, column = _place_rows(schedule, tile, owner, height, GROUP)
-        place = start - end + row + SPAN
+        position = start - end + row + SPAN
         result = sums.to(y.dtype)
-        write_pieces(y, buffers, result, (gl.to_tensor(SPAN), end + shift), place, column * width, False, 0, PLACE)
+        write_pieces(y, buffers, result, (gl.to_tensor(SPAN), end + shift), position, column * width, False, 0, PLACE)
     tma.store_wait(0)
 
 
@@ -184,11 +184,11 @@ def weight_gradient_kernel(
     full, empty = make_barriers(STAGES, 1)
     slots = (dy_slots, x_slots, full, empty)
     turns = make_turns()
-    one: gl.constexpr = 0
+    first: gl.constexpr = 0
     other: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_multiply_weights, (schedule, slots, turns, dw, buffers, STAGES, GROUP, ACCUMULATE, one)),
+            (_multiply_weights, (schedule, slots, turns, dw, buffers, STAGES, GROUP, ACCUMULATE, first)),
             (_multiply_weights, (schedule, slots, turns, dw, buffers, STAGES, GROUP, ACCUMULATE, other)),
             (_load_weights, (schedule, slots, dy, x, STAGES, GROUP)),
         ],
@@ -212,9 +212,9 @@ def _load_weights(schedule, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.conste
             slot, phase = ring(step, STAGES)
             mbarrier.wait(empty.index(slot), phase ^ 1)
             mbarrier.expect(full.index(slot), (height + width) * depth * 2)
-            span, place = gl.to_tensor(SPAN), start - end + block * depth + SPAN
-            copy_in(dy, [span, end, place, row * height], full.index(slot), dy_slots.index(slot))
-            copy_in(x, [span, end, place, column * width], full.index(slot), x_slots.index(slot))
+            span, position = gl.to_tensor(SPAN), start - end + block * depth + SPAN
+            copy_in(dy, [span, end, position, row * height], full.index(slot), dy_slots.index(slot))
+            copy_in(x, [span, end, position, column * width], full.index(slot), x_slots.index(slot))
             step += 1
 
 

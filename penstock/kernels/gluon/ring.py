@@ -35,9 +35,9 @@ copy_out = vars(tma)["async_store" if "async_store" in vars(tma) else "async_cop
 
 
 @builtin
-def add_out(target: Any, place: Any, slot: Any, _semantic: Any = None) -> None:
+def add_out(target: Any, coordinates: Any, slot: Any, _semantic: Any = None) -> None:
     """Add a slot to a block in memory by the copy engine: `tma.async_atomic_add` of Triton 3.9; 3.6 has none."""
-    places = _semantic._convert_to_ir_values(place, require_i64=False)
+    places = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, target.handle, places, slot.handle)
 
 
@@ -92,12 +92,12 @@ def write_pieces(
     down: gl.constexpr = block.shape[0] // 2
     across: gl.constexpr = block.shape[1] // 2
     if block.shape[0] > height:
-        one, other = gl.split(gl.permute(gl.reshape(block, [2, down, 2 * across]), [1, 2, 0]))
-        write_pieces(target, buffers, one, lead, row, column, ADD, 2 * PIECE, PLACE)
+        half, other = gl.split(gl.permute(gl.reshape(block, [2, down, 2 * across]), [1, 2, 0]))
+        write_pieces(target, buffers, half, lead, row, column, ADD, 2 * PIECE, PLACE)
         write_pieces(target, buffers, other, lead, row + down, column, ADD, 2 * PIECE + 1, PLACE)
     elif block.shape[1] > width:
-        one, other = gl.split(gl.permute(gl.reshape(block, [2 * down, 2, across]), [0, 2, 1]))
-        write_pieces(target, buffers, one, lead, row, column, ADD, 2 * PIECE, PLACE)
+        half, other = gl.split(gl.permute(gl.reshape(block, [2 * down, 2, across]), [0, 2, 1]))
+        write_pieces(target, buffers, half, lead, row, column, ADD, 2 * PIECE, PLACE)
         write_pieces(target, buffers, other, lead, row, column + across, ADD, 2 * PIECE + 1, PLACE)
     else:
         # The copy engine may still read the previous piece, from the other buffer.
@@ -105,11 +105,11 @@ def write_pieces(
         tma.store_wait(1)
         buffer.reshape([2 * down, 2 * across]).store(block.to(target.dtype))
         fence_async_shared()
-        place = lead + (row, column)  # noqa: RUF005 (the compiler knows no starred expressions)
+        coordinates = lead + (row, column)  # noqa: RUF005 (the compiler knows no starred expressions)
         if ADD:
-            add_out(target, place, buffer)
+            add_out(target, coordinates, buffer)
         else:
-            copy_out(target, place, buffer)
+            copy_out(target, coordinates, buffer)
 
 
 @gluon.jit

@@ -50,13 +50,13 @@ def sparse_forward_hopper_kernel(
     scale, H: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
     """64 heads of a query, blocks of 64 keys: `sparse_forward_kernel` for latents of 512 columns and 64 rotary ones."""
-    place = (gl.program_id(0) // (H // 64)).to(gl.int64)
+    position = (gl.program_id(0) // (H // 64)).to(gl.int64)
     first_head = (gl.program_id(0) % (H // 64) * 64).to(gl.int64)
-    count = gl.minimum(K, place % positions - gl.load(firsts_ptr + place) + 1).to(gl.int32)
-    row = place // positions
+    count = gl.minimum(K, position % positions - gl.load(firsts_ptr + position) + 1).to(gl.int32)
+    row = position // positions
     latent_ptr += row * positions * 512
     rope_ptr += row * positions * 64
-    keys_ptr += place * K
+    keys_ptr += position * K
     dtype: gl.constexpr = q_ptr.dtype.element_ty
 
     q = gl.allocate_shared_memory(dtype, [64, 512], SHARED)
@@ -65,16 +65,16 @@ def sparse_forward_hopper_kernel(
     rope_slots = gl.allocate_shared_memory(dtype, [2, 64, 64], SHARED)
     p_slot = gl.allocate_shared_memory(dtype, [64, 64], SHARED)
 
-    base = place * H + first_head
+    base = position * H + first_head
     head = gl.arange(0, 64, gl.SliceLayout(1, WIDE)).to(gl.int64)
     q_rows = (head * (q_step // 512), gl.arange(0, 64, gl.SliceLayout(1, NARROW)))
-    _gather(q_ptr + (first_head * q_step + place * 512), q_rope_ptr + base * 64, q_rows, q, q_rope)
+    _gather(q_ptr + (first_head * q_step + position * 512), q_rope_ptr + base * 64, q_rows, q, q_rope)
     _gather(latent_ptr, rope_ptr, _keys(keys_ptr, 0, count), k_slots.index(0), rope_slots.index(0))
     ahead = _keys(keys_ptr, 64, count)
 
     factor = scale * LOG2E
     slot_K = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
-    most = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    peak = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     sums = gl.zeros([64, 64], gl.float32, SCORES)
     o = gl.zeros([64, 512], gl.float32, OUTPUT)
     slot = 0
@@ -91,11 +91,11 @@ def sparse_forward_hopper_kernel(
         ahead = _keys(keys_ptr, first + 128, count)
         s = hopper.warpgroup_mma_wait(0, deps=[s])
         s = gl.where((first + slot_K < count)[None, :], s * factor, float("-inf"))
-        higher = gl.maximum(most, gl.max(s, 1))
+        higher = gl.maximum(peak, gl.max(s, 1))
         p = gl.exp2(s - higher[:, None])
-        kept = gl.exp2(most - higher)
+        kept = gl.exp2(peak - higher)
         sums = sums * kept[:, None] + p
-        most = higher
+        peak = higher
         p_slot.store(p.to(dtype))
         fence_async_shared()
         o = o * gl.convert_layout(kept, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -107,10 +107,10 @@ def sparse_forward_hopper_kernel(
     k_slots.index(0).store(o.to(dtype))
     wide = gl.arange(0, 512, gl.SliceLayout(0, WIDE))
     rows = gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-    ptrs = o_ptr + (first_head * o_step + place * 512) + rows.to(gl.int64)[:, None] * o_step + wide[None, :]
+    ptrs = o_ptr + (first_head * o_step + position * 512) + rows.to(gl.int64)[:, None] * o_step + wide[None, :]
     gl.store(ptrs, k_slots.index(0).load(WIDE))
     head = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    gl.store(log_sums_ptr + base + head, (most + gl.log2(total)) / LOG2E)
+    gl.store(log_sums_ptr + base + head, (peak + gl.log2(total)) / LOG2E)
 
 
 @gluon.jit
@@ -144,13 +144,13 @@ def sparse_score_backward_hopper_kernel(
     them. The keys' columns pass through a ring of four slots, two steps of a block's five ahead.
     """
     local = (gl.program_id(0) // (H // 64)).to(gl.int64)
-    place = local + first_place
+    position = local + first_place
     first_head = (gl.program_id(0) % (H // 64) * 64).to(gl.int64)
-    count = gl.minimum(K, place % positions - gl.load(firsts_ptr + place) + 1).to(gl.int32)
-    row = place // positions
+    count = gl.minimum(K, position % positions - gl.load(firsts_ptr + position) + 1).to(gl.int32)
+    row = position // positions
     latent_ptr += row * positions * 512
     rope_ptr += row * positions * 64
-    keys_ptr += place * K
+    keys_ptr += position * K
     tile = (local * H + first_head) * K
     mass_ptr += gl.program_id(0).to(gl.int64) * K
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -165,7 +165,7 @@ def sparse_score_backward_hopper_kernel(
     _start_copy(latent_ptr, rope_ptr, key, ring, 1, 1)
     head = gl.arange(0, 64, gl.SliceLayout(1, NARROW))
     column = gl.arange(0, 64, gl.SliceLayout(0, NARROW))
-    of_query = first_head * head_step + place * 512
+    of_query = first_head * head_step + position * 512
     offset = head.to(gl.int64)[:, None] * head_step + column[None, :]
     delta = gl.zeros([64], gl.float32, gl.SliceLayout(1, NARROW))
     for panel in gl.static_range(8):
@@ -174,10 +174,10 @@ def sparse_score_backward_hopper_kernel(
         delta += gl.sum(do.to(gl.float32) * o.to(gl.float32), 1)
         both.index(panel).slice(64, 64).store(do)
         both.index(panel).slice(0, 64).store(gl.load(q_ptr + of_query + offset + panel * 64))
-    rope_ptrs = q_rope_ptr + (place * H + first_head) * 64 + head[:, None] * 64 + column[None, :]
+    rope_ptrs = q_rope_ptr + (position * H + first_head) * 64 + head[:, None] * 64 + column[None, :]
     both.index(8).slice(0, 64).store(gl.load(rope_ptrs))
     both.index(8).slice(64, 64).store(gl.zeros([64, 64], dtype, NARROW))
-    shifts.slice(0, 64).store(gl.load(log_sums_ptr + place * H + first_head + head) * LOG2E)
+    shifts.slice(0, 64).store(gl.load(log_sums_ptr + position * H + first_head + head) * LOG2E)
     shifts.slice(64, 64).store(delta * scale)
     fence_async_shared()
 
