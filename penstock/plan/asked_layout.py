@@ -68,12 +68,12 @@ def with_layout(run: Run, choices: Mapping[str, str], world: int, tokens: float 
 
 def layout_fields(run: Run) -> dict[str, object]:
     """The parts of a layout that a run's configuration says."""
-    found: dict[str, object] = {}
+    parts: dict[str, object] = {}
     for name, path in FIELDS.items():
         section, _, field = path.partition(".")
-        found[name] = dict(dict(run)[section])[field]
+        parts[name] = dict(dict(run)[section])[field]
     offload = "optimizer" if run.offload.optimizer else "none"
-    return found | {"recompute": "+".join(run.recompute.modules) or "none", "offload": offload}
+    return parts | {"recompute": "+".join(run.recompute.modules) or "none", "offload": offload}
 
 
 def with_overrides(run: Run, overrides: Sequence[str], world: int, tokens: float | None = None) -> Run:

@@ -80,10 +80,10 @@ def _with(run: Run, section: str, **values: object) -> Run:
 
 def _case(name: str, run: Run, cluster: Cluster, assumptions: Assumptions) -> BalanceCase:
     assert assumptions.loads is not None, "loads are recorded"
-    found, loads = project(run, cluster, assumptions), assumptions.loads.of(run)
-    slowest = max(found.time.ranks, key=lambda rank: rank.terms.get("experts", 0.0))
+    plan, loads = project(run, cluster, assumptions), assumptions.loads.of(run)
+    slowest = max(plan.time.ranks, key=lambda rank: rank.terms.get("experts", 0.0))
     exposed = _exposed(run, cluster, loads, slowest.terms) if loads.busiest else 0.0
-    return BalanceCase(name=name, loads=loads, step_seconds=found.time.step_seconds + exposed, exposed_seconds=exposed)
+    return BalanceCase(name=name, loads=loads, step_seconds=plan.time.step_seconds + exposed, exposed_seconds=exposed)
 
 
 def _exposed(run: Run, cluster: Cluster, loads: RankLoads, terms: Mapping[str, float]) -> float:

@@ -76,16 +76,16 @@ class TimeBounds:
         every = (1 + depths) * tokens
         # The loss takes all tokens at once, or chunks: the fastest for a token is the bound.
         chunks = {min(every, size) for size in (every, tokens, *LOSS_CHUNKS, self._run.kernels.loss_chunk or every)}
-        found = [
+        products = [
             (self._products(size, [(hidden, columns)], False), SHARE_OF_PRODUCTS * every / size) for size in chunks
         ]
-        forward = min(one.forward * times for one, times in found)
-        backward = min(one.backward * times for one, times in found)
+        forward = min(product.forward * times for product, times in products)
+        backward = min(product.backward * times for product, times in products)
         if depths:
             ways = (tokens // tp, hidden), (tokens, hidden // tp)
             joined = [self._products(size, [(2 * hidden, width)], False) for size, width in ways]
-            forward += SHARE_OF_PRODUCTS * depths * min(one.forward for one in joined)
-            backward += SHARE_OF_PRODUCTS * depths * min(one.backward for one in joined)
+            forward += SHARE_OF_PRODUCTS * depths * min(product.forward for product in joined)
+            backward += SHARE_OF_PRODUCTS * depths * min(product.backward for product in joined)
         return WorkSeconds(forward + self._moved(every * columns), backward)
 
     def _products(self, m: int, shapes: Sequence[tuple[int, int]], accumulates: bool) -> WorkSeconds:
@@ -115,14 +115,14 @@ class TimeBounds:
         hidden, heads = model.hidden_size, attention.heads // tp
         positions = self._run.training.sequence_length
         whole = rows * positions // cp  # tokens inside the tensor-parallel part
-        own = whole // tp
+        rank_tokens = whole // tp
         if isinstance(attention, LatentAttention):
             width, value_width, kv_heads = attention.head_dim, attention.v_head_dim, heads
             latent = attention.kv_lora_rank + attention.qk_rope_head_dim
             query = [(attention.q_lora_rank, heads * width)] if attention.q_lora_rank else [(hidden, heads * width)]
             down = [(hidden, attention.q_lora_rank)] if attention.q_lora_rank else []
             up = (attention.kv_lora_rank, heads * (attention.qk_nope_head_dim + value_width))
-            products = [self._products(own, [*down, (hidden, latent)], accumulates)]
+            products = [self._products(rank_tokens, [*down, (hidden, latent)], accumulates)]
             products += [self._products(whole, [*query, up, (heads * value_width, hidden)], accumulates)]
             gathered = [attention.q_lora_rank or hidden, latent]
         else:
@@ -131,12 +131,12 @@ class TimeBounds:
             shapes = [(hidden, heads * width), *[(hidden, kv_heads * width)] * 2, (heads * width, hidden)]
             products = [self._products(whole, shapes, accumulates)]
             gathered = [hidden]
-        exchange = sum(self._exchange("all-gather", whole * one, tp) for one in gathered)
+        exchange = sum(self._exchange("all-gather", whole * columns, tp) for columns in gathered)
         exchange += self._exchange("reduce-scatter", whole * hidden, tp)
         exchange += self._context(whole, (heads, kv_heads), (width, value_width), ranks)
         core = WorkSeconds(0.0, 0.0) if is_local else self._core(rows, (heads, kv_heads), (width, value_width), ranks)
         # Each norm reads and writes the residual stream at least once; a sum reads two tensors and writes one.
-        moved = self._moved(own * hidden * 7)
+        moved = self._moved(rank_tokens * hidden * 7)
         return WorkSeconds(
             sum(product.forward for product in products) + core.forward + exchange + moved,
             sum(product.backward for product in products) + core.backward + exchange + moved,
@@ -149,10 +149,10 @@ class TimeBounds:
 
     def _context(self, tokens: int, heads: tuple[int, int], widths: tuple[int, int], ranks: tuple[int, int]) -> float:
         """Exchanges of context-parallel ranks in one pass, where they exchange heads; gathers are left out."""
-        (tp, cp), (own, kv) = ranks, heads
+        (tp, cp), (query, kv) = ranks, heads
         if cp == 1 or not self._by_heads(heads, cp):
             return 0.0
-        parts = (own * widths[0], kv * widths[0], kv * widths[1], own * widths[1])
+        parts = (query * widths[0], kv * widths[0], kv * widths[1], query * widths[1])
         return sum(self._exchange("all-to-all", tokens * part, cp, tp) for part in parts)
 
     def _core(self, rows: int, heads: tuple[int, int], widths: tuple[int, int], ranks: tuple[int, int]) -> WorkSeconds:
@@ -165,7 +165,7 @@ class TimeBounds:
             return WorkSeconds(0.0, 0.0)
         count, keys = rows * heads[0] // cp, positions
         passes = (self._rates.attention(way, count, keys, keys, widths, dtype=self._dtype) for way in _PASSES)
-        forward, backward = (one.seconds for one in passes)
+        forward, backward = (estimate.seconds for estimate in passes)
         return WorkSeconds(forward, backward)
 
     def _ffn(self, is_moe: bool, tokens: int, tp: int, experts: Experts, accumulates: bool) -> WorkSeconds:
@@ -174,15 +174,15 @@ class TimeBounds:
             return self._dense(tokens * tp, self._model.intermediate_size // tp, tp, accumulates)
         shared = moe.shared_expert_intermediate_size // tp
         beside = self._dense(tokens * tp, shared, tp, accumulates) if shared else WorkSeconds(0.0, 0.0)
-        own = self._products_of_experts(moe, tokens, experts, accumulates)
+        routed = self._products_of_experts(moe, tokens, experts, accumulates)
         out, back = self._sent(moe, tokens, experts)
         # The activation reads a pre-activation and writes half as much; backward reads that too and writes both.
         activated = tokens * moe.top_k * moe.moe_intermediate_size
         return WorkSeconds(
-            beside.forward + own.forward + out + back + self._moved((self._parts + 1) * activated),
-            beside.backward + own.backward + out + back + self._moved((2 * self._parts + 1) * activated),
-            beside.again + own.again + out,
-            own.again,
+            beside.forward + routed.forward + out + back + self._moved((self._parts + 1) * activated),
+            beside.backward + routed.backward + out + back + self._moved((2 * self._parts + 1) * activated),
+            beside.again + routed.again + out,
+            routed.again,
         )
 
     def _dense(self, tokens: int, width: int, tp: int, accumulates: bool) -> WorkSeconds:

@@ -157,7 +157,7 @@ def measure_device(device: torch.device, facts: DeviceFacts, sizes: BenchmarkSiz
     source = torch.randn(sizes.copy_bytes // 4, device=device)
     target = torch.empty_like(source)
     return DeviceFigures(
-        points={name: found for name, found in points.items() if found},
+        points={name: curve for name, curve in points.items() if curve},
         capacity_bytes=capacity,
         context_bytes=context,
         memory_bytes_per_second=2 * source.nbytes / bench.seconds(lambda: target.copy_(source)),
@@ -334,7 +334,7 @@ def measure_transfers(
     `device` is that of this rank, each machine has `node_ranks` ranks, `buffers` are sizes in bytes. The group is that
     of all ranks, or one of several of the same size which measure together.
     """
-    ranks, found = dist.get_world_size(group), {}
+    ranks, transfers = dist.get_world_size(group), {}
     kinds: tuple[CollectiveKind, ...] = ("all-to-all", "all-gather", "reduce-scatter", "point-to-point")
     for kind in kinds:
         points = []
@@ -344,8 +344,8 @@ def measure_transfers(
             leaving = 4 * numbers if kind == "point-to-point" else 4 * numbers * (ranks - 1) // ranks
             seconds = _seconds(call, device, times=4 if size < 2**24 else 1)
             points.append(TransferPoint(ranks=ranks, node_ranks=node_ranks, leaving_bytes=leaving, seconds=seconds))
-        found[kind] = tuple(points)
-    return found
+        transfers[kind] = tuple(points)
+    return transfers
 
 
 def _calls(kind: CollectiveKind, whole: Tensor, group: dist.ProcessGroup | None) -> Call:
@@ -436,8 +436,8 @@ def measured_hardware(
         efficiency=_efficiency(findings, peaks, measured),
         host_link=link if known is None else known.host_link,
         kernels=kernels,
-        collectives=(*collectives, *(one for one in kept if (one.kind, one.reach) not in fresh)),
-        measured=tuple(MeasuredPoints(operator=operator, source=measured, points=found) for operator, found in points),
+        collectives=(*collectives, *(rate for rate in kept if (rate.kind, rate.reach) not in fresh)),
+        measured=tuple(MeasuredPoints(operator=operator, source=measured, points=curve) for operator, curve in points),
     )
 
 
@@ -474,8 +474,8 @@ def _collective_rate(kind: CollectiveKind, points: Sequence[TransferPoint], node
 
 def _node(transfers: TransferPoints, in_node: TransferPoints, source: str) -> Node:
     """The node of an unknown chip: its fastest transfer is its bandwidth."""
-    points = [point for found in transfers.values() for point in found]
-    fastest, inside = (max((fit(one)[1] for one in found.values()), default=None) for found in (transfers, in_node))
+    points = [point for curve in transfers.values() for point in curve]
+    fastest, inside = (max((fit(curve)[1] for curve in table.values()), default=None) for table in (transfers, in_node))
     if points and points[0].ranks > points[0].node_ranks:
         links = "the links too" if in_node else "the links not measured"
         return Node(
@@ -492,8 +492,8 @@ def _node(transfers: TransferPoints, in_node: TransferPoints, source: str) -> No
 
 def _peaks(findings: DeviceFigures) -> dict[str, float]:
     rates: dict[str, float] = {"memory_bytes_per_second": findings.memory_bytes_per_second}
-    for found in findings.points.values():
-        for point in found:
+    for points in findings.points.values():
+        for point in points:
             rates[point.dtype] = max(point.flops_per_second, rates.get(point.dtype, 0.0))
     rates.setdefault("bf16", max(rate for name, rate in rates.items() if name in get_args(Dtype)))
     return rates
@@ -503,10 +503,10 @@ def _efficiency(findings: DeviceFigures, peaks: Peaks, source: str) -> Efficienc
     """Medians of the points' shares; an operator without points takes the share of a similar one."""
 
     def share(operator: str) -> float:
-        found = findings.points.get(operator)
-        if not found:
+        points = findings.points.get(operator)
+        if not points:
             return share(_LIKE[operator])
-        shares = [point.flops_per_second / (peaks.flops_per_second(point.dtype) or 1) for point in found]
+        shares = [point.flops_per_second / (peaks.flops_per_second(point.dtype) or 1) for point in points]
         return max(0.001, min(1.0, statistics.median(shares)))
 
     memory = min(1.0, findings.memory_bytes_per_second / peaks.memory_bytes_per_second)
@@ -528,7 +528,7 @@ def rounded(hardware: Hardware) -> Hardware:
         hardware,
         **{name: _short(vars(hardware)[name]) for name in names},
         collectives=tuple(map(_short, hardware.collectives)),
-        measured=tuple(replace(one, points=tuple(map(_short, one.points))) for one in hardware.measured),
+        measured=tuple(replace(entry, points=tuple(map(_short, entry.points))) for entry in hardware.measured),
     )
 
 

@@ -82,16 +82,16 @@ def fixed_by(run: Run, overrides: Sequence[str], only: Mapping[str, str]) -> dic
     """
     said = parse_overrides(Run, overrides)
     _check_searched(run, said)
-    own = {
+    fixed = {
         name: f"{value}"
         for name, value in layout_fields(run).items()
         if _has_field(said, FIELDS[name]) and value != "auto"
     }
-    for name, value in own.items():
+    for name, value in fixed.items():
         if only.get(name, value) != value:
             got = f"{name}={only[name]} and {FIELDS[name]}={value}"
             raise ConfigError("--only and an override fix the same part differently", got=got, fix="leave one out")
-    return {**own, **only}
+    return {**fixed, **only}
 
 
 def _check_searched(run: Run, said: Mapping[str, Any]) -> None:
@@ -191,15 +191,15 @@ class SearchSpace:
             variants = sum(len(dispatch.stages) for sizes in every for dispatch in self._dispatches(sizes))
             each = len(shapes) * len(shards) * len(rows) * len(self.savings)
             dense = [
-                (one.tp, one.cp)
-                for one in (replace(base, tp=tp, cp=cp) for tp, cp in self._pairs(base, "tp", "cp", "dp"))
-                if not self._refuses(one, each * variants)
+                (sizes.tp, sizes.cp)
+                for sizes in (replace(base, tp=tp, cp=cp) for tp, cp in self._pairs(base, "tp", "cp", "dp"))
+                if not self._refuses(sizes, each * variants)
             ]
             experts = tuple(
-                found
+                legal_experts
                 for sizes in every
                 for dispatch in self._dispatches(sizes)
-                if (found := self._legal_experts(sizes, dispatch, each * len(dense))) is not None
+                if (legal_experts := self._legal_experts(sizes, dispatch, each * len(dense))) is not None
             )
             if not dense or not experts:
                 continue
@@ -221,9 +221,9 @@ class SearchSpace:
             self.count += int(legal.sum()) * left
             yield LayoutSet(pp, tuple(dense), experts, shards, rows, shapes, legal)
 
-    def sizes(self, family: LayoutSet, place: Sequence[int], shape: int, saving: Saving, sync_free: int) -> Sizes:
-        """Sizes of a layout; `place` are its indices in `dense`, `experts`, `shards` and `rows` of the family."""
-        dense, number, shard, rows = place
+    def sizes(self, family: LayoutSet, indices: Sequence[int], shape: int, saving: Saving, sync_free: int) -> Sizes:
+        """Sizes of a layout; `indices` are its places in `dense`, `experts`, `shards` and `rows` of the family."""
+        dense, number, shard, rows = indices
         (tp, cp), experts, (schedule, vpp) = family.dense[dense], family.experts[number], family.shapes[shape]
         sizes = replace(
             self._neutral, pp=family.pp, tp=tp, cp=cp, ep=experts.ep, etp=experts.etp, dispatcher=experts.dispatcher,
@@ -241,42 +241,42 @@ class SearchSpace:
     def _pairs(self, base: Sizes, first: str, second: str, rest: str) -> list[tuple[int, int]]:
         """Two sizes of a grid that divide the devices; `rest` are the data-parallel ranks that they leave."""
         world = base.world // base.pp
-        found = [
-            (one, other)
-            for one, other in product(self._values(first), self._values(second))
-            if world % (one * other) == 0
+        pairs = [
+            (size, other)
+            for size, other in product(self._values(first), self._values(second))
+            if world % (size * other) == 0
         ]
         wanted = self._fixed.get(rest)
-        return [pair for pair in found if wanted in (None, f"{world // (pair[0] * pair[1])}")]
+        return [pair for pair in pairs if wanted in (None, f"{world // (pair[0] * pair[1])}")]
 
     def _refuses(self, sizes: Sizes, count: int) -> bool:
         """Whether a rule refuses `count` layouts like this one, which are counted by rule."""
         if (refusal := illegal(sizes)) is None:
             return False
         rule, reason = refusal
-        found = self.illegal.get(rule.name) or Refusal(
+        entry = self.illegal.get(rule.name) or Refusal(
             layout=layout_words(sizes), rule=rule.name, reason=reason, count=0
         )
-        self.illegal[rule.name] = replace(found, count=found.count + count)
+        self.illegal[rule.name] = replace(entry, count=entry.count + count)
         return True
 
-    def _legal_experts(self, sizes: Sizes, one: Experts, each: int) -> Experts | None:
-        chosen = replace(sizes, dispatcher=one.dispatcher)
-        stages = tuple(stage for stage in one.stages if not self._refuses(replace(chosen, sync_free=stage), each))
-        return replace(one, stages=stages) if stages else None
+    def _legal_experts(self, sizes: Sizes, experts: Experts, each: int) -> Experts | None:
+        chosen = replace(sizes, dispatcher=experts.dispatcher)
+        stages = tuple(stage for stage in experts.stages if not self._refuses(replace(chosen, sync_free=stage), each))
+        return replace(experts, stages=stages) if stages else None
 
     def _schedules(self, pp: int) -> tuple[tuple[str, int], ...]:
         """Schedules with their stages per rank, as many as the layers can fill."""
         if pp == 1:
             return ((NO_PIPELINE, 1),)
         names = (self._fixed["schedule"],) if "schedule" in self._fixed else SEARCHED_SCHEDULES
-        most = max(1, (self._neutral.model.layers + 2) // pp)
-        found = []
+        limit = max(1, (self._neutral.model.layers + 2) // pp)
+        schedules = []
         for name in names:
             shape = SCHEDULES[name]
-            stages = range(shape.fewest, (shape.most or max(most, shape.fewest)) + 1)
-            found += [(name, count) for count in stages if self._fixed.get("vpp", f"{count}") == f"{count}"]
-        return tuple(found) or ((names[0], int(self._fixed["vpp"])),)
+            stages = range(shape.fewest, (shape.most or max(limit, shape.fewest)) + 1)
+            schedules += [(name, count) for count in stages if self._fixed.get("vpp", f"{count}") == f"{count}"]
+        return tuple(schedules) or ((names[0], int(self._fixed["vpp"])),)
 
     def _rows(self) -> tuple[int, ...]:
         if "micro_batch" in self._fixed:
@@ -296,17 +296,17 @@ class SearchSpace:
         names = ("local",) if sizes.expert_ranks == 1 or not sizes.model.experts else self._methods(sizes)
         stage, wanted = self._fixed.get("sync_free_stage"), self._fixed.get("dispatcher")
         stages = (0, 2) if stage is None else (int(stage),)
-        found = []
+        dispatches = []
         for name in names if wanted is None else (wanted,) if wanted in names else ():
             # Over nodes a stage decides what is sent; elsewhere it decides the size of buffers and the waits only.
             groups = [(stage,) for stage in stages] if name == "hierarchical" else [stages]
-            found += (
+            dispatches += (
                 [Experts(ep, etp, name, (0,))]
                 if name == "local" and stage is None
                 else [Experts(ep, etp, name, group) for group in groups]
             )
         # What cannot be had is left to the rules.
-        return found or [Experts(ep, etp, wanted or names[0], stages)]
+        return dispatches or [Experts(ep, etp, wanted or names[0], stages)]
 
     def _methods(self, sizes: Sizes) -> tuple[str, ...]:
         """Dispatchers that can be had, the one of `auto` first."""
@@ -321,7 +321,7 @@ class SearchSpace:
             obstacle="no GPUs" if sizes.vendor == "cpu" else "",
         )
         chosen = [choose_dispatcher(replace(facts, method=name)) for name in ("auto", *DISPATCHERS)]
-        names = dict.fromkeys(one.name for one in chosen if one.refusal is None)
+        names = dict.fromkeys(choice.name for choice in chosen if choice.refusal is None)
         # An expert that lies on several nodes needs its rows on all of these: nothing is saved by sending to nodes.
         crosses = facts.node_ranks % sizes.etp != 0
         return tuple(name for name in names if not (crosses and name == "hierarchical")) or ("all-to-all",)

@@ -183,19 +183,19 @@ class ComposedRun:
         sizes = tuple(self.state.states[kind].whole for kind, count in parts.items() for _ in range(count))
         return sizes if any(sizes) else ()
 
-    def stages_of(self, place: int) -> tuple[int, ...]:
-        return (0,) if self.shape is None else self.shape.stages_of(place)
+    def stages_of(self, position: int) -> tuple[int, ...]:
+        return (0,) if self.shape is None else self.shape.stages_of(position)
 
-    def contents_at(self, place: int) -> tuple[StageContents, ...]:
-        return tuple(self.contents[number] for number in self.stages_of(place))
+    def contents_at(self, position: int) -> tuple[StageContents, ...]:
+        return tuple(self.contents[number] for number in self.stages_of(position))
 
     @property
     def inner_places(self) -> Sequence[int]:
         """Places without the embedding and the head, whose stages are quickly known; all if there are none."""
         inner = [
-            place
-            for place in range(self.grid.pipeline)
-            if not any(content.embed or content.head for content in self.contents_at(place))
+            position
+            for position in range(self.grid.pipeline)
+            if not any(content.embed or content.head for content in self.contents_at(position))
         ]
         return inner or range(self.grid.pipeline)
 
@@ -203,32 +203,34 @@ class ComposedRun:
         """Bytes of the place that needs most."""
         if self.shape is not None and self.shape.holds_most_first:
             first: dict[tuple[StageContents, ...], int] = {}
-            for place in places:
-                first.setdefault(self.contents_at(place), place)
+            for position in places:
+                first.setdefault(self.contents_at(position), position)
             places = tuple(first.values())
         return max(map(self.total, places))
 
-    def memory(self, place: int) -> RankMemory:
-        size, point = max(self._peaks(place), key=lambda peak: peak[0])
-        return self._memory(place, PassPeak(name=self._name(point), bytes=size, terms=self._terms(size, point)))
+    def memory(self, position: int) -> RankMemory:
+        size, point = max(self._peaks(position), key=lambda peak: peak[0])
+        return self._memory(position, PassPeak(name=self._name(point), bytes=size, terms=self._terms(size, point)))
 
-    def total(self, place: int) -> int:
-        """`memory(place).total`, faster: without terms."""
-        return self._memory(place, PassPeak(name="", bytes=max(size for size, _ in self._peaks(place)), terms={})).total
+    def total(self, position: int) -> int:
+        """`memory(position).total`, faster: without terms."""
+        return self._memory(
+            position, PassPeak(name="", bytes=max(size for size, _ in self._peaks(position)), terms={})
+        ).total
 
     @property
     def most_host_bytes(self) -> int:
         """Host memory of the rank that keeps most there."""
-        most = max(self.state.of(self.contents_at(place)).host for place in range(self.grid.pipeline))
-        return most + self.overheads.process if most else 0
+        largest = max(self.state.of(self.contents_at(position)).host for position in range(self.grid.pipeline))
+        return largest + self.overheads.process if largest else 0
 
-    def _memory(self, place: int, passes: PassPeak) -> RankMemory:
-        held, state = self.contents_at(place), self.state
+    def _memory(self, position: int, passes: PassPeak) -> RankMemory:
+        held, state = self.contents_at(position), self.state
         # The rows of the whole step are on the device.
         batch_bytes = micro_batches(self.run, self.grid) * self.proxy.batch_bytes
         of_parts = state.of(held)
         parts = MemoryParts(
-            rank=place * self.grid.world // self.grid.pipeline,
+            rank=position * self.grid.world // self.grid.pipeline,
             state=of_parts,
             passes=passes,
             gathered=state.gathered(held),
@@ -239,13 +241,13 @@ class ComposedRun:
         )
         return assemble(parts, self.overheads)
 
-    def _peaks(self, place: int) -> Iterator[tuple[int, PeakPoint]]:
-        stages = {number: self.stage_of(self.contents[number]) for number in self.stages_of(place)}
+    def _peaks(self, position: int) -> Iterator[tuple[int, PeakPoint]]:
+        stages = {number: self.stage_of(self.contents[number]) for number in self.stages_of(position)}
         if self.shape is None:
             yield stages[0].forward.bytes, PeakPoint(((0, Kind.FORWARD),), (0,), (0,))
             yield stages[0].backward.bytes, PeakPoint(((0, Kind.BACKWARD),), (1,), (0,))
             return
-        for point in peak_points(self.shape, place):
+        for point in peak_points(self.shape, position):
             held = sum(count * stage.kept_bytes for count, stage in zip(point.kept, stages.values(), strict=True))
             held += sum(count * stage.left for count, stage in zip(point.left, stages.values(), strict=True))
             yield (held + sum(stages[number].over_held(kind) for number, kind in point.work)), point
@@ -297,27 +299,27 @@ class ComposedTimes:
         """
         run, grid = composed.run, composed.grid
         known: dict[StageContents, StageTime] = {}
-        for place in places:
-            for number in composed.stages_of(place):
+        for position in places:
+            for number in composed.stages_of(position):
                 if composed.contents[number] not in known:
                     known[composed.contents[number]] = self._stage(composed, number)
-        update = max(self._update(composed, place) for place in places)
-        found = 0.0
-        for place in places:
-            own = composed.stages_of(place)
-            before = [known[content] for content in composed.contents[: min(own)] if content in known]
-            ramp = sum(one.forward.seconds for one in before)
+        update = max(self._update(composed, position) for position in places)
+        longest = 0.0
+        for position in places:
+            numbers = composed.stages_of(position)
+            before = [known[content] for content in composed.contents[: min(numbers)] if content in known]
+            ramp = sum(stage.forward.seconds for stage in before)
             if composed.shape is None or not composed.shape.splits_backward:
-                ramp += sum(one.backward.seconds for one in before)
-            work = sum(known[composed.contents[number]].all.seconds for number in own)
-            found = max(found, ramp + micro_batches(run, grid) * work)
-        return found + update
+                ramp += sum(stage.backward.seconds for stage in before)
+            work = sum(known[composed.contents[number]].all.seconds for number in numbers)
+            longest = max(longest, ramp + micro_batches(run, grid) * work)
+        return longest + update
 
     def seconds(self, composed: ComposedRun) -> float:
         """Seconds of a step by the schedule's own actions: `exact`, faster."""
         run, pp = composed.run, composed.grid.pipeline
-        known = {one: self._stage(composed, number) for number, one in enumerate(composed.contents)}
-        update = max(self._update(composed, place) for place in range(pp))
+        known = {content: self._stage(composed, number) for number, content in enumerate(composed.contents)}
+        update = max(self._update(composed, position) for position in range(pp))
         if composed.shape is None:
             return micro_batches(run, composed.grid) * known[composed.contents[0]].all.seconds + update
         axes = composed.axes
@@ -343,22 +345,22 @@ class ComposedTimes:
     def _meta_runs(self, composed: ComposedRun) -> tuple[MetaRun, ...]:
         grid, axes = composed.grid, composed.axes
         rank = replace(composed.rank, run=composed.run, axes=axes, schedule=self._schedule(composed.run, axes))
-        found = []
-        for place in range(grid.pipeline):
-            numbers = composed.stages_of(place)
-            found.append(
+        meta_runs = []
+        for position in range(grid.pipeline):
+            numbers = composed.stages_of(position)
+            meta_runs.append(
                 MetaRun(
                     rank=rank,
-                    first_rank=place * grid.world // grid.pipeline,
-                    place=place,
+                    first_rank=position * grid.world // grid.pipeline,
+                    place=position,
                     stages=tuple(composed.stage(number) for number in numbers),
                     batch_bytes=0,
                     gathered_bytes=0,
                     gathers={number: composed.gathers(number) for number in numbers if composed.gathers(number)},
-                    update=self._update_ops(composed, place),
+                    update=self._update_ops(composed, position),
                 )
             )
-        return tuple(found)
+        return tuple(meta_runs)
 
     def _schedule(self, run: Run, axes: Axes) -> Schedule | None:
         """Layouts that differ in recomputation or dispatch share a schedule."""
@@ -367,11 +369,11 @@ class ComposedTimes:
             self._schedules[key] = schedule_of(run, axes)
         return self._schedules[key]
 
-    def _update_ops(self, composed: ComposedRun, place: int) -> UpdateOps:
+    def _update_ops(self, composed: ComposedRun, position: int) -> UpdateOps:
         grid, shards, cluster = composed.grid, composed.state.shards, self.cluster
         dense, experts = grid.data * grid.context, grid.expert * grid.expert_tensor
         return update_of(
-            composed.state.params(composed.contents_at(place)),
+            composed.state.params(composed.contents_at(position)),
             shards,
             Partners(
                 cluster.group(shards.dense, grid.tensor),
@@ -381,25 +383,25 @@ class ComposedTimes:
                 cluster.group(shards.expert, experts),
                 cluster.group(grid.expert_data // shards.expert, experts * shards.expert),
             ),
-            self._embedding(composed, place),
+            self._embedding(composed, position),
             cluster.group(grid.world // grid.pipeline),
         )
 
-    def _embedding(self, composed: ComposedRun, place: int) -> tuple[RankGroup, int] | None:
+    def _embedding(self, composed: ComposedRun, position: int) -> tuple[RankGroup, int] | None:
         """Places that share the embedding's gradient with a place, and values of it that this one updates."""
         grid, state = composed.grid, composed.state
         holders = [other for other in range(grid.pipeline) if "embed" in state.parts(composed.contents_at(other))]
-        if place not in holders or len(holders) == 1:
+        if position not in holders or len(holders) == 1:
             return None
         # Ranks of the embedding's group are as far apart as their places on the pipeline.
         between = (holders[-1] - holders[0]) * grid.world // grid.pipeline
-        own = sum(fact.own(state.shards.of(fact)) for fact in state.facts["embed"])
-        return self.cluster.group(len(holders), between), own
+        values = sum(fact.own(state.shards.of(fact)) for fact in state.facts["embed"])
+        return self.cluster.group(len(holders), between), values
 
-    def _update(self, composed: ComposedRun, place: int) -> float:
-        key = composed.grid, composed.contents_at(place), composed.state.shards
+    def _update(self, composed: ComposedRun, position: int) -> float:
+        key = composed.grid, composed.contents_at(position), composed.state.shards
         if key not in self._updates:
-            timings = self._timer(composed).update(self._update_ops(composed, place))
+            timings = self._timer(composed).update(self._update_ops(composed, position))
             self._updates[key] = sum(timing.seconds for timing in timings)
         return self._updates[key]
 
@@ -424,7 +426,7 @@ class ComposedTimes:
         if not gathers and key in self._stages:
             return self._stages[key]
         shards = self.cluster.group(composed.state.shards.dense)
-        found = self._timer(composed).stage(composed.stage(number), gathers, shards)
+        stage_time = self._timer(composed).stage(composed.stage(number), gathers, shards)
         if not gathers:  # The ranks that shard weights depend on the whole layout, so such a stage is not kept.
-            self._stages[key] = found
-        return found
+            self._stages[key] = stage_time
+        return stage_time

@@ -157,12 +157,12 @@ def proxy_stages(run: Run, view: View, kinds: Sequence[str]) -> tuple[Stage, ...
     layers, last = layers_in_order(run, kinds), cut.stages - 1
     return tuple(
         Stage(
-            embed=place == 0,
-            layers=layers if place == cut.place else (),
-            mtp=tuple(range(run.model.mtp_layers)) if place == last else (),
-            norm_and_head=place == last,
+            embed=position == 0,
+            layers=layers if position == cut.place else (),
+            mtp=tuple(range(run.model.mtp_layers)) if position == last else (),
+            norm_and_head=position == last,
         )
-        for place in range(cut.stages)
+        for position in range(cut.stages)
     )
 
 
@@ -187,7 +187,7 @@ def rank_of_proxy(
     small, stages = proxy_model(run, view, gathers), proxy_stages(run, view, kinds)
     world = proxy_ranks(small, gathers)
     rank = _CUTS[view].place * world // small.parallel.pipeline
-    holders = tuple(place for place, stage in enumerate(stages) if needs_embedding(run.model, stage))
+    holders = tuple(position for position, stage in enumerate(stages) if needs_embedding(run.model, stage))
     if world > 1:
         start_fake_process_group(rank, world)
     try:
@@ -304,20 +304,22 @@ class Composer:
         key = run.pipeline.layout, ranks, count, placement
         if key not in self._places:
             stages, contents = self.stages(run), self.contents(run)
-            found = []
-            for place in range(ranks):
-                own = stages_of(place, ranks=ranks, stages_per_rank=count, placement=placement) if ranks > 1 else (0,)
-                held = tuple(contents[number] for number in own)
-                flops = sum(self.costs.of(stages[number]) for number in own)
-                moe = sum(one.moe for one in held)
-                found.append((held, PlaceLoad(flops, moe, sum(one.count for one in held))))
-            self._places[key] = tuple(found)
+            entries = []
+            for position in range(ranks):
+                numbers = (
+                    stages_of(position, ranks=ranks, stages_per_rank=count, placement=placement) if ranks > 1 else (0,)
+                )
+                held = tuple(contents[number] for number in numbers)
+                flops = sum(self.costs.of(stages[number]) for number in numbers)
+                moe = sum(content.moe for content in held)
+                entries.append((held, PlaceLoad(flops, moe, sum(content.count for content in held))))
+            self._places[key] = tuple(entries)
         return self._places[key]
 
     def memories(self, run: Run, grid: Grid) -> tuple[RankMemory, ...]:
         """Memory of the first rank of each place; arguments as of `composed`."""
         composed = self.composed(run, grid)
-        return tuple(composed.memory(place) for place in range(grid.pipeline))
+        return tuple(composed.memory(position) for position in range(grid.pipeline))
 
     def composed(self, run: Run, grid: Grid, *, closely: bool = True) -> ComposedRun:
         """A composable run of the composer's model, composed of its pieces.
@@ -403,10 +405,10 @@ class Composer:
     def ends(self, run: Run) -> Iterator[tuple[Run, View]]:
         """What `composed` runs of the first and the last stage of a pipeline, if not `closely`."""
         contents = self.contents(run)
-        for one in (contents[0], contents[-1]):
-            view = view_of(one, self.leading)
+        for content in (contents[0], contents[-1]):
+            view = view_of(content, self.leading)
             view = _COMMON.get(view, view)
-            yield (self._at_end(run, view) if self._is_like_middle(one, view) else run), view
+            yield (self._at_end(run, view) if self._is_like_middle(content, view) else run), view
 
     def _stage(self, run: Run, key: ReuseKey, closely: bool, contents: StageContents) -> StageActivations:
         if (key, contents, closely) not in self._activations:

@@ -102,8 +102,8 @@ def routed_rows(run: Run, imbalance: Imbalance, *, in_turn: bool = False) -> Rou
     moe, parallel = run.model.moe, run.parallel
     if moe is None:
         return None
-    most = parallel.expert * min(moe.top_k, moe.experts // parallel.expert) / moe.top_k
-    uneven = min(assumed_imbalance(run, imbalance), most)
+    limit = parallel.expert * min(moe.top_k, moe.experts // parallel.expert) / moe.top_k
+    uneven = min(assumed_imbalance(run, imbalance), limit)
     traffic = routed_traffic(run, in_turn=in_turn)
     return RoutedRows(
         traffic=traffic,
@@ -116,7 +116,7 @@ def routed_rows(run: Run, imbalance: Imbalance, *, in_turn: bool = False) -> Rou
 
 def buffer_rows(works: tuple[RecordedOps, ...]) -> frozenset[int]:
     """Rows of the experts' buffers, by their kernels; buffers that are kept for backward may be smaller."""
-    return frozenset(one.shapes[2][0] for work in works for one in work if one.name in _OF_ROWS)
+    return frozenset(operator.shapes[2][0] for work in works for operator in work if operator.name in _OF_ROWS)
 
 
 class HardwareTimes(NamedTuple):
@@ -396,7 +396,7 @@ class OpCosts:
 
     def _bytes(self, operator: RecordedOp) -> float:
         """Bytes that the memory moves."""
-        moved = sum(self._filled(operator, place) for place in range(len(operator.sizes)))
+        moved = sum(self._filled(operator, index) for index in range(len(operator.sizes)))
         times = _BYTES.get(operator.name)
         if times is not None:
             return times(operator, moved)
@@ -404,9 +404,9 @@ class OpCosts:
             return moved + self._filled(operator, 0)
         return moved
 
-    def _filled(self, operator: RecordedOp, place: int) -> float:
+    def _filled(self, operator: RecordedOp, index: int) -> float:
         """Bytes of a tensor that hold rows."""
-        shape, size = operator.shapes[place], operator.sizes[place]
+        shape, size = operator.shapes[index], operator.sizes[index]
         if shape and shape[0] in self._buffers:
             # A buffer by capacity: only the expected rows are read or written.
             return size * self._rows(shape[0]) / shape[0]

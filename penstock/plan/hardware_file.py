@@ -123,13 +123,13 @@ NETWORK = ("pod_nodes", "oversubscription", "rails")
 
 def with_network(cluster: Cluster, text: str) -> Cluster:
     """The cluster with another network, such as `pod_nodes=32,oversubscription=4`; a HardwareError if it is none."""
-    words = [word.strip() for word in text.split(",")]
-    for word in words:
-        if word.partition("=")[0] not in NETWORK or "=" not in word:
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if part.partition("=")[0] not in NETWORK or "=" not in part:
             allowed = "pod_nodes=32, oversubscription=4, rails=true"
-            raise HardwareError("the network has no such part", got=repr(word), allowed=allowed)
+            raise HardwareError("the network has no such part", got=repr(part), allowed=allowed)
     try:
-        tree = parse_overrides(Node, words)
+        tree = parse_overrides(Node, parts)
     except ConfigError as error:
         raise HardwareError(f"network: {error.what}", got=error.got, allowed=error.allowed, fix=error.fix) from error
     said = _built(Node, _as_table(cluster.hardware.node) | tree, "network: ")
@@ -164,13 +164,13 @@ def read_hardware(path: Path) -> Hardware:
     collectives = _collectives(lists["collective"], path)
     measured = [_measured(table, f"{path}: measured {at}") for at, table in enumerate(lists["measured"], start=1)]
     if like is not None:
-        own = {(collective.kind, collective.reach) for collective in collectives}
+        keys = {(collective.kind, collective.reach) for collective in collectives}
         theirs = _assumed_as(like)
         collectives += [
-            collective for collective in theirs.collectives if (collective.kind, collective.reach) not in own
+            collective for collective in theirs.collectives if (collective.kind, collective.reach) not in keys
         ]
         if (kernels, head.peaks.bf16) == (like.kernels, like.peaks.bf16):
-            measured += [one for one in theirs.measured if POINTS[one.operator] is not TransferPoint]
+            measured += [entry for entry in theirs.measured if POINTS[entry.operator] is not TransferPoint]
     fields = dict(head) | {"kernels": kernels}
     return Hardware(**fields, collectives=tuple(collectives), measured=tuple(measured))
 
@@ -200,7 +200,7 @@ def _assumed_as(other: Hardware) -> Hardware:
     collectives = tuple(
         collective.model_copy(update={"source": source(collective.source)}) for collective in other.collectives
     )
-    measured = tuple(replace(one, source=source(one.source)) for one in other.measured)
+    measured = tuple(replace(entry, source=source(entry.source)) for entry in other.measured)
     return replace(other, **fields, collectives=collectives, measured=measured)
 
 
@@ -245,8 +245,8 @@ def hardware_text(hardware: Hardware, comment: Sequence[str] = ()) -> str:
         tree["collective"] = [_as_table(collective) for collective in hardware.collectives]
     if hardware.measured:
         tree["measured"] = [
-            {"operator": one.operator, "source": one.source, "points": [_as_table(point) for point in one.points]}
-            for one in hardware.measured
+            {"operator": entry.operator, "source": entry.source, "points": [_as_table(point) for point in entry.points]}
+            for entry in hardware.measured
         ]
     return "".join(f"# {line}\n" for line in comment) + tomli_w.dumps(tree)
 
@@ -255,45 +255,45 @@ def _as_table(section: Section) -> dict[str, Any]:
     return {name: value for name, value in section if value is not None}
 
 
-def _built(section: type[AnySection], tree: Mapping[str, Any], place: str) -> AnySection:
+def _built(section: type[AnySection], tree: Mapping[str, Any], location: str) -> AnySection:
     try:
         return build(section, settle(fields_of(section), tree))
     except ConfigError as error:
-        raise HardwareError(f"{place}{error.what}", got=error.got, allowed=error.allowed, fix=error.fix) from error
+        raise HardwareError(f"{location}{error.what}", got=error.got, allowed=error.allowed, fix=error.fix) from error
 
 
-def _check_source(source: str, place: str) -> None:
+def _check_source(source: str, location: str) -> None:
     if source.partition(":")[0] not in ORIGINS or not source.partition(":")[2].strip():
         raise HardwareError(
-            f"{place} does not say what kind of source it is",
+            f"{location} does not say what kind of source it is",
             got=repr(source[:60]),
             allowed=", ".join(f"{origin}: ..." for origin in ORIGINS),
         )
 
 
 def _collectives(tables: Sequence[Mapping[str, Any]], path: Path) -> list[CollectiveRate]:
-    found: list[CollectiveRate] = []
+    collectives: list[CollectiveRate] = []
     for number, table in enumerate(tables, start=1):
-        place = f"{path}: collective {number}"
-        one = _built(CollectiveRate, table, f"{place}: ")
-        _check_source(one.source, f"{place}: source")
-        if any((one.kind, one.reach) == (other.kind, other.reach) for other in found):
-            raise HardwareError(f"{place}: {one.kind} in a {one.reach} comes twice", fix="leave one out")
-        found.append(one)
-    return found
+        location = f"{path}: collective {number}"
+        rate = _built(CollectiveRate, table, f"{location}: ")
+        _check_source(rate.source, f"{location}: source")
+        if any((rate.kind, rate.reach) == (other.kind, other.reach) for other in collectives):
+            raise HardwareError(f"{location}: {rate.kind} in a {rate.reach} comes twice", fix="leave one out")
+        collectives.append(rate)
+    return collectives
 
 
-def _measured(table: Mapping[str, Any], place: str) -> MeasuredPoints:
+def _measured(table: Mapping[str, Any], location: str) -> MeasuredPoints:
     keys = ("operator", "source", "points")
     if (strange := next((key for key in table if key not in keys), None)) is not None:
-        raise HardwareError(f"{place}: {strange} is an unknown key", allowed=", ".join(keys))
+        raise HardwareError(f"{location}: {strange} is an unknown key", allowed=", ".join(keys))
     if (missing := next((key for key in keys if key not in table), None)) is not None:
-        raise HardwareError(f"{place}: {missing} is missing")
+        raise HardwareError(f"{location}: {missing} is missing")
     operator, source, points = (table[key] for key in keys)
     if operator not in POINTS:
-        raise HardwareError(f"{place}: operator has an unknown value", got=repr(operator), allowed=", ".join(POINTS))
-    _check_source(str(source), f"{place}: source")
+        raise HardwareError(f"{location}: operator has an unknown value", got=repr(operator), allowed=", ".join(POINTS))
+    _check_source(str(source), f"{location}: source")
     if not isinstance(points, list) or not all(isinstance(point, dict) for point in points):
-        raise HardwareError(f"{place}: points is no list of tables")
-    built = (_built(POINTS[operator], one, f"{place}, point {at}: ") for at, one in enumerate(points, start=1))
+        raise HardwareError(f"{location}: points is no list of tables")
+    built = (_built(POINTS[operator], point, f"{location}, point {at}: ") for at, point in enumerate(points, start=1))
     return MeasuredPoints(operator=operator, source=source, points=tuple(built))

@@ -61,11 +61,11 @@ def error_text(cluster: Cluster) -> str:
     chip, spans = cluster.hardware, cluster.nodes > 1
     if is_measured(cluster):
         return f"{KNOWN_ERROR} (docs/projection.md)"
-    told = f"not measured here: {chip.name} {'over nodes' if spans else 'in one node'}"
+    text = f"not measured here: {chip.name} {'over nodes' if spans else 'in one node'}"
     if (chip.kernels, spans) not in PUBLISHED_ERRORS:
-        return f"{told}, nor compared with a run of others (docs/plan-published.md)"
+        return f"{text}, nor compared with a run of others (docs/plan-published.md)"
     runs, middle, largest = PUBLISHED_ERRORS[chip.kernels, spans]
     error = f"{middle:.1%} (median) to {largest:.1%}"
     return (
-        f"{told}; error against {runs} published runs of such chips by others: speed {error} (docs/plan-published.md)"
+        f"{text}; error against {runs} published runs of such chips by others: speed {error} (docs/plan-published.md)"
     )

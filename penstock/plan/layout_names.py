@@ -41,5 +41,5 @@ def check_name(name: str) -> None:
     """Refuse a name that no layout has with a ConfigError."""
     known = (*FIELDS, *FOLLOW)
     if name not in known:
-        told = did_you_mean(name, known)
-        raise ConfigError("a layout has no such part", got=name, allowed=", ".join(known), fix=told)
+        suggestion = did_you_mean(name, known)
+        raise ConfigError("a layout has no such part", got=name, allowed=", ".join(known), fix=suggestion)

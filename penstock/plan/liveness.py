@@ -65,19 +65,19 @@ def has_experts(kind: str) -> bool:
 
 def layers_in_order(run: Run, kinds: Iterable[str]) -> tuple[int, ...]:
     """One layer of each of these kinds, in ascending order."""
-    found: list[int] = []
+    layers: list[int] = []
     for kind in kinds:
-        rest = range(found[-1] + 1 if found else 0, run.model.layers)
-        found.append(next(layer for layer in rest if layer_kind(run, layer) == kind))
-    return tuple(found)
+        rest = range(layers[-1] + 1 if layers else 0, run.model.layers)
+        layers.append(next(layer for layer in rest if layer_kind(run, layer) == kind))
+    return tuple(layers)
 
 
 def first_of_kinds(run: Run, layers: Iterable[int]) -> dict[str, int]:
     """The first layer of each kind, in the order in which the kinds first occur."""
-    found: dict[str, int] = {}
+    first_layers: dict[str, int] = {}
     for layer in layers:
-        found.setdefault(layer_kind(run, layer), layer)
-    return found
+        first_layers.setdefault(layer_kind(run, layer), layer)
+    return first_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class StageActivations:
     @cached_property
     def backward(self) -> ActivationPeak:
         # Backward runs from the last piece to the first: what later pieces left behind is still there.
-        lefts = [sum(piece.left for piece in self.pieces[place + 1 :]) for place in range(len(self.pieces))]
+        lefts = [sum(piece.left for piece in self.pieces[index + 1 :]) for index in range(len(self.pieces))]
         sizes = [piece.backward + left for piece, left in zip(self.pieces, lefts, strict=True)]
         return self._peak(sizes, [piece.at_backward for piece in self.pieces])
 
@@ -169,14 +169,14 @@ class StageActivations:
     def _peak(self, sizes: Sequence[int], terms: Sequence[Mapping[str, int]]) -> ActivationPeak:
         # bases[i]: memory that the pieces before piece i keep.
         bases = list(accumulate((piece.kept_bytes for piece in self.pieces), initial=0))
-        place = max(range(len(sizes)), key=lambda place: bases[place] + sizes[place])
-        found = Counter(terms[place])
-        for piece in self.pieces[:place]:
-            found.update(piece.kept)
+        index = max(range(len(sizes)), key=lambda index: bases[index] + sizes[index])
+        labels = Counter(terms[index])
+        for piece in self.pieces[:index]:
+            labels.update(piece.kept)
         # The labels of the peak sum to it, but for weight gradients of later pieces.
-        found[PUT_OFF] = bases[place] + sizes[place] - sum(found.values())
+        labels[PUT_OFF] = bases[index] + sizes[index] - sum(labels.values())
         return ActivationPeak(
-            bytes=bases[place] + sizes[place], terms=Counter({name: size for name, size in found.items() if size})
+            bytes=bases[index] + sizes[index], terms=Counter({name: size for name, size in labels.items() if size})
         )
 
 
@@ -252,22 +252,22 @@ def enough(name: str, ranks: int, micro_batches: int) -> int:
 @cache
 def peak_points(shape: PipelineShape, rank: int) -> tuple[PeakPoint, ...]:
     """The points at which a rank's memory may peak, for any sizes of its stages."""
-    place = {stage: number for number, stage in enumerate(shape.stages_of(rank))}
-    kept, left = [0] * len(place), [0] * len(place)
+    indices = {stage: number for number, stage in enumerate(shape.stages_of(rank))}
+    kept, left = [0] * len(indices), [0] * len(indices)
     seen: dict[ActionUnit, dict[PeakPoint, None]] = {}
     for unit in _units(shape, rank):
         # A dict as an ordered set: most points repeat in every round of the schedule.
         seen.setdefault(unit, {})[PeakPoint(unit, tuple(kept), tuple(left))] = None
         for stage, kind in unit:
-            at = place[stage]
+            at = indices[stage]
             kept[at] += _KEPT[kind]
             left[at] += _LEFT[kind]
-    return tuple(one for found in seen.values() for one in _highest(list(found)))
+    return tuple(point for points in seen.values() for point in _highest(list(points)))
 
 
 def _units(shape: PipelineShape, rank: int) -> list[ActionUnit]:
     if shape.pairs or shape.name not in GRAMMARS:
-        return [tuple((one.stage, one.kind) for one in unit) for unit in _schedule(shape).units(rank)]
+        return [tuple((action.stage, action.kind) for action in unit) for unit in _schedule(shape).units(rank)]
     # The list of one rank alone: building the whole schedule of a long pipeline is slow.
     phrases = GRAMMARS[shape.name](shape.ranks, rank, shape.stages_per_rank, shape.micro_batches)
     groups = 1 if shape.name == "gpipe" else groups_to_fill(shape.ranks, shape.micro_batches)
@@ -286,11 +286,11 @@ def _schedule(shape: PipelineShape) -> Schedule:
     )
 
 
-def _highest(found: list[PeakPoint]) -> list[PeakPoint]:
+def _highest(points: list[PeakPoint]) -> list[PeakPoint]:
     """The points of one unit with counts that no other point reaches everywhere, in their order."""
     highest: dict[tuple[int, ...], None] = {}
     # A covered point has a smaller sum, so it comes after the point that covers it.
-    for counts in sorted((one.counts for one in found), key=sum, reverse=True):
+    for counts in sorted((point.counts for point in points), key=sum, reverse=True):
         if not any(all(map(ge, other, counts)) for other in highest):
             highest[counts] = None
-    return [one for one in found if one.counts in highest]
+    return [point for point in points if point.counts in highest]

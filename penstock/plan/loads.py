@@ -70,15 +70,15 @@ class RecordedLoads:
         return self._known[key]
 
     def _ranks(self, ranks: int, rule: ReplicaRule | None, rows: int) -> RankLoads:
-        found = [[_scaled(slots_E, rows) for slots_E in layers_E] for layers_E in self.steps_LE]
+        counts = [[_scaled(slots_E, rows) for slots_E in layers_E] for layers_E in self.steps_LE]
         plain = ReplicaRule(experts=self.experts, groups=ranks, slots=0)
-        loads = [[group_loads(layer, plain) for layer in layers] for layers in found]
+        loads = [[group_loads(layer, plain) for layer in layers] for layers in counts]
         replicas, busiest = [0], [0]
         if rule is not None:
-            placed = [[place_replicas(layer, rule)[0] for layer in layers] for layers in found]
+            placed = [[place_replicas(layer, rule)[0] for layer in layers] for layers in counts]
             each = [layer for layers in placed for layer in layers]
-            replicas = [sum(map(len, one.replicas)) for one in each]
-            busiest = [max(one.most_slots, _most_sent(one.replicas, rule)) for one in each]
+            replicas = [sum(map(len, placement.replicas)) for placement in each]
+            busiest = [max(placement.most_slots, _most_sent(placement.replicas, rule)) for placement in each]
             loads = [[layer.loads for layer in layers] for layers in placed]
         mean = rows / ranks
         return RankLoads(

@@ -210,7 +210,7 @@ def _peaks(meta_run: MetaRun) -> list[PassPeak]:
         (stage,) = meta_run.stages
         passes = (("forward", stage.forward), ("backward", stage.backward))
         return [PassPeak(name=name, bytes=peak.bytes, terms=peak.terms) for name, peak in passes]
-    found: list[PassPeak] = []
+    pass_peaks: list[PassPeak] = []
     held: Counter[str] = Counter()
     peaks = {stage.number: _peaks_by_kind(stage) for stage in meta_run.stages}
     changes = {stage.number: _changes_by_kind(stage) for stage in meta_run.stages}
@@ -221,8 +221,8 @@ def _peaks(meta_run: MetaRun) -> list[PassPeak]:
             # The actions of a pair run at once: each peaks over the memory before both.
             held.update(changes[action.stage][action.kind])
         name = " and ".join(f"{action.kind} of stage {action.stage}" for action in unit)
-        found.append(PassPeak(name=name, bytes=sum(terms.values()), terms=+terms))
-    return found
+        pass_peaks.append(PassPeak(name=name, bytes=sum(terms.values()), terms=+terms))
+    return pass_peaks
 
 
 def _peaks_by_kind(stage: StageActivations) -> dict[Kind, Counter[str]]:

@@ -192,16 +192,16 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
     """
     schedule = schedule_of(run, axes)
     stages = stages_of(run) if stages is None else stages
-    own = {0: stages[0]}
+    rank_stages = {0: stages[0]}
     if schedule is not None:
-        own = {number: stages[number] for number in schedule.stages_of(axes.pipeline.rank)}
+        rank_stages = {number: stages[number] for number in schedule.stages_of(axes.pipeline.rank)}
     weight_grads = RecordedWeightGradStore() if schedule is not None and schedule.splits_backward else None
     buffers = _shared_buffers(run, axes, target.device)
     layer_context = _layer_context(run, axes, target, weight_grads, buffers)
-    decoders = meta_stages(run, layer_context, own)
+    decoders = meta_stages(run, layer_context, rank_stages)
     # Whole weights in the dtype of the computation, as FSDP2 gathers them.
     set_dtypes(_unsharded(run), decoders.values(), axes, HOME)
-    sharded, full_optimizer = _sharded_state(run, axes, layer_context, own)
+    sharded, full_optimizer = _sharded_state(run, axes, layer_context, rank_stages)
     optimizer = _optimizer(run, axes, decoders, sharded)
     _fuse_accumulation(decoders, sharded, optimizer)
     if run.optimizer.muon.qk_clip:
@@ -286,12 +286,12 @@ def _unsharded(run: Run) -> Run:
 
 
 def _sharded_state(
-    run: Run, axes: Axes, layer_context: LayerContext, own: Mapping[int, Stage]
+    run: Run, axes: Axes, layer_context: LayerContext, rank_stages: Mapping[int, Stage]
 ) -> tuple[frozenset[str], MasterAdamW | None]:
     """Names of the parameters that FSDP2 shards, and an optimizer of all parameters; empty and None without FSDP2."""
     if run.parallel.shard != "full":
         return frozenset(), None
-    decoders = meta_stages(run, layer_context, own)
+    decoders = meta_stages(run, layer_context, rank_stages)
     set_dtypes(run, decoders.values(), axes, HOME)
     # A second set of decoders, sharded by FSDP2, for the optimizer's state only.
     shards = param_shards(decoders.values(), axes)

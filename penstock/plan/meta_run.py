@@ -83,16 +83,16 @@ class MetaRun:
     gathers: Mapping[int, tuple[int, ...]]
     update: UpdateOps
 
-    def at_place(self, place: int, world: int) -> "MetaRun":
+    def at_place(self, position: int, world: int) -> "MetaRun":
         """The same parts at another place of the pipeline."""
         schedule = self.rank.schedule
-        if schedule is None or place == self.place:
+        if schedule is None or position == self.place:
             return self
-        pairs = list(zip(self.stages, schedule.stages_of(place), strict=True))
+        pairs = list(zip(self.stages, schedule.stages_of(position), strict=True))
         return replace(
             self,
-            first_rank=place * (world // schedule.ranks),
-            place=place,
+            first_rank=position * (world // schedule.ranks),
+            place=position,
             stages=tuple(replace(stage, number=number) for stage, number in pairs),
             gathers={number: self.gathers[stage.number] for stage, number in pairs if self.gathers},
         )
@@ -137,16 +137,16 @@ def meta_runs_of(run: Run, world: int, target: Target) -> tuple[MetaRun, ...]:
     if places == 1:
         return (meta_run_of(run, world=world, rank=0, target=target),)
     by_parts: dict[Hashable, MetaRun] = {}
-    found = []
-    for place in range(places):
-        parts = _parts_of(run, stages, place)
+    meta_runs = []
+    for position in range(places):
+        parts = _parts_of(run, stages, position)
         if parts not in by_parts:
-            by_parts[parts] = meta_run_of(run, world=world, rank=place * (world // places), target=target)
-        found.append(by_parts[parts].at_place(place, world))
-    return tuple(found)
+            by_parts[parts] = meta_run_of(run, world=world, rank=position * (world // places), target=target)
+        meta_runs.append(by_parts[parts].at_place(position, world))
+    return tuple(meta_runs)
 
 
-def _parts_of(run: Run, stages: tuple[Stage, ...], place: int) -> Hashable:
+def _parts_of(run: Run, stages: tuple[Stage, ...], position: int) -> Hashable:
     """Equal for places whose stages hold the same parts and recompute alike."""
     ranks, recompute = run.parallel.pipeline, run.recompute
 
@@ -156,7 +156,7 @@ def _parts_of(run: Run, stages: tuple[Stage, ...], place: int) -> Hashable:
         return stage.embed, layers, len(stage.mtp), stage.norm_and_head, number in recompute.stages
 
     placement = SCHEDULES[run.pipeline.schedule].placement
-    numbers = stage_numbers(place, ranks=ranks, stages_per_rank=len(stages) // ranks, placement=placement)
+    numbers = stage_numbers(position, ranks=ranks, stages_per_rank=len(stages) // ranks, placement=placement)
     return tuple(map(parts, numbers))
 
 
@@ -212,11 +212,11 @@ def _gathers(rank: MetaRank) -> tuple[int, dict[int, tuple[int, ...]]]:
 
 
 def _sharded_bytes(rank: MetaRank, decoder: Decoder, part: nn.Module) -> int:
-    own = {id(parameter) for parameter in part.parameters()}
+    identities = {id(parameter) for parameter in part.parameters()}
     return sum(
         parameter.nbytes
         for name, parameter in decoder.named_parameters()
-        if id(parameter) in own and name in rank.sharded
+        if id(parameter) in identities and name in rank.sharded
     )
 
 
@@ -275,7 +275,7 @@ def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> 
         blocks={layer: blocks[layer] for layer in first_of.values()},
         norm=decoder.norm,
         head=decoder.head,
-        mtp={int(depth): one for depth, one in decoder.mtp.items() if isinstance(one, MultiTokenPrediction)},
+        mtp={int(depth): module for depth, module in decoder.mtp.items() if isinstance(module, MultiTokenPrediction)},
         layer_context=decoder.layer_context,
         is_first=decoder.is_first,
     )
@@ -471,5 +471,5 @@ def _pieces(
     return pieces[::-1]
 
 
-def _less(one: Counter[str], other: Counter[str]) -> dict[str, int]:
-    return {name: one[name] - other[name] for name in one.keys() | other.keys() if one[name] != other[name]}
+def _less(counts: Counter[str], other: Counter[str]) -> dict[str, int]:
+    return {name: counts[name] - other[name] for name in counts.keys() | other.keys() if counts[name] != other[name]}

@@ -42,7 +42,7 @@ def neighbours(
     `seconds_of` gives bounds of them with a shape and a saving.
     """
     here = divisions[node.family].family
-    yield from (node._replace(saving=one) for one in range(len(savings)))
+    yield from (node._replace(saving=saving) for saving in range(len(savings)))
     for number, experts in enumerate(here.experts):
         yield from (node._replace(experts=number, sync_free=stage) for stage in experts.stages)
     way, ranks = _way(here.experts[node.experts]), here.dense[node.dense]
@@ -53,7 +53,7 @@ def neighbours(
                 continue
             stage = node.sync_free if node.sync_free in experts.stages else experts.stages[0]
             same = every.where(every.places[:, 1] == number)
-            has_ranks = np.array([one == ranks for one in family.dense])[same.places[:, 0]]
+            has_ranks = np.array([pair == ranks for pair in family.dense])[same.places[:, 0]]
             for shape in range(len(family.shapes)):
                 is_here = (f, shape) == (node.family, node.shape)
                 if not (asked := same.legal(shape) & (has_ranks | is_here)).any():

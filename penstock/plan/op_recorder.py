@@ -336,8 +336,8 @@ class RecordedCopyStream(CopyStream):
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: PendingCopy = DONE) -> RecordedCopy:
         """See `CopyStream`; a copy back has the number of the copy out."""
         self._copies += 1
-        own = -1 - (self._copies - 1) % self._slots if self._slots else self._copies
-        number = after.number if isinstance(after, RecordedCopy) else own
+        copy_number = -1 - (self._copies - 1) % self._slots if self._slots else self._copies
+        number = after.number if isinstance(after, RecordedCopy) else copy_number
         size = sum(source.nbytes for source, _ in pairs)
         torch.ops.penstock.copied(self._name, number, size)
         return RecordedCopy(number=number, is_back=self._name in (FROM_HOST, SLOT_FROM_HOST))
@@ -360,8 +360,11 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], argumen
         result = func(*args, **kwargs)
         made = result if isinstance(result, tuple) else (result,)
         given = {argument.untyped_storage()._cdata for argument in arguments}
-        if all(isinstance(one, Tensor) and one.is_meta and one.untyped_storage()._cdata not in given for one in made):
-            known[key] = tuple((tuple(one.shape), one.stride(), one.dtype) for one in made)
+        if all(
+            isinstance(tensor, Tensor) and tensor.is_meta and tensor.untyped_storage()._cdata not in given
+            for tensor in made
+        ):
+            known[key] = tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made)
         return result
     made = tuple(torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in specs)
     return made if len(func._schema.returns) > 1 else made[0]
@@ -372,7 +375,7 @@ def _results_of(func: Any) -> dict[Any, tuple[_Spec, ...]] | None:
     """Results of an operator by what it was called with, filled by `_called`; None if it may not give new tensors."""
     schema = func._schema
     values = [*schema.arguments, *schema.returns]
-    are_tensors = all(str(one.type) == "Tensor" for one in schema.returns)
+    are_tensors = all(str(result.type) == "Tensor" for result in schema.returns)
     is_new = schema.name.startswith("aten::") and are_tensors and all(value.alias_info is None for value in values)
     return {} if is_new else None
 
@@ -386,7 +389,7 @@ def _key_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype) if value.is_meta else None
     if isinstance(value, (tuple, list)):
-        keys = tuple(_key_of(one) if isinstance(one, (Tensor, tuple, list)) else (type(one), one) for one in value)
+        keys = tuple(_key_of(item) if isinstance(item, (Tensor, tuple, list)) else (type(item), item) for item in value)
         return None if None in keys else keys
     return type(value), value
 
@@ -419,7 +422,7 @@ def _facts(func: Any) -> tuple[str, str, bool, bool]:
     """Namespace and name of an operator of torch, whether it gives the device nothing to do, and if it is a view."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
-    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+    is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
     return namespace, name, is_view or name in _SILENT, is_view
 
 

@@ -156,19 +156,19 @@ class PartState:
 def part_state(facts: Iterable[ParamFacts], shards: ShardCounts) -> PartState:
     weights = gradients = master = moments = whole = 0
     for fact in facts:
-        own = fact.own(shards.of(fact))
+        local_values = fact.own(shards.of(fact))
         if fact.is_sharded:
             # The weight is its own float32 master; gradients are reduced as soon as they are there.
-            weights, gradients = weights + SUM_BYTES * own, gradients + SUM_BYTES * own
+            weights, gradients = weights + SUM_BYTES * local_values, gradients + SUM_BYTES * local_values
             whole += fact.values * fact.itemsize
         else:
             weights += fact.values * fact.itemsize + fact.copy_bytes
             gradients += fact.values * SUM_BYTES
-        for name, one in _state_of(fact, shards).items():
+        for name, state in _state_of(fact, shards).items():
             if name == "master":
-                master += one.nbytes
+                master += state.nbytes
             else:
-                moments += one.nbytes
+                moments += state.nbytes
     if shards.offloads:
         return PartState(weights, gradients, whole=whole, host=master + moments)
     return PartState(weights, gradients, master, moments, whole)
@@ -185,15 +185,15 @@ def _state_of(fact: ParamFacts, shards: ShardCounts) -> dict[str, StateShape]:
 
 def together(parts: Iterable[tuple[PartState, int]]) -> PartState:
     """The sum of several parts of a rank, each with its count."""
-    found = list(parts)
-    whole = PartState(*(sum(count * vars(one)[part.name] for one, count in found) for part in fields(PartState)))
+    states = list(parts)
+    whole = PartState(*(sum(count * vars(state)[part.name] for state, count in states) for part in fields(PartState)))
     # The host's state passes through two buffers (penstock/parallel/copies.py).
     return replace(whole, moments=2 * min(CHUNK_BYTES, whole.host)) if whole.host else whole
 
 
 def facts_of(rank: MetaRank) -> ParamsByKind:
     """Parameters of a rank that holds every part; one layer of each kind."""
-    found: dict[str, dict[str, ParamFacts]] = {}
+    facts_by_kind: dict[str, dict[str, ParamFacts]] = {}
     kind_of = _kinds(rank)
     # FSDP2 keeps no copies in 8 bits from step to step.
     copies: dict[str, tuple[int, RecordedOps]] = {}
@@ -210,7 +210,7 @@ def facts_of(rank: MetaRank) -> ParamsByKind:
                 )
     for param_shard in param_shards(rank.decoders.values(), rank.axes):
         kind, path = kind_of(param_shard.name)
-        facts = found.setdefault(kind, {})
+        facts = facts_by_kind.setdefault(kind, {})
         if kind not in OTHERS and any(not name.startswith(path) for name in facts):
             continue
         width = row_width(tuple(param_shard.parameter.shape))
@@ -226,17 +226,17 @@ def facts_of(rank: MetaRank) -> ParamsByKind:
             quantize_ops=quantize_ops,
             **(_of_muon(param_shard) if rank.run.optimizer.method == "muon" else {}),
         )
-    return {kind: tuple(facts.values()) for kind, facts in found.items()}
+    return {kind: tuple(facts.values()) for kind, facts in facts_by_kind.items()}
 
 
-def _of_muon(one: ParamShard) -> dict[str, Any]:
+def _of_muon(param_shard: ParamShard) -> dict[str, Any]:
     """The matrices of a parameter that ranks with the same experts have."""
-    if one.matrices is None:
+    if param_shard.matrices is None:
         return {}
-    groups = prod(cut.count for cut in one.cuts if cut.axis == "expert")
-    first, *others = one.matrices.shape
-    matrices = replace(one.matrices, shape=(first // groups, *others))
-    return {"matrices": matrices, "cuts": prod(cut.count for cut in one.cuts) // groups}
+    groups = prod(cut.count for cut in param_shard.cuts if cut.axis == "expert")
+    first, *others = param_shard.matrices.shape
+    matrices = replace(param_shard.matrices, shape=(first // groups, *others))
+    return {"matrices": matrices, "cuts": prod(cut.count for cut in param_shard.cuts) // groups}
 
 
 def _kinds(rank: MetaRank) -> Callable[[str], tuple[str, str]]:
@@ -299,18 +299,18 @@ class _MuonLoad:
 
     @classmethod
     def of(cls, parts: ParamCounts, shards: ShardCounts) -> "_MuonLoad":
-        found = cls(shards)
+        load = cls(shards)
         for facts, times in parts:
             for fact in facts:
                 if fact.matrices is not None:
-                    found._add(fact, fact.matrices, times, shards)
-        found.stacks.update({shape: int(share) for shape, share in found._shares.items() if share >= 1})
+                    load._add(fact, fact.matrices, times, shards)
+        load.stacks.update({shape: int(share) for shape, share in load._shares.items() if share >= 1})
         # Ranks with fewer matrices of one shape have more of another: what is left counts as matrices of the smallest.
-        left = sum(share % 1 * newton_schulz_flops(*shape, 1) for shape, share in found._shares.items())
+        left = sum(share % 1 * newton_schulz_flops(*shape, 1) for shape, share in load._shares.items())
         if left:
-            smallest = min((shape for shape, share in found._shares.items() if share % 1), key=prod)
-            found.stacks[smallest] += ceil(left / newton_schulz_flops(*smallest, 1))
-        return found
+            smallest = min((shape for shape, share in load._shares.items() if share % 1), key=prod)
+            load.stacks[smallest] += ceil(left / newton_schulz_flops(*smallest, 1))
+        return load
 
     def _add(self, fact: ParamFacts, matrices: Matrices, times: int, shards: ShardCounts) -> None:
         ranks, owners = shards.of(fact), shards.expert_owners if fact.is_expert else shards.dense_owners
@@ -323,20 +323,20 @@ class _MuonLoad:
     @property
     def peak_bytes(self) -> int:
         """Matrices of a round with the temporaries of products, and its messages and those of the next round."""
-        most = 0
+        largest = 0
         for (rows, columns), count in self.stacks.items():
             short, whole = min(rows, columns), rows * columns
             matrices = min(count, max(1, ROUND_VALUES // whole))
-            most = max(most, matrices * (3 * whole + 2 * short * short))
+            largest = max(largest, matrices * (3 * whole + 2 * short * short))
         messages = 3 * min(int(self.sent), ROUND_VALUES)
-        return (most + messages) * self._itemsize
+        return (largest + messages) * self._itemsize
 
     def ops(self, stage: RankGroup) -> RecordedOps:
         """The update, without AdamW's."""
         if not self.own:
             return ()
         item, iterations = self._itemsize, self._muon.iterations
-        found = [
+        operators = [
             *(_moving("_foreach_lerp_", self.own, (SUM_BYTES, SUM_BYTES)) for _ in range(2)),
             *(_moving("_foreach_copy_", self.own, (item, SUM_BYTES)) for _ in range(2)),
             _moving("_foreach_mul_", self.own, (SUM_BYTES,)),
@@ -344,7 +344,7 @@ class _MuonLoad:
             _moving("_foreach_zero_", self.own, (SUM_BYTES,)),
         ]
         if sent := int(self.sent):
-            found += [_message("alltoall_base_", (sent, sent), (sent * item,) * 2, stage)] * 2
+            operators += [_message("alltoall_base_", (sent, sent), (sent * item,) * 2, stage)] * 2
         for (rows, columns), count in self.stacks.items():
             short, long = sorted((rows, columns))
             square, matrix = (count, short, short), (count, short, long)
@@ -353,8 +353,8 @@ class _MuonLoad:
                 products = (("gram_kernel", (matrix, square)), ("gram_kernel", (square, square)))
             for name, shapes in (*products, ("bmm", (square, matrix))):
                 sizes = tuple(prod(shape) * item for shape in shapes)
-                found += [RecordedOp(name, shapes=shapes, sizes=sizes, itemsize=item)] * iterations
-        return tuple(found)
+                operators += [RecordedOp(name, shapes=shapes, sizes=sizes, itemsize=item)] * iterations
+        return tuple(operators)
 
 
 @dataclass(frozen=True)
@@ -397,9 +397,9 @@ def update_of(
             for columns, times in _buckets(values, 1)
             for _ in range(times)
         ]
-    own, copied = (sum(vars(load)[name] for load in loads.values()) for name in ("own", "copied"))
+    local_values, copied = (sum(vars(load)[name] for load in loads.values()) for name in ("own", "copied"))
     # The kernel sets the gradients that it reads to zero; the others are left.
-    left = sum(load.values for load in loads.values()) - own
+    left = sum(load.values for load in loads.values()) - local_values
     moved = Counter[tuple[str, bool]]()
     for load in loads.values():
         moved.update(load.moved)
@@ -416,7 +416,7 @@ def update_of(
         peak_bytes=update_bytes(parts, shards),
         zero=(_moving("_foreach_zero_", left, (SUM_BYTES,)),) if left else (),
         reduce=tuple(reduce),
-        norm=(_moving("_foreach_norm", own, (SUM_BYTES,)),),
+        norm=(_moving("_foreach_norm", local_values, (SUM_BYTES,)),),
         step=(*updates, *step),
         host_bytes=host,
     )
@@ -449,26 +449,26 @@ class _Load:
     def add(self, fact: ParamFacts, times: int, shards: ShardCounts) -> None:
         """Add a parameter that the rank has `times` times."""
         ranks, state = shards.of(fact), _state_of(fact, shards)
-        own = fact.own(ranks)
-        self.own += times * own
+        local_values = fact.own(ranks)
+        self.own += times * local_values
         master = state["master"].dtype if "master" in state else None
         if fact.matrices is not None:
-            self.copied += times * own if master == torch.float32 else 0
+            self.copied += times * local_values if master == torch.float32 else 0
         else:
-            self._add_adamw(fact, own, times, state)
+            self._add_adamw(fact, local_values, times, state)
         if fact.is_sharded:
-            self.values += times * own
+            self.values += times * local_values
             return
         self.values += times * fact.values
         self.quantized += [op.times(times) for op in fact.quantize_ops]
         self.width += times * -(-fact.rows // ranks) * fact.width
-        self.own_sent += times * own
+        self.own_sent += times * local_values
         if fact.itemsize < SUM_BYTES:
             self.itemsize = fact.itemsize
 
-    def _add_adamw(self, fact: ParamFacts, own: int, times: int, state: Mapping[str, StateShape]) -> None:
-        changed = SUM_BYTES * own + sum(one.nbytes for one in state.values())
-        weights = (SUM_BYTES if fact.is_sharded else fact.itemsize) * own
+    def _add_adamw(self, fact: ParamFacts, local_values: int, times: int, state: Mapping[str, StateShape]) -> None:
+        changed = SUM_BYTES * local_values + sum(entry.nbytes for entry in state.values())
+        weights = (SUM_BYTES if fact.is_sharded else fact.itemsize) * local_values
         is_apart = "master" in state and state["master"].dtype == torch.float32
         name = f"{state['moment1'].dtype} {is_apart} {len(state)}"
         self.moved[name, False] += times * (changed if is_apart else changed + weights)
@@ -480,35 +480,35 @@ class _Load:
         group = partners.shard if shards.shards_optimizer else None
         if not self.width or partners.shard.ranks * partners.replicate.ranks == 1:
             return ()
-        found = [_moving("copy_", self.width * ranks, (SUM_BYTES, shards.reduce_bytes))]
+        operators = [_moving("copy_", self.width * ranks, (SUM_BYTES, shards.reduce_bytes))]
         for columns, times in _buckets(self.width, ranks):
             sizes = columns * shards.reduce_bytes, columns * ranks * shards.reduce_bytes
             if group is not None and ranks > 1:
-                found += [_message("_reduce_scatter_base_", (columns, columns * ranks), sizes, group)] * times
+                operators += [_message("_reduce_scatter_base_", (columns, columns * ranks), sizes, group)] * times
             others = partners.replicate if group is not None else partners.shard
             # Hybrid sharding sums over the other copies; without sharding all holders sum the whole bucket.
             if others.ranks > 1:
-                found += [_message("allreduce_", (columns,), sizes[:1], others)] * times
-        found.append(_moving("copy_", self.own_sent, (SUM_BYTES, shards.reduce_bytes)))
-        return tuple(found)
+                operators += [_message("allreduce_", (columns,), sizes[:1], others)] * times
+        operators.append(_moving("copy_", self.own_sent, (SUM_BYTES, shards.reduce_bytes)))
+        return tuple(operators)
 
     def new_weights(self, partners: Partners) -> RecordedOps:
         """New weights for the other ranks."""
         ranks = partners.shard.ranks
         if not self.width or ranks == 1 or self.own_sent == self.values:
             return ()
-        found = [_moving("copy_", self.own_sent, (self.itemsize,) * 2)]
+        operators = [_moving("copy_", self.own_sent, (self.itemsize,) * 2)]
         for columns, times in _buckets(self.width, ranks):
             sizes = columns * ranks * self.itemsize, columns * self.itemsize
-            found += [_message("_allgather_base_", (columns * ranks, columns), sizes, partners.shard)] * times
-        found.append(_moving("copy_", self.width * ranks, (self.itemsize,) * 2))
-        return tuple(found)
+            operators += [_message("_allgather_base_", (columns * ranks, columns), sizes, partners.shard)] * times
+        operators.append(_moving("copy_", self.width * ranks, (self.itemsize,) * 2))
+        return tuple(operators)
 
 
 def _buckets(width: int, ranks: int) -> list[tuple[int, int]]:
     """Columns of buckets, and how many buckets have so many."""
-    most = max(BUCKET_VALUES // ranks, ROW_VALUES)
-    return [(columns, times) for columns, times in ((most, width // most), (width % most, 1)) if columns and times]
+    size = max(BUCKET_VALUES // ranks, ROW_VALUES)
+    return [(columns, times) for columns, times in ((size, width // size), (width % size, 1)) if columns and times]
 
 
 def _moving(name: str, values: int, itemsizes: tuple[int, ...]) -> RecordedOp:

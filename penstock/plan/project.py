@@ -47,7 +47,7 @@ def composed_projection(composed: ComposedRun, times: ComposedTimes) -> Projecti
         run=run,
         cluster=times.cluster,
         layout=layout_of(run, grid, composed.proxy.dispatcher, shard_of(run)),
-        memories=tuple(_state_of(software, run, composed.memory(place)) for place in range(grid.pipeline)),
+        memories=tuple(_state_of(software, run, composed.memory(position)) for position in range(grid.pipeline)),
         time=times.exact(composed),
     )
 
@@ -82,5 +82,5 @@ def advice_for(run: Run, cluster: Cluster) -> tuple[Advice, ...]:
     """Advice of the rules about a run that can start on the cluster, in their order (`penstock plan --layout`)."""
     counted = count(run.model, run.training.sequence_length)
     facts = facts_of(run.model, total_parameters=counted.parameters, active_parameters=counted.active_parameters)
-    told = advice(sizes_of(run, cluster, facts))
-    return tuple(Advice(rule=rule.name, reason=reason, source=rule.source, changes=rule.fix) for rule, reason in told)
+    rules = advice(sizes_of(run, cluster, facts))
+    return tuple(Advice(rule=rule.name, reason=reason, source=rule.source, changes=rule.fix) for rule, reason in rules)

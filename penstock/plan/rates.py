@@ -213,11 +213,11 @@ class Rates:
 
         def roofline(sizes: OpSizes) -> float:
             groups, rows, n, k = sizes
-            weights, given, found = groups * n * k, groups * rows * k, groups * rows * n
+            weights, given, results = groups * n * k, groups * rows * k, groups * rows * n
             if product in ("forward", "forward_gathered", "input_gradient"):
-                moved = BYTES[dtype] * (weights + given) + RESULT_BYTES[dtype] * found
+                moved = BYTES[dtype] * (weights + given) + RESULT_BYTES[dtype] * results
             else:
-                moved = BYTES[dtype] * (given + found) + RESULT_BYTES[dtype] * weights
+                moved = BYTES[dtype] * (given + results) + RESULT_BYTES[dtype] * weights
             # An accumulated gradient reads and writes the float32 sum instead of writing a result.
             extra = (ACCUMULATED_BYTES - RESULT_BYTES[dtype]) * weights if is_sum else 0
             computing = self._roofline(2.0 * rows * weights, moved, operator, dtype, by_rows=by_rows)

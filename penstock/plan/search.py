@@ -212,7 +212,7 @@ class _Search:
             nearest=nearest,
             helps=() if nearest is None else tuple(self._helps()),
             refused=(*self._space.illegal.values(), *self._legal_refusals(best)),
-            considered=self._space.count + sum(one.count for one in self._space.illegal.values()),
+            considered=self._space.count + sum(refusal.count for refusal in self._space.illegal.values()),
             advice=tuple(self._advice(best[0], tries)) if best else (),
             margin=self._margin,
             gap=self._gap,
@@ -227,17 +227,17 @@ class _Search:
                 self._end_early(kept, waiting)
                 return
             batch = [heapq.heappop(waiting) for _ in range(min(BATCH, len(waiting)))]
-            batch = [one for one in batch if one.step == 0 or not self._is_dominated(one.node)]
-            self._composer.prefetch(run for one in batch for run in self._stages_of(one))
-            for one in batch:
-                if one.bound < self._cutoff():
-                    for more in self._look_at(one, kept[one.node.family]):
+            batch = [entry for entry in batch if entry.step == 0 or not self._is_dominated(entry.node)]
+            self._composer.prefetch(run for entry in batch for run in self._stages_of(entry))
+            for entry in batch:
+                if entry.bound < self._cutoff():
+                    for more in self._look_at(entry, kept[entry.node.family]):
                         heapq.heappush(waiting, more)
             looked += len(batch)
             if looked % TELLS < BATCH:
-                found = f"best {self._tokens(self._best):,.0f}" if self._exact else "none fits yet"
+                status = f"best {self._tokens(self._best):,.0f}" if self._exact else "none fits yet"
                 bound = f", at most {self._tokens(waiting[0].bound):,.0f}" if waiting else ""
-                self._progress(f"{looked:,} of {self._space.count:,} layouts looked at: {found}{bound} tokens/s")
+                self._progress(f"{looked:,} of {self._space.count:,} layouts looked at: {status}{bound} tokens/s")
 
     def _end_early(self, kept: Sequence[Divisions], waiting: Sequence[_Waiting]) -> None:
         """Play the layouts that were looked at closely, because one of them may be the best, and note the gap.
@@ -245,11 +245,11 @@ class _Search:
         Where it is wide, the most promising of those that wait for a first look are played as well, then layouts near
         the best until none is faster: bounds are loose by different factors, so they lead to some layouts too late.
         """
-        for _, step, node in sorted(one for one in waiting if one.step > 1)[:FINISHED]:
+        for _, step, node in sorted(entry for entry in waiting if entry.step > 1)[:FINISHED]:
             if step == 3 or self._fit(node) < math.inf:
                 self._play(node)
         if self._best > WIDE * waiting[0].bound:
-            self._play_those(sorted(one for one in waiting if one.step == 1)[:FINISHED])
+            self._play_those(sorted(entry for entry in waiting if entry.step == 1)[:FINISHED])
             known, best = set(self._exact), math.inf
             while self._best < best:
                 best = self._best
@@ -261,16 +261,16 @@ class _Search:
 
     def _play_those(self, waiting: Sequence[_Waiting]) -> None:
         """Play layouts that wait for a first look, as far as they may be the best."""
-        for number, one in enumerate(waiting):
+        for number, entry in enumerate(waiting):
             if number % BATCH == 0:
                 several = waiting[number : number + BATCH]
-                self._composer.prefetch(run for one in several for run in self._stages_of(one))
-            if max(one.bound, self._look(one.node)) < self._cutoff() and self._fit(one.node) < math.inf:
-                self._play(one.node)
+                self._composer.prefetch(run for entry in several for run in self._stages_of(entry))
+            if max(entry.bound, self._look(entry.node)) < self._cutoff() and self._fit(entry.node) < math.inf:
+                self._play(entry.node)
 
-    def _look_at(self, one: _Waiting, divisions: Divisions) -> Iterator[_Waiting]:
+    def _look_at(self, entry: _Waiting, divisions: Divisions) -> Iterator[_Waiting]:
         """The same layouts with closer bounds, as far as they may be the best."""
-        bound, step, node = one
+        bound, step, node = entry
         if step == 0:
             try:
                 yield from self._members(divisions, node, bound)
@@ -283,23 +283,23 @@ class _Search:
         elif (closer := (self._look, self._fit)[step - 1](node)) < math.inf:
             yield _Waiting(max(bound, closer), step + 1, node)
 
-    def _stages_of(self, one: _Waiting) -> Iterator[tuple[Run, View]]:
+    def _stages_of(self, entry: _Waiting) -> Iterator[tuple[Run, View]]:
         """Stages that a look at a layout will ask for."""
-        if one.step == 0:
-            family, saving = self._families[one.node.family], self._space.savings[one.node.saving]
-            splits = family.shapes[one.node.shape][0] in SPLITTING_SCHEDULES
-            experts = family.experts[one.node.experts]
+        if entry.step == 0:
+            family, saving = self._families[entry.node.family], self._space.savings[entry.node.saving]
+            splits = family.shapes[entry.node.shape][0] in SPLITTING_SCHEDULES
+            experts = family.experts[entry.node.experts]
             yield self._bounds.reference_run(experts, (1, 1), saving.recompute, splits), "middle"
-        elif one.step < 3:
-            run = run_of(self._run, self._sizes(one.node))
-            if run.parallel.pipeline == 1 or one.step == 1:
+        elif entry.step < 3:
+            run = run_of(self._run, self._sizes(entry.node))
+            if run.parallel.pipeline == 1 or entry.step == 1:
                 yield run, "middle" if run.parallel.pipeline > 1 else "whole"
             else:
                 yield from self._composer.ends(run)
 
     def _tries(self, divisions: Sequence[Divisions]) -> list[_Waiting]:
         """Of each family and saving the most promising layout, the one with the least bound first."""
-        found = []
+        entries = []
         for f, every in enumerate(divisions):
             some = self._bounds.fastest(every, FEW, self._limit)
             for v, saving in enumerate(self._space.savings):
@@ -315,16 +315,16 @@ class _Search:
                         stage = every.family.experts[experts].stages[0]
                         node = SearchNode(f, shape, v, dense, experts, shard, rows, stage)
                         best.append(_Waiting(float(seconds[at]), 0, node))
-                found += [min(best)] if best else []
-        return sorted(found)
+                entries += [min(best)] if best else []
+        return sorted(entries)
 
     def _first_fit(self, tries: Sequence[_Waiting], rule: Rule | None = None) -> float | None:
         """Seconds of the first try that fits, and that a rule has nothing against; None if none does."""
-        for one in tries[:FIRST_TRIES]:
-            if rule is not None and rule.check(self._sizes(one.node)) is not None:
+        for entry in tries[:FIRST_TRIES]:
+            if rule is not None and rule.check(self._sizes(entry.node)) is not None:
                 continue
-            if one.node in self._fitting or (self._look(one.node) < math.inf and self._fit(one.node) < math.inf):
-                return self._play(one.node)
+            if entry.node in self._fitting or (self._look(entry.node) < math.inf and self._fit(entry.node) < math.inf):
+                return self._play(entry.node)
         return None
 
     def _save_most(self, divisions: Sequence[Divisions]) -> None:
@@ -334,23 +334,23 @@ class _Search:
         fit here are a best to beat. Less saving needs hardly less memory, and more rows no less, so a division that is
         far too large with both (`HOPELESS`) has no layout that fits.
         """
-        saving, found = len(self._space.savings) - 1, list[tuple[float, SearchNode]]()
+        saving, entries = len(self._space.savings) - 1, list[tuple[float, SearchNode]]()
         for f, every in enumerate(divisions):
             for shape in range(len(every.family.shapes)):
                 room = self._limit - self._overheads.context
-                for memory, place in self._bounds.smallest(every, shape, self._space.savings[saving], room):
-                    dense, experts, shard, rows = place
+                for memory, indices in self._bounds.smallest(every, shape, self._space.savings[saving], room):
+                    dense, experts, shard, rows = indices
                     stages = every.family.experts[experts].stages
-                    found += [
+                    entries += [
                         (memory, SearchNode(f, shape, saving, dense, experts, shard, rows, stage)) for stage in stages
                     ]
-        smallest = [_Waiting(0.0, 1, node) for _, node in heapq.nsmallest(MOST_SAVING, found)]
+        smallest = [_Waiting(0.0, 1, node) for _, node in heapq.nsmallest(MOST_SAVING, entries)]
         for number, (*_, node) in enumerate(smallest):
             if number % BATCH == 0:
                 several = smallest[number : number + BATCH]
-                self._composer.prefetch(run for one in several for run in self._stages_of(one))
+                self._composer.prefetch(run for entry in several for run in self._stages_of(entry))
             if number % TELLS == 0:
-                self._progress(f"{number:,} of {len(found):,} layouts that save most memory looked at")
+                self._progress(f"{number:,} of {len(entries):,} layouts that save most memory looked at")
             if self._look(node) < math.inf and self._fit(node) < math.inf:
                 self._play(node)
                 continue
@@ -416,16 +416,16 @@ class _Search:
         steps = len(self._space.savings) // self._space.offloads
         host, recompute = divmod(node.saving, steps)
         lighter = (a * steps + b for a in range(host + 1) for b in range(recompute + 1))
-        return any(node._replace(saving=one) in self._fitting for one in lighter if one != node.saving)
+        return any(node._replace(saving=saving) in self._fitting for saving in lighter if saving != node.saving)
 
     def _cutoff(self) -> float:
         """Seconds that a layout must be below to be looked at."""
         return self._best * (1 - TOLERANCE)
 
     def _sizes(self, node: SearchNode) -> Sizes:
-        place = node.dense, node.experts, node.shard, node.rows
+        indices = node.dense, node.experts, node.shard, node.rows
         saving = self._space.savings[node.saving]
-        return self._space.sizes(self._families[node.family], place, node.shape, saving, node.sync_free)
+        return self._space.sizes(self._families[node.family], indices, node.shape, saving, node.sync_free)
 
     @_unless_it_fails
     def _look(self, node: SearchNode) -> float:
@@ -499,21 +499,21 @@ class _Search:
             self._play(node)
         # Of layouts that take the same time the one with less memory comes first.
         nodes = sorted(self._exact, key=lambda node: (self._exact[node], self._fitting[node].bytes))
-        found = [self._projection(self._fitting[node]) for node in nodes[: max(wanted, FINALISTS)]]
-        found.sort(key=lambda one: (one.time.step_seconds, one.memory.total))
-        return found[:wanted]
+        projections = [self._projection(self._fitting[node]) for node in nodes[: max(wanted, FINALISTS)]]
+        projections.sort(key=lambda projection: (projection.time.step_seconds, projection.memory.total))
+        return projections[:wanted]
 
-    def _projection(self, one: _Fitting) -> Projection:
-        composed = self._composer.composed(one.composed.run, one.composed.grid)
+    def _projection(self, fitting: _Fitting) -> Projection:
+        composed = self._composer.composed(fitting.composed.run, fitting.composed.grid)
         return composed_projection(composed, self._times)
 
     def _within_margin(self, best: Sequence[Projection]) -> list[Projection]:
         """Layouts that are faster than the best and fit only if the projection's memory is right."""
-        tried = sorted(self._close, key=lambda one: one.seconds)[:CLOSE_TRIED]
-        found = [self._projection(one) for one in tried]
+        tried = sorted(self._close, key=lambda fitting: fitting.seconds)[:CLOSE_TRIED]
+        layouts = [self._projection(fitting) for fitting in tried]
         slowest = best[0].time.step_seconds if best else math.inf
-        found = [one for one in found if one.fits and one.time.step_seconds < slowest]
-        return sorted(found, key=lambda one: one.time.step_seconds)[:CLOSE_SHOWN]
+        layouts = [layout for layout in layouts if layout.fits and layout.time.step_seconds < slowest]
+        return sorted(layouts, key=lambda layout: layout.time.step_seconds)[:CLOSE_SHOWN]
 
     def _nearest(self) -> Projection | None:
         """The layout that lacks the least memory, of those that were looked at."""
@@ -551,7 +551,7 @@ class _Search:
         other = _Search(request, run, self._progress, None)
         tries = other._tries([other._bounds.divisions(family) for family in other._families])
         other._first_fit(tries[:HELP_TRIES])
-        return next((one.sizes for one in other._fitting.values()), None)
+        return next((fitting.sizes for fitting in other._fitting.values()), None)
 
     def _legal_refusals(self, best: Sequence[Projection]) -> list[Refusal]:
         """Legal layouts that are no candidates: that do not fit, fit within the margin, or are slower."""
@@ -559,7 +559,7 @@ class _Search:
             Refusal(layout=layout_words(self._sizes(node)), rule=FAILED, reason=why, count=count)
             for node, (why, count) in self._failed.items()
         ]
-        slower = self._space.count - self._too_large.total() - sum(one.count for one in failed) - len(best)
+        slower = self._space.count - self._too_large.total() - sum(refusal.count for refusal in failed) - len(best)
         self._too_large[MEMORY] += min(0, slower)  # a first layout may be counted again with its group
         reasons = {
             MEMORY: "more than the memory of a device or its host, by its bound or its projection",
@@ -572,9 +572,9 @@ class _Search:
 
     def _advice(self, best: Projection, tries: Sequence[_Waiting]) -> Iterator[Advice]:
         """What rules have against the best, each with the speed of the best layout that was found without it."""
-        sizes = next(one.sizes for one in self._fitting.values() if one.composed.run == best.run)
+        sizes = next(fitting.sizes for fitting in self._fitting.values() if fitting.composed.run == best.run)
         for rule, reason in advice(sizes):
-            others = [node for node, one in self._fitting.items() if rule.check(one.sizes) is None]
+            others = [node for node, fitting in self._fitting.items() if rule.check(fitting.sizes) is None]
             others = sorted(others, key=lambda node: self._fitting[node].seconds)[:OTHERS_TRIED]
             seconds = min(map(self._play, others)) if others else self._first_fit(tries, rule)
             without = None if seconds is None else self._tokens(seconds)

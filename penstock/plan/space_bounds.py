@@ -131,9 +131,9 @@ class SpaceBounds:
         for (d, (tp, cp)), (s, shard), (r, micro_batch) in choices:
             accumulates, tokens = shard != "full", micro_batch * run.training.sequence_length // (tp * cp)
             for k, part in enumerate(self._kinds):
-                one = self._times.attention(part.startswith("local"), tp, cp, micro_batch, accumulates)
+                timing = self._times.attention(part.startswith("local"), tp, cp, micro_batch, accumulates)
                 ffn = of_ffn(has_experts(part), tokens, tp, accumulates)
-                work[d, :, s, r, k] = ffn + np.array([one.forward, one.backward, one.forward, 0.0, 0.0])
+                work[d, :, s, r, k] = ffn + np.array([timing.forward, timing.backward, timing.forward, 0.0, 0.0])
             head = self._times.head(tp, cp, micro_batch)
             work[d, :, s, r, -1, :2] = head.forward, head.backward
         places = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), -1).reshape(-1, 4)
@@ -172,10 +172,10 @@ class SpaceBounds:
         whole = (divisions.forward + divisions.backward) @ self._work_of_all
         return (divisions.micro_batches * whole + divisions.update @ self._state_of_all) / divisions.family.pp
 
-    def fastest(self, divisions: Divisions, most: int, limit: int) -> Divisions:
+    def fastest(self, divisions: Divisions, count: int, limit: int) -> Divisions:
         """The divisions with the least ideal time, of those whose state fits if the host has the optimizer."""
         fits = divisions.where(divisions.state @ self._state_of_all / divisions.family.pp <= limit)
-        return fits.where(np.argsort(self.ideal_seconds(fits))[:most])
+        return fits.where(np.argsort(self.ideal_seconds(fits))[:count])
 
     def smallest(
         self, divisions: Divisions, shape: int, saving: Saving, limit: int
@@ -200,14 +200,14 @@ class SpaceBounds:
         if again:
             both = both + divisions.again[:, again[0]]
         ramp = divisions.forward if schedule in SPLITTING_SCHEDULES else divisions.forward + divisions.backward
-        found = (both @ places.work.T) * divisions.micro_batches[:, None] + ramp @ places.before.T
+        seconds = (both @ places.work.T) * divisions.micro_batches[:, None] + ramp @ places.before.T
         # A host that does not launch as fast as the device computes.
-        found = np.maximum(found, divisions.launching @ places.work.T)
+        seconds = np.maximum(seconds, divisions.launching @ places.work.T)
         if saving.offload:
             link = self._cluster.hardware.host_link.bytes_per_second
-            found += HOST_SHARE / link * (divisions.movable @ places.held.T)
+            seconds += HOST_SHARE / link * (divisions.movable @ places.held.T)
         update = (divisions.update @ places.held.T).max(1)
-        return np.where(divisions.legal(shape), found.max(1) + update, np.inf)
+        return np.where(divisions.legal(shape), seconds.max(1) + update, np.inf)
 
     def bytes(self, divisions: Divisions, shape: int, saving: Saving, kept_times: float = 1.0) -> np.ndarray:
         """Bytes of tensors on the fullest rank; activations count `kept_times`.
@@ -226,9 +226,9 @@ class SpaceBounds:
         name, vpp = family.shapes[shape]
         places = self._places(family.pp, name, vpp)
         state = divisions.state if saving.offload else divisions.state + divisions.movable
-        found = state @ places.held.T
+        sizes = state @ places.held.T
         # FSDP2 has the weights of the largest layer of a place at least once for each of its buffers.
-        found += gathered_bytes(
+        sizes += gathered_bytes(
             self._run, 0, (divisions.whole[:, None, :layers] * (places.held[:, :layers] > 0)).max(2)
         )
         # Illegal combinations may have too few micro-batches for their schedule.
@@ -236,18 +236,18 @@ class SpaceBounds:
         alike = {number: enough(name, family.pp, number) for number in np.unique(counts[counts > 0]).tolist()}
         ways = held.reshape(len(held), -1)
         for number in set(alike.values()):
-            some = np.isin(counts, [one for one, other in alike.items() if other == number])
+            some = np.isin(counts, [count for count, other in alike.items() if other == number])
             moments = self._in_flight(family.pp, name, vpp, number, closely=held.shape[-1] > 2)
             # The most of all moments at which a place may be fullest.
-            found[some] += np.stack([(ways[some] @ moment.T).max(1) for moment in moments], 1)
+            sizes[some] += np.stack([(ways[some] @ moment.T).max(1) for moment in moments], 1)
         if not saving.offload:
-            return found.max(1)
+            return sizes.max(1)
         hardware = self._cluster.hardware
         lacking = (divisions.movable @ places.held.T).max(1) - hardware.host_link.memory_bytes
-        most = found.max(1)
+        largest = sizes.max(1)
         # Of layouts whose hosts lack as much, those with less on the device come first.
-        over = hardware.memory.capacity_bytes + lacking + most / 1000
-        return np.where(lacking > 0, np.maximum(most, over), most)
+        over = hardware.memory.capacity_bytes + lacking + largest / 1000
+        return np.where(lacking > 0, np.maximum(largest, over), largest)
 
     def _make_in_flight(
         self, pp: int, schedule: str, vpp: int, micro_batches: int, *, closely: bool
@@ -256,20 +256,20 @@ class SpaceBounds:
 
         The first two ways are of the micro-batches in flight; `closely`, all are, of these and the pass itself.
         """
-        found = []
+        highest = []
         places = self._places(pp, schedule, vpp)
         for numbers, stages in zip(places.numbers, places.stages, strict=True):
             layers = np.stack([self._work([stage])[: len(self._kinds)] for stage in stages])
-            passes = {(at, kind): self._of_pass(one, kind) for at, one in enumerate(stages) for kind in Kind}
+            passes = {(at, kind): self._of_pass(stage, kind) for at, stage in enumerate(stages) for kind in Kind}
             moments: dict[tuple[tuple[int, Kind], ...], list[np.ndarray]] = {}
             if schedule == NO_PIPELINE:
                 held = np.stack([layers.sum(0), np.zeros(layers.shape[1])], -1)
                 moments = {((0, Kind.FORWARD),): [0 * held], ((0, Kind.BACKWARD),): [held]}
             else:
                 shape = PipelineShape(schedule, pp, vpp, micro_batches)
-                for place in numbers:
-                    at = {stage: number for number, stage in enumerate(shape.stages_of(place))}
-                    for point in peak_points(shape, place):
+                for position in numbers:
+                    at = {stage: number for number, stage in enumerate(shape.stages_of(position))}
+                    for point in peak_points(shape, position):
                         work = tuple((at[stage], kind) for stage, kind in point.work)
                         held = np.stack([point.kept @ layers, point.left @ layers], -1)
                         moments.setdefault(work, []).append(held)
@@ -281,25 +281,25 @@ class SpaceBounds:
                     for action in work:
                         every = (every[:, None] + passes[action]).reshape(-1, *every.shape[1:])
                 rows.append(every.reshape(len(every), -1))
-            found.append(_highest(np.concatenate(rows)))
-        return tuple(found)
+            highest.append(_highest(np.concatenate(rows)))
+        return tuple(highest)
 
     def _of_pass(self, stage: StageContents, kind: Kind) -> np.ndarray:
         """What a pass adds to the memory before it, at the last layer of each run of equal layers."""
         kinds, layers = self._kinds, self._layers_of(stage)
         if kind is Kind.WEIGHT or not layers:
             return np.zeros((1, len(kinds), 4))
-        found = np.zeros((len(layers), len(kinds), 4))
+        changes = np.zeros((len(layers), len(kinds), 4))
         runs = np.stack([count * (np.array(kinds) == name) for name, count in layers])
         for number, (name, _) in enumerate(layers):
             if kind is Kind.FORWARD:
-                found[number, :, 0] = runs[: number + 1].sum(0)
+                changes[number, :, 0] = runs[: number + 1].sum(0)
             else:
                 # The layers behind it have left their kept memory, but for what waits for weight gradients.
                 behind = runs[number + 1 :].sum(0)
-                found[number, :, 0], found[number, :, 1] = -behind, behind
-            found[number, kinds.index(name), 2 if kind is Kind.FORWARD else 3] = 1
-        return found
+                changes[number, :, 0], changes[number, :, 1] = -behind, behind
+            changes[number, kinds.index(name), 2 if kind is Kind.FORWARD else 3] = 1
+        return changes
 
     def scaled(self, divisions: Divisions, recompute: tuple[str, ...], splits: bool) -> Scaled:
         """Divisions with the same experts, and bytes of their layers, by other layouts that are run once.
@@ -309,26 +309,26 @@ class SpaceBounds:
         of buffers.
         """
         family, tokens = divisions.family, divisions.tokens[:, None, None]
-        own = self._reference(family.experts[divisions.places[0, 1]], (1, 1), recompute, splits)
+        base = self._reference(family.experts[divisions.places[0, 1]], (1, 1), recompute, splits)
         # Recomputed activations of experts do not depend on tensor and context ranks.
         dense = tuple(name for name in recompute if name not in ("expert-activation", "layer"))
         places = set(divisions.places[:, 0].tolist())
-        wanted = {(one, dense, splits) for one in ((1, 1), *(family.dense[place] for place in places))}
-        self._composer.prefetch((self.reference_run(ALONE, *one), "mixed") for one in wanted - self._prefetched)
+        wanted = {(pair, dense, splits) for pair in ((1, 1), *(family.dense[index] for index in places))}
+        self._composer.prefetch((self.reference_run(ALONE, *key), "mixed") for key in wanted - self._prefetched)
         self._prefetched |= wanted
         whole = self._reference(ALONE, (1, 1), dense, splits)
-        ranks = {place: self._reference(ALONE, family.dense[place], dense, splits) for place in places}
+        ranks = {index: self._reference(ALONE, family.dense[index], dense, splits) for index in places}
         # Leading layers without experts are only in references of the dense ranks; divisions have one reference's part.
-        shared, counted = own.launches > 0, self._least(family.experts)
-        of_places = [ranks[place] for place in divisions.places[:, 0].tolist()]
+        shared, counted = base.launches > 0, self._least(family.experts)
+        of_places = [ranks[index] for index in divisions.places[:, 0].tolist()]
         sums = {
-            name: vars(own)[name] + np.stack([vars(bounds)[name] for bounds in of_places]) - shared * vars(whole)[name]
+            name: vars(base)[name] + np.stack([vars(bounds)[name] for bounds in of_places]) - shared * vars(whole)[name]
             for name in ("fixed", "linear", "launches")
         }
-        has_own = own.launches[:, :1] > 0
-        kept = own.kept + np.stack([bounds.kept for bounds in of_places]) - has_own * whole.kept
+        has_own = base.launches[:, :1] > 0
+        kept = base.kept + np.stack([bounds.kept for bounds in of_places]) - has_own * whole.kept
         if "layer" in recompute:
-            kept[..., :2] = own.kept[:, :2]
+            kept[..., :2] = base.kept[:, :2]
         is_alone = np.array([bounds is whole for bounds in of_places])[:, None]
         kept[..., :2] *= SCALED
         kept[..., 2:] = np.maximum(0.0, kept[..., 2:]) * np.where(is_alone, SCALED, SCALED_PEAKS)[:, None]
@@ -341,7 +341,7 @@ class SpaceBounds:
             launching=self._launching(divisions.micro_batches, sums["launches"]),
         )
         rows = np.array(family.rows)[divisions.places[:, 3]]
-        beside = SCALED * own.symmetric * divisions.tokens
+        beside = SCALED * base.symmetric * divisions.tokens
         beside += divisions.micro_batches * rows * np.array([bounds.batch for bounds in of_places])
         return Scaled(closer, tokens * kept, beside)
 
@@ -404,7 +404,7 @@ class SpaceBounds:
             again = next((repeated[name] for name in _CONTAIN if name in recompute), 0.0)
             bounds = attention.forward + ffn.forward, attention.backward + ffn.backward + again
             for way, ops in enumerate((piece.forward_ops, piece.backward_ops + piece.weight_ops)):
-                ops = tuple(one for one in ops if not (one.name == _GATHER and gathers_all))
+                ops = tuple(operator for operator in ops if not (operator.name == _GATHER and gathers_all))
                 seconds, fixed[k, way], launches[k, way] = _main_stream(
                     ops, costs, self._cluster.hardware.host.kernel_seconds
                 )
@@ -417,78 +417,78 @@ class SpaceBounds:
 
     def _work(self, contents: Sequence[StageContents]) -> np.ndarray:
         """Parts that some stages compute."""
-        found = np.zeros(len(self.parts))
+        counts = np.zeros(len(self.parts))
         for content in contents:
             for kind, count in self._layers_of(content):
-                found[self.parts.index(kind)] += count
-            found[-2:] += content.embed, content.head
-        return found
+                counts[self.parts.index(kind)] += count
+            counts[-2:] += content.embed, content.head
+        return counts
 
     def _make_least(self, experts: tuple[Experts, ...]) -> Reference:
         """What every division takes besides at least, without memory.
 
         One rank with all experts sends nothing. Where each expert has operators of its own, the most ranks have fewest.
         """
-        found, most = self._reference(ALONE, (1, 1), (), False), max(expert.ep for expert in experts)
-        for divided in (experts_of for experts_of in experts if (experts_of.ep, experts_of.etp) == (most, 1)):
+        bound, largest = self._reference(ALONE, (1, 1), (), False), max(expert.ep for expert in experts)
+        for divided in (experts_of for experts_of in experts if (experts_of.ep, experts_of.etp) == (largest, 1)):
             try:
-                one = self._reference(divided, (1, 1), (), False)
+                other = self._reference(divided, (1, 1), (), False)
             except KernelError:  # no layout with these experts will run, so none has this as its least
                 continue
             least = {
-                name: np.where(one.launches > 0, np.minimum(vars(found)[name], vars(one)[name]), vars(found)[name])
+                name: np.where(other.launches > 0, np.minimum(vars(bound)[name], vars(other)[name]), vars(bound)[name])
                 for name in ("fixed", "linear", "launches")
             }
-            found = replace(found, **least)
-        return found
+            bound = replace(bound, **least)
+        return bound
 
     def _counts(self, contents: Sequence[StageContents]) -> np.ndarray:
         """Parts that a rank with some stages holds: the embedding once, and prediction depths with the head."""
-        found, model = np.zeros(len(self.parts)), self._run.model
+        counts, model = np.zeros(len(self.parts)), self._run.model
         for content in contents:
             for kind, count in content.layers:
-                found[self.parts.index(kind)] += count
-            found[-1] += content.head
-            found[-2] = max(
-                found[-2], content.embed or (content.head and (model.mtp_layers > 0 or model.tie_word_embeddings))
+                counts[self.parts.index(kind)] += count
+            counts[-1] += content.head
+            counts[-2] = max(
+                counts[-2], content.embed or (content.head and (model.mtp_layers > 0 or model.tie_word_embeddings))
             )
-        return found
+        return counts
 
     def _make_places(self, pp: int, schedule: str, vpp: int) -> Places:
         contents = self._composer.contents(run_of(self._run, replace(self._neutral, pp=pp, schedule=schedule, vpp=vpp)))
         placement = SCHEDULES[schedule].placement if pp > 1 else "loop"
         alike: dict[bytes, list[int]] = {}
-        found: dict[int, tuple[np.ndarray, np.ndarray, tuple[StageContents, ...]]] = {}
-        for place in range(pp):
-            own = stages_of(place, ranks=pp, stages_per_rank=vpp, placement=placement) if pp > 1 else (0,)
-            held = tuple(contents[number] for number in own)
-            found[place] = self._counts(held), self._work(contents[: min(own)]), held
-            alike.setdefault(found[place][0].tobytes(), []).append(place)
+        parts: dict[int, tuple[np.ndarray, np.ndarray, tuple[StageContents, ...]]] = {}
+        for position in range(pp):
+            numbers = stages_of(position, ranks=pp, stages_per_rank=vpp, placement=placement) if pp > 1 else (0,)
+            held = tuple(contents[number] for number in numbers)
+            parts[position] = self._counts(held), self._work(contents[: min(numbers)]), held
+            alike.setdefault(parts[position][0].tobytes(), []).append(position)
         groups = list(alike.values())
         splits = schedule in SPLITTING_SCHEDULES
         return Places(
-            held=np.stack([found[first][0] for first, *_ in groups]),
-            work=np.stack([self._work(found[first][2]) for first, *_ in groups]),
+            held=np.stack([parts[first][0] for first, *_ in groups]),
+            work=np.stack([self._work(parts[first][2]) for first, *_ in groups]),
             # Of places with the same parts the last one waits longest.
-            before=np.stack([found[group[-1]][1] for group in groups]),
+            before=np.stack([parts[group[-1]][1] for group in groups]),
             numbers=tuple(tuple(dict.fromkeys((group[0], group[-1]))) if splits else (group[0],) for group in groups),
-            stages=tuple(found[first][2] for first, *_ in groups),
+            stages=tuple(parts[first][2] for first, *_ in groups),
         )
 
     def _ffn(self, experts: tuple[Experts, ...], is_moe: bool, tokens: int, tp: int, accumulates: bool) -> np.ndarray:
         """Of each division of the experts: forward, backward, and forward of what `_CONTAIN` names."""
-        found = [self._times.ffn(is_moe, tokens, tp, expert, accumulates) for expert in experts]
-        return np.array([(one.forward, one.backward, one.again, one.again * is_moe, one.activation) for one in found])
+        works = [self._times.ffn(is_moe, tokens, tp, expert, accumulates) for expert in experts]
+        return np.array([(ffn.forward, ffn.backward, ffn.again, ffn.again * is_moe, ffn.activation) for ffn in works])
 
     def _fsdp_seconds(self, family: LayoutSet, places: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds to gather the weights of each part, and to reduce its gradients, that overlap cannot hide."""
         hardware, transfers = self._cluster.hardware, self._hardware_times.transfers
         rate = hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
-        most, world = self._run.parallel.shard_size or self._cluster.devices, self._cluster.devices // family.pp
+        limit, world = self._run.parallel.shard_size or self._cluster.devices, self._cluster.devices // family.pp
         sent = np.zeros((len(family.dense), 2))
         copied = np.zeros((len(family.dense), 2))
         for d, (tp, _) in enumerate(family.dense):
-            ranks = min(most, world // tp)
+            ranks = min(limit, world // tp)
             group = self._cluster.group(ranks)
             # The least by the byte of messages so large that their latency does not count.
             for way, name in enumerate(FSDP_COLLECTIVES):
@@ -502,27 +502,29 @@ class SpaceBounds:
         """Seconds of the update by part: the optimizer's bytes, and messages of gradients and new weights."""
         hardware, world = self._cluster.hardware, self._cluster.devices // family.pp
         rate = hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
-        most, reduce_bytes = (
+        limit, reduce_bytes = (
             self._run.parallel.shard_size or world,
             SUM_BYTES if self._run.parallel.reduce == "fp32" else 2,
         )
         shards = np.array(family.shards)[places[:, 2]]
-        found = np.zeros((len(places), len(self.parts)))
-        of_dense = self._message_seconds(tuple(tp for tp, _ in family.dense), world, most)[places[:, 0]]
+        seconds = np.zeros((len(places), len(self.parts)))
+        of_dense = self._message_seconds(tuple(tp for tp, _ in family.dense), world, limit)[places[:, 0]]
         sizes = tuple(expert.ep * expert.etp for expert in family.experts)
-        of_experts = self._message_seconds(sizes, world, most)[places[:, 1]]
+        of_experts = self._message_seconds(sizes, world, limit)[places[:, 1]]
         for k, part in enumerate(self.parts):
             moved, sent = np.zeros((2, len(places)))
             for fact in (*self._facts[part], *(self._facts.get("mtp", ()) if part == HEAD else ())):
                 ranks, gather, reduce = (of_experts if fact.is_expert else of_dense).T
                 values = fact.values / ranks
-                own = values / np.where(shards == "none", 1, np.minimum(world // ranks, most))
+                shard = values / np.where(shards == "none", 1, np.minimum(world // ranks, limit))
                 moments, master = self._state_bytes(fact)
-                moved += SUM_BYTES * (np.where(shards == "full", 0, values - own) + 2 * own) + (moments + master) * own
+                moved += (
+                    SUM_BYTES * (np.where(shards == "full", 0, values - shard) + 2 * shard) + (moments + master) * shard
+                )
                 is_divided = shards == "optimizer"
                 sent += np.where(is_divided, values * (reduce * reduce_bytes + gather * fact.itemsize), 0.0)
-            found[:, k] = moved / rate + sent
-        return found
+            seconds[:, k] = moved / rate + sent
+        return seconds
 
     def _state_bytes(self, fact: ParamFacts) -> tuple[int, int]:
         """Bytes of moments and master of a value, without scales."""
@@ -531,11 +533,11 @@ class SpaceBounds:
         moments = MOMENT_BYTES[optimizer.moment_dtype] * (2 if fact.matrices is None else 1)
         return moments, master if fact.itemsize < SUM_BYTES else 0
 
-    def _message_seconds(self, sizes: tuple[int, ...], world: int, most: int) -> np.ndarray:
+    def _message_seconds(self, sizes: tuple[int, ...], world: int, limit: int) -> np.ndarray:
         """For ranks that cut a matrix: these, and seconds to gather and to reduce a byte over ranks that hold it."""
         rows = []
         for ranks in sizes:
-            group = self._cluster.group(min(most, world // ranks), ranks)
+            group = self._cluster.group(min(limit, world // ranks), ranks)
             ways = [
                 0.0
                 if group.ranks == 1
@@ -549,15 +551,15 @@ class SpaceBounds:
         """Bytes of parameters by part that stay on the device, that can go to the host, and that FSDP2 gathers."""
         world = self._cluster.devices // family.pp
         tp = np.array([size for size, _ in family.dense])[places[:, 0]]
-        own = np.array([expert.ep * expert.etp for expert in family.experts])[places[:, 1]]
+        expert_ranks = np.array([expert.ep * expert.etp for expert in family.experts])[places[:, 1]]
         shards = np.array(family.shards)[places[:, 2]]
-        most = self._run.parallel.shard_size or world
+        limit = self._run.parallel.shard_size or world
         state, movable, whole = np.zeros((3, len(places), len(self.parts)))
         for k, part in enumerate(self.parts):
             mtp = self._facts.get("mtp", ()) if part == HEAD else ()
-            for fact, is_mtp in (*((fact, False) for fact in self._facts[part]), *((one, True) for one in mtp)):
-                ranks = own if fact.is_expert else tp
-                holders = np.where(shards == "none", 1, np.minimum(world // ranks, most))
+            for fact, is_mtp in (*((fact, False) for fact in self._facts[part]), *((fact, True) for fact in mtp)):
+                ranks = expert_ranks if fact.is_expert else tp
+                holders = np.where(shards == "none", 1, np.minimum(world // ranks, limit))
                 # FSDP2 leaves alone what one rank holds.
                 values, is_full = fact.values / ranks, (shards == "full") & (world // ranks > 1)
                 moments, master = self._state_bytes(fact)
@@ -583,14 +585,14 @@ def _highest(rows: np.ndarray) -> np.ndarray:
 def _main_stream(ops: RecordedOps, costs: OpCosts, kernel_seconds: float) -> tuple[float, float, int]:
     """Operators that do not run beside others: their seconds, the part that does not depend on sizes, and launches."""
     seconds, fixed, launches, is_beside = 0.0, 0.0, 0, False
-    for one in ops:
-        if one.name in (FORK, END):
-            is_beside = one.name == FORK
-        elif not is_beside and one.name not in _UNTIMED:
-            cost = costs.of(one)
+    for operator in ops:
+        if operator.name in (FORK, END):
+            is_beside = operator.name == FORK
+        elif not is_beside and operator.name not in _UNTIMED:
+            cost = costs.of(operator)
             seconds, launches = seconds + cost.seconds, launches + 1 + cost.is_communication
             if not cost.is_communication:
                 fixed += kernel_seconds
-            elif max(one.sizes, default=0) < SMALL:
+            elif max(operator.sizes, default=0) < SMALL:
                 fixed += cost.seconds
     return seconds, fixed, launches

@@ -122,8 +122,8 @@ class StageTimer:
     def update(self, update: UpdateOps) -> tuple[Timing, Timing]:
         """Gradient sums and new weights; and the compute of the optimizer."""
         reduce = self._bucketed(update.reduce)
-        gather = self._bucketed(tuple(one for one in update.step if _is_message(one)))
-        rest = tuple(one for one in update.step if not _is_message(one))
+        gather = self._bucketed(tuple(operator for operator in update.step if _is_message(operator)))
+        rest = tuple(operator for operator in update.step if not _is_message(operator))
         streams = self._streams(0.0)
         # Launch times of the update are left out.
         for work in (update.zero, update.norm, rest):
@@ -139,14 +139,14 @@ class StageTimer:
         leaves in each buffer, so the link is idle during the kernels of every second chunk: the update takes the link's
         time and half of the kernels' time, or the kernels' time.
         """
-        costs = [self._costs.of(one) for one in step]
+        costs = [self._costs.of(operator) for operator in step]
         kernels = sum(cost.seconds for cost in costs if cost.term == "optimizer")
         waited = max(0.0, host_bytes / self._cluster.hardware.host_link.bytes_per_second - kernels / 2)
         return Timing(seconds=waited, host_link=waited, terms={HOST_LINK: waited}) if waited else Timing()
 
     def _bucketed(self, work: RecordedOps) -> Timing:
         """Messages, and the copies into and out of them, at the same time."""
-        costs = [self._costs.of(one) for one in work]
+        costs = [self._costs.of(operator) for operator in work]
         sent = sum(cost.seconds for cost in costs if cost.is_communication)
         copied = sum(cost.seconds for cost in costs if not cost.is_communication)
         exposed = max(0.0, sent - copied)
@@ -178,16 +178,16 @@ def step_time(
 ) -> StepTime:
     """Time of a step, from the meta run of each place on the pipeline; further arguments as of `StageTimer`."""
     grid = grid_of(run, cluster.devices)
-    every = {stage.number: (place, stage) for place in meta_runs for stage in place.stages}
+    every = {stage.number: (meta_run, stage) for meta_run in meta_runs for stage in meta_run.stages}
     works = (piece.forward_ops for _, stage in every.values() for piece in stage.pieces)
     timer = StageTimer(run, cluster, imbalance, works, software=software, in_turn=in_turn)
     shards = cluster.group(min(run.parallel.shard_size or grid.data * grid.context, grid.data * grid.context))
     known: dict[int, StageTime] = {}
     stages = {}
-    for number, (place, stage) in sorted(every.items()):
+    for number, (meta_run, stage) in sorted(every.items()):
         key = id(stage.pieces)  # Places with the same parts share them.
         if key not in known:
-            known[key] = timer.stage(stage, place.gathers.get(number, ()), shards)
+            known[key] = timer.stage(stage, meta_run.gathers.get(number, ()), shards)
         stages[number] = known[key]
     schedule = meta_runs[0].rank.schedule
     count_of_passes = micro_batches(run, grid)
@@ -196,13 +196,13 @@ def step_time(
     gain = OVERLAP_GAIN if software.hidden is None else software.hidden
     playback = None if schedule is None else play(schedule, clock_costs(stages, send, kept, gain))
     ranks = []
-    for place in meta_runs:
-        passes = _passes(place, stages, schedule, count_of_passes, gain)
+    for meta_run in meta_runs:
+        passes = _passes(meta_run, stages, schedule, count_of_passes, gain)
         span = passes.seconds if playback is None else playback.span
-        sums, rest = timer.update(place.update)
+        sums, rest = timer.update(meta_run.update)
         if software.sums_overlap:
-            sums = _behind(sums, [stages[stage.number] for stage in place.stages])
-        ranks.append(_rank_time(place, passes, span, (sums, rest)))
+            sums = _behind(sums, [stages[stage.number] for stage in meta_run.stages])
+        ranks.append(_rank_time(meta_run, passes, span, (sums, rest)))
     seconds = max(rank.passes + rank.waiting + rank.update for rank in ranks)
     rate = run.training.global_batch * run.training.sequence_length / seconds / cluster.devices
     flops = count(run.model, run.training.sequence_length).flops_per_token
@@ -220,14 +220,14 @@ def step_time(
 
 
 def _passes(
-    place: MetaRun, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int, gain: float
+    meta_run: MetaRun, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int, gain: float
 ) -> Timing:
     if schedule is None:
         return add_timing(Timing(), stages[0].all, times=micro_batches)
     total = Timing()
-    for (stage, kind), times in Counter((stage, kind) for stage, kind, _ in schedule.actions[place.place]).items():
+    for (stage, kind), times in Counter((stage, kind) for stage, kind, _ in schedule.actions[meta_run.place]).items():
         total = add_timing(total, _timing_of(kind, stages[stage]), times=times)
-    units = schedule.units(place.place) if schedule.pairs else ()
+    units = schedule.units(meta_run.place) if schedule.pairs else ()
     paired = [action for unit in units if len(unit) > 1 for action in unit]
     # The compute of one action hides transfers of the other action of its pair.
     hidden = gain * sum(_timing_of(action.kind, stages[action.stage]).exposed for action in paired)
@@ -244,13 +244,13 @@ def clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, .
     """Costs of a schedule's actions; `gain` is the share of a pair's transfers that its compute hides."""
     ordered = [stages[number] for number in sorted(stages)]
     return ActionCosts(
-        forward=tuple(one.forward.seconds for one in ordered),
-        backward=tuple(one.backward.seconds + one.weight.seconds for one in ordered),
-        input=tuple(one.backward.seconds for one in ordered),
-        weight=tuple(one.weight.seconds for one in ordered),
+        forward=tuple(stage.forward.seconds for stage in ordered),
+        backward=tuple(stage.backward.seconds + stage.weight.seconds for stage in ordered),
+        input=tuple(stage.backward.seconds for stage in ordered),
+        weight=tuple(stage.weight.seconds for stage in ordered),
         send=send,
         activation=tuple(map(float, kept)),
-        hidden=tuple((gain * one.forward.exposed, gain * one.backward.exposed) for one in ordered),
+        hidden=tuple((gain * stage.forward.exposed, gain * stage.backward.exposed) for stage in ordered),
     )
 
 
@@ -261,12 +261,12 @@ def _behind(sums: Timing, stages: Sequence[StageTime]) -> Timing:
     return replace(sums, seconds=left, exposed=left, terms={"gradients": left} if left else {})
 
 
-def _rank_time(place: MetaRun, passes: Timing, span: float, update: tuple[Timing, Timing]) -> RankTime:
+def _rank_time(meta_run: MetaRun, passes: Timing, span: float, update: tuple[Timing, Timing]) -> RankTime:
     whole = add_timing(passes, add_timing(*update))
     waiting = max(0.0, span - passes.seconds)
     terms = {**whole.terms, "bubble": waiting}
     return RankTime(
-        rank=place.first_rank,
+        rank=meta_run.first_rank,
         passes=passes.seconds,
         waiting=waiting,
         update=update[0].seconds + update[1].seconds,

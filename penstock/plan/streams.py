@@ -234,21 +234,21 @@ def steady_state(parts: Sequence[Sequence[RecordedOps]], streams: Streams) -> li
 
     The second round counts, because the host is ahead by then.
     """
-    found: list[Timing] = []
+    timings: list[Timing] = []
     for _ in range(2):
-        found = []
+        timings = []
         for works in parts:
             before = streams.timing
             for work in works:
                 streams.play(work)
-            found.append(add_timing(streams.timing, before, times=-1))
-    return found
+            timings.append(add_timing(streams.timing, before, times=-1))
+    return timings
 
 
-def add_timing(one: Timing, other: Timing, times: float = 1) -> Timing:
-    """`one` and `times` times `other`."""
-    sums = {name: value + times * vars(other)[name] for name, value in vars(one).items() if name != "terms"}
-    terms = dict(one.terms)
+def add_timing(timing: Timing, other: Timing, times: float = 1) -> Timing:
+    """`timing` and `times` times `other`."""
+    sums = {name: value + times * vars(other)[name] for name, value in vars(timing).items() if name != "terms"}
+    terms = dict(timing.terms)
     for name, seconds in other.terms.items():
         terms[name] = terms.get(name, 0.0) + seconds * times
     return Timing(**sums, terms=terms)

@@ -95,7 +95,7 @@ class TransferTimes:
         if ranks == 1:
             return NOTHING
         if kind == "all-reduce":
-            both = [self._make_collective(one, buffer_bytes, group) for one in ("reduce-scatter", "all-gather")]
+            both = [self._make_collective(part, buffer_bytes, group) for part in ("reduce-scatter", "all-gather")]
             return Estimate(both[0].seconds + both[1].seconds, both[0].basis, both[0].source)
         if kind == "point-to-point":
             near, far = (buffer_bytes, 0.0) if nodes == 1 else (0.0, buffer_bytes)
@@ -160,14 +160,14 @@ class TransferTimes:
         )
 
     def _make_corrections(self, kind: CollectiveKind) -> tuple[MeasuredRatio, ...]:
-        found = []
+        ratios = []
         for measured in self._hardware.measured:
             for point in measured.points if measured.operator == kind else ():
-                one = cast(TransferPoint, point)
-                seconds = self._model(kind, one)
-                logs = tuple(map(math.log, one.sizes))
-                found.append(MeasuredRatio(logs, math.log(one.seconds / seconds), measured.source))
-        return tuple(found)
+                transfer = cast(TransferPoint, point)
+                seconds = self._model(kind, transfer)
+                logs = tuple(map(math.log, transfer.sizes))
+                ratios.append(MeasuredRatio(logs, math.log(transfer.seconds / seconds), measured.source))
+        return tuple(ratios)
 
     def _model(self, kind: CollectiveKind, point: TransferPoint) -> float:
         """The uncorrected seconds of a point; all of its leaving bytes go the point's way."""
@@ -254,13 +254,13 @@ def reached(traffic: TokenTraffic, places: int) -> float:
     groups, kept = traffic.n_group, min(traffic.topk_group, traffic.n_group)
     held, size = traffic.experts // places, traffic.experts // groups
     # A place holds whole groups, or a part of one. Of its groups some are kept, and of those no expert may be chosen.
-    own, each = max(1, held // size), min(held, size)
+    local_groups, each = max(1, held // size), min(held, size)
     missed = sum(
-        math.comb(own, some)
-        * math.comb(groups - own, kept - some)
+        math.comb(local_groups, some)
+        * math.comb(groups - local_groups, kept - some)
         * math.comb(kept * size - some * each, traffic.top_k)
-        for some in range(min(own, kept) + 1)
-        if groups - own >= kept - some
+        for some in range(min(local_groups, kept) + 1)
+        if groups - local_groups >= kept - some
     )
     return 1 - missed / math.comb(groups, kept) / math.comb(kept * size, traffic.top_k)
 
@@ -270,4 +270,4 @@ def _needed_by_stride(experts: int, top_k: int, places: int, stride: int) -> flo
     """Places of a token's experts: the mean over the tokens until the experts repeat."""
     each, tokens = experts // places, experts // math.gcd(experts, top_k)
     chosen = (((token * top_k + choice) * stride for choice in range(top_k)) for token in range(tokens))
-    return sum(len({expert % experts // each for expert in one}) for one in chosen) / tokens
+    return sum(len({expert % experts // each for expert in token_experts}) for token_experts in chosen) / tokens

@@ -138,24 +138,24 @@ def with_state_in_host_memory(run: Run, cluster: Cluster, plan: Planner, margin:
     """
 
     @cache
-    def fitting(words: tuple[str, ...], rows: int, modules: tuple[str, ...]) -> FittingRun | None:
-        words = ("offload.optimizer=true", "offload.gradients=true", *words)
-        words += (f"training.micro_batch={rows}", f"recompute.modules={as_toml(list(modules))}")
-        answer = answer_to(with_overrides(run, words, cluster.devices), cluster, plan)
+    def fitting(overrides: tuple[str, ...], rows: int, modules: tuple[str, ...]) -> FittingRun | None:
+        overrides = ("offload.optimizer=true", "offload.gradients=true", *overrides)
+        overrides += (f"training.micro_batch={rows}", f"recompute.modules={as_toml(list(modules))}")
+        answer = answer_to(with_overrides(run, overrides, cluster.devices), cluster, plan)
         if isinstance(answer, Refusal) or not answer.fits:
             return None
-        return (words, answer) if answer.memory.total <= (1 - margin) * answer.capacity_bytes else None
+        return (overrides, answer) if answer.memory.total <= (1 - margin) * answer.capacity_bytes else None
 
     *lighter, whole = ladder_of(run.model)
-    formats = next((words for words in HOST_FORMATS if fitting(words, 1, whole)), None)
+    formats = next((overrides for overrides in HOST_FORMATS if fitting(overrides, 1, whole)), None)
     if formats is None:
         return None
     divisors = (
         rows for rows in range(MOST_ROWS_WITH_OFFLOADED_GRADIENTS, 0, -1) if run.training.global_batch % rows == 0
     )
     largest = islice((rows for rows in divisors if fitting(formats, rows, whole)), 2)
-    found = [next(one for modules in (*lighter, whole) if (one := fitting(formats, rows, modules))) for rows in largest]
-    return max(found, key=_speed)
+    fits = [next(fit for modules in (*lighter, whole) if (fit := fitting(formats, rows, modules))) for rows in largest]
+    return max(fits, key=_speed)
 
 
 def with_smallest_state(run: Run, cluster: Cluster, plan: Planner, fitting: FittingRun) -> FittingRun | None:
@@ -163,11 +163,11 @@ def with_smallest_state(run: Run, cluster: Cluster, plan: Planner, fitting: Fitt
 
     The update passes the state through the link, once in each step.
     """
-    words = (*(word for word in fitting[0] if not word.startswith("optimizer.")), *HOST_FORMATS[-1])
-    answer = answer_to(with_overrides(run, words, cluster.devices), cluster, plan)
+    overrides = (*(override for override in fitting[0] if not override.startswith("optimizer.")), *HOST_FORMATS[-1])
+    answer = answer_to(with_overrides(run, overrides, cluster.devices), cluster, plan)
     if isinstance(answer, Refusal) or not answer.fits:
         return None
-    return (words, answer) if _speed((words, answer)) > 1.05 * _speed(fitting) else None
+    return (overrides, answer) if _speed((overrides, answer)) > 1.05 * _speed(fitting) else None
 
 
 def _speed(fitting: FittingRun) -> float:
@@ -181,8 +181,8 @@ def usable_worlds(cluster: Cluster) -> tuple[int, ...]:
     """
     each = cluster.node_devices if cluster.nodes > 1 else 1
     units = cluster.devices // each
-    most = {units >> power << power for power in range(units.bit_length())}
-    return tuple(each * count for count in sorted(most, reverse=True) if 4 * count >= 3 * units)
+    counts = {units >> power << power for power in range(units.bit_length())}
+    return tuple(each * count for count in sorted(counts, reverse=True) if 4 * count >= 3 * units)
 
 
 def scale(
@@ -223,7 +223,7 @@ def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Pl
         HardwareError: a part of the network does not take a value.
     """
     questions = swept_runs(run, cluster, name, values)
-    return tuple(SweepPoint(asked=asked, answer=answer_to(one, there, plan)) for asked, one, there in questions)
+    return tuple(SweepPoint(asked=asked, answer=answer_to(variant, there, plan)) for asked, variant, there in questions)
 
 
 def swept_runs(

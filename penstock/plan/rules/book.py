@@ -19,8 +19,8 @@ from penstock.plan.rules.rule import Check, Rule, Sizes
 
 
 def _kernels_never_wait(sizes: Sizes) -> str | None:
-    most = sizes.model.most_sync_free
-    if sizes.sync_free <= most:
+    limit = sizes.model.most_sync_free
+    if sizes.sync_free <= limit:
         return None
     return f"the kernels for this device and precision read counts on the host, and stage {sizes.sync_free} allows none"
 
