@@ -120,11 +120,11 @@ class TrialCandidate:
 
 def grouped_terms(terms: Mapping[str, float]) -> dict[str, float]:
     """The planner's terms of a rank, added up to those that are corrected."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for name, seconds in terms.items():
         term = _TERM_OF.get(name, "products")
-        found[term] = found.get(term, 0.0) + seconds
-    return found
+        sums[term] = sums.get(term, 0.0) + seconds
+    return sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,16 +169,16 @@ class Belief:
         if not self.measured:
             sure = math.hypot(SCALE, CORRECTION)
             return [StepEstimate(seconds=math.exp(mean), deviation=sure) for mean in prior]
-        seen = [one.candidate for one in self.measured]
-        away = np.log([one.seconds / one.candidate.projected for one in self.measured])
-        noise = np.array([math.hypot(LEAST_NOISE, one.error) for one in self.measured]) ** 2
+        seen = [point.candidate for point in self.measured]
+        away = np.log([point.seconds / point.candidate.projected for point in self.measured])
+        noise = np.array([math.hypot(LEAST_NOISE, point.error) for point in self.measured]) ** 2
         spreads = (SMALL_SPREAD, *SPREADS) if len(seen) >= SMALL_FROM else SPREADS
-        spread = max(spreads, key=lambda one: _likelihood(_covariance(seen, seen, one) + np.diag(noise), away))
+        spread = max(spreads, key=lambda value: _likelihood(_covariance(seen, seen, value) + np.diag(noise), away))
         inverse = np.linalg.inv(_covariance(seen, seen, spread) + np.diag(noise))
         across = _covariance(self.candidates, seen, spread)
         means = prior + across @ inverse @ away
-        own = np.array([_covariance([candidate], [candidate], spread)[0, 0] for candidate in self.candidates])
-        variances = np.maximum(own - np.einsum("ij,jk,ik->i", across, inverse, across), 0.0)
+        diagonal = np.array([_covariance([candidate], [candidate], spread)[0, 0] for candidate in self.candidates])
+        variances = np.maximum(diagonal - np.einsum("ij,jk,ik->i", across, inverse, across), 0.0)
         return [
             StepEstimate(seconds=math.exp(mean), deviation=math.sqrt(variance))
             for mean, variance in zip(means, variances, strict=True)
@@ -188,7 +188,7 @@ class Belief:
 def _covariance(left: Sequence[TrialCandidate], right: Sequence[TrialCandidate], spread: float) -> Array:
     """Of the logarithms of the factors by which projections are off, between two lists of candidates."""
     terms = (CORRECTION * max(spread, SPREADS[0])) ** 2 * (_shares(left) @ _shares(right).T)
-    ours, theirs = [one.choices for one in left], [one.choices for one in right]
+    ours, theirs = [candidate.choices for candidate in left], [candidate.choices for candidate in right]
     apart = np.array([[_apart(a, b) for b in theirs] for a in ours], float)
     return SCALE**2 + terms + (OWN * spread) ** 2 * np.exp(-apart / NEAR)
 

@@ -129,8 +129,8 @@ def _operator(work: Workload, part: TimedPart, skew: float) -> _DrawAndBind:
         if part.direction == "forward":
             return torch.no_grad()(call)
         leaves = [x.requires_grad_() for x in inputs[: operator.leaves]]
-        found = call()  # forward runs once, untimed; each timed call walks its graph again
-        outputs = [x for x in ((found,) if isinstance(found, Tensor) else found) if x.requires_grad]
+        result = call()  # forward runs once, untimed; each timed call walks its graph again
+        outputs = [x for x in ((result,) if isinstance(result, Tensor) else result) if x.requires_grad]
         incoming = [torch.randn_like(output) for output in outputs]
         return lambda: torch.autograd.grad(outputs, leaves, incoming, retain_graph=True)
 
@@ -318,7 +318,7 @@ def _time(case: Case, backend: str, clock: CallTimer) -> float | None:
         first = case.draw()
         copies = math.ceil(clock.rotation / sum(x.nbytes for x in first))
         inputs = [first, *(case.draw() for _ in range(min(copies, MOST_COPIES) - 1))]
-        return clock([case.bind(backend, one) for one in inputs])
+        return clock([case.bind(backend, tensors) for tensors in inputs])
     except torch.OutOfMemoryError:
         return None
 

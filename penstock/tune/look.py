@@ -59,7 +59,7 @@ class Ground:
     @property
     def words(self) -> str:
         """Names the machine in files: device and ranks."""
-        shown = "-".join("".join(one if one.isalnum() else " " for one in self.device).split()).lower()
+        shown = "-".join("".join(letter if letter.isalnum() else " " for letter in self.device).split()).lower()
         nodes = "" if self.ranks == self.local_ranks else f"x{self.ranks // self.local_ranks}"
         return f"{shown}-{self.local_ranks}{nodes}"
 
@@ -74,14 +74,14 @@ def faults(ground: Ground) -> tuple[str, ...]:
     code = run_ranks(ground.starter, ["preflight", "--json"], ground.ranks, log, seconds=PREFLIGHT_SECONDS)
     text = log.read_text(encoding="utf-8", errors="replace")
     checks = [check for answer in _answers(text) for check in answer["checks"] if check["status"] == "failed"]
-    found = tuple(f"{check['area']} {check['name']} {check['got']}" for check in checks)
-    if code and not found:
-        told = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
-        return (f"preflight ended with exit code {code}: {told[:200]}",)
+    lines = tuple(f"{check['area']} {check['name']} {check['got']}" for check in checks)
+    if code and not lines:
+        message = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
+        return (f"preflight ended with exit code {code}: {message[:200]}",)
     if code is None:
         return (f"preflight did not end within {PREFLIGHT_SECONDS:.0f} s: the ranks may not reach each other",)
-    write_whole(path, json.dumps(found))
-    return found
+    write_whole(path, json.dumps(lines))
+    return lines
 
 
 def _answers(text: str) -> Iterator[Mapping[str, Any]]:
@@ -117,9 +117,9 @@ def cluster_here(ground: Ground, asked: str | None) -> Cluster:
 
 def _calibrate(ground: Ground, path: Path) -> None:
     ground.cache.mkdir(parents=True, exist_ok=True)
-    words = ["calibrate", "--output", f"{path}", "--device", "cuda" if ground.on_gpu else "cpu"]
+    arguments = ["calibrate", "--output", f"{path}", "--device", "cuda" if ground.on_gpu else "cpu"]
     log = path.with_suffix(".log")
-    code = run_ranks(ground.starter, words, ground.ranks, log, seconds=CALIBRATE_SECONDS)
+    code = run_ranks(ground.starter, arguments, ground.ranks, log, seconds=CALIBRATE_SECONDS)
     if code or code is None or not path.exists():
-        told = log.read_text(encoding="utf-8", errors="replace").strip()[-300:]
-        raise DeviceError(f"calibration failed: {told}", fix=f"penstock {' '.join(words)}")
+        text = log.read_text(encoding="utf-8", errors="replace").strip()[-300:]
+        raise DeviceError(f"calibration failed: {text}", fix=f"penstock {' '.join(arguments)}")

@@ -83,13 +83,13 @@ class _Watch:
 
     def _has_lost(self, steps: list[float]) -> bool:
         """Whether the steps, by the trial's own clock, are surely longer than they may be."""
-        most, timed = self._limits.most_seconds, steps[self._warm_up :]
-        if not math.isfinite(most):
+        limit, timed = self._limits.most_seconds, steps[self._warm_up :]
+        if not math.isfinite(limit):
             return False
         if len(timed) < FEWEST:  # one that is far behind does not finish its warm-up
-            return len(steps) > FEWEST and min(steps[1:]) > 2 * most
+            return len(steps) > FEWEST and min(steps[1:]) > 2 * limit
         error = statistics.stdev(timed) / math.sqrt(len(timed))
-        return statistics.fmean(timed) - 2 * CONFIDENT * error > most < min(timed)
+        return statistics.fmean(timed) - 2 * CONFIDENT * error > limit < min(timed)
 
     @property
     def observed_seconds(self) -> float:
@@ -120,20 +120,20 @@ class RealTrials:
         name = free_name(self.base.folder, f"trial-{self.count}")  # a killed search leaves the folder of a trial
         start = HANG * self.longest_start or self.first_limit
         watch = _Watch(self.base.warm_up, limits, start, self.least_limit)
-        found = run_trial(replace(self.base, name=name, overrides=self.overrides_of(candidate)), watch)
+        outcome = run_trial(replace(self.base, name=name, overrides=self.overrides_of(candidate)), watch)
         folder = f"{self.base.folder / name}"
-        if isinstance(found, Failure):
-            kind = kind_of(found) if watch.kind == "ran" else watch.kind
-            return TrialResult(kind=kind, reason=found.reason, seconds=found.seconds, folder=folder)
+        if isinstance(outcome, Failure):
+            kind = kind_of(outcome) if watch.kind == "ran" else watch.kind
+            return TrialResult(kind=kind, reason=outcome.reason, seconds=outcome.seconds, folder=folder)
         self.longest_start = max(self.longest_start, watch.start_seconds)
         return TrialResult(
-            step_seconds=found.step_seconds,
+            step_seconds=outcome.step_seconds,
             observed_seconds=watch.observed_seconds,
-            losses=found.losses,
-            peak_memory_bytes=found.peak_memory_bytes,
-            seconds=found.seconds,
+            losses=outcome.losses,
+            peak_memory_bytes=outcome.peak_memory_bytes,
+            seconds=outcome.seconds,
             was_stopped=watch.has_stopped,
-            expert_load=found.expert_load_max_over_mean,
+            expert_load=outcome.expert_load_max_over_mean,
             folder=folder,
         )
 

@@ -246,7 +246,7 @@ class Search:
         """Time that the reference and the best need, by their first trials; 0 if nothing ran."""
         first = self.reference
         keys = () if first is None else (first.candidate.key, self._best.key)
-        return sum(one.result.seconds for one in self._ran() if one.candidate.key in keys)
+        return sum(record.result.seconds for record in self._ran() if record.candidate.key in keys)
 
     def _must_confirm(self) -> bool:
         """Whether one more trial would leave no trials or no time to confirm the best."""
@@ -261,7 +261,11 @@ class Search:
         best, first = self._best, self.reference
         assert first is not None, "the best ran, so there is a reference"
         self._confirmed.add(best.key)
-        known = [key for one in (first.candidate, best) if (key := trial_key(one, self._number(one))) in self.recorded]
+        known = [
+            key
+            for candidate in (first.candidate, best)
+            if (key := trial_key(candidate, self._number(candidate))) in self.recorded
+        ]
         if len(known) == 1 and self.recorded[known[0]].kind == "ran":
             self.recorded = {key: result for key, result in self.recorded.items() if key != known[0]}
         self.try_one(first.candidate)
@@ -305,7 +309,7 @@ class Search:
     def add(self, more: Sequence[TrialCandidate]) -> None:
         """Let candidates join, unless they are there already."""
         known = {candidate.key for candidate in self.candidates}
-        self.candidates += [one for one in {one.key: one for one in more}.values() if one.key not in known]
+        self.candidates += [trial for trial in {trial.key: trial for trial in more}.values() if trial.key not in known]
 
     @property
     def reference(self) -> TrialRecord | None:
@@ -344,22 +348,22 @@ class Search:
             trials.pop(whole.candidate.key, None)
         return [self._merged(ones) for ones in trials.values()]
 
-    def _merged(self, ones: Sequence[TrialRecord]) -> TrialRecord:
+    def _merged(self, records: Sequence[TrialRecord]) -> TrialRecord:
         """The first of several trials of a candidate, with the steps of all."""
-        first = ones[0]
-        if len(ones) == 1:
+        first = records[0]
+        if len(records) == 1:
             return first
-        medians = [one.result.step for one in ones]
-        steps = tuple(second for one in ones for second in one.result.step_seconds)
+        medians = [record.result.step for record in records]
+        steps = tuple(second for record in records for second in record.result.step_seconds)
         result = replace(first.result, step_seconds=steps, spread=statistics.stdev(medians) / statistics.fmean(medians))
         return self._scored(replace(first, result=result))
 
     def try_one(self, candidate: TrialCandidate) -> TrialRecord:
         """Run a trial, or take it from the journal; judge and record it."""
-        leader, number, most = self.leader, self._number(candidate), math.inf
+        leader, number, limit = self.leader, self._number(candidate), math.inf
         if leader is not None and self.settings.objective == "tokens" and number == 1:
-            most = leader.even_step * candidate.batches / candidate.stretch
-        return self._tried(candidate, number, most_seconds=most)
+            limit = leader.even_step * candidate.batches / candidate.stretch
+        return self._tried(candidate, number, most_seconds=limit)
 
     def _number(self, candidate: TrialCandidate) -> int:
         return 1 + sum(record.candidate.key == candidate.key for record in self.records)
@@ -396,7 +400,7 @@ class Search:
         leader, first = self.leader, self.reference
         if leader is None or first is None or leader.candidate.short is None or self.whole is not None:
             return
-        starts = [one.result.seconds - one.result.step * len(one.result.losses) for one in self._ran()]
+        starts = [record.result.seconds - record.result.step * len(record.result.losses) for record in self._ran()]
         needed = statistics.median(starts) + WHOLE_STEPS * leader.step
         if leader.candidate.key != first.candidate.key and needed <= self.left:
             self._tried(leader.candidate, 1, is_whole=True, most_steps=WHOLE_STEPS)
@@ -405,18 +409,18 @@ class Search:
         """Seconds of each candidate for the tokens of a step of the reference, by key."""
         ran = self._ran()
         # Two trials of one configuration tell how many times as far as their steps trials of others are off.
-        noise = [max(LEAST_NOISE, median_error_of(one.result.step_seconds)) for one in ran]
-        between = max((one.result.spread / steps for one, steps in zip(ran, noise, strict=True)), default=0.0)
+        noise = [max(LEAST_NOISE, median_error_of(record.result.step_seconds)) for record in ran]
+        between = max((record.result.spread / steps for record, steps in zip(ran, noise, strict=True)), default=0.0)
         measured = [
             Measured(
-                candidate=one.candidate,
-                seconds=one.even_step,
-                error=one.result.error if one.result.spread else math.hypot(one.result.error, between * steps),
+                candidate=record.candidate,
+                seconds=record.even_step,
+                error=record.result.error if record.result.spread else math.hypot(record.result.error, between * steps),
             )
-            for one, steps in zip(ran, noise, strict=True)
+            for record, steps in zip(ran, noise, strict=True)
         ]
-        found = Belief(self.candidates, measured).estimates()
-        return {one.key: estimate for one, estimate in zip(self.candidates, found, strict=True)}
+        estimates = Belief(self.candidates, measured).estimates()
+        return {candidate.key: estimate for candidate, estimate in zip(self.candidates, estimates, strict=True)}
 
     def _scored(self, record: TrialRecord) -> TrialRecord:
         objective, result, score = self.settings.objective, record.result, math.inf
@@ -437,24 +441,28 @@ class Search:
             candidate for candidate in self.candidates if candidate.key not in tried and self._fit(candidate) > 0.05
         ]
         if leader is None or not left:  # nothing ran yet: the one that is most likely to fit, then the fastest
-            return max(left, key=lambda one: (round(self._fit(one), 1), -one.projected), default=None)
+            return max(left, key=lambda candidate: (round(self._fit(candidate), 1), -candidate.projected), default=None)
         if self.settings.objective == "memory":
-            best = self._memory_factor() * min(one.memory_bytes for one in left)
-            found = min(left, key=lambda one: one.memory_bytes)
-            return found if best < leader.score * (1 - LEAST_GAIN) else None
+            best = self._memory_factor() * min(candidate.memory_bytes for candidate in left)
+            smallest = min(left, key=lambda candidate: candidate.memory_bytes)
+            return smallest if best < leader.score * (1 - LEAST_GAIN) else None
         estimates = self.estimates()
-        best_seconds = min(one.even_step for one in self._ran())
-        able = [one for one in left if estimates[one.key].least < best_seconds * (1 - LEAST_GAIN)]
-        return max(able, key=lambda one: estimates[one.key].expected_gain(best_seconds) * self._fit(one), default=None)
+        best_seconds = min(record.even_step for record in self._ran())
+        able = [candidate for candidate in left if estimates[candidate.key].least < best_seconds * (1 - LEAST_GAIN)]
+        return max(
+            able,
+            key=lambda candidate: estimates[candidate.key].expected_gain(best_seconds) * self._fit(candidate),
+            default=None,
+        )
 
     def _fit(self, candidate: TrialCandidate) -> float:
         """How likely a candidate fits into memory."""
-        fit = max((one.candidate.memory_bytes for one in self._ran()), default=0.0)
+        fit = max((record.candidate.memory_bytes for record in self._ran()), default=0.0)
         full = [record.candidate.memory_bytes for record in self.records if record.result.kind == "out of memory"]
-        full = [one for one in full if one > fit]  # one that needs less than what fits was something else's fault
+        full = [size for size in full if size > fit]  # one that needs less than what fits was something else's fault
         # Two that did not fit may be errors of the plan; each further one says that there is less memory.
         surely = 1 - MEMORY_ERROR * max(0, len(full) - 2)
-        limit = min([self.settings.capacity_bytes, *(one * surely for one in full)])
+        limit = min([self.settings.capacity_bytes, *(size * surely for size in full)])
         if limit == math.inf or not candidate.memory_bytes:
             return 1.0
         away = limit / (candidate.memory_bytes * self._memory_factor()) - 1
@@ -462,12 +470,12 @@ class Search:
 
     def _memory_factor(self) -> float:
         """Measured over projected memory, as a median over trials."""
-        found = [
+        factors = [
             record.peak_memory_bytes / record.candidate.memory_bytes
             for record in self.records
             if record.result.kind == "ran" and record.result.peak_memory_bytes and record.candidate.memory_bytes
         ]
-        return statistics.median(found) if found and self.settings.objective == "memory" else 1.0
+        return statistics.median(factors) if factors and self.settings.objective == "memory" else 1.0
 
 
 def _score(record: TrialRecord) -> float:
@@ -487,20 +495,20 @@ def judged(result: TrialResult, reference: TrialRecord | None, settings: SearchS
     if not result.step_seconds:
         return _failed(result, "crash", "it ended without a timed step")
     if not all(map(math.isfinite, result.losses)):
-        place = next(place for place, loss in enumerate(result.losses) if not math.isfinite(loss))
-        return _failed(result, "not finite", f"the loss of step {place + 1} is {result.losses[place]}")
+        index = next(number for number, loss in enumerate(result.losses) if not math.isfinite(loss))
+        return _failed(result, "not finite", f"the loss of step {index + 1} is {result.losses[index]}")
     mean = statistics.fmean(result.step_seconds)
     if min(result.step_seconds) <= 0 or (
         result.observed_seconds and max(mean / result.observed_seconds, result.observed_seconds / mean) > CLOCK
     ):
-        told = f"its clock says {mean * 1e3:.1f} ms a step, ours {result.observed_seconds * 1e3:.1f} ms"
-        return _failed(result, "lying clock", told)
+        text = f"its clock says {mean * 1e3:.1f} ms a step, ours {result.observed_seconds * 1e3:.1f} ms"
+        return _failed(result, "lying clock", text)
     if reference is not None and settings.loss_tolerance is not None:
-        for place, (loss, wanted) in enumerate(zip(result.losses, reference.result.losses, strict=False)):
+        for index, (loss, wanted) in enumerate(zip(result.losses, reference.result.losses, strict=False)):
             gap = abs(loss - wanted) / max(abs(wanted), 1e-9)
             if gap > settings.loss_tolerance:
-                told = f"step {place + 1}: {loss:.5f}, the reference has {wanted:.5f} ({gap:.1e} apart)"
-                return _failed(result, "another loss", told)
+                text = f"step {index + 1}: {loss:.5f}, the reference has {wanted:.5f} ({gap:.1e} apart)"
+                return _failed(result, "another loss", text)
     return result
 
 
@@ -510,10 +518,10 @@ def _failed(result: TrialResult, kind: Kind, reason: str) -> TrialResult:
 
 def steps_to(losses: Sequence[float], wanted: float) -> float:
     """Steps until the loss is `wanted`, between two steps by a straight line; as many more as it lacks at the end."""
-    for place, loss in enumerate(losses):
+    for index, loss in enumerate(losses):
         if loss <= wanted:
-            before = losses[place - 1] if place else loss
-            return place + (1.0 if before == loss else (before - wanted) / (before - loss))
+            before = losses[index - 1] if index else loss
+            return index + (1.0 if before == loss else (before - wanted) / (before - loss))
     fallen = losses[0] - losses[-1]
     return math.inf if fallen <= 0 else len(losses) * (losses[0] - wanted) / fallen
 
@@ -523,5 +531,5 @@ def median_error(records: Sequence[TrialRecord], *, corrected: bool) -> float | 
     ran = [record for record in records if record.result.kind == "ran"][1:]  # the first one sets the scale
     if not ran:
         return None
-    expected = [one.expected if corrected else one.projected for one in ran]
-    return statistics.median(abs(one.step / guess - 1) for one, guess in zip(ran, expected, strict=True))
+    expected = [record.expected if corrected else record.projected for record in ran]
+    return statistics.median(abs(record.step / guess - 1) for record, guess in zip(ran, expected, strict=True))

@@ -59,11 +59,11 @@ def shorter(run: Run, ranks: int) -> Iterator[int]:
     data, rows = grid_of(run, ranks).data, run.training.global_batch
     pass_rows = run.training.micro_batch * data
     fewest = max(FEWEST_MICRO_BATCHES, 2 * stage_count(run))
-    found = MOST_UNITS * math.lcm(MOST_MICRO_BATCH, run.training.micro_batch) * ranks
-    while found % pass_rows == 0 and found // pass_rows >= fewest:
-        if found < rows:
-            yield found
-        found //= 2
+    count = MOST_UNITS * math.lcm(MOST_MICRO_BATCH, run.training.micro_batch) * ranks
+    while count % pass_rows == 0 and count // pass_rows >= fewest:
+        if count < rows:
+            yield count
+        count //= 2
 
 
 def with_rows(run: Run, rows: int) -> Run:

@@ -68,15 +68,15 @@ class RunningRanks(Protocol):
 class StartRanks(Protocol):
     """Starts so many ranks of a command, words behind `penstock`; their output goes to a file."""
 
-    def start(self, words: Sequence[str], processes: int, output: Path) -> RunningRanks: ...
+    def start(self, arguments: Sequence[str], processes: int, output: Path) -> RunningRanks: ...
 
 
 class _Process:
     """A process of the command line that ends with this one, also if this one is killed."""
 
-    def __init__(self, words: Sequence[str], output: Path, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(self, arguments: Sequence[str], output: Path, variables: Mapping[str, str] | None = None) -> None:
         lifeline, self._ours = os.pipe()  # the process stops when `_ours` is closed
-        command = [*_FOLLOWER, str(lifeline), _COMMAND_LINE, str(len(words)), *words, "penstock", *words]
+        command = [*_FOLLOWER, str(lifeline), _COMMAND_LINE, str(len(arguments)), *arguments, "penstock", *arguments]
         with output.open("wb") as file:
             self._process = subprocess.Popen(
                 [sys.executable, *command],
@@ -111,8 +111,8 @@ class _Process:
 class StartHere:
     """All ranks on this machine, started by the launcher of the verb itself."""
 
-    def start(self, words: Sequence[str], processes: int, output: Path) -> RunningRanks:
-        return _Process([*words, "--processes", str(processes)], output)
+    def start(self, arguments: Sequence[str], processes: int, output: Path) -> RunningRanks:
+        return _Process([*arguments, "--processes", str(processes)], output)
 
 
 HERE = StartHere()
@@ -120,7 +120,7 @@ HERE = StartHere()
 
 def run_ranks(
     starter: StartRanks,
-    words: Sequence[str],
+    arguments: Sequence[str],
     processes: int,
     output: Path,
     *,
@@ -133,7 +133,7 @@ def run_ranks(
     """
     end = time.monotonic() + (seconds or inf)
     with _stopped_by_signal():
-        ranks = starter.start(words, processes, output)
+        ranks = starter.start(arguments, processes, output)
         try:
             while (code := ranks.poll()) is None and time.monotonic() < end:
                 if (verdict := watch()) is not None:
@@ -198,15 +198,15 @@ class Director:
         self._store = None if meeting.store is None else PrefixStore("tune", meeting.store)
         self._number = 0
 
-    def start(self, words: Sequence[str], processes: int, output: Path) -> RunningRanks:
+    def start(self, arguments: Sequence[str], processes: int, output: Path) -> RunningRanks:
         """Start a rank beside each process of the launch, which are `processes`."""
         assert processes == self._meeting.world, "each process of the launch has one rank"
         self._number += 1
         name = f"{output.stem}-{self._number}-{os.getpid()}"
         if self._store is not None:
-            self._store.set(f"{self._number}", json.dumps({"words": [*words], "name": name}))
-        own = _OwnRank(_Process(words, output, variables_of_trial(name)), self._number, 0, output, self._store)
-        return _AllRanks(own, processes)
+            self._store.set(f"{self._number}", json.dumps({"words": [*arguments], "name": name}))
+        rank = _OwnRank(_Process(arguments, output, variables_of_trial(name)), self._number, 0, output, self._store)
+        return _AllRanks(rank, processes)
 
     def __enter__(self) -> "Director":
         return self
@@ -231,8 +231,8 @@ class Director:
 class _AllRanks:
     """The ranks of a trial, seen by the first process."""
 
-    def __init__(self, own: _OwnRank, world: int) -> None:
-        self._own = own
+    def __init__(self, rank: _OwnRank, world: int) -> None:
+        self._own = rank
         self._world = world
         self._has_ended = False
 
@@ -265,10 +265,10 @@ class _AllRanks:
             time.sleep(POLL_SECONDS)
 
     def _count(self, what: str) -> int:
-        own = self._own
-        if own.store is not None:
-            return own.store.add(f"{own.number}/{what}", 0)
-        return int(own.code is not None and (what == "over" or own.code != 0))
+        rank = self._own
+        if rank.store is not None:
+            return rank.store.add(f"{rank.number}/{what}", 0)
+        return int(rank.code is not None and (what == "over" or rank.code != 0))
 
     def _gather(self) -> int:
         """Add what failed ranks have said to the output of the first; those that only lost another one come last."""
@@ -276,13 +276,15 @@ class _AllRanks:
         if store is None:
             return self._own.code or FAILED
         keys = {rank: f"{number}/told/{rank}" for rank in range(self._world)}
-        told: list[dict[str, Any]] = [
+        failures: list[dict[str, Any]] = [
             {"rank": rank, **json.loads(store.get(key))} for rank, key in keys.items() if store.check([key])
         ]
-        told.sort(key=lambda one: one["code"] == LOST)
+        failures.sort(key=lambda failure: failure["code"] == LOST)
         with self._own.output.open("w", encoding="utf-8") as file:
-            file.writelines(f"== rank {one['rank']}, exit code {one['code']}\n{one['text']}\n" for one in told)
-        return int(told[0]["code"])
+            file.writelines(
+                f"== rank {failure['rank']}, exit code {failure['code']}\n{failure['text']}\n" for failure in failures
+            )
+        return int(failures[0]["code"])
 
 
 def follow(meeting: Rendezvous, folder: Path) -> int:

@@ -145,15 +145,15 @@ class CandidateSource:
         first = self._project(self.run)
         plan = search(self._request(LAYOUTS), progress)
         bases = [self.run, *(candidate.run for candidate in plan.candidates[:CHANGED])]
-        found = [(candidate, "plan") for candidate in plan.candidates]
+        pairs = [(candidate, "plan") for candidate in plan.candidates]
         for change in self._changes():
             source = "free" if change.startswith(("float8", "training.global_batch")) else "change"
-            found += [(one, source) for one in self._changed(bases, change)]
+            pairs += [(candidate, source) for candidate in self._changed(bases, change)]
         self.next_wins = tuple(self._next_wins(first))
         # Of candidates that are the same run in other words, the first one stays.
         kept = {_effect(first): self._candidate(first, "reference")}
         left_out = set()
-        for projection, source in found:
+        for projection, source in pairs:
             effect = _effect(projection)
             if effect in kept or not self.overrides_of(projection.run):
                 continue
@@ -166,8 +166,8 @@ class CandidateSource:
 
     def around(self, leader: TrialCandidate) -> list[TrialCandidate]:
         base = with_overrides(self.run, leader.overrides)
-        found = {one.key: one for change in self._changes() for one in self.changed(base, change, "change")}
-        return list(found.values())
+        candidates = {trial.key: trial for change in self._changes() for trial in self.changed(base, change, "change")}
+        return list(candidates.values())
 
     def changed(self, base: Run, change: str, source: str) -> Iterator[TrialCandidate]:
         """A run with a change, which may be several overrides; none if that is illegal or may not be tried."""
@@ -208,7 +208,7 @@ class CandidateSource:
             offers = [(remedy.change, remedy.gain_us / 1e6 / step_seconds, remedy.rule) for remedy in verdict.remedies]
         except (TraceError, ConfigError, HardwareError):
             return []
-        found = []
+        candidates = []
         for change, share, rule in offers:
             changed = accepted(run, change, self.cluster.devices)
             if changed is None or (overrides := self.overrides_of(changed)) is None:
@@ -222,24 +222,24 @@ class CandidateSource:
             left = 1 - min(share, 0.9)
             if short is not None and leader.short is not None:
                 short = replace(short, terms=_scaled(leader.short.terms, left))
-            found.append(
+            candidates.append(
                 replace(leader, overrides=overrides, terms=_scaled(leader.terms, left), short=short, source=rule)
             )
-        return found
+        return candidates
 
     def without_each(self, leader: TrialCandidate) -> list[tuple[str, TrialCandidate]]:
         """The leader without each of its changed fields, where that is legal; and the field."""
-        found = []
+        candidates = []
         for field in leader.choices:
             left = tuple(override for override in leader.overrides if override.partition("=")[0] != field)
             if not left:
                 continue
             try:
                 changed = with_overrides(self.run, left)
-                found.append((field, self.candidate(changed, "without")))
+                candidates.append((field, self.candidate(changed, "without")))
             except (ConfigError, HardwareError, KernelError):
                 continue
-        return found
+        return candidates
 
     def overrides_of(self, run: Run) -> tuple[str, ...] | None:
         """What a run changes of the reference; None if it changes what may not be changed."""
@@ -312,16 +312,16 @@ class CandidateSource:
         others = {f"with {2 * ranks} devices": cluster_of(2 * ranks, hardware)}
         if hardware.vendor != "cpu":
             others["with twice the memory"] = cluster_of(ranks, replace(hardware, memory=memory))
-        for words, there in others.items():
+        for condition, there in others.items():
             try:
-                found = search(replace(self._request(1), cluster=there)).candidates
+                candidates = search(replace(self._request(1), cluster=there)).candidates
             except PenstockError:
                 continue
-            if found and (ratio := first.time.step_seconds / found[0].time.step_seconds) > 1:
-                yield f"{words}: {found[0].layout}, {ratio:.2f} x the speed of the reference"
+            if candidates and (ratio := first.time.step_seconds / candidates[0].time.step_seconds) > 1:
+                yield f"{condition}: {candidates[0].layout}, {ratio:.2f} x the speed of the reference"
         freed = {} if "float8" in self.free else {"float8": (FLOAT8,)}
         for name, changes in (freed | ({"micro_batch": _MICRO_BATCHES} if self._keeps_micro_batch else {})).items():
-            fits = [one for change in changes for one in self._changed([self.run], change) if one.fits]
+            fits = [fit for change in changes for fit in self._changed([self.run], change) if fit.fits]
             ratio = max((first.time.step_seconds / fit.time.step_seconds for fit in fits), default=0.0)
             if ratio > 1:
                 yield f"with --free {name}: {ratio:.2f} x the speed of the reference"
@@ -334,7 +334,7 @@ class CandidateSource:
 
 def _terms(projection: Projection) -> dict[str, float]:
     """Seconds of the slowest rank by term."""
-    return grouped_terms(max(projection.time.ranks, key=lambda one: sum(one.terms.values())).terms)
+    return grouped_terms(max(projection.time.ranks, key=lambda rank: sum(rank.terms.values())).terms)
 
 
 def _scaled(terms: Mapping[str, float], factor: float) -> dict[str, float]:

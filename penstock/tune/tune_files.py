@@ -36,7 +36,7 @@ def read_journal(folder: Path, identity: Mapping[str, Any]) -> Journal | None:
         return None
     try:
         saved = read_json(path)
-        results = {one["key"]: result_from(one["result"]) for one in saved["trials"]}
+        results = {trial["key"]: result_from(trial["result"]) for trial in saved["trials"]}
         then, rows = saved["identity"], int(saved["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no journal to go on with", got=error, fix="leave out --resume") from error
@@ -79,8 +79,8 @@ def _read_begun(folder: Path) -> tuple[str, int]:
     path = folder / BEGUN
     if not path.exists():
         return "", 0
-    found = read_json(path)
-    return str(found["key"]), int(found["deaths"])
+    begun = read_json(path)
+    return str(begun["key"]), int(begun["deaths"])
 
 
 def gain_of(record: TrialRecord, over: TrialRecord) -> float:
@@ -100,8 +100,8 @@ def short_steps_text(search: Search, whole_rows: int) -> str:
     )
     if whole is None:
         return f"{text}; no whole step was measured"
-    found = time_text(whole.step) if whole.result.kind == "ran" else f"{whole.result.kind}, {whole.result.reason}"
-    return f"{text}; the whole step of the best: expected {time_text(whole.expected)}, measured {found}"
+    outcome = time_text(whole.step) if whole.result.kind == "ran" else f"{whole.result.kind}, {whole.result.reason}"
+    return f"{text}; the whole step of the best: expected {time_text(whole.expected)}, measured {outcome}"
 
 
 def short_source(record: TrialRecord) -> str:
@@ -119,26 +119,26 @@ def line_gains(search: Search) -> dict[str, str]:
         record.candidate.key: record for record in search.records if record.result.kind == "ran" and not record.is_whole
     }
     whole = gain_of(leader, first)
-    found = {}
+    gains = {}
     for field in leader.candidate.choices:
         rest = " ".join(
             sorted(override for override in leader.candidate.overrides if override.partition("=")[0] != field)
         )
         if rest in ran:
-            found[field] = f"{gain_of(leader, ran[rest]):.3f} x, measured with and without it"
+            gains[field] = f"{gain_of(leader, ran[rest]):.3f} x, measured with and without it"
         else:
-            found[field] = f"part of {whole:.3f} x, measured with all changes"
-    return found
+            gains[field] = f"part of {whole:.3f} x, measured with all changes"
+    return gains
 
 
-def write_tuned(path: Path, own: Run, reference: Run, search: Search, command: str) -> Run:
-    """Write the run of the leader, with a comment on each line that differs from the user's run `own`."""
+def write_tuned(path: Path, run: Run, reference: Run, search: Search, command: str) -> Run:
+    """Write the run of the leader, with a comment on each line that differs from the user's `run`."""
     leader = search.leader
     tuned = reference if leader is None else with_overrides(reference, leader.candidate.overrides)
     gains = line_gains(search)
     comments = {
         difference.field: f"was {difference.left}; " + gains.get(difference.field, "the run could not start otherwise")
-        for difference in differences(own, tuned)
+        for difference in differences(run, tuned)
     }
     lines, section = [], ""
     for line in dump_toml(tuned).splitlines():

@@ -51,11 +51,11 @@ class Starter:
     def __init__(self, said: str, code: int) -> None:
         self.said, self.code, self.asked = said, code, list[tuple[str, int]]()
 
-    def start(self, words: Sequence[str], processes: int, output: Path) -> RunningRanks:
-        self.asked.append((words[0], processes))
+    def start(self, arguments: Sequence[str], processes: int, output: Path) -> RunningRanks:
+        self.asked.append((arguments[0], processes))
         output.write_text(self.said, encoding="utf-8")
-        if words[0] == "calibrate" and not self.code:
-            write_hardware(Path(words[words.index("--output") + 1]), load_hardware("H200"), [])
+        if arguments[0] == "calibrate" and not self.code:
+            write_hardware(Path(arguments[arguments.index("--output") + 1]), load_hardware("H200"), [])
         return Ended(self.code)
 
 

@@ -128,7 +128,7 @@ def _sentence(evidence: Evidence, times: Bottlenecks) -> str:
     late: list[LateRank] = []
     if evidence.late and times.largest in ("communication", "host"):
         least_us = WORTH_NAMING * evidence.late[0].caused_wait_us
-        late = [one for one in evidence.late[:NAMED_LATE] if one.caused_wait_us >= least_us]
+        late = [late_rank for late_rank in evidence.late[:NAMED_LATE] if late_rank.caused_wait_us >= least_us]
     named = f"; late: {_late_text(late)}" if late else ""
     then = f"; then {', '.join(f'{name} {times.share(times.losses[name]):.1%}' for name in times.others)}"
     return f"{times.largest}: {_size_text(evidence, times)}{named}{then if times.others else ''}"
@@ -172,17 +172,17 @@ def _waiting_text(evidence: Evidence, times: Bottlenecks) -> str:
     waits = {rank.rank: rank.wait_us / rank.total_us for rank in evidence.ranks if rank.wait_us is not None}
     if not waits:
         return "; the part that waits for other ranks is unknown"
-    most = max(waits, key=lambda rank: waits[rank])
+    rank = max(waits, key=lambda number: waits[number])
     mean = times.share(times.waiting_us)
-    return f"; {mean:.1%} of the step is waiting for late ranks ({waits[most]:.1%} on rank {most}, which waits most)"
+    return f"; {mean:.1%} of the step is waiting for late ranks ({waits[rank]:.1%} on rank {rank}, which waits most)"
 
 
 def _late_text(late: Sequence[LateRank]) -> str:
     why = {"host": "its host", "experts": "its experts", "compute": "its computing", "unknown": "unknown why"}
     causes: dict[int, list[str]] = {}
-    for one in late:
-        causes.setdefault(one.rank, []).append(why[one.cause])
-    return ", ".join(f"rank {rank} ({' and '.join(told)})" for rank, told in causes.items())
+    for late_rank in late:
+        causes.setdefault(late_rank.rank, []).append(why[late_rank.cause])
+    return ", ".join(f"rank {rank} ({' and '.join(reasons)})" for rank, reasons in causes.items())
 
 
 def _lines(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
@@ -197,10 +197,10 @@ def _lines(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
             number = evidence.mean("pointwise_kernels")
             kernels = "operators" if evidence.is_cpu else "kernels"
             yield _time(f"of it in {number:,.0f} elementwise {kernels}, of all phases", "compute", pointwise, times)
-        words = {"experts": "experts, activations and permuting", "shared": "shared experts"}
+        labels = {"experts": "experts, activations and permuting", "shared": "shared experts"}
         for name, time_us in evidence.computing.items():
             if times.share(time_us) >= PART:
-                yield _time(f"of it {words.get(name, name)}", "compute", time_us, times)
+                yield _time(f"of it {labels.get(name, name)}", "compute", time_us, times)
         steps = max(1, evidence.steps)
         for row in evidence.operators:
             if times.share(row.own_us / steps) >= PART:
@@ -223,17 +223,17 @@ def _communication(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceL
     if waits:
         waiting = times.waiting_us + times.late_host_us
         yield _time("of it waiting for ranks that come later", "communication", waiting, times)
-        most, rank = max(waits, key=lambda item: item[0])
+        longest_us, rank = max(waits, key=lambda item: item[0])
         what = f"waiting for ranks that come later, on rank {rank.rank}, which waits most"
-        yield EvidenceLine(what, "communication", time_us=most, share=most / rank.total_us)
+        yield EvidenceLine(what, "communication", time_us=longest_us, share=longest_us / rank.total_us)
         if rank.pure_us is not None:
             what = f"bytes under way (computed beside or not), on rank {rank.rank}"
             yield EvidenceLine(what, "communication", time_us=rank.pure_us, share=rank.pure_us / rank.total_us)
-    for one in evidence.late[:TOLD_LATE]:
-        what = f"that each other rank waits for rank {one.rank}, last {one.times_last} times ({one.detail})"
-        each_us = one.caused_wait_us / max(1, len(evidence.ranks) - 1)
-        yield _time(what, "host" if one.cause == "host" else "communication", each_us, times)
-    loads = [one for one in (evidence.max_over_mean, evidence.facts.expert_load) if one is not None]
+    for late in evidence.late[:TOLD_LATE]:
+        what = f"that each other rank waits for rank {late.rank}, last {late.times_last} times ({late.detail})"
+        each_us = late.caused_wait_us / max(1, len(evidence.ranks) - 1)
+        yield _time(what, "host" if late.cause == "host" else "communication", each_us, times)
+    loads = [load for load in (evidence.max_over_mean, evidence.facts.expert_load) if load is not None]
     if loads:  # a trace shows no imbalance if rows are padded to a bound
         yield EvidenceLine(f"rows of the fullest rank's experts: {max(loads):.2f} times the mean", "communication")
     yield from _imbalance(evidence, times)

@@ -227,13 +227,13 @@ class Evidence:
     def computing(self) -> dict[str, float]:
         """Mean over ranks of the computing by phase, the longest first."""
         names = {name for rank in self.ranks for name in rank.computing_us}
-        found = {name: sum(rank.computing_us.get(name, 0.0) for rank in self.ranks) / len(self.ranks) for name in names}
-        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+        means = {name: sum(rank.computing_us.get(name, 0.0) for rank in self.ranks) / len(self.ranks) for name in names}
+        return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
     @property
     def caused_wait_us(self) -> float:
         """Sum of all ranks' waiting for other ranks."""
-        return sum(one.caused_wait_us for one in self.late) + self.other_wait_us
+        return sum(rank.caused_wait_us for rank in self.late) + self.other_wait_us
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -280,7 +280,7 @@ class Bottlenecks:
     @property
     def losses(self) -> dict[Bottleneck, float]:
         """All but computing, the largest first."""
-        found: dict[Bottleneck, float] = {
+        losses: dict[Bottleneck, float] = {
             "communication": self.communication_us,
             "host": self.host_us,
             "stall": self.stall_us,
@@ -288,7 +288,7 @@ class Bottlenecks:
             "memory": self.memory_us,
             "power": self.power_us,
         }
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return dict(sorted(losses.items(), key=lambda item: -item[1]))
 
     def share(self, time_us: float) -> float:
         return time_us / self.total_us if self.total_us else 0.0
@@ -312,7 +312,7 @@ def bottlenecks_of(evidence: Evidence) -> Bottlenecks:
     waiting = min(evidence.mean("wait_us"), exposed)  # computing may hide a part of all waiting
     caused = evidence.caused_wait_us
     # Waiting is divided by its causes: the mean rank's share for late hosts moves from communication to the host.
-    by_host = sum(one.caused_wait_us for one in evidence.late if one.cause == "host")
+    by_host = sum(rank.caused_wait_us for rank in evidence.late if rank.cause == "host")
     late_host = waiting * by_host / caused if caused else 0.0
     recompute = min(evidence.mean("recompute_us"), evidence.mean("compute_us"))
     host = evidence.mean("idle_us") - evidence.mean("stalled_us") + late_host

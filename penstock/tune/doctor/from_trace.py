@@ -112,7 +112,7 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
         ranks=ranks,
         steps=answer.steps,
         late=late,
-        other_wait_us=caused_us - sum(one.caused_wait_us for one in late),
+        other_wait_us=caused_us - sum(rank.caused_wait_us for rank in late),
         unmatched=len(collectives.unmatched),
         launches=None if answer.is_host else _launches(answer.ranks),
         host_copy=_host_copy(copies),
@@ -137,7 +137,7 @@ def _facts(answer: TraceAnalysis, facts: RunFacts) -> RunFacts:
     """Facts completed with device, ranks and memory of the traces."""
     trace = answer.ranks[0].trace
     device = facts.device if trace.is_host else trace.device_name
-    sizes = [one.get("totalGlobalMem") for one in trace.devices if one.get("name") == device]
+    sizes = [properties.get("totalGlobalMem") for properties in trace.devices if properties.get("name") == device]
     peaks = [int(memory.allocated.max()) for rank in answer.ranks for memory in rank.memory]
     return replace(
         facts,
@@ -151,8 +151,8 @@ def _facts(answer: TraceAnalysis, facts: RunFacts) -> RunFacts:
 
 def _run(trace: Trace) -> Run | None:
     """The configuration in a recording of ours; None in others, and if this version does not accept it."""
-    told = trace.header.get(OWN)
-    config = told.get("config") if isinstance(told, Mapping) else None
+    recording = trace.header.get(OWN)
+    config = recording.get("config") if isinstance(recording, Mapping) else None
     if not isinstance(config, Mapping):
         return None
     try:
@@ -164,54 +164,54 @@ def _run(trace: Trace) -> Run | None:
 def _world(answer: TraceAnalysis) -> int:
     """Number of ranks of the run by the traces; 0 if they do not tell."""
     groups = [group.size for group in answer.collectives.calls.groups]
-    told = [rank.trace.world for rank in answer.ranks if rank.trace.world is not None]
-    return max([*groups, *told], default=0)
+    worlds = [rank.trace.world for rank in answer.ranks if rank.trace.world is not None]
+    return max([*groups, *worlds], default=0)
 
 
-def _stood_still(one: RankAnalysis) -> Intervals:
+def _stood_still(rank: RankAnalysis) -> Intervals:
     """Idle times that are longer than all idle time of the median step: they are no property of every step."""
-    gpu, gaps = one.trace.gpu, union(one.trace.gpu.start_us, one.trace.gpu.end_us).gaps()
-    if len(one.steps) < LEAST_STEPS or one.trace.is_host:
+    gpu, gaps = rank.trace.gpu, union(rank.trace.gpu.start_us, rank.trace.gpu.end_us).gaps()
+    if len(rank.steps) < LEAST_STEPS or rank.trace.is_host:
         return union(gpu.start_us[:0], gpu.end_us[:0])
-    gaps &= union(*np.array([step.window_us for step in one.steps]).T)
+    gaps &= union(*np.array([step.window_us for step in rank.steps]).T)
     idle_us, total_us = (
-        np.median([vars(step.timeline)[name] for step in one.steps]) for name in ("idle_us", "total_us")
+        np.median([vars(step.timeline)[name] for step in rank.steps]) for name in ("idle_us", "total_us")
     )
     is_single = gaps.end_us - gaps.start_us > max(idle_us, ALSO * total_us)
     return Intervals(gaps.start_us[is_single], gaps.end_us[is_single])
 
 
-def _named_stalls(one: RankAnalysis, stood: Intervals) -> Iterator[SingleStall]:
+def _named_stalls(rank: RankAnalysis, stood: Intervals) -> Iterator[SingleStall]:
     for start_us, end_us in zip(stood.start_us.tolist(), stood.end_us.tolist(), strict=True):
-        queued = [stall.queued for stall in one.launches.stalls if start_us <= stall.start_us < end_us]
+        queued = [stall.queued for stall in rank.launches.stalls if start_us <= stall.start_us < end_us]
         yield SingleStall(
-            rank=one.rank,
-            step=next(step.number for step in one.steps if step.window_us[1] > start_us),
+            rank=rank.rank,
+            step=next(step.number for step in rank.steps if step.window_us[1] > start_us),
             duration_us=end_us - start_us,
             queued=max(queued, default=0),
-            call=call_during(one.trace, start_us, end_us),
+            call=call_during(rank.trace, start_us, end_us),
         )
 
 
 def _costs(
-    one: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple[float, float]], stood: Intervals
+    rank: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple[float, float]], stood: Intervals
 ) -> RankCosts:
     """The costs of a rank, without the times `stood` in which its device stood still once."""
-    timeline, computing_us = one.spent, _computing(one)
-    waiting_us, computed_us = _data_wait_us(one, stood), computing_us.pop(Span.DATA, 0.0)
+    timeline, computing_us = rank.spent, _computing(rank)
+    waiting_us, computed_us = _data_wait_us(rank, stood), computing_us.pop(Span.DATA, 0.0)
     idle_us = timeline.idle_us - stood.length_us
-    stalls = one.launches.stalls
+    stalls = rank.launches.stalls
     stalled = union(
         np.array([stall.start_us for stall in stalls]),
         np.array([stall.start_us + stall.duration_us for stall in stalls]),
     )
-    pure_us, wait_us = totals.get(one.rank, (None, None))
-    is_expert_span = np.array([name in EXPERT_SPANS for name in one.trace.names], dtype=bool)
-    host = one.trace.host
-    pointwise_us, pointwise_kernels, fusable_us = _pointwise(one)
+    pure_us, wait_us = totals.get(rank.rank, (None, None))
+    is_expert_span = np.array([name in EXPERT_SPANS for name in rank.trace.names], dtype=bool)
+    host = rank.trace.host
+    pointwise_us, pointwise_kernels, fusable_us = _pointwise(rank)
     has_expert_spans = bool((is_expert_span[host.name_id] & (host.kind == HostKind.SPAN)).any())
     return RankCosts(
-        rank=one.rank,
+        rank=rank.rank,
         total_us=timeline.total_us - stood.length_us,
         compute_us=timeline.compute_us - computed_us,
         exposed_communication_us=timeline.exposed_communication_us,
@@ -220,32 +220,32 @@ def _costs(
         data_us=waiting_us + computed_us,
         wait_us=wait_us,
         pure_us=pure_us,
-        sync_idle_us=min(idle_us, idle_behind_waits(one.trace)),
-        counts_idle_us=idle_behind_waits(one.trace, EXPERT_SPANS) if has_expert_spans else None,
-        launched_idle_us=min(idle_us, one.launches.gaps.devices_us),
+        sync_idle_us=min(idle_us, idle_behind_waits(rank.trace)),
+        counts_idle_us=idle_behind_waits(rank.trace, EXPERT_SPANS) if has_expert_spans else None,
+        launched_idle_us=min(idle_us, rank.launches.gaps.devices_us),
         stalled_us=(stalled - stood).length_us,
         pointwise_us=pointwise_us,
         pointwise_kernels=pointwise_kernels,
         fusable_us=fusable_us,
-        recompute_us=sum(row.exposed_us for row in one.phases.rows(by_layer=False) if row.pass_ == "recompute"),
+        recompute_us=sum(row.exposed_us for row in rank.phases.rows(by_layer=False) if row.pass_ == "recompute"),
         computing_us=computing_us,
-        communication_us=_by_kind(one, calls),
+        communication_us=_by_kind(rank, calls),
     )
 
 
-def _data_wait_us(one: RankAnalysis, stood: Intervals) -> float:
+def _data_wait_us(rank: RankAnalysis, stood: Intervals) -> float:
     """Idle time in the steps while the host fetches rows, without the times in which the device stood still once."""
-    host, gpu = one.trace.host, one.trace.gpu
+    host, gpu = rank.trace.host, rank.trace.gpu
     rows = (host.kind == HostKind.SPAN) & host.named(DATA.fullmatch)
     idle = union(host.start_us[rows], host.end_us[rows]) - union(gpu.start_us, gpu.end_us) - stood
-    windows = [step.window_us for step in one.steps] or [(gpu.start_us[0], gpu.end_us.max())]
+    windows = [step.window_us for step in rank.steps] or [(gpu.start_us[0], gpu.end_us.max())]
     return float((idle & union(*np.array(windows).T)).length_us)
 
 
-def _copies(one: RankAnalysis, stood: Intervals) -> CopyCalls | None:
-    busy = busy_of(one.trace.gpu)
-    within = (one.steps[0].start_us, one.steps[-1].start_us + one.steps[-1].duration_us) if one.steps else None
-    return longest_copies(one.trace, busy.compute | busy.communication | stood, within)
+def _copies(rank: RankAnalysis, stood: Intervals) -> CopyCalls | None:
+    busy = busy_of(rank.trace.gpu)
+    within = (rank.steps[0].start_us, rank.steps[-1].start_us + rank.steps[-1].duration_us) if rank.steps else None
+    return longest_copies(rank.trace, busy.compute | busy.communication | stood, within)
 
 
 def _host_copy(copies: Mapping[int, CopyCalls | None]) -> HostCopy | None:
@@ -264,10 +264,10 @@ def _host_copy(copies: Mapping[int, CopyCalls | None]) -> HostCopy | None:
     )
 
 
-def _pointwise(one: RankAnalysis) -> tuple[float, float, float]:
+def _pointwise(rank: RankAnalysis) -> tuple[float, float, float]:
     """Elementwise kernels: exposed time, number, and the time beyond the longest kernel of each run on a stream."""
-    gpu = one.trace.gpu
-    exposed_us = np.bincount(one.phases.event, one.phases.exposed_us, len(gpu))
+    gpu = rank.trace.gpu
+    exposed_us = np.bincount(rank.phases.event, rank.phases.exposed_us, len(gpu))
     is_pointwise = (gpu.kind == GpuKind.COMPUTE) & gpu.named(_is_pointwise)
     order = np.argsort(gpu.stream, kind="stable")  # by stream, then by start
     flags, streams = is_pointwise[order], gpu.stream[order]
@@ -293,39 +293,39 @@ def _launches(ranks: Sequence[RankAnalysis]) -> KernelLaunches:
     )
 
 
-def _waited(one: RankAnalysis) -> int:
+def _waited(rank: RankAnalysis) -> int:
     """Number of waits of the host; a copy and the call that waits for it are one wait, the recorder's own are none."""
     times: dict[tuple[str, ...], int] = {}
-    for wait in one.launches.waits:
-        if wait.where or OWN not in one.trace.header:
+    for wait in rank.launches.waits:
+        if wait.where or OWN not in rank.trace.header:
             times[wait.where] = max(times.get(wait.where, 0), wait.count)
     return sum(times.values())
 
 
-def _computing(one: RankAnalysis) -> dict[str, float]:
+def _computing(rank: RankAnalysis) -> dict[str, float]:
     """Exposed computing by phase, without recomputation."""
-    phases = one.phases
-    computes = np.isin(one.trace.gpu.kind[phases.event], [GpuKind.COMPUTE, GpuKind.SET])
+    phases = rank.phases
+    computes = np.isin(rank.trace.gpu.kind[phases.event], [GpuKind.COMPUTE, GpuKind.SET])
     computes &= phases.pass_id != PASSES.index("recompute")
     times = np.bincount(phases.name_id[computes], phases.exposed_us[computes], len(phases.names))
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for name, us in zip(phases.names, times.tolist(), strict=True):
         key = "experts" if name in AROUND_EXPERTS and EXPERTS & set(phases.names) else name
-        found[key] = found.get(key, 0.0) + us
-    return found
+        sums[key] = sums.get(key, 0.0) + us
+    return sums
 
 
-def _by_kind(one: RankAnalysis, calls: CollectiveCalls) -> dict[str, float]:
-    gpu = one.trace.gpu
-    exposed_us = np.bincount(one.phases.event, one.phases.exposed_us, len(gpu))
-    mine = np.flatnonzero(calls.rank == calls.ranks.index(one.rank))
+def _by_kind(rank: RankAnalysis, calls: CollectiveCalls) -> dict[str, float]:
+    gpu = rank.trace.gpu
+    exposed_us = np.bincount(rank.phases.event, rank.phases.exposed_us, len(gpu))
+    mine = np.flatnonzero(calls.rank == calls.ranks.index(rank.rank))
     collective = {int(calls.gpu_row[row]): calls.name(int(row)) for row in mine}
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for event in np.flatnonzero(gpu.kind == GpuKind.COMMUNICATION).tolist():
-        phase = one.phases.names[one.phases.name_id[event]]  # the first entries of phases are the events
+        phase = rank.phases.names[rank.phases.name_id[event]]  # the first entries of phases are the events
         kind = kind_of(collective.get(event, ""), gpu.name(event), phase)
-        found[kind] = found.get(kind, 0.0) + float(exposed_us[event])
-    return found
+        sums[kind] = sums.get(kind, 0.0) + float(exposed_us[event])
+    return sums
 
 
 def kind_of(collective: str, kernel: str, phase: str = "") -> str:
@@ -350,30 +350,30 @@ def kind_of(collective: str, kernel: str, phase: str = "") -> str:
 
 
 def _missing(answer: TraceAnalysis) -> list[str]:
-    told = []
+    notes = []
     world, loaded = _world(answer), len(answer.loaded)
     has_communication = len(answer.collectives.calls) > 0
     if loaded == 1 and has_communication:
         of = f" of {world}" if world > 1 else ""
-        told.append(f"one rank{of}: waiting for others and slow links look the same; give the traces of all ranks")
+        notes.append(f"one rank{of}: waiting for others and slow links look the same; give the traces of all ranks")
     elif loaded < world:
-        told.append(f"{loaded} of {world} ranks: others may have come later still, so waiting is a lower bound")
+        notes.append(f"{loaded} of {world} ranks: others may have come later still, so waiting is a lower bound")
     if unmatched := answer.collectives.unmatched:
-        told.append(
+        notes.append(
             f"collectives that match none of another rank: {len(unmatched)} ({unmatched[0].why}); "
             "their waiting is unknown"
         )
     if not any(rank.steps for rank in answer.ranks):
-        told.append("no step is marked: figures are of all that was recorded")
+        notes.append("no step is marked: figures are of all that was recorded")
     left = sum(rank.left_out.earlier + rank.left_out.others for rank in answer.ranks)
     us = sum(rank.left_out.earlier_us + rank.left_out.others_us for rank in answer.ranks)
     if us > MATTERS * sum(rank.spent.total_us for rank in answer.ranks):
         where = "launched before the recording began or outside of the judged steps"
-        told.append(f"{left} events ({us / 1e3:,.1f} ms), {where}, are left out")
+        notes.append(f"{left} events ({us / 1e3:,.1f} ms), {where}, are left out")
     for row in answer.ranks[0].unknown:
         time = f"{row.kernel_us * answer.per_step / 1e3:,.2f} ms, {row.share:.1%} of the step"
-        told.append(f"the phase of {row.name[:80]} ({time}); --names FILE gives it one")
-    return told
+        notes.append(f"the phase of {row.name[:80]} ({time}); --names FILE gives it one")
+    return notes
 
 
 def late_ranks(answer: TraceAnalysis) -> tuple[LateRank, ...]:
@@ -384,14 +384,14 @@ def late_ranks(answer: TraceAnalysis) -> tuple[LateRank, ...]:
     others = max(1, len(answer.loaded) - 1)
     least_us = others * TELLS * float(np.mean([rank.spent.total_us for rank in answer.ranks]))
     between = _between(answer)
-    found = [
+    ranks = [
         late
         for straggler in collectives.stragglers()
         if straggler.caused_wait_us >= least_us
         for late in _by_cause(answer, between, straggler.rank)
         if late.caused_wait_us >= least_us
     ]
-    return tuple(sorted(found, key=lambda one: one.caused_wait_us, reverse=True))
+    return tuple(sorted(ranks, key=lambda late: late.caused_wait_us, reverse=True))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -436,21 +436,21 @@ def _first_work(answer: TraceAnalysis) -> dict[int, float]:
         rank.rank: float(rank.trace.gpu.start_us[0] - clocks.ahead_us[number[rank.rank]]) for rank in answer.ranks
     }
     return {
-        rank: float(clocks.ahead_us[own])
-        + min(firsts[other] for other in firsts if clocks.island[number[other]] == clocks.island[own])
-        for rank, own in number.items()
+        rank: float(clocks.ahead_us[index])
+        + min(firsts[other] for other in firsts if clocks.island[number[other]] == clocks.island[index])
+        for rank, index in number.items()
     }
 
 
-def _collective_after(one: RankAnalysis, met: Integers, begins_us: Floats, starts_us: Floats) -> Integers:
+def _collective_after(rank: RankAnalysis, met: Integers, begins_us: Floats, starts_us: Floats) -> Integers:
     """For each entry of a rank's phases, the collective that follows its middle, if it is between two."""
-    gpu = one.trace.gpu
-    middle_us = (gpu.start_us + gpu.duration_us / 2)[one.phases.event]
-    place = np.searchsorted(starts_us, middle_us)
-    inside = place < len(met)
-    inside[inside] = middle_us[inside] >= begins_us[place[inside]]
+    gpu = rank.trace.gpu
+    middle_us = (gpu.start_us + gpu.duration_us / 2)[rank.phases.event]
+    position = np.searchsorted(starts_us, middle_us)
+    inside = position < len(met)
+    inside[inside] = middle_us[inside] >= begins_us[position[inside]]
     meeting = np.full(len(middle_us), NONE)
-    meeting[inside] = met[place[inside]]
+    meeting[inside] = met[position[inside]]
     return meeting
 
 
@@ -465,11 +465,11 @@ def _by_cause(answer: TraceAnalysis, between: _Between, rank: int) -> Iterator[L
         chosen = is_host == of_host
         if not chosen.any():
             continue
-        found = LateRank(rank=rank, times_last=int(chosen.sum()), caused_wait_us=float(cost_M[chosen].sum()))
+        late = LateRank(rank=rank, times_last=int(chosen.sum()), caused_wait_us=float(cost_M[chosen].sum()))
         if of_host:
-            yield replace(found, cause="host", detail=_idle_text(answer, rank, idle_us[chosen] * answer.per_step))
+            yield replace(late, cause="host", detail=_idle_text(answer, rank, idle_us[chosen] * answer.per_step))
         else:
-            yield _with_work(found, answer, _computed(answer, between, mine[chosen]))
+            yield _with_work(late, answer, _computed(answer, between, mine[chosen]))
 
 
 def _is_host(between: _Between, mine: Integers, number: int) -> tuple[Flags, Floats]:
@@ -501,12 +501,12 @@ def _with_work(late: LateRank, answer: TraceAnalysis, times: dict[int, dict[str,
         detail = f"its experts take {_longer_text(expert_us, expert_usual_us)}{rest}"
         return replace(late, cause="experts", detail=detail, share=experts_more_us / more_us)
     longer = {name: us - others[name] for name, us in mine.items() if name not in AROUND_EXPERTS}
-    name = max(longer, key=lambda one: longer[one], default="")
+    name = max(longer, key=lambda phase: longer[phase], default="")
     if not name or min(longer[name], more_us) <= 0:
         return replace(late, detail="it computes no longer than others")
-    most = "most of that" if longer[name] > HALF * more_us else "the most"
+    portion = "most of that" if longer[name] > HALF * more_us else "the most"
     took = _longer_text(rest_us + expert_us, rest_usual_us + expert_usual_us)
-    return replace(late, cause="compute", detail=f"it computes {took}, {most} in {name}")
+    return replace(late, cause="compute", detail=f"it computes {took}, {portion} in {name}")
 
 
 def _longer_text(mine_us: float, usual_us: float) -> str:
@@ -520,7 +520,7 @@ def _idle_text(answer: TraceAnalysis, rank: int, idle_us: Floats) -> str:
     if idle_us.max() > HALF * idle_us.sum():
         text += f", {idle_us.max() / 1e3:.2f} ms of it at once"
     calls = {rank.rank: _launch_us(rank.trace) for rank in answer.ranks}
-    usual_us = float(np.median([us for one, us in calls.items() if one != rank] or [np.nan]))
+    usual_us = float(np.median([us for number, us in calls.items() if number != rank] or [np.nan]))
     if calls[rank] > (1 + TELLS_TOO) * usual_us:
         text += f"; a launch takes its host {calls[rank]:.1f} us, {calls[rank] / usual_us - 1:.0%} longer than others'"
     return text
@@ -561,16 +561,18 @@ def _computed(answer: TraceAnalysis, between: _Between, meetings: Integers) -> d
     shared = present_MR.sum(axis=0) == present_MR.sum(axis=0).max()  # by rank: in as many as any other
     common = meetings[present_MR[:, shared].all(axis=1)]
     return {
-        one.rank: {name: us * answer.per_step for name, us in _computed_by_phase(one, np.isin(before, common)).items()}
-        for one, before in zip(answer.ranks, between.before, strict=True)
-        if shared[calls.ranks.index(one.rank)]
+        rank.rank: {
+            name: us * answer.per_step for name, us in _computed_by_phase(rank, np.isin(before, common)).items()
+        }
+        for rank, before in zip(answer.ranks, between.before, strict=True)
+        if shared[calls.ranks.index(rank.rank)]
     }
 
 
-def _computed_by_phase(one: RankAnalysis, chosen: Flags | None = None) -> dict[str, float]:
+def _computed_by_phase(rank: RankAnalysis, chosen: Flags | None = None) -> dict[str, float]:
     """Exposed time of all, or of chosen, entries of a rank's phases; without communication, which contains waiting."""
-    computes = one.trace.gpu.kind[one.phases.event] != GpuKind.COMMUNICATION
+    computes = rank.trace.gpu.kind[rank.phases.event] != GpuKind.COMMUNICATION
     if chosen is not None:
         computes = computes & chosen
-    sums = np.bincount(one.phases.name_id[computes], one.phases.exposed_us[computes], len(one.phases.names))
-    return dict(zip(one.phases.names, sums.tolist(), strict=True))
+    sums = np.bincount(rank.phases.name_id[computes], rank.phases.exposed_us[computes], len(rank.phases.names))
+    return dict(zip(rank.phases.names, sums.tolist(), strict=True))

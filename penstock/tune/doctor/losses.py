@@ -34,18 +34,18 @@ def transfers_us(evidence: Evidence, bottlenecks: Bottlenecks, *kinds: str) -> f
 def waits_us(ranks: list[LateRank], evidence: Evidence, bottlenecks: Bottlenecks) -> float:
     """Waiting of the mean rank for these ranks."""
     # `waiting_us` is without the waiting for late hosts, so what it is divided by is too.
-    caused = evidence.caused_wait_us - sum(one.caused_wait_us for one in evidence.late if one.cause == "host")
+    caused = evidence.caused_wait_us - sum(rank.caused_wait_us for rank in evidence.late if rank.cause == "host")
     return bottlenecks.waiting_us * sum(rank.share * rank.caused_wait_us for rank in ranks) / caused if caused else 0.0
 
 
-def imbalance_us(evidence: Evidence, most: float = 1.0) -> float:
-    """Time that ranks lose because each layer waits for its fullest rank: what an end to rows beyond `most` saves.
+def imbalance_us(evidence: Evidence, limit: float = 1.0) -> float:
+    """Time that ranks lose because each layer waits for its fullest rank: what an end to rows beyond `limit` saves.
 
-    It is the sum over layers of the fullest rank's rows beyond `most` times the mean, times the mean rank's time in the
-    experts of a layer.
+    It is the sum over layers of the fullest rank's rows beyond `limit` times the mean, times the mean rank's time in
+    the experts of a layer.
     """
     loads = evidence.facts.layer_loads
-    beyond = sum(load.computed - min(load.computed, max(1.0, most)) for load in loads)
+    beyond = sum(load.computed - min(load.computed, max(1.0, limit)) for load in loads)
     return evidence.computing.get("experts", 0.0) / len(loads) * beyond if loads else 0.0
 
 
@@ -83,9 +83,9 @@ def behind_counts_us(evidence: Evidence, bottlenecks: Bottlenecks) -> float:
         for rank in evidence.ranks
     }
     idle = {rank.rank: rank.idle_us for rank in evidence.ranks}
-    late = [one for one in evidence.late if one.cause == "host" and idle.get(one.rank)]
-    caused = sum(one.caused_wait_us for one in late)
+    late = [rank for rank in evidence.late if rank.cause == "host" and idle.get(rank.rank)]
+    caused = sum(rank.caused_wait_us for rank in late)
     # A rank is late by its host for as much as the counts explain of its idle time.
-    explained = sum(one.caused_wait_us * min(1.0, behind[one.rank] / idle[one.rank]) for one in late)
+    explained = sum(rank.caused_wait_us * min(1.0, behind[rank.rank] / idle[rank.rank]) for rank in late)
     waited = bottlenecks.late_host_us * explained / caused if caused else 0.0
     return bottlenecks.usual_host * (sum(behind.values()) / max(1, len(behind)) + waited)

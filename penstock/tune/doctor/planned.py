@@ -125,29 +125,33 @@ def _with_projected(evidence: Evidence, run: Run, planned: Projection, changes: 
     # A run that completed steps fits, so a changed run may need as much more as the plan overestimates this one.
     spare = max(0, planned.over_bytes) if facts.has_steps else 0
     for change in changes:
-        found = _projected(run, change, planned)
-        saved[change] = 0.0 if found is None else found.saved_seconds
-        if found is None or _is_vain(change, found, evidence):
+        projected = _projected(run, change, planned)
+        saved[change] = 0.0 if projected is None else projected.saved_seconds
+        if projected is None or _is_vain(change, projected, evidence):
             lacking[change] = 0
-        elif found.lacking_bytes > spare:
-            lacking[change] = found.lacking_bytes
+        elif projected.lacking_bytes > spare:
+            lacking[change] = projected.lacking_bytes
     return replace(facts, saved_seconds=saved, lacking_bytes=lacking)
 
 
-def _is_vain(change: str, found: _Projected, evidence: Evidence) -> bool:
+def _is_vain(change: str, projected: _Projected, evidence: Evidence) -> bool:
     """Whether a change has no effect, or no gain by the plan where there is no trace."""
     if evidence.source == "plan":
-        return found.saved_seconds <= 0
-    is_same_run = found.saved_seconds == 0 and found.freed_bytes == 0
+        return projected.saved_seconds <= 0
+    is_same_run = projected.saved_seconds == 0 and projected.freed_bytes == 0
     return is_same_run and not change.startswith(LAUNCHES)
 
 
 def _with_float8(facts: RunFacts, run: Run, planned: Projection) -> RunFacts:
     """Savings of float8 products where chip and model support them and they fit."""
     changes = (FLOAT8_DISPATCH, FLOAT8) if run.parallel.expert > 1 else (FLOAT8,)
-    found = {change: _projected(run, change, planned) for change in changes}
+    projections = {change: _projected(run, change, planned) for change in changes}
     room = max(0, planned.over_bytes)
-    saved = {name: one.saved_seconds for name, one in found.items() if one is not None and one.lacking_bytes <= room}
+    saved = {
+        name: projected.saved_seconds
+        for name, projected in projections.items()
+        if projected is not None and projected.lacking_bytes <= room
+    }
     return replace(facts, saved_seconds={**facts.saved_seconds, **saved})
 
 
@@ -161,11 +165,13 @@ def _with_freed(facts: RunFacts, run: Run, planned: Projection) -> RunFacts:
         "offload.optimizer=true",
     )
     asked = {change: _projected(run, change, planned) for change in changes}
-    found = {change: one for change, one in asked.items() if one is not None and one.freed_bytes > 0}
+    projections = {
+        change: projected for change, projected in asked.items() if projected is not None and projected.freed_bytes > 0
+    }
     return replace(
         facts,
-        freed_bytes={change: one.freed_bytes for change, one in found.items()},
-        saved_seconds={change: one.saved_seconds for change, one in found.items()},
+        freed_bytes={change: projected.freed_bytes for change, projected in projections.items()},
+        saved_seconds={change: projected.saved_seconds for change, projected in projections.items()},
     )
 
 
@@ -175,12 +181,12 @@ def _projected(run: Run, change: str, planned: Projection) -> _Projected | None:
     if changed is None:
         return None
     try:
-        found = project(changed, planned.cluster)
+        projection = project(changed, planned.cluster)
     except (ConfigError, HardwareError, KernelError):
         return None
     tokens = run.tokens_per_step / changed.tokens_per_step  # a changed batch: compare times of equal tokens
     return _Projected(
-        saved_seconds=planned.time.step_seconds - found.time.step_seconds * tokens,
-        freed_bytes=planned.memory.total - found.memory.total,
-        lacking_bytes=found.over_bytes,
+        saved_seconds=planned.time.step_seconds - projection.time.step_seconds * tokens,
+        freed_bytes=planned.memory.total - projection.memory.total,
+        lacking_bytes=projection.over_bytes,
     )

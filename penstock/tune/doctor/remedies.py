@@ -101,7 +101,7 @@ def symmetric(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         return None
     spared = spared_copies(evidence)
     return (
-        first_accepted(evidence, 'dispatch.method="symmetric"', words="each token once to each rank that needs it"),
+        first_accepted(evidence, 'dispatch.method="symmetric"', text="each token once to each rank that needs it"),
         f"send each token once to each rank that needs it, inside a node: {spared:.0%} fewer copies",
         spared * losses.transfers_us(evidence, bottlenecks, "all-to-all"),
     )
@@ -143,7 +143,7 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         return None
     carried = max(tokens, key=evidence.communication)
     return (
-        first_accepted(evidence, *changes, words=f"transfers of tokens ({carried}) beside computing"),
+        first_accepted(evidence, *changes, text=f"transfers of tokens ({carried}) beside computing"),
         f"compute while tokens travel ({carried}): the shared expert, or another micro-batch",
         min(transfers, OVERLAP_GAINS * bottlenecks.total_us, bottlenecks.compute_us),
     )
@@ -166,7 +166,7 @@ def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         changes.insert(0, "model.moe.router.expert_bias=true")
         if run.model.moe.balance.aux_loss_coef > 0:
             changes[1] = f"model.moe.balance.aux_loss_coef={2 * run.model.moe.balance.aux_loss_coef:g}"
-    change = first_accepted(evidence, *changes, words="a bias of the router by load, or an auxiliary loss")
+    change = first_accepted(evidence, *changes, text="a bias of the router by load, or an auxiliary loss")
     if hot:
         return (
             change,
@@ -234,7 +234,7 @@ def fewer_sums(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         return None
     changes = () if run is None else (f"training.global_batch={2 * run.training.global_batch}",)
     return (
-        first_accepted(evidence, *changes, words="twice the rows for each sum of gradients"),
+        first_accepted(evidence, *changes, text="twice the rows for each sum of gradients"),
         "sum gradients once for twice the rows: half as many sums for the same tokens; it trains differently",
         DOUBLED * losses.transfers_us(evidence, bottlenecks, "all-reduce"),
     )
@@ -283,7 +283,7 @@ def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     run, launches = evidence.facts.run, evidence.launches
     if launches is not None and launches.from_graphs > DOUBLED * launches.kernels:
         return None
-    change = first_accepted(evidence, *_PASSES, _PARTS, words="graphs of whole passes")
+    change = first_accepted(evidence, *_PASSES, _PARTS, text="graphs of whole passes")
     if change is None or (run is not None and run.graphs.capture != "none"):
         return None
     gain = losses.LAUNCHES_OF_PARTS * losses.late_launches_us(evidence, bottlenecks)
@@ -308,7 +308,7 @@ def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         return None
     changes = () if facts.run is None else (f"training.micro_batch={2 * facts.run.training.micro_batch}",)
     return (
-        first_accepted(evidence, *changes, words="twice the rows in a pass"),
+        first_accepted(evidence, *changes, text="twice the rows in a pass"),
         "twice the rows in a pass: half as many launches for the same tokens, if memory allows",
         DOUBLED * losses.late_launches_us(evidence, bottlenecks),
     )
@@ -325,7 +325,7 @@ def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         return None
     changes = ("dispatch.sync_free=2", 'dispatch.sync_free=2 dispatch.method="auto"')
     return (
-        first_accepted(evidence, *changes, words="buffers of the experts with a bound"),
+        first_accepted(evidence, *changes, text="buffers of the experts with a bound"),
         "bound the buffers of the experts, so that the host need not read how many rows come",
         losses.behind_counts_us(evidence, bottlenecks),
     )
@@ -367,7 +367,7 @@ def recompute_less(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None
     if run is not None and not {"layer", "moe"} & set(run.recompute.modules):
         return None
     return (
-        first_accepted(evidence, SELECTIVE, words="compute less of forward again in backward"),
+        first_accepted(evidence, SELECTIVE, text="compute less of forward again in backward"),
         "compute again only what is cheap for its bytes (norms, activations), if memory allows",
         min(evidence.mean("recompute_us"), bottlenecks.memory_us),
     )

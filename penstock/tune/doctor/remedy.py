@@ -43,13 +43,13 @@ def accepted(run: Run, change: str, world: int | None = None) -> Run | None:
     return None if changed == run else changed
 
 
-def first_accepted(evidence: Evidence, *changes: str, words: str = "") -> str | None:
-    """The first change that the run accepts and the plan does not refuse; `words` for another program's run."""
+def first_accepted(evidence: Evidence, *changes: str, text: str = "") -> str | None:
+    """The first change that the run accepts and the plan does not refuse; `text` for another program's run."""
     facts = evidence.facts
     if facts.run is None:
-        return words or None
+        return text or None
     asked = (change for change in changes if change not in facts.lacking_bytes)
-    return next((one for one in asked if accepted(facts.run, one, facts.world) is not None), None)
+    return next((change for change in asked if accepted(facts.run, change, facts.world) is not None), None)
 
 
 Offer: TypeAlias = tuple[str | None, str, float]

@@ -92,14 +92,14 @@ def _layer_loads(lines: Sequence[dict[str, Any]]) -> tuple[LayerLoads, ...]:
     """Loads of the ranks by layer, from the lines that have layers; none if ranks share no experts."""
     by_layer: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
-        for one in line.get("layers") or ():
-            by_layer.setdefault(one["layer"], []).append(one)
-    found = []
-    for layer, ones in sorted(by_layer.items()):
-        step, computed = _median(ones, "rank_load"), _median(ones, "balance_load_after")
+        for entry in line.get("layers") or ():
+            by_layer.setdefault(entry["layer"], []).append(entry)
+    loads = []
+    for layer, entries in sorted(by_layer.items()):
+        step, computed = _median(entries, "rank_load"), _median(entries, "balance_load_after")
         if step is not None:
-            found.append(LayerLoads(layer=layer, step=step, computed=step if computed is None else computed))
-    return tuple(found)
+            loads.append(LayerLoads(layer=layer, step=step, computed=step if computed is None else computed))
+    return tuple(loads)
 
 
 def _power(lines: Sequence[dict[str, Any]]) -> PowerFacts | None:
@@ -164,7 +164,7 @@ def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:
         return []
     except OSError as error:
         raise RunFolderError(f"cannot read {path}: {error}") from error
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     every = -(-len(rows) // layers) if layers else 0
     for number, row in enumerate(rows, start=1):
         try:
@@ -177,8 +177,8 @@ def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:
             if not every or (len(rows) - number) % every:
                 line.pop("layers", None)
             _keep_well_formed(line)
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 _KINDS = {
@@ -228,8 +228,8 @@ def _beside(calm: Sequence[dict[str, Any]], disturbed: range) -> float | None:
 
 def _phases(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The median of each phase over the lines that have phases."""
-    told = [line["phase_seconds"] for line in lines if isinstance(line.get("phase_seconds"), dict)]
-    medians = {name: _median(told, name) for name in dict.fromkeys(name for one in told for name in one)}
+    tables = [line["phase_seconds"] for line in lines if isinstance(line.get("phase_seconds"), dict)]
+    medians = {name: _median(tables, name) for name in dict.fromkeys(name for table in tables for name in table)}
     return {name: value for name, value in medians.items() if value is not None}
 
 

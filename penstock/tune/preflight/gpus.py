@@ -160,9 +160,9 @@ def measure(device: torch.device, node_ranks: int) -> NodeMeasurements:
 
 def _of_every_rank(number: float, device: torch.device) -> tuple[float, ...]:
     """A number of each rank, gathered and not summed, since sums may be broken."""
-    own = torch.tensor([number], dtype=torch.float64, device=device)
-    numbers_W = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(numbers_W, own)
+    local_number = torch.tensor([number], dtype=torch.float64, device=device)
+    numbers_W = [torch.zeros_like(local_number) for _ in range(dist.get_world_size())]
+    dist.all_gather(numbers_W, local_number)
     return tuple(number.item() for number in numbers_W)
 
 
@@ -175,30 +175,30 @@ def _wrong_sums(device: torch.device) -> int:
     return int((summed != small * world + world * (world - 1) // 2).sum().item())
 
 
-def measured_json(found: NodeMeasurements) -> str:
+def measured_json(figures: NodeMeasurements) -> str:
     """As text, for another process."""
-    transfers = {kind: [point.model_dump() for point in points] for kind, points in found.transfers.items()}
-    return json.dumps({**vars(found), "transfers": transfers})
+    transfers = {kind: [point.model_dump() for point in points] for kind, points in figures.transfers.items()}
+    return json.dumps({**vars(figures), "transfers": transfers})
 
 
 def parse_measured(text: str) -> NodeMeasurements:
     """The inverse of `measured_json`."""
-    found = json.loads(text)
-    transfers = {kind: tuple(map(TransferPoint.model_validate, points)) for kind, points in found["transfers"].items()}
-    lists = {name: tuple(found[name]) for name in ("flops", "wrong_sums")}
-    return NodeMeasurements(**{**found, **lists, "transfers": transfers})
+    values = json.loads(text)
+    transfers = {kind: tuple(map(TransferPoint.model_validate, points)) for kind, points in values["transfers"].items()}
+    lists = {name: tuple(values[name]) for name in ("flops", "wrong_sums")}
+    return NodeMeasurements(**{**values, **lists, "transfers": transfers})
 
 
-def judge_measured(found: NodeMeasurements, known: Hardware | None) -> list[PreflightCheck]:
+def judge_measured(figures: NodeMeasurements, known: Hardware | None) -> list[PreflightCheck]:
     """All checks of the measurements; `known` is None for unknown hardware."""
-    return [_products(found, known), *_sums(found), *_collectives(found, known)]
+    return [_products(figures, known), *_sums(figures), *_collectives(figures, known)]
 
 
-def _products(found: NodeMeasurements, known: Hardware | None) -> PreflightCheck:
-    fastest, slowest = max(found.flops), min(found.flops)
-    got = f"{slowest / 1e12:.3g} TFLOP/s in {found.dtype}" + (" on the slowest" if len(found.flops) > 1 else "")
-    rate = None if known is None else _expected_flops(found, known)
-    behind = [f"rank {rank}" for rank, flops in enumerate(found.flops) if flops < BEHIND * fastest]
+def _products(figures: NodeMeasurements, known: Hardware | None) -> PreflightCheck:
+    fastest, slowest = max(figures.flops), min(figures.flops)
+    got = f"{slowest / 1e12:.3g} TFLOP/s in {figures.dtype}" + (" on the slowest" if len(figures.flops) > 1 else "")
+    rate = None if known is None else _expected_flops(figures, known)
+    behind = [f"rank {rank}" for rank, flops in enumerate(figures.flops) if flops < BEHIND * fastest]
     if rate is not None and rate > SLOW * slowest:
         status: Status = "failed" if rate > VERY_SLOW * slowest else "warning"
         fix = "look for other processes, power limits and temperature (nvidia-smi -q, amd-smi metric)"
@@ -211,27 +211,29 @@ def _products(found: NodeMeasurements, known: Hardware | None) -> PreflightCheck
     return fine("transfers", "products", got)
 
 
-def _expected_flops(found: NodeMeasurements, known: Hardware) -> float | None:
+def _expected_flops(figures: NodeMeasurements, known: Hardware) -> float | None:
     try:
-        return 2 * found.side**3 / Rates(known).product(found.side, found.side, found.side, found.dtype).seconds
+        return (
+            2 * figures.side**3 / Rates(known).product(figures.side, figures.side, figures.side, figures.dtype).seconds
+        )
     except HardwareError:
         return None
 
 
-def _sums(found: NodeMeasurements) -> Iterator[PreflightCheck]:
-    if len(found.flops) == 1:
+def _sums(figures: NodeMeasurements) -> Iterator[PreflightCheck]:
+    if len(figures.flops) == 1:
         return
-    wrong = {rank: count for rank, count in enumerate(found.wrong_sums) if count}
+    wrong = {rank: count for rank, count in enumerate(figures.wrong_sums) if count}
     if not wrong:
-        yield fine("transfers", "sums over ranks", f"right on all {len(found.flops)}")
+        yield fine("transfers", "sums over ranks", f"right on all {len(figures.flops)}")
         return
     got = ", ".join(f"{count:,} of {SUMMED:,} wrong on rank {rank}" for rank, count in wrong.items())
     fix = "IOMMU in passthrough (iommu=pt) and ACS off; NCCL_P2P_DISABLE=1 shows whether direct links are to blame"
     yield PreflightCheck("transfers", "sums over ranks", "failed", got, "none wrong", fix)
 
 
-def _collectives(found: NodeMeasurements, known: Hardware | None) -> Iterator[PreflightCheck]:
-    for kind, points in found.transfers.items():
+def _collectives(figures: NodeMeasurements, known: Hardware | None) -> Iterator[PreflightCheck]:
+    for kind, points in figures.transfers.items():
         largest = points[-1]
         rate = largest.leaving_bytes / largest.seconds
         got = f"{rate / 1e9:.3g} GB/s out of each rank, {points[0].seconds * 1e6:,.0f} us for {_size(points[0])}"
@@ -241,9 +243,9 @@ def _collectives(found: NodeMeasurements, known: Hardware | None) -> Iterator[Pr
             continue
         times = max(point.seconds / expected for point, expected in slow)
         status: Status = "failed" if times > VERY_SLOW else "warning"
-        told = "; ".join(f"{expected * 1e6:,.0f} us for {_size(point)}" for point, expected in slow)
+        text = "; ".join(f"{expected * 1e6:,.0f} us for {_size(point)}" for point, expected in slow)
         fix = "NCCL_DEBUG=INFO shows which links are used; see peer access and the variables above"
-        yield PreflightCheck("transfers", kind, status, got, f"{told}, which took up to {times:.1f} times that", fix)
+        yield PreflightCheck("transfers", kind, status, got, f"{text}, which took up to {times:.1f} times that", fix)
 
 
 def _slow(

@@ -64,8 +64,8 @@ def read_builds(root: Path = ROOT) -> Builds:
 
 def _driver(vendor: Vendor, root: Path) -> str:
     if vendor == "nvidia":
-        found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", read_text(root / "proc/driver/nvidia/version"))
-        return found[1] if found else ""
+        match = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", read_text(root / "proc/driver/nvidia/version"))
+        return match[1] if match else ""
     return read_text(root / "sys/module/amdgpu/version") if vendor == "amd" else ""
 
 
@@ -111,8 +111,8 @@ def is_older(got: str, bound: str) -> bool:
     """Whether a version is below a bound; suffixes (`+cu130`, `rc1`) are ignored."""
 
     def numbers(text: str) -> list[int]:
-        found = re.match(r"\d+(\.\d+)*", text)
-        return [int(part) for part in found[0].split(".")] if found else []
+        match = re.match(r"\d+(\.\d+)*", text)
+        return [int(part) for part in match[0].split(".")] if match else []
 
     left, right = numbers(got), numbers(bound)
     width = max(len(left), len(right))
@@ -205,13 +205,13 @@ HARMFUL: tuple[HarmfulVariable, ...] = (
 
 def check_environment(variables: Mapping[str, str], *, has_gpu: bool) -> list[PreflightCheck]:
     """Harmful variables among those of `HARMFUL` that are set, or one passed check."""
-    found = []
-    for one in HARMFUL:
-        value = variables.get(one.name)
-        if value is None or not re.fullmatch(one.when, value.strip(), re.IGNORECASE):
+    checks = []
+    for variable in HARMFUL:
+        value = variables.get(variable.name)
+        if value is None or not re.fullmatch(variable.when, value.strip(), re.IGNORECASE):
             continue
         # Without a GPU, Triton's interpreter is how tests run kernels.
-        status = one.status if has_gpu or one.status != "failed" else "warning"
-        got, fix = f"{value.strip()}: {one.what}", f"unset {one.name}"
-        found.append(PreflightCheck("environment", one.name, status, got, "not set", fix))
-    return found or [fine("environment", "variables", f"none of {len(HARMFUL)} that hurt is set")]
+        status = variable.status if has_gpu or variable.status != "failed" else "warning"
+        got, fix = f"{value.strip()}: {variable.what}", f"unset {variable.name}"
+        checks.append(PreflightCheck("environment", variable.name, status, got, "not set", fix))
+    return checks or [fine("environment", "variables", f"none of {len(HARMFUL)} that hurt is set")]
