@@ -40,9 +40,10 @@ def order_local_rows(
 ) -> LocalOrder:
     """Order slots by this rank's `local_experts`, stable in the slot number; `reference.order_rows` where all rows fit.
 
-    With experts_NK = [[1, 0], [1, 2], [3, 1]], local_experts = 1 2 and 3 `rows` of the buffer there are 4 places, and the
-    last one holds no row: places_NK = [[0, 3], [1, 3], [3, 2]], counts_e = [3, 0] and index_R = [0, 1, 2, 0]; one row
-    did not fit. Of `meter`, int64 [2], the first gains rows that did not fit, the second becomes the most rows so far.
+    With experts_NK = [[1, 0], [1, 2], [3, 1]], local_experts = 1 2 and 3 `rows` of the buffer there are 4 places, and
+    the last one holds no row: places_NK = [[0, 3], [1, 3], [3, 2]], counts_e = [3, 0] and index_R = [0, 1, 2, 0]; one
+    row did not fit. Of `meter`, int64 [2], the first gains the rows that did not fit, the second becomes the most rows
+    so far.
     """
     slots, device, experts = experts_NK.numel(), experts_NK.device, len(local_experts)
     places = min(rows + 1, slots)  # the one past the buffer holds no row: slots that have none point there
