@@ -51,7 +51,7 @@ def sample(
     ids = generate(
         decoder,
         prompt,
-        most=min(tokens, config.training.sequence_length - len(prompt)),  # the model knows no later positions
+        limit=min(tokens, config.training.sequence_length - len(prompt)),  # the model knows no later positions
         end=vocabulary.end_of_document,
         vocabulary=vocabulary.tokenizer.vocab_size,  # ids beyond it stand for no text
         rule=SamplingRule(temperature=temperature, top_p=top_p, seed=seed),

@@ -85,23 +85,23 @@ def state_shapes(
     if moments == torch.uint8 and not is_coded:
         moments = torch.float32
     numbers = "1" if is_muon else "12"
-    found = {f"moment{number}": StateShape(shape, moments) for number in numbers}
+    shapes = {f"moment{number}": StateShape(shape, moments) for number in numbers}
     if is_coded:
         blocks = StateShape((*shape[:-1], blocks_of_row(shape[-1])), torch.float32)
-        found |= {f"scale{number}": blocks for number in numbers}
+        shapes |= {f"scale{number}": blocks for number in numbers}
     if dtype.itemsize < torch.float32.itemsize:
-        found["master"] = StateShape(shape, torch.int16 if settings.store_param_remainders else torch.float32)
-    return found
+        shapes["master"] = StateShape(shape, torch.int16 if settings.store_param_remainders else torch.float32)
+    return shapes
 
 
-ROUNDED = StateCodec(decode=lambda one: one[0].float(), encode=lambda whole: (whole.bfloat16(),))
+ROUNDED = StateCodec(decode=lambda parts: parts[0].float(), encode=lambda whole: (whole.bfloat16(),))
 _PIECE = 1 << 24
 """Values that are coded at a time: their temporaries take a few hundred MB."""
 
 
 def _split(whole: Tensor) -> tuple[Tensor, Tensor]:
     """`split` in pieces."""
-    values, rests = (torch.cat(one) for one in zip(*map(split, whole.view(-1).split(_PIECE)), strict=True))
+    values, rests = (torch.cat(parts) for parts in zip(*map(split, whole.view(-1).split(_PIECE)), strict=True))
     return values.view(whole.shape), rests.view(whole.shape)
 
 
@@ -113,7 +113,7 @@ def _encode(whole: Tensor, decades: int) -> tuple[Tensor, Tensor]:
     rows = whole.view(-1, whole.shape[-1])
     pieces = rows.split(max(1, _PIECE // whole.shape[-1]))
     coded = [quantize(root_of(piece) if decades == ROOT_DECADES else piece, decades) for piece in pieces]
-    codes, scales = (torch.cat(one) for one in zip(*coded, strict=True))
+    codes, scales = (torch.cat(parts) for parts in zip(*coded, strict=True))
     return codes.view(whole.shape), scales.view(*whole.shape[:-1], scales.shape[-1])
 
 
@@ -121,10 +121,10 @@ def _decode(codes: Tensor, scales: Tensor, decades: int) -> Tensor:
     """The inverse of `_encode`."""
     whole = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     size = max(1, _PIECE // codes.shape[-1])
-    parts = (one.view(-1, one.shape[-1]).split(size) for one in (whole, codes, scales))
+    parts = (tensor.view(-1, tensor.shape[-1]).split(size) for tensor in (whole, codes, scales))
     for values, code, scale in zip(*parts, strict=True):
-        found = dequantize(code, scale, decades)
-        values.copy_(found.square() if decades == ROOT_DECADES else found)
+        numbers = dequantize(code, scale, decades)
+        values.copy_(numbers.square() if decades == ROOT_DECADES else numbers)
     return whole
 
 
@@ -147,10 +147,10 @@ def stored_parts(tensor: StateTensor) -> dict[str, Stored]:
         model: Stored = (tensor.value, tensor.master), _SPLIT
     else:
         model = (tensor.value if tensor.master is None else tensor.master,), None
-    found = {"model": model, "moment1": _stored_moment(tensor.moment1, tensor.scale1, _MEANS)}
+    parts = {"model": model, "moment1": _stored_moment(tensor.moment1, tensor.scale1, _MEANS)}
     if isinstance(tensor, AdamWTensor):
-        found["moment2"] = _stored_moment(tensor.moment2, tensor.scale2, _SQUARES)
-    return found
+        parts["moment2"] = _stored_moment(tensor.moment2, tensor.scale2, _SQUARES)
+    return parts
 
 
 def _stored_moment(moment: Tensor, scales: Tensor | None, codes: StateCodec) -> Stored:
@@ -169,9 +169,9 @@ class _Pass:
         has_kernel = device.type == "meta" or (device.type == "cuda" and HAS_TRITON)
         self._launches = launches_of(self._tensors) if has_kernel else []
         rest = [] if has_kernel else self._tensors
-        is_plain = [is_own_master(one.moment1) and one.masters != SPLIT for one in rest]
-        self._plain = [one for one, plain in zip(rest, is_plain, strict=True) if plain]
-        self._others = [one for one, plain in zip(rest, is_plain, strict=True) if not plain]
+        is_plain = [is_own_master(tensor.moment1) and tensor.masters != SPLIT for tensor in rest]
+        self._plain = [tensor for tensor, plain in zip(rest, is_plain, strict=True) if plain]
+        self._others = [tensor for tensor, plain in zip(rest, is_plain, strict=True) if not plain]
 
     def run(self, step: int, learning_rate: float, divisor: float) -> None:
         """Make the update with this number, from 1. The host does not wait."""
@@ -201,13 +201,13 @@ def _torch_update(
         if not group:
             continue
         if divisor != 1.0:  # here and not as `grad_scale`, which PyTorch reads in float32 only
-            torch._foreach_div_([one.gradient for one in group], divisor)
+            torch._foreach_div_([tensor.gradient for tensor in group], divisor)
         before = torch.full((), float(step - 1), device=group[0].value.device)
         adamw(
-            [one.value if one.master is None else one.master for one in group],
-            [one.gradient for one in group],
-            [one.moment1 for one in group],
-            [one.moment2 for one in group],
+            [tensor.value if tensor.master is None else tensor.master for tensor in group],
+            [tensor.gradient for tensor in group],
+            [tensor.moment1 for tensor in group],
+            [tensor.moment2 for tensor in group],
             [],  # maxima, of AMSGrad only
             list(before.repeat(len(group))),  # adamw increments one counter for each tensor
             fused=True,
@@ -240,9 +240,9 @@ class FusedAdamW:
         starts: Mapping[str, int] | None = None,
     ) -> None:
         device = next((value.device for value in values.values()), torch.device("cpu"))
-        shapes = {name: state_shapes(tuple(one.shape), one.dtype, settings) for name, one in values.items()}
+        shapes = {name: state_shapes(tuple(value.shape), value.dtype, settings) for name, value in values.items()}
         state = {
-            name: {field: torch.zeros(one.shape, dtype=one.dtype, device=device) for field, one in fields.items()}
+            name: {field: torch.zeros(shape.shape, dtype=shape.dtype, device=device) for field, shape in fields.items()}
             for name, fields in shapes.items()
         }
         self.tensors = _tensors_of(values, gradients, state, starts or {})
@@ -275,7 +275,7 @@ def _tensors_of(
     starts: Mapping[str, int],
 ) -> dict[str, AdamWTensor]:
     """Tensors with their state of zeros, whose masters equal their values."""
-    found = {
+    tensors = {
         name: AdamWTensor(
             value=value,
             gradient=gradients[name],
@@ -290,8 +290,8 @@ def _tensors_of(
         )
         for name, value in values.items()
     }
-    start_masters(found.values())
-    return found
+    start_masters(tensors.values())
+    return tensors
 
 
 def start_masters(tensors: Iterable[StateTensor]) -> None:
@@ -303,9 +303,9 @@ def start_masters(tensors: Iterable[StateTensor]) -> None:
 
 def bytes_of(tensors: Iterable[StateTensor]) -> tuple[int, int]:
     state = moments = 0
-    for one in tensors:
-        whole = sum(tensor.nbytes for tensor in one.state)
-        state, moments = state + whole, moments + whole - (0 if one.master is None else one.master.nbytes)
+    for tensor in tensors:
+        whole = sum(part.nbytes for part in tensor.state)
+        state, moments = state + whole, moments + whole - (0 if tensor.master is None else tensor.master.nbytes)
     return state, moments
 
 
@@ -349,10 +349,10 @@ class StreamedAdamW:
         self._settings = settings
         self._chunks = list(_cut(self.tensors, host_gradients, max(chunk_bytes, 1)))
         # State goes back to the host; gradients behind it only come.
-        self._state = [[tensor for one in chunk for tensor in one.tensor.state] for chunk in self._chunks]
+        self._state = [[tensor for piece in chunk for tensor in piece.tensor.state] for chunk in self._chunks]
         self._returned = [len(state) for state in self._state]
         for state, chunk in zip(self._state, self._chunks, strict=True):
-            state += [one.tensor.gradient for one in chunk if one.brings_gradient]
+            state += [piece.tensor.gradient for piece in chunk if piece.brings_gradient]
         self._passes: dict[int, _Pass] = {}  # by chunk; the buffers of chunks stay where they are
         self._stream = ChunkStream(device)
         self.host_bytes, _ = bytes_of(self.tensors.values())
@@ -376,10 +376,10 @@ class StreamedAdamW:
         """Update one chunk, whose state is on the device."""
         if index not in self._passes:
             chunk, arrived = self._chunks[index], iter(state)
-            here = [one.tensor.with_state([next(arrived) for _ in one.tensor.state_fields]) for one in chunk]
+            here = [piece.tensor.with_state([next(arrived) for _ in piece.tensor.state_fields]) for piece in chunk]
             here = [
-                replace(tensor, gradient=next(arrived)) if one.brings_gradient else tensor
-                for one, tensor in zip(chunk, here, strict=True)
+                replace(tensor, gradient=next(arrived)) if piece.brings_gradient else tensor
+                for piece, tensor in zip(chunk, here, strict=True)
             ]
             self._passes[index] = _Pass(here, self._settings)
         self._passes[index].run(self._steps, learning_rate, divisor)
@@ -390,8 +390,8 @@ def _host_state(values: Mapping[str, Tensor], settings: Optimizer) -> dict[str, 
     device = next(iter(values.values())).device
     places: dict[torch.dtype, list[tuple[str, str, tuple[int, ...]]]] = {}
     for name, value in values.items():
-        for field, one in state_shapes(tuple(value.shape), value.dtype, settings).items():
-            places.setdefault(one.dtype, []).append((name, field, one.shape))
+        for field, state_shape in state_shapes(tuple(value.shape), value.dtype, settings).items():
+            places.setdefault(state_shape.dtype, []).append((name, field, state_shape.shape))
     state: dict[str, dict[str, Tensor]] = {name: {} for name in values}
     for dtype, fields in places.items():
         tensors = host_tensors([shape for _, _, shape in fields], dtype, device)
@@ -417,7 +417,7 @@ def _cut(
         coming = (*tensor.state, tensor.gradient) if name in host_gradients else tensor.state
         width = UNIT if tensor.scale1 is None else tensor.value.shape[-1]  # values of a unit
         units, first = -(-tensor.value.numel() // width) if width else 0, 0
-        size = sum(one.itemsize * (one.numel() * width // tensor.value.numel()) for one in coming) if units else 0
+        size = sum(part.itemsize * (part.numel() * width // tensor.value.numel()) for part in coming) if units else 0
         while first < units:
             if room < size and chunk:
                 yield chunk
@@ -432,10 +432,10 @@ def _cut(
 
 def _slice(tensor: AdamWTensor, first: int, end: int, width: int) -> AdamWTensor:
     """Units of a tensor, as vectors or as rows."""
-    fields = {name: one for name, one in vars(tensor).items() if isinstance(one, Tensor)}
+    fields = {name: value for name, value in vars(tensor).items() if isinstance(value, Tensor)}
     cut: dict[str, Any]
     if tensor.scale1 is None:
-        cut = {name: one.view(-1)[first * width : end * width] for name, one in fields.items()}
+        cut = {name: value.view(-1)[first * width : end * width] for name, value in fields.items()}
     else:
-        cut = {name: one.view(-1, one.shape[-1])[first:end] for name, one in fields.items()}
+        cut = {name: value.view(-1, value.shape[-1])[first:end] for name, value in fields.items()}
     return replace(tensor, start=tensor.start + first * width, **cut)

@@ -157,25 +157,25 @@ class CapturedPasses(_Captured[_CapturedPass]):
 
 def _capture_pass(capture: Capture, model: RankModel, batch: GlobalBatch, rule: LossRule) -> _CapturedPass:
     """Capture a pass over a copy of the first micro-batch."""
-    own = copy_of(batch.micro_batches[0])
+    micro_batch = copy_of(batch.micro_batches[0])
     counted = batch.counted.clone()
     parts = torch.zeros(1 + rule.depths, device=model.device)
 
     def work() -> None:
-        parts.copy_(differentiate(model, own, counted, rule))
+        parts.copy_(differentiate(model, micro_batch, counted, rule))
 
     transfers: list[tuple[TransferDirection, int]] = []
     with ExitStack() as around:
         if model.buffers is not None:
             transfers = around.enter_context(model.buffers.recording())
         graph = capture(work)
-    return _CapturedPass(graph, model, GlobalBatch(micro_batches=(own,), counted=counted), parts, transfers)
+    return _CapturedPass(graph, model, GlobalBatch(micro_batches=(micro_batch,), counted=counted), parts, transfers)
 
 
 def copy_of(micro_batch: MicroBatch) -> MicroBatch:
     reading, labels = micro_batch.reading, micro_batch.labels
     documents_BS, query_positions_S = reading.documents_BS, reading.query_positions_S
-    own = replace(
+    inputs = replace(
         reading,
         tokens_BS=reading.tokens_BS.clone(),
         positions_BS=reading.positions_BS.clone(),
@@ -183,14 +183,14 @@ def copy_of(micro_batch: MicroBatch) -> MicroBatch:
         documents_BS=None if documents_BS is None else documents_BS.clone(),
         query_positions_S=None if query_positions_S is None else query_positions_S.clone(),
     )
-    return MicroBatch(reading=own, labels=tuple(labels_BS.clone() for labels_BS in labels))
+    return MicroBatch(reading=inputs, labels=tuple(labels_BS.clone() for labels_BS in labels))
 
 
-def fill(own: MicroBatch, own_counted: Tensor, micro_batch: MicroBatch, counted: Tensor) -> None:
+def fill(own_batch: MicroBatch, own_counted: Tensor, micro_batch: MicroBatch, counted: Tensor) -> None:
     """Copy a micro-batch and its counts into those that a graph reads, which have the same shapes."""
-    share, own_share = micro_batch.reading.share, own.reading.share
+    share, own_share = micro_batch.reading.share, own_batch.reading.share
     assert share == own_share, f"a graph of a share of {own_share} is replayed for one of {share}"
-    targets, sources = _tensors(own, own_counted), _tensors(micro_batch, counted)
+    targets, sources = _tensors(own_batch, own_counted), _tensors(micro_batch, counted)
     assert targets.keys() == sources.keys(), f"a graph that reads {[*targets]} is given {[*sources]}"
     for name, target in targets.items():
         source = sources[name]

@@ -163,7 +163,7 @@ def _search(
 
 
 def _first_broken(
-    model: RankModel, tensors: Mapping[str, Tensor], place: Literal["parameter", "gradient"]
+    model: RankModel, tensors: Mapping[str, Tensor], kind: Literal["parameter", "gradient"]
 ) -> NonFiniteOrigin | None:
     """Over all ranks. A NaN travels from a layer's gradient to those of all layers before it, so the last counts."""
     broken: list[Position] | None
@@ -180,8 +180,8 @@ def _first_broken(
     names = list(dict.fromkeys(name for *_, name in sorted(chain.from_iterable(broken_of_ranks))))
     if not names:
         return None
-    name = names[0] if place == "parameter" else names[-1]
-    return NonFiniteOrigin(place=place, name=name, layer=layer_of(name), parameters=tuple(names))
+    name = names[0] if kind == "parameter" else names[-1]
+    return NonFiniteOrigin(place=kind, name=name, layer=layer_of(name), parameters=tuple(names))
 
 
 def _first_output(model: RankModel, batches: Sequence[MicroBatch], rule: StepRule) -> NonFiniteOrigin | None:

@@ -86,16 +86,16 @@ def _allocate(decoder: Decoder, run: Run, device: torch.device) -> None:
 
 @torch.no_grad()
 def generate(
-    decoder: Decoder, prompt: Sequence[int], *, most: int, end: int, vocabulary: int, rule: SamplingRule
+    decoder: Decoder, prompt: Sequence[int], *, limit: int, end: int, vocabulary: int, rule: SamplingRule
 ) -> Iterator[int]:
-    """At most `most` token ids that continue a prompt of at least one id, up to the id `end` of the document's end.
+    """At most `limit` token ids that continue a prompt of at least one id, up to the id `end` of the document's end.
 
     Ids from `vocabulary` on stand for no text and are never chosen.
     """
     device = decoder.head_VD.device
     generator = torch.Generator().manual_seed(rule.seed)  # on the CPU, so that every device draws the same
     tokens = list(prompt)
-    for _ in range(most):
+    for _ in range(limit):
         tokens_BS = torch.tensor([tokens], device=device)
         reading = ModelInputs(tokens_BS=tokens_BS, positions_BS=torch.arange(len(tokens), device=device)[None])
         last_D = decoder(reading).main_BSD[0, -1]
@@ -110,28 +110,28 @@ def generate(
 def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
     """The text of tokens as they come, each character once and complete, without that of the prompt before them."""
     ids = list(prompt)
-    told = len(_text(tokenizer, ids))  # characters
+    length = len(_text(tokenizer, ids))  # characters
     text = ""
     for token in tokens:
         ids.append(token)
         text = _text(tokenizer, ids)
         sure = text.rstrip(NOT_TEXT)
-        if len(sure) > told:
-            yield sure[told:]
-            told = len(sure)
-    if len(text) > told:
-        yield text[told:]
+        if len(sure) > length:
+            yield sure[length:]
+            length = len(sure)
+    if len(text) > length:
+        yield text[length:]
 
 
 def _refuse_too_large(decoder: Decoder, device: torch.device) -> None:
     tensors = list(decoder.state_dict().values())
     held = sum(tensor.nbytes for tensor in tensors)
     read = max(4 * tensor.numel() for tensor in tensors)  # the host reads one weight at a time, in float32
-    for place, needed in {device: held, torch.device("cpu"): read + (held if device.type == "cpu" else 0)}.items():
-        free = free_memory_bytes(place)
+    for location, needed in {device: held, torch.device("cpu"): read + (held if device.type == "cpu" else 0)}.items():
+        free = free_memory_bytes(location)
         if free is not None and needed > free:
             raise DeviceError(
-                f"the model is too large for the {'GPU' if place.type == 'cuda' else 'memory of this machine'}",
+                f"the model is too large for the {'GPU' if location.type == 'cuda' else 'memory of this machine'}",
                 got=f"{needed / 1e9:.1f} GB of weights",
                 allowed=f"{free / 1e9:.1f} GB that are free",
                 fix="run it on a larger machine, or export the weights",

@@ -150,15 +150,15 @@ class GoodputLedger:
             begin = earlier[-1].end
         queued = 0.0 if job_begin is None or not earlier else max(0.0, job_begin - earlier[-1].end)
         up = time.clock_gettime(time.CLOCK_BOOTTIME) - (now - begin)
-        own = _Process(begin, step, queued, _boot(), up)
-        self._before = _added_up([*earlier, own])
-        self._own = own
+        process = _Process(begin, step, queued, _boot(), up)
+        self._before = _added_up([*earlier, process])
+        self._own = process
         self._kind: Kind = "start"
         self._since = begin
         self._open: dict[str, float] = {}  # seconds since the last line
         self._open_kept = 0.0  # of these, training of finished steps
         self._step = step
-        self._write({"begin": begin, "step": step, "queued": queued, "boot": own.boot, "up": own.up})
+        self._write({"begin": begin, "step": step, "queued": queued, "boot": process.boot, "up": process.up})
 
     def enter(self, kind: Kind) -> None:
         """Begin a kind of time; the one before ends."""
@@ -196,22 +196,22 @@ class GoodputLedger:
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each kind since the first process of the run began, up to the last `enter`."""
-        own = _Process(self._own.begin, self._own.step, 0.0, stretches=[*self._own.stretches])
-        own.stretches.append(_Stretch(self._since, self._step, dict(self._open)))
-        return _sum(self._before, _added_up([own]))
+        process = _Process(self._own.begin, self._own.step, 0.0, stretches=[*self._own.stretches])
+        process.stretches.append(_Stretch(self._since, self._step, dict(self._open)))
+        return _sum(self._before, _added_up([process]))
 
     def _earlier(self) -> list[_Process]:
         """Earlier processes of the run. What the last one has not recorded of itself gets a line."""
-        if self._path is None or not (found := _read(self._path)):
+        if self._path is None or not (processes := _read(self._path)):
             return []
-        last = found[-1]
+        last = processes[-1]
         end = self._path.stat().st_mtime
         # The write of a line takes some time, too. A later time than the next line would have is that of a copy.
         if BEAT / 10 < end - last.end <= EVERY:
             lost = _Stretch(end, last.stretches[-1].step if last.stretches else last.step, {"lost": end - last.end})
             last.stretches.append(lost)
             self._write({"end": lost.end, "step": lost.step, "seconds": lost.seconds})
-        return found
+        return processes
 
     def _write(self, line: Mapping[str, object]) -> None:
         if self._path is None:
@@ -224,17 +224,17 @@ class GoodputLedger:
 
 
 def _read(path: Path) -> list[_Process]:
-    found: list[_Process] = []
+    processes: list[_Process] = []
     for line in _lines(path):
         with suppress(ValueError, KeyError, TypeError, AttributeError):  # a line that was cut off or damaged
             entry = parse_json(line)
             if "begin" in entry:
                 boot, up = str(entry.get("boot", "")), float(entry.get("up", 0.0))
-                found.append(_Process(float(entry["begin"]), int(entry["step"]), float(entry["queued"]), boot, up))
-            elif found:
+                processes.append(_Process(float(entry["begin"]), int(entry["step"]), float(entry["queued"]), boot, up))
+            elif processes:
                 seconds = {kind: float(value) for kind, value in entry["seconds"].items() if kind in KINDS}
-                found[-1].stretches.append(_Stretch(float(entry["end"]), int(entry["step"]), seconds))
-    return found
+                processes[-1].stretches.append(_Stretch(float(entry["end"]), int(entry["step"]), seconds))
+    return processes
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -249,25 +249,27 @@ def _added_up(processes: Sequence[_Process]) -> dict[str, float]:
     """Seconds of each kind, those between processes included."""
     total: dict[str, float] = {}
     gaps = _gaps(processes)
-    for place, process in enumerate(processes):
-        kept_step = min((later.step for later in processes[place + 1 :]), default=None)
+    for index, process in enumerate(processes):
+        kept_step = min((later.step for later in processes[index + 1 :]), default=None)
         total = _sum(total, _of_process(process, kept_step))
-        if place:
-            queued = min(process.queued, gaps[place - 1])
-            total = _sum(total, {"queued": queued, "down": gaps[place - 1] - queued})
+        if index:
+            queued = min(process.queued, gaps[index - 1])
+            total = _sum(total, {"queued": queued, "down": gaps[index - 1] - queued})
     return {kind: total[kind] for kind in KINDS if total.get(kind, 0.0) > 0}
 
 
 def _gaps(processes: Sequence[_Process]) -> list[float]:
     """Seconds between each process and the next."""
     gaps = [
-        later.up - (one.up + one.end - one.begin) if one.boot and one.boot == later.boot else later.begin - one.end
-        for one, later in pairwise(processes)
+        later.up - (earlier.up + earlier.end - earlier.begin)
+        if earlier.boot and earlier.boot == later.boot
+        else later.begin - earlier.end
+        for earlier, later in pairwise(processes)
     ]
     ahead = 0.0  # of the clock of a process, as later ones show
-    for place in reversed(range(len(gaps))):
-        gap = gaps[place] - ahead
-        gaps[place], ahead = max(0.0, gap), max(0.0, -gap)
+    for index in reversed(range(len(gaps))):
+        gap = gaps[index] - ahead
+        gaps[index], ahead = max(0.0, gap), max(0.0, -gap)
     return gaps
 
 
@@ -275,17 +277,21 @@ def _of_process(process: _Process, kept_step: int | None) -> dict[str, float]:
     """Seconds of a process, whose steps after `kept_step` were made again."""
     begins = [process.step, *(stretch.step for stretch in process.stretches)]  # steps before each stretch
     warm = process.step + WARM_UP
-    later = [(one, one.step - before) for one, before in zip(process.stretches, begins, strict=False) if before >= warm]
+    later = [
+        (stretch, stretch.step - before)
+        for stretch, before in zip(process.stretches, begins, strict=False)
+        if before >= warm
+    ]
     steps = sum(count for _, count in later)
-    usual = sum(one.made for one, _ in later) / steps if steps else None
+    usual = sum(stretch.made for stretch, _ in later) / steps if steps else None
     total: dict[str, float] = {}
-    for one, before in zip(process.stretches, begins, strict=False):
-        seconds, steps = dict(one.seconds), one.step - before
+    for stretch, before in zip(process.stretches, begins, strict=False):
+        seconds, steps = dict(stretch.seconds), stretch.step - before
         if before < warm and usual is not None and steps:
-            seconds["compile"] = max(0.0, one.made - usual * steps)
-            seconds["training"] = one.made - seconds["compile"]
-        if kept_step is not None and steps and one.step > kept_step:
-            share = min(1.0, (one.step - kept_step) / steps)
+            seconds["compile"] = max(0.0, stretch.made - usual * steps)
+            seconds["training"] = stretch.made - seconds["compile"]
+        if kept_step is not None and steps and stretch.step > kept_step:
+            share = min(1.0, (stretch.step - kept_step) / steps)
             again = share * seconds.get("training", 0.0)
             seconds["training"] = seconds.get("training", 0.0) - again
             seconds["lost"] = seconds.get("lost", 0.0) + again

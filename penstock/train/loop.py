@@ -73,9 +73,9 @@ from penstock.train.stop import StopRequest
 from penstock.train.stragglers import RankPulse, StragglerWatch
 
 
-def unmarked(place: str) -> None:
+def unmarked(phase: str) -> None:
     """Where no watch is kept."""
-    del place
+    del phase
 
 
 def this_host(rank: int) -> str:
@@ -303,8 +303,8 @@ class _Loop:
         """Raise the error of the first rank that has one on all of them, which call this together."""
         if (world := self._session.axes.world).group is None:
             return
-        own = None if self._fault is None else [type(self._fault).__name__, str(self._fault)]
-        fault = next(filter(None, all_gather_json(own, world)), None)
+        local_fault = None if self._fault is None else [type(self._fault).__name__, str(self._fault)]
+        fault = next(filter(None, all_gather_json(local_fault, world)), None)
         if fault is not None:
             error = every_kind().get(fault[0], PenstockError)(fault[1])
             error.is_of_all_ranks = True

@@ -252,14 +252,14 @@ def drop_after(path: Path, step: int, every: int = 1) -> tuple[str, ...]:
     notices = []
     with _disk_errors(path):
         for line in _lines(path):
-            end, found = begin + len(line), _step_of(line)
-            if found is not None and last < found <= step:
+            end, number = begin + len(line), _step_of(line)
+            if number is not None and last < number <= step:
                 first = kept.pop()[0] if kept and kept[-1][1] == begin else begin
                 kept.append((first, end))
-                last = found
-            elif line.endswith(b"\n") and (found is None or found <= last):  # a kill leaves a last line without its end
+                last = number
+            elif line.endswith(b"\n") and (number is None or number <= last):  # a kill leaves a last line without end
                 damaged += 1
-            is_ours |= found is not None
+            is_ours |= number is not None
             begin = end
         if damaged and not is_ours:
             raise RunFolderError(f"cannot read {path} as metrics", fix="move the file away to go on")

@@ -88,13 +88,13 @@ class ShardedMuon:
         self._move_momenta(1.0 / divisor)
         self._exchange.run()
         decay = learning_rate * self._settings.weight_decay
-        for one in self._defined:
-            master = master_of(one)
-            change = one.gradient.mul_(learning_rate * one.scale)
-            store_master(one, master - master * decay - change)
-            one.gradient.zero_()
+        for tensor in self._defined:
+            master = master_of(tensor)
+            change = tensor.gradient.mul_(learning_rate * tensor.scale)
+            store_master(tensor, master - master * decay - change)
+            tensor.gradient.zero_()
         for scale, group in self._fused.items():
-            masters, gradients = [master_of(one) for one in group], [one.gradient for one in group]
+            masters, gradients = [master_of(tensor) for tensor in group], [tensor.gradient for tensor in group]
             torch._foreach_mul_(masters, 1.0 - decay)
             torch._foreach_add_(masters, gradients, alpha=-learning_rate * scale)
             torch._foreach_zero_(gradients)
@@ -107,18 +107,18 @@ class ShardedMuon:
     def _move_momenta(self, scale: float) -> None:
         """The new momenta; gradients become directions."""
         muon = self._settings.muon
-        for one in self._defined:
-            gradient = one.gradient.mul_(scale).mul_(1.0 - muon.momentum)
-            momentum = first_moment_of(one) * muon.momentum + gradient
-            rounds = not is_own_master(one.moment1)
-            noise_ = noise(momentum, one.start, seed_of(self._steps, one.salt))[0] if rounds else None
-            store_first_moment(one, momentum, noise_)
+        for tensor in self._defined:
+            gradient = tensor.gradient.mul_(scale).mul_(1.0 - muon.momentum)
+            momentum = first_moment_of(tensor) * muon.momentum + gradient
+            rounds = not is_own_master(tensor.moment1)
+            noise_ = noise(momentum, tensor.start, seed_of(self._steps, tensor.salt))[0] if rounds else None
+            store_first_moment(tensor, momentum, noise_)
             if muon.nesterov:
                 gradient.add_(momentum.mul_(muon.momentum))
             else:
                 gradient.copy_(momentum)
         for group in self._fused.values():
-            gradients, momenta = [one.gradient for one in group], [one.moment1 for one in group]
+            gradients, momenta = [tensor.gradient for tensor in group], [tensor.moment1 for tensor in group]
             if scale != 1.0:
                 torch._foreach_mul_(gradients, scale)
             torch._foreach_lerp_(momenta, gradients, 1.0 - muon.momentum)
@@ -137,7 +137,7 @@ def _with_state(
     name: str, value: Tensor, gradient: Tensor, matrices: Matrices, settings: Optimizer, start: int
 ) -> MuonTensor:
     shapes = state_shapes(tuple(value.shape), value.dtype, settings, is_muon=True)
-    state = {field: torch.zeros(one.shape, dtype=one.dtype, device=value.device) for field, one in shapes.items()}
+    state = {field: torch.zeros(shape.shape, dtype=shape.dtype, device=value.device) for field, shape in shapes.items()}
     return MuonTensor(
         value=value,
         gradient=gradient,

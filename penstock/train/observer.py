@@ -119,7 +119,9 @@ class StepReport:
         plans = [layer.balance for layer in self.layers if layer.balance is not None]
         if not plans:
             return None
-        means = (fmean(one) for one in zip(*((plan.before, plan.after, plan.replicas) for plan in plans), strict=True))
+        means = (
+            fmean(column) for column in zip(*((plan.before, plan.after, plan.replicas) for plan in plans), strict=True)
+        )
         return BalanceReport(**dict(zip(("before", "after", "replicas"), means, strict=True)))
 
     @property

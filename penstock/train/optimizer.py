@@ -99,7 +99,7 @@ class OptimizerShard:
             return ()
         first, end = self.rows
         rows = by_rows(self.total)
-        return tuple(one for one in (rows[:first], rows[end:]) if one.numel())
+        return tuple(part for part in (rows[:first], rows[end:]) if part.numel())
 
 
 @torch.no_grad()
@@ -184,10 +184,10 @@ class MasterAdamW:
         self._frozen = [param for param in params if not param.parameter.requires_grad]
         assert trained, "an optimizer needs a parameter that is trained"
         # In the order of names, so that messages match even between ranks that hold different layers.
-        trained = sorted(trained, key=lambda one: one.name)
+        trained = sorted(trained, key=lambda param: param.name)
         self.gradient_offload = _offload_of(trained) if offload.gradients else None
-        self._shards = {one.name: optimizer_shard_of(one, parallel, self.gradient_offload) for one in trained}
-        assert len({id(one.parameter) for one in trained}) == len(self._shards) == len(trained), "one comes twice"
+        self._shards = {param.name: optimizer_shard_of(param, parallel, self.gradient_offload) for param in trained}
+        assert len({id(param.parameter) for param in trained}) == len(self._shards) == len(trained), "one comes twice"
         self._world = axes.world
         self._reduce_dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
         self._bucket_values = bucket_values
@@ -196,13 +196,13 @@ class MasterAdamW:
             if shard.attached is None:
                 shard.param.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, shard.total))
         on_host = frozenset(() if self.gradient_offload is None else self.gradient_offload.totals)
-        self._on_device = [one for name, one in self._shards.items() if name not in on_host]  # their gradients
+        self._on_device = [shard for name, shard in self._shards.items() if name not in on_host]  # their gradients
         self._has_zeros = True  # in the updated rows
-        of_muon = {name: one.matrices() for name, one in self._shards.items() if one.param.matrices is not None}
+        of_muon = {name: shard.matrices() for name, shard in self._shards.items() if shard.param.matrices is not None}
         of_muon = of_muon if settings.method == "muon" else {}
-        values, muon_values = _parted({name: one.values for name, one in self._shards.items()}, of_muon)
+        values, muon_values = _parted({name: shard.values for name, shard in self._shards.items()}, of_muon)
         gradients, muon_gradients = _parted(dict(self.gradients()), of_muon)
-        starts = {name: one.start for name, one in self._shards.items()}
+        starts = {name: shard.start for name, shard in self._shards.items()}
         self._adamw: FusedAdamW | StreamedAdamW
         if offload.optimizer:
             assert not of_muon, "a rule refuses Muon with its state in host memory"
@@ -230,8 +230,8 @@ class MasterAdamW:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Names, and gradients of the rows that this rank updates; complete after `reduce_gradients`."""
-        for name, one in self._shards.items():
-            yield name, one.gradient
+        for name, shard in self._shards.items():
+            yield name, shard.gradient
 
     @torch.no_grad()
     def zero_gradients(self, *, before_passes: bool = False) -> None:
@@ -270,7 +270,7 @@ class MasterAdamW:
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """2-norm of the gradient of the whole model, over all ranks: float32 scalar on the device."""
-        counted = {one.param.name: one.gradient for one in self._on_device if one.writes}  # each row on one rank only
+        counted = {shard.param.name: shard.gradient for shard in self._on_device if shard.writes}  # each row once
         norms = dict(zip(counted, torch._foreach_norm(list(counted.values())), strict=True)) if counted else {}
         if self.gradient_offload is not None:
             norms |= self.gradient_offload.norms()
@@ -289,8 +289,8 @@ class MasterAdamW:
         Then multiply rows of parameters by factors (QK-clip), one for each row on this rank. Afterwards the gradients
         of the updated rows are zero.
         """
-        for name, one in self._shards.items():
-            assert one.param.parameter.grad is one.attached, f"the gradient buffer of {name} was detached"
+        for name, shard in self._shards.items():
+            assert shard.param.parameter.grad is shard.attached, f"the gradient buffer of {name} was detached"
         if self.gradient_offload is not None:
             self.gradient_offload.finish()
         self._adamw.update(learning_rate, divisor)
@@ -298,8 +298,8 @@ class MasterAdamW:
             self._muon.update(learning_rate, divisor)
         for name, factors in row_factors.items():
             tensor, rows = self._tensors[name], self._shards[name].rows
-            own = factors if rows is None else factors[rows[0] : rows[1]]
-            store_master(tensor, master_of(tensor) * own.view(-1, *(1,) * (tensor.value.ndim - 1)))
+            rank_factors = factors if rows is None else factors[rows[0] : rows[1]]
+            store_master(tensor, master_of(tensor) * rank_factors.view(-1, *(1,) * (tensor.value.ndim - 1)))
         self._has_zeros = True
         self._gather_values()
 
@@ -327,11 +327,11 @@ class MasterAdamW:
             shard.values if isinstance(shard.param.parameter, DTensor) else shard.param.parameter for shard in shards
         ]
         frozen = (param.parameter for param in self._frozen)
-        weights += [one.to_local() if isinstance(one, DTensor) else one for one in frozen]
+        weights += [weight.to_local() if isinstance(weight, DTensor) else weight for weight in frozen]
         there = self.gradient_offload
         return StateBytes(
             weights=_bytes(weights),
-            gradients=_bytes(one.total for one in self._on_device) + (0 if there is None else there.device_bytes),
+            gradients=_bytes(shard.total for shard in self._on_device) + (0 if there is None else there.device_bytes),
             optimizer=self._adamw.device_bytes + (0 if self._muon is None else self._muon.device_bytes),
             moments=self._adamw.moment_bytes + (0 if self._muon is None else self._muon.moment_bytes),
             host=self._adamw.host_bytes + (0 if there is None else there.host_bytes),
@@ -360,8 +360,8 @@ class MasterAdamW:
 
 def _parted(tensors: Mapping[str, Tensor], names: Collection[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors of other names, and of these."""
-    there = {name: one for name, one in tensors.items() if name in names}
-    return {name: one for name, one in tensors.items() if name not in names}, there
+    there = {name: tensor for name, tensor in tensors.items() if name in names}
+    return {name: tensor for name, tensor in tensors.items() if name not in names}, there
 
 
 def _offload_of(params: Sequence[ParamShard]) -> GradientOffload:

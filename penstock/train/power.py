@@ -57,8 +57,8 @@ class PowerMeter:
         except (ImportError, OSError, KeyError):  # amdsmi looks for its library when it is imported
             return
         self._device = device
-        own: type[Exception] = library.AmdSmiException if torch.version.hip else library.NVMLError
-        self._errors = (RuntimeError, OSError, ImportError, own)
+        library_error: type[Exception] = library.AmdSmiException if torch.version.hip else library.NVMLError
+        self._errors = (RuntimeError, OSError, ImportError, library_error)
         limits: Callable[[Any, torch.device], PowerLimits] = _amd_limits if torch.version.hip else _nvidia_limits
         try:
             self._limits = limits(library, device)

@@ -132,8 +132,8 @@ def memory_lines(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]
     downwards; `begin_us` and `end_us`, times of the trace; `allocated_bytes` and `reserved_bytes` at its end;
     `peak_bytes`, the maximum allocated. Spans before the allocator's first event are left out.
     """
-    found = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] != 0]
-    blocks = sorted(found, key=lambda event: float(event["ts"]))
+    changes = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] != 0]
+    blocks = sorted(changes, key=lambda event: float(event["ts"]))
     times = [float(event["ts"]) for event in blocks]
     allocated = [int(event["args"]["Total Allocated"]) for event in blocks]
     reserved = [int(event["args"]["Total Reserved"]) for event in blocks]
@@ -158,10 +158,10 @@ def _paths(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, ...
     prefix = NUMBERED_STEP.format("")
     spans = [event for event in events if event.get("cat") == "user_annotation" and event.get("ph") == "X"]
     threads = {event["tid"] for event in spans if event["name"].startswith(prefix)}
-    own = [event for event in spans if event["tid"] in threads]
+    step_spans = [event for event in spans if event["tid"] in threads]
     open_spans: list[tuple[str, float]] = []  # name and end, outermost first
     # Of spans that begin together, the longer one is outside.
-    for event in sorted(own, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
+    for event in sorted(step_spans, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
         while open_spans and open_spans[-1][1] <= begin:
             open_spans.pop()

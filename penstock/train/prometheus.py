@@ -140,31 +140,31 @@ class PrometheusEndpoint(Observer):
 
     def collect(self) -> Iterator[Any]:
         """Metric families of prometheus_client; its thread calls this for each request."""
-        told = self._told  # once: the training thread may replace it meanwhile
-        if told is None:
+        data = self._told  # once: the training thread may replace it meanwhile
+        if data is None:
             return
-        run = told.start.run
-        info = {"model": run.model.family, "device": told.start.device_name, "ranks": f"{told.start.ranks}"}
-        yield self._family(told, RUN_INFO, {tuple(info.values()): 1.0}, labels=tuple(info))
-        yield self._family(told, WANTED_STEPS, {(): float(run.training.steps)})
-        if told.saved_step:
-            yield self._family(told, SAVED_STEP, {(): float(told.saved_step)})
-            yield self._family(told, SAVED_TIME, {(): told.saved_time})
-        if not told.line:
+        run = data.start.run
+        info = {"model": run.model.family, "device": data.start.device_name, "ranks": f"{data.start.ranks}"}
+        yield self._family(data, RUN_INFO, {tuple(info.values()): 1.0}, labels=tuple(info))
+        yield self._family(data, WANTED_STEPS, {(): float(run.training.steps)})
+        if data.saved_step:
+            yield self._family(data, SAVED_STEP, {(): float(data.saved_step)})
+            yield self._family(data, SAVED_TIME, {(): data.saved_time})
+        if not data.line:
             return
-        yield self._family(told, STEP_TIME, {(): told.step_time})
+        yield self._family(data, STEP_TIME, {(): data.step_time})
         for field, name in EXPORTED.items():
             label = _LABELS.get(field)
-            yield self._family(told, name, _samples(told.line.get(field)), FIELDS[field].doc, (label,) if label else ())
+            yield self._family(data, name, _samples(data.line.get(field)), FIELDS[field].doc, (label,) if label else ())
         for field, name in EXPORTED_OF_LAYER.items():
             layers: dict[tuple[str, ...], float] = {
-                (f"{layer['layer']}",): float(layer[field]) for layer in told.line["layers"] if layer[field] is not None
+                (f"{layer['layer']}",): float(layer[field]) for layer in data.line["layers"] if layer[field] is not None
             }
-            yield self._family(told, name, layers, LAYER_FIELDS[field].doc, ("layer",))
+            yield self._family(data, name, layers, LAYER_FIELDS[field].doc, ("layer",))
 
     def _family(
         self,
-        told: _Told,
+        data: _Told,
         name: str,
         samples: Mapping[tuple[str, ...], float],
         doc: str = "",
@@ -174,7 +174,7 @@ class PrometheusEndpoint(Observer):
         kind = self._core.CounterMetricFamily if name.endswith("_total") else self._core.GaugeMetricFamily
         family = kind(name, doc or ENDPOINT_FIELDS[name].doc, labels=("run", *labels))
         for values, number in samples.items():
-            family.add_metric((told.start.run.name, *values), number)
+            family.add_metric((data.start.run.name, *values), number)
         return family
 
 

@@ -165,11 +165,11 @@ def find_run_folder(parent: Path, name: str, *, newest: bool) -> RunFolder:
     if newest and parent.is_dir():
         matches = (re.fullmatch(re.escape(name) + r"-([0-9]+)", path.name) for path in parent.iterdir())
         numbers += [int(match[1]) for match in matches if match]
-    found = [RunFolder(parent / _numbered(name, number)) for number in sorted(numbers, reverse=True)]
-    folder = next((folder for folder in found if folder.exists), None)
+    folders = [RunFolder(parent / _numbered(name, number)) for number in sorted(numbers, reverse=True)]
+    folder = next((folder for folder in folders if folder.exists), None)
     if folder is None:
-        told = did_you_mean_path(parent / name) or "leave out --resume to start it"
-        raise RunFolderError(f"there is no run {name} in {parent} to resume", fix=told)
+        suggestion = did_you_mean_path(parent / name) or "leave out --resume to start it"
+        raise RunFolderError(f"there is no run {name} in {parent} to resume", fix=suggestion)
     return folder
 
 
@@ -204,13 +204,13 @@ def check_same_run(saved: Run, wanted: Run, folder: RunFolder) -> None:
     changes = differences(saved, wanted)
     for difference in changes:
         if is_bound(difference.field):
-            words = [
+            arguments = [
                 "train",
                 "--from",
                 str(folder.path),
                 *(f"{change.field}={change.right or 'none'}" for change in changes),
             ]
-            new = f"begin one with its weights: penstock {shlex.join(words)}"
+            new = f"begin one with its weights: penstock {shlex.join(arguments)}"
             if difference.field.startswith("model."):  # its weights do not fit
                 new = "start a new run"
             raise CheckpointError(

@@ -213,7 +213,7 @@ def state_bytes(run: Run) -> int:
             shape = tuple(parameter.shape)
             is_muon = run.optimizer.method == "muon" and matrices_of(module, f"{path}.{name}", shape) is not None
             state = state_shapes(shape, dtype, run.optimizer, is_muon=is_muon).values()
-            total += (4 + dtype.itemsize) * parameter.numel() + sum(one.nbytes for one in state)
+            total += (4 + dtype.itemsize) * parameter.numel() + sum(item.nbytes for item in state)
     return total
 
 
@@ -239,7 +239,7 @@ def least_memory_need(run: Run, grid: Grid) -> MemoryNeed:
     dense = size.parameters + size.mtp_parameters - routed
     of_dense = _state(run, dense / (grid.tensor * grid.pipeline), grid.data * grid.context)
     of_routed = _state(run, routed / (grid.expert * grid.expert_tensor * grid.pipeline), grid.expert_data)
-    state, offloaded = (int(one + other) for one, other in zip(of_dense, of_routed, strict=True))
+    state, offloaded = (int(part + other) for part, other in zip(of_dense, of_routed, strict=True))
     width = model.hidden_size * (2 if training.precision == "bf16" else 4)  # bytes per position
     positions = training.micro_batch * training.sequence_length / (grid.tensor * grid.context)
     kept = 0 if run.offload.activations else model.layers / grid.pipeline * positions * width
@@ -296,7 +296,7 @@ def _state(run: Run, parameters: float, copies: int) -> tuple[float, float]:
     dtype, is_muon = torch.float32 if is_own else torch.bfloat16, run.optimizer.method == "muon"
     state = state_shapes((1, BLOCK), dtype, run.optimizer, is_muon=is_muon)
     part = parameters / (shards if divides == "full" else 1)
-    optimizer = parameters / (1 if divides == "none" else shards) * sum(one.nbytes for one in state.values()) / BLOCK
+    optimizer = parameters / (1 if divides == "none" else shards) * sum(item.nbytes for item in state.values()) / BLOCK
     gradient, weight = part * torch.float32.itemsize, part * (4 if is_own else 2)
     offloaded = optimizer * run.offload.optimizer + gradient * run.offload.gradients
     return weight + gradient + optimizer - offloaded, offloaded
@@ -335,5 +335,5 @@ def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
     expert = sum(p.numel() for module in modules if isinstance(module, GroupedExperts) for p in module.parameters())
     dense = sum(parameter.numel() for _, parameter in model.named_parameters()) - expert
     stages = stages_of(run)
-    own = {number: stages[number] for number in model.decoders}
-    return Rehearsal(model=model, stages=own, dense=dense, expert=expert, memory=memory)
+    rank_stages = {number: stages[number] for number in model.decoders}
+    return Rehearsal(model=model, stages=rank_stages, dense=dense, expert=expert, memory=memory)

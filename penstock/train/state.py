@@ -124,7 +124,7 @@ def check_same_model(step: int, saved: Mapping[str, Any], wanted: Mapping[str, A
     # Through JSON, as the saved ones went: tuples become lists.
     old, new = (dict(_leaves(json.loads(json.dumps(identity)))) for identity in (saved, wanted))
     # An option that is newer than the checkpoint has its default there.
-    defaults = {one.path: one.default for one in every_field(Run) if not one.required}
+    defaults = {field.path: field.default for field in every_field(Run) if not field.required}
     newer = {field for field in new.keys() - old.keys() if field in defaults and defaults[field] == new[field]}
     old |= {field: new[field] for field in newer}
     fields = [field for field in {**old, **new} if old.get(field) != new.get(field)]
@@ -167,26 +167,26 @@ def parse_random_state(state: Mapping[str, Any]) -> Generators:
     version, internal, next_gauss = state["python"]
     numpy_state = dict(state["numpy"])
     key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
-    found = Generators(
+    generators = Generators(
         torch=_from_text(state["torch"]),
         cuda=None if state["cuda"] is None else _from_text(state["cuda"]),
         python=(version, tuple(internal), next_gauss),
         numpy={**numpy_state, "state": {**numpy_state["state"], "key": key}},
     )
     # Generators of their own refuse what does not fit, before the global ones change.
-    torch.Generator().set_state(found.torch)
-    random.Random().setstate(found.python)
-    np.random.RandomState().set_state(found.numpy)
-    return found
+    torch.Generator().set_state(generators.torch)
+    random.Random().setstate(generators.python)
+    np.random.RandomState().set_state(generators.numpy)
+    return generators
 
 
-def set_random_state(found: Generators) -> None:
+def set_random_state(generators: Generators) -> None:
     """Set the global random generators; that of a GPU is skipped on a CPU."""
-    torch.set_rng_state(found.torch)
-    if found.cuda is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(found.cuda)
-    random.setstate(found.python)
-    np.random.set_state(found.numpy)
+    torch.set_rng_state(generators.torch)
+    if generators.cuda is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(generators.cuda)
+    random.setstate(generators.python)
+    np.random.set_state(generators.numpy)
 
 
 def _to_text(state: Tensor) -> str:

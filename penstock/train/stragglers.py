@@ -84,18 +84,18 @@ class StragglerWatch:
         figures = np.median(np.array([pulses for _, pulses in self._steps]), axis=0)
         self._steps = []
         sums = max(0.0, step - float(figures[:, 1].max()))
-        found = late_rank(step, figures) or self._network(step, sums)
+        delay = late_rank(step, figures) or self._network(step, sums)
         self._least_sums = sums if self._least_sums is None else min(sums, self._least_sums)
-        last, self._last = self._last, found
-        if found is None:
+        last, self._last = self._last, delay
+        if delay is None:
             before, self._told = self._told, None
             return () if before is None else (f"{self._named(before)} no longer late ({before.cause})",)
-        is_large = found.seconds >= SURE * step
-        if _same(found, self._told) or not (is_large or _same(found, last)):
+        is_large = delay.seconds >= SURE * step
+        if _same(delay, self._told) or not (is_large or _same(delay, last)):
             return ()
-        self._told = found
-        share = f"{found.seconds:.3g} s of a step of {step:.3g} s, " if found.seconds else ""
-        return (f"{self._named(found)} late: {share}median of {WINDOW} steps; cause: {found.cause}, {found.detail}",)
+        self._told = delay
+        share = f"{delay.seconds:.3g} s of a step of {step:.3g} s, " if delay.seconds else ""
+        return (f"{self._named(delay)} late: {share}median of {WINDOW} steps; cause: {delay.cause}, {delay.detail}",)
 
     def _network(self, step: float, sums: float) -> LateFinding | None:
         least = sums if self._least_sums is None else self._least_sums
@@ -104,12 +104,12 @@ class StragglerWatch:
         detail = f"no rank works longer, and the sum of gradients takes {sums:.3g} s instead of {least:.3g} s"
         return LateFinding(-1, "network", sums - least, detail)
 
-    def _named(self, one: LateFinding) -> str:
-        return "all ranks are" if one.rank < 0 else f"rank {one.rank} on {self._host_of(one.rank)} is"
+    def _named(self, delay: LateFinding) -> str:
+        return "all ranks are" if delay.rank < 0 else f"rank {delay.rank} on {self._host_of(delay.rank)} is"
 
 
-def _same(one: LateFinding, other: LateFinding | None) -> bool:
-    return other is not None and (one.rank, one.cause) == (other.rank, other.cause)
+def _same(delay: LateFinding, other: LateFinding | None) -> bool:
+    return other is not None and (delay.rank, delay.cause) == (other.rank, other.cause)
 
 
 def late_rank(step: float, figures: Floats) -> LateFinding | None:

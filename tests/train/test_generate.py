@@ -27,7 +27,7 @@ def _loaded(run: Run) -> tuple[Decoder, Decoder]:
 
 
 def _tokens(decoder: Decoder, rule: SamplingRule = SamplingRule(), most: int = 12) -> list[int]:  # noqa: B008
-    return list(generate(decoder, PROMPT, most=most, end=256, vocabulary=257, rule=rule))
+    return list(generate(decoder, PROMPT, limit=most, end=256, vocabulary=257, rule=rule))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -58,9 +58,9 @@ def test_text_ends_where_the_document_ends_and_ids_without_text_are_never_chosen
     decoder, _ = _loaded(byte_run(tmp_path))
     first, second, *_ = _tokens(decoder)
     rule = SamplingRule()
-    assert list(generate(decoder, PROMPT, most=9, end=first, vocabulary=257, rule=rule)) == []
-    assert list(generate(decoder, PROMPT, most=9, end=second, vocabulary=257, rule=rule)) == [first]
-    assert max(generate(decoder, PROMPT, most=9, end=256, vocabulary=first, rule=rule)) < first
+    assert list(generate(decoder, PROMPT, limit=9, end=first, vocabulary=257, rule=rule)) == []
+    assert list(generate(decoder, PROMPT, limit=9, end=second, vocabulary=257, rule=rule)) == [first]
+    assert max(generate(decoder, PROMPT, limit=9, end=256, vocabulary=first, rule=rule)) < first
 
 
 def test_draws_follow_their_seed_and_a_small_share_is_the_largest_logit(tmp_path: Path) -> None:
