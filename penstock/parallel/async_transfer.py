@@ -146,13 +146,13 @@ class AsyncTransfer(Generic[Rest]):
         """Start, and keep the graph of the transfer."""
 
         def work() -> tuple[tuple[Tensor, ...], Rest, list[GradientEdge], list[GradientEdge | None]]:
-            own = [entered(tensor) for tensor in inputs]
+            entries = [entered(tensor) for tensor in inputs]
             with torch.enable_grad():
-                outputs, rest = function(*own)
+                outputs, rest = function(*entries)
             have_gradients = all(output.requires_grad for output in outputs)
             assert have_gradients, f"{self.name}: tensors without gradient belong to the rest"
             ends = [get_gradient_edge(output) for output in outputs]
-            begins = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in own]
+            begins = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in entries]
             return tuple(output.detach() for output in outputs), rest, ends, begins
 
         (outputs, rest, ends, begins), self._end = self.transfers.fork(self.name, work)
@@ -176,8 +176,8 @@ class AsyncTransfer(Generic[Rest]):
             roots, values = [end for end, _ in known], [value for _, value in known]
             return torch.autograd.grad(roots, wanted, values, retain_graph=True, allow_unused=True)
 
-        found, self._end = self.transfers.fork(f"{self.name} back", work)
-        by_input = iter(found)
+        input_gradients, self._end = self.transfers.fork(f"{self.name} back", work)
+        by_input = iter(input_gradients)
         self._held = gradients
         self._gradients = tuple(None if begin is None else next(by_input) for begin in begins)
         self.transfers.run_meanwhile()

@@ -141,7 +141,7 @@ def make_axes(
         back = {ranks: made.make(ranks) for ranks in grid.groups(("pipeline",))}
         axes["pipeline_back"] = replace(axes["pipeline"], name="pipeline_back", group=back[axes["pipeline"].ranks])
     if len(embedding_places) > 1:
-        holders = tuple(tuple(ranks[place] for place in embedding_places) for ranks in grid.groups(("pipeline",)))
+        holders = tuple(tuple(ranks[position] for position in embedding_places) for ranks in grid.groups(("pipeline",)))
         made.make_missing(holders)
         if any(rank in ranks for ranks in holders):  # stages between hold no embedding
             axes["embedding"] = _own_axis("embedding", holders, rank, made)
@@ -160,7 +160,7 @@ def _divide(axis: Axis, groups: Sequence[tuple[int, ...]], size: int, made: _Gro
     assert axis.size % size == 0, f"{axis.size} ranks of {axis.name} are not divided by {size}"
     me = axis.ranks[axis.rank]
     blocks = [ranks[first : first + size] for ranks in groups for first in range(0, axis.size, size)]
-    same_places = [ranks[place::size] for ranks in groups for place in range(size)]
+    same_places = [ranks[position::size] for ranks in groups for position in range(size)]
     inner = _own_axis(f"{axis.name}_shard", blocks, me, made)
     return replace(axis, inner=inner, outer=_own_axis(f"{axis.name}_replicate", same_places, me, made))
 
@@ -180,6 +180,6 @@ def _by_node(axis: Axis, groups: Sequence[tuple[int, ...]], per_node: int, made:
 
 def _own_axis(name: str, groups: Sequence[tuple[int, ...]], me: int, made: _Groups) -> Axis:
     made.make_missing(groups)
-    own = next(ranks for ranks in groups if me in ranks)
-    group = made.by_ranks[own] if len(own) > 1 else None
-    return Axis(name=name, ranks=own, rank=own.index(me), group=group, timeout=made.timeout)
+    members = next(ranks for ranks in groups if me in ranks)
+    group = made.by_ranks[members] if len(members) > 1 else None
+    return Axis(name=name, ranks=members, rank=members.index(me), group=group, timeout=made.timeout)

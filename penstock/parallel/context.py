@@ -108,7 +108,7 @@ def nears_of(
     if reach is not None and is_chunk and len(ranges) == 1 and layout.length % reach.size == 0:
         return (reach.size,)
     first_BS = first_keys(documents_BS, reach, layout.length, device)
-    bounds = [AttentionBounds.of(first_BS[:, one.start : one.stop], one.stop, reach) for one in ranges]
+    bounds = [AttentionBounds.of(first_BS[:, span.start : span.stop], span.stop, reach) for span in ranges]
     return tuple(bounds) if kernel is not None else tuple(bound.seen_BQK() for bound in bounds)
 
 
@@ -206,14 +206,14 @@ def attend_to_row(
     )
     chunks = []
     for part, number in enumerate((axis.rank, 2 * axis.size - 1 - axis.rank)):
-        own, end = slice(part * size, (part + 1) * size), (number + 1) * size  # our queries, and the keys before them
+        span, end = slice(part * size, (part + 1) * size), (number + 1) * size  # our queries, and the keys before them
         if allowed_BSS is None:
             allowed = torch.ones(1, size, end, dtype=torch.bool, device=q_BSHN.device).tril(end - size)
         else:
-            allowed = allowed_BSS[:, own, :end]
+            allowed = allowed_BSS[:, span, :end]
         chunks.append(
             causal_attention(
-                q_BSHN[:, own],
+                q_BSHN[:, span],
                 k_BSGN[:, :end],
                 v_BSGM[:, :end],
                 scale=scale,

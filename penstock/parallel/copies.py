@@ -93,14 +93,14 @@ def host_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: 
     sizes = [prod(shape) * dtype.itemsize for shape in shapes]
     left, tensors = sum(map(_aligned, sizes)), dict[int, Tensor]()  # bytes without a place yet
     rests: list[Tensor] = []  # free bytes of each block, from an aligned address on
-    for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+    for index in sorted(range(len(sizes)), key=lambda tensor_index: -sizes[tensor_index]):
         size = _aligned(sizes[index])
-        place = next((place for place, rest in enumerate(rests) if rest.numel() >= size), len(rests))
-        if place == len(rests):
+        block = next((number for number, rest in enumerate(rests) if rest.numel() >= size), len(rests))
+        if block == len(rests):
             usual = 1 << (max(left, 1).bit_length() - 1)  # at most what is left, so the last blocks are small
             rests.append(host_empty(max(usual, ALIGNMENT, 1 << (size - 1).bit_length()), device))
-        tensors[index] = rests[place][: sizes[index]].view(dtype).view(shapes[index])
-        rests[place] = rests[place][size:]
+        tensors[index] = rests[block][: sizes[index]].view(dtype).view(shapes[index])
+        rests[block] = rests[block][size:]
         left -= size
     return [tensors[index] for index in range(len(sizes))]
 
@@ -151,11 +151,11 @@ class ChunkStream:
             left.wait_on_host()
 
     def _make_buffers(self, chunks: Sequence[Sequence[Tensor]]) -> None:
-        most = buffer_bytes(chunks)
-        if not self._buffers or self._buffers[0].numel() < most:
+        size = buffer_bytes(chunks)
+        if not self._buffers or self._buffers[0].numel() < size:
             for left in self._left:
                 left.wait()
-            self._buffers = [torch.empty(most, dtype=torch.uint8, device=self._device) for _ in range(2)]
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
             # A block that was freed on the current stream may still be in use there.
             fresh = (
                 PendingCopy(torch.cuda.current_stream(self._device).record_event())

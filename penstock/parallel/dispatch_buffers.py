@@ -83,14 +83,14 @@ def peer_obstacle(choice: DispatcherChoice, axes: Axes, device: torch.device) ->
     if device.type != "cuda":
         return f"device {device.type}, which is no GPU"
     others = [other for other in range(torch.cuda.device_count()) if other != device.index]
-    own = choice.obstacle  # the first obstacle that this rank sees
-    if not own and not installed((TRITON,)):
-        own = "no Triton"
-    if not own and not all(torch.cuda.can_device_access_peer(device, other) for other in others):
-        own = "GPUs that cannot reach each other's memory"
+    local_obstacle = choice.obstacle  # the first obstacle that this rank sees
+    if not local_obstacle and not installed((TRITON,)):
+        local_obstacle = "no Triton"
+    if not local_obstacle and not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+        local_obstacle = "GPUs that cannot reach each other's memory"
     # A rank with an obstacle must not leave before this: the others would wait for it here.
-    said = all_gather_json([own, axes.expert_node.ranks[0], device.index], axes.world)
-    obstacle = next((one for one, *_ in said if one), "")
+    said = all_gather_json([local_obstacle, axes.expert_node.ranks[0], device.index], axes.world)
+    obstacle = next((reason for reason, *_ in said if reason), "")
     # Ranks of a node that see their own GPU only give it the same index: torch maps no memory then.
     (_, index), ranks = Counter((first, index) for _, first, index in said).most_common(1)[0]
     if obstacle or ranks == 1:

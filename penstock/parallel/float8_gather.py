@@ -69,12 +69,12 @@ class Float8Shard:
         blocks = -(-height // self.block)  # of a matrix, by rows
         self.scales = self.master.new_empty(*self.shape[:-2], blocks, -(-columns // self.block))
         # Blocks of our rows, counted over all matrices, and the places of our rows in them.
-        own = torch.arange(*local_rows(parameter), device="cpu")
-        block_of_row = own // height * blocks + own % height // self.block
-        first, last = block_of_row[[0, -1]].tolist() if len(own) else (0, -1)
+        indices = torch.arange(*local_rows(parameter), device="cpu")
+        block_of_row = indices // height * blocks + indices % height // self.block
+        first, last = block_of_row[[0, -1]].tolist() if len(indices) else (0, -1)
         self.own_blocks = slice(first, last + 1)
         self.block_of_row = block_of_row.to(self.master.device)
-        self.place_of_row = ((block_of_row - first) * self.block + own % height % self.block).to(self.master.device)
+        self.place_of_row = ((block_of_row - first) * self.block + indices % height % self.block).to(self.master.device)
         # What a rank lacks in rows is sent too: all send the same number of bytes.
         sent = -(-rows // self.axis.size)
         self.values = self.master.new_zeros(sent, columns, dtype=torch.uint8).view(self.form.dtype)
@@ -87,9 +87,9 @@ class Float8Shard:
         whole = torch.zeros_like(self.scales)
         if len(self.master):  # with fewer rows than ranks, some ranks hold none
             of_rows = torch.linalg.vector_norm(self._blocks_of_rows(), ord=torch.inf, dim=-1).float()
-            own = whole.flatten(0, -2)[self.own_blocks]
-            padded = own.new_zeros(len(own) * self.block, own.shape[1])  # rows that other ranks hold stay zero
-            own.copy_(padded.index_copy_(0, self.place_of_row, of_rows).unflatten(0, (-1, self.block)).amax(1))
+            maxima = whole.flatten(0, -2)[self.own_blocks]
+            padded = maxima.new_zeros(len(maxima) * self.block, maxima.shape[1])  # rows that other ranks hold stay zero
+            maxima.copy_(padded.index_copy_(0, self.place_of_row, of_rows).unflatten(0, (-1, self.block)).amax(1))
         return whole.view(-1)
 
     def quantize(self, scales: Tensor) -> None:
@@ -141,10 +141,10 @@ def refresh(weights: Sequence[Float8Shard]) -> None:
         by_axis[weight.axis.name].append(weight)
     for _, together in sorted(by_axis.items()):  # one all-reduce for each axis, in one order on all ranks
         first = together[0]
-        assert len({(one.recipe, one.form) for one in together}) == 1, f"several recipes on {first.axis.name}"
+        assert len({(part.recipe, part.form) for part in together}) == 1, f"several recipes on {first.axis.name}"
         maxima = torch.cat([weight.maxima() for weight in together])
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=first.axis.group)
         # The scale of a block is that of its largest number alone.
         scales = reference.quantize(maxima[None], (1, 1), first.form, first.recipe.scaling).scales[0]
-        for weight, own in zip(together, scales.split([weight.scales.numel() for weight in together]), strict=True):
-            weight.quantize(own)
+        for weight, factors in zip(together, scales.split([weight.scales.numel() for weight in together]), strict=True):
+            weight.quantize(factors)

@@ -51,10 +51,10 @@ class GradientOffload:
             assert layer is not None, f"{name} is outside of the layers"
             by_layer[layer].append(name)
         self._layers = dict(sorted(by_layer.items(), reverse=True))  # in the order of backward
-        self._slot_of = {layer: place % SLOTS for place, layer in enumerate(self._layers)}
+        self._slot_of = {layer: position % SLOTS for position, layer in enumerate(self._layers)}
         sizes = {name: _aligned(torch.Size(shape).numel()) for name, shape in shapes.items()}
-        most = max(sum(sizes[name] for name in names) for names in self._layers.values())
-        slots = [torch.zeros(most, device=device) for _ in range(min(SLOTS, len(self._layers)))]
+        largest = max(sum(sizes[name] for name in names) for names in self._layers.values())
+        slots = [torch.zeros(largest, device=device) for _ in range(min(SLOTS, len(self._layers)))]
         self.totals: dict[str, Tensor] = {}
         for layer, names in self._layers.items():
             start = 0
@@ -64,7 +64,7 @@ class GradientOffload:
                 start += sizes[name]
         self.host = dict(zip(shapes, host_tensors(list(shapes.values()), torch.float32, device), strict=True))
         self.device_bytes = sum(slot.nbytes for slot in slots)
-        self.host_bytes = sum(one.nbytes for one in self.host.values())
+        self.host_bytes = sum(tensor.nbytes for tensor in self.host.values())
         self.outward, self.inward = CopyStream(device), CopyStream(device)
         self._norms: dict[str, Tensor] = {}
         self._has_sum: set[int] = set()  # layers of this step
@@ -120,8 +120,8 @@ class GradientOffload:
         self._leaving = [*self._leaving[-SLOTS:], left]  # one stream: the last copy is the last to end
         self._has_sum.add(layer)
         order = list(self._layers)
-        place = order.index(layer) + SLOTS
-        following = order[place] if place < len(order) else order[self._slot_of[layer]]
+        position = order.index(layer) + SLOTS
+        following = order[position] if position < len(order) else order[self._slot_of[layer]]
         self._arrivals[following] = left
         if following in self._has_sum:
             pairs = [(self.host[name], self.totals[name]) for name in self._layers[following]]

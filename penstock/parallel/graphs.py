@@ -121,8 +121,8 @@ class PartialGraphs:
     @property
     def pool_bytes(self) -> int:
         """Device memory of the pool and of copied inputs."""
-        own = sum(tensor.nbytes for tensor in self._copies.values())
-        return sum(graph.pool_bytes for graph in self._graphs) + own
+        copies = sum(tensor.nbytes for tensor in self._copies.values())
+        return sum(graph.pool_bytes for graph in self._graphs) + copies
 
     @property
     def seconds(self) -> float:
@@ -146,11 +146,11 @@ class PartialGraphs:
     @torch.no_grad()
     def hold(self, name: str, value: Tensor) -> Tensor:
         """Copy a value without gradient to a fixed address."""
-        own = self._copies.get(name)
-        if own is None:
-            own = self._copies[name] = torch.empty_like(value)
-        _check_geometry(name, own, value)
-        return own.copy_(value)
+        copy = self._copies.get(name)
+        if copy is None:
+            copy = self._copies[name] = torch.empty_like(value)
+        _check_geometry(name, copy, value)
+        return copy.copy_(value)
 
     def check(self, name: str, fact: object) -> None:
         """Assert that a fact that the graphs depend on is the same in every pass."""
@@ -194,7 +194,7 @@ class _Part:
         self.results: tuple[Tensor, ...] = ()
         self._parts = parts
         self._function = function
-        self._inlets = tuple(parts.inlet(one, (key, place)) for place, one in enumerate(inputs))
+        self._inlets = tuple(parts.inlet(tensor, (key, index)) for index, tensor in enumerate(inputs))
         pairs = zip(self._inlets, inputs, strict=True)
         # By `data`, because a copy to the inlet is no change to what was recorded: autograd must not count it as one.
         self._leaves = tuple(inlet.tensor.data.requires_grad_(given.requires_grad) for inlet, given in pairs)
@@ -225,8 +225,8 @@ class _Part:
         is_first = self._gradient_inlets is None
         if self._gradient_inlets is None:
             self._gradient_inlets = tuple(
-                None if one is None else self._parts.inlet(one, ("gradient", place, one.shape, one.dtype))
-                for place, one in enumerate(gradients)
+                None if tensor is None else self._parts.inlet(tensor, ("gradient", index, tensor.shape, tensor.dtype))
+                for index, tensor in enumerate(gradients)
             )
         _fill(self._gradient_inlets, gradients)
         if is_first:
@@ -235,11 +235,11 @@ class _Part:
             self._run_back()
         else:
             self._back.replay()
-        found = tuple(leaf.grad for leaf in self._leaves)
+        leaf_gradients = tuple(leaf.grad for leaf in self._leaves)
         if is_first:  # What was recorded has served: its memory is for the graphs that come.
             self.results = tuple(result.detach() for result in self.results)
-            self._parts.written(gradient for gradient in found if gradient is not None)
-        return found
+            self._parts.written(gradient for gradient in leaf_gradients if gradient is not None)
+        return leaf_gradients
 
     def _run(self) -> tuple[Tensor, ...]:
         with torch.enable_grad():
@@ -289,23 +289,25 @@ class _Replay(torch.autograd.Function):
 
 def _fill(inlets: "tuple[_Inlet | None, ...]", given: tuple[Tensor | None, ...]) -> None:
     targets, sources = [], []
-    for place, (inlet, one) in enumerate(zip(inlets, given, strict=True)):
-        assert (inlet is None) == (one is None), f"tensor {place} of a graph was or was not there when it was captured"
-        if inlet is None or one is None:
+    for index, (inlet, tensor) in enumerate(zip(inlets, given, strict=True)):
+        assert (inlet is None) == (tensor is None), (
+            f"tensor {index} of a graph was or was not there when it was captured"
+        )
+        if inlet is None or tensor is None:
             continue
-        _check_geometry(f"tensor {place}", inlet.tensor, one)
+        _check_geometry(f"tensor {index}", inlet.tensor, tensor)
         if inlet.is_copy:
             targets.append(inlet.tensor)
-            sources.append(one.detach())
+            sources.append(tensor.detach())
         else:
-            assert inlet.tensor.data_ptr() == one.data_ptr(), f"tensor {place} of a graph was another graph's"
+            assert inlet.tensor.data_ptr() == tensor.data_ptr(), f"tensor {index} of a graph was another graph's"
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
-def _check_geometry(name: str, own: Tensor, given: Tensor) -> None:
-    assert (given.shape, given.dtype) == (own.shape, own.dtype), (
-        f"{name} of a graph is {own.dtype} {tuple(own.shape)}, and {given.dtype} {tuple(given.shape)} came"
+def _check_geometry(name: str, held: Tensor, given: Tensor) -> None:
+    assert (given.shape, given.dtype) == (held.shape, held.dtype), (
+        f"{name} of a graph is {held.dtype} {tuple(held.shape)}, and {given.dtype} {tuple(given.shape)} came"
     )
 
 

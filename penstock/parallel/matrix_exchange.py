@@ -66,13 +66,13 @@ def _rectangles(
     shape: tuple[int, ...], cuts: tuple[Cut, ...], division: RowDivision, grid: Grid, rank: int
 ) -> tuple[Rectangle, ...]:
     places = {**grid.place(rank, EXPERT_AXES), **grid.place(rank, DENSE_AXES)}
-    own = tuple(replace(cut, index=places[cut.axis]) for cut in cuts)
+    own_cuts = tuple(replace(cut, index=places[cut.axis]) for cut in cuts)
     rows = None
     if division.ranks > 1:
-        place = place_on(grid, division.axis, rank) % division.ranks
+        part = place_on(grid, division.axis, rank) % division.ranks
         divide = rows_of_chunk if division.is_chunked else rows_of_shard
-        rows = divide(prod(local_shape(shape, own)[:-1]), place, division.ranks)
-    return tuple(Rectangle(local_slice.whole, local_slice.sizes) for local_slice in local_slices(shape, own, rows))
+        rows = divide(prod(local_shape(shape, own_cuts)[:-1]), part, division.ranks)
+    return tuple(Rectangle(local_slice.whole, local_slice.sizes) for local_slice in local_slices(shape, own_cuts, rows))
 
 
 @dataclass(frozen=True)
@@ -111,25 +111,25 @@ class MatrixExchange:
     def run(self) -> None:
         """Replace the values of all shards. The ranks of the stage call it together; the host does not wait."""
         under_way: deque[Iterator[None]] = deque()
-        for one in map(self._steps_of, self._rounds):
-            next(one)  # its parts travel
+        for steps in map(self._steps_of, self._rounds):
+            next(steps)  # its parts travel
             under_way = _advanced(under_way)
-            under_way.append(one)
+            under_way.append(steps)
         while under_way:
             under_way = _advanced(under_way)
 
-    def _steps_of(self, one: "_Round") -> Iterator[None]:
+    def _steps_of(self, round_: "_Round") -> Iterator[None]:
         """One round; yields when messages are on their way."""
-        received, work = self._send(one.pack(), one.outward_sizes, one.inward_sizes)
+        received, work = self._send(round_.pack(), round_.outward_sizes, round_.inward_sizes)
         yield
         _wait(work)
-        stacks = [orthogonalize(stack, self._steps) for stack in one.stacks(received)]
-        received, work = self._send(one.pack_back(stacks), one.inward_back_sizes, one.outward_back_sizes)
-        one.keep(stacks)
+        stacks = [orthogonalize(stack, self._steps) for stack in round_.stacks(received)]
+        received, work = self._send(round_.pack_back(stacks), round_.inward_back_sizes, round_.outward_back_sizes)
+        round_.keep(stacks)
         del stacks
         yield
         _wait(work)
-        one.unpack(received)
+        round_.unpack(received)
 
     def _send(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, dist.Work | None]:
         """Exchange values with the other ranks of the stage."""
@@ -148,7 +148,7 @@ def _wait(work: dist.Work | None) -> None:
 
 def _advanced(under_way: Iterable[Iterator[None]]) -> deque[Iterator[None]]:
     """Rounds that are not complete after one more step of each."""
-    return deque(one for one in under_way if next(one, one) is None)
+    return deque(steps for steps in under_way if next(steps, steps) is None)
 
 
 def _tasks(shards: Sequence[MatrixShard], axes: Axes, steps: int, values_per_round: int) -> list[list[_Task]]:
@@ -157,22 +157,22 @@ def _tasks(shards: Sequence[MatrixShard], axes: Axes, steps: int, values_per_rou
     by_matrix = [
         stage_parts(shard.matrices, _uncounted(shard.cuts), shard.division, axes.grid, stage.ranks) for shard in shards
     ]
-    found = [
-        (place, shards[place].matrices, number, parts)
-        for place, matrices in enumerate(by_matrix)
+    entries = [
+        (index, shards[index].matrices, number, parts)
+        for index, matrices in enumerate(by_matrix)
         for number, parts in enumerate(matrices)
     ]
-    costs = [newton_schulz_flops(matrices.rows, matrices.columns, steps) for _, matrices, _, _ in found]
-    candidates = [sorted({rank for part in parts for rank in part.holders}) for *_, parts in found]
+    costs = [newton_schulz_flops(matrices.rows, matrices.columns, steps) for _, matrices, _, _ in entries]
+    candidates = [sorted({rank for part in parts for rank in part.holders}) for *_, parts in entries]
     owners = owners_of(costs, candidates, stage.size)
     filled = [0] * stage.size
     rounds: list[list[_Task]] = []
-    order = sorted(range(len(found)), key=lambda one: (found[one][1].rows, found[one][1].columns, one))
-    for (place, matrices, number, parts), owner in ((found[one], owners[one]) for one in order):
+    order = sorted(range(len(entries)), key=lambda index: (entries[index][1].rows, entries[index][1].columns, index))
+    for (shard_index, matrices, number, parts), owner in ((entries[index], owners[index]) for index in order):
         round_ = filled[owner] // values_per_round
         filled[owner] += matrices.rows * matrices.columns
         rounds += [[] for _ in range(round_ + 1 - len(rounds))]
-        rounds[round_].append(_Task(place, matrices.box(number), parts, owner))
+        rounds[round_].append(_Task(shard_index, matrices.box(number), parts, owner))
     return rounds
 
 
@@ -190,8 +190,8 @@ class _Places:
     def view(self, box: Rectangle) -> Tensor:
         for held, values in self._views:
             if held.overlap(box) == box:
-                found = values[box.within(held.begin)]
-                return found[0] if found.ndim == 3 else found  # a stack of one
+                region = values[box.within(held.begin)]
+                return region[0] if region.ndim == 3 else region  # a stack of one
         raise AssertionError(f"this rank does not hold {box}")
 
 
@@ -205,9 +205,9 @@ class _Round:
         self, tasks: Sequence[_Task], places: Sequence[_Places], me: int, ranks: int, prototype: Tensor
     ) -> None:
         self._prototype = prototype  # dtype and device of messages and products
-        own = [task for task in tasks if task.owner == me]
-        self._shapes = [(len(list(same)), *shape) for shape, same in groupby(task.box.sizes[-2:] for task in own)]
-        number = {task: place for place, task in enumerate(own)}
+        own_tasks = [task for task in tasks if task.owner == me]
+        self._shapes = [(len(list(same)), *shape) for shape, same in groupby(task.box.sizes[-2:] for task in own_tasks)]
+        number = {task: position for position, task in enumerate(own_tasks)}
 
         def regions(entries: Sequence[_Entry]) -> list[_Region]:
             """Parts of this rank's matrices in the stacks."""
@@ -216,7 +216,7 @@ class _Round:
         def values(entries: Sequence[_Entry]) -> list[Tensor]:
             return [places[task.shard].view(part.box) for _, task, part in entries]
 
-        of_own = [(task, part) for task in own for part in task.parts]
+        of_own = [(task, part) for task in own_tasks for part in task.parts]
         staying = [(me, task, part) for task, part in of_own if me in part.holders]
         self._here, self._staying = values(staying), regions(staying)
         # Parts for other owners, and what comes back, to all holders.
@@ -274,7 +274,7 @@ def _ordered(entries: Iterable[_Entry]) -> list[_Entry]:
 
 def _take(stacks: Sequence[Tensor], regions: Sequence[_Region]) -> list[Tensor]:
     matrices = [matrix for stack in stacks for matrix in stack] if regions else []
-    return [matrices[place][slices] for place, slices in regions]
+    return [matrices[index][slices] for index, slices in regions]
 
 
 def _sizes(entries: Iterable[_Entry], ranks: int) -> list[int]:
@@ -286,8 +286,8 @@ def _sizes(entries: Iterable[_Entry], ranks: int) -> list[int]:
 
 def _slices(flat_N: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Consecutive values of a vector, in the shapes of other tensors."""
-    pieces = flat_N.split([one.numel() for one in like])
-    return [piece.view(one.shape) for piece, one in zip(pieces, like, strict=True)]
+    pieces = flat_N.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:

@@ -369,8 +369,8 @@ class _Discarded:
         inputs = {_storage(tensor) for tensor in _tensors_in(arguments)}
         for index, tensor in _tensors_of(result).items():
             if _storage(tensor) not in inputs and not is_parameter(tensor):
-                found = _Result(region, index, Geometry.of(tensor), tensor._version)
-                self.results[_storage(tensor)] = found
+                entry = _Result(region, index, Geometry.of(tensor), tensor._version)
+                self.results[_storage(tensor)] = entry
 
     def keep(self, tensor: Tensor) -> Tensor | Saved:
         result = self.results.get(_storage(tensor))
@@ -389,8 +389,8 @@ def _tensors_of(result: object) -> dict[int, Tensor]:
 
 def _leaves(result: object) -> Iterator[object]:
     if isinstance(result, tuple):
-        for one in result:
-            yield from _leaves(one)
+        for item in result:
+            yield from _leaves(item)
     else:
         yield result
 

@@ -88,7 +88,11 @@ class ShardedTensor:
 
     def decoded(self) -> "ShardedTensor":
         """The part in plain values: itself, or a copy in host memory, because a device may have no room."""
-        return self if self.codec is None else self._plain(self.codec.decode([one.detach().cpu() for one in self.held]))
+        return (
+            self
+            if self.codec is None
+            else self._plain(self.codec.decode([tensor.detach().cpu() for tensor in self.held]))
+        )
 
     def room(self, device: torch.device | None = None) -> "ShardedTensor":
         """A part to fill with values, which `fill` takes: itself, or undefined memory.
@@ -153,17 +157,17 @@ def shard_fully(
     """
     # Modules with one rank to shard over stay whole, also where the root around them is sharded.
     ignored = ignored | {
-        parameter for module, own in inner.items() if own.shard.size == 1 for parameter in module.parameters()
+        parameter for module, sub_axis in inner.items() if sub_axis.shard.size == 1 for parameter in module.parameters()
     }
-    divided = [name for name, one in root.named_parameters() if isinstance(one, DTensor) and one not in ignored]
+    divided = [name for name, value in root.named_parameters() if isinstance(value, DTensor) and value not in ignored]
     assert not divided, f"{divided[0]} belongs to another root already"
-    for module, own in inner.items():  # first, because FSDP2 takes the parameters that no module inside has taken
-        if own.shard.size > 1:
+    for module, sub_axis in inner.items():  # first, because FSDP2 takes the parameters that no module inside has taken
+        if sub_axis.shard.size > 1:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim > 2:
                     matrix = nn.Parameter(by_rows(parameter.detach()), requires_grad=parameter.requires_grad)
                     module.register_parameter(name, matrix)
-        _divide(module, own, settings, device, compute_dtype, ignored)
+        _divide(module, sub_axis, settings, device, compute_dtype, ignored)
     if axis.shard.size == 1:
         return
     for unit in units:
@@ -179,9 +183,9 @@ def local_rows(parameter: Tensor) -> tuple[int, int]:
     assert isinstance(parameter, DTensor), "FSDP2 has not divided this parameter"
     assert parameter.placements[-1] == Shard(0), f"divided as {parameter.placements}"
     mesh, dim = parameter.device_mesh, parameter.device_mesh.ndim - 1  # with hybrid sharding dim 0 replicates
-    place = mesh.get_coordinate()
-    assert place is not None, "this rank holds nothing of the parameter"
-    return rows_of_chunk(parameter.shape[0], place[dim], mesh.size(dim))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds nothing of the parameter"
+    return rows_of_chunk(parameter.shape[0], coordinate[dim], mesh.size(dim))
 
 
 def own_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -258,8 +262,8 @@ def _set_prefetch(root: FSDPModule, units: Sequence[nn.Module], count: int) -> N
         return
     divided = [[part for part in unit.modules() if isinstance(part, FSDPModule)] for unit in units]  # the unit first
     root.set_modules_to_forward_prefetch([part for parts in divided[:count] for part in parts])
-    for place, (own, *_) in enumerate(divided):
-        following = divided[place + 1 : place + 1 + count]
-        before = divided[max(0, place - count) : place][::-1]  # the nearest first, as backward needs them
-        own.set_modules_to_forward_prefetch([part for parts in following for part in parts])
-        own.set_modules_to_backward_prefetch([part for parts in before for part in parts])
+    for index, (module, *_) in enumerate(divided):
+        following = divided[index + 1 : index + 1 + count]
+        before = divided[max(0, index - count) : index][::-1]  # the nearest first, as backward needs them
+        module.set_modules_to_forward_prefetch([part for parts in following for part in parts])
+        module.set_modules_to_backward_prefetch([part for parts in before for part in parts])

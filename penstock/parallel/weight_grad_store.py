@@ -74,12 +74,12 @@ class _Deferrable(torch.autograd.Function):
     def forward(
         ctx: Any, function: Callable[..., Tensor], weight_grads: WeightGradStore, inputs: int, *tensors: Tensor
     ) -> Tensor:
-        own = [entered(tensor) for tensor in tensors[:inputs]]
+        entries = [entered(tensor) for tensor in tensors[:inputs]]
         weights = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors[inputs:]]
         with torch.enable_grad():  # autograd switches it off inside `forward`
-            output = function(*own, *weights)
+            output = function(*entries, *weights)
         ctx.weight_grads, ctx.output = weight_grads, get_gradient_edge(output)
-        ctx.inputs = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in own]
+        ctx.inputs = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in entries]
         ctx.weights = list(zip(weights, tensors[inputs:], strict=True))
         return output.detach()
 
@@ -87,21 +87,21 @@ class _Deferrable(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [edge for edge in ctx.inputs if edge is not None]
-        weights = [(own, parameter) for own, parameter in ctx.weights if own.requires_grad]
+        weights = [(weight, parameter) for weight, parameter in ctx.weights if weight.requires_grad]
         output, ctx.output = ctx.output, None  # only the task holds the graph from here on
         is_split = ctx.weight_grads.is_collecting
-        wanted = inputs if is_split else [*inputs, *(own for own, _ in weights)]
-        found = iter(torch.autograd.grad((output,), wanted, (gradient,), retain_graph=is_split) if wanted else ())
-        by_input = tuple(None if edge is None else next(found) for edge in ctx.inputs)
+        wanted = inputs if is_split else [*inputs, *(weight for weight, _ in weights)]
+        gradients = iter(torch.autograd.grad((output,), wanted, (gradient,), retain_graph=is_split) if wanted else ())
+        by_input = tuple(None if edge is None else next(gradients) for edge in ctx.inputs)
 
         def add_weight_gradients() -> None:
-            later = torch.autograd.grad((output,), [own for own, _ in weights], (gradient,))
+            later = torch.autograd.grad((output,), [weight for weight, _ in weights], (gradient,))
             for (_, parameter), value in zip(weights, later, strict=True):
                 parameter.view_as(parameter).backward(value)  # adds to .grad and runs the parameter's hooks
 
         if is_split and weights:
             ctx.weight_grads.add(add_weight_gradients)
-        by_weight = (next(found) if own.requires_grad and not is_split else None for own, _ in ctx.weights)
+        by_weight = (next(gradients) if weight.requires_grad and not is_split else None for weight, _ in ctx.weights)
         return None, None, None, *by_input, *by_weight
 
 

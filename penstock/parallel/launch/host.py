@@ -121,11 +121,11 @@ def choose_binding(
     sharers = [rank for rank, other in enumerate(nodes) if other == str(node)]
     listed = parse_ranges(read_text(root / f"sys/devices/system/node/node{node}/cpulist"))
     cores = _physical_cores(listed, allowed, root)
-    place, count = sharers.index(local_rank), len(sharers)
+    position, count = sharers.index(local_rank), len(sharers)
     if len(cores) < count:  # a process without a core of its own stays where it is
         return None
-    own = cores[len(cores) * place // count : len(cores) * (place + 1) // count]
-    return Binding(node=node, cores=tuple(sorted(thread for core in own for thread in core)), sharers=count)
+    share = cores[len(cores) * position // count : len(cores) * (position + 1) // count]
+    return Binding(node=node, cores=tuple(sorted(thread for core in share for thread in core)), sharers=count)
 
 
 def bind(binding: Binding) -> None:

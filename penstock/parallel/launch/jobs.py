@@ -126,11 +126,11 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
 
 def _requeue(*, until_done: bool) -> list[str]:
     """Lines that requeue the job if Slurm has asked the run to stop."""
-    most = STOP_SECONDS + EARLY_SECONDS
+    margin = STOP_SECONDS + EARLY_SECONDS
     reasons = "a preemption or at its time limit" if until_done else "a preemption"
     is_preempted = '[[ $facts =~ " PreemptTime="[0-9] ]]'
     ends = '[[ $facts =~ " EndTime="([0-9][^ ]*) ]]'
-    is_ending = f'{{ {ends} && (($(date --date "${{BASH_REMATCH[1]}}" +%s) - $(date +%s) < {most})); }}'
+    is_ending = f'{{ {ends} && (($(date --date "${{BASH_REMATCH[1]}}" +%s) - $(date +%s) < {margin})); }}'
     return [
         f"# A run that was asked to stop has saved. After {reasons} its job requeues itself.",
         "if ((code)); then",
@@ -150,8 +150,8 @@ def _check_limit(limit: str) -> None:
     parts = [int(part) for part in rest.split(":")] if rest.isdigit() or ":" in rest else [0]  # UNLIMITED
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     seconds = int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
-    if 0 < seconds <= (most := STOP_SECONDS + EARLY_SECONDS):
-        allowed = f"more than {most // 60} minutes"
+    if 0 < seconds <= (margin := STOP_SECONDS + EARLY_SECONDS):
+        allowed = f"more than {margin // 60} minutes"
         raise ConfigError(
             "Slurm would ask the run to stop at its begin: --time is too short", got=limit, allowed=allowed
         )
@@ -179,7 +179,7 @@ def kubernetes_manifest(
         _check(namespace, "--namespace", _LABEL, rule, _LABEL_LENGTH)
     metadata = {"name": job.name} | ({"namespace": namespace} if namespace else {})
     make = _pytorch_job if kind == "pytorchjob" else _train_job
-    return "---\n".join("\n".join(yaml_lines(one)) + "\n" for one in make(job, metadata, image, claim))
+    return "---\n".join("\n".join(yaml_lines(document)) + "\n" for document in make(job, metadata, image, claim))
 
 
 def _pytorch_job(job: Job, metadata: dict[str, str], image: str, claim: str) -> list[dict[str, Any]]:
@@ -223,10 +223,10 @@ def _train_job(job: Job, metadata: dict[str, str], image: str, claim: str) -> li
 def _program(job: Job, *rendezvous: str) -> dict[str, Any]:
     """Command, arguments and environment of each pod's container."""
     torchrun = [f"--nnodes={job.nodes}", f"--nproc-per-node={job.gpus}", f"--max-restarts={job.restarts}"]
-    words = [word.replace("$", "$$") for word in job.words]  # Kubernetes replaces $(NAME), and $$ by $
+    arguments = [word.replace("$", "$$") for word in job.words]  # Kubernetes replaces $(NAME), and $$ by $
     return {
         "command": ["torchrun"],
-        "args": [*torchrun, f"--rdzv-id={job.name}", *rendezvous, "-m", "penstock", *words],
+        "args": [*torchrun, f"--rdzv-id={job.name}", *rendezvous, "-m", "penstock", *arguments],
         "env": [{"name": name, "value": value} for name, value in job.variables.items()],
     }
 
@@ -259,10 +259,10 @@ def kubernetes_name(name: str) -> str:
     return re.sub(r"[^a-z0-9-]+", "-", name.lower())[:40].strip("-") or "penstock"
 
 
-def _check(value: str, option: str, pattern: re.Pattern[str], allowed: str, most: int = 255) -> None:
-    if not pattern.fullmatch(value) or len(value) > most:
-        told = f"{allowed}; up to {most} characters"
-        raise ConfigError(f"{option} would be refused where the job runs", got=repr(value), allowed=told)
+def _check(value: str, option: str, pattern: re.Pattern[str], allowed: str, limit: int = 255) -> None:
+    if not pattern.fullmatch(value) or len(value) > limit:
+        text = f"{allowed}; up to {limit} characters"
+        raise ConfigError(f"{option} would be refused where the job runs", got=repr(value), allowed=text)
 
 
 def yaml_lines(value: dict[str, Any] | Sequence[Any]) -> list[str]:

@@ -122,17 +122,17 @@ def processes_to_start(run: Run, environment: Environment, asked: int | None) ->
     return next(iter(possible_ranks(run, gpus)), max(1, gpus))
 
 
-def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> int:
+def run_processes(work: RankFunction, arguments: Sequence[str], launch: LocalLaunch) -> int:
     """Start the ranks and wait for them. Returns the ranks' exit code, or 1 if one died too often."""
     sizes = (launch.processes, *launch.fewer)
-    place, left = 0, launch.restarts  # in `sizes`; restarts with so many ranks
+    size_index, left = 0, launch.restarts  # in `sizes`; restarts with so many ranks
     with _SignalForwarder() as forwarder:
         for attempt in count():
-            now = sizes[place]
+            now = sizes[size_index]
             facts = replace(launch.facts, world=now, local_world=now)
-            forwarder.expect_ranks(may_grow=place > 0)
+            forwarder.expect_ranks(may_grow=size_index > 0)
             with environment_for_children(facts), ExitStack() as stack:
-                ranks = _start(work, words, replace(launch, processes=now), attempt, stack)
+                ranks = _start(work, arguments, replace(launch, processes=now), attempt, stack)
                 forwarder.forward_to(ranks)
                 codes = _wait(ranks)
             if forwarder.signal is not None:  # a rank that the signal ended is no failure
@@ -143,16 +143,16 @@ def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch)
             if WRONG_INPUT in codes:
                 return WRONG_INPUT
             if forwarder.grows:  # SIGTERM may have ended ranks that were still starting
-                place, left = 0, launch.restarts
+                size_index, left = 0, launch.restarts
                 launch.say(f"all {launch.processes} ranks start again, as SIGUSR1 asked")
                 continue
             cause = _cause(ranks, codes, failed)
             if left:
                 left -= 1
                 launch.say(f"{cause}; restart {launch.restarts - left} of {launch.restarts}")
-            elif place + 1 < len(sizes):
-                place, left = place + 1, launch.restarts
-                launch.say(f"{cause}; the run goes on with {sizes[place]} of {launch.processes} ranks")
+            elif size_index + 1 < len(sizes):
+                size_index, left = size_index + 1, launch.restarts
+                launch.say(f"{cause}; the run goes on with {sizes[size_index]} of {launch.processes} ranks")
             else:
                 launch.say(cause)
                 break
@@ -160,7 +160,7 @@ def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch)
 
 
 def _start(
-    work: RankFunction, words: Sequence[str], launch: LocalLaunch, attempt: int, stack: ExitStack
+    work: RankFunction, arguments: Sequence[str], launch: LocalLaunch, attempt: int, stack: ExitStack
 ) -> list[RankProcess]:
     """Start all ranks; `stack` holds the store at which they meet, and the pipe whose end tells them of our death."""
     listener = socket.create_server((LOCALHOST, 0))
@@ -173,17 +173,19 @@ def _start(
     ranks: list[RankProcess] = []
     for rank in range(launch.processes):
         variables = variables_of_rank(rank, launch.processes, launch.name, attempt, LOCALHOST, port)
-        ranks.append(start_rank(work, words, variables, lifeline))
+        ranks.append(start_rank(work, arguments, variables, lifeline))
     return ranks
 
 
-def start_rank(work: RankFunction, words: Sequence[str], variables: Mapping[str, str], lifeline: int) -> RankProcess:
+def start_rank(
+    work: RankFunction, arguments: Sequence[str], variables: Mapping[str, str], lifeline: int
+) -> RankProcess:
     target = f"{work.__module__}:{work.__qualname__}"
     # Without -P, Python would look for modules in the present folder first.
-    command = [sys.executable, "-P", "-m", "penstock.parallel.launch.rank", str(lifeline), target, str(len(words))]
+    command = [sys.executable, "-P", "-m", "penstock.parallel.launch.rank", str(lifeline), target, str(len(arguments))]
     paths = os.pathsep.join(filter(None, sys.path))  # it imports what we import
     return subprocess.Popen(
-        [*command, *words, *sys.argv],
+        [*command, *arguments, *sys.argv],
         env={**variables, "PYTHONPATH": paths},
         pass_fds=(lifeline,),
         stdin=subprocess.DEVNULL,

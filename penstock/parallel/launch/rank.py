@@ -43,10 +43,10 @@ def _wait_for_end(lifeline: int) -> None:
     os._exit(STOPPED)
 
 
-def be_a_rank(work: RankFunction, words: Sequence[str]) -> int:
+def be_a_rank(work: RankFunction, arguments: Sequence[str]) -> int:
     """The exit code of the work. The traceback of a bug is printed."""
     try:
-        return work(words)
+        return work(arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:  # noqa: BLE001 - the last that this process does is to print it
@@ -57,11 +57,11 @@ def be_a_rank(work: RankFunction, words: Sequence[str]) -> int:
 def main() -> None:
     """See the top of the file."""
     lifeline, target, count, *rest = sys.argv[1:]
-    words, sys.argv = rest[: int(count)], rest[int(count) :]
+    arguments, sys.argv = rest[: int(count)], rest[int(count) :]
     follow_launcher(int(lifeline))
     module, _, name = target.partition(":")
     work: RankFunction = vars(import_module(module))[name]
-    code = be_a_rank(work, words)
+    code = be_a_rank(work, arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     if code in (FAILED, LOST):

@@ -89,10 +89,10 @@ class Rendezvous:
         self.store = PrefixStore(name, store)
         self.watch = Watch(self.store, self.rank, socket.gethostname(), self.timeout, self._hang)
 
-    def mark(self, place: str) -> None:
+    def mark(self, activity: str) -> None:
         """Say what this rank begins, such as `forward of step 7`, for the watch over hangs; empty stops its clock."""
         if self.watch is not None:
-            self.watch.mark(place)
+            self.watch.mark(activity)
 
     def host_of(self, rank: int) -> str:
         """The machine of a rank, for messages."""
@@ -141,13 +141,13 @@ class Rendezvous:
 
     def _code_of_first(self, error: Exception) -> int:
         """Exit code of the rank that failed first, so that a launcher sees the same code from every rank."""
-        own = _code_of(error)
+        code = _code_of(error)
         if self._is_cut_off:
-            return own
+            return code
         try:
-            return int(self.store.get("code")) if self.store is not None and self.store.check(["code"]) else own
+            return int(self.store.get("code")) if self.store is not None and self.store.check(["code"]) else code
         except RuntimeError:
-            return own
+            return code
 
     def __enter__(self) -> "Rendezvous":
         return self
@@ -161,15 +161,15 @@ class Rendezvous:
             return
         is_lost = isinstance(error, LostRankError)
         with self._ending, _deaf():  # a launcher that has seen the lost rank may end this one before it has spoken
-            told = self._last_word(error)
+            cause = self._last_word(error)
             if not is_lost and dist.is_initialized() and dist.get_backend() == "gloo":
                 dist.destroy_process_group()  # its threads would abort the process at its end, after the error's line
-            if told is None or is_lost or self._holds_store:
+            if cause is None or is_lost or self._holds_store:
                 time.sleep(LEAVE_SECONDS)
-            if told is None:
+            if cause is None:
                 self._leave(self._code_of_first(error))
-        if told is not None and told is not error:
-            raise told from error
+        if cause is not None and cause is not error:
+            raise cause from error
 
     def _last_word(self, error: Exception) -> Exception | None:
         """The error that this rank tells; None if another rank speaks. A lost rank is named."""
@@ -201,12 +201,12 @@ class Rendezvous:
     def _hang(self, error: LostRankError) -> None:
         """End this process, whose training thread waits for ever. Called by the thread of the watch."""
         with self._ending:
-            told = self._last_word(error)
-            if told is not None:
-                sys.stderr.write(f"error: {told}\n")
+            cause = self._last_word(error)
+            if cause is not None:
+                sys.stderr.write(f"error: {cause}\n")
                 sys.stderr.flush()
                 sys.stdout.flush()
-            if told is not None or self._is_cut_off:
+            if cause is not None or self._is_cut_off:
                 self._leave(LOST)
 
     @property

@@ -87,9 +87,9 @@ class Watch:
         for work in (self._look_at_clock, self._look_for_call):
             threading.Thread(target=work, name="penstock watch", daemon=True).start()
 
-    def mark(self, place: str) -> None:
+    def mark(self, activity: str) -> None:
         """Say what the training thread begins; empty for work that may take any time."""
-        self._mark = (place, time.monotonic()) if place else None
+        self._mark = (activity, time.monotonic()) if activity else None
 
     def stop(self) -> None:
         """End the threads, without waiting for them."""
@@ -122,8 +122,8 @@ class Watch:
                         return
 
     def _answer(self) -> None:
-        place, since = self._mark or ("", time.monotonic())
-        self._store.set(f"here/{self._rank}", json.dumps(RankAnswer(place, time.monotonic() - since)))
+        activity, since = self._mark or ("", time.monotonic())
+        self._store.set(f"here/{self._rank}", json.dumps(RankAnswer(activity, time.monotonic() - since)))
 
     def _call(self, world: int, got: object) -> LostRankError:
         self._store.set("roll", "1")
