@@ -135,8 +135,8 @@ def kernel_group(phase: str) -> str:
     """The group of a phase of a trace: `experts weight gradient` is `experts`."""
     if phase.endswith("waiting"):
         return "waiting"
-    found = _KERNEL_GROUPS.get(phase, phase)  # a phase without an entry is a group, or begins with the name of one
-    return next((name for name in KERNELS if found.startswith(name)), "other")
+    group = _KERNEL_GROUPS.get(phase, phase)  # a phase without an entry is a group, or begins with the name of one
+    return next((name for name in KERNELS if group.startswith(name)), "other")
 
 
 def shade(colour: str, index: int, count: int) -> str:
@@ -157,8 +157,8 @@ def part_colours(names: Sequence[str], known: Mapping[str, str]) -> dict[str, st
     free = [colour for colour in SERIES if colour not in taken]
     strange = [name for name in names if name not in known]
     # If there are more parts than colours, lighter shades of the same colours follow.
-    own = {name: shade(free[place % len(free)], place // len(free), 4) for place, name in enumerate(strange)}
-    return {name: known.get(name) or own[name] for name in names}
+    colours = {name: shade(free[index % len(free)], index // len(free), 4) for index, name in enumerate(strange)}
+    return {name: known.get(name) or colours[name] for name in names}
 
 
 def channels(colour: str) -> tuple[int, int, int]:

@@ -36,7 +36,7 @@ class CurveAxes:
 
 def curves_figure(name: str, title: str, caption: str, axes: CurveAxes, curves: Sequence[Curve]) -> Figure:
     """Curves of a sweep: context length, micro-batch, expert parallelism by dispatcher."""
-    data = [_line(curve, SERIES[place % len(SERIES)], axes) for place, curve in enumerate(curves)]
+    data = [_line(curve, SERIES[index % len(SERIES)], axes) for index, curve in enumerate(curves)]
     xs = [x for curve in curves for x in curve.xs]
     # An axis from 0 shows ratios; a logarithmic axis has no 0.
     y_axis = axis(axes.y, **({"type": "log"} if axes.is_y_log else {"rangemode": "tozero", "tickformat": ","}))
@@ -67,8 +67,8 @@ def scaling_figure(
     """Tokens per second of a device, and efficiency below, over devices."""
     axes = CurveAxes(x="devices", y=unit)
     data: list[dict[str, Any]] = []
-    for place, scaling in enumerate(scalings):
-        colour = SERIES[place % len(SERIES)]
+    for index, scaling in enumerate(scalings):
+        colour = SERIES[index % len(SERIES)]
         speed = Curve(name=scaling.name, xs=scaling.devices, ys=scaling.tokens_per_second_per_device)
         share = Curve(name=scaling.name, xs=scaling.devices, ys=scaling.efficiency)
         data.append(_line(speed, colour, axes))
@@ -170,7 +170,7 @@ def _memory_gb(point: SweepPoint) -> float | None:
 
 
 def _note(point: SweepPoint) -> str:
-    one = point.answer
-    if not isinstance(one, Projection):
-        return one.rule
-    return f"step {time_text(one.time.step_seconds)}, {gigabytes(one.memory.total)}{'' if one.fits else ': too much'}"
+    run = point.answer
+    if not isinstance(run, Projection):
+        return run.rule
+    return f"step {time_text(run.time.step_seconds)}, {gigabytes(run.memory.total)}{'' if run.fits else ': too much'}"

@@ -42,14 +42,14 @@ def find_browser() -> str:
     Raises:
         PicturesError: there is none.
     """
-    found = next((path for name in BROWSERS if (path := shutil.which(name)) is not None), None)
-    if found is None:
+    browser = next((path for name in BROWSERS if (path := shutil.which(name)) is not None), None)
+    if browser is None:
         raise PicturesError(
             "PNG and SVG are drawn by Chromium, and there is none on PATH",
             allowed=", ".join(BROWSERS),
             fix="install one (Debian, Ubuntu: apt install chromium), or write the page (--html), which needs none",
         )
-    return found
+    return browser
 
 
 def write_images(figures: Sequence[Figure], folder: Path, *, kind: Literal["png", "svg"] = "svg") -> list[Path]:
@@ -59,9 +59,9 @@ def write_images(figures: Sequence[Figure], folder: Path, *, kind: Literal["png"
         PicturesError: there is no browser or no Plotly, or the browser did not draw.
     """
     browser = find_browser()
-    words = {figure.name: [escape(figure.title), escape(figure.caption)] for figure in figures}
+    texts = {figure.name: [escape(figure.title), escape(figure.caption)] for figure in figures}
     scale = 2 if kind == "png" else 1  # device pixels per pixel
-    export = {"theme": "light", "format": kind, "width": WIDTH_PIXELS, "scale": scale, "words": words}
+    export = {"theme": "light", "format": kind, "width": WIDTH_PIXELS, "scale": scale, "words": texts}
     # An empty box for each figure: export.js draws into it and leaves the image in its attribute `data-image`.
     boxes = "".join(f'<div class="figure" id="{escape(figure.name)}"></div>' for figure in figures)
     body = f'{boxes}<script type="application/json" id="export">{as_script(export)}</script>'

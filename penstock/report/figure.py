@@ -79,11 +79,11 @@ THEMES: dict[str, dict[str, Any]] = {  # colours as in assets/page.css: ink, fai
 """Layouts by theme."""
 
 
-def evenly(count: int, most: int) -> list[int]:
-    """At most `most` indices below `count`, evenly spaced, the first and the last included."""
-    if count <= most:
+def evenly(count: int, limit: int) -> list[int]:
+    """At most `limit` indices below `count`, evenly spaced, the first and the last included."""
+    if count <= limit:
         return list(range(count))
-    return sorted({round(at * (count - 1) / max(1, most - 1)) for at in range(most)})
+    return sorted({round(at * (count - 1) / max(1, limit - 1)) for at in range(limit)})
 
 
 def left_out(shown: int, count: int, what: str) -> str:

@@ -51,7 +51,7 @@ def page(plan: Plan, *, more: Sequence[Figure] = (), grounds: Sequence[str] = ()
     where = f"{plan.cluster.devices:,} x {plan.cluster.hardware.name}"
     shown = f"{len(plan.candidates):,} shown" if fit else "none of those shown fits"
     nothing = "<p>No layout fits. The table of refusals says what is in the way.</p>"
-    found = candidates_table(plan) if plan.candidates else nothing
+    candidates = candidates_table(plan) if plan.candidates else nothing
     # Figures are in two columns; refusals fill the gap of an odd number.
     width = ' class="wide"' if len(narrow) % 2 == 0 else ""
     refused = f"<section{width}><h2>Refused</h2>{refusals_table(plan.refused)}</section>" if plan.refused else ""
@@ -65,8 +65,8 @@ def page(plan: Plan, *, more: Sequence[Figure] = (), grounds: Sequence[str] = ()
 {_key_figures(plan) if plan.candidates else ""}
 </header>
 <main>
-<section class="wide"><h2>Candidates</h2>{found}</section>
-{"".join(card(one, is_wide=one.name in alone) for one in [*narrow[:2], *wide, *narrow[2:]])}
+<section class="wide"><h2>Candidates</h2>{candidates}</section>
+{"".join(card(figure, is_wide=figure.name in alone) for figure in [*narrow[:2], *wide, *narrow[2:]])}
 {refused}
 {rests}
 </main>"""
@@ -108,10 +108,10 @@ def candidates_table(plan: Plan) -> str:
     results = ("memory", "step", plan.cluster.speed_unit, "MFU", "bubble", "exposed communication")
     heads += [f"<th>{name}</th>" for name in results]
     rows = []
-    for place, one in enumerate(plan.candidates):
-        cells = [f"<td>{place + 1}</td>"]
-        cells += [f"<td{_kind(is_text[name])}>{escape(texts[place])}</td>" for name, texts in differing.items()]
-        rows.append(f"<tr>{''.join([*cells, *_results(one)])}</tr>")
+    for index, candidate in enumerate(plan.candidates):
+        cells = [f"<td>{index + 1}</td>"]
+        cells += [f"<td{_kind(is_text[name])}>{escape(texts[index])}</td>" for name, texts in differing.items()]
+        rows.append(f"<tr>{''.join([*cells, *_results(candidate)])}</tr>")
     whole = f'<table class="candidates"><thead><tr>{"".join(heads)}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
     return f'{scrolling(whole)}<p class="faint">{escape(_shared_text(plan.candidates, differing))}</p>'
 
@@ -123,24 +123,24 @@ def _kind(is_text: bool) -> str:
 def _shared_text(candidates: Sequence[Projection], differing: Container[str]) -> str:
     """The common fields of all candidates, without sizes of 1."""
     shared = {name: value for name, value in asdict(candidates[0].layout).items() if name not in differing}
-    words = [
+    settings = [
         f"{field_label(name)} {value}"
         for name, value in shared.items()
         if not (name in SIZES and value == 1) and name not in FOLLOW
     ]
     ranks = f"DP {shared['dp']}" if "dp" in shared else ""
-    return f"{'All' if len(candidates) > 1 else 'With'}: {', '.join(filter(None, [*words, ranks]))}."
+    return f"{'All' if len(candidates) > 1 else 'With'}: {', '.join(filter(None, [*settings, ranks]))}."
 
 
-def _results(one: Projection) -> list[str]:
-    time = one.time
+def _results(projection: Projection) -> list[str]:
+    time = projection.time
     # Memory of the fullest rank, with a bar of its share of the device.
-    share = min(one.memory.total / one.capacity_bytes, 1.0)
-    state = "fits" if one.fits else "over"
-    title = f"{one.memory.total / one.capacity_bytes:.1%} of {one.capacity_bytes / 1e9:.0f} GB"
+    share = min(projection.memory.total / projection.capacity_bytes, 1.0)
+    state = "fits" if projection.fits else "over"
+    title = f"{projection.memory.total / projection.capacity_bytes:.1%} of {projection.capacity_bytes / 1e9:.0f} GB"
     bar = f'<i class="bar {state}"><i style="width:{share:.1%}"></i></i>'
     return [
-        f'<td class="memory" title="{title}">{bar}<span>{one.memory.total / 1e9:.1f} GB</span></td>',
+        f'<td class="memory" title="{title}">{bar}<span>{projection.memory.total / 1e9:.1f} GB</span></td>',
         f"<td>{time_text(time.step_seconds)}</td>",
         f"<td><b>{time.tokens_per_second_per_device:,.0f}</b></td>",
         f"<td>{share_text(time.model_flops_utilization)}</td>",
@@ -154,13 +154,13 @@ def refusals_table(refusals: Sequence[Refusal]) -> str:
     ordered = sorted(refusals, key=lambda refusal: -refusal.count)
     columns = {"layouts": "", "rule": "text", "such as": "text", "why": "reason"}
     rows = [
-        (f"{one.count:,}", f"<code>{escape(one.rule)}</code>", escape(_layout_text(one.layout)), escape(one.reason))
-        for one in ordered
+        (f"{row.count:,}", f"<code>{escape(row.rule)}</code>", escape(_layout_text(row.layout)), escape(row.reason))
+        for row in ordered
     ]
     shown = table(columns, rows[:REFUSALS_SHOWN], name="refusals")
     if len(rows) <= REFUSALS_SHOWN:
         return shown
-    layouts = sum(one.count for one in ordered[REFUSALS_SHOWN:])
+    layouts = sum(refusal.count for refusal in ordered[REFUSALS_SHOWN:])
     summary = f"<summary>{len(rows) - REFUSALS_SHOWN} more, of {layouts:,} layouts</summary>"
     return f"{shown}<details>{summary}{table(columns, rows[REFUSALS_SHOWN:], name='refusals')}</details>"
 
@@ -168,9 +168,9 @@ def refusals_table(refusals: Sequence[Refusal]) -> str:
 def _layout_text(layout: Mapping[str, Any]) -> str:
     """The settled fields of a refused layout: sizes above 1, then words."""
     sizes = [f"{name.upper()}{layout[name]}" for name in SIZES if layout.get(name) not in (None, 1)]
-    words = [str(layout[name]) for name in ("schedule", "dispatcher") if layout.get(name) not in (None, "none")]
+    settings = [str(layout[name]) for name in ("schedule", "dispatcher") if layout.get(name) not in (None, "none")]
     if layout.get("micro_batch") is not None:
-        words.append(f"mb {layout['micro_batch']}")
+        settings.append(f"mb {layout['micro_batch']}")
     if layout.get("recompute") not in (None, "none"):
-        words.append(f"recompute {layout['recompute']}")
-    return ", ".join(part for part in (" ".join(sizes), *words) if part)
+        settings.append(f"recompute {layout['recompute']}")
+    return ", ".join(part for part in (" ".join(sizes), *settings) if part)

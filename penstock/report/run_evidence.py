@@ -130,21 +130,21 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True, names: Phas
         RunFolderError: its metrics or starts cannot be read.
         HardwareError: `on` is not known hardware.
     """
-    found = _with_traces(_of_run(path) if is_run(path) else _of_traces(path), names)
-    if found.answer is None and not is_run(path):
-        raise TraceError(found.lacks.trace)
-    evidence = found.judged if found.answer is None else evidence_of(found.answer, found.facts)
+    findings = _with_traces(_of_run(path) if is_run(path) else _of_traces(path), names)
+    if findings.answer is None and not is_run(path):
+        raise TraceError(findings.lacks.trace)
+    evidence = findings.judged if findings.answer is None else evidence_of(findings.answer, findings.facts)
     cluster = cluster_for(evidence.facts, on) if plans and evidence.facts.run is not None else None
     projection, lack = _projected(evidence, cluster, plans=plans)
     if projection is not None:
         evidence = with_projection(replace(evidence, notes=compared(evidence.facts, projection.cluster)), projection)
-    verdict, refused = _verdict(evidence, found)
+    verdict, refused = _verdict(evidence, findings)
     return replace(
-        found,
+        findings,
         judged=evidence,
         projection=projection,
         verdict=verdict,
-        lacks=replace(found.lacks, plan=lack, verdict=refused),
+        lacks=replace(findings.lacks, plan=lack, verdict=refused),
     )
 
 
@@ -166,15 +166,15 @@ def _of_run(path: Path) -> RunEvidence:
     )
 
 
-def _with_traces(found: RunEvidence, names: PhaseNames | None) -> RunEvidence:
+def _with_traces(findings: RunEvidence, names: PhaseNames | None) -> RunEvidence:
     try:
-        traces = load_ranks(found.path, names=names)
+        traces = load_ranks(findings.path, names=names)
     except TraceError as error:
-        if is_run(found.path) and "holds no trace" in error.what:
-            lack = f"no step was traced; record some steps: {recording_command(found.path)}"
-            return replace(found, lacks=replace(found.lacks, trace=lack))
+        if is_run(findings.path) and "holds no trace" in error.what:
+            lack = f"no step was traced; record some steps: {recording_command(findings.path)}"
+            return replace(findings, lacks=replace(findings.lacks, trace=lack))
         raise
-    return replace(found, answer=analyse_traces(traces))
+    return replace(findings, answer=analyse_traces(traces))
 
 
 def _projected(evidence: Evidence, cluster: Cluster | None, *, plans: bool) -> tuple[Projection | None, str]:
@@ -194,12 +194,12 @@ def _projected(evidence: Evidence, cluster: Cluster | None, *, plans: bool) -> t
         return None, f"no plan on {cluster.devices} x {cluster.hardware.name}: {error}"
 
 
-def _verdict(evidence: Evidence, found: RunEvidence) -> tuple[Diagnosis | None, str]:
+def _verdict(evidence: Evidence, findings: RunEvidence) -> tuple[Diagnosis | None, str]:
     """The doctor's diagnosis, or why there is none."""
     try:
         return diagnose(evidence), ""
     except TraceError:
-        return None, f"no verdict: {found.lacks.trace}; and without a plan there is nothing else to judge by"
+        return None, f"no verdict: {findings.lacks.trace}; and without a plan there is nothing else to judge by"
 
 
 # ------------------------------------------------------------------------------------------------------------ run steps
@@ -215,9 +215,9 @@ class StepClock:
     words: str
 
 
-def step_name(one: RankAnalysis, number: int | None) -> str | None:
+def step_name(rank: RankAnalysis, number: int | None) -> str | None:
     """The name of the region of a step, or None without steps."""
-    return next((step.name for step in one.steps if step.number == number), None)
+    return next((step.name for step in rank.steps if step.number == number), None)
 
 
 def clock_of(evidence: RunEvidence, ranks: Sequence[RankAnalysis]) -> StepClock:
@@ -232,12 +232,12 @@ def clock_of(evidence: RunEvidence, ranks: Sequence[RankAnalysis]) -> StepClock:
     together = [rank for rank in windows if island[rank] == main]
     begin = min(windows[rank][0] - ahead[rank] for rank in together)  # first start, on the common clock
     zero = {rank: begin + ahead[rank] if rank in together else windows[rank][0] for rank in windows}
-    words = ""
+    text = ""
     if len(together) > 1:
         moved = max(abs(ahead[rank]) for rank in together)  # microseconds
-        words = "By the ends of collectives the clocks of all ranks agree."
+        text = "By the ends of collectives the clocks of all ranks agree."
         if moved >= 1:
-            words = f"Clocks are aligned by the ends of collectives, the furthest by {moved:,.0f} \u00b5s."
+            text = f"Clocks are aligned by the ends of collectives, the furthest by {moved:,.0f} \u00b5s."
     if len(together) < len(windows):
-        words += f" Nothing joins the clocks of {len(windows) - len(together)} ranks: each begins at its own start."
-    return StepClock(windows_us=windows, zero_us=zero, words=words.strip())
+        text += f" Nothing joins the clocks of {len(windows) - len(together)} ranks: each begins at its own start."
+    return StepClock(windows_us=windows, zero_us=zero, words=text.strip())

@@ -66,24 +66,24 @@ class ThinnedCurve:
         return f"A point is the mean of {self.each} recorded steps, the band goes from the least to the most of them."
 
 
-def thinned(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> ThinnedCurve:
-    """A curve with at most `most` points; `xs` are ascending."""
-    each = -(-len(xs) // most) or 1  # values in a bin, rounded up; 1 without values
+def thinned(xs: Sequence[float], ys: Sequence[float], limit: int = POINTS) -> ThinnedCurve:
+    """A curve with at most `limit` points; `xs` are ascending."""
+    each = -(-len(xs) // limit) or 1  # values in a bin, rounded up; 1 without values
     bins = [slice(start, start + each) for start in range(0, len(xs), each)]
     return ThinnedCurve(
-        xs=[xs[one][-1] for one in bins],
-        ys=[fmean(ys[one]) for one in bins],
-        lows=[min(ys[one]) for one in bins],
-        highs=[max(ys[one]) for one in bins],
+        xs=[xs[section][-1] for section in bins],
+        ys=[fmean(ys[section]) for section in bins],
+        lows=[min(ys[section]) for section in bins],
+        highs=[max(ys[section]) for section in bins],
         each=each,
     )
 
 
-def extremes(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> tuple[list[float], list[float]]:
-    """At most `most` points of a staircase, which keep the least and the most of each bin in their order."""
-    if len(xs) <= most:
+def extremes(xs: Sequence[float], ys: Sequence[float], limit: int = POINTS) -> tuple[list[float], list[float]]:
+    """At most `limit` points of a staircase, which keep the least and the most of each bin in their order."""
+    if len(xs) <= limit:
         return list(xs), list(ys)
-    edges = [round(place * len(xs) / (most // 2)) for place in range(most // 2 + 1)]  # a bin keeps two points
+    edges = [round(index * len(xs) / (limit // 2)) for index in range(limit // 2 + 1)]  # a bin keeps two points
     kept: list[int] = []
     for low, high in pairwise(edges):
         places = range(low, high)
@@ -104,7 +104,7 @@ def curve(points: ThinnedCurve, name: str, colour: str, hover: str, **more: Any)
         style = {"fill": "toself", "line": {"width": 0}, "fillcolor": colour, "opacity": 0.18}
         traces.append(line | band | style | {"hoverinfo": "skip", "showlegend": False})
     is_noisy = len(points.xs) >= SMOOTHED
-    own = {
+    trace = {
         "mode": "lines+markers" if len(points.xs) <= FEW else "lines",
         "name": name,
         "y": _short(points.ys),
@@ -113,7 +113,7 @@ def curve(points: ThinnedCurve, name: str, colour: str, hover: str, **more: Any)
         "hovertemplate": hover + "<extra></extra>",
         "legendgroup": name,
     }
-    traces.append(line | own | ({"opacity": 0.4, "showlegend": False} if is_noisy else {}))
+    traces.append(line | trace | ({"opacity": 0.4, "showlegend": False} if is_noisy else {}))
     if is_noisy:
         # The mean over the window that ends at each value.
         values, width = points.ys, max(2, len(points.ys) // WINDOW)
@@ -178,8 +178,8 @@ def gradient_figure(lines: Sequence[Line], run: Run | None) -> Figure | None:
         shapes = [_level(run.training.clip_norm, "y")]
         above = sum(line["gradient_norm"] > run.training.clip_norm for line in _having(lines, "gradient_norm"))
         clipped = f" Dashed: clipped to {run.training.clip_norm:g}, in {above / len(lines):.0%} of the recorded steps."
-    least, most = min(norm.lows), max(norm.highs)
-    has_decades = least > 0 and most / least > DECADES
+    least, largest = min(norm.lows), max(norm.highs)
+    has_decades = least > 0 and largest / least > DECADES
     scale = {"type": "log", "dtick": 1} if has_decades else {"rangemode": "tozero"}
     return Figure(
         name="gradient",
@@ -207,7 +207,7 @@ def speed_figure(lines: Sequence[Line], planned: Projection | None, unit: str = 
         return None
     data = curve(speed, unit, SERIES[0], f"step %{{x:,}}<br>%{{y:,.0f}} {unit}")
     usual = usual_of(lines, "tokens_per_second_per_device")
-    words = [f"{three_digits(usual)} {unit}" if usual is not None else ""]
+    texts = [f"{three_digits(usual)} {unit}" if usual is not None else ""]
     shapes = []
     layout: dict[str, Any] = {"xaxis": _steps(), "yaxis": axis(unit, rangemode="tozero", tickformat=",")}
     if mfu is not None:  # a panel of its own below
@@ -215,7 +215,7 @@ def speed_figure(lines: Sequence[Line], planned: Projection | None, unit: str = 
         layout["xaxis"]["anchor"] = "y2"
         layout["yaxis"]["domain"] = TOP
         layout["yaxis2"] = axis("MFU", rangemode="tozero", domain=BOTTOM, tickformat=".2~%")
-        words.append(f"MFU {share_text(usual_of(lines, 'model_flops_utilization') or 0.0)}")
+        texts.append(f"MFU {share_text(usual_of(lines, 'model_flops_utilization') or 0.0)}")
     plan = ""
     if planned is not None:
         shapes.append(_level(planned.time.tokens_per_second_per_device, "y"))
@@ -228,7 +228,7 @@ def speed_figure(lines: Sequence[Line], planned: Projection | None, unit: str = 
     return Figure(
         name="speed",
         title="Throughput",
-        caption=f"Usual (median of the last half): {', '.join(filter(None, words))}.{plan}{unknown} {speed.words}",
+        caption=f"Usual (median of the last half): {', '.join(filter(None, texts))}.{plan}{unknown} {speed.words}",
         data=data,
         layout={**layout, "shapes": shapes, "showlegend": False, "hovermode": "closest"},
     )
@@ -322,8 +322,8 @@ def _having(lines: Sequence[Line], name: str) -> list[Line]:
 
 def _points(lines: Sequence[Line], name: str, size: float = 1.0) -> ThinnedCurve | None:
     """A field over the steps, in units of `size`; None if no line has it."""
-    found = _having(lines, name)
-    return thinned([line["step"] for line in found], [line[name] / size for line in found]) if found else None
+    matches = _having(lines, name)
+    return thinned([line["step"] for line in matches], [line[name] / size for line in matches]) if matches else None
 
 
 def _steps() -> dict[str, Any]:
@@ -332,8 +332,8 @@ def _steps() -> dict[str, Any]:
 
 def _level(at: float, axis: str) -> dict[str, Any]:
     """A dashed line across a panel."""
-    place = {"type": "line", "xref": "x domain", "yref": axis, "x0": 0, "x1": 1}
-    return place | {"y0": at, "y1": at, "line": {"color": LIMIT, "width": 1.5, "dash": "dash"}}
+    shape = {"type": "line", "xref": "x domain", "yref": axis, "x0": 0, "x1": 1}
+    return shape | {"y0": at, "y1": at, "line": {"color": LIMIT, "width": 1.5, "dash": "dash"}}
 
 
 # ----------------------------------------------------------------------------------------------------------- run memory
@@ -361,10 +361,10 @@ def memory_figure(evidence: RunEvidence) -> Figure | None:
         return _only_measured(evidence, peaks)
     shown = _places(planned)
     world, count = planned.cluster.devices, planned.layout.pp
-    names = {place: place_name(planned, place) for place in shown}
-    bars = [{name: size / 1e9 for name, size in memory_parts(planned.memories[place]).items()} for place in shown]
-    notes = [f"planned, in {planned.memories[place].moment}" for place in shown]
-    rows = [names[place] for place in shown]
+    names = {position: place_name(planned, position) for position in shown}
+    bars = [{name: size / 1e9 for name, size in memory_parts(planned.memories[position]).items()} for position in shown]
+    notes = [f"planned, in {planned.memories[position].moment}" for position in shown]
+    rows = [names[position] for position in shown]
     data = part_bars(rows, bars, notes, "GB", MEMORY_PARTS)
     at = {rank: rank * count // world for rank in peaks}  # place of each rank: those of a place are consecutive
     data += _marks({rank: peak for rank, peak in peaks.items() if at[rank] in names}, lambda rank: names[at[rank]])
@@ -387,21 +387,21 @@ def memory_figure(evidence: RunEvidence) -> Figure | None:
 
 def measured_peaks(evidence: RunEvidence) -> dict[int, tuple[int, int | None]]:
     """For each rank the most allocated bytes, and the most bytes reserved by its allocator (None if unknown)."""
-    found: dict[int, tuple[int, int | None]] = {
+    peaks: dict[int, tuple[int, int | None]] = {
         rank.rank: (_peak_bytes(rank), max(int(memory.reserved.max()) for memory in rank.memory))
         for rank in evidence.ranks
         if rank.memory
     }
     recorded = [line["peak_memory_bytes"] for line in evidence.lines if isinstance(line.get("peak_memory_bytes"), int)]
     if recorded:  # rank 0 writes the metrics
-        traced, reserved = found.get(0, (0, None))
-        found[0] = (max(*recorded, traced), reserved)
-    return dict(sorted(found.items()))
+        traced, reserved = peaks.get(0, (0, None))
+        peaks[0] = (max(*recorded, traced), reserved)
+    return dict(sorted(peaks.items()))
 
 
-def _peak_bytes(one: RankAnalysis) -> int:
+def _peak_bytes(rank: RankAnalysis) -> int:
     """The most allocated bytes of a rank whose trace recorded memory."""
-    return max(int(memory.allocated.max()) for memory in one.memory)
+    return max(int(memory.allocated.max()) for memory in rank.memory)
 
 
 def _places(planned: Projection) -> list[int]:
@@ -409,13 +409,13 @@ def _places(planned: Projection) -> list[int]:
     count = len(planned.memories)
     if count <= PLACES:
         return list(range(count))
-    fullest = max(range(count), key=lambda place: planned.memories[place].total)
+    fullest = max(range(count), key=lambda position: planned.memories[position].total)
     return sorted({fullest, *evenly(count, PLACES - 1)})
 
 
-def place_name(planned: Projection, place: int) -> str:
+def place_name(planned: Projection, position: int) -> str:
     each = planned.cluster.devices // planned.layout.pp  # ranks at each place
-    first = place * each
+    first = position * each
     return f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
 
 
@@ -470,15 +470,15 @@ def memory_over_time(evidence: RunEvidence) -> Figure | None:
     with_memory = [rank for rank in evidence.ranks if rank.memory]
     if not with_memory:
         return None
-    fullest = sorted(with_memory, key=lambda one: -_peak_bytes(one))[:CURVES]
+    fullest = sorted(with_memory, key=lambda rank: -_peak_bytes(rank))[:CURVES]
     step = last_step(fullest)
     data: list[dict[str, Any]] = []
-    for place, one in enumerate(sorted(fullest, key=lambda one: one.rank)):
+    for index, rank in enumerate(sorted(fullest, key=lambda rank: rank.rank)):
         for kind, style in (("allocated", "solid"), ("reserved", "dot")):
-            xs, ys = _over_step(one, step, kind)
-            line = {"color": SERIES[place], "width": 1.5, "shape": "hv", "dash": style}  # hv: stairs
-            hover = f"rank {one.rank}, {kind}<br>%{{x:.4~g}} ms: %{{y:.4~g}} GB<extra></extra>"
-            trace = {"type": "scatter", "mode": "lines", "name": f"rank {one.rank} {kind}", "x": xs, "y": ys}
+            xs, ys = _over_step(rank, step, kind)
+            line = {"color": SERIES[index], "width": 1.5, "shape": "hv", "dash": style}  # hv: stairs
+            hover = f"rank {rank.rank}, {kind}<br>%{{x:.4~g}} ms: %{{y:.4~g}} GB<extra></extra>"
+            trace = {"type": "scatter", "mode": "lines", "name": f"rank {rank.rank} {kind}", "x": xs, "y": ys}
             data.append(trace | {"line": line, "hovertemplate": hover})
     some = f" Of the fullest {CURVES} of {len(with_memory)} ranks." if len(with_memory) > CURVES else ""
     peak = gigabytes(max(map(_peak_bytes, fullest)))
@@ -495,14 +495,14 @@ def memory_over_time(evidence: RunEvidence) -> Figure | None:
     )
 
 
-def _over_step(one: RankAnalysis, step: int | None, kind: str) -> tuple[list[float], list[float]]:
+def _over_step(rank: RankAnalysis, step: int | None, kind: str) -> tuple[list[float], list[float]]:
     """Milliseconds and GB of one rank's curve."""
-    memory = one.memory[0]  # of the first device; a rank of Penstock has one
+    memory = rank.memory[0]  # of the first device; a rank of Penstock has one
     sizes = memory.allocated if kind == "allocated" else memory.reserved
     begin, end = float(memory.time_us[0]), float(memory.time_us[-1])
-    for found in one.steps:
-        if found.number == step:  # the host's part of the step, because the times are the host's
-            begin, end = found.start_us, found.start_us + found.duration_us
+    for traced_step in rank.steps:
+        if traced_step.number == step:  # the host's part of the step, because the times are the host's
+            begin, end = traced_step.start_us, traced_step.start_us + traced_step.duration_us
     low, high = np.searchsorted(memory.time_us, [begin, end])
     times: Sequence[float] = ((memory.time_us[low:high] - begin) / 1e3).tolist()
     xs, ys = extremes(times, (sizes[low:high] / 1e9).tolist(), STAIRS)

@@ -86,14 +86,14 @@ def flame_figure(evidence: RunEvidence) -> Figure | None:
     )
 
 
-def _icicle(one: RankAnalysis, number: int | None, idle: str) -> dict[str, Any]:
-    root = _blocks(one, number, idle)
+def _icicle(rank: RankAnalysis, number: int | None, idle: str) -> dict[str, Any]:
+    root = _blocks(rank, number, idle)
     table: dict[str, list[Any]] = defaultdict(list)  # columns with one entry for each block
-    _write(root, step_name(one, number) or "recorded", "", (root.exposed_us, table))
+    _write(root, step_name(rank, number) or "recorded", "", (root.exposed_us, table))
     colours = table.pop("colours")
     return {
         "type": "icicle",
-        "name": f"rank {one.rank}",
+        "name": f"rank {rank.rank}",
         **table,  # ids, labels, parents, values, customdata
         "branchvalues": "remainder",
         "sort": False,
@@ -107,10 +107,10 @@ def _icicle(one: RankAnalysis, number: int | None, idle: str) -> dict[str, Any]:
     }
 
 
-def _blocks(one: RankAnalysis, number: int | None, idle: str) -> _Block:
+def _blocks(rank: RankAnalysis, number: int | None, idle: str) -> _Block:
     """The tree of a step, with the remaining time as `idle`."""
-    name = step_name(one, number)
-    leaves = [leaf for leaf in hierarchy(one.trace, one.phases) if name is None or leaf.step == name]
+    name = step_name(rank, number)
+    leaves = [leaf for leaf in hierarchy(rank.trace, rank.phases) if name is None or leaf.step == name]
     root = _Block(colour=_GROUND)
     for leaf in leaves:
         block = root
@@ -118,7 +118,7 @@ def _blocks(one: RankAnalysis, number: int | None, idle: str) -> _Block:
         for label, colour in _path(leaf):
             block = block.inside.setdefault(label, _Block(colour=colour))
             block.add(leaf)
-    start, end = window_us(one, number)
+    start, end = window_us(rank, number)
     idle_us = max(0.0, end - start - root.exposed_us)  # the remaining time of the step
     if idle_us:
         root.inside[idle] = _Block(colour=_IDLE, exposed_us=idle_us)
@@ -147,33 +147,33 @@ def _path(leaf: Leaf) -> list[tuple[str, str]]:
 def _write(block: _Block, label: str, parent: str, into: tuple[float, dict[str, list[Any]]]) -> None:
     """Append a block and its children to a table, joining small ones."""
     whole_us, table = into
-    own = f"{len(table['ids'])}"
+    identifier = f"{len(table['ids'])}"
     kept = _without_small(block, SMALL * whole_us)
     # Values are remainders without children: Plotly rejects totals below the sum of the rounded children.
-    rest_us = max(0.0, block.exposed_us - sum(one.exposed_us for one in kept.values()))
-    table["ids"].append(own)
+    rest_us = max(0.0, block.exposed_us - sum(child.exposed_us for child in kept.values()))
+    table["ids"].append(identifier)
     table["labels"].append(label)
     table["parents"].append(parent)
     table["values"].append(rounded(rest_us))
     table["colours"].append(block.colour)
     share = block.exposed_us / whole_us if whole_us else 0.0
-    words = f"{time_text(block.exposed_us / 1e6)}, {share:.1%} of the step"
+    text = f"{time_text(block.exposed_us / 1e6)}, {share:.1%} of the step"
     if block.events:
-        words += f"<br>{block.events:,} events of {time_text(block.kernel_us / 1e6)}"
-    table["customdata"].append([words])
-    for name, one in _in_order(kept):
-        _write(one, name, own, into)
+        text += f"<br>{block.events:,} events of {time_text(block.kernel_us / 1e6)}"
+    table["customdata"].append([text])
+    for name, child in _in_order(kept):
+        _write(child, name, identifier, into)
 
 
 def _without_small(block: _Block, least_us: float) -> dict[str, _Block]:
     """The children of a block; small ones are joined, unless they are small together."""
-    kept = {name: one for name, one in block.inside.items() if one.exposed_us >= least_us}
-    small = [one for name, one in block.inside.items() if name not in kept]
+    kept = {name: child for name, child in block.inside.items() if child.exposed_us >= least_us}
+    small = [child for name, child in block.inside.items() if name not in kept]
     rest = _Block(
         colour=_GROUND,
-        exposed_us=sum(one.exposed_us for one in small),
-        kernel_us=sum(one.kernel_us for one in small),
-        events=sum(one.events for one in small),
+        exposed_us=sum(child.exposed_us for child in small),
+        kernel_us=sum(child.kernel_us for child in small),
+        events=sum(child.events for child in small),
     )
     return kept | ({f"{len(small)} small ones": rest} if kept and rest.exposed_us >= least_us else {})
 
@@ -207,14 +207,14 @@ SHAPE_LETTERS = 110
 
 def roofline_figure(evidence: RunEvidence) -> Figure | None:
     """Every different call with known work, of the first recorded rank that has any; None without one."""
-    one = next((each for each in evidence.ranks if _known(each)), None)
-    if one is None:
+    rank = next((each for each in evidence.ranks if _known(each)), None)
+    if rank is None:
         return None
-    known, chip = _known(one), one.roofline.chip
+    known, chip = _known(rank), rank.roofline.chip
     peak = chip.bf16 if chip is not None else max(row.flops_per_second or 0.0 for row in known)
     rows = [row for row in known if (row.flops_per_second or 0.0) >= LEAST * peak][:POINTS]  # the longest
-    most = chip.bf16 if chip is not None else max(row.flops_per_second or 0.0 for row in rows)
-    size, unit = next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])  # FLOP/s of the unit, and its name
+    largest = chip.bf16 if chip is not None else max(row.flops_per_second or 0.0 for row in rows)
+    size, unit = next((unit for unit in UNITS if largest >= unit[0]), UNITS[-1])  # FLOP/s of the unit, and its name
     per = 1.0 if evidence.answer is None else evidence.answer.per_step
     data = _points(rows, (size, unit), per)
     roofs = "The peaks of this device are not known, so no roofs are drawn."
@@ -228,12 +228,12 @@ def roofline_figure(evidence: RunEvidence) -> Figure | None:
         count = len(known) - len(rows)
         verb = "reaches almost nothing and is" if count == 1 else "reach almost nothing and are"
         left = f" {counted(count, 'call')}, {rest:.1%} of their time, {verb} left out."
-    where = f"rank {one.rank}" if len(evidence.ranks) > 1 else "the trace"
+    where = f"rank {rank.rank}" if len(evidence.ranks) > 1 else "the trace"
     return Figure(
         name="roofline",
         title="Roofline",
         caption=f"Each different call of {where}, larger where it takes longer; work is known of "
-        f"{one.roofline.modelled_share:.0%} of the time. {roofs}{left}",
+        f"{rank.roofline.modelled_share:.0%} of the time. {roofs}{left}",
         data=data,
         layout={
             "xaxis": axis("FLOPs for each byte", type="log", dtick=1),
@@ -246,9 +246,9 @@ def roofline_figure(evidence: RunEvidence) -> Figure | None:
     )
 
 
-def _known(one: RankAnalysis) -> list[RooflineRow]:
+def _known(rank: RankAnalysis) -> list[RooflineRow]:
     """Calls whose work and speed are known, the longest first."""
-    return [row for row in one.roofline.rows if row.flops and row.bytes and row.flops_per_second]
+    return [row for row in rank.roofline.rows if row.flops and row.bytes and row.flops_per_second]
 
 
 def _points(rows: Sequence[RooflineRow], of: tuple[float, str], per: float) -> list[dict[str, Any]]:

@@ -87,8 +87,8 @@ def sections_of(evidence: RunEvidence) -> list[PageSection]:
 
 def _drawn(name: str, title: str, figures: Sequence[Figure | None], lack: str) -> PageSection:
     """The section of some figures, or the reason why there is none."""
-    found = [figure for figure in figures if figure is not None]
-    return PageSection(name=name, title=title, figures=found, missing=() if found else (sentence(lack),))
+    available = [figure for figure in figures if figure is not None]
+    return PageSection(name=name, title=title, figures=available, missing=() if available else (sentence(lack),))
 
 
 def _path(evidence: RunEvidence) -> list[tuple[str, str]]:
@@ -102,8 +102,8 @@ def _path(evidence: RunEvidence) -> list[tuple[str, str]]:
         for row in path.rows()[:FACTS]
     ]
     head = {"rank": "", "on the path": "text", "what": "reason", "time": "", "of the path": ""}
-    words = f"The chain of work that determines the end of {path.step or 'the recording'}: {kinds}."
-    return [("Critical path", f'<p class="faint">{escape(words)}</p>{table(head, rows)}')]
+    text = f"The chain of work that determines the end of {path.step or 'the recording'}: {kinds}."
+    return [("Critical path", f'<p class="faint">{escape(text)}</p>{table(head, rows)}')]
 
 
 def _memory(evidence: RunEvidence) -> PageSection:
@@ -117,8 +117,8 @@ def _memory(evidence: RunEvidence) -> PageSection:
         missing.append(sentence(evidence.lacks.trace))
     elif curve is None:
         missing.append("Memory over a step is not in the traces: record it with profile.memory=true.")
-    found = [one for one in (bars, curve) if one is not None]
-    return PageSection(name="memory", title="Memory", figures=found, missing=missing)
+    figures = [figure for figure in (bars, curve) if figure is not None]
+    return PageSection(name="memory", title="Memory", figures=figures, missing=missing)
 
 
 def _setting(evidence: RunEvidence) -> PageSection:
@@ -245,14 +245,14 @@ def _layout_text(run: Run, world: int) -> str:
 def verdict_html(verdict: Diagnosis, judged: Evidence) -> str:
     """The doctor's sentence, remedies and evidence, and what could not be examined."""
     notes = "".join(f"<p>{escape(sentence(note))}</p>" for note in verdict.notes)
-    words = f'<p class="faint">{sentence(spent_text(verdict, judged))}</p>' if judged.ranks else ""
+    text = f'<p class="faint">{sentence(spent_text(verdict, judged))}</p>' if judged.ranks else ""
     remedies = _remedies(verdict) if verdict.remedies else "<p>No change that is known wins more than noise.</p>"
     shown, folded = verdict.lines[:FACTS], verdict.lines[FACTS:]
     more = f"<details><summary>{len(folded)} more</summary>{_facts(folded)}</details>" if folded else ""
     lacking = "".join(f"<li>{escape(line)}</li>" for line in verdict.missing)
     return f"""<p class="verdict"><b class="wall {verdict.bottleneck}">{escape(verdict.bottleneck)}</b>
 {escape(verdict.sentence.partition(": ")[2])}</p>
-{notes}{words}
+{notes}{text}
 <h3>Remedies</h3>{remedies}
 {f"<h3>Evidence</h3>{_facts(shown)}{more}" if shown else ""}
 {f'<h3>Not looked at</h3><ul class="faint">{lacking}</ul>' if lacking else ""}"""
@@ -282,8 +282,8 @@ def _facts(facts: Sequence[EvidenceLine]) -> str:
     }
     shown = {name: texts for name, texts in columns.items() if any(texts)}  # empty columns are left out
     rows = [
-        (escape(fact.bottleneck), escape(fact.what), *(texts[place] for texts in shown.values()))
-        for place, fact in enumerate(facts)
+        (escape(fact.bottleneck), escape(fact.what), *(texts[index] for texts in shown.values()))
+        for index, fact in enumerate(facts)
     ]
     return table({"wall": "text", "what": "reason"} | dict.fromkeys(shown, ""), rows)
 
@@ -338,7 +338,7 @@ def environment_html(evidence: RunEvidence) -> str:
         for name, value in last.items()
         if value is not None
     }
-    lines = [f"{one.get('time', '')}: {one.get('command', '')} ({one.get('device', '')})" for one in earlier]
+    lines = [f"{start.get('time', '')}: {start.get('command', '')} ({start.get('device', '')})" for start in earlier]
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     summary = f"<summary>{counted(len(earlier), 'earlier start')}</summary>"
     return pairs((facts | known).items()) + (f"<details>{summary}<ul>{items}</ul></details>" if earlier else "")

@@ -45,9 +45,9 @@ def rank_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
     return _drawn((waiting_figure(answer.collectives, per), no_waiting), (sent, no_bytes))
 
 
-def _drawn(*found: tuple[Figure | None, str]) -> tuple[list[Figure], list[str]]:
+def _drawn(*entries: tuple[Figure | None, str]) -> tuple[list[Figure], list[str]]:
     """The figures that exist, and the reasons of those that do not."""
-    return [figure for figure, _ in found if figure is not None], [why for figure, why in found if figure is None]
+    return [figure for figure, _ in entries if figure is not None], [why for figure, why in entries if figure is None]
 
 
 def waiting_figure(collectives: CollectiveTimes, per: float = 1.0) -> Figure | None:
@@ -60,17 +60,17 @@ def waiting_figure(collectives: CollectiveTimes, per: float = 1.0) -> Figure | N
         return None
     cost_ms = collectives.cost_us * per / 1e3
     worst = collectives.stragglers()
-    words = f"{known.sum():,} collectives were matched"
+    text = f"{known.sum():,} collectives were matched"
     if collectives.unmatched:
-        words += f", {len(collectives.unmatched):,} were not and are not in it"
+        text += f", {len(collectives.unmatched):,} were not and are not in it"
     if worst:
         first = worst[0]  # the most expensive one
-        words += f". Rank {first.rank} came last in {first.times_last:,} of them, and others waited"
-        words += f" {first.caused_wait_us * per / 1e3:,.1f} ms per step for it"
+        text += f". Rank {first.rank} came last in {first.times_last:,} of them, and others waited"
+        text += f" {first.caused_wait_us * per / 1e3:,.1f} ms per step for it"
     return _square(
         "waiting",
         "Waiting between ranks",
-        f"Time that a rank (row) waited for the one that came last (column), per step. {words}.",
+        f"Time that a rank (row) waited for the one that came last (column), per step. {text}.",
         (cost_ms, "ms"),
         collectives.calls.ranks,
         ("waited for", "rank that waited"),
@@ -92,11 +92,11 @@ def bytes_figure(collectives: CollectiveTimes, traces: dict[int, Trace], per: fl
         return None
     sent *= per
     size, unit = (1e9, "GB") if sent.max() >= 1e9 else (1e6, "MB")
-    words = f"{len(recorded):,} of {len(exchanges):,} all-to-alls say the sizes of their parts"
+    text = f"{len(recorded):,} of {len(exchanges):,} all-to-alls say the sizes of their parts"
     return _square(
         "bytes",
         "Bytes between ranks",
-        f"By all-to-alls, from rank (row) to rank (column), per step; {words}.",
+        f"By all-to-alls, from rank (row) to rank (column), per step; {text}.",
         (sent / size, unit),
         ranks,
         ("to rank", "from rank"),
@@ -166,13 +166,13 @@ def expert_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
 def load_figure(lines: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Load of the fullest expert over the mean, by layer and step; None if no line of metrics.jsonl has layers."""
     recorded = [line for line in lines if line.get("layers")]
-    layers = sorted({one["layer"] for line in recorded for one in line["layers"]})
+    layers = sorted({layer["layer"] for line in recorded for layer in line["layers"]})
     if not layers:
         return None
     table = np.full((len(layers), len(recorded)), np.nan)  # [layer, recorded step]
     for column, line in enumerate(recorded):
-        for one in line["layers"]:
-            table[layers.index(one["layer"]), column] = one["max_over_mean"]
+        for layer in line["layers"]:
+            table[layers.index(layer["layer"]), column] = layer["max_over_mean"]
     steps, last = [line["step"] for line in recorded], table[:, -1]
     worst = int(np.nanargmax(last))
     thin = ""
@@ -203,10 +203,10 @@ def rank_figure(load: ExpertLoad) -> Figure | None:
     at = range(0, len(load.ranks), each)
     share = np.stack([share[start : start + each].mean(axis=0) for start in at])  # neighbours as one row
     names = [str(load.ranks[start]) for start in at]
-    most = float(np.abs(share).max()) or 1.0
+    largest = float(np.abs(share).max()) or 1.0
     xs = [str(number + 1) for number in range(share.shape[1])]
     hover = "rank %{y}, forward pass %{x} of a layer<br><b>%{z:+.1f} %</b> against the mean rank"
-    trace = _heat(share, names, hover, "%") | {"x": xs, "zmin": -most, "zmax": most}
+    trace = _heat(share, names, hover, "%") | {"x": xs, "zmin": -largest, "zmax": largest}
     uneven = f"; the fullest has {load.max_over_mean:.2f} x the mean, as a mean of layers" if load.max_over_mean else ""
     joined = f" A row is the mean of {each} ranks, under the name of the first." if each > 1 else ""
     left = f" The first {ROWS} of {len(load.loads)}." if len(load.loads) > ROWS else ""

@@ -76,32 +76,32 @@ def measured_passes(
     step = last_step(ranks)
     assert evidence.answer is not None, "ranks have traces"
     calls = evidence.answer.collectives.calls
-    found = {rank.rank: _passes(rank, calls, step) for rank in ranks}
-    starts = [each[0].start_us - clock.zero_us[rank] for rank, each in found.items() if each]
+    passes_by_rank = {rank.rank: _passes(rank, calls, step) for rank in ranks}
+    starts = [each[0].start_us - clock.zero_us[rank] for rank, each in passes_by_rank.items() if each]
     begin = min(starts, default=0.0)  # the first pass of any rank
     lanes = []
-    for rank, passes in found.items():
-        stages, zero_us = sorted({one.what.stage for one in passes}), clock.zero_us[rank] + begin
+    for rank, passes in passes_by_rank.items():
+        stages, zero_us = sorted({measured.what.stage for measured in passes}), clock.zero_us[rank] + begin
         intervals = [
             pass_interval(
-                one.what,
-                ((one.start_us - zero_us) / 1e6, (one.end_us - zero_us) / 1e6),
-                (stages.index(one.what.stage), len(stages)),
-                is_pair=one.is_within,
+                measured.what,
+                ((measured.start_us - zero_us) / 1e6, (measured.end_us - zero_us) / 1e6),
+                (stages.index(measured.what.stage), len(stages)),
+                is_pair=measured.is_within,
             )
-            for one in passes
+            for measured in passes
         ]
         lanes.append(TimelineLane(name=f"rank {rank}", intervals=intervals, place=places.get(rank, rank)))
     return Timeline(name="measured", lanes=lanes)
 
 
-def _passes(one: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list[_Measured]:
-    trace = one.trace
+def _passes(rank: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list[_Measured]:
+    trace = rank.trace
     span = _spans(trace)
-    row = np.where(_is_pass_work(one, calls), span.of(trace.launched_us), NONE)  # span of each GPU event
-    wanted = next((found.start_us for found in one.steps if found.number == step), None)
+    row = np.where(_is_pass_work(rank, calls), span.of(trace.launched_us), NONE)  # span of each GPU event
+    wanted = next((traced_step.start_us for traced_step in rank.steps if traced_step.number == step), None)
     if wanted is not None:
-        begun_us = np.append(trace.host.start_us, np.nan)[one.phases.placement.step]  # of each event's step
+        begun_us = np.append(trace.host.start_us, np.nan)[rank.phases.placement.step]  # of each event's step
         row = np.where(begun_us == wanted, row, NONE)
     hulls: dict[PipelinePass, list[float]] = {}
     within: defaultdict[PipelinePass, bool] = defaultdict(bool)
@@ -113,17 +113,17 @@ def _passes(one: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list
         hull[0] = min(hull[0], float(trace.gpu.start_us[mine].min()))
         hull[1] = max(hull[1], float(trace.gpu.end_us[mine].max()))
         within[what] |= number in span.paired
-    found = [_Measured(what=what, start_us=a, end_us=b, is_within=within[what]) for what, (a, b) in hulls.items()]
-    return sorted(found, key=lambda each: each.start_us)
+    measured = [_Measured(what=what, start_us=a, end_us=b, is_within=within[what]) for what, (a, b) in hulls.items()]
+    return sorted(measured, key=lambda each: each.start_us)
 
 
-def _is_pass_work(one: RankAnalysis, calls: CollectiveCalls) -> Flags:
+def _is_pass_work(rank: RankAnalysis, calls: CollectiveCalls) -> Flags:
     """Mask of the GPU events that are not messages between stages or their preparation."""
-    gpu, phases, placement = one.trace.gpu, one.phases, one.phases.placement
+    gpu, phases, placement = rank.trace.gpu, rank.phases, rank.phases.placement
     is_work = placement.collective != CATEGORIES.index(Category.POINT_TO_POINT)
     messages = [number for number, name in enumerate(phases.names) if name.startswith(Category.POINT_TO_POINT)]
     is_work[phases.event[np.isin(phases.name_id, messages)]] = False
-    is_own = calls.rank == calls.ranks.index(one.rank)
+    is_own = calls.rank == calls.ranks.index(rank.rank)
     is_work[calls.gpu_row[is_own & (calls.sync == SyncKind.PAIR)]] = False
     return is_work & ~gpu.named(lambda name: name.startswith(_ALLOCATES))
 
@@ -143,8 +143,8 @@ class _Spans:
         """The innermost span that was open at each time, or NONE."""
         if not len(self.rows):
             return np.full(len(launched_us), NONE)
-        found = np.searchsorted(self.start_us, launched_us, side="right") - 1  # the last span that began before
-        row = np.where((found >= 0) & ~np.isnan(launched_us), self.rows[np.maximum(found, 0)], NONE)
+        indices = np.searchsorted(self.start_us, launched_us, side="right") - 1  # the last span that began before
+        row = np.where((indices >= 0) & ~np.isnan(launched_us), self.rows[np.maximum(indices, 0)], NONE)
         # If it was closed, the innermost open span is one of those around it.
         while (closed := (row != NONE) & ~(launched_us < self.end_us[row])).any():
             row = np.where(closed, self.parent[row], row)
@@ -221,12 +221,12 @@ def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int 
         # Events and the part of the lane that they have, from its bottom to its top.
         halves = [(computes, (0.5, 1.0)), (~computes, (0.0, 0.46))] if sends else [(None, (0.0, 1.0))]
         for chosen, part in halves:
-            found, slot_us = _half(rank, clock, chosen, each)
+            half, slot_us = _half(rank, clock, chosen, each)
             slots = max(slots, slot_us)
             intervals += [
-                Interval(start=start / 1e6, end=end / 1e6, name=words, colour=KERNELS[group], group=group, part=part)
-                for start, end, (group, words) in zip(
-                    found.start_us.tolist(), found.end_us.tolist(), found.what, strict=True
+                Interval(start=start / 1e6, end=end / 1e6, name=text, colour=KERNELS[group], group=group, part=part)
+                for start, end, (group, text) in zip(
+                    half.start_us.tolist(), half.end_us.tolist(), half.what, strict=True
                 )
             ]
         lanes.append(TimelineLane(name=f"rank {rank.rank}", intervals=sorted(intervals, key=lambda box: box.start)))
@@ -234,38 +234,38 @@ def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int 
     return PhaseLanes(timeline=timeline, slot_us=slots, has_halves=sends)
 
 
-def _in_window(one: RankAnalysis, clock: StepClock) -> Flags:
+def _in_window(rank: RankAnalysis, clock: StepClock) -> Flags:
     """Mask of the events that begin in the step."""
-    start, end = clock.windows_us[one.rank]
-    begun: Flags = (one.trace.gpu.start_us >= start) & (one.trace.gpu.start_us < end)
+    start, end = clock.windows_us[rank.rank]
+    begun: Flags = (rank.trace.gpu.start_us >= start) & (rank.trace.gpu.start_us < end)
     return begun
 
 
-def _half(one: RankAnalysis, clock: StepClock, chosen: Flags | None, most: int) -> tuple[_Boxes, float]:
+def _half(rank: RankAnalysis, clock: StepClock, chosen: Flags | None, limit: int) -> tuple[_Boxes, float]:
     """Boxes of the chosen events of a rank in the step, and the width of their slots."""
-    phases, zero = one.phases, clock.zero_us[one.rank]
-    wanted = _in_window(one, clock) & (True if chosen is None else chosen)
+    phases, zero = rank.phases, clock.zero_us[rank.rank]
+    wanted = _in_window(rank, clock) & (True if chosen is None else chosen)
     entry = np.flatnonzero(wanted[phases.event])  # rows of `phases`
-    start, end = _times(one)
+    start, end = _times(rank)
     entry = entry[np.argsort(start[entry], kind="stable")]
     start, end = start[entry] - zero, end[entry] - zero
     # One number for phase, pass and layer, which `_words` takes apart; no layer (-1) becomes 0.
     key = (phases.name_id[entry] * len(PASSES) + phases.pass_id[entry]) * LAYERS + phases.layer[entry] + 1
     begins, ends, codes = _merged(start, end, key)
-    if len(begins) <= most:
-        return _Boxes(start_us=begins, end_us=ends, what=[_words(one, code) for code in codes.tolist()]), 0.0
-    low, high = (edge - zero for edge in clock.windows_us[one.rank])
+    if len(begins) <= limit:
+        return _Boxes(start_us=begins, end_us=ends, what=[_words(rank, code) for code in codes.tolist()]), 0.0
+    low, high = (edge - zero for edge in clock.windows_us[rank.rank])
     groups = np.array([_GROUPS.index(kernel_group(name)) for name in phases.names])[phases.name_id[entry]]
     for finer in FINER:
-        slotted = _slotted(start, end, groups, np.linspace(low, high, finer * most + 1))
-        if len(slotted.what) <= most:
+        slotted = _slotted(start, end, groups, np.linspace(low, high, finer * limit + 1))
+        if len(slotted.what) <= limit:
             break
-    return slotted, (high - low) / (finer * most)
+    return slotted, (high - low) / (finer * limit)
 
 
-def _times(one: RankAnalysis) -> tuple[Floats, Floats]:
+def _times(rank: RankAnalysis) -> tuple[Floats, Floats]:
     """Start and end of every entry. An event that waited has two entries, the waiting one first."""
-    phases, gpu = one.phases, one.trace.gpu
+    phases, gpu = rank.phases, rank.trace.gpu
     waits = np.array([name.endswith(WAITING) for name in phases.names], dtype=bool)[phases.name_id]
     split = waits & (np.bincount(phases.event, minlength=len(gpu))[phases.event] > 1)
     waited = np.bincount(phases.event[split], phases.kernel_us[split], len(gpu))  # of each event, its waiting part
@@ -293,17 +293,17 @@ def _slotted(start: Floats, end: Floats, group: Integers, edges: Floats) -> _Box
     at = np.flatnonzero(np.append(True, of_slot[1:] != of_slot[:-1]))  # first slot of each run of one group
     ends = np.append(at[1:], len(of_slot))
     kept = of_slot[at] != NONE
-    names = [_GROUPS[one] for one in of_slot[at][kept]]
+    names = [_GROUPS[kind] for kind in of_slot[at][kept]]
     return _Boxes(start_us=edges[at][kept], end_us=edges[ends][kept], what=[(name, f"mostly {name}") for name in names])
 
 
-def _words(one: RankAnalysis, code: int) -> tuple[str, str]:
+def _words(rank: RankAnalysis, code: int) -> tuple[str, str]:
     """Group and name of an entry."""
     rest, layer = divmod(code, LAYERS)
     name, pass_ = divmod(rest, len(PASSES))
-    phase = one.phases.names[name]
-    words = [phase, *([PASSES[pass_]] if PASSES[pass_] else []), *([f"layer {layer - 1}"] if layer else [])]
-    return kernel_group(phase), ", ".join(words)
+    phase = rank.phases.names[name]
+    texts = [phase, *([PASSES[pass_]] if PASSES[pass_] else []), *([f"layer {layer - 1}"] if layer else [])]
+    return kernel_group(phase), ", ".join(texts)
 
 
 # --------------------------------------------------------------------------------------------------------- run timeline
@@ -330,9 +330,9 @@ def _planned(projection: Projection | None) -> Timeline | None:
     """The plan's passes, if the run has a pipeline."""
     if projection is None or projection.time.schedule is None or projection.time.playback is None:
         return None
-    found = planned(projection.time.schedule, projection.time.playback, activation_shares(projection))
-    lanes = [replace(lane, name=place_name(projection, place)) for place, lane in enumerate(found.lanes)]
-    return replace(found, lanes=lanes, gaps="bubble")
+    timeline = planned(projection.time.schedule, projection.time.playback, activation_shares(projection))
+    lanes = [replace(lane, name=place_name(projection, position)) for position, lane in enumerate(timeline.lanes)]
+    return replace(timeline, lanes=lanes, gaps="bubble")
 
 
 def _pipeline(evidence: RunEvidence, plan: Timeline | None) -> tuple[list[Figure], list[str]]:
@@ -340,16 +340,16 @@ def _pipeline(evidence: RunEvidence, plan: Timeline | None) -> tuple[list[Figure
     places = _places_of(evidence)
     count = len(plan.lanes) if plan is not None else max(places.values()) + 1
     recorded = sorted(set(places.values()))
-    most = LANES // (1 if plan is None else 2)  # places: each has a planned lane too
-    first = {recorded[at] for at in evenly(len(recorded), most)}  # those with a recorded rank
-    rest = [place for place in range(count) if place not in first]
-    kept = sorted(first | {rest[at] for at in evenly(len(rest), most - len(first))})
+    limit = LANES // (1 if plan is None else 2)  # places: each has a planned lane too
+    first = {recorded[at] for at in evenly(len(recorded), limit)}  # those with a recorded rank
+    rest = [position for position in range(count) if position not in first]
+    kept = sorted(first | {rest[at] for at in evenly(len(rest), limit - len(first))})
     ranks = _ranks_of_places(evidence.ranks, places, kept, LANES - (len(kept) if plan is not None else 0))
     clock = clock_of(evidence, ranks)
     measured = replace(measured_passes(evidence, ranks, clock, places), gaps="bubble")
     timelines = [measured]
     if plan is not None:
-        timelines.insert(0, replace(plan, lanes=[replace(plan.lanes[place], place=place) for place in kept]))
+        timelines.insert(0, replace(plan, lanes=[replace(plan.lanes[position], place=position) for position in kept]))
     step = last_step(ranks)
     title = "Pipeline, planned and measured" if plan is not None else "Pipeline, measured"
     figure = timeline_figure("timeline", title if step is None else f"{title} in step {step}", timelines)
@@ -360,20 +360,20 @@ def _pipeline(evidence: RunEvidence, plan: Timeline | None) -> tuple[list[Figure
 
 def _places_of(evidence: RunEvidence) -> Mapping[int, int]:
     """The pipeline place of each rank with a trace; ranks of a place are consecutive."""
-    told = max((rank.trace.world or 0 for rank in evidence.ranks), default=0)
-    world = told or evidence.facts.world or max(rank.rank for rank in evidence.ranks) + 1
+    traced_world = max((rank.trace.world or 0 for rank in evidence.ranks), default=0)
+    world = traced_world or evidence.facts.world or max(rank.rank for rank in evidence.ranks) + 1
     places = evidence.run.parallel.pipeline if evidence.run is not None else world
     return {rank.rank: rank.rank * places // world for rank in evidence.ranks}
 
 
 def _ranks_of_places(
-    ranks: Sequence[RankAnalysis], places: Mapping[int, int], kept: Sequence[int], most: int
+    ranks: Sequence[RankAnalysis], places: Mapping[int, int], kept: Sequence[int], limit: int
 ) -> list[RankAnalysis]:
     """Equally many ranks of each drawn place."""
-    each = max(1, most // max(1, len(kept)))
+    each = max(1, limit // max(1, len(kept)))
     chosen = []
-    for place in kept:
-        of_place = [rank for rank in ranks if places[rank.rank] == place]
+    for position in kept:
+        of_place = [rank for rank in ranks if places[rank.rank] == position]
         chosen += [of_place[at] for at in evenly(len(of_place), each)]
     return chosen
 
@@ -388,17 +388,17 @@ def _phases(evidence: RunEvidence) -> Figure:
     first = [rank for rank in evidence.ranks if rank.rank in late[:LATE]]  # the most expensive stragglers
     rest = [rank for rank in evidence.ranks if rank not in first]
     chosen = [*first, *(rest[at] for at in evenly(len(rest), LANES - len(first)))]
-    ranks = sorted(chosen, key=lambda one: one.rank)
+    ranks = sorted(chosen, key=lambda rank: rank.rank)
     clock = clock_of(evidence, ranks)
     lanes = measured_phases(ranks, clock)
     step = last_step(ranks)
-    words = [f"What {'operators of each process' if evidence.is_host else 'kernels of each device'} were for."]
+    notes = [f"What {'operators of each process' if evidence.is_host else 'kernels of each device'} were for."]
     if lanes.has_halves:
-        words.append("Upper half of a lane: computing; lower half: communication and copies.")
+        notes.append("Upper half of a lane: computing; lower half: communication and copies.")
     if lanes.slot_us:
-        words.append(f"Cut into slots of {three_digits(lanes.slot_us)} \u00b5s, each coloured by what took most of it.")
+        notes.append(f"Cut into slots of {three_digits(lanes.slot_us)} \u00b5s, each coloured by what took most of it.")
     if len(ranks) < len(evidence.ranks):
-        words.append(f"{len(ranks)} of {len(evidence.ranks)} recorded ranks, with those that others wait for most.")
+        notes.append(f"{len(ranks)} of {len(evidence.ranks)} recorded ranks, with those that others wait for most.")
     title = "The trace" if step is None else f"Step {step}, measured"
     figure = timeline_figure("timeline", title, [lanes.timeline])
-    return replace(figure, caption=" ".join(filter(None, [*words, "Grey is idle.", clock.words])))
+    return replace(figure, caption=" ".join(filter(None, [*notes, "Grey is idle.", clock.words])))

@@ -37,20 +37,20 @@ def names_of(layouts: Sequence[Layout]) -> list[str]:
     """A short name for each layout: its place, its sizes, and the other settings that differ."""
     tables = [asdict(layout) for layout in layouts]
     differ = {name for table in tables for name, value in table.items() if value != tables[0][name]}
-    return [f"{place} \u00b7 {_short(table, differ)}" for place, table in enumerate(tables, start=1)]
+    return [f"{number} \u00b7 {_short(table, differ)}" for number, table in enumerate(tables, start=1)]
 
 
 def _short(table: Mapping[str, Any], differ: set[str]) -> str:
     """A layout without common settings; sizes are above the other settings."""
     sizes = [f"{name.upper()}{table[name]}" for name in SIZES if name in differ or (table[name] > 1 and name != "dp")]
-    words = [str(table[name]) for name in ("schedule", "dispatcher", "shard") if name in differ]
+    settings = [str(table[name]) for name in ("schedule", "dispatcher", "shard") if name in differ]
     if "micro_batch" in differ:
-        words.append(f"mb {table['micro_batch']}")
+        settings.append(f"mb {table['micro_batch']}")
     if "recompute" in differ and table["recompute"] != "none":
-        words.append(f"recompute {table['recompute']}")
+        settings.append(f"recompute {table['recompute']}")
     if "sync_free_stage" in differ:
-        words.append(f"sync-free {table['sync_free_stage']}")
-    return "<br>".join([" ".join(sizes) or "one rank", *([f"<i>{', '.join(words)}</i>"] if words else [])])
+        settings.append(f"sync-free {table['sync_free_stage']}")
+    return "<br>".join([" ".join(sizes) or "one rank", *([f"<i>{', '.join(settings)}</i>"] if settings else [])])
 
 
 def memory_figure(projections: Sequence[Projection]) -> Figure:
@@ -97,9 +97,9 @@ def memory_layout(
 
     All sizes are in GB; `marks` are further values in the figure.
     """
-    most = max(capacity or 0.0, *marks, *(sum(bar.values()) for bar in bars))
+    largest = max(capacity or 0.0, *marks, *(sum(bar.values()) for bar in bars))
     return {  # the range ends behind the line and the longest bar
-        "xaxis": axis("memory of a rank (GB)", range=[0, most * 1.03]),
+        "xaxis": axis("memory of a rank (GB)", range=[0, largest * 1.03]),
         "shapes": [] if capacity is None else [limit_line(capacity)],
         **sums_beside(names, bars, "GB", capacity),
     }
@@ -109,14 +109,14 @@ def sums_beside(
     names: Sequence[str], bars: Sequence[Mapping[str, float]], unit: str, limit: float | None = None
 ) -> dict[str, Any]:
     """The sum of each bar, in the margin to the right; sums above `limit` are marked `over`."""
-    place = {"xref": "paper", "x": 1, "xanchor": "left", "yref": "y", "showarrow": False, "font": {"size": 11}}
+    annotation = {"xref": "paper", "x": 1, "xanchor": "left", "yref": "y", "showarrow": False, "font": {"size": 11}}
     sums, margin = [], 62  # pixels, which the longest text of a sum needs
     for name, bar in zip(names, bars, strict=True):
         total = sum(bar.values())
         text = f"{three_digits(total)} {unit}"
         if limit is not None and total > limit:
             text, margin = f"<b>{text} over</b>", 84
-        sums.append(place | {"y": name, "text": text})
+        sums.append(annotation | {"y": name, "text": text})
     return {"annotations": sums, "margin": {"r": margin}}
 
 
@@ -127,8 +127,8 @@ def height_of(bars: int) -> int:
 
 def limit_line(at: float) -> dict[str, Any]:
     """A vertical line that must not be crossed."""
-    place = {"type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1}
-    return place | {"line": {"color": LIMIT, "width": 2, "dash": "dash"}}
+    shape = {"type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1}
+    return shape | {"line": {"color": LIMIT, "width": 2, "dash": "dash"}}
 
 
 def part_bars(
@@ -140,8 +140,8 @@ def part_bars(
     """
     bars = _without_small(bars)
     # Parts with a colour come first, in the order of their colours; the others in the order of appearance.
-    found = dict.fromkeys(name for bar in bars for name in bar)
-    parts = [*(name for name in known if name in found), *(name for name in found if name not in known)]
+    part_names = dict.fromkeys(name for bar in bars for name in bar)
+    parts = [*(name for name in known if name in part_names), *(name for name in part_names if name not in known)]
     colours = part_colours(parts, known)
     totals = [sum(bar.values()) for bar in bars]
     return [

@@ -91,8 +91,8 @@ WHOLE_MICRO_BATCHES = ActivationShares()
 
 def activation_shares(projection: Projection) -> ActivationShares:
     """Memory that stages hold of a micro-batch, in the unit in which the most is at least 1."""
-    most = max(projection.time.kept_bytes, default=0)
-    size, unit = next((byte_unit for byte_unit in BYTE_UNITS if most >= byte_unit[0]), (1.0, "B"))
+    largest = max(projection.time.kept_bytes, default=0)
+    size, unit = next((byte_unit for byte_unit in BYTE_UNITS if largest >= byte_unit[0]), (1.0, "B"))
     return ActivationShares(activation=tuple(kept / size for kept in projection.time.kept_bytes), unit=unit)
 
 
@@ -174,18 +174,18 @@ def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Fig
     rows, left = _few(_rows(timelines))
     span = max(timeline.span for timeline in timelines)
     size, _ = time_unit(span)
-    most = max((held for row in rows for _, held in row.lane.held), default=0.0)
+    largest = max((held for row in rows for _, held in row.lane.held), default=0.0)
     # Without held memory the boxes take the whole lane.
-    bottom = BOX_BOTTOM if most else HELD_BOTTOM
+    bottom = BOX_BOTTOM if largest else HELD_BOTTOM
     ground = _ground(rows, size, bottom) | {"name": timelines[0].ground}
     boxes = _boxes(rows, size, bottom, has_edges=timelines[0].has_edges)
-    data = [ground, *boxes, *_held(rows, size, (most, timelines[0].held_unit))]
+    data = [ground, *boxes, *_held(rows, size, (largest, timelines[0].held_unit))]
     lane_height = 44 if len(rows) <= 8 else 30 if len(rows) <= 24 else 22
     numbers = [
         f"{timeline.name} {time_text(timeline.span)}, {_idle_share(timeline):.1%} {timeline.gaps}"
         for timeline in timelines
     ]
-    below = f"Below each lane: {timelines[0].held_unit} held, at most {most:.3g}." if most else ""
+    below = f"Below each lane: {timelines[0].held_unit} held, at most {largest:.3g}." if largest else ""
     return Figure(
         name=name,
         title=title,
@@ -236,10 +236,10 @@ def _few(rows: list[_Row]) -> tuple[list[_Row], str]:
     """The rows, limited to evenly spaced places if there are too many boxes for a page; and a sentence about it."""
     boxes = sum(len(row.lane.intervals) for row in rows)
     places = sorted({row.place for row in rows})
-    most = max(2, len(places) * MOST_BOXES // max(boxes, 1))
-    if boxes <= MOST_BOXES or len(places) <= most:
+    limit = max(2, len(places) * MOST_BOXES // max(boxes, 1))
+    if boxes <= MOST_BOXES or len(places) <= limit:
         return rows, ""
-    kept = {places[at] for at in evenly(len(places), most)}
+    kept = {places[at] for at in evenly(len(places), limit)}
     return [row for row in rows if row.place in kept], left_out(len(kept), len(places), "ranks are drawn").strip()
 
 
@@ -252,9 +252,9 @@ def _idle_share(timeline: Timeline) -> float:
 def _covered(lane: TimelineLane) -> float:
     """Time in which a lane has any interval."""
     until = covered = 0.0  # the sweep has come to `until`
-    for one in sorted(lane.intervals, key=lambda interval: interval.start):
-        covered += max(0.0, one.end - max(one.start, until))
-        until = max(until, one.end)
+    for interval in sorted(lane.intervals, key=lambda interval: interval.start):
+        covered += max(0.0, interval.end - max(interval.start, until))
+        until = max(until, interval.end)
     return covered
 
 
@@ -277,7 +277,7 @@ def _outlines(boxes: list[tuple[list[float | None], list[float | None]]]) -> dic
 
 def _ground(rows: list[_Row], size: float, bottom: float) -> dict[str, Any]:
     """The background of every lane: time without a box is waiting."""
-    boxes = [_rectangle(0.0, row.span / size, bottom - place, BOX_TOP - place) for place, row in enumerate(rows)]
+    boxes = [_rectangle(0.0, row.span / size, bottom - index, BOX_TOP - index) for index, row in enumerate(rows)]
     trace = _outlines(boxes) | {"fillcolor": IDLE, "line": {"width": 0}}
     return trace | {"legendrank": 2000, "meta": {"role": "waiting"}}
 
@@ -285,28 +285,28 @@ def _ground(rows: list[_Row], size: float, bottom: float) -> dict[str, Any]:
 def _boxes(rows: list[_Row], size: float, bottom: float, *, has_edges: bool) -> list[dict[str, Any]]:
     """One trace for each group, with the names of its boxes."""
     groups: dict[str, list[tuple[int, Interval]]] = defaultdict(list)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         for interval in row.lane.intervals:
-            groups[interval.group].append((place, interval))
+            groups[interval.group].append((index, interval))
     traces = []
     for name, members in sorted(groups.items(), key=lambda entry: _group_order(entry[0])):
         high = BOX_TOP - bottom
         boxes = [
             _rectangle(
-                one.start / size,
-                one.end / size,
-                round(bottom + high * one.part[0] - place, 3),
-                round(bottom + high * one.part[1] - place, 3),
+                interval.start / size,
+                interval.end / size,
+                round(bottom + high * interval.part[0] - index, 3),
+                round(bottom + high * interval.part[1] - index, 3),
             )
-            for place, one in members
+            for index, interval in members
         ]
         colour = members[0][1].colour
         edge = {"width": 0.5 if has_edges else 0, "color": "rgba(0,0,0,0.35)"}
         meta = {
             "role": "boxes",
-            "lanes": [place for place, _ in members],
-            "names": [one.name for _, one in members],
-            "labels": [one.label for _, one in members],
+            "lanes": [index for index, _ in members],
+            "names": [interval.name for _, interval in members],
+            "labels": [interval.label for _, interval in members],
             "ink": ink_on(colour),
             "edges": has_edges,
         }
@@ -326,14 +326,14 @@ def _held(rows: list[_Row], size: float, held: tuple[float, str]) -> list[dict[s
 
     `size` is seconds per unit of the axis; `held` is the most that a lane holds, and its unit.
     """
-    most, unit = held
-    if not most:
+    largest, unit = held
+    if not largest:
         return []
-    high = (HELD_TOP - HELD_BOTTOM) / most
+    high = (HELD_TOP - HELD_BOTTOM) / largest
     xs: list[float | None] = []
     ys: list[float | None] = []
-    for place, row in enumerate(rows):
-        bottom = HELD_BOTTOM - place
+    for index, row in enumerate(rows):
+        bottom = HELD_BOTTOM - index
         for (time, value), (until, _) in pairwise([*row.lane.held, (row.span, 0.0)]):
             xs += [rounded(time / size), rounded(until / size)]
             ys += [round(bottom + value * high, 4)] * 2
@@ -349,7 +349,7 @@ def _layout(rows: list[_Row], span: float) -> Mapping[str, Any]:
     return {
         "xaxis": axis(f"time in the step ({unit})", range=[0, span / size], showgrid=False),
         "yaxis": {
-            "tickvals": [-place for place in range(len(rows))],  # the first lane is on top
+            "tickvals": [-index for index in range(len(rows))],  # the first lane is on top
             "ticktext": [f"{row.name} \u00b7 {row.idle:.0%} {row.gaps}" for row in rows],
             "range": [0.5 - len(rows), 0.5],
             "fixedrange": True,

@@ -56,24 +56,24 @@ def trials_table(search: Search) -> str:
         "result": "text",
     }
     rows, best = [], None if search.leader is None else search.leader.candidate.key
-    for number, one in enumerate(search.records, 1):
-        is_ran = one.result.kind == "ran"
-        word: str = one.result.kind
-        if is_ran and one.is_whole:
+    for number, record in enumerate(search.records, 1):
+        is_ran = record.result.kind == "ran"
+        word: str = record.result.kind
+        if is_ran and record.is_whole:
             word = "whole steps"
-        elif one.candidate.key == best:
+        elif record.candidate.key == best:
             word = "leader"
-        elif one.result.was_stopped:
+        elif record.result.was_stopped:
             word = "stopped early"
         rows.append(
             (
                 f"{number}",
-                escape(one.candidate.key or "the run as it is"),
-                escape(one.candidate.source),
-                time_text(one.projected),
-                time_text(one.expected),
-                f"{time_text(one.step)}{short_source(one)}" if is_ran else "",
-                escape(word if is_ran else f"{word}: {one.result.reason}"),
+                escape(record.candidate.key or "the run as it is"),
+                escape(record.candidate.source),
+                time_text(record.projected),
+                time_text(record.expected),
+                f"{time_text(record.step)}{short_source(record)}" if is_ran else "",
+                escape(word if is_ran else f"{word}: {record.result.reason}"),
             )
         )
     return table(columns, rows)
@@ -81,12 +81,12 @@ def trials_table(search: Search) -> str:
 
 def _path(records: Sequence[TrialRecord]) -> Figure:
     """Measured steps of all trials, in their order, and the best so far."""
-    numbers = [place for place, one in enumerate(records, 1) if one.result.kind == "ran"]
+    numbers = [number for number, record in enumerate(records, 1) if record.result.kind == "ran"]
     ran = [record for record in records if record.result.kind == "ran"]
-    unit, per_second = _unit([one.even_step for one in ran])
-    steps = [per_second * one.even_step for one in ran]
-    best = [min(steps[: place + 1]) for place in range(len(steps))]
-    texts = [one.candidate.key or "the run as it is" for one in ran]
+    unit, per_second = _unit([record.even_step for record in ran])
+    steps = [per_second * record.even_step for record in ran]
+    best = [min(steps[: index + 1]) for index in range(len(steps))]
+    texts = [record.candidate.key or "the run as it is" for record in ran]
     data = [
         {"type": "scatter", "mode": "markers", "name": "trial", "x": numbers, "y": steps, "text": texts,
          "marker": {"color": SERIES[0], "size": 9}},
@@ -99,10 +99,10 @@ def _path(records: Sequence[TrialRecord]) -> Figure:
 
 def _projected(ran: Sequence[TrialRecord]) -> Figure:
     """Measured over projected steps: by the bare plan, and as corrected by the trials before."""
-    unit, per_second = _unit([one.step for one in ran])
-    measured = [per_second * one.step for one in ran]
-    bare = [per_second * one.projected for one in ran]
-    known = [per_second * one.expected for one in ran[1:]]
+    unit, per_second = _unit([record.step for record in ran])
+    measured = [per_second * record.step for record in ran]
+    bare = [per_second * record.projected for record in ran]
+    known = [per_second * record.expected for record in ran[1:]]
     ends = [0.0, 1.05 * max([*measured, *bare, *known])]
     marks = {"type": "scatter", "mode": "markers"}
     data = [
