@@ -63,11 +63,11 @@ def calibrate(
         on_cpu = device == "cpu" or not torch.cuda.is_available()
         if not on_cpu and processes > torch.cuda.device_count():
             raise DeviceError("--processes is more than GPUs", got=processes, allowed=torch.cuda.device_count())
-        words = ["calibrate", "--device", device, *(["--name", name] if name else [])]
-        words += ["--output", str(output)] if output else []  # rank 0 writes it
-        words += ["--force"] if force else []
+        command = ["calibrate", "--device", device, *(["--name", name] if name else [])]
+        command += ["--output", str(output)] if output else []  # rank 0 writes it
+        command += ["--force"] if force else []
         launch = LocalLaunch(processes=processes, facts=facts_of_ranks(environment, processes, on_cpu=on_cpu))
-        return run_processes(main, words, launch)
+        return run_processes(main, command, launch)
     hardware = _measure(environment, device, name)
     comment = [f"{hardware.name}, measured by `penstock calibrate`."]
     if environment.rank > 0:  # all ranks have measured, the first tells

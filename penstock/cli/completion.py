@@ -18,11 +18,11 @@ from penstock.config.schema import NAME, every_field
 Word = tuple[str, str]  # a proposed word and its description
 
 
-def proposals(verb: str, words: Sequence[str], begun: str) -> list[Word]:
+def proposals(verb: str, given_words: Sequence[str], begun: str) -> list[Word]:
     """Proposals for the last word of a command line, of which `begun` is there, behind other words of the verb."""
     node, option, given, arguments = described_verbs()[verb], "", set(), 0
     values_left = 0  # words that the option before still takes
-    for word in words:
+    for word in given_words:
         if values_left:
             values_left -= 1
         elif word in node["verbs"] and not arguments:
@@ -34,12 +34,12 @@ def proposals(verb: str, words: Sequence[str], begun: str) -> list[Word]:
         else:
             arguments += 1
     if values_left:
-        found = _values(_options(node)[option]["value"], begun)
+        choices = _values(_options(node)[option]["value"], begun)
     elif begun.startswith("-"):
-        found = ((name, one["help"]) for name, one in _options(node).items() if name not in given)  # each option once
+        choices = ((name, row["help"]) for name, row in _options(node).items() if name not in given)  # each option once
     else:
-        found = _of_argument(node, arguments, begun)
-    return [(word, text) for word, text in found if word.startswith(begun)]
+        choices = _of_argument(node, arguments, begun)
+    return [(word, text) for word, text in choices if word.startswith(begun)]
 
 
 def _options(node: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -52,13 +52,13 @@ def _options(node: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {**shown, "--help": {"value": "", "help": "Show this message and exit."}}
 
 
-def _of_argument(node: Mapping[str, Any], place: int, begun: str) -> Iterator[Word]:
+def _of_argument(node: Mapping[str, Any], index: int, begun: str) -> Iterator[Word]:
     """Verbs below this one, and values of the argument at this place; the last argument may repeat."""
-    if place == 0:
+    if index == 0:
         yield from ((name, inner["summary"]) for name, inner in node["verbs"].items())
     names = [parameter["value"] for parameter in node["parameters"] if not parameter["opts"][0].startswith("-")]
-    if place < len(names) or (names and names[-1].endswith("...")):
-        yield from _values(names[min(place, len(names) - 1)], begun)  # the last argument takes all further words
+    if index < len(names) or (names and names[-1].endswith("...")):
+        yield from _values(names[min(index, len(names) - 1)], begun)  # the last argument takes all further words
 
 
 def _values(name: str, begun: str) -> Iterator[Word]:

@@ -111,8 +111,8 @@ def examine(
     if cluster is None:
         if evidence.is_cpu:
             return evidence
-        told = "no plan: nothing says what the run is on; give --on 8xH200"
-        return replace(evidence, missing=(*evidence.missing, told))
+        note = "no plan: nothing says what the run is on; give --on 8xH200"
+        return replace(evidence, missing=(*evidence.missing, note))
     evidence = replace(evidence, notes=(*evidence.notes, *compared(evidence.facts, cluster)))
     bare = evidence
     if evidence.is_cpu:  # a plan of a device, if there is one, replaces the times of the CPU
@@ -129,8 +129,8 @@ def _of_run(folder: Path, step: int | None, names: PhaseNames | None) -> Evidenc
     except TraceError as error:
         if step is not None:  # the step was asked for, so a plan is no answer
             raise
-        told = f"no trace: {error.what}; this records one: {recording_command(folder)}"
-        return Evidence(source="none", ranks=(), facts=facts, missing=(*missing, told))
+        note = f"no trace: {error.what}; this records one: {recording_command(folder)}"
+        return Evidence(source="none", ranks=(), facts=facts, missing=(*missing, note))
 
 
 def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:

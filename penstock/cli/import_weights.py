@@ -61,10 +61,10 @@ def import_(
     upcycling = Upcycling(copies=copies, chosen=chosen, granularity=granularity) if copies else None
     model = upcycling.model(base.model) if upcycling else base.model  # with experts, if the dense network is copied
     # run.toml starts from the folder that is written.
-    own = [] if config_only else [f'training.initial_weights="{output}"']
+    changes = [] if config_only else [f'training.initial_weights="{output}"']
     if (folder / TOKENIZER).is_file():
-        own.append(f'data.tokenizer="{folder / TOKENIZER}"')
-    run = with_overrides(base.model_copy(update={"model": model}), [*own, *(overrides or ())])
+        changes.append(f'data.tokenizer="{folder / TOKENIZER}"')
+    run = with_overrides(base.model_copy(update={"model": model}), [*changes, *(overrides or ())])
     if not config_only and facts_of(run.model) != facts_of(model):  # balance and the like are no facts of weights
         raise ConfigError("the weights decide the model", fix="leave out overrides of model, but for its balance")
     import_weights(weights, base.model, run, upcycling, output)

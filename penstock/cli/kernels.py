@@ -54,8 +54,8 @@ def list_choices(
     choices = kernel_choices(run, facts)
     if as_json:
         described = asdict(facts) | {"packages": sorted(facts.packages)}
-        found = {"run": run.name, "device": described, "shapes": asdict(shapes_of(run))}
-        print(json.dumps(found | {"choices": [asdict(choice) for choice in choices]}, indent=2))
+        report = {"run": run.name, "device": described, "shapes": asdict(shapes_of(run))}
+        print(json.dumps(report | {"choices": [asdict(choice) for choice in choices]}, indent=2))
         return
     print(f"{run.name} on {facts.name}: {facts.dtype}, {shapes_of(run).tokens} tokens in a micro-batch")
     rows = [(choice.op, choice.direction.replace("_", " "), shown(choice), choice.reason) for choice in choices]

@@ -106,9 +106,9 @@ def ladder(  # noqa: PLR0913 - one argument for each option
     if resumes and output is None:
         raise ConfigError("--resume needs the file that it goes on with", fix="--json FILE")
     check_output(output, "--json", force=force or resumes)  # a resumed ladder writes over its own file
-    run, own = load_run(target, overrides or ()), tuple(overrides or ())
+    run, changes = load_run(target, overrides or ()), tuple(overrides or ())
     table = our_ladder() if file is None else load_ladder_steps(file)
-    every = (*own, *first_steps(run, steps))  # without evaluation, checkpoints and other output
+    every = (*changes, *first_steps(run, steps))  # without evaluation, checkpoints and other output
     ranks = processes_to_start(run, environment, processes)
     grid_of(load_run(target, every), ranks)  # refuses what no step could run
     plan = LadderPlan(
@@ -124,7 +124,7 @@ def ladder(  # noqa: PLR0913 - one argument for each option
             most_seconds=most_seconds,
         ),
         has_gpu=run.device != "cpu" and torch.cuda.device_count() > 0,
-        overrides=own,
+        overrides=changes,
         training_steps=steps,
         run=run,
         flops_per_token=count(run.model, run.training.sequence_length).flops_per_token,
@@ -133,7 +133,7 @@ def ladder(  # noqa: PLR0913 - one argument for each option
     if output is not None and resumes:
         saved = read_saved_steps(output, plan.environment, commit or commit_of_code())
     outcomes = climb_and_print(plan, saved, run_trial, output, commit)
-    print_next("train", target, *own)
+    print_next("train", target, *changes)
     return 0 if any(outcome.state == "ran" for outcome in outcomes) else FAILED
 
 

@@ -61,8 +61,8 @@ def slurm(  # noqa: PLR0913 (a parameter is an option)
     """Print a script for sbatch."""
     check_output(output, "--output", force=force)
     run = load_run(target, overrides or ())
-    words = _words(target, overrides, budget, tune=tune)
-    job = _job(run, words, f"{'tune-' * tune}{run.name}" if name is None else name, nodes, gpus, cpus, restarts, vendor)
+    call = _words(target, overrides, budget, tune=tune)
+    job = _job(run, call, f"{'tune-' * tune}{run.name}" if name is None else name, nodes, gpus, cpus, restarts, vendor)
     wanted = {"time": time, "partition": partition, "account": account}
     options = {option: value for option, value in wanted.items() if value is not None}
     print_or_write(slurm_script(job, options, container, until_done=until_done), output)
@@ -91,9 +91,9 @@ def kubernetes(  # noqa: PLR0913 (a parameter is an option)
     """Print a PyTorchJob (kubeflow.org/v1) or a TrainJob (trainer.kubeflow.org/v1alpha1)."""
     check_output(output, "--output", force=force)
     run = load_run(target, overrides or ())
-    words = _words(target, overrides, budget, tune=tune)
+    call = _words(target, overrides, budget, tune=tune)
     usual = kubernetes_name(f"{'tune-' * tune}{run.name}")
-    job = _job(run, words, usual if name is None else name, nodes, gpus, cpus, restarts, vendor)
+    job = _job(run, call, usual if name is None else name, nodes, gpus, cpus, restarts, vendor)
     print_or_write(kubernetes_manifest(job, image, claim, namespace, kind), output)
     warn_of_unfilled(run)
 
@@ -109,10 +109,10 @@ def _words(target: str, overrides: list[str] | None, budget: str | None, *, tune
 
 
 def _job(
-    run: Run, words: tuple[str, ...], name: str, nodes: int, gpus: int, cpus: int | None, restarts: int, vendor: Vendor
+    run: Run, call: tuple[str, ...], name: str, nodes: int, gpus: int, cpus: int | None, restarts: int, vendor: Vendor
 ) -> Job:
     """The run on its machines, checked against its ranks."""
-    if words[0] == "train":  # a search takes a planned layout where this one does not fit
+    if call[0] == "train":  # a search takes a planned layout where this one does not fit
         grid_of(run, nodes * gpus)  # refuses a layout that does not fit
     facts = facts_of_run(run, LaunchFacts(vendor=vendor, world=nodes * gpus, local_world=gpus, cores=cpus or 0))
-    return Job(name=name, words=words, nodes=nodes, gpus=gpus, cpus=cpus, restarts=restarts, facts=facts)
+    return Job(name=name, words=call, nodes=nodes, gpus=gpus, cpus=cpus, restarts=restarts, facts=facts)

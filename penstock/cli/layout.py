@@ -146,12 +146,12 @@ def step_figures(run: Run, grid: Grid, costs: ActionCosts) -> tuple[float, tuple
 
 def _stage_rows(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> Iterator[tuple[str, ...]]:
     plan = _schedule(run, grid, _ROUNDS * grid.pipeline)  # Where stages stand does not depend on the micro-batches.
-    for place, ranks in enumerate(grid.groups(("data", "context", "tensor"))):  # the ranks of each pipeline rank
-        numbers = plan.stages_of(place)
+    for position, ranks in enumerate(grid.groups(("data", "context", "tensor"))):  # the ranks of each pipeline rank
+        numbers = plan.stages_of(position)
         dense, experts = _parameters(run, grid, ranks[0], {number: stages[number] for number in numbers})
         held = "; ".join(_stage_text(stages[number]) for number in numbers)
         shown = " ".join(f"{number}" for number in numbers)
-        yield f"{place}", _numbers(ranks), shown, held, count_text(dense), count_text(experts)
+        yield f"{position}", _numbers(ranks), shown, held, count_text(dense), count_text(experts)
 
 
 def _stage_text(stage: Stage) -> str:
@@ -173,12 +173,12 @@ def _parameters(run: Run, grid: Grid, rank: int, stages: dict[int, Stage]) -> tu
     decoders = meta_stages(run, LayerContext(axes=axes), stages)
     # By identity, because two stages of a rank share their embedding.
     modules = {id(module): module for decoder in decoders.values() for module in decoder.modules()}
-    own = [
+    parameters = [
         (module, sum(parameter.numel() for parameter in module.parameters(recurse=False)))
         for module in modules.values()
     ]
-    experts = sum(count for module, count in own if isinstance(module, GroupedExperts))
-    return sum(count for _, count in own) - experts, experts
+    experts = sum(count for module, count in parameters if isinstance(module, GroupedExperts))
+    return sum(count for _, count in parameters) - experts, experts
 
 
 def _axis(grid: Grid, rank: int, *axes: str) -> Axis:

@@ -64,14 +64,14 @@ def print_or_write(text: str, path: Path | None) -> None:
         print(f"wrote {path}")
 
 
-def next_line(*words: object) -> str:
+def next_line(*arguments: object) -> str:
     """The line that proposes a command, its words quoted for a shell."""
-    return f"next:  {shlex.join(['penstock', *map(str, words)])}"
+    return f"next:  {shlex.join(['penstock', *map(str, arguments)])}"
 
 
-def print_next(*words: object, to_stderr: bool = False) -> None:
+def print_next(*arguments: object, to_stderr: bool = False) -> None:
     """Print the proposed next command; to stderr if a program may read standard output."""
-    print(next_line(*words), file=sys.stderr if to_stderr else sys.stdout)
+    print(next_line(*arguments), file=sys.stderr if to_stderr else sys.stdout)
 
 
 def warn(message: str) -> None:

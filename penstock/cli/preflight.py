@@ -123,7 +123,7 @@ def _look(run: Run | None, gpus: Sequence[Gpu], known: Hardware | None) -> list[
         checkpoint_bytes = STATE_BYTES * (size.parameters + size.mtp_parameters)
     return [
         *check_versions(),
-        *check_environment(shell_variables(one.name for one in HARMFUL), has_gpu=bool(gpus)),
+        *check_environment(shell_variables(variable.name for variable in HARMFUL), has_gpu=bool(gpus)),
         *judge_host(read_host(len(gpus), sum(gpu.total_bytes for gpu in gpus))),
         *judge_disk(read_disk(Path(record.folder)), checkpoint_bytes, kept),
         *judge_gpus(gpus, gpu_vendor(), known),

@@ -70,7 +70,7 @@ def prove(
 
 
 def _draws(prover: Prover, seconds: float, seed: int, *, as_json: bool) -> int:
-    begin = told = time.monotonic()
+    begin = last_report = time.monotonic()
     counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
     faults = []
     for number, outcome in outcomes(prover, seed):
@@ -83,8 +83,8 @@ def _draws(prover: Prover, seconds: float, seed: int, *, as_json: bool) -> int:
             if outcome.kind == "fault":
                 print(f"  smallest: {smallest.text}\n  {smallest.composition.command}", flush=True)
         now = time.monotonic()
-        if not as_json and (now - told > TELL_SECONDS or now - begin > seconds):
-            told = now
+        if not as_json and (now - last_report > TELL_SECONDS or now - begin > seconds):
+            last_report = now
             print(f"{now - begin:5.0f} s: {_counted(counts)}", flush=True)
         if now - begin > seconds:
             break

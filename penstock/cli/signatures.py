@@ -48,7 +48,7 @@ def described_verbs() -> Mapping[str, Mapping[str, Any]]:
     return described
 
 
-def check_arguments(verb: str, words: Sequence[str], parent: Any) -> None:
+def check_arguments(verb: str, arguments: Sequence[str], parent: Any) -> None:
     """Refuse arguments that the verb would refuse, and print help that is asked for (`typer.Exit`).
 
     Raises:
@@ -57,7 +57,7 @@ def check_arguments(verb: str, words: Sequence[str], parent: Any) -> None:
         HardwareError: there is no such cluster.
     """
     node, context = described_verbs()[verb], parent
-    name, rest = verb, list(words)
+    name, rest = verb, list(arguments)
     while node["verbs"] and rest and rest[0] in node["verbs"]:
         context = typer.Context(_command(name, node), info_name=name, parent=context)
         name, rest = rest[0], rest[1:]

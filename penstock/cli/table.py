@@ -26,16 +26,16 @@ def draw_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Seq
     console = Console(markup=False, highlight=False)
     cells = [tuple(column) for column in zip(columns, *rows, strict=True)]  # by column, with its name first
     kept = _kept(cells, least, console.width)
-    widths = _widths([cells[place] for place in kept], console.width)
+    widths = _widths([cells[index] for index in kept], console.width)
     table = Table()
-    for place, width in zip(kept, widths, strict=True):
-        table.add_column(columns[place], width=width, overflow="fold")
+    for index, width in zip(kept, widths, strict=True):
+        table.add_column(columns[index], width=width, overflow="fold")
     for row in rows:
-        table.add_row(*(row[place] for place in kept))
+        table.add_row(*(row[index] for index in kept))
     # One column always stays; where it is wider than the terminal, that breaks its lines, and nothing is lost.
     console.width = max(console.width, _drawn(widths))
     console.print(table)
-    if left_out := [name or "notes" for place, name in enumerate(columns) if place not in kept]:
+    if left_out := [name or "notes" for index, name in enumerate(columns) if index not in kept]:
         how = "a wider terminal shows them, and so does `| cat`"
         print(f"{len(left_out)} of {len(columns)} columns left out ({', '.join(left_out)}): {how}")
 
@@ -43,13 +43,13 @@ def draw_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Seq
 def _kept(cells: Sequence[Sequence[str]], least: Sequence[str], width: int) -> list[int]:
     """Places of the columns that fit at their narrowest width: the first column, then by importance."""
     places = range(1, len(cells))
-    missed_least = [place for name in least for place in places if cells[place][0] == name]
-    missed_most = [place for place in places if place not in missed_least]  # from left to right
+    missed_least = [index for name in least for index in places if cells[index][0] == name]
+    missed_most = [index for index in places if index not in missed_least]  # from left to right
     narrowest = [_narrowest(column) for column in cells]
     kept = [0]
-    for place in (*missed_most, *reversed(missed_least)):
-        if _drawn([narrowest[one] for one in (*kept, place)]) <= width:
-            kept.append(place)
+    for index in (*missed_most, *reversed(missed_least)):
+        if _drawn([narrowest[number] for number in (*kept, index)]) <= width:
+            kept.append(index)
     return sorted(kept)
 
 
@@ -58,11 +58,11 @@ def _widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
     widths = [_narrowest(column) for column in cells]
     spare = width - _drawn(widths)  # columns of the terminal to give away
     natural = [max(cell_len(line) for cell in column for line in cell.splitlines() or [""]) for column in cells]
-    wishes = {place: natural[place] - widths[place] for place in range(len(cells))}
+    wishes = {index: natural[index] - widths[index] for index in range(len(cells))}
     # The smallest wishes first: what they leave is shared by the others.
-    for number, place in enumerate(sorted(wishes, key=lambda place: wishes[place])):
-        more = min(wishes[place], max(spare, 0) // (len(wishes) - number))
-        widths[place] += more
+    for number, index in enumerate(sorted(wishes, key=lambda index: wishes[index])):
+        more = min(wishes[index], max(spare, 0) // (len(wishes) - number))
+        widths[index] += more
         spare -= more
     return widths
 
@@ -80,5 +80,5 @@ def _narrowest(column: Sequence[str]) -> int:
 def _narrowest_of_cell(cell: str) -> int:
     if _FIGURE.fullmatch(cell):
         return cell_len(cell)
-    words = [cell_len(word) if _NUMBER.match(word) else min(cell_len(word), LONGEST_WORD) for word in cell.split()]
-    return max([*words, min(cell_len(cell), READABLE)])
+    widths = [cell_len(word) if _NUMBER.match(word) else min(cell_len(word), LONGEST_WORD) for word in cell.split()]
+    return max([*widths, min(cell_len(cell), READABLE)])

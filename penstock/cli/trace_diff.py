@@ -43,9 +43,9 @@ def diff(
     if as_json:
         print(json.dumps(as_tree(compared)))
     else:
-        for told in zip(*map(_origin, traces), strict=True):
-            if told[0] != told[1]:
-                print(f"warning: A is of {told[0]}, B of {told[1]}")
+        for origins in zip(*map(_origin, traces), strict=True):
+            if origins[0] != origins[1]:
+                print(f"warning: A is of {origins[0]}, B of {origins[1]}")
         _print(compared, top)
         print_next("doctor", b)
 

@@ -60,9 +60,9 @@ def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
         _roofline(first, of, per)
 
 
-def _left_out(one: RankAnalysis) -> list[str]:
+def _left_out(analysis: RankAnalysis) -> list[str]:
     """Events that count nowhere, as notes."""
-    left, whole = one.left_out, one.timelines["all"]
+    left, whole = analysis.left_out, analysis.timelines["all"]
     parts = [
         f"{count:,} events ({ms(us)} ms) {why}"
         for count, us, why in (
@@ -76,19 +76,19 @@ def _left_out(one: RankAnalysis) -> list[str]:
     return [f"{' and '.join(parts)}; they are left out. With them, the recording takes {ms(whole.total_us)} ms"]
 
 
-def _operators(one: RankAnalysis, of: str, per: float) -> None:
-    if not one.operators:
+def _operators(analysis: RankAnalysis, of: str, per: float) -> None:
+    if not analysis.operators:
         return
     print(f"\noperators{of}, by their own time; exposed: the part in which no computing runs beside a transfer")
-    whole_us, left = one.spent.total_us, one.operators[PHASES:]
+    whole_us, left = analysis.spent.total_us, analysis.operators[PHASES:]
     rows = [
         (_short(row.name), _count(row.count * per), ms(row.own_us * per), *_exposed(row.exposed_us, whole_us, per))
-        for row in one.operators
+        for row in analysis.operators
     ]
     sums = (_count(sum(row.count for row in left) * per), ms(sum(row.own_us for row in left) * per))
     rest = _exposed(sum(row.exposed_us for row in left), whole_us, per)
     print_table(("operator", "calls", "ms", "exposed ms", "of the step"), _cut(rows, PHASES, *sums, *rest))
-    outside = "{} ms ({})".format(*_exposed(one.spent.idle_us, whole_us, per))
+    outside = "{} ms ({})".format(*_exposed(analysis.spent.idle_us, whole_us, per))
     print(f"outside of operators and transfers (Python, waiting): {outside}")
 
 
@@ -96,12 +96,12 @@ def _exposed(time_us: float, whole_us: float, per: float) -> tuple[str, str]:
     return ms(time_us * per), f"{time_us / whole_us:.1%}" if whole_us else ""
 
 
-def _cut(rows: Sequence[Sequence[str]], most: int, *sums: str) -> list[Sequence[str]]:
-    """At most `most` rows, and one that counts the others, with sums over these in its last cells."""
-    if len(rows) <= most:
+def _cut(rows: Sequence[Sequence[str]], limit: int, *sums: str) -> list[Sequence[str]]:
+    """At most `limit` rows, and one that counts the others, with sums over these in its last cells."""
+    if len(rows) <= limit:
         return list(rows)
     blank = [""] * (len(rows[0]) - 1 - len(sums))
-    return [*rows[:most], (f"{len(rows) - most} more", *blank, *sums)]
+    return [*rows[:limit], (f"{len(rows) - limit} more", *blank, *sums)]
 
 
 def _timelines(ranks: Sequence[RankAnalysis], per: float) -> None:
@@ -129,19 +129,19 @@ def verdict_text(answer: TraceAnalysis) -> str:
     return f"{of}: {', '.join(shown)}; the cause and what to change: penstock doctor"
 
 
-def _spent(one: TimeBreakdown, per: float) -> tuple[str, ...]:
+def _spent(spent: TimeBreakdown, per: float) -> tuple[str, ...]:
     def share(time_us: float) -> str:
-        return f"{ms(time_us * per)} ({time_us / one.total_us:.1%})" if one.total_us else ms(time_us * per)
+        return f"{ms(time_us * per)} ({time_us / spent.total_us:.1%})" if spent.total_us else ms(time_us * per)
 
     return (
-        ms(one.total_us * per),
-        ms(one.busy_us * per),
-        share(one.compute_us),
-        ms(one.communication_us * per),
-        share(one.exposed_communication_us),
-        ms(one.memcpy_us * per),
-        ms(one.exposed_memcpy_us * per),
-        share(one.idle_us),
+        ms(spent.total_us * per),
+        ms(spent.busy_us * per),
+        share(spent.compute_us),
+        ms(spent.communication_us * per),
+        share(spent.exposed_communication_us),
+        ms(spent.memcpy_us * per),
+        ms(spent.exposed_memcpy_us * per),
+        share(spent.idle_us),
     )
 
 
@@ -151,20 +151,20 @@ def _steps(first: RankAnalysis) -> None:
     print(f"\nsteps of rank {first.rank}, ms{'' if first.trace.is_host else ' on the device'}")
     rows = []
     for step in first.steps:
-        one = step.timeline
-        times = (one.total_us, one.compute_us, one.exposed_communication_us, one.exposed_memcpy_us, one.idle_us)
+        span = step.timeline
+        times = (span.total_us, span.compute_us, span.exposed_communication_us, span.exposed_memcpy_us, span.idle_us)
         rows.append((step.name, *map(ms, times)))
     head = ("step", "total", "compute", "exposed communication", "exposed copies", "idle")
     print_table(head, _cut(rows, STEPS))
 
 
 def _phases(first: RankAnalysis, *, by_layer: bool, of: str, per: float) -> None:
-    found = first.phases.rows(by_layer=by_layer)
+    phases = first.phases.rows(by_layer=by_layer)
     print(f"\nphases{of}; exposed: time that nothing before it in the order compute, communication, copies fills")
-    rows = [(one.name, "" if one.layer is None else f"{one.layer}", one.pass_, *_figures([one], per)) for one in found]
+    rows = [(row.name, "" if row.layer is None else f"{row.layer}", row.pass_, *_figures([row], per)) for row in phases]
     spent = "operators ms" if first.trace.is_host else "kernels ms"
     head = ("phase", "layer", "pass", spent, "exposed ms", "share", "events")
-    print_table(head, _cut(rows, PHASES, *_figures(found[PHASES:], per)), ("events", spent))
+    print_table(head, _cut(rows, PHASES, *_figures(phases[PHASES:], per)), ("events", spent))
     print(f"other: {first.phases.other_share:.1%} of this time has no name")
     if first.unknown:
         print("kernels without a known phase that take over 2 % of the step; --names FILE gives them one")
@@ -247,12 +247,12 @@ def _path(answer: TraceAnalysis) -> None:
     over = f" over {len(answer.ranks)} ranks" if len(answer.ranks) > 1 else ""
     kinds = ", ".join(f"{kind} {us / path.total_us:.1%}" for kind, us in path.by_kind().items())
     print(f"\ncritical path of {path.step or 'the recording'}{over}, {ms(path.total_us)} ms: {kinds}")
-    found = path.rows()
+    path_rows = path.rows()
     rows = [
         (f"{row.rank}", row.kind, _short(row.name), ms(row.total_us), f"{row.share:.1%}", f"{row.count:,}")
-        for row in found
+        for row in path_rows
     ]
-    rest = (ms(sum(row.total_us for row in found[PATH:])), f"{sum(row.share for row in found[PATH:]):.1%}", "")
+    rest = (ms(sum(row.total_us for row in path_rows[PATH:])), f"{sum(row.share for row in path_rows[PATH:]):.1%}", "")
     print_table(("rank", "on the path", "what", "ms", "share", "parts"), _cut(rows, PATH, *rest))
 
 
@@ -291,24 +291,24 @@ def _communication(answer: TraceAnalysis) -> None:
 
 
 def _bandwidths(answer: TraceAnalysis) -> None:
-    told = sorted(
+    rates = sorted(
         bandwidths(answer.collectives), key=lambda bandwidth: -bandwidth.pure_us * bandwidth.count
     )  # most time first
     per = answer.per_step
-    if not told:
+    if not rates:
         return
     print("\nmatched collectives by size")
     rows = [
         (
-            one.name,
-            f"{one.ranks}",
-            _count(one.count * per),
-            bytes_text(one.message_bytes),
-            ms(one.pure_us),
-            f"{one.algorithm_gb_s:.1f}",
-            f"{one.bus_gb_s:.1f}",  # traffic of each link, by the formula of nccl-tests
+            rate.name,
+            f"{rate.ranks}",
+            _count(rate.count * per),
+            bytes_text(rate.message_bytes),
+            ms(rate.pure_us),
+            f"{rate.algorithm_gb_s:.1f}",
+            f"{rate.bus_gb_s:.1f}",  # traffic of each link, by the formula of nccl-tests
         )
-        for one in told
+        for rate in rates
     ]
     print_table(("name", "ranks", "count", "bytes", "pure ms", "GB/s", "bus GB/s"), _cut(rows, ROWS))
 
@@ -320,9 +320,9 @@ def _unmatched(answer: TraceAnalysis) -> None:
         return
     print(f"\nunmatched: {len(unmatched)} collectives of all steps, whose waiting is unknown")
     rows = []
-    for one in unmatched:
-        ranks = ", ".join(f"{calls.ranks[calls.rank[row]]}" for row in one.rows)
-        rows.append((one.group, f"{one.seq}", _short(one.name), ranks, one.why))
+    for mismatch in unmatched:
+        ranks = ", ".join(f"{calls.ranks[calls.rank[row]]}" for row in mismatch.rows)
+        rows.append((mismatch.group, f"{mismatch.seq}", _short(mismatch.name), ranks, mismatch.why))
     print_table(("group", "number", "name", "ranks", "because"), _cut(rows, ROWS))
 
 
@@ -334,19 +334,19 @@ def _experts(answer: TraceAnalysis) -> None:
     if texts:
         full = "" if load.fullest_rank is None else f"; rank {load.fullest_rank} has most"
         print(f"\nexperts: fullest rank over the mean {', '.join(texts)}{full}")
-    for one in answer.recorded[-1:]:  # the last step that metrics.jsonl has
-        if one.layers:
-            layer = max(one.layers, key=lambda layer: one.layers[layer])
-            print(f"by the metrics of step {one.step}: in layer {layer} the fullest expert has ", end="")
-            print(f"{one.layers[layer]:.2f} times the mean, the most of all layers")
+    for record in answer.recorded[-1:]:  # the last step that metrics.jsonl has
+        if record.layers:
+            layer = max(record.layers, key=lambda layer: record.layers[layer])
+            print(f"by the metrics of step {record.step}: in layer {layer} the fullest expert has ", end="")
+            print(f"{record.layers[layer]:.2f} times the mean, the most of all layers")
 
 
 def _launches(first: RankAnalysis, of: str, per: float) -> None:
-    one = first.launches
-    gaps, queue = one.gaps, one.queue
+    launches = first.launches
+    gaps, queue = launches.gaps, launches.queue
     print(f"\nlaunches{of}")
-    short, kernels = _count(one.short_count * per), _count(one.kernel_count * per)
-    print(f"  {short} of {kernels} kernels under 10 us, {ms(one.short_us * per)} ms together")
+    short, kernels = _count(launches.short_count * per), _count(launches.kernel_count * per)
+    print(f"  {short} of {kernels} kernels under 10 us, {ms(launches.short_us * per)} ms together")
     print(
         f"  {_count(gaps.count * per)} gaps over 10 us, {_count(gaps.long_count * per)} over 100 us, the longest "
         f"{ms(gaps.max_us)} ms; of {ms(gaps.total_us * per)} ms idle time, {ms(gaps.hosts_us * per)} ms are before a "
@@ -357,8 +357,8 @@ def _launches(first: RankAnalysis, of: str, per: float) -> None:
             f"  launch queue: mean depth {queue.mean:.1f}, maximum {queue.max:,}, empty {queue.empty_share:.1%} of the "
             f"time; from launch to start {ms(queue.median_delay_us)} ms (median)"
         )
-    if one.waits:
-        print_table(("the host waits in", "times", "ms", "from"), _cut(_waits(one.waits, per), WAITS))
+    if launches.waits:
+        print_table(("the host waits in", "times", "ms", "from"), _cut(_waits(launches.waits, per), WAITS))
 
 
 def _waits(waits: Sequence[HostWait], per: float) -> list[tuple[str, ...]]:
@@ -368,19 +368,19 @@ def _waits(waits: Sequence[HostWait], per: float) -> list[tuple[str, ...]]:
         # The innermost span, and the two innermost operators.
         spans = [name for name in wait.where if name in tuple(Span)]
         around = dict.fromkeys((*spans[-1:], *wait.where[-2:]))
-        place = (wait.call, " > ".join(_short(name) for name in around))
-        count, us = times.get(place, (0, 0.0))  # waits, microseconds
-        times[place] = (count + wait.count, us + wait.total_us)
+        source = (wait.call, " > ".join(_short(name) for name in around))
+        count, us = times.get(source, (0, 0.0))  # waits, microseconds
+        times[source] = (count + wait.count, us + wait.total_us)
     longest = sorted(times.items(), key=lambda item: -item[1][1])
     return [(call, _count(count * per), ms(us * per), where) for (call, where), (count, us) in longest]
 
 
 def _roofline(first: RankAnalysis, of: str, per: float) -> None:
-    found = first.roofline
-    if not found.rows:
+    roofline = first.roofline
+    if not roofline.rows:
         return
-    chip = "a device whose peaks are not known" if found.chip is None else found.chip.name
-    print(f"\nroofline{of}, on {chip}: {found.modelled_share:.0%} of the computing has a model")
+    chip = "a device whose peaks are not known" if roofline.chip is None else roofline.chip.name
+    print(f"\nroofline{of}, on {chip}: {roofline.modelled_share:.0%} of the computing has a model")
     rows = [
         (
             _short(row.operator),
@@ -398,7 +398,7 @@ def _roofline(first: RankAnalysis, of: str, per: float) -> None:
             row.bound or "",
             "" if row.reached is None else f"{row.reached:.0%}",
         )
-        for row in found.rows
+        for row in roofline.rows
     ]
     head = ("operator", "shapes", "calls", "ms", "share", "TFLOP/s", "GB/s", "bound by", "reached")
     print_table(head, _cut(rows, ROOFS), ("GB/s", "TFLOP/s", "calls", "shapes"))
@@ -435,8 +435,8 @@ def print_memory(memory: AllocatorHistory, of: str) -> None:
         if row in largest:
             there = "" if row.at_peak_bytes is None else bytes_text(row.at_peak_bytes)
             kept = f"{'-' if row.kept_bytes < 0 else ''}{bytes_text(abs(row.kept_bytes))}"
-            handed_out, most = bytes_text(row.handed_out_bytes), bytes_text(row.most_bytes)
-            table.append((row.name, row.pass_, there, handed_out, kept, most))
+            handed_out, peak_text = bytes_text(row.handed_out_bytes), bytes_text(row.most_bytes)
+            table.append((row.name, row.pass_, there, handed_out, kept, peak_text))
     if len(rows) > MEMORY_ROWS:
         table.append((f"{len(rows) - MEMORY_ROWS} smaller ones", *[""] * 5))
     print_table(("phase", "pass", "at the peak", "allocated", "allocated minus freed", "maximum"), table)

@@ -167,10 +167,10 @@ def train(  # noqa: PLR0913 - one argument for each option
             raise RunFolderError(f"record.folder {parent} is no folder", fix="name another folder for runs")
         options = [*(["--name", name] if name is not None else []), *(["--resume"] if resumes else [])]
         options += ["--from", str(source)] if source is not None else []
-        words = ["train", *given, *options]
+        command = ["train", *given, *options]
         if dry_run:
             _print_plan(console, launch, grid, started)
-            _say(console, next_line(*words))
+            _say(console, next_line(*command))
             return 0
         # On a GPU each rank checks the memory of its own device.
         if launch.run.device == "cpu" or not torch.cuda.is_available():
@@ -185,7 +185,7 @@ def train(  # noqa: PLR0913 - one argument for each option
             plan = LocalLaunch(
                 processes=started, restarts=restarts, fewer=_fewer(launch.run, started), facts=facts, say=say
             )
-            return run_processes(main, words, plan)
+            return run_processes(main, command, plan)
         meeting.open(launch.run.host.timeout_minutes)
         return _be_a_rank(console, environment, meeting, _launch_of_all(environment, meeting, launch, overrides))
 
@@ -282,8 +282,8 @@ def _launch_of_all(environment: Environment, meeting: Rendezvous, launch: Launch
 
     # All ranks take the folder of rank 0: a network file system may show a rank other folders than the first rank's.
     path = meeting.agree(folder_of_first)
-    own = None if launch.folder is None else str(launch.folder.path)
-    return launch if path == own else _find_run(str(path), overrides, None)
+    own_path = None if launch.folder is None else str(launch.folder.path)
+    return launch if path == own_path else _find_run(str(path), overrides, None)
 
 
 def _new_run(target: str, overrides: list[str], name: str | None) -> Launch:
@@ -393,8 +393,8 @@ def _run(
     except KeyboardInterrupt:
         newest = store.latest()
         if environment.rank == 0:
-            found = "none" if newest is None else f"step {newest}"
-            print(f"stopped at once; newest checkpoint: {found}", file=sys.stderr)
+            newest_text = "none" if newest is None else f"step {newest}"
+            print(f"stopped at once; newest checkpoint: {newest_text}", file=sys.stderr)
         sys.stdout.flush()  # os._exit flushes nothing
         # Python would wait for the thread that writes a checkpoint. Half-written files have hidden names.
         os._exit(INTERRUPTED)
@@ -433,9 +433,9 @@ def _print_end(console: Console, run: Run, folder: RunFolder, end: RunEnd, wall:
             figures.append(FORCED_BALANCE)
         lines.append("  ".join(figures))
     lost = sorted(((seconds, kind) for kind, seconds in wall.items() if kind != "training"), reverse=True)
-    most = ", ".join(f"{kind} {duration_text(seconds)}" for seconds, kind in lost[:3])
+    losses = ", ".join(f"{kind} {duration_text(seconds)}" for seconds, kind in lost[:3])
     lines.append(
-        f"goodput {goodput(wall) or 0:.1%} of {duration_text(sum(wall.values()))} since the first start; {most}"
+        f"goodput {goodput(wall) or 0:.1%} of {duration_text(sum(wall.values()))} since the first start; {losses}"
     )
     if end.stopped_by and end.checkpoint:
         lines.append(next_line("train", folder.path, "--resume"))
@@ -522,8 +522,8 @@ def _lines(run: Run, rehearsal: Rehearsal) -> list[tuple[str, str]]:
     for number, stage in rehearsal.stages.items():
         lines.append((f"stage {number}", stages_text((stage,))))
     if model.positions is not None:
-        place = f"{len(model.positions)} of {run.training.sequence_length}, {_ranks(model.positions)}"
-        lines.append(("positions", place))
+        positions_text = f"{len(model.positions)} of {run.training.sequence_length}, {_ranks(model.positions)}"
+        lines.append(("positions", positions_text))
     lines += [
         ("parameters", f"{count_text(rehearsal.dense)} dense, {count_text(rehearsal.expert)} in experts"),
         ("weights", bytes_text(rehearsal.memory.weights)),
@@ -541,8 +541,10 @@ def _lines(run: Run, rehearsal: Rehearsal) -> list[tuple[str, str]]:
 
 
 def _place(axes: Axes, view: tuple[str, ...]) -> str:
-    place = axes.grid.place(axes.rank, view)
-    return ", ".join(f"{axis} {place[axis]} of {size}" for axis, size in zip(view, axes.grid.shape(view), strict=True))
+    coordinates = axes.grid.place(axes.rank, view)
+    return ", ".join(
+        f"{axis} {coordinates[axis]} of {size}" for axis, size in zip(view, axes.grid.shape(view), strict=True)
+    )
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

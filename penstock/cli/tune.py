@@ -139,11 +139,11 @@ class _Session:
                 base = replace(self.trials.base, name=name, overrides=first_steps(self.source.run, steps))
                 profile = (f"profile.start={WARM_UP + 1}", f"profile.steps={RECORDED}")
                 overrides = (*RealTrials(base).overrides_of(leader.candidate), *profile)
-                most = FIRST_LIMIT + HANG * leader.result.step * steps
-                run_trial(replace(base, overrides=overrides, most_seconds=min(most, OVERRUN * left)))
-            found = self.source.doctor(leader.candidate, folder, leader.result.step)
-        self.say(f"    the doctor proposes {len(found)} changes of the leader")
-        return found
+                limit = FIRST_LIMIT + HANG * leader.result.step * steps
+                run_trial(replace(base, overrides=overrides, most_seconds=min(limit, OVERRUN * left)))
+            changes = self.source.doctor(leader.candidate, folder, leader.result.step)
+        self.say(f"    the doctor proposes {len(changes)} changes of the leader")
+        return changes
 
 
 def tune(  # noqa: PLR0913 - one argument for each option
@@ -216,8 +216,8 @@ class _Asked:
 
 
 def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRanks, folder: Path) -> int:
-    own, begin = asked.own, time.monotonic()
-    on_gpu = own.device != "cpu" and torch.cuda.device_count() > 0
+    run, begin = asked.own, time.monotonic()
+    on_gpu = run.device != "cpu" and torch.cuda.device_count() > 0
     local = environment.local_world_size if environment.started_by else ranks
     ground = Ground(
         starter=starter,
@@ -228,27 +228,27 @@ def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRa
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if on_gpu else 0,
         host_bytes=host_bytes() or 0,
     )
-    found = faults(ground)
+    problems = faults(ground)
     cluster = cluster_here(ground, asked.hardware)
     session = _Session(
-        own=own,
+        own=run,
         folder=folder,
         output=asked.output or folder / TUNED,
-        identity=_identity(own, ranks, asked.steps, on_gpu=on_gpu),
+        identity=_identity(run, ranks, asked.steps, on_gpu=on_gpu),
         source=CandidateSource(
-            run=own,
+            run=run,
             cluster=cluster,
-            fixed=fixed_by(own, asked.kept, {}),
-            kept=frozenset(one.partition("=")[0].strip() for one in asked.kept),
-            free=tuple(one for one in asked.free if one in FREE),
+            fixed=fixed_by(run, asked.kept, {}),
+            kept=frozenset(assignment.partition("=")[0].strip() for assignment in asked.kept),
+            free=tuple(name for name in asked.free if name in FREE),
         ),
-        trials=RealTrials(_base(own, folder, ranks, asked.steps, starter)),
+        trials=RealTrials(_base(run, folder, ranks, asked.steps, starter)),
         quiet=asked.as_json,
         launch=environment.launch,
-        faults=found,
+        faults=problems,
         spent={"look": time.monotonic() - begin},
     )
-    usual = FLOAT8_TOLERANCE if "float8" in asked.free else LOSS_TOLERANCE[own.training.precision]
+    usual = FLOAT8_TOLERANCE if "float8" in asked.free else LOSS_TOLERANCE[run.training.precision]
     settings = SearchSettings(
         budget_seconds=asked.budget,
         most_trials=asked.most_trials,
@@ -256,7 +256,7 @@ def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRa
         loss_tolerance=None if {"loss", "global_batch"} & set(asked.free) else usual,
         capacity_bytes=float(cluster.hardware.memory.capacity_bytes),
     )
-    for line in found:
+    for line in problems:
         session.say(f"preflight: {line}")
     search = _searched(session, settings, asked.steps)
     return _end(session, search, as_json=asked.as_json)
@@ -338,15 +338,15 @@ def _end(session: _Session, search: Search, *, as_json: bool) -> int:
     session.save(search)
     rows = session.own.training.global_batch
     spent = {**session.spent, "trials": search.trial_seconds}
-    found = {**search_json(search, spent, session.source.next_wins, rows), "preflight": [*session.faults]}
-    write_whole(session.folder / EVERYTHING, json.dumps(found, indent=1) + "\n")
+    facts = {**search_json(search, spent, session.source.next_wins, rows), "preflight": [*session.faults]}
+    write_whole(session.folder / EVERYTHING, json.dumps(facts, indent=1) + "\n")
     try:
         page = session.folder / PAGE
         write_tune_page(page, session.own.name, search, spent, session.source.next_wins, rows)
     except PicturesError as error:
         warn(f"no page: {error}")
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(facts, indent=1))
     else:
         _print(session, search, spent)
     if search.ending == "interrupted":
@@ -361,18 +361,18 @@ def _print(session: _Session, search: Search, spent: Mapping[str, float]) -> Non
         print("no configuration ran; the reasons are above")
         return
     rows = [
-        (f"{number}", one.candidate.source, one.candidate.key or "the run as it is", time_text(one.projected),
-         time_text(one.expected),
-         f"{time_text(one.step)}{short_source(one)}" if one.result.kind == "ran" else one.result.kind,
-         bytes_text(one.peak_memory_bytes))
-        for number, one in enumerate(search.records, 1)
+        (f"{number}", record.candidate.source, record.candidate.key or "the run as it is", time_text(record.projected),
+         time_text(record.expected),
+         f"{time_text(record.step)}{short_source(record)}" if record.result.kind == "ran" else record.result.kind,
+         bytes_text(record.peak_memory_bytes))
+        for number, record in enumerate(search.records, 1)
     ]  # fmt: skip
     print_table(("trial", "from", "change", "projected", "expected", "measured", "memory"), rows, ("from", "memory"))
     before, after = median_error(search.records, corrected=False), median_error(search.records, corrected=True)
     if before is not None and after is not None:
         print(f"\nmedian error of the plan {before:.1%}, corrected by earlier trials {after:.1%}")
-    if words := short_steps_text(search, session.own.training.global_batch):
-        print(words)
+    if text := short_steps_text(search, session.own.training.global_batch):
+        print(text)
     change = leader.candidate.key or "the run as it is; no change is surely faster"
     print(f"best: {change}: {gain_of(leader, first):.3f} x {first.candidate.key or 'the run as it is'}")
     print(", ".join(f"{name} {duration_text(seconds)}" for name, seconds in spent.items()))
@@ -393,11 +393,11 @@ def _trial_line(number: int, record: TrialRecord) -> str:
     return f"{head}{step}, expected {expected}{early} ({result.seconds:.0f} s)"
 
 
-def _base(own: Run, folder: Path, ranks: int, steps: int, starter: StartRanks) -> Trial:
+def _base(run: Run, folder: Path, ranks: int, steps: int, starter: StartRanks) -> Trial:
     return Trial(
         name="",
         target=f"{folder / REFERENCE}",
-        overrides=first_steps(own, steps),
+        overrides=first_steps(run, steps),
         processes=ranks,
         warm_up=WARM_UP,
         folder=folder / "trials",
@@ -432,10 +432,10 @@ def _launched(parent: Path, launch: str) -> Path | None:
 
 def _last(parent: Path, run: str) -> Path:
     """The folder of the last search of a run, by the name in its reference: `tune-X-2` may be of a run called X-2."""
-    found = [file.parent for file in parent.glob(f"tune-*/{REFERENCE}") if _name_in(file) == run]
-    if not found:
+    folders = [file.parent for file in parent.glob(f"tune-*/{REFERENCE}") if _name_in(file) == run]
+    if not folders:
         raise ConfigError("there is no search to go on with", got=f"{parent}/tune-{run}", fix="leave out --resume")
-    return max(found, key=lambda folder: folder.stat().st_mtime)
+    return max(folders, key=lambda folder: folder.stat().st_mtime)
 
 
 def _name_in(reference: Path) -> object:
@@ -445,10 +445,10 @@ def _name_in(reference: Path) -> object:
     return None
 
 
-def _identity(own: Run, ranks: int, steps: int, *, on_gpu: bool) -> dict[str, Any]:
+def _identity(run: Run, ranks: int, steps: int, *, on_gpu: bool) -> dict[str, Any]:
     """What a journal must share with a search that goes on with it."""
     machine = {**describe_machine(on_gpu=on_gpu), "ranks": ranks, "steps": steps, "commit": commit_of_code()}
-    return {**machine, "run": f"{zlib.crc32(dump_toml(own).encode()):08x}"}
+    return {**machine, "run": f"{zlib.crc32(dump_toml(run).encode()):08x}"}
 
 
 def _objective(text: str) -> Objective:
@@ -458,19 +458,19 @@ def _objective(text: str) -> Objective:
 
 def _free(text: str) -> tuple[str, ...]:
     """What may change what is learned; `loss` switches off the check of losses."""
-    words, allowed = _words(text), (*FREE, "loss")
-    for word in words:
+    names, allowed = _words(text), (*FREE, "loss")
+    for word in names:
         if word not in allowed:
-            told = did_you_mean(word, allowed)
-            raise ConfigError("--free names something else", got=word, allowed=", ".join(allowed), fix=told)
-    return words
+            hint = did_you_mean(word, allowed)
+            raise ConfigError("--free names something else", got=word, allowed=", ".join(allowed), fix=hint)
+    return names
 
 
 def _assignments(text: str) -> tuple[str, ...]:
     """Overrides between commas; a comma that no field follows belongs to a list."""
-    found = re.split(r",(?=\s*[a-z_][\w.]*\s*=)", text)
-    return tuple(one.strip(" ,") for one in found if one.strip(" ,"))
+    parts = re.split(r",(?=\s*[a-z_][\w.]*\s*=)", text)
+    return tuple(part.strip(" ,") for part in parts if part.strip(" ,"))
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(one.strip() for one in text.split(",") if one.strip())
+    return tuple(part.strip() for part in text.split(",") if part.strip())
