@@ -135,8 +135,8 @@ class TextDocuments(ABC):
             text = self.record(index)
             if not text or not self._keep.document(text):
                 return NO_TOKENS
-            own = text if self._part is None else self._part.of(text)
-            return encode(own) if own else NO_TOKENS
+            part_text = text if self._part is None else self._part.of(text)
+            return encode(part_text) if part_text else NO_TOKENS
 
         return self._corrupt.read_or_skip(read, NO_TOKENS)
 
@@ -170,12 +170,12 @@ def read_sample(documents: Iterable[object]) -> str:
     return f"{counts}, such as {first.what}"
 
 
-def checked_text(value: object, place: str) -> str:
-    """Returns a record's value if it is text that UTF-8 can encode, else raises a RecordError that names `place`."""
+def checked_text(value: object, location: str) -> str:
+    """Returns a record's value if it is text that UTF-8 can encode, else raises a RecordError that names `location`."""
     if not isinstance(value, str):
-        raise RecordError(f"{place} is not text", got=type(value).__name__)
+        raise RecordError(f"{location} is not text", got=type(value).__name__)
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise RecordError(f"{place} holds half of a surrogate pair") from error
+        raise RecordError(f"{location} holds half of a surrogate pair") from error
     return value

@@ -43,11 +43,11 @@ def encode_texts(tokenizer: Tokenizer, type_name: str, texts: list[str]) -> Enco
     parts: list[Tokens] = []
     lengths, text_bytes, empty = [], 0, 0
     faults: dict[int, str] = {}
-    for place, text in enumerate(texts):
+    for index, text in enumerate(texts):
         try:
             tokens = tokenizer.encode(text)
         except RecordError as error:
-            faults[place] = str(error)
+            faults[index] = str(error)
             continue
         if len(tokens) == 0:
             empty += 1

@@ -44,12 +44,12 @@ class Sample:
         self.vocab_size = shards.vocab_size
         self.end_of_document = shards.end_of_document
         self.fingerprint = fingerprint_of(shards.fingerprint, documents, tokens, most_tokens)
-        found = 0
+        sampled = 0
         for text, encoded in _documents(shards):
             self._texts.append(text)
             self._tokens.append(encoded)
-            found += len(encoded) + 1  # with its end token
-            if found >= tokens and (len(self._texts) >= documents or found >= most_tokens):
+            sampled += len(encoded) + 1  # with its end token
+            if sampled >= tokens and (len(self._texts) >= documents or sampled >= most_tokens):
                 break
 
     def __len__(self) -> int:
@@ -131,12 +131,12 @@ def evaluation_batches(
     parts = tuple(filter(_has_text, parts)) or parts  # small parts of a mixture may hold out none
     shares = zip(parts, _shared(limit_rows, [part.weight for part in parts]), strict=True)
     chosen = [_choose(part.documents, limit, sequence_length) for part, limit in shares if limit > 0]
-    taken = sum(len(one.rows.tokens) for one in chosen)  # fewer than limit_rows for a small text
+    taken = sum(len(batch.rows.tokens) for batch in chosen)  # fewer than limit_rows for a small text
     chosen.append(_nothing(-taken % rows, sequence_length, parts[0].documents.end_of_document))
 
     # 2. Count what they predict.
-    read = Rows(*(np.concatenate(column) for column in zip(*(one.rows for one in chosen), strict=True)))
-    text_bytes = np.concatenate([one.text_bytes for one in chosen])
+    read = Rows(*(np.concatenate(column) for column in zip(*(batch.rows for batch in chosen), strict=True)))
+    text_bytes = np.concatenate([batch.text_bytes for batch in chosen])
     whole = pack(read, document_mask=document_mask)
     counted_BS = whole.labels_BS.numpy() != IGNORED_LABEL
 
@@ -200,8 +200,8 @@ def _measure(source: Source, tokens: int) -> _Line:
     """Returns a line of at least `tokens` tokens in the fixed order, or of all documents."""
     line = _Line([], [0])
     order = order_of(source, seed=_ORDER_SEED, epoch=0)
-    for place in range(len(source)):
-        index = int(order[place])
+    for position in range(len(source)):
+        index = int(order[position])
         length = len(source.read(index))
         if length == 0:
             continue

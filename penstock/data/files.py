@@ -42,7 +42,7 @@ def matched(names: Sequence[str], suffixes: Sequence[str] = (), *, field: str = 
     `suffixes` choose files in folders, with or without a compression suffix; empty takes every file. Errors name the
     setting `field`.
     """
-    found: dict[str, Path] = {}  # without links -> as named, so that a file counts once
+    named_paths: dict[str, Path] = {}  # without links -> as named, so that a file counts once
     for name in names:
         files = list(_files(name, suffixes))
         if not files:
@@ -50,8 +50,8 @@ def matched(names: Sequence[str], suffixes: Sequence[str] = (), *, field: str = 
             wanted = f" that ends in {' or '.join(suffixes)}" if suffixes and kind == "folder" else ""
             raise DataError(f"{field}: the {kind} {name} has no file{wanted}", fix=f"correct {field}")
         for path in files:
-            found.setdefault(os.path.realpath(path), path)  # `Path.resolve` fails where links form a loop
-    return list(found.values())
+            named_paths.setdefault(os.path.realpath(path), path)  # `Path.resolve` fails where links form a loop
+    return list(named_paths.values())
 
 
 def uncompressed_name(path: Path) -> Path:
@@ -61,10 +61,10 @@ def uncompressed_name(path: Path) -> Path:
 
 def unreadable(path: Path, error: OSError) -> DataError:
     """Returns the error for a file that the system cannot open or read."""
-    told = None if path.exists() else did_you_mean_path(path)
+    hint = None if path.exists() else did_you_mean_path(path)
     return DataError(
         f"cannot read data file {path}: {error.strerror or error}",
-        fix=told or "correct data.files or data.validation_files",
+        fix=hint or "correct data.files or data.validation_files",
     )
 
 
@@ -197,12 +197,12 @@ def _decompress(path: Path, copy: Path) -> None:
         draft = draft_of(copy)
         try:
             with draft.open("xb") as target:
-                written, most = 0, most_unpacked(path.stat().st_size)
+                written, room = 0, most_unpacked(path.stat().st_size)
                 for chunk in contents(path):
                     target.write(chunk)
-                    if (written := written + len(chunk)) > most:
+                    if (written := written + len(chunk)) > room:
                         what = f"data file {path} becomes more than 100 times as large when it is decompressed"
-                        raise DataError(what, got=f"more than {most} bytes", fix="decompress it yourself if it is text")
+                        raise DataError(what, got=f"more than {room} bytes", fix="decompress it yourself if it is text")
                 target.flush()
                 os.fsync(target.fileno())  # before the rename: a copy with its name is complete after a power cut
             os.replace(draft, copy)

@@ -74,11 +74,11 @@ def find_marks(tokenizer: Tokenizer, name: str, names: Sequence[str] = ()) -> Fi
     """Returns the tokens before prefix, suffix and middle, by `names` or USUAL_NAMES; a DataError if there are none."""
     for candidates in (tuple(names),) if names else USUAL_NAMES:
         ids = [tokenizer.token_id(candidate) for candidate in candidates]
-        found = [one for one in ids if one is not None]
-        if len(found) == len(ids):
-            return FimTokens(*found)
+        marks = [token for token in ids if token is not None]
+        if len(marks) == len(ids):
+            return FimTokens(*marks)
         if names:
-            missing = ", ".join(one for one, number in zip(candidates, ids, strict=True) if number is None)
+            missing = ", ".join(candidate for candidate, number in zip(candidates, ids, strict=True) if number is None)
             raise DataError(f"data.tokenizer {name} has no token {missing}", fix="correct data.fill_in_middle_tokens")
     raise DataError(
         f"data.tokenizer {name} has no tokens for fill-in-the-middle",

@@ -66,8 +66,8 @@ class Mixture(RowStream[MixedPosition]):
     def save(self, position: MixedPosition) -> LoaderState:
         """Returns the position in each part by its name, and the tokens of each part so far."""
         parts: LoaderState = {
-            component.name: component.stream.save(place) | {"source": component.stream.fingerprint}
-            for component, place in zip(self._components, position.parts, strict=True)
+            component.name: component.stream.save(part) | {"source": component.stream.fingerprint}
+            for component, part in zip(self._components, position.parts, strict=True)
         }
         return {"parts": parts, "part_tokens": list(position.tokens), "rows": position.rows}
 

@@ -97,8 +97,8 @@ def open_text(data: Data, split: Split, *, vocab_size: int, seed: int, cache: Pa
         parts.append(opener.part("", data, 1.0))
     filled = [part for part in parts if len(part.documents)]
     if split == "train" or not filled:  # small parts of a mixture may hold out none, if others do
-        for one in parts:
-            _check_filled(one, data, split)
+        for text in parts:
+            _check_filled(text, data, split)
     else:
         parts = filled
     ends = {part.documents.end_of_document: part.name for part in parts}
@@ -138,7 +138,7 @@ def vocabulary_of(data: Data) -> Vocabulary:
     if places[0].source in ("synthetic-random", "synthetic-learnable"):
         raise DataError(f"the tokens of data.source={places[0].source} stand for no text")
     setting, end = data.tokenizer, data.end_of_document
-    if setting == BYTES and all(place.source == "packed" for place in places):
+    if setting == BYTES and all(documents.source == "packed" for documents in places):
         files = matched(places[0].files, SUFFIXES["packed"])
         origin = next(filter(None, (origin_of(prefix_of(path)) for path in files)), None)
         if origin is None:
@@ -161,13 +161,13 @@ class _Opener:
     cache: Path
     corrupt: CorruptRecords
 
-    def part(self, name: str, place: Documents, weight: float) -> TextPart:
+    def part(self, name: str, settings: Documents, weight: float) -> TextPart:
         path = f"data.mixture.{name}" if name else "data"
-        documents = self._documents(place, path)
+        documents = self._documents(settings, path)
         return TextPart(name=name, weight=weight, documents=documents, middle=self._middle)
 
-    def _documents(self, place: Documents, path: str) -> Source | Shards:
-        match place.source:
+    def _documents(self, settings: Documents, path: str) -> Source | Shards:
+        match settings.source:
             case "synthetic-random":
                 return RandomTokens(self.split, vocab_size=self.vocabulary_size, seed=self.seed)
             case "synthetic-learnable":
@@ -176,11 +176,11 @@ class _Opener:
                 share = self.data.validation_share
                 return open_standard_library(self.split, self._tokenizer, validation_share=share)
             case "huggingface":
-                return self._dataset(place)
-        files = self._files(place, path)
-        keep = self._keep(is_separate=bool(place.validation_files))
-        field, corrupt, cache = place.text_field, self.corrupt, self.cache
-        match place.source:
+                return self._dataset(settings)
+        files = self._files(settings, path)
+        keep = self._keep(is_separate=bool(settings.validation_files))
+        field, corrupt, cache = settings.text_field, self.corrupt, self.cache
+        match settings.source:
             case "text":
                 return PlainText(files, self._tokenizer, keep=keep, corrupt=corrupt, cache=cache)
             case "jsonl":
@@ -196,12 +196,12 @@ class _Opener:
             end_of_document=self.data.end_of_document or None,
         )
 
-    def _dataset(self, place: Documents) -> Source | Shards:
-        is_separate = bool(place.validation_split)
-        split = place.validation_split if is_separate and self.split == "validation" else place.split
-        name = DatasetName(place.dataset, place.dataset_config, split, place.revision)
-        keep, field = self._keep(is_separate=is_separate), place.text_field
-        if place.streaming:
+    def _dataset(self, settings: Documents) -> Source | Shards:
+        is_separate = bool(settings.validation_split)
+        split = settings.validation_split if is_separate and self.split == "validation" else settings.split
+        name = DatasetName(settings.dataset, settings.dataset_config, split, settings.revision)
+        keep, field = self._keep(is_separate=is_separate), settings.text_field
+        if settings.streaming:
             return StreamedDataset(
                 name, self._tokenizer, text_field=field, block=self.data.shuffle_block, keep=keep, corrupt=self.corrupt
             )
@@ -211,10 +211,10 @@ class _Opener:
         """Returns the filter of the split; it keeps everything if validation data is separate."""
         return SplitFilter() if is_separate else SplitFilter(self.split, self.data.validation_share)
 
-    def _files(self, place: Documents, path: str) -> list[Path]:
-        suffixes = SUFFIXES[place.source]
-        train = matched(place.files, suffixes, field=f"{path}.files")
-        held_out = matched(place.validation_files, suffixes, field=f"{path}.validation_files")
+    def _files(self, settings: Documents, path: str) -> list[Path]:
+        suffixes = SUFFIXES[settings.source]
+        train = matched(settings.files, suffixes, field=f"{path}.files")
+        held_out = matched(settings.validation_files, suffixes, field=f"{path}.validation_files")
         both = {*map(os.path.realpath, train)} & {*map(os.path.realpath, held_out)}
         if both:
             raise DataError(

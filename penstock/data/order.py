@@ -62,11 +62,11 @@ class BlockOrder:
         self._ends = np.cumsum([block_sizes[self._blocks[start : start + pool]].sum() for start in pools])
         self._pool_documents = lru_cache(KEPT_POOLS)(self._permuted)
 
-    def __getitem__(self, place: int) -> int:
+    def __getitem__(self, position: int) -> int:
         """Returns the number of the document at a place."""
-        number = int(np.searchsorted(self._ends, place, side="right"))
+        number = int(np.searchsorted(self._ends, position, side="right"))
         documents = self._pool_documents(number)
-        return int(documents[place - (int(self._ends[number]) - len(documents))])
+        return int(documents[position - (int(self._ends[number]) - len(documents))])
 
     def _permuted(self, number: int) -> NDArray[np.int64]:
         """Returns the documents of a pool in the order of the epoch."""

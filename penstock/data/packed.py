@@ -99,12 +99,12 @@ class PackedTokens:
         pair, number = self._find(index)
         return f"{pair.prefix}.bin, document {number}"
 
-    def _check_ids(self, tokens: Tokens, place: str) -> None:
+    def _check_ids(self, tokens: Tokens, location: str) -> None:
         highest = int(tokens.max())
         lowest = 0 if tokens.dtype.kind == "u" else int(tokens.min())  # unsigned ids need no second pass
         if highest >= self.vocab_size or lowest < 0:
             raise DataError(
-                f"{place} has an id outside the vocabulary",
+                f"{location} has an id outside the vocabulary",
                 got=lowest if lowest < 0 else highest,
                 allowed=f"0 to {self.vocab_size - 1}",
                 fix="set data.tokenizer and model.vocab_size to what the file was packed with",
@@ -113,8 +113,8 @@ class PackedTokens:
     def _find(self, index: int) -> tuple[IndexedDataset, int]:
         """Returns (pair of a document, its number there)."""
         number = index if self._documents is None else int(self._documents[index])
-        place = bisect_right(self._firsts, number) - 1
-        return self._pairs[place], number - self._firsts[place]
+        pair = bisect_right(self._firsts, number) - 1
+        return self._pairs[pair], number - self._firsts[pair]
 
 
 def open_packed(
@@ -291,8 +291,8 @@ def pack(
         encode, pool = stack.enter_context(_encoder(processes, partial(encode_texts, opened, writer.type.str), request))
         for batch, encoded in _in_order(_batches(texts, skip_corrupt), encode, pool, _AHEAD * processes):
             faults = batch.faults | {
-                batch.numbers[place]: f"document {batch.numbers[place]}: {fault}"
-                for place, fault in encoded.faults.items()
+                batch.numbers[index]: f"document {batch.numbers[index]}: {fault}"
+                for index, fault in encoded.faults.items()
             }
             if encoded.faults and not skip_corrupt:
                 raise DataError(faults[batch.numbers[min(encoded.faults)]])

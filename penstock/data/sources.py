@@ -88,10 +88,10 @@ class SplitFilter:
         if self.split is None:
             return np.ones(len(checksums), dtype=np.bool_)
         # The finalizer of SplitMix64: a bijection whose results look random. uint64 wraps around.
-        words = checksums.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        is_held_out = words ^ (words >> np.uint64(31)) < self.validation_share * 2.0**64
+        hashes = checksums.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        is_held_out = hashes ^ (hashes >> np.uint64(31)) < self.validation_share * 2.0**64
         return is_held_out == (self.split == "validation")
 
 

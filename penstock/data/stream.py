@@ -183,8 +183,8 @@ class LaneStream(RowStream[Position]):
         self._lanes = lanes
         self._middle = middle
         self.vocab_size = documents.vocab_size
-        own = documents.fingerprint
-        self.fingerprint = own if middle is None else fingerprint_of(own, middle.fingerprint)
+        fingerprint = documents.fingerprint
+        self.fingerprint = fingerprint if middle is None else fingerprint_of(fingerprint, middle.fingerprint)
         self._latest: dict[int, tuple[Cursor, Tokens]] = {}  # by lane: the start of a document, and its tokens
 
     @abstractmethod

@@ -45,10 +45,10 @@ class ParquetTable:
     def blocks(self) -> list[tuple[int, int]]:
         """Returns (rows, bytes) of each row group."""
         metadata = self._file.metadata
-        names = [metadata.schema.column(place).path for place in range(metadata.num_columns)]
-        place = names.index(self._field)
+        names = [metadata.schema.column(column).path for column in range(metadata.num_columns)]
+        column = names.index(self._field)
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        return [(group.num_rows, group.column(place).total_uncompressed_size) for group in groups]
+        return [(group.num_rows, group.column(column).total_uncompressed_size) for group in groups]
 
     def column(self, block: int) -> Any:
         """Reads the text of a row group."""
@@ -112,11 +112,11 @@ def _sample(column: Any, row: int) -> str | None:
 
 def check_column(schema: Any, text_field: str) -> None:
     """Raises WrongColumnError for a table without the column, with two of this name, or with one that is not text."""
-    found = schema.get_all_field_indices(text_field)
-    if len(found) != 1:
-        has = f"has {len(found)} columns {text_field!a}" if found else f"has no column {text_field!a}"
+    columns = schema.get_all_field_indices(text_field)
+    if len(columns) != 1:
+        has = f"has {len(columns)} columns {text_field!a}" if columns else f"has no column {text_field!a}"
         raise WrongColumnError(has, ", ".join(map(ascii, schema.names[:10])) or "no column")
-    kind = schema.field(found[0]).type
+    kind = schema.field(columns[0]).type
     if (kind.value_type if arrow.types.is_dictionary(kind) else kind) not in _BINARY:
         raise WrongColumnError(f"column {text_field!a} is not text", str(kind))
 

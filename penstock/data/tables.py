@@ -92,7 +92,7 @@ class Tables(TextDocuments, InBlocks):
             opened = self._open(number)
             if not any(rows for rows, _ in opened["blocks"]):
                 empties.append(path)
-            self._blocks += [TableBlock(number, place, *sizes) for place, sizes in enumerate(opened["blocks"])]
+            self._blocks += [TableBlock(number, index, *sizes) for index, sizes in enumerate(opened["blocks"])]
             digest.update(bytes.fromhex(opened["fingerprint"]))
         self._block_sizes = np.array([block.rows for block in self._blocks], dtype=np.int64)
         self._ends = np.cumsum(self._block_sizes)  # number behind the last document of each block
@@ -120,17 +120,17 @@ class Tables(TextDocuments, InBlocks):
         number = int(np.searchsorted(self._ends, index, side="right"))
         block = self._blocks[number]
         row = index - int(self._ends[number]) + block.rows  # in its block
-        place = f"{self._files[block.file]}: row {row} of block {block.number}"
+        location = f"{self._files[block.file]}: row {row} of block {block.number}"
         texts = self._texts(number)
         if isinstance(texts, str):
-            raise RecordError(f"{place} cannot be read: {texts}")
+            raise RecordError(f"{location} cannot be read: {texts}")
         size = int(texts.sizes[row])
         start = int(texts.starts[row])
         try:
             value = texts.content[start : start + size].decode() if size >= 0 else None
         except UnicodeDecodeError as error:
-            raise RecordError(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
-        return checked_text(value, f"{place}: column {self._text_field!a}")
+            raise RecordError(f"{location} is not UTF-8: {error.reason} at byte {error.start}") from error
+        return checked_text(value, f"{location}: column {self._text_field!a}")
 
     def _read_block(self, number: int) -> BlockTexts | str:
         """Returns the texts of a block, or why they cannot be read."""

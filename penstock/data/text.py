@@ -71,20 +71,20 @@ class DocumentIndex:
         parts: list[FoundDocuments] = []
         numbers: list[NDArray[np.int64]] = []
         for number, (path, copy) in enumerate(zip(files, copies, strict=True)):
-            for found in documents_in(path, copy):
-                parts.append(found)
-                numbers.append(np.full(len(found.sizes), number))
-        found = FoundDocuments(*(np.concatenate(columns) for columns in zip(_NO, *parts, strict=True)))
+            for documents in documents_in(path, copy):
+                parts.append(documents)
+                numbers.append(np.full(len(documents.sizes), number))
+        documents = FoundDocuments(*(np.concatenate(columns) for columns in zip(_NO, *parts, strict=True)))
         file_of = np.concatenate([_NONE, *numbers])
-        kept = keep.each(found.checksums)  # by content: the split does not depend on names or order
+        kept = keep.each(documents.checksums)  # by content: the split does not depend on names or order
         part = document_part(kept, keep)
         if part is None:
-            found, file_of = FoundDocuments(*(column[kept] for column in found)), file_of[kept]
-        digest = blake2b(found.checksums.tobytes(), digest_size=16)
+            documents, file_of = FoundDocuments(*(column[kept] for column in documents)), file_of[kept]
+        digest = blake2b(documents.checksums.tobytes(), digest_size=16)
         identity = [] if part is None else [part.identity()]  # saved positions of whole documents have none
-        fingerprint = fingerprint_of(digest.digest(), found.sizes.tobytes(), *identity)
-        found = found._replace(checksums=_NONE)
-        return DocumentIndex(tuple(files), tuple(copies), file_of, found, fingerprint, part)
+        fingerprint = fingerprint_of(digest.digest(), documents.sizes.tobytes(), *identity)
+        documents = documents._replace(checksums=_NONE)
+        return DocumentIndex(tuple(files), tuple(copies), file_of, documents, fingerprint, part)
 
     def __len__(self) -> int:
         return len(self.file_of)
@@ -141,13 +141,13 @@ def lines_in(path: Path, copy: Path, check: Callable[[bytes, str], object]) -> I
         number += len(ends)
 
 
-def require_utf8(content: bytes, place: str) -> str:
-    """Decodes bytes. Raises RecordError, which names `place`, if they are not UTF-8."""
+def require_utf8(content: bytes, location: str) -> str:
+    """Decodes bytes. Raises RecordError, which names `location`, if they are not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise RecordError(
-            f"{place} is not UTF-8: {error.reason} at byte {error.start}",
+            f"{location} is not UTF-8: {error.reason} at byte {error.start}",
             got=f"0x{content[error.start]:02x}",
             fix="convert it to UTF-8",
         ) from error
@@ -287,7 +287,7 @@ class JsonLines(IndexedText):
         def documents_in(path: Path, copy: Path) -> Iterator[FoundDocuments]:
             is_filled = False
             # Where records are skipped, a line that is not UTF-8 is reported when it is read.
-            for line in lines_in(path, copy, (lambda content, place: None) if corrupt.skips else require_utf8):
+            for line in lines_in(path, copy, (lambda content, location: None) if corrupt.skips else require_utf8):
                 is_filled |= len(line.lines) > 0
                 yield line
             if not is_filled:
@@ -319,21 +319,21 @@ class JsonLines(IndexedText):
             shown = with_cure(first) if lines == 1 and first.fix is None else first
             raise DataError(shown.what, got=shown.got, allowed=shown.allowed, fix=shown.fix) from first
 
-    def _parse(self, line: bytes, place: str) -> str:
-        """Returns the text of a line; errors name `place`."""
-        text = require_utf8(line, place)
+    def _parse(self, line: bytes, location: str) -> str:
+        """Returns the text of a line; errors name `location`."""
+        text = require_utf8(line, location)
         try:
             # Some editors put a byte-order mark before the first line.
             record = json.loads(text.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
-            raise RecordError(f"{place} is not JSON: {error}", allowed=_ONE_OBJECT) from error
+            raise RecordError(f"{location} is not JSON: {error}", allowed=_ONE_OBJECT) from error
         if not isinstance(record, dict):
-            raise RecordError(f"{place} is not a JSON object", got=type(record).__name__, allowed=_ONE_OBJECT)
+            raise RecordError(f"{location} is not a JSON object", got=type(record).__name__, allowed=_ONE_OBJECT)
         if self._text_field not in record:
             fields = ", ".join(map(ascii, islice(record, 10))) or "no field"
             fix = "set data.text_field to the field with the text"
-            raise RecordError(f"{place} has no field {self._text_field!a}", got=fields, fix=fix)
-        return checked_text(record[self._text_field], f"{place}: field {self._text_field!a}")
+            raise RecordError(f"{location} has no field {self._text_field!a}", got=fields, fix=fix)
+        return checked_text(record[self._text_field], f"{location}: field {self._text_field!a}")
 
 
 def _filled_lines(path: Path) -> Iterator[tuple[int, bytes]]:

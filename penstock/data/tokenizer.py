@@ -82,11 +82,11 @@ def _tokenizer_in(folder: Path) -> Path:
     """Returns the folder itself if it has a tokenizer.json, else its only file of another kind."""
     if (folder / TOKENIZER_FILE).exists():
         return folder
-    found = sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
-    if len(found) != 1:
+    models = sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
+    if len(models) != 1:
         raise DataError(
             f"data.tokenizer {folder} is a folder without a tokenizer",
-            got=", ".join(path.name for path in found) or "none",
+            got=", ".join(path.name for path in models) or "none",
             allowed=f"{TOKENIZER_FILE}, or one .model or .tiktoken file",
         )
-    return found[0]
+    return models[0]

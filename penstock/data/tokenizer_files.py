@@ -178,8 +178,8 @@ class SentencePieceTokenizer:
     def bytes_per_token(self, text: str) -> Tokens:
         """Returns int64; of several tokens that share a character, the last has its bytes (see `bytes_between`)."""
         content = text.encode()  # bytes in, so that offsets are in bytes
-        found = self._processor.encode(content, return_type="offset_mapping", return_bytes=True)
-        return bytes_between([end for _, end in found["offsets"]], len(content))
+        encoding = self._processor.encode(content, return_type="offset_mapping", return_bytes=True)
+        return bytes_between([end for _, end in encoding["offsets"]], len(content))
 
     def bytes_of(self, tokens: Tokens) -> Tokens:
         """Returns `bytes_per_token` of the tokens' text."""
@@ -187,21 +187,21 @@ class SentencePieceTokenizer:
 
     def token_id(self, name: str) -> int | None:
         """Returns the id of a piece, None for unknown pieces."""
-        found = int(self._processor.piece_to_id(name))
-        return None if found == self._processor.unk_id() else found
+        token = int(self._processor.piece_to_id(name))
+        return None if token == self._processor.unk_id() else token
 
     def _find_end(self, name: str | None, path: str | Path) -> int:
         stated = int(self._processor.eos_id())
         if not name and stated >= 0:
             return stated
-        found = find_end_of_document(self.token_id, name, path)
-        if not self._processor.is_control(found):
+        token = find_end_of_document(self.token_id, name, path)
+        if not self._processor.is_control(token):
             raise DataError(
-                f"data.tokenizer {path} encodes text as its token {self._processor.id_to_piece(found)}, "
+                f"data.tokenizer {path} encodes text as its token {self._processor.id_to_piece(token)}, "
                 "which cannot end documents",
                 fix="set data.end_of_document to a control symbol",
             )
-        return found
+        return token
 
 
 def _no_model(path: str | Path) -> DataError:

@@ -30,9 +30,9 @@ def find_end_of_document(
     """Returns the id of the token that ends a document, by its name, or the first of `usual` that `token_id` knows."""
     names = (name,) if name else usual
     for candidate in names:
-        found = token_id(candidate)
-        if found is not None:
-            return found
+        token = token_id(candidate)
+        if token is not None:
+            return token
     looked_for = ", ".join(ascii(candidate) for candidate in names)
     raise DataError(
         f"data.tokenizer {path} has no end-of-document token (looked for {looked_for})",
@@ -132,17 +132,17 @@ def bytes_by_repeating(codec: Tokenizer, tokens: Tokens) -> Tokens:
     if np.array_equal(again, tokens):
         return sizes
     # Match both lists in order; tokens that are not encoded again must have no text.
-    found = np.zeros(len(tokens), dtype=np.int64)
+    byte_counts = np.zeros(len(tokens), dtype=np.int64)
     matched = 0  # tokens of `again`
-    for place in range(len(tokens)):
-        if matched < len(again) and tokens[place] == again[matched]:
-            found[place] = sizes[matched]
+    for index in range(len(tokens)):
+        if matched < len(again) and tokens[index] == again[matched]:
+            byte_counts[index] = sizes[matched]
             matched += 1
-        elif codec.decode(tokens[place : place + 1]):
+        elif codec.decode(tokens[index : index + 1]):
             break
     else:
         if matched == len(again):
-            return found
+            return byte_counts
     raise DataError(
         "the bytes of packed tokens are unknown: their text is not encoded as these tokens",
         got=f"another token at {matched} of {len(tokens)}",

@@ -104,7 +104,7 @@ class TiktokenTokenizer:
         check_ids(behind, path)
         chosen = _choose(path, pattern, content, behind)
         self._path = path
-        self._special_tokens = {name: behind + place for name, place in chosen.special_tokens.items()}
+        self._special_tokens = {name: behind + index for name, index in chosen.special_tokens.items()}
         self._encoding = self._make_encoding(library, path, chosen.pattern, ranks)
         self.vocab_size = behind + chosen.size
         self.end_of_document = find_end_of_document(self.token_id, end_of_document, path)
