@@ -30,7 +30,7 @@ def _places(run: Run) -> Iterator[tuple[str, Documents]]:
 def bytes_are_encoded(run: Run) -> bool:
     """Whether text is encoded with `data.tokenizer` bytes."""
     # Text, not tokens.
-    is_encoded = any(place.source not in (*SYNTHETIC_SOURCES, "packed") for _, place in _places(run))
+    is_encoded = any(documents.source not in (*SYNTHETIC_SOURCES, "packed") for _, documents in _places(run))
     return is_encoded and run.data.tokenizer == "bytes"
 
 
@@ -69,10 +69,10 @@ def parts_have_weight(run: Run) -> Problem | None:
 
 def file_sources_have_files(run: Run) -> Problem | None:
     """`data.source` text, jsonl, parquet and packed need `data.files`; the same of parts of `data.mixture`."""
-    for path, place in _places(run):
-        if place.source in FILE_SOURCES and not place.files:
+    for path, documents in _places(run):
+        if documents.source in FILE_SOURCES and not documents.files:
             return Problem.from_line(
-                f"{path}.files is empty, but {path}.source {place.source} reads files; "
+                f"{path}.files is empty, but {path}.source {documents.source} reads files; "
                 f"fix: set {path}.files to the files to train on"
             )
     return None
@@ -80,12 +80,12 @@ def file_sources_have_files(run: Run) -> Problem | None:
 
 def other_sources_have_no_files(run: Run) -> Problem | None:
     """`data.files` and `data.validation_files` are for sources that read files only."""
-    for path, place in _places(run):
-        if place.source not in FILE_SOURCES and (place.files or place.validation_files):
-            name = "files" if place.files else "validation_files"
+    for path, documents in _places(run):
+        if documents.source not in FILE_SOURCES and (documents.files or documents.validation_files):
+            name = "files" if documents.files else "validation_files"
             return Problem.from_line(
-                f"{path}.{name} is given, but {path}.source {place.source} reads no files; "
-                f"got {', '.join((place.files or place.validation_files)[:3])}; "
+                f"{path}.{name} is given, but {path}.source {documents.source} reads no files; "
+                f"got {', '.join((documents.files or documents.validation_files)[:3])}; "
                 f"fix: set {path}.source to text, jsonl, parquet or packed"
             )
     return None
@@ -93,9 +93,9 @@ def other_sources_have_no_files(run: Run) -> Problem | None:
 
 def held_out_files_are_not_trained_on(run: Run) -> Problem | None:
     """No file is in both `data.files` and `data.validation_files`."""
-    for path, place in _places(run):
+    for path, documents in _places(run):
         # As they are written; globs are not expanded.
-        shared = [name for name in place.files if name in place.validation_files]
+        shared = [name for name in documents.files if name in documents.validation_files]
         if shared:
             return Problem.from_line(
                 f"{path}.validation_files has files of {path}.files: the model would be judged on what it learned; "
@@ -106,9 +106,9 @@ def held_out_files_are_not_trained_on(run: Run) -> Problem | None:
 
 def datasets_have_a_name(run: Run) -> Problem | None:
     """`data.source` huggingface needs `data.dataset` and `data.split`; other sources have no field of a dataset."""
-    for path, place in _places(run):
-        values = dict(place)
-        if place.source == "huggingface":
+    for path, documents in _places(run):
+        values = dict(documents)
+        if documents.source == "huggingface":
             missing = next((name for name in ("dataset", "split") if not values[name]), None)
             if missing is not None:
                 return Problem(f"{path}.{missing}", f"is empty, but {path}.source huggingface needs it")
@@ -116,7 +116,7 @@ def datasets_have_a_name(run: Run) -> Problem | None:
         for name in _DATASET_FIELDS:
             if values[name] != fields_of(Documents)[name].default:
                 return Problem.from_line(
-                    f"{path}.{name} is given, but {path}.source {place.source} is no dataset of Hugging Face; "
+                    f"{path}.{name} is given, but {path}.source {documents.source} is no dataset of Hugging Face; "
                     f"fix: leave it out, or set {path}.source to huggingface"
                 )
     return None
@@ -124,11 +124,11 @@ def datasets_have_a_name(run: Run) -> Problem | None:
 
 def held_out_splits_are_not_trained_on(run: Run) -> Problem | None:
     """`data.validation_split` is not `data.split`."""
-    for path, place in _places(run):
-        if place.source == "huggingface" and place.validation_split == place.split:
+    for path, documents in _places(run):
+        if documents.source == "huggingface" and documents.validation_split == documents.split:
             return Problem.from_line(
                 f"{path}.validation_split is {path}.split: the model would be judged on what it learned; "
-                f"got {place.split}; fix: leave it out to hold out a share of the documents"
+                f"got {documents.split}; fix: leave it out to hold out a share of the documents"
             )
     return None
 
@@ -136,8 +136,8 @@ def held_out_splits_are_not_trained_on(run: Run) -> Problem | None:
 def evaluation_has_text(run: Run) -> Problem | None:
     """`evaluation.rows` above 0 need held-out text: `data.validation_files`, or `data.validation_share` above 0."""
     is_held_out = run.data.validation_share > 0 or any(
-        place.validation_files or place.validation_split or place.source in SYNTHETIC_SOURCES
-        for _, place in _places(run)
+        documents.validation_files or documents.validation_split or documents.source in SYNTHETIC_SOURCES
+        for _, documents in _places(run)
     )
     if run.evaluation.rows == 0 or is_held_out:
         return None
@@ -170,7 +170,9 @@ def vocabulary_holds_the_synthetic_language(run: Run) -> Problem | None:
 def bytes_have_one_end(run: Run) -> Problem | None:
     """With `data.tokenizer` bytes, `data.end_of_document` stays empty; of packed tokens it may be an id in digits."""
     end = run.data.end_of_document
-    packed = [place for _, place in _places(run) if place.source == "packed"]  # whose ids may be of any tokenizer
+    packed = [
+        documents for _, documents in _places(run) if documents.source == "packed"
+    ]  # whose ids may be of any tokenizer
     if not end or run.data.tokenizer != "bytes" or (packed and end.isdecimal()):
         return None
     return Problem.from_line(
@@ -183,10 +185,10 @@ def middles_are_of_text(run: Run) -> Problem | None:
     """`data.fill_in_middle` above 0 needs text: `data.source` is not packed and not synthetic."""
     if run.data.fill_in_middle == 0:
         return None
-    for path, place in _places(run):
-        if place.source == "packed" or place.source in SYNTHETIC_SOURCES:
+    for path, documents in _places(run):
+        if documents.source == "packed" or documents.source in SYNTHETIC_SOURCES:
             return Problem.from_line(
-                f"data.fill_in_middle cuts text, and {path}.source {place.source} has tokens; "
+                f"data.fill_in_middle cuts text, and {path}.source {documents.source} has tokens; "
                 f"got {run.data.fill_in_middle:g}; fix: set it to 0, or train on the text itself"
             )
     return None

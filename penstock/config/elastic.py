@@ -30,9 +30,9 @@ def on_ranks(run: Run, world: int) -> Run:
     return run
 
 
-def possible_ranks(run: Run, most: int) -> tuple[int, ...]:
-    """Numbers of ranks that the run fits, at most `most`, the largest first. Below `elastic.min` there are none."""
-    return tuple(ranks for ranks in range(most, max(run.elastic.min, 1) - 1, -1) if _fits(on_ranks(run, ranks), ranks))
+def possible_ranks(run: Run, limit: int) -> tuple[int, ...]:
+    """Numbers of ranks that the run fits, at most `limit`, the largest first. Below `elastic.min` there are none."""
+    return tuple(ranks for ranks in range(limit, max(run.elastic.min, 1) - 1, -1) if _fits(on_ranks(run, ranks), ranks))
 
 
 def _fits(run: Run, world: int) -> bool:

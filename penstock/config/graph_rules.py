@@ -106,10 +106,10 @@ def captured_parts_are_kept(run: Run) -> Problem | None:
         return None
     for field, refused in _NOT_BEHIND_PARTS.items():
         chosen = run.recompute.modules if field == "recompute.modules" else run.offload.activations
-        found = [name for name in chosen if name in refused]
-        if found:
+        captured = [name for name in chosen if name in refused]
+        if captured:
             return Problem.from_line(
-                f"{field} reaches into the captured parts of graphs.capture partial; got {', '.join(found)}; "
+                f"{field} reaches into the captured parts of graphs.capture partial; got {', '.join(captured)}; "
                 f"allowed: all but {', '.join(refused)}; fix: leave them out, or set graphs.capture=full or none"
             )
     return None

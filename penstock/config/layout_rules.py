@@ -255,7 +255,7 @@ def recompute_says_what(run: Run) -> Problem | None:
         if where and not run.recompute.modules:
             return Problem.from_line(
                 f"recompute.{name} says where, but recompute.modules does not say what; "
-                f"got {', '.join(f'{one}' for one in where[:5])}; "
+                f"got {', '.join(f'{index}' for index in where[:5])}; "
                 "fix: set recompute.modules=layer to compute whole layers again"
             )
     return None
@@ -268,7 +268,7 @@ def _unknown_part(model: ModelSizes, field: str, names: Sequence[str], known: Se
             fix = did_you_mean(name, known)
             return Problem(field, "has an unknown name", got=name, allowed=", ".join(known), fix=fix)
         if name in missing:
-            allowed = ", ".join(one for one in known if one not in missing)
+            allowed = ", ".join(name for name in known if name not in missing)
             return Problem(field, f"names {name}, but {missing[name]}", allowed=allowed, fix=f"leave {name} out")
     return None
 

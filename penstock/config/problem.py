@@ -27,9 +27,9 @@ class Problem:
     @classmethod
     def from_line(cls, line: str) -> "Problem":
         """The problem of a line as users read it: `FIELD WHAT`, and perhaps `; got GOT; allowed: ALLOWED; fix: FIX`."""
-        found = _LINE.fullmatch(line)  # lazy groups: the first `; got ` ends WHAT
-        assert found is not None, f"{line!r} names a field and a mistake"
-        return cls(**found.groupdict())
+        parts = _LINE.fullmatch(line)  # lazy groups: the first `; got ` ends WHAT
+        assert parts is not None, f"{line!r} names a field and a mistake"
+        return cls(**parts.groupdict())
 
 
 def refuse(problems: Sequence[Problem]) -> None:
@@ -60,11 +60,11 @@ def at_most(field: str, size: int, limit: str, count: int) -> Problem | None:
 def multiples_near(number: int, divisor: int) -> str:
     """The multiples of a divisor below and above a number, in words."""
     below = number - number % divisor
-    return " or ".join(f"{one}" for one in (below, below + divisor) if one)
+    return " or ".join(f"{multiple}" for multiple in (below, below + divisor) if multiple)
 
 
 @cache
 def divisors(number: int) -> str:
     """The divisors of a number in words, or a few of them if they are many."""
-    found = [f"{one}" for one in range(1, number + 1) if number % one == 0]
-    return ", ".join(found if len(found) <= _MOST_DIVISORS else [*found[: _MOST_DIVISORS - 1], "..."])
+    texts = [f"{divisor}" for divisor in range(1, number + 1) if number % divisor == 0]
+    return ", ".join(texts if len(texts) <= _MOST_DIVISORS else [*texts[: _MOST_DIVISORS - 1], "..."])

@@ -19,10 +19,10 @@ Rule = Callable[[Run], Problem | None]
 
 def _rules_of(module: ModuleType) -> tuple[Rule, ...]:
     """Public functions of a module that return a problem, in the order of their definition."""
-    own = (value for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+    functions = (value for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
     return tuple(
         value
-        for value in own
+        for value in functions
         # Imported helpers are no rules.
         if value.__module__ == module.__name__ and value.__annotations__.get("return") == Problem | None
     )

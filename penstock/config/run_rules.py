@@ -96,8 +96,12 @@ def decay_steps_belong_to_wsd(run: Run) -> Problem | None:
 def moments_forget(run: Run) -> Problem | None:
     """`optimizer.beta1`, `optimizer.beta2` and `optimizer.muon.momentum` are below 1."""
     # The range of the fields includes 1.
-    one = run.optimizer
-    for name, beta in (("beta1", one.beta1), ("beta2", one.beta2), ("muon.momentum", one.muon.momentum)):
+    optimizer = run.optimizer
+    for name, beta in (
+        ("beta1", optimizer.beta1),
+        ("beta2", optimizer.beta2),
+        ("muon.momentum", optimizer.muon.momentum),
+    ):
         if beta == 1:
             return Problem(f"optimizer.{name}", "must be below 1", got="1", fix="0.9 and 0.95 are the usual values")
     return None
@@ -120,21 +124,21 @@ def clipped_logits_are_of_weights(run: Run) -> Problem | None:
     """
     if not run.optimizer.muon.qk_clip:
         return None
-    attention, found = run.model.attention, []
+    attention, obstacles = run.model.attention, []
     if run.optimizer.method != "muon":
-        found.append(f"optimizer.method {run.optimizer.method}")
+        obstacles.append(f"optimizer.method {run.optimizer.method}")
     if isinstance(attention, LatentAttention):
-        found += ["model.attention.indexer"] if attention.indexer is not None else []
+        obstacles += ["model.attention.indexer"] if attention.indexer is not None else []
     else:
-        found += ["model.attention.qk_norm"] if attention.qk_norm != "none" else []
-        found += ["model.attention.local"] if attention.local is not None else []
+        obstacles += ["model.attention.qk_norm"] if attention.qk_norm != "none" else []
+        obstacles += ["model.attention.local"] if attention.local is not None else []
     if run.parallel.context > 1:
-        found.append(f"parallel.context {run.parallel.context}")
-    if not found:
+        obstacles.append(f"parallel.context {run.parallel.context}")
+    if not obstacles:
         return None
     return Problem.from_line(
         "optimizer.muon.qk_clip needs Muon, and queries and keys that follow their weights on one rank of a row; "
-        f"got {found[0]}; fix: set optimizer.muon.qk_clip=0"
+        f"got {obstacles[0]}; fix: set optimizer.muon.qk_clip=0"
     )
 
 
@@ -233,8 +237,8 @@ def eight_bits_fit_the_head(run: Run) -> Problem | None:
     """`float8.head` needs `model.hidden_size` and a rank's share of `model.vocab_size` to be multiples of 16."""
     if run.float8.head == "none":
         return None
-    hidden, words, ranks = run.model.hidden_size, run.model.vocab_size, run.parallel.tensor
-    for field, size in (("hidden_size", hidden), ("vocab_size", words // ranks)):
+    hidden, tokens, ranks = run.model.hidden_size, run.model.vocab_size, run.parallel.tensor
+    for field, size in (("hidden_size", hidden), ("vocab_size", tokens // ranks)):
         if size % 16:
             what = f"leaves float8.head a matrix whose {field} is no multiple of 16"
             got = f"{size} on each of {ranks} ranks" if ranks > 1 and field == "vocab_size" else f"{size}"

@@ -87,8 +87,8 @@ class Field:
     @property
     def allowed_text(self) -> str:
         """Type, range and unit: `whole number >= 1 (steps)`, or `softmax, sigmoid`."""
-        words = f"{self.type_text} {self.range_text}".rstrip() + (f" ({self.unit})" if self.unit else "")
-        return f"{words}, or none" if self.optional else words
+        text = f"{self.type_text} {self.range_text}".rstrip() + (f" ({self.unit})" if self.unit else "")
+        return f"{text}, or none" if self.optional else text
 
 
 @cache
@@ -99,11 +99,11 @@ def fields_of(section: type[Section]) -> Mapping[str, Field]:
 
 def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
     types = _alternatives(info.annotation)
-    named = any(get_origin(one) is dict for one in types)
+    named = any(get_origin(type_) is dict for type_ in types)
     if named:  # dict[str, Section]: the alternatives are those of its values
-        types = tuple(get_args(one)[1] for one in types)
-    sections = tuple(one for one in types if isinstance(one, type) and issubclass(one, Section))
-    values = [one for one in types if one not in sections and one is not NoneType]
+        types = tuple(get_args(type_)[1] for type_ in types)
+    sections = tuple(type_ for type_ in types if isinstance(type_, type) and issubclass(type_, Section))
+    values = [type_ for type_ in types if type_ not in sections and type_ is not NoneType]
     choices = get_args(values[0]) if values and get_origin(values[0]) is Literal else ()
     section_text = "sections by name" if named else "section" if sections else ""
     extra = info.json_schema_extra
@@ -157,13 +157,13 @@ def fields_under(sections: Iterable[type[Section]]) -> dict[str, Field]:
 @cache
 def every_field(root: type[Section], prefix: str = "") -> tuple[Field, ...]:
     """Every field below `root`, a section before its fields; a path appears once for each alternative that has it."""
-    found = []
+    fields = []
     for name, field in fields_of(root).items():
         path = f"{prefix}{name}"
-        found.append(replace(field, path=path))
+        fields.append(replace(field, path=path))
         for section in field.sections:
-            found += every_field(section, f"{path}.{NAME}." if field.named else f"{path}.")
-    return tuple(found)
+            fields += every_field(section, f"{path}.{NAME}." if field.named else f"{path}.")
+    return tuple(fields)
 
 
 def find(root: type[Section], path: str) -> tuple[Field, ...]:
@@ -172,7 +172,7 @@ def find(root: type[Section], path: str) -> tuple[Field, ...]:
     return tuple(
         field
         for places, field in _by_depth(root).get(len(names), ())
-        if all(place in (name, NAME) for name, place in zip(names, places, strict=True))
+        if all(part in (name, NAME) for name, part in zip(names, places, strict=True))
     )
 
 
@@ -195,9 +195,9 @@ def as_toml(value: object) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(as_toml(one) for one in value)}]"
+        return f"[{', '.join(as_toml(item) for item in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key} = {as_toml(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key} = {as_toml(item)}' for key, item in value.items())}}}"
     return str(value)
 
 
@@ -218,8 +218,8 @@ def leaves(section: Section, prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Section):
             values |= leaves(value, f"{path}.")
         elif fields_of(type(section))[name].named:
-            for one, inner in value.items():
-                values |= leaves(inner, f"{path}.{one}.")
+            for key, inner in value.items():
+                values |= leaves(inner, f"{path}.{key}.")
         else:
             values[path] = value
     return values

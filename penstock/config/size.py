@@ -160,14 +160,14 @@ def _feed_forward(model: Model, width: int) -> _Part:
 def _experts(model: Model) -> _Part:
     moe, hidden = model.moe, model.hidden_size
     assert moe is not None, "a model without experts has dense layers only"
-    one, biases = _of_expert(model, moe)
+    expert, biases = _of_expert(model, moe)
     share = moe.top_k / moe.experts  # of the experts that a token meets
-    routed = moe.experts * (one + biases)
+    routed = moe.experts * (expert + biases)
     return _sum(
         [
             _matrices((hidden, moe.experts)),  # router
             _Part(moe.experts * moe.router.logit_bias),
-            _Part(routed, idle=round(routed * (1 - share)), flops=2 * moe.experts * one * share),
+            _Part(routed, idle=round(routed * (1 - share)), flops=2 * moe.experts * expert * share),
             _feed_forward(model, moe.shared_expert_intermediate_size),  # of width 0 if there is none
             *([_matrices((hidden, 1))] if moe.shared_expert_gate and moe.shared_expert_intermediate_size else []),
         ]
