@@ -87,7 +87,7 @@ class GroupedQueryLayer(nn.Module):
     @property
     def reads_high_precision(self) -> bool:
         """Whether any product or collective reads the input in high precision."""
-        return not self.reads_float8 or any(one.float8 is None for one in (self.key, self.value))
+        return not self.reads_float8 or any(linear.float8 is None for linear in (self.key, self.value))
 
     def forward(self, x_BSD: Tensor, context: ForwardContext, x_float8: RowColQuantized | None = None) -> Tensor:
         """Attend. Returns B x S x D of this rank's positions; `x_float8` is a quantized copy of x, if there is one."""

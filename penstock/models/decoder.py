@@ -75,8 +75,8 @@ class Decoder(nn.Module):
         attentions = [block.attention for block in (*blocks.values(), *(layer.block for layer in mtp.values()))]
         grouped = [attention for attention in attentions if isinstance(attention, GroupedQueryLayer)]
         self.reached: Callable[[int], None] | None = None  # called when backward reaches a layer's output
-        self.has_reach = any(one.reach is not None for one in grouped)  # a window or chunks
-        self.scales_queries = any(one.scales_queries for one in grouped)
+        self.has_reach = any(layer.reach is not None for layer in grouped)  # a window or chunks
+        self.scales_queries = any(layer.scales_queries for layer in grouped)
         self.with_logits = tuple(
             attention for attention in attentions if isinstance(attention, GroupedQueryLayer | LatentLayer)
         )

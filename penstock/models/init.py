@@ -46,9 +46,9 @@ class ParamInit:
             part.tensor.fill_(self.constant)
         elif self.by_expert:
             # Only experts on this rank are drawn, each from its own generator.
-            for expert, own in _by_expert(part).items():
+            for expert, pieces in _by_expert(part).items():
                 values = self._values(f"{self.name}.{expert}", part.shape[1:])
-                for piece, held in own:
+                for piece, held in pieces:
                     held.copy_(values[Rectangle(piece.whole[1:], piece.sizes[1:]).within((0,) * values.ndim)])
         else:
             values = self._values(self.name, part.shape)

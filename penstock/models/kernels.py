@@ -97,7 +97,7 @@ def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
     target = "cpu" if device.kind == "cpu" else device.target
     parts = wanted.dense, wanted.experts, wanted.head, wanted.dispatch
     dense, experts, head, dispatch = (_recipe_on(part, target) for part in parts)
-    backend = _float8_backend(run, device, [one for one in (dense, head) if one is not None])
+    backend = _float8_backend(run, device, [kernel for kernel in (dense, head) if kernel is not None])
     waits = backend == "reference" and device.kind != "cpu" and experts is not None
     if waits and run.dispatch.sync_free >= COUNTS_STAY:
         fix = f"set dispatch.sync_free={COUNTS_STAY - 1}, or kernels.float8=auto"

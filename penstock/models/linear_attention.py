@@ -108,7 +108,7 @@ class DeltaLayer(nn.Module):
         if tensor.size > 1:
             x_BSD = all_gather(x_BSD, tensor, dim=1)  # S / tensor -> S positions
             x_float8 = self.query.quantize_input(x_BSD)  # once, for all products
-        projected = (one(x_BSD, x_float8) for one in (self.query, self.key, self.value, self.decay, self.beta))
+        projected = (linear(x_BSD, x_float8) for linear in (self.query, self.key, self.value, self.decay, self.beta))
         o_BSHM = run("attention", partial(self._attended, context.documents_BS), *projected)
         gate_BSHM = self.gate(x_BSD, x_float8).unflatten(-1, (-1, self.config.value_head_dim))
         o_BSHM = run("norm", self._gated, o_BSHM, gate_BSHM)
@@ -127,11 +127,13 @@ class DeltaLayer(nn.Module):
             return self.mixing.part(name, axis.rank, axis.size)
 
         convolved = (
-            operators.short_convolution(one, of(f"{name}_conv_DJ"), documents_BS)
-            for one, name in ((q, "query"), (k, "key"), (v, "value"))
+            operators.short_convolution(tensor, of(f"{name}_conv_DJ"), documents_BS)
+            for tensor, name in ((q, "query"), (k, "key"), (v, "value"))
         )
         widths = (config.key_head_dim, config.key_head_dim, config.value_head_dim)
-        q_BSGN, k_BSGN, v_BSHM = (one.unflatten(-1, (-1, width)) for one, width in zip(convolved, widths, strict=True))
+        q_BSGN, k_BSGN, v_BSHM = (
+            tensor.unflatten(-1, (-1, width)) for tensor, width in zip(convolved, widths, strict=True)
+        )
         g = F.softplus(decay.float() + of("decay_bias").float())
         rate_H = of("decay_rate_H").float().exp()
         if config.kind == "kda":

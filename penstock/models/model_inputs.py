@@ -25,10 +25,10 @@ class ModelInputs:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name, without those that are None."""
-        found = {"tokens_BS": self.tokens_BS, "positions_BS": self.positions_BS}
-        found |= {f"ahead {depth}": ahead_BS for depth, ahead_BS in enumerate(self.ahead, start=1)}
+        tensors = {"tokens_BS": self.tokens_BS, "positions_BS": self.positions_BS}
+        tensors |= {f"ahead {depth}": ahead_BS for depth, ahead_BS in enumerate(self.ahead, start=1)}
         rest = {"documents_BS": self.documents_BS, "query_positions_S": self.query_positions_S}
-        return found | {name: tensor for name, tensor in rest.items() if tensor is not None}
+        return tensors | {name: tensor for name, tensor in rest.items() if tensor is not None}
 
     def allowed_BSS(self) -> Tensor | None:
         """The `attention_mask` of these rows. Each call builds it anew: it is too large to keep between passes."""

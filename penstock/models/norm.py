@@ -140,11 +140,11 @@ def norm_together(pairs: tuple[tuple[TensorParallelNorm, Tensor], ...], axis: Ax
         squares = torch.cat([x_BSD.float().square().sum(-1, keepdim=True) for _, x_BSD in pairs], dim=-1)
         # Reduce-scatter plus all-gather is an all-reduce whose backward is an all-reduce too.
         sums = all_gather(reduce_scatter(squares, axis, dim=1), axis, dim=1)
-        found = []
+        outputs = []
         # As `penstock.kernels.reference.rms_norm`, with the mean square of the whole width.
         for (norm, x_BSD), sum_BS1 in zip(pairs, sums.split(1, dim=-1), strict=True):
             mean_BS1 = sum_BS1 / (axis.size * x_BSD.shape[-1])  # D is the same on all ranks
             normed_BSD = x_BSD.float() * torch.rsqrt(mean_BS1 + norm.epsilon)
             weight_D = norm.weight_D + norm.offset if norm.offset else norm.weight_D
-            found.append(weight_D * normed_BSD.to(x_BSD.dtype))
-        return tuple(found)
+            outputs.append(weight_D * normed_BSD.to(x_BSD.dtype))
+        return tuple(outputs)

@@ -78,9 +78,9 @@ def _of_groups(layer: GroupedQueryLayer, largest_H: Tensor, limit: float) -> dic
     factor_G = _factor(largest_H.view(-1, group).amax(1), limit).sqrt()
     factor_H = factor_G.repeat_interleave(group)
     gates = ((torch.ones_like(factor_H), config.head_dim),) if config.output_gate else ()
-    found = {"query": _rows((factor_H, config.head_dim), *gates), "key": _rows((factor_G, config.head_dim))}
+    factors = {"query": _rows((factor_H, config.head_dim), *gates), "key": _rows((factor_G, config.head_dim))}
     kinds = ("weight", "bias") if layer.query.bias is not None else ("weight",)
-    return {f"{name}.{kind}": rows for name, rows in found.items() for kind in kinds}
+    return {f"{name}.{kind}": rows for name, rows in factors.items() for kind in kinds}
 
 
 def _factor(largest: Tensor, limit: float) -> Tensor:

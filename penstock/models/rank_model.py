@@ -62,8 +62,8 @@ class RankModel:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Every parameter of this rank by its name in the whole model; a shared one once."""
-        found = {name: parameter for decoder in self.modules for name, parameter in decoder.named_parameters()}
-        yield from found.items()
+        parameters = {name: parameter for decoder in self.modules for name, parameter in decoder.named_parameters()}
+        yield from parameters.items()
 
     def train(self, mode: bool = True) -> None:
         for decoder in self.modules:
@@ -77,10 +77,10 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     cannot run, and a DeviceError if it needs symmetric memory that the GPUs do not have.
     """
     plan, method = schedule_of(run, axes), context_method(run)
-    own = {0: whole_model(run.model)}
+    local_stages = {0: whole_model(run.model)}
     if plan is not None:
         stages = stages_of(run)
-        own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
+        local_stages = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
     weight_grads = WeightGradStore() if plan is not None and plan.splits_backward else None  # one for all stages
     positions = None
     if axes.context.size > 1:
@@ -102,7 +102,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         float8=choose_float8(run, kernel_device),
         offload=offload.rule_for(run.offload, kernel_device),
     )
-    decoders = meta_stages(run, layer_context, own)
+    decoders = meta_stages(run, layer_context, local_stages)
     set_dtypes(run, decoders.values(), axes, kernel_device)
     if device.type != "meta":
         materialize(run, device, decoders.values())

@@ -83,7 +83,7 @@ class Keys:
     def numbers_of_layers(self, key: str) -> list[int] | None:
         """A list of whole numbers; None if missing."""
         value = self.get(key, None)
-        if value is not None and not (isinstance(value, list) and all(type(one) is int for one in value)):
+        if value is not None and not (isinstance(value, list) and all(type(number) is int for number in value)):
             raise refused(key, value, "a list of whole numbers")
         return None if value is None else list(value)
 
@@ -307,8 +307,8 @@ def _read_kda(keys: Keys) -> Values:
     return {
         "linear_attention.full_every": every,
         "linear_attention.full_last": is_last,
-        **{f"linear_attention.{one}_heads": heads for one in ("key", "value")},
-        **{f"linear_attention.{one}_head_dim": width for one in ("key", "value")},
+        **{f"linear_attention.{name}_heads": heads for name in ("key", "value")},
+        **{f"linear_attention.{name}_head_dim": width for name in ("key", "value")},
         "linear_attention.conv_size": section.whole("short_conv_kernel_size", keys.whole("linear_conv_kernel_dim", 4)),
     }
 
@@ -403,7 +403,10 @@ def _read_exceptions(keys: Keys) -> Values:
 def _write_exceptions(model: Model) -> Values:
     if model.dense_layers == 0:
         return {"decoder_sparse_step": moe_of(model).moe_layer_freq, "mlp_only_layers": []}
-    return {"decoder_sparse_step": 1, "mlp_only_layers": [one for one in range(model.layers) if model.is_dense(one)]}
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(model.layers) if model.is_dense(layer)],
+    }
 
 
 def _read_list(keys: Keys) -> Values:

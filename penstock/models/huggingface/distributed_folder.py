@@ -336,9 +336,9 @@ class _Stack:
         """Items of the list, or pairs of the table, that is the last value."""
         self.values[-1].extend(items)
 
-    def remember(self, place: int) -> None:
+    def remember(self, index: int) -> None:
         """The last value, for later."""
-        self.memory[place] = self.values[-1]
+        self.memory[index] = self.values[-1]
 
 
 def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
@@ -399,8 +399,8 @@ def _stored_of(folder: Path) -> dict[str, _Stored]:
     try:
         description = read_pickle(read_bounded(path, MOST_JSON_BYTES))
         places = {}
-        for one, at in description.field("storage_data"):
-            index = dict(one.state)  # without an offset where something else than a tensor is
+        for storage, at in description.field("storage_data"):
+            index = dict(storage.state)  # without an offset where something else than a tensor is
             places[index["fqn"], _sizes(index.get("offset"))] = at
         for name, entry in description.field("state_dict_metadata"):
             if not entry.name.endswith(".TensorStorageMetadata"):

@@ -41,7 +41,7 @@ ROTARY_HALVES: Mapping[str, tuple[RearrangementOf, ...]] = {
 DELTA = "linear_attn"
 DELTA_NAMES: Names = {
     **NORMS,
-    **{f"attention.mixing.{one}_conv_DJ": (f"{DELTA}.conv1d.weight",) for one in ("query", "key", "value")},
+    **{f"attention.mixing.{part}_conv_DJ": (f"{DELTA}.conv1d.weight",) for part in ("query", "key", "value")},
     "attention.mixing.decay_rate_H": (f"{DELTA}.A_log",),
     "attention.mixing.decay_bias": (f"{DELTA}.dt_bias",),
     "attention.norm.weight_D": (f"{DELTA}.norm.weight",),
@@ -57,13 +57,16 @@ KDA_NAMES: Names = {
             *(("gate.down", "g_a_proj"), ("gate.up", "g_b_proj")),
         )
     },
-    **{f"attention.mixing.{one}_conv_DJ": (f"self_attn.{one[0]}_conv1d.weight",) for one in ("query", "key", "value")},
+    **{
+        f"attention.mixing.{part}_conv_DJ": (f"self_attn.{part[0]}_conv1d.weight",)
+        for part in ("query", "key", "value")
+    },
     "attention.mixing.decay_rate_H": ("self_attn.A_log",),
     "attention.mixing.decay_bias": ("self_attn.dt_bias",),
     "attention.norm.weight_D": ("self_attn.o_norm.weight",),
 }
-CONVOLUTIONS = tuple(f"attention.mixing.{one}_conv_DJ" for one in ("query", "key", "value"))
-PROJECTIONS = tuple(f"attention.{one}.weight" for one in ("query", "key", "value", "gate"))
+CONVOLUTIONS = tuple(f"attention.mixing.{part}_conv_DJ" for part in ("query", "key", "value"))
+PROJECTIONS = tuple(f"attention.{part}.weight" for part in ("query", "key", "value", "gate"))
 
 LATENT_ATTENTION: Names = {
     **NORMS,

@@ -79,11 +79,11 @@ class WeightMapping:
             stored = form.read(stored)
         return stored
 
-    def write(self, place: Tensor) -> Tensor:
+    def write(self, target: Tensor) -> Tensor:
         """Convert that part of our tensor to the layout of the file; `join` makes a divided tensor of such parts."""
         for form in reversed(self.forms):
-            place = form.write(place)
-        return place
+            target = form.write(target)
+        return target
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,10 +93,10 @@ class WeightMapping:
 
 def by_file_tensor(lines: Iterable[WeightMapping]) -> list[tuple[WeightMapping, ...]]:
     """The mappings of each tensor of a file, mostly one, in the order of `join`."""
-    found: dict[str, list[WeightMapping]] = {}
+    mappings: dict[str, list[WeightMapping]] = {}
     for line in lines:
-        found.setdefault(line.hf_name, []).append(line)
-    return [tuple(sorted(many, key=lambda line: line.share)) for many in found.values()]
+        mappings.setdefault(line.hf_name, []).append(line)
+    return [tuple(sorted(many, key=lambda line: line.share)) for many in mappings.values()]
 
 
 def join(lines: Sequence[WeightMapping], written: Sequence[Tensor]) -> Tensor:
@@ -114,7 +114,7 @@ def weight_mappings(config: Model, file_names: Collection[str] | None = None) ->
     family = family_of(config)
     known = {name for names in family.names.values() for name in names}
     others = {name for names in family.instead.values() for name in names} - known
-    if file_names is not None and any(_is_there(one, file_names) for one in others):
+    if file_names is not None and any(_is_there(name, file_names) for name in others):
         family = replace(family, names={**family.names, **family.instead}, instead={})
     least = config.layers
     if config.moe is not None and "{expert}" in family.names["ffn.experts.down_eDF"][0]:
@@ -176,7 +176,7 @@ def _hf_names(config: Model, family: Family, name: str) -> tuple[tuple[str, ...]
     else:
         return MODEL.get(name, ()), name, False
     prefix = prefix.format(layer=layer, depth=depth)
-    return tuple(f"{prefix}{one}" for one in table.get(match["rest"], ())), match["rest"], is_linear
+    return tuple(f"{prefix}{ending}" for ending in table.get(match["rest"], ())), match["rest"], is_linear
 
 
 @torch.no_grad()
@@ -201,12 +201,12 @@ def names_of(config: Model, names: Iterable[str]) -> dict[str, str]:
     A model without multi-token prediction leaves out that of the file.
     """
     family = family_of(config)
-    found = {text: name for name in names if (text := family.text_name(name)) is not None}
+    text_names = {text: name for name in names if (text := family.text_name(name)) is not None}
     if not config.mtp_layers:
-        found = {text: name for text, name in found.items() if family.depth_of(text, config.layers) is None}
+        text_names = {text: name for text, name in text_names.items() if family.depth_of(text, config.layers) is None}
     if config.tie_word_embeddings:
-        found.pop(_HEAD, None)  # some files repeat the embedding: `check_copies`
-    return found
+        text_names.pop(_HEAD, None)  # some files repeat the embedding: `check_copies`
+    return text_names
 
 
 def check_copies(config: Model, weights: Mapping[str, Tensor]) -> None:
@@ -226,9 +226,9 @@ def check_copies(config: Model, weights: Mapping[str, Tensor]) -> None:
             )
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    same = one.shape == other.shape
-    return same and torch.equal(one, other if one.dtype == other.dtype else other.to(one.dtype))
+def _equal(left: Tensor, other: Tensor) -> bool:
+    same = left.shape == other.shape
+    return same and torch.equal(left, other if left.dtype == other.dtype else other.to(left.dtype))
 
 
 def with_prediction(config: Model, names: Iterable[str]) -> Model:
