@@ -170,9 +170,7 @@ def vocabulary_holds_the_synthetic_language(run: Run) -> Problem | None:
 def bytes_have_one_end(run: Run) -> Problem | None:
     """With `data.tokenizer` bytes, `data.end_of_document` stays empty; of packed tokens it may be an id in digits."""
     end = run.data.end_of_document
-    packed = [
-        documents for _, documents in _places(run) if documents.source == "packed"
-    ]  # whose ids may be of any tokenizer
+    packed = [part for _, part in _places(run) if part.source == "packed"]  # whose ids may be of any tokenizer
     if not end or run.data.tokenizer != "bytes" or (packed and end.isdecimal()):
         return None
     return Problem.from_line(

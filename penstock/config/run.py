@@ -43,9 +43,8 @@ class Float8(Section):
     @property
     def is_in_layers(self) -> bool:
         """Whether decoder layers compute or send anything in 8 bits."""
-        return any(
-            recipe != "none" for recipe in (self.dense, self.experts, self.dispatch)
-        )  # `gather` alone changes nothing
+        # `gather` alone changes nothing
+        return any(recipe != "none" for recipe in (self.dense, self.experts, self.dispatch))
 
 
 class Kernels(Section):

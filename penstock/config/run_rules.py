@@ -96,12 +96,8 @@ def decay_steps_belong_to_wsd(run: Run) -> Problem | None:
 def moments_forget(run: Run) -> Problem | None:
     """`optimizer.beta1`, `optimizer.beta2` and `optimizer.muon.momentum` are below 1."""
     # The range of the fields includes 1.
-    optimizer = run.optimizer
-    for name, beta in (
-        ("beta1", optimizer.beta1),
-        ("beta2", optimizer.beta2),
-        ("muon.momentum", optimizer.muon.momentum),
-    ):
+    settings = run.optimizer
+    for name, beta in (("beta1", settings.beta1), ("beta2", settings.beta2), ("muon.momentum", settings.muon.momentum)):
         if beta == 1:
             return Problem(f"optimizer.{name}", "must be below 1", got="1", fix="0.9 and 0.95 are the usual values")
     return None

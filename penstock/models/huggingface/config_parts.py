@@ -403,10 +403,7 @@ def _read_exceptions(keys: Keys) -> Values:
 def _write_exceptions(model: Model) -> Values:
     if model.dense_layers == 0:
         return {"decoder_sparse_step": moe_of(model).moe_layer_freq, "mlp_only_layers": []}
-    return {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer in range(model.layers) if model.is_dense(layer)],
-    }
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [item for item in range(model.layers) if model.is_dense(item)]}
 
 
 def _read_list(keys: Keys) -> Values:

@@ -57,10 +57,7 @@ KDA_NAMES: Names = {
             *(("gate.down", "g_a_proj"), ("gate.up", "g_b_proj")),
         )
     },
-    **{
-        f"attention.mixing.{part}_conv_DJ": (f"self_attn.{part[0]}_conv1d.weight",)
-        for part in ("query", "key", "value")
-    },
+    **{f"attention.mixing.{key}_conv_DJ": (f"self_attn.{key[0]}_conv1d.weight",) for key in ("query", "key", "value")},
     "attention.mixing.decay_rate_H": ("self_attn.A_log",),
     "attention.mixing.decay_bias": ("self_attn.dt_bias",),
     "attention.norm.weight_D": ("self_attn.o_norm.weight",),
