@@ -210,16 +210,16 @@ def plan(  # noqa: PLR0913 - one argument for each option
     searches = layout is None and compared is None
     assumptions = _assumptions(imbalance, saving, routing, software, writes=write is not None, searches=searches)
     cluster, planner = parse_cluster(on, network, host_memory), partial(project, assumptions=assumptions)
-    changes = overrides or []
+    words = overrides or []
     if compared is not None:
-        _write(_compare(compared, cluster, planner, target, changes, as_json=as_json), files, assumptions)
+        _write(_compare(compared, cluster, planner, target, words, as_json=as_json), files, assumptions)
         return
     if target is None:
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
     # A layout that is asked for completes the run; its rules are asked when it is projected.
-    run = load_run_or_model(target, changes, is_whole=layout in (None, OWN))
+    run = load_run_or_model(target, words, is_whole=layout in (None, OWN))
     _check_what_if(run, cluster, scales, swept)
-    fixed = {} if layout is not None else fixed_by(run, changes, parse_layout(only) if only else {})
+    fixed = {} if layout is not None else fixed_by(run, words, parse_layout(only) if only else {})
 
     def plan_of(run: Run, tokens: float | None, cluster: Cluster = cluster) -> Plan:
         if layout is not None:
@@ -236,61 +236,57 @@ def plan(  # noqa: PLR0913 - one argument for each option
     if worlds is not None:
         _print_worlds(run, cluster, worlds, partial(plan_of, run, tokens or run.tokens_per_step), as_json=as_json)
         return
-    answer = plan_of(run, tokens)
+    found = plan_of(run, tokens)
     if scales is not None or swept is not None:
-        more = _what_if(_first(answer), planner, scales, swept, as_json=as_json)
+        more = _what_if(_first(found), planner, scales, swept, as_json=as_json)
     else:
-        more = _tell(answer, assumptions, run, topic, as_json=as_json)
-    _write(answer, files, assumptions, more)
+        more = _tell(found, assumptions, run, topic, as_json=as_json)
+    _write(found, files, assumptions, more)
     if write is not None:
         print_next("train", write, to_stderr=True)
-    elif not as_json and _can_be_written(answer, assumptions):
+    elif not as_json and _can_be_written(found, assumptions):
         assumed = {"--imbalance": imbalance, "--routing": routing, "--global-batch-tokens": tokens}
-        _print_next_plan([target, *changes], {**said, **assumed})
+        _print_next_plan([target, *words], {**said, **assumed})
 
 
 def _searched(question: SearchRequest, planner: Planner) -> Plan:
     # Processes are forked before the thread that draws progress starts.
     with meta_workers() as workers, _working() as status:
-        answer = search(question, status.update, workers)
-        nearest = answer.nearest
+        found = search(question, status.update, workers)
+        nearest = found.nearest
         if nearest is None or question.fixed or nearest.cluster.devices > 1:
-            return answer
+            return found
         if nearest.memory.parameters > nearest.capacity_bytes:
-            return answer
+            return found
         status.update("state in host memory")
         rows = question.global_batch or question.run.training.global_batch
         run = with_values(question.run, "training", global_batch=rows)
-        there = with_state_in_host_memory(run, question.cluster, planner, answer.margin)
+        there = with_state_in_host_memory(run, question.cluster, planner, found.margin)
         faster = None if there is None else with_smallest_state(run, question.cluster, planner, there)
-    helps = (
-        f"--layout own {shlex.join(option[0])}, {conclusion(option[1])}"
-        for option in (there, faster)
-        if option is not None
-    )
-    return replace(answer, helps=(*helps, *answer.helps))
+    told = (f"--layout own {shlex.join(one[0])}, {conclusion(one[1])}" for one in (there, faster) if one is not None)
+    return replace(found, helps=(*told, *found.helps))
 
 
-def _print_next_plan(arguments: Sequence[str], options: Mapping[str, object]) -> None:
+def _print_next_plan(words: Sequence[str], options: Mapping[str, object]) -> None:
     """The command that also writes the run."""
     said = [word for name, value in options.items() if value is not None for word in (name, f"{value}")]
-    print_next("plan", *arguments, *said, "--write", "best.toml")
+    print_next("plan", *words, *said, "--write", "best.toml")
 
 
-def _tell(answer: Plan, assumptions: Assumptions, run: Run, topic: str | None, *, as_json: bool) -> list[Figure]:
+def _tell(found: Plan, assumptions: Assumptions, run: Run, topic: str | None, *, as_json: bool) -> list[Figure]:
     """Print a plan; there are no pictures beyond its own."""
     if as_json:
-        print(json.dumps(plan_json(answer) | balance_json(_balance(answer, assumptions)), indent=2))
+        print(json.dumps(plan_json(found) | balance_json(_balance(found, assumptions)), indent=2))
     elif topic is not None:
-        explain(answer, topic)
+        explain(found, topic)
     else:
-        _print(answer, assumptions, run)
+        _print(found, assumptions, run)
     return []
 
 
-def _can_be_written(answer: Plan, assumptions: Assumptions) -> bool:
+def _can_be_written(found: Plan, assumptions: Assumptions) -> bool:
     is_ours = assumptions.saving == "run" and assumptions.software == OWN_SOFTWARE
-    return is_ours and bool(answer.candidates)
+    return is_ours and bool(found.candidates)
 
 
 def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *, force: bool) -> None:
@@ -317,8 +313,8 @@ def _check_used(said: Mapping[str, object], costs: Mapping[str, object]) -> None
     """Refuse options that would say nothing: layouts chosen twice, and costs of a run that is not asked for."""
     asked = [option for option in ("--only", "--layout", "--compare") if said[option] is not None]
     if len(asked) > 1:
-        message = "--only is of a search, --layout names one layout, and --compare names two runs"
-        raise PenstockError(message, got=" and ".join(asked), fix="leave out all but one")
+        told = "--only is of a search, --layout names one layout, and --compare names two runs"
+        raise PenstockError(told, got=" and ".join(asked), fix="leave out all but one")
     if unused := [option for option, value in costs.items() if value is not None]:
         raise PenstockError(
             f"{', '.join(unused)}: costs are of a whole training run", fix="say its tokens: --tokens 2T"
@@ -359,8 +355,8 @@ def _recorded_loads(routing: str, *, goes_with_imbalance: bool, searches: bool) 
 
 
 def _unknown(option: str, word: str, allowed: Sequence[str]) -> PenstockError:
-    hint = did_you_mean(word, allowed)
-    return PenstockError(f"{option} is unknown", got=word, allowed=", ".join(allowed), fix=hint)
+    told = did_you_mean(word, allowed)
+    return PenstockError(f"{option} is unknown", got=word, allowed=", ".join(allowed), fix=told)
 
 
 _SAVING: Mapping[str, str] = {
@@ -398,22 +394,22 @@ def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Plan
         answer = answer_to(there, cluster, planner)
     refused = (answer,) if isinstance(answer, Refusal) else ()
     candidates = () if isinstance(answer, Refusal) else (answer,)
-    advice = advice_for(there, cluster) if candidates else ()
-    return Plan(model=run.name, cluster=cluster, candidates=candidates, refused=refused, considered=1, advice=advice)
+    told = advice_for(there, cluster) if candidates else ()
+    return Plan(model=run.name, cluster=cluster, candidates=candidates, refused=refused, considered=1, advice=told)
 
 
-def _print(answer: Plan, assumptions: Assumptions, run: Run) -> None:
-    has_loads = assumptions.loads is not None and bool(answer.candidates)
-    print_plan(answer, _assumed(assumptions, answer.candidates[0].run if has_loads else run))
-    print_balance(_balance(answer, assumptions))
+def _print(found: Plan, assumptions: Assumptions, run: Run) -> None:
+    has_loads = assumptions.loads is not None and bool(found.candidates)
+    print_plan(found, _assumed(assumptions, found.candidates[0].run if has_loads else run))
+    print_balance(_balance(found, assumptions))
 
 
-def _balance(answer: Plan, assumptions: Assumptions) -> tuple[BalanceCase, ...]:
+def _balance(found: Plan, assumptions: Assumptions) -> tuple[BalanceCase, ...]:
     """The first candidate with and without `dispatch.balance`, if its loads are recorded."""
-    if assumptions.loads is None or not answer.candidates:
+    if assumptions.loads is None or not found.candidates:
         return ()
     with _working():
-        return balance_cases(answer.candidates[0].run, answer.cluster, assumptions)
+        return balance_cases(found.candidates[0].run, found.cluster, assumptions)
 
 
 def _working() -> Status:
@@ -421,20 +417,20 @@ def _working() -> Status:
     return Console(stderr=True).status("projecting")
 
 
-def _first(answer: Plan) -> Projection:
+def _first(found: Plan) -> Projection:
     """The candidate that what-ifs start from."""
-    if answer.candidates:
-        return answer.candidates[0]
-    lacks = [] if answer.nearest is None else [f" (the nearest lacks {bytes_text(answer.nearest.over_bytes)})"]
-    (reason, *_) = [*lacks, *(f" ({refusal.rule}: {refusal.reason})" for refusal in answer.refused)] or [""]
-    raise PenstockError(f"no layout of {answer.model} fits{reason}", fix="name one: --layout pp=8,ep=8")
+    if found.candidates:
+        return found.candidates[0]
+    lacks = [] if found.nearest is None else [f" (the nearest lacks {bytes_text(found.nearest.over_bytes)})"]
+    (reason, *_) = [*lacks, *(f" ({one.rule}: {one.reason})" for one in found.refused)] or [""]
+    raise PenstockError(f"no layout of {found.model} fits{reason}", fix="name one: --layout pp=8,ep=8")
 
 
 def _compare(
-    names: tuple[str, str], cluster: Cluster, planner: Planner, target: str | None, changes: list[str], *, as_json: bool
+    names: tuple[str, str], cluster: Cluster, planner: Planner, target: str | None, words: list[str], *, as_json: bool
 ) -> Plan:
     """Project two runs as they are, print the differing terms, and return both for pictures."""
-    overrides = [target, *changes] if target else changes  # the first override may stand in the place of a target
+    overrides = [target, *words] if target else words  # the first override may stand in the place of a target
     if any("=" not in override for override in overrides):
         raise PenstockError("--compare names both runs", got=overrides[0], allowed="overrides a.b=c of both")
     runs = [load_run_or_model(name, overrides) for name in names]
@@ -500,9 +496,9 @@ def _print_worlds(
         raise PenstockError("--worlds are devices of the cluster", got=max(counts), allowed=f"up to {cluster.devices}")
     points = []
     for count in counts:
-        result = plan_of(cluster_of(count, cluster.hardware))
+        found = plan_of(cluster_of(count, cluster.hardware))
         nothing = Refusal(layout={}, rule=NOTHING_FITS, reason="nothing fits")
-        answer = result.candidates[0] if result.candidates else nothing
+        answer = found.candidates[0] if found.candidates else nothing
         points.append(SweepPoint(asked={"devices": f"{count}"}, answer=answer))
     if as_json:
         head = {"model": run.name, "hardware": cluster.hardware.name, "world": cluster.devices}
@@ -525,20 +521,20 @@ def _whole(word: str, option: str) -> int:
 
 
 def _write(
-    answer: Plan, files: Mapping[str, Path | None], assumptions: Assumptions, more: Sequence[Figure] = ()
+    found: Plan, files: Mapping[str, Path | None], assumptions: Assumptions, more: Sequence[Figure] = ()
 ) -> None:
     for option, path in files.items():
         if path is None:
             continue
         written = [path]
         if option == "--write":
-            write_run(path, answer)
+            write_run(path, found)
         else:
-            runs = [candidate.run for candidate in answer.candidates]
+            runs = [candidate.run for candidate in found.candidates]
             assumed = _assumed(assumptions, runs[0]) if runs else []
-            written = write_pictures(path, answer, more, grounds(answer.cluster, assumed))
+            written = write_pictures(path, found, more, grounds(found.cluster, assumed))
         # Standard output may be JSON that a program reads.
-        print(f"written to {', '.join(str(file) for file in written)}", file=sys.stderr)
+        print(f"written to {', '.join(str(one) for one in written)}", file=sys.stderr)
 
 
 _SUFFIXES: Mapping[str, str] = {"--write": ".toml", "--html": ".html", "--png": ".png", "--svg": ".svg"}
