@@ -98,7 +98,7 @@ class GroupedExperts(nn.Module):
     def resident_weights(self) -> tuple[Tensor, ...]:
         """The parameters as `forward` reads them, if they are here before it is called: FSDP2 gathers them then."""
         held = dict(self.named_parameters(recurse=False))
-        return tuple(held.values()) if all(one.shape == self.shapes[name] for name, one in held.items()) else ()
+        return tuple(held.values()) if all(weight.shape == self.shapes[name] for name, weight in held.items()) else ()
 
     @property
     def is_one_function(self) -> bool:
@@ -112,7 +112,7 @@ class GroupedExperts(nn.Module):
         Call it after every change of the matrices. There are no copies without 8-bit products and under FSDP.
         """
         held = self.gate_up_eFD, self.down_eDF
-        if self.float8.experts is None or any(isinstance(one, DTensor) for one in held):
+        if self.float8.experts is None or any(isinstance(weight, DTensor) for weight in held):
             self.float8_copies = None
             return
         old = self.float8_copies
@@ -126,7 +126,9 @@ class GroupedExperts(nn.Module):
         `recompute` saves no pre-activation (only if the network `is_one_function`); `keep` allocates its memory.
         """
         held = self.named_parameters(recurse=False)
-        parameters = tuple(one if one.shape == self.shapes[name] else one.view(self.shapes[name]) for name, one in held)
+        parameters = tuple(
+            weight if weight.shape == self.shapes[name] else weight.view(self.shapes[name]) for name, weight in held
+        )
         if not self.is_one_function:
             function = partial(self._ffn, self.operators.expert_ffn, rows)
             return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.weight_grads)

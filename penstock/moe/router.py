@@ -115,10 +115,10 @@ class TopKRouter(nn.Module):
                 self.meter.margins_EU += margin_counts(logits_TE, self.expert_bias_E, self.rule)
         if measured and (self.balance.aux_loss_coef or self.balance.z_loss_coef):
             load = slot_counts(routed.counts_BE, self.meter, self.balance, self.axes)
-            found = auxiliary_loss(routed, tokens, self.balance, scope, load, self.operators)
-            self.meter.auxiliary_loss += found.loss
+            auxiliary = auxiliary_loss(routed, tokens, self.balance, scope, load, self.operators)
+            self.meter.auxiliary_loss += auxiliary.loss
             with saved_as_is():
-                routing = Routing(attach(routing.weights_TK, routed, found), routing.experts_TK)
+                routing = Routing(attach(routing.weights_TK, routed, auxiliary), routing.experts_TK)
         if self.balance.force_load_balance and self.training:
             routing = spread_evenly(routing, self.experts)
         if self.balance.capacity_factor and self.training:

@@ -34,8 +34,8 @@ class Routing:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, for `Routing.of`."""
-        own = (self.weights_TK, self.experts_TK)
-        return own if self.sorted is None else (*own, *self.sorted.order, self.sorted.weights_R)
+        tensors = (self.weights_TK, self.experts_TK)
+        return tensors if self.sorted is None else (*tensors, *self.sorted.order, self.sorted.weights_R)
 
     @classmethod
     def of(cls, weights_TK: Tensor, experts_TK: Tensor, *rest: Tensor) -> "Routing":

@@ -107,8 +107,8 @@ class BalancedDispatcher:
         return in_backward(y_TD, partial(self._begin, metadata.slots))
 
     def _begin(self, slots: ReplicaSlots | None) -> None:
-        if slots is not None and (own := self.resident_weights()):
-            slots.begin(*own)
+        if slots is not None and (weights := self.resident_weights()):
+            slots.begin(*weights)
 
     def _plan(self, counts_E: Tensor) -> ReplicaPlan:
         passes = self.meter.facts if torch.is_grad_enabled() and not is_recomputing() else None

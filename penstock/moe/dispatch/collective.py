@@ -117,10 +117,10 @@ def unpacked(choices: Tensor) -> tuple[Tensor, Tensor]:
     return weights_TK, bits_TK.detach().view(torch.int32).long()
 
 
-def as_local(experts_TK: Tensor, own: range) -> Tensor:
+def as_local(experts_TK: Tensor, local_experts: range) -> Tensor:
     """Ids among our own experts; `len(own)`, which marks a dropped slot, for all others."""
-    is_own_TK = (experts_TK >= own.start) & (experts_TK < own.stop)
-    return torch.where(is_own_TK, experts_TK - own.start, len(own))
+    is_own_TK = (experts_TK >= local_experts.start) & (experts_TK < local_experts.stop)
+    return torch.where(is_own_TK, experts_TK - local_experts.start, len(local_experts))
 
 
 @dataclass(frozen=True)
@@ -268,8 +268,8 @@ def each_part(routing: Routing, placement: ExpertPlacement) -> Routing:
         return routing
     e = placement.per_place
     experts_TK1 = routing.experts_TK[:, :, None]
-    place = experts_TK1 // e * parts + torch.arange(parts, device=experts_TK1.device)  # T x K x parts
-    virtual = place * e + experts_TK1 % e
+    owner = experts_TK1 // e * parts + torch.arange(parts, device=experts_TK1.device)  # T x K x parts
+    virtual = owner * e + experts_TK1 % e
     weights = routing.weights_TK[:, :, None].expand(-1, -1, parts)
     return Routing(weights.flatten(1), virtual.clamp(max=placement.virtual_experts).flatten(1))
 

@@ -100,9 +100,9 @@ class HierarchicalDispatcher:
         weights_TK, experts_TK = unpacked(self._cross(packed(routing), order, receive, send))
 
         # 3. Inside our node, where empty rows chose no expert.
-        own = self.nodes.experts_of(self.nodes.across.rank)
-        experts_TK = as_local(experts_TK, own)
-        inside = Routing(_more_rows(weights_TK, more), _more_rows(experts_TK, more, len(own)))
+        local_experts = self.nodes.experts_of(self.nodes.across.rank)
+        experts_TK = as_local(experts_TK, local_experts)
+        inside = Routing(_more_rows(weights_TK, more), _more_rows(experts_TK, more, len(local_experts)))
         expert_rows, inner = self.inner.dispatch(payload, inside)
         return expert_rows, HierarchicalMetadata(order, inner, arrived, receive, send)
 
@@ -120,10 +120,10 @@ class HierarchicalDispatcher:
         nodes, across = self.nodes, self.nodes.across
         order = self.operators.order_rows(nodes.needed(routing.experts_TK), across.size)  # a node counts as an expert
         arriving_W = exchange_rows(order.counts_E, across)
-        most = arriving_W.sum(dtype=torch.int32)[None]
+        arrivals = arriving_W.sum(dtype=torch.int32)[None]
         if self.is_even:
-            most = all_gather(most, nodes.node, dim=0).amax(0, keepdim=True)  # of the node's fullest rank
-        counts = self.counts.crossing(torch.cat((arriving_W, order.counts_E, most)), routing.experts_TK.shape)
+            arrivals = all_gather(arrivals, nodes.node, dim=0).amax(0, keepdim=True)  # of the node's fullest rank
+        counts = self.counts.crossing(torch.cat((arriving_W, order.counts_E, arrivals)), routing.experts_TK.shape)
         receive, send = tuple(counts[: across.size]), tuple(counts[across.size : -1])
         # At least one row: kernels refuse an empty batch.
         return first_rows(order, sum(send)), receive, send, max(1, counts[-1])

@@ -37,12 +37,12 @@ class SplitSizes:
         0.0  # share of tokens with a choice on a given node, as a plan assumes it; 0 for `part_that_crosses`
     )
 
-    def total(self, counts_E: Tensor, even_share: float, most: int) -> int:
+    def total(self, counts_E: Tensor, even_share: float, limit: int) -> int:
         """Rows of all local experts."""
         if not counts_E.is_meta:
             return int(counts_E.sum())
         record_wait(counts_E)
-        return self.stated(even_share, most)
+        return self.stated(even_share, limit)
 
     def exchanged(self, sent_W: Tensor, arriving_W: Tensor, even_share: int) -> tuple[list[int], list[int]]:
         """Rows to each rank, and rows from each."""
@@ -66,9 +66,9 @@ class SplitSizes:
         each = math.ceil(choices[0] * (self.reached or part_that_crosses(nodes, choices[1])))
         return [each] * (2 * nodes) + [each * nodes]
 
-    def stated(self, even_share: float, most: int) -> int:
+    def stated(self, even_share: float, limit: int) -> int:
         """Row count on the meta device."""
-        return min(most, math.ceil(even_share * self.part * self.imbalance))
+        return min(limit, math.ceil(even_share * self.part * self.imbalance))
 
 
 def part_that_crosses(nodes: int, top_k: int) -> float:
@@ -112,11 +112,11 @@ class CapacityTracker(nn.Module):
     def forget(self) -> None:
         self.meter.zero_()
 
-    def widen(self, most: int) -> None:
-        """Make room for `most` rows of a pass like the last ones, and some more."""
+    def widen(self, rows: int) -> None:
+        """Make room for `rows` rows of a pass like the last ones, and some more."""
         self.widenings += 1
-        if most > self.even_share * self.factor:
-            self.factor = most / self.even_share * SPARE
+        if rows > self.even_share * self.factor:
+            self.factor = rows / self.even_share * SPARE
 
 
 class RowCapacity(CapacityTracker):
@@ -156,8 +156,8 @@ def forget_left_out(modules: Iterable[nn.Module]) -> None:
 def make_room(modules: Iterable[nn.Module]) -> None:
     """Widen every layer to the rows that came since `forget_left_out`. All ranks call it when any left out a row."""
     if trackers := list(_trackers(modules)):
-        most = torch.stack([capacity.meter[1] for capacity in trackers]).tolist()  # one wait for all layers
-        for capacity, most_rows in zip(trackers, most, strict=True):
+        peaks = torch.stack([capacity.meter[1] for capacity in trackers]).tolist()  # one wait for all layers
+        for capacity, most_rows in zip(trackers, peaks, strict=True):
             capacity.widen(most_rows)
 
 

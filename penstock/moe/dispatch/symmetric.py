@@ -125,16 +125,16 @@ class SymmetricDispatcher:
 
     def _order(self, experts_NK: Tensor, weights_NK: Tensor) -> LocalOrder:
         """Places of all ranks' slots among our experts, up to the capacity."""
-        own, (tokens, top_k) = self.placement.experts_of(self.transport.buffers.peers.rank), experts_NK.shape
+        local_experts, (tokens, top_k) = self.placement.experts_of(self.transport.buffers.peers.rank), experts_NK.shape
         if self.row_capacity is None:
-            arrivals = order_local_rows(experts_NK, weights_NK, own, tokens * min(top_k, len(own)))
+            arrivals = order_local_rows(experts_NK, weights_NK, local_experts, tokens * min(top_k, len(local_experts)))
             share = tokens * top_k / self.placement.expert
             rows = self.counts.total(arrivals.counts_e, share, tokens * top_k)
             slots_R, index_R, weights_R = (values_R[: rows + 1] for values_R in arrivals[:3])  # + 1: dropped slots
             return LocalOrder(slots_R, index_R, weights_R, arrivals.places_NK.clamp(max=rows), arrivals.counts_e)
         is_counted = self.row_capacity.training and not is_recomputing()
         meter = self.row_capacity.meter if is_counted else None
-        return order_local_rows(experts_NK, weights_NK, own, self.row_capacity.rows(tokens, top_k), meter)
+        return order_local_rows(experts_NK, weights_NK, local_experts, self.row_capacity.rows(tokens, top_k), meter)
 
 
 def transport_of(
