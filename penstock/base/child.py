@@ -86,8 +86,8 @@ def serve(answer: Callable[[dict[str, Any]], Answer]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the caller decides
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, least = resource.getrlimit(resource.RLIMIT_DATA)  # that of the user
-    most = MOST_BYTES if least == resource.RLIM_INFINITY else min(MOST_BYTES, least)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, least))  # mapped files do not count
+    limit = MOST_BYTES if least == resource.RLIM_INFINITY else min(MOST_BYTES, least)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, least))  # mapped files do not count
     for line in sys.stdin.buffer:
         request, _ = json.loads(line)
         _send(answers, *answer(request))
@@ -95,8 +95,8 @@ def serve(answer: Callable[[dict[str, Any]], Answer]) -> None:
 
 def use_all_memory() -> None:
     """Lift the limit of this child to the user's: drivers of GPUs map more than they use."""
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    _, limit = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _send(pipe: Any, head: Mapping[str, Any], content: bytes) -> None:

@@ -97,21 +97,21 @@ class NonFiniteError(PenstockError):
 
 
 def every_kind(kind: type[PenstockError] = PenstockError) -> dict[str, type[PenstockError]]:
-    found = {kind.__name__: kind}
+    kinds = {kind.__name__: kind}
     for below in kind.__subclasses__():
-        found |= every_kind(below)
-    return found
+        kinds |= every_kind(below)
+    return kinds
 
 
-def nearest(got: object, names: Iterable[str], most: int = 1) -> list[str]:
+def nearest(got: object, names: Iterable[str], limit: int = 1) -> list[str]:
     """Names similar to a word, the best first; case does not count."""
     known = {name.lower(): name for name in names}
-    return [known[word] for word in get_close_matches(f"{got}".lower(), known, n=most)]
+    return [known[word] for word in get_close_matches(f"{got}".lower(), known, n=limit)]
 
 
-def did_you_mean(got: object, names: Iterable[str], most: int = 1) -> str | None:
+def did_you_mean(got: object, names: Iterable[str], limit: int = 1) -> str | None:
     """`did you mean train or trace?`, as the fix of an error; None if no name is similar."""
-    return asked(nearest(got, names, most))
+    return asked(nearest(got, names, limit))
 
 
 def did_you_mean_path(got: Path) -> str | None:

@@ -18,10 +18,10 @@ def count_text(number: float) -> str:
 
 def amount(text: str) -> float | None:
     """The number of a text such as `500M`, `14.8T` or `4_096`; None for any other text."""
-    found = _AMOUNT.fullmatch(text.strip())
-    if found is None:
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None:
         return None
-    number, unit = found.groups()
+    number, unit = match.groups()
     return float(number.replace("_", "").replace(",", "")) * 1000 ** " kMBT".index(unit.replace("K", "k") or " ")
 
 
@@ -97,20 +97,20 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 def printable(text: str) -> str:
     r"""A text from a file, safe for a terminal and a page: control and direction characters are escaped (`\x1b`)."""
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def shortened(text: str, most: int) -> str:
-    """A text of at most `most` characters: whole words, then dots if it was longer.
+def shortened(text: str, limit: int) -> str:
+    """A text of at most `limit` characters: whole words, then dots if it was longer.
 
     A single word, such as a kernel's name, is cut, but never inside a number.
     """
-    if len(text) <= most:
+    if len(text) <= limit:
         return text
-    words = text[: most - len(" ...") + 1].rpartition(" ")[0]
-    if words:
-        return f"{words} ..."
-    start = text[: most - len("...")]
+    whole_words = text[: limit - len(" ...") + 1].rpartition(" ")[0]
+    if whole_words:
+        return f"{whole_words} ..."
+    start = text[: limit - len("...")]
     if text[len(start)].isdigit():  # a number would be cut: leave it out
         start = start.rstrip("0123456789.")
     return f"{start}..."

@@ -14,9 +14,9 @@ UNKNOWN = "unknown"
 
 def command_text() -> str:
     """The command line of this process as a shell reads it, with the program's name instead of its path."""
-    program, *words = sys.argv
+    program, *arguments = sys.argv
     name = Path(program).name
-    return shlex.join(["penstock" if name == "__main__.py" else name, *words])
+    return shlex.join(["penstock" if name == "__main__.py" else name, *arguments])
 
 
 def commit_of_code() -> str:
@@ -24,9 +24,9 @@ def commit_of_code() -> str:
     root = Path(penstock.__path__[0]).parent
     if not (root / ".git").exists():
         return UNKNOWN
-    words = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        described = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
+        described = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:  # no git
         return UNKNOWN
     return described.stdout.strip() or UNKNOWN

@@ -132,7 +132,7 @@ def _operator_of_kernel(trace: Trace, op: str) -> tuple[str, str]:
     is_named = gpu.named(lambda name: op.lower() in name.lower())
     if trace.is_host or not is_named.any():
         names = [trace.names[name] for name in np.unique(host.name_id[host.kind == HostKind.OPERATOR])]
-        near = nearest(op, names, most=3) or [name for name in names if op.lower() in name.lower()][:3]
+        near = nearest(op, names, limit=3) or [name for name in names if op.lower() in name.lower()][:3]
         raise TraceError("no operator or kernel of this trace has this name", got=op, fix=asked(near))
     owner = _launchers(trace, host.kind == HostKind.OPERATOR)
     launched = np.flatnonzero(is_named & (owner != NONE))

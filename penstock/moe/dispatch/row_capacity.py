@@ -113,7 +113,7 @@ class CapacityTracker(nn.Module):
         self.meter.zero_()
 
     def widen(self, rows: int) -> None:
-        """Make room for `rows` rows of a pass like the last ones, and some more."""
+        """Make room for `rows` of a pass like the last ones, and some more."""
         self.widenings += 1
         if rows > self.even_share * self.factor:
             self.factor = rows / self.even_share * SPARE
