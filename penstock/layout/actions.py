@@ -85,7 +85,7 @@ class Schedule:
         if not begins:
             return tuple((action,) for action in actions)
         return tuple(
-            actions[place : place + 1 + (place in begins)] for place in range(len(actions)) if place - 1 not in begins
+            actions[index : index + 1 + (index in begins)] for index in range(len(actions)) if index - 1 not in begins
         )
 
     @cached_property
@@ -183,9 +183,9 @@ def _links(schedule: Schedule) -> dict[tuple[int, Kind], _Link]:
     outputs: defaultdict[tuple[int, Kind], _Outputs] = defaultdict(_Outputs)
     links = {}
     for stage, kind in {(action.stage, action.kind) for actions in schedule.actions for action in actions}:
-        one = Action(stage, kind, 0)
-        needs = tuple(outputs[need.stage, need.kind] for need in one.needs(schedule.stages))
-        links[stage, kind] = _Link(needs, outputs[stage, one.output.kind])
+        start = Action(stage, kind, 0)
+        needs = tuple(outputs[need.stage, need.kind] for need in start.needs(schedule.stages))
+        links[stage, kind] = _Link(needs, outputs[stage, start.output.kind])
     return links
 
 
@@ -207,9 +207,9 @@ def pair_up(schedule: Schedule) -> Schedule:
     """
     pairs = tuple(
         frozenset(
-            place
-            for place, (one, other) in enumerate(pairwise(actions))
-            if (one.kind, other.kind) == (Kind.FORWARD, Kind.BACKWARD) and one not in other.needs(schedule.stages)
+            index
+            for index, (action, other) in enumerate(pairwise(actions))
+            if (action.kind, other.kind) == (Kind.FORWARD, Kind.BACKWARD) and action not in other.needs(schedule.stages)
         )
         for actions in schedule.actions
     )
@@ -217,8 +217,8 @@ def pair_up(schedule: Schedule) -> Schedule:
     while blocked := execution_order(paired).blocked:
         # Split the pair of the lowest blocked rank, and try again.
         rank, (begin, *_) = min((rank, unit) for rank, unit in blocked.items() if len(unit) > 1)
-        own = pairs[rank] - {schedule.actions[rank].index(begin)}
-        pairs = (*pairs[:rank], own, *pairs[rank + 1 :])
+        rank_pairs = pairs[rank] - {schedule.actions[rank].index(begin)}
+        pairs = (*pairs[:rank], rank_pairs, *pairs[rank + 1 :])
         paired = replace(schedule, pairs=pairs)
     return paired
 

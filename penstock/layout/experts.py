@@ -48,9 +48,9 @@ class ExpertPlacement:
         parts = min(places, self.expert_tensor)
         return ExpertPlacement(experts=self.per_place * (places // parts), expert=places // parts, expert_tensor=parts)
 
-    def experts_of(self, place: int) -> range:
+    def experts_of(self, member: int) -> range:
         """Experts that a place holds, whole or in part."""
-        first = place // self.expert_tensor * self.per_place
+        first = member // self.expert_tensor * self.per_place
         return range(first, first + self.per_place)
 
 

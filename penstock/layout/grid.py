@@ -52,10 +52,10 @@ class Grid:
         return tuple(getattr(self, axis) for axis in axes)
 
     def place(self, rank: int, view: tuple[str, ...] = DENSE_AXES) -> dict[str, int]:
-        place = {}
+        coordinates = {}
         for axis in reversed(view):
-            rank, place[axis] = divmod(rank, getattr(self, axis))
-        return {axis: place[axis] for axis in view}
+            rank, coordinates[axis] = divmod(rank, getattr(self, axis))
+        return {axis: coordinates[axis] for axis in view}
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Ranks that differ from `rank` on these axes of one view only, ascending, `rank` included.
@@ -63,9 +63,9 @@ class Grid:
         For example, `("context", "tensor")` are the ranks that divide a row of tokens.
         """
         view = _view_of(axes)
-        own = self.place(rank, view)
+        position = self.place(rank, view)
         strides = self._strides(view)
-        first = rank - sum(own[axis] * strides[axis] for axis in axes)  # the rank with coordinate 0 on these axes
+        first = rank - sum(position[axis] * strides[axis] for axis in axes)  # the rank with coordinate 0 on these axes
         return tuple(first + offset for offset in self._offsets(view, axes))
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -85,7 +85,7 @@ class Grid:
         offsets = [0]
         for axis in view:
             if axis in axes:
-                offsets = [offset + place * strides[axis] for offset in offsets for place in range(getattr(self, axis))]
+                offsets = [offset + index * strides[axis] for offset in offsets for index in range(getattr(self, axis))]
         return offsets
 
 

@@ -72,22 +72,22 @@ def parts_of(matrices: Matrices, held: Sequence[tuple[Rectangle, ...]]) -> list[
     alike: dict[tuple[Rectangle, ...], list[int]] = defaultdict(list)
     for rank, boxes in enumerate(held):
         alike[boxes].append(rank)
-    found: list[list[MatrixPart]] = [[] for _ in range(matrices.count)]
+    by_matrix: list[list[MatrixPart]] = [[] for _ in range(matrices.count)]
     for boxes, ranks in alike.items():
         for box in boxes:
             for number, common in matrices.meets(box):
-                found[number].append(MatrixPart(common, tuple(ranks)))
-    for number, parts in enumerate(found):
+                by_matrix[number].append(MatrixPart(common, tuple(ranks)))
+    for number, parts in enumerate(by_matrix):
         covered = sum(part.box.elements for part in parts)
         assert covered == matrices.rows * matrices.columns, f"matrix {number} of {matrices} is not whole on these ranks"
-    return [tuple(sorted(parts, key=lambda part: part.box)) for parts in found]
+    return [tuple(sorted(parts, key=lambda part: part.box)) for parts in by_matrix]
 
 
 def owners_of(costs: Sequence[int], candidates: Sequence[Collection[int]], ranks: int) -> list[int]:
     """An owner for each matrix among its candidates, so that the sums of `costs` are about equal."""
     loads = [0] * ranks
     owners = [0] * len(costs)
-    for number in sorted(range(len(costs)), key=lambda one: (len(candidates[one]), -costs[one], one)):
+    for number in sorted(range(len(costs)), key=lambda index: (len(candidates[index]), -costs[index], index)):
         owner = min(candidates[number], key=lambda rank: (loads[rank], rank))
         owners[number] = owner
         loads[owner] += costs[number]

@@ -133,8 +133,8 @@ def spell(phrases: list[Phrase], stages: Sequence[int], micro_batches: int, grou
         orders[f"B{chunk}"] = orders[f"I{chunk}"] = grouped([stage], micro_batches, 1)
     waiting: deque[Action] = deque()
     actions = []
-    for count, words in phrases:
-        for word in words.split() * count:
+    for count, phrase in phrases:
+        for word in phrase.split() * count:
             if word == Kind.WEIGHT:  # the oldest deferred one
                 actions.append(waiting.popleft())
                 continue
@@ -217,7 +217,7 @@ def _weights(slots: list[int]) -> tuple[int, int]:
         return slot + 1 + (free - slot - 1) % SLOTS
 
     free = set(range(SLOTS)) - {slot % SLOTS for slot in slots}
-    return min(((after(slots[2], one), after(slots[3], other)) for one, other in permutations(free)), key=sum)
+    return min(((after(slots[2], slot), after(slots[3], other)) for slot, other in permutations(free)), key=sum)
 
 
 def _held(row: RankSlots) -> int:

@@ -73,8 +73,8 @@ def local_slices(
     `rows` is (first, end) of a range of LOCAL rows, which the local tensor holds one after another; None for all.
     """
     assert len({cut.dim for cut in cuts}) == len(cuts), f"a dim is cut twice: {cuts}"
-    own = {cut.dim: cut for cut in cuts}
-    ranges = [list(_ranges(size, own.get(dim))) for dim, size in enumerate(shape)]
+    by_dim = {cut.dim: cut for cut in cuts}
+    ranges = [list(_ranges(size, by_dim.get(dim))) for dim, size in enumerate(shape)]
     local = local_shape(shape, cuts)
     by_row = max(1, len(local) - 1)  # dims of a row's index
     first, end = (0, prod(local[:by_row])) if rows is None else rows
@@ -83,13 +83,13 @@ def local_slices(
         box += tuple((0, size) for size in local[by_row:])
         strides = _strides(tuple(high - low for low, high in box))
         parts = (
-            [part for one in of_dim if (part := _within(one, *limits))]
+            [part for piece in of_dim if (part := _within(piece, *limits))]
             for of_dim, limits in zip(ranges, box, strict=True)
         )
-        for one in product(*parts):
+        for pieces in product(*parts):
             offset = (start - first) * row_width(local)  # of the box
-            offset += sum(part[0] * stride for part, stride in zip(one, strides, strict=True))
-            slices.append(LocalSlice(offset, strides, tuple(r[1] for r in one), tuple(r[2] for r in one)))
+            offset += sum(part[0] * stride for part, stride in zip(pieces, strides, strict=True))
+            slices.append(LocalSlice(offset, strides, tuple(r[1] for r in pieces), tuple(r[2] for r in pieces)))
     return tuple(slices)
 
 
@@ -123,8 +123,8 @@ def _ranges(size: int, cut: Cut | None) -> Iterator[tuple[int, int, int]]:
         yield number * part, number * block + cut.index * part, part
 
 
-def _within(one: tuple[int, int, int], first: int, end: int) -> tuple[int, int, int] | None:
-    here, whole, length = one
+def _within(piece: tuple[int, int, int], first: int, end: int) -> tuple[int, int, int] | None:
+    here, whole, length = piece
     low, high = max(here, first), min(here + length, end)
     return (low - first, whole + low - here, high - low) if low < high else None
 
@@ -199,14 +199,14 @@ def not_the_whole(shape: tuple[int, ...], rectangles: Iterable[Rectangle]) -> st
     ordered = sorted(rectangles)
     whole = Rectangle((0,) * len(shape), shape)
     open_: list[Rectangle] = []  # those that may overlap with a later one: rectangles are sorted by their first row
-    for one in ordered:
-        if len(one.sizes) != len(shape) or one.overlap(whole) != one:
-            return f"{one} does not lie in {list(shape)}"
-        open_ = [other for other in open_ if not shape or other.end[0] > one.begin[0]]
-        twice = next((other for other in open_ if other.overlap(one) is not None), None)
+    for rectangle in ordered:
+        if len(rectangle.sizes) != len(shape) or rectangle.overlap(whole) != rectangle:
+            return f"{rectangle} does not lie in {list(shape)}"
+        open_ = [other for other in open_ if not shape or other.end[0] > rectangle.begin[0]]
+        twice = next((other for other in open_ if other.overlap(rectangle) is not None), None)
         if twice is not None:
-            return f"{twice} and {one} overlap"
-        open_.append(one)
+            return f"{twice} and {rectangle} overlap"
+        open_.append(rectangle)
     # Without overlaps, equal numbers of elements mean that nothing is missing.
-    covered = sum(one.elements for one in ordered)
+    covered = sum(rectangle.elements for rectangle in ordered)
     return None if covered == whole.elements else f"{covered} of {whole.elements} elements are there"

@@ -140,17 +140,17 @@ class _Reader:
         parts: list[_Part] = []
         has_ended_stage = False
         while (sign := self._peek()) not in ("", ")"):
-            place = self._place
+            position = self._place
             if sign == "|":
                 self._place += 1
-                parts += [] if has_ended_stage else [_Part(sign, place)]
+                parts += [] if has_ended_stage else [_Part(sign, position)]
                 has_ended_stage = False
                 continue
             item = self._repeated(self._group() if sign == "(" else self._letter())
             has_ended_stage = item[-1].letter == "|"
             parts += item
             if len(parts) > _MOST_PARTS:
-                raise _wrong(self._text, place, "the layout is too long from here on", f"up to {_MOST_PARTS} parts")
+                raise _wrong(self._text, position, "the layout is too long from here on", f"up to {_MOST_PARTS} parts")
         return parts
 
     def _peek(self) -> str:
@@ -160,13 +160,13 @@ class _Reader:
         return self._text[self._place : self._place + 1]
 
     def _letter(self) -> list[_Part]:
-        letter, place = self._text[self._place], self._place
+        letter, position = self._text[self._place], self._place
         if letter == "*":
-            raise _wrong(self._text, place, "there is nothing to repeat", f"{_LETTERS}, ( or |")
+            raise _wrong(self._text, position, "there is nothing to repeat", f"{_LETTERS}, ( or |")
         if letter not in _FOLLOWS:
-            raise _wrong(self._text, place, f"{letter!r} means nothing", f"{_LETTERS}, ( or |")
+            raise _wrong(self._text, position, f"{letter!r} means nothing", f"{_LETTERS}, ( or |")
         self._place += 1
-        return [_Part(letter, place)]
+        return [_Part(letter, position)]
 
     def _group(self) -> list[_Part]:
         self._opened.append(self._place)
@@ -187,15 +187,15 @@ class _Reader:
             return item
         self._place += 1
         self._peek()
-        place, number = self._place, _NUMBER.match(self._text, self._place)
+        position, number = self._place, _NUMBER.match(self._text, self._place)
         if number is None:
-            raise _wrong(self._text, place, "there is no number after *", "a whole number >= 1")
+            raise _wrong(self._text, position, "there is no number after *", "a whole number >= 1")
         self._place = number.end()
         digits = number[0].lstrip("0")
         if not digits:
-            raise _wrong(self._text, place, "0 times is nothing", "a whole number >= 1")
+            raise _wrong(self._text, position, "0 times is nothing", "a whole number >= 1")
         if len(digits) > len(f"{_MOST_PARTS}") or int(digits) * len(item) > _MOST_PARTS:
-            raise _wrong(self._text, place, "the layout is too long", f"up to {_MOST_PARTS} parts")
+            raise _wrong(self._text, position, "the layout is too long", f"up to {_MOST_PARTS} parts")
         return item * int(digits)
 
 
@@ -222,11 +222,11 @@ def _check_total(text: str, what: str, got: int, wanted: int, field: str) -> Non
         )
 
 
-def _wrong(text: str, place: int, what: str, allowed: str) -> ConfigError:
+def _wrong(text: str, position: int, what: str, allowed: str) -> ConfigError:
     """An error at an index of the text; users count characters from 1."""
     return ConfigError(
-        f"{FIELD} at character {place + 1}: {what}",
-        got=f"{_shown(text[place:]) if text[place:] else 'the end'} after {_shown(text[:place], is_end=True)}",
+        f"{FIELD} at character {position + 1}: {what}",
+        got=f"{_shown(text[position:]) if text[position:] else 'the end'} after {_shown(text[:position], is_end=True)}",
         allowed=allowed,
         fix=f"write it like Et*3|(t*4|)*14t*2,mL, or leave {FIELD} empty",
     )
