@@ -84,7 +84,7 @@ class ChoiceRecorder:
 
     def choices(self) -> dict[Place, Choices]:
         """All choices so far, in host memory."""
-        return {place: _joined(seen).to(torch.device("cpu")) for place, seen in self._seen.items()}
+        return {router: _joined(seen).to(torch.device("cpu")) for router, seen in self._seen.items()}
 
     def _watch(self, router: TopKRouter) -> None:
         usual, drops = router.operators.route, router.balance.capacity_factor > 0
@@ -101,8 +101,8 @@ class ChoiceRecorder:
                 kept_TK = torch.ones_like(routed.experts_TK, dtype=torch.bool)
                 never_T = torch.full_like(margins_T, float("inf"))
                 experts_TK, weights_TK = routed.experts_TK.clone(), routed.weights_TK.detach().float()
-                one = Choices(logits_TE.detach().clone(), experts_TK, weights_TK, kept_TK, margins_T, never_T)
-                self._seen[self.step, router.layer].append(one)
+                choices = Choices(logits_TE.detach().clone(), experts_TK, weights_TK, kept_TK, margins_T, never_T)
+                self._seen[self.step, router.layer].append(choices)
             self._last[router.layer] = logits_TE.detach()
             return routed
 
@@ -144,10 +144,10 @@ def first_flip(got: Iterable[Mapping[Place, Choices]], expected: Mapping[Place, 
     count only where no token chose another one. A token that is equal to others is at the cut if one of them is.
     """
     flips = []
-    for one in got:
-        for place, choices in one.items():
-            nearest_T = _nearest(choices.logits_TE, expected[place].logits_TE)
-            wanted, is_equal_T = expected[place].at(nearest_T), _have_equals(expected[place].logits_TE)[nearest_T]
+    for rank_choices in got:
+        for router, choices in rank_choices.items():
+            nearest_T = _nearest(choices.logits_TE, expected[router].logits_TE)
+            wanted, is_equal_T = expected[router].at(nearest_T), _have_equals(expected[router].logits_TE)[nearest_T]
             ours_TE, theirs_TE = choices.sets(), wanted.sets()
             for drops_only, differ_T, margins_T in (
                 (False, ((ours_TE > 0) != (theirs_TE > 0)).any(1), wanted.margins_T),
@@ -156,7 +156,7 @@ def first_flip(got: Iterable[Mapping[Place, Choices]], expected: Mapping[Place, 
                 if differ_T.any():
                     are_equal = drops_only and bool(is_equal_T[differ_T].all())
                     margin = float(margins_T[differ_T].max())
-                    flips.append(Flip(place, int(differ_T.sum()), margin, drops_only, are_equal))
+                    flips.append(Flip(router, int(differ_T.sum()), margin, drops_only, are_equal))
     first = min(((flip.place, flip.drops_only) for flip in flips), default=None)
     there = [flip for flip in flips if (flip.place, flip.drops_only) == first]
     if first is None:
@@ -173,7 +173,7 @@ def least_margin(choices: Mapping[Place, Choices]) -> float:
 
 
 def _joined(seen: list[Choices]) -> Choices:
-    return Choices(*(torch.cat(tensors) for tensors in zip(*(vars(one).values() for one in seen), strict=True)))
+    return Choices(*(torch.cat(tensors) for tensors in zip(*(vars(choices).values() for choices in seen), strict=True)))
 
 
 def _have_equals(logits_TE: Tensor) -> Tensor:

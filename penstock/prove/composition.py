@@ -98,7 +98,7 @@ class Composition:
         definitions = DEFINITIONS if self.device == "cuda" else ()
         kept = [override for override in self.overrides if not is_of_layout(override)]
         if not reads_micro_batches(self.run):
-            kept = [one for one in kept if not one.startswith("training.micro_batch=")]
+            kept = [setting for setting in kept if not setting.startswith("training.micro_batch=")]
         return (*kept, *definitions)
 
     @property
@@ -107,9 +107,9 @@ class Composition:
         layouts = [override for override in self.overrides if override.startswith(THEN)]
         if not layouts:
             return None
-        ranks, *words = layouts[-1].removeprefix(THEN).split()
+        ranks, *overrides = layouts[-1].removeprefix(THEN).split()
         kept = tuple((override,) for override in self.overrides if not is_of_layout(override))
-        return replace(self, ranks=int(ranks), settings=(*kept, *((word,) for word in words)))
+        return replace(self, ranks=int(ranks), settings=(*kept, *((word,) for word in overrides)))
 
     @property
     def command(self) -> str:
@@ -130,7 +130,7 @@ class Composition:
 
     def eager(self) -> "Composition":
         """The same without graphs."""
-        kept = [tuple(one for one in setting if not one.startswith("graphs.")) for setting in self.settings]
+        kept = [tuple(word for word in setting if not word.startswith("graphs.")) for setting in self.settings]
         return replace(self, settings=tuple(setting for setting in kept if setting))
 
     def plus(self, *overrides: str) -> "Composition":
@@ -218,5 +218,5 @@ def in_float32(composition: Composition) -> Composition | None:
     """The composition with nothing rounded to fewer bits; None on GPUs, whose kernels need 16 bits."""
     if composition.device != "cpu":
         return None
-    kept = [tuple(one for one in setting if not one.startswith(FEWER_BITS)) for setting in composition.settings]
+    kept = [tuple(word for word in setting if not word.startswith(FEWER_BITS)) for setting in composition.settings]
     return replace(composition, settings=tuple(setting for setting in kept if setting))

@@ -170,8 +170,8 @@ def _then(drawn: Composition, layout: "_Draw", facts: Mapping[str, int], gpus: i
     _layout(other, ranks)
     # Bounds follow the settings of the first layout, so the other one rounds to no fewer bits.
     of_layout = (word for setting in other.settings for word in setting if is_of_layout(word))
-    words = (word.replace(" ", "") for word in of_layout if not word.startswith(FEWER_BITS))
-    then = drawn.plus(f"{THEN}{' '.join((str(ranks), *words))}")
+    settings = (word.replace(" ", "") for word in of_layout if not word.startswith(FEWER_BITS))
+    then = drawn.plus(f"{THEN}{' '.join((str(ranks), *settings))}")
     return then if refusal(drawn) is None and refusal(then) is None else None
 
 
@@ -195,13 +195,13 @@ def _with_graphs(drawn: Composition, numbers: random.Random) -> Composition | No
     """The same with graphs of one kind or the other, if need be without offload and recomputation; None if illegal."""
     kinds = numbers.sample(("full", "partial"), 2)
     in_order = tuple(setting for setting in drawn.settings if setting[0] != "kernels.attention=cudnn")
-    on_device = tuple(one for one in in_order if not one[0].startswith(("offload.", "recompute.")))
+    on_device = tuple(setting for setting in in_order if not setting[0].startswith(("offload.", "recompute.")))
     tries = [
         replace(drawn, settings=settings).plus(f"graphs.capture={kind}", IN_ORDER)
         for settings in (in_order, on_device)
         for kind in kinds
     ]
-    return next((one for one in tries if refusal(one) is None), None)
+    return next((attempt for attempt in tries if refusal(attempt) is None), None)
 
 
 class _Draw:
@@ -228,7 +228,7 @@ class _Draw:
         fits = all(self.facts.get(fact) for fact in dimension.needs)
         if fits and not any(self.facts.get(fact) for fact in dimension.lacks) and self.chance(dimension.share):
             option = self.numbers.choice(dimension.options)
-            self.add(*(re.sub(r"<(\d+)>", lambda size: str(int(size[1]) * self.scale), one) for one in option))
+            self.add(*(re.sub(r"<(\d+)>", lambda size: str(int(size[1]) * self.scale), word) for word in option))
 
     def maybe(self, share: float, *overrides: str) -> bool:
         """Add a setting in this share of draws."""
@@ -402,10 +402,10 @@ def _experts(draw: _Draw, layers: int) -> None:
     has_bias = draw.chance(0.5)
     draw.facts["bias"] = int(has_bias)
     router += [f"expert_bias={str(has_bias).lower()}"]
-    draw.add(*(f"model.moe.router.{one}" for one in router))
+    draw.add(*(f"model.moe.router.{setting}" for setting in router))
     if groups:
         score = draw.word("max", "top2")
-        draw.add(*(f"model.moe.router.{one}" for one in ("n_group=4", "topk_group=2", f"group_score={score}")))
+        draw.add(*(f"model.moe.router.{setting}" for setting in ("n_group=4", "topk_group=2", f"group_score={score}")))
     draw.maybe(0.2, "model.moe.router.routed_scaling_factor=2.5")
     draw.maybe(0.15, "model.moe.router.logit_bias=true")
     draw.maybe(0.15, "model.moe.router.apply_probs_on_input=true") or draw.maybe(0.2, "model.moe.bias=true")

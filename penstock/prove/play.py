@@ -95,10 +95,10 @@ def some_labels(batch: Batch) -> Batch:
     return replace(batch, labels_BS=batch.labels_BS.masked_fill(is_bare_B[:, None], IGNORED_LABEL))
 
 
-def joined(one: StepFigures, other: StepFigures) -> StepFigures:
+def joined(first: StepFigures, other: StepFigures) -> StepFigures:
     """Figures of the first steps and of those after them, without tensors."""
-    losses, norms, balance = (vars(one)[name] + vars(other)[name] for name in ("losses", "norms", "balance"))
-    return StepFigures(losses, norms, balance, other.held_out, one.left_out + other.left_out, {})
+    losses, norms, balance = (vars(first)[name] + vars(other)[name] for name in ("losses", "norms", "balance"))
+    return StepFigures(losses, norms, balance, other.held_out, first.left_out + other.left_out, {})
 
 
 def saved_by(session: Session) -> Saved:
@@ -139,7 +139,7 @@ def differences(got: StepFigures, expected: StepFigures, start: dict[str, Tensor
 
     def relative(left: list[float], right: list[float]) -> float:
         return max(
-            (abs(one - other) / max(abs(other), 1e-6) for one, other in zip(left, right, strict=True)), default=0
+            (abs(value - other) / max(abs(other), 1e-6) for value, other in zip(left, right, strict=True)), default=0
         )
 
     assert got.tensors.keys() == expected.tensors.keys(), "checkpoints hold other tensors"
@@ -161,16 +161,16 @@ def differences(got: StepFigures, expected: StepFigures, start: dict[str, Tensor
     }
 
 
-def first_difference(one: tuple[StepFigures, Saved], other: tuple[StepFigures, Saved]) -> str:
+def first_difference(first: tuple[StepFigures, Saved], other: tuple[StepFigures, Saved]) -> str:
     """Where the bits of a rank differ from those of another run of it, in words; empty if nowhere."""
     for name in ("losses", "norms", "balance"):
-        for place, (mine, theirs) in enumerate(zip(vars(one[0])[name], vars(other[0])[name], strict=True)):
+        for index, (mine, theirs) in enumerate(zip(vars(first[0])[name], vars(other[0])[name], strict=True)):
             if float(mine).hex() != float(theirs).hex():  # nan equals nan here
-                step = place * len(one[0].norms) // len(vars(one[0])[name])
+                step = index * len(first[0].norms) // len(vars(first[0])[name])
                 return f"{name} of step {step}: {mine:.9g} and {theirs:.9g}"
-    if one[0].held_out.hex() != other[0].held_out.hex():
-        return f"held-out loss: {one[0].held_out:.9g} and {other[0].held_out:.9g}"
-    for (name, _, pieces), (_, _, wanted) in zip(one[1], other[1], strict=True):
+    if first[0].held_out.hex() != other[0].held_out.hex():
+        return f"held-out loss: {first[0].held_out:.9g} and {other[0].held_out:.9g}"
+    for (name, _, pieces), (_, _, wanted) in zip(first[1], other[1], strict=True):
         for (_, mine_), (_, theirs_) in zip(pieces, wanted, strict=True):
             if not torch.equal(_bytes_of(mine_), _bytes_of(theirs_)):
                 return f"{name}, by up to {float((mine_ - theirs_).abs().max()):.1e}"
@@ -185,11 +185,11 @@ def worst_tensor(got: StepFigures, expected: StepFigures) -> tuple[float, str]:
     """The largest relative difference of a tensor's first moments, which are sums of its gradients, and its name."""
     names = [name for name in expected.tensors if name.startswith("moment1.")]
     floor = _FLOOR * max((float(expected.tensors[name].norm()) for name in names), default=0.0)
-    found = [
+    differences = [
         (float((got.tensors[name] - expected.tensors[name]).norm() / max(expected.tensors[name].norm(), floor)), name)
         for name in names
     ]
-    return max(found, default=(0.0, ""))
+    return max(differences, default=(0.0, ""))
 
 
 def worst_factor(got: StepFigures, expected: StepFigures) -> float:
@@ -198,12 +198,12 @@ def worst_factor(got: StepFigures, expected: StepFigures) -> float:
     Rounding points in any direction, and a wrong factor or a lost row in that of the gradient. So this is far smaller
     than the difference of `worst_tensor` where only rounding differs, and equals it where a factor is wrong.
     """
-    found = [(name, wanted) for name, wanted in expected.tensors.items() if name.startswith("moment1.")]
-    floor = _FLOOR * max((float(wanted.norm()) for _, wanted in found), default=0.0)
+    moments = [(name, wanted) for name, wanted in expected.tensors.items() if name.startswith("moment1.")]
+    floor = _FLOOR * max((float(wanted.norm()) for _, wanted in moments), default=0.0)
     return max(
         (
             abs(float(((got.tensors[name] - wanted) * wanted).sum() / wanted.square().sum()))
-            for name, wanted in found
+            for name, wanted in moments
             if wanted.numel() >= _MANY and float(wanted.norm()) > floor
         ),
         default=0.0,

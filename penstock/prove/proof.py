@@ -186,29 +186,29 @@ class Prover:
         outcome = self._compare(composition, played, alone)
         if outcome.kind == "equal":
             return outcome
-        flip = first_flip([one.choices for one in played], alone.choices)
+        flip = first_flip([part.choices for part in played], alone.choices)
         if flip is None:
             return self._rounding_of(outcome, played, alone) or outcome
         step, layer = flip.place
         what = "dropped other slots" if flip.drops_only else "chose other experts"
-        told = f"step {step}, layer {layer}: {flip.tokens} tokens {what}, by margins up to {flip.margin:.1e}"
+        text = f"step {step}, layer {layer}: {flip.tokens} tokens {what}, by margins up to {flip.margin:.1e}"
         tie = LOW_TIE * (_OF_PRODUCTS if _is_in_8_bits(composition) else 1.0) if is_low(composition) else TIE
         if flip.margin > tie:
             if not self._agrees_in_float32(composition):
-                return replace(outcome, text=f"{outcome.text}; {told}, which is no tie")
-            told += "; float32 agrees"
+                return replace(outcome, text=f"{outcome.text}; {text}, which is no tie")
+            text += "; float32 agrees"
         try:
             given = self._play(composition, self.give(alone.choices))
         except PlayError as error:
-            return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {error}")
+            return replace(outcome, text=f"{outcome.text}; {text}; given the choices: {error}")
         again = self._compare(composition, given, alone)
         if again.kind == "equal":
-            return replace(again, kind="tie", text=told)
+            return replace(again, kind="tie", text=text)
         if (rounded := self._rounding_of(again, given, alone)) is not None:
-            return replace(rounded, text=f"{told}; {rounded.text}")
+            return replace(rounded, text=f"{text}; {rounded.text}")
         if flip.of_equal_tokens:
-            return replace(outcome, kind="tie", text=f"{told}; these tokens are equal to others")
-        return replace(outcome, text=f"{outcome.text}; {told}; given the choices: {again.text}")
+            return replace(outcome, kind="tie", text=f"{text}; these tokens are equal to others")
+        return replace(outcome, text=f"{outcome.text}; {text}; given the choices: {again.text}")
 
     def _rounding_of(self, fault: Verdict, played: list[Played], alone: Played) -> Verdict | None:
         """A tie if one process differs as much when every norm rounds differently, else None.
@@ -231,8 +231,8 @@ class Prover:
                     return None
                 text = f"{fault.text}; float32 agrees" if composition.device == "cpu" else fault.text
             if is_low(composition):
-                words = tuple(one for one in composition.alone if not one.startswith(FEWER_BITS))
-                exact = self._given_choices(words, composition, alone)
+                overrides = tuple(override for override in composition.alone if not override.startswith(FEWER_BITS))
+                exact = self._given_choices(overrides, composition, alone)
                 (mine, _), (theirs, _), (rounded, _) = (
                     _figures(whole, _whole([exact]), exact) for whole in (_whole(played), expected, _whole([jolted]))
                 )
@@ -247,16 +247,16 @@ class Prover:
                 if any(value > limits[name] for name, value in mine.items()):
                     return None
                 wrong = [name for name, value in fault.figures.items() if value > bounds[name]]
-                told = ", ".join(f"{name} {mine[name]:.1e} and {theirs[name]:.1e}" for name in wrong)
-                text += f"; from float32 the two are {told} away"
+                figures = ", ".join(f"{name} {mine[name]:.1e} and {theirs[name]:.1e}" for name in wrong)
+                text += f"; from float32 the two are {figures} away"
         except PlayError:
             return None
         return replace(fault, kind="tie", text=text)
 
-    def _given_choices(self, words: tuple[str, ...], composition: Composition, alone: Played) -> Played:
+    def _given_choices(self, overrides: tuple[str, ...], composition: Composition, alone: Played) -> Played:
         """One process with other settings, and with the choices of `alone`."""
         given = self.give(alone.choices)
-        (played,) = self._ranks.play(1, replace(self._begun(composition, words), given=given))
+        (played,) = self._ranks.play(1, replace(self._begun(composition, overrides), given=given))
         return played
 
     def _judge_replays(self, composition: Composition) -> Verdict:
@@ -270,14 +270,16 @@ class Prover:
         steps = self.replays or REPLAYED_STEPS
         try:
             captured, passes = (
-                self._ranks.play(one.ranks, replace(self.part(one), steps=steps, rate=REPLAYED_RATE, has_choices=False))
-                for one in (composition, eager)
+                self._ranks.play(
+                    case.ranks, replace(self.part(case), steps=steps, rate=REPLAYED_RATE, has_choices=False)
+                )
+                for case in (composition, eager)
             )
         except PlayError as error:
             return Verdict("refused" if error.is_line else "fault", composition, str(error))
         for rank, (mine, theirs) in enumerate(zip(captured, passes, strict=True)):
-            if found := first_difference((mine.trace, mine.end), (theirs.trace, theirs.end)):
-                return Verdict("fault", composition, f"rank {rank}: graphs and eager passes differ: {found}")
+            if difference := first_difference((mine.trace, mine.end), (theirs.trace, theirs.end)):
+                return Verdict("fault", composition, f"rank {rank}: graphs and eager passes differ: {difference}")
         return replace(verdict, composition=composition)
 
     def smallest(self, fault: Verdict, tell: Callable[[str], object] = lambda line: None) -> Verdict:
@@ -286,7 +288,7 @@ class Prover:
         while is_smaller:
             is_smaller = False
             for setting in fault.composition.settings:
-                settings = tuple(one for one in fault.composition.settings if one is not setting)
+                settings = tuple(kept for kept in fault.composition.settings if kept is not setting)
                 for ranks in sorted({1, 2, fault.composition.ranks}):
                     if ranks > fault.composition.ranks:
                         continue
@@ -305,19 +307,19 @@ class Prover:
             self._begun(composition, composition.overrides), two_nodes=two_nodes(composition.overrides), given=given
         )
 
-    def _begun(self, composition: Composition, words: tuple[str, ...]) -> Assignment:
+    def _begun(self, composition: Composition, arguments: tuple[str, ...]) -> Assignment:
         """All steps of a run with these overrides, from the weights that the composition begins with."""
-        overrides = base_of(composition.device) + words
-        if any(one in composition.overrides for one in WEIGHTS):
-            overrides += (f'training.initial_weights="{self._initial_weights(composition, words)}"',)
+        overrides = base_of(composition.device) + arguments
+        if any(setting in composition.overrides for setting in WEIGHTS):
+            overrides += (f'training.initial_weights="{self._initial_weights(composition, arguments)}"',)
         return Assignment(overrides, composition.run.training.steps, device=composition.device)
 
-    def _initial_weights(self, composition: Composition, words: Sequence[str]) -> Path:
+    def _initial_weights(self, composition: Composition, arguments: Sequence[str]) -> Path:
         """A folder of weights of another seed, for the norms of these overrides.
 
         A PlayError if import does not give what was exported.
         """
-        norms = (word for word in words if word.startswith(EPSILON))
+        norms = (word for word in arguments if word.startswith(EPSILON))
         overrides = (*base_of(composition.device), *composition.alone, *norms, "seed=1")
         if self._weights is None or self._weights[0] != overrides:
             folder, exports = self._folder / f"weights-{next(self._runs)}", WEIGHTS[0] in overrides
@@ -335,7 +337,7 @@ class Prover:
         part = self._begun(composition, composition.alone)
         if self._known is None or self._known[0] != part.overrides:
             (played,) = self._ranks.play(1, part)
-            if self._weights is not None and any(one in part.overrides for one in WEIGHTS):
+            if self._weights is not None and any(setting in part.overrides for setting in WEIGHTS):
                 start = whole_tensors([played.start])
                 _same("what a run begins with", start, self._weights[2], "model.")
             self._known = part.overrides, played
@@ -350,13 +352,13 @@ class Prover:
         rest = replace(self.part(then, given), first=half, steps=part.steps - half, folder=folder)
         second = self._ranks.play(then.ranks, rest)
         saved, loaded = (
-            whole_tensors(pieces) for pieces in ([one.end for one in first], [one.start for one in second])
+            whole_tensors(pieces) for pieces in ([played.end for played in first], [played.start for played in second])
         )
         is_coded = composition.run.optimizer.moment_dtype == "int8"
         _same("what another layout reads from a checkpoint", loaded, saved, "", _is_recoded if is_coded else _is_equal)
         trace = joined(first[0].trace, second[0].trace)
-        earlier = [Played(trace, [], [], one.choices) for one in first]
-        return [*(replace(one, trace=joined(first[0].trace, one.trace)) for one in second), *earlier]
+        earlier = [Played(trace, [], [], played.choices) for played in first]
+        return [*(replace(played, trace=joined(first[0].trace, played.trace)) for played in second), *earlier]
 
     def _compare(self, composition: Composition, played: list[Played], alone: Played) -> Verdict:
         bounds = bounds_of(composition)
@@ -368,8 +370,8 @@ class Prover:
         wrong = {figure: value for figure, value in figures.items() if not value <= bounds[figure]}
         if not wrong:
             return Verdict("equal", composition, figures=figures, margin=margin)
-        told = ", ".join(f"{figure} {value:.1e}" for figure, value in wrong.items())
-        text = f"{told}; most of {name}" if name else told
+        figures_text = ", ".join(f"{figure} {value:.1e}" for figure, value in wrong.items())
+        text = f"{figures_text}; most of {name}" if name else figures_text
         return Verdict("fault", composition, text, figures, margin)
 
 
@@ -405,7 +407,7 @@ def _is_recoded(name: str, got: Tensor, expected: Tensor) -> bool:
 
 
 def _whole(played: Sequence[Played]) -> StepFigures:
-    return put_together([(one.trace, one.end) for one in played])
+    return put_together([(part.trace, part.end) for part in played])
 
 
 def _figures(got: StepFigures, expected: StepFigures, alone: Played) -> tuple[dict[str, float], str]:

@@ -196,7 +196,7 @@ def unpack(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Played:
 
     def saved(when: str) -> Saved:
         return [
-            (name, tuple(shape), [(tuple(one), tensors[f"{when} {n} {name}"]) for n, one in enumerate(offsets)])
+            (name, tuple(shape), [(tuple(offset), tensors[f"{when} {n} {name}"]) for n, offset in enumerate(offsets)])
             for name, shape, offsets in facts[when]
         ]
 
@@ -207,19 +207,19 @@ def pack_choices(choices: Mapping[Place, Choices]) -> dict[str, Tensor]:
     """Tensors by name."""
     return {
         f"choice {step} {layer} {name}": tensor.contiguous()
-        for (step, layer), one in choices.items()
-        for name, tensor in vars(one).items()
+        for (step, layer), choice in choices.items()
+        for name, tensor in vars(choice).items()
     }
 
 
 def unpack_choices(tensors: Mapping[str, Tensor]) -> dict[Place, Choices]:
     """The opposite of `pack_choices`; other tensors are left."""
-    found: dict[Place, dict[str, Tensor]] = {}
+    fields_of: dict[Place, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         kind, step, layer, *rest = name.split(" ")
         if kind == "choice":
-            found.setdefault((int(step), int(layer)), {})[rest[0]] = tensor
-    return {place: Choices(**fields) for place, fields in found.items()}
+            fields_of.setdefault((int(step), int(layer)), {})[rest[0]] = tensor
+    return {router: Choices(**fields) for router, fields in fields_of.items()}
 
 
 def write_choices(path: Path, choices: Mapping[Place, Choices]) -> None:
