@@ -118,7 +118,7 @@ def unpacked(choices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def as_local(experts_TK: Tensor, local_experts: range) -> Tensor:
-    """Ids among our own experts; `len(own)`, which marks a dropped slot, for all others."""
+    """Ids among our own experts; `len(local_experts)`, which marks a dropped slot, for all others."""
     is_own_TK = (experts_TK >= local_experts.start) & (experts_TK < local_experts.stop)
     return torch.where(is_own_TK, experts_TK - local_experts.start, len(local_experts))
 
