@@ -105,7 +105,7 @@ Only = Annotated[str, typer.Option("--only", metavar="A=B,...", help="Search lay
 Tokens = Annotated[
     int | None, typer.Option("--global-batch-tokens", metavar="N", min=1, help="Tokens of a step, about.")
 ]
-Top = Annotated[int, typer.Option("--top", metavar="N", min=1, help="Candidates to show.")]
+Top = Annotated[int | None, typer.Option("--top", metavar="N", min=1, help="Candidates to show; else 10.")]
 Topic = Annotated[
     str | None, typer.Option("--explain", metavar="TOPIC", help="memory, memory.activations, time, refused, hardware.")
 ]
@@ -164,6 +164,16 @@ OWN = "own"
 NOTHING_FITS = "nothing-fits"
 """Rule of a number of devices that no layout fits."""
 
+TOP = 10
+"""Candidates that a search shows."""
+
+UNREAD: Mapping[str, tuple[str, ...]] = {
+    "--global-batch-tokens": ("--tokens", "--compare"),
+    "--top": ("--tokens", "--compare", "--worlds", "--layout"),
+    "--json": ("--explain",),
+}
+"""Options, and the questions whose answers would not change by them."""
+
 KINDS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
 """Ways to scale."""
 
@@ -175,7 +185,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
     layout: Layout = None,
     only: Only = "",
     tokens: Tokens = None,
-    top: Top = 10,
+    top: Top = None,
     network: Network = None,
     host_memory: HostMemory = None,
     topic: Topic = None,
@@ -206,7 +216,8 @@ def plan(  # noqa: PLR0913 - one argument for each option
     phases, costs = phases_of(train_tokens, ramp, stages), {"--price": price, "--watts": watts, "--mtbf": mtbf}
     _check(asked | {"--tokens": phases or None}, files, force=force)
     said = {"--on": on, "--network": network, "--host-memory": host_memory, "--only": only or None, "--layout": layout}
-    _check_used({**said, "--compare": compared}, {} if phases else costs)
+    others = {"--global-batch-tokens": tokens, "--top": top, "--json": as_json or None, "--force": force or None}
+    _check_used({**said, **asked, **files, **others, "--tokens": phases or None}, {} if phases else costs)
     searches = layout is None and compared is None
     assumptions = _assumptions(imbalance, saving, routing, software, writes=write is not None, searches=searches)
     cluster, planner = parse_cluster(on, network, host_memory), partial(project, assumptions=assumptions)
@@ -225,12 +236,12 @@ def plan(  # noqa: PLR0913 - one argument for each option
         if layout is not None:
             return _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, tokens)
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
-        question = SearchRequest(run=run, cluster=cluster, fixed=fixed, top=top, assumptions=assumptions)
+        question = SearchRequest(run=run, cluster=cluster, fixed=fixed, top=top or TOP, assumptions=assumptions)
         return _searched(replace(question, global_batch=rows), planner)
 
     if phases:
         parts = plan_campaign(run, phases, plan_of, None if mtbf is None else Failures(mtbf_seconds=mtbf * HOUR))
-        power = watts or cluster.hardware.peaks.power_watts
+        power = cluster.hardware.peaks.power_watts if watts is None else watts
         print_campaign(Campaign(cluster=cluster, phases=parts, price=price, watts=power), as_json=as_json)
         return
     if worlds is not None:
@@ -310,11 +321,17 @@ def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *,
 
 
 def _check_used(said: Mapping[str, object], costs: Mapping[str, object]) -> None:
-    """Refuse options that would say nothing: layouts chosen twice, and costs of a run that is not asked for."""
+    """Refuse options that would say nothing: layouts chosen twice, what an answer has no use for, costs of no run."""
     asked = [option for option in ("--only", "--layout", "--compare") if said[option] is not None]
     if len(asked) > 1:
         told = "--only is of a search, --layout names one layout, and --compare names two runs"
         raise PenstockError(told, got=" and ".join(asked), fix="leave out all but one")
+    for option, questions in UNREAD.items():
+        question = next((name for name in questions if said[name] is not None), None)
+        if said[option] is not None and question is not None:
+            raise PenstockError(f"{option} changes nothing of the answer to {question}", fix="leave one of them out")
+    if said["--force"] is not None and said["--write"] is None:
+        raise PenstockError("--force overwrites what --write names", fix="leave it out, or add --write F.toml")
     if unused := [option for option, value in costs.items() if value is not None]:
         raise PenstockError(
             f"{', '.join(unused)}: costs are of a whole training run", fix="say its tokens: --tokens 2T"

@@ -41,7 +41,7 @@ def moment_text(moment: str) -> str:
 
 
 def sizes_text(layout: Layout | Mapping[str, object]) -> str:
-    """Sizes above 1, without undecided ones: `CP2 PP24 x 4 EP8`."""
+    """Sizes above 1, without undecided ones: `CP2 PP24 x 4 EP8`; `DP8` where no size divides the model."""
     values = asdict(layout) if isinstance(layout, Layout) else layout
     sizes = []
     for name in _SIZES:
@@ -49,7 +49,10 @@ def sizes_text(layout: Layout | Mapping[str, object]) -> str:
         if isinstance(size, int) and size > 1:
             sizes.append(f"{name.upper()}{size}" + (f" x {stages}" if name == "pp" and stages not in (None, 1) else ""))
     is_settled = all(values.get(name) is not None for name in _SIZES)
-    return " ".join(sizes) or ("one rank for all" if is_settled else "any")
+    if not sizes and is_settled:  # each rank has the whole model
+        replicas = values.get("dp")
+        return f"DP{replicas}" if isinstance(replicas, int) and replicas > 1 else "one rank"
+    return " ".join(sizes) or "any"
 
 
 def cluster_text(cluster: Cluster) -> str:

@@ -159,4 +159,4 @@ def _check_values(verb: str, node: Mapping[str, Any], values: Mapping[str, Any])
             return  # reading it needs PyTorch
         if path.is_file() or not path.exists():
             # What is asked for beside the target may complete the run; its rules are left to the verb then.
-            load_run(target, overrides or (), is_whole=verb != "plan" and not values.get("keep"))
+            load_run(target, overrides or (), is_whole=verb not in ("plan", "init") and not values.get("keep"))

@@ -24,6 +24,9 @@ RESTART_SECONDS, WRITE_SECONDS = 600.0, 600.0
 """Assumptions: from a failure until training goes on (detection, new processes, loading), and the time in which storage
 takes a checkpoint in the background, so the least interval between two."""
 
+MOST_FAILURES = 40.0
+"""In a restart and an interval between checkpoints; with more the goodput is none: e to minus this."""
+
 MOST_TOKENS = 1e15
 """Larger numbers are typing errors."""
 
@@ -57,10 +60,10 @@ def phases_of(tokens: str | None, ramp: str | None, stages: str | None) -> tuple
             allowed = f"at most {tokens} in all"
             raise ConfigError("--ramp has more tokens than the run", got=ramp, allowed=allowed, fix="raise --tokens")
         phases += [TrainingPhase(tokens=rest)] if rest else []
-    # 4k positions are 4,096: sequence lengths are counted in powers of two.
-    lengths = {f"{2**power // 1024}k": 2**power for power in range(10, 24)}
-    for word, part in _pairs("--stages", stages):
-        length = lengths.get(word.lower()) or round(_tokens("--stages", word))
+    for text, part in _pairs("--stages", stages):
+        # 4k positions are 4,096: sequence lengths are counted in powers of two.
+        count, unit = text[:-1], text[-1:].lower()
+        length = int(count) * 1024 if unit == "k" and count.isdecimal() else round(_tokens("--stages", text))
         phases.append(TrainingPhase(tokens=part, sequence_length=length))
     return tuple(phases)
 
@@ -101,15 +104,25 @@ class Interruptions:
 
 
 def interruptions(failures: Failures, devices: int, save_seconds: float) -> Interruptions:
-    """Interval and goodput of Daly's model for `devices` that fail independently."""
+    """Interval and goodput of Daly's model for `devices` that fail independently.
+
+    Raises:
+        ConfigError: they fail so often that nothing is ever saved.
+    """
     between = failures.mtbf_seconds / devices
     # Daly's higher-order optimum, which holds for saves shorter than twice the mean time.
     ratio, interval = save_seconds / (2 * between), between
     if ratio < 1:
         interval = sqrt(2 * save_seconds * between) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_seconds
     interval = max(interval, WRITE_SECONDS)
-    lost = exp(failures.restart_seconds / between) * between * expm1((interval + save_seconds) / between)
-    goodput = interval / lost
+    restarts, saves = failures.restart_seconds / between, (interval + save_seconds) / between
+    if restarts + saves > MOST_FAILURES:
+        raise ConfigError(
+            f"--mtbf: {devices:,} devices would fail every {between:,.0f} s, before a step is saved",
+            got=f"{failures.mtbf_seconds / HOUR:g} hours",
+            fix="give the hours between failures of one device, such as 50000",
+        )
+    goodput = interval / (exp(restarts) * between * expm1(saves))
     return Interruptions(between_seconds=between, save_seconds=save_seconds, interval_seconds=interval, goodput=goodput)
 
 

@@ -19,11 +19,12 @@ from typing import Any, get_args
 
 import numpy as np
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, did_you_mean
+from penstock.config.dispatch_rules import STAGES
 from penstock.config.dispatcher import DispatchFacts, choose_dispatcher, plain_row_bytes, ranks_on_a_node
 from penstock.config.fit import NO_PIPELINE
 from penstock.config.model import LatentAttention, Model
-from penstock.config.parallel import DISPATCHERS, Graphs, Offload, Overlap, Pipeline, Recompute
+from penstock.config.parallel import DISPATCHERS, RECOMPUTABLE, Graphs, Offload, Overlap, Pipeline, Recompute
 from penstock.config.run import Run
 from penstock.config.tree import parse_overrides
 from penstock.layout.schedules import SCHEDULES
@@ -68,7 +69,19 @@ def check_fixed(fixed: Mapping[str, str]) -> None:
         allowed = _TEXTS.get(name)
         if allowed is not None and text not in allowed:
             raise ConfigError(f"{name} is unknown", got=text, allowed=", ".join(allowed))
-        if name not in (*_TEXTS, "recompute") and (not text.isdecimal() or int(text) < (name != "sync_free_stage")):
+        if name == "recompute":
+            unknown = [] if text == "none" else [part for part in text.split("+") if part not in RECOMPUTABLE]
+            if unknown:
+                raise ConfigError(
+                    "recompute names no such part",
+                    got=unknown[0],
+                    allowed=f"none, or some of these joined by +: {', '.join(RECOMPUTABLE)}",
+                    fix=did_you_mean(unknown[0], RECOMPUTABLE),
+                )
+        elif name == "sync_free_stage":
+            if text not in map(str, range(STAGES)):
+                raise ConfigError(f"{name} is unknown", got=text, allowed=", ".join(map(str, range(STAGES))))
+        elif name not in _TEXTS and (not text.isdecimal() or int(text) < 1):
             raise ConfigError(f"{name} is no number of the kind", got=text, allowed="a whole number >= 1")
 
 
@@ -78,8 +91,9 @@ def fixed_by(run: Run, overrides: Sequence[str], only: Mapping[str, str]) -> dic
     `run` has the overrides. The search chooses the parts that its preset or file sets, and those that are `auto`.
 
     Raises:
-        ConfigError: both fix a part differently; or an override asks for a value that no layout of a search has.
+        ConfigError: both fix a part differently; or an override or `only` asks for what no layout of a search has.
     """
+    check_fixed(only)
     said = parse_overrides(Run, overrides)
     _check_searched(run, said)
     fixed = {

@@ -33,6 +33,8 @@ def parse_layout(text: str) -> dict[str, str]:
         if not equals or not value:
             raise ConfigError("a layout is a list of assignments", got=repr(part.strip()), allowed="pp=24,ep=8,cp=2")
         check_name(name)
+        if name in choices:
+            raise ConfigError(f"a layout names {name} twice", got=text, fix="leave one out")
         choices[name] = value
     return choices
 

@@ -4,6 +4,7 @@ import json
 import shlex
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import pytest
 from penstock.cli import plan as verb
 from penstock.cli.main import main
 from penstock.config.load import load_run
+from penstock.config.run import Run
 from penstock.models.huggingface.config import huggingface_config
+from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import load_hardware, write_hardware
-from penstock.plan.projection import SLOWER, Plan
+from penstock.plan.projection import SLOWER, Plan, Projection
 from penstock.plan.search import Progress
 from penstock.plan.search_request import SearchRequest
 from tests.cli import answers
@@ -371,6 +374,12 @@ def test_pictures_are_written_by_their_suffix(
         (("debug", *ON, "--price", "2", "--mtbf", "100"), "--price, --mtbf: costs are of a whole training run"),
         (("debug", *ON, "--layout", "ep=8", "--only", "ep=4"), "--layout names one layout"),
         ((*ON, "--compare", "debug", "debug", "--only", "tp=2"), "--compare names two runs"),
+        (("debug", *ON, "--layout", "ep=8,ep=4"), "a layout names ep twice; got ep=8,ep=4"),
+        (("debug", *ON, "--only", "recompute=mo"), "recompute names no such part; got mo"),
+        (("debug", *ON, "--only", "sync_free_stage=9"), "sync_free_stage is unknown; got 9; allowed: 0, 1, 2, 3"),
+        (("debug", *ON, "--explain", "memory", "--json"), "--json changes nothing of the answer to --explain"),
+        (("debug", *ON, "--tokens", "1B", "--global-batch-tokens", "9"), "changes nothing of the answer to --tokens"),
+        (("debug", *ON, "--force"), "--force overwrites what --write names"),
         (("debug", *ON, "--write", "x.json"), "--write writes a file that ends in .toml"),
         (("debug", *ON, "--html", "no/x.html"), "--html: there is no folder no"),
     ],
@@ -386,6 +395,60 @@ def test_a_mistake_is_one_line(searched: Searched, arguments: tuple[str, ...], t
 def test_what_no_layout_could_answer_is_refused_before_a_search(searched: Searched, option: str, asked: str) -> None:
     assert ("oven" if "oven" in asked else "two") in refused("debug", *ON, option, asked)
     assert not searched.questions
+
+
+OPTIONS = {
+    "--only": "micro_batch=1",
+    "--layout": "ep=8",
+    "--global-batch-tokens": "30000",
+    "--top": "3",
+    "--network": "oversubscription=2",
+    "--host-memory": "100",
+    "--explain": "time",
+    "--scale": "32",
+    "--worlds": "8",
+    "--sweep": "micro_batch=1,2",
+    "--imbalance": "1.5",
+    "--routing": "in-turn",
+    "--saving": "conventional",
+    "--software": "megatron",
+    "--tokens": "1B",
+    "--ramp": "1M:2M",
+    "--stages": "1k:1M",
+    "--price": "3",
+    "--watts": "500",
+    "--mtbf": "50000",
+    "--json": None,
+    "--force": None,
+}
+"""A value of each option that is not its default; None for one without a value."""
+
+
+@pytest.mark.slow
+def test_each_of_two_options_changes_the_answer_or_both_are_refused(
+    searched: Searched, planner: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    projected: list[tuple[object, ...]] = []
+
+    def project(run: Run, cluster: Cluster, **given: object) -> Projection:
+        projected.append((run, cluster, given))
+        return planner(run, cluster)
+
+    def answer(*options: str) -> tuple[object, ...]:
+        searched.questions.clear()
+        projected.clear()
+        words = [word for option in options for word in (option, OPTIONS[option]) if word is not None]
+        code, out, _ = answers.outcome("plan", "debug", "training.global_batch=64", *ON, *words)
+        return code, out, f"{searched.questions}{projected}"
+
+    monkeypatch.setattr(verb, "project", project)
+    alone = {option: answer(option) for option in OPTIONS}
+    ignored = []
+    for one, other in combinations(OPTIONS, 2):
+        both = answer(one, other)
+        if both[0] != 2 and both in (alone[one], alone[other]):
+            ignored.append(f"{one} {other}")
+    assert not ignored
 
 
 @pytest.mark.slow

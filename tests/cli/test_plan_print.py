@@ -181,7 +181,8 @@ def test_sizes_stand_in_one_order_without_those_of_one(given: dict[str, object])
 
 def test_sizes_that_nobody_settled_are_not_taken_for_one() -> None:
     assert sizes_text({"pp": None, "ep": 1}) == "any"
-    assert sizes_text(dict.fromkeys(("tp", "cp", "pp", "ep", "etp"), 1)) == "one rank for all"
+    assert sizes_text(dict.fromkeys(("tp", "cp", "pp", "ep", "etp"), 1)) == "one rank"
+    assert sizes_text(dict.fromkeys(("tp", "cp", "pp", "ep", "etp"), 1) | {"dp": 8}) == "DP8"
 
 
 def test_memory_is_explained_by_place() -> None:

@@ -48,12 +48,24 @@ def test_a_ramp_comes_first_and_longer_rows_last() -> None:
     assert phases_of(None, None, None) == ()
 
 
+@pytest.mark.parametrize(("text", "positions"), [("64k", 65_536), ("96K", 98_304), ("128k", 131_072), ("5000", 5000)])
+def test_positions_of_a_stage_are_counted_in_1024s(text: str, positions: int) -> None:
+    (phase,) = phases_of(None, None, f"{text}:1B")
+    assert phase.sequence_length == positions
+
+
 @pytest.mark.parametrize(
     ("tokens", "ramp", "stages"), [("2X", None, None), ("1B", "1M:2B", None), ("1B", None, "32k"), ("0", None, None)]
 )
 def test_phases_that_cannot_be_read_are_refused(tokens: str, ramp: str | None, stages: str | None) -> None:
     with pytest.raises(ConfigError):
         phases_of(tokens, ramp, stages)
+
+
+def test_devices_that_fail_faster_than_they_restart_are_refused() -> None:
+    assert 0 < interruptions(Failures(mtbf_seconds=3 * HOUR), 64, 1.0).goodput < 0.05
+    with pytest.raises(ConfigError, match=r"4,096 devices would fail every 3 s.*got 3 hours"):
+        interruptions(Failures(mtbf_seconds=3 * HOUR), 4096, 1.0)
 
 
 def test_hours_cost_and_energy_follow_from_the_steps() -> None:
