@@ -1,8 +1,9 @@
 """The house rules that ruff and mypy cannot say, as small functions over one parsed file each.
 
 A rule takes a `Source` and yields `(line, message)`. `findings` runs every rule over every Python file of the
-repository and adds three rules about the whole: the ninetieth percentile of function lengths of penstock/, that no two
-of its public classes share a name, and the lines that each folder may have (pyproject.toml).
+repository and adds four rules about the whole: the ninetieth percentile of function lengths of penstock/, that no two
+of its public classes share a name, that none of its values has a name that says nothing, and the lines that each folder
+may have (pyproject.toml).
 
     python tools/style.py            # prints `path:line: rule: message`, exits with 1 if there is any
 
@@ -37,6 +38,10 @@ ENVIRONMENT_READER = "penstock/parallel/launch/environment.py"
 CLOSENESS = "tests/closeness.py"
 BY_ELEMENT = frozenset({"assert_close", "allclose", "isclose", "assert_allclose", "assert_array_almost_equal"})
 EMPTY_NAMES = frozenset({"utils", "util", "common", "helpers", "helper", "manager", "misc"})
+EMPTY_VALUES = frozenset({"found", "told", "own", "most", "place", "words", "one"})
+EMPTY_VALUES_LEFT = 23
+"""Fields of records that still have such a name; a value is named after what it is."""
+
 PEOPLE = re.compile(r"\b(who|whom|whoever|nobody|somebody)\b", re.IGNORECASE)
 """The subject of a sentence is a part of the program: the rank, the kernel, the caller."""
 
@@ -397,6 +402,26 @@ def public_classes_have_names_of_their_own(sources: Sequence[Source]) -> list[Fi
     ]
 
 
+def values_are_named_after_what_they_are(sources: Sequence[Source], left: int = EMPTY_VALUES_LEFT) -> list[Finding]:
+    """`found`, `told`, `one` and the like say nothing of a value; no line of the product adds one."""
+    bound = [
+        (source.path, line_of(node), name)
+        for source in sources
+        for node in (source.nodes if source.is_product else ())
+        if (name := _bound_name(node)) in EMPTY_VALUES
+    ]
+    rule = "values_are_named_after_what_they_are"
+    return [
+        Finding(path, line, rule, f"{name} is the name of no value") for path, line, name in bound if len(bound) > left
+    ]
+
+
+def _bound_name(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    return node.arg if isinstance(node, ast.arg) else None
+
+
 def folders_keep_their_budget(sources: Sequence[Source], budgets: Mapping[str, int]) -> list[Finding]:
     """Each folder has at most the lines that pyproject.toml gives it, and each folder of the product has a budget."""
     lines: Counter[str] = Counter()
@@ -429,6 +454,7 @@ def findings(root: Path = ROOT) -> list[Finding]:
     about_the_whole = [
         *functions_are_short_as_a_rule(files),
         *public_classes_have_names_of_their_own(files),
+        *values_are_named_after_what_they_are(files),
         *folders_keep_their_budget(files, budgets),
     ]
     return [finding for source in files for finding in findings_of(source)] + about_the_whole

@@ -24,19 +24,18 @@ from dataclasses import replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
 from rich.console import Console
 from rich.status import Status
 
 from penstock.base.errors import PenstockError, did_you_mean
 from penstock.base.numbers import bytes_text
+from penstock.cli import plan_options as options
 from penstock.cli.config import Json, Overrides
-from penstock.cli.output import Force, check_output, print_next, write_file
+from penstock.cli.output import Force, print_next, write_file
 from penstock.cli.plan_balance import print_balance
 from penstock.cli.plan_print import (
-    check_topic,
     cluster_text,
     comparison_json,
     conclusion,
@@ -69,7 +68,7 @@ from penstock.plan.projection import Plan, Projection, Refusal, plan_json
 from penstock.plan.search import search
 from penstock.plan.search_request import SearchRequest, with_values
 from penstock.plan.software import OWN as OWN_SOFTWARE
-from penstock.plan.software import SOFTWARE, parse_software
+from penstock.plan.software import parse_software
 from penstock.plan.what_if import (
     Planner,
     SweepPoint,
@@ -83,80 +82,9 @@ from penstock.plan.what_if import (
     with_state_in_host_memory,
 )
 from penstock.report.curves import scaling_pictures, sweep_pictures
-from penstock.report.export import find_browser, write_image
+from penstock.report.export import write_image
 from penstock.report.figure import Figure
-from penstock.report.frame import plotly_script
 from penstock.report.page import write_page
-
-Target = Annotated[
-    str | None, typer.Argument(metavar="TARGET", help="A preset, TOML file, run folder, or config.json.")
-]
-On = Annotated[str, typer.Option("--on", metavar="NxCHIP", help="Where: 768xMI300X, or 8xmine.toml.")]
-Network = Annotated[
-    str | None, typer.Option("--network", metavar="A=B,...", help="Network: pod_nodes=4,oversubscription=8,rails=true.")
-]
-HostMemory = Annotated[
-    float | None, typer.Option("--host-memory", metavar="GB", min=1, max=1e6, help="Of the host, each device.")
-]
-Layout = Annotated[
-    str | None, typer.Option("--layout", metavar="A=B,...", help="Only this one: pp=24,ep=8,cp=2; own: as it is.")
-]
-Only = Annotated[str, typer.Option("--only", metavar="A=B,...", help="Search layouts that have this.")]
-Tokens = Annotated[
-    int | None, typer.Option("--global-batch-tokens", metavar="N", min=1, help="Tokens of a step, about.")
-]
-Top = Annotated[int | None, typer.Option("--top", metavar="N", min=1, help="Candidates to show; else 10.")]
-Topic = Annotated[
-    str | None, typer.Option("--explain", metavar="TOPIC", help="memory, memory.activations, time, refused, hardware.")
-]
-Compared = Annotated[
-    tuple[str, str] | None, typer.Option("--compare", metavar="A B", help="Two runs: which term differs.")
-]
-Scales = Annotated[str | None, typer.Option("--scale", metavar="N,N,...", help="The layout on so many devices.")]
-Worlds = Annotated[
-    str | None, typer.Option("--worlds", metavar="N,N,...|auto", help="The fastest layout of each number of devices.")
-]
-Swept = Annotated[
-    str | None, typer.Option("--sweep", metavar="A=B,C,...", help="sequence_length, micro_batch, ep, or a field.")
-]
-Imbalance = Annotated[
-    float | None,
-    typer.Option(
-        "--imbalance",
-        metavar="X",
-        min=1.0,
-        help="Rows of the fullest rank over the even share, at most all. 1.2; 1 where balance is forced.",
-    ),
-]
-Routing = Annotated[
-    str | None,
-    typer.Option(
-        "--routing",
-        metavar="HOW",
-        help="in-turn: experts one after the other; a metrics.jsonl: by its loads, of one --layout; else router.",
-    ),
-]
-Trainer = Annotated[
-    str, typer.Option("--software", metavar="NAME[,A=B]", help=f"Trainer that runs the layout: {', '.join(SOFTWARE)}.")
-]
-Saving = Annotated[str, typer.Option("--saving", metavar="HOW", help="run, or conventional: unfused.")]
-TrainTokens = Annotated[
-    str | None, typer.Option("--tokens", metavar="N", help="Train on so many: days, GPU-hours, ...")
-]
-Ramp = Annotated[str | None, typer.Option("--ramp", metavar="B:N,...", help="First steps of B tokens, for N tokens.")]
-Stages = Annotated[
-    str | None, typer.Option("--stages", metavar="S:N,...", help="Then rows of S, for N tokens: 32k:500B.")
-]
-Price = Annotated[float | None, typer.Option("--price", metavar="X", min=0, help="Of a device for an hour.")]
-Watts = Annotated[float | None, typer.Option("--watts", metavar="W", min=0, help="Of a device; else its data sheet's.")]
-Mtbf = Annotated[
-    float | None, typer.Option("--mtbf", metavar="HOURS", min=1, help="Mean time between failures of a device.")
-]
-Write = Annotated[Path | None, typer.Option("--write", metavar="F.toml", help="The first candidate, to be trained.")]
-Html = Annotated[Path | None, typer.Option("--html", metavar="F.html", help="A page with pictures.")]
-Png = Annotated[Path | None, typer.Option("--png", metavar="F.png", help="The pictures as an image.")]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="F.svg", help="The same.")]
-
 
 OWN = "own"
 """Asks for the layout of the run itself."""
@@ -167,70 +95,63 @@ NOTHING_FITS = "nothing-fits"
 TOP = 10
 """Candidates that a search shows."""
 
-UNREAD: Mapping[str, tuple[str, ...]] = {
-    "--global-batch-tokens": ("--tokens", "--compare"),
-    "--top": ("--tokens", "--compare", "--worlds", "--layout"),
-    "--json": ("--explain",),
-}
-"""Options, and the questions whose answers would not change by them."""
-
 KINDS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
 """Ways to scale."""
 
 
 def plan(  # noqa: PLR0913 - one argument for each option
-    on: On,
-    target: Target = None,
+    on: options.On,
+    target: options.Target = None,
     overrides: Overrides = None,
-    layout: Layout = None,
-    only: Only = "",
-    tokens: Tokens = None,
-    top: Top = None,
-    network: Network = None,
-    host_memory: HostMemory = None,
-    topic: Topic = None,
-    compared: Compared = None,
-    scales: Scales = None,
-    worlds: Worlds = None,
-    swept: Swept = None,
-    imbalance: Imbalance = None,
-    routing: Routing = None,
-    saving: Saving = "run",
-    software: Trainer = "own",
-    train_tokens: TrainTokens = None,
-    ramp: Ramp = None,
-    stages: Stages = None,
-    price: Price = None,
-    watts: Watts = None,
-    mtbf: Mtbf = None,
+    layout: options.Layout = None,
+    only: options.Only = "",
+    tokens: options.Tokens = None,
+    top: options.Top = None,
+    network: options.Network = None,
+    host_memory: options.HostMemory = None,
+    topic: options.Topic = None,
+    compared: options.Compared = None,
+    scales: options.Scales = None,
+    worlds: options.Worlds = None,
+    swept: options.Swept = None,
+    imbalance: options.Imbalance = None,
+    routing: options.Routing = None,
+    saving: options.Saving = "run",
+    software: options.Trainer = "own",
+    train_tokens: options.TrainTokens = None,
+    ramp: options.Ramp = None,
+    stages: options.Stages = None,
+    price: options.Price = None,
+    watts: options.Watts = None,
+    mtbf: options.Mtbf = None,
     as_json: Json = False,
-    write: Write = None,
+    write: options.Write = None,
     force: Force = False,
-    html: Html = None,
-    png: Png = None,
-    svg: Svg = None,
+    html: options.Html = None,
+    png: options.Png = None,
+    svg: options.Svg = None,
 ) -> None:
     """Rank layouts of a run on a cluster by speed, and say why others are left out. Nothing is started."""
     files = {"--write": write, "--html": html, "--png": png, "--svg": svg}
     asked = {"--explain": topic, "--compare": compared, "--scale": scales, "--sweep": swept, "--worlds": worlds}
     phases, costs = phases_of(train_tokens, ramp, stages), {"--price": price, "--watts": watts, "--mtbf": mtbf}
-    _check(asked | {"--tokens": phases or None}, files, force=force)
+    options.check_questions(asked | {"--tokens": phases or None}, files, force=force)
     said = {"--on": on, "--network": network, "--host-memory": host_memory, "--only": only or None, "--layout": layout}
     others = {"--global-batch-tokens": tokens, "--top": top, "--json": as_json or None, "--force": force or None}
-    _check_used({**said, **asked, **files, **others, "--tokens": phases or None}, {} if phases else costs)
+    options.check_used({**said, **asked, **files, **others, "--tokens": phases or None}, {} if phases else costs)
     searches = layout is None and compared is None
     assumptions = _assumptions(imbalance, saving, routing, software, writes=write is not None, searches=searches)
     cluster, planner = parse_cluster(on, network, host_memory), partial(project, assumptions=assumptions)
-    words = overrides or []
+    changes = overrides or []
     if compared is not None:
-        _write(_compare(compared, cluster, planner, target, words, as_json=as_json), files, assumptions)
+        _write(_compare(compared, cluster, planner, target, changes, as_json=as_json), files, assumptions)
         return
     if target is None:
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
     # A layout that is asked for completes the run; its rules are asked when it is projected.
-    run = load_run_or_model(target, words, is_whole=layout in (None, OWN))
+    run = load_run_or_model(target, changes, is_whole=layout in (None, OWN))
     _check_what_if(run, cluster, scales, swept)
-    fixed = {} if layout is not None else fixed_by(run, words, parse_layout(only) if only else {})
+    fixed = {} if layout is not None else fixed_by(run, changes, parse_layout(only) if only else {})
 
     def plan_of(run: Run, tokens: float | None, cluster: Cluster = cluster) -> Plan:
         if layout is not None:
@@ -247,95 +168,61 @@ def plan(  # noqa: PLR0913 - one argument for each option
     if worlds is not None:
         _print_worlds(run, cluster, worlds, partial(plan_of, run, tokens or run.tokens_per_step), as_json=as_json)
         return
-    found = plan_of(run, tokens)
+    answer = plan_of(run, tokens)
     if scales is not None or swept is not None:
-        more = _what_if(_first(found), planner, scales, swept, as_json=as_json)
+        more = _what_if(_first(answer), planner, scales, swept, as_json=as_json)
     else:
-        more = _tell(found, assumptions, run, topic, as_json=as_json)
-    _write(found, files, assumptions, more)
+        more = _tell(answer, assumptions, run, topic, as_json=as_json)
+    _write(answer, files, assumptions, more)
     if write is not None:
         print_next("train", write, to_stderr=True)
-    elif not as_json and _can_be_written(found, assumptions):
+    elif not as_json and _can_be_written(answer, assumptions):
         assumed = {"--imbalance": imbalance, "--routing": routing, "--global-batch-tokens": tokens}
-        _print_next_plan([target, *words], {**said, **assumed})
+        _print_next_plan([target, *changes], {**said, **assumed})
 
 
 def _searched(question: SearchRequest, planner: Planner) -> Plan:
     # Processes are forked before the thread that draws progress starts.
     with meta_workers() as workers, _working() as status:
-        found = search(question, status.update, workers)
-        nearest = found.nearest
+        answer = search(question, status.update, workers)
+        nearest = answer.nearest
         if nearest is None or question.fixed or nearest.cluster.devices > 1:
-            return found
+            return answer
         if nearest.memory.parameters > nearest.capacity_bytes:
-            return found
+            return answer
         status.update("state in host memory")
         rows = question.global_batch or question.run.training.global_batch
         run = with_values(question.run, "training", global_batch=rows)
-        there = with_state_in_host_memory(run, question.cluster, planner, found.margin)
+        there = with_state_in_host_memory(run, question.cluster, planner, answer.margin)
         faster = None if there is None else with_smallest_state(run, question.cluster, planner, there)
-    told = (f"--layout own {shlex.join(one[0])}, {conclusion(one[1])}" for one in (there, faster) if one is not None)
-    return replace(found, helps=(*told, *found.helps))
+    helps = (
+        f"--layout own {shlex.join(option[0])}, {conclusion(option[1])}"
+        for option in (there, faster)
+        if option is not None
+    )
+    return replace(answer, helps=(*helps, *answer.helps))
 
 
-def _print_next_plan(words: Sequence[str], options: Mapping[str, object]) -> None:
+def _print_next_plan(arguments: Sequence[str], options: Mapping[str, object]) -> None:
     """The command that also writes the run."""
     said = [word for name, value in options.items() if value is not None for word in (name, f"{value}")]
-    print_next("plan", *words, *said, "--write", "best.toml")
+    print_next("plan", *arguments, *said, "--write", "best.toml")
 
 
-def _tell(found: Plan, assumptions: Assumptions, run: Run, topic: str | None, *, as_json: bool) -> list[Figure]:
+def _tell(answer: Plan, assumptions: Assumptions, run: Run, topic: str | None, *, as_json: bool) -> list[Figure]:
     """Print a plan; there are no pictures beyond its own."""
     if as_json:
-        print(json.dumps(plan_json(found) | balance_json(_balance(found, assumptions)), indent=2))
+        print(json.dumps(plan_json(answer) | balance_json(_balance(answer, assumptions)), indent=2))
     elif topic is not None:
-        explain(found, topic)
+        explain(answer, topic)
     else:
-        _print(found, assumptions, run)
+        _print(answer, assumptions, run)
     return []
 
 
-def _can_be_written(found: Plan, assumptions: Assumptions) -> bool:
+def _can_be_written(answer: Plan, assumptions: Assumptions) -> bool:
     is_ours = assumptions.saving == "run" and assumptions.software == OWN_SOFTWARE
-    return is_ours and bool(found.candidates)
-
-
-def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *, force: bool) -> None:
-    """Refuse options that could only fail later."""
-    asked = [option for option, value in questions.items() if value is not None]
-    if len(asked) > 1:
-        raise PenstockError(f"{' and '.join(asked)} are different questions", fix="ask one at a time")
-    topic = questions["--explain"]
-    if isinstance(topic, str):
-        check_topic(topic)
-    several = next((option for option in ("--tokens", "--worlds") if questions[option] is not None), None)
-    for option, path in files.items():
-        if path is not None:
-            if several is not None:
-                raise PenstockError(f"{option} writes one plan, and {several} makes several", fix="leave it out")
-            if option == "--write" and questions["--compare"] is not None:
-                raise PenstockError(
-                    "--write writes a candidate, and --compare has two runs of yours", fix="leave it out"
-                )
-            check_file(path, option, force=force)
-
-
-def _check_used(said: Mapping[str, object], costs: Mapping[str, object]) -> None:
-    """Refuse options that would say nothing: layouts chosen twice, what an answer has no use for, costs of no run."""
-    asked = [option for option in ("--only", "--layout", "--compare") if said[option] is not None]
-    if len(asked) > 1:
-        told = "--only is of a search, --layout names one layout, and --compare names two runs"
-        raise PenstockError(told, got=" and ".join(asked), fix="leave out all but one")
-    for option, questions in UNREAD.items():
-        question = next((name for name in questions if said[name] is not None), None)
-        if said[option] is not None and question is not None:
-            raise PenstockError(f"{option} changes nothing of the answer to {question}", fix="leave one of them out")
-    if said["--force"] is not None and said["--write"] is None:
-        raise PenstockError("--force overwrites what --write names", fix="leave it out, or add --write F.toml")
-    if unused := [option for option, value in costs.items() if value is not None]:
-        raise PenstockError(
-            f"{', '.join(unused)}: costs are of a whole training run", fix="say its tokens: --tokens 2T"
-        )
+    return is_ours and bool(answer.candidates)
 
 
 def _assumptions(
@@ -372,8 +259,8 @@ def _recorded_loads(routing: str, *, goes_with_imbalance: bool, searches: bool) 
 
 
 def _unknown(option: str, word: str, allowed: Sequence[str]) -> PenstockError:
-    told = did_you_mean(word, allowed)
-    return PenstockError(f"{option} is unknown", got=word, allowed=", ".join(allowed), fix=told)
+    hint = did_you_mean(word, allowed)
+    return PenstockError(f"{option} is unknown", got=word, allowed=", ".join(allowed), fix=hint)
 
 
 _SAVING: Mapping[str, str] = {
@@ -411,22 +298,22 @@ def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Plan
         answer = answer_to(there, cluster, planner)
     refused = (answer,) if isinstance(answer, Refusal) else ()
     candidates = () if isinstance(answer, Refusal) else (answer,)
-    told = advice_for(there, cluster) if candidates else ()
-    return Plan(model=run.name, cluster=cluster, candidates=candidates, refused=refused, considered=1, advice=told)
+    advice = advice_for(there, cluster) if candidates else ()
+    return Plan(model=run.name, cluster=cluster, candidates=candidates, refused=refused, considered=1, advice=advice)
 
 
-def _print(found: Plan, assumptions: Assumptions, run: Run) -> None:
-    has_loads = assumptions.loads is not None and bool(found.candidates)
-    print_plan(found, _assumed(assumptions, found.candidates[0].run if has_loads else run))
-    print_balance(_balance(found, assumptions))
+def _print(answer: Plan, assumptions: Assumptions, run: Run) -> None:
+    has_loads = assumptions.loads is not None and bool(answer.candidates)
+    print_plan(answer, _assumed(assumptions, answer.candidates[0].run if has_loads else run))
+    print_balance(_balance(answer, assumptions))
 
 
-def _balance(found: Plan, assumptions: Assumptions) -> tuple[BalanceCase, ...]:
+def _balance(answer: Plan, assumptions: Assumptions) -> tuple[BalanceCase, ...]:
     """The first candidate with and without `dispatch.balance`, if its loads are recorded."""
-    if assumptions.loads is None or not found.candidates:
+    if assumptions.loads is None or not answer.candidates:
         return ()
     with _working():
-        return balance_cases(found.candidates[0].run, found.cluster, assumptions)
+        return balance_cases(answer.candidates[0].run, answer.cluster, assumptions)
 
 
 def _working() -> Status:
@@ -434,20 +321,20 @@ def _working() -> Status:
     return Console(stderr=True).status("projecting")
 
 
-def _first(found: Plan) -> Projection:
+def _first(answer: Plan) -> Projection:
     """The candidate that what-ifs start from."""
-    if found.candidates:
-        return found.candidates[0]
-    lacks = [] if found.nearest is None else [f" (the nearest lacks {bytes_text(found.nearest.over_bytes)})"]
-    (reason, *_) = [*lacks, *(f" ({one.rule}: {one.reason})" for one in found.refused)] or [""]
-    raise PenstockError(f"no layout of {found.model} fits{reason}", fix="name one: --layout pp=8,ep=8")
+    if answer.candidates:
+        return answer.candidates[0]
+    lacks = [] if answer.nearest is None else [f" (the nearest lacks {bytes_text(answer.nearest.over_bytes)})"]
+    (reason, *_) = [*lacks, *(f" ({refusal.rule}: {refusal.reason})" for refusal in answer.refused)] or [""]
+    raise PenstockError(f"no layout of {answer.model} fits{reason}", fix="name one: --layout pp=8,ep=8")
 
 
 def _compare(
-    names: tuple[str, str], cluster: Cluster, planner: Planner, target: str | None, words: list[str], *, as_json: bool
+    names: tuple[str, str], cluster: Cluster, planner: Planner, target: str | None, changes: list[str], *, as_json: bool
 ) -> Plan:
     """Project two runs as they are, print the differing terms, and return both for pictures."""
-    overrides = [target, *words] if target else words  # the first override may stand in the place of a target
+    overrides = [target, *changes] if target else changes  # the first override may stand in the place of a target
     if any("=" not in override for override in overrides):
         raise PenstockError("--compare names both runs", got=overrides[0], allowed="overrides a.b=c of both")
     runs = [load_run_or_model(name, overrides) for name in names]
@@ -513,9 +400,9 @@ def _print_worlds(
         raise PenstockError("--worlds are devices of the cluster", got=max(counts), allowed=f"up to {cluster.devices}")
     points = []
     for count in counts:
-        found = plan_of(cluster_of(count, cluster.hardware))
+        result = plan_of(cluster_of(count, cluster.hardware))
         nothing = Refusal(layout={}, rule=NOTHING_FITS, reason="nothing fits")
-        answer = found.candidates[0] if found.candidates else nothing
+        answer = result.candidates[0] if result.candidates else nothing
         points.append(SweepPoint(asked={"devices": f"{count}"}, answer=answer))
     if as_json:
         head = {"model": run.name, "hardware": cluster.hardware.name, "world": cluster.devices}
@@ -538,44 +425,20 @@ def _whole(word: str, option: str) -> int:
 
 
 def _write(
-    found: Plan, files: Mapping[str, Path | None], assumptions: Assumptions, more: Sequence[Figure] = ()
+    answer: Plan, files: Mapping[str, Path | None], assumptions: Assumptions, more: Sequence[Figure] = ()
 ) -> None:
     for option, path in files.items():
         if path is None:
             continue
         written = [path]
         if option == "--write":
-            write_run(path, found)
+            write_run(path, answer)
         else:
-            runs = [candidate.run for candidate in found.candidates]
+            runs = [candidate.run for candidate in answer.candidates]
             assumed = _assumed(assumptions, runs[0]) if runs else []
-            written = write_pictures(path, found, more, grounds(found.cluster, assumed))
+            written = write_pictures(path, answer, more, grounds(answer.cluster, assumed))
         # Standard output may be JSON that a program reads.
-        print(f"written to {', '.join(str(one) for one in written)}", file=sys.stderr)
-
-
-_SUFFIXES: Mapping[str, str] = {"--write": ".toml", "--html": ".html", "--png": ".png", "--svg": ".svg"}
-
-
-def check_file(path: Path, option: str, *, force: bool = False) -> None:
-    """Refuse a file that cannot be written, or pictures that cannot be drawn here, before anything is computed.
-
-    Args:
-        path: of the file.
-        option: that asks for it.
-        force: overwrite a run.
-
-    Raises:
-        PenstockError: it has another suffix, is a folder or an existing run, or its folder is missing.
-        PicturesError: Plotly is not installed, or no browser that draws images.
-    """
-    if path.suffix != _SUFFIXES[option]:
-        raise PenstockError(f"{option} writes a file that ends in {_SUFFIXES[option]}", got=path)
-    check_output(path, option, force=force or option != "--write")
-    if option != "--write":
-        plotly_script()
-    if option in ("--png", "--svg"):
-        find_browser()
+        print(f"written to {', '.join(str(file) for file in written)}", file=sys.stderr)
 
 
 def write_run(path: Path, plan: Plan) -> None:

@@ -100,11 +100,11 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
         print()
         for label, text in _facts(best).items():
             print(f"{label:<10}{text}")
-        for told in plan.advice:
-            print(f"advice: {advice_text(told, best, is_search=plan.considered > 1)}")
+        for advice in plan.advice:
+            print(f"advice: {advice_text(advice, best, is_search=plan.considered > 1)}")
     elif plan.considered == 1 and plan.refused:
-        (one,) = plan.refused
-        print(f"asked: {refused_text(one.layout)}: refused by {one.rule}: {one.reason}")
+        (refusal,) = plan.refused
+        print(f"asked: {refused_text(refusal.layout)}: refused by {refusal.rule}: {refusal.reason}")
     elif plan.considered == 0:
         print(f"nothing fits: no grid of {plan.cluster.devices:,} devices has the sizes that are asked for")
     else:

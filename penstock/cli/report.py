@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from penstock.base.errors import PenstockError, did_you_mean_path
-from penstock.cli.plan import check_file
+from penstock.cli.plan_options import check_file
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import write_run_page
 from penstock.trace.recognize import read_phase_names

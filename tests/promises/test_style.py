@@ -98,6 +98,17 @@ def test_many_long_functions_break_the_rule_about_the_whole() -> None:
     assert style.functions_are_short_as_a_rule([long])  # each is below the limit of one function
 
 
+def test_a_value_whose_name_says_nothing_is_named_once_there_is_one_more_than_were_left() -> None:
+    source = style.parse("penstock/a.py", "found = [one for one in range(3)]\nplace_R = 1\n\ndef f(told): ...\n")
+    assert not style.values_are_named_after_what_they_are([source], 3)
+    named = style.values_are_named_after_what_they_are([source], 2)
+    assert sorted((finding.line, finding.message.split()[0]) for finding in named) == [
+        (1, "found"),
+        (1, "one"),
+        (4, "told"),
+    ]
+
+
 def test_a_folder_over_its_budget_or_without_one_is_named() -> None:
     files = [style.parse("penstock/data/text.py", "a = 1\nb = 2\n"), style.parse("tests/data/test_text.py", "a = 1\n")]
     assert not style.folders_keep_their_budget(files, {"penstock/data": 2, "tests": 1})
