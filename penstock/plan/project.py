@@ -20,7 +20,7 @@ from penstock.plan.meta_run import meta_runs_of
 from penstock.plan.projection import Advice, Projection, layout_of
 from penstock.plan.rules.book import advice
 from penstock.plan.rules.rule import facts_of, sizes_of
-from penstock.plan.software import Software, as_run_by
+from penstock.plan.software import Software, as_run_by, dispatcher_of
 from penstock.plan.step_time import step_time
 
 
@@ -46,7 +46,7 @@ def composed_projection(composed: ComposedRun, times: ComposedTimes) -> Projecti
     return Projection(
         run=run,
         cluster=times.cluster,
-        layout=layout_of(run, grid, composed.proxy.dispatcher, shard_of(run)),
+        layout=layout_of(run, grid, dispatcher_of(software, composed.proxy.dispatcher), shard_of(run)),
         memories=tuple(_state_of(software, run, composed.memory(position)) for position in range(grid.pipeline)),
         time=times.exact(composed),
     )
@@ -57,10 +57,11 @@ def project_whole(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT
     software = assumptions.software
     meta_runs = meta_runs_of(run, cluster.devices, target_of(run, cluster, assumptions))
     memories = (memory_of_meta_run(meta_run, overheads_of(cluster.hardware)) for meta_run in meta_runs)
+    dispatcher = dispatcher_of(software, meta_runs[0].rank.dispatcher)
     return Projection(
         run=run,
         cluster=cluster,
-        layout=layout_of(run, grid_of(run, cluster.devices), meta_runs[0].rank.dispatcher, shard_of(run)),
+        layout=layout_of(run, grid_of(run, cluster.devices), dispatcher, shard_of(run)),
         memories=tuple(_state_of(software, run, memory) for memory in memories),
         time=step_time(run, cluster, meta_runs, assumptions.in_time, software=software, in_turn=assumptions.in_turn),
     )

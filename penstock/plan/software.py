@@ -7,6 +7,7 @@ A run is projected from our own operators. `--software megatron` projects the sa
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from math import inf
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -56,6 +57,9 @@ OWN = Software()
 _FIELDS = tuple(field.name for field in fields(Software) if field.name not in ("name", "source"))
 """Those that an option may change."""
 
+_SHARES = ("captured", "hidden")
+"""Those that are at most 1."""
+
 
 def _parsed(text: str, known: Mapping[str, Software]) -> Software:
     """A known trainer with some fields changed: `megatron,dispatch=all-to-all,captured=1`."""
@@ -78,7 +82,8 @@ def _field(change: str) -> dict[str, Any]:
             return {name: value == "true"}
         if type(default) is int and value.isdecimal():
             return {name: int(value)}
-        if (default is None or isinstance(default, float)) and float(value) >= 0:
+        largest = 1.0 if name in _SHARES else inf
+        if (default is None or isinstance(default, float)) and 0 <= float(value) <= largest:
             return {name: float(value)}
     raise PenstockError("--software has no such field, or not with this value", got=change, allowed=", ".join(_FIELDS))
 
@@ -133,6 +138,11 @@ def as_run_by(software: Software, run: Run) -> Run:
         return run
     dispatch = {"method": "all-to-all", "sync_free": 0 if software.waits else 1}
     return run.model_copy(update={"dispatch": run.dispatch.model_copy(update=dispatch)})
+
+
+def dispatcher_of(software: Software, dispatcher: str) -> str:
+    """Name of what sends tokens in a run that our program would send by `dispatcher`."""
+    return software.dispatch if dispatcher == "all-to-all" and software.dispatch != "own" else dispatcher
 
 
 def passes_keys(software: Software, run: Run) -> bool:

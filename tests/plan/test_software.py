@@ -32,7 +32,10 @@ def test_a_trainer_is_named_with_changes_and_says_what_differs_from_ours() -> No
 
 @pytest.mark.parametrize(
     "text",
-    ["megatorn", "megatron,speed=2", "own,products=fast", "own,ring=1", "own,dispatch=mail", "own,name=x", "own,"],
+    [
+        *("megatorn", "megatron,speed=2", "own,products=fast", "own,ring=1", "own,dispatch=mail", "own,name=x", "own,"),
+        *("own,captured=2", "own,hidden=1.5"),
+    ],
 )
 def test_an_unknown_trainer_or_field_is_refused(text: str) -> None:
     with pytest.raises(PenstockError, match=r"--software (knows no such trainer|has no such field)"):
@@ -54,6 +57,11 @@ def test_gradient_sums_behind_the_passes_take_no_time_of_their_own() -> None:
     assert projected(plain).time.ranks[0].terms["gradients"] > 0
     assert projected(replace(plain, sums_overlap=True)).time.ranks[0].terms.get("gradients", 0.0) == 0
     assert as_run_by(replace(plain, waits=False), projected(plain).run).dispatch.sync_free == 1
+
+
+def test_a_layout_names_what_sends_tokens_in_the_trainer() -> None:
+    for library, name in (("own", "hierarchical"), ("all-to-all", "all-to-all"), ("deep-ep", "deep-ep")):
+        assert projected(replace(OWN, dispatch=library)).layout.dispatcher == name
 
 
 def test_bytes_of_gradients_and_moments_count() -> None:
