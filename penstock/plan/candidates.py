@@ -48,8 +48,9 @@ _TEXTS: Mapping[str, tuple[str, ...]] = {
     "dispatcher": ("local", *get_args(DispatchMethod)),
     "shard": ("auto", "none", "optimizer", "full"),
     "offload": ("none", "optimizer"),
+    "sync_free_stage": tuple(map(str, range(STAGES))),
 }
-"""Parts of a layout that are no numbers."""
+"""Parts of a layout that have few values."""
 
 _NEVER_SEARCHED = (
     "pipeline.layout",
@@ -70,17 +71,11 @@ def check_fixed(fixed: Mapping[str, str]) -> None:
         if allowed is not None and text not in allowed:
             raise ConfigError(f"{name} is unknown", got=text, allowed=", ".join(allowed))
         if name == "recompute":
-            unknown = [] if text == "none" else [part for part in text.split("+") if part not in RECOMPUTABLE]
-            if unknown:
-                raise ConfigError(
-                    "recompute names no such part",
-                    got=unknown[0],
-                    allowed=f"none, or some of these joined by +: {', '.join(RECOMPUTABLE)}",
-                    fix=did_you_mean(unknown[0], RECOMPUTABLE),
-                )
-        elif name == "sync_free_stage":
-            if text not in map(str, range(STAGES)):
-                raise ConfigError(f"{name} is unknown", got=text, allowed=", ".join(map(str, range(STAGES))))
+            parts = () if text == "none" else text.split("+")
+            if unknown := [part for part in parts if part not in RECOMPUTABLE]:
+                fix, known = did_you_mean(unknown[0], RECOMPUTABLE), ", ".join(RECOMPUTABLE)
+                joined = f"none, or some of these joined by +: {known}"
+                raise ConfigError("recompute names no such part", got=unknown[0], allowed=joined, fix=fix)
         elif name not in _TEXTS and (not text.isdecimal() or int(text) < 1):
             raise ConfigError(f"{name} is no number of the kind", got=text, allowed="a whole number >= 1")
 
