@@ -405,21 +405,22 @@ def public_classes_have_names_of_their_own(sources: Sequence[Source]) -> list[Fi
 def values_are_named_after_what_they_are(sources: Sequence[Source], left: int = EMPTY_VALUES_LEFT) -> list[Finding]:
     """`found`, `told`, `one` and the like say nothing of a value; no line of the product adds one."""
     bound = [
-        (source.path, line_of(node), name)
+        (source.path, line, name)
         for source in sources
-        for node in (source.nodes if source.is_product else ())
-        if (name := _bound_name(node)) in EMPTY_VALUES
+        for line, name in (_bound_names(source) if source.is_product else ())
+        if name in EMPTY_VALUES
     ]
     rule = "values_are_named_after_what_they_are"
-    return [
-        Finding(path, line, rule, f"{name} is the name of no value") for path, line, name in bound if len(bound) > left
-    ]
+    return [Finding(path, line, rule, f"{name} says nothing") for path, line, name in bound if len(bound) > left]
 
 
-def _bound_name(node: ast.AST) -> str | None:
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        return node.id
-    return node.arg if isinstance(node, ast.arg) else None
+def _bound_names(source: Source) -> Iterator[tuple[int, str]]:
+    """Lines and names of variables, parameters and fields."""
+    for node in source.nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
 
 
 def folders_keep_their_budget(sources: Sequence[Source], budgets: Mapping[str, int]) -> list[Finding]:
