@@ -416,7 +416,7 @@ def values_are_named_after_what_they_are(sources: Sequence[Source], left: int = 
 
 def _bound_names(source: Source) -> Iterator[tuple[int, str]]:
     """Lines and names of variables, parameters and fields."""
-    for node in source.nodes:
+    for node in ast.walk(source.tree):  # not `source.nodes`, which would stay for all files together
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
         elif isinstance(node, ast.arg):

@@ -88,7 +88,7 @@ Svg = Annotated[Path | None, typer.Option("--svg", metavar="F.svg", help="The sa
 
 UNREAD: Mapping[str, tuple[str, ...]] = {
     "--global-batch-tokens": ("--tokens", "--compare"),
-    "--top": ("--tokens", "--compare", "--worlds", "--layout"),
+    "--top": ("--tokens", "--compare", "--worlds", "--layout", "--scale", "--sweep", "--explain"),
     "--json": ("--explain",),
 }
 """Options, and the questions whose answers would not change by them."""
