@@ -81,11 +81,11 @@ test-newest: ## the tests of `make test` with the newest release of every depend
 test-cluster: $(DEV) ## runs on hosts in network namespaces and on a Slurm of their own; minutes, and root
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster --durations=0 --durations-min=2 tests/cluster $(TESTS)
 
-lint: $(DEV) ## the checks that run nothing: ruff, mypy, import-linter, house rules
+lint: $(DEV) ## the checks that run nothing: ruff, pyrefly, import-linter, house rules
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint-types lint-rest
 
-lint-types: $(DEV) # takes as long as all others together
-	@echo "== mypy";        $(BIN)/mypy
+lint-types: $(DEV)
+	@echo "== types";       $(BIN)/pyrefly check --output-format min-text
 
 lint-rest: $(DEV)
 	@echo "== ruff check";  $(BIN)/ruff check --quiet $(CODE)
@@ -115,7 +115,7 @@ setup: $(DEV) ## the environment of `make test`, and nothing more
 	@echo "Ready: $(BIN)/penstock --help"
 
 clean: ## remove caches and build outputs; .venv and runs stay
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf build dist *.egg-info .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV):

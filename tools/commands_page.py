@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from penstock.cli.main import VERBS
 
@@ -129,7 +130,7 @@ def _value(parameter: Any) -> str:
         return str(parameter.metavar)
     if not _is_option(parameter):
         return str(parameter.name.upper())
-    shown, _ = parameter.get_help_record(typer.Context(typer.core.TyperCommand(name=parameter.name)))
+    shown, _ = parameter.get_help_record(typer.Context(TyperCommand(name=parameter.name)))
     kind = re.search(r"<(.+)>", shown)[1]  # type: ignore[index]
     return f"<{kind}>" if "|" in kind else _KINDS.get(kind.split()[0], kind.split()[0].upper())
 

@@ -1,4 +1,4 @@
-"""The house rules that ruff and mypy cannot say, as small functions over one parsed file each.
+"""The house rules that ruff and pyrefly cannot say, as small functions over one parsed file each.
 
 A rule takes a `Source` and yields `(line, message)`. `findings` runs every rule over every Python file of the
 repository and adds four rules about the whole: the ninetieth percentile of function lengths of penstock/, that no two
@@ -255,7 +255,7 @@ def others_are_not_changed(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def function_is_typed(source: Source) -> Iterator[tuple[int, str]]:
-    """Every function is fully typed. mypy leaves the kernels folder out for Triton's sake; only kernels may be."""
+    """Every function is fully typed. pyrefly leaves the kernels folder out for Triton's sake; only kernels may be."""
     if not source.is_product:
         return
     for function in source.functions:

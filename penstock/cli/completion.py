@@ -44,7 +44,7 @@ def proposals(verb: str, given_words: Sequence[str], begun: str) -> list[Word]:
 
 def _options(node: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Options that people may use, by their long form."""
-    shown = {
+    shown: dict[str, Mapping[str, Any]] = {
         max(parameter["opts"], key=len): parameter
         for parameter in node["parameters"]
         if parameter["opts"][0].startswith("-") and not parameter.get("hidden")

@@ -118,7 +118,7 @@ def _function(parameters: Sequence[Mapping[str, Any]]) -> Any:
 
 def _annotation(parameter: Mapping[str, Any]) -> Any:
     choices = parameter.get("choices")
-    kind = Literal[tuple(choices)] if choices else _TYPES[parameter["type"]]
+    kind = Literal[tuple(choices)] if choices else _TYPES[parameter["type"]]  # pyrefly: ignore[invalid-literal]
     if not parameter.get("required") and parameter.get("default") is None:
         kind = kind | None
     options = {key: parameter[key] for key in ("metavar", "help", "min", "max", "hidden") if key in parameter}

@@ -215,9 +215,9 @@ def _decompress(path: Path, copy: Path) -> None:
 def contents(path: Path) -> Iterator[bytes]:
     """Yields the decompressed content of a file, chunk by chunk. Raises a DataError if that is impossible."""
     zst = _zst(path) if path.suffix == ".zst" else None
-    damage: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
+    damage: list[type[Exception]] = [OSError, EOFError, ValueError, lzma.LZMAError, zlib.error]
     if zst is not None:
-        damage = (*damage, zst.ZstdError)
+        damage.append(zst.ZstdError)
     try:
         raw = open_file(path)
     except OSError as error:
@@ -230,7 +230,7 @@ def contents(path: Path) -> Iterator[bytes]:
                 file = _OPEN[path.suffix](raw, "rb") if path.suffix in _OPEN else raw
                 while chunk := file.read(_CHUNK):
                     yield chunk
-        except damage as error:
+        except tuple(damage) as error:
             raise DataError(
                 f"data file {path} cannot be decompressed: {error}", fix="it is damaged or cut short: fetch it again"
             ) from error

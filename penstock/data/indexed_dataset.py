@@ -209,8 +209,8 @@ def origin_of(prefix: Path) -> PackedMetadata | None:
     """Returns the content of PREFIX.packed.json, None if there is no such file; a DataError if it is damaged."""
     path = _beside(prefix, ".packed.json")
     try:
-        values = read_json(path)
-        return PackedMetadata(**{**values, "left_out": tuple(values.get("left_out", ()))})
+        values: dict[str, Any] = read_json(path)
+        return PackedMetadata(**values | {"left_out": tuple(values.get("left_out", ()))})
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -49,7 +49,7 @@ class SyntheticTokens(ABC):
     def read(self, index: int) -> Tokens:
         """Returns the tokens of a document, int64."""
         raw = PCG64([*self._key, index])
-        return self._tokens(raw.random_raw(1 + int(raw.random_raw()) % LONGEST))  # the first number is the length
+        return self._tokens(raw.random_raw(1 + raw.random_raw() % LONGEST))  # the first number is the length
 
     def bytes_per_token(self, index: int) -> Tokens:
         """Returns a one for each token."""

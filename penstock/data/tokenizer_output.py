@@ -68,7 +68,7 @@ def train_tokenizer(
     if trained == least < vocab_size:  # nothing was merged
         raise DataError("no two characters of the texts stand side by side", fix="give more text to train on")
     _write(path, tokenizer.to_str(pretty=True))
-    return int(trained)
+    return trained
 
 
 def _write(path: Path, content: str) -> None:
@@ -131,7 +131,7 @@ def _byte_tokenizer() -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
-    return str(tokenizer.to_str(pretty=True))
+    return tokenizer.to_str(pretty=True)
 
 
 def _without_added_tokens(setting: str) -> str:

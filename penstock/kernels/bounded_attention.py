@@ -149,7 +149,7 @@ class _BoundedAttention(torch.autograd.Function):
         return dq_BQHN, dk_BKGN, dv_BKGM, dsinks_H, None, None, None
 
 
-def _blocks(x_BSHN: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _blocks(x_BSHN: Tensor, rows: int, columns: int) -> Any:
     """Descriptor of blocks of positions and columns of a head."""
     return TensorDescriptor.from_tensor(x_BSHN.flatten(2).flatten(0, 1), [rows, columns])
 

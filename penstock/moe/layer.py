@@ -49,11 +49,11 @@ Terms = tuple[Tensor, ...]
 class SharedExpert(Protocol):
     """A dense FFN that every token passes, callable in two halves. Its input may be there in 8 bits already."""
 
-    def __call__(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
+    def __call__(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
         """Both halves."""
         ...
 
-    def widen(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
+    def widen(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
         """The first product and the activation. Returns h_TF."""
         ...
 

@@ -93,7 +93,8 @@ class TimeBounds:
 
         def seconds(m: int, n: int, k: int) -> float:
             float8 = self._run.float8
-            kinds: set[Dtype] = {self._dtype} | ({"fp8"} if (float8.dense, float8.head) != ("none", "none") else set())
+            in_8_bits = (float8.dense, float8.head) != ("none", "none")
+            kinds: tuple[Dtype, ...] = (self._dtype, "fp8") if in_8_bits else (self._dtype,)
             return min(self._rates.product(m, n, k, dtype).seconds for dtype in kinds)
 
         def weight(k: int, n: int) -> float:
@@ -199,7 +200,7 @@ class TimeBounds:
     def _products_of_experts(self, moe: Moe, tokens: int, experts: Experts, accumulates: bool) -> WorkSeconds:
         groups, width = moe.experts // experts.ep, moe.moe_intermediate_size // experts.etp
         rows = max(1, int(tokens * moe.top_k * experts.etp * self._uneven(moe, experts)) // groups)
-        kinds: set[Dtype] = {self._dtype} | ({"fp8"} if self._run.float8.experts != "none" else set())
+        kinds: tuple[Dtype, ...] = (self._dtype, "fp8") if self._run.float8.experts != "none" else (self._dtype,)
 
         def least(n: int, k: int, *names: GroupedProduct) -> float:
             return min(

@@ -175,15 +175,15 @@ def read_hardware(path: Path) -> Hardware:
     return Hardware(**fields, collectives=tuple(collectives), measured=tuple(measured))
 
 
-def _relative(like: object, path: Path) -> Hardware | None:
+def _relative(like: str | None, path: Path) -> Hardware | None:
     """The chip that a file refers to; itself cannot refer to that file."""
     if like is None:
         return None
-    if like not in known_hardware() or path == PACKAGED / f"{str(like).lower()}.toml":
+    if like not in known_hardware() or path == PACKAGED / f"{like.lower()}.toml":
         raise HardwareError(
             f"{path}: like is no other chip of the package", got=repr(like), allowed=", ".join(known_hardware())
         )
-    return load_hardware(str(like))
+    return load_hardware(like)
 
 
 def _assumed_as(other: Hardware) -> Hardware:

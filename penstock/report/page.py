@@ -129,7 +129,7 @@ def _shared_text(candidates: Sequence[Projection], differing: Container[str]) ->
         if not (name in SIZES and value == 1) and name not in FOLLOW
     ]
     ranks = f"DP {shared['dp']}" if "dp" in shared else ""
-    return f"{'All' if len(candidates) > 1 else 'With'}: {', '.join(filter(None, [*settings, ranks]))}."
+    return f"{'All' if len(candidates) > 1 else 'With'}: {', '.join(part for part in [*settings, ranks] if part)}."
 
 
 def _results(projection: Projection) -> list[str]:

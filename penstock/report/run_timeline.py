@@ -401,4 +401,4 @@ def _phases(evidence: RunEvidence) -> Figure:
         notes.append(f"{len(ranks)} of {len(evidence.ranks)} recorded ranks, with those that others wait for most.")
     title = "The trace" if step is None else f"Step {step}, measured"
     figure = timeline_figure("timeline", title, [lanes.timeline])
-    return replace(figure, caption=" ".join(filter(None, [*notes, "Grey is idle.", clock.words])))
+    return replace(figure, caption=" ".join(note for note in [*notes, "Grey is idle.", clock.words] if note))

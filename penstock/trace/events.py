@@ -191,7 +191,11 @@ def as_gpu_events(host: HostEvents, rows: Integers, **columns: Any) -> GpuEvents
     taken = host.take(rows)
     shared = {field.name: vars(taken)[field.name] for field in fields(Events)}
     unknown = np.full(len(rows), NONE)
-    defaults = {"kind": np.full(len(rows), GpuKind.COMPUTE, dtype=np.int8), "device": unknown, "stream": unknown}
+    defaults: dict[str, Any] = {
+        "kind": np.full(len(rows), GpuKind.COMPUTE, dtype=np.int8),
+        "device": unknown,
+        "stream": unknown,
+    }
     return GpuEvents(**shared | defaults | {"launch": rows} | columns)
 
 

@@ -154,5 +154,5 @@ def kind_of(failure: Failure) -> Kind:
 
 def result_from(table: Mapping[str, Any]) -> TrialResult:
     """A result of a journal, as `asdict` wrote it."""
-    lists = {name: tuple(table[name]) for name in ("step_seconds", "losses")}
+    lists: dict[str, Any] = {name: tuple(table[name]) for name in ("step_seconds", "losses")}
     return TrialResult(**{**table, **lists})

@@ -28,8 +28,7 @@ serves one rank that holds all experts, and sends nothing there. docs/dispatch.m
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +55,7 @@ from penstock.parallel.spans import span
 class AllGatherDispatcher:
     """Gathers all tokens of `axis`, equally many of each rank; without `row_capacity` the host reads the row count."""
 
-    name: ClassVar[DispatcherName] = "all-gather"
+    name: DispatcherName = field(default="all-gather", init=False)
 
     placement: ExpertPlacement
     axis: Axis
@@ -185,7 +184,7 @@ class _AllToAll:
 class AllToAllDispatcher(_AllToAll):
     """Sends each row to the ranks of its expert, so the host must know how many there are."""
 
-    name: ClassVar[DispatcherName] = "all-to-all"
+    name: DispatcherName = field(default="all-to-all", init=False)
 
     counts: SplitSizes = READ
 
@@ -233,7 +232,7 @@ class PaddedAllToAllDispatcher(_AllToAll):
     have been dropped.
     """
 
-    name: ClassVar[DispatcherName] = "padded"
+    name: DispatcherName = field(default="padded", init=False)
 
     factor: float = 1.0
     sharing: int = 1  # ranks that share rows

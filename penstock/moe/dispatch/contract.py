@@ -8,8 +8,8 @@ Rows carry their routing weights to the expert, which applies them before its se
 `combine` is a plain sum. An expert may be on several ranks, and a rank may hold any experts.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
@@ -88,7 +88,7 @@ class SlotSorter(Protocol):
 class LocalDispatcher:
     """Sorts slots by expert; experts read rows from where the tokens are, in `wire_format`."""
 
-    name: ClassVar[DispatcherName] = "local"
+    name: DispatcherName = field(default="local", init=False)
 
     experts: int
     operators: Operators

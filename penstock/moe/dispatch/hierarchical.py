@@ -16,8 +16,7 @@ token crosses to every node, so all shapes are known (docs/dispatch.md compares 
 Simpler than DeepEP's kernels, which forward tokens inside the node while others still cross.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +74,7 @@ class HierarchicalMetadata(DispatchMetadata):
 class HierarchicalDispatcher:
     """Sends each token once to each node, and spreads it there by another dispatcher."""
 
-    name: ClassVar[DispatcherName] = "hierarchical"
+    name: DispatcherName = field(default="hierarchical", init=False)
 
     nodes: NodePlacement
     inner: Dispatcher  # over `nodes.node`, with the placement `nodes.placement.block(nodes.node.size)`

@@ -17,8 +17,8 @@ price is memory for all tokens of all ranks, and one copy of the arrived rows, m
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ class SymmetricMetadata(DispatchMetadata):
 class SymmetricDispatcher:
     """Pushes rows to experts and back; each rank of the axis has the same number of tokens."""
 
-    name: ClassVar[DispatcherName] = "symmetric"
+    name: DispatcherName = field(default="symmetric", init=False)
 
     placement: ExpertPlacement
     transport: SymmetricTransport

@@ -184,9 +184,10 @@ def measured_json(figures: NodeMeasurements) -> str:
 def parse_measured(text: str) -> NodeMeasurements:
     """The inverse of `measured_json`."""
     values = json.loads(text)
-    transfers = {kind: tuple(map(TransferPoint.model_validate, points)) for kind, points in values["transfers"].items()}
-    lists = {name: tuple(values[name]) for name in ("flops", "wrong_sums")}
-    return NodeMeasurements(**{**values, **lists, "transfers": transfers})
+    points = values["transfers"].items()
+    values["transfers"] = {kind: tuple(map(TransferPoint.model_validate, measured)) for kind, measured in points}
+    values.update({name: tuple(values[name]) for name in ("flops", "wrong_sums")})
+    return NodeMeasurements(**values)
 
 
 def judge_measured(figures: NodeMeasurements, known: Hardware | None) -> list[PreflightCheck]:

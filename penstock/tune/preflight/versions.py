@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import torch.cuda.nccl
 
 from penstock.parallel.launch.host import ROOT, Vendor, gpu_vendor, read_text
 from penstock.tune.preflight.check import PreflightCheck, Status, fine
