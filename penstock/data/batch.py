@@ -22,8 +22,8 @@ Example: rows of 4 from one lane, the documents `a b c`, `d` and `e f g`, and `.
     documents   0 0 0 0   0 0 1 1           with
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,36 +44,17 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Number of rows, B."""
         return self.tokens_BS.shape[0]
-
-    def to(self, device: torch.device | str) -> "Batch":
-        """Returns the batch on `device`; copies to a GPU use pinned memory and do not block the host."""
-        device = torch.device(device)
-
-        def moved(x_BS: Tensor) -> Tensor:
-            # Only copies of pinned memory are asynchronous.
-            is_copied = device.type == "cuda" and x_BS.device.type == "cpu"
-            return (x_BS.pin_memory() if is_copied else x_BS).to(device, non_blocking=True)
-
-        return self._each(moved)
 
     def between(self, start: int, stop: int) -> "Batch":
         """Returns rows start..stop-1, as views."""
-        return self._each(lambda x_BS: x_BS[start:stop])
+        rows: dict[str, Any] = {name: None if x_BS is None else x_BS[start:stop] for name, x_BS in vars(self).items()}
+        return Batch(**rows)
 
     def micro_batches(self, rows: int) -> list["Batch"]:
         """Returns micro-batches of `rows` rows each, in order, as views."""
         assert self.rows % rows == 0, f"{self.rows} rows do not divide into micro-batches of {rows}"
         return [self.between(start, start + rows) for start in range(0, self.rows, rows)]
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        return Batch(
-            tokens_BS=change(self.tokens_BS),
-            labels_BS=change(self.labels_BS),
-            positions_BS=change(self.positions_BS),
-            documents_BS=None if self.documents_BS is None else change(self.documents_BS),
-        )
 
 
 PADDING = -1

@@ -61,7 +61,6 @@ class CorruptRecords:
             self._notices.append(f"data: {self.skipped:,} records were skipped so far")
 
     def note(self, line: str) -> None:
-        """Adds a report about a file."""
         self._notices.append(f"data: {line}")
 
     def leave_out(self, empties: Sequence[Path], files: Sequence[Path]) -> None:
@@ -73,7 +72,6 @@ class CorruptRecords:
             self.note(f"{empties[0]} is empty and left out{more}")
 
     def take_notices(self) -> tuple[str, ...]:
-        """Returns the reports since the last call."""
         notices, self._notices = tuple(self._notices), []
         return notices
 
@@ -99,14 +97,10 @@ class TextDocuments(ABC):
         self._corrupt = corrupt
         self._keep = keep
         self._part = part
+        self.skips = corrupt.skips  # records that cannot be read
         self.vocab_size = tokenizer.vocab_size
         self.end_of_document = tokenizer.end_of_document
         self.fingerprint = fingerprint_of(content, tokenizer.fingerprint, keep.identity())
-
-    @property
-    def skips(self) -> bool:
-        """Whether records that cannot be read are skipped."""
-        return self._corrupt.skips
 
     @abstractmethod
     def __len__(self) -> int:
@@ -121,11 +115,9 @@ class TextDocuments(ABC):
         return np.unique(np.linspace(0, len(self) - 1, min(limit, len(self))).astype(np.int64))
 
     def read(self, index: int) -> Tokens:
-        """Returns the token ids of a document; none if it is skipped or belongs to the other split."""
         return self.encoded(index, self._tokenizer.encode)
 
     def bytes_per_token(self, index: int) -> Tokens:
-        """Returns the bytes of text of each token of `read(index)`."""
         return self.encoded(index, self._tokenizer.bytes_per_token)
 
     def encoded(self, index: int, encode: Callable[[str], Tokens]) -> Tokens:

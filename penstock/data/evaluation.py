@@ -59,7 +59,6 @@ class Sample:
         return self._tokens[index]
 
     def bytes_per_token(self, index: int) -> Tokens:
-        """Returns the bytes of text of each token of `read(index)`."""
         return self._tokenizer.bytes_per_token(self._texts[index])
 
 
@@ -218,7 +217,6 @@ def _measure(source: Source, tokens: int) -> _Line:
 
 
 def _nothing(rows: int, sequence_length: int, end_of_document: int) -> _Chosen:
-    """Returns rows of padding."""
     shape = rows, sequence_length + 1
     padding = Rows(np.full(shape, end_of_document, dtype=np.int64), np.full(shape, PADDING, dtype=np.int64))
     return _Chosen(padding, np.zeros(shape, dtype=np.int64))

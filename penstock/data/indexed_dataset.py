@@ -107,7 +107,7 @@ class IndexedDataset:
         return fingerprint_of(digest.digest(), size)
 
     def _read_header(self) -> tuple["np.dtype[Any]", int, int]:
-        """Returns (type of the ids, number of sequences, number of document bounds)."""
+        """Type of the ids, and numbers of sequences and of document bounds."""
         path = _beside(self.prefix, ".idx")
         if len(self._index) < _HEADER.size or self._index[: len(_MAGIC)].tobytes() != _MAGIC:
             raise DataError(f"{path} is no index of packed tokens", allowed="an .idx file as Megatron writes it")
@@ -235,7 +235,6 @@ def _beside(prefix: Path, suffix: str) -> Path:
 
 
 def _mapped(path: Path) -> NDArray[np.uint8]:
-    """Returns the bytes of a file, memory-mapped."""
     try:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped

@@ -12,7 +12,7 @@ token, even if rows, sequence length or the number of ranks have changed.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch, pack
@@ -78,7 +78,6 @@ class Loader:
         self._tokens = 0  # of all ranks
 
     def next_batch(self) -> Batch:
-        """Returns this rank's rows of the next global batch."""
         first = self._stream.advance(self._position, self._rows_before, self._sequence_length)
         rows, after = self._stream.read(first, self._own_rows, self._sequence_length)
         # The position changes last, so that a batch whose reading failed can be asked for again.
@@ -107,24 +106,17 @@ class Loader:
         self._position, self._tokens, self._corrupt.skipped = position, tokens, skipped
 
     def skipped(self) -> int:
-        """Returns how many records the run has skipped."""
         return self._corrupt.skipped
 
     def take_notices(self) -> tuple[str, ...]:
-        """Returns the skipped records since the last call."""
         return self._corrupt.take_notices()
 
     def close(self) -> None:
         """Does nothing: a Loader has no background work."""
 
 
-class _PrefetchedBatch(NamedTuple):
-    """A batch with the state of the loader right after it."""
-
-    batch: Batch
-    state: LoaderState
-    skipped: int  # records
-    notices: tuple[str, ...]
+_Fetched: TypeAlias = tuple[Batch, LoaderState, int, tuple[str, ...]]
+"""A batch, and the state, skipped records and notices of the loader right after it."""
 
 
 class Prefetch:
@@ -136,14 +128,14 @@ class Prefetch:
         # After the last returned batch: the loader itself is one batch ahead, in the thread.
         self._state, self._skipped = loader.state(), loader.skipped()
         self._notices: tuple[str, ...] = ()
-        self._ahead: Future[_PrefetchedBatch] | None = self._start()
+        self._ahead: Future[_Fetched] | None = self._start()
 
-    def _start(self) -> Future[_PrefetchedBatch]:
-        def fetch() -> _PrefetchedBatch:
-            batch = self._loader.next_batch()
-            return _PrefetchedBatch(batch, self._loader.state(), self._loader.skipped(), self._loader.take_notices())
+    def _start(self) -> "Future[_Fetched]":
+        return self._thread.submit(self._fetch)
 
-        return self._thread.submit(fetch)
+    def _fetch(self) -> "_Fetched":
+        batch = self._loader.next_batch()
+        return batch, self._loader.state(), self._loader.skipped(), self._loader.take_notices()
 
     def next_batch(self) -> Batch:
         """Returns the prefetched batch and starts the next one; errors of the loader are raised here."""
@@ -154,7 +146,6 @@ class Prefetch:
         return batch
 
     def state(self) -> LoaderState:
-        """Returns the loader's state after the last returned batch."""
         return dict(self._state)
 
     def restore(self, state: LoaderState) -> None:
@@ -165,11 +156,9 @@ class Prefetch:
         self._ahead = None  # the next call fetches: a run that ends after an error reads nothing more
 
     def skipped(self) -> int:
-        """Returns how many records were skipped up to the last returned batch."""
         return self._skipped
 
     def take_notices(self) -> tuple[str, ...]:
-        """Returns the skipped records since the last call."""
         notices, self._notices = self._notices, ()
         return notices
 

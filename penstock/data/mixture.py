@@ -47,7 +47,6 @@ class Mixture(RowStream[MixedPosition]):
         )
 
     def start(self) -> MixedPosition:
-        """Returns the position before the first row."""
         starts = tuple(component.stream.start() for component in self._components)
         return MixedPosition(starts, (0,) * len(starts), 0)
 
@@ -72,7 +71,6 @@ class Mixture(RowStream[MixedPosition]):
         return {"parts": parts, "part_tokens": list(position.tokens), "rows": position.rows}
 
     def restore(self, state: LoaderState) -> MixedPosition:
-        """Returns the position of a state; raises DataError if no mixture of these parts has it."""
         parts = self._saved_parts(state)
         if parts is None:
             raise damaged("other parts")
@@ -87,7 +85,6 @@ class Mixture(RowStream[MixedPosition]):
         return MixedPosition(tuple(positions), tokens, read_count(state, "rows"))
 
     def changed(self, state: LoaderState) -> str:
-        """Returns which part has other documents."""
         parts = self._saved_parts(state)
         if parts is None:
             return "the parts of its mixture"

@@ -8,7 +8,6 @@ permutation are held.
 Example: blocks `a b`, `c d`, `e f` and `g h`, pools of two blocks: `f a e b`, then `h c d g`.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TypeAlias
@@ -23,18 +22,11 @@ KEPT_POOLS = 2
 """Cached permutations of pools: readers of neighbouring documents may be on both sides of a border."""
 
 
-class InBlocks(ABC):
+class InBlocks:
     """Documents that are read one block at a time."""
 
-    @property
-    @abstractmethod
-    def block_sizes(self) -> NDArray[np.int64]:
-        """Documents of each block; document numbers count through the blocks."""
-
-    @property
-    @abstractmethod
-    def pool(self) -> int:
-        """Blocks that are held at a time, at least 1."""
+    block_sizes: NDArray[np.int64]  # documents of each block; document numbers count through the blocks
+    pool: int  # blocks that are held at a time, at least 1
 
 
 def document_order(documents: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -69,7 +61,6 @@ class BlockOrder:
         return int(documents[position - (int(self._ends[number]) - len(documents))])
 
     def _permuted(self, number: int) -> NDArray[np.int64]:
-        """Returns the documents of a pool in the order of the epoch."""
         blocks = self._blocks[number * self._pool : (number + 1) * self._pool]
         inside = [np.arange(self._firsts[block], self._firsts[block] + self._sizes[block]) for block in blocks]
         documents = np.concatenate(inside)

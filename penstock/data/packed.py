@@ -95,10 +95,6 @@ class PackedTokens:
             )
         return self.tokenizer.bytes_of(self.read(index))
 
-    def place(self, index: int) -> str:
-        pair, number = self._find(index)
-        return f"{pair.prefix}.bin, document {number}"
-
     def _check_ids(self, tokens: Tokens, location: str) -> None:
         highest = int(tokens.max())
         lowest = 0 if tokens.dtype.kind == "u" else int(tokens.min())  # unsigned ids need no second pass
@@ -111,7 +107,6 @@ class PackedTokens:
             )
 
     def _find(self, index: int) -> tuple[IndexedDataset, int]:
-        """Returns (pair of a document, its number there)."""
         number = index if self._documents is None else int(self._documents[index])
         pair = bisect_right(self._firsts, number) - 1
         return self._pairs[pair], number - self._firsts[pair]

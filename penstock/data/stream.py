@@ -19,7 +19,7 @@ Lane 1 is the first that needs a third document:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from functools import lru_cache, partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -39,9 +39,6 @@ LoaderState: TypeAlias = "dict[str, int | list[int] | LoaderState]"
 """A position in the data, and the identity of the data, as a checkpoint stores it. A mixture has one per part."""
 
 PositionT = TypeVar("PositionT")
-
-
-# ------------------------------------------------------------------------------------------------------ saved positions
 
 
 def read_count(state: LoaderState, name: str) -> int:
@@ -72,11 +69,7 @@ class DamagedPositionError(DataError):
 
 
 def damaged(got: str) -> DamagedPositionError:
-    """Returns the error for a state that no run can have saved."""
     return DamagedPositionError("the saved position in the data is damaged", got=got)
-
-
-# ----------------------------------------------------------------------------------------------------------------- rows
 
 
 class Rows(NamedTuple):
@@ -136,9 +129,6 @@ class RowStream(ABC, Generic[PositionT]):
         return position
 
 
-# ---------------------------------------------------------------------------------------------------------------- lanes
-
-
 class Cursor(NamedTuple):
     """A place between two tokens of one document in one epoch."""
 
@@ -156,11 +146,8 @@ class Position(NamedTuple):
     rows: int  # before this place
 
 
-class Units(TokenIds, Protocol):
+class Units(TokenIds, Sized, Protocol):
     """Documents, or shards of them."""
-
-    def __len__(self) -> int:
-        """Number of units."""
 
 
 class LaneStream(RowStream[Position]):
@@ -203,7 +190,6 @@ class LaneStream(RowStream[Position]):
         return Position(next_unit=cursors[-1], lanes=tuple(cursors[:-1]), rows=0)
 
     def next_row(self, position: Position, sequence_length: int) -> tuple[Sequence[Tokens], Position]:
-        """Returns (S + 1 tokens of the next row, one part per document; the position after S of them)."""
         next_unit = position.next_unit
         lane = position.rows % self._lanes
         cursor = position.lanes[lane]
@@ -239,7 +225,6 @@ class LaneStream(RowStream[Position]):
         return {"epoch": position.next_unit.epoch, "place": position.next_unit.place, **lanes, "rows": position.rows}
 
     def restore(self, state: LoaderState) -> Position:
-        """Returns the position of a state; raises DataError if no stream over these units has it."""
         next_unit = Cursor(read_count(state, "epoch"), read_count(state, "place"))
         columns = [read_counts(state, f"lane_{name}s", self._lanes) for name in self.saved]
         lanes = tuple(Cursor(**dict(zip(self.saved, entries, strict=True))) for entries in zip(*columns, strict=True))
@@ -279,7 +264,6 @@ class Stream(LaneStream):
         self._order = lru_cache(2)(partial(order_of, source, seed=seed))
 
     def read_document(self, lane: int, cursor: Cursor) -> Tokens:
-        """Returns the document of a cursor, its end token included."""
         epoch = cursor.epoch
         index = int(self._order(epoch=epoch)[cursor.place]) if self._shuffle else cursor.place
         if self._middle is None:

@@ -52,7 +52,6 @@ class SyntheticTokens(ABC):
         return self._tokens(raw.random_raw(1 + raw.random_raw() % LONGEST))  # the first number is the length
 
     def bytes_per_token(self, index: int) -> Tokens:
-        """Returns a one for each token."""
         return np.ones(len(self.read(index)), dtype=np.int64)
 
     @abstractmethod

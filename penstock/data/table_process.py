@@ -51,7 +51,6 @@ class ParquetTable:
         return [(group.num_rows, group.column(column).total_uncompressed_size) for group in groups]
 
     def column(self, block: int) -> Any:
-        """Reads the text of a row group."""
         return self._file.read_row_group(block, columns=[self._field]).column(0)
 
     def fingerprint(self) -> bytes:
@@ -118,7 +117,7 @@ def check_column(schema: Any, text_field: str) -> None:
         raise WrongColumnError(has, ", ".join(map(ascii, schema.names[:10])) or "no column")
     kind = schema.field(columns[0]).type
     if (kind.value_type if arrow.types.is_dictionary(kind) else kind) not in _BINARY:
-        raise WrongColumnError(f"column {text_field!a} is not text", str(kind))
+        raise WrongColumnError(f"has a column {text_field!a} that is not text", str(kind))
 
 
 _BINARY = {

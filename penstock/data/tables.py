@@ -94,24 +94,14 @@ class Tables(TextDocuments, InBlocks):
                 empties.append(path)
             self._blocks += [TableBlock(number, index, *sizes) for index, sizes in enumerate(opened["blocks"])]
             digest.update(bytes.fromhex(opened["fingerprint"]))
-        self._block_sizes = np.array([block.rows for block in self._blocks], dtype=np.int64)
-        self._ends = np.cumsum(self._block_sizes)  # number behind the last document of each block
+        self.block_sizes = np.array([block.rows for block in self._blocks], dtype=np.int64)
+        self._ends = np.cumsum(self.block_sizes)  # number behind the last document of each block
         corrupt.leave_out(empties, self._files)
         # As many blocks as fit into POOL_BYTES on average.
         mean = max(1, sum(block.size for block in self._blocks) // len(self._blocks))
-        self._pool = max(1, min(len(self._blocks), POOL_BYTES // mean))
-        self._texts = lru_cache(self._pool)(self._read_block)
+        self.pool = max(1, min(len(self._blocks), POOL_BYTES // mean))
+        self._texts = lru_cache(self.pool)(self._read_block)
         super().__init__(tokenizer, fingerprint_of(digest.digest(), text_field), corrupt=corrupt, keep=keep)
-
-    @property
-    def block_sizes(self) -> NDArray[np.int64]:
-        """Documents of each block."""
-        return self._block_sizes
-
-    @property
-    def pool(self) -> int:
-        """Blocks that are held at a time."""
-        return self._pool
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -161,12 +151,7 @@ class Tables(TextDocuments, InBlocks):
             raise _unreadable(path, head)
         if "column" in head:
             what, got = head["column"]
-            is_missing = what.startswith("has")
-            raise DataError(
-                f"data file {path} {what}" if is_missing else f"data file {path}: {what}",
-                got=got,
-                fix="set data.text_field to the column with the text",
-            )
+            raise DataError(f"data file {path} {what}", got=got, fix="set data.text_field to the column with the text")
         if "error" in head:
             why = " ".join(head["error"].split())
             raise DataError(f"data file {path} is not a table: {why}", allowed="Parquet, or Arrow IPC")

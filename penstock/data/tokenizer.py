@@ -31,24 +31,19 @@ class ByteTokenizer:
     fingerprint = fingerprint_of(BYTES)
 
     def encode(self, text: str) -> Tokens:
-        """Returns the UTF-8 bytes, uint8."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(self, tokens: Tokens) -> str:
-        """Returns the text of the bytes, without end-of-document tokens."""
         return tokens[tokens < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
     def bytes_per_token(self, text: str) -> Tokens:
-        """Returns a one for each byte."""
         return np.ones(len(text.encode()), dtype=np.int64)
 
     def bytes_of(self, tokens: Tokens) -> Tokens:
-        """Returns a one for each byte, and a zero for each end-of-document token."""
         return (tokens < 256).astype(np.int64)
 
     def token_id(self, name: str) -> int | None:
-        """Returns None: bytes have no names."""
-        return None
+        return None  # bytes have no names
 
 
 def open_tokenizer(tokenizer: str, end_of_document: str | None = None) -> Tokenizer:

@@ -77,7 +77,6 @@ class FileTokenizer:
         return encoding
 
     def decode(self, tokens: Tokens) -> str:
-        """Returns the text of the ids without special tokens."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
     def bytes_per_token(self, text: str) -> Tokens:
@@ -91,7 +90,6 @@ class FileTokenizer:
         return bytes_by_repeating(self, tokens) if self._bytes_of_id is None else self._bytes_of_id[tokens]
 
     def token_id(self, name: str) -> int | None:
-        """Returns the id of a token, special or not."""
         is_text = not any("\ud800" <= letter <= "\udfff" for letter in name)  # JSON can hold half of a surrogate pair
         return self._tokenizer.token_to_id(name) if is_text else None
 
@@ -182,11 +180,9 @@ class SentencePieceTokenizer:
         return bytes_between([end for _, end in encoding["offsets"]], len(content))
 
     def bytes_of(self, tokens: Tokens) -> Tokens:
-        """Returns `bytes_per_token` of the tokens' text."""
         return bytes_by_repeating(self, tokens)
 
     def token_id(self, name: str) -> int | None:
-        """Returns the id of a piece, None for unknown pieces."""
         token = int(self._processor.piece_to_id(name))
         return None if token == self._processor.unk_id() else token
 

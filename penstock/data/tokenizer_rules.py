@@ -21,14 +21,9 @@ END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<\uff5cend
 """Tokens that end a document for GPT-2, Llama 2, Llama 3 and DeepSeek, in order of preference."""
 
 
-def find_end_of_document(
-    token_id: Callable[[str], int | None],
-    name: str | None,
-    path: str | Path,
-    usual: Sequence[str] = END_OF_DOCUMENT_NAMES,
-) -> int:
-    """Returns the id of the token that ends a document, by its name, or the first of `usual` that `token_id` knows."""
-    names = (name,) if name else usual
+def find_end_of_document(token_id: Callable[[str], int | None], name: str | None, path: str | Path) -> int:
+    """Returns the id of the token that ends a document: that of a name, else the first usual one that there is."""
+    names = (name,) if name else END_OF_DOCUMENT_NAMES
     for candidate in names:
         token = token_id(candidate)
         if token is not None:
@@ -67,7 +62,6 @@ def library_errors(as_error: Callable[[object], Exception]) -> Iterator[None]:
 
 
 def cannot_encode(path: str | Path) -> Callable[[object], RecordError]:
-    """For `library_errors` around a text."""
     return lambda error: RecordError(f"data.tokenizer {path} cannot encode a text: {error}")
 
 

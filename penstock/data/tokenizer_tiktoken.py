@@ -146,7 +146,6 @@ class TiktokenTokenizer:
                 ) from error
 
     def decode(self, tokens: Tokens) -> str:
-        """Returns the text of the ids without special tokens and unused ids."""
         known = tokens[tokens < self.vocab_size]
         content: bytes = self._encoding.decode_bytes(known[self._bytes_of_id[known] > 0].tolist())
         return content.decode(errors="replace")
@@ -156,7 +155,6 @@ class TiktokenTokenizer:
         return self._bytes_of_id[self.encode(text)]
 
     def bytes_of(self, tokens: Tokens) -> Tokens:
-        """Returns int64: each token's own bytes, 0 for special tokens."""
         return self._bytes_of_id[tokens]
 
     def token_id(self, name: str) -> int | None:

@@ -107,12 +107,6 @@ def test_micro_batches_are_views_of_the_rows_in_order(documents: bool) -> None:
             assert pieces[0].data_ptr() == whole.data_ptr()
 
 
-def test_a_batch_moves_with_all_its_tensors() -> None:
-    moved = batch_of(2, documents=True).to("meta")
-    assert all(x.device.type == "meta" for x in vars(moved).values())
-    assert batch_of(2, documents=False).to(torch.device("cpu")).documents_BS is None
-
-
 BYTES = ByteTokenizer()
 
 

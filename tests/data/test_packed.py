@@ -91,7 +91,6 @@ def test_several_pairs_are_one_source_and_a_pair_counts_once(tmp_path: Path) -> 
     a, b = write(tmp_path / "a", [1, END], [2, END]), write(tmp_path / "b", [3, END], origin=None)
     source = opened(tmp_path / "a.bin", tmp_path / "a.idx", tmp_path / "b.idx")
     assert tokens_of(source) == [[1], [2], [3]]
-    assert source.place(2) == f"{b}.bin, document 0"
     assert source.fingerprint == opened(a, b).fingerprint != opened(b, a).fingerprint
 
 
