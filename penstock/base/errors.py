@@ -4,7 +4,8 @@ An error prints as one line: what is wrong, what was got, what is allowed, how t
 code 2, or with 75 if another rank was lost; any other exception is a bug and keeps its traceback.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -101,6 +102,15 @@ def every_kind(kind: type[PenstockError] = PenstockError) -> dict[str, type[Pens
     for below in kind.__subclasses__():
         kinds |= every_kind(below)
     return kinds
+
+
+@contextmanager
+def system_errors(kind: type[PenstockError], what: str, fix: str | None = None) -> Iterator[None]:
+    """Turn errors of the system (no space, no permission, ...) into an error of this kind."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(what, got=error.strerror or error, fix=fix) from error
 
 
 def nearest(got: object, names: Iterable[str], limit: int = 1) -> list[str]:

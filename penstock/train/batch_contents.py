@@ -11,8 +11,6 @@ from typing import Any
 from penstock.base.errors import CheckpointError
 from penstock.config.run import Run
 from penstock.data.contents import RowContents, row_of
-from penstock.data.evaluation import evaluation_batches
-from penstock.data.loader import Loader
 from penstock.data.mixture import Text
 from penstock.data.packed import PackedTokens
 from penstock.data.stream import LoaderState
@@ -20,6 +18,7 @@ from penstock.data.synthetic import SyntheticTokens
 from penstock.data.tokenizer import open_tokenizer
 from penstock.data.tokenizer_rules import Tokenizer
 from penstock.train.checkpoint import CheckpointStore
+from penstock.train.setup import evaluation_rows, training_loader
 
 MOST_ROWS = 1024
 """Rows of a batch that are analyzed; a batch of thousands of long rows would take minutes."""
@@ -66,7 +65,7 @@ def training_contents(run: Run, text: Text, step: int, store: CheckpointStore | 
     Raises a DataError if a document cannot be read.
     """
     before, skipped = _state_before(run, text, step, store)
-    reader = _loader(run, text, rows=1)
+    reader = training_loader(run, text, 1)
     reader.restore(before)
     tokenizer, end = tokenizer_of(run, text), text.parts[0].documents.end_of_document
     rows, parts = [], []
@@ -87,23 +86,16 @@ def training_contents(run: Run, text: Text, step: int, store: CheckpointStore | 
 
 def held_out_contents(run: Run, text: Text) -> BatchContents:
     """Analyze the evaluation rows of a run that has some. Raises a DataError if a document cannot be read."""
-    judged = evaluation_batches(
-        text,
-        rows=run.training.micro_batch,
-        sequence_length=run.training.sequence_length,
-        limit_rows=min(run.evaluation.rows, MOST_ROWS),
-        document_mask=run.data.document_mask,
-    )
+    judged = evaluation_rows(run, text, min(run.evaluation.rows, MOST_ROWS))
     tokenizer, end = tokenizer_of(run, text), text.parts[0].documents.end_of_document
     numbers = [(batch, number) for batch in judged.batches for number in range(batch.rows)]
     rows = tuple(row_of(batch, number, end_of_document=end, tokenizer=tokenizer) for batch, number in numbers)
-    corrupt = text.corrupt
     return BatchContents(
         rows=rows,
         parts=("",) * len(rows),
         batch_rows=len(rows),
-        skipped=corrupt.skipped,
-        notices=corrupt.take_notices(),
+        skipped=text.corrupt.skipped,
+        notices=text.corrupt.take_notices(),
     )
 
 
@@ -120,7 +112,8 @@ def tokenizer_of(run: Run, text: Text) -> Tokenizer | None:
 def _state_before(run: Run, text: Text, step: int, store: CheckpointStore | None) -> tuple[LoaderState, int]:
     """Loader state before a step, and the number of records skipped before reading began."""
     # With as many ranks as rows, the first rank builds one row and skips the others, which is faster.
-    loader = _loader(run, text, rows=run.training.global_batch, ranks=run.training.global_batch)
+    rows = run.training.global_batch
+    loader = training_loader(run, text, rows, ranks=rows)
     done = max((saved for saved in store.steps() if saved < step), default=0) if store is not None else 0
     if store is not None and done > 0:
         facts = store.read_facts(done)
@@ -131,18 +124,6 @@ def _state_before(run: Run, text: Text, step: int, store: CheckpointStore | None
     for _ in range(done, step - 1):
         loader.next_batch()
     return loader.state(), skipped
-
-
-def _loader(run: Run, text: Text, *, rows: int, ranks: int = 1) -> Loader:
-    return Loader(
-        text,
-        rows=rows,
-        sequence_length=run.training.sequence_length,
-        seed=run.seed,
-        document_mask=run.data.document_mask,
-        shuffle=run.data.shuffle,
-        ranks=ranks,
-    )
 
 
 def _part_read(text: Text, before: LoaderState, after: LoaderState) -> str:

@@ -38,7 +38,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from penstock.base.errors import CheckpointError, DamagedError, PenstockError, every_kind
+from penstock.base.errors import CheckpointError, DamagedError, PenstockError, every_kind, system_errors
 from penstock.base.files import sync, write_whole
 from penstock.models.huggingface.tensor_file import fingerprint
 from penstock.parallel.axes import ALONE, Axis
@@ -200,12 +200,10 @@ class CheckpointStore:
     def read_facts(self, step: int) -> dict[str, Any]:
         """Facts of a checkpoint, without its tensors, on this rank alone. Raises a CheckpointError as `load` does."""
         folder = self._existing(step)
-        try:
+        with system_errors(CheckpointError, f"cannot read {folder}"):
             manifest = read_manifest(folder)
             check_files(folder, {FACTS: manifest.files[FACTS]})
             return _facts(folder)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {folder}", got=error.strerror or error) from error
 
     def facts_of_all(self, step: int) -> dict[str, Any]:
         """`read_facts` on all ranks, which call this together and end it together."""

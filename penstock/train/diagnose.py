@@ -35,6 +35,7 @@ from penstock.models.rank_model import RankModel
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather_json, lost_ranks
 from penstock.parallel.shard import own_rows
+from penstock.train.checkpoint import CheckpointStore
 from penstock.train.global_batch import MicroBatch, cut, read
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.passes import held_out_nats
@@ -56,7 +57,6 @@ class NonFiniteOrigin:
     parameters: tuple[str, ...] = ()  # that are not finite, or whose gradients are not, in the order of forward
 
     def __str__(self) -> str:
-        """One phrase, for messages."""
         if not self.name:
             return "everything is finite when it is run again: the sum overflowed, or the fault is the machine's"
         return f"it began in the {self.place} of {self.name}" + ("" if self.layer is None else f" (layer {self.layer})")
@@ -74,7 +74,7 @@ class NonFiniteFinding:
     unsaved: str | None = None  # reason why no checkpoint could be written after the figure was found
 
     def write(self, path: Path) -> str | None:
-        """Write nonfinite.json; returns the reason if that fails, otherwise None."""
+        """Write nonfinite.json; returns the reason if that fails."""
         try:
             write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
         except OSError as error:
@@ -82,7 +82,6 @@ class NonFiniteFinding:
         return None
 
     def error(self, path: Path, unwritten: str | None = None) -> NonFiniteError:
-        """The error that ends the run; `unwritten` is the reason if nonfinite.json could not be written."""
         where = NO_ORIGIN if self.origin is None else str(self.origin)
         problems = (self.unsaved and f"nothing was saved: {self.unsaved}", unwritten)
         return NonFiniteError(
@@ -94,17 +93,16 @@ class NonFiniteFinding:
 def report_figure(
     finding: NonFiniteFinding,
     path: Path,
+    store: CheckpointStore,
     world: Axis,
     *,
     save: Callable[[], None],
-    newest: Callable[[], Path | None],
     look: Callable[[], NonFiniteOrigin | None],
 ) -> NonFiniteError:
     """Report a figure that is not finite; returns the error that ends the run. All ranks call it together.
 
     The first rank writes the finding at once, and again with later results. `save` saves the state and waits for the
-    disk; it may raise a CheckpointError, on all ranks. `newest` returns the newest checkpoint, on the first rank.
-    `look` searches, as `find_origin` does.
+    disk; it may raise a CheckpointError, on all ranks. `look` searches, as `find_origin` does.
     """
     is_first = world.rank == 0
     if is_first:
@@ -113,8 +111,8 @@ def report_figure(
         save()
     except CheckpointError as error:
         finding = replace(finding, unsaved=str(error))
-    if is_first:
-        finding = replace(finding, checkpoint=None if (saved := newest()) is None else str(saved))
+    if is_first and (newest := store.latest()) is not None:
+        finding = replace(finding, checkpoint=str(store.path(newest)))
     unwritten = finding.write(path) if is_first else None
     # The last point at which all ranks certainly take part.
     checkpoint, unwritten = all_gather_json([finding.checkpoint, unwritten], world)[0]
@@ -237,7 +235,6 @@ def layer_of(name: str) -> int | None:
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """Every tensor in a module's output."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

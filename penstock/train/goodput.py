@@ -5,9 +5,9 @@
     {"end": 1764201622.9, "step": 30, "seconds": {"training": 10.1, "other": 0.4}}
 
 Each moment of a process has one kind, so the kinds of `KINDS` and the time between processes add up to the wall clock
-since the begin of the first process. A line is a stretch of time. It is written after each of the first `WARM_UP` steps
-of a process, at a checkpoint, and when the last line is `EVERY` seconds old. So steps that the next process makes again
-are whole lines, and their time becomes `lost`, as does the time after the last line of a killed process: each `BEAT`
+since the begin of the first process. A line is an interval. It is written after each of the first `WARM_UP` steps of a
+process, at a checkpoint, and when the last line is `EVERY` seconds old. So steps that the next process makes again are
+whole lines, and their time becomes `lost`, as does the time after the last line of a killed process: each `BEAT`
 seconds a step sets the time of the file. Steps of the warm-up count as `training` for as long as the mean of the later
 steps, and as `compile` beyond.
 
@@ -21,7 +21,7 @@ Goodput is the share of `training`.
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from penstock.base.errors import RunFolderError
+from penstock.base.errors import RunFolderError, system_errors
 from penstock.base.files import open_file, parse_json
 
 WARM_UP = 3
@@ -61,7 +61,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass
-class _Stretch:
+class _Interval:
     """A line: seconds by kind, up to a step."""
 
     end: float
@@ -69,7 +69,7 @@ class _Stretch:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
-    def made(self) -> float:
+    def training(self) -> float:
         return self.seconds.get("training", 0.0)
 
 
@@ -82,20 +82,20 @@ class _Process:
     queued: float
     boot: str = ""  # of its machine; empty if unknown
     up: float = 0.0  # seconds since that boot when it began
-    stretches: list[_Stretch] = field(default_factory=list)
+    intervals: list[_Interval] = field(default_factory=list)
 
     @property
     def end(self) -> float:
-        return self.stretches[-1].end if self.stretches else self.begin
+        return self.intervals[-1].end if self.intervals else self.begin
 
-    def add(self, stretch: _Stretch) -> None:
+    def add(self, interval: _Interval) -> None:
         """Add a line. Those after the warm-up are kept as one."""
-        before = self.stretches[-2].step if len(self.stretches) > 1 else self.step
+        before = self.intervals[-2].step if len(self.intervals) > 1 else self.step
         if before - self.step < WARM_UP:
-            self.stretches.append(stretch)
+            self.intervals.append(interval)
             return
-        last = self.stretches[-1]
-        last.end, last.step, last.seconds = stretch.end, stretch.step, _sum(last.seconds, stretch.seconds)
+        last = self.intervals[-1]
+        last.end, last.step, last.seconds = interval.end, interval.step, _sum(last.seconds, interval.seconds)
 
 
 def process_begin() -> float:
@@ -179,11 +179,11 @@ class GoodputLedger:
     def flush(self) -> None:
         """Write a line, so that the next step begins another. Raises a RunFolderError if that fails."""
         self.enter(self._kind)
-        stretch = _Stretch(self._since, self._step, self._open)
+        interval = _Interval(self._since, self._step, self._open)
         self._open, self._open_kept = {}, 0.0
-        line = {"end": stretch.end, "step": stretch.step, "seconds": stretch.seconds}
+        line = {"end": interval.end, "step": interval.step, "seconds": interval.seconds}
         self._write(line)
-        self._own.add(stretch)
+        self._own.add(interval)
 
     def close(self) -> None:
         """Write the last line; a step that is not finished is lost."""
@@ -196,8 +196,8 @@ class GoodputLedger:
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each kind since the first process of the run began, up to the last `enter`."""
-        process = _Process(self._own.begin, self._own.step, 0.0, stretches=[*self._own.stretches])
-        process.stretches.append(_Stretch(self._since, self._step, dict(self._open)))
+        process = _Process(self._own.begin, self._own.step, 0.0, intervals=[*self._own.intervals])
+        process.intervals.append(_Interval(self._since, self._step, dict(self._open)))
         return _sum(self._before, _added_up([process]))
 
     def _earlier(self) -> list[_Process]:
@@ -208,24 +208,27 @@ class GoodputLedger:
         end = self._path.stat().st_mtime
         # The write of a line takes some time, too. A later time than the next line would have is that of a copy.
         if BEAT / 10 < end - last.end <= EVERY:
-            lost = _Stretch(end, last.stretches[-1].step if last.stretches else last.step, {"lost": end - last.end})
-            last.stretches.append(lost)
+            lost = _Interval(end, last.intervals[-1].step if last.intervals else last.step, {"lost": end - last.end})
+            last.intervals.append(lost)
             self._write({"end": lost.end, "step": lost.step, "seconds": lost.seconds})
         return processes
 
     def _write(self, line: Mapping[str, object]) -> None:
         if self._path is None:
             return
-        try:
-            with self._path.open("ab", buffering=0) as file:
-                file.write((json.dumps(line) + "\n").encode())
-        except OSError as error:
-            raise RunFolderError(f"cannot write {self._path}", got=error.strerror or error) from error
+        with (
+            system_errors(RunFolderError, f"cannot write {self._path}"),
+            self._path.open("ab", buffering=0) as file,
+        ):
+            file.write((json.dumps(line) + "\n").encode())
 
 
 def _read(path: Path) -> list[_Process]:
+    lines: list[bytes] = []
+    with system_errors(RunFolderError, f"cannot read {path}"), suppress(FileNotFoundError), open_file(path) as file:
+        lines = file.readlines()
     processes: list[_Process] = []
-    for line in _lines(path):
+    for line in lines:
         with suppress(ValueError, KeyError, TypeError, AttributeError):  # a line that was cut off or damaged
             entry = parse_json(line)
             if "begin" in entry:
@@ -233,16 +236,8 @@ def _read(path: Path) -> list[_Process]:
                 processes.append(_Process(float(entry["begin"]), int(entry["step"]), float(entry["queued"]), boot, up))
             elif processes:
                 seconds = {kind: float(value) for kind, value in entry["seconds"].items() if kind in KINDS}
-                processes[-1].stretches.append(_Stretch(float(entry["end"]), int(entry["step"]), seconds))
+                processes[-1].intervals.append(_Interval(float(entry["end"]), int(entry["step"]), seconds))
     return processes
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        with suppress(FileNotFoundError), open_file(path) as file:
-            yield from file
-    except OSError as error:
-        raise RunFolderError(f"cannot read {path}", got=error.strerror or error) from error
 
 
 def _added_up(processes: Sequence[_Process]) -> dict[str, float]:
@@ -275,23 +270,23 @@ def _gaps(processes: Sequence[_Process]) -> list[float]:
 
 def _of_process(process: _Process, kept_step: int | None) -> dict[str, float]:
     """Seconds of a process, whose steps after `kept_step` were made again."""
-    begins = [process.step, *(stretch.step for stretch in process.stretches)]  # steps before each stretch
+    begins = [process.step, *(interval.step for interval in process.intervals)]  # steps before each interval
     warm = process.step + WARM_UP
     later = [
-        (stretch, stretch.step - before)
-        for stretch, before in zip(process.stretches, begins, strict=False)
+        (interval, interval.step - before)
+        for interval, before in zip(process.intervals, begins, strict=False)
         if before >= warm
     ]
     steps = sum(count for _, count in later)
-    usual = sum(stretch.made for stretch, _ in later) / steps if steps else None
+    usual = sum(interval.training for interval, _ in later) / steps if steps else None
     total: dict[str, float] = {}
-    for stretch, before in zip(process.stretches, begins, strict=False):
-        seconds, steps = dict(stretch.seconds), stretch.step - before
+    for interval, before in zip(process.intervals, begins, strict=False):
+        seconds, steps = dict(interval.seconds), interval.step - before
         if before < warm and usual is not None and steps:
-            seconds["compile"] = max(0.0, stretch.made - usual * steps)
-            seconds["training"] = stretch.made - seconds["compile"]
-        if kept_step is not None and steps and stretch.step > kept_step:
-            share = min(1.0, (stretch.step - kept_step) / steps)
+            seconds["compile"] = max(0.0, interval.training - usual * steps)
+            seconds["training"] = interval.training - seconds["compile"]
+        if kept_step is not None and steps and interval.step > kept_step:
+            share = min(1.0, (interval.step - kept_step) / steps)
             again = share * seconds.get("training", 0.0)
             seconds["training"] = seconds.get("training", 0.0) - again
             seconds["lost"] = seconds.get("lost", 0.0) + again

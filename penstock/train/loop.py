@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from signal import SIGTERM
 from types import TracebackType
 from typing import Any
@@ -73,24 +72,13 @@ from penstock.train.stop import StopRequest
 from penstock.train.stragglers import RankPulse, StragglerWatch
 
 
-def unmarked(phase: str) -> None:
-    """Where no watch is kept."""
-    del phase
-
-
-def this_host(rank: int) -> str:
-    """The machine of a rank where all ranks are on this one."""
-    del rank
-    return socket.gethostname()
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunHooks:
     """What a run needs of its surroundings."""
 
     # Is told what begins, and an empty text for work that may take any time, for a watch over hangs.
-    mark: Callable[[str], None] = unmarked
-    host_of: Callable[[int], str] = this_host  # the machine of a rank, for the lines about late ranks
+    mark: Callable[[str], None] = lambda phase: None
+    host_of: Callable[[int], str] = lambda rank: socket.gethostname()  # of a rank, for the lines about late ranks
     ledger: GoodputLedger | None = None  # gets the time of this process, on the first rank
 
 
@@ -125,9 +113,8 @@ def open_store(run: Run, folder: RunFolder, world: Axis = ALONE.world) -> Checkp
 def resume(session: Session, folder: RunFolder, store: CheckpointStore, wanted: Run | None = None) -> Progress:
     """Restore the newest checkpoint, or begin anew if the run was killed before its first.
 
-    The session is one that `prepare` has made with `is_new` false.
-
-    The folder keeps the run as `wanted`, without it the session's, which fewer ranks may have changed.
+    The session is one that `prepare` has made with `is_new` false. The folder keeps the run as `wanted`, without it the
+    session's, which fewer ranks may have changed.
 
     Of damaged checkpoints the one before is restored, and they are renamed, unless `checkpoint.fall_back` is false. The
     folder does not change unless a checkpoint is valid. Raises a CheckpointError if none can be used, or if some rank
@@ -206,7 +193,7 @@ def train_run(
 
 
 def _close_at_end(cleanup: ExitStack, close: Callable[[], None]) -> None:
-    """Close something at the end; after an error, which is the one to be raised, problems of this do not matter."""
+    """Close something at the end; after an error, which is the one to be raised, its own problems do not matter."""
 
     def end(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
@@ -256,7 +243,6 @@ class _Loop:
         self._recorder = Recorder(session.run, folder.profile, session.device, session.axes.grid, session.axes.rank)
 
     def run(self, stop: StopRequest) -> RunEnd:
-        """Make all remaining steps."""
         steps, self._stop = self._run.training.steps, stop
         self._announce()
         done, last, is_stopping = self._begin, None, False
@@ -265,7 +251,9 @@ class _Loop:
             done = self._done
             self._on_this_rank(*(partial(observer.stepped, last) for observer in self._observers))
             self._on_this_rank(partial(self._ledger.stepped, done.steps))
-            is_stopping = wants_stop or self._may_stop_alone(stop)
+            # A request after the step's figures counts on a single rank only, as others do not know it.
+            is_alone = self._session.axes.world.group is None
+            is_stopping = wants_stop or (is_alone and stop.signal is not None)
             is_end = done.steps == steps or is_stopping
             if self._run.checkpoint.enabled and (is_end or _is_due(done.steps, self._run.checkpoint.every)):
                 self._save(done)  # after the observers: the line of a step is on disk before its checkpoint
@@ -336,7 +324,6 @@ class _Loop:
             self._store.wait()
 
     def _restore(self, point: ResumePoint) -> None:
-        """Go back to the data and random state before a step that was not applied."""
         self._session.state.batches.restore(point.data)
         restore_random_state(point.random)
 
@@ -406,11 +393,8 @@ class _Loop:
         if not result.is_finite:
             self._recorder.end(step)
             raise self._halt(done, before, batch, result)
-        self._done, self._before, self._is_updating = (
-            Progress(step, done.tokens + self._run.tokens_per_step),
-            None,
-            False,
-        )
+        self._done = Progress(step, done.tokens + self._run.tokens_per_step)
+        self._before, self._is_updating = None, False
         self._ledger.enter("other")
         self._on_this_rank(partial(self._recorder.end, step))
         report = self._report(done, result, rate, seconds, self._evaluate(step))
@@ -465,10 +449,6 @@ class _Loop:
             wall_seconds=self._ledger.seconds(),
         )
 
-    def _may_stop_alone(self, stop: StopRequest) -> bool:
-        """Whether a request after the step's figures counts: only on a single rank, as others do not know it."""
-        return self._session.axes.world.group is None and stop.signal is not None
-
     def _save(self, done: Progress) -> None:
         self._ledger.enter("checkpoint")
         # The lines of its steps are on disk before it is.
@@ -514,17 +494,13 @@ class _Loop:
                 self._recorder.finish()
             save()
 
-        def newest() -> Path | None:
-            step = self._store.latest()
-            return None if step is None else self._store.path(step)
-
         def look_with_all_memory() -> NonFiniteOrigin | None:
             if self._session.graphs is not None:
                 self._session.graphs.release()  # the search needs the memory of their pool
             return look()
 
         path, world = self._folder.nonfinite, self._session.axes.world
-        return report_figure(finding, path, world, save=save_all, newest=newest, look=look_with_all_memory)
+        return report_figure(finding, path, self._store, world, save=save_all, look=look_with_all_memory)
 
 
 def _is_due(step: int, every: int) -> bool:

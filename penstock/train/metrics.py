@@ -11,13 +11,13 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from penstock.base.errors import RunFolderError
+from penstock.base.errors import RunFolderError, system_errors
 from penstock.base.files import open_file, open_to_append, parse_json, sync, write_whole
 from penstock.base.spans import Span
 from penstock.train.goodput import goodput
@@ -250,7 +250,7 @@ def drop_after(path: Path, step: int, every: int = 1) -> tuple[str, ...]:
     begin = last = damaged = 0
     is_ours = False  # some line is of metrics
     notices = []
-    with _disk_errors(path):
+    with _io_errors(path):
         for line in _lines(path):
             end, number = begin + len(line), _step_of(line)
             if number is not None and last < number <= step:
@@ -278,7 +278,7 @@ def drop_after(path: Path, step: int, every: int = 1) -> tuple[str, ...]:
 
 def lines_between(path: Path, after: int, last: int) -> Iterator[dict[str, Any]]:
     """Lines of the steps after `after` up to `last`. Raises a RunFolderError if the file cannot be read."""
-    with _disk_errors(path):
+    with _io_errors(path):
         for line in _lines(path):
             step = _step_of(line)
             if step is not None and after < step <= last:
@@ -287,17 +287,13 @@ def lines_between(path: Path, after: int, last: int) -> Iterator[dict[str, Any]]
 
 def last_step(path: Path) -> int:
     """The step of the last line that is whole; 0 without one. Raises a RunFolderError if the file cannot be read."""
-    with _disk_errors(path):
+    with _io_errors(path):
         newest = deque(_lines(path), maxlen=100)
     return next(filter(None, map(_step_of, reversed(newest))), 0)
 
 
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunFolderError(f"cannot read or write {path}", got=error.strerror or error) from error
+def _io_errors(path: Path) -> AbstractContextManager[None]:
+    return system_errors(RunFolderError, f"cannot read or write {path}")
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -322,11 +318,9 @@ class MetricsFile(Observer):
         self._path = path
         self._every = every
         self._rest = b""  # lines that could not be written
-        try:
+        with system_errors(RunFolderError, f"cannot write {path}"):
             self._file = open_to_append(path)  # a line is one write: a killed process leaves no part of it
             sync(path.parent)  # the name of the file
-        except OSError as error:
-            raise RunFolderError(f"cannot write {path}", got=error.strerror or error) from error
 
     def stepped(self, report: StepReport) -> None:
         """Write the line of a step. Raises a RunFolderError if the file cannot be written."""
@@ -357,11 +351,5 @@ class MetricsFile(Observer):
         with self._writing(), self._file:
             os.fsync(self._file.fileno())
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunFolderError(
-                f"cannot write {self._path}", got=error.strerror, fix="free space, --resume"
-            ) from error
+    def _writing(self) -> AbstractContextManager[None]:
+        return system_errors(RunFolderError, f"cannot write {self._path}", "free space, --resume")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.base.errors import RunFolderError
+from penstock.base.errors import RunFolderError, system_errors
 from penstock.base.files import write_whole
 from penstock.base.spans import NUMBERED_STEP
 from penstock.config.fit import micro_batches
@@ -83,10 +83,8 @@ class Recorder:
         self._settle()
         profiler.add_metadata_json("penstock", json.dumps(self._facts | {"steps": self._recorded}))
         profiler.stop_trace()
-        try:
+        with system_errors(RunFolderError, f"cannot write {self._folder}", "free space"):
             size = self._write(profiler)
-        except OSError as error:
-            raise RunFolderError(f"cannot write {self._folder}", got=error.strerror, fix="free space") from error
         first, last = self._recorded[0], self._recorded[-1]
         self._notices.append(f"profile: steps {first} to {last} of this rank in {self._folder}, {size / 1e6:.1f} MB")
 

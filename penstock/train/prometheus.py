@@ -7,7 +7,6 @@ resumed run start with its earlier steps, which Prometheus takes for a restart.
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -90,18 +89,6 @@ ENDPOINT_FIELDS: Mapping[str, MetricField] = MappingProxyType(
 """Metrics that only the endpoint has."""
 
 _LABELS = {"phase_seconds": "phase", "mtp_losses": "depth", "wall_seconds": "kind"}
-_KEPT = ("evaluation_loss", "evaluation_bits_per_byte")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Told:
-    """State of the run; times are in seconds since 1970."""
-
-    start: RunStart
-    line: Mapping[str, Any]  # of the last step, with the last evaluation; empty before the first step
-    step_time: float = 0.0
-    saved_step: int = 0  # 0 before the first checkpoint
-    saved_time: float = 0.0
 
 
 class PrometheusEndpoint(Observer):
@@ -113,25 +100,24 @@ class PrometheusEndpoint(Observer):
     def __init__(self, address: str, port: int) -> None:
         client: Any = import_module("prometheus_client")
         self._core: Any = import_module("prometheus_client.core")
-        self._told: _Told | None = None
+        self._run = ""
+        self._figures: dict[str, Any] = {}  # by field; replaced and not changed, as the server's thread reads it
         registry = client.CollectorRegistry(auto_describe=False)
         registry.register(self)
         self._server, self._thread = client.start_http_server(port, addr=address, registry=registry)
         self.port = int(self._server.server_port)
 
     def started(self, start: RunStart) -> None:
-        self._told = _Told(start=start, line={})
+        self._run = start.run.name
+        info = {"model": start.run.model.family, "device": start.device_name, "ranks": f"{start.ranks}"}
+        self._figures = {RUN_INFO: info, WANTED_STEPS: start.run.training.steps}
 
     def stepped(self, report: StepReport) -> None:
         """Store the figures of a step; those of an evaluation stay until the next one."""
-        assert self._told is not None, "a run starts before it steps"
-        kept = {name: self._told.line[name] for name in _KEPT if name in self._told.line}
-        self._told = replace(self._told, line=kept | record(report), step_time=time.time())
+        self._figures = self._figures | record(report) | {STEP_TIME: time.time()}
 
     def saved(self, step: int) -> None:
-        """Store the step of the newest checkpoint."""
-        assert self._told is not None, "a run starts before it saves"
-        self._told = replace(self._told, saved_step=step, saved_time=time.time())
+        self._figures = self._figures | {SAVED_STEP: step, SAVED_TIME: time.time()}
 
     def closed(self) -> None:
         self._server.shutdown()
@@ -140,50 +126,28 @@ class PrometheusEndpoint(Observer):
 
     def collect(self) -> Iterator[Any]:
         """Metric families of prometheus_client; its thread calls this for each request."""
-        data = self._told  # once: the training thread may replace it meanwhile
-        if data is None:
-            return
-        run = data.start.run
-        info = {"model": run.model.family, "device": data.start.device_name, "ranks": f"{data.start.ranks}"}
-        yield self._family(data, RUN_INFO, {tuple(info.values()): 1.0}, labels=tuple(info))
-        yield self._family(data, WANTED_STEPS, {(): float(run.training.steps)})
-        if data.saved_step:
-            yield self._family(data, SAVED_STEP, {(): float(data.saved_step)})
-            yield self._family(data, SAVED_TIME, {(): data.saved_time})
-        if not data.line:
-            return
-        yield self._family(data, STEP_TIME, {(): data.step_time})
-        for field, name in EXPORTED.items():
-            label = _LABELS.get(field)
-            yield self._family(data, name, _samples(data.line.get(field)), FIELDS[field].doc, (label,) if label else ())
-        for field, name in EXPORTED_OF_LAYER.items():
-            layers: dict[tuple[str, ...], float] = {
-                (f"{layer['layer']}",): float(layer[field]) for layer in data.line["layers"] if layer[field] is not None
-            }
-            yield self._family(data, name, layers, LAYER_FIELDS[field].doc, ("layer",))
+        figures = self._figures  # once: the training thread may replace it meanwhile
+        for name, field in ENDPOINT_FIELDS.items():
+            if name == RUN_INFO and name in figures:
+                info = {"run": self._run, **figures[name]}
+                yield self._core.InfoMetricFamily(name.removesuffix("_info"), field.doc, info)
+            elif name in figures:
+                yield self._family(name, field.doc, figures[name])
+        for key, name in EXPORTED.items():
+            if key in figures:
+                yield self._family(name, FIELDS[key].doc, figures[key], _LABELS.get(key))
+        for key, name in EXPORTED_OF_LAYER.items():
+            if "layers" in figures:
+                layers = {layer["layer"]: layer[key] for layer in figures["layers"] if layer[key] is not None}
+                yield self._family(name, LAYER_FIELDS[key].doc, layers, "layer")
 
-    def _family(
-        self,
-        data: _Told,
-        name: str,
-        samples: Mapping[tuple[str, ...], float],
-        doc: str = "",
-        labels: tuple[str, ...] = (),
-    ) -> Any:
-        """One metric with its samples, each labeled with the run."""
+    def _family(self, name: str, doc: str, value: Any, label: str | None = None) -> Any:
+        """One metric with its samples, each labeled with the run; a figure that is None has none."""
         kind = self._core.CounterMetricFamily if name.endswith("_total") else self._core.GaugeMetricFamily
-        family = kind(name, doc or ENDPOINT_FIELDS[name].doc, labels=("run", *labels))
-        for values, number in samples.items():
-            family.add_metric((data.start.run.name, *values), number)
+        family = kind(name, doc, labels=("run", label) if label else ("run",))
+        if isinstance(value, list):
+            value = dict(enumerate(value, start=1))
+        samples = value if isinstance(value, dict) else {} if value is None else {None: value}
+        for key, number in samples.items():
+            family.add_metric((self._run, str(key)) if label else (self._run,), float(number))
         return family
-
-
-def _samples(value: Any) -> dict[tuple[str, ...], float]:
-    """Samples of a field by the values of its label; empty for a field that is null or absent."""
-    if value is None:
-        return {}
-    if isinstance(value, Mapping):
-        return {(str(key),): float(number) for key, number in value.items()}
-    if isinstance(value, list):
-        return {(f"{depth}",): float(number) for depth, number in enumerate(value, start=1)}
-    return {(): float(value)}

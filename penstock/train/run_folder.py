@@ -29,7 +29,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.base.errors import CheckpointError, RunFolderError, did_you_mean_path
+from penstock.base.errors import CheckpointError, RunFolderError, did_you_mean_path, system_errors
 from penstock.base.files import sync, write_whole
 from penstock.config.load import RUN_FILE, dump_toml
 from penstock.config.run import Run
@@ -78,7 +78,7 @@ class RunFolder:
 
     def write_config(self, run: Run) -> None:
         """Replace the configuration atomically. Raises a RunFolderError if the file cannot be written."""
-        with _disk_errors(f"cannot write {self.config}"):
+        with system_errors(RunFolderError, f"cannot write {self.config}"):
             write_whole(self.config, dump_toml(run))
 
 
@@ -106,7 +106,7 @@ def create_run_folder(run: Run, *, number_if_taken: bool, launch: str = "") -> t
     """
     check_name(run.name)
     parent = Path(run.record.folder)
-    with _disk_errors(f"cannot make a run folder in {parent}"):
+    with system_errors(RunFolderError, f"cannot make a run folder in {parent}"):
         parent.mkdir(parents=True, exist_ok=True)
         with hidden_folder(parent, run.name) as draft:
             (draft / CHECKPOINTS).mkdir()
@@ -140,7 +140,7 @@ def new_folder(parent: Path, name: str) -> Path:
     """Create the folder `name`, or the first free of name-2, name-3, ...; no two callers get the same one."""
     while True:
         folder = parent / free_name(parent, name)
-        with _disk_errors(f"cannot make a folder in {parent}"):
+        with system_errors(RunFolderError, f"cannot make a folder in {parent}"):
             parent.mkdir(parents=True, exist_ok=True)
             try:
                 folder.mkdir()
@@ -186,7 +186,7 @@ def training_in(folder: RunFolder) -> Iterator[str]:
     Raises a RunFolderError if another process trains there, or the lock cannot be written.
     """
     with ExitStack() as stack:
-        with _disk_errors(f"cannot lock {folder.path}"):
+        with system_errors(RunFolderError, f"cannot lock {folder.path}"):
             notice = stack.enter_context(locked(folder.path))
         _delete_leftovers(folder)
         yield notice
@@ -270,12 +270,3 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         sync(draft)  # the names of the files, whose content the caller has synced
         draft.rename(folder)
         sync(folder.parent)  # the name of the folder
-
-
-@contextmanager
-def _disk_errors(what: str) -> Iterator[None]:
-    """Turn errors of the system (no space, no permission, ...) into an error for the user."""
-    try:
-        yield
-    except OSError as error:
-        raise RunFolderError(what, got=error.strerror or error) from error

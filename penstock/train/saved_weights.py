@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.base.errors import CheckpointError, RunFolderError
+from penstock.base.errors import CheckpointError, RunFolderError, system_errors
 from penstock.base.files import sync, write_whole
 from penstock.config.load import load_run
 from penstock.config.run import Run
@@ -107,7 +107,7 @@ class SavedWeights:
         tensor = torch.empty(rectangle.sizes, dtype=dtype)
         piece = LocalSlice(offset=0, strides=tensor.stride(), whole=rectangle.begin, sizes=rectangle.sizes)
         part = ShardedTensor(tensor=tensor, shape=saved.shape, pieces=(piece,))
-        with _reading(self._folder):
+        with system_errors(CheckpointError, f"cannot read {self._folder}"):
             self._files.fill(PREFIX + name, part, saved)
         return tensor
 
@@ -121,21 +121,13 @@ def open_weights(store: CheckpointStore, step: int, kinds: Mapping[str, str]) ->
     """
     folder = store.path(step)
     wanted = {PREFIX + name: kind for name, kind in kinds.items()}
-    with _reading(folder):
+    with system_errors(CheckpointError, f"cannot read {folder}"):
         manifest = _checked(folder, wanted)
     expected = {name: manifest.files[name] for name in files_of(manifest, wanted)}
     with CheckpointFiles(folder, expected, along=True) as files:
         yield SavedWeights(folder, manifest.tensors, files)
-        with _reading(folder):
+        with system_errors(CheckpointError, f"cannot read {folder}"):
             files.finish()
-
-
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder}", got=error.strerror or error) from error
 
 
 def _checked(folder: Path, wanted: Mapping[str, str]) -> Manifest:

@@ -82,7 +82,7 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The data of a run."""
+    """The data of a run on one rank."""
 
     train: Text
     held_out: EvaluationRows | None  # None without evaluation
@@ -109,16 +109,7 @@ def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = 
     model = build_rank(run, axes, device)
     model.train()
     name = device_name(device)
-    loader = Loader(
-        texts.train,
-        rows=run.training.global_batch,
-        sequence_length=run.training.sequence_length,
-        seed=run.seed,
-        document_mask=run.data.document_mask,
-        shuffle=run.data.shuffle,
-        rank=axes.data.rank,
-        ranks=axes.data.size,
-    )
+    loader = training_loader(run, texts.train, run.training.global_batch, axes.data.rank, axes.data.size)
     optimizer = MasterAdamW(
         param_shards(model.modules, axes), run.optimizer, parallel=run.parallel, axes=axes, offload=run.offload
     )
@@ -178,15 +169,7 @@ def open_texts(run: Run, axes: Axes = ALONE) -> RunData:
         train = open_split(run, "train")
         return RunData(train=train, held_out=None, notices=train.corrupt.take_notices())
     text = open_split(run, "validation")
-    held_out = evaluation_batches(
-        text,
-        rows=run.training.micro_batch * axes.data.size,
-        sequence_length=run.training.sequence_length,
-        limit_rows=run.evaluation.rows,
-        document_mask=run.data.document_mask,
-        rank=axes.data.rank,
-        ranks=axes.data.size,
-    )
+    held_out = evaluation_rows(run, text, run.evaluation.rows, axes.data.rank, axes.data.size)
     if held_out.text_bytes == 0:
         raise DataError(
             "the held-out rows predict no text: each of their documents is one token long",
@@ -195,6 +178,33 @@ def open_texts(run: Run, axes: Axes = ALONE) -> RunData:
     train = open_split(run, "train")
     both = (*text.corrupt.take_notices(), *train.corrupt.take_notices())  # which are of the same files, mostly
     return RunData(train=train, held_out=held_out, notices=tuple(dict.fromkeys(both)))
+
+
+def training_loader(run: Run, text: Text, rows: int, rank: int = 0, ranks: int = 1) -> Loader:
+    """The batches of a run, with `rows` rows over all ranks."""
+    return Loader(
+        text,
+        rows=rows,
+        sequence_length=run.training.sequence_length,
+        seed=run.seed,
+        document_mask=run.data.document_mask,
+        shuffle=run.data.shuffle,
+        rank=rank,
+        ranks=ranks,
+    )
+
+
+def evaluation_rows(run: Run, text: Text, limit: int, rank: int = 0, ranks: int = 1) -> EvaluationRows:
+    """Up to `limit` held-out rows of a run. Raises a DataError if a document cannot be read, or none has text."""
+    return evaluation_batches(
+        text,
+        rows=run.training.micro_batch * ranks,
+        sequence_length=run.training.sequence_length,
+        limit_rows=limit,
+        document_mask=run.data.document_mask,
+        rank=rank,
+        ranks=ranks,
+    )
 
 
 def open_split(run: Run, split: Split) -> Text:
@@ -314,10 +324,9 @@ class Rehearsal:
 
 
 def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
-    """Build one rank of a run as a real run does, with a process group that moves nothing.
+    """Build one rank of a run as a real run does, with a process group of its own that moves nothing.
 
-    Starts and ends the process group, so there must be none. Raises a ConfigError if the layout does not fit the ranks
-    or the model, or there is no such rank.
+    Raises a ConfigError if the layout does not fit the ranks or the model, or there is no such rank.
     """
     grid = grid_of(run, world)
     if rank >= world:

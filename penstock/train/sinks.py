@@ -38,7 +38,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from penstock import __version__
-from penstock.base.errors import DeviceError, RunFolderError
+from penstock.base.errors import DeviceError, RunFolderError, system_errors
 from penstock.base.files import open_to_append
 from penstock.base.origin import command_text, commit_of_code
 from penstock.config.run import Run
@@ -100,10 +100,7 @@ Call = Callable[[Observer], None]
 
 
 class BackgroundSink(Observer):
-    """Observer that forwards all calls to a sink in a thread, until the sink fails.
-
-    `open_sink` runs in the thread; `tell` prints a line for the user, from the training thread.
-    """
+    """Forwards calls to a sink, which is opened and called in a thread; `tell` prints a line in the training thread."""
 
     def __init__(
         self,
@@ -127,7 +124,6 @@ class BackgroundSink(Observer):
         self._pass_on(lambda sink: sink.started(start))
 
     def stepped(self, report: StepReport) -> None:
-        """Forward the call, unless the queue is full."""
         self._pass_on(lambda sink: sink.stepped(report))
 
     def saving(self) -> None:
@@ -151,7 +147,7 @@ class BackgroundSink(Observer):
             self._tell(f"{self._name} was too slow for {missing} reports, which are missing there")
 
     def _pass_on(self, call: Call | None, seconds: float = 0.0) -> bool:
-        """Whether the call is in the queue."""
+        """Whether the call is in the queue, which may be full."""
         self._look()
         if self._error is not None:
             return False
@@ -213,7 +209,6 @@ class TensorBoard(Observer):
         self._file.write(records.getvalue())
 
     def closed(self) -> None:
-        """Close the event file."""
         self._file.close()
 
 
@@ -226,11 +221,8 @@ class StartsFile(Observer):
     def started(self, start: RunStart) -> None:
         """Write the line. Raises a RunFolderError if that fails."""
         line = json.dumps(start_record(start)) + "\n"
-        try:
-            with open_to_append(self._path) as file:
-                file.write(line.encode())
-        except OSError as error:
-            raise RunFolderError(f"cannot write {self._path}", got=error.strerror) from error
+        with system_errors(RunFolderError, f"cannot write {self._path}"), open_to_append(self._path) as file:
+            file.write(line.encode())
 
 
 def start_record(start: RunStart) -> dict[str, Any]:
