@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks import record
 from benchmarks.search_all import Case, answered
 from penstock.config.presets.registry import PRESETS
-from penstock.models.count import count
+from penstock.config.size import size_of
 from penstock.tune.result_file import commit_of_code
 
 CHIPS = ("H100", "MI300X", "B200")
@@ -38,7 +38,7 @@ def devices_for(parameters: int) -> int:
 def cases() -> list[Case]:
     """Every published preset on one cluster of each chip."""
     sizes = {
-        name: devices_for(count(make().model, 4096).parameters)
+        name: devices_for(size_of(make().model, 4096).parameters)
         for name, make in PRESETS.items()
         if not name.startswith(OURS) and name != LONG
     }

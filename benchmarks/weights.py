@@ -32,8 +32,8 @@ from benchmarks import record
 from penstock.cli.main import main as penstock
 from penstock.config.load import load_run
 from penstock.config.run import Run
+from penstock.config.size import size_of
 from penstock.models.build import meta_model
-from penstock.models.count import count
 from penstock.models.huggingface.config import huggingface_config
 from penstock.models.huggingface.tensor_file import TensorEntry, in_files, write_entries
 from penstock.models.huggingface.weights import by_file_tensor, weight_mappings
@@ -222,7 +222,7 @@ def main() -> None:
         Path("/proc/self/autogroup").write_text("-20")
         os.setpriority(os.PRIO_PROCESS, 0, -20)
     run = load_run(options.preset, [f"model.layers={options.layers}"])
-    counted = count(run.model, 4096)
+    counted = size_of(run.model, 4096)
     numbers: dict[str, object] = {
         "preset": options.preset,
         "layers": options.layers,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.presets.registry import PRESETS
+from penstock.config.size import size_of
 from penstock.config.versions import new_path
-from penstock.models.count import count
 from penstock.models.huggingface.families import FAMILIES
 from tools.hardware_page import table
 
@@ -70,7 +70,7 @@ def _smallest(name: str, plans: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _size(name: str) -> str:
     model = PRESETS[name]().model
-    counted = count(model, 4096)
+    counted = size_of(model, 4096)
     active = f", {counted.active_parameters / 1e9:.1f} B of them active" if model.moe else ""
     return f"`{name}` has {counted.parameters / 1e9:,.1f} B parameters{active}."
 

@@ -3,7 +3,7 @@
 from penstock.config.model import LatentAttention, Model
 from penstock.config.presets.registry import PRESETS
 from penstock.config.schema import as_toml, every_field, find, leaves
-from penstock.models.count import count
+from penstock.config.size import size_of
 from penstock.models.huggingface.config import TRAINING_ONLY
 from penstock.models.huggingface.families import FAMILIES, Family
 from penstock.models.huggingface.rearrangements import rotary_halves
@@ -50,7 +50,7 @@ def _presets() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name, make in PRESETS.items():
         model = make().model
-        counted = count(model, 4096)
+        counted = size_of(model, 4096)
         heads = model.attention
         shape = f"{heads.heads} MLA" if isinstance(heads, LatentAttention) else f"{heads.heads} / {heads.kv_heads}"
         rows.append(

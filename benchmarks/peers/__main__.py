@@ -34,7 +34,7 @@ from tokenizers.models import BPE
 
 from benchmarks import record
 from penstock.config.load import load_run
-from penstock.models.count import count
+from penstock.config.size import size_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE_LENGTH = 4096
@@ -152,7 +152,7 @@ def run_ours(options: argparse.Namespace, setting: str, folder: Path) -> dict[st
         "peak_memory_gib": max(line["peak_memory_bytes"] for line in timed) / 2**30,
         "first_loss": lines[0]["loss"],
         "last_loss": lines[-1]["loss"],
-        "parameters": count(run.model, run.training.sequence_length).parameters,
+        "parameters": size_of(run.model, run.training.sequence_length).parameters,
         "command": shown(command, folder),
     }
 

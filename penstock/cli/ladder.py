@@ -25,7 +25,7 @@ from penstock.cli.output import Force, check_output, print_next, print_table
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.models.count import count
+from penstock.config.size import size_of
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.local import processes_to_start
 from penstock.train.run_folder import new_folder
@@ -127,7 +127,7 @@ def ladder(  # noqa: PLR0913 - one argument for each option
         overrides=changes,
         training_steps=steps,
         run=run,
-        flops_per_token=count(run.model, run.training.sequence_length).flops_per_token,
+        flops_per_token=size_of(run.model, run.training.sequence_length).flops_per_token,
     )
     saved = SavedSteps()
     if output is not None and resumes:

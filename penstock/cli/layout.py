@@ -19,6 +19,7 @@ from penstock.cli.output import print_next, print_table
 from penstock.config.fit import context_method, grid_of, micro_batches, shard, smallest_world
 from penstock.config.load import load_run
 from penstock.config.run import Run
+from penstock.config.size import stage_costs
 from penstock.layout.actions import Schedule
 from penstock.layout.clock import ActionCosts, play
 from penstock.layout.experts import ExpertPlacement
@@ -27,7 +28,6 @@ from penstock.layout.schedules import schedule
 from penstock.layout.sequence import SequenceLayout
 from penstock.layout.stages import Stage, stages_text
 from penstock.models.build import meta_stages
-from penstock.models.count import stage_costs
 from penstock.models.rank_model import stages_of
 from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import Axes, Axis

@@ -48,11 +48,11 @@ from penstock.config.load import load_run
 from penstock.config.presets.registry import is_preset
 from penstock.config.run import Run
 from penstock.config.schema import as_toml
+from penstock.config.size import size_of
 from penstock.data.documents import read_sample
 from penstock.layout import actions
 from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
 from penstock.layout.stages import stages_text
-from penstock.models.count import count
 from penstock.parallel.axes import Axes, Axis
 from penstock.parallel.collectives import lost_ranks
 from penstock.parallel.launch.environment import (
@@ -464,7 +464,7 @@ def _print_plan(console: Console, launch: Launch, grid: Grid, local_ranks: int) 
     if shortage is not None:
         warn(str(shortage))
     texts = open_texts(run) if shortage is None else RunData(train=open_split(run, "train"), held_out=None)
-    size = count(run.model, run.training.sequence_length)
+    size = size_of(run.model, run.training.sequence_length)
     parameters, active = count_text(size.parameters + size.mtp_parameters), count_text(size.active_parameters)
     tokens = run.tokens_per_step * run.training.steps
     flops = size.flops_per_token  # forward and backward

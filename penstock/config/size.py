@@ -1,14 +1,20 @@
-"""Parameters and FLOPs of a model by arithmetic, for verbs that must not wait for the import of PyTorch.
+"""Parameters and FLOPs of a model by arithmetic, without importing PyTorch.
 
-penstock/models/count.py counts on the model itself, and defines the conventions; tests compare the two on every preset,
-on variants of them and on models that differ in one field.
+FLOPs are those of the matrix products for one trained token: forward once, backward twice, M x K times K x N counted as
+2 M K N. Causal attention counts as half of the full square, local layers as the visible part of it, linear attention as
+its definition position by position. Elementwise work, short convolutions and embedding look-ups are not counted. Of the
+routed experts only the top-k share is active.
+
+Tests compare this with the weights of the model that is built, on every preset and on models that differ in one field.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from penstock.config.model import GroupedQueryAttention, Indexer, LatentAttention, LinearAttention, Model, Moe
 from penstock.kernels.attention_window import AttentionWindow
+from penstock.layout.stages import StageCosts
 
 
 @dataclass(frozen=True)
@@ -30,26 +36,39 @@ class _Part:
     flops: float = 0.0  # of one token's forward pass
 
 
+@lru_cache(maxsize=16)
 def size_of(model: Model, sequence_length: int) -> Count:
     """Count a model at a sequence length, the positions of a row."""
     matrix = model.vocab_size * model.hidden_size  # embedding, and output projection
     head = _Part(0 if model.tie_word_embeddings else matrix, flops=2 * matrix)
     layers = [_block(model, layer, sequence_length) for layer in range(model.layers)]
     whole = _sum([_Part(matrix), *layers, _Part(model.hidden_size), head])  # the third is the final norm
-    # A depth joins the hidden state and the next embedding: [2H] -> [H].
-    join = 2 * model.hidden_size**2
-    depths = [
-        _sum([_block(model, model.layers + depth, sequence_length), _Part(join + 3 * model.hidden_size, 0, 2 * join)])
-        for depth in range(model.mtp_layers)
-    ]
-    ahead = _sum(depths)
+    ahead = _sum(_depths(model, sequence_length))
     return Count(
         parameters=whole.parameters,
         active_parameters=whole.parameters - whole.idle,
         mtp_parameters=ahead.parameters,
         # Backward has twice the FLOPs of forward.
-        flops_per_token=3 * (whole.flops + ahead.flops + head.flops * len(depths)),
+        flops_per_token=3 * (whole.flops + ahead.flops + head.flops * model.mtp_layers),
     )
+
+
+def stage_costs(model: Model, sequence_length: int) -> StageCosts:
+    """Forward FLOPs of one token through each part that a pipeline stage may hold."""
+    head = 2.0 * model.vocab_size * model.hidden_size
+    return StageCosts(
+        embed=0.0,  # a look-up has no product
+        layers=tuple(_block(model, layer, sequence_length).flops for layer in range(model.layers)),
+        mtp=tuple(depth.flops + head for depth in _depths(model, sequence_length)),
+        head=head,
+    )
+
+
+def _depths(model: Model, sequence_length: int) -> list[_Part]:
+    """The depths of multi-token prediction, without output projection."""
+    # A depth joins the hidden state and the next embedding: [2H] -> [H].
+    join = _sum([_matrices((2 * model.hidden_size, model.hidden_size)), _Part(3 * model.hidden_size)])  # and norms
+    return [_sum([_block(model, model.layers + depth, sequence_length), join]) for depth in range(model.mtp_layers)]
 
 
 def routed_parameters(model: Model) -> int:

@@ -7,10 +7,11 @@ import torch
 
 from penstock.config.fit import context_method, micro_batches
 from penstock.config.run import Run
+from penstock.config.size import stage_costs
 from penstock.layout.actions import Schedule
 from penstock.layout.schedules import schedule
 from penstock.layout.sequence import Method, SequenceLayout
-from penstock.layout.stages import Stage, StageCosts, balanced_stages, parse_stages
+from penstock.layout.stages import Stage, balanced_stages, parse_stages
 from penstock.models.build import (
     compute_dtype,
     gather_in_float8,
@@ -21,7 +22,6 @@ from penstock.models.build import (
     transfers_of,
     whole_model,
 )
-from penstock.models.count import stage_costs
 from penstock.models.decoder import Decoder
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.parallel import offload
@@ -139,7 +139,7 @@ def stages_of(run: Run) -> tuple[Stage, ...]:
         return (whole_model(model),)
     if run.pipeline.layout:
         return parse_stages(run.pipeline.layout, layers=model.layers, mtp_layers=model.mtp_layers, stages=stages)
-    costs: StageCosts = stage_costs(model, run.training.sequence_length)
+    costs = stage_costs(model, run.training.sequence_length)
     return balanced_stages(layers=model.layers, mtp_layers=model.mtp_layers, stages=stages, costs=costs)
 
 

@@ -34,12 +34,12 @@ from penstock.base.errors import KernelError
 from penstock.config.fit import SPLITTING_SCHEDULES, grid_of, micro_batches
 from penstock.config.parallel import Graphs, Offload, Pipeline
 from penstock.config.run import Run
+from penstock.config.size import stage_costs
 from penstock.layout.actions import stages_of
 from penstock.layout.grid import Grid
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage, balanced_stages, parse_stages
 from penstock.models.build import needs_embedding, whole_model
-from penstock.models.count import stage_costs
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.composed_run import ComposedRun, PlaceLoad, ProxyStage, RankState, StageContents, contents_of

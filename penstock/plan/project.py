@@ -9,7 +9,7 @@ from dataclasses import replace
 from penstock.config.fit import grid_of
 from penstock.config.fit import shard as shard_of
 from penstock.config.run import Run
-from penstock.models.count import count
+from penstock.config.size import size_of
 from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, overheads_of, target_of
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
 from penstock.plan.composer import Composer, is_composable
@@ -81,7 +81,7 @@ def _state_of(software: Software, run: Run, memory: RankMemory) -> RankMemory:
 
 def advice_for(run: Run, cluster: Cluster) -> tuple[Advice, ...]:
     """Advice of the rules about a run that can start on the cluster, in their order (`penstock plan --layout`)."""
-    counted = count(run.model, run.training.sequence_length)
+    counted = size_of(run.model, run.training.sequence_length)
     facts = facts_of(run.model, total_parameters=counted.parameters, active_parameters=counted.active_parameters)
     rules = advice(sizes_of(run, cluster, facts))
     return tuple(Advice(rule=rule.name, reason=reason, source=rule.source, changes=rule.fix) for rule, reason in rules)

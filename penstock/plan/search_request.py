@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from penstock.config.fit import NO_PIPELINE
 from penstock.config.rules import check
 from penstock.config.run import Run
-from penstock.models.count import count
+from penstock.config.size import size_of
 from penstock.models.kernels import most_sync_free
 from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, device_of
 from penstock.plan.candidates import Saving, check_fixed, run_of, searched_overlap, with_saving
@@ -56,7 +56,7 @@ def with_values(run: Run, section: str, **values: object) -> Run:
 
 def neutral_sizes(request: SearchRequest, run: Run) -> Sizes:
     """Sizes of a run on the cluster of a request, with one rank for everything."""
-    counted = count(run.model, run.training.sequence_length)
+    counted = size_of(run.model, run.training.sequence_length)
     facts = facts_of(
         run.model,
         total_parameters=counted.parameters,

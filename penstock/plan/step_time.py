@@ -18,9 +18,9 @@ from types import MappingProxyType
 
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.run import Run
+from penstock.config.size import size_of
 from penstock.layout.actions import Kind, Schedule
 from penstock.layout.clock import ActionCosts, play
-from penstock.models.count import count
 from penstock.models.rank_model import message_of
 from penstock.parallel.axes import Axes
 from penstock.plan.costs import HOST_LINK, HardwareTimes, OpCosts, buffer_rows, routed_rows
@@ -205,7 +205,7 @@ def step_time(
         ranks.append(_rank_time(meta_run, passes, span, (sums, rest)))
     seconds = max(rank.passes + rank.waiting + rank.update for rank in ranks)
     rate = run.training.global_batch * run.training.sequence_length / seconds / cluster.devices
-    flops = count(run.model, run.training.sequence_length).flops_per_token
+    flops = size_of(run.model, run.training.sequence_length).flops_per_token
     return StepTime(
         step_seconds=seconds,
         tokens_per_second_per_device=rate,

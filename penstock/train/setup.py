@@ -30,7 +30,6 @@ from penstock.kernels.optimizer_state import BLOCK
 from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
 from penstock.models.build import meta_model
-from penstock.models.count import count
 from penstock.models.init import initialize_masters
 from penstock.models.kernels import kernel_choices
 from penstock.models.parameters import fuse_wgrad_accumulation, matrices_of, param_shards, refresh_float8
@@ -144,7 +143,7 @@ def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = 
         device_name=name,
         kernels=summary(choices),
         peak_flops=peak_flops(name),
-        size=count(run.model, run.training.sequence_length),
+        size=size_of(run.model, run.training.sequence_length),
         model=model,
         rule=step_rule(run, model, device, graphs or forward_backward),
         state=state,

@@ -10,7 +10,7 @@ from penstock.config.explain import explain, json_schema, reference_markdown
 from penstock.config.load import dump_toml, load_run
 from penstock.config.presets.debug import debug
 from penstock.config.presets.registry import PRESETS
-from penstock.models.count import count
+from penstock.config.size import size_of
 from tests.cli import answers
 
 printed = partial(answers.printed, "config")
@@ -95,4 +95,4 @@ def test_the_output_is_a_file_that_gives_the_same_run(tmp_path: Path) -> None:
 def test_json_has_the_run_and_exact_counts() -> None:
     found = json.loads(printed("show", "debug", "--json"))
     assert found["run"] == debug().model_dump(mode="json")
-    assert found["count"]["parameters"] == count(debug().model, 256).parameters  # by the model itself
+    assert found["count"]["parameters"] == size_of(debug().model, 256).parameters  # by the model itself

@@ -6,9 +6,9 @@ import pytest
 
 from penstock.cli.layout import step_figures
 from penstock.config.fit import grid_of, micro_batches
+from penstock.config.size import size_of
 from penstock.layout.clock import ActionCosts, play
 from penstock.layout.schedules import SCHEDULES, schedule
-from penstock.models.count import count
 from tests.cli import answers
 from tests.config.small import SMALL, unchecked_run
 
@@ -120,7 +120,7 @@ def test_parameters_of_all_ranks_are_the_model(sizes: dict[str, int]) -> None:
     """Tensor-parallel ranks hold norms, routers and narrow projections whole; everything else is divided."""
     path = [f"parallel.{name}={size}" for name, size in sizes.items()]
     table = shown("debug", *path, "model.vocab_size=260", "training.global_batch=32")["stages of ranks"]
-    whole = count(SMALL.model.model_copy(update={"vocab_size": 260}), 128).parameters
+    whole = size_of(SMALL.model.model_copy(update={"vocab_size": 260}), 128).parameters
     dense, experts = (sum(_number(row[column]) for row in cells(table)) for column in (4, 5))
     every_expert = 3 * 8 * 3 * 128 * 128  # 3 layers, 8 experts, 3 matrices
     assert experts * sizes.get("expert", 1) * sizes.get("expert_tensor", 1) == pytest.approx(every_expert, rel=0.01)

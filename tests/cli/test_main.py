@@ -107,7 +107,7 @@ def test_the_module_runs_and_looking_at_configurations_needs_no_torch() -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "deepseek-v3" in done.stdout
     assert "penstock.config.load" in imported
-    assert not imported & {"torch", "triton", "numpy", "penstock.models.count"}  # each takes long
+    assert not imported & {"torch", "triton", "numpy", "penstock.models.build"}  # each takes long
 
 
 def test_an_error_ends_the_process_with_code_2_and_no_traceback() -> None:

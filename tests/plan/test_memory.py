@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.config.load import load_run, with_overrides
+from penstock.config.size import size_of
 from penstock.kernels.device_facts import named_device
-from penstock.models.count import count
 from penstock.plan.memory import Overheads, RankMemory, fullest_rank, memory_of
 from penstock.plan.meta_rank import Target
 
@@ -95,7 +95,7 @@ def test_ranks_that_share_one_expert_hold_equal_parts_of_its_state(shard: str) -
     run = load_run("mixtral-8x7b-2l", layout)
     first, other = (memory_of(run, world=16, rank=rank, target=TARGET) for rank in (0, 8))
     assert (first.moments, first.master) == (other.moments, other.master)
-    assert first.moments == pytest.approx(8 * count(run.model, 1).parameters / 16, rel=1e-3)
+    assert first.moments == pytest.approx(8 * size_of(run.model, 1).parameters / 16, rel=1e-3)
 
 
 PIPELINE = ["parallel.pipeline=2", "pipeline.layout=Ett|ttL"]

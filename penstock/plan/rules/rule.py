@@ -2,7 +2,7 @@
 
 A search looks at tens of thousands of layouts within seconds, so a rule reads a frozen `Sizes` and needs neither a
 `Run` nor PyTorch. All layouts of a search share their `ModelFacts`; parameters are counted once by the caller
-(`penstock.models.count`). `sizes_of` makes the sizes of one run. There are two kinds of rules:
+(`penstock.config.size`). `sizes_of` makes the sizes of one run. There are two kinds of rules:
 
     legal    the run would be refused when it is loaded or started; `by` names the function that refuses it
     advice   what guides of the field say against a layout; the times of the projection decide

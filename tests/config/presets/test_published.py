@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.config.presets.registry import PRESETS, preset
-from penstock.models.count import count
+from penstock.config.size import size_of
 from penstock.models.huggingface.config import huggingface_config
 
 IMAGES = 871_932_416  # of Llama 4's image encoder and of its projection, which the published totals include
@@ -43,13 +43,13 @@ ACTIVE = {
 
 @pytest.mark.parametrize("name", TOTALS)
 def test_a_published_model_has_its_published_size(name: str) -> None:
-    assert count(preset(name).model, 4096).parameters == TOTALS[name]
+    assert size_of(preset(name).model, 4096).parameters == TOTALS[name]
 
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_as_many_parameters_are_active_as_is_advertised(name: str) -> None:
     model = preset(name).model
-    active = count(model, 4096).active_parameters
+    active = size_of(model, 4096).active_parameters
     embedding = model.vocab_size * model.hidden_size if model.family == "gpt-oss" else 0  # which OpenAI leaves out
     assert active - embedding == pytest.approx(ACTIVE[name], rel=0.02)  # advertised with two or three digits
 
@@ -57,7 +57,7 @@ def test_as_many_parameters_are_active_as_is_advertised(name: str) -> None:
 @pytest.mark.parametrize("name", TOTALS)
 def test_the_first_line_of_a_preset_says_its_size(name: str) -> None:
     doc = (PRESETS[name].__doc__ or "").splitlines()[0]
-    counted = count(preset(name).model, 4096)
+    counted = size_of(preset(name).model, 4096)
     billions = counted.parameters / 1e9
     assert any(f"{billions:.{digits}f} B parameters" in doc for digits in (0, 1, 2)), (doc, billions)
     if preset(name).model.moe is not None:
