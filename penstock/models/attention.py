@@ -10,25 +10,25 @@ whether they rotate. Masks and temperatures are computed once per pass, in `Forw
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.config.model import GroupedQueryAttention, LocalAttention
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.models.linear import Linear, cut_over
-from penstock.models.logits import LogitMeter
+from penstock.models.linear import Linear
 from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import RMSNorm, TensorParallelNorm, norm_together
+from penstock.models.qk_clip import SoftmaxAttention, factors_of_rows
 from penstock.models.rope import softmax_scale
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.context import attend
 from penstock.parallel.layer_context import LayerContext
 
 
-class GroupedQueryLayer(nn.Module):
+class GroupedQueryLayer(SoftmaxAttention):
     """Attention whose query heads share key/value heads.
 
-    Each tensor-parallel rank holds some heads and sees every position that its context-parallel rank holds.
+    Each tensor-parallel rank sees every position that its context-parallel rank holds.
     """
 
     def __init__(
@@ -41,15 +41,11 @@ class GroupedQueryLayer(nn.Module):
         epsilon: float,
         zero_centred_norms: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(layer_context, config.heads, softmax_scale(config.rope, config.head_dim), sinks=config.sinks)
         local, is_global = config.local, config.is_global(layer)
         self.config = config
-        self.layer_context = layer_context
-        self.heads = config.heads // layer_context.axes.tensor.size
-        self.logits: LogitMeter | None = None  # of QK-clip
         self.epsilon = epsilon
         self.zero_centred_norms = zero_centred_norms
-        self.scale = softmax_scale(config.rope, config.head_dim)
         self.reach = None if local is None or is_global else reach_of(local)  # None sees the whole row
         self.is_rotated = config.rotates(layer)
         # Attention temperature tuning is for layers that see the whole row.
@@ -63,10 +59,6 @@ class GroupedQueryLayer(nn.Module):
         self.value = Linear(hidden_size, keys, layer_context, split="outputs", bias=has_bias)
         self.out = Linear(queries, hidden_size, layer_context, split="inputs", bias=config.bias)
         self.query_norm, self.key_norm = (self._norm(width) for width in (queries, keys))
-        tensor = layer_context.axes.tensor
-        self.cuts = {"sinks_H": cut_over(tensor, dim=0)}
-        # One softmax logit for each head of this rank.
-        self.sinks_H = nn.Parameter(torch.empty(self.heads)) if config.sinks else None
 
     def _norm(self, width: int) -> RMSNorm | None:
         """The weighted norm of queries or keys, if the configuration has one."""
@@ -152,6 +144,16 @@ class GroupedQueryLayer(nn.Module):
             nears=(() if self.reach is None else context.nears) or context.bounds,
             sinks_H=self.sinks_H,
         )
+
+    def clip_factors(self, factor_H: Tensor) -> dict[str, Tensor]:
+        config, group = self.config, self.config.heads // self.config.kv_heads
+        factor_G = factor_H.view(-1, group).amin(1).sqrt()
+        factor_H = factor_G.repeat_interleave(group)
+        gates = ((torch.ones_like(factor_H), config.head_dim),) if config.output_gate else ()
+        queries = factors_of_rows((factor_H, config.head_dim), *gates)
+        factors = {"query": queries, "key": factors_of_rows((factor_G, config.head_dim))}
+        kinds = ("weight", "bias") if self.query.bias is not None else ("weight",)
+        return {f"{name}.{kind}": rows for name, rows in factors.items() for kind in kinds}
 
 
 def reach_of(local: LocalAttention) -> AttentionWindow:

@@ -22,9 +22,9 @@ from penstock.models.attention import GroupedQueryLayer, query_scale, reach_of
 from penstock.models.block import Block, MultiTokenPrediction
 from penstock.models.indexer import gathers_keys, reads_all_keys
 from penstock.models.linear import Embedding, Linear
-from penstock.models.mla import LatentLayer
 from penstock.models.model_inputs import ForwardContext, ModelInputs, shifted_tokens
 from penstock.models.norm import RMSNorm
+from penstock.models.qk_clip import SoftmaxAttention
 from penstock.models.rope import angles
 from penstock.moe.dispatch.row_capacity import ActivationArena
 from penstock.moe.routing import Scope
@@ -77,10 +77,9 @@ class Decoder(nn.Module):
         self.reached: Callable[[int], None] | None = None  # called when backward reaches a layer's output
         self.has_reach = any(layer.reach is not None for layer in grouped)  # a window or chunks
         self.scales_queries = any(layer.scales_queries for layer in grouped)
-        self.with_logits = tuple(
-            attention for attention in attentions if isinstance(attention, GroupedQueryLayer | LatentLayer)
-        )
+        self.with_logits = tuple(attention for attention in attentions if isinstance(attention, SoftmaxAttention))
         self.has_bounds = layer_context.operators.bounded_attention is not None
+        self.rotary_dim = config.attention.rotary_dim
         self.reads_tokens = any(config.is_hashed(layer) for layer in blocks)  # to choose experts
 
     @property
@@ -155,7 +154,7 @@ class Decoder(nn.Module):
         if isinstance(attention, LatentAttention) and not attention.rotary:
             positions_BS = torch.zeros_like(positions_BS)  # angles of zero
         with span(Span.EMBED):
-            cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)  # P / 2 wide
+            cos_BSP, sin_BSP = angles(attention.rope, self.rotary_dim, positions_BS)  # P / 2 wide
             indexer = attention.indexer if isinstance(attention, LatentAttention) else None
             chooses = indexer is not None and not reads_all_keys(indexer, positions_BS.shape[1])
             has_bounds = self.has_bounds and not chooses

@@ -14,10 +14,10 @@ from penstock.config.model import LatentAttention
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.indexer import LightningIndexer, gathers_keys, reads_all_keys
-from penstock.models.linear import Linear, cut_over
-from penstock.models.logits import LogitMeter
+from penstock.models.linear import Linear
 from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import RMSNorm
+from penstock.models.qk_clip import SoftmaxAttention, factors_of_rows
 from penstock.models.rope import softmax_scale
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.context import attend, attend_to_row, gather_positions
@@ -68,20 +68,17 @@ class DirectQuery(Linear):
         return q
 
 
-class LatentLayer(nn.Module):
+class LatentLayer(SoftmaxAttention):
     """Multi-head latent attention.
 
-    Each tensor-parallel rank holds some heads. The ranks exchange the latent, which is narrower than hidden states,
-    keys or values. Context-parallel ranks with the all-gather method gather the latent too and expand it at every
-    position of the row: more products for far fewer bytes.
+    Tensor-parallel ranks exchange the latent, which is narrower than hidden states, keys or values. Context-parallel
+    ranks with the all-gather method gather it too and expand it at every position of the row: more products for far
+    fewer bytes.
     """
 
     def __init__(self, config: LatentAttention, hidden_size: int, layer_context: LayerContext) -> None:
-        super().__init__()
+        super().__init__(layer_context, config.heads, softmax_scale(config.rope, config.head_dim), sinks=config.sinks)
         self.config = config
-        self.layer_context = layer_context
-        self.heads = config.heads // layer_context.axes.tensor.size
-        self.scale = softmax_scale(config.rope, config.head_dim)
         self.query = (LatentQuery if config.q_lora_rank else DirectQuery)(config, hidden_size, layer_context)
         self.kv_down = Linear(hidden_size, config.kv_lora_rank + config.qk_rope_head_dim, layer_context)
         self.kv_norm = RMSNorm(config.kv_lora_rank, LATENT_NORM_EPSILON, layer_context.operators)
@@ -92,10 +89,6 @@ class LatentLayer(nn.Module):
         up_context = replace(layer_context, float8=NO_FLOAT8) if self.absorbs else layer_context
         self.kv_up = Linear(config.kv_lora_rank, config.heads * per_head, up_context, split="outputs")
         self.out = Linear(config.heads * config.v_head_dim, hidden_size, layer_context, split="inputs")
-        self.cuts = {"sinks_H": cut_over(layer_context.axes.tensor, dim=0)}
-        # One softmax logit for each head of this rank.
-        self.sinks_H = nn.Parameter(torch.empty(self.heads)) if config.sinks else None
-        self.logits: LogitMeter | None = None  # of QK-clip
         self.indexer = None if indexer is None else LightningIndexer(indexer, hidden_size, rank, layer_context)
 
     @property
@@ -243,3 +236,10 @@ class LatentLayer(nn.Module):
         k_rope_BSHP = k_rope_BSP[:, :, None].expand(-1, -1, self.heads, -1)  # one rotary key for all heads
         k_BSHN = torch.cat((k_nope, k_rope_BSHP), dim=-1)
         return q_BSHN, k_BSHN, v_BSHM
+
+    def clip_factors(self, factor_H: Tensor) -> dict[str, Tensor]:
+        config, plain_H = self.config, factor_H.sqrt()
+        queries = factors_of_rows((plain_H, config.qk_nope_head_dim), (factor_H, config.qk_rope_head_dim))
+        keys = factors_of_rows((plain_H, config.qk_nope_head_dim), (torch.ones_like(factor_H), config.v_head_dim))
+        query = "query.up.weight" if isinstance(self.query, LatentQuery) else "query.weight"
+        return {query: queries, "kv_up.weight": keys}

@@ -8,12 +8,8 @@ from torch.distributed.tensor import DTensor
 from penstock.kernels.float8.quantized import WeightCopies
 from penstock.layout.matrices import Matrices
 from penstock.layout.sharding import Cut, global_shape
-from penstock.models.attention import GroupedQueryLayer
 from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
-from penstock.models.linear_attention import DeltaMixing
-from penstock.models.mla import LatentLayer
-from penstock.models.norm import TensorParallelNorm
 from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import Axes, Axis
 from penstock.parallel.float8_gather import Float8Shard, refresh
@@ -35,10 +31,8 @@ def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
 
 def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
     """The cuts of a parameter, from the module that owns it."""
-    owners = (Linear, Embedding, GroupedExperts, GroupedQueryLayer, LatentLayer, DeltaMixing, TensorParallelNorm)
-    if isinstance(module, owners):
-        return module.cuts[name]
-    return ()
+    cuts: dict[str, tuple[Cut, ...]] | None = getattr(module, "cuts", None)
+    return () if cuts is None else cuts[name]
 
 
 def local_shape_of(module: nn.Module, name: str) -> tuple[int, ...]:
@@ -85,7 +79,8 @@ def refresh_float8(stages: Iterable[nn.Module]) -> None:
             if isinstance(module, (Linear, GroupedExperts)):
                 module.refresh_float8()
                 gathered += module.gathered
-    refresh(gathered)
+    if gathered:
+        refresh(gathered)
 
 
 def copy_bytes(module: nn.Module) -> dict[str, int]:

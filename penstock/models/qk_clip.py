@@ -5,8 +5,7 @@ A head whose largest logit of the step is m > t has its queries and keys multipl
     latent attention    plain parts: the root of t / m each; rotary queries: t / m, because all heads share the key
     grouped queries     the root of t / m each, with the largest m of the heads that share a key
 
-Layers keep the largest logits of their heads on this rank (`LogitMeter`). They cost one more product of queries and
-keys in each pass, because attention kernels do not return them.
+The logits cost one more product of queries and keys in each pass, because attention kernels do not return them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,32 +14,61 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.models.attention import GroupedQueryLayer
-from penstock.models.logits import LogitMeter
-from penstock.models.mla import LatentLayer, LatentQuery
+from penstock.kernels.largest_logits import largest_logits
+from penstock.models.linear import cut_over
+from penstock.moe.balance import StepMeter
 from penstock.parallel.axes import Axis
+from penstock.parallel.layer_context import LayerContext
 
-Layer = GroupedQueryLayer | LatentLayer
+
+class LogitMeter(StepMeter):
+    """The largest logits of this rank's heads."""
+
+    largest_H: Tensor  # float32, the same tensor for the whole run
+
+    def __init__(self, heads: int, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("largest_H", torch.full((heads,), -torch.inf, device=device), persistent=False)
+
+    def reset(self) -> None:
+        self.largest_H.fill_(-torch.inf)
+
+    @torch.no_grad()
+    def see(self, q_BSHN: Tensor, k_BSGN: Tensor, scale: float, allowed_BSS: Tensor | None) -> None:
+        """Take queries and keys of a pass. Seeing them twice, as recomputation does, changes nothing."""
+        largest_H = largest_logits(q_BSHN, k_BSGN, scale, allowed_BSS)
+        self.largest_H.copy_(torch.maximum(self.largest_H, largest_H))
 
 
-def _layers(decoders: Iterable[nn.Module]) -> Iterator[tuple[str, Layer]]:
+class SoftmaxAttention(nn.Module):
+    """Attention by a softmax over keys; each tensor-parallel rank holds some heads."""
+
+    def __init__(self, layer_context: LayerContext, heads: int, scale: float, *, sinks: bool) -> None:
+        super().__init__()
+        axis = layer_context.axes.tensor
+        self.layer_context = layer_context
+        self.heads = heads // axis.size  # of this rank
+        self.scale = scale  # of scores
+        self.logits: LogitMeter | None = None  # of QK-clip
+        self.cuts = {"sinks_H": cut_over(axis, dim=0)}
+        self.sinks_H = nn.Parameter(torch.empty(self.heads)) if sinks else None  # one softmax logit for each head
+
+    def clip_factors(self, factor_H: Tensor) -> dict[str, Tensor]:
+        """Factors of rows of weights and biases, by parameter, so that the logits of heads are multiplied."""
+        raise NotImplementedError
+
+
+def _layers(decoders: Iterable[nn.Module]) -> Iterator[tuple[str, SoftmaxAttention]]:
     for decoder in decoders:
         for path, module in decoder.named_modules():
-            if isinstance(module, GroupedQueryLayer | LatentLayer):
+            if isinstance(module, SoftmaxAttention):
                 yield path, module
 
 
 def measure_logits(decoders: Iterable[nn.Module], device: torch.device) -> None:
-    """Let all layers with attention measure their logits."""
+    """Let all layers with softmax attention measure their logits."""
     for _, layer in _layers(decoders):
-        layer.logits = LogitMeter(torch.full((layer.heads,), -torch.inf, device=device))
-
-
-def reset_logits(decoders: Iterable[nn.Module]) -> None:
-    """Begin a step."""
-    for _, layer in _layers(decoders):
-        if layer.logits is not None:
-            layer.logits.largest_H.fill_(-torch.inf)
+        layer.logits = LogitMeter(layer.heads, device)
 
 
 @torch.no_grad()
@@ -56,37 +84,11 @@ def clip_factors(decoders: Iterable[nn.Module], limit: float, data: Axis) -> dic
         largest_H = layer.logits.largest_H.clone()
         if data.group is not None:
             dist.all_reduce(largest_H, dist.ReduceOp.MAX, group=data.group)
-        if isinstance(layer, LatentLayer):
-            of_layer = _of_latent(layer, largest_H, limit)
-        else:
-            of_layer = _of_groups(layer, largest_H, limit)
-        factors |= {f"{path}.{name}": rows for name, rows in of_layer.items()}
+        factor_H = (limit / largest_H.clamp(min=limit)).float()  # 1 below the limit
+        factors |= {f"{path}.{name}": rows for name, rows in layer.clip_factors(factor_H).items()}
     return factors
 
 
-def _of_latent(layer: LatentLayer, largest_H: Tensor, limit: float) -> dict[str, Tensor]:
-    config, factor_H = layer.config, _factor(largest_H, limit)
-    plain, ones = factor_H.sqrt(), torch.ones_like(factor_H)
-    queries = _rows((plain, config.qk_nope_head_dim), (factor_H, config.qk_rope_head_dim))
-    query = "query.up.weight" if isinstance(layer.query, LatentQuery) else "query.weight"
-    return {query: queries, "kv_up.weight": _rows((plain, config.qk_nope_head_dim), (ones, config.v_head_dim))}
-
-
-def _of_groups(layer: GroupedQueryLayer, largest_H: Tensor, limit: float) -> dict[str, Tensor]:
-    config = layer.config
-    group = config.heads // config.kv_heads
-    factor_G = _factor(largest_H.view(-1, group).amax(1), limit).sqrt()
-    factor_H = factor_G.repeat_interleave(group)
-    gates = ((torch.ones_like(factor_H), config.head_dim),) if config.output_gate else ()
-    factors = {"query": _rows((factor_H, config.head_dim), *gates), "key": _rows((factor_G, config.head_dim))}
-    kinds = ("weight", "bias") if layer.query.bias is not None else ("weight",)
-    return {f"{name}.{kind}": rows for name, rows in factors.items() for kind in kinds}
-
-
-def _factor(largest: Tensor, limit: float) -> Tensor:
-    return (limit / largest.clamp(min=limit)).float()  # 1 below the limit
-
-
-def _rows(*parts: tuple[Tensor, int]) -> Tensor:
+def factors_of_rows(*parts: tuple[Tensor, int]) -> Tensor:
     """Factors of rows: in each head, so many rows for each of its parts."""
     return torch.cat([factor_H[:, None].expand(-1, width) for factor_H, width in parts], dim=1).flatten()

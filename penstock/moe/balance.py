@@ -11,6 +11,7 @@ over the rank's own tokens: the ranks' losses, and their gradients, add up to th
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,25 @@ from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.collectives import all_gather, all_reduce
 
 
-class LoadMeter(nn.Module):
-    """Load of one layer since the last reset; on the device, read once a step."""
+class StepMeter(nn.Module):
+    """Figures of the passes of a step, as buffers on the device, which the host reads once a step."""
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for buffer in self.buffers():
+            buffer.zero_()
+
+
+def reset_meters(modules: Iterable[nn.Module]) -> None:
+    """Begin a step: reset every meter."""
+    for model in modules:
+        for module in model.modules():
+            if isinstance(module, StepMeter):
+                module.reset()
+
+
+class LoadMeter(StepMeter):
+    """Load of one layer."""
 
     slots_E: Tensor  # slots that chose each expert, dropped ones too
     dropped: Tensor  # slots over capacity
@@ -43,19 +61,10 @@ class LoadMeter(nn.Module):
         margins_EU = torch.zeros(experts, bins, dtype=torch.int64) if bins else None
         self.register_buffer("margins_EU", margins_EU, persistent=False)
 
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Start a new step."""
-        self.slots_E.zero_()
-        self.dropped.zero_()
-        self.auxiliary_loss.zero_()
-        if self.margins_EU is not None:
-            self.margins_EU.zero_()
-
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """One layer's load since the last reset, as `LoadMeter` has it."""
+    """One layer's load in a step, as `LoadMeter` has it."""
 
     layer: int  # multi-token prediction layers count on after the last decoder layer
     slots_E: Tensor

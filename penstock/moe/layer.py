@@ -36,7 +36,7 @@ from penstock.moe.dispatch.collective import PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows, SlotSorter
 from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
 from penstock.moe.experts import GroupedExperts
-from penstock.moe.router import TopKRouter, layer_loads
+from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.async_transfer import Steps, begin, drain
 from penstock.parallel.layer_context import LayerContext
@@ -185,8 +185,6 @@ class MoE(nn.Module):
 
 
 def moe_loads(modules: Iterable[nn.Module]) -> list[LayerLoad]:
-    """This rank's load of every MoE layer since the last reset, with the facts of its plans of replicas."""
-    modules = list(modules)
-    layers = [module for model in modules for module in model.modules() if isinstance(module, MoE)]
-    plans = {layer.router.layer: layer.replica_meter.facts for layer in layers if layer.replica_meter is not None}
-    return [replace(load, plans=plans.get(load.layer)) for load in layer_loads(modules)]
+    """This rank's load of every MoE layer in the step."""
+    layers = (module for model in modules for module in model.modules() if isinstance(module, MoE))
+    return [layer.router.load(None if (meter := layer.replica_meter) is None else meter.facts) for layer in layers]

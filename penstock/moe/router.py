@@ -7,7 +7,7 @@
    experts then depend on no other token, and so not on the micro-batch that it is in.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -128,17 +128,9 @@ class TopKRouter(nn.Module):
                 self.meter.dropped += (routing.experts_TK == self.experts).sum()
         return routing
 
-
-def _routers(modules: Iterable[nn.Module]) -> Iterator[TopKRouter]:
-    return (module for model in modules for module in model.modules() if isinstance(module, TopKRouter))
-
-
-def layer_loads(modules: Iterable[nn.Module]) -> list[LayerLoad]:
-    """This rank's load of every MoE layer since the last reset; tensors stay on their device."""
-    return [
-        LayerLoad(router.layer, router.meter.slots_E, router.meter.dropped, router.meter.auxiliary_loss)
-        for router in _routers(modules)
-    ]
+    def load(self, plans: Tensor | None = None) -> LayerLoad:
+        """This rank's load in the step, with the facts of its plans of replicas; tensors stay on their device."""
+        return LayerLoad(self.layer, self.meter.slots_E, self.meter.dropped, self.meter.auxiliary_loss, plans)
 
 
 @torch.no_grad()
@@ -149,16 +141,11 @@ def update_expert_bias(modules: Iterable[nn.Module], loads: Iterable[LayerLoad])
     as makes the expert's load even (`penstock.moe.quantile`). `loads` is the load of the global batch over all ranks.
     """
     slots = {load.layer: load.slots_E for load in loads}
-    for router in _routers(modules):
+    routers = (module for model in modules for module in model.modules() if isinstance(module, TopKRouter))
+    for router in routers:
         margins_EU = router.meter.margins_EU
         if router.expert_bias_E is not None and margins_EU is not None:
             router.expert_bias_E -= quantile_shift(all_reduce(margins_EU, router.axes.stage), router.top_k)
         elif router.expert_bias_E is not None:
             slots_E = slots[router.layer].float()
             router.expert_bias_E += router.expert_bias_rate * torch.sign(slots_E.mean() - slots_E)  # + if too few
-
-
-def reset_loads(modules: Iterable[nn.Module]) -> None:
-    """Reset the meter of every MoE layer."""
-    for router in _routers(modules):
-        router.meter.reset()

@@ -37,6 +37,6 @@ class LayerContext:
 
     def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
         """`function(*arguments)` as a part that may be recomputed or offloaded; see `penstock.parallel.recompute`."""
-        if kind in OFFLOADABLE:
+        if self.offload.store is not None and kind in OFFLOADABLE:
             return self.offload.run(kind, self.recompute.run, kind, function, *arguments)
         return self.recompute.run(kind, function, *arguments)

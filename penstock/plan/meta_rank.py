@@ -35,14 +35,12 @@ from penstock.kernels.replica_plan import MILLION
 from penstock.kernels.swiglu import swiglu
 from penstock.layout.actions import Schedule
 from penstock.layout.stages import Stage
-from penstock.models.attention import GroupedQueryLayer
 from penstock.models.build import meta_stages, set_dtypes, transfers_of
 from penstock.models.decoder import Decoder
 from penstock.models.kernels import float8_rule, kernel_choices
 from penstock.models.linear import Embedding, Linear
-from penstock.models.mla import LatentLayer
 from penstock.models.parameters import copy_bytes, fuse_wgrad_accumulation, param_shards, refresh_float8
-from penstock.models.qk_clip import measure_logits
+from penstock.models.qk_clip import SoftmaxAttention, measure_logits
 from penstock.models.rank_model import schedule_of, stages_of
 from penstock.moe.dispatch.balanced import BalancedDispatcher
 from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher
@@ -210,7 +208,7 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
         if isinstance(module, MoE):
             traffic = routed_traffic(run, in_turn=target.in_turn)
             module.dispatcher = with_counts(module.dispatcher, SplitSizes(target.imbalance), traffic)
-        elif target.passes_keys and isinstance(module, (GroupedQueryLayer, LatentLayer)):
+        elif target.passes_keys and isinstance(module, SoftmaxAttention):
             alone = replace(module.layer_context.axes, context=ALONE.context)
             module.layer_context = replace(module.layer_context, axes=alone)
     if optimizer is not None and optimizer.gradient_offload is not None:

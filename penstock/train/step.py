@@ -30,13 +30,12 @@ from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
 from penstock.kernels.replica_plan import PlanFact
 from penstock.models.parameters import refresh_float8
-from penstock.models.qk_clip import clip_factors, reset_logits
+from penstock.models.qk_clip import clip_factors
 from penstock.models.rank_model import RankModel
-from penstock.moe.balance import LayerLoad
-from penstock.moe.dispatch.balanced import replica_meters
-from penstock.moe.dispatch.row_capacity import forget_left_out, make_room, rows_left_out
+from penstock.moe.balance import LayerLoad, reset_meters
+from penstock.moe.dispatch.row_capacity import make_room, rows_left_out
 from penstock.moe.layer import moe_loads
-from penstock.moe.router import reset_loads, update_expert_bias
+from penstock.moe.router import update_expert_bias
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import CutRule, GlobalBatch, cut, read
@@ -163,12 +162,7 @@ def _differentiate(
     # 2. Forward and backward, micro-batch by micro-batch.
     enter(Span.OPTIMIZER)
     with span(Span.ZERO):
-        reset_loads(model.modules)
-        forget_left_out(model.modules)
-        if rule.qk_clip:
-            reset_logits(model.modules)
-        for meter in replica_meters(model.modules):
-            meter.reset()
+        reset_meters(model.modules)
         optimizer.zero_gradients(before_passes=True)
     losses = rule.passes(model, whole, rule.loss, enter)
 
@@ -181,7 +175,7 @@ def _differentiate(
 
     # 4. Read everything in one copy, for which the host waits.
     with span(Span.READ):
-        figures = _figures_of(model, losses, rule, _rank_stats(model, pulse), _votes(model, stop))
+        figures = _figures_of(model, losses, rule, _votes(model, stop), pulse)
         if model.axes.world.group is not None:
             figures = _summed(figures, model)
         result, is_late = _read(figures, norm, rule.moe_layers, model.axes.grid.expert)
@@ -235,19 +229,19 @@ def _votes(model: RankModel, stop: StopRequest | None) -> Tensor:
     return votes
 
 
-def _rank_stats(model: RankModel, pulse: RankPulse) -> Tensor:
+def _rank_stats(model: RankModel, loads: Sequence[LayerLoad], pulse: RankPulse) -> Tensor:
     """W x R, with zeros in the rows of other ranks."""
     world, stats = model.axes.world, (peak_memory_bytes(model.device), 0, *pulse)
     stats_WR = torch.zeros(world.size, len(stats), dtype=torch.float64, device=model.device)
     for column, figure in enumerate(stats):
         if figure:
             stats_WR[world.rank, column].fill_(figure)
-    if needed := [meter.facts[PlanFact.SLOTS_NEEDED] for meter in replica_meters(model.modules)]:
+    if needed := [load.plans[PlanFact.SLOTS_NEEDED] for load in loads if load.plans is not None]:
         stats_WR[world.rank, 1] = torch.stack(needed).max()
     return stats_WR
 
 
-def _figures_of(model: RankModel, losses: Tensor, rule: StepRule, rank_stats_WR: Tensor, votes: Tensor) -> _Figures:
+def _figures_of(model: RankModel, losses: Tensor, rule: StepRule, votes: Tensor, pulse: RankPulse) -> _Figures:
     loads = moe_loads(model.modules)
 
     def column(name: str, *shape: int) -> Tensor:
@@ -260,7 +254,7 @@ def _figures_of(model: RankModel, losses: Tensor, rule: StepRule, rank_stats_WR:
         losses=losses,
         overflow_rows=rows_left_out(model.modules, losses.device),
         votes=votes,
-        rank_stats_WR=rank_stats_WR,
+        rank_stats_WR=_rank_stats(model, loads, pulse),
         dropped_L=column("dropped"),
         auxiliary_loss_L=column("auxiliary_loss"),
         slots_LE=column("slots_E", rule.experts),

@@ -17,8 +17,8 @@ from penstock.kernels.attention_bounds import attention_by_mask
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.attention import query_scale
-from penstock.models.logits import LogitMeter
 from penstock.models.model_inputs import ForwardContext
+from penstock.models.qk_clip import LogitMeter
 from tests.closeness import assert_close
 from tests.kernels.eager_attention import random_documents, seen_by, with_gradients
 from tests.models.families import ATTENTIONS, reading_of, tiny_decoder, tiny_model
@@ -160,7 +160,7 @@ def test_a_mask_is_made_beside_bounds_only_for_qk_clip() -> None:
     _, _, positions_BS, documents_BS = _inputs(True)
     context = _context(decoder, positions_BS, documents_BS)
     assert context.allowed_BSS is None and context.bounds[0].most == LENGTH and context.nears[0].most == 5
-    ours.logits = LogitMeter(torch.zeros(4))
+    ours.logits = LogitMeter(4, torch.device("cpu"))
     assert _context(decoder, positions_BS, documents_BS).allowed_BSS is not None
 
 

@@ -23,7 +23,7 @@ from penstock.moe.balance import capacity
 from penstock.moe.dispatch.build import make_dispatcher
 from penstock.moe.dispatch.collective import PaddedAllToAllDispatcher, each_part
 from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
-from penstock.moe.dispatch.row_capacity import RowCapacity, forget_left_out, make_room
+from penstock.moe.dispatch.row_capacity import RowCapacity, make_room
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import ALONE, make_axes
 from penstock.parallel.layer_context import LayerContext
@@ -259,7 +259,7 @@ def _without_and_with_room(way: Gloo, whole: Problem, triton: bool) -> tuple[int
     assert all(torch.isfinite(tensor).all() for tensor in first), "rows without room spoil others"
     left_out = int(row_capacity.left_out)
     make_room([row_capacity])
-    forget_left_out([row_capacity])
+    row_capacity.reset()
     (again,) = mix(dispatchers, [whole], place)
     return left_out, int(row_capacity.left_out), again
 

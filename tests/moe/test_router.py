@@ -19,11 +19,12 @@ from penstock.moe.balance import (
     auxiliary_loss,
     capacity,
     drop_over_capacity,
+    reset_meters,
     slot_counts,
     spread_evenly,
 )
 from penstock.moe.quantile import BINS, HIGHEST, SIDE, margin_counts, quantile_shift
-from penstock.moe.router import TopKRouter, hash_table, layer_loads, reset_loads, update_expert_bias
+from penstock.moe.router import TopKRouter, hash_table, update_expert_bias
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.axes import make_axes
 from penstock.parallel.recompute import recomputed
@@ -260,7 +261,7 @@ def test_an_attached_loss_changes_gradients_and_nothing_else() -> None:
 def test_the_bias_moves_one_step_against_the_load() -> None:
     router = _router(Balance(), experts=FEW, rate=0.1)
     router.meter.slots_E.copy_(torch.tensor([9, 1, 5, 5, 10, 0]))
-    update_expert_bias([nn.Sequential(router)], layer_loads([router]))
+    update_expert_bias([nn.Sequential(router)], [router.load()])
     assert_close(router.expert_bias_E, torch.tensor([-0.1, 0.1, 0.0, 0.0, -0.1, 0.1]))
 
 
@@ -269,9 +270,9 @@ def test_the_bias_evens_a_skewed_load() -> None:
     x_TD = torch.randn(256, 16, generator=torch.Generator().manual_seed(2)) + 1.0
     uneven = []
     for _ in range(100):
-        reset_loads([router])
+        reset_meters([router])
         router(x_TD, Scope())
-        (load,) = layer_loads([router])
+        load = router.load()
         slots_E = load.slots_E.float()
         uneven.append((slots_E.max() / slots_E.mean()).item())
         update_expert_bias([router], [load])
@@ -289,7 +290,7 @@ def test_quantiles_even_a_skewed_load_in_few_steps(kind: str) -> None:
     x_TD = torch.randn(1024, 16, generator=torch.Generator().manual_seed(2)) + 1.0
     uneven = []
     for _ in range(6):
-        reset_loads([router])
+        reset_meters([router])
         for half_TD in x_TD.chunk(2):  # counts of micro-batches add up
             router(half_TD, Scope())
         slots_E = router.meter.slots_E.float()
@@ -297,7 +298,7 @@ def test_quantiles_even_a_skewed_load_in_few_steps(kind: str) -> None:
         assert margins_EU is not None
         assert torch.equal(margins_EU[:, SIDE:].sum(1), router.meter.slots_E), "a choice has a margin above 0"
         uneven.append((slots_E.max() / slots_E.mean()).item())
-        update_expert_bias([router], layer_loads([router]))
+        update_expert_bias([router], [router.load()])
     assert uneven[0] > 3 and uneven[2] < 1.5 and uneven[-1] < 1.1, uneven
 
 
@@ -328,10 +329,10 @@ def test_no_tokens_move_no_quantile_and_margins_beyond_the_bins_move_it_to_their
 def test_loads_name_their_layer_and_start_anew() -> None:
     router = _router(Balance(), experts=FEW, rate=0.1)
     router(torch.randn(10, 16), Scope())
-    (load,) = layer_loads([router])
+    load = router.load()
     assert load.layer == 1 and load.slots_E.sum().item() == 10 * 3
-    reset_loads([router])
-    assert layer_loads([router])[0].slots_E.sum().item() == 0
+    reset_meters([router])
+    assert router.load().slots_E.sum().item() == 0
 
 
 def _whole_routing(tokens_are_equal: bool) -> Routing:

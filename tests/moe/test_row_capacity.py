@@ -16,16 +16,10 @@ from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
+from penstock.moe.balance import reset_meters
 from penstock.moe.dispatch.collective import first_rows
 from penstock.moe.dispatch.gathers import pick_kept
-from penstock.moe.dispatch.row_capacity import (
-    ActivationArena,
-    RowCapacity,
-    forget_left_out,
-    make_room,
-    rows_left_out,
-    widenings,
-)
+from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity, make_room, rows_left_out, widenings
 from penstock.moe.routing import Routing
 from tests.closeness import assert_close
 from tests.examples import examples
@@ -48,7 +42,7 @@ def test_layers_that_were_too_small_keep_a_tenth_more_than_came_and_others_stay_
     assert small.rows(1000, 6) == 1103  # 1,100 and the row of dropped slots, in sixteens
     assert large.rows(1000, 6) == 1135
     assert widenings(row_capacities) == 1, "of both: large enough ranks capture their graphs anew with the others"
-    forget_left_out(row_capacities)
+    reset_meters(row_capacities)
     assert small.meter.tolist() == [0, 0]
     make_room(row_capacities)
     assert small.rows(1000, 6) == 1103, "room is never taken back"
@@ -141,7 +135,7 @@ def test_rows_without_room_are_counted_and_the_next_pass_has_room_for_them() -> 
         put(arena, rows)
     assert int(rows_left_out([arena], torch.device("cpu"))) == 7
     make_room([arena])
-    forget_left_out([arena])
+    arena.reset()
     places = [put(arena, rows) for rows in (15, 12)]
     assert len(places[0].rows_SF) == 30, "27 and a tenth"
     assert int(arena.left_out) == 0

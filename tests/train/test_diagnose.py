@@ -17,7 +17,7 @@ from penstock.data.batch import Batch
 from penstock.models.decoder import Decoder
 from penstock.models.parameters import param_shards
 from penstock.models.rank_model import RankModel
-from penstock.moe.router import layer_loads
+from penstock.moe.layer import moe_loads
 from penstock.train.diagnose import NO_ORIGIN, NonFiniteFinding, NonFiniteOrigin, find_origin
 from penstock.train.loss import LossRule
 from penstock.train.optimizer import MasterAdamW
@@ -116,7 +116,7 @@ def test_a_search_changes_nothing_and_a_fault_that_does_not_happen_again_is_said
     assert "everything is finite when it is run again" in str(origin)
     assert_equal(model.state_dict(), before)
     assert all(bool((parameter.grad == 7).all()) for parameter in model.parameters())
-    assert all(int(load.slots_E.sum()) == 0 for load in layer_loads([model]))
+    assert all(int(load.slots_E.sum()) == 0 for load in moe_loads([model]))
     assert not any(module._forward_hooks for module in model.modules())
 
 

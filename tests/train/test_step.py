@@ -19,7 +19,7 @@ from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
 from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import RankModel
-from penstock.moe.router import layer_loads
+from penstock.moe.layer import moe_loads
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers
 from penstock.train.loss import LossRule
@@ -121,7 +121,7 @@ def test_a_step_reports_losses_layers_memory_and_a_request_to_stop(tmp_path: Pat
     stop.signal = signal.SIGTERM
     second = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2, stop)
     assert second.wants_stop
-    loads = [tuple(load.slots_E.tolist()) for load in layer_loads(model.modules)]
+    loads = [tuple(load.slots_E.tolist()) for load in moe_loads(model.modules)]
     assert loads == [layer.slots for layer in second.layers], "loads are those of one step"
 
 
@@ -267,6 +267,6 @@ def test_measuring_leaves_weights_loads_gradients_and_mode_alone(model: RankMode
     before = {name: tensor.clone() for name, tensor in model.whole.state_dict().items()}
     evaluate(model, rows_of(2), cut_rule(1), RULE)
     assert model.whole.training
-    assert all(int(load.slots_E.sum()) == 0 for load in layer_loads(model.modules))
+    assert all(int(load.slots_E.sum()) == 0 for load in moe_loads(model.modules))
     assert all(parameter.grad is None for parameter in model.whole.parameters())
     assert_equal(model.whole.state_dict(), before)

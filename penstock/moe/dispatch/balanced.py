@@ -11,17 +11,18 @@ The other dispatcher sees experts x groups of ranks with per_group + slots exper
 replicas. The plan is kept for backward in the rows of the experts, and for a recomputed region by the region.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.config.dispatcher import DispatcherName
 from penstock.kernels.operators import Operators
 from penstock.kernels.replica_plan import PlanFact, ReplicaPlan, ReplicaRule
 from penstock.kernels.replica_slots import ReplicaSlots
+from penstock.moe.balance import StepMeter
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.payload import DispatchPayload
 from penstock.moe.routing import Routing
@@ -35,22 +36,14 @@ SlotsOf = Callable[[ReplicaPlan], ReplicaSlots | None]
 """The slots of a plan; None if the plan has no replica and the host knows that."""
 
 
-class ReplicaMeter(nn.Module):
-    """Facts of a layer's plans since the last reset; on the device, read once a step."""
+class ReplicaMeter(StepMeter):
+    """Facts of a layer's plans."""
 
     facts: Tensor  # int64 by `PlanFact`: sums over the passes, of SLOTS_NEEDED the largest; `plan_replicas` adds to it
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("facts", torch.zeros(len(PlanFact), dtype=torch.int64), persistent=False)
-
-    def reset(self) -> None:
-        """Start a new step."""
-        self.facts.zero_()
-
-
-def replica_meters(modules: Iterable[nn.Module]) -> list[ReplicaMeter]:
-    return [module for model in modules for module in model.modules() if isinstance(module, ReplicaMeter)]
 
 
 @dataclass(frozen=True)

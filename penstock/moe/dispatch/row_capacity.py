@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from penstock.kernels.expert_parts import SavedRows, claim_rows
 from penstock.kernels.launching import record_wait
 from penstock.layout.experts import ExpertPlacement
+from penstock.moe.balance import StepMeter
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,10 @@ SPARE = 1.1
 """New capacity over the most rows that came, because the next step's routing differs a little."""
 
 
-class CapacityTracker(nn.Module):
+class CapacityTracker(StepMeter):
     """A limited number of rows, and a count of those over it."""
 
-    meter: Tensor  # int64 [2]: the rows over capacity, and the most rows of a pass, since `forget`
+    meter: Tensor  # int64 [2]: the rows over capacity, and the most rows of a pass
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -106,11 +107,8 @@ class CapacityTracker(nn.Module):
 
     @property
     def left_out(self) -> Tensor:
-        """Int64 scalar, rows over capacity since `forget`."""
+        """Int64 scalar, rows over capacity."""
         return self.meter[0]
-
-    def forget(self) -> None:
-        self.meter.zero_()
 
     def widen(self, rows: int) -> None:
         """Make room for `rows` of a pass like the last ones, and some more."""
@@ -146,15 +144,8 @@ def rows_left_out(modules: Iterable[nn.Module], device: torch.device) -> Tensor:
     return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=device)
 
 
-@torch.no_grad()
-def forget_left_out(modules: Iterable[nn.Module]) -> None:
-    """Reset the meter of every layer."""
-    for capacity in _trackers(modules):
-        capacity.forget()
-
-
 def make_room(modules: Iterable[nn.Module]) -> None:
-    """Widen every layer to the rows that came since `forget_left_out`. All ranks call it when any left out a row."""
+    """Widen every layer to the rows that came in the step. All ranks call it when any left out a row."""
     if trackers := list(_trackers(modules)):
         peaks = torch.stack([capacity.meter[1] for capacity in trackers]).tolist()  # one wait for all layers
         for capacity, most_rows in zip(trackers, peaks, strict=True):
@@ -188,9 +179,9 @@ class ActivationArena(CapacityTracker):
         self._buffer = self._cursor = None
         self._left = 0
 
-    def forget(self) -> None:
-        """See `CapacityTracker`. Also drops the buffer of a pass that was given up."""
-        super().forget()
+    def reset(self) -> None:
+        """See `StepMeter`. Also drops the buffer of a pass that was given up."""
+        super().reset()
         self.begin()
 
     def place(self, used: Tensor, capacity: int, like: Tensor, *, even_share: float) -> SavedRows:

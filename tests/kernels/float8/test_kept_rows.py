@@ -22,7 +22,7 @@ from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
-from penstock.moe.dispatch.row_capacity import ActivationArena, forget_left_out, make_room
+from penstock.moe.dispatch.row_capacity import ActivationArena, make_room
 from tests.kernels.ahead_of_time import TARGETS
 from tests.kernels.expert_batch import Batch, draw_batch
 from tests.kernels.float8.draw_quantized import assert_same, draw_rows, draw_weight, form_on, transposed
@@ -222,7 +222,7 @@ def test_rows_beyond_the_capacity_are_counted_and_stored_the_next_time(device: t
     layers.run(arena)
     assert arena.meter.tolist() == [sum(layers.rows) - 60, sum(layers.rows)]  # room for an even share of 20 a layer
     make_room([arena])
-    forget_left_out([arena])
+    arena.reset()
     assert all(torch.equal(*pair) for pair in zip(layers.run(arena), layers.run(None), strict=True))
     assert int(arena.left_out) == 0
 
