@@ -31,7 +31,7 @@ def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
 
 def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
     """The cuts of a parameter, from the module that owns it."""
-    cuts: dict[str, tuple[Cut, ...]] | None = getattr(module, "cuts", None)
+    cuts: dict[str, tuple[Cut, ...]] | None = vars(module).get("cuts")
     return () if cuts is None else cuts[name]
 
 
