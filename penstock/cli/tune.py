@@ -69,14 +69,12 @@ from penstock.tune.tune_files import (
     write_tuned,
 )
 
-WARM_UP, RECORDED = 4, 2
-"""First steps of a trial, which are not timed; and steps that are recorded for the doctor."""
+WARM_UP, RECORDED = 4, 2  # first steps of a trial, which are not timed; and steps that are recorded for the doctor
 
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-3}
 """Relative difference of losses of a step that is no rounding any more, by the precision of the run."""
 
-FLOAT8_TOLERANCE = 3e-2
-"""The same, where 8-bit recipes are allowed."""
+FLOAT8_TOLERANCE = 3e-2  # the same, where 8-bit recipes are allowed
 
 REFERENCE, LAUNCH = "reference.toml", "launched-by"
 """Files of a search: the run as it is, and the name of the launch that began it, empty without one."""

@@ -17,8 +17,7 @@ HUES: dict[Kind, str] = {
 }
 """Of each kind of action."""
 
-IDLE = "rgba(128,128,128,0.22)"
-"""Time in which a rank waits."""
+IDLE = "rgba(128,128,128,0.22)"  # time in which a rank waits
 
 HELD = "#7a6fb3"
 """Memory that a rank holds."""
@@ -127,8 +126,7 @@ _KERNEL_GROUPS = {
 }
 """Groups of the phases of a trace that are not groups themselves."""
 
-_SHADE_RANGE = 0.55
-"""The last of many shades is this far towards white."""
+_SHADE_RANGE = 0.55  # the last of many shades is this far towards white
 
 
 def kernel_group(phase: str) -> str:

@@ -26,9 +26,7 @@ BROWSERS = ("chromium", "chromium-browser", "chrome-headless-shell", "google-chr
 """Programs that are looked for, in this order."""
 
 WIDTH_PIXELS = 1000
-
-PATIENCE_SECONDS = 60.0
-"""Time limit for drawing; a timeline of 8,192 passes takes 3 s."""
+PATIENCE_SECONDS = 60.0  # time limit for drawing; a timeline of 8,192 passes takes 3 s
 
 _IMAGE = re.compile(
     r'id="(?P<name>[^"]+)"[^>]*? data-image="data:image/(?:png|svg\+xml)(?P<packed>;base64)?,(?P<data>[^"]*)"'

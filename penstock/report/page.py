@@ -18,8 +18,7 @@ from penstock.report.frame import card, document, key_figures, scrolling, table,
 from penstock.report.stacks import SIZES, memory_figure, time_figure
 from penstock.report.timeline import activation_shares, planned, timeline_figure
 
-BARS = 12
-"""Largest number of layouts in a figure."""
+BARS = 12  # largest number of layouts in a figure
 
 
 def plan_figures(plan: Plan) -> list[Figure]:
@@ -95,8 +94,7 @@ def _key_figures(plan: Plan) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- tables
 
-REFUSALS_SHOWN = 12
-"""Further refusals are folded away."""
+REFUSALS_SHOWN = 12  # further refusals are folded away
 
 
 def candidates_table(plan: Plan) -> str:

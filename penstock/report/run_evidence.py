@@ -44,9 +44,7 @@ from penstock.tune.doctor.run_facts import (
 )
 
 GOODPUT = "goodput.jsonl"
-
-LAYERS = 400
-"""Recorded steps whose layers are read, evenly spaced, the last one included."""
+LAYERS = 400  # recorded steps whose layers are read, evenly spaced, the last one included
 
 
 @dataclass(frozen=True, kw_only=True)

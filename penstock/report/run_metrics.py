@@ -33,19 +33,11 @@ from penstock.trace.analysis import RankAnalysis, last_step
 from penstock.train.goodput import goodput
 from penstock.tune.doctor.run_facts import USUAL
 
-POINTS = 1000
-"""Largest number of points of a curve."""
-
-FEW = 60
-"""Points up to which each has a marker."""
-
-SMOOTHED = 100
-"""Points from which a trailing mean is drawn over the noisy curve."""
-
+POINTS = 1000  # largest number of points of a curve
+FEW = 60  # points up to which each has a marker
+SMOOTHED = 100  # points from which a trailing mean is drawn over the noisy curve
 WALL_UNITS = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
-
-WINDOW = 50
-"""The window of the trailing mean is this fraction of the points."""
+WINDOW = 50  # the window of the trailing mean is this fraction of the points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +122,8 @@ def _short(values: Sequence[float]) -> list[float]:
 # ----------------------------------------------------------------------------------------------------------- run curves
 
 Line = Mapping[str, Any]
-
-DECADES = 100.0
-"""Ratio of the most to the least from which an axis is logarithmic."""
-
-TOP, BOTTOM = (0.56, 1.0), (0.0, 0.42)
-"""Domains of two panels of one figure."""
+DECADES = 100.0  # ratio of the most to the least from which an axis is logarithmic
+TOP, BOTTOM = (0.56, 1.0), (0.0, 0.42)  # domains of two panels of one figure
 
 
 def loss_figure(lines: Sequence[Line]) -> Figure | None:
@@ -338,17 +326,10 @@ def _level(at: float, axis: str) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------------------------------- run memory
 
-PLACES = 16
-"""Largest number of pipeline places in the figure."""
-
-CURVES = 4
-"""Largest number of ranks with a memory curve."""
-
-STAIRS = 1600
-"""Points of a memory curve."""
-
-MEASURED = "measured"
-"""The part of a bar without a plan."""
+PLACES = 16  # largest number of pipeline places in the figure
+CURVES = 4  # largest number of ranks with a memory curve
+STAIRS = 1600  # points of a memory curve
+MEASURED = "measured"  # the part of a bar without a plan
 
 
 def memory_figure(evidence: RunEvidence) -> Figure | None:

@@ -23,14 +23,9 @@ from penstock.trace.kernel_names import generic_category, specific_category
 from penstock.trace.operators import Leaf, hierarchy
 from penstock.trace.roofline import RooflineRow
 
-RANKS = 8
-"""Largest number of ranks to choose from: each is a figure of its own."""
-
-SMALL = 0.0008
-"""Share of the step below which blocks are joined."""
-
-NAME_LETTERS = 90
-"""Characters of a kernel's name."""
+RANKS = 8  # largest number of ranks to choose from: each is a figure of its own
+SMALL = 0.0008  # share of the step below which blocks are joined
+NAME_LETTERS = 90  # characters of a kernel's name
 
 _PASSES: Mapping[str, str] = {
     "forward": HUES[Kind.FORWARD],
@@ -194,12 +189,8 @@ def _in_order(blocks: Mapping[str, _Block]) -> list[tuple[str, _Block]]:
 
 # --------------------------------------------------------------------------------------------------------- run roofline
 
-POINTS = 400
-"""Largest number of drawn calls; the longest are drawn."""
-
-LEAST = 1e-5
-"""Share of the peak below which calls are only counted, because they would stretch the axes."""
-
+POINTS = 400  # largest number of drawn calls; the longest are drawn
+LEAST = 1e-5  # share of the peak below which calls are only counted, because they would stretch the axes
 UNITS = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"))
 
 SHAPE_LETTERS = 110

@@ -177,8 +177,7 @@ def section_html(part: PageSection) -> str:
 
 # ----------------------------------------------------------------------------------------------------------- run tables
 
-FACTS = 12
-"""Lines of evidence, and rows of a CPU's operators, that are shown; the rest of the evidence is folded away."""
+FACTS = 12  # lines of evidence, and rows of a CPU's operators, that are shown; the rest of the evidence is folded away
 
 
 def summary(evidence: RunEvidence) -> dict[str, str]:

@@ -18,14 +18,9 @@ from penstock.trace.collectives import CollectiveTimes
 from penstock.trace.events import NONE, Floats, Trace
 from penstock.trace.experts import ExpertLoad
 
-RANKS = 64
-"""Largest number of rows and columns; beyond it neighbours are joined."""
-
-GAPS = 24
-"""Rows up to which there is a gap between squares."""
-
-LISTED = "[]"
-"""Recorded splits that are all equal."""
+RANKS = 64  # largest number of rows and columns; beyond it neighbours are joined
+GAPS = 24  # rows up to which there is a gap between squares
+LISTED = "[]"  # recorded splits that are all equal
 
 
 def rank_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
@@ -145,8 +140,7 @@ def _square(
 
 # ---------------------------------------------------------------------------------------------------------- run experts
 
-ROWS = 400
-"""Layers of steps in the figure of ranks."""
+ROWS = 400  # layers of steps in the figure of ranks
 
 
 def expert_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:

@@ -56,8 +56,7 @@ KINDS: Mapping[str, Kind] = {
     "weight gradient": Kind.WEIGHT,
 }
 
-_ALLOCATES = "aten::empty"
-"""CPU operators that prepare a receive."""
+_ALLOCATES = "aten::empty"  # CPU operators that prepare a receive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,18 +173,13 @@ def _spans(trace: Trace) -> _Spans:
 
 # ------------------------------------------------------------------------------------------------------------ run lanes
 
-BOXES = 10_000
-"""Largest number of boxes, over all lanes."""
-
-TOUCHING_US = 2.0
-"""Kernels of one phase with a smaller distance are one box."""
+BOXES = 10_000  # largest number of boxes, over all lanes
+TOUCHING_US = 2.0  # kernels of one phase with a smaller distance are one box
 
 FINER = (16, 8, 4, 2, 1)
 """Slots for each box of a lane: equal neighbours are joined, so the finest division that fits is used."""
 
-LAYERS = 4096
-"""More than any model has."""
-
+LAYERS = 4096  # more than any model has
 _GROUPS = tuple(KERNELS)
 
 
@@ -308,11 +302,8 @@ def _words(rank: RankAnalysis, code: int) -> tuple[str, str]:
 
 # --------------------------------------------------------------------------------------------------------- run timeline
 
-LANES = 64
-"""Largest number of lanes in a figure."""
-
-LATE = 4
-"""Ranks that others wait for most, always drawn."""
+LANES = 64  # largest number of lanes in a figure
+LATE = 4  # ranks that others wait for most, always drawn
 
 
 def timeline_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:

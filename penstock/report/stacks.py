@@ -14,11 +14,8 @@ from penstock.plan.what_if import slowest
 from penstock.report.colours import LIMIT, MEMORY_PARTS, TIME_PARTS, part_colours
 from penstock.report.figure import Figure, axis
 
-SMALL = 0.004
-"""Parts below this share of the longest bar in every bar are drawn as `other`."""
-
-SIZES = ("pp", "vpp", "ep", "etp", "cp", "tp", "dp")
-"""Settings of a layout that are written as PP8."""
+SMALL = 0.004  # parts below this share of the longest bar in every bar are drawn as `other`
+SIZES = ("pp", "vpp", "ep", "etp", "cp", "tp", "dp")  # settings of a layout that are written as PP8
 
 
 def memory_parts(memory: RankMemory) -> dict[str, int]:

@@ -27,11 +27,8 @@ BOX_POINTS = 6
 BOX_TOP, BOX_BOTTOM, HELD_TOP, HELD_BOTTOM = 0.46, -0.16, -0.2, -0.42
 """Geometry of a lane that is 1 high with its middle at 0: its boxes, and below them the held memory."""
 
-MOST_BOXES = 16_000
-"""With more boxes some ranks are left out, because each box takes 200 bytes of a page."""
-
-ZOOM = "Drag to zoom, double-click to see all again."
-"""Hint of a figure with details below a pixel."""
+MOST_BOXES = 16_000  # with more boxes some ranks are left out, because each box takes 200 bytes of a page
+ZOOM = "Drag to zoom, double-click to see all again."  # hint of a figure with details below a pixel
 
 KIND_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input", Kind.WEIGHT: "weight"}
 """As in legends. Input and weight are the two halves of a backward pass."""

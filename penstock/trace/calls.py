@@ -127,9 +127,7 @@ def _clock(rank: int, trace: Trace) -> tuple[Any, ...]:
     return machine if trace.is_host and machine[0] else (rank,)
 
 
-_Count = Annotated[int, msgspec.Meta(ge=NONE, le=2**40)]
-"""Larger numbers are damage."""
-
+_Count = Annotated[int, msgspec.Meta(ge=NONE, le=2**40)]  # larger numbers are damage
 _MOST_RANKS = 2**20  # a larger group is damage
 
 

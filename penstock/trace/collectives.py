@@ -22,8 +22,7 @@ from penstock.trace.calls import CollectiveCalls, SyncKind, calls_of
 from penstock.trace.events import NONE, Floats, Integers, Trace
 from penstock.trace.matching import MatchedCollectives, UnmatchedCollective, match_collectives
 
-LAST_US = 1.0
-"""No rank is last if the longest wait is shorter than this, or than twice the uncertainty of the clocks."""
+LAST_US = 1.0  # no rank is last if the longest wait is shorter than this, or than twice the uncertainty of the clocks
 
 
 @dataclass(frozen=True, kw_only=True)

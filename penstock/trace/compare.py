@@ -92,13 +92,8 @@ def _size_text(size: Any) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- compare
 
-GRID_US = 2.0**-20
-"""Times are multiples of this, so that float64 adds them without error."""
-
-SPREAD = 0.5
-"""A shape has a row of its own if more than this share of the steps has it."""
-
-
+GRID_US = 2.0**-20  # times are multiples of this, so that float64 adds them without error
+SPREAD = 0.5  # a shape has a row of its own if more than this share of the steps has it
 IDLE = EventKey("", "(idle)", "")
 OVERLAP = EventKey("", "(overlap)", "")
 UNEVEN = EventKey("", "(uneven)", "")
@@ -127,8 +122,7 @@ class RowTime:
     events: float = 0.0
 
 
-ABSENT = RowTime()
-"""The time of a row that the trace does not have; compared by identity."""
+ABSENT = RowTime()  # the time of a row that the trace does not have; compared by identity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,7 @@ from penstock.trace.events import NONE, GpuKind, HostKind, Trace
 from penstock.trace.phases import Phases
 from penstock.trace.tree import stretches
 
-BACK_TO_BACK_US = 5.0
-"""Longest time between two kernels of a stream that is only the start of the second."""
-
+BACK_TO_BACK_US = 5.0  # longest time between two kernels of a stream that is only the start of the second
 BETWEEN, OUTSIDE = "between kernels", "outside of operators"
 
 SegmentKind = Literal["compute", "communication", "copy", "gap", "launch", "host"]
@@ -195,8 +193,7 @@ def _meetings(collectives: CollectiveTimes) -> _Meetings:
     return meetings
 
 
-_Hosts = dict[tuple[int, float], int]
-"""Host segments by rank and begin, with the launch that followed."""
+_Hosts = dict[tuple[int, float], int]  # host segments by rank and begin, with the launch that followed
 
 
 def _walk(

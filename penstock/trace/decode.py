@@ -95,9 +95,7 @@ _JOINS = msgspec.json.Decoder(JoinKeys, strict=False)
 _ANY = msgspec.json.Decoder()
 _NOTHING = JoinKeys()
 _LAX_FILE = msgspec.json.Decoder(TraceFile, strict=False)
-_LAX_LIST = msgspec.json.Decoder(list[ChromeEvent], strict=False)
-"""For times that a tool wrote as text."""
-
+_LAX_LIST = msgspec.json.Decoder(list[ChromeEvent], strict=False)  # for times that a tool wrote as text
 _UNNUMBER = re.compile(rb"(:\s*)[-+]?(?:infinity|inf|nan)\b", re.IGNORECASE)
 
 
@@ -197,8 +195,7 @@ _ARROW = "ac2g"  # category of arrows: asynchronous CPU to GPU
 _MEASURED = "cuda_profiler_range"  # category of ranges of kernels with CUPTI's hardware counters
 _HALF = 2**63
 _NAMED = 6  # categories that a note names
-_FOREVER_US = 1e17
-"""More than three thousand years: a time beyond this is damage."""
+_FOREVER_US = 1e17  # more than three thousand years: a time beyond this is damage
 
 _OVERRUN_US = 100.0
 """Time by which an event overruns the next of its stream before it is damage; of 20 recordings 13 us was the most."""
@@ -207,8 +204,7 @@ _LONGER, _LONG_US = 100, 60e6
 """An event is doubted that lasts so many times as long as all else in the file, and a minute at least."""
 
 
-Place = tuple[int | str, int | str]
-"""Process and thread, or device and stream."""
+Place = tuple[int | str, int | str]  # process and thread, or device and stream
 
 
 def columns_of(file: TraceFile, path: Path) -> Trace:

@@ -24,16 +24,11 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import TraceError
 
-NONE = -1
-"""In an integer column: the event does not have this value."""
-
+NONE = -1  # in an integer column: the event does not have this value
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-
-DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors of msgspec on damaged JSON."""
-
+DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # errors of msgspec on damaged JSON
 _DICTIONARY = msgspec.json.Decoder(dict[str, Any])
 _Value = TypeVar("_Value")
 

@@ -37,19 +37,14 @@ from penstock.trace.kernel_names import Category, specific_category
 from penstock.trace.phases import PASSES, Phases
 from penstock.trace.work import BYTES
 
-AGREE = 0.005
-"""Shares that differ by less are equal."""
-
-EVEN = 1.001
-"""A load of the fullest rank over the mean up to this is even."""
-
+AGREE = 0.005  # shares that differ by less are equal
+EVEN = 1.001  # a load of the fullest rank over the mean up to this is even
 _PRODUCTS = (Category.GROUPED, Category.GROUPED_WEIGHTS)
 _MOST_ROWS = 2**40  # larger sizes are damage
 _INDEX = {"_GroupedGemm": 3, "_ExpertFfn": 5, "_Float8ExpertFfn": 5}
 """Of Penstock's functions: the argument that selects rows of the first argument, if present."""
 
-_COUNTS_STAY = 2
-"""First `dispatch.sync_free` at which row counts stay on the device (penstock.config.dispatch_rules)."""
+_COUNTS_STAY = 2  # first `dispatch.sync_free` at which row counts stay on the device (penstock.config.dispatch_rules)
 
 PACKED_ITEM = 8
 """Element size in bytes in which packed rows are sent (penstock.moe.dispatch.payload); other rows never have it."""
@@ -245,8 +240,7 @@ def _config(header: Mapping[str, Any]) -> Any:
 
 # -------------------------------------------------------------------------------------------------------------- experts
 
-METRICS = "metrics.jsonl"
-"""In the folder of a run."""
+METRICS = "metrics.jsonl"  # in the folder of a run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

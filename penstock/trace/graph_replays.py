@@ -35,12 +35,8 @@ from penstock.trace.events import NONE, Flags, GpuKind, HostKind, Integers, Trac
 from penstock.trace.kernel_names import Category, generic_category, is_gradient, specific_category
 from penstock.trace.tree import Placement, as_launches, place
 
-SHORTEST = 6
-"""Least number of kernels in a layer."""
-
-LONGEST = 4_096
-"""Largest number of kernels in a layer that is searched for."""
-
+SHORTEST = 6  # least number of kernels in a layer
+LONGEST = 4_096  # largest number of kernels in a layer that is searched for
 _OF_A_LAYER = frozenset({Category.ATTENTION, Category.ROUTE, Category.GROUPED, Category.GROUPED_WEIGHTS})
 _AFTER_A_NORM = frozenset({Category.ELEMENTWISE, Category.REDUCTION, Category.COPY, Category.LOOK_UP})
 
@@ -172,16 +168,9 @@ def _around(regions: Sequence[LayerRegion], names: Sequence[str], *, has_one: bo
 # ------------------------------------------------------------------------------------------------------------- replayed
 
 Source = Literal["eager pass", "capture", "repeating layers"]
-
-MATCHED = 0.9
-"""Share of a replay's events that must have a partner in the eager pass, or agree with the capture."""
-
-LEAST = 16
-"""Least number of events of a graph: shorter ones match anything."""
-
-MOST = 20_000
-"""Largest number of events that are aligned; longer graphs must be equal."""
-
+MATCHED = 0.9  # share of a replay's events that must have a partner in the eager pass, or agree with the capture
+LEAST = 16  # least number of events of a graph: shorter ones match anything
+MOST = 20_000  # largest number of events that are aligned; longer graphs must be equal
 _CAPTURE_BEGINS, _CAPTURE_ENDS = re.compile("StreamBeginCapture"), re.compile("StreamEndCapture")
 _LAUNCHES = re.compile("Launch(Cooperative)?Kernel|Mem(cpy|set)(2D)?Async")
 _COPIED = ("operator", "maker", "span", "layer", "category", "collective", "is_backward", "is_recomputed")

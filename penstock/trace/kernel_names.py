@@ -75,9 +75,7 @@ class Category(StrEnum):
 FLOAT8_GEMM = "float8_matrices_kernel"
 """Products of dense matrices in 8 bits and weight gradients of experts; the surroundings tell them apart."""
 
-ATEN = "aten::"
-"""Beginning of the names of PyTorch's own operators."""
-
+ATEN = "aten::"  # beginning of the names of PyTorch's own operators
 _CATEGORIES = tuple(Category)
 COLLECTIVES = _CATEGORIES[_CATEGORIES.index(Category.ALL_TO_ALL) : _CATEGORIES.index(Category.COLLECTIVE) + 1]
 """Categories of communication, which stand together in `Category`."""
@@ -239,8 +237,7 @@ def is_gradient(name: str) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------- kinds
 
-OWN = "penstock"
-"""The library name of Penstock's own kernels."""
+OWN = "penstock"  # the library name of Penstock's own kernels
 
 _TRANSPORTS = r"dispatch|combine|notify|barrier|sync|send|recv|exchange"
 """Parts of the names of kernels that carry tokens, or that wait for other ranks before or after it."""
@@ -276,9 +273,7 @@ _BY_LIBRARY = _compiled(
 EXPERT_PARALLEL = frozenset({"hybrid_ep", "deep_ep", "mori", "pplx", "expert_parallel"})
 """Libraries whose kernels carry tokens between experts and nothing else."""
 
-_LONGEST = 256
-"""Characters of a name that are searched: mangled names continue for thousands with template arguments."""
-
+_LONGEST = 256  # characters of a name that are searched: mangled names continue for thousands with template arguments
 _LENGTH = re.compile(r"[0-9]{1,3}")
 
 

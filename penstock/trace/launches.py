@@ -19,9 +19,7 @@ from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostK
 from penstock.trace.intervals import Intervals, union
 from penstock.trace.tree import HostTree, tree_around
 
-SHORT_US = 10.0
-"""Kernels below this take about as long to launch as to run."""
-
+SHORT_US = 10.0  # kernels below this take about as long to launch as to run
 GAP_US, LONG_GAP_US = 10.0, 100.0
 
 LONG_COPY_US = 100.0
@@ -37,12 +35,8 @@ WAITS = re.compile(
 COPIES = re.compile(r"^(cuda|cu|hip)Memcpy")
 """Calls that copy; those from memory that is not pinned return after the copy."""
 
-ON_DEVICE = re.compile(r"DtoD|DeviceToDevice|PtoP|PeerToPeer")
-"""Copies that the host takes no part in."""
-
-TO_HOST = re.compile(r"DtoH|DeviceToHost")
-"""Copies that the host can wait for: it does if the memory is not pinned."""
-
+ON_DEVICE = re.compile(r"DtoD|DeviceToDevice|PtoP|PeerToPeer")  # copies that the host takes no part in
+TO_HOST = re.compile(r"DtoH|DeviceToHost")  # copies that the host can wait for: it does if the memory is not pinned
 _NAMED = 20  # longest gaps that are listed
 
 

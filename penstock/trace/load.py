@@ -23,20 +23,13 @@ from penstock.trace.events import Trace
 from penstock.trace.on_host import on_host
 from penstock.trace.recognize import PhaseNames, recognized
 
-PROFILE = "profile"
-"""Folder of the traces inside the folder of a run."""
-
-READER = "penstock-trace"
-"""Name of the thread that reads ahead."""
-
+PROFILE = "profile"  # folder of the traces inside the folder of a run
+READER = "penstock-trace"  # name of the thread that reads ahead
 _RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
 _BEGINNING_BYTES = 4096
-_PEEKED_BYTES = 2**20
-"""The profiler writes devices and process groups before the events."""
-
+_PEEKED_BYTES = 2**20  # the profiler writes devices and process groups before the events
 _GZIP_MAGIC = b"\x1f\x8b"  # first bytes of a gzip file
-_GZIP = 31
-"""zlib's `wbits` for a gzip header and the largest window."""
+_GZIP = 31  # zlib's `wbits` for a gzip header and the largest window
 
 
 def decode_trace(text: bytes, *, path: Path = Path("trace"), names: PhaseNames | None = None) -> Trace:

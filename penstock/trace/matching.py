@@ -131,11 +131,8 @@ def _spread(calls: CollectiveCalls, met: Integers, ahead_us: Floats) -> tuple[In
 
 # ------------------------------------------------------------------------------------------------------------- matching
 
-RUN = 3
-"""Consecutive pairs that must end together before a shift of the order is accepted."""
-
-TOLERANCE_US = 50.0
-"""Ends of one collective can differ by this on aligned clocks."""
+RUN = 3  # consecutive pairs that must end together before a shift of the order is accepted
+TOLERANCE_US = 50.0  # ends of one collective can differ by this on aligned clocks
 
 TOLERANCE_SHARE = 0.03
 """They can also differ by this share of the shorter duration: the last parts of a long transfer arrive at different
@@ -145,8 +142,7 @@ IN_STEP = 0.9
 """Share of a group's collectives that two ranks must be inside at one moment. Not all: in an all-to-all, a rank that
 sends another rank nothing does not wait for it."""
 
-_SHIFTS = 8
-"""Largest shift of the order between two ranks that is tried."""
+_SHIFTS = 8  # largest shift of the order between two ranks that is tried
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,9 +31,7 @@ from penstock.trace.tree import as_launches, build_tree, place
 COMPONENTS = ("before", "activations", "gradients", "optimizer", "kept", "temporary")
 """Components of memory; `before` are all bytes without a recorded block."""
 
-POINTS = 256
-"""Points of a curve in JSON."""
-
+POINTS = 256  # points of a curve in JSON
 _BEFORE, _ACTIVATIONS, _GRADIENTS, _OPTIMIZER, _KEPT, _TEMPORARY = range(len(COMPONENTS))
 _FORWARD, _BACKWARD, _RECOMPUTE, _UPDATE = (
     PASSES.index(name) for name in ("forward", "backward", "recompute", "update")
@@ -171,9 +169,7 @@ class AllocatorHistory:
         )
 
 
-_Bytes = Annotated[int, msgspec.Meta(ge=-(2**50), le=2**50)]
-"""Larger numbers are damage."""
-
+_Bytes = Annotated[int, msgspec.Meta(ge=-(2**50), le=2**50)]  # larger numbers are damage
 _Address = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 

@@ -28,17 +28,13 @@ from penstock.trace.events import NONE, Flags, GpuKind, HostKind, Integers, Trac
 from penstock.trace.intervals import Intervals, union
 from penstock.trace.tree import Stretch, stretches
 
-GLOO, CALLS = "gloo:", "c10d::"
-"""Beginnings of the names of transfers, and of the operators that start them."""
-
-FUNCTION = re.compile(r"(?!.*::).*[^0-9]")
-"""Functions of autograd in Python. Those in C++ (`MulBackward0`) never wait."""
+GLOO, CALLS = "gloo:", "c10d::"  # beginnings of the names of transfers, and of the operators that start them
+FUNCTION = re.compile(r"(?!.*::).*[^0-9]")  # functions of autograd in Python. Those in C++ (`MulBackward0`) never wait
 
 _POSTED = ("gloo:send", "gloo:recv")
 """Transfers that are recorded on the thread of the caller, over the operators that it runs meanwhile."""
 
-_IN_SUMS = "reducescatter"
-"""A collective that gloo runs as an all-reduce."""
+_IN_SUMS = "reducescatter"  # a collective that gloo runs as an all-reduce
 
 
 def on_host(trace: Trace) -> Trace:

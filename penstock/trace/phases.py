@@ -46,8 +46,7 @@ UPDATES = frozenset({Span.ZERO, Span.REDUCE, Span.CLIP, Span.READ, Span.OPTIMIZE
 PHASE_NAMES = {Span.SORT: Category.INDEX.value}
 """Spans with another phase name: a sort outside of a span can be anything."""
 
-TOKENS = frozenset({Category.DISPATCH, Category.COMBINE})
-"""Operators around the launch of a kernel that carries tokens."""
+TOKENS = frozenset({Category.DISPATCH, Category.COMBINE})  # operators around the launch of a kernel that carries tokens
 
 _SENT = frozenset({Category.DISPATCH, Category.COMBINE, Category.WAIT, *COLLECTIVES})
 """Categories of kernels that communicate."""

@@ -31,12 +31,8 @@ from penstock.trace.events import NONE, Flags, GpuKind, Trace
 from penstock.trace.kernel_names import ATEN, COLLECTIVES, Category, function_of, generic_category, specific_category
 from penstock.trace.tree import CATEGORIES, FRAMES, SPANS, place
 
-TELLS = 0.02
-"""Share of the step from which an unknown kernel is listed."""
-
-WORTH_A_LOOK = 0.001
-"""Share of all time on the device from which unknown kernels are examined together."""
-
+TELLS = 0.02  # share of the step from which an unknown kernel is listed
+WORTH_A_LOOK = 0.001  # share of all time on the device from which unknown kernels are examined together
 HALF = 0.5
 
 TRAVELS = re.compile(
@@ -44,12 +40,9 @@ TRAVELS = re.compile(
 )
 """Parts of names that say that something travels; they decide only together with other signs."""
 
-MOVES = frozenset({Category.COPY, Category.LOOK_UP})
-"""Operations that can be the transport, or stay on the device."""
-
+MOVES = frozenset({Category.COPY, Category.LOOK_UP})  # operations that can be the transport, or stay on the device
 TOKENS = frozenset({Category.DISPATCH, Category.COMBINE, Category.WAIT})
-COMMUNICATION = TOKENS | frozenset(COLLECTIVES) | {f"{Span.COMBINE} waiting"}
-"""Phases whose kernels communicate."""
+COMMUNICATION = TOKENS | frozenset(COLLECTIVES) | {f"{Span.COMBINE} waiting"}  # phases whose kernels communicate
 
 PHASE_NAMES = tuple(dict.fromkeys((*(span.value for span in Span if span not in FRAMES), *map(str, Category))))
 """Phases that a file of names can give."""

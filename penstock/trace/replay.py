@@ -58,8 +58,7 @@ _INDEXES: dict[str, tuple[int, int, int]] = {
     "nll_loss_backward": (2, 1, 1),
 }
 
-GROUPED = {"aten::_grouped_mm": 2, "aten::_scaled_grouped_mm": 4}
-"""Position of the group offsets."""
+GROUPED = {"aten::_grouped_mm": 2, "aten::_scaled_grouped_mm": 4}  # position of the group offsets
 
 SPLIT = "aten::split_with_sizes"
 """Programs that split rows into one part per expert record the counts as the sizes of this operator."""

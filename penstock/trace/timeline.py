@@ -35,8 +35,7 @@ STEP_NAMES = (re.compile(r"ProfilerStep\s*#(\d+)"), re.compile(rf"{Span.STEP}(?:
 """Names of steps: the profiler's, and Penstock's spans, which count where the profiler marked none."""
 
 
-APART = 0.02
-"""Share by which steps of the device and of the host differ before a note says so."""
+APART = 0.02  # share by which steps of the device and of the host differ before a note says so
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,9 +35,7 @@ from penstock.trace.events import NONE, Flags, HostEvents, HostKind, Integers, T
 from penstock.trace.kernel_names import COLLECTIVES, FLOAT8_GEMM, Category, generic_category, specific_category
 from penstock.trace.timeline import STEP_NAMES
 
-NODE = "autograd::engine::evaluate_function: "
-"""Prefix of the names of autograd nodes."""
-
+NODE = "autograd::engine::evaluate_function: "  # prefix of the names of autograd nodes
 SPANS = tuple(Span)
 CATEGORIES = tuple(Category)
 FRAMES = frozenset({Span.STEP, Span.FORWARD, Span.BACKWARD, Span.RECOMPUTE, Span.REPLAY, Span.MTP})
@@ -52,12 +50,8 @@ EXCHANGE = re.compile(
 )
 """Names of annotations of other programs, such as `dispatch(...)` or `moe.combine`."""
 GRAPH = re.compile(r"GraphLaunch")
-
-_NOTHING = -2
-"""In an inherited column: inheritance ends here without a value."""
-
-ROUNDING_US = 1e-3
-"""Clocks count nanoseconds; sums of floating-point microseconds are off by less."""
+_NOTHING = -2  # in an inherited column: inheritance ends here without a value
+ROUNDING_US = 1e-3  # clocks count nanoseconds; sums of floating-point microseconds are off by less
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

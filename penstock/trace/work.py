@@ -49,8 +49,7 @@ class UnknownShapeError(Exception):
     """An argument is missing or has no shape, so the work of the call is unknown."""
 
 
-FlopsAndBytes = tuple[float, float]
-"""FLOPs and bytes."""
+FlopsAndBytes = tuple[float, float]  # FLOPs and bytes
 
 Model = Callable[[OperatorCall, list[CallTensor | None], float], FlopsAndBytes]
 """Model of work: from a call, its arguments, and the share of expert rows that held tokens."""

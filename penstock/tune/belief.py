@@ -39,20 +39,14 @@ _TERM_OF: Mapping[str, str] = {
 SCALE, CORRECTION, OWN = 0.5, 0.25, 0.03
 """Standard deviations of the machine's factor, of a term's, and of a candidate's own, at a spread of 1."""
 
-SPREADS = (0.7, 1.0, 1.4, 2.0, 4.0)
-"""Factors of `CORRECTION` and `OWN` that are tried."""
+SPREADS = (0.7, 1.0, 1.4, 2.0, 4.0)  # factors of `CORRECTION` and `OWN` that are tried
 
 SMALL_SPREAD, SMALL_FROM = 0.35, 5
 """A factor of `OWN` alone that is tried too, from so many trials on: fewer that agree by chance are no proof of it."""
 
-NEAR = 3.0
-"""Choices in which a neighbour differs until it shares a third of a candidate's own factor."""
-
-LEAST_NOISE = 0.004
-"""Standard deviation of a measured step time between two trials of one configuration, at least."""
-
-CONFIDENT = 1.645
-"""Standard deviations to the bound that a Gaussian is above with 95 %."""
+NEAR = 3.0  # choices in which a neighbour differs until it shares a third of a candidate's own factor
+LEAST_NOISE = 0.004  # standard deviation of a measured step time between two trials of one configuration, at least
+CONFIDENT = 1.645  # standard deviations to the bound that a Gaussian is above with 95 %
 
 
 @dataclass(frozen=True, kw_only=True)

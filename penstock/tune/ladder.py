@@ -30,11 +30,8 @@ from penstock.config.schema import differences
 from penstock.tune.ladder_steps import MICRO_BATCH, LadderStep, why_skipped
 from penstock.tune.trial import Failure, Figures, Trial
 
-Measure = Callable[[Trial], Figures | Failure]
-"""`run_trial`, or a replacement."""
-
-NOISE = 0.02
-"""Share of the throughput by which a step may seem slower by chance."""
+Measure = Callable[[Trial], Figures | Failure]  # `run_trial`, or a replacement
+NOISE = 0.02  # share of the throughput by which a step may seem slower by chance
 
 
 @dataclass(frozen=True, kw_only=True)

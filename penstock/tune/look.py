@@ -26,14 +26,9 @@ from penstock.plan.hardware import Cluster, cluster_of, with_host_memory
 from penstock.plan.hardware_file import known_hardware, load_hardware
 from penstock.tune.trial_ranks import StartRanks, run_ranks
 
-FRESH_SECONDS = 3600.0
-"""Age until which a preflight of the same ranks is believed."""
-
-AS_NAMED = 0.97
-"""Share of a chip's memory that its driver leaves; a device with less is not the chip that was named."""
-
-PREFLIGHT_SECONDS, CALIBRATE_SECONDS = 150.0, 600.0
-"""Time limits; ranks of a preflight wait two minutes for each other."""
+FRESH_SECONDS = 3600.0  # age until which a preflight of the same ranks is believed
+AS_NAMED = 0.97  # share of a chip's memory that its driver leaves; a device with less is not the chip that was named
+PREFLIGHT_SECONDS, CALIBRATE_SECONDS = 150.0, 600.0  # time limits; ranks of a preflight wait two minutes for each other
 
 
 @dataclass(frozen=True, kw_only=True)

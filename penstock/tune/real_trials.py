@@ -25,14 +25,12 @@ from penstock.tune.belief import CONFIDENT, TrialCandidate
 from penstock.tune.search_loop import Kind, TrialLimits, TrialResult, median_error_of
 from penstock.tune.trial import Failure, Trial, run_trial
 
-FEWEST, SURE = 3, 5
-"""Timed steps of a trial before it may be ended because it lost, and because its time is known."""
+FEWEST, SURE = 3, 5  # timed steps of a trial before it may be ended because it lost, and because its time is known
 
 HANG, LEAST_LIMIT = 3.0, 90.0
 """A step hangs if it takes these seconds and this many times the expected or the longest time of a step."""
 
-FIRST_LIMIT = 300.0
-"""The same of the start of the first trial, which may compile all kernels."""
+FIRST_LIMIT = 300.0  # the same of the start of the first trial, which may compile all kernels
 
 OVERRUN = 1.25
 """A trial may take this many times the rest of the budget, because the loop begins none that would not end in it."""

@@ -27,18 +27,10 @@ from typing import Literal, Protocol
 
 from penstock.tune.belief import CONFIDENT, LEAST_NOISE, Belief, Measured, StepEstimate, TrialCandidate
 
-LEAST_GAIN = 0.01
-"""A candidate that cannot gain more is not tried."""
-
-CLOCK = 1.3
-"""Factor between the clock of a trial and the clock of the loop that is no accident any more."""
-
-MEMORY_ERROR = 0.05
-"""Standard deviation of the projected memory, as a share."""
-
-WHOLE_STEPS = 3
-"""Steps of a trial of whole steps, the first of them not timed."""
-
+LEAST_GAIN = 0.01  # a candidate that cannot gain more is not tried
+CLOCK = 1.3  # factor between the clock of a trial and the clock of the loop that is no accident any more
+MEMORY_ERROR = 0.05  # standard deviation of the projected memory, as a share
+WHOLE_STEPS = 3  # steps of a trial of whole steps, the first of them not timed
 Objective = Literal["tokens", "memory", "time-to-loss"]
 
 Kind = Literal[
@@ -163,8 +155,7 @@ class SearchSettings:
     capacity_bytes: float = math.inf
 
 
-Around = Callable[[TrialRecord], Sequence[TrialCandidate]]
-"""Further candidates for a leader."""
+Around = Callable[[TrialRecord], Sequence[TrialCandidate]]  # further candidates for a leader
 
 Diagnose = Callable[[TrialRecord, float], Sequence[TrialCandidate]]
 """The same from a recording, for which so many seconds of the budget are left."""

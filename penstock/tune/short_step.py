@@ -15,17 +15,10 @@ from penstock.config.fit import grid_of, stage_count
 from penstock.config.run import Run
 from penstock.plan.candidates import MOST_MICRO_BATCH
 
-START_SECONDS = 20.0
-"""Time that a trial needs beside its steps, about: on an H200 from 13 s to 32 s."""
-
-USUAL_TRIALS, FEWEST_TRIALS = 8, 3
-"""Trials that a budget shall be enough for, and without which there is no search."""
-
-FEWEST_MICRO_BATCHES = 4
-"""Of each data-parallel rank in a short step of the reference."""
-
-MOST_UNITS = 4
-"""A short step has at most this many of the largest micro-batches on each rank."""
+START_SECONDS = 20.0  # time that a trial needs beside its steps, about: on an H200 from 13 s to 32 s
+USUAL_TRIALS, FEWEST_TRIALS = 8, 3  # trials that a budget shall be enough for, and without which there is no search
+FEWEST_MICRO_BATCHES = 4  # of each data-parallel rank in a short step of the reference
+MOST_UNITS = 4  # a short step has at most this many of the largest micro-batches on each rank
 
 
 def rows_of_trials(

@@ -26,8 +26,7 @@ from penstock.config.schema import as_toml
 from penstock.train.run_folder import RunFolder
 from penstock.tune.trial_ranks import HERE, StartRanks, run_ranks
 
-MOST_LETTERS = 300
-"""Maximum length of a reason."""
+MOST_LETTERS = 300  # maximum length of a reason
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,21 +35,14 @@ from penstock.base.errors import FAILED, LOST, LostRankError, PenstockError
 from penstock.parallel.launch.environment import variables_of_trial
 from penstock.parallel.launch.rendezvous import Rendezvous
 
-GRACE_SECONDS = 10.0
-"""Time between the request to end and SIGKILL."""
+GRACE_SECONDS = 10.0  # time between the request to end and SIGKILL
 
 POLL_SECONDS, LOOK_SECONDS = 0.05, 0.2
 """How often the first process looks for the end of a trial, and how often the others look for a trial or its stop."""
 
-SETTLE_SECONDS = 0.5
-"""After the first failure, others may show that are its cause."""
-
-FAREWELL_SECONDS = 60.0
-"""How long the first process waits for the others to end their ranks."""
-
-TOLD = 64_000
-"""Last characters of a failed rank's output that the first process gets."""
-
+SETTLE_SECONDS = 0.5  # after the first failure, others may show that are its cause
+FAREWELL_SECONDS = 60.0  # how long the first process waits for the others to end their ranks
+TOLD = 64_000  # last characters of a failed rank's output that the first process gets
 _FOLLOWER, _COMMAND_LINE = ("-m", "penstock.parallel.launch.rank"), "penstock.cli.main:main"
 
 

@@ -45,9 +45,7 @@ _FREED: Mapping[str, tuple[str, ...]] = {
     "micro_batch": ("training.micro_batch",),
 }
 
-FREE = tuple(_FREED)
-"""What `--free` may name."""
-
+FREE = tuple(_FREED)  # what `--free` may name
 _MICRO_BATCHES = tuple(f"training.micro_batch={1 << power}" for power in range(4))
 
 _RECOMPUTE = ("[]", '["norm"]', '["expert-activation"]', '["norm","expert-activation"]', '["layer"]')
@@ -56,9 +54,7 @@ LAYOUTS, CHANGED = 40, 1
 """Layouts of a plan that become candidates, and those of them that are changed in one choice more."""
 
 MOST_IMBALANCE = 4.0
-
-TOO_LARGE = 1.1
-"""Projected memory of a reference over that of a device with which it is not tried."""
+TOO_LARGE = 1.1  # projected memory of a reference over that of a device with which it is not tried
 
 
 def may_change(field: str, free: Sequence[str] = ()) -> bool:

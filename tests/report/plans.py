@@ -17,8 +17,7 @@ from penstock.plan.projection import Plan, Projection, RankTime, Refusal, StepTi
 
 PRESET, WORLD = "deepseek-v2-lite-4l", 2
 BASE = ["training.global_batch=16", "training.micro_batch=2", "parallel.pipeline=2"]
-SECOND = 0.01
-"""Of a forward pass; an input gradient and weight gradients take as long each."""
+SECOND = 0.01  # of a forward pass; an input gradient and weight gradients take as long each
 
 REFUSALS = (
     Refusal(layout={"pp": 4, "ep": 2}, rule="layers-divide", reason="4 layers do not fill <6> stages", count=1200),

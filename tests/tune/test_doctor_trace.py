@@ -377,8 +377,7 @@ def test_a_rank_that_is_slow_at_everything_is_not_taken_for_one_with_hot_experts
 
 
 DATA = Path(__file__).parent / "data" / "recorded"
-COSTS = 0.05
-"""Share of the step that each other rank waits for one, from which it is named here."""
+COSTS = 0.05  # share of the step that each other rank waits for one, from which it is named here
 
 FOUND = {
     "all-to-all": ("communication", [(2, "host"), (1, "experts")], "even-experts"),
@@ -388,8 +387,7 @@ FOUND = {
     "host-stalls": ("host", [(2, "host")], "no-host-is-late"),
 }
 """Bottleneck, late ranks and first remedy of each recorded condition."""
-UNMATCHED = {"hot-experts": 1}
-"""An all-to-all in which one rank had nothing for another, and left before that came."""
+UNMATCHED = {"hot-experts": 1}  # an all-to-all in which one rank had nothing for another, and left before that came
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,17 +10,10 @@ from penstock.tune.doctor.losses import between_steps_us, imbalance_us, least_ev
 from penstock.tune.doctor.remedies import remedies
 from penstock.tune.doctor.remedy import Remedy
 
-NAMED_LATE, TOLD_LATE = 4, 8
-"""Late ranks, by cause, at most in the conclusion and in the evidence."""
-
-PART = 0.05
-"""Share of the step from which a compute phase is evidence."""
-
-LEAST = 0.005
-"""Share of the step below which a part of a loss is noise."""
-
-WORTH_NAMING = 0.2
-"""Share of the most expensive late rank's cost from which the conclusion names another one."""
+NAMED_LATE, TOLD_LATE = 4, 8  # late ranks, by cause, at most in the conclusion and in the evidence
+PART = 0.05  # share of the step from which a compute phase is evidence
+LEAST = 0.005  # share of the step below which a part of a loss is noise
+WORTH_NAMING = 0.2  # share of the most expensive late rank's cost from which the conclusion names another one
 
 
 @dataclass(frozen=True)

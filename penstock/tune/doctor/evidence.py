@@ -34,8 +34,7 @@ STANDS = 0.2
 """Share of the step from which a loss is the bottleneck. The rules of a plan accept as much pipeline waiting without a
 warning; below it, faster kernels help more than another layout."""
 
-ALSO = 0.1
-"""Share of the step from which a loss is reported beside the bottleneck."""
+ALSO = 0.1  # share of the step from which a loss is reported beside the bottleneck
 
 AT_LIMIT = 0.9
 """Share of the power limit from which power holds the clock down. An H200 with a limit of 700 W drew 664 W, the median

@@ -46,29 +46,17 @@ from penstock.tune.doctor.evidence import (
     SingleStall,
 )
 
-MATCHED = 0.5
-"""Share of the collectives that must be matched across ranks before a rank is called late."""
+MATCHED = 0.5  # share of the collectives that must be matched across ranks before a rank is called late
 
 TELLS = 0.01
 """Share of the step that others must wait for a rank before it is reported: some rank is always last by chance."""
 
-IDLE_DECIDES = 0.5
-"""Share of a delay that idle time must explain for the host to be the cause."""
-
+IDLE_DECIDES = 0.5  # share of a delay that idle time must explain for the host to be the cause
 HALF = 0.5
-
-NOTES = 4
-"""Remarks of the readers of the traces, at most."""
-
-LEAST_STEPS = 3
-"""Steps from which a median tells a single stall from what every step has."""
-
-MATTERS = 1e-3
-"""Share of the steps from which events outside of them are missing."""
-
-TELLS_TOO = 0.1
-"""Share by which launches, or all work besides experts, must take longer to be reported with the cause."""
-
+NOTES = 4  # remarks of the readers of the traces, at most
+LEAST_STEPS = 3  # steps from which a median tells a single stall from what every step has
+MATTERS = 1e-3  # share of the steps from which events outside of them are missing
+TELLS_TOO = 0.1  # share by which launches, or all work besides experts, must take longer to be reported with the cause
 EXPERTS = frozenset({"experts", "experts input gradient", "experts weight gradient"})
 
 AROUND_EXPERTS = EXPERTS | {"activation", "permute"}

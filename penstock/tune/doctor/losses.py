@@ -8,14 +8,12 @@ WAITS_OF_STAGE_2 = 6 / 7
 LAUNCHES_OF_PASSES = 0.81
 """Launches that captured passes save: from 2,541 to 477 (graphs-h200.json), the least of three cases (most: 0.92)."""
 
-LAUNCHES_OF_PARTS = 0.55
-"""Launches that captured parts of layers save: from 4,021 to 1,805 (graphs-parts-h200.json)."""
+LAUNCHES_OF_PARTS = 0.55  # launches that captured parts of layers save: from 4,021 to 1,805 (graphs-parts-h200.json)
 
 REFERENCE_COSTS = 1 - 14307 / 78946
 """Share of the computing that our kernels save in a run with eager operators (one-gpu.json, tokens/s)."""
 
-TORCH_COSTS = 1 - 51188 / 78946
-"""The same for a run with PyTorch's fused operators (one-gpu.json)."""
+TORCH_COSTS = 1 - 51188 / 78946  # the same for a run with PyTorch's fused operators (one-gpu.json)
 
 
 def named(ranks: list[LateRank]) -> str:

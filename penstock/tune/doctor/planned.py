@@ -26,8 +26,7 @@ _KINDS = {"weights": "all-gather", "gradients": "reduce-scatter", "exchange": "e
 NOT_PROJECTED = ("model.moe.", "dispatch.balance", "host.", "training.collect_garbage_every")
 """Prefixes of changes that act on late ranks, which a plan does not model, or on rows that it only assumes."""
 
-LAUNCHES = "graphs."
-"""Prefix of changes that save only launches: a trace may show a gain that the plan hides."""
+LAUNCHES = "graphs."  # prefix of changes that save only launches: a trace may show a gain that the plan hides
 
 
 def with_plan(evidence: Evidence, cluster: Cluster) -> Evidence:

@@ -20,11 +20,8 @@ from penstock.tune.doctor import losses
 from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence
 from penstock.tune.doctor.remedy import NO_OFFER, Offer, Remedy, RemedyRule, cpu_rule, first_accepted, rule
 
-WORTH_SAYING = 0.005
-"""Share of the step below which a gain is noise."""
-
-DOUBLED = 0.5
-"""Share of the cost of a pass, or of a step, that disappears if it has twice the rows."""
+WORTH_SAYING = 0.005  # share of the step below which a gain is noise
+DOUBLED = 0.5  # share of the cost of a pass, or of a step, that disappears if it has twice the rows
 
 LEAST_SPARED = 0.24
 """Saved share of token copies if each token goes to a rank once, for an unknown model: DeepSeek-V2-Lite on 8 ranks,
@@ -36,8 +33,7 @@ OVERLAP_GAINS = 1 - 1 / 1.17
 EXPERTS_WEIGHT = 0.001
 """Weight of an auxiliary loss for a run without one: the order of published weights; a larger one costs quality."""
 
-MUCH_POINTWISE = 0.1
-"""Share of the step in elementwise kernels from which fusing them is offered."""
+MUCH_POINTWISE = 0.1  # share of the step in elementwise kernels from which fusing them is offered
 
 TOKENS = (
     *("all-to-all", "send-recv", "symmetric", "hierarchical", "deep-ep", "hybrid-ep", "mori", "pplx"),

@@ -21,17 +21,10 @@ METRICS = "metrics.jsonl"
 STARTS = "starts.jsonl"
 """One line for each process start of a run (penstock/train/run_folder.py); older runs have no such file."""
 
-WARM_UP, RECORDED = 5, 2
-"""Steps before the recorded ones, which compile and allocate; and the number of recorded steps."""
-
-USUAL = 0.5
-"""Share of the metrics, the last part, that the medians are of: the first steps compile and warm up."""
-
-LAYERS = 64
-"""Steps whose layers are read, evenly spaced."""
-
-NEAREST_STEPS = 4
-"""Number of steps next to the recorded ones that tell their time without a profiler."""
+WARM_UP, RECORDED = 5, 2  # steps before the recorded ones, which compile and allocate; and the number of recorded steps
+USUAL = 0.5  # share of the metrics, the last part, that the medians are of: the first steps compile and warm up
+LAYERS = 64  # steps whose layers are read, evenly spaced
+NEAREST_STEPS = 4  # number of steps next to the recorded ones that tell their time without a profiler
 
 
 def is_run(path: Path) -> bool:

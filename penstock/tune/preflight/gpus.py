@@ -25,11 +25,8 @@ from penstock.plan.rates import Rates
 from penstock.plan.transfers import TransferTimes
 from penstock.tune.preflight.check import PreflightCheck, Status, fine
 
-OTHERS_BYTES = 3 << 30
-"""Memory of an idle GPU: driver, firmware and our context. More belongs to another process."""
-
-WHOLE = 0.95
-"""Share of a chip's memory below which the device is a partition (MIG, CPX)."""
+OTHERS_BYTES = 3 << 30  # memory of an idle GPU: driver, firmware and our context. More belongs to another process
+WHOLE = 0.95  # share of a chip's memory below which the device is a partition (MIG, CPX)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,22 +105,16 @@ def _reach(gpus: Sequence[Gpu]) -> Iterator[PreflightCheck]:
         yield fine("devices", "peer access", f"all {len(pairs)} ways between {len(gpus)} GPUs")
 
 
-GPU_SIDE, CPU_SIDE = 8192, 512
-"""Side of the square matrices."""
-
-GPU_BUFFERS, CPU_BUFFERS = (2**22, 2**28), (2**14, 2**22)
-"""Bytes: one size dominated by latency, one by bandwidth."""
+GPU_SIDE, CPU_SIDE = 8192, 512  # side of the square matrices
+GPU_BUFFERS, CPU_BUFFERS = (2**22, 2**28), (2**14, 2**22)  # bytes: one size dominated by latency, one by bandwidth
 
 SLOW, VERY_SLOW = 1.5, 3.0
 """Factors on the planned time. Clocks, temperature and other jobs explain less than the first; a link that is down, or
 a path through the host, explains the second.
 """
 
-BEHIND = 0.9
-"""Share of the fastest device; equal chips are within a few percent of each other."""
-
-SUMMED = 1 << 20
-"""Numbers that are summed over ranks."""
+BEHIND = 0.9  # share of the fastest device; equal chips are within a few percent of each other
+SUMMED = 1 << 20  # numbers that are summed over ranks
 
 
 @dataclass(frozen=True, kw_only=True)

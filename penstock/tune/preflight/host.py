@@ -25,8 +25,7 @@ from pathlib import Path
 from penstock.parallel.launch.host import ROOT, free_host_bytes, numa_nodes, read_text, usable_cores
 from penstock.tune.preflight.check import PreflightCheck, Status, fine
 
-CORES_EACH = 4
-"""Of a rank: one for the model, one for its backward pass, the others for data and collectives."""
+CORES_EACH = 4  # of a rank: one for the model, one for its backward pass, the others for data and collectives
 
 OPEN_FILES, FEWEST_OPEN_FILES = 65_536, 1024
 """A rank of a large cluster has sockets to many others beside its data files; the second number is too small for a
@@ -36,14 +35,9 @@ node's own ranks and files. It suffices without GPUs.
 SHARED_BYTES, LEAST_SHARED_BYTES = 8 << 30, 1 << 30
 """NCCL's buffers between ranks without a direct link. A container has 64 MiB by default."""
 
-MEMORY_SHARE = 0.5
-"""Of the GPUs' memory that the host should have free, because checkpoints are copied there first."""
-
-LEAST_BYTES = 4 << 30
-"""A rank's libraries."""
-
-CLOCK_ERROR = 5
-"""Result of adjtimex for an unsynchronized clock."""
+MEMORY_SHARE = 0.5  # of the GPUs' memory that the host should have free, because checkpoints are copied there first
+LEAST_BYTES = 4 << 30  # a rank's libraries
+CLOCK_ERROR = 5  # result of adjtimex for an unsynchronized clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,17 +178,10 @@ def _clock(facts: HostFacts) -> PreflightCheck | None:
 
 FILE_BYTES = 256 << 20
 PIECE_BYTES = 8 << 20
-LONGEST_SECONDS = 2.0
-"""Time limit of the write."""
-
-FREE_BYTES = 10_000_000_000
-"""Space for a small run, if the run is unknown."""
-
-SLOW = 100e6
-"""Bytes per second below which a checkpoint of a few billion parameters takes minutes."""
-
-APART_SECONDS = 2.0
-"""A larger difference of the clocks makes files look newer than they are."""
+LONGEST_SECONDS = 2.0  # time limit of the write
+FREE_BYTES = 10_000_000_000  # space for a small run, if the run is unknown
+SLOW = 100e6  # bytes per second below which a checkpoint of a few billion parameters takes minutes
+APART_SECONDS = 2.0  # a larger difference of the clocks makes files look newer than they are
 
 
 @dataclass(frozen=True, kw_only=True)
