@@ -37,11 +37,11 @@ from penstock.report.timeline import (
 )
 from penstock.trace.analysis import RankAnalysis, last_step
 from penstock.trace.calls import CollectiveCalls, SyncKind
-from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
+from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers
 from penstock.trace.intervals import union
 from penstock.trace.kernel_names import Category
 from penstock.trace.phases import PASSES, WAITING
-from penstock.trace.tree import CATEGORIES, nest
+from penstock.trace.tree import CATEGORIES, nest, open_at
 
 PASS = re.compile(
     r"(?P<what>forward|backward|input gradient|weight gradient) of stage (?P<stage>\d+)"
@@ -95,23 +95,27 @@ def measured_passes(
 
 
 def _passes(rank: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list[_Measured]:
-    trace = rank.trace
-    span = _spans(trace)
-    row = np.where(_is_pass_work(rank, calls), span.of(trace.launched_us), NONE)  # span of each GPU event
+    trace, host = rank.trace, rank.trace.host
+    is_pass = host.named(PASS.fullmatch) & (host.kind == HostKind.SPAN)
+    parent = nest(host, np.flatnonzero(is_pass)).parent
+    row = np.where(_is_pass_work(rank, calls), open_at(trace, is_pass), NONE)  # span of each GPU event
     wanted = next((traced_step.start_us for traced_step in rank.steps if traced_step.number == step), None)
     if wanted is not None:
-        begun_us = np.append(trace.host.start_us, np.nan)[rank.phases.placement.step]  # of each event's step
+        begun_us = np.append(host.start_us, np.nan)[rank.phases.placement.step]  # of each event's step
         row = np.where(begun_us == wanted, row, NONE)
     hulls: dict[PipelinePass, list[float]] = {}
     within: defaultdict[PipelinePass, bool] = defaultdict(bool)
     for number in np.unique(row[row != NONE]).tolist():
         mine = row == number
-        what = span.passes[number]
+        match = PASS.fullmatch(host.name(number))
+        assert match is not None, "the name of a pass"
+        stage, micro_batch = int(match["stage"]), int(match["micro_batch"])
+        what = PipelinePass(kind=KINDS[match["what"]], stage=stage, micro_batch=micro_batch)
         # A pass lasts from its first kernel to its last.
         hull = hulls.setdefault(what, [np.inf, -np.inf])
         hull[0] = min(hull[0], float(trace.gpu.start_us[mine].min()))
         hull[1] = max(hull[1], float(trace.gpu.end_us[mine].max()))
-        within[what] |= number in span.paired
+        within[what] |= bool(parent[number] != NONE or (parent == number).any())
     measured = [_Measured(what=what, start_us=a, end_us=b, is_within=within[what]) for what, (a, b) in hulls.items()]
     return sorted(measured, key=lambda each: each.start_us)
 
@@ -125,50 +129,6 @@ def _is_pass_work(rank: RankAnalysis, calls: CollectiveCalls) -> Flags:
     is_own = calls.rank == calls.ranks.index(rank.rank)
     is_work[calls.gpu_row[is_own & (calls.sync == SyncKind.PAIR)]] = False
     return is_work & ~gpu.named(lambda name: name.startswith(_ALLOCATES))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Spans:
-    """Spans of passes."""
-
-    passes: Mapping[int, PipelinePass]
-    paired: frozenset[int]  # rows that enclose another span, or are enclosed
-    rows: Integers
-    parent: Integers  # of each row of the host the enclosing span, or NONE
-    end_us: Floats  # of each row of the host
-    start_us: Floats  # of `rows`
-
-    def of(self, launched_us: Floats) -> Integers:
-        """The innermost span that was open at each time, or NONE."""
-        if not len(self.rows):
-            return np.full(len(launched_us), NONE)
-        indices = np.searchsorted(self.start_us, launched_us, side="right") - 1  # the last span that began before
-        row = np.where((indices >= 0) & ~np.isnan(launched_us), self.rows[np.maximum(indices, 0)], NONE)
-        # If it was closed, the innermost open span is one of those around it.
-        while (closed := (row != NONE) & ~(launched_us < self.end_us[row])).any():
-            row = np.where(closed, self.parent[row], row)
-        return row
-
-
-def _spans(trace: Trace) -> _Spans:
-    host = trace.host
-    rows = np.flatnonzero(host.named(PASS.fullmatch) & (host.kind == HostKind.SPAN))
-    tree = nest(host, rows)
-    inner = [row for row in rows.tolist() if tree.parent[row] != NONE]
-    passes = {}
-    for row in rows.tolist():
-        match = PASS.fullmatch(host.name(row))
-        assert match is not None, "the name of a pass"
-        stage, micro_batch = int(match["stage"]), int(match["micro_batch"])
-        passes[row] = PipelinePass(kind=KINDS[match["what"]], stage=stage, micro_batch=micro_batch)
-    return _Spans(
-        passes=passes,
-        paired=frozenset(inner) | {int(tree.parent[row]) for row in inner},
-        rows=rows,
-        parent=tree.parent,
-        end_us=host.end_us,
-        start_us=host.start_us[rows],
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------ run lanes

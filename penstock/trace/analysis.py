@@ -30,7 +30,7 @@ from penstock.trace.launches import LaunchSummary, find_launches
 from penstock.trace.load import load_ranks
 from penstock.trace.matching import UnmatchedCollective
 from penstock.trace.memory import AllocatorHistory, find_memory, memory_json
-from penstock.trace.phases import Phases, find_phases
+from penstock.trace.phases import Phases, find_phases, plain_row
 from penstock.trace.recognize import PhaseNames, UnknownKernel, unknown_kernels
 from penstock.trace.roofline import Roofline, roofline
 from penstock.trace.tables import (
@@ -49,6 +49,7 @@ from penstock.trace.timeline import (
     in_steps,
     is_earlier,
     lag_note,
+    on_host_us,
     steps_of,
     timeline_of,
     timelines,
@@ -204,7 +205,6 @@ def _of_rank(
     calls: CollectiveCalls,
     step: int | None,
 ) -> RankAnalysis:
-    within = (steps[0].start_us, steps[-1].start_us + steps[-1].duration_us) if steps else None
     phases = find_phases(trace, place(trace), waited_us=waited_us if waited_us.any() else None)
     used = used_rows(trace, calls, rank, phases)
     spent = together([step.timeline for step in steps])
@@ -226,7 +226,7 @@ def _of_rank(
         phases=phases,
         used_rows=used,
         roofline=roofline(trace, phases.placement, used_rows=1.0 if used is None else used.share),
-        launches=find_launches(trace, within, whole.gpu),
+        launches=find_launches(trace, on_host_us(steps), whole.gpu),
         memory=find_memory(trace),
     )
 
@@ -277,15 +277,14 @@ def analysis_json(answer: TraceAnalysis) -> dict[str, Any]:
             "timeline": {name: asdict(timeline) for name, timeline in (*rank.timelines.items(), ("steps", rank.spent))},
             "left_out": asdict(rank.left_out),
             "steps": [asdict(step) for step in rank.steps],
-            "phases": [row.as_json() for row in rank.phases.rows()],
+            "phases": [plain_row(row) for row in rank.phases.rows()],
             "other_share": rank.phases.other_share,
-            "unknown": [asdict(row) for row in rank.unknown],
-            "streams": [asdict(row) for row in rank.streams],
-            "annotations": [asdict(row) for row in rank.annotations],
-            "operators": [asdict(row) for row in rank.operators],
-            "counters": [asdict(row) for row in rank.counters],
+            **{
+                name: [asdict(row) for row in vars(rank)[name]]
+                for name in ("unknown", "streams", "annotations", "operators", "counters")
+            },
             "replays": None if rank.phases.replays is None else asdict(rank.phases.replays),
-            "roofline": rank.roofline.as_json(),
+            "roofline": [plain_row(row) for row in rank.roofline.rows],
             "modelled_share": rank.roofline.modelled_share,
             "grouped_rows": None if rank.used_rows is None else asdict(rank.used_rows),
             "launches": asdict(rank.launches),

@@ -101,29 +101,24 @@ class CriticalPath:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
 class RankOfPath:
-    """A rank with its traces, phases, and window of the step on the clock of its file."""
+    """The events of one rank in the step, on the common clock, as lists: the walk visits one at a time.
 
-    rank: int
-    trace: Trace
-    phases: Phases
-    window_us: tuple[float, float]
-    ahead_us: float  # of its clock
+    `window_us` is that of the step on the clock of the rank's file, which is ahead by `ahead_us`.
+    """
 
-
-class _Rank:
-    """The events of one rank in the step, on the common clock, as lists: the walk visits one at a time."""
-
-    def __init__(self, rank: RankOfPath) -> None:
-        self.one, gpu = rank, rank.trace.gpu
-        rows = gpu.starting_in(*rank.window_us)
+    def __init__(
+        self, *, rank: int, trace: Trace, phases: Phases, window_us: tuple[float, float], ahead_us: float
+    ) -> None:
+        self.rank, self.trace, self.phases, self.ahead_us = rank, trace, phases, ahead_us
+        gpu = trace.gpu
+        rows = gpu.starting_in(*window_us)
         self.first = rows.start
-        self.start: list[float] = (gpu.start_us[rows] - rank.ahead_us).tolist()
-        self.end: list[float] = (gpu.end_us[rows] - rank.ahead_us).tolist()
+        self.start: list[float] = (gpu.start_us[rows] - ahead_us).tolist()
+        self.end: list[float] = (gpu.end_us[rows] - ahead_us).tolist()
         self.launch: list[int] = gpu.launch[rows].tolist()
         self.kind: list[int] = gpu.kind[rows].tolist()
-        self.name: list[int] = rank.phases.name_id[: len(gpu)][rows].tolist()
+        self.name: list[int] = phases.name_id[: len(gpu)][rows].tolist()
         # The event before each on its stream, or NONE.
         stream = gpu.stream[rows]
         order = np.argsort(stream, kind="stable")
@@ -134,7 +129,7 @@ class _Rank:
         by_end = np.argsort(np.array(self.end), kind="stable")
         self.by_end: list[int] = by_end.tolist()
         self.ends = [self.end[row] for row in self.by_end]
-        self.launched: list[float] = (rank.trace.launched_us[rows] - rank.ahead_us).tolist()
+        self.launched: list[float] = (trace.launched_us[rows] - ahead_us).tolist()
 
     def last_until(self, time_us: float) -> int:
         """The event that ended last by a time, or NONE."""
@@ -151,7 +146,18 @@ class _Rank:
         return before if last == event else last  # an event of zero duration ends when it starts
 
     def phase(self, event: int) -> str:
-        return self.one.phases.names[self.name[event]]
+        return self.phases.names[self.name[event]]
+
+    def operators(self, thread: int) -> "_Operators":
+        """The innermost operators of a thread of the host over time."""
+        host = self.trace.host
+        rows = np.flatnonzero((host.kind == HostKind.OPERATOR) & (host.thread == thread))
+        intervals = sorted(stretches(host, rows), key=itemgetter(1))
+        return [(host.name(row), start - self.ahead_us, end - self.ahead_us) for row, start, end in intervals]
+
+
+_Operators = list[tuple[str, float, float]]
+"""Names, starts and ends on the common clock; they do not overlap."""
 
 
 _Meetings = Mapping[tuple[int, int], tuple[int, int]]
@@ -160,25 +166,24 @@ _Meetings = Mapping[tuple[int, int], tuple[int, int]]
 
 def critical_path(ranks: Sequence[RankOfPath], collectives: CollectiveTimes, step: str = "") -> CriticalPath:
     """The path of a step of some ranks; empty if none has an event in it."""
-    tables = {rank.rank: _Rank(rank) for rank in ranks}
-    tables = {rank: table for rank, table in tables.items() if table.start}
+    tables = {rank.rank: rank for rank in ranks if rank.start}
     if not tables:
         return CriticalPath(step=step, segments=())
     begin_us = min(table.start[0] for table in tables.values())
     last = max(tables, key=lambda rank: tables[rank].ends[-1])
     path, hosts = _walk(tables, _meetings(collectives), last, begin_us)
-    threads: dict[tuple[int, int], _Thread] = {}
+    threads: dict[tuple[int, int], _Operators] = {}
     segments: list[PathSegment] = []
     for segment in reversed(path):
         launch = hosts.get((segment.rank, segment.start_us)) if segment.kind == "host" else None
         if launch is None:
             segments.append(segment)
             continue
-        of = tables[segment.rank].one
-        key = (segment.rank, int(of.trace.host.thread[launch]))
+        rank = tables[segment.rank]
+        key = (segment.rank, int(rank.trace.host.thread[launch]))
         if key not in threads:
-            threads[key] = _Thread.of(of, key[1])
-        segments += threads[key].parts(segment)
+            threads[key] = rank.operators(key[1])
+        segments += _by_operator(segment, threads[key])
     return CriticalPath(step=step, segments=tuple(segments))
 
 
@@ -197,7 +202,7 @@ _Hosts = dict[tuple[int, float], int]  # host segments by rank and begin, with t
 
 
 def _walk(
-    tables: Mapping[int, _Rank], meetings: _Meetings, rank: int, begin_us: float
+    tables: Mapping[int, RankOfPath], meetings: _Meetings, rank: int, begin_us: float
 ) -> tuple[list[PathSegment], _Hosts]:
     """Segments from the last to the first."""
     segments: list[PathSegment] = []
@@ -238,34 +243,16 @@ def _walk(
     return segments, hosts
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Thread:
-    """The innermost operators of a thread of the host over time, on the common clock; they do not overlap."""
-
-    names: list[str]
-    start_us: list[float]
-    end_us: list[float]
-
-    @classmethod
-    def of(cls, rank: RankOfPath, thread: int) -> "_Thread":
-        host = rank.trace.host
-        rows = np.flatnonzero((host.kind == HostKind.OPERATOR) & (host.thread == thread))
-        intervals = sorted(stretches(host, rows), key=itemgetter(1))
-        return cls(
-            names=[host.name(row) for row, _, _ in intervals],
-            start_us=[start - rank.ahead_us for _, start, _ in intervals],
-            end_us=[end - rank.ahead_us for _, _, end in intervals],
-        )
-
-    def parts(self, host: PathSegment) -> list[PathSegment]:
-        """The host's time, divided by operator."""
-        segments, now = list[PathSegment](), host.start_us
-        index = bisect_right(self.end_us, now)
-        while index < len(self.names) and self.start_us[index] < host.end_us:
-            start, end = max(self.start_us[index], now), min(self.end_us[index], host.end_us)
-            if start > now:
-                segments.append(host._replace(start_us=now, end_us=start))
-            if end > start:
-                segments.append(host._replace(name=self.names[index], start_us=start, end_us=end))
-            now, index = max(end, now), index + 1
-        return [*segments, host._replace(start_us=now)] if now < host.end_us else segments
+def _by_operator(host: PathSegment, operators: _Operators) -> list[PathSegment]:
+    """The host's time, divided by operator."""
+    segments, now = list[PathSegment](), host.start_us
+    index = bisect_right(operators, now, key=itemgetter(2))
+    while index < len(operators) and operators[index][1] < host.end_us:
+        name, start, end = operators[index]
+        start, end = max(start, now), min(end, host.end_us)
+        if start > now:
+            segments.append(host._replace(start_us=now, end_us=start))
+        if end > start:
+            segments.append(host._replace(name=name, start_us=start, end_us=end))
+        now, index = max(end, now), index + 1
+    return [*segments, host._replace(start_us=now)] if now < host.end_us else segments

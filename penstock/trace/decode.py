@@ -58,19 +58,13 @@ class ChromeEvent(msgspec.Struct, gc=False):
 
 
 class TraceFile(msgspec.Struct):
-    """The events and the other entries that torch.profiler writes."""
+    """The events and the other entries of torch.profiler that are read."""
 
     traceEvents: list[ChromeEvent]  # noqa: N815  (keys of the file)
     deviceProperties: msgspec.Raw = _NO_TEXT  # noqa: N815
     distributedInfo: msgspec.Raw = _NO_TEXT  # noqa: N815
-    schemaVersion: msgspec.Raw = _NO_TEXT  # noqa: N815
-    traceName: msgspec.Raw = _NO_TEXT  # noqa: N815
     baseTimeNanoseconds: msgspec.Raw = _NO_TEXT  # noqa: N815
     host_name: msgspec.Raw = _NO_TEXT
-    record_shapes: msgspec.Raw = _NO_TEXT
-    with_stack: msgspec.Raw = _NO_TEXT
-    with_flops: msgspec.Raw = _NO_TEXT
-    profile_memory: msgspec.Raw = _NO_TEXT
     cuda_runtime_version: msgspec.Raw = _NO_TEXT
     cuda_driver_version: msgspec.Raw = _NO_TEXT
     hip_runtime_version: msgspec.Raw = _NO_TEXT

@@ -218,6 +218,13 @@ class Trace:
     def names(self) -> tuple[str, ...]:
         return self.gpu.names
 
+    def setting(self, *path: str) -> Any:
+        """An entry of the configuration in Penstock's recording, by its keys; None where there is none."""
+        value: Any = self.header.get("penstock")
+        for key in ("config", *path):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
     @cached_property
     def launched_us(self) -> Floats:
         """When the host began to launch each row of `gpu`; nan if the launch is not in the trace."""

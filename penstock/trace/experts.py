@@ -132,10 +132,10 @@ def used_rows(trace: Trace, calls: CollectiveCalls, rank: int, phases: Phases) -
     if not len(products.rows):
         return None
     given = float(products.rows.mean())  # rows of the buffers, a mean over products
-    received = _mean_received_rows(trace, calls, rank, phases, products) if rows_travel(trace.header) else None
-    if rows_are_exact(trace.header):
+    received = _mean_received_rows(trace, calls, rank, phases, products) if rows_travel(trace) else None
+    if rows_are_exact(trace):
         return UsedRows(share=1.0, source="shapes" if received is None else "all-to-all")
-    configured = configured_rows(trace.header)
+    configured = configured_rows(trace)
     sources: tuple[tuple[RowSource, float | None], ...] = (("all-to-all", received), ("configuration", configured))
     for source, rows in sources:
         if rows is not None and given and rows / given < 1 + AGREE:  # more rows than the buffer has: not these rows
@@ -173,7 +173,7 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
     item_bytes = calls.item_bytes[rows]
     is_plain = (item_bytes * width == operand_bytes) | (item_bytes == 1)
     plain = np.where(is_plain, item_bytes * width, 0.0)
-    is_packed = _packs(trace.header) & (item_bytes == PACKED_ITEM)
+    is_packed = (trace.setting("float8", "dispatch") not in (None, "none")) & (item_bytes == PACKED_ITEM)
     row_bytes = np.where(is_packed, packed_row_bytes(width), np.nan_to_num(plain)).astype(np.float64)
     came_bytes = calls.received_bytes[rows]
     by_bytes = np.divide(came_bytes, row_bytes, out=np.full(len(rows), np.nan), where=row_bytes > 0)
@@ -191,51 +191,32 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
     return counts
 
 
-def configured_rows(header: Mapping[str, Any]) -> float | None:
+def configured_rows(trace: Trace) -> float | None:
     """Mean rows of a rank and layer, by the configuration in Penstock's recording; None if rows are dropped."""
-    config = _config(header)
+    of = trace.setting
+    widths = (of("parallel", "tensor"), of("parallel", "expert_tensor"))
+    if widths != (1, 1) or of("model", "moe", "balance", "capacity_factor") != 0:
+        return None
     try:
-        training, parallel, moe = config["training"], config["parallel"], config["model"]["moe"]
-        is_plain = parallel["tensor"] == parallel["expert_tensor"] == 1 and not moe["balance"]["capacity_factor"]
-        tokens = training["micro_batch"] * training["sequence_length"] / parallel["context"]
-        return float(tokens * moe["top_k"]) if is_plain else None
-    except (KeyError, TypeError, ArithmeticError):
+        tokens = of("training", "micro_batch") * of("training", "sequence_length") / of("parallel", "context")
+        return float(tokens * of("model", "moe", "top_k"))
+    except (TypeError, ArithmeticError):
         return None
 
 
-def rows_travel(header: Mapping[str, Any]) -> bool:
+def rows_travel(trace: Trace) -> bool:
     """All-to-alls carry rows of experts, as far as a recorded configuration does not contradict.
 
     Other dispatchers send a token once for several experts, and padding is sent like rows.
     """
-    config = _config(header)
-    try:
-        pads = config["model"]["moe"]["balance"]["pad_to_capacity"]
-        return not config or (config["dispatch"]["method"] == "all-to-all" and not pads)
-    except (KeyError, TypeError):
-        return not config
+    method, pads = trace.setting("dispatch", "method"), trace.setting("model", "moe", "balance", "pad_to_capacity")
+    return not trace.setting() or (method == "all-to-all" and pads is False)
 
 
-def rows_are_exact(header: Mapping[str, Any]) -> bool:
+def rows_are_exact(trace: Trace) -> bool:
     """The recorded configuration gives the experts exactly the received rows."""
-    try:
-        return rows_travel(header) and bool(_config(header)["dispatch"]["sync_free"] < _COUNTS_STAY)
-    except (KeyError, TypeError):
-        return False
-
-
-def _packs(header: Mapping[str, Any]) -> bool:
-    """The recorded configuration sends rows of some layers in 8 bits."""
-    try:
-        return bool(_config(header)["float8"]["dispatch"] != "none")
-    except (KeyError, TypeError):
-        return False
-
-
-def _config(header: Mapping[str, Any]) -> Any:
-    """The configuration in Penstock's recording, or an empty mapping."""
-    recording = header.get("penstock")
-    return (recording.get("config") if isinstance(recording, Mapping) else None) or {}
+    stage = trace.setting("dispatch", "sync_free")
+    return rows_travel(trace) and isinstance(stage, int) and stage < _COUNTS_STAY
 
 
 # -------------------------------------------------------------------------------------------------------------- experts

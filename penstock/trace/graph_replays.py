@@ -377,14 +377,9 @@ def _by_repeats(trace: Trace, graph: Integers) -> _Inferred | None:
 
 def _model(trace: Trace) -> tuple[int, int] | None:
     """Layers and dense layers of the model, if the recording has them and all other layers are MoE layers."""
-    section: Any = trace.header
-    for key in ("penstock", "config", "model"):
-        section = section.get(key) if isinstance(section, Mapping) else None
-    if not isinstance(section, Mapping):
+    layers, dense = trace.setting("model", "layers"), trace.setting("model", "dense_layers") or 0
+    if not isinstance(layers, int) or not isinstance(dense, int) or not 0 <= dense <= layers:
         return None
-    moe = section.get("moe")
-    layers, dense = section.get("layers"), section.get("dense_layers", 0)
-    is_regular = not isinstance(moe, Mapping) or moe.get("moe_layer_freq", 1) == 1
-    if not isinstance(layers, int) or not isinstance(dense, int) or not is_regular or not 0 <= dense <= layers:
-        return None
-    return layers, dense if isinstance(moe, Mapping) else 0
+    if trace.setting("model", "moe") is None:
+        return layers, 0
+    return (layers, dense) if trace.setting("model", "moe", "moe_layer_freq") in (None, 1) else None

@@ -256,12 +256,12 @@ def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> flo
 class CopyCalls:
     """Copies of the host from one place."""
 
-    call: str
-    where: tuple[str, ...]
+    call: str  # such as `hipMemcpyWithStream`
+    where: str  # the innermost operators or spans around it
     count: int
     longest_us: float
     alone_us: float  # the device computes and sends nothing meanwhile
-    bytes: int | None  # None if the trace does not tell
+    bytes: int | None  # of all of them; None if unknown
 
 
 def longest_copies(trace: Trace, busy: Intervals, within: tuple[float, float] | None) -> CopyCalls | None:
@@ -275,25 +275,17 @@ def longest_copies(trace: Trace, busy: Intervals, within: tuple[float, float] | 
     host, gpu = trace.host, trace.gpu
     is_copy = (host.kind == HostKind.RUNTIME) & host.named(COPIES.search) & (host.duration_us >= LONG_COPY_US)
     is_copy[gpu.launch[gpu.is_linked & gpu.named(ON_DEVICE.search)]] = False
-    rows = np.flatnonzero(is_copy)
-    if within is not None:
-        rows = rows[(host.start_us[rows] >= within[0]) & (host.start_us[rows] < within[1])]
+    rows = _began(trace, np.flatnonzero(is_copy), within)
+    alone_us = host.duration_us[rows] - (busy | queued_work(trace)).covered_us(host.start_us[rows], host.end_us[rows])
+    rows, alone_us = rows[alone_us > 0], alone_us[alone_us > 0]
     if not len(rows):
         return None
-    alone_us = host.duration_us[rows] - (busy | queued_work(trace)).covered_us(host.start_us[rows], host.end_us[rows])
-    tree = tree_around(host, rows)
-    places: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for index in np.flatnonzero(alone_us > 0).tolist():
-        row = int(rows[index])
-        places.setdefault((host.name(row), names_around(trace, tree, row)), []).append(index)
-    if not places:
-        return None
-    (call, where), indices = max(places.items(), key=lambda item: float(alone_us[item[1]].sum()))
+    (call, where), indices = max(_by_place(trace, rows).items(), key=lambda item: float(alone_us[item[1]].sum()))
     sizes = [gpu.args(int(row)).get("bytes") for row in np.flatnonzero(np.isin(gpu.launch, rows[indices]))]
     known = [size for size in sizes if isinstance(size, int)]
     return CopyCalls(
         call=call,
-        where=where,
+        where=" > ".join(where[-2:]),
         count=len(indices),
         longest_us=float(host.duration_us[rows[indices]].max()),
         alone_us=float(alone_us[indices].sum()),
@@ -312,17 +304,27 @@ def waiting_calls(trace: Trace) -> Integers:
     return rows[np.argsort(host.start_us[rows], kind="stable")]
 
 
+def _began(trace: Trace, rows: Integers, within: tuple[float, float] | None) -> Integers:
+    """Those of some rows of the host that begin between two times."""
+    low, high = within or (-np.inf, np.inf)
+    return rows[(trace.host.start_us[rows] >= low) & (trace.host.start_us[rows] < high)]
+
+
+def _by_place(trace: Trace, rows: Integers) -> dict[tuple[str, tuple[str, ...]], list[int]]:
+    """Indices into some rows of the host, by their name and the names around them."""
+    tree = tree_around(trace.host, rows)
+    places: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for index, row in enumerate(rows.tolist()):
+        places.setdefault((trace.host.name(row), names_around(trace, tree, row)), []).append(index)
+    return places
+
+
 def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[HostWait, ...]:
-    host, rows = trace.host, waiting_calls(trace)
-    if within is not None:
-        rows = rows[(host.start_us[rows] >= within[0]) & (host.start_us[rows] < within[1])]
-    tree = tree_around(host, rows)
-    places: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-    for row in rows.tolist():
-        places.setdefault((host.name(row), names_around(trace, tree, row)), []).append(float(host.duration_us[row]))
+    rows = _began(trace, waiting_calls(trace), within)
     waits = [
         HostWait(call=call, where=where, count=len(times), total_us=sum(times), max_us=max(times))
-        for (call, where), times in places.items()
+        for (call, where), indices in _by_place(trace, rows).items()
+        for times in [trace.host.duration_us[rows[indices]].tolist()]
     ]
     return tuple(sorted(waits, key=lambda wait: (-wait.total_us, wait.call, wait.where)))
 

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from penstock.trace.events import NONE, Flags, Floats, HostKind, Integers, Trace, decoded_or
-from penstock.trace.phases import PASSES, Phases, find_phases, grouped
+from penstock.trace.phases import PASSES, Phases, find_phases, grouped, plain_row
 from penstock.trace.timeline import RecordedStep
 from penstock.trace.tree import as_launches, build_tree, place
 
@@ -268,13 +268,13 @@ def memory_json(memory: AllocatorHistory, steps: Sequence[RecordedStep]) -> dict
         "most_reserved_bytes": int(memory.reserved.max()),
         "peak": _peak_json(memory.peak),
         "steps": [_step_json(memory, step) for step in steps],
-        "phases": [_spoken(vars(row)) for row in memory.rows(by_layer=True)],
+        "phases": [plain_row(row) for row in memory.rows(by_layer=True)],
         "curve": memory.curve(),
     }
 
 
 def _peak_json(peak: MemoryPeak) -> dict[str, Any]:
-    return _spoken(vars(peak)) | {"components": dict(peak.components) or None, "spans": list(peak.spans)}
+    return plain_row(peak) | {"components": dict(peak.components) or None, "spans": list(peak.spans)}
 
 
 def _step_json(memory: AllocatorHistory, step: RecordedStep) -> dict[str, Any]:
@@ -290,7 +290,3 @@ def _step_json(memory: AllocatorHistory, step: RecordedStep) -> dict[str, Any]:
         "end_bytes": int(memory.allocated[high - 1]),
         "peak": _peak_json(memory.at(fullest)),
     }
-
-
-def _spoken(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.rstrip("_"): value for name, value in row.items()}

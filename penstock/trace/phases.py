@@ -73,10 +73,6 @@ class Phase:
     count: int
     inferred: bool  # layer and pass of some events were inferred, because a CUDA graph launched them
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values, with the key `pass`."""
-        return {key.rstrip("_"): value for key, value in vars(self).items()}
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Phases:
@@ -127,6 +123,11 @@ class Phases:
             for index, (name, number, pass_) in enumerate(groups)
         ]
         return sorted(phases, key=lambda row: (-row.kernel_us, row.name, row.pass_, row.layer or 0))
+
+
+def plain_row(row: object) -> dict[str, Any]:
+    """The fields of a row of a table, with the key `pass` for `pass_`."""
+    return {name.rstrip("_"): value for name, value in vars(row).items()}
 
 
 def grouped(*columns: Integers) -> tuple[list[tuple[int, ...]], Integers]:

@@ -8,7 +8,7 @@ Calls are grouped (penstock.trace.operators), so a model of work runs once for e
 model have a time and no FLOPs; `modelled_share` is the share of the time that has a model.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -49,10 +49,6 @@ class Roofline:
     chip: Chip | None  # source of the peaks, or None if the trace's device is unknown
     modelled_share: float  # share of the time with a model of its work
 
-    def as_json(self) -> list[dict[str, Any]]:
-        """The rows as plain values."""
-        return [dict(vars(row)) for row in self.rows]
-
 
 def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: float = 1.0) -> Roofline:
     """Work and time of every different call whose kernels compute.
@@ -78,7 +74,7 @@ def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: flo
     executions = np.unique(np.stack([call_of, table.row_of[is_counted], graph]), axis=1)
     counts = np.bincount(executions[0], minlength=len(table.calls)).tolist()
     rows = [
-        replace(_row(call, us, count, work_of(call, used_rows=used_rows), chip, total), inferred=is_inferred)
+        _row(call, us, count, chip, total, used_rows=used_rows, inferred=is_inferred)
         for call, us, count, is_inferred in zip(table.calls, kernel_us, counts, inferred, strict=True)
         if count
     ]
@@ -88,9 +84,16 @@ def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: flo
 
 
 def _row(
-    call: OperatorCall, kernel_us: float, count: int, work: CallWork | None, chip: Chip | None, total_us: float
+    call: OperatorCall,
+    kernel_us: float,
+    count: int,
+    chip: Chip | None,
+    total_us: float,
+    *,
+    used_rows: float,
+    inferred: bool,
 ) -> RooflineRow:
-    seconds = kernel_us * 1e-6
+    seconds, work = kernel_us * 1e-6, work_of(call, used_rows=used_rows)
     roof = None if work is None or chip is None else _roof(work, chip)
     known = work is not None and seconds > 0
     return RooflineRow(
@@ -106,7 +109,7 @@ def _row(
         bytes_per_second=work.bytes * count / seconds if work is not None and known else None,
         bound=None if roof is None else roof[1],
         reached=roof[0] * count / seconds if roof is not None and known else None,
-        inferred=False,
+        inferred=inferred,
     )
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.trace.events import NONE, Floats, GpuKind, HostKind, Integers, Trace
+from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
 from penstock.trace.intervals import union
 from penstock.trace.phases import Phases
 from penstock.trace.timeline import STEP_NAMES, RecordedStep, step_spans, timeline_of
-from penstock.trace.tree import nest
+from penstock.trace.tree import nest, open_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +118,9 @@ def annotation_rows(trace: Trace, phases: Phases, steps: tuple[RecordedStep, ...
     spans = np.flatnonzero(is_span)
     if not len(spans):
         return []
-    inside = _innermost(trace, spans)
+    inside = _innermost(trace, is_span)
     exposed_us = np.bincount(phases.event, phases.exposed_us, len(gpu))
-    tree_parent = nest(host, spans).parent
+    parent = nest(host, spans).parent
     kernel_us, own_us, events = (np.zeros(len(host.names)) for _ in range(3))
     seen: list[Integers] = []  # names of the inner levels, to count nested annotations of one name once
     while (inside != NONE).any():
@@ -129,7 +129,7 @@ def annotation_rows(trace: Trace, phases: Phases, steps: tuple[RecordedStep, ...
         for sums, values in ((kernel_us, gpu.duration_us), (own_us, exposed_us), (events, np.ones(len(gpu)))):
             sums += np.bincount(name[new], values[new], len(sums))
         seen.append(name)
-        inside = np.where(inside == NONE, NONE, tree_parent[inside])
+        inside = np.where(inside == NONE, NONE, parent[inside])
     count = np.bincount(host.name_id[spans], minlength=len(events))
     host_us = np.bincount(host.name_id[spans], host.duration_us[spans], len(events))
     annotations = [
@@ -146,28 +146,16 @@ def annotation_rows(trace: Trace, phases: Phases, steps: tuple[RecordedStep, ...
     return sorted(annotations, key=lambda row: (-row.kernel_us, -row.host_us, row.name))
 
 
-def _innermost(trace: Trace, spans: Integers) -> Integers:
+def _innermost(trace: Trace, is_span: Flags) -> Integers:
     """For each GPU event the row of the innermost of these spans that was open at its launch, or NONE."""
-    host, gpu = trace.host, trace.gpu
-    linked = np.flatnonzero(gpu.is_linked)
-    launch = gpu.launch[linked]
-    inside = np.full(len(gpu), NONE)
-    parent = nest(host, spans).parent
-    marked = step_spans(trace)
-    main = int(marked.thread[0]) if len(marked) else int(np.bincount(host.thread[spans]).argmax())
-    has_spans = np.isin(host.thread[launch], host.thread[spans])  # others: threads of autograd
-    thread = np.where(has_spans, host.thread[launch], main)
-    for number in np.unique(thread).tolist():
-        mine, rows = spans[host.thread[spans] == number], np.flatnonzero(thread == number)
-        if not len(mine):
-            continue
-        times = host.start_us[launch[rows]]
-        position = np.searchsorted(host.start_us[mine], times, side="right") - 1  # the last span that began before
-        row = np.where(position >= 0, mine[np.maximum(position, 0)], NONE)
-        # It, or one around it, was open.
-        while (closed := (row != NONE) & (np.append(host.end_us, np.inf)[row] <= times)).any():
-            row = np.where(closed, parent[row], row)
-        inside[linked[rows]] = row
+    host = trace.host
+    threads, marked = np.unique(host.thread[is_span]), step_spans(trace)
+    main = int(marked.thread[0]) if len(marked) else int(np.bincount(host.thread[is_span]).argmax())
+    thread = np.append(host.thread, main)[trace.gpu.launch]
+    thread = np.where(np.isin(thread, threads), thread, main)  # threads without spans are autograd's
+    inside = np.full(len(thread), NONE)
+    for number in threads.tolist():
+        inside = np.where(thread == number, open_at(trace, is_span & (host.thread == number)), inside)
     return inside
 
 

@@ -135,6 +135,11 @@ def steps_of(trace: Trace) -> tuple[RecordedStep, ...]:
     return tuple(steps)
 
 
+def on_host_us(steps: Sequence[RecordedStep]) -> tuple[float, float] | None:
+    """Start and end of all steps on the host; None without steps."""
+    return (steps[0].start_us, steps[-1].start_us + steps[-1].duration_us) if steps else None
+
+
 def lag_note(steps: Sequence[RecordedStep]) -> str | None:
     """A line for steps whose mean time on the device is not that on the host, by `APART` or more."""
     ran = [step for step in steps if step.timeline.events]

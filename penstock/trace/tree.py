@@ -25,7 +25,6 @@ On one thread and under one parent, a product that the preceding function does n
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -154,14 +153,14 @@ def place(trace: Trace, tree: HostTree | None = None) -> Placement:
     tree = build_tree(trace) if tree is None else tree
     host, gpu = trace.host, trace.gpu
     # NONE is -1: a row of the host that is NONE reads the value that is appended to a column of the host.
-    action = _open_at(trace, ACTION.search)
+    action = open_at(trace, host.named(ACTION.search))
     gradients = np.append(host.named(GRADIENTS.match), False)[action]
-    gradients |= _open_at(trace, Span.BACKWARD.__eq__) != NONE
+    gradients |= open_at(trace, host.called(Span.BACKWARD)) != NONE
     facts = {name: np.append(values, NONE)[gpu.launch] for name, values in _facts(trace, tree).items()}
     is_recomputed = facts.pop("recomputed") != NONE
     is_in_node = facts.pop("node") != NONE
     operator = _with_float8_products(trace, tree.parent, facts.pop("operator"))
-    by_profiler, by_span = (_open_at(trace, names.fullmatch) for names in STEP_NAMES)
+    by_profiler, by_span = (open_at(trace, host.named(names.fullmatch)) for names in STEP_NAMES)
     return Placement(
         operator=operator,
         action=action,
@@ -254,10 +253,10 @@ def _makers(host: HostEvents, is_node: Flags, in_node: Flags) -> Integers:
     return made
 
 
-def _open_at(trace: Trace, test: Callable[[str], object]) -> Integers:
-    """Row of the innermost span with a matching name that was open when each GPU event was launched, or NONE."""
+def open_at(trace: Trace, chosen: Flags) -> Integers:
+    """Row of the innermost of some spans (a mask) that was open when each GPU event was launched, or NONE."""
     host = trace.host
-    rows = np.flatnonzero((host.kind == HostKind.SPAN) & (host.end_us > host.start_us) & host.named(test))
+    rows = np.flatnonzero((host.kind == HostKind.SPAN) & (host.end_us > host.start_us) & chosen)
     if not len(rows):
         return np.full(len(trace.gpu), NONE)
     # The innermost span from each begin or end until the next; at equal times, ends come first.

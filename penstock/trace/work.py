@@ -51,32 +51,39 @@ class UnknownShapeError(Exception):
 
 FlopsAndBytes = tuple[float, float]  # FLOPs and bytes
 
-Model = Callable[[OperatorCall, list[CallTensor | None], float], FlopsAndBytes]
-"""Model of work: from a call, its arguments, and the share of expert rows that held tokens."""
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call, and the share of expert rows that held tokens."""
+
+    call: OperatorCall
+    used_rows: float
+
+    def get(self, index: int) -> CallTensor | None:
+        """An argument, or None if it is missing or no tensor of a known type."""
+        shapes, types = self.call.shapes, self.call.types
+        shape = shapes[index] if index < len(shapes) else None
+        width = BYTES.get(types[index] if index < len(types) else "")
+        return CallTensor(shape=shape, width=width) if width is not None and _is_shape(shape) else None
+
+    def need(self, index: int, dims: int = 0) -> CallTensor:
+        """An argument that must be a tensor with at least so many dims."""
+        tensor = self.get(index)
+        if tensor is None or len(tensor.shape) < dims:
+            raise UnknownShapeError
+        return tensor
+
+    @property
+    def tensors(self) -> list[CallTensor]:
+        known = (self.get(index) for index in range(len(self.call.shapes)))
+        return [tensor for tensor in known if tensor is not None]
+
+
+Model = Callable[[Arguments], FlopsAndBytes]
 
 
 def _is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
     return isinstance(value, tuple) and all(isinstance(size, int) for size in value)
-
-
-def tensor_at(call: OperatorCall, index: int) -> CallTensor | None:
-    """An argument, if it is a tensor."""
-    width = BYTES.get(call.types[index] if index < len(call.types) else "")
-    shape = call.shapes[index]
-    return CallTensor(shape=shape, width=width) if width is not None and _is_shape(shape) else None
-
-
-def need(tensors: list[CallTensor | None], index: int, dims: int = 0) -> CallTensor:
-    """An argument that must be a tensor with at least so many dims."""
-    tensor = tensors[index]
-    if tensor is None or len(tensor.shape) < dims:
-        raise UnknownShapeError
-    return tensor
-
-
-def optional(tensors: list[CallTensor | None], index: int) -> CallTensor | None:
-    """An argument, or None if it is missing or no tensor."""
-    return tensors[index] if index < len(tensors) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------- work
@@ -96,46 +103,43 @@ def work_of(call: OperatorCall, *, used_rows: float = 1.0) -> CallWork | None:
 
     `used_rows` is the share of the rows of grouped products that held tokens.
     """
-    model = _model(call.name)
-    tensors = [tensor_at(call, index) for index in range(len(call.shapes))]
+    model, of = _model(call.name), Arguments(call, used_rows)
     if model is None or not call.shapes:
         return None
     try:
-        flops, moved = model(call, tensors, used_rows)
+        flops, moved = model(of)
     except (UnknownShapeError, IndexError):
         return None
-    dtype = "fp8" if call.name.removesuffix("Backward") in _FLOAT8 else _dtype(tensors)
+    dtype = "fp8" if call.name.removesuffix("Backward") in _FLOAT8 else _dtype(of.tensors)
     return CallWork(flops=float(flops), bytes=float(moved), dtype=dtype)
 
 
-def _dtype(tensors: list[CallTensor | None]) -> Literal["bf16", "fp8", "fp32"]:
+def _dtype(tensors: list[CallTensor]) -> Literal["bf16", "fp8", "fp32"]:
     """The narrowest type of the matrices: an accumulator is wider than the operands."""
-    width = min((tensor.width for tensor in tensors if tensor is not None and len(tensor.shape) > 1), default=2)
+    width = min((tensor.width for tensor in tensors if len(tensor.shape) > 1), default=2)
     return "fp8" if width == 1 else "bf16" if width == 2 else "fp32"
 
 
-def _product(
-    call: OperatorCall, tensors: list[CallTensor | None], used_rows: float, *, first: int = 0
-) -> FlopsAndBytes:
+def _product(of: Arguments, *, first: int = 0) -> FlopsAndBytes:
     """A product of arguments `first` and `first + 1`, matrices or batches of them; an argument before them is added."""
-    a, b = need(tensors, first, 2), need(tensors, first + 1, 2)
+    a, b = of.need(first, 2), of.need(first + 1, 2)
     batch, (rows, depth), columns = math.prod(a.shape[:-2]), a.shape[-2:], b.shape[-1]
-    added = tensors[0] if first else None
+    added = of.get(0) if first else None
     width = max(a.width, 2) if added is None else added.width  # products of 8 bits write 16
     moved = a.bytes + b.bytes + batch * rows * columns * width + (added.bytes if added is not None else 0)
     return 2 * batch * rows * depth * columns, moved
 
 
-def _grouped(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+def _grouped(of: Arguments) -> FlopsAndBytes:
     """`aten::_grouped_mm`: the rows of a 2D argument, or the depth of two, are divided into groups."""
-    a, b = need(tensors, 0, 2), need(tensors, 1, 2)
-    ends = optional(tensors, 2)
+    a, b = of.need(0, 2), of.need(1, 2)
+    ends = of.get(2)
     groups = ends.shape[-1] if ends is not None and ends.shape else 1
     (rows, depth), columns = a.shape[-2:], b.shape[-1]
     if len(a.shape) == len(b.shape) == 3:
-        return _product(call, tensors, used_rows)
+        return _product(of)
     written = rows * columns * (groups if len(a.shape) == len(b.shape) == 2 else 1)  # 2D x 2D: weight gradients
-    return used_rows * 2 * rows * depth * columns, a.bytes + b.bytes + 2 * written
+    return of.used_rows * 2 * rows * depth * columns, a.bytes + b.bytes + 2 * written
 
 
 def _row_count(x: CallTensor, index: CallTensor | None) -> int:
@@ -143,40 +147,40 @@ def _row_count(x: CallTensor, index: CallTensor | None) -> int:
     return index.shape[0] if index is not None and index.shape else x.shape[0]
 
 
-def _grouped_gemm(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+def _grouped_gemm(of: Arguments) -> FlopsAndBytes:
     """Penstock's grouped product: x_RD, w_eFD, counts_e, index_R."""
-    x, w = need(tensors, 0, 2), need(tensors, 1, 3)
-    rows = used_rows * _row_count(x, optional(tensors, 3))
+    x, w = of.need(0, 2), of.need(1, 3)
+    rows = of.used_rows * _row_count(x, of.get(3))
     return 2 * rows * w.shape[1] * w.shape[2], w.bytes + rows * (w.shape[1] + w.shape[2]) * x.width
 
 
-def _networks(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+def _networks(of: Arguments) -> FlopsAndBytes:
     """Both products of experts, in 16 or 8 bits: x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R.
 
     Or of a dense network in 8 bits: x_TD, gate_up_FD, down_DF.
     """
-    is_dense, is_float8 = call.name == "_Float8Network", call.name in _FLOAT8
-    x, gate_up, down = (need(tensors, index, dims) for index, dims in enumerate((2, 2, 2) if is_float8 else (2, 3, 3)))
+    is_dense, is_float8 = of.call.name == "_Float8Network", of.call.name in _FLOAT8
+    x, gate_up, down = (of.need(index, dims) for index, dims in enumerate((2, 2, 2) if is_float8 else (2, 3, 3)))
     if is_dense:
-        _check_arguments(call, limit=5)
-    rows = x.shape[0] if is_dense else used_rows * _row_count(x, optional(tensors, 5) or optional(tensors, 4))
+        _check_arguments(of, limit=5)
+    rows = x.shape[0] if is_dense else of.used_rows * _row_count(x, of.get(5) or of.get(4))
     wide, hidden, narrow = gate_up.shape[-2], gate_up.shape[-1], down.shape[-1]
     weights = gate_up.numel + down.numel if is_float8 else gate_up.bytes + down.bytes
     read = (hidden + narrow) * (1 if is_float8 else x.width)  # inputs of both products
     return 2 * rows * hidden * (wide + narrow), weights + rows * (read + (wide + hidden) * x.width)
 
 
-def _float8_linear(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+def _float8_linear(of: Arguments) -> FlopsAndBytes:
     """A dense product: x_D, w_FD."""
-    x, w = need(tensors, 0, 2), need(tensors, 1, 2)
+    x, w = of.need(0, 2), of.need(1, 2)
     rows = x.numel // max(x.shape[-1], 1)  # x can have more dims
-    _check_arguments(call, limit=4)
+    _check_arguments(of, limit=4)
     return 2 * rows * w.numel, x.numel + w.numel + rows * w.shape[0] * x.width
 
 
-def _check_arguments(call: OperatorCall, *, limit: int) -> None:
+def _check_arguments(of: Arguments, *, limit: int) -> None:
     """Functions of the same name in other libraries have more arguments; Penstock's objects are not recorded."""
-    if len(call.shapes) > limit:
+    if len(of.call.shapes) > limit:
         raise UnknownShapeError
 
 
@@ -188,9 +192,9 @@ _FLOAT8: Mapping[str, Model] = {
 """By the name of the autograd function."""
 
 
-def _twice_the_forward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+def _twice_the_forward(of: Arguments) -> FlopsAndBytes:
     """Both gradients of products: twice the FLOPs and bytes of the forward."""
-    made = None if call.made_by is None else work_of(call.made_by, used_rows=used_rows)
+    made = None if of.call.made_by is None else work_of(of.call.made_by, used_rows=of.used_rows)
     if made is None:
         raise UnknownShapeError
     return 2 * made.flops, 2 * made.bytes
@@ -213,14 +217,14 @@ _ATTENTION: Mapping[str, tuple[int, int, bool]] = {
 """Index of the queries, index of the causal flag, and whether heads come before positions in the shapes."""
 
 
-def _attention(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+def _attention(of: Arguments) -> FlopsAndBytes:
     """Two products forward, five backward; half of each if causal (FlashAttention-2, arXiv 2307.08691)."""
-    first, causal, heads_first = _ATTENTION[call.name]
-    q, k, v = (need(tensors, first + offset, 4) for offset in range(3))
+    first, causal, heads_first = _ATTENTION[of.call.name]
+    q, k, v = (of.need(first + offset, 4) for offset in range(3))
     positions = 2 if heads_first else 1
     batch, heads = q.shape[0], q.shape[3 - positions]
     scores = float(batch * heads * q.shape[positions] * k.shape[positions])
-    is_causal = causal < len(call.plain) and call.plain[causal] in ("True", "1", "2")  # 1, 2: custom_mask_type
+    is_causal = causal < len(of.call.plain) and of.call.plain[causal] in ("True", "1", "2")  # 1, 2: custom_mask_type
     scores /= 2 if is_causal else 1
     out = v.bytes * heads // max(v.shape[3 - positions], 1)  # groups of query heads share a head of keys and values
     if first == 0:  # backward has the gradient of the output before the queries
@@ -228,29 +232,27 @@ def _attention(call: OperatorCall, tensors: list[CallTensor | None], used_rows: 
     return 2 * scores * (3 * q.shape[-1] + 2 * v.shape[-1]), 2 * (q.bytes + k.bytes + v.bytes) + 2 * out
 
 
-def _convolution(
-    call: OperatorCall, tensors: list[CallTensor | None], used_rows: float, *, plain: int
-) -> FlopsAndBytes:
+def _convolution(of: Arguments, *, plain: int) -> FlopsAndBytes:
     """Forward; padding, stride and dilation are the arguments from `plain` on, followed by the groups."""
-    x, w = need(tensors, 0, 3), need(tensors, 1, 3)
-    padding, stride, dilation = (_numbers(call, plain + offset, len(x.shape) - 2) for offset in range(3))
+    x, w = of.need(0, 3), of.need(1, 3)
+    padding, stride, dilation = (_numbers(of, plain + offset, len(x.shape) - 2) for offset in range(3))
     extents = zip(x.shape[2:], w.shape[2:], padding, stride, dilation, strict=True)
     out = [(size + 2 * pad - gap * (kernel - 1) - 1) // step + 1 for size, kernel, pad, step, gap in extents]
     written = x.shape[0] * w.shape[0] * math.prod(out)
     return 2 * written * math.prod(w.shape[1:]), x.bytes + w.bytes + written * x.width
 
 
-def _convolution_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+def _convolution_backward(of: Arguments) -> FlopsAndBytes:
     """Gradients of the input and of the weights, those that the mask requests."""
-    dy, x, w = (need(tensors, index, 3) for index in range(3))
-    mask = call.plain[10] if len(call.plain) > 10 else "[True, True"  # gradients of input, weights and bias
+    dy, x, w = (of.need(index, 3) for index in range(3))
+    mask = of.call.plain[10] if len(of.call.plain) > 10 else "[True, True"  # gradients of input, weights and bias
     asked = [flag.strip() == "True" for flag in mask.strip("[]").split(",")[:2]]
     moved = sum(dy.bytes + x.bytes + w.bytes for flag in asked if flag)
     return sum(asked) * 2 * dy.numel * math.prod(w.shape[1:]), moved
 
 
-def _numbers(call: OperatorCall, index: int, count: int) -> list[int]:
-    numbers = [int(number) for number in re.findall(r"-?\d+", call.plain[index])]
+def _numbers(of: Arguments, index: int, count: int) -> list[int]:
+    numbers = [int(number) for number in re.findall(r"-?\d+", of.call.plain[index])]
     if len(numbers) not in (1, count):
         raise UnknownShapeError
     return numbers * (count // len(numbers))
@@ -258,28 +260,26 @@ def _numbers(call: OperatorCall, index: int, count: int) -> list[int]:
 
 def _streaming(reads: float, writes: float, flops: float) -> Model:
     """Multiples of the first argument's bytes read and written, with `flops` for each of its elements."""
-    return lambda call, tensors, used_rows: (flops * need(tensors, 0).numel, (reads + writes) * need(tensors, 0).bytes)
+    return lambda of: (flops * of.need(0).numel, (reads + writes) * of.need(0).bytes)
 
 
-def _everything(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+def _everything(of: Arguments) -> FlopsAndBytes:
     """All tensors are read once, and one of the size of the largest is written, or the first one if in place."""
-    known = [tensor for tensor in tensors if tensor is not None]
+    known = of.tensors
     if not known:
         raise UnknownShapeError
-    is_in_place = call.name.endswith("_") and not call.name.endswith("__")
+    is_in_place = of.call.name.endswith("_") and not of.call.name.endswith("__")
     written = known[0] if is_in_place else max(known, key=lambda tensor: tensor.numel)  # broadcast to the largest
     return written.numel, sum(tensor.bytes for tensor in known) + written.bytes
 
 
-def _copying(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-    return 0.0, need(tensors, 0).bytes + need(tensors, 1).bytes
+def _copying(of: Arguments) -> FlopsAndBytes:
+    return 0.0, of.need(0).bytes + of.need(1).bytes
 
 
-def _rows_looked_up(
-    call: OperatorCall, tensors: list[CallTensor | None], used_rows: float, *, by: int
-) -> FlopsAndBytes:
+def _rows_looked_up(of: Arguments, *, by: int) -> FlopsAndBytes:
     """Rows of the first argument at the indices of argument `by`: each is read and written once."""
-    source, index = need(tensors, 0, 1), need(tensors, by)
+    source, index = of.need(0, 1), of.need(by)
     per_index = 1 if len(index.shape) == len(source.shape) else source.shape[-1]  # gather: elements; else rows
     return 0.0, 2 * index.numel * per_index * source.width + index.bytes
 
@@ -290,8 +290,8 @@ def _lists(reads: Sequence[int], writes: int, flops: float, *, width: int = 4) -
     `width` is that of an element, because dtypes in lists are not recorded.
     """
 
-    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-        lists = [shapes if isinstance(shapes, tuple) else () for shapes in call.shapes]
+    def model(of: Arguments) -> FlopsAndBytes:
+        lists = [shapes if isinstance(shapes, tuple) else () for shapes in of.call.shapes]
         sizes = [sum(math.prod(shape) for shape in shapes if _is_shape(shape)) for shapes in lists]
         if not sizes or not sizes[0]:
             raise UnknownShapeError
@@ -301,16 +301,16 @@ def _lists(reads: Sequence[int], writes: int, flops: float, *, width: int = 4) -
     return model
 
 
-def _loss(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+def _loss(of: Arguments) -> FlopsAndBytes:
     """Logits are read once and overwritten by their gradients; the products are calls of their own."""
-    x, head = need(tensors, 0, 2), need(tensors, 1, 2)
+    x, head = of.need(0, 2), of.need(1, 2)
     logits = x.shape[0] * head.shape[0]  # elements: tokens x vocabulary
     return 5 * logits, 2 * logits * x.width
 
 
-def _unpermute(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+def _unpermute(of: Arguments) -> FlopsAndBytes:
     """Rows are read once and summed per token: y_RD, weights_TK, places_TK."""
-    y, places = need(tensors, 0, 2), need(tensors, 2, 2)
+    y, places = of.need(0, 2), of.need(2, 2)
     return 2 * places.numel * y.shape[1], (places.numel + places.shape[0]) * y.shape[1] * y.width
 
 

@@ -25,7 +25,7 @@ from penstock.trace.kernel_names import (
     library_of,
     specific_category,
 )
-from penstock.trace.phases import PASSES, charge, find_phases
+from penstock.trace.phases import PASSES, charge, find_phases, plain_row
 from penstock.trace.timeline import timeline_of
 from penstock.trace.tree import NODE
 from tests.trace.tiny import decoded, kernel, operator, read, span, started, tiny
@@ -213,7 +213,7 @@ def test_rows_carry_layers_or_their_sum() -> None:
     assert sorted(row.layer or 0 for row in found.rows()) == [0, 1, 2]
     (row,) = found.rows(by_layer=False)
     assert (row.layer, row.count, row.share) == (None, 3, pytest.approx(1.0))
-    assert row.as_json()["pass"] == "forward"
+    assert plain_row(row)["pass"] == "forward"
 
 
 @given(

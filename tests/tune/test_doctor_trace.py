@@ -15,8 +15,9 @@ from penstock.config.load import RUN_FILE, dump_toml, load_run
 from penstock.trace.analysis import TraceAnalysis, analyse_files, analyse_traces
 from penstock.trace.calls import SyncKind
 from penstock.trace.events import NONE
+from penstock.trace.launches import CopyCalls
 from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
-from penstock.tune.doctor.evidence import STANDS, Evidence, HostCopy, PowerFacts, RunFacts
+from penstock.tune.doctor.evidence import STANDS, Evidence, PowerFacts, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of, kind_of
 from penstock.tune.doctor.remedy import Remedy
 from penstock.tune.doctor.run_facts import facts_of
@@ -217,13 +218,13 @@ def test_the_host_in_a_copy_costs_what_the_device_lacks_work_meanwhile() -> None
         event("gpu_memcpy", "Memcpy HtoD", 120, 380, stream=7, correlation=5, bytes=1_000_000),
         *ran("nvjet_sm90_tst_128x256", 515, 520, 480),
     )
-    assert found.host_copy == HostCopy(
+    assert found.host_copy == CopyCalls(
         call="hipMemcpyWithStream",
         where="load weights > aten::copy_",
         count=1,
         longest_us=500.0,
+        alone_us=400.0,
         bytes=1_000_000,
-        rank=0,
     )
     assert remedy_of(found, "copies-ahead").gain_us == 400.0
 

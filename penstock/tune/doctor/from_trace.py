@@ -34,17 +34,8 @@ from penstock.trace.launches import CopyCalls, call_during, idle_behind_waits, l
 from penstock.trace.on_host import CALLS, GLOO
 from penstock.trace.phases import EXPERTS as EXPERT_SPANS
 from penstock.trace.phases import PASSES, WAITING
-from penstock.trace.timeline import busy_of
-from penstock.tune.doctor.evidence import (
-    ALSO,
-    Evidence,
-    HostCopy,
-    KernelLaunches,
-    LateRank,
-    RankCosts,
-    RunFacts,
-    SingleStall,
-)
+from penstock.trace.timeline import busy_of, on_host_us
+from penstock.tune.doctor.evidence import ALSO, Evidence, KernelLaunches, LateRank, RankCosts, RunFacts, SingleStall
 
 MATCHED = 0.5  # share of the collectives that must be matched across ranks before a rank is called late
 
@@ -83,12 +74,13 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
     per_step = answer.per_step
     stood = {rank.rank: _stood_still(rank) for rank in answer.ranks}
     copies = {rank.rank: _copies(rank, stood[rank.rank]) for rank in answer.ranks}
+    alone_us = {rank: 0.0 if copy is None else copy.alone_us for rank, copy in copies.items()}
+    copying = max(alone_us, key=lambda rank: alone_us[rank])  # the rank with the most expensive copies
     stalls = [stall for rank in answer.ranks for stall in rank.launches.stalls]
     ranks = tuple(
-        replace(
-            _costs(rank, collectives.calls, totals, stood[rank.rank]),
-            host_copy_us=0.0 if (copy := copies[rank.rank]) is None else copy.alone_us,
-        ).times(per_step)
+        replace(_costs(rank, collectives.calls, totals, stood[rank.rank]), host_copy_us=alone_us[rank.rank]).times(
+            per_step
+        )
         for rank in answer.ranks
     )
     late = tuple(
@@ -103,7 +95,8 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
         other_wait_us=caused_us - sum(rank.caused_wait_us for rank in late),
         unmatched=len(collectives.unmatched),
         launches=None if answer.is_host else _launches(answer.ranks),
-        host_copy=_host_copy(copies),
+        host_copy=copies[copying],
+        host_copy_rank=copying,
         single_stalls=tuple(
             sorted(
                 (stall for rank in answer.ranks for stall in _named_stalls(rank, stood[rank.rank])),
@@ -139,8 +132,7 @@ def _facts(answer: TraceAnalysis, facts: RunFacts) -> RunFacts:
 
 def _run(trace: Trace) -> Run | None:
     """The configuration in a recording of ours; None in others, and if this version does not accept it."""
-    recording = trace.header.get(OWN)
-    config = recording.get("config") if isinstance(recording, Mapping) else None
+    config = trace.setting()
     if not isinstance(config, Mapping):
         return None
     try:
@@ -232,24 +224,7 @@ def _data_wait_us(rank: RankAnalysis, stood: Intervals) -> float:
 
 def _copies(rank: RankAnalysis, stood: Intervals) -> CopyCalls | None:
     busy = busy_of(rank.trace.gpu)
-    within = (rank.steps[0].start_us, rank.steps[-1].start_us + rank.steps[-1].duration_us) if rank.steps else None
-    return longest_copies(rank.trace, busy.compute | busy.communication | stood, within)
-
-
-def _host_copy(copies: Mapping[int, CopyCalls | None]) -> HostCopy | None:
-    """The most expensive copies of all ranks."""
-    known = {rank: copy for rank, copy in copies.items() if copy is not None}
-    if not known:
-        return None
-    rank, copy = max(known.items(), key=lambda item: item[1].alone_us)
-    return HostCopy(
-        call=copy.call,
-        where=" > ".join(copy.where[-2:]),
-        count=copy.count,
-        longest_us=copy.longest_us,
-        bytes=copy.bytes,
-        rank=rank,
-    )
+    return longest_copies(rank.trace, busy.compute | busy.communication | stood, on_host_us(rank.steps))
 
 
 def _pointwise(rank: RankAnalysis) -> tuple[float, float, float]:

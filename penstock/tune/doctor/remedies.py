@@ -452,8 +452,8 @@ def host_copies(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         return None
     size = "" if copy.bytes is None else f", {bytes_text(copy.bytes)}"
     where = f" from {copy.where}" if copy.where else ""
-    times = "once" if copy.count == 1 else f"{copy.count} times, the longest"
-    times += f"{',' if copy.count == 1 else ''} {copy.longest_us / 1e3:,.1f} ms{size}, on rank {copy.rank}"
+    times = "once," if copy.count == 1 else f"{copy.count} times, the longest"
+    times += f" {copy.longest_us / 1e3:,.1f} ms{size}, on rank {evidence.host_copy_rank}"
     return (
         "copy ahead, from pinned memory (pin_memory, non_blocking=True)",
         f"the host stays in {copy.call}{where} ({times}) while the device has nothing to do",
