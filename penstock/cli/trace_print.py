@@ -41,7 +41,10 @@ def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
     # Tables of one rank name it if there are several.
     of = "" if len(answer.loaded) == 1 else f" of rank {first.rank}"
     per = answer.per_step
-    _timelines(answer.ranks, per)
+    print(f"\ntime {'of the process' if answer.is_host else 'on the device'}, ms")
+    head = ("rank", "total", "busy", "compute", "communication", "exposed", "copies", "exposed copies", "idle")
+    rows = [(f"{rank.rank}", *_spent(rank.spent, per)) for rank in answer.ranks]
+    print_table(head, rows, ("exposed copies", "copies", "busy", "communication"))
     _steps(first)
     _operators(first, of, per)
     _phases(first, by_layer=by_layer, of=of, per=per)
@@ -102,13 +105,6 @@ def _cut(rows: Sequence[Sequence[str]], limit: int, *sums: str) -> list[Sequence
         return list(rows)
     blank = [""] * (len(rows[0]) - 1 - len(sums))
     return [*rows[:limit], (f"{len(rows) - limit} more", *blank, *sums)]
-
-
-def _timelines(ranks: Sequence[RankAnalysis], per: float) -> None:
-    print(f"\ntime {'of the process' if ranks[0].trace.is_host else 'on the device'}, ms")
-    rows = [(f"{rank.rank}", *_spent(rank.spent, per)) for rank in ranks]
-    head = ("rank", "total", "busy", "compute", "communication", "exposed", "copies", "exposed copies", "idle")
-    print_table(head, rows, ("exposed copies", "copies", "busy", "communication"))
 
 
 def verdict_text(answer: TraceAnalysis) -> str:
@@ -176,7 +172,7 @@ def _phases(first: RankAnalysis, *, by_layer: bool, of: str, per: float) -> None
                     ms(row.kernel_us * per),
                     f"{row.share:.1%}",
                     _count(row.count * per),
-                    _list(row.streams),
+                    ", ".join(map(str, row.streams)),
                 )
                 for row in first.unknown
             ],
@@ -197,10 +193,6 @@ def _figures(phases: Sequence[Phase], per: float) -> tuple[str, ...]:
 def _count(number: float) -> str:
     """A mean number of a step: `12`, or `2.5` if steps differ."""
     return f"{number:,.0f}" if abs(number - round(number)) < 0.05 else f"{number:,.1f}"
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def _streams(first: RankAnalysis, of: str, per: float) -> None:

@@ -22,8 +22,9 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -113,9 +114,6 @@ class _Session:
         write_journal(self.folder, self.identity, self.source.rows, search)
         write_tuned(self.output, self.own, self.source.run, search, command_text())
 
-    def begin(self, key: str) -> None:
-        write_begun(self.folder, key)
-
     def tell(self, record: TrialRecord, search: Search) -> None:
         """Save a trial, and print its line."""
         self.save(search)
@@ -152,7 +150,7 @@ def tune(  # noqa: PLR0913 - one argument for each option
         int | None, typer.Option("--processes", min=1, help="Number of ranks; without it, one for each GPU.")
     ] = None,
     keep: Annotated[str, typer.Option("--keep", metavar="A.B=C,...", help="Fields that stay.")] = "",
-    objective: Annotated[str, typer.Option("--objective", help="tokens, memory or time-to-loss.")] = "tokens",
+    objective: Annotated[Objective, typer.Option("--objective", help="What is to be best.")] = "tokens",
     free: Annotated[
         str, typer.Option("--free", help="What else may change: float8, global_batch, micro_batch, loss.")
     ] = "",
@@ -167,13 +165,11 @@ def tune(  # noqa: PLR0913 - one argument for each option
 
     Exit codes: 0 a configuration ran, 1 none did, 2 something is wrong that you can mend.
     """
-    if objective not in get_args(Objective):
-        raise ConfigError("--objective is unknown", got=objective, allowed=", ".join(get_args(Objective)))
     asked = _Asked(
         own=load_run(target, (*(overrides or ()), *(kept := _assignments(keep)))),
         kept=kept,
         budget=budget_seconds(budget),
-        objective=_objective(objective),
+        objective=objective,
         free=_free(free),
         steps=steps,
         most_trials=most_trials,
@@ -240,7 +236,17 @@ def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRa
             kept=frozenset(assignment.partition("=")[0].strip() for assignment in asked.kept),
             free=tuple(name for name in asked.free if name in FREE),
         ),
-        trials=RealTrials(_base(run, folder, ranks, asked.steps, starter)),
+        trials=RealTrials(
+            Trial(
+                name="",
+                target=f"{folder / REFERENCE}",
+                overrides=first_steps(run, asked.steps),
+                processes=ranks,
+                warm_up=WARM_UP,
+                folder=folder / "trials",
+                starter=starter,
+            )
+        ),
         quiet=asked.as_json,
         launch=environment.launch,
         faults=problems,
@@ -286,7 +292,7 @@ def _searched(session: _Session, settings: SearchSettings, steps: int) -> Search
         [reference],
         session.trials,
         settings,
-        begin=session.begin,
+        begin=partial(write_begun, session.folder),
         tell=session.tell,
         around=session.around,
         diagnose=session.diagnose,
@@ -391,18 +397,6 @@ def _trial_line(number: int, record: TrialRecord) -> str:
     return f"{head}{step}, expected {expected}{early} ({result.seconds:.0f} s)"
 
 
-def _base(run: Run, folder: Path, ranks: int, steps: int, starter: StartRanks) -> Trial:
-    return Trial(
-        name="",
-        target=f"{folder / REFERENCE}",
-        overrides=first_steps(run, steps),
-        processes=ranks,
-        warm_up=WARM_UP,
-        folder=folder / "trials",
-        starter=starter,
-    )
-
-
 @contextmanager
 def _folder(asked: _Asked, environment: Environment) -> Iterator[Path]:
     """The folder of the search, which goes if the search is refused before it writes anything.
@@ -449,14 +443,9 @@ def _identity(run: Run, ranks: int, steps: int, *, on_gpu: bool) -> dict[str, An
     return {**machine, "run": f"{zlib.crc32(dump_toml(run).encode()):08x}"}
 
 
-def _objective(text: str) -> Objective:
-    known: dict[str, Literal["tokens", "memory", "time-to-loss"]] = {arg: arg for arg in get_args(Objective)}
-    return known[text]
-
-
 def _free(text: str) -> tuple[str, ...]:
     """What may change what is learned; `loss` switches off the check of losses."""
-    names, allowed = _words(text), (*FREE, "loss")
+    names, allowed = tuple(part.strip() for part in text.split(",") if part.strip()), (*FREE, "loss")
     for word in names:
         if word not in allowed:
             hint = did_you_mean(word, allowed)
@@ -468,7 +457,3 @@ def _assignments(text: str) -> tuple[str, ...]:
     """Overrides between commas; a comma that no field follows belongs to a list."""
     parts = re.split(r",(?=\s*[a-z_][\w.]*\s*=)", text)
     return tuple(part.strip(" ,") for part in parts if part.strip(" ,"))
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())

@@ -95,9 +95,11 @@ def memory_layout(
     All sizes are in GB; `marks` are further values in the figure.
     """
     largest = max(capacity or 0.0, *marks, *(sum(bar.values()) for bar in bars))
+    dashes = {"color": LIMIT, "width": 2, "dash": "dash"}
+    limit = {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "line": dashes}
     return {  # the range ends behind the line and the longest bar
         "xaxis": axis("memory of a rank (GB)", range=[0, largest * 1.03]),
-        "shapes": [] if capacity is None else [limit_line(capacity)],
+        "shapes": [] if capacity is None else [limit | {"x0": capacity, "x1": capacity}],
         **sums_beside(names, bars, "GB", capacity),
     }
 
@@ -120,12 +122,6 @@ def sums_beside(
 def height_of(bars: int) -> int:
     """Height in pixels of a figure with so many bars."""
     return 130 + 38 * bars
-
-
-def limit_line(at: float) -> dict[str, Any]:
-    """A vertical line that must not be crossed."""
-    shape = {"type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1}
-    return shape | {"line": {"color": LIMIT, "width": 2, "dash": "dash"}}
 
 
 def part_bars(

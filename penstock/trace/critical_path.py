@@ -131,18 +131,14 @@ class RankOfPath:
         self.ends = [self.end[row] for row in self.by_end]
         self.launched: list[float] = (trace.launched_us[rows] - ahead_us).tolist()
 
-    def last_until(self, time_us: float) -> int:
-        """The event that ended last by a time, or NONE."""
-        position = bisect_right(self.ends, time_us) - 1
-        return self.by_end[position] if position >= 0 else NONE
-
     def cause(self, event: int) -> int:
         """The event whose end let this one start, as far as the device decides; NONE for the first."""
         start = self.start[event]
         before = self.before[event]
         if before != NONE and start - self.end[before] <= BACK_TO_BACK_US:
             return before
-        last = self.last_until(start)
+        position = bisect_right(self.ends, start) - 1
+        last = self.by_end[position] if position >= 0 else NONE  # the event that ended last by then
         return before if last == event else last  # an event of zero duration ends when it starts
 
     def phase(self, event: int) -> str:

@@ -23,6 +23,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Literal, Protocol
 
 from penstock.tune.belief import CONFIDENT, LEAST_NOISE, Belief, Measured, StepEstimate, TrialCandidate
@@ -313,7 +314,7 @@ class Search:
         ran = self._ran()
         if not ran:
             return None
-        best, first = min(ran, key=_score), ran[0]
+        best, first = min(ran, key=attrgetter("score")), ran[0]
         if self.settings.objective == "memory":
             return best
         unsure = CONFIDENT * math.hypot(best.result.error, first.result.error)
@@ -322,7 +323,7 @@ class Search:
     @property
     def _best(self) -> TrialCandidate:
         """The leader, or what may be better within the errors; something ran."""
-        return min(self._ran(), key=_score).candidate
+        return min(self._ran(), key=attrgetter("score")).candidate
 
     @property
     def whole(self) -> TrialRecord | None:
@@ -469,10 +470,6 @@ class Search:
         return statistics.median(factors) if factors and self.settings.objective == "memory" else 1.0
 
 
-def _score(record: TrialRecord) -> float:
-    return record.score
-
-
 def trial_key(candidate: TrialCandidate, number: int, *, is_whole: bool = False) -> str:
     if is_whole:
         return f"{candidate.key} #whole"
@@ -484,27 +481,23 @@ def judged(result: TrialResult, reference: TrialRecord | None, settings: SearchS
     if result.kind != "ran":
         return result
     if not result.step_seconds:
-        return _failed(result, "crash", "it ended without a timed step")
+        return replace(result, kind="crash", reason="it ended without a timed step")
     if not all(map(math.isfinite, result.losses)):
         index = next(number for number, loss in enumerate(result.losses) if not math.isfinite(loss))
-        return _failed(result, "not finite", f"the loss of step {index + 1} is {result.losses[index]}")
+        return replace(result, kind="not finite", reason=f"the loss of step {index + 1} is {result.losses[index]}")
     mean = statistics.fmean(result.step_seconds)
     if min(result.step_seconds) <= 0 or (
         result.observed_seconds and max(mean / result.observed_seconds, result.observed_seconds / mean) > CLOCK
     ):
         text = f"its clock says {mean * 1e3:.1f} ms a step, ours {result.observed_seconds * 1e3:.1f} ms"
-        return _failed(result, "lying clock", text)
+        return replace(result, kind="lying clock", reason=text)
     if reference is not None and settings.loss_tolerance is not None:
         for index, (loss, wanted) in enumerate(zip(result.losses, reference.result.losses, strict=False)):
             gap = abs(loss - wanted) / max(abs(wanted), 1e-9)
             if gap > settings.loss_tolerance:
                 text = f"step {index + 1}: {loss:.5f}, the reference has {wanted:.5f} ({gap:.1e} apart)"
-                return _failed(result, "another loss", text)
+                return replace(result, kind="another loss", reason=text)
     return result
-
-
-def _failed(result: TrialResult, kind: Kind, reason: str) -> TrialResult:
-    return replace(result, kind=kind, reason=reason)
 
 
 def steps_to(losses: Sequence[float], wanted: float) -> float:

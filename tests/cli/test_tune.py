@@ -164,7 +164,7 @@ def test_kept_fields_stay(asked: list[str], keep: str, fields: tuple[str, ...]) 
     [
         (("--budget", "soon"), "--budget is no time"),
         (("--free", "floot8"), "did you mean float8?"),
-        (("--objective", "joy"), "--objective is unknown"),
+        (("--objective", "joy"), "'joy' is not one of 'tokens', 'memory', 'time-to-loss'"),
         (("--resume",), "there is no search to go on with"),
         (("--keep", "training.micro_batsh=1"), "micro_batch"),
     ],
