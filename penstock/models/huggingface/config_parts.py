@@ -196,22 +196,29 @@ def _write_window(model: Model) -> Values:
     return {"sliding_window": None if local is None else local.size}
 
 
-def _read_window_types(keys: Keys, default: Sequence[str]) -> Values:
-    types = keys.of_layers("layer_types", keys.layers) or default
-    if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
-        raise refused("layer_types", unknown[0], "full_attention, sliding_attention")
-    if "sliding_attention" not in types:
+def _read_global(keys: Keys, usual: Sequence[bool], other: str) -> list[bool]:
+    """Which layers see the whole row, from `layer_types`; the `other` ones are of one kind."""
+    types = keys.of_layers("layer_types", len(usual))
+    if types is None:
+        return list(usual)
+    if unknown := [kind for kind in types if kind not in ("full_attention", other)]:
+        raise refused("layer_types", unknown[0], f"full_attention, {other}")
+    return [kind == "full_attention" for kind in types]
+
+
+def _read_window_types(keys: Keys, usual: Sequence[bool]) -> Values:
+    is_global = _read_global(keys, usual, "sliding_attention")
+    if all(is_global):
         keys.skip("sliding_window")
         return {}
-    every = global_every([kind == "full_attention" for kind in types], "layer_types")
+    every = global_every(is_global, "layer_types")
     return {"attention.local": {"size": keys.whole("sliding_window", low=1), "global_every": every}}
 
 
 def _read_qwen3_window(keys: Keys) -> Values:
     layers, first = keys.layers, keys.whole("max_window_layers", 28)
-    usual = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
     if keys.get("use_sliding_window", False) and keys.get("sliding_window", None) is not None:
-        return _read_window_types(keys, usual)
+        return _read_window_types(keys, [layer < first for layer in range(layers)])
     keys.skip("sliding_window")
     types = keys.of_layers("layer_types", layers) or []
     if any(kind != "full_attention" for kind in types):
@@ -234,11 +241,7 @@ def _read_chunks(keys: Keys) -> Values:
     interval = keys.whole("no_rope_layer_interval", 4, low=1)
     keys.skip("attention_chunk_size", "attn_temperature_tuning", "attn_scale", "floor_scale")  # without such layers
     rotates = keys.of_layers("no_rope_layers", layers) or [(layer + 1) % interval != 0 for layer in range(layers)]
-    names = {True: "chunked_attention", False: "full_attention"}
-    types = keys.of_layers("layer_types", layers) or [names[bool(rotate)] for rotate in rotates]
-    if unknown := [kind for kind in types if kind not in names.values()]:
-        raise refused("layer_types", unknown[0], ", ".join(names.values()))
-    is_global = [kind == "full_attention" for kind in types]
+    is_global = _read_global(keys, [not rotate for rotate in rotates], "chunked_attention")
     if all(rotates) and all(is_global):  # plain attention in every layer
         return {}
     if not all(rotates) and [not rotate for rotate in rotates] != is_global:
@@ -271,12 +274,9 @@ def _write_chunks(model: Model) -> Values:
 
 def _read_linear(keys: Keys) -> Values:
     layers, interval = keys.layers, keys.whole("full_attention_interval", 4, low=1)
-    usual = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
-    types = keys.of_layers("layer_types", layers) or usual
-    if unknown := [kind for kind in types if kind not in ("full_attention", "linear_attention")]:
-        raise refused("layer_types", unknown[0], "full_attention, linear_attention")
+    usual = [(layer + 1) % interval == 0 for layer in range(layers)]
     # Without full attention the places of a published model would say something of no layer.
-    return {"linear_attention.full_every": global_every([kind == "full_attention" for kind in types], "layer_types")}
+    return {"linear_attention.full_every": global_every(_read_global(keys, usual, "linear_attention"), "layer_types")}
 
 
 def _write_linear(model: Model) -> Values:
@@ -352,20 +352,20 @@ WINDOW_OF_QWEN3 = Part(
     lambda model: {"use_sliding_window": grouped(model).local is not None, **_write_window_types(model)},
 )
 WINDOW_OF_GPT_OSS = Part(
-    lambda keys: _read_window_types(
-        keys, [("sliding_attention", "full_attention")[layer % 2] for layer in range(keys.layers)]
-    ),
+    lambda keys: _read_window_types(keys, [layer % 2 == 1 for layer in range(keys.layers)]),
     _write_window_types,
 )
 CHUNKS = Part(_read_chunks, _write_chunks)
-QK_NORM_OF_GLM = Part(
-    lambda keys: {"attention.qk_norm": "head" if keys.get("use_qk_norm", False) else "none"},
-    lambda model: {"use_qk_norm": grouped(model).qk_norm == "head"},
-)
-QK_NORM_OF_LLAMA4 = Part(
-    lambda keys: {"attention.qk_norm": "rotated-head" if keys.get("use_qk_norm", False) else "none"},
-    lambda model: {"use_qk_norm": grouped(model).qk_norm == "rotated-head"},
-)
+
+
+def _qk_norm(kind: str) -> Part:
+    return Part(
+        lambda keys: {"attention.qk_norm": kind if keys.get("use_qk_norm", False) else "none"},
+        lambda model: {"use_qk_norm": grouped(model).qk_norm == kind},
+    )
+
+
+QK_NORM_OF_GLM, QK_NORM_OF_LLAMA4 = _qk_norm("head"), _qk_norm("rotated-head")
 
 
 # -------------------------------------------------------------------------------------------- which layers have experts

@@ -15,66 +15,13 @@ from types import MappingProxyType
 
 from penstock.base.errors import ConfigError
 from penstock.config.model import Model
-from penstock.models.huggingface.config_parts import (
-    CHUNKS,
-    DENSE,
-    EQUAL_HEADS,
-    EXCEPTIONS,
-    FIRST_DENSE,
-    GROUPS_OF_V2,
-    HEADS,
-    INDEXERS,
-    KDA,
-    LATENTS,
-    LINEAR,
-    LIST,
-    ONE_SHARED,
-    QK_NORM_OF_GLM,
-    QK_NORM_OF_LLAMA4,
-    RANGE,
-    SHARED,
-    SWITCHED_WINDOW,
-    WINDOW,
-    WINDOW_OF_GPT_OSS,
-    WINDOW_OF_QWEN3,
-    Part,
-    Values,
-    shared,
-)
+from penstock.models.huggingface import config_parts as keys
+from penstock.models.huggingface import rearrangements as orders
+from penstock.models.huggingface import weight_names as tensors
+from penstock.models.huggingface.config_parts import Part, Values
 from penstock.models.huggingface.config_rope import rotary
-from penstock.models.huggingface.rearrangements import (
-    DivisionOf,
-    RearrangementOf,
-    all_at_once,
-    by_key_head,
-    channels,
-    interleaved,
-    nested,
-    nested_last,
-    rotary_halves_of_indexer,
-    rotary_halves_of_queries,
-    transposed,
-    two_by_key_head,
-)
-from penstock.models.huggingface.weight_names import (
-    ATTENTION,
-    CONVOLUTIONS,
-    DEEPSEEK,
-    DELTA,
-    DELTA_NAMES,
-    EXPERT_BIAS,
-    INDEXER,
-    KDA_NAMES,
-    LATENT_ATTENTION,
-    PREDICTION,
-    PREDICTION_OF_QWEN,
-    PROJECTIONS,
-    ROTARY_HALVES,
-    Names,
-    dense_network,
-    experts_one_by_one,
-    experts_stacked,
-)
+from penstock.models.huggingface.rearrangements import DivisionOf, RearrangementOf
+from penstock.models.huggingface.weight_names import Names
 
 # ----------------------------------------------------------------------------------------------------------- family
 
@@ -134,6 +81,18 @@ _MODEL_FIXED: Values = {"hidden_act": "silu", "attention_dropout": 0.0}
 _BIAS = {"attention_bias": "attention.bias"}
 _DENSE_VALUES = {**_MODEL_VALUES, **_BIAS, "intermediate_size": "intermediate_size"}
 _TOP_K = {"num_experts_per_tok": "moe.top_k"}
+_EXPERTS = {
+    **_TOP_K,
+    "num_experts": "moe.experts",
+    "moe_intermediate_size": "moe.moe_intermediate_size",
+    "norm_topk_prob": "moe.router.norm_topk_prob",
+}
+_LOCAL_EXPERTS = {
+    **_MODEL_VALUES,
+    **_TOP_K,
+    "num_local_experts": "moe.experts",
+    "intermediate_size": "moe.moe_intermediate_size",
+}
 
 _DEEPSEEK_VALUES = {
     **_MODEL_VALUES,
@@ -168,8 +127,8 @@ _DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     also=("kimi_k2",),
     architecture="DeepseekV3ForCausalLM",
-    names=DEEPSEEK,
-    prediction=PREDICTION,
+    names=tensors.DEEPSEEK,
+    prediction=tensors.PREDICTION,
     values={
         **_DEEPSEEK_VALUES,
         **_GROUPS,
@@ -177,7 +136,7 @@ _DEEPSEEK_V3 = Family(
     },
     always=_SIGMOID_WITH_BIAS,
     fixed={**_DEEPSEEK_FIXED, "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    parts=(LATENTS, rotary(scales_scores=True), SHARED),
+    parts=(keys.LATENTS, rotary(scales_scores=True), keys.SHARED),
     left_out=_REPEATED,
 )
 
@@ -186,10 +145,10 @@ _DEEPSEEK_V32 = replace(
     model_type="deepseek_v32",
     also=(),
     architecture="DeepseekV32ForCausalLM",
-    names={**DEEPSEEK, **INDEXER},
+    names={**tensors.DEEPSEEK, **tensors.INDEXER},
     renamed={"num_experts": "n_routed_experts"},
     absent={"num_nextn_predict_layers": 0},
-    forms=dict.fromkeys([*INDEXER][:-1], (rotary_halves_of_indexer,)),
+    forms=dict.fromkeys([*tensors.INDEXER][:-1], (orders.rotary_halves_of_indexer,)),
     values={
         **_DEEPSEEK_V3.values,
         "index_n_heads": "attention.indexer.index_n_heads",
@@ -197,17 +156,17 @@ _DEEPSEEK_V32 = replace(
         "index_topk": "attention.indexer.index_topk",
     },
     fixed={**_DEEPSEEK_V3.fixed, "mlp_bias": False},
-    parts=(*_DEEPSEEK_V3.parts, FIRST_DENSE, INDEXERS),
+    parts=(*_DEEPSEEK_V3.parts, keys.FIRST_DENSE, keys.INDEXERS),
 )
 
 _LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    names={**ATTENTION, **dense_network("ffn", "mlp")},
-    forms=ROTARY_HALVES,
+    names={**tensors.ATTENTION, **tensors.dense_network("ffn", "mlp")},
+    forms=tensors.ROTARY_HALVES,
     values=_DENSE_VALUES,
     fixed={**_MODEL_FIXED, "mlp_bias": False},
-    parts=(HEADS, rotary(), DENSE),
+    parts=(keys.HEADS, rotary(), keys.DENSE),
 )
 
 _NOT_IN_QWEN35 = ("intermediate_size", "norm_topk_prob")
@@ -215,35 +174,35 @@ _QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     names={
-        **ATTENTION,
-        **dense_network("ffn", "mlp"),
-        **dense_network("ffn.shared", "mlp.shared_expert"),
+        **tensors.ATTENTION,
+        **tensors.dense_network("ffn", "mlp"),
+        **tensors.dense_network("ffn.shared", "mlp.shared_expert"),
         "ffn.shared.gate.weight": ("mlp.shared_expert_gate.weight",),
-        **experts_one_by_one("mlp"),
+        **tensors.experts_one_by_one("mlp"),
     },
     linear={
-        **DELTA_NAMES,
-        **dict.fromkeys(PROJECTIONS, (f"{DELTA}.in_proj_qkvz.weight",)),
-        **dict.fromkeys(("attention.beta.weight", "attention.decay.weight"), (f"{DELTA}.in_proj_ba.weight",)),
+        **tensors.DELTA_NAMES,
+        **dict.fromkeys(tensors.PROJECTIONS, (f"{tensors.DELTA}.in_proj_qkvz.weight",)),
+        **dict.fromkeys(("attention.beta.weight", "attention.decay.weight"), (f"{tensors.DELTA}.in_proj_ba.weight",)),
     },
     divided={
-        f"{DELTA}.in_proj_qkvz.weight": (by_key_head, PROJECTIONS),
-        f"{DELTA}.in_proj_ba.weight": (two_by_key_head, ("attention.beta.weight", "attention.decay.weight")),
-        f"{DELTA}.conv1d.weight": (all_at_once, CONVOLUTIONS),
+        f"{tensors.DELTA}.in_proj_qkvz.weight": (orders.by_key_head, tensors.PROJECTIONS),
+        f"{tensors.DELTA}.in_proj_ba.weight": (
+            orders.two_by_key_head,
+            ("attention.beta.weight", "attention.decay.weight"),
+        ),
+        f"{tensors.DELTA}.conv1d.weight": (orders.all_at_once, tensors.CONVOLUTIONS),
     },
     forms={
-        **ROTARY_HALVES,
-        "attention.query.weight": (rotary_halves_of_queries,),
-        "attention.query.bias": (rotary_halves_of_queries,),
-        **dict.fromkeys(CONVOLUTIONS, (channels,)),
+        **tensors.ROTARY_HALVES,
+        "attention.query.weight": (orders.rotary_halves_of_queries,),
+        "attention.query.bias": (orders.rotary_halves_of_queries,),
+        **dict.fromkeys(tensors.CONVOLUTIONS, (orders.channels,)),
     },
     values={
         **_DENSE_VALUES,
-        **_TOP_K,
-        "num_experts": "moe.experts",
-        "moe_intermediate_size": "moe.moe_intermediate_size",
+        **_EXPERTS,
         "shared_expert_intermediate_size": "moe.shared_expert_intermediate_size",
-        "norm_topk_prob": "moe.router.norm_topk_prob",
         "linear_num_key_heads": "linear_attention.key_heads",
         "linear_num_value_heads": "linear_attention.value_heads",
         "linear_key_head_dim": "linear_attention.key_head_dim",
@@ -261,8 +220,8 @@ _QWEN3_NEXT = Family(
         "zero_centred_norms": True,
     },
     fixed=_MODEL_FIXED,
-    parts=(HEADS, rotary(partial=True), LINEAR, EXCEPTIONS),
-    prediction=PREDICTION_OF_QWEN,
+    parts=(keys.HEADS, rotary(partial=True), keys.LINEAR, keys.EXCEPTIONS),
+    prediction=tensors.PREDICTION_OF_QWEN,
     prediction_prefixes=("mtp.", "mtp.layers.{depth}."),
 )
 
@@ -270,17 +229,17 @@ _KIMI_LINEAR = Family(
     model_type="kimi_linear",
     architecture="KimiLinearForCausalLM",
     names={
-        **LATENT_ATTENTION,
-        **dense_network("ffn", "mlp"),
-        **dense_network("ffn.shared", "block_sparse_moe.shared_experts"),
-        **experts_one_by_one("block_sparse_moe", "w1", "w3", "w2"),
+        **tensors.LATENT_ATTENTION,
+        **tensors.dense_network("ffn", "mlp"),
+        **tensors.dense_network("ffn.shared", "block_sparse_moe.shared_experts"),
+        **tensors.experts_one_by_one("block_sparse_moe", "w1", "w3", "w2"),
         "ffn.router.expert_bias_E": ("block_sparse_moe.gate.e_score_correction_bias",),
     },
-    instead=dense_network("ffn", "block_sparse_moe"),  # transformers writes dense layers so, too
-    linear=KDA_NAMES,
+    instead=tensors.dense_network("ffn", "block_sparse_moe"),  # transformers writes dense layers so, too
+    linear=tensors.KDA_NAMES,
     forms={
-        **dict.fromkeys(CONVOLUTIONS, (channels,)),
-        "attention.mixing.decay_rate_H": (nested, nested, nested_last),
+        **dict.fromkeys(tensors.CONVOLUTIONS, (orders.channels,)),
+        "attention.mixing.decay_rate_H": (orders.nested, orders.nested, orders.nested_last),
     },
     values={
         **_MODEL_VALUES,
@@ -299,7 +258,7 @@ _KIMI_LINEAR = Family(
         "moe_router_activation_func": "sigmoid",
         "num_nextn_predict_layers": 0,
     },
-    parts=(LATENTS, FIRST_DENSE, KDA, shared("num_shared_experts")),
+    parts=(keys.LATENTS, keys.FIRST_DENSE, keys.KDA, keys.shared("num_shared_experts")),
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -307,10 +266,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "deepseek-v2": Family(
             model_type="deepseek_v2",
             architecture="DeepseekV2ForCausalLM",
-            names=DEEPSEEK,
+            names=tensors.DEEPSEEK,
             values=_DEEPSEEK_VALUES,
             fixed={**_DEEPSEEK_FIXED, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False},
-            parts=(LATENTS, rotary(scales_scores=True), SHARED, GROUPS_OF_V2),
+            parts=(keys.LATENTS, rotary(scales_scores=True), keys.SHARED, keys.GROUPS_OF_V2),
         ),
         "deepseek-v3": _DEEPSEEK_V3,
         "deepseek-v3.2": _DEEPSEEK_V32,
@@ -324,39 +283,31 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mixtral": Family(
             model_type="mixtral",
             architecture="MixtralForCausalLM",
-            names={**ATTENTION, **experts_one_by_one("block_sparse_moe", "w1", "w3", "w2")},
-            forms=ROTARY_HALVES,
-            values={
-                **_MODEL_VALUES,
-                **_TOP_K,
-                "num_local_experts": "moe.experts",
-                "intermediate_size": "moe.moe_intermediate_size",
-            },
+            names={**tensors.ATTENTION, **tensors.experts_one_by_one("block_sparse_moe", "w1", "w3", "w2")},
+            forms=tensors.ROTARY_HALVES,
+            values=_LOCAL_EXPERTS,
             always={"moe.router.softmax_after_top_k": True},
             fixed={**_MODEL_FIXED, "router_jitter_noise": 0.0},
-            parts=(HEADS, rotary(), WINDOW),
+            parts=(keys.HEADS, rotary(), keys.WINDOW),
         ),
         "qwen3-moe": Family(
             model_type="qwen3_moe",
             architecture="Qwen3MoeForCausalLM",
-            names={**ATTENTION, **dense_network("ffn", "mlp"), **experts_one_by_one("mlp")},
-            forms=ROTARY_HALVES,
+            names={**tensors.ATTENTION, **tensors.dense_network("ffn", "mlp"), **tensors.experts_one_by_one("mlp")},
+            forms=tensors.ROTARY_HALVES,
             values={
                 **_DENSE_VALUES,
-                **_TOP_K,
-                "num_experts": "moe.experts",
-                "moe_intermediate_size": "moe.moe_intermediate_size",
-                "norm_topk_prob": "moe.router.norm_topk_prob",
+                **_EXPERTS,
             },
             always={"attention.qk_norm": "head"},
             fixed=_MODEL_FIXED,
-            parts=(HEADS, rotary(), SWITCHED_WINDOW, EXCEPTIONS),
+            parts=(keys.HEADS, rotary(), keys.SWITCHED_WINDOW, keys.EXCEPTIONS),
         ),
         "olmoe": Family(
             model_type="olmoe",
             architecture="OlmoeForCausalLM",
-            names={**ATTENTION, **experts_one_by_one("mlp")},
-            forms=ROTARY_HALVES,
+            names={**tensors.ATTENTION, **tensors.experts_one_by_one("mlp")},
+            forms=tensors.ROTARY_HALVES,
             values={
                 **_MODEL_VALUES,
                 **_BIAS,
@@ -367,48 +318,42 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             always={"attention.qk_norm": "projection"},
             fixed={**_MODEL_FIXED, "clip_qkv": None},
-            parts=(EQUAL_HEADS, rotary()),
+            parts=(keys.EQUAL_HEADS, rotary()),
         ),
         "llama4": Family(
             model_type="llama4_text",
             architecture="Llama4ForCausalLM",
             names={
-                **ATTENTION,
-                **dense_network("ffn", "feed_forward"),
-                **dense_network("ffn.shared", "feed_forward.shared_expert"),
-                **experts_stacked("feed_forward"),
+                **tensors.ATTENTION,
+                **tensors.dense_network("ffn", "feed_forward"),
+                **tensors.dense_network("ffn.shared", "feed_forward.shared_expert"),
+                **tensors.experts_stacked("feed_forward"),
             },
-            forms={"ffn.experts.gate_up_eFD": (transposed,), "ffn.experts.down_eDF": (transposed,)},
+            forms={"ffn.experts.gate_up_eFD": (orders.transposed,), "ffn.experts.down_eDF": (orders.transposed,)},
             values={
-                **_MODEL_VALUES,
+                **_LOCAL_EXPERTS,
                 **_BIAS,
-                **_TOP_K,
-                "num_local_experts": "moe.experts",
-                "intermediate_size": "moe.moe_intermediate_size",
                 "intermediate_size_mlp": "intermediate_size",
             },
             always={"moe.router.scoring_func": "sigmoid", "moe.router.apply_probs_on_input": True},
             fixed={**_MODEL_FIXED, "router_jitter_noise": 0.0},
-            parts=(HEADS, rotary(), CHUNKS, QK_NORM_OF_LLAMA4, LIST, ONE_SHARED),
+            parts=(keys.HEADS, rotary(), keys.CHUNKS, keys.QK_NORM_OF_LLAMA4, keys.LIST, keys.ONE_SHARED),
             prefix="language_model.",
             left_out=r".*\.rotary_emb\.inv_freq|(vision_model|multi_modal_projector)\..*",
         ),
         "gpt-oss": Family(
             model_type="gpt_oss",
             architecture="GptOssForCausalLM",
-            names={**ATTENTION, **experts_stacked("mlp")},
+            names={**tensors.ATTENTION, **tensors.experts_stacked("mlp")},
             forms={
-                **ROTARY_HALVES,
-                "ffn.experts.gate_up_eFD": (transposed, interleaved),
-                "ffn.experts.gate_up_bias_eF": (interleaved,),
-                "ffn.experts.down_eDF": (transposed,),
+                **tensors.ROTARY_HALVES,
+                "ffn.experts.gate_up_eFD": (orders.transposed, orders.interleaved),
+                "ffn.experts.gate_up_bias_eF": (orders.interleaved,),
+                "ffn.experts.down_eDF": (orders.transposed,),
             },
             values={
-                **_MODEL_VALUES,
+                **_LOCAL_EXPERTS,
                 **_BIAS,
-                **_TOP_K,
-                "num_local_experts": "moe.experts",
-                "intermediate_size": "moe.moe_intermediate_size",
                 "swiglu_alpha": "moe.clamped.alpha",
                 "swiglu_limit": "moe.clamped.limit",
             },
@@ -419,20 +364,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "moe.router.softmax_after_top_k": True,
             },
             fixed=_MODEL_FIXED,
-            parts=(HEADS, rotary(), WINDOW_OF_GPT_OSS),
+            parts=(keys.HEADS, rotary(), keys.WINDOW_OF_GPT_OSS),
         ),
         "glm4-moe": Family(
             model_type="glm4_moe",
             architecture="Glm4MoeForCausalLM",
             names={
-                **ATTENTION,
-                **dense_network("ffn", "mlp"),
-                **dense_network("ffn.shared", "mlp.shared_experts"),
-                **experts_one_by_one("mlp"),
-                **EXPERT_BIAS,
+                **tensors.ATTENTION,
+                **tensors.EXPERTS_BESIDE_SHARED,
+                **tensors.EXPERT_BIAS,
             },
-            forms=ROTARY_HALVES,
-            prediction=PREDICTION,
+            forms=tensors.ROTARY_HALVES,
+            prediction=tensors.PREDICTION,
             values={
                 **_MODEL_VALUES,
                 **_TOP_K,
@@ -447,20 +390,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             always=_SIGMOID_WITH_BIAS,
             fixed=_MODEL_FIXED,
-            parts=(HEADS, rotary(partial=True), QK_NORM_OF_GLM, SHARED),
+            parts=(keys.HEADS, rotary(partial=True), keys.QK_NORM_OF_GLM, keys.SHARED),
             left_out=_REPEATED,
         ),
         "ernie4.5-moe": Family(
             model_type="ernie4_5_moe",
             architecture="Ernie4_5_MoeForCausalLM",
             names={
-                **ATTENTION,
-                **dense_network("ffn", "mlp"),
-                **dense_network("ffn.shared", "mlp.shared_experts"),
-                **experts_one_by_one("mlp"),
+                **tensors.ATTENTION,
+                **tensors.EXPERTS_BESIDE_SHARED,
                 "ffn.router.expert_bias_E": ("mlp.moe_statics.e_score_correction_bias",),
             },
-            forms={"ffn.router.expert_bias_E": (nested,)},
+            forms={"ffn.router.expert_bias_E": (orders.nested,)},
             values={
                 **_MODEL_VALUES,
                 "intermediate_size": "intermediate_size",
@@ -474,23 +415,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "moe.router.norm_topk_prob": True,
             },
             fixed={"hidden_act": "silu", "use_bias": False, "moe_norm_min": 1e-12},
-            parts=(HEADS, rotary(), RANGE, shared("moe_num_shared_experts")),
+            parts=(keys.HEADS, rotary(), keys.RANGE, keys.shared("moe_num_shared_experts")),
         ),
         "minimax-m2": Family(
             model_type="minimax_m2",
             architecture="MiniMaxM2ForCausalLM",
             names={
-                **ATTENTION,
-                **experts_one_by_one("block_sparse_moe", "w1", "w3", "w2"),
+                **tensors.ATTENTION,
+                **tensors.experts_one_by_one("block_sparse_moe", "w1", "w3", "w2"),
                 "ffn.router.expert_bias_E": ("block_sparse_moe.e_score_correction_bias",),
             },
-            forms=ROTARY_HALVES,
-            values={
-                **_MODEL_VALUES,
-                **_TOP_K,
-                "num_local_experts": "moe.experts",
-                "intermediate_size": "moe.moe_intermediate_size",
-            },
+            forms=tensors.ROTARY_HALVES,
+            values=_LOCAL_EXPERTS,
             always={
                 "attention.qk_norm": "projection",
                 "moe.router.scoring_func": "sigmoid",
@@ -498,7 +434,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "moe.router.norm_topk_prob": True,
             },
             fixed={**_MODEL_FIXED, "router_jitter_noise": 0.0},
-            parts=(HEADS, rotary(partial=True)),
+            parts=(keys.HEADS, rotary(partial=True)),
         ),
         "qwen3-next": _QWEN3_NEXT,
         "qwen3.5-moe": replace(
@@ -511,20 +447,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "ffn.experts.down_eDF": ("mlp.experts.down_proj",),
             },
             linear={
-                **DELTA_NAMES,
-                **dict.fromkeys(PROJECTIONS[:3], (f"{DELTA}.in_proj_qkv.weight",)),
-                "attention.gate.weight": (f"{DELTA}.in_proj_z.weight",),
-                "attention.beta.weight": (f"{DELTA}.in_proj_b.weight",),
-                "attention.decay.weight": (f"{DELTA}.in_proj_a.weight",),
+                **tensors.DELTA_NAMES,
+                **dict.fromkeys(tensors.PROJECTIONS[:3], (f"{tensors.DELTA}.in_proj_qkv.weight",)),
+                "attention.gate.weight": (f"{tensors.DELTA}.in_proj_z.weight",),
+                "attention.beta.weight": (f"{tensors.DELTA}.in_proj_b.weight",),
+                "attention.decay.weight": (f"{tensors.DELTA}.in_proj_a.weight",),
             },
             divided={
-                f"{DELTA}.in_proj_qkv.weight": (all_at_once, PROJECTIONS[:3]),
-                f"{DELTA}.conv1d.weight": (all_at_once, CONVOLUTIONS),
+                f"{tensors.DELTA}.in_proj_qkv.weight": (orders.all_at_once, tensors.PROJECTIONS[:3]),
+                f"{tensors.DELTA}.conv1d.weight": (orders.all_at_once, tensors.CONVOLUTIONS),
             },
-            instead=experts_one_by_one("mlp"),
+            instead=tensors.experts_one_by_one("mlp"),
             values={key: path for key, path in _QWEN3_NEXT.values.items() if key not in _NOT_IN_QWEN35},
             always={**_QWEN3_NEXT.always, "moe.router.norm_topk_prob": True},
-            parts=(HEADS, rotary(partial=True), LINEAR),
+            parts=(keys.HEADS, rotary(partial=True), keys.LINEAR),
             prefix="language_model.",
             left_out=r".*\.rotary_emb\.inv_freq|model\.visual\..*",
         ),
@@ -536,7 +472,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             architecture="Qwen3ForCausalLM",
             always={"attention.qk_norm": "head"},
             fixed=_MODEL_FIXED,
-            parts=(HEADS, rotary(), WINDOW_OF_QWEN3, DENSE),
+            parts=(keys.HEADS, rotary(), keys.WINDOW_OF_QWEN3, keys.DENSE),
         ),
     }
 )

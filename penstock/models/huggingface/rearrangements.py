@@ -5,7 +5,7 @@ A family names a rearrangement by the function that makes it for a model's sizes
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,88 +13,42 @@ from torch import Tensor
 from penstock.base.errors import ConfigError
 from penstock.config.model import LatentAttention, LinearAttention, Model
 
+Change: TypeAlias = Callable[[Tensor], Tensor]
 
-class Rearrangement(Protocol):
-    """A permutation of the numbers of a tensor; `write` is the inverse of `read`."""
 
-    def read(self, stored: Tensor) -> Tensor:
-        """From the order of the file to ours."""
+@dataclass(frozen=True)
+class Rearrangement:
+    """A permutation of the numbers of a tensor."""
 
-    def write(self, ours: Tensor) -> Tensor:
-        """From our order to that of the file."""
+    read: Change  # from the order of the file to ours
+    write: Change  # its inverse
 
 
 RearrangementOf: TypeAlias = Callable[[Model], Rearrangement]
 """A rearrangement with the sizes of a model."""
 
 
-@dataclass(frozen=True)
-class GridTransposed:
-    """A dim made of equal blocks, each a grid that is row-major in the file and column-major here.
+def grid_transposed(dim: int, rows: int, columns: int) -> Rearrangement:
+    """A dim made of equal blocks, each a grid of rows x columns that is row-major in the file and column-major here.
 
     A head of 6 rows, for example, is stored as a0 a1 a2 b0 b1 b2 (2 rows, 3 columns) and read as a0 b0 a1 b1 a2 b2.
     """
 
-    dim: int
-    rows: int  # of the stored grid
-    columns: int
+    def transpose(tensor: Tensor, rows: int, columns: int) -> Tensor:
+        return tensor.unflatten(dim, (-1, rows, columns)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)
 
-    def read(self, stored: Tensor) -> Tensor:
-        """From row-major to column-major."""
-        return _transpose_grid(stored, self.dim, self.rows, self.columns)
-
-    def write(self, ours: Tensor) -> Tensor:
-        """From column-major to row-major."""
-        return _transpose_grid(ours, self.dim, self.columns, self.rows)
+    return Rearrangement(lambda stored: transpose(stored, rows, columns), lambda ours: transpose(ours, columns, rows))
 
 
-@dataclass(frozen=True)
-class FirstRows:
-    """Dim 0 made of equal blocks, of which a rearrangement concerns the first rows; the others stay."""
+def _of_first_rows(block: int, rows: int, form: Rearrangement) -> Rearrangement:
+    """Dim 0 made of equal blocks, of which a rearrangement concerns the first rows of all together."""
 
-    block: int  # rows of a block
-    rows: int
-    form: "Rearrangement"  # of these rows of all blocks together
+    def apply(tensor: Tensor, change: Change) -> Tensor:
+        blocks = tensor.unflatten(0, (-1, block))
+        first = change(blocks[:, :rows].flatten(0, 1)).unflatten(0, (-1, rows))
+        return torch.cat((first, blocks[:, rows:]), dim=1).flatten(0, 1)
 
-    def read(self, stored: Tensor) -> Tensor:
-        return self._apply(stored, self.form.read)
-
-    def write(self, ours: Tensor) -> Tensor:
-        return self._apply(ours, self.form.write)
-
-    def _apply(self, tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        blocks = tensor.unflatten(0, (-1, self.block))
-        first = change(blocks[:, : self.rows].flatten(0, 1)).unflatten(0, (-1, self.rows))
-        return torch.cat((first, blocks[:, self.rows :]), dim=1).flatten(0, 1)
-
-
-@dataclass(frozen=True)
-class Nested:
-    """The file has one more dim, of size 1."""
-
-    dim: int
-
-    def read(self, stored: Tensor) -> Tensor:
-        return stored.squeeze(self.dim)
-
-    def write(self, ours: Tensor) -> Tensor:
-        return ours.unsqueeze(self.dim)
-
-
-@dataclass(frozen=True)
-class Transposed:
-    """The last two dims are swapped."""
-
-    def read(self, stored: Tensor) -> Tensor:
-        return stored.mT
-
-    def write(self, ours: Tensor) -> Tensor:
-        """Swap them back."""
-        return ours.mT
-
-
-def _transpose_grid(tensor: Tensor, dim: int, rows: int, columns: int) -> Tensor:
-    return tensor.unflatten(dim, (-1, rows, columns)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)
+    return Rearrangement(lambda stored: apply(stored, form.read), lambda ours: apply(ours, form.write))
 
 
 def rotary_halves(config: Model) -> Rearrangement:
@@ -127,34 +81,38 @@ def _halves(config: Model, block: int) -> Rearrangement:
             got=f"{rotary} of {block}",
             allowed="an even number, at least 2",
         )
-    halves = GridTransposed(0, 2, rotary // 2)
-    return halves if rotary == block else FirstRows(block, rotary, halves)
+    halves = grid_transposed(0, 2, rotary // 2)
+    return halves if rotary == block else _of_first_rows(block, rotary, halves)
+
+
+def nested(config: Model) -> Rearrangement:
+    """The file has one more dim of size 1, the first."""
+    return _nested(0)
+
+
+def nested_last(config: Model) -> Rearrangement:
+    """The file has one more dim of size 1, the last."""
+    return _nested(-1)
 
 
 def channels(config: Model) -> Rearrangement:
     """Weights of a convolution of single channels, which the file has with one input channel each."""
-    return Nested(1)
+    return _nested(1)
 
 
-def nested(config: Model) -> Rearrangement:
-    """A tensor with one more dim in the file."""
-    return Nested(0)
-
-
-def nested_last(config: Model) -> Rearrangement:
-    """A tensor with one more dim at its end in the file."""
-    return Nested(-1)
+def _nested(dim: int) -> Rearrangement:
+    return Rearrangement(lambda stored: stored.squeeze(dim), lambda ours: ours.unsqueeze(dim))
 
 
 def transposed(config: Model) -> Rearrangement:
     """A stack of matrices that the file has as inputs x outputs."""
-    return Transposed()
+    return Rearrangement(lambda stored: stored.mT, lambda ours: ours.mT)
 
 
 def interleaved(config: Model) -> Rearrangement:
     """Dim 1: rows of gate and up projection alternate in the file."""
     assert config.moe is not None, "only experts are interleaved"
-    return GridTransposed(1, config.moe.moe_intermediate_size, 2)
+    return grid_transposed(1, config.moe.moe_intermediate_size, 2)
 
 
 @dataclass(frozen=True)

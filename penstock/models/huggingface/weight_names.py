@@ -38,10 +38,11 @@ ROTARY_HALVES: Mapping[str, tuple[RearrangementOf, ...]] = {
     for ours in ("query.weight", "query.bias", "key.weight", "key.bias", "query_norm.weight_D", "key_norm.weight_D")
 }
 
+CONVOLUTIONS = tuple(f"attention.mixing.{part}_conv_DJ" for part in ("query", "key", "value"))
 DELTA = "linear_attn"
 DELTA_NAMES: Names = {
     **NORMS,
-    **{f"attention.mixing.{part}_conv_DJ": (f"{DELTA}.conv1d.weight",) for part in ("query", "key", "value")},
+    **dict.fromkeys(CONVOLUTIONS, (f"{DELTA}.conv1d.weight",)),
     "attention.mixing.decay_rate_H": (f"{DELTA}.A_log",),
     "attention.mixing.decay_bias": (f"{DELTA}.dt_bias",),
     "attention.norm.weight_D": (f"{DELTA}.norm.weight",),
@@ -62,7 +63,6 @@ KDA_NAMES: Names = {
     "attention.mixing.decay_bias": ("self_attn.dt_bias",),
     "attention.norm.weight_D": ("self_attn.o_norm.weight",),
 }
-CONVOLUTIONS = tuple(f"attention.mixing.{part}_conv_DJ" for part in ("query", "key", "value"))
 PROJECTIONS = tuple(f"attention.{part}.weight" for part in ("query", "key", "value", "gate"))
 
 LATENT_ATTENTION: Names = {
@@ -110,13 +110,13 @@ def experts_stacked(theirs: str) -> Names:
 
 EXPERT_BIAS: Names = {"ffn.router.expert_bias_E": ("mlp.gate.e_score_correction_bias",)}
 
-DEEPSEEK: Names = {
-    **LATENT_ATTENTION,
+EXPERTS_BESIDE_SHARED: Names = {
     **dense_network("ffn", "mlp"),
     **dense_network("ffn.shared", "mlp.shared_experts"),
     **experts_one_by_one("mlp"),
-    **EXPERT_BIAS,
 }
+
+DEEPSEEK: Names = {**LATENT_ATTENTION, **EXPERTS_BESIDE_SHARED, **EXPERT_BIAS}
 
 INDEXER: Names = {
     "attention.indexer.query.weight": ("self_attn.indexer.wq_b.weight",),
