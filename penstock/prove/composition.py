@@ -13,7 +13,7 @@ Three settings are no fields of a run. They say what happens around its steps:
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -75,6 +75,10 @@ FEWER_BITS = (
 )
 """Beginnings of overrides by which something is rounded to fewer bits."""
 
+EPSILON = "model.rms_norm_eps="
+JOLTED, LOW_JOLTED, LOW_JOLTED_DOWN = 1.0001e-6, 1.5e-6, 0.5e-6
+"""Epsilons of norms instead of 1e-6, which change their outputs by less than float32 and bfloat16 round."""
+
 
 @dataclass(frozen=True)
 class Composition:
@@ -128,10 +132,13 @@ class Composition:
         """The run of its ranks. Raises a ConfigError."""
         return load_run(PRESET, base_of(self.device) + of_run(self.overrides))
 
-    def eager(self) -> "Composition":
-        """The same without graphs."""
-        kept = [tuple(word for word in setting if not word.startswith("graphs.")) for setting in self.settings]
+    def without(self, *beginnings: str) -> "Composition":
+        """The same without the overrides that begin so."""
+        kept = [tuple(word for word in setting if not word.startswith(beginnings)) for setting in self.settings]
         return replace(self, settings=tuple(setting for setting in kept if setting))
+
+    def eager(self) -> "Composition":
+        return self.without("graphs.")
 
     def plus(self, *overrides: str) -> "Composition":
         """The same with one setting more."""
@@ -189,34 +196,17 @@ def _is_unknown(override: str) -> bool:
     return override.startswith("prove.") and not known
 
 
-def with_another_clamp(composition: Composition) -> Composition | None:
-    """The composition with a slightly higher limit of clamped activations; None if nothing is clamped."""
-    moe = composition.run.model.moe
-    if moe is None or moe.clamped is None:
-        return None
-    return composition.plus(f"model.moe.clamped.limit={moe.clamped.limit * 1.001:.6g}")
-
-
-def with_all_keys(composition: Composition) -> Composition | None:
-    """The composition with an indexer that chooses every key; None if there is no indexer."""
+def neighbours(composition: Composition, *, is_low: bool) -> Iterator[tuple[str, str]]:
+    """Overrides that move a jump of the model's functions a little, each with what a value there would have done."""
     run = composition.run
-    attention = run.model.attention
-    if not isinstance(attention, LatentAttention) or attention.indexer is None:
-        return None
-    return composition.plus(f"model.attention.indexer.index_topk={run.training.sequence_length}")
-
-
-def with_steps_of_bias(composition: Composition) -> Composition | None:
-    """The composition whose routers' bias moves by a fixed step; None if it does not move by quantiles."""
-    moe = composition.run.model.moe
-    if moe is None or moe.balance.bias_rule != "quantile":
-        return None
-    return composition.plus("model.moe.balance.bias_rule=sign")
-
-
-def in_float32(composition: Composition) -> Composition | None:
-    """The composition with nothing rounded to fewer bits; None on GPUs, whose kernels need 16 bits."""
-    if composition.device != "cpu":
-        return None
-    kept = [tuple(word for word in setting if not word.startswith(FEWER_BITS)) for setting in composition.settings]
-    return replace(composition, settings=tuple(setting for setting in kept if setting))
+    moe, attention = run.model.moe, run.model.attention
+    if moe is not None and moe.clamped is not None:
+        yield f"model.moe.clamped.limit={moe.clamped.limit * 1.001:.6g}", "a value is at the limit of the clamp"
+    if moe is not None and moe.balance.bias_rule == "quantile":
+        yield "model.moe.balance.bias_rule=sign", "a quantile lies between other scores"
+    # Float32 hardly ever chooses other keys.
+    if is_low and isinstance(attention, LatentAttention) and attention.indexer is not None:
+        every_key = run.training.sequence_length
+        yield f"model.attention.indexer.index_topk={every_key}", "the indexer chose other keys"
+    if is_low and composition.device == "cuda":
+        yield f"{EPSILON}{LOW_JOLTED_DOWN}", "with norms that round otherwise"

@@ -8,9 +8,10 @@ On GPUs models are wider and rows longer, because kernels are made for that, and
 graphs as well; the one process computes the definitions of all kernels.
 """
 
+import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -71,6 +72,11 @@ class Dimension:
 
 def _each(path: str, *values: object) -> tuple[Setting, ...]:
     return tuple((f"{path}={value}",) for value in values)
+
+
+def _fields(section: str, **values: object) -> Setting:
+    toml = {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}
+    return tuple(f"{section}.{name}={value}" for name, value in toml.items())
 
 
 _PARTS = '{code={source="standard-library",weight=0.7},more={source="standard-library",weight=0.3}}'
@@ -283,10 +289,10 @@ def _sizes(draw: _Draw) -> None:
         return
     sizes = [f"training.sequence_length={positions}"]
     if factor != 4:
-        width = 20 if factor == 5 else 24
-        sizes += [f"training.global_batch={factor}", f"model.vocab_size={65 if factor == 5 else 66}"]
-        sizes += [f"model.intermediate_size={2 * width}", f"model.moe.moe_intermediate_size={width}"]
-        sizes += [f"model.moe.shared_expert_intermediate_size={width}"]
+        width, vocabulary = (20, 65) if factor == 5 else (24, 66)
+        sizes += [f"training.global_batch={factor}"]
+        sizes += _fields("model", vocab_size=vocabulary, intermediate_size=2 * width)
+        sizes += _fields("model.moe", moe_intermediate_size=width, shared_expert_intermediate_size=width)
     draw.add(*sizes)
 
 
@@ -345,8 +351,8 @@ def _attention(draw: _Draw, layers: int) -> None:
         draw.facts["latent"] = 1
         if heads != 4:
             draw.add(f"model.attention.heads={heads}")
-        widths = [f"{name}={8 * draw.scale}" for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-        draw.add(*(f"model.attention.{size}" for size in (f"kv_lora_rank={16 * draw.scale}", *widths)))
+        widths = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8 * draw.scale)
+        draw.add(*_fields("model.attention", kv_lora_rank=16 * draw.scale, **widths))
         has_query = draw.maybe(0.4, f"model.attention.q_lora_rank={16 * draw.scale}")
         if has_query and draw.chance(0.25):
             draw.facts["indexer"] = 1
@@ -356,10 +362,7 @@ def _attention(draw: _Draw, layers: int) -> None:
             draw.maybe(0.2, "model.attention.sinks=true")
         return
     kv_heads = draw.any(*(divisor for divisor in range(1, heads + 1) if heads % divisor == 0))
-    draw.add(
-        *("model.attention.kind=gqa", f"model.attention.heads={heads}", f"model.attention.head_dim={8 * draw.scale}"),
-        f"model.attention.kv_heads={kv_heads}",
-    )
+    draw.add(*_fields("model.attention", kind="gqa", heads=heads, head_dim=8 * draw.scale, kv_heads=kv_heads))
     kind = draw.word("none", "none", "head", "projection", "rotated-head")
     if kind != "none":
         draw.add(f"model.attention.qk_norm={kind}")
@@ -387,7 +390,7 @@ def _experts(draw: _Draw, layers: int) -> None:
     groups = experts == 8 and draw.chance(0.25)
     top_k = draw.any(1, 2, 2, 2, 3) if not groups else 2
     draw.facts["experts"] = experts
-    draw.add(f"model.moe.experts={experts}", f"model.moe.top_k={top_k}")
+    draw.add(*_fields("model.moe", experts=experts, top_k=top_k))
     if layers > 1:
         draw.maybe(0.15, "model.moe.moe_layer_freq=2")
     if draw.chance(0.5):
@@ -396,16 +399,14 @@ def _experts(draw: _Draw, layers: int) -> None:
     else:
         draw.add("model.moe.shared_expert_intermediate_size=0")
     score = draw.word("softmax", "sigmoid", "sqrt-softplus")
-    router = [f"scoring_func={score}", f"norm_topk_prob={str(top_k > 1 and draw.chance(0.5)).lower()}"]
+    router: dict[str, object] = {"scoring_func": score, "norm_topk_prob": top_k > 1 and draw.chance(0.5)}
     if score == "softmax" and top_k > 1 and draw.chance(0.4):
-        router += ["softmax_after_top_k=true"]
-    has_bias = draw.chance(0.5)
+        router["softmax_after_top_k"] = True
+    router["expert_bias"] = has_bias = draw.chance(0.5)
     draw.facts["bias"] = int(has_bias)
-    router += [f"expert_bias={str(has_bias).lower()}"]
-    draw.add(*(f"model.moe.router.{setting}" for setting in router))
+    draw.add(*_fields("model.moe.router", **router))
     if groups:
-        score = draw.word("max", "top2")
-        draw.add(*(f"model.moe.router.{setting}" for setting in ("n_group=4", "topk_group=2", f"group_score={score}")))
+        draw.add(*_fields("model.moe.router", n_group=4, topk_group=2, group_score=draw.word("max", "top2")))
     draw.maybe(0.2, "model.moe.router.routed_scaling_factor=2.5")
     draw.maybe(0.15, "model.moe.router.logit_bias=true")
     draw.maybe(0.15, "model.moe.router.apply_probs_on_input=true") or draw.maybe(0.2, "model.moe.bias=true")
@@ -430,10 +431,8 @@ def _balance(draw: _Draw, *, has_bias: bool) -> None:
     if draw.chance(0.15):
         padded = draw.chance(0.4)
         draw.facts |= {"capacity": 1, "padded": int(padded)}
-        draw.add(
-            f"{prefix}.capacity_factor={draw.word('1.0', '1.1')}",
-            *([f"{prefix}.pad_to_capacity=true"] if padded else []),
-        )
+        factor = draw.word("1.0", "1.1")
+        draw.add(f"{prefix}.capacity_factor={factor}", *([f"{prefix}.pad_to_capacity=true"] * padded))
 
 
 def _layout(draw: _Draw, ranks: int) -> None:
@@ -450,7 +449,7 @@ def _layout(draw: _Draw, ranks: int) -> None:
         draw.add(f"parallel.tensor={tensor}")
     if context > 1:
         method = draw.word("auto", "all-gather", "ulysses")
-        draw.add(f"parallel.context={context}", f"parallel.context_method={method}")
+        draw.add(*_fields("parallel", context=context, context_method=method))
     _shard(draw, data * context)
     if pipeline > 1:
         _pipeline(draw, pipeline)
@@ -475,7 +474,7 @@ def _shard(draw: _Draw, copies: int) -> None:
     if kind != "none" and copies == 4 and draw.chance(0.3):
         setting.append("parallel.shard_size=2")
     if kind == "full":
-        setting += [f"parallel.reshard={draw.word('forward', 'backward')}", f"parallel.prefetch={draw.any(0, 1, 2)}"]
+        setting += _fields("parallel", reshard=draw.word("forward", "backward"), prefetch=draw.any(0, 1, 2))
     draw.add(*setting)
     draw.facts["full"] = int(kind == "full")
     if kind == "full" and draw.facts.get("float8"):
@@ -493,7 +492,7 @@ def _pipeline(draw: _Draw, ranks: int) -> None:
         draw.add(f"model.layers={draw.facts['layers'] + short}")
     elif short > 0:
         schedule, stages = ("1f1b", 1) if draw.facts.get("full") else (draw.word("1f1b", "zb-1f1b", "gpipe"), 1)
-    draw.add(f"parallel.pipeline={ranks}", f"pipeline.schedule={schedule}", f"pipeline.stages_per_rank={stages}")
+    draw.add(f"parallel.pipeline={ranks}", *_fields("pipeline", schedule=schedule, stages_per_rank=stages))
     draw.facts["passes"] = int(schedule in ("interleaved", "dualpipe-v") and not draw.facts.get("full"))
 
 
@@ -505,8 +504,8 @@ def _expert_ranks(draw: _Draw, ranks: int) -> None:
     expert_tensor = _factor(draw, ranks // expert, 0.3)
     if expert == expert_tensor == 1:
         return
-    sizes = [f"parallel.expert={expert}"] if expert > 1 else []
-    draw.add(*sizes, *([f"parallel.expert_tensor={expert_tensor}"] if expert_tensor > 1 else []))
+    sizes = {"expert": expert, "expert_tensor": expert_tensor}
+    draw.add(*_fields("parallel", **{name: size for name, size in sizes.items() if size > 1}))
     method = draw.word("auto", *(name for name in DISPATCHERS if name != "symmetric"))  # that one needs GPUs
     method = "auto" if draw.facts.get("padded") else method
     stage = draw.any(0, 1) if method == "all-to-all" else draw.any(0, 1, 2, 3)
@@ -546,10 +545,10 @@ def _memory(draw: _Draw) -> None:
         where = []
         if facts["layers"] > 1 and draw.chance(0.2):
             where = [f"recompute.layers=[{draw.any(*range(facts['layers']))}]"]
-        draw.add(f"recompute.modules={_listed(names)}", *where)
+        draw.add(f"recompute.modules={json.dumps(names)}", *where)
     if draw.chance(0.15):
         there = [name for name in OFFLOADABLE if not missing.get(name)]
-        draw.add(f"offload.activations={_listed(draw.numbers.sample(there, 1))}")
+        draw.add(f"offload.activations={json.dumps(draw.numbers.sample(there, 1))}")
     on_host = draw.maybe(0.12, "offload.optimizer=true")
     if facts["ranks"] == 1:  # a rule: sums on the host are not summed over ranks
         draw.maybe(0.3, "offload.gradients=true", *([] if on_host else ["offload.optimizer=true"]))
@@ -565,7 +564,3 @@ def _precision(draw: _Draw) -> None:
         is_float8 |= bool(draw.facts["moe"]) and draw.maybe(0.15, f"float8.experts={draw.word(*RECIPES)}")
     if BF16 not in draw.settings and (is_float8 or draw.chance(0.75)):
         draw.add("training.precision=bf16")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return "[" + ", ".join(f'"{name}"' for name in names) + "]"

@@ -58,23 +58,19 @@ def follow(
     begin: Callable[[int], object] = lambda step: None,
     *,
     first: int = 0,
-    labels: Callable[[Batch], Batch] = lambda batch: batch,
+    has_bare_rows: bool = False,
 ) -> StepFigures:
-    """Train a session for some steps, and evaluate it if it has held-out rows.
+    """Train a session for some steps from number `first` on, and evaluate it if it has held-out rows.
 
-    Args:
-        session: is trained.
-        steps: number of them.
-        rate: of learning, constant; None for that of the run's schedule.
-        begin: is told the number of each step, and that of the evaluation, which comes after them.
-        first: number of the first step.
-        labels: changes the batch of a step.
+    `rate` is a constant learning rate, None for that of the run's schedule. `begin` gets the number of each step, and
+    that of the evaluation, which comes after them. With `has_bare_rows` some rows have no labels.
     """
     losses, norms, balance, left_out = [], [], [], []
     run = session.run
     for step in range(first, first + steps):
         begin(step)
-        batch = labels(session.state.batches.next_batch())
+        batch = session.state.batches.next_batch()
+        batch = some_labels(batch) if has_bare_rows else batch
         planned = learning_rate(step, run.training.steps, run.optimizer.learning_rate, run.schedule)
         wanted = planned if rate is None else rate
         result = train_step(session.model, session.state.optimizer, batch, session.rule, wanted)

@@ -32,15 +32,15 @@ from torch import Tensor
 from penstock.kernels.optimizer_state import FRACTION, ROOT_DECADES, SIGNED_DECADES, numbers
 from penstock.prove.choices import Choices, Place, first_flip, least_margin
 from penstock.prove.composition import (
+    EPSILON,
     FEWER_BITS,
+    JOLTED,
+    LOW_JOLTED,
     WEIGHTS,
     Composition,
     base_of,
-    in_float32,
+    neighbours,
     refusal,
-    with_all_keys,
-    with_another_clamp,
-    with_steps_of_bias,
 )
 from penstock.prove.draws import draw, draw_graphs
 from penstock.prove.play import (
@@ -54,7 +54,7 @@ from penstock.prove.play import (
     worst_factor,
     worst_tensor,
 )
-from penstock.prove.ranks import Assignment, Played, PlayError, Ranks, two_nodes, write_choices
+from penstock.prove.ranks import Assignment, Played, PlayError, Ranks, encode
 
 REPLAYED_STEPS, REPLAYED_RATE, REPLAYS = 8, 1e-3, 1000
 """Steps of captured graphs beside eager passes, in a draw and with --graphs. The second step captures."""
@@ -96,13 +96,8 @@ _OF_PRODUCTS = 2.5
 FAR_OVER = 2.0
 """Times the bounds of fewer bits: figures below may be of rounding that a model amplifies."""
 
-JOLTED, LOW_JOLTED, LOW_JOLTED_DOWN, LIKE_JOLT = 1.0001e-6, 1.5e-6, 0.5e-6, 3.0
-"""Epsilons of norms instead of 1e-6, which change their outputs by less than float32 and bfloat16 round; a factor."""
-
-EPSILON = "model.rms_norm_eps="
-
-LIKE_BITS = 1.5
-"""Times the distance of one process in fewer bits from float32."""
+LIKE_JOLT, LIKE_BITS = 3.0, 1.5
+"""Times the difference that another epsilon makes, and the distance of one process in fewer bits from float32."""
 
 NUMBERS = ("loss", "balance", "gradient norm", "held-out loss")
 """Figures that are sums. The one process may be near float32 by luck, so ranks may be twice the bound away from it."""
@@ -134,7 +129,7 @@ class Prover:
         self.gpus, self.replays = gpus, replays
         self._ranks = ranks
         self._folder = folder
-        self._given = folder / "choices.safetensors"
+        self._given = folder / "choices"
         self._runs = count()  # numbers of folders with checkpoints
         self._weights: tuple[tuple[str, ...], Path, dict[str, Tensor]] | None = None  # the last ones, and their values
         self._known: tuple[tuple[str, ...], Played] | None = None  # one process: the last one
@@ -146,34 +141,21 @@ class Prover:
         verdict = self._judge(composition)
         if verdict.kind != "fault" or not verdict.figures:
             return verdict
-        others = [
-            (with_another_clamp(composition), "a value is at the limit of the clamp"),
-            (with_steps_of_bias(composition), "a quantile lies between other scores"),
-        ]
-        if is_low(composition):  # float32 hardly ever chooses other keys
-            others.append((with_all_keys(composition), "the indexer chose other keys"))
-            if composition.device == "cuda":
-                others.append((composition.plus(f"{EPSILON}{LOW_JOLTED_DOWN}"), "with norms that round otherwise"))
-        for moved, why in others:
-            again = verdict if moved is None else self._judge(moved)
-            if moved is not None and again.kind in ("equal", "tie"):
-                text = f"{verdict.text}; {why}: {moved.overrides[-1]} agrees"
+        for override, why in neighbours(composition, is_low=is_low(composition)):
+            again = self._judge(composition.plus(override))
+            if again.kind in ("equal", "tie"):
+                text = f"{verdict.text}; {why}: {override} agrees"
                 return replace(again, kind="tie", composition=composition, text=text)
-        return self._in_float32(verdict) or verdict
-
-    def _in_float32(self, fault: Verdict) -> Verdict | None:
-        """A tie if float32 gives no fault and this one is not far over the bounds; None if not, or in float32."""
-        composition, bounds = fault.composition, bounds_of(fault.composition)
-        if any(value > FAR_OVER * bounds[name] for name, value in fault.figures.items()):
-            return None
-        if not self._agrees_in_float32(composition):
-            return None
-        return replace(fault, kind="tie", text=f"{fault.text}; float32 agrees, and nothing is over twice its bound")
+        bounds = bounds_of(composition)
+        is_far = any(value > FAR_OVER * bounds[name] for name, value in verdict.figures.items())
+        if is_far or not self._agrees_in_float32(composition):
+            return verdict
+        return replace(verdict, kind="tie", text=f"{verdict.text}; float32 agrees, and nothing is over twice its bound")
 
     def _agrees_in_float32(self, composition: Composition) -> bool:
-        """Whether a composition in fewer bits is without fault in float32; False for one that is in float32."""
-        moved = in_float32(composition) if is_low(composition) else None
-        return moved is not None and self._judge(moved).kind in ("equal", "tie")
+        """Whether a composition in fewer bits is no fault in float32; False on GPUs, whose kernels need 16 bits."""
+        can_ask = composition.device == "cpu" and is_low(composition)
+        return can_ask and self._judge(composition.without(*FEWER_BITS)).kind in ("equal", "tie")
 
     def _judge(self, composition: Composition) -> Verdict:
         if (line := refusal(composition)) is not None:
@@ -282,30 +264,24 @@ class Prover:
                 return Verdict("fault", composition, f"rank {rank}: graphs and eager passes differ: {difference}")
         return replace(verdict, composition=composition)
 
-    def smallest(self, fault: Verdict, tell: Callable[[str], object] = lambda line: None) -> Verdict:
+    def smallest(self, fault: Verdict) -> Verdict:
         """The same fault with fewer settings."""
-        is_smaller = True
-        while is_smaller:
-            is_smaller = False
-            for setting in fault.composition.settings:
-                settings = tuple(kept for kept in fault.composition.settings if kept is not setting)
-                for ranks in sorted({1, 2, fault.composition.ranks}):
-                    if ranks > fault.composition.ranks:
-                        continue
-                    outcome = self.judge(replace(fault.composition, ranks=ranks, settings=settings))
-                    if outcome.kind == "fault":
-                        fault, is_smaller = outcome, True
-                        tell(fault.composition.command)
-                        break
-                if is_smaller:
-                    break
+        while (smaller := next(self._smaller_faults(fault.composition), None)) is not None:
+            fault = smaller
         return fault
+
+    def _smaller_faults(self, composition: Composition) -> Iterator[Verdict]:
+        for setting in composition.settings:
+            settings = tuple(kept for kept in composition.settings if kept is not setting)
+            for ranks in sorted({1, min(2, composition.ranks), composition.ranks}):
+                outcome = self.judge(replace(composition, ranks=ranks, settings=settings))
+                if outcome.kind == "fault":
+                    yield outcome
 
     def part(self, composition: Composition, given: str = "") -> Assignment:
         """What each rank does; `given` is what `give` returned."""
-        return replace(
-            self._begun(composition, composition.overrides), two_nodes=two_nodes(composition.overrides), given=given
-        )
+        two_nodes = "dispatch.method=hierarchical" in composition.overrides
+        return replace(self._begun(composition, composition.overrides), two_nodes=two_nodes, given=given)
 
     def _begun(self, composition: Composition, arguments: tuple[str, ...]) -> Assignment:
         """All steps of a run with these overrides, from the weights that the composition begins with."""
@@ -325,12 +301,13 @@ class Prover:
             folder, exports = self._folder / f"weights-{next(self._runs)}", WEIGHTS[0] in overrides
             part = Assignment(overrides, 0, device=composition.device, folder=str(folder), exports=exports)
             (made,) = self._ranks.play(1, part)
-            self._weights = overrides, folder / "imported" if exports else folder, whole_tensors([made.end])
+            values = {name: x for name, x in whole_tensors([made.end]).items() if name.startswith("model.")}
+            self._weights = overrides, folder / "imported" if exports else folder, values
         return self._weights[1]
 
     def give(self, choices: Mapping[Place, Choices]) -> str:
         """Write choices for ranks to make; returns the name of the file."""
-        write_choices(self._given, choices)
+        self._given.write_bytes(encode(choices))
         return str(self._given)
 
     def _alone(self, composition: Composition) -> Played:
@@ -338,8 +315,7 @@ class Prover:
         if self._known is None or self._known[0] != part.overrides:
             (played,) = self._ranks.play(1, part)
             if self._weights is not None and any(setting in part.overrides for setting in WEIGHTS):
-                start = whole_tensors([played.start])
-                _same("what a run begins with", start, self._weights[2], "model.")
+                _same("what a run begins with", whole_tensors([played.start]), self._weights[2])
             self._known = part.overrides, played
         return self._known[1]
 
@@ -354,8 +330,8 @@ class Prover:
         saved, loaded = (
             whole_tensors(pieces) for pieces in ([played.end for played in first], [played.start for played in second])
         )
-        is_coded = composition.run.optimizer.moment_dtype == "int8"
-        _same("what another layout reads from a checkpoint", loaded, saved, "", _is_recoded if is_coded else _is_equal)
+        is_equal = [_is_recoded] if composition.run.optimizer.moment_dtype == "int8" else []
+        _same("what another layout reads from a checkpoint", loaded, saved, *is_equal)
         trace = joined(first[0].trace, second[0].trace)
         earlier = [Played(trace, [], [], played.choices) for played in first]
         return [*(replace(played, trace=joined(first[0].trace, played.trace)) for played in second), *earlier]
@@ -375,20 +351,13 @@ class Prover:
         return Verdict("fault", composition, text, figures, margin)
 
 
-def _is_equal(name: str, got: Tensor, expected: Tensor) -> bool:
-    return torch.equal(got, expected)
-
-
 def _same(
     what: str,
     got: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
-    kind: str = "",
-    is_equal: Callable[[str, Tensor, Tensor], bool] = _is_equal,
+    is_equal: Callable[[str, Tensor, Tensor], bool] = lambda _, got, expected: torch.equal(got, expected),
 ) -> None:
-    """Raise a PlayError if tensors of a kind, by the beginning of their names, differ."""
-    names = [name for name in expected if name.startswith(kind)]
-    wrong = [name for name in names if name not in got or not is_equal(name, got[name], expected[name])]
+    wrong = [name for name in expected if name not in got or not is_equal(name, got[name], expected[name])]
     if wrong:
         raise PlayError(f"{what} differs: {', '.join(wrong[:3])}")
 
@@ -436,8 +405,6 @@ def _is_in_8_bits(composition: Composition) -> bool:
 
 def outcomes(prover: Prover, seed: int, first: int = 0) -> Iterator[tuple[int, Verdict]]:
     """Draws by number, without end."""
-    number = first
-    while True:
+    for number in count(first):
         drawn = draw_graphs(seed, number, prover.gpus) if prover.replays else draw(seed, number, prover.gpus)
         yield number, prover.judge(drawn)
-        number += 1

@@ -11,29 +11,28 @@ loopback only.
 import gc
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, load_file, save, save_file
-from torch import Tensor
+from safetensors.torch import load, save
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from penstock.base.child import Answer, Child, ChildEndedError, serve, use_all_memory
 from penstock.base.errors import PenstockError
 from penstock.config.load import load_run
-from penstock.data.batch import Batch
 from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.parallel.launch.environment import Environment, LaunchFacts, prepare_environment
 from penstock.parallel.launch.host import gpu_vendor
 from penstock.prove.choices import ChoiceRecorder, Choices, Place
 from penstock.prove.composition import LABELS, PRESET, Device, of_run
-from penstock.prove.play import Saved, StepFigures, follow, saved_by, some_labels
+from penstock.prove.play import Saved, StepFigures, follow, saved_by
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import export_huggingface
 from penstock.train.import_weights import import_weights
@@ -103,10 +102,10 @@ def play(part: Assignment) -> Played:
         if part.first:
             restore_state(store, part.first, session.state)
         start = saved_by(session)
-        given = read_choices(Path(part.given)) if part.given else None
+        given = decode(Path(part.given).read_bytes(), dict[Place, Choices]) if part.given else None
         recorder = ChoiceRecorder(session.model.modules if part.has_choices else (), given)
-        labels = some_labels if LABELS in part.overrides else _all_labels
-        trace = follow(session, part.steps, part.rate, recorder.begin, first=part.first, labels=labels)
+        has_bare_rows = LABELS in part.overrides
+        trace = follow(session, part.steps, part.rate, recorder.begin, first=part.first, has_bare_rows=has_bare_rows)
         if part.folder:
             save_state(store, part.first + part.steps, session.state, {})
             if rank == 0:
@@ -123,10 +122,6 @@ def play(part: Assignment) -> Played:
             session.graphs.release()
 
 
-def _all_labels(batch: Batch) -> Batch:
-    return batch
-
-
 class Children:
     """Ranks that are processes of their own."""
 
@@ -137,7 +132,6 @@ class Children:
         self._calls = 0
 
     def play(self, ranks: int, part: Assignment) -> list[Played]:
-        """See Ranks."""
         self._start(ranks)
         self._calls += 1
         common = {"part": asdict(part), "ranks": ranks, "port": self._store.port, "call": str(self._calls)}
@@ -158,7 +152,7 @@ class Children:
                 self.close()
                 raise PlayError(f"only {len(lines)} of {ranks} ranks refused: {lines[0]}")
             raise PlayError(lines[0], is_line=True)
-        return [unpack(facts, load(content)) for facts, content in answers]
+        return [decode(content, Played) for _, content in answers]
 
     def _start(self, ranks: int) -> None:
         """Let so many children import what they need; the first gloo group does not wait for that."""
@@ -175,60 +169,17 @@ class Children:
         self._children = []
 
 
-def two_nodes(overrides: Sequence[str]) -> bool:
-    """Whether a layout needs nodes."""
-    return "dispatch.method=hierarchical" in overrides
+Value = TypeVar("Value")
 
 
-def pack(played: Played) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Facts as JSON has them, and tensors by name."""
-    facts: dict[str, Any] = {"trace": asdict(played.trace)}
-    tensors: dict[str, Tensor] = {}
-    for when, saved in (("start", played.start), ("end", played.end)):
-        facts[when] = [(name, shape, [offset for offset, _ in pieces]) for name, shape, pieces in saved]
-        for name, _, pieces in saved:
-            tensors |= {f"{when} {number} {name}": values for number, (_, values) in enumerate(pieces)}
-    return facts, tensors | pack_choices(played.choices)
+def encode(value: object) -> bytes:
+    """Bytes of dataclasses with tensors, without pickles."""
+    return msgspec.msgpack.encode(value, enc_hook=lambda tensor: save({"": tensor.contiguous()}))
 
 
-def unpack(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Played:
-    """The opposite of `pack`."""
-
-    def saved(when: str) -> Saved:
-        return [
-            (name, tuple(shape), [(tuple(offset), tensors[f"{when} {n} {name}"]) for n, offset in enumerate(offsets)])
-            for name, shape, offsets in facts[when]
-        ]
-
-    return Played(StepFigures(**facts["trace"]), saved("start"), saved("end"), unpack_choices(tensors))
-
-
-def pack_choices(choices: Mapping[Place, Choices]) -> dict[str, Tensor]:
-    """Tensors by name."""
-    return {
-        f"choice {step} {layer} {name}": tensor.contiguous()
-        for (step, layer), choice in choices.items()
-        for name, tensor in vars(choice).items()
-    }
-
-
-def unpack_choices(tensors: Mapping[str, Tensor]) -> dict[Place, Choices]:
-    """The opposite of `pack_choices`; other tensors are left."""
-    fields_of: dict[Place, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        kind, step, layer, *rest = name.split(" ")
-        if kind == "choice":
-            fields_of.setdefault((int(step), int(layer)), {})[rest[0]] = tensor
-    return {router: Choices(**fields) for router, fields in fields_of.items()}
-
-
-def write_choices(path: Path, choices: Mapping[Place, Choices]) -> None:
-    """Write the file of `Assignment.given`."""
-    save_file(pack_choices(choices), path)
-
-
-def read_choices(path: Path) -> dict[Place, Choices]:
-    return unpack_choices(load_file(path))
+def decode(content: bytes, kind: type[Value]) -> Value:
+    """The inverse of `encode` for a value of this type."""
+    return msgspec.msgpack.decode(content, type=kind, dec_hook=lambda _, tensor: load(tensor)[""])
 
 
 def _answer(request: dict[str, Any]) -> Answer:
@@ -237,18 +188,16 @@ def _answer(request: dict[str, Any]) -> Answer:
             use_all_memory()
         return {}, b""
     try:
-        facts, tensors = pack(in_group(request))
+        return {}, encode(in_group(request))
     except PenstockError as error:
         return {"line": str(error)}, b""
     except Exception:  # noqa: BLE001 - whatever it is, a user would read it
         return {"failure": f"rank {request['rank']}:\n{traceback.format_exc()}"}, b""
-    return facts, save(tensors)
 
 
 def in_group(request: Mapping[str, Any]) -> Played:
     """Play in a new process group."""
-    fields, rank, ranks = request["part"], request["rank"], request["ranks"]
-    part = Assignment(**fields | {"overrides": tuple(fields["overrides"])})
+    part, rank, ranks = msgspec.convert(request["part"], Assignment), request["rank"], request["ranks"]
     store = PrefixStore(request["call"], TCPStore(LOCALHOST, request["port"]))
     kind, device = "gloo", None
     if part.device == "cuda":

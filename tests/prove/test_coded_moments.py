@@ -33,9 +33,6 @@ class ReadRanks:
         trace = StepFigures([4.0] * part.steps, [1.0] * part.steps, [0.0] * part.steps, 0.0, [0], {})
         return [Played(trace, start, end, {}), *[Played(trace, [], [], {})] * (ranks - 1)]
 
-    def close(self) -> None:
-        """Nothing runs."""
-
 
 @pytest.mark.parametrize(("kind", "decades"), [("moment1", SIGNED_DECADES), ("moment2", ROOT_DECADES)])
 def test_moments_in_8_bits_whose_blocks_are_cut_elsewhere_are_rounded_once_and_not_more(

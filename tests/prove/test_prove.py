@@ -21,7 +21,7 @@ from penstock.prove.draws import draw, draw_graphs
 from penstock.prove.families import FAMILIES, family_overrides
 from penstock.prove.play import Saved, StepFigures, first_difference, worst_factor, worst_tensor
 from penstock.prove.proof import Prover, Verdict, outcomes
-from penstock.prove.ranks import Assignment, Children, Played, PlayError, Ranks, pack, unpack
+from penstock.prove.ranks import Assignment, Children, Played, PlayError, Ranks, decode, encode
 from penstock.train.capture import READS_COUNTS
 from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
@@ -170,19 +170,22 @@ def test_what_equals_one_process_with_its_choices_is_a_tie(tmp_path: Path) -> No
     assert outcome.text == "step 0, layer 1: 2 tokens chose other experts, by margins up to 1.0e-07"
 
 
-def test_what_agrees_with_another_limit_of_the_clamp_is_a_tie(tmp_path: Path) -> None:
-    words = (*PLANTED, "model.moe.clamped={limit=0.5}")
-    verdict = Prover(FaultyRanks("clamp"), tmp_path).judge(composition_of(2, words))
-    assert verdict.kind == "tie" and verdict.composition.overrides == words
-    assert verdict.text.endswith("a value is at the limit of the clamp: model.moe.clamped.limit=0.5005 agrees")
-    assert Prover(FaultyRanks("wrong"), tmp_path).judge(composition_of(2, words)).kind == "fault"
+CLAMP = ("model.moe.clamped={limit=0.5}",)
+QUANTILE = ("model.moe.router.expert_bias=true", "model.moe.balance.bias_rule=quantile")
 
 
-def test_what_agrees_when_the_bias_moves_by_fixed_steps_is_a_tie(tmp_path: Path) -> None:
-    words = (*PLANTED, "model.moe.router.expert_bias=true", "model.moe.balance.bias_rule=quantile")
+@pytest.mark.parametrize(
+    ("jump", "reason"),
+    [
+        (CLAMP, "a value is at the limit of the clamp: model.moe.clamped.limit=0.5005 agrees"),
+        (QUANTILE, "a quantile lies between other scores: model.moe.balance.bias_rule=sign agrees"),
+    ],
+    ids=["clamp", "quantile"],
+)
+def test_what_agrees_beside_a_jump_is_a_tie(jump: tuple[str, ...], reason: str, tmp_path: Path) -> None:
+    words = PLANTED + jump
     verdict = Prover(FaultyRanks("clamp"), tmp_path).judge(composition_of(2, words))
-    assert verdict.kind == "tie"
-    assert verdict.text.endswith("a quantile lies between other scores: model.moe.balance.bias_rule=sign agrees")
+    assert verdict.kind == "tie" and verdict.composition.overrides == words and verdict.text.endswith(reason)
     assert Prover(FaultyRanks("wrong"), tmp_path).judge(composition_of(2, words)).kind == "fault"
 
 
@@ -296,9 +299,6 @@ class GraphRanks:
         trace = StepFigures([4.0] * part.steps, [float("nan")] * part.steps, [], 0.0, [0] * part.steps, {})
         one = replace(trace, norms=[1.0]) if part.has_choices else trace
         return [Played(one, start, saved, {})] * ranks
-
-    def close(self) -> None:
-        """Nothing runs."""
 
 
 def test_graphs_must_give_the_bits_of_eager_passes(tmp_path: Path) -> None:
@@ -539,14 +539,17 @@ def test_slots_over_capacity_have_the_margin_of_their_weights(ranks: Pool, tmp_p
 def test_what_a_rank_gave_travels_whole(ranks: Pool, tmp_path: Path) -> None:
     prover = Prover(PoolRanks(ranks), tmp_path)
     (played,) = PoolRanks(ranks).play(1, prover.part(composition_of(1, ("model.layers=2",))))
-    facts, tensors = pack(played)
-    again = unpack(json.loads(json.dumps(facts)), tensors)
+    again = decode(encode(played), Played)
     assert again.trace == played.trace
-    for one, other in ((played.start, again.start), (played.end, again.end)):
-        assert [(name, tuple(shape)) for name, shape, _ in one] == [(name, shape) for name, shape, _ in other]
-        for (_, _, pieces), (_, _, wanted) in zip(one, other, strict=True):
-            assert_equal([values for _, values in pieces], [values for _, values in wanted])
+    for saved, wanted in ((again.start, played.start), (again.end, played.end)):
+        rectangles, expected = (
+            [(name, shape, at, x) for name, shape, pieces in parts for at, x in pieces] for parts in (saved, wanted)
+        )
+        assert [part[:3] for part in rectangles] == [part[:3] for part in expected]
+        assert_equal([part[3] for part in rectangles], [part[3] for part in expected])
     assert again.choices.keys() == played.choices.keys()
+    for router, choices in played.choices.items():
+        assert_equal([*vars(again.choices[router]).values()], [*vars(choices).values()])
 
 
 @pytest.mark.slow
