@@ -147,23 +147,21 @@ def evaluation_has_text(run: Run) -> Problem | None:
     )
 
 
-def vocabulary_holds_every_byte(run: Run) -> Problem | None:
-    """With `data.tokenizer` bytes, `model.vocab_size` is at least 257: 256 bytes and the end of a document."""
-    if not bytes_are_encoded(run) or run.model.vocab_size >= BYTES_VOCABULARY:
+def vocabulary_holds_every_token(run: Run) -> Problem | None:
+    """With `data.tokenizer` bytes, `model.vocab_size` is at least 257: 256 bytes and the end of a document.
+
+    With `data.source` synthetic-learnable it is at least 5.
+    """
+    if bytes_are_encoded(run):
+        option, least, why = "data.tokenizer bytes", BYTES_VOCABULARY, " (256 bytes and the end of a document)"
+    elif run.data.source == "synthetic-learnable":
+        option, least, why = "data.source synthetic-learnable", _LEARNABLE_VOCABULARY, ""
+    else:
+        return None
+    if run.model.vocab_size >= least:
         return None
     return Problem.from_line(
-        f"model.vocab_size is too small for data.tokenizer bytes; got {run.model.vocab_size}; "
-        f"allowed: >= {BYTES_VOCABULARY} (256 bytes and the end of a document)"
-    )
-
-
-def vocabulary_holds_the_synthetic_language(run: Run) -> Problem | None:
-    """With `data.source` synthetic-learnable, `model.vocab_size` is at least 5."""
-    if run.data.source != "synthetic-learnable" or run.model.vocab_size >= _LEARNABLE_VOCABULARY:
-        return None
-    return Problem.from_line(
-        f"model.vocab_size is too small for data.source synthetic-learnable; got {run.model.vocab_size}; "
-        f"allowed: >= {_LEARNABLE_VOCABULARY}"
+        f"model.vocab_size is too small for {option}; got {run.model.vocab_size}; allowed: >= {least}{why}"
     )
 
 
@@ -180,7 +178,10 @@ def bytes_have_one_end(run: Run) -> Problem | None:
 
 
 def middles_are_of_text(run: Run) -> Problem | None:
-    """`data.fill_in_middle` above 0 needs text: `data.source` is not packed and not synthetic."""
+    """`data.fill_in_middle` above 0 needs text: `data.source` is not packed and not synthetic.
+
+    And it needs three tokens, which `data.tokenizer` bytes does not have.
+    """
     if run.data.fill_in_middle == 0:
         return None
     for path, documents in _places(run):
@@ -189,12 +190,7 @@ def middles_are_of_text(run: Run) -> Problem | None:
                 f"data.fill_in_middle cuts text, and {path}.source {documents.source} has tokens; "
                 f"got {run.data.fill_in_middle:g}; fix: set it to 0, or train on the text itself"
             )
-    return None
-
-
-def middles_have_tokens(run: Run) -> Problem | None:
-    """`data.fill_in_middle` above 0 needs three tokens that `data.tokenizer` bytes does not have."""
-    if run.data.fill_in_middle == 0 or run.data.tokenizer != "bytes":
+    if run.data.tokenizer != "bytes":
         return None
     return Problem.from_line(
         "data.fill_in_middle needs tokens before prefix, suffix and middle, which data.tokenizer bytes does not have; "

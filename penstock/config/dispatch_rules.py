@@ -102,50 +102,29 @@ def passes_stand_beside_each_other(sizes: LayoutSizes) -> Problem | None:
     )
 
 
-def balanced_rows_are_not_padded(run: Run) -> Problem | None:
-    """`dispatch.balance` does not go with `model.moe.balance.pad_to_capacity`, which gives all ranks equal rows."""
-    if not _balances(run) or run.model.moe is None or not run.model.moe.balance.pad_to_capacity:
-        return None
-    return Problem(
-        "dispatch.balance",
-        "evens out rows, and model.moe.balance.pad_to_capacity gives every expert the same number",
-        got=run.dispatch.balance,
-        allowed="none",
-        fix="set dispatch.balance=none",
-    )
+def replicas_can_be_sent(run: Run) -> Problem | None:
+    """`dispatch.balance` does not go with `model.moe.balance.pad_to_capacity`, which gives all ranks equal rows.
 
-
-def replicas_stay_in_a_node(run: Run) -> Problem | None:
-    """`dispatch.balance` does not go with `dispatch.method` hierarchical.
-
-    The weights of a replica take longer between nodes than the rows that it saves.
+    Nor with `dispatch.method` hierarchical, because the weights of a replica take longer between nodes than the rows
+    that it saves, nor with `float8.gather` if `float8.experts` is not none: then no rank has an expert's weights in 16
+    bits, in which they are sent.
     """
-    if not _balances(run) or run.dispatch.method != "hierarchical":
+    moe, none = run.model.moe, "dispatch.balance=none"
+    if not balances(run):
         return None
-    return Problem(
-        "dispatch.balance",
-        "copies experts between GPUs of one node, and dispatch.method hierarchical is for several",
-        got=run.dispatch.balance,
-        allowed="none",
-        fix="set parallel.expert to the GPUs of one node and dispatch.method=auto, or dispatch.balance=none",
-    )
-
-
-def replicas_are_sent_in_16_bits(run: Run) -> Problem | None:
-    """`dispatch.balance` does not go with `float8.gather` if `float8.experts` is not none.
-
-    Then no rank has an expert's weights in 16 bits, in which they are sent.
-    """
-    if not _balances(run) or not run.float8.gather or run.float8.experts == "none":
+    if moe is not None and moe.balance.pad_to_capacity:
+        what, fix = "evens out rows, and model.moe.balance.pad_to_capacity gives every expert the same number", none
+    elif run.dispatch.method == "hierarchical":
+        what = "copies experts between GPUs of one node, and dispatch.method hierarchical is for several"
+        fix = f"parallel.expert to the GPUs of one node and dispatch.method=auto, or {none}"
+    elif run.float8.gather and run.float8.experts != "none":
+        what = "sends weights in 16 bits, and float8.gather has those of experts in 8 bits only"
+        fix = f"float8.gather=false, or {none}"
+    else:
         return None
-    return Problem(
-        "dispatch.balance",
-        "sends weights in 16 bits, and float8.gather has those of experts in 8 bits only",
-        got=run.dispatch.balance,
-        allowed="none",
-        fix="set float8.gather=false, or dispatch.balance=none",
-    )
+    return Problem("dispatch.balance", what, got=run.dispatch.balance, allowed="none", fix=f"set {fix}")
 
 
-def _balances(run: Run) -> bool:
+def balances(run: Run) -> bool:
+    """Whether ranks hold replicas of each other's experts."""
     return run.dispatch.balance != "none" and run.parallel.expert > 1

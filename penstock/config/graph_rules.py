@@ -5,7 +5,7 @@ nothing where these rules forbid it. Obstacles that depend on the device, such a
 are checked where the capture is chosen (penstock/train/capture.py).
 """
 
-from penstock.config.dispatch_rules import COUNTS_STAY
+from penstock.config.dispatch_rules import COUNTS_STAY, balances
 from penstock.config.fit import LayoutSizes, rule_of_sizes, shard
 from penstock.config.problem import Problem
 from penstock.config.run import Run
@@ -42,25 +42,19 @@ def captured_weights_stay_where_they_are(run: Run) -> Problem | None:
     )
 
 
-def captured_activations_stay_on_the_device(run: Run) -> Problem | None:
-    """`graphs.capture` full does not go with `offload.activations`, whose copies the host starts."""
-    if not _captures(run, "full") or not run.offload.activations:
+def captured_copies_stay_on_the_device(run: Run) -> Problem | None:
+    """`graphs.capture` full goes with neither `offload.activations` nor `offload.gradients`: the host starts copies."""
+    if not _captures(run, "full"):
         return None
-    return Problem.from_line(
-        "offload.activations starts copies from the host, which takes no part in what graphs.capture full replays; "
-        f"got {', '.join(run.offload.activations)}; allowed: nothing; "
-        "fix: recompute them instead (recompute.modules), or set graphs.capture=none"
-    )
-
-
-def captured_gradients_stay_on_the_device(run: Run) -> Problem | None:
-    """`graphs.capture` full does not go with `offload.gradients`, whose copies the host starts."""
-    if not _captures(run, "full") or not run.offload.gradients:
+    if run.offload.activations:
+        name, got, allowed = "activations", ", ".join(run.offload.activations), "nothing"
+        fix = "recompute them instead (recompute.modules), or set graphs.capture=none"
+    elif run.offload.gradients:
+        name, got, allowed, fix = "gradients", "true", "false", "set graphs.capture=partial"
+    else:
         return None
-    return Problem.from_line(
-        "offload.gradients starts copies from the host, which takes no part in what graphs.capture full replays; "
-        "got true; allowed: false; fix: set graphs.capture=partial"
-    )
+    what = "starts copies from the host, which takes no part in what graphs.capture full replays"
+    return Problem(f"offload.{name}", what, got, allowed, fix)
 
 
 def captured_shapes_are_known(run: Run) -> Problem | None:
@@ -83,8 +77,7 @@ def captured_replicas_are_mapped(run: Run) -> Problem | None:
 
     By other methods the host reads which replicas it sends.
     """
-    balances = run.dispatch.balance != "none" and run.parallel.expert > 1
-    if not _captures(run, "full") or not balances or run.dispatch.method == "symmetric":
+    if not _captures(run, "full") or not balances(run) or run.dispatch.method == "symmetric":
         return None
     return Problem(
         "dispatch.balance",

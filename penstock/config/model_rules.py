@@ -160,15 +160,25 @@ def nothing_learns_beside_the_warm_up(run: Run) -> Problem | None:
     )
 
 
-def yarn_bounds_are_ordered(run: Run) -> Problem | None:
-    """`model.attention.rope.yarn.beta_slow` is above 0 and at most `model.attention.rope.yarn.beta_fast`."""
-    yarn = run.model.attention.rope.yarn
-    if yarn is None or 0 < yarn.beta_slow <= yarn.beta_fast:  # bounds of the ramp over frequencies
-        return None
-    return Problem.from_line(
-        "model.attention.rope.yarn.beta_slow must be above 0 and at most beta_fast; "
-        f"got beta_slow {yarn.beta_slow:g}, beta_fast {yarn.beta_fast:g}; fix: the usual values are 1 and 32"
-    )
+def rope_bounds_are_ordered(run: Run) -> Problem | None:
+    """Bounds of the ramp over frequencies are above 0 and ordered.
+
+    `model.attention.rope.yarn.beta_slow` is at most `model.attention.rope.yarn.beta_fast`, and
+    `model.attention.rope.llama3.low_freq_factor` at most `model.attention.rope.llama3.high_freq_factor`.
+    """
+    rope, bounds = run.model.attention.rope, list[tuple[str, str, float, str, float, int]]()
+    if rope.yarn is not None:
+        bounds.append(("yarn", "beta_slow", rope.yarn.beta_slow, "beta_fast", rope.yarn.beta_fast, 32))
+    if (scaling := rope.llama3) is not None:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        bounds.append(("llama3", "low_freq_factor", low, "high_freq_factor", high, 4))
+    for section, low_name, low, high_name, high, usual in bounds:
+        if not 0 < low <= high:
+            return Problem.from_line(
+                f"model.attention.rope.{section}.{low_name} must be above 0 and at most {high_name}; "
+                f"got {low_name} {low:g}, {high_name} {high:g}; fix: the usual values are 1 and {usual}"
+            )
+    return None
 
 
 def context_is_extended_one_way(run: Run) -> Problem | None:
@@ -178,21 +188,6 @@ def context_is_extended_one_way(run: Run) -> Problem | None:
         return None
     return Problem(
         "model.attention.rope.llama3", "is given beside model.attention.rope.yarn", fix='set one of the two to "none"'
-    )
-
-
-def llama3_bounds_are_ordered(run: Run) -> Problem | None:
-    """`model.attention.rope.llama3.low_freq_factor` is above 0.
-
-    It is at most `model.attention.rope.llama3.high_freq_factor`.
-    """
-    llama3 = run.model.attention.rope.llama3
-    if llama3 is None or 0 < llama3.low_freq_factor <= llama3.high_freq_factor:
-        return None
-    return Problem.from_line(
-        "model.attention.rope.llama3.low_freq_factor must be above 0 and at most high_freq_factor; "
-        f"got low_freq_factor {llama3.low_freq_factor:g}, high_freq_factor {llama3.high_freq_factor:g}; "
-        "fix: the usual values are 1 and 4"
     )
 
 

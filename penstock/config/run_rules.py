@@ -9,7 +9,6 @@ from penstock.config.problem import Problem, multiples_near
 from penstock.config.run import Run
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_GPU_BACKENDS = ("efficient", "cudnn", "flash-4")  # of attention
 
 
 def name_is_a_folder_name(run: Run) -> Problem | None:
@@ -138,25 +137,18 @@ def clipped_logits_are_of_weights(run: Run) -> Problem | None:
     )
 
 
-def cpu_has_no_triton(run: Run) -> Problem | None:
-    """With `device` cpu, no field of `kernels` (`kernels.all`, `kernels.experts`, ...) is triton: it needs a GPU."""
-    asking = [name for name, value in run.kernels if value == "triton"]  # fields of `kernels`
-    if run.device != "cpu" or not asking:
-        return None
-    return Problem.from_line(
-        f"kernels.{asking[0]} names a backend that device cpu does not have; got triton; "
-        f"fix: set kernels.{asking[0]} to auto"
-    )
+def cpu_has_the_backend(run: Run) -> Problem | None:
+    """With `device` cpu, no field of `kernels` (`kernels.all`, `kernels.experts`, ...) is triton: it needs a GPU.
 
-
-def cpu_has_the_attention_backend(run: Run) -> Problem | None:
-    """With `device` cpu, `kernels.attention` is not efficient, cudnn or flash-4: only GPUs have these."""
-    if run.device != "cpu" or run.kernels.attention not in _GPU_BACKENDS:
-        return None
-    return Problem.from_line(
-        f"kernels.attention names a backend that device cpu does not have; got {run.kernels.attention}; "
-        "allowed: auto, default, math, flash"
-    )
+    Nor is `kernels.attention` efficient, cudnn or flash-4.
+    """
+    for name, backend in run.kernels if run.device == "cpu" else ():
+        if backend == "triton" or (name == "attention" and backend in ("efficient", "cudnn", "flash-4")):
+            return Problem.from_line(
+                f"kernels.{name} names a backend that device cpu does not have; got {backend}; "
+                f"fix: set kernels.{name} to auto"
+            )
+    return None
 
 
 def flash_heads_are_equally_wide(run: Run) -> Problem | None:

@@ -9,8 +9,8 @@ from penstock.config.presets.recipe import pretrain
 from penstock.config.run import Run
 
 
-def _latent_attention(*, heads: int, q_lora_rank: int, yarn_scale: float) -> LatentAttention:
-    """Head sizes and rotary scaling are the same in all three; V2's temperature factor is 0.707, V3's is 1."""
+def latent_attention(heads: int, q_lora_rank: int, rope: Rope) -> LatentAttention:
+    """Attention with the head sizes of DeepSeek-V2."""
     return LatentAttention(
         heads=heads,
         q_lora_rank=q_lora_rank,
@@ -18,8 +18,26 @@ def _latent_attention(*, heads: int, q_lora_rank: int, yarn_scale: float) -> Lat
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
         v_head_dim=128,
-        rope=Rope(theta=10000.0, yarn=Yarn(factor=40.0, mscale=yarn_scale, mscale_all_dim=yarn_scale)),
+        rope=rope,
     )
+
+
+def sigmoid_router(scale: float, n_group: int = 1, topk_group: int = 1) -> Router:
+    """The router of DeepSeek-V3: sigmoid scores, and a bias for each expert instead of an auxiliary loss."""
+    return Router(
+        scoring_func="sigmoid",
+        n_group=n_group,
+        topk_group=topk_group,
+        group_score="top2",
+        norm_topk_prob=True,
+        routed_scaling_factor=scale,
+        expert_bias=True,
+        expert_bias_rate=1e-3,
+    )
+
+
+def _rope(temperature: float) -> Rope:
+    return Rope(theta=10000.0, yarn=Yarn(factor=40.0, mscale=temperature, mscale_all_dim=temperature))
 
 
 def deepseek_v2_lite() -> Run:
@@ -31,7 +49,7 @@ def deepseek_v2_lite() -> Run:
         layers=27,
         dense_layers=1,
         intermediate_size=10944,
-        attention=_latent_attention(heads=16, q_lora_rank=0, yarn_scale=0.707),
+        attention=latent_attention(16, 0, _rope(0.707)),
         moe=Moe(
             experts=64,
             top_k=6,
@@ -54,15 +72,13 @@ def deepseek_v2() -> Run:
         layers=60,
         dense_layers=1,
         intermediate_size=12288,
-        attention=_latent_attention(heads=128, q_lora_rank=1536, yarn_scale=0.707),
+        attention=latent_attention(128, 1536, _rope(0.707)),
         moe=Moe(
             experts=160,
             top_k=6,
             moe_intermediate_size=1536,
             shared_expert_intermediate_size=3072,
-            router=Router(
-                scoring_func="softmax", n_group=8, topk_group=3, group_score="max", routed_scaling_factor=16.0
-            ),
+            router=Router(scoring_func="softmax", n_group=8, topk_group=3, routed_scaling_factor=16.0),
             balance=Balance(aux_loss="sequence", aux_loss_coef=3e-3),
         ),
         initializer_range=0.006,
@@ -79,22 +95,13 @@ def deepseek_v3() -> Run:
         layers=61,
         dense_layers=3,
         intermediate_size=18432,
-        attention=_latent_attention(heads=128, q_lora_rank=1536, yarn_scale=1.0),
+        attention=latent_attention(128, 1536, _rope(1.0)),
         moe=Moe(
             experts=256,
             top_k=8,
             moe_intermediate_size=2048,
             shared_expert_intermediate_size=2048,
-            router=Router(
-                scoring_func="sigmoid",
-                n_group=8,
-                topk_group=4,
-                group_score="top2",
-                norm_topk_prob=True,
-                routed_scaling_factor=2.5,
-                expert_bias=True,
-                expert_bias_rate=1e-3,
-            ),
+            router=sigmoid_router(2.5, n_group=8, topk_group=4),
             balance=Balance(aux_loss="sequence", aux_loss_coef=1e-4),
         ),
         mtp_layers=1,

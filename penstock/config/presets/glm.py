@@ -4,7 +4,8 @@ Sources: the Hugging Face configs of the base models (sizes), arXiv 2508.06471 s
 of 2.5e-4, batches that grow to 64 Mi tokens, bias step, auxiliary loss). Of GLM-5's training only the sizes are taken.
 """
 
-from penstock.config.model import Balance, GroupedQueryAttention, Indexer, LatentAttention, Model, Moe, Rope, Router
+from penstock.config.model import Balance, GroupedQueryAttention, Indexer, LatentAttention, Model, Moe, Rope
+from penstock.config.presets.deepseek import sigmoid_router
 from penstock.config.presets.recipe import pretrain
 from penstock.config.run import Run
 
@@ -42,14 +43,7 @@ def _glm(  # noqa: PLR0913 (the sizes in which the two models differ)
             top_k=8,
             moe_intermediate_size=ffn_size,
             shared_expert_intermediate_size=ffn_size,
-            router=Router(
-                scoring_func="sigmoid",
-                group_score="top2",
-                norm_topk_prob=True,
-                routed_scaling_factor=scale,
-                expert_bias=True,
-                expert_bias_rate=1e-3,
-            ),
+            router=sigmoid_router(scale),
             balance=Balance(aux_loss="sequence", aux_loss_coef=1e-4),
         ),
         mtp_layers=1,
@@ -112,14 +106,7 @@ def glm_5() -> Run:
             top_k=8,
             moe_intermediate_size=2048,
             shared_expert_intermediate_size=2048,
-            router=Router(
-                scoring_func="sigmoid",
-                group_score="top2",
-                norm_topk_prob=True,
-                routed_scaling_factor=2.5,
-                expert_bias=True,
-                expert_bias_rate=1e-3,
-            ),
+            router=sigmoid_router(2.5),
             balance=Balance(aux_loss="sequence", aux_loss_coef=1e-4),
         ),
         mtp_layers=1,

@@ -5,29 +5,12 @@ Sources: the Hugging Face configs of the base models (sizes, rotary scaling, aux
 All were trained with Muon (`optimizer.method=muon`).
 """
 
-from penstock.config.model import Balance, LatentAttention, LinearAttention, Model, Moe, Rope, Router, Yarn
+from penstock.config.model import Balance, LinearAttention, Model, Moe, Rope, Yarn
+from penstock.config.presets.deepseek import latent_attention, sigmoid_router
 from penstock.config.presets.recipe import pretrain
 from penstock.config.run import Run
 
 BALANCE = Balance(aux_loss="sequence", aux_loss_coef=1e-3)
-
-
-def _latent_attention(heads: int, q_lora_rank: int, yarn: Yarn | None) -> LatentAttention:
-    return LatentAttention(
-        heads=heads,
-        q_lora_rank=q_lora_rank,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        rope=Rope(theta=50000.0, yarn=yarn),
-    )
-
-
-def _router(scale: float) -> Router:
-    return Router(
-        scoring_func="sigmoid", group_score="top2", norm_topk_prob=True, routed_scaling_factor=scale, expert_bias=True
-    )
 
 
 def moonlight_16b_a3b() -> Run:
@@ -39,13 +22,13 @@ def moonlight_16b_a3b() -> Run:
         layers=27,
         dense_layers=1,
         intermediate_size=11264,
-        attention=_latent_attention(16, 0, None),
+        attention=latent_attention(16, 0, Rope(theta=50000.0)),
         moe=Moe(
             experts=64,
             top_k=6,
             moe_intermediate_size=1408,
             shared_expert_intermediate_size=2816,
-            router=_router(2.446),
+            router=sigmoid_router(2.446),
             balance=BALANCE,
         ),
         rms_norm_eps=1e-5,
@@ -63,13 +46,13 @@ def kimi_k2() -> Run:
         layers=61,
         dense_layers=1,
         intermediate_size=18432,
-        attention=_latent_attention(64, 1536, yarn),
+        attention=latent_attention(64, 1536, Rope(theta=50000.0, yarn=yarn)),
         moe=Moe(
             experts=384,
             top_k=8,
             moe_intermediate_size=2048,
             shared_expert_intermediate_size=2048,
-            router=_router(2.827),
+            router=sigmoid_router(2.827),
             balance=BALANCE,
         ),
     )
@@ -78,7 +61,6 @@ def kimi_k2() -> Run:
 
 def kimi_linear_48b_a3b() -> Run:
     """Kimi-Linear-48B-A3B: three layers with Kimi Delta Attention, then one with latent attention without positions."""
-    attention = _latent_attention(32, 0, None).model_copy(update={"rotary": False, "rope": Rope()})
     model = Model(
         family="kimi-linear",
         vocab_size=163840,
@@ -86,23 +68,16 @@ def kimi_linear_48b_a3b() -> Run:
         layers=27,
         dense_layers=1,
         intermediate_size=9216,
-        attention=attention,
+        attention=latent_attention(32, 0, Rope()).model_copy(update={"rotary": False}),
         linear_attention=LinearAttention(
-            kind="kda",
-            key_heads=32,
-            value_heads=32,
-            key_head_dim=128,
-            value_head_dim=128,
-            conv_size=4,
-            full_every=4,
-            full_last=True,
+            kind="kda", key_heads=32, value_heads=32, key_head_dim=128, value_head_dim=128, full_last=True
         ),
         moe=Moe(
             experts=256,
             top_k=8,
             moe_intermediate_size=1024,
             shared_expert_intermediate_size=1024,
-            router=_router(2.446),
+            router=sigmoid_router(2.446),
             balance=BALANCE,
         ),
         rms_norm_eps=1e-5,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from penstock.base.errors import ConfigError, asked, nearest
+from penstock.config.follow import follow
 from penstock.config.presets import (
     debug,
     deepseek,
@@ -97,10 +98,5 @@ def keep_layers(run: Run, layers: int) -> Run:
     name = f"{run.name}-{layers}l"
     if not 1 <= layers <= model.layers:
         raise ConfigError(f"{name}: cannot keep {layers} layers of {run.name}", allowed=f"1 to {model.layers}")
-    update: dict[str, object] = {"layers": layers, "dense_layers": layers}
-    if model.moe is not None:
-        # At least one of the layers has experts.
-        every = min(model.moe.moe_layer_freq, layers)  # the last layer has experts
-        moe = model.moe.model_copy(update={"moe_layer_freq": every})
-        update |= {"dense_layers": min(model.dense_layers, layers - every), "moe": moe}
-    return run.model_copy(update={"name": name, "model": model.model_copy(update=update)})
+    cut = run.model_copy(update={"name": name, "model": model.model_copy(update={"layers": layers})})
+    return follow(cut, ("name", "model.layers"))
