@@ -40,6 +40,8 @@ class _Widened(TorchFunctionMode):
         self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         function = Tensor.double if function is Tensor.float else function
+        if len(args) == 1 and not kwargs:  # nine of ten calls: properties, and what has no dtype to give
+            return function(*args)
         if function is Tensor.view and args[1:] == (torch.int32,) and args[0].dtype == torch.float64:
             return args[0].to(torch.float32).view(torch.int32)  # their order, in which equal float32 values are equal
         # Lists and not generators: a step of a small model makes ten thousand calls.
