@@ -1,4 +1,4 @@
-"""Router, index build, permute, SwiGLU, norm and rotary embedding against the bandwidth of a copy.
+"""Router, index build, unpermute, SwiGLU, norm and rotary embedding against the bandwidth of a copy.
 
     python -m benchmarks.kernels.pointwise --output pointwise.json
 
@@ -154,14 +154,6 @@ def permute_cases(model: Model, tokens: int) -> Iterator[Case]:
     slots = tokens * model.K
     token_bytes, row_bytes = tokens * model.D * 2, slots * model.D * 2
     there = token_bytes + row_bytes + slots * 8
-    yield Case(
-        name="permute",
-        draw=lambda: [normal(tokens, model.D)],
-        fast=partial(permute.permute, order=order),
-        eager=partial(reference.permute, order=order),
-        forward_bytes=there,
-        backward_bytes=there,
-    )
     yield Case(
         name="unpermute with weights",
         draw=lambda: [normal(slots, model.D), torch.rand(tokens, model.K, device="cuda")],

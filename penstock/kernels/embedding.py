@@ -24,22 +24,21 @@ from penstock.kernels.tuning import KernelLaunch
 LAUNCH = KernelLaunch(block_rows=16, block_columns=1024, warps=4)
 
 
-def add_runs(main_grad_VD: Tensor, tokens: Tensor, drows: Tensor, *, launch: KernelLaunch = LAUNCH) -> None:
-    """`penstock.kernels.reference.add_token_rows` in kernels; `launch` sets places of a block and columns."""
+def add_runs(main_grad_VD: Tensor, tokens: Tensor, drows: Tensor) -> None:
+    """`penstock.kernels.reference.add_token_rows` in kernels."""
     width = main_grad_VD.shape[1]
     drows_TD, tokens_T = drows.reshape(-1, width).contiguous(), tokens.reshape(-1)
     count = tokens_T.numel()
     if not count:
         return
     ids_T, order_T = order_tokens(tokens_T, len(main_grad_VD))
-    blocks = ceil_div(count, launch.block_rows)
+    blocks = ceil_div(count, LAUNCH.block_rows)
     parts = torch.empty(2 * blocks, width, dtype=torch.float32, device=drows_TD.device)
-    grid = blocks, ceil_div(width, launch.block_columns)
-    sizes = {"D": width, "BLOCK_T": launch.block_rows, "BLOCK_D": min(launch.block_columns, power_of_two(width))}
-    start_kernel(
-        sum_runs_kernel, grid, drows_TD, ids_T, order_T, main_grad_VD, parts, count, **sizes, num_warps=launch.warps
-    )
-    start_kernel(join_runs_kernel, grid, parts, ids_T, main_grad_VD, count, **sizes, num_warps=launch.warps)
+    grid = blocks, ceil_div(width, LAUNCH.block_columns)
+    sizes = {"D": width, "BLOCK_T": LAUNCH.block_rows, "BLOCK_D": min(LAUNCH.block_columns, power_of_two(width))}
+    sizes["num_warps"] = LAUNCH.warps
+    start_kernel(sum_runs_kernel, grid, drows_TD, ids_T, order_T, main_grad_VD, parts, count, **sizes)
+    start_kernel(join_runs_kernel, grid, parts, ids_T, main_grad_VD, count, **sizes)
 
 
 def order_tokens(tokens_T: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
-from penstock.kernels.permute import ORDER_LAUNCH, tally
-from penstock.kernels.tuning import KernelLaunch
+from penstock.kernels.permute import tally
 
 
 class LocalOrder(NamedTuple):
@@ -30,13 +29,7 @@ class LocalOrder(NamedTuple):
 
 
 def order_local_rows(
-    experts_NK: Tensor,
-    weights_NK: Tensor,
-    local_experts: range,
-    rows: int,
-    meter: Tensor | None = None,
-    *,
-    launch: KernelLaunch = ORDER_LAUNCH,
+    experts_NK: Tensor, weights_NK: Tensor, local_experts: range, rows: int, meter: Tensor | None = None
 ) -> LocalOrder:
     """Order slots by this rank's `local_experts`, stable in the slot number; `reference.order_rows` where all rows fit.
 
@@ -52,7 +45,7 @@ def order_local_rows(
     places_NK = torch.empty(experts_NK.shape, dtype=torch.int64, device=device)
     counts_e, totals_e = torch.empty(2, experts, dtype=torch.int32, device=device)
     arrivals = LocalOrder(slots_R, index_R, weights_R, places_NK, counts_e)
-    tallies_CE, sizes, by_slot = tally(count_arrivals_kernel, experts_NK, (local_experts.start,), totals_e, launch)
+    tallies_CE, sizes, by_slot = tally(count_arrivals_kernel, experts_NK, (local_experts.start,), totals_e)
     start_kernel(
         place_arrivals_kernel, (len(tallies_CE),),
         experts_NK, weights_NK, tallies_CE, totals_e, *arrivals, meter, *sizes, rows, places,

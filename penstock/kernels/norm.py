@@ -36,51 +36,35 @@ STAGED_BYTES = 96 * 1024  # shared memory for tiles loaded ahead: two programs f
 MOST_WARPS = 16  # 1,024 threads of 64-wide waves: the largest program
 
 
-def rms_norm(
-    x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0, *, launch: KernelLaunch | None = None
-) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
     """`penstock.kernels.reference.rms_norm` in one kernel, and two backward.
 
     `x_TD` may have any leading dims, and its rows may lie apart (a slice of a wider tensor), but each row must be
-    contiguous. `launch` sets the elements and warps of a tile; None takes `LAUNCH` and `BACKWARD_LAUNCH`. Raises
-    KernelError if the weight does not fit.
+    contiguous. Raises KernelError if the weight does not fit.
     """
     check_weight(x_TD, weight_D)
-    return _RmsNorm.apply(x_TD, None, weight_D, epsilon, offset, launch, False)[0]
+    return _RmsNorm.apply(x_TD, None, weight_D, epsilon, offset, False)[0]
 
 
-def rms_norm_beside(
-    x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0, *, launch: KernelLaunch | None = None
-) -> tuple[Tensor, Tensor]:
+def rms_norm_beside(x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """`penstock.kernels.reference.rms_norm_beside`; backward adds both gradients of x. Arguments as in `rms_norm`."""
     check_weight(x_TD, weight_D)
-    return _RmsNorm.apply(x_TD, None, weight_D, epsilon, offset, launch, True)
+    return _RmsNorm.apply(x_TD, None, weight_D, epsilon, offset, True)
 
 
 def add_rms_norm(
-    x_TD: Tensor,
-    residual_TD: Tensor,
-    weight_D: Tensor,
-    epsilon: float,
-    offset: float = 0.0,
-    *,
-    launch: KernelLaunch | None = None,
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """`penstock.kernels.reference.add_rms_norm` of two tensors of one shape; other arguments as in `rms_norm`."""
     check_weight(x_TD, weight_D)
     if x_TD.shape != residual_TD.shape:
-        raise KernelError(
-            "add_rms_norm: x and residual must have one shape",
-            got=f"{tuple(x_TD.shape)} and {tuple(residual_TD.shape)}",
-        )
-    return _RmsNorm.apply(x_TD, residual_TD, weight_D, epsilon, offset, launch, False)
+        got = f"{tuple(x_TD.shape)} and {tuple(residual_TD.shape)}"
+        raise KernelError("add_rms_norm: x and residual must have one shape", got=got)
+    return _RmsNorm.apply(x_TD, residual_TD, weight_D, epsilon, offset, False)
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The second output is the residual sum; without a residual it is x if `beside`, else None.
-
-    Saves the input of the norm and r of each row.
-    """
+    """The second output is the residual sum; without a residual it is x if `beside`, else None."""
 
     @staticmethod
     def forward(
@@ -90,20 +74,17 @@ class _RmsNorm(torch.autograd.Function):
         weight_D: Tensor,
         epsilon: float,
         offset: float,
-        launch: KernelLaunch | None,
         beside: bool,
     ) -> tuple[Tensor, Tensor | None]:
         normed_TD = x_TD.new_empty(x_TD.shape, dtype=normed_dtype(x_TD, residual_TD, weight_D))
-        sum_TD, scale_T = normalize(x_TD, residual_TD, weight_D, epsilon, normed_TD, launch, offset)
-        save_normalized(ctx, x_TD, residual_TD, weight_D, sum_TD, scale_T, offset)
-        ctx.launch = launch
+        sum_TD, _ = normalize(ctx, x_TD, residual_TD, weight_D, epsilon, normed_TD, offset)
         # As an output of this node x gets its gradient here, where the kernel adds both.
         return normed_TD, x_TD.view_as(x_TD) if beside else sum_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *normalized_gradients(ctx, dnormed_TD, dsum_TD, ctx.launch), None, None, None, None
+        return *normalized_gradients(ctx, dnormed_TD, dsum_TD), None, None, None
 
 
 def normed_dtype(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor) -> torch.dtype:
@@ -112,15 +93,18 @@ def normed_dtype(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor) -> 
 
 
 def normalize(
+    ctx: Any,
     x_TD: Tensor,
     residual_TD: Tensor | None,
     weight_D: Tensor,
     epsilon: float,
     normed_TD: Tensor | None,
-    launch: KernelLaunch | None = None,
-    offset: float = 0.0,
+    offset: float,
 ) -> tuple[Tensor | None, Tensor]:
-    """Forward without autograd; returns (x + residual or None, r of each row), and writes normed rows if wanted."""
+    """Returns (x + residual or None, r of each row), and writes normed rows if wanted.
+
+    Saves in `ctx` what `normalized_gradients` needs: the input of the norm and r.
+    """
     x_rows, width = _rows(x_TD), x_TD.shape[-1]
     tokens = x_rows.shape[0]
     residual_rows, sum_TD = None, None
@@ -128,63 +112,41 @@ def normalize(
         residual_rows = _rows(residual_TD)
         sum_TD = x_TD.new_empty(x_TD.shape, dtype=torch.promote_types(x_TD.dtype, residual_TD.dtype))
     scale_T = x_TD.new_empty(tokens, dtype=torch.float32)
-    block_rows, block_columns, warps = tile_of(width, launch or LAUNCH)
+    block_rows, block_columns, warps = tile_of(width, LAUNCH)
     start_kernel(
         rms_norm_kernel, (triton.cdiv(tokens, block_rows),),
         x_rows, residual_rows, weight_D, normed_TD, sum_TD, scale_T, tokens, x_rows.stride(0),
         0 if residual_rows is None else residual_rows.stride(0), epsilon,
         D=width, OFFSET=offset, BLOCK_T=block_rows, BLOCK_D=block_columns, num_warps=warps,
     )  # fmt: skip
-    return sum_TD, scale_T
-
-
-def save_normalized(
-    ctx: Any,
-    x_TD: Tensor,
-    residual_TD: Tensor | None,
-    weight_D: Tensor,
-    sum_TD: Tensor | None,
-    scale_T: Tensor,
-    offset: float,
-) -> None:
-    """Save what `normalized_gradients` needs, from arguments and results of `normalize`."""
     ctx.save_for_backward(x_TD if sum_TD is None else sum_TD, weight_D, scale_T)
     ctx.offset = offset
     ctx.dtypes = (x_TD.dtype, None if residual_TD is None else residual_TD.dtype)
     ctx.set_materialize_grads(False)  # an output that is not used has no gradient of zeros to be read
+    return sum_TD, scale_T
 
 
 def normalized_gradients(
-    ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None, launch: KernelLaunch | None = None
+    ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, residual and weight, from those of the normed rows and of the sum (or x), which may be None."""
-    x_TD, weight_D, scale_T = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
-    if dnormed_TD is None:
-        dx_TD, dweight_D = dsum_TD, None
-    else:
-        how = launch or BACKWARD_LAUNCH
-        dx_TD, dweight_D = _backward(x_TD, weight_D, scale_T, dnormed_TD, dsum_TD, ctx.offset, how)
+    dx_TD, dweight_D = dsum_TD, None
+    if dnormed_TD is not None:
+        dx_TD, dweight_D = _backward(*ctx.saved_tensors, dnormed_TD, dsum_TD, ctx.offset)
     if dx_TD is None:
         return None, None, None
-    dresidual_TD = None if residual_dtype is None else dx_TD.to(residual_dtype)
-    return dx_TD.to(x_dtype), dresidual_TD, dweight_D
+    return dx_TD.to(x_dtype), None if residual_dtype is None else dx_TD.to(residual_dtype), dweight_D
 
 
 def _backward(
-    x_TD: Tensor,
-    weight_D: Tensor,
-    scale_T: Tensor,
-    dnormed_TD: Tensor,
-    dsum_TD: Tensor | None,
-    offset: float,
-    launch: KernelLaunch,
+    x_TD: Tensor, weight_D: Tensor, scale_T: Tensor, dnormed_TD: Tensor, dsum_TD: Tensor | None, offset: float
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the norm's input (with that of the sum added) and of the weight."""
     x_rows, dnormed_rows = _rows(x_TD), _rows(dnormed_TD)
     dsum_rows = None if dsum_TD is None else _rows(dsum_TD)
     tokens, width = x_rows.shape
-    block_rows, block_columns, warps = tile_of(width, launch)
+    block_rows, block_columns, warps = tile_of(width, BACKWARD_LAUNCH)
     tiles = max(LEAST_TILES, triton.cdiv(tokens, block_rows * PROGRAMS))
     programs = triton.cdiv(tokens, block_rows * tiles)
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
@@ -194,7 +156,7 @@ def _backward(
         x_rows, weight_D, scale_T, dnormed_rows, dsum_rows, dx_TD, partial_PD, tokens, tiles, x_rows.stride(0),
         dnormed_rows.stride(0), 0 if dsum_rows is None else dsum_rows.stride(0),
         D=width, OFFSET=offset, BLOCK_T=block_rows, BLOCK_D=block_columns,
-        STAGES=stages_of(block_rows * block_columns * x_TD.element_size(), launch), num_warps=warps,
+        STAGES=stages_of(block_rows * block_columns * x_TD.element_size(), BACKWARD_LAUNCH), num_warps=warps,
     )  # fmt: skip
     dweight_D = torch.empty_like(weight_D)
     start_kernel(
@@ -223,12 +185,9 @@ def _rows(x_TD: Tensor) -> Tensor:
 
 
 def check_weight(x_TD: Tensor, weight_D: Tensor) -> None:
-    """Raise KernelError if the weight does not fit."""
     if weight_D.shape != x_TD.shape[-1:] or not weight_D.is_contiguous():
-        raise KernelError(
-            "rms_norm: the weight must be contiguous, one for each column",
-            got=f"weight {tuple(weight_D.shape)} for x {tuple(x_TD.shape)}",
-        )
+        got = f"weight {tuple(weight_D.shape)} for x {tuple(x_TD.shape)}"
+        raise KernelError("rms_norm: the weight must be contiguous, one for each column", got=got)
 
 
 @triton.jit
@@ -360,11 +319,8 @@ def _sum(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(x_TD.dtype, y_TD.dtype), z_TD.dtype)
     sum_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
     numbers = sum_TD.numel()
-    start_kernel(
-        add_three_kernel, (triton.cdiv(numbers, SUM_BLOCK),),
-        x_TD.contiguous(), y_TD.contiguous(), z_TD.contiguous(), sum_TD, numbers,
-        BLOCK=SUM_BLOCK,
-    )  # fmt: skip
+    addends = x_TD.contiguous(), y_TD.contiguous(), z_TD.contiguous()
+    start_kernel(add_three_kernel, (triton.cdiv(numbers, SUM_BLOCK),), *addends, sum_TD, numbers, BLOCK=SUM_BLOCK)
     return sum_TD
 
 

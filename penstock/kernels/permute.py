@@ -3,13 +3,13 @@
     order_rows   count: slots of each chunk on each expert
                  scan:  slots of the chunks before it, and the counts
                  place: first row of the expert + slots in earlier chunks + earlier slots of the chunk
-    permute      each token's row is read once and written to its K places         (backward: sum of K rows)
-    unpermute    K rows, times their weights, are summed for each token            (backward: spread, with dot products
-                                                                                    for the weights from the same rows)
+    unpermute    K rows, times their weights, are summed for each token
+                 backward: the token's gradient is spread to the K rows, and its dot products with them are those of
+                 the weights
     gather_rows  copy of as many rows of an index as the device counts
 
-A program handles one token, so x is read once for any K, every place is written once and no sum needs an atomic. Rows
-past the last expert's belong to dropped slots: they are written as zeros, and never used.
+A program handles one token, so its row is read once for any K, every place is written once and no sum needs an atomic.
+Rows past the last expert's belong to dropped slots: their gradients are zeros, and they are never used.
 """
 
 from typing import Any
@@ -31,17 +31,14 @@ ORDER_LAUNCH = KernelLaunch(block_rows=128, block_columns=4, warps=4)
 CHUNKS = 512  # of slots before each takes a second tile: more fill the chip, fewer make the scan over them short
 
 
-def order_rows(experts_TK: Tensor, experts: int, *, launch: KernelLaunch = ORDER_LAUNCH) -> RowOrder:
-    """`penstock.kernels.reference.order_rows` in three small kernels, deterministic.
-
-    `launch` sets the slots of a tile and the experts of a scan (powers of two), and warps.
-    """
+def order_rows(experts_TK: Tensor, experts: int) -> RowOrder:
+    """`penstock.kernels.reference.order_rows` in three small kernels, deterministic."""
     experts_TK = experts_TK.contiguous()
     slots, device = experts_TK.numel(), experts_TK.device
     slots_R = torch.empty(slots, dtype=torch.int64, device=device)
     places_TK = torch.empty_like(experts_TK, dtype=torch.int64)
     counts_E = torch.empty(experts, dtype=torch.int32, device=device)
-    tallies_CE, sizes, by_slot = tally(count_kernel, experts_TK, (), counts_E, launch)
+    tallies_CE, sizes, by_slot = tally(count_kernel, experts_TK, (), counts_E)
     start_kernel(
         place_kernel, (len(tallies_CE),), experts_TK, tallies_CE, counts_E, slots_R, places_TK, *sizes, **by_slot
     )
@@ -49,20 +46,20 @@ def order_rows(experts_TK: Tensor, experts: int, *, launch: KernelLaunch = ORDER
 
 
 def tally(
-    kernel: triton.JITFunction, experts_TK: Tensor, firsts: tuple[int, ...], counts_E: Tensor, launch: KernelLaunch
+    kernel: triton.JITFunction, experts_TK: Tensor, firsts: tuple[int, ...], counts_E: Tensor
 ) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
     """Count the slots of each chunk on each expert by `kernel`, and scan the counts over the chunks.
 
     `counts_E`, int32, is filled; `firsts` are arguments of the kernel before its sizes. Returns the int32 slots of
     earlier chunks, by chunk and expert, and sizes and constants of the kernel that places slots.
     """
-    slots, experts = experts_TK.numel(), counts_E.numel()
+    slots, experts, launch = experts_TK.numel(), counts_E.numel(), ORDER_LAUNCH
     tiles = max(1, ceil_div(slots, CHUNKS * launch.block_rows))
     chunks = ceil_div(slots, tiles * launch.block_rows)
     tallies_CE = torch.empty(chunks, experts + 1, dtype=torch.int32, device=experts_TK.device)  # + 1: dropped slots
     sizes = (*firsts, slots, tiles)
-    by_slot = {"EXPERTS": experts, "BINS": power_of_two(experts + 1), "BLOCK_R": launch.block_rows}
-    by_slot["num_warps"] = launch.warps
+    by_slot = {"EXPERTS": experts, "BINS": power_of_two(experts + 1)}
+    by_slot |= {"BLOCK_R": launch.block_rows, "num_warps": launch.warps}
     start_kernel(kernel, (chunks,), experts_TK, tallies_CE, *sizes, **by_slot)
     start_kernel(
         scan_kernel, (ceil_div(experts + 1, launch.block_columns),), tallies_CE, counts_E, chunks,
@@ -71,91 +68,47 @@ def tally(
     return tallies_CE, sizes, by_slot
 
 
-def permute(x_TD: Tensor, order: RowOrder, *, launch: KernelLaunch = LAUNCH) -> Tensor:
-    """`penstock.kernels.reference.permute` in one kernel, and one kernel backward.
-
-    The places of the order must be a permutation of all rows. `launch` sets the columns that a program moves at a time.
-    """
-    _check(x_TD.shape[0], order)
-    return _Permute.apply(x_TD, order.places_TK, order.counts_E, launch)
-
-
-def unpermute(
-    y_RD: Tensor, order: RowOrder, weights_TK: Tensor | None = None, *, launch: KernelLaunch = LAUNCH
-) -> Tensor:
+def unpermute(y_RD: Tensor, order: RowOrder, weights_TK: Tensor | None = None) -> Tensor:
     """`penstock.kernels.reference.unpermute` in one kernel, and one kernel backward for both gradients.
 
     An order may have fewer places than slots, if dropped slots share a place past the last expert's; the gradient of
-    rows without a slot may then hold anything. `launch` sets the columns that a program moves at a time.
+    rows without a slot may then hold anything.
     """
-    _check(order.places_TK.shape[0], order)
+    if not order.places_TK.is_contiguous():
+        raise KernelError("unpermute: places must be contiguous", got=f"strides {order.places_TK.stride()}")
     if y_RD.shape[0] != order.slots_R.numel():
         raise KernelError("unpermute: y must have one row for each place", got=f"{y_RD.shape[0]} rows")
     if weights_TK is not None and (weights_TK.shape != order.places_TK.shape or weights_TK.dtype != torch.float32):
         got, allowed = f"{weights_TK.dtype} {tuple(weights_TK.shape)}", tuple(order.places_TK.shape)
         raise KernelError("unpermute: weights must be float32, one for each slot", got=got, allowed=allowed)
-    return _Unpermute.apply(y_RD, weights_TK, order.places_TK, order.counts_E, launch)
-
-
-class _Permute(torch.autograd.Function):
-    """Spread; backward is a sum without weights."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: KernelLaunch) -> Tensor:
-        ctx.save_for_backward(places_TK, counts_E)
-        ctx.launch = launch
-        return _spread(x_TD, places_TK, counts_E, launch, places_TK.numel())[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor, None, None, None]:
-        places_TK, counts_E = ctx.saved_tensors
-        return _sum_rows(dx_RD, None, places_TK, counts_E, ctx.launch), None, None, None
+    return _Unpermute.apply(y_RD, weights_TK, order.places_TK, order.counts_E)
 
 
 class _Unpermute(torch.autograd.Function):
-    """Sum; backward is a spread, which reads the rows of y only if there are weights."""
+    """Backward reads the rows of y only if there are weights."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor, launch: KernelLaunch
-    ) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor) -> Tensor:
         ctx.save_for_backward(None if weights_TK is None else y_RD, weights_TK, places_TK, counts_E)
-        ctx.launch, ctx.rows = launch, y_RD.shape[0]
-        return _sum_rows(y_RD, weights_TK, places_TK, counts_E, launch)
+        ctx.rows = y_RD.shape[0]
+        y_TD = y_RD.new_empty(places_TK.shape[0], y_RD.shape[1])
+        tensors = y_RD.contiguous(), _contiguous(weights_TK), y_TD
+        _launch_by_token(sum_rows_kernel, tensors, places_TK, counts_E)
+        return y_TD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         y_RD, weights_TK, places_TK, counts_E = ctx.saved_tensors
-        given = () if weights_TK is None else (y_RD.contiguous(), weights_TK.contiguous())
-        return *_spread(dy_TD, places_TK, counts_E, ctx.launch, ctx.rows, *given), None, None, None
+        y_RD, weights_TK = _contiguous(y_RD), _contiguous(weights_TK)
+        dy_TD, dy_RD = dy_TD.contiguous(), dy_TD.new_empty(ctx.rows, dy_TD.shape[1])
+        dweights_TK = None if weights_TK is None else torch.empty_like(weights_TK)
+        _launch_by_token(spread_kernel, (dy_TD, y_RD, weights_TK, dy_RD, dweights_TK), places_TK, counts_E)
+        return dy_RD, dweights_TK, None, None
 
 
-def _spread(
-    x_TD: Tensor,
-    places_TK: Tensor,
-    counts_E: Tensor,
-    launch: KernelLaunch,
-    rows: int,
-    y_RD: Tensor | None = None,
-    weights_TK: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """x_RD: each token's row, times the slot's weight, at the places of its slots; and the dot products <y_R, x_T>."""
-    x_TD, x_RD = x_TD.contiguous(), x_TD.new_empty(rows, x_TD.shape[1])
-    dots_TK = None if weights_TK is None else torch.empty_like(weights_TK)
-    _launch_by_token(spread_kernel, (x_TD, y_RD, weights_TK, x_RD, dots_TK), places_TK, counts_E, launch)
-    return x_RD, dots_TK
-
-
-def _sum_rows(
-    y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor, launch: KernelLaunch
-) -> Tensor:
-    """y_TD: the rows of each token's slots, times their weights, summed."""
-    weights_TK = None if weights_TK is None else weights_TK.contiguous()
-    y_TD = y_RD.new_empty(places_TK.shape[0], y_RD.shape[1])
-    _launch_by_token(sum_rows_kernel, (y_RD.contiguous(), weights_TK, y_TD), places_TK, counts_E, launch)
-    return y_TD
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _launch_by_token(
@@ -163,7 +116,6 @@ def _launch_by_token(
     tensors: tuple[Tensor, *tuple[Tensor | None, ...]],
     places_TK: Tensor,
     counts_E: Tensor,
-    launch: KernelLaunch,
 ) -> None:
     """One program for each token; `tensors` are the kernel's first parameters, rows of one width the first of all."""
     (tokens, top_k), width = places_TK.shape, tensors[0].shape[1]
@@ -171,15 +123,9 @@ def _launch_by_token(
         kernel, (tokens,),
         *tensors, places_TK, counts_E,
         K=top_k, D=width, EXPERTS=counts_E.shape[0], BLOCK_K=triton.next_power_of_2(top_k),
-        BLOCK_D=min(launch.block_columns, triton.next_power_of_2(width)),
-        BLOCK_E=triton.next_power_of_2(counts_E.shape[0]), num_warps=launch.warps,
+        BLOCK_D=min(LAUNCH.block_columns, triton.next_power_of_2(width)),
+        BLOCK_E=triton.next_power_of_2(counts_E.shape[0]), num_warps=LAUNCH.warps,
     )  # fmt: skip
-
-
-def _check(tokens: int, order: RowOrder) -> None:
-    if order.places_TK.shape[0] != tokens or not order.places_TK.is_contiguous():
-        got = f"{tuple(order.places_TK.shape)} for {tokens} tokens"
-        raise KernelError("permute: places must be contiguous, one row for each token", got=got)
 
 
 @triton.jit
@@ -320,9 +266,7 @@ def sum_rows_kernel(
 SCALES = KernelLaunch(block_rows=16, block_columns=256, warps=4)  # for numbers that stand in columns, as scales do
 
 
-def gather_rows(
-    x_ND: Tensor, index_R: Tensor, used: Tensor, *, multiple: int = 1, launch: KernelLaunch = LAUNCH
-) -> Tensor:
+def gather_rows(x_ND: Tensor, index_R: Tensor, used: Tensor, *, multiple: int = 1) -> Tensor:
     """x_ND[index_R], of which the first `used` rows are copied; the others hold anything.
 
     torch's `index_select` would copy all rows of the index. `used` is an int32 number on the device; rows of the copy
@@ -330,16 +274,16 @@ def gather_rows(
     """
     (rows,), width = index_R.shape, x_ND.shape[1]
     gathered_RD = x_ND.new_empty(rows, triton.cdiv(width, multiple) * multiple)[:, :width]
-    blocks = triton.cdiv(rows, launch.block_rows)
+    blocks = triton.cdiv(rows, LAUNCH.block_rows)
     start_kernel(
-        gather_rows_kernel, (capped_programs(blocks, x_ND.device), triton.cdiv(width, launch.block_columns)),
+        gather_rows_kernel, (capped_programs(blocks, x_ND.device), triton.cdiv(width, LAUNCH.block_columns)),
         x_ND, index_R, gathered_RD, used, rows, x_ND.stride(0), gathered_RD.stride(0),
-        D=width, BLOCK_R=launch.block_rows, BLOCK_D=launch.block_columns, num_warps=launch.warps,
+        D=width, BLOCK_R=LAUNCH.block_rows, BLOCK_D=LAUNCH.block_columns, num_warps=LAUNCH.warps,
     )  # fmt: skip
     return gathered_RD
 
 
-def gather_columns(x_DN: Tensor, index_R: Tensor, used: Tensor, *, launch: KernelLaunch = SCALES) -> Tensor:
+def gather_columns(x_DN: Tensor, index_R: Tensor, used: Tensor) -> Tensor:
     """x_DN[:, index_R], of which the first `used` columns are copied; the others hold anything.
 
     `x_DN` is contiguous and has few rows, each much longer than their number; other arguments as in `gather_rows`.
@@ -347,9 +291,9 @@ def gather_columns(x_DN: Tensor, index_R: Tensor, used: Tensor, *, launch: Kerne
     (columns,), depth = index_R.shape, x_DN.shape[0]
     gathered_DR = x_DN.new_empty(depth, columns)
     start_kernel(
-        gather_columns_kernel, (triton.cdiv(columns, launch.block_columns),),
+        gather_columns_kernel, (triton.cdiv(columns, SCALES.block_columns),),
         x_DN, index_R, gathered_DR, used, depth, x_DN.shape[1], columns,
-        BLOCK_D=launch.block_rows, BLOCK_R=launch.block_columns, num_warps=launch.warps,
+        BLOCK_D=SCALES.block_rows, BLOCK_R=SCALES.block_columns, num_warps=SCALES.warps,
     )  # fmt: skip
     return gathered_DR
 

@@ -25,23 +25,17 @@ from penstock.kernels.tuning import KernelLaunch
 LAUNCH = KernelLaunch(block_rows=16, block_columns=0, warps=8)
 
 
-def rotate(x_BSHN: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, launch: KernelLaunch = LAUNCH) -> Tensor:
+def rotate(x_BSHN: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> Tensor:
     """`penstock.kernels.reference.rotate` in one kernel, and one kernel backward (none for the angles).
 
-    The result is contiguous. `launch` sets heads of a block, and warps. Raises KernelError if angles do not fit.
+    The result is contiguous. Raises KernelError if angles do not fit.
     """
     _check(x_BSHN, cos_BSP, sin_BSP, min(2 * cos_BSP.shape[-1], x_BSHN.shape[-1]))
-    return _Rotate.apply(x_BSHN, cos_BSP.contiguous(), sin_BSP.contiguous(), launch)
+    return _Rotate.apply(x_BSHN, cos_BSP.contiguous(), sin_BSP.contiguous())
 
 
 def mla_heads(
-    q_BSHN: Tensor,
-    kv_BSHN: Tensor,
-    k_rope_BSP: Tensor,
-    cos_BSP: Tensor,
-    sin_BSP: Tensor,
-    *,
-    launch: KernelLaunch = LAUNCH,
+    q_BSHN: Tensor, kv_BSHN: Tensor, k_rope_BSP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`penstock.kernels.reference.mla_heads` in one kernel, and one kernel backward.
 
@@ -53,64 +47,51 @@ def mla_heads(
         what = "mla_heads: a query must be wider than its rotary part, and kv wider than the rest of it"
         got = f"query {q_BSHN.shape[-1]}, kv {kv_BSHN.shape[-1]}, rotary {k_rope_BSP.shape[-1]}"
         raise KernelError(what, got=got)
-    return _MlaHeads.apply(q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP.contiguous(), sin_BSP.contiguous(), launch)
+    return _MlaHeads.apply(q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP.contiguous(), sin_BSP.contiguous())
 
 
 class _Rotate(torch.autograd.Function):
-    """Saves the angles."""
-
     @staticmethod
-    def forward(ctx: Any, x_BSHN: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: KernelLaunch) -> Tensor:
+    def forward(ctx: Any, x_BSHN: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> Tensor:
         ctx.save_for_backward(cos_BSP, sin_BSP)
-        ctx.launch = launch
-        return _turn(x_BSHN, cos_BSP, sin_BSP, launch, direction=1.0)  # by the angles; -1 is back
+        return _turn(x_BSHN, cos_BSP, sin_BSP, direction=1.0)  # by the angles; -1 is back
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_BSHN: Tensor) -> tuple[Tensor, None, None, None]:
-        cos_BSP, sin_BSP = ctx.saved_tensors
-        return _turn(dout_BSHN, cos_BSP, sin_BSP, ctx.launch, direction=-1.0), None, None, None
+    def backward(ctx: Any, dout_BSHN: Tensor) -> tuple[Tensor, None, None]:
+        return _turn(dout_BSHN, *ctx.saved_tensors, direction=-1.0), None, None
 
 
-def _turn(x_BSHN: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: KernelLaunch, direction: float) -> Tensor:
+def _turn(x_BSHN: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, direction: float) -> Tensor:
     batch, positions, heads, width = x_BSHN.shape
     rotary = 2 * cos_BSP.shape[-1]
-    x_BSHN = with_contiguous_rows(x_BSHN)
+    x_BSHN = _with_contiguous_rows(x_BSHN)
     out_BSHN = torch.empty_like(x_BSHN, memory_format=torch.contiguous_format)
     start_kernel(
         rotate_kernel, (positions, batch),
-        x_BSHN, cos_BSP, sin_BSP, out_BSHN, *x_BSHN.stride()[:3], *angle_strides(cos_BSP, batch),
+        x_BSHN, cos_BSP, sin_BSP, out_BSHN, *x_BSHN.stride()[:3], *_angle_strides(cos_BSP, batch),
         H=heads, P=rotary, PLAIN=width - rotary, DIRECTION=direction, BLOCK_P=triton.next_power_of_2(rotary),
-        BLOCK_N=triton.next_power_of_2(max(1, width - rotary)), **heads_at_a_time(heads, launch),
+        BLOCK_N=triton.next_power_of_2(max(1, width - rotary)), **_heads_at_a_time(heads),
     )  # fmt: skip
     return out_BSHN
 
 
 class _MlaHeads(torch.autograd.Function):
-    """Saves the angles; the gradient of the shared rotary key is summed over the heads in the kernel."""
-
     @staticmethod
     def forward(
-        ctx: Any,
-        q_BSHN: Tensor,
-        kv_BSHN: Tensor,
-        k_rope_BSP: Tensor,
-        cos_BSP: Tensor,
-        sin_BSP: Tensor,
-        launch: KernelLaunch,
+        ctx: Any, q_BSHN: Tensor, kv_BSHN: Tensor, k_rope_BSP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         (batch, positions, heads, width), rotary = q_BSHN.shape, k_rope_BSP.shape[-1]
-        q_BSHN, kv_BSHN, k_rope_BSP = map(with_contiguous_rows, (q_BSHN, kv_BSHN, k_rope_BSP))
+        q_BSHN, kv_BSHN, k_rope_BSP = map(_with_contiguous_rows, (q_BSHN, kv_BSHN, k_rope_BSP))
         q_out_BSHN, k_out_BSHN = (torch.empty_like(q_BSHN, memory_format=torch.contiguous_format) for _ in range(2))
         start_kernel(
             mla_heads_kernel, (positions, batch),
             q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, q_out_BSHN, k_out_BSHN, *q_BSHN.stride()[:3],
-            *kv_BSHN.stride()[:3], *k_rope_BSP.stride()[:2], *angle_strides(cos_BSP, batch),
+            *kv_BSHN.stride()[:3], *k_rope_BSP.stride()[:2], *_angle_strides(cos_BSP, batch),
             H=heads, PLAIN=width - rotary, P=rotary, BLOCK_N=triton.next_power_of_2(width - rotary),
-            BLOCK_P=triton.next_power_of_2(rotary), **heads_at_a_time(heads, launch),
+            BLOCK_P=triton.next_power_of_2(rotary), **_heads_at_a_time(heads),
         )  # fmt: skip
         ctx.save_for_backward(cos_BSP, sin_BSP)
-        ctx.launch = launch
         return q_out_BSHN, k_out_BSHN, kv_BSHN[..., width - rotary :]
 
     @staticmethod
@@ -119,34 +100,33 @@ class _MlaHeads(torch.autograd.Function):
         cos_BSP, sin_BSP = ctx.saved_tensors
         batch, positions, heads, width = dq_BSHN.shape
         rotary, value = 2 * cos_BSP.shape[-1], dv_BSHM.shape[-1]
-        dq_BSHN, dk_BSHN, dv_BSHM = map(with_contiguous_rows, (dq_BSHN, dk_BSHN, dv_BSHM))
+        dq_BSHN, dk_BSHN, dv_BSHM = map(_with_contiguous_rows, (dq_BSHN, dk_BSHN, dv_BSHM))
         dq_in_BSHN = torch.empty_like(dq_BSHN, memory_format=torch.contiguous_format)
         dkv_BSHN = dk_BSHN.new_empty(batch, positions, heads, width - rotary + value)  # [key | value]
         dk_rope_BSP = dk_BSHN.new_empty(batch, positions, rotary)
         start_kernel(
             mla_heads_backward_kernel, (positions, batch),
             dq_BSHN, dk_BSHN, dv_BSHM, cos_BSP, sin_BSP, dq_in_BSHN, dkv_BSHN, dk_rope_BSP, *dq_BSHN.stride()[:3],
-            *dk_BSHN.stride()[:3], *dv_BSHM.stride()[:3], *angle_strides(cos_BSP, batch),
+            *dk_BSHN.stride()[:3], *dv_BSHM.stride()[:3], *_angle_strides(cos_BSP, batch),
             H=heads, PLAIN=width - rotary, P=rotary, M=value, BLOCK_N=triton.next_power_of_2(width - rotary),
             BLOCK_P=triton.next_power_of_2(rotary), BLOCK_M=triton.next_power_of_2(value),
-            **heads_at_a_time(heads, ctx.launch),
+            **_heads_at_a_time(heads),
         )  # fmt: skip
-        return dq_in_BSHN, dkv_BSHN, dk_rope_BSP, None, None, None
+        return dq_in_BSHN, dkv_BSHN, dk_rope_BSP, None, None
 
 
-def angle_strides(cos_BSP: Tensor, batch: int) -> tuple[int, int]:
+def _angle_strides(cos_BSP: Tensor, batch: int) -> tuple[int, int]:
     """Strides of batch and position of cosine and sine; a stride of 0 if one row serves every batch."""
     return 0 if cos_BSP.shape[0] < batch else cos_BSP.stride(0), cos_BSP.stride(1)
 
 
-def heads_at_a_time(heads: int, launch: KernelLaunch) -> dict[str, int]:
+def _heads_at_a_time(heads: int) -> dict[str, int]:
     """Heads of a block, and fewer warps where there are fewer heads."""
-    block = min(launch.block_rows, triton.next_power_of_2(heads))
-    return {"BLOCK_H": block, "num_warps": max(1, launch.warps * block // launch.block_rows)}
+    block = min(LAUNCH.block_rows, triton.next_power_of_2(heads))
+    return {"BLOCK_H": block, "num_warps": max(1, LAUNCH.warps * block // LAUNCH.block_rows)}
 
 
-def with_contiguous_rows(x: Tensor) -> Tensor:
-    """The kernels use the strides of every dim but the last."""
+def _with_contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -160,7 +140,7 @@ def _check(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, rotary: int) -> Non
 
 
 @triton.jit
-def rotate_pairs(x_HP, cos_P, sin_P, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr):
+def _rotate_pairs(x_HP, cos_P, sin_P, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr):
     """Neighbours (a, b) become (a cos - b sin, a sin + b cos); a thread holds both, so no data is exchanged."""
     even, odd = tl.split(tl.reshape(x_HP.to(tl.float32), [BLOCK_H, BLOCK_P // 2, 2]))
     cos, sin = cos_P[None, :], sin_P[None, :]
@@ -168,7 +148,7 @@ def rotate_pairs(x_HP, cos_P, sin_P, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexp
 
 
 @triton.jit
-def load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P: tl.constexpr, BLOCK_P: tl.constexpr):
+def _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P: tl.constexpr, BLOCK_P: tl.constexpr):
     """Cosines and sines of this program's token."""
     pair_P = tl.arange(0, BLOCK_P // 2)
     start = tl.program_id(1) * cos_batch + tl.program_id(0) * cos_position
@@ -177,7 +157,7 @@ def load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P: tl.constexpr, BLOC
 
 
 @triton.jit
-def token_offset(batch_stride, position_stride):
+def _token_offset(batch_stride, position_stride):
     """Offset of this program's token in a tensor with these strides."""
     return tl.program_id(1).to(tl.int64) * batch_stride + tl.program_id(0).to(tl.int64) * position_stride
 
@@ -194,17 +174,17 @@ def rotate_kernel(
     Example with P = 2, PLAIN = 1 and a quarter turn (cos 0, sin 1): the head [1, 0, 5] becomes [0, 1, 5].
     """
     N: tl.constexpr = P + PLAIN
-    cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
+    cos_P, sin_P = _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
     sin_P *= DIRECTION  # -1 in backward: the inverse rotation
-    x_ptr += token_offset(x_batch, x_position)
-    out_ptr += token_offset(tl.num_programs(0).to(tl.int64) * (H * N), H * N)
+    x_ptr += _token_offset(x_batch, x_position)
+    out_ptr += _token_offset(tl.num_programs(0).to(tl.int64) * (H * N), H * N)
     column_1P = tl.arange(0, BLOCK_P)[None, :]
     plain_1N = tl.arange(0, BLOCK_N)[None, :]
     for start in range(0, H, BLOCK_H):
         head_H1 = start + tl.arange(0, BLOCK_H)[:, None]
         inside = (head_H1 < H) & (column_1P < P)
         x_HP = tl.load(x_ptr + head_H1 * x_head + column_1P, mask=inside, other=0.0)
-        out_HP = rotate_pairs(x_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
+        out_HP = _rotate_pairs(x_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
         tl.store(out_ptr + head_H1 * N + column_1P, out_HP.to(out_ptr.dtype.element_ty), mask=inside)
         if PLAIN > 0:
             is_plain = (head_H1 < H) & (plain_1N < PLAIN)
@@ -225,16 +205,16 @@ def mla_heads_kernel(
     With PLAIN = 1, P = 2 and a quarter turn q [5 | 1, 0], kv [6 | 7] and k_rope [0, 1] give [5, 0, 1] and [6, -1, 0].
     """
     N: tl.constexpr = PLAIN + P
-    cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
-    q_ptr += token_offset(q_batch, q_position)
-    kv_ptr += token_offset(kv_batch, kv_position)
-    k_rope_ptr += token_offset(k_rope_batch, k_rope_position)
-    out = token_offset(tl.num_programs(0).to(tl.int64) * (H * N), H * N)
+    cos_P, sin_P = _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
+    q_ptr += _token_offset(q_batch, q_position)
+    kv_ptr += _token_offset(kv_batch, kv_position)
+    k_rope_ptr += _token_offset(k_rope_batch, k_rope_position)
+    out = _token_offset(tl.num_programs(0).to(tl.int64) * (H * N), H * N)
     plain_1N = tl.arange(0, BLOCK_N)[None, :]
     rotary_1P = tl.arange(0, BLOCK_P)[None, :]
     shared_1P = tl.load(k_rope_ptr + rotary_1P, mask=rotary_1P < P, other=0.0)
     # All heads share the rotary key: it is rotated once for each token.
-    turned_1P = rotate_pairs(shared_1P, cos_P, sin_P, 1, BLOCK_P).to(k_out_ptr.dtype.element_ty)
+    turned_1P = _rotate_pairs(shared_1P, cos_P, sin_P, 1, BLOCK_P).to(k_out_ptr.dtype.element_ty)
     for start in range(0, H, BLOCK_H):
         head_H1 = start + tl.arange(0, BLOCK_H)[:, None]
         is_plain = (head_H1 < H) & (plain_1N < PLAIN)
@@ -244,7 +224,7 @@ def mla_heads_kernel(
         q_HN = tl.load(q_ptr + head_H1 * q_head + plain_1N, mask=is_plain)
         q_HP = tl.load(q_ptr + head_H1 * q_head + PLAIN + rotary_1P, mask=is_rotary, other=0.0)
         k_HN = tl.load(kv_ptr + head_H1 * kv_head + plain_1N, mask=is_plain)
-        q_HP = rotate_pairs(q_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
+        q_HP = _rotate_pairs(q_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
         tl.store(q_out_ptr + plain_out, q_HN, mask=is_plain)
         tl.store(q_out_ptr + rotary_out, q_HP.to(q_out_ptr.dtype.element_ty), mask=is_rotary)
         tl.store(k_out_ptr + plain_out, k_HN, mask=is_plain)
@@ -262,14 +242,14 @@ def mla_heads_backward_kernel(
     """One token: dq rotated back, dkv = [dk plain | dv], dk_rope = the sum of the heads' rotary dk, rotated back."""
     N: tl.constexpr = PLAIN + P
     WIDE: tl.constexpr = PLAIN + M
-    cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
+    cos_P, sin_P = _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
     positions = tl.num_programs(0).to(tl.int64)
-    dq_ptr += token_offset(dq_batch, dq_position)
-    dk_ptr += token_offset(dk_batch, dk_position)
-    dv_ptr += token_offset(dv_batch, dv_position)
-    dq_in_ptr += token_offset(positions * (H * N), H * N)
-    dkv_ptr += token_offset(positions * (H * WIDE), H * WIDE)
-    dk_rope_ptr += token_offset(positions * P, P)
+    dq_ptr += _token_offset(dq_batch, dq_position)
+    dk_ptr += _token_offset(dk_batch, dk_position)
+    dv_ptr += _token_offset(dv_batch, dv_position)
+    dq_in_ptr += _token_offset(positions * (H * N), H * N)
+    dkv_ptr += _token_offset(positions * (H * WIDE), H * WIDE)
+    dk_rope_ptr += _token_offset(positions * P, P)
     plain_1N = tl.arange(0, BLOCK_N)[None, :]
     rotary_1P = tl.arange(0, BLOCK_P)[None, :]
     value_1M = tl.arange(0, BLOCK_M)[None, :]
@@ -285,10 +265,10 @@ def mla_heads_backward_kernel(
         dk_HP = tl.load(dk_ptr + head_H1 * dk_head + PLAIN + rotary_1P, mask=is_rotary, other=0.0)
         dv_HM = tl.load(dv_ptr + head_H1 * dv_head + value_1M, mask=is_value)
         shared_HP += dk_HP.to(tl.float32)  # summed over blocks of heads here, over heads below
-        dq_HP = rotate_pairs(dq_HP, cos_P, -sin_P, BLOCK_H, BLOCK_P)
+        dq_HP = _rotate_pairs(dq_HP, cos_P, -sin_P, BLOCK_H, BLOCK_P)
         tl.store(dq_in_ptr + head_H1 * N + plain_1N, dq_HN, mask=is_plain)
         tl.store(dq_in_ptr + head_H1 * N + PLAIN + rotary_1P, dq_HP.to(dq_in_ptr.dtype.element_ty), mask=is_rotary)
         tl.store(dkv_ptr + head_H1 * WIDE + plain_1N, dk_HN, mask=is_plain)
         tl.store(dkv_ptr + head_H1 * WIDE + PLAIN + value_1M, dv_HM, mask=is_value)
-    shared_1P = rotate_pairs(tl.sum(shared_HP, 0)[None, :], cos_P, -sin_P, 1, BLOCK_P)
+    shared_1P = _rotate_pairs(tl.sum(shared_HP, 0)[None, :], cos_P, -sin_P, 1, BLOCK_P)
     tl.store(dk_rope_ptr + rotary_1P, shared_1P.to(dk_rope_ptr.dtype.element_ty), mask=rotary_1P < P)

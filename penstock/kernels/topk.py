@@ -305,29 +305,24 @@ LAUNCH = KernelLaunch(block_rows=4, block_columns=64, warps=1)
 PROGRAMS = 2048  # of forward before each takes a second tile: more fill the chip, fewer make fewer partial sums
 
 
-def route(
-    logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int, *, launch: KernelLaunch = LAUNCH
-) -> Routed:
+def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> Routed:
     """`penstock.kernels.reference.route`: one kernel and a small sum forward, one kernel backward.
 
-    `launch` sets the elements (rows x columns, powers of two) and warps of a tile. Raises KernelError if the rule or
-    the bias does not fit the logits.
+    Raises KernelError if the rule or the bias does not fit the logits.
     """
     _check(logits_TE, bias_E, rule, sequences)
-    return Routed(*_Route.apply(logits_TE, bias_E, rule, sequences, launch))
+    return Routed(*_Route.apply(logits_TE, bias_E, rule, sequences))
 
 
 class _Route(torch.autograd.Function):
-    """Saves logits and choices."""
-
     @staticmethod
     def forward(
-        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int, launch: KernelLaunch
+        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int
     ) -> tuple[Tensor, ...]:
         logits_TE = logits_TE.contiguous()
         (tokens, experts), device = logits_TE.shape, logits_TE.device
         length = tokens // sequences
-        constants = kernel_constants(experts, rule, launch)
+        constants = _constants(experts, rule)
         tiles = max(1, tokens // (PROGRAMS * constants["BLOCK_T"]))
         chunks = triton.cdiv(length, tiles * constants["BLOCK_T"])
 
@@ -340,42 +335,39 @@ class _Route(torch.autograd.Function):
         )
         start_kernel(
             route_kernel, (chunks, sequences),
-            logits_TE, bias_E, weights_TK, experts_TK, *parts, length, tiles,
-            **constants, num_warps=launch.warps,
+            logits_TE, bias_E, weights_TK, experts_TK, *parts, length, tiles, **constants, num_warps=LAUNCH.warps,
         )  # fmt: skip
         counts_BE = torch.empty(sequences, experts, dtype=torch.int64, device=device)
         mass_BE = torch.empty(sequences, experts, dtype=torch.float32, device=device)
         z_B = torch.empty(sequences, dtype=torch.float32, device=device)
         start_kernel(
             sum_parts_kernel, (triton.cdiv(experts, 8), sequences),
-            *parts, counts_BE, mass_BE, z_B, chunks,
-            E=experts, BLOCK_E=8, BLOCK_C=512, num_warps=8,
+            *parts, counts_BE, mass_BE, z_B, chunks, E=experts, BLOCK_E=8, BLOCK_C=512, num_warps=8,
         )  # fmt: skip
         ctx.save_for_backward(logits_TE, experts_TK)
-        ctx.rule, ctx.sequences, ctx.launch = rule, sequences, launch
+        ctx.rule, ctx.sequences = rule, sequences
         ctx.mark_non_differentiable(experts_TK, counts_BE)
         ctx.set_materialize_grads(False)
         return weights_TK, experts_TK, counts_BE, mass_BE, z_B
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
         dweights_TK, _, _, dmass_BE, dz_B = gradients
         logits_TE, experts_TK = ctx.saved_tensors
         tokens, experts = logits_TE.shape
         length = tokens // ctx.sequences
-        constants = backward_constants(experts, ctx.rule, ctx.launch)
+        constants = _backward_constants(experts, ctx.rule)
         incoming = (None if gradient is None else gradient.contiguous() for gradient in (dweights_TK, dmass_BE, dz_B))
         dlogits_TE = torch.empty_like(logits_TE)
         start_kernel(
             route_backward_kernel, (triton.cdiv(length, constants["BLOCK_T"]), ctx.sequences),
-            logits_TE, experts_TK, *incoming, dlogits_TE, length,
-            **constants, num_warps=ctx.launch.warps,
+            logits_TE, experts_TK, *incoming, dlogits_TE, length, **constants, num_warps=LAUNCH.warps,
         )  # fmt: skip
-        return dlogits_TE, None, None, None, None
+        return dlogits_TE, None, None, None
 
 
-def kernel_constants(experts: int, rule: RouterRule, launch: KernelLaunch) -> dict[str, Any]:
+def _constants(experts: int, rule: RouterRule) -> dict[str, Any]:
     """Constants of `route_kernel`: the rule, and a tile of BLOCK_T rows x BLOCK_Q groups x BLOCK_G columns."""
     groups, columns = triton.next_power_of_2(rule.groups), triton.next_power_of_2(experts // rule.groups)
     return {
@@ -388,23 +380,22 @@ def kernel_constants(experts: int, rule: RouterRule, launch: KernelLaunch) -> di
         "TOP2": rule.group_score == "top2",
         "NORMALIZE": rule.normalize,
         "SCALE": rule.scale,
-        "BLOCK_T": _rows_of_tile(groups * columns, launch),
+        "BLOCK_T": _rows_of_tile(groups * columns),
         "BLOCK_Q": groups,
         "BLOCK_G": columns,
         "BLOCK_K": triton.next_power_of_2(rule.top_k),
     }
 
 
-def backward_constants(experts: int, rule: RouterRule, launch: KernelLaunch) -> dict[str, Any]:
+def _backward_constants(experts: int, rule: RouterRule) -> dict[str, Any]:
     """Constants of `route_backward_kernel`, which ignores groups: a tile of BLOCK_T rows x BLOCK_E columns."""
-    constants = kernel_constants(experts, rule, launch)
-    width = triton.next_power_of_2(experts)
+    constants, width = _constants(experts, rule), triton.next_power_of_2(experts)
     kept = ("E", "K", "SCORE", "AFTER", "NORMALIZE", "SCALE")
-    return {name: constants[name] for name in kept} | {"BLOCK_T": _rows_of_tile(width, launch), "BLOCK_E": width}
+    return {name: constants[name] for name in kept} | {"BLOCK_T": _rows_of_tile(width), "BLOCK_E": width}
 
 
-def _rows_of_tile(width: int, launch: KernelLaunch) -> int:
-    return max(1, launch.block_rows * launch.block_columns // width)
+def _rows_of_tile(width: int) -> int:
+    return max(1, LAUNCH.block_rows * LAUNCH.block_columns // width)
 
 
 def _check(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> None:

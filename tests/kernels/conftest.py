@@ -20,6 +20,17 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(autouse=True)
+def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets the launches in `SMALL_TILES` of a test's module, so that few numbers are many tiles.
+
+    Its keys are names below `penstock.kernels`. Tests that compile for a chip, or need a GPU, have the real launches.
+    """
+    if "target" not in request.fixturenames and not request.node.get_closest_marker("gpu"):
+        for name, launch in getattr(request.module, "SMALL_TILES", {}).items():
+            monkeypatch.setattr(f"penstock.kernels.{name}", launch)
+
+
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Memory that was not written is NaN."""

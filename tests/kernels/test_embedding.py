@@ -14,7 +14,7 @@ from tests.closeness import assert_close, assert_equal
 from tests.examples import examples
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 
-SMALL = KernelLaunch(block_rows=4, block_columns=16, warps=1)
+SMALL_TILES = {"embedding.LAUNCH": KernelLaunch(block_rows=4, block_columns=16, warps=1)}
 
 
 def _expected(tokens: Tensor, drows: Tensor, vocabulary: int) -> Tensor:
@@ -43,7 +43,7 @@ def test_runs_inside_of_blocks_and_across_them_are_summed(
     tokens = torch.tensor(ids, dtype=torch.int64, device=device)
     drows_TD = torch.randn(len(ids), 24, device=device, dtype=dtype)
     sums_VD = torch.ones(50, 24, device=device)
-    add_runs(sums_VD, tokens, drows_TD, launch=SMALL)
+    add_runs(sums_VD, tokens, drows_TD)
     assert_close(sums_VD.cpu(), _expected(tokens, drows_TD, 50), tolerance=1e-6)
 
 
@@ -56,7 +56,7 @@ def test_any_ids_are_summed_the_same_on_every_run(ids: list[int], width: int) ->
     found = []
     for _ in range(2):
         sums_VD = torch.ones(100, width, device=device)
-        add_runs(sums_VD, tokens, drows, launch=SMALL)
+        add_runs(sums_VD, tokens, drows)
         found.append(sums_VD)
     assert torch.equal(*found)
     assert_close(found[0].cpu(), _expected(tokens, drows, 100), tolerance=1e-5)

@@ -27,23 +27,21 @@ from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_parity
 
-SMALL = KernelLaunch(block_rows=2, block_columns=16, warps=1)
+SMALL_TILES = dict.fromkeys(
+    ("norm.LAUNCH", "norm.BACKWARD_LAUNCH"), KernelLaunch(block_rows=2, block_columns=16, warps=1)
+)
 EPSILON = 1e-5
 
 
-def _fast(operator: Callable[..., Any], offset: float = 0.0) -> Callable[..., Any]:
-    return lambda *inputs: operator(*inputs, EPSILON, offset, launch=SMALL)
-
-
-def _true(operator: Callable[..., Any], offset: float = 0.0) -> Callable[..., Any]:
+def _with(operator: Callable[..., Any], offset: float = 0.0) -> Callable[..., Any]:
     return lambda *inputs: operator(*inputs, EPSILON, offset)
 
 
 NORMS = {
-    "rms_norm": (_fast(rms_norm), _true(reference.rms_norm)),
-    "rms_norm_beside": (_fast(rms_norm_beside), _true(reference.rms_norm_beside)),
-    "add_rms_norm": (_fast(add_rms_norm), _true(reference.add_rms_norm)),
-    "rms_norm of zero-centred weights": (_fast(rms_norm, 1.0), _true(reference.rms_norm, 1.0)),
+    "rms_norm": (_with(rms_norm), _with(reference.rms_norm)),
+    "rms_norm_beside": (_with(rms_norm_beside), _with(reference.rms_norm_beside)),
+    "add_rms_norm": (_with(add_rms_norm), _with(reference.add_rms_norm)),
+    "rms_norm of zero-centred weights": (_with(rms_norm, 1.0), _with(reference.rms_norm, 1.0)),
 }
 NORM, TRUTH = NORMS["rms_norm"]
 
@@ -84,7 +82,7 @@ def test_either_output_alone_may_be_used(name: str, device: torch.device) -> Non
 
 def test_one_node_of_autograd_returns_the_norm_and_its_input(device: torch.device) -> None:
     x_TD, weight_D = _draw("rms_norm_beside", (37, 16), device)
-    normed_TD, beside_TD = rms_norm_beside(x_TD.requires_grad_(), weight_D, EPSILON, launch=SMALL)
+    normed_TD, beside_TD = rms_norm_beside(x_TD.requires_grad_(), weight_D, EPSILON)
     assert torch.equal(beside_TD, x_TD) and beside_TD.data_ptr() == x_TD.data_ptr()
     assert normed_TD.grad_fn is beside_TD.grad_fn, "autograd adds nothing behind one node"
 

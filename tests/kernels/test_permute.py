@@ -1,6 +1,4 @@
-"""Index build, permute, unpermute and the local order against their references, and compiled for every chip."""
-
-from functools import partial
+"""Index build, unpermute and the local order against their references, and compiled for every chip."""
 
 import pytest
 import torch
@@ -12,15 +10,17 @@ from penstock.base.errors import KernelError
 from penstock.kernels import permute as permute_module
 from penstock.kernels import reference
 from penstock.kernels.local_order import order_local_rows
-from penstock.kernels.permute import order_rows, permute, unpermute
+from penstock.kernels.permute import order_rows, unpermute
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.tuning import KernelLaunch
 from tests.examples import examples
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near, assert_parity
 
-TILES_OF_8 = KernelLaunch(block_rows=8, block_columns=4, warps=1)
-SMALL = KernelLaunch(block_rows=1, block_columns=16, warps=1)
+SMALL_TILES = {
+    "permute.LAUNCH": KernelLaunch(block_rows=1, block_columns=16, warps=1),
+    "permute.ORDER_LAUNCH": KernelLaunch(block_rows=4, block_columns=2, warps=1),  # tiles end inside rows
+}
 SIZES = pytest.mark.parametrize(
     ("tokens", "top_k", "width", "dropped"), [(9, 3, 40, 0.0), (5, 2, 7, 0.4), (1, 1, 16, 0.0), (6, 3, 24, 1.0)]
 )
@@ -38,7 +38,7 @@ def test_the_order_equals_a_stable_sort(
     tokens: int, top_k: int, experts: int, dropped: float, device: torch.device
 ) -> None:
     experts_TK = _experts(tokens, top_k, experts, device, dropped)
-    got = order_rows(experts_TK, experts, launch=TILES_OF_8)
+    got = order_rows(experts_TK, experts)
     expected = reference.order_rows(experts_TK, experts)
     for name, a, b in zip(RowOrder._fields, got, expected, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), f"{name} differs"
@@ -49,8 +49,8 @@ def test_chunks_of_several_tiles_and_one_hot_expert_keep_the_order(
 ) -> None:
     monkeypatch.setattr(permute_module, "CHUNKS", 2)
     for experts_TK in (_experts(17, 3, 6, device, dropped=0.2), torch.full((30, 1), 4, device=device)):
-        got, expected = order_rows(experts_TK, 6, launch=TILES_OF_8), reference.order_rows(experts_TK, 6)
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), "51 slots in 2 chunks of 4 tiles"
+        got, expected = order_rows(experts_TK, 6), reference.order_rows(experts_TK, 6)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), "51 slots in 2 chunks of 7 tiles"
 
 
 def test_the_example_of_the_reference_holds(device: torch.device) -> None:
@@ -63,16 +63,14 @@ def test_the_example_of_the_reference_holds(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weighted", [True, False])
 @SIZES
-def test_permute_and_unpermute_and_their_gradients_equal_the_reference(
+def test_unpermute_and_its_gradients_equal_the_reference(
     tokens: int, top_k: int, width: int, dropped: float, weighted: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     order = reference.order_rows(_experts(tokens, top_k, 6, device, dropped), 6)
-    x_TD = torch.randn(tokens, width, device=device, dtype=dtype)
-    assert_parity(lambda x: permute(x, order, launch=SMALL), lambda x: reference.permute(x, order), [x_TD])
     y_RD = torch.randn(tokens * top_k, width, device=device, dtype=dtype)
     weights_TK = torch.rand(tokens, top_k, device=device) if weighted else None
     assert_parity(
-        lambda y, w: unpermute(y, order, w, launch=SMALL),
+        lambda y, w: unpermute(y, order, w),
         lambda y, w: reference.unpermute(y, order, w),
         [y_RD, weights_TK],
     )
@@ -86,19 +84,11 @@ def test_nan_in_rows_of_dropped_slots_is_never_used(device: torch.device) -> Non
     y_RD = torch.randn(24, 16, device=device)
     y_RD[used:] = float("nan")
     y_RD.requires_grad_()
-    y_TD = unpermute(y_RD, order, weights_TK, launch=SMALL)
+    y_TD = unpermute(y_RD, order, weights_TK)
     y_TD.sum().backward()
     assert y_RD.grad is not None and weights_TK.grad is not None
     assert y_TD.isfinite().all() and weights_TK.grad.isfinite().all(), "a dropped slot's row must not be used"
     assert y_RD.grad.isfinite().all() and not y_RD.grad[used:].any(), "its gradient is zero"
-
-    x_TD = torch.randn(8, 16, device=device, requires_grad=True)
-    x_RD = permute(x_TD, order, launch=SMALL)
-    incoming = torch.ones_like(x_RD)
-    incoming[used:] = float("nan")
-    x_RD.backward(incoming)
-    assert not x_RD[used:].any(), "rows of dropped slots are zero"
-    assert x_TD.grad is not None and x_TD.grad.isfinite().all(), "nor may its incoming gradient be used"
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -113,7 +103,7 @@ def test_dropped_slots_may_share_a_place_in_an_order_of_fewer_rows(weighted: boo
     y_RD[rows] = float("nan")  # the place that dropped slots share
     weights_TK = torch.rand(9, 3, device=device) if weighted else None
     results = []
-    for sum_rows in (partial(unpermute, launch=SMALL), reference.unpermute):
+    for sum_rows in (unpermute, reference.unpermute):
         leaves = [leaf.clone().requires_grad_() for leaf in (y_RD, weights_TK) if leaf is not None]
         y_TD = sum_rows(leaves[0], order, *leaves[1:])
         results.append((y_TD, *torch.autograd.grad(y_TD.square().sum(), leaves)))
@@ -125,7 +115,7 @@ def test_dropped_slots_may_share_a_place_in_an_order_of_fewer_rows(weighted: boo
 def test_misfits_are_refused(device: torch.device) -> None:
     order = reference.order_rows(_experts(4, 2, 3, device), 3)
     with pytest.raises(KernelError, match="places"):
-        permute(torch.zeros(5, 8, device=device), order)
+        unpermute(torch.zeros(8, 8, device=device), order._replace(places_TK=order.places_TK.T))
     with pytest.raises(KernelError, match="one row for each place"):
         unpermute(torch.zeros(7, 8, device=device), order)
     with pytest.raises(KernelError, match="weights"):
@@ -154,14 +144,11 @@ def test_the_copies_compile_without_spills(width: int, experts: int, top_k: int,
     assert len(compile_without_spills(target, both_passes)) == 2
 
 
-MANY_CHUNKS = KernelLaunch(block_rows=4, block_columns=2, warps=1)  # and tiles that end inside rows
-
-
 def test_the_example_of_the_local_order_holds(device: torch.device) -> None:
     experts_NK = torch.tensor([[1, 0], [1, 2], [3, 1]], dtype=torch.int32, device=device)
     meter = torch.tensor([1, 3], device=device)
     weights_NK = torch.arange(6.0, device=device).view(3, 2)
-    local = order_local_rows(experts_NK, weights_NK, range(1, 3), 3, meter, launch=MANY_CHUNKS)
+    local = order_local_rows(experts_NK, weights_NK, range(1, 3), 3, meter)
     assert local.places_NK.tolist() == [[0, 3], [1, 3], [3, 2]] and local.counts_e.tolist() == [3, 0]
     assert local.slots_R.tolist() == [0, 2, 5, 0] and local.index_R.tolist() == [0, 1, 2, 0]
     assert local.weights_R.tolist() == [0, 2, 5, 0] and meter.tolist() == [2, 4]
@@ -181,7 +168,7 @@ def test_a_local_order_with_room_for_all_rows_equals_the_reference(
     torch.manual_seed(seed)
     experts_NK = torch.randint(0, 3 * per_rank + 1, (tokens, top_k), dtype=torch.int32, device=device)
     own, weights_NK = range(rank * per_rank, (rank + 1) * per_rank), torch.rand(tokens, top_k, device=device)
-    local = order_local_rows(experts_NK, weights_NK, own, tokens * top_k, launch=MANY_CHUNKS)
+    local = order_local_rows(experts_NK, weights_NK, own, tokens * top_k)
     local_NK = torch.where((experts_NK >= own.start) & (experts_NK < own.stop), experts_NK - own.start, per_rank)
     order = reference.order_rows(local_NK.long(), per_rank)
     used = int(order.counts_E.sum())

@@ -17,7 +17,7 @@ from tests.closeness import assert_equal
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near, assert_parity
 
-SMALL = KernelLaunch(block_rows=2, block_columns=0, warps=1)
+SMALL_TILES = {"rope.LAUNCH": KernelLaunch(block_rows=2, block_columns=0, warps=1)}
 
 
 def _angles(batch: int, positions: int, rotary: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ def _angles(batch: int, positions: int, rotary: int, device: torch.device) -> tu
 def _compare(
     fast: Callable[..., Any], truth: Callable[..., Any], angles: tuple[Tensor, Tensor], inputs: Sequence[Tensor]
 ) -> None:
-    assert_parity(lambda *x: fast(*x, *angles, launch=SMALL), lambda *x: truth(*x, *angles), inputs)
+    assert_parity(lambda *x: fast(*x, *angles), lambda *x: truth(*x, *angles), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,12 +90,12 @@ def test_attention_takes_the_value_as_a_view(device: torch.device) -> None:
         return F.scaled_dot_product_attention(*(head.transpose(1, 2) for head in heads), is_causal=True)
 
     assert_parity(
-        lambda *x: attend(mla_heads(*x, cos_BSP, sin_BSP, launch=SMALL)),
+        lambda *x: attend(mla_heads(*x, cos_BSP, sin_BSP)),
         lambda *x: attend(reference.mla_heads(*x, cos_BSP, sin_BSP)),
         inputs,
     )
     q_BSHN, kv_BSHN, k_rope_BSP = inputs
-    v_BSHM = mla_heads(q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, launch=SMALL)[2]
+    v_BSHM = mla_heads(q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP)[2]
     assert v_BSHM.untyped_storage().data_ptr() == kv_BSHN.untyped_storage().data_ptr(), "the value must not be copied"
 
 

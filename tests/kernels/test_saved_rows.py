@@ -16,6 +16,7 @@ from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.test_grouped_gemm import BOTH_WAYS, POINTERS
 
 SMALL = KernelLaunch(block_rows=4, block_columns=16, warps=1)
+SMALL_TILES = {"permute.LAUNCH": SMALL}
 ROOM, TAIL = 190, 7  # rows of a layer's buffer; those behind the last expert's
 COUNTS = [64, 0, 100, 19]
 
@@ -89,10 +90,10 @@ def test_with_only_last_just_the_last_row_of_the_tail_is_set_to_zero(device: tor
 def test_only_used_rows_are_gathered(used: int, device: torch.device) -> None:
     x_ND, index_R = torch.randn(6, 40, device=device), torch.randint(6, (20,), device=device)
     count = torch.tensor([used], dtype=torch.int32, device=device)
-    gathered_RD = gather_rows(x_ND[:, :33], index_R, count, launch=SMALL)
+    gathered_RD = gather_rows(x_ND[:, :33], index_R, count)
     assert gathered_RD.shape == (20, 33)
     assert torch.equal(gathered_RD[:used], x_ND[index_R[:used], :33])
-    apart_RD = gather_rows(x_ND[:, :33], index_R, count, multiple=8, launch=SMALL)
+    apart_RD = gather_rows(x_ND[:, :33], index_R, count, multiple=8)
     assert apart_RD.stride() == (40, 1)
     assert torch.equal(apart_RD[:used], gathered_RD[:used])
     gathered_DR = gather_columns(x_ND.T.contiguous(), index_R, count)

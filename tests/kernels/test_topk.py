@@ -14,7 +14,7 @@ from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_parity
 
-SMALL = KernelLaunch(block_rows=16, block_columns=8, warps=1)
+SMALL_TILES = {"topk.LAUNCH": KernelLaunch(block_rows=16, block_columns=8, warps=1)}
 
 RULES = {
     "V2-Lite": RouterRule(top_k=6),
@@ -30,7 +30,7 @@ RULES = {
 
 def _check(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> None:
     assert_parity(
-        lambda logits: route(logits, bias_E, rule, sequences, launch=SMALL),
+        lambda logits: route(logits, bias_E, rule, sequences),
         lambda logits: reference.route(logits, bias_E, rule, sequences),
         [logits_TE],
     )
@@ -54,7 +54,7 @@ def test_bfloat16_logits_are_routed_in_float32(name: str, device: torch.device) 
 
 def test_the_root_of_softplus_is_exact_far_from_zero(device: torch.device) -> None:
     logits_TE = torch.tensor([[-60.0, -20.0, -8.0, -0.5, 0.5, 8.0, 20.0, 60.0]], device=device)
-    weights_TK = route(logits_TE, None, RouterRule(top_k=8, score="sqrt-softplus"), 1, launch=SMALL).weights_TK
+    weights_TK = route(logits_TE, None, RouterRule(top_k=8, score="sqrt-softplus"), 1).weights_TK
     exact_TE = torch.nn.functional.softplus(logits_TE.double(), threshold=1e3).sqrt().flip(-1)
     assert_close(weights_TK / exact_TE.float(), torch.ones_like(weights_TK), tolerance=1e-6)
 
@@ -69,20 +69,20 @@ def test_odd_sizes_and_all_experts_are_routed(tokens: int, experts: int, sequenc
 def test_each_output_alone_may_be_used(choice: int, device: torch.device) -> None:
     for name in ("V3", "V2-Lite", "Mixtral"):
         assert_parity(
-            lambda logits, rule=RULES[name]: route(logits, None, rule, 2, launch=SMALL)[choice],
+            lambda logits, rule=RULES[name]: route(logits, None, rule, 2)[choice],
             lambda logits, rule=RULES[name]: reference.route(logits, None, rule, 2)[choice],
             [torch.randn(6, 12, device=device)],
         )
 
 
 def test_ties_go_to_the_lowest_expert(device: torch.device) -> None:
-    routed = route(torch.zeros(3, 10, device=device), None, RouterRule(top_k=4), 1, launch=SMALL)
+    routed = route(torch.zeros(3, 10, device=device), None, RouterRule(top_k=4), 1)
     assert routed.experts_TK.tolist() == [[0, 1, 2, 3]] * 3
     signed = torch.tensor([[-0.0, 0.0, -1.0, 0.0]], device=device)
     rule = RouterRule(top_k=3, softmax_after_top_k=True)
-    assert route(signed, None, rule, 1, launch=SMALL).experts_TK.tolist() == [[0, 1, 3]], "-0 equals 0"
+    assert route(signed, None, rule, 1).experts_TK.tolist() == [[0, 1, 3]], "-0 equals 0"
     grouped = RouterRule(top_k=2, groups=4, topk_group=1, group_score="top2")
-    assert route(torch.zeros(1, 12, device=device), None, grouped, 1, launch=SMALL).experts_TK.tolist() == [[0, 1]]
+    assert route(torch.zeros(1, 12, device=device), None, grouped, 1).experts_TK.tolist() == [[0, 1]]
 
 
 @pytest.mark.parametrize("experts", [12, 300])
@@ -93,14 +93,14 @@ def test_equal_and_almost_equal_scores_are_told_apart(experts: int, device: torc
     logits_TE[::2] = steps_TE[::2].float()  # many equal ones
     expected_TK = logits_TE.argsort(dim=1, descending=True, stable=True)[:, :5]
     rule = RouterRule(top_k=5, softmax_after_top_k=True)
-    assert torch.equal(route(logits_TE.to(device), None, rule, 1, launch=SMALL).experts_TK.cpu(), expected_TK)
+    assert torch.equal(route(logits_TE.to(device), None, rule, 1).experts_TK.cpu(), expected_TK)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
 def test_choices_stay_valid_for_any_logits(value: float, device: torch.device) -> None:
     logits_TE = torch.randn(3, 12, device=device)
     logits_TE[1] = value
-    routed = route(logits_TE, None, RULES["V2"], 1, launch=SMALL)
+    routed = route(logits_TE, None, RULES["V2"], 1)
     for chosen in routed.experts_TK.tolist():
         assert len(set(chosen)) == 3 and all(0 <= expert < 12 for expert in chosen), f"not three experts: {chosen}"
     assert int(routed.counts_BE.sum()) == 9, "every slot is counted once"
@@ -111,7 +111,7 @@ def test_a_saturated_router_keeps_finite_gradients(device: torch.device) -> None
     logits_TE[:, 3] = 100.0
     for name in ("Qwen3", "V3", "V4"):
         leaf_TE = (logits_TE + torch.arange(8, device=device)).requires_grad_()
-        routed = route(leaf_TE, None, RULES[name], 1, launch=SMALL)
+        routed = route(leaf_TE, None, RULES[name], 1)
         (routed.weights_TK.sum() + routed.mass_BE.square().sum() + routed.z_B.sum()).backward()
         assert leaf_TE.grad is not None and leaf_TE.grad.isfinite().all(), name
 

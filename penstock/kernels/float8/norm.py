@@ -98,13 +98,12 @@ class _Float8Norm(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, how: _How
     ) -> tuple[Tensor | None, ...]:
         dtype = norm.normed_dtype(x_TD, residual_TD, weight_D)
-        sum_TD, scale_T = norm.normalize(x_TD, residual_TD, weight_D, epsilon, None, offset=how.offset)
+        sum_TD, scale_T = norm.normalize(ctx, x_TD, residual_TD, weight_D, epsilon, None, how.offset)
         if how.keep_plain:
             normed_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
         else:  # a carrier
             normed_TD = x_TD.new_empty((), dtype=dtype).expand(x_TD.shape)
         copies = _quantize(x_TD if sum_TD is None else sum_TD, scale_T, weight_D, normed_TD, how)
-        norm.save_normalized(ctx, x_TD, residual_TD, weight_D, sum_TD, scale_T, how.offset)
         ctx.mark_non_differentiable(*copies)
         return normed_TD, x_TD.view_as(x_TD) if sum_TD is None else sum_TD, *copies
 
