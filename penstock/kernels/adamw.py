@@ -140,15 +140,19 @@ def update(tensor: AdamWTensor, scalars: AdamWScalars) -> None:
     step = scalars
     gradient = tensor.gradient * step.scale
     master = master_of(tensor)
-    moment1, moment2 = moments_of(tensor)
+    moment1, moment2 = first_moment_of(tensor), _load(tensor.moment2, tensor.scale2, ROOT_DECADES)
+    is_root = tensor.scale2 is not None
+    if is_root:
+        moment2 = moment2 * moment2
     if tensor.is_decayed:
         master = master - master * step.decay
     moment1 = moment1 * step.beta1 + gradient * (1.0 - step.beta1)
     moment2 = moment2 * step.beta2 + gradient * (1.0 - step.beta2) * gradient
     master = master - moment1 * step.step_size / (root_of(moment2) * step.root_factor + step.epsilon)
     rounds = tensor.moment1.dtype != torch.float32
-    noises = noise(moment1, tensor.start, seed_of(step.step, tensor.salt)) if rounds else (None, None)
-    store_moments(tensor, moment1, moment2, *noises)
+    noise1, noise2 = noise(moment1, tensor.start, seed_of(step.step, tensor.salt)) if rounds else (None, None)
+    store_first_moment(tensor, moment1, noise1)
+    _store(tensor.moment2, tensor.scale2, root_of(moment2) if is_root else moment2, ROOT_DECADES, noise2)
     store_master(tensor, master)
     tensor.gradient.zero_()
 
@@ -173,34 +177,18 @@ def store_master(tensor: StateTensor, master: Tensor) -> None:
     tensor.value.copy_(master)
 
 
-def moments_of(tensor: AdamWTensor) -> tuple[Tensor, Tensor]:
-    """Both moments in float32."""
-    moment1 = first_moment_of(tensor)
-    if tensor.scale2 is None:
-        return moment1, tensor.moment2.float()
-    root = dequantize(tensor.moment2, tensor.scale2, ROOT_DECADES)
-    return moment1, root * root
-
-
 def first_moment_of(tensor: StateTensor) -> Tensor:
     """The first moment in float32; the tensor itself if it is float32."""
-    if tensor.scale1 is None:
-        return tensor.moment1.float()
-    return dequantize(tensor.moment1, tensor.scale1, SIGNED_DECADES)
-
-
-def store_moments(
-    tensor: AdamWTensor, moment1: Tensor, moment2: Tensor, noise1: Tensor | None = None, noise2: Tensor | None = None
-) -> None:
-    """Store float32 moments, rounded by noise or to nearest."""
-    store_first_moment(tensor, moment1, noise1)
-    root = moment2 if tensor.scale2 is None else root_of(moment2)
-    _store(tensor.moment2, tensor.scale2, root, ROOT_DECADES, noise2)
+    return _load(tensor.moment1, tensor.scale1, SIGNED_DECADES)
 
 
 def store_first_moment(tensor: StateTensor, moment1: Tensor, noise_: Tensor | None = None) -> None:
     """Store a float32 first moment, rounded by noise or to nearest."""
     _store(tensor.moment1, tensor.scale1, moment1, SIGNED_DECADES, noise_)
+
+
+def _load(stored: Tensor, scales: Tensor | None, decades: int) -> Tensor:
+    return stored.float() if scales is None else dequantize(stored, scales, decades)
 
 
 def _store(target: Tensor, scales: Tensor | None, values: Tensor, decades: int, noise_: Tensor | None) -> None:
@@ -241,10 +229,10 @@ class AdamWLaunch:
 
     def run(self, scalars: AdamWScalars) -> None:
         """Update all tensors; the host does not wait."""
-        step = scalars
         if self._is_dry:
             self._record()
             return
+        step = scalars
         start_kernel(
             adamw_kernel, (len(self._owners),),
             self._owners, self._table, self._numbers, seed_of(step.step, 0), step.decay, step.step_size,

@@ -141,14 +141,16 @@ def bias_of(scores: ScoreOptions, q_BHSN: Tensor, backend: SDPBackend) -> Tensor
     if backend != SDPBackend.EFFICIENT_ATTENTION:
         return bias
     keys = bias.shape[-1]
-    return F.pad(bias, (0, -keys % BIAS_STRIDE))[..., :keys].expand(-1, q_BHSN.shape[1], -1, -1)  # one for all heads
+    if keys % BIAS_STRIDE:
+        bias = F.pad(bias, (0, -keys % BIAS_STRIDE))[..., :keys]
+    return bias.expand(-1, q_BHSN.shape[1], -1, -1)  # one for all heads
 
 
 def forward(
     backend: SDPBackend, q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: ScoreOptions
 ) -> AttentionOutput:
-    operands, bias, causal = (q_BHSN, k_BGSN, v_BGSM), bias_of(scores, q_BHSN, backend), scores.is_causal
-    scale = scores.scale
+    operands, bias = (q_BHSN, k_BGSN, v_BGSM), bias_of(scores, q_BHSN, backend)
+    causal, scale = scores.is_causal, scores.scale
     # Everywhere: logsumexp is computed, there is no dropout (0.0), and no mask of dropped scores is returned (False).
     if backend == SDPBackend.CUDNN_ATTENTION:
         results = aten._scaled_dot_product_cudnn_attention(*operands, bias, True, 0.0, causal, False, scale=scale)
@@ -219,15 +221,15 @@ def causal_attention(
     scores = ScoreOptions(scale=scale, allowed=None if allowed_BSS is None else allowed_BSS[:, None])
     if sinks_H is not None:
         return attention_with_sinks(q_BHSN, k_BGSN, v_BGSM, sinks_H, scores, backend).transpose(1, 2)
-    if q_BHSN.is_meta:
-        return _without_memory(q_BHSN, k_BGSN, v_BGSM, scale, allowed_BSS, backend).transpose(1, 2)
+    if q_BHSN.is_meta and backend != "math":
+        chosen_backend, k_BGSN, v_BGSM = backend_and_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
+        return forward(chosen_backend, q_BHSN, k_BGSN, v_BGSM, scores).o_BHSM.transpose(1, 2)
     if q_BHSN.is_cuda and may_need_own_keys(q_BHSN, k_BGSN, scores, backend):
         _, k_BGSN, v_BGSM = backend_and_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
     how: dict[str, Any] = {"scale": scale, "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1]}
-    with backend_order(backend, q_BHSN, k_BGSN, v_BGSM):
-        o_BHSM = F.scaled_dot_product_attention(
-            q_BHSN, k_BGSN, v_BGSM, scores.allowed, is_causal=scores.is_causal, **how
-        )
+    operands = (q_BHSN, k_BGSN, v_BGSM)
+    with backend_order(backend, *operands):
+        o_BHSM = F.scaled_dot_product_attention(*operands, scores.allowed, is_causal=scores.is_causal, **how)
     return o_BHSM.transpose(1, 2)
 
 
@@ -239,22 +241,6 @@ def may_need_own_keys(q_BHSN: Tensor, k_BGSN: Tensor, scores: ScoreOptions, back
     if q_BHSN.shape[1] == k_BGSN.shape[1] or backend == "math":
         return False
     return backend == "efficient" or not scores.is_causal or q_BHSN.dtype.itemsize > 2
-
-
-def _without_memory(
-    q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scale: float, allowed_BSS: Tensor | None, backend: str
-) -> Tensor:
-    """Attention on the meta device, as a GPU's fused backend computes it; `math` runs only if it is asked for."""
-    mask, is_causal = None, allowed_BSS is None
-    if allowed_BSS is not None:  # The fused backends add a mask of the queries' dtype.
-        mask = torch.where(allowed_BSS[:, None], 0.0, float("-inf")).to(q_BHSN.dtype)
-    if backend != "math" and q_BHSN.dtype.itemsize == 2:
-        operands = (q_BHSN, k_BGSN, v_BGSM)
-        return aten._scaled_dot_product_cudnn_attention(*operands, mask, True, 0.0, is_causal, False, scale=scale)[0]
-    inputs = (q_BHSN, *(repeat_kv(x, q_BHSN.shape[1]) for x in (k_BGSN, v_BGSM)))
-    if backend == "math":
-        return aten._scaled_dot_product_attention_math(*inputs, mask, 0.0, is_causal, scale=scale)[0]
-    return aten._scaled_dot_product_efficient_attention(*inputs, mask, True, 0.0, is_causal, scale=scale)[0]
 
 
 def attention_with_sinks(
@@ -299,9 +285,8 @@ class _WithSinks(torch.autograd.Function):
         q_BHSN, k_BGSN, v_BGSM, sinks_H, o_BHSM, log_sums, allowed, *rest = ctx.saved_tensors
         backend, scale = ctx.how
         together = tuple(number if tensor is None else tensor for tensor, number in zip(rest, ctx.numbers, strict=True))
-        softmax = AttentionOutput(o_BHSM, log_sums, together)
-        operands = (q_BHSN, k_BGSN, v_BGSM)
-        gradients = backward(backend, do_BHSM, operands, ScoreOptions(scale=scale, allowed=allowed), softmax)
+        scores, softmax = ScoreOptions(scale=scale, allowed=allowed), AttentionOutput(o_BHSM, log_sums, together)
+        gradients = backward(backend, do_BHSM, (q_BHSN, k_BGSN, v_BGSM), scores, softmax)
         weights_BHS1 = _by_query((_beside(sinks_H, log_sums) - log_sums).exp(), o_BHSM)
         product_BHS1 = (do_BHSM.to(log_sums.dtype) * o_BHSM).sum(-1, keepdim=True)
         dsinks_H = -(weights_BHS1 * product_BHS1).sum((0, 2, 3))

@@ -1,8 +1,7 @@
 """Attention between bounds, forward and backward: packed documents, sliding windows, chunks and sinks, without a mask.
 
-A query sees the keys from `first` up to its own position. `first` is the largest of the beginnings of its document,
-window and chunk, and never falls from one query to the next. So a block of queries reads consecutive blocks of keys,
-and only those at both ends need the comparison of positions:
+Bounds are those of `penstock.kernels.attention_bounds`. A block of queries reads consecutive blocks of keys, and only
+those at both ends need the comparison of positions:
 
     keys      0 1 | 2 3 | 4 5 | 6 7 | 8 9        blocks of 2
     query 8         . x   x x   x x   x .        first 3: block 0 is not read
@@ -43,24 +42,14 @@ class AttentionLaunch(KernelLaunch):
     heads: int = 1  # of one group in a tile of queries, at most; cut to a power of two that divides the group
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionLaunches:
-    """Launches of forward and of both kernels of backward."""
-
-    forward: AttentionLaunch
-    queries: AttentionLaunch
-    keys: AttentionLaunch
-
-
+AttentionLaunches = Mapping[str, AttentionLaunch]  # of `forward`, and of backward's `queries` and `keys`
 NARROW = 512  # keys that a query sees at most where a tile of queries has several heads
 
 
 @cache
 def _launches(target: str) -> Mapping[str, AttentionLaunches]:
-    return {
-        name: AttentionLaunches(**{kernel: AttentionLaunch(**fields) for kernel, fields in rows.items()})
-        for name, rows in section_or_any(target, "bounded_attention").items()
-    }
+    sections = section_or_any(target, "bounded_attention").items()
+    return {name: {kernel: AttentionLaunch(**row) for kernel, row in rows.items()} for name, rows in sections}
 
 
 def launches_for(target: str, width: int, key_limit: int) -> AttentionLaunches:
@@ -78,15 +67,12 @@ def bounded_attention(
     *,
     scale: float,
     sinks_H: Tensor | None = None,
-    launches: AttentionLaunches | None = None,  # None: `launches_for`
 ) -> Tensor:
     """Softmax attention of queries at the last positions of the row; o_BQHM in the dtype of q.
 
     The definition is `penstock.kernels.attention_bounds.attention_by_mask`.
     """
-    launches = launches or launches_for(target_of(q_BQHN.device), q_BQHN.shape[-1], bounds.most)
-    o_BQHM: Tensor = _BoundedAttention.apply(q_BQHN, k_BKGN, v_BKGM, sinks_H, bounds, scale, launches)
-    return o_BQHM
+    return _BoundedAttention.apply(q_BQHN, k_BKGN, v_BKGM, sinks_H, bounds, scale)
 
 
 class _BoundedAttention(torch.autograd.Function):
@@ -101,20 +87,20 @@ class _BoundedAttention(torch.autograd.Function):
         sinks_H: Tensor | None,
         bounds: AttentionBounds,
         scale: float,
-        launches: AttentionLaunches,
     ) -> Tensor:
         q_BQHN, k_BKGN, v_BKGM = (x.contiguous() for x in (q_BQHN, k_BKGN, v_BKGM))
         (rows, queries, heads, _), width = q_BQHN.shape, v_BKGM.shape[-1]
         o_BQHM = q_BQHN.new_empty(rows, queries, heads, width)
         log_sums_BHQ = q_BQHN.new_empty(rows, heads, queries, dtype=torch.float32)
-        launch, first_BQ = launches.forward, bounds.first_BQ
+        launches = launches_for(target_of(q_BQHN.device), q_BQHN.shape[-1], bounds.most)
+        launch, first_BQ = launches["forward"], bounds.first_BQ
         start_kernel(
             attention_kernel, _grid_of_queries(q_BQHN, k_BKGN, launch),
             q_BQHN, *_key_blocks_of(k_BKGN, v_BKGM, launch), first_BQ, sinks_H, o_BQHM, log_sums_BHQ,
             queries, k_BKGN.shape[1], _row_stride(first_BQ), scale,
             notes=(noted(bounds.most),), **_constants(q_BQHN, k_BKGN, width, launch),
         )  # fmt: skip
-        ctx.save_for_backward(q_BQHN, k_BKGN, v_BKGM, sinks_H, o_BQHM, log_sums_BHQ, bounds.first_BQ, bounds.last_BK)
+        ctx.save_for_backward(q_BQHN, k_BKGN, v_BKGM, sinks_H, o_BQHM, log_sums_BHQ, first_BQ, bounds.last_BK)
         ctx.how = scale, launches, noted(bounds.most)
         return o_BQHM
 
@@ -123,30 +109,29 @@ class _BoundedAttention(torch.autograd.Function):
     def backward(ctx: Any, do_BQHM: Tensor) -> tuple[Tensor | None, ...]:
         q_BQHN, k_BKGN, v_BKGM, sinks_H, o_BQHM, log_sums_BHQ, first_BQ, last_BK = ctx.saved_tensors
         scale, launches, note = ctx.how
+        of_queries, of_keys = launches["queries"], launches["keys"]
         do_BQHM, delta_BHQ = do_BQHM.contiguous(), torch.empty_like(log_sums_BHQ)
         dq_BQHN, dk_BKGN, dv_BKGM = (torch.empty_like(x) for x in (q_BQHN, k_BKGN, v_BKGM))
         (rows, keys, groups, _), width = k_BKGN.shape, v_BKGM.shape[-1]
         sizes = q_BQHN.shape[1], keys
         start_kernel(
-            attention_query_gradient_kernel, _grid_of_queries(q_BQHN, k_BKGN, launches.queries),
-            q_BQHN, *_key_blocks_of(k_BKGN, v_BKGM, launches.queries),
-            first_BQ, o_BQHM, log_sums_BHQ, do_BQHM, dq_BQHN, delta_BHQ,
-            *sizes, _row_stride(first_BQ), scale,
-            notes=(note,), **_constants(q_BQHN, k_BKGN, width, launches.queries),
+            attention_query_gradient_kernel, _grid_of_queries(q_BQHN, k_BKGN, of_queries),
+            q_BQHN, *_key_blocks_of(k_BKGN, v_BKGM, of_queries), first_BQ, o_BQHM, log_sums_BHQ,
+            do_BQHM, dq_BQHN, delta_BHQ, *sizes, _row_stride(first_BQ), scale,
+            notes=(note,), **_constants(q_BQHN, k_BKGN, width, of_queries),
         )  # fmt: skip
-        q, q_rest, do = _query_blocks_of(q_BQHN, do_BQHM, k_BKGN, launches.keys)
+        q, q_rest, do = _query_blocks_of(q_BQHN, do_BQHM, k_BKGN, of_keys)
         start_kernel(
-            attention_key_gradient_kernel, (groups, ceil_div(keys, launches.keys.block_columns), rows),
-            q, k_BKGN, v_BKGM, q_rest, do,
-            first_BQ, last_BK, log_sums_BHQ, delta_BHQ, dk_BKGN, dv_BKGM,
+            attention_key_gradient_kernel, (groups, ceil_div(keys, of_keys.block_columns), rows),
+            q, k_BKGN, v_BKGM, q_rest, do, first_BQ, last_BK, log_sums_BHQ, delta_BHQ, dk_BKGN, dv_BKGM,
             *sizes, _row_stride(first_BQ), _row_stride(last_BK), scale,
-            notes=(note,), **_constants(q_BQHN, k_BKGN, width, launches.keys),
+            notes=(note,), **_constants(q_BQHN, k_BKGN, width, of_keys),
         )  # fmt: skip
         dsinks_H = None
         if sinks_H is not None:
             weights_BHQ = torch.exp2(sinks_H.float()[:, None] * LOG2E - log_sums_BHQ)
             dsinks_H = -(weights_BHQ * delta_BHQ).sum((0, 2)).to(sinks_H.dtype)
-        return dq_BQHN, dk_BKGN, dv_BKGM, dsinks_H, None, None, None
+        return dq_BQHN, dk_BKGN, dv_BKGM, dsinks_H, None, None
 
 
 def _blocks(x_BSHN: Tensor, rows: int, columns: int) -> Any:
@@ -159,11 +144,8 @@ def _key_blocks_of(k_BKGN: Tensor, v_BKGM: Tensor, launch: AttentionLaunch) -> t
     if not launch.descriptors:
         return k_BKGN, v_BKGM, k_BKGN
     n1, n2 = parts_of(k_BKGN.shape[-1])
-    blocks = (
-        _blocks(x, launch.block_columns, n) for x, n in ((k_BKGN, n1), (v_BKGM, v_BKGM.shape[-1]), (k_BKGN, n2 or n1))
-    )
-    k, v, rest = blocks
-    return k, v, rest
+    k, rest = (_blocks(k_BKGN, launch.block_columns, n) for n in (n1, n2 or n1))
+    return k, _blocks(v_BKGM, launch.block_columns, v_BKGM.shape[-1]), rest
 
 
 def _query_blocks_of(q_BQHN: Tensor, do_BQHM: Tensor, k_BKGN: Tensor, launch: AttentionLaunch) -> tuple[Any, Any, Any]:

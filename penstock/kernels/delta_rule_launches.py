@@ -44,8 +44,6 @@ LEAST = 16  # sides of a product on matrix units
 
 
 class _Launch(NamedTuple):
-    """How a kernel is launched."""
-
     block: int  # value features that a program holds at a time
     warps: int
     stages: int = 2
@@ -77,13 +75,18 @@ class _Sizes(NamedTuple):
         return cls(rows, positions, key_heads, heads, key_width, value_width, chunk, target)
 
     @property
+    def chunks(self) -> int:
+        return ceil_div(self.positions, self.chunk)
+
+    @property
+    def levels(self) -> int:
+        """Of pairs of positions of a chunk, whose decays meet in the middle."""
+        return self.chunk.bit_length() - 1
+
+    @property
     def of_states(self) -> tuple[int, ...]:
         """Shape of the states before all chunks."""
         return self.rows, self.chunks, self.heads, self.key_width, self.value_width
-
-    @property
-    def chunks(self) -> int:
-        return ceil_div(self.positions, self.chunk)
 
     def launch(self, part: str) -> dict[str, int]:
         """Constants, warps and stages of a kernel."""
@@ -102,11 +105,6 @@ class _Sizes(NamedTuple):
             "num_warps": launch.warps,
             "num_stages": launch.stages,
         }
-
-    @property
-    def levels(self) -> int:
-        """Of pairs of positions of a chunk, whose decays meet in the middle."""
-        return self.chunk.bit_length() - 1
 
     @property
     def of_chunks(self) -> tuple[int, int, int]:
@@ -128,35 +126,22 @@ def delta_rule(
     *,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """`penstock.kernels.delta_rule.recurrent_delta_rule`, by kernels unless it is in float32 on a GPU."""
+    """`penstock.kernels.delta_rule.recurrent_delta_rule`, by kernels unless it is in float32 on a GPU.
+
+    Products have the dtype of v, states are float32. Raises KernelError where shapes do not fit.
+    """
     if on_gpu(v_BSHM) and v_BSHM.dtype.itemsize >= torch.float32.itemsize:
         return chunked_delta_rule(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS)
-    return delta_rule_by_kernels(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, chunk=chunk)
-
-
-def delta_rule_by_kernels(
-    q_BSGN: Tensor,
-    k_BSGN: Tensor,
-    v_BSHM: Tensor,
-    g_BSH: Tensor,
-    beta_BSH: Tensor,
-    documents_BS: Tensor | None = None,
-    *,
-    chunk: int = CHUNK,
-) -> Tensor:
-    """The same by kernels; products have the dtype of v, states are float32.
-
-    Raises KernelError where shapes or dtypes do not fit.
-    """
-    fits = (
-        q_BSGN.shape == k_BSGN.shape and v_BSHM.shape[2] % q_BSGN.shape[2] == 0 and beta_BSH.shape == v_BSHM.shape[:3]
-    )
+    fits = q_BSGN.shape == k_BSGN.shape and v_BSHM.shape[2] % q_BSGN.shape[2] == 0
+    fits = fits and beta_BSH.shape == v_BSHM.shape[:3]
     if not fits or g_BSH.shape not in (beta_BSH.shape, (*beta_BSH.shape, q_BSGN.shape[-1])):
         got = ", ".join(f"{tuple(tensor.shape)}" for tensor in (q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH))
         raise KernelError("delta_rule: heads and positions do not fit", got=got)
+    tensors = (tensor.to(v_BSHM.dtype).contiguous() for tensor in (q_BSGN, k_BSGN, v_BSHM))
+    decays = (tensor.float().contiguous() for tensor in (g_BSH, beta_BSH))
+    documents_BS = None if documents_BS is None else documents_BS.contiguous()
     rule = _ChannelDeltaRule if g_BSH.ndim == 4 else _DeltaRule
-    o_BSHM: Tensor = rule.apply(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, chunk)
-    return o_BSHM
+    return rule.apply(*tensors, *decays, documents_BS, chunk)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -171,9 +156,6 @@ class _DeltaRule(torch.autograd.Function):
         documents_BS: Tensor | None,
         chunk: int,
     ) -> Tensor:
-        q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS = _prepared(
-            q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS
-        )
         sizes = _Sizes.of(q_BSGN, v_BSHM, chunk)
         rows, positions, heads, _ = v_BSHM.shape
         c_BSH, carried_BSH, kept_BSH = (torch.empty_like(g_BSH) for _ in range(3))
@@ -252,9 +234,6 @@ class _ChannelDeltaRule(torch.autograd.Function):
         documents_BS: Tensor | None,
         chunk: int,
     ) -> Tensor:
-        q_BSGN, k_BSGN, v_BSHM, g_BSHN, beta_BSH, documents_BS = _prepared(
-            q_BSGN, k_BSGN, v_BSHM, g_BSHN, beta_BSH, documents_BS
-        )
         sizes = _Sizes.of(q_BSGN, v_BSHM, chunk)
         rows, positions, heads, _ = v_BSHM.shape
         p_BSHJ, t_BSHJ = (v_BSHM.new_empty(rows, positions, heads, chunk) for _ in range(2))
@@ -304,9 +283,8 @@ class _ChannelDeltaRule(torch.autograd.Function):
         positions, chunks, do_BSHM = sizes.positions, sizes.chunks, do_BSHM.contiguous()
         dstates, dd_BSHM, dp_BSHJ = torch.empty_like(states), torch.empty_like(v_BSHM), torch.empty_like(p_BSHJ)
         start_kernel(
-            channel_local_backward_kernel, sizes.of_chunks,
-            p_BSHJ, d_BSHM, documents_BS, do_BSHM, dp_BSHJ, dd_BSHM, positions,
-            **sizes.launch("channel local backward"),
+            channel_local_backward_kernel, sizes.of_chunks, p_BSHJ, d_BSHM, documents_BS, do_BSHM, dp_BSHJ, dd_BSHM,
+            positions, **sizes.launch("channel local backward"),
         )  # fmt: skip
         start_kernel(
             delta_state_backward_kernel, sizes.over_chunks("channel state backward"),
@@ -321,11 +299,8 @@ class _ChannelDeltaRule(torch.autograd.Function):
             k_BSGN, v_BSHM, rounded_BSHN, beta_BSH, t_BSHJ, documents_BS, states, dd_BSHM, dwritten_BSHN, da_BSHJ,
             dv_BSHM, dbeta_BSH, marks, positions, chunks, **sizes.launch("channel write backward"), LEVELS=sizes.levels,
         )  # fmt: skip
-        dq_BSHN, dk_BSHN, dg_BSHN = (
-            torch.empty_like(w_BSHN),
-            torch.empty_like(w_BSHN),
-            torch.empty_like(rounded_BSHN, dtype=torch.float32),
-        )
+        dq_BSHN, dk_BSHN = torch.empty_like(w_BSHN), torch.empty_like(w_BSHN)
+        dg_BSHN = torch.empty_like(rounded_BSHN, dtype=torch.float32)
         start_kernel(
             channel_query_backward_kernel, sizes.of_chunks,
             q_BSGN, k_BSGN, rounded_BSHN, beta_BSH, documents_BS, states, do_BSHM, dp_BSHJ, da_BSHJ, dwritten_BSHN,
@@ -377,15 +352,6 @@ def _tables(chunk: int, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
     marks += [place_J[:, None] >= place_J, place_J[:, None] < place_J]
     pairs = [*across, *inside, place_J[:, None] <= place_J]
     return torch.stack(marks).to(_dtype_of_decays(dtype)), torch.stack(pairs).to(dtype)
-
-
-def _prepared(
-    q_BSGN: Tensor, k_BSGN: Tensor, v_BSHM: Tensor, g_BSH: Tensor, beta_BSH: Tensor, documents_BS: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Contiguous; queries and keys in the dtype of v, decays and beta in float32."""
-    q_BSGN, k_BSGN, v_BSHM = (tensor.to(v_BSHM.dtype).contiguous() for tensor in (q_BSGN, k_BSGN, v_BSHM))
-    g_BSH, beta_BSH = (tensor.float().contiguous() for tensor in (g_BSH, beta_BSH))
-    return q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH, None if documents_BS is None else documents_BS.contiguous()
 
 
 def _of_key_heads(x_BSHN: Tensor, sizes: _Sizes, dtype: torch.dtype) -> Tensor:

@@ -23,14 +23,12 @@ TILES = 8  # of a program that sums gradients of weights
 
 def unit_length(x_BSHN: Tensor, scale: float = 1.0) -> Tensor:
     """`penstock.kernels.delta_rule.unit_length`."""
-    y_BSHN: Tensor = _UnitLength.apply(x_BSHN, scale)
-    return y_BSHN
+    return _UnitLength.apply(x_BSHN, scale)
 
 
 def gated_norm(o_BSHM: Tensor, gate_BSHM: Tensor, weight_M: Tensor, epsilon: float, *, is_silu: bool) -> Tensor:
     """`penstock.kernels.delta_rule.gated_norm`."""
-    y_BSHM: Tensor = _GatedNorm.apply(o_BSHM, gate_BSHM, weight_M, epsilon, is_silu)
-    return y_BSHM
+    return _GatedNorm.apply(o_BSHM, gate_BSHM, weight_M, epsilon, is_silu)
 
 
 class _UnitLength(torch.autograd.Function):
@@ -40,20 +38,17 @@ class _UnitLength(torch.autograd.Function):
         y_BSHN = torch.empty_like(x_BSHN)
         ctx.save_for_backward(x_BSHN)
         ctx.scale = scale
-        grid, sizes = _tiles(x_BSHN, 1)
-        start_kernel(unit_length_kernel, grid, x_BSHN, y_BSHN, *sizes[0], scale, LENGTH_EPSILON, **sizes[1])
+        grid, heads, sizes = _tiles(x_BSHN, 1)
+        start_kernel(unit_length_kernel, grid, x_BSHN, y_BSHN, heads, scale, LENGTH_EPSILON, **sizes)
         return y_BSHN
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BSHN: Tensor) -> tuple[Tensor, None]:
         (x_BSHN,) = ctx.saved_tensors
-        dx_BSHN = torch.empty_like(x_BSHN)
-        grid, sizes = _tiles(x_BSHN, 1)
-        start_kernel(
-            unit_length_backward_kernel, grid,
-            x_BSHN, dy_BSHN.contiguous(), dx_BSHN, *sizes[0], ctx.scale, LENGTH_EPSILON, **sizes[1],
-        )  # fmt: skip
+        dx_BSHN, tensors = torch.empty_like(x_BSHN), (x_BSHN, dy_BSHN.contiguous())
+        grid, heads, sizes = _tiles(x_BSHN, 1)
+        start_kernel(unit_length_backward_kernel, grid, *tensors, dx_BSHN, heads, ctx.scale, LENGTH_EPSILON, **sizes)
         return dx_BSHN, None
 
 
@@ -64,19 +59,9 @@ class _GatedNorm(torch.autograd.Function):
         y_BSHM = torch.empty_like(o_BSHM)
         ctx.save_for_backward(o_BSHM, gate_BSHM, weight_M)
         ctx.epsilon, ctx.is_silu = epsilon, is_silu
-        grid, sizes = _tiles(o_BSHM, 1)
-        start_kernel(
-            gated_norm_kernel,
-            grid,
-            o_BSHM,
-            gate_BSHM,
-            weight_M,
-            y_BSHM,
-            *sizes[0],
-            epsilon,
-            IS_SILU=is_silu,
-            **sizes[1],
-        )
+        grid, heads, sizes = _tiles(o_BSHM, 1)
+        tensors = o_BSHM, gate_BSHM, weight_M, y_BSHM
+        start_kernel(gated_norm_kernel, grid, *tensors, heads, epsilon, IS_SILU=is_silu, **sizes)
         return y_BSHM
 
     @staticmethod
@@ -84,22 +69,22 @@ class _GatedNorm(torch.autograd.Function):
     def backward(ctx: Any, dy_BSHM: Tensor) -> tuple[Tensor | None, ...]:
         o_BSHM, gate_BSHM, weight_M = ctx.saved_tensors
         do_BSHM, dgate_BSHM = torch.empty_like(o_BSHM), torch.empty_like(gate_BSHM)
-        grid, sizes = _tiles(o_BSHM, TILES)
+        grid, heads, sizes = _tiles(o_BSHM, TILES)
         partial_PM = o_BSHM.new_empty(grid[0], o_BSHM.shape[-1], dtype=torch.float32)
         start_kernel(
             gated_norm_backward_kernel, grid,
-            o_BSHM, gate_BSHM, weight_M, dy_BSHM.contiguous(), do_BSHM, dgate_BSHM, partial_PM, *sizes[0], ctx.epsilon,
-            TILES=TILES, IS_SILU=ctx.is_silu, **sizes[1],
+            o_BSHM, gate_BSHM, weight_M, dy_BSHM.contiguous(), do_BSHM, dgate_BSHM, partial_PM, heads, ctx.epsilon,
+            TILES=TILES, IS_SILU=ctx.is_silu, **sizes,
         )  # fmt: skip
         return do_BSHM, dgate_BSHM, partial_PM.sum(0).to(weight_M.dtype), None, None
 
 
-def _tiles(x_BSHN: Tensor, tiles: int) -> tuple[tuple[int], tuple[tuple[int], dict[str, int]]]:
+def _tiles(x_BSHN: Tensor, tiles: int) -> tuple[tuple[int], int, dict[str, int]]:
     """The grid, the number of heads, and constants, where a program has some `tiles`."""
     width = x_BSHN.shape[-1]
     heads, columns = x_BSHN.numel() // max(width, 1), power_of_two(width)
     rows = max(1, NUMBERS // columns)
-    return (ceil_div(heads, rows * tiles),), ((heads,), {"D": width, "BLOCK_T": rows, "BLOCK_D": columns})
+    return (ceil_div(heads, rows * tiles),), heads, {"D": width, "BLOCK_T": rows, "BLOCK_D": columns}
 
 
 @triton.jit

@@ -85,7 +85,7 @@ def linear_cross_entropy(
     )
     if torch.is_grad_enabled() and (x_TD.requires_grad or head_VD.requires_grad):
         return _LinearCrossEntropy.apply(x_TD, head_VD, labels_T.contiguous(), plan)
-    return _walk_chunks(x_TD, head_VD, labels_T.contiguous(), plan, wants=(False, False)).loss
+    return _walk_chunks(x_TD, head_VD, labels_T.contiguous(), plan, wants_x=False, wants_head=False)[0]
 
 
 def default_chunk_tokens(head_VD: Tensor) -> int:
@@ -95,7 +95,7 @@ def default_chunk_tokens(head_VD: Tensor) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Arguments of `linear_cross_entropy` that are not differentiated; the labels are of the whole vocabulary."""
+    """Arguments of `linear_cross_entropy` that are not differentiated."""
 
     first_label: int  # of the first column on this rank
     vocabulary: int  # labels over all ranks
@@ -116,24 +116,16 @@ class _Rows(NamedTuple):
     target_T: Tensor
 
 
-class _Outcome(NamedTuple):
-    """Loss, and its gradients for an incoming gradient of 1 where they were wanted."""
-
-    loss: Tensor
-    dx_TD: Tensor | None
-    dhead_VD: Tensor | None  # float32
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Forward computes the gradients; backward scales them."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan) -> Tensor:
         wants_x, wants_head = ctx.needs_input_grad[:2]
-        outcome = _walk_chunks(x_TD, head_VD, labels_T, plan, wants=(wants_x, wants_head))
-        ctx.save_for_backward(outcome.dx_TD, outcome.dhead_VD)
+        loss, *gradients = _walk_chunks(x_TD, head_VD, labels_T, plan, wants_x=wants_x, wants_head=wants_head)
+        ctx.save_for_backward(*gradients)
         ctx.head_dtype, ctx.plan = head_VD.dtype, plan
-        return outcome.loss
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -150,12 +142,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx_TD, dhead_VD, None, None
 
 
-def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, wants: tuple[bool, bool]) -> _Outcome:
-    """The whole operator; `wants` says whether the gradients of x and of the head are needed.
+def _walk_chunks(
+    x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, *, wants_x: bool, wants_head: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss, and its gradients for an incoming gradient of 1: of x, and of the head in float32.
 
     Inside the loop T is the tokens of a chunk; logits_TV is overwritten by its own gradient, unless products make that.
     """
-    wants_x, wants_head = wants
     tokens, columns = x_TD.shape[0], head_VD.shape[0]
     buffer_TV = x_TD.new_empty(min(plan.chunk_tokens, tokens), columns)
     logsumexp_T, target_T = x_TD.new_empty(2, tokens, dtype=torch.float32)
@@ -175,7 +168,7 @@ def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, w
             products.put_gradients(rows, None if dx_TD is None else dx_TD[chunk], dhead_VD, overwrite=start == 0)
 
     loss_T = logsumexp_T - target_T + plan.z_weight * logsumexp_T.square()
-    return _Outcome(torch.where(labels_T != IGNORED_LABEL, loss_T, 0.0).sum(), dx_TD, dhead_VD)
+    return torch.where(labels_T != IGNORED_LABEL, loss_T, 0.0).sum(), dx_TD, dhead_VD
 
 
 class _Products:
@@ -370,7 +363,6 @@ def scale_kernel(gradient_ptr, scale_ptr, out_ptr, elements, ADD: tl.constexpr, 
 
 
 def _check(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, accumulate_into: Tensor | None) -> None:
-    """Raise KernelError where shapes or dtypes do not fit each other."""
     if x_TD.dim() != 2 or head_VD.dim() != 2 or x_TD.shape[1] != head_VD.shape[1]:
         got = f"x {tuple(x_TD.shape)}, head {tuple(head_VD.shape)}"
         raise KernelError("linear_cross_entropy: x and head must be matrices of equal width", got=got)
@@ -380,9 +372,9 @@ def _check(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, accumulate_into: Ten
     if labels_T.shape != x_TD.shape[:1] or labels_T.dtype != torch.int64:
         got = f"{labels_T.dtype} {tuple(labels_T.shape)} for {x_TD.shape[0]} rows"
         raise KernelError("linear_cross_entropy: labels must be int64, one for each row of x", got=got)
-    sum_VD = accumulate_into
-    if sum_VD is not None and not (
-        sum_VD.shape == head_VD.shape and sum_VD.dtype in (torch.float32, torch.float64) and sum_VD.is_contiguous()
-    ):
+    if accumulate_into is None:
+        return
+    is_wide = accumulate_into.dtype in (torch.float32, torch.float64)
+    if accumulate_into.shape != head_VD.shape or not is_wide or not accumulate_into.is_contiguous():
         what = "linear_cross_entropy: accumulate_into must be contiguous float32 in the shape of head"
-        raise KernelError(what, got=f"{sum_VD.dtype} {tuple(sum_VD.shape)}")
+        raise KernelError(what, got=f"{accumulate_into.dtype} {tuple(accumulate_into.shape)}")

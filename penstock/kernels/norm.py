@@ -130,10 +130,11 @@ def normalized_gradients(
     ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, residual and weight, from those of the normed rows and of the sum (or x), which may be None."""
+    x_TD, weight_D, scale_T = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
     dx_TD, dweight_D = dsum_TD, None
     if dnormed_TD is not None:
-        dx_TD, dweight_D = _backward(*ctx.saved_tensors, dnormed_TD, dsum_TD, ctx.offset)
+        dx_TD, dweight_D = _backward(x_TD, weight_D, scale_T, dnormed_TD, dsum_TD, ctx.offset)
     if dx_TD is None:
         return None, None, None
     return dx_TD.to(x_dtype), None if residual_dtype is None else dx_TD.to(residual_dtype), dweight_D
@@ -179,7 +180,7 @@ def stages_of(tile_bytes: int, launch: KernelLaunch) -> int:
 
 
 def _rows(x_TD: Tensor) -> Tensor:
-    """As a matrix whose rows are contiguous, without a copy where strides allow."""
+    """As a matrix with contiguous rows, without a copy where strides allow."""
     rows = x_TD.reshape(-1, x_TD.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

@@ -118,18 +118,15 @@ def plan_replicas(counts_WE: Tensor, rule: ReplicaRule, source: int, passes: Ten
         first += counts[source][expert]
     padding = [(rule.experts, 0)]
     slots = [replicas + padding * (rule.slots - len(replicas)) for replicas in placement.replicas]
-
-    def made(values: Sequence[object]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=counts_WE.device)
-
-    # A rule without slots has no list to take its shape from.
-    slot_experts_ZX, slot_rows_ZX = made(slots).view(rule.groups, rule.slots, 2).unbind(2)
+    plan = empty_plan(counts_WE, rule)
+    slot_experts, slot_rows = ([[pair[part] for pair in replicas] for replicas in slots] for part in (0, 1))
+    for table, values in zip(plan, (slot_experts, slot_rows, targets, ends, facts), strict=True):
+        table.copy_(torch.tensor(values, dtype=torch.int32).view(table.shape))
     if passes is not None:
         needed = max(needed, int(passes[PlanFact.SLOTS_NEEDED]))
-        passes += made(facts)
+        passes += plan.facts
         passes[PlanFact.SLOTS_NEEDED] = needed
-    tables = slot_experts_ZX.contiguous(), slot_rows_ZX.contiguous(), made(targets), made(ends), made(facts)
-    return ReplicaPlan(*tables)
+    return plan
 
 
 def assign_replicas(experts_TK: Tensor, order: RowOrder, plan: ReplicaPlan, rule: ReplicaRule) -> Tensor:
@@ -155,9 +152,9 @@ def empty_plan(counts_WE: Tensor, rule: ReplicaRule) -> ReplicaPlan:
 
 @dataclass(frozen=True)
 class PlacedReplicas:
-    """PlacedReplicas of each group in the order of its slots, as pairs of expert and rows."""
+    """Result of an attempt."""
 
-    replicas: list[list[tuple[int, int]]]
+    replicas: list[list[tuple[int, int]]]  # expert and rows of each slot of each group
     loads: list[int]  # rows of each group with them
 
     @property
@@ -166,7 +163,7 @@ class PlacedReplicas:
 
     @property
     def most_slots(self) -> int:
-        """PlacedReplicas of the group that holds most."""
+        """Replicas of the group that holds most."""
         return max(map(len, self.replicas))
 
     def of(self, expert: int) -> Iterator[tuple[int, int, int]]:
@@ -203,11 +200,8 @@ def _attempt(totals: Sequence[int], rule: ReplicaRule, bound: int, *, fills: boo
     donor = target = -1
     while (fullest := max(loads)) > bound:
         if not fills or target < 0 or loads[target] == bound:
-            takers = [
-                group
-                for group, load in enumerate(loads)
-                if load < bound and (fills or len(replicas[group]) < rule.slots)
-            ]
+            has_slot = [fills or len(held) < rule.slots for held in replicas]
+            takers = [group for group, load in enumerate(loads) if load < bound and has_slot[group]]
             if not takers:
                 return None
             donor, target = loads.index(fullest), min(takers, key=loads.__getitem__)  # the first of equal ones

@@ -59,7 +59,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_BSHN: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(dout_BSHN, *ctx.saved_tensors, direction=-1.0), None, None
+        cos_BSP, sin_BSP = ctx.saved_tensors
+        return _turn(dout_BSHN, cos_BSP, sin_BSP, direction=-1.0), None, None
 
 
 def _turn(x_BSHN: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, direction: float) -> Tensor:

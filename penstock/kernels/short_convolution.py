@@ -23,8 +23,7 @@ def short_convolution(x_BSD: Tensor, weight_DJ: Tensor, documents_BS: Tensor | N
     if weight_DJ.ndim != 2 or weight_DJ.shape[0] != x_BSD.shape[-1]:
         got = f"{tuple(weight_DJ.shape)} for {tuple(x_BSD.shape)}"
         raise KernelError("short_convolution: weights must have a row for each feature", got=got)
-    y_BSD: Tensor = _ShortConvolution.apply(x_BSD, weight_DJ, documents_BS)
-    return y_BSD
+    return _ShortConvolution.apply(x_BSD, weight_DJ, documents_BS)
 
 
 class _ShortConvolution(torch.autograd.Function):

@@ -126,8 +126,8 @@ def sparse_attention(
     o_HBSC = torch.einsum("bhst,btc->hbsc", p_BHSS, latent_BSC.to(dtype)).to(q_HBSC.dtype)
     if index is None:
         return o_HBSC
-    scores_BSS = index_scores(index.q_BSGN, index.k_BSN, index.weights_BSG)
-    return attach_loss(o_HBSC, index_loss(scores_BSS, p_BHSS.detach().mean(1), keys_BSS) * index.factor)
+    *of_index, factor = index
+    return attach_loss(o_HBSC, index_loss(index_scores(*of_index), p_BHSS.detach().mean(1), keys_BSS) * factor)
 
 
 class _Attach(torch.autograd.Function):
@@ -177,12 +177,10 @@ def attach_dense_loss(
 
     Backward computes it, for as many queries at a time as have `FLOATS_AT_ONCE` products.
     """
-    inputs = index.q_BSGN, index.k_BSN, index.weights_BSG, q_BSHN.detach(), k_BSHN.detach(), first_BS
-    attached: Tensor = _AttachDense.apply(carrier, *inputs, scale, index.factor)
-    return attached
+    *of_index, factor = index
+    return _AttachDense.apply(carrier, *of_index, q_BSHN.detach(), k_BSHN.detach(), first_BS, scale, factor)
 
 
 def attach_loss(carrier: Tensor, loss: Tensor) -> Tensor:
     """Return `carrier` unchanged, and add a float32 scalar to the loss that is differentiated through it."""
-    attached: Tensor = _Attach.apply(carrier, loss)
-    return attached
+    return _Attach.apply(carrier, loss)

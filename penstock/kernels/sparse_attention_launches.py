@@ -7,7 +7,7 @@ over the heads is the mass that the indexer's loss compares with. Gradients of k
 them, by atomic additions in float32: two runs may differ in the last bits.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -41,27 +41,17 @@ SCORE_BYTES = 1 << 30  # of the scores that exist at once
 PAIR_BYTES = 1 << 30  # of the probabilities and gradients of scores that exist at once
 
 
-@dataclass(frozen=True, kw_only=True)
-class SparseLaunches:
-    """Launches: `block_rows` heads (or queries times heads), `block_columns` keys, `block_depth` columns."""
-
-    forward: KernelLaunch
-    scores: KernelLaunch
-    queries: KernelLaunch
-    keys: KernelLaunch
-    index: KernelLaunch
-    choice: KernelLaunch
-    index_backward: KernelLaunch
-
-
 @cache
-def _launches(target: str) -> SparseLaunches:
+def _launches(target: str) -> Mapping[str, KernelLaunch]:
     rows = section(target, "sparse_attention") or section("any", "sparse_attention")
-    return SparseLaunches(**{kernel: KernelLaunch(**fields) for kernel, fields in rows.items()})
+    return {kernel: KernelLaunch(**fields) for kernel, fields in rows.items()}
 
 
-def launches_for(device: torch.device) -> SparseLaunches:
-    """The launches of a chip; older chips and the interpreter take small ones, dry runs those of Hopper."""
+def launches_for(device: torch.device) -> Mapping[str, KernelLaunch]:
+    """The launches of a chip: `block_rows` heads (or queries times heads), `block_columns` keys, `block_depth` columns.
+
+    Older chips and the interpreter take small ones, dry runs those of Hopper.
+    """
     target = target_of(device)
     return _launches("sm_90" if target == INTERPRETER and device.type == "meta" else target)
 
@@ -103,7 +93,8 @@ class _Sizes(NamedTuple):
 @torch.no_grad()
 def choose_keys(q_BSGN: Tensor, k_BSN: Tensor, weights_BSG: Tensor, first_BS: Tensor, top_k: int) -> Tensor:
     """`penstock.kernels.sparse_attention.choose_keys`; scores of one chunk of queries exist at a time."""
-    (rows, positions, heads, width), launch = q_BSGN.shape, launches_for(q_BSGN.device).index
+    (rows, positions, heads, width), launches = q_BSGN.shape, launches_for(q_BSGN.device)
+    launch, choice = launches["index"], launches["choice"]
     q_BSGN, k_BSN, weights_BSG = q_BSGN.contiguous(), k_BSN.contiguous(), weights_BSG.float().contiguous()
     keys_BSK = torch.empty(rows, positions, top_k, dtype=torch.int32, device=q_BSGN.device)
     block_heads = power_of_two(heads)
@@ -121,10 +112,10 @@ def choose_keys(q_BSGN: Tensor, k_BSN: Tensor, weights_BSG: Tensor, first_BS: Te
             G=heads, N=width, BLOCK_G=block_heads, BLOCK_N=max(LEAST, power_of_two(width)), QUERIES=together,
             BLOCK_K=launch.block_columns, BLOCKS=blocks, STAGES=launch.stages, num_warps=launch.warps,
         )  # fmt: skip
-        held = min(power_of_two(seen), launches_for(q_BSGN.device).choice.block_columns)
+        held = min(power_of_two(seen), choice.block_columns)
         start_kernel(
             choose_keys_kernel, (queries, rows), scores_BQS, first_BS, keys_BSK, positions, first, queries, seen,
-            K=top_k, BLOCK=held, PART=min(held, PART), num_warps=launches_for(q_BSGN.device).choice.warps,
+            K=top_k, BLOCK=held, PART=min(held, PART), num_warps=choice.warps,
         )  # fmt: skip
     return keys_BSK
 
@@ -141,12 +132,10 @@ def sparse_attention(
     index: IndexLoss | None = None,
 ) -> Tensor:
     """`penstock.kernels.sparse_attention.sparse_attention`; keys that are no -1 come first among a query's K."""
-    inputs = (None, None, None) if index is None else (index.q_BSGN, index.k_BSN, index.weights_BSG)
-    factor = 0.0 if index is None else index.factor
-    o_HBSC: Tensor = _SparseAttention.apply(
-        q_HBSC, q_rope_BSHP, latent_BSC, rope_BSP, *inputs, keys_BSK, first_BS, scale, factor
+    *of_index, factor = (None, None, None, 0.0) if index is None else index
+    return _SparseAttention.apply(
+        q_HBSC, q_rope_BSHP, latent_BSC, rope_BSP, *of_index, keys_BSK, first_BS, scale, factor
     )
-    return o_HBSC
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -172,7 +161,6 @@ class _SparseAttention(torch.autograd.Function):
         o_HBSC = torch.empty_like(inputs[0])
         log_sums_BSH = torch.empty(q_rope_BSHP.shape[:-1], dtype=torch.float32, device=q_HBSC.device)
         tensors = (*inputs, o_HBSC, log_sums_BSH)
-        launch = launches_for(q_HBSC.device).forward
         if _is_hoppers(sizes, q_HBSC):
             grid = (sizes.places * sizes.heads // 64,)
             # The heads' steps of q and o are equal; given twice, the compiler does not hold offsets through the loop.
@@ -182,6 +170,7 @@ class _SparseAttention(torch.autograd.Function):
                 H=sizes.heads, K=sizes.top_k, num_warps=8,
             )  # fmt: skip
         else:
+            launch = launches_for(q_HBSC.device)["forward"]
             grid = (sizes.places * sizes.blocks(launch),)
             numbers = sizes.places, sizes.positions, scale
             start_kernel(sparse_forward_kernel, grid, *tensors, *numbers, **sizes.constants(launch))
@@ -199,12 +188,14 @@ class _SparseAttention(torch.autograd.Function):
         chunk = max(1, min(sizes.places, PAIR_BYTES // (2 * sizes.heads * sizes.top_k * q_HBSC.itemsize)))
         p_QHK, ds_QHK = q_HBSC.new_empty(2, chunk, sizes.heads, sizes.top_k).unbind()
         is_hoppers = _is_hoppers(sizes, q_HBSC)
-        parts = sizes.heads // 64 if is_hoppers else sizes.blocks(launches.scores)
+        parts = sizes.heads // 64 if is_hoppers else sizes.blocks(launches["scores"])
         mass_QK = torch.empty(chunk, parts, sizes.top_k, dtype=torch.float32, device=q_HBSC.device)
         dq_HBSC, dq_rope_BSHP = torch.empty_like(q_HBSC), torch.empty_like(q_rope_BSHP)
         dlatent_BSC, drope_BSP = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (latent_BSC, rope_BSP))
-        of_loss = index_q, index_k, weights, keys_BSK, first_BS
-        gradients = None if index_q is None else _IndexBackward(of_loss, parts, ctx.factor)
+        dindex: tuple[Tensor | None, ...] = (None, None, None)
+        if index_q is not None:
+            dindex_k = torch.zeros_like(index_k, dtype=torch.float32)
+            dindex = torch.empty_like(index_q), dindex_k, torch.empty_like(weights)
         by_head, by_place = (1, sizes.places), (sizes.heads, 1)  # steps of a place and of a head, in rows
         for first in range(0, sizes.places, chunk):
             queries = min(chunk, sizes.places - first)
@@ -218,10 +209,10 @@ class _SparseAttention(torch.autograd.Function):
             else:
                 start_kernel(
                     sparse_score_backward_kernel, (queries * parts,), *tensors, sizes.places, sizes.positions, first,
-                    ctx.scale, **sizes.constants(launches.scores),
+                    ctx.scale, **sizes.constants(launches["scores"]),
                 )  # fmt: skip
             for rows, dq, steps in ((latent_BSC, dq_HBSC, by_head), (rope_BSP, dq_rope_BSHP, by_place)):
-                grid, constants = _by_columns(sizes, rows.shape[-1], launches.queries, queries)
+                grid, constants = _by_columns(sizes, rows.shape[-1], launches["queries"], queries)
                 start_kernel(
                     sparse_query_backward_kernel, grid, ds_QHK, rows, keys_BSK, first_BS, dq, *steps, sizes.positions,
                     first, **constants,
@@ -230,43 +221,36 @@ class _SparseAttention(torch.autograd.Function):
                 (q_HBSC, do_HBSC, dlatent_BSC, by_head),
                 (q_rope_BSHP, None, drope_BSP, by_place),
             ):
-                grid, constants = _by_columns(sizes, q.shape[-1], launches.keys, queries)
+                grid, constants = _by_columns(sizes, q.shape[-1], launches["keys"], queries)
                 start_kernel(
                     sparse_key_backward_kernel, grid, q, do, keys_BSK, first_BS, p_QHK, ds_QHK, drows, *steps,
                     sizes.positions, first, **constants,
                 )  # fmt: skip
-            if gradients is not None:
-                gradients.add(mass_QK, first, queries)
-        of_index = (None, None, None) if gradients is None else gradients.result()
+            if index_q is not None:
+                of_loss = index_q, index_k, weights, keys_BSK, first_BS
+                _add_index_gradients(of_loss, mass_QK, dindex, first, ctx.factor)
+        if index_q is not None:
+            dindex = dindex[0], dindex_k.to(index_k.dtype), dindex[2]
         dlatent_BSC, drope_BSP = dlatent_BSC.to(latent_BSC.dtype), drope_BSP.to(rope_BSP.dtype)
-        return dq_HBSC, dq_rope_BSHP, dlatent_BSC, drope_BSP, *of_index, None, None, None, None
+        return dq_HBSC, dq_rope_BSHP, dlatent_BSC, drope_BSP, *dindex, None, None, None, None
 
 
-class _IndexBackward:
-    """Gradients of the indexer's loss, chunk by chunk of queries."""
+def _add_index_gradients(
+    inputs: tuple[Tensor, ...], mass_QPK: Tensor, gradients: tuple[Tensor | None, ...], first: int, factor: float
+) -> None:
+    """Gradients of the indexer's loss of some queries from `first` on: of its queries, keys (added) and weights.
 
-    def __init__(self, inputs: tuple[Tensor, ...], parts: int, factor: float) -> None:
-        self.inputs, self.parts, self.factor = inputs, parts, factor
-        q_BSGN, k_BSN, weights_BSG, *_ = inputs  # the others are the chosen keys, and each query's first one
-        self.dq_BSGN, self.dk_BSN = torch.empty_like(q_BSGN), torch.zeros_like(k_BSN, dtype=torch.float32)
-        self.dweights_BSG = torch.empty_like(weights_BSG)
-
-    def add(self, mass_QK: Tensor, first: int, queries: int) -> None:
-        """Add those of some queries from `first` on; the sum of `mass_QK` over dim 1 is the attention of all heads."""
-        (_, positions, heads, width), top_k = self.inputs[0].shape, mass_QK.shape[-1]
-        launch = launches_for(mass_QK.device).index_backward
-        scores_QK = mass_QK.new_empty(queries, top_k)
-        start_kernel(
-            index_backward_kernel, (queries,),
-            *self.inputs, mass_QK, scores_QK, self.dq_BSGN, self.dk_BSN, self.dweights_BSG, positions, first,
-            self.factor, G=heads, N=width, K=top_k, PARTS=self.parts, BLOCK_G=max(LEAST, power_of_two(heads)),
-            BLOCK_N=max(LEAST, power_of_two(width)), BLOCK_K=launch.block_columns, STAGES=launch.stages,
-            num_warps=launch.warps,
-        )  # fmt: skip
-
-    def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and weights."""
-        return self.dq_BSGN, self.dk_BSN.to(self.inputs[1].dtype), self.dweights_BSG
+    The sum of `mass_QPK` over dim 1 is the attention of all heads.
+    """
+    (_, positions, heads, width), (queries, parts, top_k) = inputs[0].shape, mass_QPK.shape
+    launch = launches_for(mass_QPK.device)["index_backward"]
+    start_kernel(
+        index_backward_kernel, (queries,),
+        *inputs, mass_QPK, mass_QPK.new_empty(queries, top_k), *gradients, positions, first, factor,
+        G=heads, N=width, K=top_k, PARTS=parts, BLOCK_G=max(LEAST, power_of_two(heads)),
+        BLOCK_N=max(LEAST, power_of_two(width)), BLOCK_K=launch.block_columns, STAGES=launch.stages,
+        num_warps=launch.warps,
+    )  # fmt: skip
 
 
 def _by_columns(sizes: _Sizes, width: int, launch: KernelLaunch, queries: int) -> tuple[tuple[int], dict[str, int]]:

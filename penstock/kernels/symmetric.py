@@ -17,7 +17,7 @@ Tokens travel in chunks, and flags mark finished chunks (penstock/kernels/symmet
 
 Copy engines use no multiprocessor but cannot read choices: they send all rows to all ranks in one piece. Then
 `push_rows` sends choices only, `return_rows` leaves its sums in local memory, `signal` marks the copies as finished,
-and `hold` waits for those of the other ranks.
+and `wait` waits for those of the other ranks.
 
 `penstock.parallel.symmetric` owns the memory and decides the order of the calls; nothing here checks it.
 """
@@ -31,7 +31,6 @@ from penstock.base.errors import KernelError
 from penstock.kernels.language import ceil_div, power_of_two
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.symmetric_kernels import (
-    hold_kernel,
     push_numbers_kernel,
     push_rows_kernel,
     return_rows_kernel,
@@ -51,14 +50,13 @@ MOST_RANKS = 31  # the ranks of a token are bits of an int32
 class PersistentLaunch(KernelLaunch):
     """Launch of a kernel whose programs walk over tiles of rows; columns are words of 4 bytes, or numbers if it sums.
 
-    `programs` is the most multiprocessors that the kernel takes. Sending kernels must use the same number on all ranks,
-    because receivers count programs; waiting kernels must leave room on the chip for the kernels that send.
+    Sending kernels must have the same `programs` on all ranks, because receivers count them; waiting kernels must leave
+    room on the chip for the kernels that send.
     """
 
-    programs: int
+    programs: int  # at most; one for each tile if tiles are fewer
 
     def programs_for(self, rows: int) -> int:
-        """Programs to start: at most one for each tile."""
         return max(1, min(self.programs, ceil_div(rows, self.block_rows)))
 
 
@@ -71,7 +69,6 @@ class Peers:
 
     @property
     def size(self) -> int:
-        """Number of ranks, this one included."""
         return self.addresses_W.numel()
 
 
@@ -85,12 +82,9 @@ class ExpertRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenChunks:
-    """Chunks of each rank's tokens, and the chunks `first` to `last` - 1 of one launch.
+    """Chunks of each rank's tokens, and the chunks `first` to `last` - 1 of one launch."""
 
-    A chunk has `rows` tokens; the last of the `count` chunks may have fewer, or none.
-    """
-
-    rows: int
+    rows: int  # tokens of a chunk; the last of all chunks may have fewer, or none
     count: int
     first: int
     last: int
@@ -148,7 +142,6 @@ class LocalPlaces:
 
     @property
     def constants(self) -> dict[str, int]:
-        """Sizes that the kernels are compiled with."""
         experts = self.counts_e.shape[0]
         return {"K": self.places_NK.shape[1], "EXPERTS": experts, "BLOCK_E": power_of_two(experts)}
 
@@ -204,11 +197,11 @@ def push_rows(
     `return_rows`. In `experts_TK` the number of experts marks a dropped choice. `offsets` are bytes, of the section (a
     multiple of 16) and of the channel's flags; `choices` is None if all ranks have the choices already.
     """
-    words_TD, weights_TK = _words(x_TD), None if choices is None else choices.weights_TK.contiguous()
+    words_TD, weights_TK, to_ids, to_weights, to_flags = _words(x_TD), None, 0, 0, 0
     tokens, width = words_TD.shape
-    to_ids, to_weights, to_flags = (
-        (0, 0, 0) if choices is None else (choices.ids_offset, choices.weights_offset, choices.flags_offset)
-    )
+    if choices is not None:
+        weights_TK, to_ids = choices.weights_TK.contiguous(), choices.ids_offset
+        to_weights, to_flags = choices.weights_offset, choices.flags_offset
     start_kernel(
         push_rows_kernel, (launch.programs_for(tokens),),
         words_TD, experts_TK.contiguous(), weights_TK, peers.addresses_W, offsets[0], to_ids, to_weights, offsets[1],
@@ -218,19 +211,17 @@ def push_rows(
     )  # fmt: skip
 
 
-def wait(awaited: ChannelWait, needed: Tensor | None = None) -> None:
+def wait(awaited: ChannelWait, needed: Tensor | None = None, *, advances: bool = True) -> None:
     """Block this stream until every rank has written the first chunk of a channel.
 
     `needed` is an int32 scalar on the device, the same on all ranks: if it is zero, neither this nor `signal` does
-    anything.
+    anything. If `expected` is not advanced, `take_rows` or `sum_ranks` follows, which waits again and advances it.
     """
-    start_kernel(wait_kernel, (1,), *awaited.arguments, needed, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
-
-
-def hold(awaited: ChannelWait) -> None:
-    """Like `wait`, but does not advance `expected`: `take_rows` or `sum_ranks` follows, waits again and advances it."""
-    flags, expected, _, late, *numbers = awaited.arguments
-    start_kernel(hold_kernel, (1,), flags, expected, late, *numbers, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
+    flags_CW, expected, left, *rest = awaited.arguments
+    start_kernel(
+        wait_kernel, (1,), flags_CW, expected, left if advances else None, *rest, needed,
+        **_ranks(awaited.flags_CW.shape[1]), num_warps=1,
+    )  # fmt: skip
 
 
 def signal(peers: Peers, flags_offset: int, needed: Tensor | None = None) -> None:

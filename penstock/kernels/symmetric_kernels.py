@@ -161,13 +161,14 @@ def wait_kernel(
     flags_ptr, expected_ptr, left_ptr, late_ptr, channel, signals, limit, needed_ptr,
     W: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Wait for chunk 0 of a channel in one program, and advance `expected`; later kernels of the stream may read.
+    """Wait for chunk 0 of a channel in one program; later kernels of the stream may read.
 
-    With zero at `needed` nothing is done.
+    With zero at `needed` nothing is done. Without `left` the kernel that reads advances `expected`.
     """
     if _is_needed(needed_ptr):
         await_chunk(flags_ptr, tl.load(expected_ptr) + signals, late_ptr, channel, limit, W, BLOCK_W)
-        leave(expected_ptr, left_ptr, channel, signals, 1)
+        if left_ptr is not None:
+            leave(expected_ptr, left_ptr, channel, signals, 1)
 
 
 @triton.jit
@@ -363,12 +364,6 @@ def take_numbers_kernel(
     value_WN = tl.load(section_ptr + _half(expected, NUMBERS, W) + place_WN, mask=exists_WN, other=0)
     tl.store(out_ptr + place_WN, value_WN, mask=exists_WN)
     leave(expected_ptr, left_ptr, channel, signals, 1)
-
-
-@triton.jit(do_not_specialize=["channel"])
-def hold_kernel(flags_ptr, expected_ptr, late_ptr, channel, signals, limit, W: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Wait for chunk 0 of a channel in one program. The reading kernel that follows advances `expected`."""
-    await_chunk(flags_ptr, tl.load(expected_ptr) + signals, late_ptr, channel, limit, W, BLOCK_W)
 
 
 @triton.jit(do_not_specialize=["own_rank", "channel", "first", "last"])

@@ -45,7 +45,6 @@ from penstock.kernels.symmetric import (
     Peers,
     TokenChunks,
     gather_bytes,
-    hold,
     push_numbers,
     signal,
     take_numbers,
@@ -275,7 +274,7 @@ class SymmetricBuffers:
 
     def hold(self, channel: Channel, signals: int) -> None:
         """`wait` for a channel that `read` comes to next."""
-        hold(self._awaited(channel, signals))
+        wait(self._awaited(channel, signals), advances=False)
 
     def read(
         self, function: Callable[[ChannelWait, TokenChunks], None], channel: Channel, signals: int, chunks: TokenChunks

@@ -460,7 +460,7 @@ _GRAM_SHARE = 0.75
 """Operations in a second of products of matrices with their transposes over those of other products: 0.56 to 1.05 on
 an H200 (benchmarks/results/muon-h200.json)."""
 
-_WAITS = frozenset({"wait_kernel", "hold_kernel", "signal_kernel", "push_numbers_kernel", "take_numbers_kernel"})
+_WAITS = frozenset({"wait_kernel", "signal_kernel", "push_numbers_kernel", "take_numbers_kernel"})
 """Kernels that move nothing."""
 
 _CASTS = frozenset({"quantize_kernel", "measure_kernel"})

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.attention_bounds import AttentionBounds, first_keys, has_kernel, parts_of
 from penstock.kernels.attention_window import AttentionWindow
-from penstock.kernels.bounded_attention import AttentionLaunch, AttentionLaunches, bounded_attention
+from penstock.kernels.bounded_attention import AttentionLaunch, bounded_attention
 from tests.closeness import assert_close, assert_equal
 from tests.kernels.ahead_of_time import CHIPS, TARGETS, compile_launches, on_meta
 from tests.kernels.eager_attention import eager_attention, random_documents, seen_by, with_gradients
@@ -19,17 +19,16 @@ WINDOWS = {
     "window": AttentionWindow(kind="window", size=21),
     "chunk": AttentionWindow(kind="chunk", size=19),
 }
-SMALL = AttentionLaunches(
-    forward=AttentionLaunch(block_rows=32, block_columns=16),
-    queries=AttentionLaunch(block_rows=16, block_columns=32),
-    keys=AttentionLaunch(block_rows=32, block_columns=16),
-)
+TILES = {"forward": (32, 16), "queries": (16, 32), "keys": (32, 16)}
+"""Queries and keys of small tiles."""
 
 
-def _packed(launches: AttentionLaunches, heads: int) -> AttentionLaunches:
-    """The same with several heads in a tile."""
-    forward, queries, keys = (replace(one, heads=heads) for one in vars(launches).values())
-    return AttentionLaunches(forward=forward, queries=queries, keys=keys)
+def _set_small_tiles(monkeypatch: pytest.MonkeyPatch, heads: int = 1) -> None:
+    launches = {
+        kernel: AttentionLaunch(block_rows=rows, block_columns=columns, heads=heads)
+        for kernel, (rows, columns) in TILES.items()
+    }
+    monkeypatch.setattr("penstock.kernels.bounded_attention.launches_for", lambda *_: launches)
 
 
 def _drawn(
@@ -82,8 +81,10 @@ def test_outputs_and_gradients_are_those_of_all_scores(
     queries: int,
     packed: int,
     device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also of queries at the end of a row, with more keys before them."""
+    _set_small_tiles(monkeypatch, packed)
     window, keys, rows = WINDOWS[kind], 83, 2
     *wide, direction = _drawn(rows, queries, keys, heads, widths)
     documents_BS = random_documents(rows, keys) if has_documents else None
@@ -91,9 +92,7 @@ def test_outputs_and_gradients_are_those_of_all_scores(
     leaves = [x.float().to(device).requires_grad_() for x in wide]
     bounds = AttentionBounds.of(first_keys(documents_BS, window, keys, torch.device("cpu"))[:, -queries:], keys)
     bounds = replace(bounds, first_BQ=bounds.first_BQ.to(device), last_BK=bounds.last_BK.to(device))
-    o_BQHM = bounded_attention(
-        *leaves[:3], bounds, scale=SCALE, sinks_H=leaves[3] if has_sinks else None, launches=_packed(SMALL, packed)
-    )
+    o_BQHM = bounded_attention(*leaves[:3], bounds, scale=SCALE, sinks_H=leaves[3] if has_sinks else None)
     got = with_gradients(o_BQHM, direction.float().to(device), leaves)
     wide = [x.requires_grad_() for x in wide]
     seen_BSS = seen_by(window, keys, documents_BS)[:, -queries:]
@@ -184,14 +183,13 @@ def test_a_captured_pass_follows_the_documents_and_never_waits(kind: str) -> Non
     assert_equal(captured, both_passes())
 
 
-def test_repeated_passes_have_the_same_bits(device: torch.device) -> None:
+def test_repeated_passes_have_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    _set_small_tiles(monkeypatch)
     *leaves, direction = (x.to(device, torch.float16) for x in _drawn(1, 70, 70, (4, 2), (32, 32)))
     leaves = [x.requires_grad_() for x in leaves]
     bounds = AttentionBounds.of(first_keys(random_documents(1, 70).to(device), None, 70, device), 70)
     one, other = (
-        with_gradients(
-            bounded_attention(*leaves[:3], bounds, scale=SCALE, sinks_H=leaves[3], launches=SMALL), direction, leaves
-        )
+        with_gradients(bounded_attention(*leaves[:3], bounds, scale=SCALE, sinks_H=leaves[3]), direction, leaves)
         for _ in range(2)
     )
     assert_equal(one, other)

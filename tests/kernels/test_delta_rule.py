@@ -19,7 +19,7 @@ from penstock.kernels.delta_rule import (
     short_convolution,
     unit_length,
 )
-from penstock.kernels.delta_rule_launches import delta_rule, delta_rule_by_kernels
+from penstock.kernels.delta_rule_launches import delta_rule
 from tests.closeness import assert_close, assert_equal
 from tests.kernels.ahead_of_time import TARGETS, compile_launches, on_meta
 from tests.kernels.parity import assert_parity
@@ -86,14 +86,15 @@ def test_no_decay_overflows(function: Callable[..., Tensor], decay: float, devic
 @pytest.mark.parametrize("decay", [0.5, 3.0, 60.0], ids=["of chunks", "of blocks", "of pairs"])
 @pytest.mark.parametrize("lengths", [None, ((13, 70, 17), (64, 36))])
 def test_decays_of_any_size_are_exact(
-    lengths: Sequence[Sequence[int]] | None, decay: float, device: torch.device
+    lengths: Sequence[Sequence[int]] | None, decay: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pairs of features that decay little are computed at once; those of others in blocks, or level by level."""
+    monkeypatch.setattr("penstock.kernels.delta_rule_launches.on_gpu", lambda tensor: False)  # float32 in kernels
     documents_BS = documents_of(lengths)
     documents_BS = None if documents_BS is None else documents_BS.to(device)
     inputs = [one.detach().to(device) for one in draw(torch.float32, by_channel=True, decay=decay)]
     exact = run(recurrent_delta_rule, [one.double().requires_grad_() for one in inputs], documents_BS)
-    found = run(delta_rule_by_kernels, [one.requires_grad_() for one in inputs], documents_BS)
+    found = run(delta_rule, [one.requires_grad_() for one in inputs], documents_BS)
     # Decays are summed over a chunk in float32. The error of an exponent is the relative error of the exponential.
     tolerance = 1e-5 + decay * CHUNK * torch.finfo(torch.float32).eps / 2
     for got, expected in zip(found, exact, strict=True):
@@ -214,7 +215,7 @@ def rule_on_meta(rows: int, *, by_channel: bool = False) -> None:
     g = on_meta(rows, 4096, 32, *([128] if by_channel else []), dtype=torch.float32).requires_grad_()
     beta = on_meta(rows, 4096, 32, dtype=torch.float32).requires_grad_()
     v, documents_BS = on_meta(rows, 4096, 32, 128).requires_grad_(), on_meta(rows, 4096, dtype=torch.int64)
-    o_BSHM = delta_rule_by_kernels(q, k, v, g, beta, documents_BS)
+    o_BSHM = delta_rule(q, k, v, g, beta, documents_BS)
     o_BSHM.backward(torch.empty_like(o_BSHM))
 
 
@@ -270,6 +271,6 @@ def test_kernels_at_the_size_of_a_model_equal_chunks(
     q, k = unit_length(normal(key_heads, 128), 128**-0.5), unit_length(normal(key_heads, 128))
     inputs = [q, k, normal(32, 128), g, normal(32).float().sigmoid()]
     exact = run(chunked_delta_rule, [one.float().requires_grad_() for one in inputs], documents_BS)
-    found = run(delta_rule_by_kernels, [one.requires_grad_() for one in inputs], documents_BS)
+    found = run(delta_rule, [one.requires_grad_() for one in inputs], documents_BS)
     for got, expected in zip(found, exact, strict=True):
         assert_close(got.float(), expected, tolerance=2e-2, by="norm")

@@ -19,7 +19,6 @@ from penstock.kernels.symmetric import (
     ReturnPayload,
     RoutingPayload,
     TokenChunks,
-    hold,
     push_numbers,
     push_rows,
     return_rows,
@@ -256,7 +255,7 @@ def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
     needed = on_meta(dtype=torch.int32)
     for await_flags in (
         wait,
-        hold,
+        lambda awaited: wait(awaited, advances=False),
         lambda awaited: wait(awaited, needed),
         lambda awaited: take_numbers(on_meta(512, dtype=torch.int32), COUNTS_WE, awaited),
     ):
