@@ -21,6 +21,7 @@ from penstock.kernels.expert_parts import (
     no_tile_table,
     used,
 )
+from penstock.kernels.float8.quantized import WeightCopies
 from penstock.kernels.grouped_gemm import (
     grouped_gemm_forward,
     grouped_gemm_input_gradient,
@@ -31,8 +32,11 @@ from penstock.kernels.operators import aligned, torch_add_bias
 from penstock.kernels.permute import unpermute
 from penstock.kernels.reference import ExpertRule, RowOrder
 from penstock.kernels.replica_slots import SlottedWeight, joined
-from penstock.kernels.swiglu import SwigluGradients, swiglu_backward, swiglu_forward
+from penstock.kernels.swiglu import swiglu_backward, swiglu_forward
 from penstock.kernels.tile_table import TileTable, tile_table
+
+# As fields of `float8.operators.SwigluForBackward`, in 16 or in 8 bits.
+ActivationGradients = tuple[Any, Any, Any, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,33 +44,55 @@ class ExpertKernels:
     """The parts of `expert_ffn`; replace one with `dataclasses.replace`.
 
     The three products have the signatures of `penstock.kernels.grouped_gemm` without `launch`, and read and write
-    `SlottedWeight`s as these do. Rows past the last
-    expert's are zero in their results and unread in their operands. `used` is the number of rows on the device.
-    Backends other than Triton ignore `tiles` and `used`.
+    `SlottedWeight`s as these do. Rows past the last expert's are zero in their results and unread in their operands.
+    Backends other than Triton ignore `tiles`.
     """
 
     # (x_RD, w_eFD, counts_e, index_R, *, bias_eF, weights_R, tiles) -> y_RF; the weights multiply the bias.
     forward: Callable[..., Tensor]  # with `saves_rows` it also takes `keep`
     input_gradient: Callable[..., Tensor]  # (dy_RF, w_eFD, counts_e, *, tiles) -> dx_RD
-    weight_gradient: Callable[..., Tensor]  # (dy_RF, x_RD, counts_e, index_R, *, accumulate_into, tiles) -> dw_eFD
-    swiglu: Callable[..., Tensor]  # (gate_up_RF, weights_R, rule, *, used) -> h_RF; unused rows hold anything
-    # (gate_up_RF, weights_R, dh_RF, rule, *, recompute, used); gradients of the weights of unused rows are zero.
-    swiglu_backward: Callable[..., SwigluGradients]
+    weight_gradient: Callable[..., Any]  # (dy_RF, x_RD, counts_e, index_R, *, accumulate_into, tiles) -> dw_eFD
+    swiglu: Callable[..., Any]  # (gate_up_RF, weights_R, rule, counts_e, tiles) -> h_RF; unused rows hold anything
+    # (gate_up_RF, weights_R, dh_RF, counts_e, rule, tiles, *, recompute); gradients of unused rows' weights are zero.
+    swiglu_backward: Callable[..., ActivationGradients]
     bias_gradient: Callable[..., Tensor]  # (dy_RF, counts_e, weighted, *, accumulate_into, tiles) -> dbias_eF
     unpermute: Callable[[Tensor, RowOrder], Tensor]  # the sum over each token's places
     tile_table: Callable[[Tensor, int], TileTable | None]  # of all products of both passes; None where they need none
     saves_rows: bool = False  # the pre-activation may be in a buffer whose first row only the device knows
 
+    # In 8 bits operands are quantized before they are multiplied (`penstock.kernels.float8.expert_ffn`).
+    in_8_bits: bool = False
+    reads_matrices: bool = True  # given to the function; False if only copies of them are read
+    source: Callable[..., Any] = lambda x_ND, quantized, counts_e: x_ND  # rows that `forward` and `columns` read
+    copies: Callable[[int, Any], Any] = lambda index, weight: WeightCopies(weight, weight)  # of a matrix
+    quantize_gradient: Callable[..., tuple[Any, Any]] = lambda dy_RD, counts_e, both: (dy_RD, dy_RD)  # rows, columns
+    columns: Callable[..., Any] = lambda x, counts_e, index_R: x  # of the source, as `weight_gradient` reads them
 
-def _swiglu_in_torch(gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule, *, used: object) -> Tensor:
+
+def _gradients(d_gate_up_RF: Tensor, dweights_R: Tensor | None, h_RF: Tensor | None) -> ActivationGradients:
+    """In 16 bits rows and columns are read from one tensor."""
+    return d_gate_up_RF, d_gate_up_RF, h_RF, dweights_R, d_gate_up_RF
+
+
+def _swiglu(gate_up_RF: Any, weights_R: Tensor | None, rule: ExpertRule, counts_e: Tensor, tiles: TileTable) -> Tensor:
+    return swiglu_forward(gate_up_RF, weights_R, rule, used=tiles.used)
+
+
+def _swiglu_backward(
+    gate_up_RF: Any, weights_R: Any, dh_RF: Tensor, counts_e: Tensor, rule: ExpertRule, tiles: Any, *, recompute: bool
+) -> ActivationGradients:
+    return _gradients(*swiglu_backward(gate_up_RF, weights_R, dh_RF, rule, recompute=recompute, used=tiles.used))
+
+
+def _swiglu_in_torch(gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule, *unused: object) -> Tensor:
     return reference.swiglu(gate_up_RF, weights_R, rule)
 
 
 def _swiglu_backward_in_torch(
-    gate_up_RF: Tensor, weights_R: Tensor | None, dh_RF: Tensor, rule: ExpertRule, *, recompute: bool, used: object
-) -> SwigluGradients:
-    gradients = SwigluGradients(*reference.swiglu_gradients(gate_up_RF, weights_R, dh_RF, rule))
-    return gradients if recompute else gradients._replace(h_RF=None)
+    gate_up_RF: Any, weights_R: Any, dh_RF: Tensor, counts_e: Tensor, rule: ExpertRule, tiles: Any, *, recompute: bool
+) -> ActivationGradients:
+    d_gate_up_RF, dweights_R, h_RF = reference.swiglu_gradients(gate_up_RF, weights_R, dh_RF, rule)
+    return _gradients(d_gate_up_RF, dweights_R, h_RF if recompute else None)
 
 
 def _in_torch(
@@ -147,8 +173,8 @@ TRITON = ExpertKernels(
     forward=grouped_gemm_forward,
     input_gradient=grouped_gemm_input_gradient,
     weight_gradient=grouped_gemm_weight_gradient,
-    swiglu=swiglu_forward,
-    swiglu_backward=swiglu_backward,
+    swiglu=_swiglu,
+    swiglu_backward=_swiglu_backward,
     bias_gradient=bias_gradient,
     unpermute=unpermute,
     tile_table=tile_table,

@@ -12,20 +12,17 @@ A layer that does not fit is counted and overwrites the first layers: the pass i
 with a larger buffer (penstock/moe/dispatch/row_capacity.py).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.base.errors import KernelError
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import counts_on_host, start_kernel
 from penstock.kernels.operators import torch_add_bias
-from penstock.kernels.reference import SWIGLU, ExpertRule, RowOrder
-from penstock.kernels.replica_slots import ReplicaSlots, SlottedWeight
-from penstock.kernels.tile_table import TileTable
+from penstock.kernels.replica_slots import SlottedWeight
 
 GATE_UP, DOWN = range(2)  # indices of the matrices among the parameters
 
@@ -44,62 +41,6 @@ class SavedRows:
 
 # (used, room, like) -> place for at most `room` rows with width, dtype and device of `like`; `used` (int32) exist.
 SaveRows = Callable[[Tensor, int, Tensor], SavedRows]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertOptions:
-    """Arguments of the experts' networks that autograd does not see (`penstock.kernels.expert_ffn.expert_ffn`)."""
-
-    parameters: tuple[Tensor, Tensor]  # both matrices
-    given_sums: tuple[Tensor, ...]  # float32, of the gradients of matrices and biases, as many as there are
-    places_TK: Tensor | None
-    put_off: DeferGradient | None
-    recompute: bool
-    keep: SaveRows | None
-    only_last: bool
-    rule: ExpertRule
-    replicas: ReplicaSlots | None = None
-
-    @property
-    def sums(self) -> tuple[Tensor | None, ...]:
-        """Of both matrices and both biases, None where there is none."""
-        return (*self.given_sums, *[None] * (4 - len(self.given_sums)))
-
-    def sum_of(self, index: int) -> Tensor | SlottedWeight | None:
-        """The sum that the gradient of a matrix is added to; with replicas also zeros for theirs."""
-        total = self.sums[index]
-        if self.replicas is None:
-            return total
-        return SlottedWeight(total, self.replicas.gradient_sums(index, self.parameters[index]))
-
-    def fetch(
-        self, matrices: tuple[Tensor, Tensor], biases: tuple[Tensor | None, Tensor | None], counts_e: Tensor
-    ) -> tuple[list[Any], list[Tensor | None]]:
-        """Matrices and biases as products read them: with those of replicas, which are sent now."""
-        if self.replicas is None:
-            return list(matrices), list(biases)
-        given = [bias for bias in biases if bias is not None]
-        (gate_up, down, *came), wait = self.replicas.fetch(*matrices, *given)
-        if given:
-            wait()
-            is_empty_X1 = (counts_e[len(matrices[0]) :] == 0)[:, None]  # the bias of an empty slot may be NaN
-            given = [torch.cat((bias, new.masked_fill(is_empty_X1, 0))) for bias, new in zip(given, came, strict=True)]
-        slotted = [SlottedWeight(matrices[GATE_UP], gate_up, wait), SlottedWeight(matrices[DOWN], down, wait)]
-        return slotted, [None if bias is None else given.pop(0) for bias in biases]
-
-    def prepare(
-        self, tile_table: Callable[[Tensor, int], TileTable | None], counts_e: Tensor, rows: int, x_ND: Tensor
-    ) -> tuple[TileTable | None, SavedRows | None]:
-        """Tile table of all products, and the pre-activation's place in the buffer of `keep`; None where not needed."""
-        tiles = tile_table(counts_e, rows)
-        if tiles is None:
-            return None, None
-        tiles = replace(tiles, only_last=self.only_last)
-        if self.replicas is not None:
-            tiles = tiles.in_parts(counts_e, rows, self.replicas.slots)
-        if self.keep is None:
-            return tiles, None
-        return tiles, self.keep(tiles.used, rows, x_ND.new_empty(0, self.parameters[GATE_UP].shape[1]))
 
 
 class WeightedBias(NamedTuple):
@@ -167,108 +108,8 @@ def add_or_return(dw_eFD: Tensor, accumulate_into: Tensor | SlottedWeight | None
     return dw_eFD if accumulate_into is None else accumulate_into.add_(dw_eFD)
 
 
-def bias_gradients(
-    gradient: Callable[..., Tensor],
-    dy_RD: Tensor,
-    d_gate_up_RF: Tensor | None,
-    counts_e: Tensor,
-    weights: tuple[Tensor | None, Tensor | None],  # and their gradient so far, to which the second bias adds its part
-    biases: Sequence[Tensor | None],
-    options: ExpertOptions,
-) -> list[Tensor | None]:
-    """Gradients of both biases for autograd, None where there is a sum."""
-    sums, replicas = options.sums[2:], options.replicas
-    given = [
-        total if replicas is None or bias is None else bias.new_zeros(bias.shape, dtype=torch.float32)
-        for bias, total in zip(biases, sums, strict=True)
-    ]
-    gradients: list[Tensor | None] = [None, None]
-    if biases[GATE_UP] is not None:
-        gradients[GATE_UP] = gradient(d_gate_up_RF, counts_e, accumulate_into=given[GATE_UP])
-    if (bias_eD := biases[DOWN]) is not None:
-        weights_R, dweights_R = weights
-        weighted = None if weights_R is None or dweights_R is None else WeightedBias(bias_eD, weights_R, dweights_R)
-        gradients[DOWN] = gradient(dy_RD.contiguous(), counts_e, weighted, accumulate_into=given[DOWN])
-    if replicas is not None and (there := [entry for entry in gradients if entry is not None]):
-        count = len(counts_e) - replicas.slots
-        replicas.give_back(len(biases), [entry[count:] for entry in there], [entry[:count] for entry in there])
-        for index, bias in enumerate(biases):
-            value, total = gradients[index], sums[index]
-            if value is not None and bias is not None:
-                gradients[index] = value[:count].to(bias.dtype) if total is None else total.add_(value[:count])
-    return [None if total is not None else entry for entry, total in zip(gradients, sums, strict=True)]
-
-
 def no_tile_table(counts_e: Tensor, rows: int) -> None:
     """Stand-in for `tile_table`: only Triton's products share one."""
-
-
-def put_gradient(make: Callable[..., Any], index: int, options: ExpertOptions) -> Tensor | None:
-    """Compute the gradient of a matrix now and return it for autograd, or defer it by `options.put_off`.
-
-    `make` takes `accumulate_into`. If there is a float32 sum, the gradient is added to it and nothing is returned. A
-    deferred gradient without a sum goes to the parameter's own `.grad`.
-    """
-    total, parameter, replicas = options.sums[index], options.parameters[index], options.replicas
-
-    def now() -> Tensor:
-        result = make(accumulate_into=options.sum_of(index))
-        if replicas is None:
-            whole: Tensor = result
-            return whole
-        replicas.give_back(index, [result.slots], [result.own], aside=total is not None)
-        local_gradient: Tensor = result.own
-        return local_gradient
-
-    def late() -> None:
-        deferred_gradient = now()
-        if total is None:  # Through the parameter's own hooks, as in any backward pass.
-            parameter.view_as(parameter).backward(deferred_gradient)
-
-    if options.put_off is not None and options.put_off(late):
-        return None
-    gradient = now()
-    return gradient if total is None else None
-
-
-def sum_over_places(
-    dx_RD: Tensor,
-    rows: int,
-    counts_e: Tensor,
-    index_R: Tensor | None,
-    places_TK: Tensor | None,
-    unpermute: Callable[[Tensor, RowOrder], Tensor],
-) -> Tensor:
-    """Gradient of the N source rows: the sum of the gradients of the places that read each of them."""
-    if index_R is None:  # the places are the rows
-        return dx_RD
-    if places_TK is not None:  # the inverse of the index: the sum has a fixed order
-        return unpermute(dx_RD, RowOrder(index_R, places_TK, counts_e))
-    # By atomics, in any order.
-    sums_ND = dx_RD.new_zeros(rows, dx_RD.shape[1], dtype=torch.float32)
-    return sums_ND.index_add_(0, index_R, dx_RD.float()).to(dx_RD.dtype)
-
-
-def check_operands(
-    x_ND: Tensor,
-    gate_up_eFD: Tensor,
-    down_eDF: Tensor,
-    index_R: Tensor | None,
-    places_TK: Tensor | None,
-    rule: ExpertRule = SWIGLU,
-) -> None:
-    """Raise KernelError where the operands do not fit each other; each kernel checks its own."""
-    experts, width, hidden = gate_up_eFD.shape
-    if x_ND.shape[1] != hidden or down_eDF.shape != (experts, hidden, width // rule.projections):
-        raise KernelError(
-            "expert_ffn: x, gate_up and down must be N x D, experts x 2F x D and experts x D x F",
-            got=f"{tuple(x_ND.shape)}, {tuple(gate_up_eFD.shape)}, {tuple(down_eDF.shape)}",
-        )
-    if places_TK is not None and (index_R is None or places_TK.shape[0] != x_ND.shape[0]):
-        raise KernelError(
-            "expert_ffn: places_TK must have one row for each source row, and index_R beside it",
-            got=f"{len(places_TK)} rows for {len(x_ND)}, index_R {'missing' if index_R is None else 'given'}",
-        )
 
 
 def claim_rows(cursor: Tensor, used: Tensor, capacity: int, meter: Tensor) -> Tensor:
