@@ -63,39 +63,46 @@ class TimedPart(NamedTuple):
     direction: str  # `forward`, `backward`, or one of `PRODUCTS`
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ChoicePoint:
     """One operator, or one product of the experts, that has a choice of backends."""
 
-    op: str  # from `FIELDS`
-    direction: Direction = "both"
-    knobs: tuple[str, ...]  # fields of the section `kernels` that decide it, the most specific first
+    op: str
+    fields: tuple[str, ...]  # of `Operators`, that the operator sets
     parts: tuple[TimedPart, ...]  # the sum of their measured times decides
+    direction: Direction = "both"
+
+    @property
+    def knobs(self) -> tuple[str, ...]:
+        """Fields of the section `kernels` that decide it, the most specific first."""
+        return (self.op,) if self.direction == "both" else (f"{self.op}_{self.direction}", self.op)
 
 
 def _passes(*ops: str) -> tuple[TimedPart, ...]:
     return tuple(TimedPart(op, direction) for op in ops for direction in ("forward", "backward"))
 
 
+_EXPERTS = ("expert_ffn", "expert_ffn_is_fused", "saves_rows")
+_ROWS = ("order_rows", "plan_replicas", "assign_replicas", "unpermute")
+_NORMS = ("rms_norm", "rms_norm_beside", "add_rms_norm", "add_three", "fan_out")
+
 CHOICE_POINTS: tuple[ChoicePoint, ...] = (
-    ChoicePoint(op="route", knobs=("route",), parts=_passes("route")),
+    ChoicePoint("route", ("route", "balance_loss"), _passes("route")),
     # The order of rows is integers, which have no gradient.
-    ChoicePoint(op="permute", knobs=("permute",), parts=(TimedPart("order_rows", "forward"), *_passes("unpermute"))),
+    ChoicePoint("permute", _ROWS, (TimedPart("order_rows", "forward"), *_passes("unpermute"))),
     *(
-        ChoicePoint(
-            op="experts",
-            direction=product,
-            knobs=(f"experts_{product}", "experts"),
-            parts=(TimedPart("gate_up", product), TimedPart("down", product)),
-        )
+        ChoicePoint("experts", _EXPERTS, (TimedPart("gate_up", product), TimedPart("down", product)), product)
         for product in PRODUCTS
     ),
-    ChoicePoint(op="swiglu", knobs=("swiglu",), parts=_passes("swiglu")),
-    ChoicePoint(op="norm", knobs=("norm",), parts=_passes("rms_norm", "add_rms_norm")),
-    ChoicePoint(op="rope", knobs=("rope",), parts=_passes("rotate", "mla_heads")),
-    ChoicePoint(op="delta", knobs=("delta",), parts=_passes("delta_rule")),
-    ChoicePoint(op="sparse", knobs=("sparse",), parts=()),  # by memory, not by time
+    ChoicePoint("swiglu", ("swiglu",), _passes("swiglu")),
+    ChoicePoint("norm", _NORMS, _passes("rms_norm", "add_rms_norm")),
+    ChoicePoint("rope", ("rotate", "mla_heads"), _passes("rotate", "mla_heads")),
+    ChoicePoint("delta", ("delta_rule", "short_convolution", "unit_length", "gated_norm"), _passes("delta_rule")),
+    ChoicePoint("sparse", ("choose_keys", "sparse_attention"), ()),  # by memory, not by time
 )
+
+# Operators that have a choice, and the fields of `Operators` that each one sets.
+FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType({point.op: point.fields for point in CHOICE_POINTS})
 
 # Sizes that the time of a part depends on.
 PART_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -131,22 +138,7 @@ def has(op: str, shapes: Shapes) -> bool:
     return _ONLY_WITH.get(op, shapes.attention) == shapes.attention and all(shape_of(op, shapes).values())
 
 
-# Operators that have a choice, and the fields of `Operators` that each one sets.
-FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "route": ("route", "balance_loss"),
-        "permute": ("order_rows", "plan_replicas", "assign_replicas", "unpermute"),
-        "experts": ("expert_ffn", "expert_ffn_is_fused", "saves_rows"),
-        "swiglu": ("swiglu",),
-        "norm": ("rms_norm", "rms_norm_beside", "add_rms_norm", "add_three", "fan_out"),
-        "rope": ("rotate", "mla_heads"),
-        "delta": ("delta_rule", "short_convolution", "unit_length", "gated_norm"),
-        "sparse": ("choose_keys", "sparse_attention"),
-    }
-)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Backend:
     """One library of kernels."""
 
@@ -160,32 +152,14 @@ class Backend:
 # By name; the first that can run is taken where nothing is measured.
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
-        "triton": Backend(
-            ops=tuple(FIELDS),
-            operators=triton_operators.TRITON,
-            expert_kernels=expert_kernels.TRITON,
-            package=TRITON,
-            gpu_only=True,
-        ),
-        "torch": Backend(
-            ops=("experts", "swiglu", "norm", "delta"),
-            operators=operators.TORCH,
-            expert_kernels=expert_kernels.TORCH,
-        ),
-        "reference": Backend(
-            ops=tuple(FIELDS),
-            operators=operators.REFERENCE,
-            expert_kernels=expert_kernels.REFERENCE,
-        ),
+        "triton": Backend(tuple(FIELDS), triton_operators.TRITON, expert_kernels.TRITON, package=TRITON, gpu_only=True),
+        "torch": Backend(("experts", "swiglu", "norm", "delta"), operators.TORCH, expert_kernels.TORCH),
+        "reference": Backend(tuple(FIELDS), operators.REFERENCE, expert_kernels.REFERENCE),
     }
 )
 
 FLOAT8: Mapping[str, Float8Operators] = MappingProxyType(
-    {
-        "triton": float8_triton.TRITON,
-        "torch": float8_triton.WITH_TORCH,
-        "reference": float8_reference.REFERENCE,
-    }
+    {"triton": float8_triton.TRITON, "torch": float8_triton.WITH_TORCH, "reference": float8_reference.REFERENCE}
 )
 
 

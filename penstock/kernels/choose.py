@@ -60,9 +60,18 @@ def choose(
 
     `wanted` has a backend or `auto` by knob of the section `kernels`; `all` is for knobs that are `auto` or missing.
     """
-    answers = tuple(_answer(point, wanted, device, shapes, measured) for point in CHOICE_POINTS)
+    answers = [
+        Choice(point.op, point.direction, *_answer(point, wanted, device, shapes, measured)) for point in CHOICE_POINTS
+    ]
     _refuse_mixture_without_triton(answers, device)
-    return (*answers, _attention(wanted, device, shapes), *_masked_attention(wanted, device, shapes), _loss(device))
+    # The loss has one form for a GPU and one for a CPU.
+    no_kernel = "no GPU" if device.kind == "cpu" else None if device.has_triton else "Triton is not installed"
+    others = {
+        "attention": _attention(wanted, device),
+        MASKED: _masked_attention(wanted, device, shapes),
+        "loss": ("torch", no_kernel) if no_kernel else ("triton", "its only form on a GPU"),
+    }
+    return (*answers, *(Choice(op, "both", *answer) for op, answer in others.items() if answer is not None))
 
 
 def operators(choices: Sequence[Choice]) -> Operators:
@@ -136,28 +145,29 @@ def _router_obstacle(shapes: Shapes) -> str | None:
 
 def _answer(
     point: ChoicePoint, wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes, measured: Measurements | None
-) -> Choice:
-    op, direction = point.op, point.direction
+) -> tuple[str, str]:
+    """Backend and reason."""
+    op = point.op
     obstacles = {name: obstacle(op, name, device, shapes) for name in BACKENDS if op in BACKENDS[name].ops}
     # The most specific knob that names a backend decides.
     knob = next((knob for knob in (*point.knobs, "all") if wanted.get(knob, AUTO) != AUTO), None)
     if knob == "all" and obstacles.get(wanted[knob]) is not None and not _is_there(point, shapes):
-        return Choice(op, direction, "reference", NOT_THERE)
+        return "reference", NOT_THERE
     if knob is not None:
-        return Choice(op, direction, *_as_asked(op, knob, wanted[knob], obstacles))
+        return _as_asked(op, knob, wanted[knob], obstacles)
     if op == "sparse" and shapes.index_heads:
         problem = obstacles["triton"]
-        return Choice(op, direction, *(("reference", problem) if problem else ("triton", "no squares of positions")))
+        return ("reference", problem) if problem else ("triton", "no squares of positions")
     # Only parts that the model has count, such as mla_heads for latent attention.
     parts = [part for part in point.parts if has(part.op, shapes)]
     if not parts:
-        return Choice(op, direction, "reference", NOT_THERE)
+        return "reference", NOT_THERE
     possible = [name for name, problem in obstacles.items() if problem is None]
     fastest = None if measured is None else _fastest(parts, possible, device, shapes, measured)
     if fastest is not None:
-        return Choice(op, direction, *fastest)
+        return fastest
     unknown = "no measurement for this chip" if measured is None else f"not measured in {device.dtype}"
-    return Choice(op, direction, *_unmeasured(op, obstacles, device, unknown))
+    return _unmeasured(op, obstacles, device, unknown)
 
 
 def _is_there(point: ChoicePoint, shapes: Shapes) -> bool:
@@ -169,7 +179,10 @@ def _unmeasured(op: str, obstacles: Mapping[str, str | None], device: DeviceFact
     """Backend and reason without measurements: the first that can run, except for untuned products."""
     possible = [name for name, problem in obstacles.items() if problem is None]
     hindered = [problem for problem in obstacles.values() if problem is not None]
-    if op == "experts" and "triton" in possible and not _has_launches(device):
+    # Without a table of launches for this chip, and in float32, Triton's products run in a small tile that fits
+    # anywhere. On an H200 that took 1.2 to 4 times as long as a loop over the experts.
+    has_launches = device.dtype == "bf16" and device.target in GROUPED_GEMM
+    if op == "experts" and "triton" in possible and not has_launches:
         other = next(name for name in possible if name != "triton")
         return other, f"no launches of Triton's products for {device.dtype} on {device.target}"
     return possible[0], "; ".join(hindered) or f"{unknown}: {possible[0].capitalize()} by default"
@@ -215,15 +228,6 @@ def _place(shape: Mapping[str, int]) -> str:
     return f"{shape['tokens']} tokens"
 
 
-def _has_launches(device: DeviceFacts) -> bool:
-    """Whether Triton's products have a table of launches for this chip.
-
-    Elsewhere, and in float32, they run in a small tile that fits anywhere. On an H200 that took 1.2 to 4 times as long
-    as a loop over the experts.
-    """
-    return device.dtype == "bf16" and device.target in GROUPED_GEMM
-
-
 def _refuse_mixture_without_triton(choices: Sequence[Choice], device: DeviceFacts) -> None:
     """The autograd function that combines products of several backends imports Triton."""
     products = {choice.direction: choice.backend for choice in choices if choice.op == "experts"}
@@ -235,65 +239,65 @@ def _refuse_mixture_without_triton(choices: Sequence[Choice], device: DeviceFact
         )
 
 
-def _attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes) -> Choice:
+def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> tuple[str, str]:
     """Choose flash-attn-4, or which of torch's backends is first; raises KernelError if it cannot run."""
-    problem = _flash_4_obstacle(device)
-    if wanted.get("attention") == flash_4.NAME and problem is not None:
+    named, problem = wanted.get("attention", AUTO), _flash_4_obstacle(device)
+    if named == flash_4.NAME and problem is not None:
         fix = f"pip install {FLASH_4}, or kernels.attention=auto"
-        raise KernelError(f"kernels.attention={flash_4.NAME} cannot run", got=problem, fix=fix)
-    if wanted.get("attention", AUTO) not in (AUTO, attention_bounds.NAME):
-        if wanted["attention"] in _IN_16_BITS and device.kind == "cuda" and device.dtype != "bf16":
+        raise KernelError(f"kernels.attention={named} cannot run", got=problem, fix=fix)
+    if named not in (AUTO, attention_bounds.NAME):
+        if named in _IN_16_BITS and device.kind == "cuda" and device.dtype != "bf16":
             fix = "training.precision=bf16, or kernels.attention=auto"
-            raise KernelError(f"kernels.attention={wanted['attention']} cannot run on a GPU", got="float32", fix=fix)
-        return Choice("attention", "both", wanted["attention"], f"kernels.attention={wanted['attention']}")
+            raise KernelError(f"kernels.attention={named} cannot run on a GPU", got="float32", fix=fix)
+        return named, f"kernels.attention={named}"
     if wanted.get("all", AUTO) == "reference":
-        return Choice("attention", "both", "default", "kernels.all=reference: the order is torch's own")
+        return "default", "kernels.all=reference: the order is torch's own"
     if device.kind == "cpu":
-        return Choice("attention", "both", "default", "no GPU")
+        return "default", "no GPU"
     if problem is None and device.target in flash_4.MEASURED:
-        return Choice("attention", "both", flash_4.NAME, f"{FLASH_4} is installed; cuDNN for unsupported calls")
+        return flash_4.NAME, f"{FLASH_4} is installed; cuDNN for unsupported calls"
     has_cudnn = not device.target.startswith("gfx")
-    order = "cuDNN first, then flash, efficient, math" if has_cudnn else "flash first, then efficient, math: no cuDNN"
-    return Choice("attention", "both", AUTO, order)
+    return (
+        AUTO,
+        "cuDNN first, then flash, efficient, math" if has_cudnn else "flash first, then efficient, math: no cuDNN",
+    )
 
 
-def _masked_attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes) -> tuple[Choice, ...]:
+def _masked_attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes) -> tuple[str, str] | None:
     """Choose between our kernel and torch's masks on a GPU; raises KernelError if the kernel cannot run."""
     named, problem = wanted.get("attention", AUTO), _bounded_obstacle(device, shapes)
+    is_measured = device.target in attention_bounds.MEASURED
     if named == attention_bounds.NAME:
         if problem is not None:
             fix = f"kernels.attention={AUTO}"
             raise KernelError(f"kernels.attention={named} cannot run", got=problem, fix=fix)
-        return (Choice(MASKED, "both", "triton", f"kernels.attention={named}"),)
+        return "triton", f"kernels.attention={named}"
     if device.kind == "cpu":
-        return ()
+        return None
     if named not in (AUTO, flash_4.NAME):
         problem = f"kernels.attention={named}"
     elif wanted.get("all", AUTO) == "reference":
         problem = "kernels.all=reference"
-    elif problem is None and device.target not in attention_bounds.MEASURED and not shapes.has_window:
+    elif problem is None and not is_measured and not shapes.has_window:
         problem = "no measurement for this chip"
     if problem is not None:
-        return (Choice(MASKED, "both", "torch", problem),)
-    is_measured = device.target in attention_bounds.MEASURED
-    reason = f"measured faster than masks on {device.target}" if is_measured else "a window has no mask of the square"
-    return (Choice(MASKED, "both", "triton", reason),)
+        return "torch", problem
+    return (
+        "triton",
+        f"measured faster than masks on {device.target}" if is_measured else "a window has no mask of the square",
+    )
 
 
 def _bounded_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
     """Reason why our kernel between bounds cannot run, or None."""
-    widths = shapes.head_dim, shapes.value_dim
-    known = attention_bounds.has_kernel(*widths)
-    return _no_16_bits(device) or (None if known else f"heads of {widths[0]} and {widths[1]} columns")
-
-
-def _no_16_bits(device: DeviceFacts) -> str | None:
-    """Reason why no kernel of ours for attention in bfloat16 can run, or None."""
     if device.kind == "cpu":
         return "no GPU"
     if not device.has_triton:
         return "Triton is not installed"
-    return None if device.dtype == "bf16" else "float32"
+    if device.dtype != "bf16":
+        return "float32"
+    widths = shapes.head_dim, shapes.value_dim
+    return None if attention_bounds.has_kernel(*widths) else f"heads of {widths[0]} and {widths[1]} columns"
 
 
 def _flash_4_obstacle(device: DeviceFacts) -> str | None:
@@ -303,10 +307,3 @@ def _flash_4_obstacle(device: DeviceFacts) -> str | None:
     if device.kind == "cpu" or device.target not in flash_4.WIDEST:
         return f"it has no kernels for {device.name}"
     return None
-
-
-def _loss(device: DeviceFacts) -> Choice:
-    """The loss has one form for a GPU and one for a CPU."""
-    if device.kind == "cpu" or not device.has_triton:
-        return Choice("loss", "both", "torch", "no GPU" if device.kind == "cpu" else "Triton is not installed")
-    return Choice("loss", "both", "triton", "its only form on a GPU")

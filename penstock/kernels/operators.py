@@ -7,14 +7,15 @@ they have.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels import delta_rule, reference, replica_plan
+from penstock.kernels import delta_rule as linear_attention
+from penstock.kernels import reference, replica_plan
 from penstock.kernels.reference import SWIGLU, ExpertRule, Routed, RowOrder, check_biases
 from penstock.kernels.replica_plan import ReplicaPlan, ReplicaRule
 
@@ -25,42 +26,6 @@ class LinearLoss(NamedTuple):
     loss: Tensor  # scalar
     dmass_BE: Tensor  # of the router mass of each expert and sequence
     dz_B: Tensor  # of the squared logsumexp of each sequence
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operators:
-    """Callables with the signatures of the functions of the same name in `penstock.kernels.reference`.
-
-    Those of linear attention are defined in `penstock.kernels.delta_rule`.
-    """
-
-    attention_backend: str  # see `penstock.kernels.attention.causal_attention`
-    bounded_attention: Callable[..., Tensor] | None  # of `penstock.kernels.attention_bounds`; None attends with masks
-    route: Callable[..., Routed]
-    balance_loss: Callable[[Tensor, Tensor, Tensor, float, float], LinearLoss]
-    order_rows: Callable[[Tensor, int], RowOrder]
-    plan_replicas: Callable[..., ReplicaPlan]  # these two are in `penstock.kernels.replica_plan`
-    assign_replicas: Callable[[Tensor, RowOrder, ReplicaPlan, ReplicaRule], Tensor]
-    unpermute: Callable[[Tensor, RowOrder], Tensor]
-    expert_ffn: Callable[..., Tensor]
-    expert_ffn_is_fused: bool  # one autograd function, which also takes `recompute` and `accumulate_into`
-    saves_rows: bool  # of several layers in one buffer: `keep` of `penstock.kernels.expert_ffn`
-    swiglu: Callable[..., Tensor]  # for the dense networks; weights are those of a gated shared expert
-    rms_norm: Callable[..., Tensor]
-    rms_norm_beside: Callable[..., tuple[Tensor, Tensor]]
-    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
-    add_three: Callable[[Tensor, Tensor, Tensor], Tensor]
-    fan_out: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
-    delta_rule: Callable[..., Tensor]
-    short_convolution: Callable[..., Tensor]
-    unit_length: Callable[..., Tensor]
-    gated_norm: Callable[..., Tensor]
-    choose_keys: (
-        Callable[..., Tensor] | None
-    )  # of sparse attention, as `penstock.kernels.sparse_attention` defines both
-    sparse_attention: Callable[..., Tensor] | None  # None: attention to all keys under a mask
-    mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def reference_balance_loss(
@@ -82,22 +47,12 @@ def torch_rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float
     return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D + offset if offset else weight_D, epsilon)
 
 
-def torch_rms_norm_beside(x_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """`reference.rms_norm_beside` with torch's fused norm."""
-    return torch_rms_norm(x_TD, weight_D, epsilon, offset), x_TD
-
-
 def torch_add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """`reference.add_rms_norm` with torch's fused norm."""
     sum_TD = x_TD + residual_TD
     return torch_rms_norm(sum_TD, weight_D, epsilon, offset), sum_TD
-
-
-def torch_add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
-    """`reference.add_three` as two additions, each rounded."""
-    return x_TD + y_TD + z_TD
 
 
 def torch_swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, rule: ExpertRule = SWIGLU) -> Tensor:
@@ -181,41 +136,47 @@ def aligned(x: Tensor, *, both: bool = False) -> Tensor:
     return F.pad(x, (0, columns, 0, rows)) if columns or rows else x
 
 
-REFERENCE = Operators(
-    attention_backend="auto",
-    bounded_attention=None,
-    route=reference.route,
-    balance_loss=reference_balance_loss,
-    order_rows=reference.order_rows,
-    plan_replicas=replica_plan.plan_replicas,
-    assign_replicas=replica_plan.assign_replicas,
-    unpermute=reference.unpermute,
-    expert_ffn=reference.expert_ffn,
-    expert_ffn_is_fused=False,
-    saves_rows=False,
-    swiglu=reference.swiglu,
-    rms_norm=reference.rms_norm,
-    rms_norm_beside=reference.rms_norm_beside,
-    add_rms_norm=reference.add_rms_norm,
-    add_three=reference.add_three,
-    fan_out=reference.fan_out,
-    rotate=reference.rotate,
-    delta_rule=delta_rule.recurrent_delta_rule,
-    short_convolution=delta_rule.short_convolution,
-    unit_length=delta_rule.unit_length,
-    gated_norm=delta_rule.gated_norm,
-    choose_keys=None,
-    sparse_attention=None,
-    mla_heads=reference.mla_heads,
-)
+@dataclass(frozen=True, kw_only=True)
+class Operators:
+    """Callables with the signatures of the definitions, which are their defaults."""
 
-TORCH = replace(
-    REFERENCE,
+    attention_backend: str = "auto"  # see `penstock.kernels.attention.causal_attention`
+    # Of `penstock.kernels.attention_bounds`; None attends with masks.
+    bounded_attention: Callable[..., Tensor] | None = None
+    route: Callable[..., Routed] = reference.route
+    balance_loss: Callable[[Tensor, Tensor, Tensor, float, float], LinearLoss] = reference_balance_loss
+    order_rows: Callable[[Tensor, int], RowOrder] = reference.order_rows
+    plan_replicas: Callable[..., ReplicaPlan] = replica_plan.plan_replicas
+    assign_replicas: Callable[[Tensor, RowOrder, ReplicaPlan, ReplicaRule], Tensor] = replica_plan.assign_replicas
+    unpermute: Callable[[Tensor, RowOrder], Tensor] = reference.unpermute
+    expert_ffn: Callable[..., Tensor] = reference.expert_ffn
+    expert_ffn_is_fused: bool = False  # one autograd function, which also takes `recompute` and `accumulate_into`
+    saves_rows: bool = False  # of several layers in one buffer: `keep` of `penstock.kernels.expert_ffn`
+    swiglu: Callable[..., Tensor] = reference.swiglu  # for dense networks; weights are those of a gated shared expert
+    rms_norm: Callable[..., Tensor] = reference.rms_norm
+    rms_norm_beside: Callable[..., tuple[Tensor, Tensor]] = reference.rms_norm_beside
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = reference.add_rms_norm
+    add_three: Callable[[Tensor, Tensor, Tensor], Tensor] = reference.add_three
+    fan_out: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] = reference.fan_out
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = reference.rotate
+    delta_rule: Callable[..., Tensor] = linear_attention.recurrent_delta_rule
+    short_convolution: Callable[..., Tensor] = linear_attention.short_convolution
+    unit_length: Callable[..., Tensor] = linear_attention.unit_length
+    gated_norm: Callable[..., Tensor] = linear_attention.gated_norm
+    # Of `penstock.kernels.sparse_attention`; None attends to all keys under a mask.
+    choose_keys: Callable[..., Tensor] | None = None
+    sparse_attention: Callable[..., Tensor] | None = None
+    mla_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference.mla_heads
+
+
+REFERENCE = Operators()
+
+TORCH = Operators(
     expert_ffn=torch_expert_ffn,
     swiglu=torch_swiglu,
-    delta_rule=delta_rule.chunked_delta_rule,
+    delta_rule=linear_attention.chunked_delta_rule,
     rms_norm=torch_rms_norm,
-    rms_norm_beside=torch_rms_norm_beside,
+    rms_norm_beside=lambda x_TD, *norm: (torch_rms_norm(x_TD, *norm), x_TD),
     add_rms_norm=torch_add_rms_norm,
-    add_three=torch_add_three,
+    add_three=lambda x_TD, y_TD, z_TD: x_TD + y_TD + z_TD,  # two additions, each rounded
 )

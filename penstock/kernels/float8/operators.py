@@ -30,32 +30,6 @@ class SwigluForBackward(NamedTuple):
     plain_d_gate_up_RF: Tensor | None  # in the dtype of `gate_up`, if asked for: biases sum it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Float8Operators:
-    """Operators with the signatures of `penstock.kernels.float8.reference`, and of the functions below.
-
-    Only where `saves_rows` does `multiply_groups` take `keep`, and do `swiglu` and `swiglu_backward` take `SavedRows`.
-    """
-
-    quantize_rows: Callable[..., RowColQuantized]
-    quantize_weight: Callable[..., WeightCopies]
-    quantize_groups: Callable[..., Quantized]
-    transpose_weight: Callable[[Quantized, Quantized], None] = reference.transpose_weight
-    pack_rows: Callable[[Tensor, Recipe, Format], Tensor]
-    unpack_rows: Callable[..., Tensor]
-    multiply: Callable[..., Tensor]
-    multiply_groups: Callable[..., Tensor]
-    multiply_columns: Callable[..., Tensor]
-    swiglu: Callable[..., RowColQuantized]
-    swiglu_backward: Callable[..., SwigluForBackward]
-    rms_norm: Callable[..., tuple[Tensor, Tensor, RowColQuantized]]
-    logits_gradient: Callable[..., RowColQuantized]
-    tile_table: Callable[[Tensor, int], TileTable | None] = no_tile_table  # of all grouped products of a layer
-    unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute  # in 16 bits, like the next one
-    bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
-    saves_rows: bool = False  # into a buffer, from a row on that only the device knows
-
-
 def swiglu(
     gate_up_RF: Tensor,
     weights_R: Tensor | None,
@@ -152,20 +126,33 @@ class _Carrier(torch.autograd.Function):
         return dx_TD
 
 
-REFERENCE = Float8Operators(
-    quantize_rows=reference.quantize_rows,
-    quantize_weight=reference.quantize_weight,
-    quantize_groups=reference.quantize_groups,
-    pack_rows=reference.pack_rows,
-    unpack_rows=reference.unpack_rows,
-    multiply=reference.multiply,
-    multiply_groups=reference.multiply_groups,
-    multiply_columns=reference.multiply_columns,
-    swiglu=swiglu,
-    swiglu_backward=swiglu_backward,
-    rms_norm=rms_norm,
-    logits_gradient=logits_gradient,
-)
+@dataclass(frozen=True, kw_only=True)
+class Float8Operators:
+    """Operators with the signatures of `penstock.kernels.float8.reference` and of the functions above, the defaults.
+
+    Only where `saves_rows` does `multiply_groups` take `keep`, and do `swiglu` and `swiglu_backward` take `SavedRows`.
+    """
+
+    quantize_rows: Callable[..., RowColQuantized] = reference.quantize_rows
+    quantize_weight: Callable[..., WeightCopies] = reference.quantize_weight
+    quantize_groups: Callable[..., Quantized] = reference.quantize_groups
+    transpose_weight: Callable[[Quantized, Quantized], None] = reference.transpose_weight
+    pack_rows: Callable[[Tensor, Recipe, Format], Tensor] = reference.pack_rows
+    unpack_rows: Callable[..., Tensor] = reference.unpack_rows
+    multiply: Callable[..., Tensor] = reference.multiply
+    multiply_groups: Callable[..., Tensor] = reference.multiply_groups
+    multiply_columns: Callable[..., Any] = reference.multiply_columns
+    swiglu: Callable[..., RowColQuantized] = swiglu
+    swiglu_backward: Callable[..., SwigluForBackward] = swiglu_backward
+    rms_norm: Callable[..., tuple[Tensor, Tensor, RowColQuantized]] = rms_norm
+    logits_gradient: Callable[..., RowColQuantized] = logits_gradient
+    tile_table: Callable[[Tensor, int], TileTable | None] = no_tile_table  # of all grouped products of a layer
+    unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute  # in 16 bits, like the next one
+    bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
+    saves_rows: bool = False  # into a buffer, from a row on that only the device knows
+
+
+REFERENCE = Float8Operators()
 
 
 @dataclass(frozen=True, kw_only=True)
