@@ -24,11 +24,10 @@ from benchmarks.kernels.float8_layers import RECIPES, add_argument
 from benchmarks.kernels.launches_tried import TRANSPOSING_LAUNCHES
 from benchmarks.kernels.pointwise import copy_bandwidth, time_calls
 from penstock.kernels.float8 import reference
-from penstock.kernels.float8.launches import TileLaunch
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import MXFP8, ROWWISE, TENSORWISE, Block, Recipe, format_on
-from penstock.kernels.tuning import target_of
+from penstock.kernels.tuning import KernelLaunch, target_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORM = format_on("e4m3", target_of(DEVICE))
@@ -158,7 +157,7 @@ def rows_case(
     columns: Block | None = None,
     *,
     counts_e: Tensor | None = None,
-    launch: TileLaunch | None = None,
+    launch: KernelLaunch | None = None,
 ) -> Case:
     how = {"recipe": recipe, "form": FORM, "columns": columns, "counts_e": counts_e}
     return Case(
@@ -171,7 +170,9 @@ def rows_case(
     )
 
 
-def gathered_cases(model: Model, counts_e: Tensor, recipe: Recipe, launch: TileLaunch | None = None) -> Iterator[Case]:
+def gathered_cases(
+    model: Model, counts_e: Tensor, recipe: Recipe, launch: KernelLaunch | None = None
+) -> Iterator[Case]:
     """Rows of tokens, from 16 bits and from 8, in the order of the experts and transposed."""
     index_R = torch.randint(0, model.tokens, (model.rows,), device=DEVICE)
     how = {"counts_e": counts_e, "recipe": recipe, "form": FORM, "index_R": index_R}

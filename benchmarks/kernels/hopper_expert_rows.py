@@ -88,7 +88,7 @@ class Case:
         """By a launch, or by Triton's kernel as the table has it. As in training the tail of a gradient is not read."""
         if launch is None:
             matrix = self.w_eFD[0].numel()
-            launch = in_triton(grouped_gemm_launch(product, DEVICE, torch.bfloat16, matrix), matrix)
+            launch = in_triton(grouped_gemm_launch(product, DEVICE, torch.bfloat16, matrix), product, matrix)
         if product == "input_gradient":
             tiles = replace(self.tiles, only_last=True)
             return grouped_gemm_input_gradient(self.dy_RF, self.w_eFD, self.counts_e, tiles=tiles, launch=launch)

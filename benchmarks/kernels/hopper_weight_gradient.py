@@ -96,7 +96,8 @@ class Case:
         """By a launch, or by Triton's kernel as the table has it."""
         if launch is None:
             product: GemmProduct = "weight_gradient" if written else "weight_gradient_accumulated"
-            launch = in_triton(grouped_gemm_launch(product, DEVICE, torch.bfloat16, self.sum_eFD[0].numel()))
+            launch = grouped_gemm_launch(product, DEVICE, torch.bfloat16, self.sum_eFD[0].numel())
+            launch = in_triton(launch, product)
         into = None if written else self.sum_eFD
         return grouped_gemm_weight_gradient(
             self.dy_RF, self.x_RD, self.counts_e, accumulate_into=into, tiles=self.tiles, launch=launch

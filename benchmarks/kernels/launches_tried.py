@@ -12,15 +12,13 @@ from penstock.kernels.float8.launches import (
     BackwardLaunch,
     Product,
     ProductLaunch,
-    TileLaunch,
 )
-from penstock.kernels.tuning import GROUPED_GEMM, RingLaunch, RowsRingLaunch
+from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch, KernelLaunch
 
 ((_, _RING), (_, _RING_5)) = GROUPED_GEMM["sm_90"]["weight_gradient_accumulated"]
 ((_, _ROWS_RING),) = GROUPED_GEMM["sm_90"]["forward"]
-assert isinstance(_RING, RingLaunch) and isinstance(_RING_5, RingLaunch) and isinstance(_ROWS_RING, RowsRingLaunch)
 
-RINGS: dict[str, RingLaunch] = {
+RINGS: dict[str, GemmLaunch] = {
     "ring": _RING,
     "ring_5": _RING_5,
     "ring_deep": replace(_RING, block_depth=128, stages=3),
@@ -28,7 +26,7 @@ RINGS: dict[str, RingLaunch] = {
 }
 """Of weight gradients in 16 bits."""
 
-ROWS_RINGS: dict[str, RowsRingLaunch] = {
+ROWS_RINGS: dict[str, GemmLaunch] = {
     "ring": _ROWS_RING,
     "ring_5": replace(_ROWS_RING, stages=5, pieces=2),
     "ring_deep": replace(_ROWS_RING, block_depth=128, stages=3),
@@ -59,7 +57,7 @@ CANDIDATES: dict[str, dict[Product, dict[str, ProductLaunch]]] = {
 }
 """Products in 8 bits, by target and product."""
 
-TRANSPOSING_LAUNCHES: dict[str, TileLaunch] = {
+TRANSPOSING_LAUNCHES: dict[str, KernelLaunch] = {
     "triton": TRANSPOSING,
     # Five programs share a multiprocessor; or four with more registers; or four with twice as many threads.
     "gluon": TRANSPOSING_DEFAULT,
@@ -70,7 +68,7 @@ TRANSPOSING_LAUNCHES: dict[str, TileLaunch] = {
 
 BACKWARD_LAUNCHES: dict[str, BackwardLaunch] = {
     "triton": BACKWARD,
-    "passes": BackwardLaunch(engine="passes"),
+    "passes": BackwardLaunch(in_passes=True),
     "gluon": BACKWARD_DEFAULT,
 }
 """Gradients of the experts' activation."""

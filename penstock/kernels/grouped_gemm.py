@@ -32,8 +32,6 @@ from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import (
     GemmLaunch,
     GemmProduct,
-    RingLaunch,
-    RowsRingLaunch,
     grouped_gemm_launch,
     in_triton,
     programs_of,
@@ -248,11 +246,11 @@ def _rows_launch(
     index: Tensor | None = None,
 ) -> GemmLaunch:
     """The launch, or its replacement in Triton where the Hopper kernel cannot run."""
-    if not isinstance(launch, RowsRingLaunch):
+    if launch.engine == "triton":
         return launch
     w = w.own if isinstance(w, SlottedWeight) else w
     problem = hopper.rows_obstacle(x, y, launch, target_of(x.device), bias=bias, index=index)
-    return launch if problem is None else in_triton(launch, w[0].numel())
+    return launch if problem is None else in_triton(launch, "forward", w[0].numel())
 
 
 def _launch_rows(
@@ -277,7 +275,7 @@ def _launch_rows(
             operands = (x, part.weight, y, index, part.tiles)
             _launch_rows(*operands, launch, depth_first=depth_first, bias=own_bias, first=first)
         return
-    if isinstance(launch, RowsRingLaunch):
+    if launch.engine == "gluon":
         hopper.launch_rows(x, w, y, tiles, launch, depth_first=depth_first, first=first)
         return
     bias_eF, weights_R = bias
@@ -306,10 +304,10 @@ def _launch_weights(
     dy: Tensor, x: Tensor, dw: Tensor, index: Tensor | None, tiles: TileTable, launch: GemmLaunch, *, accumulate: bool
 ) -> None:
     """Run `weights_kernel` or the Hopper kernel."""
-    if isinstance(launch, RingLaunch) and hopper.weights_obstacle(dy, index, target_of(dy.device)) is None:
+    if launch.engine == "gluon" and hopper.weights_obstacle(dy, index, target_of(dy.device)) is None:
         hopper.launch_weights(dy, x, dw, tiles, launch, accumulate=accumulate)
         return
-    launch = in_triton(launch)
+    launch = in_triton(launch, "weight_gradient")
     experts, rows, columns = dw.shape
     dy_source, x_source, dw_target = dy, x, dw
     if launch.descriptors:

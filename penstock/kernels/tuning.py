@@ -36,6 +36,10 @@ class KernelLaunch:
     block_depth: int = 0  # elements of the contracted dimension in one step; 0 where nothing is contracted
     warps: int = 4  # warps (waves) of one program
     stages: int = 3  # depth of software pipelining of loads
+    registers: int = 0  # most of a thread on NVIDIA's chips; 0 leaves them to the compiler
+    # `gluon`: the kernel for Hopper, or one in Triton where it cannot run. A producer of such a matrix product fills a
+    # ring of `stages` slots for consumers of `warps` warps each.
+    engine: Literal["triton", "gluon"] = "triton"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +58,6 @@ class GemmLaunch(KernelLaunch):
         """Constants of all kernels in Triton that multiply matrices."""
         tile = {"BLOCK_ROWS": self.block_rows, "BLOCK_COLUMNS": self.block_columns}
         return {**tile, "GROUP": self.group, "PIECES": self.pieces, "DESCRIPTORS": self.descriptors}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RingLaunch(GemmLaunch):
-    """How the weight-gradient kernel for Hopper (`penstock.kernels.gluon.grouped_gemm`) is cut.
-
-    A producer fills a ring of `stages` slots for two consumers of four warps, `warps`, which take tiles in turn.
-    `in_triton` gives the launch to use where this kernel is not available.
-    """
-
-    copy_gathered: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowsRingLaunch(GemmLaunch):
-    """Like `RingLaunch`, for the Hopper kernel of experts' rows (forward and input gradient)."""
-
-    copy_gathered: bool = True
 
 
 @cache
@@ -129,21 +115,12 @@ def section_or_any(target: str, name: str) -> Mapping[str, Any]:
 # Launches, each with the smallest matrix of an expert (width x depth elements) that it is for; ascending from 0.
 LaunchBySize = tuple[tuple[int, GemmLaunch], ...]
 
-_KINDS: Mapping[str, type[GemmLaunch]] = {"gemm": GemmLaunch, "ring": RingLaunch, "rows_ring": RowsRingLaunch}
-
 
 def _sized(rows: Mapping[str, Mapping[str, Any]]) -> LaunchBySize:
-    def made(kind: str = "gemm", **fields: Any) -> GemmLaunch:
-        return _KINDS[kind](**fields)
-
-    return tuple((int(least), made(**fields)) for least, fields in rows.items())
+    return tuple((int(least), GemmLaunch(**fields)) for least, fields in rows.items())
 
 
-@cache
 def _grouped_gemm(target: str) -> dict[GemmProduct, LaunchBySize]:
-    like = chips()[target].get("like")
-    if like is not None:
-        return _grouped_gemm(like)
     rows = section(target, "grouped_gemm")
     return {product: _sized(rows.get(product) or rows["every"]) for product in get_args(GemmProduct)}
 
@@ -160,17 +137,15 @@ _IN_TRITON = {name: _sized(rows) for name, rows in section("sm_90", "grouped_gem
 _SMALL = GemmLaunch(block_rows=64, block_columns=64, block_depth=32, warps=4, stages=2, descriptors=False)
 
 
-def in_triton(launch: GemmLaunch, matrix: int = 0) -> GemmLaunch:
+def in_triton(launch: GemmLaunch, product: GemmProduct, matrix: int = 0) -> GemmLaunch:
     """The launch itself, or its replacement in Triton on the same multiprocessors where it is a Hopper kernel's.
 
     `matrix` is the elements of one expert's matrix, where rows are multiplied with it.
     """
-    if isinstance(launch, RowsRingLaunch):
-        return replace(_by_size(_IN_TRITON["rows"], matrix), idle_units=launch.idle_units)
-    if not isinstance(launch, RingLaunch):
+    if launch.engine == "triton":
         return launch
-    wide = _by_size(_IN_TRITON["weight_gradient"], matrix)
-    return replace(wide, idle_units=launch.idle_units, copy_gathered=launch.copy_gathered)
+    launches = _IN_TRITON["weight_gradient" if product.startswith("weight_gradient") else "rows"]
+    return replace(_by_size(launches, matrix), idle_units=launch.idle_units)
 
 
 def grouped_gemm_launch(product: GemmProduct, device: torch.device, dtype: torch.dtype, matrix: int) -> GemmLaunch:

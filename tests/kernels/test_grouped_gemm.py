@@ -303,7 +303,7 @@ CHOICES = [
     for target, products in GROUPED_GEMM.items()
     if target in CHIPS
     for product, launches in products.items()
-    for launch in {in_triton(launch, matrix): None for _, launch in launches for matrix in (1 << 20, 1 << 24)}
+    for launch in {in_triton(launch, product, matrix): None for _, launch in launches for matrix in (1 << 20, 1 << 24)}
     for whole in depths(product, launch)
 ]
 FORWARDS = [

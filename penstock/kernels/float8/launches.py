@@ -32,7 +32,6 @@ class ProductLaunch(GemmLaunch):
     """Tiles and order of a persistent product of 8-bit numbers."""
 
     block_depth: int = DEPTH
-    engine: Literal["triton", "gluon"] = "triton"  # `gluon`: the Hopper kernels, or `in_triton` where they cannot run
     steps: int = 1  # blocks in a turn of a Hopper kernel; with 2 a block's sum is scaled while the next is made
     ahead: bool = False  # Triton's kernels load scales of blocks of 128 one block ahead
 
@@ -85,22 +84,14 @@ def product_launch(product: Product, device: torch.device) -> ProductLaunch:
     return _SMALL if launches is None else launches[product]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TileLaunch(KernelLaunch):
-    """Tiles of quantization."""
-
-    registers: int = 0  # most of a thread on NVIDIA's chips; 0 leaves them to the compiler
-    engine: Literal["triton", "gluon"] = "triton"  # `gluon`: the Hopper kernel, or `TRANSPOSING` where it cannot run
-
-
-# 64 numbers a thread. Two such programs share a multiprocessor, so that one loads while the other computes. Without a
-# limit the compiler can take more than 128 registers, which leaves room for only one; with 128 it spills none.
-TRANSPOSING = TileLaunch(block_rows=ALIGNMENT, block_columns=ALIGNMENT, warps=8, registers=128)
+# Of quantization: 64 numbers a thread. Two such programs share a multiprocessor, so that one loads while the other
+# computes. Without a limit the compiler can take more than 128 registers, which leaves room for only one.
+TRANSPOSING = KernelLaunch(block_rows=ALIGNMENT, block_columns=ALIGNMENT, warps=8, registers=128)
 # Where numbers are computed first, from angles of pairs of columns or labels of rows, which need registers too. The
 # compiler takes fewer than 128, so as many threads share a multiprocessor.
 FUSED = replace(TRANSPOSING, warps=16)
 # Where nothing is transposed: a block of depth 128, four loads of 16 bytes a thread. On an H200 as fast as a copy.
-ROWS_ONLY = TileLaunch(block_rows=32, block_columns=128, warps=4)
+ROWS_ONLY = KernelLaunch(block_rows=32, block_columns=128, warps=4)
 # The launch of runs: five programs share a multiprocessor.
 TRANSPOSING_DEFAULT = replace(TRANSPOSING, engine="gluon", warps=4, registers=96)
 # The launch of runs where numbers are computed first: with 96 registers some are spilled.
@@ -109,18 +100,14 @@ FUSED_DEFAULT = replace(TRANSPOSING_DEFAULT, registers=128)
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardLaunch(GemmLaunch):
-    """Tiles of 128 x 128 of the gradients of the experts' activation.
-
-    The engine `gluon` is the Hopper kernel, which `BACKWARD` replaces where it cannot run; `passes` makes 16 bits and
-    quantizes them in passes of their own.
-    """
+    """Tiles of 128 x 128 of the gradients of the experts' activation."""
 
     block_rows: int = 128
     block_columns: int = 128
     warps: int = 8
     residency: int = 2
-    registers: int = 128  # most of a thread
-    engine: Literal["triton", "gluon", "passes"] = "triton"
+    registers: int = 128
+    in_passes: bool = False  # make 16 bits and quantize them in passes of their own
     step: int = 16  # rows that Triton's kernel holds at a time
 
 

@@ -11,7 +11,7 @@ A tile is 128 tokens x 128 columns, as in `quantize_kernels`.
 import torch
 from torch import Tensor
 
-from penstock.kernels.float8.launches import FUSED, FUSED_DEFAULT, TileLaunch
+from penstock.kernels.float8.launches import FUSED, FUSED_DEFAULT
 from penstock.kernels.float8.quantize import empty_copy, memories_of, register_limit, row_stride, run_of, warps_of
 from penstock.kernels.float8.quantize_kernels import (
     pair_neighbours,
@@ -27,7 +27,7 @@ from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.linear_cross_entropy import logit_slopes
 from penstock.kernels.reference import IGNORED_LABEL
-from penstock.kernels.tuning import target_of
+from penstock.kernels.tuning import KernelLaunch, target_of
 
 
 def logits_gradient(
@@ -39,7 +39,7 @@ def logits_gradient(
     *,
     first_label: int = 0,
     z_weight: float = 0.0,
-    launch: TileLaunch | None = None,
+    launch: KernelLaunch | None = None,
 ) -> RowColQuantized:
     """`penstock.kernels.float8.operators.logits_gradient` in one kernel; logits are contiguous, labels int64.
 

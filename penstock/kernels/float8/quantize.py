@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.float8.launches import ROWS_ONLY, TRANSPOSING, TRANSPOSING_DEFAULT, BackwardLaunch, TileLaunch
+from penstock.kernels.float8.launches import ROWS_ONLY, TRANSPOSING, TRANSPOSING_DEFAULT
 from penstock.kernels.float8.quantize_kernels import (
     group_tiles_kernel,
     measure_kernel,
@@ -52,7 +52,7 @@ def quantize_rows(
     *,
     columns: Block | None = None,
     counts_e: Tensor | None = None,
-    launch: TileLaunch | None = None,
+    launch: KernelLaunch | None = None,
 ) -> RowColQuantized:
     """`reference.quantize_rows`; rows may lie apart, but each must be contiguous, or a copy is made.
 
@@ -78,7 +78,7 @@ def quantize_groups(
     index_R: Tensor | None = None,
     *,
     block: Block | None = None,
-    launch: TileLaunch | None = None,
+    launch: KernelLaunch | None = None,
 ) -> Quantized:
     """`reference.quantize_groups` behind a small kernel; counts stay on the device.
 
@@ -93,7 +93,7 @@ def quantize_groups(
 
 
 def quantize_weight(
-    w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopies | None = None, *, launch: TileLaunch | None = None
+    w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopies | None = None, *, launch: KernelLaunch | None = None
 ) -> WeightCopies:
     """`reference.quantize_weight`; copies in `into` with this function's memory layout are written directly."""
     if w_FD.ndim not in (2, 3):
@@ -180,7 +180,7 @@ def _quantize(
     copies: tuple[Quantized | None, Quantized | None],
     form: Format,
     scaling: Scaling,
-    launch: TileLaunch | None = None,
+    launch: KernelLaunch | None = None,
 ) -> None:
     """Fill the copy by rows, the transposed one, or both, whose blocks are equally deep."""
     rows, columns = copies
@@ -281,7 +281,7 @@ def run_of(launch: KernelLaunch) -> int:
     return max(1, launch.block_rows * launch.block_columns // (launch.warps * 32 * 16))
 
 
-def register_limit(launch: TileLaunch | BackwardLaunch, device: torch.device) -> dict[str, int]:
+def register_limit(launch: KernelLaunch, device: torch.device) -> dict[str, int]:
     """A launch's registers as a kernel's option; other vendors' compilers have none."""
     if not launch.registers or not target_of(device).startswith("sm_"):
         return {}

@@ -117,7 +117,7 @@ def swiglu_backward(
     """
     dh_RF = dh_RF.contiguous()
     is_swiglu = rule.limit is None and rule.is_gated
-    is_fused = launch.engine != "passes" and is_swiglu and _is_fused(recipe, dh_RF.shape[1])
+    is_fused = not launch.in_passes and is_swiglu and _is_fused(recipe, dh_RF.shape[1])
     if keep_plain or not is_fused:  # through 16 bits
         plain_RF, dweights_R, h_RF = in_16_bits.swiglu_backward(
             gate_up_RF, weights_R, dh_RF, rule, recompute=True, used=_used(counts_e)

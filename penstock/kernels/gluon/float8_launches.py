@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.float8.launches import BackwardLaunch, ProductLaunch, TileLaunch
+from penstock.kernels.float8.launches import BackwardLaunch, ProductLaunch
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, DEPTH, E4M3, E5M2, Block, Format, Scaling
 from penstock.kernels.gluon import support
@@ -17,7 +17,7 @@ from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS, blo
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
-from penstock.kernels.tuning import programs_of
+from penstock.kernels.tuning import KernelLaunch, programs_of
 
 if HAS_GLUON:
     from penstock.kernels.gluon import float8_quantize_kernels as kernels
@@ -121,7 +121,7 @@ def launch_quantize(
     tiles: Tensor | None,
     copies: tuple[Quantized | None, Quantized],
     form: Format,
-    launch: TileLaunch,
+    launch: KernelLaunch,
 ) -> None:
     """Write rows and their transpose; of rows in 8 bits only the transpose.
 
@@ -152,7 +152,7 @@ def launch_logits_gradient(
     first_label: int,
     z_weight: float,
     form: Format,
-    launch: TileLaunch,
+    launch: KernelLaunch,
 ) -> None:
     """Write the gradient of logits by rows and transposed, in blocks of 1 x 128.
 

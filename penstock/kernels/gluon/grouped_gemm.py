@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS, blocks_of, obstacle, ragged_blocks_of
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
-from penstock.kernels.tuning import RingLaunch, RowsRingLaunch, programs_of
+from penstock.kernels.tuning import GemmLaunch, programs_of
 
 if HAS_GLUON:
     from penstock.kernels.gluon.grouped_gemm_kernels import expert_rows_kernel, weight_gradient_kernel
@@ -19,7 +19,7 @@ if HAS_GLUON:
 def rows_obstacle(
     x: Tensor,
     y: Tensor,
-    launch: RowsRingLaunch,
+    launch: GemmLaunch,
     target: str,
     *,
     bias: Tensor | None = None,
@@ -38,7 +38,7 @@ def launch_rows(
     w: Tensor,
     y: Tensor,
     tiles: TileTable,
-    launch: RowsRingLaunch,
+    launch: GemmLaunch,
     *,
     depth_first: bool,
     first: Tensor | None = None,
@@ -75,7 +75,7 @@ def weights_obstacle(dy: Tensor, index: Tensor | None, target: str) -> str | Non
 
 
 def launch_weights(
-    dy: Tensor, x: Tensor, dw: Tensor, tiles: TileTable, launch: RingLaunch, *, accumulate: bool
+    dy: Tensor, x: Tensor, dw: Tensor, tiles: TileTable, launch: GemmLaunch, *, accumulate: bool
 ) -> None:
     """Write the transpose of each expert's rows of dy times its rows of x, or add it to dw in float32.
 

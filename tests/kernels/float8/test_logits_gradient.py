@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.kernels.launches_tried import TRANSPOSING_LAUNCHES
 from penstock.kernels.float8 import logits_gradient as module
 from penstock.kernels.float8 import operators
-from penstock.kernels.float8.launches import FUSED, FUSED_DEFAULT, TileLaunch
+from penstock.kernels.float8.launches import FUSED, FUSED_DEFAULT
 from penstock.kernels.float8.logits_gradient import logits_gradient
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe, format_on
@@ -19,7 +19,7 @@ from penstock.kernels.float8.reference import quantize_rows
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy_kernel
 from penstock.kernels.reference import IGNORED_LABEL
-from penstock.kernels.tuning import target_of
+from penstock.kernels.tuning import KernelLaunch, target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_launches, on_meta
 from tests.kernels.float8.draw_quantized import assert_same
 from tests.kernels.gluon.gluon_in_torch import quantizing_in_torch
@@ -149,7 +149,7 @@ def test_triton_replaces_hoppers_kernel_where_it_cannot_run(monkeypatch: pytest.
 @pytest.mark.parametrize("launch", {"triton": FUSED, **GLUON}.values(), ids=["triton", *GLUON])
 @pytest.mark.parametrize(("tokens", "width"), [(4096, 102_400), (2048, 201_088), (1000, 37_984)], ids=str)
 def test_a_hopper_gives_the_copies_of_both_kernels_and_of_the_definition(
-    tokens: int, width: int, launch: TileLaunch, hopper: torch.device
+    tokens: int, width: int, launch: KernelLaunch, hopper: torch.device
 ) -> None:
     """The last shape has a Triton kernel only: its tiles are ragged."""
     case = case_of(tokens, width, torch.bfloat16, hopper)
@@ -164,7 +164,7 @@ def test_a_hopper_gives_the_copies_of_both_kernels_and_of_the_definition(
             assert share_of_equal(mine, of_definition) > 0.999
 
 
-def compiled(target: str, launch: TileLaunch | None = None) -> Compiled:
+def compiled(target: str, launch: KernelLaunch | None = None) -> Compiled:
     form, labels_T = format_on("e4m3", target), on_meta(4096, dtype=torch.int64)
     given = on_meta(4096, 102_400), labels_T, on_meta(4096, dtype=torch.float32), BLOCKWISE_SQUARE, form
 
@@ -188,7 +188,7 @@ def test_the_kernel_compiles_for_every_chip_without_spills(target: str) -> None:
 @pytest.mark.often("gluon")
 @needs_gluon
 @pytest.mark.parametrize("launch", GLUON.values(), ids=GLUON)
-def test_hoppers_kernel_moves_tiles_in_wide_pieces_without_spills(launch: TileLaunch) -> None:
+def test_hoppers_kernel_moves_tiles_in_wide_pieces_without_spills(launch: KernelLaunch) -> None:
     found = compiled("sm_90", launch)
     assert found.spills <= SPILLED_BY_TRITON_3_9 and found.registers <= launch.registers, found.summary
     assert found.spills == 0 or launch != FUSED_DEFAULT, found.summary

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.kernels.launches_tried import BACKWARD_LAUNCHES, TRANSPOSING_LAUNCHES
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import operators, quantize, reference, swiglu
-from penstock.kernels.float8.launches import BACKWARD_DEFAULT, TileLaunch
+from penstock.kernels.float8.launches import BACKWARD_DEFAULT
 from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows
 from penstock.kernels.float8.quantized import Quantized, as_quantized, row_bytes
@@ -24,6 +24,7 @@ from penstock.kernels.float8.swiglu import swiglu_backward
 from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.reference import SWIGLU, ExpertRule
+from penstock.kernels.tuning import KernelLaunch
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_launches, on_meta
 from tests.kernels.float8.draw_quantized import assert_same, draw_activation, transposed, without_tail
@@ -117,7 +118,7 @@ def test_on_another_chip_triton_does_all() -> None:
 @every_recipe
 @pytest.mark.parametrize("counts", [(700, 0, 3, 1025, 256), (0, 0), (4000, 1, 901)], ids=str)
 def test_a_hopper_gives_the_copies_of_the_definition(
-    counts: tuple[int, ...], recipe: Recipe, launch: TileLaunch, hopper: torch.device
+    counts: tuple[int, ...], recipe: Recipe, launch: KernelLaunch, hopper: torch.device
 ) -> None:
     used, counts_e = sum(counts), torch.tensor(counts, device=hopper)
     x_RD = rows(used + 9, 1408, hopper)
@@ -135,7 +136,7 @@ def test_a_hopper_gives_the_copies_of_the_definition(
     assert_same(without_tail(found_columns, counts_e), without_tail(expected_columns, counts_e))
 
 
-def compiled(launch: TileLaunch, kind: str, *, square: bool) -> Compiled:
+def compiled(launch: KernelLaunch, kind: str, *, square: bool) -> Compiled:
     recipe, counts_e = BLOCKWISE_SQUARE if square else BLOCKWISE, on_meta(63, dtype=torch.int32)
     x_RD, given = on_meta(8192, 2048), (counts_e, recipe, E4M3)
     if kind == "16 bits":
@@ -156,7 +157,7 @@ def compiled(launch: TileLaunch, kind: str, *, square: bool) -> Compiled:
     [*((kind, square) for kind in ("16 bits", "8 bits") for square in (False, True)), ("8 bits that travelled", False)],
 )
 def test_tiles_are_moved_in_wide_pieces_by_as_many_registers_as_there_are(
-    kind: str, launch: TileLaunch, square: bool
+    kind: str, launch: KernelLaunch, square: bool
 ) -> None:
     eight, found = kind != "16 bits", compiled(launch, kind, square=square)
     assert found.spills <= SPILLED_BY_TRITON_3_9 and found.registers <= launch.registers, found.summary

@@ -24,7 +24,7 @@ from penstock.kernels.grouped_gemm import (
     grouped_gemm_weight_gradient,
 )
 from penstock.kernels.tile_table import tile_table
-from penstock.kernels.tuning import GROUPED_GEMM, GemmProduct, RingLaunch, RowsRingLaunch, in_triton, multiprocessors_of
+from penstock.kernels.tuning import GROUPED_GEMM, GemmProduct, in_triton, multiprocessors_of
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS
 from tests.kernels.gluon.warps_in_torch import launched_on_cpu
@@ -176,10 +176,11 @@ def test_obstacles_are_named_and_triton_replaces_the_kernels() -> None:
     assert "float16" in str(weights_obstacle(x_RD.half(), None, "sm_90"))
     assert "gathered" in str(weights_obstacle(x_RD, index_R, "sm_90"))
     for matrix in (1 << 20, 1 << 24):
-        triton = in_triton(replace(rows_ring, idle_units=7), matrix)
-        assert not isinstance(triton, RowsRingLaunch) and triton.idle_units == 7 and not triton.copy_gathered
-    assert not isinstance(in_triton(ring), RingLaunch) and in_triton(ring).copy_gathered
-    assert in_triton(in_triton(ring)) == in_triton(ring)
+        triton = in_triton(replace(rows_ring, idle_units=7), "forward", matrix)
+        assert (triton.engine, triton.idle_units, triton.copy_gathered) == ("triton", 7, False)
+    triton = in_triton(ring, "weight_gradient")
+    assert triton.engine == "triton" and triton.copy_gathered
+    assert in_triton(triton, "weight_gradient") == triton
 
 
 def test_only_hopper_takes_rings_for_all_products_but_gathered_rows() -> None:
@@ -187,7 +188,7 @@ def test_only_hopper_takes_rings_for_all_products_but_gathered_rows() -> None:
         (target, product)
         for target, products in GROUPED_GEMM.items()
         for product, launches in products.items()
-        if any(isinstance(launch, (RingLaunch, RowsRingLaunch)) for _, launch in launches)
+        if any(launch.engine == "gluon" for _, launch in launches)
     }
     assert taken == {("sm_90", product) for product in GROUPED_GEMM["sm_90"] if product != "forward_gathered"}
 
