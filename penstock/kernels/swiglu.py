@@ -40,7 +40,6 @@ def swiglu(
     `gate_up_RF` may have any leading dims. `launch` sets the rows and columns that a program holds at a time; None
     takes `LAUNCH` and `BACKWARD_LAUNCH`. Raises KernelError for an odd width, or if there is not one weight a row.
     """
-    _check(gate_up_RF, weights_R, rule)
     return _Swiglu.apply(gate_up_RF, weights_R, rule, launch)
 
 
@@ -66,7 +65,7 @@ def swiglu_backward(
 
     With `recompute` h_RF is returned too, from the same pass. Weights of unused rows have the gradient 0.
     """
-    gate_up_RF, first = _given(gate_up_RF, weights_R, rule)
+    gate_up_RF, first, _ = rows_given(gate_up_RF, weights_R, rule)
     dh_RF = dh_RF.contiguous()
     width = dh_RF.shape[-1]
     rows = dh_RF.numel() // max(width, 1)
@@ -98,8 +97,7 @@ def swiglu_forward(
 
     `used` (int32, one number, on the device) limits the computation to the first rows; the others hold anything.
     """
-    leading = (gate_up_RF.room,) if isinstance(gate_up_RF, SavedRows) else gate_up_RF.shape[:-1]
-    gate_up_RF, first = _given(gate_up_RF, weights_R, rule)
+    gate_up_RF, first, leading = rows_given(gate_up_RF, weights_R, rule)
     width = gate_up_RF.shape[-1] // rule.projections
     h_RF = gate_up_RF.new_empty(*leading, width)
     rows = h_RF.numel() // max(width, 1)
@@ -113,13 +111,23 @@ def swiglu_forward(
     return h_RF
 
 
-def _given(gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None, rule: ExpertRule) -> tuple[Tensor, Tensor | None]:
-    """The rows, and for saved rows the number of the first one on the device."""
+def rows_given(
+    gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None, rule: ExpertRule
+) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
+    """The rows, contiguous, of saved ones the number of the first on the device, and the shape that weights have.
+
+    Raises KernelError for an odd width, or if there is not one weight for each row.
+    """
     if isinstance(gate_up_RF, SavedRows):
-        _check(gate_up_RF.rows_SF, None, rule)  # the buffer has more rows than there are weights
-        return gate_up_RF.rows_SF, gate_up_RF.first
-    _check(gate_up_RF, weights_R, rule)
-    return gate_up_RF.contiguous(), None
+        source_SF, first, leading = gate_up_RF.rows_SF, gate_up_RF.first, (gate_up_RF.room,)
+    else:
+        source_SF, first, leading = gate_up_RF, None, tuple(gate_up_RF.shape[:-1])
+    if source_SF.shape[-1] % rule.projections:
+        raise KernelError("swiglu: the width must hold gate and up", got=source_SF.shape[-1], allowed="an even number")
+    if weights_R is not None and (weights_R.shape != leading or weights_R.dtype != torch.float32):
+        got = f"{weights_R.dtype} {tuple(weights_R.shape)} for rows {leading}"
+        raise KernelError("swiglu: weights must be float32, one for each row", got=got)
+    return source_SF.contiguous(), first, leading
 
 
 def _programs(blocks: int, used: Tensor | None) -> int:
@@ -155,14 +163,6 @@ class _Swiglu(torch.autograd.Function):
         gate_up_RF, weights_R = ctx.saved_tensors
         gradients = swiglu_backward(gate_up_RF, weights_R, dh_RF, ctx.rule, launch=ctx.launch)
         return gradients.d_gate_up_RF, gradients.dweights_R, None, None
-
-
-def _check(gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule) -> None:
-    if gate_up_RF.shape[-1] % rule.projections:
-        raise KernelError("swiglu: the width must hold gate and up", got=gate_up_RF.shape[-1], allowed="an even number")
-    if weights_R is not None and (weights_R.shape != gate_up_RF.shape[:-1] or weights_R.dtype != torch.float32):
-        got = f"{weights_R.dtype} {tuple(weights_R.shape)} for rows {tuple(gate_up_RF.shape[:-1])}"
-        raise KernelError("swiglu: weights must be float32, one for each row", got=got)
 
 
 @triton.jit(do_not_specialize=["rows"])

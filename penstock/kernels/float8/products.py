@@ -19,7 +19,7 @@ from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8.launches import Product, ProductLaunch, dense_launch, in_triton, product_launch
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
-from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.quantized import Quantized, scales_in_bytes
 from penstock.kernels.float8.recipes import DEPTH
 from penstock.kernels.gluon import float8_launches
 from penstock.kernels.grouped_gemm import GATHER_LIMIT, check_groups
@@ -88,15 +88,12 @@ def multiply_groups(
     _check_result("grouped", y_RN, (len(y_RN), columns), dtype)
     if rows and columns:
         launch = launch or product_launch("rows" if index_R is None else "rows_gathered", x.values.device)
-        launch, tiles = (
-            launch if _is_hoppers(x, stacks[0], launch) else in_triton(launch),
-            tiles or tile_table(counts_e, rows),
-        )
+        launch = launch if _is_hoppers(x, stacks[0], launch) else in_triton(launch)
+        tiles = tiles or tile_table(counts_e, rows)
         x, index_R = _gather(x, index_R, tiles, launch)
+        first = None if keep is None else keep.first
         for part in weight_parts(w, tiles):
-            _launch_rows(
-                x, part.weight, y_RN, index_R, part.tiles, launch, scaling, None if keep is None else keep.first
-            )
+            _launch_rows(x, part.weight, y_RN, index_R, part.tiles, launch, scaling, first)
     return y_RN
 
 
@@ -116,14 +113,9 @@ def multiply_columns(
     check_groups("float8 product", counts_e, experts, None)
     if isinstance(accumulate_into, SlottedWeight):
         assert tiles is not None, "gradients in two places need tables of both"
+        given = {"dtype": dtype, "launch": launch}
         sums = [
-            multiply_columns(
-                *(dy, x, counts_e[part.experts]),
-                dtype=dtype,
-                accumulate_into=part.weight,
-                tiles=part.tiles,
-                launch=launch,
-            )
+            multiply_columns(dy, x, counts_e[part.experts], accumulate_into=part.weight, tiles=part.tiles, **given)
             for part in weight_parts(accumulate_into, tiles)
         ]
         return SlottedWeight(sums[0], accumulate_into.slots)
@@ -145,15 +137,15 @@ def _gather(
         if x.scales.stride(0) * len(x.values) < GATHER_LIMIT:
             return x, None
         # Scales far apart, as in packed rows, are copied where 32 bits cannot count them.
-        return x._replace(scales=_scales(x).T.contiguous().T.view(x.scales.dtype)), None
+        return x._replace(scales=scales_in_bytes(x.scales).T.contiguous().T.view(x.scales.dtype)), None
     if not launch.copy_gathered and len(x.values) * x.values.stride(0) < GATHER_LIMIT:
         return x, index_R
     # Two numbers at a time where there are as many: half as many words to move.
     units, scales = x.values.view(torch.int16 if x.values.shape[1] % 2 == 0 else torch.int8), x.scales
     values = gather_rows(units, index_R, tiles.used, multiple=16 // units.itemsize).view(x.values.dtype)
     if x.block[0]:  # else all rows share a scale
-        memory = scales.view(torch.uint8) if scales.itemsize == 1 else scales
-        scales = gather_columns(memory.T.contiguous(), index_R, tiles.used).T.view(scales.dtype)
+        memory = scales_in_bytes(scales).T.contiguous()
+        scales = gather_columns(memory, index_R, tiles.used).T.view(scales.dtype)
     return Quantized(values, scales, x.block), None
 
 
@@ -221,9 +213,9 @@ def _launch_rows(
             x_source = TensorDescriptor.from_tensor(x.values, [launch.block_rows, DEPTH])
     start_kernel(
         float8_rows_kernel, (programs_of(launch, y.device),),
-        x_source, w_source, y_target, y, _scales(x), _scales(w), index, tiles.tails, tiles.owners[size],
-        tiles.block_counts[size:], first, rows, columns, depth, experts, x.values.stride(0), w.values.stride(0),
-        w.values.stride(1), *_strides(x), w.scales.stride(0), *_strides(w),
+        x_source, w_source, y_target, y, scales_in_bytes(x.scales), scales_in_bytes(w.scales), index, tiles.tails,
+        tiles.owners[size], tiles.block_counts[size:], first, rows, columns, depth, experts, x.values.stride(0),
+        w.values.stride(0), w.values.stride(1), *_strides(x), w.scales.stride(0), *_strides(w),
         W_OUTER=w.block[0] if scaling == "promoted" else 1, GATHER=index is not None, WHOLE_DEPTH=depth % DEPTH == 0,
         ONLY_LAST=tiles.only_last, **_constants(launch, scaling),
     )  # fmt: skip
@@ -255,8 +247,8 @@ def _launch_matrices(
         c_target = TensorDescriptor.from_tensor(c, [1, launch.block_rows, launch.block_columns // launch.pieces])
     start_kernel(
         float8_matrices_kernel, (programs_of(launch, c.device),),
-        a_source, b_source, c_target, _scales(a), _scales(b), starts, rows, columns, a.values.shape[1], experts,
-        a.values.stride(0), b.values.stride(0), *_strides(a), *_strides(b),
+        a_source, b_source, c_target, scales_in_bytes(a.scales), scales_in_bytes(b.scales), starts, rows, columns,
+        a.values.shape[1], experts, a.values.stride(0), b.values.stride(0), *_strides(a), *_strides(b),
         B_OUTER=b.block[0] if scaling == "promoted" else 1,
         WHOLE=rows % launch.block_rows == 0 and columns % launch.block_columns == 0, ACCUMULATE=accumulate,
         **_constants(launch, scaling),
@@ -266,11 +258,6 @@ def _launch_matrices(
 def _is_hoppers(a: Quantized, b: Quantized, launch: ProductLaunch) -> bool:
     """Whether a launch asks for the Hopper kernels and they can run."""
     return launch.engine == "gluon" and float8_launches.gemm_obstacle(a, b, target_of(a.values.device)) is None
-
-
-def _scales(operand: Quantized) -> Tensor:
-    """Scales as kernels read them: exponents of E8M0 are bytes."""
-    return operand.scales.view(torch.uint8) if operand.scales.itemsize == 1 else operand.scales
 
 
 def _strides(operand: Quantized) -> tuple[int, int]:

@@ -33,6 +33,7 @@ from penstock.kernels.float8.quantized import (
     row_bytes,
     scale_dtype,
     scales_at,
+    scales_in_bytes,
 )
 from penstock.kernels.float8.recipes import ALIGNMENT, Block, Format, Recipe, Scaling
 from penstock.kernels.float8.reference import aligned_rows
@@ -109,11 +110,7 @@ def quantize_weight(
     filled = into if into is not None and fits else made
     source = _Source(w_FD, None, None, None, (0, 0), outer, outer, matrices=stack[0] if stack else 1)
     _quantize(source, filled, form, recipe.scaling, launch)
-    if into is None or fits:
-        return filled
-    for old, new in zip(into, filled, strict=True):
-        old.fill(new)
-    return into
+    return filled if into is None or fits else into.fill(filled)
 
 
 def empty_copy(like: Tensor, shape: tuple[int, ...], block: Block, form: Format, scaling: Scaling) -> Quantized:
@@ -253,22 +250,17 @@ def _scales_of(source: _Source) -> tuple[Tensor | None, int, int]:
     """Scales of an 8-bit source and their strides, as kernel arguments."""
     if source.scales is None:
         return None, 0, 0
-    return _bytes_of(source.scales), source.scales.stride(0), source.scales.stride(1)
+    return scales_in_bytes(source.scales), source.scales.stride(0), source.scales.stride(1)
 
 
 def memories_of(copy: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
     """Values and scales (depth blocks x outer) of a copy as kernel arguments; None for a copy that is not made."""
-    return (None, None) if copy is None else (copy.values, _bytes_of(copy.scales.transpose(-1, -2)))
+    return (None, None) if copy is None else (copy.values, scales_in_bytes(copy.scales.transpose(-1, -2)))
 
 
 def row_stride(copy: Quantized | None) -> int:
     """Stride of the rows of a copy, 0 for one that is not made."""
     return 0 if copy is None else copy.values.stride(-2)
-
-
-def _bytes_of(scales: Tensor) -> Tensor:
-    """E8M0 as bytes, because Triton has no such type."""
-    return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
 
 
 def warps_of(launch: KernelLaunch, device: torch.device) -> int:

@@ -50,6 +50,12 @@ class WeightCopies(NamedTuple):
     forward: Quantized  # ... F x D, contracted over D
     backward: Quantized  # ... D x F, contracted over F, for the gradient of the input
 
+    def fill(self, others: "WeightCopies") -> "WeightCopies":
+        """Copy others' numbers and scales into this memory, which captured graphs read."""
+        self.forward.fill(others.forward)
+        self.backward.fill(others.backward)
+        return self
+
 
 # Operators by which autograd, FSDP2 and recomputation get the same tensor again.
 _ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.as_strided.default})
@@ -152,6 +158,11 @@ def row_bytes(width: int, recipe: Recipe) -> int:
 
 def scale_dtype(scaling: Scaling) -> torch.dtype:
     return torch.float8_e8m0fnu if scaling == "e8m0" else torch.float32
+
+
+def scales_in_bytes(scales: Tensor) -> Tensor:
+    """Scales as kernels read them: exponents of E8M0 are bytes, because Triton has no such type."""
+    return scales.view(torch.uint8) if scales.itemsize == 1 else scales
 
 
 def as_quantized(packed: Tensor, width: int, recipe: Recipe, form: Format) -> Quantized:

@@ -77,11 +77,7 @@ def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopi
         quantize(w_FD, recipe.weights, form, recipe.scaling),
         quantize(w_FD.transpose(-1, -2), recipe.weights, form, recipe.scaling),
     )
-    if into is None:
-        return copies
-    for old, new in zip(into, copies, strict=True):
-        old.fill(new)
-    return into
+    return copies if into is None else into.fill(copies)
 
 
 def transpose_weight(weight: Quantized, into: Quantized) -> None:

@@ -85,7 +85,7 @@ def swiglu(
     launch, experts = (TRANSPOSING if columns else ROWS_ONLY), 0 if counts_e is None else counts_e.numel()
     start_kernel(
         swiglu_float8_kernel, (triton.cdiv(width, launch.block_columns), triton.cdiv(rows, launch.block_rows)),
-        source_SF.contiguous(), first, None if weights_R is None else weights_R.contiguous(),
+        source_SF, first, None if weights_R is None else weights_R.contiguous(),
         None if counts_e is None else counts_e.contiguous(),
         *quantize.memories_of(by_row), *quantize.memories_of(by_column),
         rows, quantize.row_stride(by_row), quantize.row_stride(by_column), experts, width,
@@ -138,7 +138,7 @@ def swiglu_backward(
         )
     ]
     products_PR = None if weights_R is None else weights_R.new_zeros(parts, rows)
-    sources = source_SF.contiguous(), first, None if weights_R is None else weights_R.contiguous(), dh_RF
+    sources = source_SF, first, None if weights_R is None else weights_R.contiguous(), dh_RF
     tiles, forms, by_input = quantize.group_tiles(counts_e, rows), (forward, gradient), rule.weighs_input
     if _is_hoppers(source_SF, recipe, forms, launch):
         given = sources, tiles, copies, products_PR, forms, launch
@@ -190,17 +190,11 @@ def _used(counts_e: Tensor | None) -> Tensor | None:
 def _given(
     gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None, rule: ExpertRule
 ) -> tuple[Tensor, Tensor | None, int]:
-    """The rows, the number of the first one on the device if it is not 0, and the most rows there can be."""
-    if isinstance(gate_up_RF, SavedRows):
-        source_SF, first, rows = gate_up_RF.rows_SF, gate_up_RF.first, gate_up_RF.room
-    else:
-        source_SF, first, rows = gate_up_RF, None, gate_up_RF.shape[0]
-    if source_SF.ndim != 2 or source_SF.shape[1] % rule.projections:
-        raise KernelError("swiglu: takes rows of gate and up", got=tuple(source_SF.shape), allowed="an even width")
-    if weights_R is not None and (weights_R.shape != (rows,) or weights_R.dtype != torch.float32):
-        got = f"{weights_R.dtype} {tuple(weights_R.shape)} for {rows} rows"
-        raise KernelError("swiglu: weights must be float32, one for each row", got=got)
-    return source_SF, first, rows
+    """`rows_given` of a matrix: the rows, the number of the first one, and the most rows there can be."""
+    source_SF, first, leading = in_16_bits.rows_given(gate_up_RF, weights_R, rule)
+    if len(leading) != 1:
+        raise KernelError("swiglu: takes rows of gate and up", got=tuple(source_SF.shape), allowed="a matrix")
+    return source_SF, first, leading[0]
 
 
 @triton.jit(do_not_specialize=["R"])
