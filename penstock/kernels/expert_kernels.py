@@ -28,7 +28,7 @@ from penstock.kernels.grouped_gemm import (
     grouped_gemm_weight_gradient,
 )
 from penstock.kernels.launching import counts_on_host
-from penstock.kernels.operators import aligned, torch_add_bias
+from penstock.kernels.operators import aligned, grouped_mm, torch_add_bias
 from penstock.kernels.permute import unpermute
 from penstock.kernels.reference import ExpertRule, RowOrder
 from penstock.kernels.replica_slots import SlottedWeight, joined
@@ -154,9 +154,7 @@ def _grouped_mm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor |
     rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
     if not len(rows_RD):  # grouped_mm refuses the strides of an expanded tensor without rows
         return rows_RD.new_zeros(0, w_eFD.shape[1])
-    w_eDF = aligned(w_eFD, both=True).transpose(1, 2)
-    y_RF = F.grouped_mm(aligned(rows_RD), w_eDF, offs=counts_e.cumsum(0, dtype=torch.int32))
-    return used(y_RF if y_RF.shape[1] == w_eFD.shape[1] else y_RF[:, : w_eFD.shape[1]], counts_e)
+    return used(grouped_mm(rows_RD, w_eFD, counts_e.cumsum(0, dtype=torch.int32)), counts_e)
 
 
 def _columns_by_grouped_mm(dy_RF: Tensor, x_RD: Tensor, counts_e: Tensor) -> Tensor:

@@ -105,11 +105,10 @@ def find(device_name: str, path: Path | None = None, *, packaged: Path = PACKAGE
     user_path = path or user_file(device_name)
     files = [file for file in (user_path, packaged / f"{slug(device_name)}.json") if file is not None]
     measurements = [load(file) for file in files if file == path or file.exists()]
-    for file, measurement in zip(files, measurements, strict=False):
-        if file == path and slug(measurement.device) != slug(device_name):
-            raise KernelError(f"{path} was measured on another device", got=measurement.device, allowed=device_name)
     if not measurements:
         return None
+    if path is not None and slug(measurements[0].device) != slug(device_name):
+        raise KernelError(f"{path} was measured on another device", got=measurements[0].device, allowed=device_name)
     return replace(measurements[0], entries=tuple(entry for part in measurements for entry in part.entries))
 
 
@@ -120,12 +119,12 @@ def load(path: Path) -> Measurements:
         return TypeAdapter(Measurements).validate_python(read_json(path))
     except OSError as error:
         raise KernelError(f"measurements {path} cannot be read", got=error.strerror, fix=fix) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        location = ".".join(str(part) for part in first["loc"])
-        raise KernelError(f"measurements {path} are damaged", got=f"{location}: {first['msg']}", fix=fix) from error
     except ValueError as error:
-        raise KernelError(f"measurements {path} are damaged", got=error, fix=fix) from error
+        got = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise KernelError(f"measurements {path} are damaged", got=got, fix=fix) from error
 
 
 def save(path: Path, measurements: Measurements) -> None:

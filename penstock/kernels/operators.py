@@ -101,7 +101,7 @@ def torch_expert_ffn(
         return rows_RF if weights_R is None else torch.where(used_R1, rows_RF * weights_R[:, None], 0).to(rows_RF.dtype)
 
     gate_up_bias_eF, down_bias_eD = biases or (None, None)
-    gate_up_RF = _grouped_mm(torch.where(used_R1, x_RD, 0), gate_up_eFD, ends_e)
+    gate_up_RF = grouped_mm(torch.where(used_R1, x_RD, 0), gate_up_eFD, ends_e)
     if gate_up_bias_eF is not None:
         gate_up_RF = torch_add_bias(gate_up_RF, gate_up_bias_eF, counts_e)
     gate_up_RF = torch.where(used_R1, gate_up_RF, 0)
@@ -109,13 +109,13 @@ def torch_expert_ffn(
         h_RF = torch_swiglu(weighted(gate_up_RF), rule=rule)
     else:
         h_RF = weighted(torch_swiglu(gate_up_RF, rule=rule))
-    y_RD = _grouped_mm(h_RF, down_eDF, ends_e)
+    y_RD = grouped_mm(h_RF, down_eDF, ends_e)
     if down_bias_eD is not None:
         y_RD = torch_add_bias(y_RD, down_bias_eD, counts_e, weights_R)
     return torch.where(used_R1, y_RD, 0)
 
 
-def _grouped_mm(x_RD: Tensor, w_eFD: Tensor, ends_e: Tensor) -> Tensor:
+def grouped_mm(x_RD: Tensor, w_eFD: Tensor, ends_e: Tensor) -> Tensor:
     """Rows times their expert's matrix."""
     if x_RD.is_meta and x_RD.dtype != torch.bfloat16:
         # Tensors without memory have grouped_mm in bfloat16 only. All rows of one expert are as large and as much work.

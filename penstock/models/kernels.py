@@ -7,7 +7,7 @@ import torch
 
 from penstock.base.errors import KernelError
 from penstock.config.dispatch_rules import COUNTS_STAY, STAGES
-from penstock.config.model import GroupedQueryAttention, LatentAttention, LinearAttention
+from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.config.run import Kernels, RecipeKnob, Run
 from penstock.kernels.backends import FLOAT8, Shapes
 from penstock.kernels.choose import AUTO, Choice, choose, operators
@@ -17,8 +17,6 @@ from penstock.kernels.float8.recipes import RECIPES, Recipe, default_recipe, for
 from penstock.kernels.float8.torch_products import obstacle as torch_obstacle
 from penstock.kernels.measured import Measurements, find
 from penstock.kernels.operators import Operators
-
-SUMS = "sparse", "triton"  # operator and backend whose sums are in any order
 
 
 def choose_operators(run: Run, device: torch.device) -> Operators:
@@ -45,7 +43,9 @@ def kernel_choices(run: Run, device: DeviceFacts) -> tuple[Choice, ...]:
     if run.training.deterministic:
         why = "training.deterministic, and Triton's sums are in any order"
         in_order = Choice("sparse", "both", "reference", why)
-        choices = tuple(in_order if (choice.op, choice.backend) == SUMS else choice for choice in choices)
+        choices = tuple(
+            in_order if (choice.op, choice.backend) == ("sparse", "triton") else choice for choice in choices
+        )
     stage = run.dispatch.sync_free
     if device.kind != "cpu" and run.model.moe is not None:
         for op, first in _host_counters(choices):
@@ -97,7 +97,7 @@ def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
     target = "cpu" if device.kind == "cpu" else device.target
     parts = wanted.dense, wanted.experts, wanted.head, wanted.dispatch
     dense, experts, head, dispatch = (_recipe_on(part, target) for part in parts)
-    backend = _float8_backend(run, device, [kernel for kernel in (dense, head) if kernel is not None])
+    backend = _float8_backend(run, device, [dense, head])
     waits = backend == "reference" and device.kind != "cpu" and experts is not None
     if waits and run.dispatch.sync_free >= COUNTS_STAY:
         fix = f"set dispatch.sync_free={COUNTS_STAY - 1}, or kernels.float8=auto"
@@ -122,9 +122,10 @@ def _recipe_on(knob: RecipeKnob, target: str) -> Recipe | None:
     return RECIPES[knob]
 
 
-def _float8_backend(run: Run, device: DeviceFacts, dense: Sequence[Recipe]) -> str:
+def _float8_backend(run: Run, device: DeviceFacts, dense: Sequence[Recipe | None]) -> str:
+    """The backend; `dense` are the recipes of dense products."""
     wanted: str = run.kernels.float8
-    obstacles = [torch_obstacle(recipe, device.target, torch.version.cuda) for recipe in dense]
+    obstacles = [torch_obstacle(recipe, device.target, torch.version.cuda) for recipe in dense if recipe is not None]
     if wanted == AUTO:
         # cuBLAS where it supports a dense recipe: on an H200 it was well ahead of our Triton products.
         has_torch = None in obstacles
@@ -157,7 +158,15 @@ def shapes_of(run: Run) -> Shapes:
     """Sizes of one micro-batch of a run."""
     model, moe, attention = run.model, run.model.moe, run.model.attention
     shared_width = 0 if moe is None else moe.shared_expert_intermediate_size
-    more = {} if model.linear_attention is None else _linear_shapes(model.linear_attention)
+    more: dict[str, int] = {}
+    if (linear := model.linear_attention) is not None:
+        more = {
+            "linear_key_heads": linear.key_heads,
+            "linear_value_heads": linear.value_heads,
+            "linear_key_dim": linear.key_head_dim,
+            "linear_value_dim": linear.value_head_dim,
+            "linear_decays": linear.key_head_dim if linear.kind == "kda" else 1,
+        }
     if isinstance(attention, LatentAttention) and attention.indexer is not None:
         more |= {"index_heads": attention.indexer.index_n_heads, "latent_dim": attention.kv_lora_rank}
     return Shapes(
@@ -176,13 +185,3 @@ def shapes_of(run: Run) -> Shapes:
         has_window=isinstance(attention, GroupedQueryAttention) and attention.local is not None,
         **more,
     )
-
-
-def _linear_shapes(linear: LinearAttention) -> dict[str, int]:
-    return {
-        "linear_key_heads": linear.key_heads,
-        "linear_value_heads": linear.value_heads,
-        "linear_key_dim": linear.key_head_dim,
-        "linear_value_dim": linear.value_head_dim,
-        "linear_decays": linear.key_head_dim if linear.kind == "kda" else 1,
-    }

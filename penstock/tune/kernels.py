@@ -33,8 +33,8 @@ from penstock.kernels.reference import RouterRule
 from penstock.models.kernels import shapes_of
 from penstock.moe.router import router_rule
 
+# Standard deviations of the logarithm of an expert's popularity: even load, and that of early training.
 SKEWS = (0.0, 0.6)
-"""Standard deviations of the logarithm of an expert's popularity: even load, and that of early training."""
 
 Tensors = tuple[Tensor, ...]
 Call = Callable[[], object]
@@ -107,34 +107,24 @@ def draw_choices(tokens: int, experts: int, top_k: int, skew: float, device: tor
     return (popularity_E + gumbel_TE).topk(top_k).indices
 
 
-_DrawAndBind = tuple[Callable[[], Tensors], Callable[[str, Tensors], Call]]
-"""`draw` and `bind` of a case."""
-
-
-@dataclass(frozen=True)
-class _Operator:
-    """An operator as the model calls it."""
-
-    draw: Callable[[Workload, float], Tensors]  # inputs for a skew
-    apply: Callable[[Operators, Workload, Tensors], Any]
-    leaves: int = 0  # so many first inputs have gradients
+_DrawAndBind = tuple[Callable[[], Tensors], Callable[[str, Tensors], Call]]  # of a case
 
 
 def _operator(work: Workload, part: TimedPart, skew: float) -> _DrawAndBind:
     """A whole operator in one of its two passes."""
-    operator = _OPERATORS[part.op]
+    draw, apply, with_gradients = _OPERATORS[part.op]
 
     def bind(backend: str, inputs: Tensors) -> Call:
-        call = partial(operator.apply, BACKENDS[backend].operators, work, inputs)
+        call = partial(apply, BACKENDS[backend].operators, work, inputs)
         if part.direction == "forward":
             return torch.no_grad()(call)
-        leaves = [x.requires_grad_() for x in inputs[: operator.leaves]]
+        leaves = [x.requires_grad_() for x in inputs[:with_gradients]]
         result = call()  # forward runs once, untimed; each timed call walks its graph again
         outputs = [x for x in ((result,) if isinstance(result, Tensor) else result) if x.requires_grad]
         incoming = [torch.randn_like(output) for output in outputs]
         return lambda: torch.autograd.grad(outputs, leaves, incoming, retain_graph=True)
 
-    return partial(operator.draw, work, skew), bind
+    return partial(draw, work, skew), bind
 
 
 def _product(work: Workload, part: TimedPart, skew: float) -> _DrawAndBind:
@@ -212,45 +202,40 @@ def _route(operators: Operators, work: Workload, inputs: Tensors) -> Any:
     return operators.route(inputs[0], None, work.rule, work.sequences)
 
 
-_OPERATORS: dict[str, _Operator] = {
-    "route": _Operator(
-        lambda work, skew: (torch.randn(work.shapes.tokens, work.shapes.experts, device=work.device),), _route, 1
-    ),
-    "order_rows": _Operator(_draw_choices, lambda ops, work, inputs: ops.order_rows(inputs[0], work.shapes.experts)),
-    "unpermute": _Operator(
-        _draw_rows, lambda ops, work, inputs: ops.unpermute(inputs[0], reference.RowOrder(*inputs[1:])), 1
-    ),
-    "swiglu": _Operator(
-        lambda work, skew: (work.normal(work.shapes.tokens, 2 * work.shapes.dense_ffn),),
-        lambda ops, work, inputs: ops.swiglu(inputs[0]),
+# How the model calls an operator: its inputs for a skew, the call, and how many first inputs have gradients.
+_OPERATORS: dict[
+    str, tuple[Callable[[Workload, float], Tensors], Callable[[Operators, Workload, Tensors], Any], int]
+] = {
+    "route": (
+        lambda work, skew: (torch.randn(work.shapes.tokens, work.shapes.experts, device=work.device),),
+        _route,
         1,
     ),
-    "rms_norm": _Operator(
-        partial(_draw_hidden, states=1), lambda ops, work, inputs: ops.rms_norm(inputs[0], inputs[1], work.epsilon), 2
+    "order_rows": (_draw_choices, lambda ops, work, inputs: ops.order_rows(inputs[0], work.shapes.experts), 0),
+    "unpermute": (_draw_rows, lambda ops, work, inputs: ops.unpermute(inputs[0], reference.RowOrder(*inputs[1:])), 1),
+    "swiglu": (
+        lambda work, skew: (work.normal(work.shapes.tokens, 2 * work.shapes.dense_ffn),),
+        lambda ops, work, inputs: ops.swiglu(*inputs),
+        1,
     ),
-    "add_rms_norm": _Operator(
+    "rms_norm": (partial(_draw_hidden, states=1), lambda ops, work, inputs: ops.rms_norm(*inputs, work.epsilon), 2),
+    "add_rms_norm": (
         partial(_draw_hidden, states=2),
-        lambda ops, work, inputs: ops.add_rms_norm(inputs[0], inputs[1], inputs[2], work.epsilon),
+        lambda ops, work, inputs: ops.add_rms_norm(*inputs, work.epsilon),
         3,
     ),
-    "rotate": _Operator(
+    "rotate": (
         lambda work, skew: (_heads(work, work.shapes.head_dim), *_angles(work)),
         lambda ops, work, inputs: ops.rotate(*inputs),
         1,
     ),
-    "delta_rule": _Operator(_draw_linear_heads, lambda ops, work, inputs: ops.delta_rule(*inputs), 5),
-    "mla_heads": _Operator(_draw_latent_heads, lambda ops, work, inputs: ops.mla_heads(*inputs), 3),
+    "delta_rule": (_draw_linear_heads, lambda ops, work, inputs: ops.delta_rule(*inputs), 5),
+    "mla_heads": (_draw_latent_heads, lambda ops, work, inputs: ops.mla_heads(*inputs), 3),
 }
 
-_LOADED = ("order_rows", "unpermute", "gate_up", "down")
-"""Parts whose time depends on the load of the experts."""
-
-
-MOST_COPIES = 16
-"""Maximum number of input sets."""
-
-MOST_BUSY_SECONDS = 0.02
-"""Maximum time that the device is kept busy; slower calls wait for the host anyway."""
+_LOADED = ("order_rows", "unpermute", "gate_up", "down")  # parts whose time depends on the load of the experts
+MOST_COPIES = 16  # maximum number of input sets
+MOST_BUSY_SECONDS = 0.02  # maximum time that the device is kept busy; slower calls wait for the host anyway
 
 
 class CallTimer(Protocol):
