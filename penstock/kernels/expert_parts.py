@@ -22,7 +22,8 @@ from torch import Tensor
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import counts_on_host, start_kernel
 from penstock.kernels.operators import torch_add_bias
-from penstock.kernels.replica_slots import SlottedWeight
+from penstock.kernels.replica_slots import SlottedWeight, weight_parts
+from penstock.kernels.tile_table import TileTable
 
 GATE_UP, DOWN = range(2)  # indices of the matrices among the parameters
 
@@ -106,6 +107,16 @@ def add_or_return(dw_eFD: Tensor, accumulate_into: Tensor | SlottedWeight | None
         own_eFD, slots_XFD = dw_eFD.split((len(dw_eFD) - len(accumulate_into.slots), len(accumulate_into.slots)))
         return SlottedWeight(add_or_return(own_eFD, accumulate_into.own), accumulate_into.slots.add_(slots_XFD))
     return dw_eFD if accumulate_into is None else accumulate_into.add_(dw_eFD)
+
+
+def gradient_in_parts(
+    gradient: Callable[..., Any], counts_e: Tensor, sums: SlottedWeight, tiles: TileTable | None
+) -> SlottedWeight:
+    """A gradient of weights in two places, by one product for each: `gradient(counts_e, accumulate_into, tiles)`."""
+    assert tiles is not None, "gradients in two places need tables of both"
+    parts = weight_parts(sums, tiles)
+    gradients = [gradient(counts_e[part.experts], accumulate_into=part.weight, tiles=part.tiles) for part in parts]
+    return SlottedWeight(gradients[0], sums.slots)
 
 
 def no_tile_table(counts_e: Tensor, rows: int) -> None:

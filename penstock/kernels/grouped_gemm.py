@@ -15,13 +15,14 @@ Each product has its own launch (`penstock.kernels.tuning`), and all share one `
 float16 (or float32, slowly), sums are float32. Device code is in `penstock.kernels.grouped_gemm_kernels`.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.expert_parts import SavedRows
+from penstock.kernels.expert_parts import SavedRows, gradient_in_parts
 from penstock.kernels.gluon import grouped_gemm as hopper
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
@@ -154,16 +155,9 @@ def grouped_gemm_weight_gradient(
     dy, x = (dy_RF, (rows, width)), (x_RD, (source_rows, depth))
     _check("weight gradient", counts_e, index_R, dy_RF=dy, x_RD=x)
     if isinstance(accumulate_into, SlottedWeight):
-        assert tiles is not None and tiles.parts is not None, "gradients in two places need tables of both"
-        if index_R is not None:  # the rows are copied once for both
-            x_RD, index_R = gather_rows(x_RD, index_R, tiles.used), None
-        sums = [
-            grouped_gemm_weight_gradient(
-                dy_RF, x_RD, counts_e[part.experts], accumulate_into=part.weight, tiles=part.tiles
-            )
-            for part in weight_parts(accumulate_into, tiles)
-        ]
-        return SlottedWeight(sums[0], accumulate_into.slots)
+        if index_R is not None and tiles is not None:  # the rows are copied once for both
+            x_RD = gather_rows(x_RD, index_R, tiles.used)
+        return gradient_in_parts(partial(grouped_gemm_weight_gradient, dy_RF, x_RD), counts_e, accumulate_into, tiles)
     if accumulate_into is not None:
         _check("weight gradient's sum", counts_e, None, torch.float32, accumulate_into=(accumulate_into, shape))
         dw_eFD = accumulate_into

@@ -15,7 +15,7 @@ several times the rows of a quiet one.
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -70,12 +70,6 @@ class Measurements:
         best = min(alike, key=lambda entry: _distance(entry.shape, shape))
         by_skew = {entry.skew: entry for entry in reversed(alike) if entry.shape == best.shape}
         return tuple(by_skew[skew] for skew in sorted(by_skew))
-
-    def with_entries(self, times: Sequence[OperatorTimes]) -> "Measurements":
-        """These measurements with new entries, which replace old ones with the same key."""
-        keys = {entry.key for entry in times}
-        kept = (entry for entry in self.entries if entry.key not in keys)
-        return replace(self, entries=(*kept, *times))
 
 
 def _distance(sizes: Mapping[str, int], other: Mapping[str, int]) -> float:

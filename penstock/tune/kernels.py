@@ -11,7 +11,7 @@ This is not part of a training step, because a search in the first step is slow 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
@@ -321,7 +321,9 @@ def merged(old: Measurements | None, new: Measurements) -> Measurements:
     """New results and old ones of other shapes, if those are from the same device and versions."""
     if old is None or (old.device, old.environment) != (new.device, new.environment):
         return new
-    return old.with_entries(new.entries)
+    keys = {entry.key for entry in new.entries}
+    kept = [entry for entry in old.entries if entry.key not in keys]
+    return replace(old, entries=(*kept, *new.entries))
 
 
 def winner(entry: OperatorTimes) -> str:

@@ -58,11 +58,6 @@ def test_operators_that_were_not_measured_have_no_nearest_entry() -> None:
     assert known.nearest("swiglu", "forward", "bf16", {"tokens": 512, "hidden": 512}) == ()
 
 
-def test_new_entries_take_the_place_of_old_ones_of_the_same_thing() -> None:
-    both = measurements(entry(1000), entry(4000)).with_entries([entry(1000, triton=9.0)])
-    assert [(one.shape["tokens"], one.microseconds["triton"]) for one in both.entries] == [(4000, 1.0), (1000, 9.0)]
-
-
 def test_a_devices_name_becomes_a_file_name(home: Path) -> None:
     assert slug("AMD Instinct MI300X (OAM)") == "amd-instinct-mi300x-oam"
     assert user_file(DEVICE) == home / ".config/penstock/kernels/nvidia-h200.json"

@@ -10,13 +10,14 @@ They equal those of the same name in `reference` but for the order of float32 su
 of their blocks. A launch may name the Hopper kernels for the recipe blockwise (`penstock.kernels.gluon`).
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.expert_parts import SavedRows
+from penstock.kernels.expert_parts import SavedRows, gradient_in_parts
 from penstock.kernels.float8.launches import Product, ProductLaunch, dense_launch, in_triton, product_launch
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
 from penstock.kernels.float8.quantized import Quantized, scales_in_bytes
@@ -112,13 +113,8 @@ def multiply_columns(
     scaling = _check("gradient", dy=(dy, (rows, depth)), x=(x, (columns, depth)))
     check_groups("float8 product", counts_e, experts, None)
     if isinstance(accumulate_into, SlottedWeight):
-        assert tiles is not None, "gradients in two places need tables of both"
-        given = {"dtype": dtype, "launch": launch}
-        sums = [
-            multiply_columns(dy, x, counts_e[part.experts], accumulate_into=part.weight, tiles=part.tiles, **given)
-            for part in weight_parts(accumulate_into, tiles)
-        ]
-        return SlottedWeight(sums[0], accumulate_into.slots)
+        gradient = partial(multiply_columns, dy, x, dtype=dtype, launch=launch)
+        return gradient_in_parts(gradient, counts_e, accumulate_into, tiles)
     shape = (experts, rows, columns)
     result = dy.values.new_empty(shape, dtype=dtype) if accumulate_into is None else accumulate_into
     _check_result("gradient", result, shape, dtype if accumulate_into is None else torch.float32)

@@ -265,7 +265,6 @@ class Language(ModuleType):
     convert_layout = staticmethod(lambda x, layout: x)
     reshape = staticmethod(torch.reshape)
     split = staticmethod(lambda x: x.unbind(-1))
-    join = staticmethod(lambda one, other: torch.stack((one, other), -1))
     sum, exp2 = staticmethod(torch.sum), staticmethod(torch.exp2)
     num_warps = staticmethod(lambda: 8)
     program_id = staticmethod(lambda dim: value(PROGRAM[dim], torch.int32))

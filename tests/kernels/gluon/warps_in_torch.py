@@ -57,9 +57,6 @@ class Memory(Shared):
     def permute(self, dims: Sequence[int]) -> "Memory":
         return Memory(self.x.permute(*dims))
 
-    def slice(self, start: int, length: int, dim: int = 0) -> "Memory":
-        return Memory(self.x.narrow(dim, start, length))
-
 
 @dataclass(eq=False)
 class Barrier:
@@ -211,9 +208,8 @@ def store_wait(left: int) -> None:
         target.memory[places[inside]] = numbers[inside]
 
 
-def warpgroup_mma(a: Memory | Tensor, b: Memory, sums: Any, *, is_async: bool, use_acc: bool = True) -> Sums:
+def warpgroup_mma(a: Memory, b: Memory, sums: Any, *, is_async: bool, use_acc: bool = True) -> Sums:
     assert is_async
-    a = Memory(a.as_subclass(Tensor)) if isinstance(a, Tensor) else a  # an operand in registers
     sums = sums if isinstance(sums, Sums) else Sums(torch.as_tensor(sums).as_subclass(Tensor))
     assert use_acc or not sums.x.any(), "sums that are given are left out"
     sums.waiting += 1
@@ -225,8 +221,8 @@ def warpgroup_mma_wait(left: int, deps: Sequence[Any]) -> Any:
     while len(MINE.products) > left:
         sums, a, b = MINE.products.pop(0)
         sums.x, sums.waiting = sums.x + a.x.float() @ b.x.float(), sums.waiting - 1
-    found = tuple(one if isinstance(one, Tensor) or one.waiting else value(one.x) for one in deps)
-    return found[0] if len(found) == 1 else found
+    (awaited,) = deps
+    return awaited if isinstance(awaited, Tensor) or awaited.waiting else value(awaited.x)
 
 
 def warp_specialize(parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *warps: Sequence[int]) -> None:
@@ -261,9 +257,6 @@ class HoppersLanguage(Language):
     NVMMADistributedLayout = type(
         "NVMMADistributedLayout", (Layout,), {"__init__": lambda self, **k: Layout.__init__(self)}
     )
-    DotOperandLayout = NVMMASharedLayout = NVMMADistributedLayout
-    exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
-    max = staticmethod(torch.amax)
     warp_specialize = staticmethod(warp_specialize)
     permute = staticmethod(torch.permute)
     to_tensor = staticmethod(lambda x: value(x, torch.int32))
