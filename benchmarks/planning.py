@@ -20,7 +20,7 @@ from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.kernels.device_facts import named_device
 from penstock.plan.hardware_file import load_hardware
-from penstock.plan.memory import RankMemory, memory_of, ranks_that_differ
+from penstock.plan.memory import RankMemory, memory_of
 from penstock.plan.meta_rank import Saving, Target, conventional
 
 MODELS = ("moe-1t", "moe-2t")
@@ -213,7 +213,7 @@ def target_of(variant: Variant) -> Target:
 def memory(model: str, layout: Layout, variant: Variant = ROWS_SENT, *, last: bool = False) -> RankMemory:
     """Of the first rank of the pipeline, whose micro-batches wait longest, or of the last, which has the logits."""
     run = run_of(model, layout, variant)
-    rank = ranks_that_differ(run, WORLD)[-1] if last else 0
+    rank = WORLD - WORLD // layout.pipeline if last else 0
     return memory_of(run, world=WORLD, rank=rank, target=target_of(variant))
 
 

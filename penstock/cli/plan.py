@@ -86,17 +86,10 @@ from penstock.report.export import write_image
 from penstock.report.figure import Figure
 from penstock.report.page import write_page
 
-OWN = "own"
-"""Asks for the layout of the run itself."""
-
-NOTHING_FITS = "nothing-fits"
-"""Rule of a number of devices that no layout fits."""
-
-TOP = 10
-"""Candidates that a search shows."""
-
-KINDS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
-"""Ways to scale."""
+OWN = "own"  # asks for the layout of the run itself
+NOTHING_FITS = "nothing-fits"  # rule of a number of devices that no layout fits
+TOP = 10  # candidates that a search shows
+KINDS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")  # ways to scale
 
 
 def plan(  # noqa: PLR0913 - one argument for each option

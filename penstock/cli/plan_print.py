@@ -23,14 +23,12 @@ _SIZES = ("tp", "cp", "pp", "ep", "etp")
 _CHOICES = ("schedule", "micro_batch", "recompute", "sync_free_stage", "dispatcher", "shard")
 """Parts of a layout that are printed in one line behind the table if all candidates agree."""
 
-_IN_SIZES = {*_SIZES, "vpp", *FOLLOW}
-"""Parts of a layout in the text of its sizes, or that follow from them."""
+_IN_SIZES = {*_SIZES, "vpp", *FOLLOW}  # parts of a layout in the text of its sizes, or that follow from them
 
 _LEAST = ("left", "exposed", "bubble", "MFU", "memory", *map(field_label, reversed(_CHOICES)))
 """Columns that a narrow terminal drops first; columns that distinguish rows go last."""
 
-LONGEST_REASON = 110
-"""Characters of a reason in the table of refusals."""
+LONGEST_REASON = 110  # characters of a reason in the table of refusals
 
 _PASSES: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 

@@ -14,23 +14,14 @@ from penstock.plan.software import OWN, Software, passes_keys
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Facts that are not known before a run.
+    """Facts that are not known before a run."""
 
-    Attributes:
-        imbalance: rows of the fullest rank's experts over the even share, in the time of a layer.
-        kept_imbalance: the same in memory, over all layers of a rank; None for `imbalance`.
-        saving: activations that are saved for backward: as the run does it, or without fused kernels.
-        in_turn: tokens take the experts in turn, as many benchmarks force balance.
-        software: the trainer that runs the layout.
-        loads: recorded loads of experts, in the place of both imbalances. Searches have none.
-    """
-
-    imbalance: float = 1.2
-    kept_imbalance: float | None = None
-    saving: Saving = "run"
-    in_turn: bool = False
-    software: Software = OWN
-    loads: RecordedLoads | None = None
+    imbalance: float = 1.2  # rows of the fullest rank's experts over the even share, in the time of a layer
+    kept_imbalance: float | None = None  # the same in memory, over all layers of a rank; None for `imbalance`
+    saving: Saving = "run"  # activations that are saved for backward: as the run does it, or without fused kernels
+    in_turn: bool = False  # tokens take the experts in turn, as many benchmarks force balance
+    software: Software = OWN  # the trainer that runs the layout
+    loads: RecordedLoads | None = None  # recorded, instead of both imbalances; a search has none
 
     @property
     def in_time(self) -> Imbalance:

@@ -26,17 +26,15 @@ from penstock.plan.transfers import CollectiveName, DispatchMethod
 LOSS_CHUNKS = (2048, 4096)
 """Tokens whose logits exist at once, where a run does not say it (penstock/kernels/linear_cross_entropy.py)."""
 
-SHARE_OF_PRODUCTS = 0.98
-"""Of their seconds, in the head: rates of sizes between measured ones may be off by a little."""
+SHARE_OF_PRODUCTS = 0.98  # of their seconds, in the head: rates of sizes between measured ones may be off by a little
 
 
 class WorkSeconds(NamedTuple):
     """Seconds of one micro-batch in a part of a stage, at the least.
 
-    Attributes:
-        again: part of `forward` that is repeated where the whole is recomputed: up to the last saved tensor, so without
-            the second product of a network and the way back of its rows.
-        activation: the same where the experts' activation is recomputed.
+    `again` is the part of `forward` that is repeated where the whole is recomputed: up to the last saved tensor, so
+    without the second product of a network and the way back of its rows. `activation` is the same where the experts'
+    activation is recomputed.
     """
 
     forward: float
@@ -66,8 +64,7 @@ class TimeBounds:
         self._bandwidth = cluster.hardware.peaks.memory_bytes_per_second * cluster.hardware.efficiency.memory
         self.attention = cache(self._attention)
         """Attention, both norms and the residual sums: is_local, tp, cp, rows of a micro-batch, accumulates."""
-        self.ffn = cache(self._ffn)
-        """The rest of a layer: is_moe, tokens, tp, experts, accumulates."""
+        self.ffn = cache(self._ffn)  # the rest of a layer: is_moe, tokens, tp, experts, accumulates
 
     def head(self, tp: int, cp: int, rows: int) -> WorkSeconds:
         """Output projection and loss of all heads, prediction depths too; of their layers the projection alone."""

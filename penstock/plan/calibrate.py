@@ -72,21 +72,13 @@ GROUPED_PRODUCTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkSizes:
-    """Sizes to measure.
+    """Sizes to measure."""
 
-    Attributes:
-        products: (m, n, k) each.
-        grouped: (groups, rows, n, k) each.
-        attention: (rows of the batch, heads, positions, width, value width) each.
-        copy_bytes: of a tensor that is copied.
-        round_seconds: of a round of calls, at least.
-    """
-
-    products: tuple[tuple[int, int, int], ...]
-    grouped: tuple[tuple[int, int, int, int], ...]
-    attention: tuple[tuple[int, int, int, int, int], ...]
-    copy_bytes: int
-    round_seconds: float
+    products: tuple[tuple[int, int, int], ...]  # (m, n, k) each
+    grouped: tuple[tuple[int, int, int, int], ...]  # (groups, rows, n, k) each
+    attention: tuple[tuple[int, int, int, int, int], ...]  # (rows, heads, positions, width, value width) each
+    copy_bytes: int  # of a tensor that is copied
+    round_seconds: float  # of a round of calls, at least
 
 
 GPU_SIZES = BenchmarkSizes(
@@ -124,20 +116,14 @@ CPU_SIZES = BenchmarkSizes(
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFigures:
-    """Measurements of one device.
-
-    Attributes:
-        context_bytes: used before the first tensor.
-        memory_bytes_per_second: read and written by a large copy.
-        launch_seconds: of the host, for one operator with autograd.
-    """
+    """Measurements of one device."""
 
     points: Mapping[str, tuple[ComputePoint, ...]]
     capacity_bytes: int
-    context_bytes: int
-    memory_bytes_per_second: float
+    context_bytes: int  # used before the first tensor
+    memory_bytes_per_second: float  # read and written by a large copy
     kernel_seconds: float
-    launch_seconds: float
+    launch_seconds: float  # of the host, for one operator with autograd
 
 
 def measure_device(device: torch.device, facts: DeviceFacts, sizes: BenchmarkSizes) -> DeviceFigures:
@@ -319,11 +305,8 @@ def device_memory(device: torch.device) -> tuple[int, int]:
     return sysconf("SC_PHYS_PAGES") * sysconf("SC_PAGE_SIZE"), peak if sys.platform == "darwin" else peak * 1024
 
 
-GPU_BUFFERS = (2**18, 2**20, 2**22, 2**24, 2**26, 2**28)
-"""Buffer sizes on GPUs."""
-
-CPU_BUFFERS = (2**14, 2**17, 2**20, 2**23)
-"""Buffer sizes on CPUs."""
+GPU_BUFFERS = (2**18, 2**20, 2**22, 2**24, 2**26, 2**28)  # buffer sizes on GPUs
+CPU_BUFFERS = (2**14, 2**17, 2**20, 2**23)  # buffer sizes on CPUs
 
 
 def measure_transfers(
@@ -383,8 +366,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 TransferPoints = Mapping[CollectiveKind, tuple[TransferPoint, ...]]
 
-RESERVE_SHARE = 0.03
-"""Of a chip that the package does not know; one process cannot measure it."""
+RESERVE_SHARE = 0.03  # of a chip that the package does not know; one process cannot measure it
 
 
 def measured_hardware(

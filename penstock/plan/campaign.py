@@ -24,11 +24,8 @@ RESTART_SECONDS, WRITE_SECONDS = 600.0, 600.0
 """Assumptions: from a failure until training goes on (detection, new processes, loading), and the time in which storage
 takes a checkpoint in the background, so the least interval between two."""
 
-MOST_FAILURES = 40.0
-"""In a restart and an interval between checkpoints; with more the goodput is none: e to minus this."""
-
-MOST_TOKENS = 1e15
-"""Larger numbers are typing errors."""
+MOST_FAILURES = 40.0  # in a restart and an interval between checkpoints; with more the goodput is none: e to minus this
+MOST_TOKENS = 1e15  # larger numbers are typing errors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,8 +37,7 @@ from penstock.plan.transfers import DispatchMethod
 
 MOST_MICRO_BATCH = 8
 
-ROW_UNIT = 8
-"""The width of a part of an expert is a multiple of it."""
+ROW_UNIT = 8  # the width of a part of an expert is a multiple of it
 
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
 """GPipe is left out: it holds more than 1F1B and is no faster."""
@@ -140,22 +139,15 @@ class Experts:
 
 @dataclass(frozen=True, eq=False)
 class LayoutSet:
-    """The legal layouts with `pp` pipeline ranks: a product of choices, less those that `legal` leaves out.
-
-    Attributes:
-        dense: tensor and context ranks.
-        rows: of a micro-batch.
-        shapes: schedules, each with its stages per rank.
-        legal: whether dense x shard x rows x shape go together; nothing depends on the experts.
-    """
+    """The legal layouts with `pp` pipeline ranks: a product of choices, less those that `legal` leaves out."""
 
     pp: int
-    dense: tuple[tuple[int, int], ...]
+    dense: tuple[tuple[int, int], ...]  # tensor and context ranks
     experts: tuple[Experts, ...]
     shards: tuple[str, ...]
-    rows: tuple[int, ...]
-    shapes: tuple[tuple[str, int], ...]
-    legal: np.ndarray
+    rows: tuple[int, ...]  # of a micro-batch
+    shapes: tuple[tuple[str, int], ...]  # schedules, each with its stages per rank
+    legal: np.ndarray  # whether dense x shard x rows x shape go together; nothing depends on the experts
 
 
 class SearchSpace:
@@ -338,6 +330,8 @@ class SearchSpace:
     def _values(self, name: str) -> Sequence[int]:
         """Sizes of an axis that divide the devices, without those that divide nothing of the model."""
         model, world = self._neutral.model, self._neutral.world
+        if name == "pp" and self._fixed.get("schedule") == NO_PIPELINE:
+            return (1,) if self._fixed.get("pp", "1") == "1" else ()
         if name in self._fixed:
             size = int(self._fixed[name])
             return (size,) if world % size == 0 else ()

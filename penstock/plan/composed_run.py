@@ -6,14 +6,14 @@ runs that have it. `rough` takes the ramp of the pipeline from a table; `exact` 
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from penstock.config.fit import micro_batches
 from penstock.config.parallel import Pipeline
 from penstock.config.run import Run
-from penstock.layout.actions import Kind, Schedule
+from penstock.layout.actions import Schedule
 from penstock.layout.clock import play
 from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
@@ -22,10 +22,16 @@ from penstock.parallel.axes import Axes, Axis
 from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions
 from penstock.plan.costs import HardwareTimes
 from penstock.plan.hardware import Cluster, RankGroup
-from penstock.plan.liveness import PeakPoint, PipelineShape, StageActivations, has_experts, layer_kind, peak_points
-from penstock.plan.memory import MemoryParts, Overheads, PassPeak, RankMemory, assemble
-from penstock.plan.meta_rank import MetaRank
-from penstock.plan.meta_run import MetaRun, UpdateOps, gathered_bytes
+from penstock.plan.liveness import (
+    PassPeak,
+    PipelineShape,
+    StageActivations,
+    fullest_pass,
+    layer_kind,
+    most_bytes,
+)
+from penstock.plan.memory import Overheads, RankMemory, assemble
+from penstock.plan.meta_run import UpdateOps, gathered_bytes
 from penstock.plan.param_state import (
     OTHERS,
     ParamCounts,
@@ -39,55 +45,26 @@ from penstock.plan.param_state import (
 )
 from penstock.plan.projection import StepTime
 from penstock.plan.step_time import StageTime, StageTimer, clock_costs, send_seconds, step_time
-from penstock.plan.streams import OVERLAP_GAIN
-
-
-@dataclass(frozen=True)
-class PlaceLoad:
-    """Work of a place on the pipeline: FLOPs of a token's forward pass, layers with experts, all layers."""
-
-    flops: float
-    moe: int
-    layers: int
+from penstock.plan.streams import OVERLAP_GAIN, Timing
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyStage:
-    """A stage of a proxy model that ran on the meta device.
-
-    Attributes:
-        symmetric_bytes: of memory that GPUs of a node write into.
-        batch_bytes: of the rows of one micro-batch.
-        dispatcher: of its layers with experts; `none` without any.
-    """
+    """A stage of a proxy model that ran on the meta device."""
 
     stage: StageActivations
-    symmetric_bytes: int
-    batch_bytes: int
-    dispatcher: str
+    symmetric_bytes: int  # of memory that GPUs of a node write into
+    batch_bytes: int  # of the rows of one micro-batch
+    dispatcher: str  # of its layers with experts; `none` without any
 
 
 @dataclass(frozen=True)
 class StageContents:
-    """The parts of a stage that decide its size.
+    """The parts of a stage that decide its size."""
 
-    Attributes:
-        embed: it begins with the embedding.
-        layers: kinds of its layers in order, and how many of each follow each other.
-        head: it ends with norm, prediction layers, output projection and loss.
-    """
-
-    embed: bool
-    layers: tuple[tuple[str, int], ...]
-    head: bool
-
-    @property
-    def moe(self) -> int:
-        return sum(count for kind, count in self.layers if has_experts(kind))
-
-    @property
-    def count(self) -> int:
-        return sum(count for _, count in self.layers)
+    embed: bool  # it begins with the embedding
+    layers: tuple[tuple[str, int], ...]  # kinds of its layers in order, and how many of each follow each other
+    head: bool  # it ends with norm, prediction layers, output projection and loss
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -141,26 +118,17 @@ class RankState:
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedRun:
-    """A run composed of pieces.
-
-    Attributes:
-        stage_of: activations of a stage by its contents; its number is not set.
-        proxy: a stage of the proxy model.
-        shape: of its pipeline; None without one.
-        rank: any rank of the model on the meta device.
-        reuse_key: equal for runs with the same pieces.
-    """
+    """A run composed of pieces."""
 
     run: Run
     grid: Grid
     contents: tuple[StageContents, ...]
-    stage_of: Callable[[StageContents], StageActivations]
-    proxy: ProxyStage
+    stage_of: Callable[[StageContents], StageActivations]  # activations by contents, without a number
+    proxy: ProxyStage  # a stage of the proxy model
     state: RankState
-    shape: PipelineShape | None
+    shape: PipelineShape | None  # of its pipeline; None without one
     overheads: Overheads
-    rank: MetaRank
-    reuse_key: Hashable
+    reuse_key: Hashable  # equal for runs with the same pieces, composed as closely
 
     @property
     def axes(self) -> Axes:
@@ -171,9 +139,6 @@ class ComposedRun:
             pipeline=Axis(name="pipeline", ranks=tuple(range(grid.pipeline))),
             sequence=Axis(name="sequence", ranks=tuple(range(grid.context * grid.tensor))),
         )
-
-    def stage(self, number: int) -> StageActivations:
-        return replace(self.stage_of(self.contents[number]), number=number)
 
     def gathers(self, number: int) -> tuple[int, ...]:
         """Bytes of whole weights that FSDP2 gathers for a stage; empty without it."""
@@ -209,14 +174,12 @@ class ComposedRun:
         return max(map(self.total, places))
 
     def memory(self, position: int) -> RankMemory:
-        size, point = max(self._peaks(position), key=lambda peak: peak[0])
-        return self._memory(position, PassPeak(name=self._name(point), bytes=size, terms=self._terms(size, point)))
+        return self._memory(position, fullest_pass(self._stages(position), self.shape, position))
 
     def total(self, position: int) -> int:
         """`memory(position).total`, faster: without terms."""
-        return self._memory(
-            position, PassPeak(name="", bytes=max(size for size, _ in self._peaks(position)), terms={})
-        ).total
+        size = most_bytes(self._stages(position), self.shape, position)
+        return self._memory(position, PassPeak("", size, {})).total
 
     @property
     def most_host_bytes(self) -> int:
@@ -224,52 +187,23 @@ class ComposedRun:
         largest = max(self.state.of(self.contents_at(position)).host for position in range(self.grid.pipeline))
         return largest + self.overheads.process if largest else 0
 
+    def _stages(self, position: int) -> dict[int, StageActivations]:
+        return {number: self.stage_of(self.contents[number]) for number in self.stages_of(position)}
+
     def _memory(self, position: int, passes: PassPeak) -> RankMemory:
         held, state = self.contents_at(position), self.state
         # The rows of the whole step are on the device.
         batch_bytes = micro_batches(self.run, self.grid) * self.proxy.batch_bytes
-        of_parts = state.of(held)
-        parts = MemoryParts(
-            rank=position * self.grid.world // self.grid.pipeline,
-            state=of_parts,
-            passes=passes,
+        return assemble(
+            position * self.grid.world // self.grid.pipeline,
+            state.of(held),
+            passes,
             gathered=state.gathered(held),
             update=update_bytes(state.params(held), state.shards),
             buffers=self.proxy.symmetric_bytes + batch_bytes,
-            host=of_parts.host,
             is_captured=self.run.graphs.capture == "full",
+            overheads=self.overheads,
         )
-        return assemble(parts, self.overheads)
-
-    def _peaks(self, position: int) -> Iterator[tuple[int, PeakPoint]]:
-        stages = {number: self.stage_of(self.contents[number]) for number in self.stages_of(position)}
-        if self.shape is None:
-            yield stages[0].forward.bytes, PeakPoint(((0, Kind.FORWARD),), (0,), (0,))
-            yield stages[0].backward.bytes, PeakPoint(((0, Kind.BACKWARD),), (1,), (0,))
-            return
-        for point in peak_points(self.shape, position):
-            held = sum(count * stage.kept_bytes for count, stage in zip(point.kept, stages.values(), strict=True))
-            held += sum(count * stage.left for count, stage in zip(point.left, stages.values(), strict=True))
-            yield (held + sum(stages[number].over_held(kind) for number, kind in point.work)), point
-
-    def _terms(self, size: int, point: PeakPoint) -> Counter[str]:
-        """Memory of a peak by label; `held` is that of other micro-batches."""
-        terms: Counter[str] = Counter()
-        for stage, kind in point.work:
-            activations = self.stage_of(self.contents[stage])
-            if kind is Kind.WEIGHT:
-                terms["put off"] += activations.weight
-            else:
-                terms.update((activations.forward if kind is Kind.FORWARD else activations.backward).terms)
-        if self.shape is not None:
-            # Other micro-batches, and with approximate pieces the rows beyond the first.
-            terms["held"] = size - sum(terms.values())
-        return terms
-
-    def _name(self, point: PeakPoint) -> str:
-        if self.shape is None:
-            return "forward" if point.work[0][1] is Kind.FORWARD else "backward"
-        return " and ".join(f"{kind} of stage {stage}" for stage, kind in point.work)
 
 
 class ComposedTimes:
@@ -287,7 +221,7 @@ class ComposedTimes:
         self.assumptions = assumptions
         self._hardware_times = times or HardwareTimes.of(cluster.hardware)
         self._timers: dict[Hashable, StageTimer] = {}
-        self._updates: dict[tuple[Grid, tuple[StageContents, ...], ShardCounts], float] = {}
+        self._updates: dict[tuple[Grid, tuple[StageContents, ...], ShardCounts], tuple[Timing, Timing]] = {}
         self._stages: dict[tuple[Hashable, StageContents], StageTime] = {}
         self._schedules: dict[tuple[Pipeline, int, int, bool], Schedule | None] = {}
 
@@ -303,7 +237,7 @@ class ComposedTimes:
             for number in composed.stages_of(position):
                 if composed.contents[number] not in known:
                     known[composed.contents[number]] = self._stage(composed, number)
-        update = max(self._update(composed, position) for position in places)
+        update = self._longest_update(composed, places)
         longest = 0.0
         for position in places:
             numbers = composed.stages_of(position)
@@ -317,9 +251,9 @@ class ComposedTimes:
 
     def seconds(self, composed: ComposedRun) -> float:
         """Seconds of a step by the schedule's own actions: `exact`, faster."""
-        run, pp = composed.run, composed.grid.pipeline
+        run = composed.run
         known = {content: self._stage(composed, number) for number, content in enumerate(composed.contents)}
-        update = max(self._update(composed, position) for position in range(pp))
+        update = self._longest_update(composed, range(composed.grid.pipeline))
         if composed.shape is None:
             return micro_batches(run, composed.grid) * known[composed.contents[0]].all.seconds + update
         axes = composed.axes
@@ -332,35 +266,17 @@ class ComposedTimes:
 
     def exact(self, composed: ComposedRun) -> StepTime:
         """Step time by the schedule's own actions."""
-        assumed = self.assumptions
+        run, axes = composed.run, composed.axes
         return step_time(
-            composed.run,
+            run,
             self.cluster,
-            self._meta_runs(composed),
-            assumed.in_time,
-            software=assumed.software,
-            in_turn=assumed.in_turn,
+            {number: self._stage(composed, number) for number in range(len(composed.contents))},
+            [self._update(composed, position) for position in range(composed.grid.pipeline)],
+            kept=tuple(composed.stage_of(content).kept_bytes for content in composed.contents),
+            schedule=self._schedule(run, axes),
+            send=send_seconds(run, self.cluster, axes, self._hardware_times.transfers),
+            software=self.assumptions.software,
         )
-
-    def _meta_runs(self, composed: ComposedRun) -> tuple[MetaRun, ...]:
-        grid, axes = composed.grid, composed.axes
-        rank = replace(composed.rank, run=composed.run, axes=axes, schedule=self._schedule(composed.run, axes))
-        meta_runs = []
-        for position in range(grid.pipeline):
-            numbers = composed.stages_of(position)
-            meta_runs.append(
-                MetaRun(
-                    rank=rank,
-                    first_rank=position * grid.world // grid.pipeline,
-                    place=position,
-                    stages=tuple(composed.stage(number) for number in numbers),
-                    batch_bytes=0,
-                    gathered_bytes=0,
-                    gathers={number: composed.gathers(number) for number in numbers if composed.gathers(number)},
-                    update=self._update_ops(composed, position),
-                )
-            )
-        return tuple(meta_runs)
 
     def _schedule(self, run: Run, axes: Axes) -> Schedule | None:
         """Layouts that differ in recomputation or dispatch share a schedule."""
@@ -398,12 +314,15 @@ class ComposedTimes:
         values = sum(fact.own(state.shards.of(fact)) for fact in state.facts["embed"])
         return self.cluster.group(len(holders), between), values
 
-    def _update(self, composed: ComposedRun, position: int) -> float:
+    def _update(self, composed: ComposedRun, position: int) -> tuple[Timing, Timing]:
         key = composed.grid, composed.contents_at(position), composed.state.shards
         if key not in self._updates:
-            timings = self._timer(composed).update(self._update_ops(composed, position))
-            self._updates[key] = sum(timing.seconds for timing in timings)
+            self._updates[key] = self._timer(composed).update(self._update_ops(composed, position))
         return self._updates[key]
+
+    def _longest_update(self, composed: ComposedRun, places: Sequence[int]) -> float:
+        updates = (self._update(composed, position) for position in places)
+        return max(sums.seconds + rest.seconds for sums, rest in updates)
 
     def _timer(self, composed: ComposedRun) -> StageTimer:
         key = composed.reuse_key
@@ -426,7 +345,7 @@ class ComposedTimes:
         if not gathers and key in self._stages:
             return self._stages[key]
         shards = self.cluster.group(composed.state.shards.dense)
-        stage_time = self._timer(composed).stage(composed.stage(number), gathers, shards)
+        stage_time = self._timer(composed).stage(composed.stage_of(composed.contents[number]), gathers, shards)
         if not gathers:  # The ranks that shard weights depend on the whole layout, so such a stage is not kept.
             self._stages[key] = stage_time
         return stage_time

@@ -31,19 +31,17 @@ from types import MappingProxyType
 from typing import Literal
 
 from penstock.base.errors import KernelError
-from penstock.config.fit import SPLITTING_SCHEDULES, grid_of, micro_batches
+from penstock.config.fit import SPLITTING_SCHEDULES, grid_of
 from penstock.config.parallel import Graphs, Offload, Pipeline
 from penstock.config.run import Run
 from penstock.config.size import stage_costs
-from penstock.layout.actions import stages_of
 from penstock.layout.grid import Grid
-from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage, balanced_stages, parse_stages
 from penstock.models.build import needs_embedding, whole_model
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
-from penstock.plan.composed_run import ComposedRun, PlaceLoad, ProxyStage, RankState, StageContents, contents_of
-from penstock.plan.liveness import PipelineShape, StageActivations, enough, first_of_kinds, layers_in_order
+from penstock.plan.composed_run import ComposedRun, ProxyStage, RankState, StageContents, contents_of
+from penstock.plan.liveness import StageActivations, first_of_kinds, layers_in_order, shape_of
 from penstock.plan.memory import NO_OVERHEADS, Overheads, RankMemory
 from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
 from penstock.plan.meta_run import activations_of, micro_batch_bytes
@@ -51,28 +49,19 @@ from penstock.plan.param_state import ParamsByKind, PartState, ShardCounts, fact
 
 MOST_WORKERS = 8
 
-View = Literal["whole", "first", "last", "middle", "mixed", "embed", "head"]
-"""See the top of the file."""
+View = Literal["whole", "first", "last", "middle", "mixed", "embed", "head"]  # see the top of the file
 
 
 @dataclass(frozen=True)
 class ReuseKey:
-    """Settings that pieces depend on; runs of one model with equal keys have equal pieces.
+    """Settings that pieces depend on; runs of one model with equal keys have equal pieces."""
 
-    Attributes:
-        sizes: tensor, context, expert, expert_tensor, and whether there is a pipeline.
-        recompute: `recompute.modules`.
-        dispatch: method, sync-free stage, row capacity factor, overlap.
-        splits: weight gradients are put off.
-        gathers: FSDP2 gathers dense weights, and experts.
-    """
-
-    sizes: tuple[int, int, int, int, bool]
+    sizes: tuple[int, int, int, int, bool]  # tensor, context, expert, expert_tensor, and whether there is a pipeline
     micro_batch: int
-    recompute: tuple[str, ...]
-    dispatch: tuple[str, int, float, str]
-    splits: bool
-    gathers: tuple[bool, bool]
+    recompute: tuple[str, ...]  # `recompute.modules`
+    dispatch: tuple[str, int, float, str]  # method, sync-free stage, row capacity factor, overlap
+    splits: bool  # weight gradients are put off
+    gathers: tuple[bool, bool]  # FSDP2 gathers dense weights, and experts
 
 
 def gathers_of(run: Run, world: int) -> tuple[bool, bool]:
@@ -263,7 +252,6 @@ class Composer:
     ) -> None:
         self.run = run
         self.workers = workers
-        self._rank: MetaRank | None = None
         self.target = target
         self.overheads = overheads
         self.costs = stage_costs(run.model, run.training.sequence_length)
@@ -275,7 +263,6 @@ class Composer:
         self._facts: dict[_Sharing, ParamsByKind] = {}
         self._states: dict[tuple[_Sharing, ShardCounts], dict[str, PartState]] = {}
         self._contents: dict[tuple[str, int, int], tuple[StageContents, ...]] = {}
-        self._places: dict[tuple[str, int, int, str], tuple[tuple[tuple[StageContents, ...], PlaceLoad], ...]] = {}
         self._activations: dict[tuple[ReuseKey, StageContents, bool], StageActivations] = {}
 
     def stages(self, run: Run) -> tuple[Stage, ...]:
@@ -296,25 +283,6 @@ class Composer:
         if key not in self._contents:
             self._contents[key] = tuple(contents_of(stage, self.run) for stage in self.stages(run))
         return self._contents[key]
-
-    def places(self, run: Run) -> tuple[tuple[tuple[StageContents, ...], PlaceLoad], ...]:
-        """Contents and work of every place on the pipeline."""
-        ranks, count = run.parallel.pipeline, run.pipeline.stages_per_rank
-        placement = SCHEDULES[run.pipeline.schedule].placement
-        key = run.pipeline.layout, ranks, count, placement
-        if key not in self._places:
-            stages, contents = self.stages(run), self.contents(run)
-            entries = []
-            for position in range(ranks):
-                numbers = (
-                    stages_of(position, ranks=ranks, stages_per_rank=count, placement=placement) if ranks > 1 else (0,)
-                )
-                held = tuple(contents[number] for number in numbers)
-                flops = sum(self.costs.of(stages[number]) for number in numbers)
-                moe = sum(content.moe for content in held)
-                entries.append((held, PlaceLoad(flops, moe, sum(content.count for content in held))))
-            self._places[key] = tuple(entries)
-        return self._places[key]
 
     def memories(self, run: Run, grid: Grid) -> tuple[RankMemory, ...]:
         """Memory of the first rank of each place; arguments as of `composed`."""
@@ -344,8 +312,7 @@ class Composer:
             state=self.state(run, grid),
             shape=shape_of(run, grid),
             overheads=self.overheads,
-            rank=self._any_rank(),
-            reuse_key=key,
+            reuse_key=(key, closely),
         )
 
     def facts(self, run: Run) -> ParamsByKind:
@@ -357,13 +324,7 @@ class Composer:
             part = run.model_copy(update={"parallel": parallel})
             with rank_of_proxy(part, "whole", self.target, gathers=key[-1]) as rank:
                 self._facts[key] = facts_of(rank)
-                self._rank = rank
         return self._facts[key]
-
-    def _any_rank(self) -> MetaRank:
-        self.facts(self.run)
-        assert self._rank is not None, "parameters are those of a rank"
-        return self._rank
 
     def state(self, run: Run, grid: Grid) -> RankState:
         """Model state of the parts of a run's ranks."""
@@ -436,7 +397,7 @@ class Composer:
                 first = self.proxy(run if closely else self._alone(run), "first").stage
                 by_kind[kind] = next(piece for piece in first.pieces if piece.name == kind)
         middle = [by_kind[kind] for kind, count in contents.layers for _ in range(count)]
-        return StageActivations(number=0, pieces=(begin, *middle, end), weight=stage.weight)
+        return StageActivations(pieces=(begin, *middle, end), weight=stage.weight)
 
     def _shown_by(self, contents: StageContents) -> tuple[View, tuple[str, ...]]:
         """The view that shows a stage, and its kinds of layers where they are in another order than in that view."""
@@ -477,17 +438,3 @@ def view_of(contents: StageContents, leading: frozenset[str]) -> View:
     if contents.head:
         return "last" if contents.layers else "head"
     return "mixed" if len({kind in leading for kind, _ in contents.layers}) > 1 else "middle"
-
-
-def shape_of(run: Run, grid: Grid) -> PipelineShape | None:
-    """A run's schedule, as far as memory depends on it; None without a pipeline."""
-    if grid.pipeline == 1:
-        return None
-    name, ranks = run.pipeline.schedule, grid.pipeline
-    return PipelineShape(
-        name=name,
-        ranks=ranks,
-        stages_per_rank=run.pipeline.stages_per_rank,
-        micro_batches=enough(name, ranks, micro_batches(run, grid)),
-        pairs=run.dispatch.overlap == "passes",
-    )

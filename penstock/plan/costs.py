@@ -31,8 +31,7 @@ from penstock.plan.rates import ACCUMULATED_BYTES, GroupedProduct, Pass, Rates, 
 from penstock.plan.software import OWN, Software
 from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
 
-HOST_LINK = "host link"
-"""Term of time that waits for copies between the device and its host's memory."""
+HOST_LINK = "host link"  # term of time that waits for copies between the device and its host's memory
 
 
 class OpCost(NamedTuple):
@@ -45,21 +44,13 @@ class OpCost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedRows:
-    """Rows that go to the experts of one rank in one pass.
+    """Rows that go to the experts of one rank in one pass."""
 
-    Attributes:
-        traffic: tokens of a rank before dispatch. A token has no bytes yet.
-        ranks: that share the experts of a layer.
-        rows: that the fullest rank's experts get.
-        imbalance: `rows` over the even share.
-        is_clamped: experts have a clamped activation.
-    """
-
-    traffic: TokenTraffic
-    ranks: int
-    rows: int
-    imbalance: float
-    is_clamped: bool = False
+    traffic: TokenTraffic  # tokens of a rank before dispatch. A token has no bytes yet.
+    ranks: int  # that share the experts of a layer
+    rows: int  # that the fullest rank's experts get
+    imbalance: float  # `rows` over the even share
+    is_clamped: bool = False  # experts have a clamped activation
 
 
 def routed_traffic(run: Run, *, in_turn: bool = False) -> TokenTraffic:
@@ -160,8 +151,7 @@ class OpCosts:
             "weights_kernel": self._weights_product,
             "float8_rows_kernel": self._float8_rows,
         }
-        self.of = cache(self._of)
-        """An operator's cost."""
+        self.of = cache(self._of)  # an operator's cost
 
     def _of(self, operator: RecordedOp) -> OpCost:
         cost = self._ours(operator)
@@ -472,8 +462,7 @@ _CLAMPED: Mapping[str, float] = MappingProxyType(
 """Kernels between the products of experts, with limits and biases: seconds over those of their bytes, in a step of
 gpt-oss on an H200."""
 
-_NOTHING = _WAITS | {"set_"}
-"""Operators without device time; `set_` gives a tensor another storage on the host."""
+_NOTHING = _WAITS | {"set_"}  # operators without device time; `set_` gives a tensor another storage on the host
 
 
 def _is_by_rows(operator: RecordedOp, *, scales: int, rows: int) -> bool:
@@ -555,8 +544,7 @@ _ADDED_SHARE = 0.45
 """Bytes of float32 rows that atomic additions take in a second, over those that a kernel moves that computes little: on
 an H200 1.85 TB/s, whatever the launch (docs/decisions/0168-chosen-keys.md)."""
 
-_LINEAR_SPEED = 0.58
-"""Of these kernels over attention's, on an H200 (delta-rule-h200.json, launches that run)."""
+_LINEAR_SPEED = 0.58  # of these kernels over attention's, on an H200 (delta-rule-h200.json, launches that run)
 
 _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 """Kernels that multiply the rows of experts by their matrices."""
@@ -564,8 +552,7 @@ _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 _PRODUCTS: Mapping[str, int] = MappingProxyType({"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "_scaled_mm_v2": 2})
 """Matrix products, and their number of tensor arguments; the last two are multiplied."""
 
-_SENDERS = frozenset({"push_rows_kernel", "return_rows_kernel"})
-"""Kernels that write into other GPUs' memory."""
+_SENDERS = frozenset({"push_rows_kernel", "return_rows_kernel"})  # kernels that write into other GPUs' memory
 
 _TERMS: Mapping[str, str] = MappingProxyType(
     {

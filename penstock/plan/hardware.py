@@ -43,8 +43,7 @@ AccumulatedKind = Literal["grouped_weight_gradient_accumulated"]
 CollectiveKind = Literal["all-to-all", "all-gather", "reduce-scatter", "point-to-point", "symmetric", "deep-ep"]
 """Symmetric: our kernels write into other GPUs' memory. Deep-ep: the DeepEP library."""
 
-ORIGINS = ("measured", "reported", "datasheet", "assumed")
-"""First words of a source."""
+ORIGINS = ("measured", "reported", "datasheet", "assumed")  # first words of a source
 
 _SOURCE = "Where the figures come from; begins with measured:, reported:, datasheet: or assumed:."
 
@@ -258,33 +257,21 @@ class MeasuredPoints:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One kind of device and its node.
-
-    Attributes:
-        vendor: cpu for a machine without GPUs.
-        driver: name that its driver gives it; empty for a user's file without one.
-        kernels: compiler's name of the chip, whose launches its kernels take (`sm_90`); empty for a CPU.
-        memory: of one device.
-        overhead: measured, like all that follows.
-        host: time to start work.
-        efficiency: far from measured points.
-        collectives: at most one of a kind and reach.
-        measured: points; one operator may have several tables.
-    """
+    """One kind of device and its node."""
 
     name: str
-    vendor: Literal["nvidia", "amd", "cpu"]
-    memory: DeviceMemory
+    vendor: Literal["nvidia", "amd", "cpu"]  # cpu for a machine without GPUs
+    memory: DeviceMemory  # of one device
     peaks: Peaks
     node: Node
-    overhead: MemoryOverhead
-    host: LaunchOverhead
-    efficiency: Efficiency
-    collectives: tuple[CollectiveRate, ...]
-    measured: tuple[MeasuredPoints, ...]
+    overhead: MemoryOverhead  # measured, like all that follows
+    host: LaunchOverhead  # time to start work
+    efficiency: Efficiency  # far from measured points
+    collectives: tuple[CollectiveRate, ...]  # at most one of a kind and reach
+    measured: tuple[MeasuredPoints, ...]  # points; one operator may have several tables
     host_link: HostLink = USUAL_HOST_LINK
-    kernels: str = ""
-    driver: str = ""
+    kernels: str = ""  # compiler's name of the chip, whose launches its kernels take (`sm_90`); empty for a CPU
+    driver: str = ""  # name that its driver gives it; empty for a user's file without one
 
     @property
     def usable_bytes(self) -> int:

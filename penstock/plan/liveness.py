@@ -17,28 +17,24 @@ be the peak. So thousands of actions reduce to a few `PeakPoint`s. A long step r
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 from operator import ge
 
-from penstock.config.fit import SPLITTING_SCHEDULES
+from penstock.config.fit import SPLITTING_SCHEDULES, micro_batches
 from penstock.config.model import GroupedQueryAttention, Model
 from penstock.config.run import Run
 from penstock.layout.actions import Kind, Schedule, stages_of
+from penstock.layout.grid import Grid
 from penstock.layout.schedules import GRAMMARS, SCHEDULES, groups_to_fill, schedule, spell
 from penstock.models.build import is_in_8_bits
 from penstock.plan.op_recorder import RecordedOps
 
-MOE = "moe"
-"""Last word of the kinds of layers with experts."""
-
-PUT_OFF = "put off"
-"""Label of memory that waits for weight gradients."""
-
-REPEATED = 2
-"""From so many micro-batches per pipeline rank on, every schedule repeats itself."""
+MOE = "moe"  # last word of the kinds of layers with experts
+PUT_OFF = "put off"  # label of memory that waits for weight gradients
+REPEATED = 2  # from so many micro-batches per pipeline rank on, every schedule repeats itself
 
 
 def layer_kind(run: Run, layer: int) -> str:
@@ -82,26 +78,17 @@ def first_of_kinds(run: Run, layers: Iterable[int]) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePiece:
-    """A piece of a stage, in bytes; see the top of the file.
+    """A piece of a stage, in bytes; see the top of the file."""
 
-    Attributes:
-        name: `embed`, a layer's kind, or `head`.
-        kept: from forward to backward, by the label of the allocating module.
-        at_forward: memory at the peak of forward by label, less the memory before it.
-        at_backward: the same at the peak of backward.
-        left: waits for weight gradients after a backward pass that puts them off.
-        backward_ops: of its backward, without the weight gradients that are put off, which are `weight_ops`.
-    """
-
-    name: str
-    kept: Mapping[str, int]
+    name: str  # `embed`, a layer's kind, or `head`
+    kept: Mapping[str, int]  # from forward to backward, by the label of the allocating module
     forward: int
     backward: int
-    at_forward: Mapping[str, int]
-    at_backward: Mapping[str, int]
-    left: int = 0
+    at_forward: Mapping[str, int]  # memory at the peak of forward by label, less the memory before it
+    at_backward: Mapping[str, int]  # the same at the peak of backward
+    left: int = 0  # waits for weight gradients after a backward pass that puts them off
     forward_ops: RecordedOps = ()
-    backward_ops: RecordedOps = ()
+    backward_ops: RecordedOps = ()  # without the weight gradients that are put off
     weight_ops: RecordedOps = ()
 
     @property
@@ -120,16 +107,10 @@ class ActivationPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class StageActivations:
-    """One stage of a rank.
+    """One stage of a rank."""
 
-    Attributes:
-        pieces: first to last; one for each layer.
-        weight: peak of the put-off weight gradients, over the memory that waits for them.
-    """
-
-    number: int
-    pieces: tuple[StagePiece, ...]
-    weight: int = 0
+    pieces: tuple[StagePiece, ...]  # first to last; one for each layer
+    weight: int = 0  # peak of the put-off weight gradients, over the memory that waits for them
 
     @cached_property
     def kept(self) -> Counter[str]:
@@ -183,22 +164,16 @@ class StageActivations:
 _KEPT = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1, Kind.WEIGHT: 0}
 _LEFT = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.INPUT: 1, Kind.WEIGHT: -1}
 
-ActionUnit = tuple[tuple[int, Kind], ...]
-"""An action, or two actions of a pair: stage and kind of each."""
+ActionUnit = tuple[tuple[int, Kind], ...]  # an action, or two actions of a pair: stage and kind of each
 
 
 @dataclass(frozen=True)
 class PeakPoint:
-    """A rank at the start of an action.
-
-    Attributes:
-        kept: micro-batches between forward and backward, for each stage of the rank.
-        left: micro-batches with weight gradients that are put off, for each stage.
-    """
+    """A rank at the start of an action."""
 
     work: ActionUnit
-    kept: tuple[int, ...]
-    left: tuple[int, ...]
+    kept: tuple[int, ...]  # micro-batches between forward and backward, for each stage of the rank
+    left: tuple[int, ...]  # micro-batches with weight gradients that are put off, for each stage
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -208,18 +183,13 @@ class PeakPoint:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """A schedule and its sizes, as far as memory depends on them.
-
-    Attributes:
-        micro_batches: of a step, or a smaller number that holds the same (`enough`).
-        pairs: as in `penstock.layout.schedules.schedule`.
-    """
+    """A schedule and its sizes, as far as memory depends on them."""
 
     name: str
     ranks: int
     stages_per_rank: int
-    micro_batches: int
-    pairs: bool = False
+    micro_batches: int  # of a step, or a smaller number that holds the same (`enough`)
+    pairs: bool = False  # as in `penstock.layout.schedules.schedule`
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages of a rank, in the order of the model."""
@@ -240,6 +210,20 @@ class PipelineShape:
         different ranks.
         """
         return SCHEDULES[self.name].placement == "loop" and not self.splits_backward and not self.pairs
+
+
+def shape_of(run: Run, grid: Grid) -> PipelineShape | None:
+    """A run's schedule, as far as memory depends on it; None without a pipeline."""
+    if grid.pipeline == 1:
+        return None
+    name, ranks = run.pipeline.schedule, grid.pipeline
+    return PipelineShape(
+        name=name,
+        ranks=ranks,
+        stages_per_rank=run.pipeline.stages_per_rank,
+        micro_batches=enough(name, ranks, micro_batches(run, grid)),
+        pairs=run.dispatch.overlap == "passes",
+    )
 
 
 def enough(name: str, ranks: int, micro_batches: int) -> int:
@@ -294,3 +278,47 @@ def _highest(points: list[PeakPoint]) -> list[PeakPoint]:
         if not any(all(map(ge, other, counts)) for other in highest):
             highest[counts] = None
     return [point for point in points if point.counts in highest]
+
+
+PlaceStages = Mapping[int, StageActivations]
+"""Stages of a place on the pipeline by their number, in the order of the model."""
+
+
+@dataclass(frozen=True)
+class PassPeak:
+    """The fullest moment of the passes: its name, bytes, and bytes by label; `held` are other micro-batches."""
+
+    name: str
+    bytes: int
+    terms: Mapping[str, int]
+
+
+def most_bytes(stages: PlaceStages, shape: PipelineShape | None, position: int) -> int:
+    """Memory of the passes of a place at its fullest moment."""
+    return max(size for size, _ in _peaks(stages, shape, position))
+
+
+def fullest_pass(stages: PlaceStages, shape: PipelineShape | None, position: int) -> PassPeak:
+    """The moment of `most_bytes`; approximate pieces count the rows beyond the first as held."""
+    size, point = max(_peaks(stages, shape, position), key=lambda peak: peak[0])
+    terms: Counter[str] = Counter()
+    for number, kind in point.work:
+        if kind is Kind.WEIGHT:
+            terms[PUT_OFF] += stages[number].weight
+        else:
+            terms.update((stages[number].forward if kind is Kind.FORWARD else stages[number].backward).terms)
+    if shape is None:
+        return PassPeak("forward" if point.work[0][1] is Kind.FORWARD else "backward", size, terms)
+    terms["held"] = size - sum(terms.values())
+    return PassPeak(" and ".join(f"{kind} of stage {number}" for number, kind in point.work), size, terms)
+
+
+def _peaks(stages: PlaceStages, shape: PipelineShape | None, position: int) -> Iterator[tuple[int, PeakPoint]]:
+    if shape is None:
+        yield stages[0].forward.bytes, PeakPoint(((0, Kind.FORWARD),), (0,), (0,))
+        yield stages[0].backward.bytes, PeakPoint(((0, Kind.BACKWARD),), (1,), (0,))
+        return
+    for point in peak_points(shape, position):
+        held = sum(count * stage.kept_bytes for count, stage in zip(point.kept, stages.values(), strict=True))
+        held += sum(count * stage.left for count, stage in zip(point.left, stages.values(), strict=True))
+        yield held + sum(stages[number].over_held(kind) for number, kind in point.work), point

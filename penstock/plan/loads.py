@@ -23,8 +23,7 @@ from penstock.kernels.replica_plan import ReplicaRule, group_loads, place_replic
 from penstock.parallel.replicas import replica_rule
 
 METRICS = "metrics.jsonl"
-USUAL = 0.5
-"""Share of the lines, the last part, that count: routing settles in the first steps."""
+USUAL = 0.5  # share of the lines, the last part, that count: routing settles in the first steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +88,7 @@ class RecordedLoads:
         )
 
 
-Imbalance = float | RecordedLoads
-"""Rows of each layer's fullest rank over the even share: assumed, or recorded."""
+Imbalance = float | RecordedLoads  # rows of each layer's fullest rank over the even share: assumed, or recorded
 
 
 def read_loads(path: Path) -> RecordedLoads:

@@ -119,59 +119,38 @@ def separate_expert_ffn(  # noqa: PLR0913 (it stands in for an operator)
 
 
 META = torch.device("meta")
-HOME = torch.device("cpu")
-"""Device of objects without tensors, such as streams."""
+HOME = torch.device("cpu")  # device of objects without tensors, such as streams
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where a rank runs, as far as its memory depends on it.
-
-    Attributes:
-        world: ranks of the run; 0 if it has so many that several hold each expert.
-        ranks_per_node: ranks that fast links join; 0 for all.
-        ranks_per_pod: ranks that the network joins at full bandwidth; 0 for all.
-        imbalance: rows of the fullest rank's experts over the even share, for dispatchers without a fixed capacity.
-        saving: activations that are saved for backward.
-        in_turn: tokens take the experts in turn, as benchmarks with forced balance do.
-        passes_keys: context-parallel ranks pass keys around and keep their own only, which no run of ours does.
-    """
+    """Where a rank runs, as far as its memory depends on it."""
 
     device: DeviceFacts
-    world: int = 0
-    ranks_per_node: int = 8
-    ranks_per_pod: int = 0
-    imbalance: float = 1.2
-    saving: Saving = "run"
-    in_turn: bool = False
-    passes_keys: bool = False
+    world: int = 0  # ranks of the run; 0 if it has so many that several hold each expert
+    ranks_per_node: int = 8  # ranks that fast links join; 0 for all
+    ranks_per_pod: int = 0  # ranks that the network joins at full bandwidth; 0 for all
+    imbalance: float = 1.2  # rows of the fullest rank's experts over the even share, without a fixed capacity
+    saving: Saving = "run"  # activations that are saved for backward
+    in_turn: bool = False  # tokens take the experts in turn, as benchmarks with forced balance do
+    passes_keys: bool = False  # context-parallel ranks pass keys around, which no run of ours does
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetaRank:
-    """A rank without memory.
-
-    Attributes:
-        decoders: its stages by number, with whole weights.
-        state: bytes between steps; weights with their copies in 8 bits.
-        sharded: names of the parameters that FSDP2 shards.
-        optimizer: of the parameters that are not sharded; None if all are.
-        schedule: of the pipeline, or None.
-        weight_grads: collects weight gradients if the schedule splits backward passes, else None.
-        symmetric_bytes: of the memory that GPUs of the node write into.
-    """
+    """A rank without memory."""
 
     run: Run
     target: Target
     axes: Axes
-    decoders: Mapping[int, Decoder]
-    state: StateBytes
-    sharded: frozenset[str]
-    optimizer: MasterAdamW | None
+    decoders: Mapping[int, Decoder]  # its stages by number, with whole weights
+    state: StateBytes  # bytes between steps; weights with their copies in 8 bits
+    sharded: frozenset[str]  # names of the parameters that FSDP2 shards
+    optimizer: MasterAdamW | None  # of the parameters that are not sharded; None if all are
     full_optimizer: MasterAdamW
-    schedule: Schedule | None
-    weight_grads: WeightGradStore | None
-    symmetric_bytes: int
+    schedule: Schedule | None  # of the pipeline, or None
+    weight_grads: WeightGradStore | None  # collects weight gradients if the schedule splits backward passes, else None
+    symmetric_bytes: int  # of the memory that GPUs of the node write into
 
     @property
     def dispatcher(self) -> str:

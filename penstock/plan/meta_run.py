@@ -9,7 +9,7 @@ differ only in the order of their passes, so one meta run serves them all (`Meta
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,58 +44,26 @@ from penstock.train.loss import batch_loss, loss_rule
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOps:
-    """The work of a step outside the passes.
+    """The work of a step outside the passes."""
 
-    Attributes:
-        peak_bytes: the most that sums over ranks, norm and update hold.
-        zero: sets gradients to zero, before the passes.
-        reduce: sums gradients over ranks.
-        step: the optimizer, and new weights for the other ranks.
-        host_bytes: masters and moments that come from the host and go back.
-    """
-
-    peak_bytes: int = 0
-    zero: RecordedOps = ()
-    reduce: RecordedOps = ()
+    peak_bytes: int = 0  # the most that sums over ranks, norm and update hold
+    zero: RecordedOps = ()  # sets gradients to zero, before the passes
+    reduce: RecordedOps = ()  # sums gradients over ranks
     norm: RecordedOps = ()
-    step: RecordedOps = ()
-    host_bytes: int = 0
+    step: RecordedOps = ()  # the optimizer, and new weights for the other ranks
+    host_bytes: int = 0  # masters and moments that come from the host and go back
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetaRun:
-    """Memory and operators of one pipeline rank.
+    """Memory and operators of one pipeline rank."""
 
-    Attributes:
-        rank: on the meta device.
-        first_rank: number of the first rank at this place of the pipeline.
-        batch_bytes: rows of the whole step, which are all on the device.
-        gathered_bytes: whole weights under FSDP2, and gradients that are being reduced.
-        gathers: by stage, bytes of whole weights that FSDP2 gathers for each piece; empty without it.
-    """
-
-    rank: MetaRank
-    first_rank: int
-    place: int
+    rank: MetaRank  # on the meta device
     stages: tuple[StageActivations, ...]
-    batch_bytes: int
-    gathered_bytes: int
-    gathers: Mapping[int, tuple[int, ...]]
+    batch_bytes: int  # rows of the whole step, which are all on the device
+    gathered_bytes: int  # whole weights under FSDP2, and gradients that are being reduced
+    gathers: tuple[tuple[int, ...], ...]  # bytes that FSDP2 gathers for each piece of each stage
     update: UpdateOps
-
-    def at_place(self, position: int, world: int) -> "MetaRun":
-        """The same parts at another place of the pipeline."""
-        schedule = self.rank.schedule
-        if schedule is None or position == self.place:
-            return self
-        pairs = list(zip(self.stages, schedule.stages_of(position), strict=True))
-        return replace(
-            self,
-            first_rank=position * (world // schedule.ranks),
-            place=position,
-            stages=tuple(replace(stage, number=number) for stage, number in pairs),
-            gathers={number: self.gathers[stage.number] for stage, number in pairs if self.gathers},
-        )
 
 
 def meta_run_of(run: Run, *, world: int, rank: int, target: Target) -> MetaRun:
@@ -115,8 +83,6 @@ def meta_run_of(run: Run, *, world: int, rank: int, target: Target) -> MetaRun:
         gathered, gathers = _gathers(built)
         return MetaRun(
             rank=built,
-            first_rank=axes.rank,
-            place=axes.pipeline.rank,
             stages=stages,
             batch_bytes=micro_batches(run, grid) * micro_batch_bytes(built),
             gathered_bytes=gathered,
@@ -142,7 +108,7 @@ def meta_runs_of(run: Run, world: int, target: Target) -> tuple[MetaRun, ...]:
         parts = _parts_of(run, stages, position)
         if parts not in by_parts:
             by_parts[parts] = meta_run_of(run, world=world, rank=position * (world // places), target=target)
-        meta_runs.append(by_parts[parts].at_place(position, world))
+        meta_runs.append(by_parts[parts])
     return tuple(meta_runs)
 
 
@@ -199,16 +165,18 @@ def gathered_bytes(run: Run, always: int, largest: int) -> int:
     return always + largest * (2 + run.parallel.prefetch) + 4 * values
 
 
-def _gathers(rank: MetaRank) -> tuple[int, dict[int, tuple[int, ...]]]:
+def _gathers(rank: MetaRank) -> tuple[int, tuple[tuple[int, ...], ...]]:
     """Whole weights at the fullest moment, and bytes that FSDP2 gathers for each piece of each stage."""
-    always, largest, by_stage = 0, 0, {}
-    for number, decoder in rank.decoders.items() if rank.sharded else ():
+    if not rank.sharded:
+        return 0, ((),) * len(rank.decoders)
+    always, largest, gathers = 0, 0, []
+    for decoder in rank.decoders.values():
         blocks = [_sharded_bytes(rank, decoder, block) for block in decoder.blocks.values()]
         depths = [_sharded_bytes(rank, decoder, depth) for depth in decoder.mtp.values()]
         rest = _sharded_bytes(rank, decoder, decoder) - sum(blocks) - sum(depths)
         always, largest = always + rest, max([largest, *blocks, *depths])  # A stage may have no block.
-        by_stage[number] = (rest, *blocks, sum(depths))
-    return gathered_bytes(rank.run, always, largest), by_stage
+        gathers.append((rest, *blocks, sum(depths)))
+    return gathered_bytes(rank.run, always, largest), tuple(gathers)
 
 
 def _sharded_bytes(rank: MetaRank, decoder: Decoder, part: nn.Module) -> int:
@@ -226,7 +194,7 @@ def activations_of(rank: MetaRank, batch: MicroBatch | None = None) -> tuple[Sta
     `rank` is on the meta device, or has memory and a `batch`; the result must be the same.
     """
     batch = batch or micro_batch_of(rank)
-    return tuple(_stage(rank, number, decoder, batch) for number, decoder in rank.decoders.items())
+    return tuple(_stage(rank, decoder, batch) for decoder in rank.decoders.values())
 
 
 def kind_of(run: Run, layer: int, block: Block) -> Hashable:
@@ -259,7 +227,7 @@ def micro_batch_bytes(rank: MetaRank) -> int:
     return sum(tensor.nbytes for tensor in (*batch.reading.tensors.values(), *batch.labels))
 
 
-def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> StageActivations:
+def _stage(rank: MetaRank, decoder: Decoder, batch: MicroBatch) -> StageActivations:
     blocks = {int(layer): block for layer, block in decoder.blocks.items() if isinstance(block, Block)}
     # Overlap and offload connect neighbouring layers, so one layer cannot stand for its kind.
     runs_all = rank.run.dispatch.overlap == "passes" or bool(rank.run.offload.activations)
@@ -287,7 +255,7 @@ def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> 
         by_kind = dict(zip(first_of, layers, strict=True))
         # Every layer gets the piece of the first layer of its kind.
         pieces = [before, *(by_kind[kind] for kind in kinds.values()), behind]
-    return StageActivations(number=number, pieces=tuple(pieces), weight=passes.weight)
+    return StageActivations(pieces=tuple(pieces), weight=passes.weight)
 
 
 class _Passes:

@@ -13,8 +13,7 @@ import numpy as np
 from penstock.plan.candidates import Experts, Saving
 from penstock.plan.divisions import Divisions
 
-NEAR = 2
-"""Layouts of each other schedule and number of pipeline ranks, those with the least bound."""
+NEAR = 2  # layouts of each other schedule and number of pipeline ranks, those with the least bound
 
 
 class SearchNode(NamedTuple):

@@ -29,8 +29,7 @@ from penstock.parallel.copies import DONE, CopyStream, PendingCopy
 from penstock.parallel.weight_grad_store import Task, WeightGradStore
 from penstock.plan.hardware import RankGroup, group_of
 
-GRANULE = 512
-"""The allocator of a GPU hands out multiples of so many bytes."""
+GRANULE = 512  # the allocator of a GPU hands out multiples of so many bytes
 
 FORK, END, JOIN, WAIT, PUT_OFF = "fork", "end", "join", "wait", "put off"
 """Names of operators that move nothing: a second stream begins after all work so far; it ends; the first stream waits
@@ -68,21 +67,15 @@ _SHAPED_LIKE = frozenset({"new_zeros", "new_ones", "new_full", "zeros_like", "on
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedSection:
-    """Memory between two marks, in bytes.
-
-    Attributes:
-        before: held at the start, by the label of the allocating module.
-        held: held at the end, by label.
-        at_peak: held at the peak, by label.
-    """
+    """Memory between two marks, in bytes."""
 
     name: str
     start: int
     end: int
     peak: int
-    before: Counter[str]
-    held: Counter[str]
-    at_peak: Counter[str]
+    before: Counter[str]  # held at the start, by the label of the allocating module
+    held: Counter[str]  # held at the end, by label
+    at_peak: Counter[str]  # held at the peak, by label
 
     @property
     def passing(self) -> int:
@@ -197,18 +190,13 @@ class MemoryTracker(_Mode):
 class RecordedOp(NamedTuple):
     """One operator.
 
-    Attributes:
-        name: torch's name without namespace and overload, a Triton kernel's, or a constant of this file.
-        shapes: of the arguments' tensors, then of the results'.
-        sizes: bytes of each tensor; a tensor that is changed in place appears once. Of a copy, its own bytes.
-        itemsize: bytes of an element of the first tensor.
-        switches: constants of a kernel that are true, and its notes; the number of a mark or of a storage.
+    `switches` are constants of a kernel that are true, and its notes; or the number of a mark or of a storage.
     """
 
-    name: str
-    shapes: tuple[tuple[int, ...], ...] = ()
-    sizes: tuple[int, ...] = ()
-    itemsize: int = 0
+    name: str  # torch's without namespace and overload, a Triton kernel's, or a constant of this file
+    shapes: tuple[tuple[int, ...], ...] = ()  # of the arguments' tensors, then of the results'
+    sizes: tuple[int, ...] = ()  # bytes of each; a tensor that is changed in place appears once
+    itemsize: int = 0  # bytes of an element of the first tensor
     switches: tuple[str, ...] = ()
     group: RankGroup | None = None
 
@@ -307,14 +295,10 @@ class RecordedTransferStream(TransferStream):
 
 @dataclass(frozen=True)
 class RecordedCopy(PendingCopy):
-    """A copy of a `RecordedCopyStream`, which takes no time while it is recorded.
-
-    Attributes:
-        is_back: it comes from the host. A wait for a copy to the host is a wait for room, which depends on times.
-    """
+    """A copy of a `RecordedCopyStream`, which takes no time while it is recorded."""
 
     number: int = 0
-    is_back: bool = False
+    is_back: bool = False  # from the host; a wait for a copy to the host is a wait for room
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         if self.is_back:
@@ -343,8 +327,7 @@ class RecordedCopyStream(CopyStream):
         return RecordedCopy(number=number, is_back=self._name in (FROM_HOST, SLOT_FROM_HOST))
 
 
-_Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and dtype of a tensor on the meta device."""
+_Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of a tensor on the meta device
 
 
 def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arguments: Sequence[Tensor]) -> Any:

@@ -32,8 +32,7 @@ from penstock.plan.meta_run import UpdateOps
 from penstock.plan.op_recorder import OpRecorder, RecordedOp, RecordedOps
 from penstock.train.adamw import StateShape, state_shapes
 
-SUM_BYTES = 4
-"""Of one value of a float32 sum."""
+SUM_BYTES = 4  # of one value of a float32 sum
 
 OTHERS = ("embed", "mtp", "head")
 """Parts that are no decoder layers; a layer is called by its kind (`penstock.plan.liveness`)."""
@@ -41,29 +40,18 @@ OTHERS = ("embed", "mtp", "head")
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """A parameter, as a rank holds it: `rows` of `width` values.
-
-    Attributes:
-        itemsize: bytes of a value between steps.
-        is_expert: held by the ranks of `expert_data`, not of `dense_data`.
-        is_sharded: by FSDP2.
-        is_partial: tensor-parallel ranks sum its gradient.
-        copy_bytes: of its copies in 8 bits.
-        quantize_ops: operators that make these copies after each update.
-        matrices: that Muon updates, of all ranks that divide them; None if AdamW updates it.
-        cuts: tensor-parallel ranks that divide each matrix.
-    """
+    """A parameter, as a rank holds it: `rows` of `width` values."""
 
     rows: int
     width: int
-    itemsize: int
-    is_expert: bool
-    is_sharded: bool
-    is_partial: bool
-    copy_bytes: int = 0
-    quantize_ops: RecordedOps = ()
-    matrices: Matrices | None = None
-    cuts: int = 1
+    itemsize: int  # bytes of a value between steps
+    is_expert: bool  # held by the ranks of `expert_data`, not of `dense_data`
+    is_sharded: bool  # by FSDP2
+    is_partial: bool  # tensor-parallel ranks sum its gradient
+    copy_bytes: int = 0  # of its copies in 8 bits
+    quantize_ops: RecordedOps = ()  # operators that make these copies after each update
+    matrices: Matrices | None = None  # that Muon updates, of all ranks that divide them; None if AdamW updates it
+    cuts: int = 1  # tensor-parallel ranks that divide each matrix
 
     @property
     def values(self) -> int:
@@ -75,8 +63,7 @@ class ParamFacts:
         return (end - begin) * self.width
 
 
-ParamsByKind = Mapping[str, tuple[ParamFacts, ...]]
-"""Parameters of embed, each kind of layer, mtp and head."""
+ParamsByKind = Mapping[str, tuple[ParamFacts, ...]]  # parameters of embed, each kind of layer, mtp and head
 
 ParamCounts = Sequence[tuple[tuple[ParamFacts, ...], int]]
 """Parameters of each part of a rank, and how many such parts it has."""
@@ -84,26 +71,16 @@ ParamCounts = Sequence[tuple[tuple[ParamFacts, ...], int]]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCounts:
-    """Ranks that shard a parameter.
+    """Ranks that shard a parameter."""
 
-    Attributes:
-        dense: ranks that shard a dense matrix.
-        shards_optimizer: parameters that FSDP2 leaves alone are sharded when they are updated.
-        reduce_bytes: of a value of a gradient in a message.
-        offloads: moments and masters of 16-bit weights are in host memory.
-        optimizer: formats of moments and masters.
-        dense_owners: ranks that may orthogonalize a dense matrix, those of the stage.
-        expert_owners: ranks that may orthogonalize an expert's matrix, those that hold parts of it.
-    """
-
-    dense: int
+    dense: int  # ranks that shard a dense matrix
     expert: int
-    shards_optimizer: bool
-    reduce_bytes: int
-    offloads: bool
-    optimizer: Optimizer
-    dense_owners: int = 1
-    expert_owners: int = 1
+    shards_optimizer: bool  # parameters that FSDP2 leaves alone are sharded when they are updated
+    reduce_bytes: int  # of a value of a gradient in a message
+    offloads: bool  # moments and masters of 16-bit weights are in host memory
+    optimizer: Optimizer  # formats of moments and masters
+    dense_owners: int = 1  # ranks that may orthogonalize a dense matrix, those of the stage
+    expert_owners: int = 1  # ranks that may orthogonalize an expert's matrix, those that hold parts of it
 
     def of(self, fact: ParamFacts) -> int:
         if not (self.shards_optimizer or fact.is_sharded):
@@ -131,21 +108,14 @@ def shards_of(run: Run, grid: Grid) -> ShardCounts:
 
 @dataclass(frozen=True)
 class PartState:
-    """Bytes of the parameters of some parts of a rank.
-
-    Attributes:
-        gradients: float32 sums.
-        master: float32 weights, or their missing bits, where the weights are not float32.
-        whole: weights that FSDP2 shards, when they are whole.
-        host: in host memory.
-    """
+    """Bytes of the parameters of some parts of a rank."""
 
     weights: int = 0
-    gradients: int = 0
-    master: int = 0
+    gradients: int = 0  # float32 sums
+    master: int = 0  # float32 weights, or their missing bits, where the weights are not float32
     moments: int = 0
-    whole: int = 0
-    host: int = 0
+    whole: int = 0  # weights that FSDP2 shards, when they are whole
+    host: int = 0  # in host memory
 
     @property
     def total(self) -> int:

@@ -21,7 +21,7 @@ from penstock.plan.projection import Advice, Projection, layout_of
 from penstock.plan.rules.book import advice
 from penstock.plan.rules.rule import facts_of, sizes_of
 from penstock.plan.software import Software, as_run_by, dispatcher_of
-from penstock.plan.step_time import step_time
+from penstock.plan.step_time import StageTimer, time_of_meta_runs
 
 
 def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Projection:
@@ -56,14 +56,17 @@ def project_whole(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT
     """Project one run from a meta run of each of its ranks with different parts; arguments and errors as `project`."""
     software = assumptions.software
     meta_runs = meta_runs_of(run, cluster.devices, target_of(run, cluster, assumptions))
-    memories = (memory_of_meta_run(meta_run, overheads_of(cluster.hardware)) for meta_run in meta_runs)
+    overheads = overheads_of(cluster.hardware)
+    memories = (memory_of_meta_run(meta_run, place, overheads) for place, meta_run in enumerate(meta_runs))
+    works = (piece.forward_ops for meta_run in meta_runs for stage in meta_run.stages for piece in stage.pieces)
+    timer = StageTimer(run, cluster, assumptions.in_time, works, software=software, in_turn=assumptions.in_turn)
     dispatcher = dispatcher_of(software, meta_runs[0].rank.dispatcher)
     return Projection(
         run=run,
         cluster=cluster,
         layout=layout_of(run, grid_of(run, cluster.devices), dispatcher, shard_of(run)),
         memories=tuple(_state_of(software, run, memory) for memory in memories),
-        time=step_time(run, cluster, meta_runs, assumptions.in_time, software=software, in_turn=assumptions.in_turn),
+        time=time_of_meta_runs(meta_runs, cluster, timer, software),
     )
 
 

@@ -23,34 +23,23 @@ from penstock.plan.memory import STATE, RankMemory, fullest_rank
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of a run on its ranks. Names are those of the JSON contract, `pp` to `edp` numbers of ranks.
-
-    Attributes:
-        vpp: stages of each pipeline rank.
-        schedule: of the pipeline; `none` without one.
-        micro_batch: rows of a pass.
-        recompute: `none`, `layer`, or other modules of `recompute.modules`, joined by +.
-        sync_free_stage: `dispatch.sync_free`.
-        dispatcher: the one that runs; `local` where a rank has all experts.
-        shard: what data-parallel ranks shard: none, optimizer, full.
-        offload: what is in host memory: none, optimizer.
-    """
+    """The layout of a run on its ranks. Names are those of the JSON contract, `pp` to `edp` numbers of ranks."""
 
     pp: int
-    vpp: int
+    vpp: int  # stages of each pipeline rank
     ep: int
     etp: int
     cp: int
     tp: int
     dp: int
     edp: int
-    schedule: str
-    micro_batch: int
-    recompute: str
-    sync_free_stage: int
-    dispatcher: str
-    shard: str
-    offload: str = "none"
+    schedule: str  # of the pipeline; `none` without one
+    micro_batch: int  # rows of a pass
+    recompute: str  # `none`, `layer`, or other modules of `recompute.modules`, joined by +
+    sync_free_stage: int  # `dispatch.sync_free`
+    dispatcher: str  # the one that runs; `local` where a rank has all experts
+    shard: str  # what data-parallel ranks shard: none, optimizer, full
+    offload: str = "none"  # what is in host memory: none, optimizer
 
     def __str__(self) -> str:
         stages = f"PP{self.pp} x {self.vpp}" if self.vpp > 1 else f"PP{self.pp}"
@@ -87,51 +76,33 @@ def layout_of(run: Run, grid: Grid, dispatcher: str, shard: str) -> Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTime:
-    """The step of one place on the pipeline, in seconds.
-
-    Attributes:
-        passes: forward and backward, without waits for other stages.
-        waiting: for other stages, between the first pass of the step and its last on any rank.
-        update: gradient sums over ranks, norm, optimizer, new weights.
-        exposed_communication: communication without compute beside it.
-        host: the device waits for launches; part of `passes` and `update`.
-        host_link: only copies to or from host memory run; part of `passes` and `update`.
-        terms: by term (`attention`, `experts`, `dispatch`, ...); they add up to the step.
-    """
+    """The step of one place on the pipeline, in seconds."""
 
     rank: int
-    passes: float
-    waiting: float
-    update: float
+    passes: float  # forward and backward, without waits for other stages
+    waiting: float  # for other stages, between the first pass of the step and its last on any rank
+    update: float  # gradient sums over ranks, norm, optimizer, new weights
     compute: float
     communication: float
-    exposed_communication: float
-    host: float
-    host_link: float = 0.0
-    terms: Mapping[str, float] = field(default_factory=dict)
+    exposed_communication: float  # communication without compute beside it
+    host: float  # the device waits for launches; part of `passes` and `update`
+    host_link: float = 0.0  # only copies to or from host memory run; part of `passes` and `update`
+    terms: Mapping[str, float] = field(default_factory=dict)  # `attention`, `experts`, ...; they add up to the step
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """A step, in seconds.
-
-    Attributes:
-        model_flops_utilization: the model's FLOPs over the devices' bf16 peak.
-        bubble: share of the passes' time, over all places, that waits for other stages.
-        ranks: one for each place on the pipeline.
-        playback: of the schedule by the clock; None without a pipeline, as is `schedule`.
-        kept_bytes: of each stage, from a micro-batch's forward to its backward.
-    """
+    """A step, in seconds."""
 
     step_seconds: float
     tokens_per_second_per_device: float
-    model_flops_utilization: float
-    bubble: float
+    model_flops_utilization: float  # the model's FLOPs over the devices' bf16 peak
+    bubble: float  # share of the passes' time, over all places, that waits for other stages
     exposed_communication_seconds: float
-    ranks: tuple[RankTime, ...]
+    ranks: tuple[RankTime, ...]  # one for each place on the pipeline
     schedule: Schedule | None = None
-    playback: Playback | None = None
-    kept_bytes: tuple[int, ...] = ()
+    playback: Playback | None = None  # of the schedule by the clock; None without a pipeline, as is `schedule`
+    kept_bytes: tuple[int, ...] = ()  # of each stage, from a micro-batch's forward to its backward
 
     @property
     def host_link_seconds(self) -> float:
@@ -180,62 +151,40 @@ MEMORY, MARGIN, SLOWER, FAILED = "does-not-fit", "within-margin", "slower", "fai
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Layouts that are not among the candidates.
+    """Layouts that are not among the candidates."""
 
-    Attributes:
-        layout: of one of them; parts that were not settled are left out.
-        rule: name of the rule (penstock/plan/rules) of illegal ones, else `MEMORY`, `MARGIN`, `SLOWER`
-            or `FAILED`.
-        count: layouts that this refusal stands for.
-    """
-
-    layout: Mapping[str, Any]
-    rule: str
+    layout: Mapping[str, Any]  # of one of them; parts that were not settled are left out
+    rule: str  # name of the rule (penstock/plan/rules) of illegal ones, else `MEMORY`, `MARGIN`, `SLOWER` or `FAILED`
     reason: str
-    count: int = 1
+    count: int = 1  # layouts that this refusal stands for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What a rule of thumb has against a layout, and overrides to try, if they are known.
-
-    Attributes:
-        without: tokens/s on a device of the fastest layout without it that a search found; None if it found none.
-    """
+    """What a rule of thumb has against a layout, and overrides to try, if they are known."""
 
     rule: str
     reason: str
     source: str
     changes: tuple[str, ...] = ()
-    without: float | None = None
+    without: float | None = None  # tokens/s on a device of the fastest layout that was found without it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of a search.
-
-    Attributes:
-        candidates: that fit, fastest first; a single requested layout even if it does not fit.
-        considered: number of layouts, refused ones included.
-        advice: about the first candidate.
-        close: faster than the first candidate, and so large that the error of the projection decides if they fit.
-        nearest: the layout that lacks the least memory, where nothing fits.
-        helps: changes with which `nearest` fits, in words.
-        margin: share of the memory that candidates leave free for the error of the projection.
-        gap: share by which a layout that was not looked at could be faster by its bound; 0 if the best is proved.
-    """
+    """The result of a search."""
 
     model: str
     cluster: Cluster
-    candidates: tuple[Projection, ...]
+    candidates: tuple[Projection, ...]  # that fit, fastest first; a single requested layout even if it does not fit
     refused: tuple[Refusal, ...]
-    considered: int
-    advice: tuple[Advice, ...] = ()
-    close: tuple[Projection, ...] = ()
-    nearest: Projection | None = None
-    helps: tuple[str, ...] = ()
-    margin: float = 0.0
-    gap: float = 0.0
+    considered: int  # number of layouts, refused ones included
+    advice: tuple[Advice, ...] = ()  # about the first candidate
+    close: tuple[Projection, ...] = ()  # faster than the first candidate, if they fit: the projection's error decides
+    nearest: Projection | None = None  # the layout that lacks the least memory, where nothing fits
+    helps: tuple[str, ...] = ()  # changes with which `nearest` fits, in words
+    margin: float = 0.0  # share of the memory that candidates leave free for the error of the projection
+    gap: float = 0.0  # share by which a layout could be faster by its bound; 0 if the best is proved
 
 
 _TIMES = (

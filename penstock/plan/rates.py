@@ -21,19 +21,13 @@ from typing import Literal, NamedTuple, cast
 from penstock.base.errors import HardwareError
 from penstock.plan.hardware import AccumulatedKind, ComputePoint, Dtype, Hardware, OperatorKind
 
-NEAR = math.log(4)
-"""A measured point farther away counts less than the roofline."""
+NEAR = math.log(4)  # a measured point farther away counts less than the roofline
 
 EXACT = 1e-9
 
-BYTES: dict[Dtype, int] = {"bf16": 2, "fp8": 1, "fp32": 4}
-"""Of one factor."""
-
-RESULT_BYTES: dict[Dtype, int] = {"bf16": 2, "fp8": 2, "fp32": 4}
-"""Of one number of a product's result."""
-
-ACCUMULATED_BYTES = 8
-"""Of one number of a float32 sum that is read and written."""
+BYTES: dict[Dtype, int] = {"bf16": 2, "fp8": 1, "fp32": 4}  # of one factor
+RESULT_BYTES: dict[Dtype, int] = {"bf16": 2, "fp8": 2, "fp32": 4}  # of one number of a product's result
+ACCUMULATED_BYTES = 8  # of one number of a float32 sum that is read and written
 
 GroupedProduct = Literal[
     "forward",
@@ -50,13 +44,7 @@ OpSizes = tuple[int, ...]
 
 
 class Estimate(NamedTuple):
-    """An answer.
-
-    Attributes:
-        seconds: of device time.
-        basis: `measured` if a measured point is near, else `roofline`.
-        source: of the point, or of the share of the peak.
-    """
+    """Seconds of device time, and the source of the measured point that is near, or else of the share of the peak."""
 
     seconds: float
     basis: Literal["measured", "roofline"]
@@ -90,58 +78,17 @@ def corrected(seconds: float, sizes: Sequence[int], points: Sequence[MeasuredRat
 
 
 class Rates:
-    """Answers for one kind of hardware; each is computed once."""
+    """Estimates of operators on one kind of hardware; each is computed once.
+
+    All raise a HardwareError if the peak of a type is not known.
+    """
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
-        self._product = cache(self._make_product)
-        self._grouped = cache(self._make_grouped)
-        self._attention = cache(self._make_attention)
+        self.product = cache(self._product)
+        self.grouped = cache(self._grouped)
+        self.attention = cache(self._attention)
         self._points: dict[tuple[str, Dtype], tuple[MeasuredRatio, ...]] = {}
-
-    def product(self, m: int, n: int, k: int, dtype: Dtype = "bf16", *, by_rows: bool = False) -> Estimate:
-        """A matrix product: m x k times k x n. In 8 bits, `by_rows`: both operands have scales of single rows.
-
-        Raises:
-            HardwareError: the peak of this type is not known, here and below.
-        """
-        return self._product(m, n, k, dtype, by_rows)
-
-    def grouped(
-        self,
-        product: GroupedProduct,
-        groups: int,
-        rows: int,
-        n: int,
-        k: int,
-        dtype: Dtype = "bf16",
-        *,
-        by_rows: bool = False,
-    ) -> Estimate:
-        """A product for each expert; sizes are those of the forward product.
-
-        `rows` are those of each expert, for uneven loads the mean; `n` and `k` are the widths of the forward output and
-        input.
-        """
-        return self._grouped(product, groups, rows, n, k, dtype, by_rows)
-
-    def attention(
-        self,
-        direction: Pass,
-        heads: int,
-        queries: int,
-        keys: int,
-        widths: tuple[int, int],
-        *,
-        causal: bool = True,
-        dtype: Dtype = "bf16",
-    ) -> Estimate:
-        """Attention of some heads.
-
-        `heads` are query heads of a device over all rows of the micro-batch. `queries` are the last positions of the
-        keys, if causal. `widths` are those of a query or key, and of a value.
-        """
-        return self._attention(direction, heads, queries, keys, widths, causal, dtype)
 
     def by_chunks(self, direction: Pass, flops: float, moved_bytes: float, dtype: Dtype = "bf16") -> Estimate:
         """A kernel of linear attention, at the stated share of the peak that attention reaches; none is measured."""
@@ -195,7 +142,9 @@ class Rates:
             )
         return self._points[name, dtype]
 
-    def _make_product(self, m: int, n: int, k: int, dtype: Dtype, by_rows: bool) -> Estimate:
+    def _product(self, m: int, n: int, k: int, dtype: Dtype = "bf16", *, by_rows: bool = False) -> Estimate:
+        """A matrix product: m x k times k x n. In 8 bits, `by_rows`: both operands have scales of single rows."""
+
         def roofline(sizes: OpSizes) -> float:
             m, n, k = sizes
             moved = BYTES[dtype] * (m * k + n * k) + RESULT_BYTES[dtype] * m * n
@@ -204,9 +153,21 @@ class Rates:
         points = self._corrections("product", dtype, lambda sizes: 2.0 * math.prod(sizes), roofline)
         return corrected(roofline((m, n, k)), (m, n, k), points, self.hardware.efficiency.source)
 
-    def _make_grouped(
-        self, product: GroupedProduct, groups: int, rows: int, n: int, k: int, dtype: Dtype, by_rows: bool
+    def _grouped(
+        self,
+        product: GroupedProduct,
+        groups: int,
+        rows: int,
+        n: int,
+        k: int,
+        dtype: Dtype = "bf16",
+        *,
+        by_rows: bool = False,
     ) -> Estimate:
+        """A product for each expert, each with `rows` rows, the mean of uneven loads.
+
+        `n` and `k` are the widths of the forward product's output and input.
+        """
         is_sum = product == "weight_gradient_accumulated"
         operator = cast(OperatorKind, "grouped_weight_gradient" if is_sum else f"grouped_{product}")
         name = cast("OperatorKind | AccumulatedKind", f"grouped_{product}")
@@ -227,9 +188,21 @@ class Rates:
         points = self._corrections(name, dtype, lambda sizes: 2.0 * math.prod(sizes), roofline)
         return corrected(roofline(sizes), sizes, points, self.hardware.efficiency.source)
 
-    def _make_attention(
-        self, direction: Pass, heads: int, queries: int, keys: int, widths: tuple[int, int], causal: bool, dtype: Dtype
+    def _attention(
+        self,
+        direction: Pass,
+        heads: int,
+        queries: int,
+        keys: int,
+        widths: tuple[int, int],
+        *,
+        causal: bool = True,
+        dtype: Dtype = "bf16",
     ) -> Estimate:
+        """Attention of the query heads of all rows of a micro-batch on a device.
+
+        `queries` are the last positions of the keys, if causal. `widths` are those of a query or key, and of a value.
+        """
         operator = cast(OperatorKind, f"attention_{direction}")
 
         def flops(sizes: OpSizes, causal: bool = True) -> float:

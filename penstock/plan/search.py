@@ -47,34 +47,23 @@ from penstock.plan.rules.rule import Rule, Sizes
 from penstock.plan.search_request import SearchRequest, neutral_sizes, plan_of_fixed, prepared_run, with_values
 from penstock.plan.space_bounds import SpaceBounds
 
-Progress = Callable[[str], None]
-"""Told what the search is doing, in a few words."""
+Progress = Callable[[str], None]  # told what the search is doing, in a few words
 
 ALL = ("pp", "vpp", "ep", "etp", "cp", "tp", "schedule", "micro_batch", "recompute", "sync_free_stage", "dispatcher")
 """The parts of a layout that decide it, by their names in the JSON contract."""
 
-SURE = 1.03
-"""Memory of approximate pieces decides if it is this factor above or below the limit."""
-
-TOLERANCE = 0.003
-"""A layout that cannot be faster by this share is not looked at."""
-
-CAUTION = 2.2
-"""Activations are this many times their bound, as a guess for a first layout that fits."""
-
-FIRST_SHAPES = ((NO_PIPELINE, 1), ("1f1b", 1), ("interleaved", 2))
-"""Schedules of a first layout that fits."""
-
-FEW, FIRST_TRIES = 2000, 40
-"""Divisions of each family, and layouts, that are tried for a first layout that fits."""
+SURE = 1.03  # memory of approximate pieces decides if it is this factor above or below the limit
+TOLERANCE = 0.003  # a layout that cannot be faster by this share is not looked at
+CAUTION = 2.2  # activations are this many times their bound, as a guess for a first layout that fits
+FIRST_SHAPES = ((NO_PIPELINE, 1), ("1f1b", 1), ("interleaved", 2))  # schedules of a first layout that fits
+FEW, FIRST_TRIES = 2000, 40  # divisions of each family, and layouts, that are tried for a first layout that fits
 
 MOST_SAVING, HOPELESS = 400, 1.1
 """Layouts that save most memory which are looked at where no first layout fits; and the factor above the limit from
 which one shows that none with less saving fits: of 872 drawn pairs, the most saving needed 1.04 times as much at worst.
 """
 
-BATCH = 16
-"""Layouts that are looked at side by side."""
+BATCH = 16  # layouts that are looked at side by side
 
 MOST_LOOKED = 5000
 """Layouts that are looked at before a search ends without proof: bounds of small models are far from their times."""
@@ -82,20 +71,14 @@ MOST_LOOKED = 5000
 FINISHED, WIDE = 100, 1.1
 """Layouts that are projected when a search ends without proof, and how much slower than a bound a best is too slow."""
 
-TELLS = 64
-"""Layouts looked at between two words of progress."""
-
-PLAYED, FINALISTS = 20, 4
-"""Layouts whose schedule is played at the end, and that are projected with their rare stages."""
-
-CLOSE_TRIED, CLOSE_SHOWN = 8, 3
-"""Layouts within the margin of the memory that are projected, and shown."""
+TELLS = 64  # layouts looked at between two words of progress
+PLAYED, FINALISTS = 20, 4  # layouts whose schedule is played at the end, and that are projected with their rare stages
+CLOSE_TRIED, CLOSE_SHOWN = 8, 3  # layouts within the margin of the memory that are projected, and shown
 
 MORE_DEVICES, SMALLER_MOMENTS, SHORTER_ROWS, HELP_TRIES = (2, 4, 8), ("bf16", "int8"), (2, 4), 20
 """Times and types that are tried where nothing fits, and layouts of each."""
 
-OTHERS_TRIED = 3
-"""Layouts that are projected to say how fast a run is without something that a rule advises against."""
+OTHERS_TRIED = 3  # layouts that are projected to say how fast a run is without something that a rule advises against
 
 
 def search(request: SearchRequest, progress: Progress | None = None, workers: Pool | None = None) -> Plan:

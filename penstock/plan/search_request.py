@@ -19,20 +19,13 @@ from penstock.plan.rules.rule import Sizes, facts_of, sizes_of
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRequest:
-    """A search.
+    """A search."""
 
-    Attributes:
-        run: to train; the search ignores the parts of its layout that it chooses.
-        global_batch: rows of a step; None for the run's.
-        fixed: texts by names of a layout (penstock/plan/asked_layout.py): parts that the search does not choose.
-        top: candidates that are wanted; there may be fewer.
-    """
-
-    run: Run
+    run: Run  # to train; the search ignores the parts of its layout that it chooses
     cluster: Cluster
-    global_batch: int | None = None
-    fixed: Mapping[str, str] = field(default_factory=dict)
-    top: int = 10
+    global_batch: int | None = None  # rows of a step; None for the run's
+    fixed: Mapping[str, str] = field(default_factory=dict)  # parts of a layout
+    top: int = 10  # candidates that are wanted; there may be fewer
     assumptions: Assumptions = DEFAULT_ASSUMPTIONS
 
 

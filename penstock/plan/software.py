@@ -57,8 +57,7 @@ OWN = Software()
 _FIELDS = tuple(field.name for field in fields(Software) if field.name not in ("name", "source"))
 """Those that an option may change."""
 
-_SHARES = ("captured", "hidden")
-"""Those that are at most 1."""
+_SHARES = ("captured", "hidden")  # those that are at most 1
 
 
 def _parsed(text: str, known: Mapping[str, Software]) -> Software:

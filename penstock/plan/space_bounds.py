@@ -59,8 +59,7 @@ EMBED, HEAD = "embed", "head"
 SCALED = 0.985
 """What a layer holds of a token is at least this share of what two other layouts tell (`SpaceBounds.closer`)."""
 
-SCALED_TIME = 0.95
-"""The same of the seconds that `TimeBounds` leaves out, and of the operators that the host launches."""
+SCALED_TIME = 0.95  # the same of the seconds that `TimeBounds` leaves out, and of the operators that the host launches
 
 SCALED_PEAKS = np.array([0.5, 0.7])
 """The same of what a layer holds besides at the peaks of forward and backward, where tensor or context ranks share it.
@@ -68,8 +67,7 @@ SCALED_PEAKS = np.array([0.5, 0.7])
 Of 4,400 drawn pieces of DeepSeek-V3 and Mixtral the least shares were 0.54 and 0.76.
 """
 
-SMALL, LARGE = 1 << 20, (1e8, 1e9, 1e10)
-"""Bytes of a message that is all latency, and of some without."""
+SMALL, LARGE = 1 << 20, (1e8, 1e9, 1e10)  # bytes of a message that is all latency, and of some without
 
 FSDP_COLLECTIVES: tuple[CollectiveName, ...] = ("all-gather", "reduce-scatter")
 
@@ -83,14 +81,9 @@ _CONTAIN = ("layer", "moe", "expert-activation")
 _UNTIMED = (JOIN, WAIT, PUT_OFF, TO_HOST, FROM_HOST, ARRIVE, SLOT_TO_HOST, SLOT_FROM_HOST, "clone")
 """What a reference has and no bound counts: a copy that makes rows contiguous is not needed where there is one row."""
 
-_GATHER = "gather_rows_kernel"
-"""Counts in no bound where a reference has so many rows that products cannot gather them."""
-
-_BESIDE_LAYERS = (0, 0), (0, 2)
-"""Widths that `numpy.pad` adds to what there is of layers, for the other parts."""
-
-ALONE = Experts(1, 1, "local", (0,))
-"""All experts on each rank."""
+_GATHER = "gather_rows_kernel"  # counts in no bound where a reference has so many rows that products cannot gather them
+_BESIDE_LAYERS = (0, 0), (0, 2)  # widths that `numpy.pad` adds to what there is of layers, for the other parts
+ALONE = Experts(1, 1, "local", (0,))  # all experts on each rank
 
 
 class SpaceBounds:

@@ -30,6 +30,7 @@ from penstock.plan.loads import Imbalance
 from penstock.plan.meta_rank import META
 from penstock.plan.meta_run import MetaRun, UpdateOps
 from penstock.plan.op_recorder import RecordedOp, RecordedOps
+from penstock.plan.param_state import shards_of
 from penstock.plan.projection import RankTime, StepTime
 from penstock.plan.software import OWN, Software, passes_keys
 from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, add_timing, steady_state
@@ -170,39 +171,29 @@ def send_seconds(run: Run, cluster: Cluster, axes: Axes, transfers: TransferTime
 def step_time(
     run: Run,
     cluster: Cluster,
-    meta_runs: Sequence[MetaRun],
-    imbalance: Imbalance,
+    stages: Mapping[int, StageTime],
+    updates: Sequence[tuple[Timing, Timing]],
     *,
+    kept: tuple[int, ...],
+    schedule: Schedule | None,
+    send: float,
     software: Software = OWN,
-    in_turn: bool = False,
 ) -> StepTime:
-    """Time of a step, from the meta run of each place on the pipeline; further arguments as of `StageTimer`."""
-    grid = grid_of(run, cluster.devices)
-    every = {stage.number: (meta_run, stage) for meta_run in meta_runs for stage in meta_run.stages}
-    works = (piece.forward_ops for _, stage in every.values() for piece in stage.pieces)
-    timer = StageTimer(run, cluster, imbalance, works, software=software, in_turn=in_turn)
-    shards = cluster.group(min(run.parallel.shard_size or grid.data * grid.context, grid.data * grid.context))
-    known: dict[int, StageTime] = {}
-    stages = {}
-    for number, (meta_run, stage) in sorted(every.items()):
-        key = id(stage.pieces)  # Places with the same parts share them.
-        if key not in known:
-            known[key] = timer.stage(stage, meta_run.gathers.get(number, ()), shards)
-        stages[number] = known[key]
-    schedule = meta_runs[0].rank.schedule
-    count_of_passes = micro_batches(run, grid)
-    send = send_seconds(run, cluster, meta_runs[0].rank.axes, TransferTimes(cluster.hardware))
-    kept = tuple(stage.kept_bytes for _, (_, stage) in sorted(every.items()))
+    """Time of a step, from that of each stage, the updates of each place, and the seconds of a message.
+
+    `kept` are bytes of each stage from forward to backward.
+    """
+    passes_of_step = micro_batches(run, grid_of(run, cluster.devices))
     gain = OVERLAP_GAIN if software.hidden is None else software.hidden
     playback = None if schedule is None else play(schedule, clock_costs(stages, send, kept, gain))
     ranks = []
-    for meta_run in meta_runs:
-        passes = _passes(meta_run, stages, schedule, count_of_passes, gain)
+    for place, (sums, rest) in enumerate(updates):
+        passes = _passes(place, stages, schedule, passes_of_step, gain)
         span = passes.seconds if playback is None else playback.span
-        sums, rest = timer.update(meta_run.update)
         if software.sums_overlap:
-            sums = _behind(sums, [stages[stage.number] for stage in meta_run.stages])
-        ranks.append(_rank_time(meta_run, passes, span, (sums, rest)))
+            numbers = (0,) if schedule is None else schedule.stages_of(place)
+            sums = _behind(sums, [stages[number] for number in numbers])
+        ranks.append(_rank_time(place * cluster.devices // len(updates), passes, span, (sums, rest)))
     seconds = max(rank.passes + rank.waiting + rank.update for rank in ranks)
     rate = run.training.global_batch * run.training.sequence_length / seconds / cluster.devices
     flops = size_of(run.model, run.training.sequence_length).flops_per_token
@@ -219,15 +210,43 @@ def step_time(
     )
 
 
+def time_of_meta_runs(
+    meta_runs: Sequence[MetaRun], cluster: Cluster, timer: StageTimer, software: Software
+) -> StepTime:
+    """Time of a step, from the meta run of each place on the pipeline, of which several may be the same."""
+    rank = meta_runs[0].rank
+    run, axes, schedule = rank.run, rank.axes, rank.schedule
+    shards = cluster.group(shards_of(run, axes.grid).dense)
+    times: dict[int, list[StageTime]] = {}
+    stages, kept = {}, {}
+    for place, meta_run in enumerate(meta_runs):
+        works = zip(meta_run.stages, meta_run.gathers, strict=True)
+        if id(meta_run) not in times:
+            times[id(meta_run)] = [timer.stage(stage, gathers, shards) for stage, gathers in works]
+        numbers = (0,) if schedule is None else schedule.stages_of(place)
+        stages.update(zip(numbers, times[id(meta_run)], strict=True))
+        kept.update(zip(numbers, (stage.kept_bytes for stage in meta_run.stages), strict=True))
+    return step_time(
+        run,
+        cluster,
+        stages,
+        [timer.update(meta_run.update) for meta_run in meta_runs],
+        kept=tuple(kept[number] for number in sorted(kept)),
+        schedule=schedule,
+        send=send_seconds(run, cluster, axes, TransferTimes(cluster.hardware)),
+        software=software,
+    )
+
+
 def _passes(
-    meta_run: MetaRun, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int, gain: float
+    place: int, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int, gain: float
 ) -> Timing:
     if schedule is None:
         return add_timing(Timing(), stages[0].all, times=micro_batches)
     total = Timing()
-    for (stage, kind), times in Counter((stage, kind) for stage, kind, _ in schedule.actions[meta_run.place]).items():
+    for (stage, kind), times in Counter((stage, kind) for stage, kind, _ in schedule.actions[place]).items():
         total = add_timing(total, _timing_of(kind, stages[stage]), times=times)
-    units = schedule.units(meta_run.place) if schedule.pairs else ()
+    units = schedule.units(place) if schedule.pairs else ()
     paired = [action for unit in units if len(unit) > 1 for action in unit]
     # The compute of one action hides transfers of the other action of its pair.
     hidden = gain * sum(_timing_of(action.kind, stages[action.stage]).exposed for action in paired)
@@ -261,12 +280,12 @@ def _behind(sums: Timing, stages: Sequence[StageTime]) -> Timing:
     return replace(sums, seconds=left, exposed=left, terms={"gradients": left} if left else {})
 
 
-def _rank_time(meta_run: MetaRun, passes: Timing, span: float, update: tuple[Timing, Timing]) -> RankTime:
+def _rank_time(rank: int, passes: Timing, span: float, update: tuple[Timing, Timing]) -> RankTime:
     whole = add_timing(passes, add_timing(*update))
     waiting = max(0.0, span - passes.seconds)
     terms = {**whole.terms, "bubble": waiting}
     return RankTime(
-        rank=meta_run.first_rank,
+        rank=rank,
         passes=passes.seconds,
         waiting=waiting,
         update=update[0].seconds + update[1].seconds,

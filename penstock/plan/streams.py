@@ -45,23 +45,15 @@ H200.
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Time of some work among other work of its kind, in seconds.
+    """Time of some work among other work of its kind, in seconds."""
 
-    Attributes:
-        seconds: from the end of the work before it to its own end.
-        exposed: part of `seconds` with transfers only.
-        idle: part of `seconds` with nothing.
-        host_link: part of `seconds` with nothing but copies to or from host memory.
-        terms: `seconds` by term.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # from the end of the work before it to its own end
     compute: float = 0.0
     communication: float = 0.0
-    exposed: float = 0.0
-    idle: float = 0.0
-    host_link: float = 0.0
-    terms: Mapping[str, float] = field(default_factory=dict)
+    exposed: float = 0.0  # part of `seconds` with transfers only
+    idle: float = 0.0  # part of `seconds` with nothing
+    host_link: float = 0.0  # part of `seconds` with nothing but copies to or from host memory
+    terms: Mapping[str, float] = field(default_factory=dict)  # `seconds` by term
 
 
 class HostCopies:

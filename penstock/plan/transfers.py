@@ -40,62 +40,44 @@ NOTHING = Estimate(0.0, "measured", "measured: one rank sends nothing")
 class TokenTraffic:
     """Tokens that go to the experts of a layer.
 
-    Attributes:
-        copy_bytes: of one token: hidden size times bytes of a number.
-        experts: routed experts of the layer.
-        top_k: experts of a token.
-        expert_tensor: neighbouring ranks that share the matrices of each expert; each of them gets the token.
-        n_group: equal groups of neighbouring experts, of which a token chooses from `topk_group`.
-        stride: of benchmarks that force balance: the k-th choice of token t is expert (t * top_k + k) * stride, modulo
-            their number. 1 takes the experts in turn. 0 for a router, whose choices are equally likely.
+    `stride` is of benchmarks that force balance: the k-th choice of token t is expert (t * top_k + k) * stride, modulo
+    their number. 1 takes the experts in turn. 0 is for a router, whose choices are equally likely.
     """
 
     tokens: int
-    copy_bytes: int
+    copy_bytes: int  # of one token: hidden size times bytes of a number
     experts: int
     top_k: int
-    expert_tensor: int = 1
-    n_group: int = 1
+    expert_tensor: int = 1  # neighbouring ranks that share the matrices of each expert; each of them gets the token
+    n_group: int = 1  # equal groups of neighbouring experts, of which a token chooses from `topk_group`
     topk_group: int = 1
     stride: int = 0
 
 
 class TransferTimes:
-    """Answers for one kind of hardware; each is computed once."""
+    """Estimates of transfers on one kind of hardware; each is computed once.
+
+    All raise a HardwareError if the hardware file has no such collective.
+    """
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
-        self._collective = cache(self._make_collective)
-        self._dispatch = cache(self._make_dispatch)
+        self.collective = cache(self._collective)
+        self.dispatch = cache(self._dispatch)
         self._rate = cache(self._find)
         self._corrections = cache(self._make_corrections)
 
-    def collective(self, kind: CollectiveName, buffer_bytes: float, group: RankGroup) -> Estimate:
+    def _collective(self, kind: CollectiveName, buffer_bytes: float, group: RankGroup) -> Estimate:
         """One collective; point-to-point is from one rank of the group to another.
 
         `buffer_bytes` is the larger buffer of a rank: the result of an all-gather, the input of a reduce-scatter or
         all-reduce, the input of an all-to-all with the rank's own part, or the message.
-
-        Raises:
-            HardwareError: the file has no such collective, here and below.
         """
-        return self._collective(kind, buffer_bytes, group)
-
-    def dispatch(
-        self, method: DispatchMethod, direction: DispatchDirection, traffic: TokenTraffic, group: RankGroup
-    ) -> Estimate:
-        """Tokens to their experts, which `group` shares evenly, or the sums back.
-
-        Backward does the same in the other order. The dispatcher symmetric stays inside a node.
-        """
-        return self._dispatch(method, direction, traffic, group)
-
-    def _make_collective(self, kind: CollectiveName, buffer_bytes: float, group: RankGroup) -> Estimate:
         ranks, inside, nodes = group.ranks, group.node_ranks, group.nodes
         if ranks == 1:
             return NOTHING
         if kind == "all-reduce":
-            both = [self._make_collective(part, buffer_bytes, group) for part in ("reduce-scatter", "all-gather")]
+            both = [self.collective(part, buffer_bytes, group) for part in ("reduce-scatter", "all-gather")]
             return Estimate(both[0].seconds + both[1].seconds, both[0].basis, both[0].source)
         if kind == "point-to-point":
             near, far = (buffer_bytes, 0.0) if nodes == 1 else (0.0, buffer_bytes)
@@ -179,9 +161,13 @@ class TransferTimes:
         crossing = share * point.leaving_bytes / (self._network() * rate.efficiency)
         return rate.latency_seconds + rate.peer_seconds * (group.ranks - 2) + crossing
 
-    def _make_dispatch(
+    def _dispatch(
         self, method: DispatchMethod, direction: DispatchDirection, traffic: TokenTraffic, group: RankGroup
     ) -> Estimate:
+        """Tokens to their experts, which `group` shares evenly, or the sums back.
+
+        Backward does the same in the other order. The dispatcher symmetric stays inside a node.
+        """
         if group.ranks == 1:
             return NOTHING
         token_bytes = float(traffic.tokens * traffic.copy_bytes)

@@ -28,14 +28,12 @@ from penstock.plan.rules.book import config_refusal
 Planner = Callable[[Run, Cluster], Projection]
 """Projects a run on a cluster. Raises a PenstockError where it cannot run."""
 
-FittingRun = tuple[tuple[str, ...], Projection]
-"""Overrides, and the projection of the run with them."""
+FittingRun = tuple[tuple[str, ...], Projection]  # overrides, and the projection of the run with them
 
 CANNOT_START = "cannot-start"
 """Rule of a run that no rule of the config refuses, and that cannot be built for the cluster."""
 
-MOST_ROWS_WITH_OFFLOADED_GRADIENTS = 2 * MOST_MICRO_BATCH
-"""Largest micro-batch with `offload.gradients`."""
+MOST_ROWS_WITH_OFFLOADED_GRADIENTS = 2 * MOST_MICRO_BATCH  # largest micro-batch with `offload.gradients`
 
 HOST_FORMATS = (
     (),
@@ -70,20 +68,14 @@ class TermChange:
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionComparison:
-    """Two runs side by side.
-
-    Attributes:
-        memory: components of the fullest ranks.
-        activations: of these ranks, by the label of the allocating module.
-        seconds: terms of the slowest places.
-    """
+    """Two runs side by side."""
 
     left: Projection
     right: Projection
     fields: tuple[Difference, ...]
-    memory: tuple[TermChange, ...]
-    activations: tuple[TermChange, ...]
-    seconds: tuple[TermChange, ...]
+    memory: tuple[TermChange, ...]  # components of the fullest ranks
+    activations: tuple[TermChange, ...]  # of these ranks, by the label of the allocating module
+    seconds: tuple[TermChange, ...]  # terms of the slowest places
 
 
 def compare(left: Projection, right: Projection) -> ProjectionComparison:
@@ -104,17 +96,11 @@ def _changes(left: Mapping[str, float], right: Mapping[str, float]) -> tuple[Ter
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One answer of a series of questions.
+    """One answer of a series of questions."""
 
-    Attributes:
-        asked: the question, such as `ep`: `16`.
-        answer: a projection, or why there is none.
-        efficiency: tokens per second of a device over those of the first point; None without an answer.
-    """
-
-    asked: Mapping[str, str]
-    answer: Projection | Refusal
-    efficiency: float | None = None
+    asked: Mapping[str, str]  # the question, such as `ep`: `16`
+    answer: Projection | Refusal  # a projection, or why there is none
+    efficiency: float | None = None  # tokens/s of a device over those of the first point
 
 
 def answer_to(run: Run, cluster: Cluster, plan: Planner) -> Projection | Refusal:

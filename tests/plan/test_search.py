@@ -340,7 +340,12 @@ def test_a_written_layout_trains_and_reads_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fixed", [pytest.param({"pp": "2", "micro_batch": "2"}, marks=pytest.mark.slow), {"ep": "2", "etp": "2"}]
+    "fixed",
+    [
+        pytest.param({"pp": "2", "micro_batch": "2"}, marks=pytest.mark.slow),
+        {"ep": "2", "etp": "2"},
+        {"schedule": "none", "ep": "2"},
+    ],
 )
 def test_a_fixed_size_is_kept(fixed: dict[str, str]) -> None:
     plan = found(**fixed)
@@ -398,6 +403,6 @@ def test_a_search_keeps_the_parts_that_overrides_fix() -> None:
 def test_sizes_that_do_not_divide_the_devices_fit_nowhere() -> None:
     sizes = dict.fromkeys(("pp", "vpp", "etp", "cp", "tp", "micro_batch"), "1")
     choices = {"schedule": "none", "recompute": "none", "sync_free_stage": "0", "dispatcher": "symmetric"}
-    for fixed in ({"ep": "16"}, {"ep": "16", **sizes, **choices}):
+    for fixed in ({"ep": "16"}, {"ep": "16", **sizes, **choices}, {"pp": "2", "schedule": "none"}):
         plan = found(**fixed)
         assert (plan.candidates, plan.refused, plan.considered) == ((), (), 0)

@@ -11,7 +11,7 @@ from penstock.layout.actions import Schedule
 from penstock.layout.clock import even_costs, play
 from penstock.layout.schedules import schedule
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.memory import RankMemory, memory_of, ranks_that_differ
+from penstock.plan.memory import RankMemory, memory_of
 from penstock.plan.meta_rank import Target
 from penstock.plan.projection import Plan, Projection, RankTime, Refusal, StepTime, layout_of
 
@@ -29,7 +29,7 @@ REFUSALS = (
 def memories(*overrides: str) -> tuple[RankMemory, ...]:
     run = load_run(PRESET, [*BASE, *overrides])
     target = Target(device=named_device("H200", "bf16"), imbalance=1.0)
-    return tuple(memory_of(run, world=WORLD, rank=rank, target=target) for rank in ranks_that_differ(run, WORLD))
+    return tuple(memory_of(run, world=WORLD, rank=rank, target=target) for rank in range(WORLD))
 
 
 def step_time(plan: Schedule) -> StepTime:

@@ -8,26 +8,13 @@ from math import ceil
 
 from penstock.plan.rules.rule import Rule, Sizes, advises
 
-SMALL_MODEL = 20_000_000_000
-"""Parameters below which experts are all that is shared."""
-
-SHARD = 4096
-"""Positions of a row that context parallelism leaves a rank without objection."""
-
-LONG_ROW = 16_384
-"""Positions of a row from which context parallelism is advised."""
-
-MANY_COPIES = 128
-"""Ranks over which sums of bfloat16 gradients in a ring lose too much."""
-
-FEW_PEERS = 4
-"""Ranks inside a node between which dispatch is too short to overlap."""
-
-WAITING = 0.2
-"""Bubble of a pipeline above which there is advice."""
-
-UNEVEN = 1.1
-"""Layers of the fullest stage over the mean above which there is advice."""
+SMALL_MODEL = 20_000_000_000  # parameters below which experts are all that is shared
+SHARD = 4096  # positions of a row that context parallelism leaves a rank without objection
+LONG_ROW = 16_384  # positions of a row from which context parallelism is advised
+MANY_COPIES = 128  # ranks over which sums of bfloat16 gradients in a ring lose too much
+FEW_PEERS = 4  # ranks inside a node between which dispatch is too short to overlap
+WAITING = 0.2  # bubble of a pipeline above which there is advice
+UNEVEN = 1.1  # layers of the fullest stage over the mean above which there is advice
 
 
 def bubble_of(sizes: Sizes) -> float:

@@ -88,8 +88,7 @@ LEGAL: tuple[Rule, ...] = (
 """In the order in which they are asked: the rules that refuse most come first."""
 
 
-RULES: tuple[Rule, ...] = (*LEGAL, *ADVICE)
-"""Every rule of a plan."""
+RULES: tuple[Rule, ...] = (*LEGAL, *ADVICE)  # every rule of a plan
 
 
 def illegal(sizes: Sizes) -> tuple[Rule, str] | None:

@@ -25,39 +25,25 @@ from penstock.plan.hardware import Cluster
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts(ModelSizes):
-    """Sizes of a model and further facts that rules read.
+    """Sizes of a model and further facts that rules read."""
 
-    Attributes:
-        top_k: experts of a token.
-        forces_balance: tokens are spread evenly and the router's choice is ignored.
-        active_parameters: parameters that one token meets.
-        most_sync_free: highest `dispatch.sync_free` at which the kernels chosen for the device never wait for it.
-    """
-
-    top_k: int
-    forces_balance: bool
+    top_k: int  # experts of a token
+    forces_balance: bool  # tokens are spread evenly and the router's choice is ignored
     total_parameters: int
-    active_parameters: int
-    most_sync_free: int = STAGES - 1
+    active_parameters: int  # parameters that one token meets
+    most_sync_free: int = STAGES - 1  # highest `dispatch.sync_free` at which the kernels never wait
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes(LayoutSizes):
-    """Sizes of a layout on a cluster.
-
-    Attributes:
-        node_devices: devices of a node.
-        vendor: nvidia, amd or cpu.
-        reduce: type in which gradients are summed over ranks.
-        offloads_optimizer: moments are in host memory.
-    """
+    """Sizes of a layout on a cluster."""
 
     model: ModelFacts
     world: int
-    node_devices: int
-    vendor: str
-    reduce: str = "fp32"
-    offloads_optimizer: bool = False
+    node_devices: int  # devices of a node
+    vendor: str  # nvidia, amd or cpu
+    reduce: str = "fp32"  # type in which gradients are summed over ranks
+    offloads_optimizer: bool = False  # moments are in host memory
 
     @property
     def dp(self) -> int:
@@ -147,31 +133,20 @@ def settled_dispatcher(run: Run, cluster: Cluster) -> str:
 
 Kind = Literal["legal", "advice"]
 
-Check = Callable[[Sizes], str | None]
-"""The reason against sizes, or None."""
+Check = Callable[[Sizes], str | None]  # the reason against sizes, or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One rule.
+    """One rule."""
 
-    Attributes:
-        name: name in plans and reports; never changes.
-        kind: legal or advice.
-        doc: the rule in words, with the measurement behind it.
-        source: origin of the rule; ids such as L10 are of the list in docs/rules.md.
-        check: the reason against sizes, or None.
-        by: of a legal rule: the function that refuses such a run.
-        fix: overrides of a run that try the opposite; empty if they depend on the case.
-    """
-
-    name: str
-    kind: Kind
-    doc: str
-    source: str
-    check: Check
-    by: str = ""
-    fix: tuple[str, ...] = ()
+    name: str  # name in plans and reports; never changes
+    kind: Kind  # legal or advice
+    doc: str  # the rule in words, with the measurement behind it
+    source: str  # origin of the rule; ids such as L10 are of the list in docs/rules.md
+    check: Check  # the reason against sizes, or None
+    by: str = ""  # of a legal rule: the function that refuses such a run
+    fix: tuple[str, ...] = ()  # overrides of a run that try the opposite; empty if they depend on the case
 
 
 def advises(source: str, *fix: str) -> Callable[[Check], Rule]:
