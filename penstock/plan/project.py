@@ -57,7 +57,7 @@ def project_whole(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT
     software = assumptions.software
     meta_runs = meta_runs_of(run, cluster.devices, target_of(run, cluster, assumptions))
     overheads = overheads_of(cluster.hardware)
-    memories = (memory_of_meta_run(meta_run, place, overheads) for place, meta_run in enumerate(meta_runs))
+    memories = (memory_of_meta_run(meta_run, position, overheads) for position, meta_run in enumerate(meta_runs))
     works = (piece.forward_ops for meta_run in meta_runs for stage in meta_run.stages for piece in stage.pieces)
     timer = StageTimer(run, cluster, assumptions.in_time, works, software=software, in_turn=assumptions.in_turn)
     dispatcher = dispatcher_of(software, meta_runs[0].rank.dispatcher)

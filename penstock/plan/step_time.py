@@ -179,7 +179,7 @@ def step_time(
     send: float,
     software: Software = OWN,
 ) -> StepTime:
-    """Time of a step, from that of each stage, the updates of each place, and the seconds of a message.
+    """Time of a step, from that of each stage, the updates of each position, and the seconds of a message.
 
     `kept` are bytes of each stage from forward to backward.
     """
@@ -187,13 +187,13 @@ def step_time(
     gain = OVERLAP_GAIN if software.hidden is None else software.hidden
     playback = None if schedule is None else play(schedule, clock_costs(stages, send, kept, gain))
     ranks = []
-    for place, (sums, rest) in enumerate(updates):
-        passes = _passes(place, stages, schedule, passes_of_step, gain)
+    for position, (sums, rest) in enumerate(updates):
+        passes = _passes(position, stages, schedule, passes_of_step, gain)
         span = passes.seconds if playback is None else playback.span
         if software.sums_overlap:
-            numbers = (0,) if schedule is None else schedule.stages_of(place)
+            numbers = (0,) if schedule is None else schedule.stages_of(position)
             sums = _behind(sums, [stages[number] for number in numbers])
-        ranks.append(_rank_time(place * cluster.devices // len(updates), passes, span, (sums, rest)))
+        ranks.append(_rank_time(position * cluster.devices // len(updates), passes, span, (sums, rest)))
     seconds = max(rank.passes + rank.waiting + rank.update for rank in ranks)
     rate = run.training.global_batch * run.training.sequence_length / seconds / cluster.devices
     flops = size_of(run.model, run.training.sequence_length).flops_per_token
@@ -213,17 +213,17 @@ def step_time(
 def time_of_meta_runs(
     meta_runs: Sequence[MetaRun], cluster: Cluster, timer: StageTimer, software: Software
 ) -> StepTime:
-    """Time of a step, from the meta run of each place on the pipeline, of which several may be the same."""
+    """Time of a step, from the meta run of each position on the pipeline, of which several may be the same."""
     rank = meta_runs[0].rank
     run, axes, schedule = rank.run, rank.axes, rank.schedule
     shards = cluster.group(shards_of(run, axes.grid).dense)
     times: dict[int, list[StageTime]] = {}
     stages, kept = {}, {}
-    for place, meta_run in enumerate(meta_runs):
+    for position, meta_run in enumerate(meta_runs):
         works = zip(meta_run.stages, meta_run.gathers, strict=True)
         if id(meta_run) not in times:
             times[id(meta_run)] = [timer.stage(stage, gathers, shards) for stage, gathers in works]
-        numbers = (0,) if schedule is None else schedule.stages_of(place)
+        numbers = (0,) if schedule is None else schedule.stages_of(position)
         stages.update(zip(numbers, times[id(meta_run)], strict=True))
         kept.update(zip(numbers, (stage.kept_bytes for stage in meta_run.stages), strict=True))
     return step_time(
@@ -239,14 +239,14 @@ def time_of_meta_runs(
 
 
 def _passes(
-    place: int, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int, gain: float
+    position: int, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int, gain: float
 ) -> Timing:
     if schedule is None:
         return add_timing(Timing(), stages[0].all, times=micro_batches)
     total = Timing()
-    for (stage, kind), times in Counter((stage, kind) for stage, kind, _ in schedule.actions[place]).items():
+    for (stage, kind), times in Counter((stage, kind) for stage, kind, _ in schedule.actions[position]).items():
         total = add_timing(total, _timing_of(kind, stages[stage]), times=times)
-    units = schedule.units(place) if schedule.pairs else ()
+    units = schedule.units(position) if schedule.pairs else ()
     paired = [action for unit in units if len(unit) > 1 for action in unit]
     # The compute of one action hides transfers of the other action of its pair.
     hidden = gain * sum(_timing_of(action.kind, stages[action.stage]).exposed for action in paired)
