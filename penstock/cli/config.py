@@ -8,6 +8,7 @@ import typer
 
 from penstock.base.errors import PenstockError
 from penstock.base.numbers import count_text, flops_text
+from penstock.cli.options import Json, Overrides, Target
 from penstock.cli.output import print_next, print_table, warn
 from penstock.cli.verbs import group_app
 from penstock.config.data_rules import BYTES_VOCABULARY, bytes_are_encoded
@@ -18,10 +19,6 @@ from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import differences
 from penstock.config.size import Count, size_of
-
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 app = group_app("List, show, explain, compare and check configurations.")
 

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import ConfigError
-from penstock.cli.config import Json, Overrides, Target
+from penstock.cli.options import Json, Overrides, Target
 from penstock.cli.output import print_table
 from penstock.config.load import load_run
 from penstock.config.run import Run

@@ -18,6 +18,7 @@ import typer
 
 from penstock.base.errors import TraceError
 from penstock.base.numbers import bytes_text
+from penstock.cli.options import Json, Names, On
 from penstock.cli.output import print_next, print_table
 from penstock.cli.verbs import load_by_name
 from penstock.config.load import RUN_FILE
@@ -44,12 +45,7 @@ from penstock.tune.doctor.run_facts import (
 )
 
 Place = Annotated[list[Path], typer.Argument(metavar="PATH...", help="The folder of a run, its TOML file, or traces.")]
-On = Annotated[str | None, typer.Option("--on", metavar="NxCHIP", help="What the run is on: 8xH200, or 8xmine.toml.")]
 Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Judge only this step.")]
-Names = Annotated[
-    Path | None, typer.Option("--names", metavar="FILE", help="Phases of kernels by name (docs/trace.md).")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def doctor(paths: Place, on: On = None, step: Step = None, names: Names = None, as_json: Json = False) -> None:

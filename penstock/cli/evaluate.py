@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.options import Checkpoint, Json
 from penstock.cli.output import print_next, print_table
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.process import choose_device, prepare_process
@@ -38,11 +39,11 @@ def evaluate(
     sequence_length: Annotated[
         int | None, typer.Option("--sequence-length", min=2, help="Tokens of a row; else that of the run.")
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", help="Which checkpoint; the newest if left out.")] = None,
+    step: Checkpoint = None,
     tasks: Annotated[
         str | None, typer.Option("--tasks", metavar="NAME,...", help="Tasks of lm-evaluation-harness.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Print loss and bits per byte of weights on text."""
     harness = import_harness() if tasks else None  # its absence is reported before any work

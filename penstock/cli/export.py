@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.options import Checkpoint
 from penstock.train.export import Precision, export_huggingface, import_transformers, verify_export
 from penstock.train.saved_weights import open_saved, read_chosen
 
@@ -24,7 +25,7 @@ from penstock.train.saved_weights import open_saved, read_chosen
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or of penstock import.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; must not be there yet.")],
-    step: Annotated[int | None, typer.Option("--step", help="Which checkpoint; the newest if left out.")] = None,
+    step: Checkpoint = None,
     precision: Annotated[Precision | None, typer.Option("--precision", help="Else that of the run.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare logits with those of transformers, on the CPU.")] = (
         False

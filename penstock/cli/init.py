@@ -19,8 +19,9 @@ import typer
 from penstock.base.devices import chip_named
 from penstock.base.errors import ConfigError, DataError, DeviceError
 from penstock.base.numbers import bytes_text, count_text
-from penstock.cli.config import Overrides, warn_of_unfilled
-from penstock.cli.output import Force, check_output, print_next, write_file
+from penstock.cli.config import warn_of_unfilled
+from penstock.cli.options import Force, Overrides
+from penstock.cli.output import check_output, print_next, write_file
 from penstock.config.data import SourceName
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS, preset

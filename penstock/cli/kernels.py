@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from penstock.base.errors import DeviceError, KernelError
-from penstock.cli.config import Json, Overrides, Target
+from penstock.cli.options import Json, Overrides, Target
 from penstock.cli.output import print_table
 from penstock.cli.verbs import group_app
 from penstock.config.load import load_run

@@ -20,8 +20,8 @@ import typer
 
 from penstock.base.errors import FAILED, ConfigError, DeviceError
 from penstock.base.origin import command_text, commit_of_code
-from penstock.cli.config import Overrides, Target
-from penstock.cli.output import Force, check_output, print_next, print_table
+from penstock.cli.options import Force, Overrides, Processes, Target
+from penstock.cli.output import check_output, print_next, print_table
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run
@@ -75,9 +75,7 @@ class LadderPlan:
 def ladder(  # noqa: PLR0913 - one argument for each option
     target: Target,
     overrides: Overrides = None,
-    processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="Number of ranks; without it, one for each GPU.")
-    ] = None,
+    processes: Processes = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of each ladder step.")] = 30,
     warm_up: Annotated[int, typer.Option("--warm-up", min=0, help="First training steps, which are not timed.")] = 10,
     file: Annotated[Path | None, typer.Option("--ladder", help="TOML file with a ladder of one's own.")] = None,

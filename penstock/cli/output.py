@@ -8,9 +8,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.base.files import write_whole
@@ -30,9 +27,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Se
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
 
 
 def check_output(path: Path | None, option: str, *, force: bool, makes_folder: bool = False) -> None:

@@ -32,8 +32,8 @@ from rich.status import Status
 from penstock.base.errors import PenstockError, did_you_mean
 from penstock.base.numbers import bytes_text
 from penstock.cli import plan_options as options
-from penstock.cli.config import Json, Overrides
-from penstock.cli.output import Force, print_next, write_file
+from penstock.cli.options import Force, Json, Overrides
+from penstock.cli.output import print_next, write_file
 from penstock.cli.plan_balance import print_balance
 from penstock.cli.plan_print import (
     cluster_text,

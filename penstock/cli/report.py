@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from penstock.base.errors import PenstockError, did_you_mean_path
+from penstock.cli.options import Names, On
 from penstock.cli.plan_options import check_file
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import write_run_page
@@ -28,10 +29,6 @@ Place = Annotated[
     Path, typer.Argument(metavar="RUN", help="The folder of a run; or traces: a file, a folder of ranks.")
 ]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Where to; report.html in RUN if left out.")]
-On = Annotated[str | None, typer.Option("--on", metavar="NxCHIP", help="What the run is on: 8xH200, or 8xmine.toml.")]
-Names = Annotated[
-    Path | None, typer.Option("--names", metavar="FILE", help="Phases of kernels by name (docs/trace.md).")
-]
 NoPlan = Annotated[bool, typer.Option("--no-plan", help="Do not project the run.")]
 
 

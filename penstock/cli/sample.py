@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import DataError
+from penstock.cli.options import Checkpoint
 from penstock.cli.output import print_next
 from penstock.config.run import Run
 from penstock.data.open import Vocabulary, vocabulary_of
@@ -38,7 +39,7 @@ def sample(
         float, typer.Option("--top-p", min=0.0, max=1.0, help="Draw from the most probable tokens up to this share.")
     ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")] = 0,
-    step: Annotated[int | None, typer.Option("--step", help="Which checkpoint; the newest if left out.")] = None,
+    step: Checkpoint = None,
 ) -> None:
     """Print text from the weights of a run, as it is made."""
     config, store = open_saved(run)

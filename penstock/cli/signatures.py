@@ -1,4 +1,4 @@
-"""Verbs as commands.json describes them: they print help and refuse arguments without importing the verb.
+"""Verbs as commands.json describes them: they print help, refuse arguments and complete without importing the verb.
 
 Importing PyTorch takes seconds, and a misspelled option should not. `make docs` writes the parameters of every verb
 into commands.json (tools/commands_page.py); here typer makes commands of them, which parse, refuse and print help as
@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from penstock.base.errors import ConfigError
+from penstock.cli.completion import completion_of
+from penstock.cli.verbs import HELP
 from penstock.config.load import huggingface_config_in, load_run
 from penstock.config.other_names import fields_of_other_name
 from penstock.config.run import Run
@@ -23,8 +26,7 @@ from penstock.config.schema import every_field
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.layout_names import parse_layout
 
-HELP, OVERRIDES = "--help", "[a.b=c]..."
-
+OVERRIDES = "[a.b=c]..."
 COMMANDS = Path(__file__).with_name("commands.json")
 
 _TYPES: Mapping[str, Any] = {
@@ -51,21 +53,21 @@ def described_verbs() -> Mapping[str, Mapping[str, Any]]:
 def check_arguments(verb: str, arguments: Sequence[str], parent: Any) -> None:
     """Refuse arguments that the verb would refuse, and print help that is asked for (`typer.Exit`).
 
-    Raises:
-        typer.TyperException: an option, argument or value is none of the verb's.
-        ConfigError: there is no such preset, file, field or value of a field.
-        HardwareError: there is no such cluster.
+    Raises a typer.TyperException for an option, argument or value that is none of the verb's, a ConfigError where there
+    is no such preset, file, field or value of a field, and a HardwareError where there is no such cluster.
     """
-    node, context = described_verbs()[verb], parent
-    name, rest = verb, list(arguments)
-    while node["verbs"] and rest and rest[0] in node["verbs"]:
-        context = typer.Context(_command(name, node), info_name=name, parent=context)
-        name, rest = rest[0], rest[1:]
-        node = node["verbs"][name]
-    command = _command(name, node)
+    node, command, name, rest, context = described_verbs()[verb], described_command(verb), verb, list(arguments), parent
     # The program has no `--help` where a verb is called (`penstock.cli.verbs`), and contexts take after it.
     try:
         context = command.make_context(name, rest, parent=context, help_option_names=[HELP])
+        while node["verbs"]:
+            rest = [*context._protected_args, *context.args]
+            if not rest:
+                print(context.get_help())
+                raise typer.Exit
+            name, command, rest = context.command.resolve_command(context, rest)
+            node = node["verbs"][name]
+            context = command.make_context(name, rest, parent=context, help_option_names=[HELP])
     except typer.TyperException as error:
         option = vars(error).get("option_name")  # of an option that there is not
         if option and (instead := REMOVED_OPTIONS.get((verb, option))):
@@ -74,23 +76,34 @@ def check_arguments(verb: str, arguments: Sequence[str], parent: Any) -> None:
             fix = " or ".join(f"{field}=..." for field in fields)
             raise ConfigError(f"there is no option {option}", fix=f"write {fix}") from error
         raise
-    if node["verbs"]:
-        if not rest:
-            print(context.get_help())
-            raise typer.Exit
-        command.resolve_command(context, [*context._protected_args, *context.args])
     _check_values(verb, node, context.params)
+
+
+def described_command(verb: str) -> Any:
+    """A verb that parses, completes and prints help as the real one does."""
+    return _command(verb, described_verbs()[verb])
 
 
 def _command(name: str, node: Mapping[str, Any]) -> Any:
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    if node["verbs"]:
-        app.callback(invoke_without_command=True, help=node["help"])(lambda: None)
-        for inner, below in node["verbs"].items():
-            app.command(inner, help=below["summary"], short_help=below["short"])(lambda: None)
-    else:
+    if not node["verbs"]:
         app.command(name, help=node["help"])(_function(node["parameters"]))
-    return typer.main.get_command(app)
+        return typer.main.get_command(app)
+    app.callback(invoke_without_command=True, help=node["help"])(lambda: None)
+    group = typer.main.get_command(app)
+    vars(group)["commands"] = {inner: _InnerVerb(inner, below) for inner, below in node["verbs"].items()}
+    return group
+
+
+class _InnerVerb(TyperCommand):
+    """A verb of a group, which is made when it is called."""
+
+    def __init__(self, name: str, node: Mapping[str, Any]) -> None:
+        super().__init__(name=name, help=node["summary"], short_help=node["short"], rich_markup_mode=None)
+        self._node = node
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return _command(info_name or "", self._node).make_context(info_name, args, parent=parent, **extra)
 
 
 def _function(parameters: Sequence[Mapping[str, Any]]) -> Any:
@@ -122,6 +135,8 @@ def _annotation(parameter: Mapping[str, Any]) -> Any:
     if not parameter.get("required") and parameter.get("default") is None:
         kind = kind | None
     options = {key: parameter[key] for key in ("metavar", "help", "min", "max", "hidden") if key in parameter}
+    if not choices:  # typer proposes these itself
+        options["autocompletion"] = completion_of(parameter.get("value", ""))
     if parameter["opts"][0].startswith("-"):
         return Annotated[kind, typer.Option(*parameter["opts"], **options)]
     return Annotated[kind, typer.Argument(**options)]

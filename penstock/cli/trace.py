@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.base.errors import TraceError, did_you_mean
+from penstock.cli.options import Json, Names
 from penstock.cli.output import print_next
 from penstock.cli.trace_print import print_answer
 from penstock.cli.verbs import Verb, group_of, load_by_name
@@ -40,15 +41,11 @@ VERBS = (
 Paths = Annotated[
     list[Path], typer.Argument(metavar="PATH...", help="Files (.json, .json.gz), a folder of ranks, or a run.")
 ]
-Json = Annotated[bool, typer.Option(JSON, help="Print JSON.")]
 Rank = Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Only the tables of this rank.")]
 Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only this step, by its number.")]
 Layers = Annotated[bool, typer.Option(LAYERS, help="Phases by layer.")]
 Csv = Annotated[
     Path | None, typer.Option("--csv", metavar="DIR", help="Write each table as a CSV file into a new folder.")
-]
-Names = Annotated[
-    Path | None, typer.Option("--names", metavar="FILE", help="Phases of kernels by name (docs/trace.md).")
 ]
 
 _Verbs: Any = group_of(*VERBS)

@@ -10,6 +10,7 @@ import typer
 
 from penstock.base.errors import TraceError
 from penstock.base.numbers import counted, shortened
+from penstock.cli.options import Names
 from penstock.cli.output import print_next, print_table
 from penstock.trace.compare import CLOSING, ChangeKind, ComparedRow, TraceComparison, compare, named_events
 from penstock.trace.events import Trace
@@ -30,9 +31,7 @@ def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="A file, a folder of ranks, or the folder of a run.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="What to compare with it.")],
     rank: Annotated[int | None, typer.Option("--rank", help="Which rank of several; else the lowest.")] = None,
-    names: Annotated[
-        Path | None, typer.Option("--names", metavar="FILE", help="Phases of kernels by name (docs/trace.md).")
-    ] = None,
+    names: Names = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Lines of each table.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print every row as JSON.")] = False,
 ) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import TraceError
-from penstock.cli.output import Force, check_output, print_or_write
+from penstock.cli.options import Force
+from penstock.cli.output import check_output, print_or_write
 from penstock.cli.trace_diff import one_rank
 from penstock.trace.replay import replay_script
 

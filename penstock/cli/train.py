@@ -38,8 +38,9 @@ from rich.console import Console
 from penstock.base.errors import ConfigError, DeviceError, LostRankError, PenstockError, RunFolderError
 from penstock.base.interrupts import INTERRUPTED, STOPPED
 from penstock.base.numbers import bytes_text, count_text, duration_text, flops_text
-from penstock.cli.config import Overrides, warn_of_unfilled
+from penstock.cli.config import warn_of_unfilled
 from penstock.cli.main import main
+from penstock.cli.options import Overrides, Processes
 from penstock.cli.output import next_line, warn
 from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView, RunConsole
 from penstock.config.elastic import on_ranks, possible_ranks
@@ -126,9 +127,7 @@ def train(  # noqa: PLR0913 - one argument for each option
         Path | None, typer.Option("--from", metavar="RUN", help="Begin a new run with the weights of another one.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,
-    processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="Ranks to start here; without it, one for each GPU.")
-    ] = None,
+    processes: Processes = None,
     restarts: Annotated[int, typer.Option("--restarts", min=0, help="Start all again after a rank died.")] = 0,
     fake_world: Annotated[
         int | None, typer.Option("--fake-world", min=1, help="Build one rank of so many without memory, and show it.")

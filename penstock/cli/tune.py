@@ -34,7 +34,7 @@ from penstock.base.files import parse_toml, write_whole
 from penstock.base.interrupts import INTERRUPTED
 from penstock.base.numbers import bytes_text, counted, duration_text, time_text
 from penstock.base.origin import command_text, commit_of_code
-from penstock.cli.config import Overrides, Target
+from penstock.cli.options import Json, Overrides, Processes, Target
 from penstock.cli.output import budget_seconds, check_output, print_next, print_table, warn
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
@@ -146,9 +146,7 @@ def tune(  # noqa: PLR0913 - one argument for each option
     target: Target,
     overrides: Overrides = None,
     budget: Annotated[str, typer.Option("--budget", metavar="TIME", help="Time of the search: 90s, 20m, 2h.")] = "20m",
-    processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="Number of ranks; without it, one for each GPU.")
-    ] = None,
+    processes: Processes = None,
     keep: Annotated[str, typer.Option("--keep", metavar="A.B=C,...", help="Fields that stay.")] = "",
     objective: Annotated[Objective, typer.Option("--objective", help="What is to be best.")] = "tokens",
     free: Annotated[
@@ -159,7 +157,7 @@ def tune(  # noqa: PLR0913 - one argument for each option
     hardware: Annotated[str | None, typer.Option("--on", metavar="CHIP", help="Hardware file, not calibrated.")] = None,
     output: Annotated[Path | None, typer.Option("--output", help="File of the tuned run.")] = None,
     resumes: Annotated[bool, typer.Option("--resume", help="Go on with the last search of this run.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> int:
     """Find the fastest configuration of a run on this machine by short trials, and write it.
 

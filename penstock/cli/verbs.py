@@ -8,7 +8,6 @@ part in the same way. Only kernels are imported by name as well (`penstock.kerne
 
 from dataclasses import dataclass
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import typer
@@ -84,19 +83,11 @@ class _Unloaded(TyperCommand):
     def load(self) -> Any:
         return self._verb.load()
 
-    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Propose words without loading the verb, because completion must not wait for PyTorch."""
-        proposals = load_by_name("penstock.cli.completion", "proposals")
-        # With the attributes that typer's shells read.
-        return [
-            SimpleNamespace(value=word, help=text, type="plain")
-            for word, text in proposals(self.name, ctx.args, incomplete)
-        ]
-
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Load the verb and let it parse; help and completion do not need it."""
-        if extra.get("resilient_parsing"):  # completion: the shell does not call the verb
-            return super().make_context(info_name, args, parent, **extra)
+        if extra.get("resilient_parsing"):  # completion, which must not wait for PyTorch
+            command = load_by_name("penstock.cli.signatures", "described_command")(self._verb.name)
+            return command.make_context(info_name, args, parent, **extra)
         if self._verb.is_checked and parent is not None and parent.command_path == PROGRAM:
             load_by_name("penstock.cli.signatures", "check_arguments")(self._verb.name, args, parent)
         if HELP in args:

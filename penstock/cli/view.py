@@ -72,7 +72,6 @@ class RunConsole(Console):
     """Raises the error if the reader of the output is gone, so that the run saves; rich ends the process."""
 
     def on_broken_pipe(self) -> None:
-        """Called inside of the handler of the error."""
         self.quiet = True
         raise BrokenPipeError(EPIPE, os.strerror(EPIPE))
 
@@ -86,13 +85,11 @@ class LiveView(Observer):
         self._drawn_seconds = 0.0
 
     def started(self, start: RunStart) -> None:
-        """Draw the empty panel."""
         self._panel = RunPanel(start)
         self._live.start()
         self._draw()
 
     def stepped(self, report: StepReport) -> None:
-        """Add a step, and draw if it is time."""
         assert self._panel is not None, "a run starts before it steps"
         self._panel.add(report)
         for notice in report.notices:
@@ -102,23 +99,19 @@ class LiveView(Observer):
             self._draw()
 
     def note(self, line: str) -> None:
-        """Print a line above the panel."""
         self._live.console.print(line, markup=False, highlight=False)
 
     def saved(self, step: int) -> None:
-        """Show that a checkpoint was made."""
         assert self._panel is not None, "a run starts before it saves"
         self._panel.saved_step = step
         self._draw()
 
     def stopping(self) -> None:
-        """Show that the request to stop arrived."""
         if self._panel is not None:
             self._panel.notice = STOPPING
             self._draw()
 
     def closed(self) -> None:
-        """Leave the last panel on the screen."""
         if self._panel is not None:
             self._draw()
         self._live.stop()
@@ -150,7 +143,6 @@ class RunPanel:
             self._held_out.add(report.evaluation.bits_per_byte)
 
     def render(self, width: int) -> RenderableType:
-        """Draw the panel for a terminal of `width` columns."""
         width = min(width, PANEL_WIDTH)
         forced = is_forced(self._start)
         parts: list[RenderableType] = [Text(FORCED_BALANCE, style="bold red")] if forced else []
@@ -254,7 +246,6 @@ class _Line:
     detail: _Detail = ""
 
     def draw(self, width: int) -> RenderableType:
-        """The detail in so many columns."""
         return self.detail if isinstance(self.detail, str) else self.detail(width)
 
 
@@ -294,7 +285,6 @@ class PlainView(Observer):
         self._next_seconds = 0.0
 
     def started(self, start: RunStart) -> None:
-        """Print the run and the heads of the columns."""
         self._start = start
         self._print(f"penstock: {start.run.name} in {start.folder}{self._mark}")
         for label, text in {**facts_of(start), **self._machine}.items():
@@ -304,7 +294,6 @@ class PlainView(Observer):
         self._print("".join(f"{name:>{width}}" for name, width in self._columns.items()))
 
     def stepped(self, report: StepReport) -> None:
-        """Print a line if it is time for one."""
         assert self._start is not None, "a run starts before it steps"
         for notice in report.notices:
             self.note(notice)
@@ -317,11 +306,9 @@ class PlainView(Observer):
             self._print("".join(f"{cell:>{width}}" for cell, width in cells) + self._mark)
 
     def note(self, line: str) -> None:
-        """Print a line between those of steps."""
         self._print(f"  {line}")
 
     def stopping(self) -> None:
-        """Print that the request to stop arrived."""
         self._print(STOPPING)
 
     @property

@@ -8,18 +8,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+from typer._click.shell_completion import CompletionItem
+from typer._completion_classes import BashComplete
 
-from penstock.cli.completion import proposals
-from penstock.cli.main import VERBS, main
+from penstock.cli.main import VERBS, app, main
+from penstock.cli.verbs import Verb
 from penstock.config.presets.registry import PRESETS
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))  # the installed program
 
 
+def proposals(line: str) -> list[CompletionItem]:
+    """What is proposed for the last word of a line."""
+    *words, begun = line.split(" ")
+    return BashComplete(typer.main.get_command(app), {}, "penstock", "_PENSTOCK_COMPLETE").get_completions(words, begun)
+
+
 def offered(line: str) -> list[str]:
-    """Words that are proposed for the last word of a line."""
-    verb, *words = line.split(" ")
-    return [word for word, _ in proposals(verb, words[:-1], words[-1])]
+    return [proposal.value for proposal in proposals(line)]
 
 
 def asked(capsys: pytest.CaptureFixture[str]) -> str:
@@ -66,16 +73,17 @@ def test_words_are_proposed_for_the_last_word(line: str, words: list[str]) -> No
 
 
 def test_a_proposal_has_its_meaning() -> None:
-    assert dict(proposals("train", (), "deepseek-v2-l")) == {
-        "deepseek-v2-lite": "DeepSeek-V2-Lite: 15.7 B parameters, 2.7 B active"
-    }
-    assert ("training.steps=", "Optimizer steps.") in proposals("train", ("debug", "seed=3"), "training.")
+    (preset,) = proposals("train deepseek-v2-l")
+    assert preset.help == "DeepSeek-V2-Lite: 15.7 B parameters, 2.7 B active"
+    field = next(item for item in proposals("train debug seed=3 training.") if item.value == "training.steps=")
+    assert field.help == "Optimizer steps."
     assert "8xH200" in offered("plan --on ")
+    assert offered("export ") == offered("data pack ") == [], "the shell proposes files"
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
-def test_every_verb_has_something_to_offer(verb: object) -> None:
-    assert "--help" in [word for word, _ in proposals(verb.name, (), "--h")]  # type: ignore[attr-defined]
+def test_every_verb_has_something_to_offer(verb: Verb) -> None:
+    assert offered(f"{verb.name} --h")[-1] == "--help"
 
 
 # What shells see
