@@ -192,8 +192,6 @@ def tune(  # noqa: PLR0913 - one argument for each option
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """What the options ask for."""
-
     own: Run
     kept: tuple[str, ...]
     budget: float  # seconds
@@ -336,7 +334,6 @@ def _prove(session: _Session, search: Search) -> None:
 
 
 def _end(session: _Session, search: Search, *, as_json: bool) -> int:
-    """Write everything, and tell the result."""
     session.save(search)
     rows = session.own.training.global_batch
     spent = {**session.spent, "trials": search.trial_seconds}
@@ -429,7 +426,6 @@ def _last(parent: Path, run: str) -> Path:
 
 
 def _name_in(reference: Path) -> object:
-    """The name of a run; None if its file is damaged."""
     with suppress(OSError, ValueError):
         return parse_toml(reference.read_text(encoding="utf-8")).get("name")
     return None

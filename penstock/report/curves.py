@@ -112,10 +112,7 @@ def _line(curve: Curve, colour: str, axes: CurveAxes) -> dict[str, Any]:
 
 
 def scaling_pictures(kinds: Mapping[str, Sequence[SweepPoint]], base: Projection) -> list[Figure]:
-    """Speed and efficiency over devices.
-
-    `kinds` has the points of `strong` and of `weak` scaling, from `penstock.plan.what_if.scale`; `base` their layout.
-    """
+    """Speed and efficiency over devices, by the points of `strong` and of `weak` scaling; `base` has their layout."""
     scalings = [
         Scaling(
             name=kind,

@@ -35,11 +35,7 @@ _TROUBLE = re.compile(r'data-trouble="(?P<text>[^"]*)"')
 
 
 def find_browser() -> str:
-    """A browser that can draw without a window.
-
-    Raises:
-        PicturesError: there is none.
-    """
+    """A browser that can draw without a window. Raises a PicturesError without one."""
     browser = next((path for name in BROWSERS if (path := shutil.which(name)) is not None), None)
     if browser is None:
         raise PicturesError(
@@ -53,8 +49,7 @@ def find_browser() -> str:
 def write_images(figures: Sequence[Figure], folder: Path, *, kind: Literal["png", "svg"] = "svg") -> list[Path]:
     """Write each figure to a file of its name, in light colours.
 
-    Raises:
-        PicturesError: there is no browser or no Plotly, or the browser did not draw.
+    Raises a PicturesError if there is no browser or no Plotly, or if the browser did not draw.
     """
     browser = find_browser()
     texts = {figure.name: [escape(figure.title), escape(figure.caption)] for figure in figures}
@@ -83,10 +78,7 @@ def write_images(figures: Sequence[Figure], folder: Path, *, kind: Literal["png"
 def write_image(plan: Plan, path: Path, *, more: Sequence[Figure] = ()) -> list[Path]:
     """Write each figure of a plan next to a path: `plan.svg` gives `plan-memory.svg`, `plan-step-time.svg`, ...
 
-    `path` ends in .png or .svg; `more` are further figures, see `penstock.report.page.page`.
-
-    Raises:
-        PicturesError: nothing fits, so nothing can be drawn; or see `write_images`.
+    `path` ends in .png or .svg; `more` are further figures. Raises as `write_images`, or if nothing fits.
     """
     figures = [replace(figure, name=f"{path.stem}-{figure.name}") for figure in (*plan_figures(plan), *more)]
     if not figures:
@@ -95,11 +87,7 @@ def write_image(plan: Plan, path: Path, *, more: Sequence[Figure] = ()) -> list[
 
 
 def open_in_browser(browser: str, html: str, *options: str) -> str:
-    """Let a browser open an HTML document, run its scripts, and print the result.
-
-    Raises:
-        PicturesError: the browser failed, or exceeded the time limit.
-    """
+    """The HTML document after its scripts have run. Raises a PicturesError if the browser fails or takes too long."""
     with temporary_folder("pictures") as folder:
         path = folder / "document.html"
         path.write_text(html, encoding="utf-8")

@@ -118,11 +118,7 @@ def key_figures(facts: Mapping[str, str], over: str = "") -> str:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically.
-
-    Raises:
-        PicturesError: it cannot be written.
-    """
+    """Write a file atomically. Raises a PicturesError if it cannot be written."""
     try:
         write_atomically(path, content)
     except OSError as error:

@@ -37,10 +37,7 @@ def plan_figures(plan: Plan) -> list[Figure]:
 
 
 def page(plan: Plan, *, more: Sequence[Figure] = (), grounds: Sequence[str] = ()) -> str:
-    """The page of a plan.
-
-    `more` are figures after the plan's own: curves of what-ifs. `grounds` are assumptions and origins, a line each.
-    """
+    """The page of a plan; `more` are further figures (curves of what-ifs), `grounds` its assumptions, a line each."""
     figures = [*plan_figures(plan), *more]
     wide, narrow = (
         [figure for figure in figures if figure.is_wide],

@@ -73,17 +73,14 @@ class RunEvidence:
 
     @property
     def facts(self) -> RunFacts:
-        """What is known of the run besides times."""
         return self.judged.facts
 
     @property
     def run(self) -> Run | None:
-        """The configuration, from the folder or from a trace."""
         return self.facts.run
 
     @property
     def name(self) -> str:
-        """Name of the run's folder, or of the trace."""
         return self.path.absolute().name
 
     @property
@@ -92,7 +89,6 @@ class RunEvidence:
 
     @property
     def is_host(self) -> bool:
-        """The traces are of a CPU, which takes the place of the device."""
         return self.answer is not None and self.answer.is_host
 
     @property
@@ -120,13 +116,8 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True, names: Phas
     """Read everything.
 
     `path` is the folder of a run, a trace, or a folder of traces. `on` is hardware (`8xH200`); None takes it from the
-    traces or starts. `names` are phases of kernels that the user names.
-
-    Raises:
-        TraceError: a trace is damaged, or the path holds neither a run nor a trace.
-        ConfigError: the configuration of the run cannot be read.
-        RunFolderError: its metrics or starts cannot be read.
-        HardwareError: `on` is not known hardware.
+    traces or starts. `names` are phases of kernels that the user names. Raises a TraceError, ConfigError or
+    RunFolderError if traces, configuration or metrics cannot be read, a HardwareError if `on` is not known.
     """
     findings = _with_traces(_of_run(path) if is_run(path) else _of_traces(path), names)
     if findings.answer is None and not is_run(path):
@@ -176,7 +167,6 @@ def _with_traces(findings: RunEvidence, names: PhaseNames | None) -> RunEvidence
 
 
 def _projected(evidence: Evidence, cluster: Cluster | None, *, plans: bool) -> tuple[Projection | None, str]:
-    """The plan, or why there is none."""
     run = evidence.facts.run
     if not plans:
         return None, "no plan was asked for (--no-plan)"
@@ -193,7 +183,6 @@ def _projected(evidence: Evidence, cluster: Cluster | None, *, plans: bool) -> t
 
 
 def _verdict(evidence: Evidence, findings: RunEvidence) -> tuple[Diagnosis | None, str]:
-    """The doctor's diagnosis, or why there is none."""
     try:
         return diagnose(evidence), ""
     except TraceError:

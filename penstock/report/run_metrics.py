@@ -186,10 +186,7 @@ def gradient_figure(lines: Sequence[Line], run: Run | None) -> Figure | None:
 
 
 def speed_figure(lines: Sequence[Line], planned: Projection | None, unit: str = "tokens/s/device") -> Figure | None:
-    """Tokens per second of a device, and model FLOPs utilization below it if known.
-
-    `planned` is drawn as dashed lines.
-    """
+    """Tokens per second of a device, and model FLOPs utilization below it if known; the plan is dashed."""
     speed, mfu = _points(lines, "tokens_per_second_per_device"), _points(lines, "model_flops_utilization")
     if speed is None:
         return None
@@ -319,7 +316,6 @@ def _steps() -> dict[str, Any]:
 
 
 def _level(at: float, axis: str) -> dict[str, Any]:
-    """A dashed line across a panel."""
     shape = {"type": "line", "xref": "x domain", "yref": axis, "x0": 0, "x1": 1}
     return shape | {"y0": at, "y1": at, "line": {"color": LIMIT, "width": 1.5, "dash": "dash"}}
 
@@ -381,7 +377,6 @@ def measured_peaks(evidence: RunEvidence) -> dict[int, tuple[int, int | None]]:
 
 
 def _peak_bytes(rank: RankAnalysis) -> int:
-    """The most allocated bytes of a rank whose trace recorded memory."""
     return max(int(memory.allocated.max()) for memory in rank.memory)
 
 
@@ -477,7 +472,6 @@ def memory_over_time(evidence: RunEvidence) -> Figure | None:
 
 
 def _over_step(rank: RankAnalysis, step: int | None, kind: str) -> tuple[list[float], list[float]]:
-    """Milliseconds and GB of one rank's curve."""
     memory = rank.memory[0]  # of the first device; a rank of Penstock has one
     sizes = memory.allocated if kind == "allocated" else memory.reserved
     begin, end = float(memory.time_us[0]), float(memory.time_us[-1])

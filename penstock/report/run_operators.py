@@ -41,8 +41,6 @@ _ORDER = ("forward", "recompute", "backward", "input", "weight", "update")
 
 @dataclass
 class _Block:
-    """A block that accumulates leaves."""
-
     colour: str
     exposed_us: float = 0.0
     kernel_us: float = 0.0

@@ -92,7 +92,6 @@ def _drawn(name: str, title: str, figures: Sequence[Figure | None], lack: str) -
 
 
 def _path(evidence: RunEvidence) -> list[tuple[str, str]]:
-    """The critical path of the last step, if a device was traced."""
     if evidence.answer is None or not evidence.answer.path.segments:
         return []
     path = evidence.answer.path

@@ -41,15 +41,11 @@ def rank_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
 
 
 def _drawn(*entries: tuple[Figure | None, str]) -> tuple[list[Figure], list[str]]:
-    """The figures that exist, and the reasons of those that do not."""
     return [figure for figure, _ in entries if figure is not None], [why for figure, why in entries if figure is None]
 
 
 def waiting_figure(collectives: CollectiveTimes, per: float = 1.0) -> Figure | None:
-    """Milliseconds per step that each rank waited for each other rank, or None if no waiting is known.
-
-    `per` is the factor from the recorded steps to one.
-    """
+    """Waiting of each rank for each other rank, per step (`per`: from all steps to one); None if none is known."""
     known = np.isfinite(collectives.wait_us).any(axis=1)
     if not known.any():
         return None
@@ -220,7 +216,6 @@ def _height(rows: int) -> int:
 
 
 def _heat(table: Floats, names: Sequence[str], hover: str, unit: str) -> dict[str, Any]:
-    """A heat map with a name for each row; nan is a gap."""
     return {
         "type": "heatmap",
         "autocolorscale": True,

@@ -162,10 +162,7 @@ class _Boxes:
 
 
 def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int = BOXES) -> PhaseLanes:
-    """The lanes of some ranks over a step.
-
-    `boxes` is the largest number over all lanes.
-    """
+    """The lanes of some ranks over a step, with at most `boxes` boxes in all."""
     sends = any((rank.trace.gpu.kind == GpuKind.COMMUNICATION)[_in_window(rank, clock)].any() for rank in ranks)
     each = max(10, boxes // (len(ranks) * (2 if sends else 1)))
     slots, lanes = 0.0, []
@@ -189,7 +186,6 @@ def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int 
 
 
 def _in_window(rank: RankAnalysis, clock: StepClock) -> Flags:
-    """Mask of the events that begin in the step."""
     start, end = clock.windows_us[rank.rank]
     begun: Flags = (rank.trace.gpu.start_us >= start) & (rank.trace.gpu.start_us < end)
     return begun
@@ -228,7 +224,6 @@ def _times(rank: RankAnalysis) -> tuple[Floats, Floats]:
 
 
 def _merged(start: Floats, end: Floats, key: Integers) -> tuple[Floats, Floats, Integers]:
-    """Touching neighbours of one key, joined."""
     if not len(start):
         return start, end, key
     reached = np.maximum.accumulate(end)  # latest end so far
@@ -252,7 +247,6 @@ def _slotted(start: Floats, end: Floats, group: Integers, edges: Floats) -> _Box
 
 
 def _words(rank: RankAnalysis, code: int) -> tuple[str, str]:
-    """Group and name of an entry."""
     rest, layer = divmod(code, LAYERS)
     name, pass_ = divmod(rest, len(PASSES))
     phase = rank.phases.names[name]

@@ -90,10 +90,7 @@ def time_figure(projections: Sequence[Projection]) -> Figure:
 def memory_layout(
     names: Sequence[str], bars: Sequence[Mapping[str, float]], capacity: float | None, marks: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """The layout of memory figures: the axis, the line of the capacity, and sums beside the bars.
-
-    All sizes are in GB; `marks` are further values in the figure.
-    """
+    """Layout of memory figures: axis, line of the capacity, sums beside the bars, all in GB; `marks`: further sizes."""
     largest = max(capacity or 0.0, *marks, *(sum(bar.values()) for bar in bars))
     dashes = {"color": LIMIT, "width": 2, "dash": "dash"}
     limit = {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "line": dashes}
@@ -127,10 +124,7 @@ def height_of(bars: int) -> int:
 def part_bars(
     names: Sequence[str], bars: Sequence[Mapping[str, float]], notes: Sequence[str], unit: str, known: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """One trace for each part.
-
-    A part that a bar lacks is 0; `notes` are shown below a bar's name on hover.
-    """
+    """One trace for each part; a part that a bar lacks is 0. `notes` are shown below a bar's name on hover."""
     bars = _without_small(bars)
     # Parts with a colour come first, in the order of their colours; the others in the order of appearance.
     part_names = dict.fromkeys(name for bar in bars for name in bar)

@@ -70,7 +70,6 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """End of the last interval."""
         return max((interval.end for lane in self.lanes for interval in lane.intervals), default=0.0)
 
 
@@ -164,10 +163,7 @@ def _summed(changes: list[tuple[float, float]]) -> tuple[tuple[float, float], ..
 
 
 def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Figure:
-    """Draw timelines over one axis of time.
-
-    Several timelines are of the same ranks: planned and measured.
-    """
+    """Draw timelines of the same ranks, such as planned and measured, over one axis of time."""
     rows, left = _few(_rows(timelines))
     span = max(timeline.span for timeline in timelines)
     size, _ = time_unit(span)
@@ -207,7 +203,6 @@ class _Row:
 
     @property
     def idle(self) -> float:
-        """Share of the step without an interval."""
         return 1 - _covered(self.lane) / self.span if self.span else 0.0
 
 
@@ -241,13 +236,11 @@ def _few(rows: list[_Row]) -> tuple[list[_Row], str]:
 
 
 def _idle_share(timeline: Timeline) -> float:
-    """Share of all lanes' time without an interval."""
     whole = timeline.span * len(timeline.lanes)
     return 1 - sum(_covered(lane) for lane in timeline.lanes) / whole if whole else 0.0
 
 
 def _covered(lane: TimelineLane) -> float:
-    """Time in which a lane has any interval."""
     until = covered = 0.0  # the sweep has come to `until`
     for interval in sorted(lane.intervals, key=lambda interval: interval.start):
         covered += max(0.0, interval.end - max(interval.start, until))
@@ -256,7 +249,6 @@ def _covered(lane: TimelineLane) -> float:
 
 
 def _rectangle(left: float, right: float, bottom: float, top: float) -> tuple[list[float | None], list[float | None]]:
-    """Corners of a box and the gap behind it."""
     left, right = rounded(left), rounded(right)
     return [left, right, right, left, left, None], [bottom, bottom, top, top, bottom, None]
 

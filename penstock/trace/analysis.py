@@ -102,7 +102,6 @@ class TraceAnalysis:
 
     @property
     def is_host(self) -> bool:
-        """CPU traces, in which operators take the place of kernels (penstock.trace.on_host)."""
         return self.ranks[0].trace.is_host
 
     @property
@@ -156,13 +155,10 @@ def window_us(rank: RankAnalysis, number: int | None) -> tuple[float, float]:
 def analyse_files(
     paths: Sequence[Path], *, step: int | None = None, rank: int | None = None, names: PhaseNames | None = None
 ) -> TraceAnalysis:
-    """Read and analyse traces.
+    """Read and analyse traces. Raises a TraceError if a file cannot be read, or there is no such rank or step.
 
     `step` limits the analysis to the device window of a step. `rank` limits the tables to one rank; the others are read
     for comparison. `names` are phases of kernels that the user names.
-
-    Raises:
-        TraceError: a file cannot be read, or there is no such rank or step.
     """
     traces = load_ranks(paths, names=names)
     if rank is not None and rank not in traces:
@@ -232,7 +228,6 @@ def _of_rank(
 
 
 def _chosen(trace: Trace, number: int | None) -> tuple[RecordedStep, ...]:
-    """All steps of a trace, or the one with a number."""
     steps = steps_of(trace)
     if number is None:
         return steps
@@ -246,7 +241,6 @@ def _chosen(trace: Trace, number: int | None) -> tuple[RecordedStep, ...]:
 
 
 def _left_out(whole: Trace, trace: Trace) -> LeftOut:
-    """The events that are in the recording but not in the steps."""
     earlier = is_earlier(whole.gpu)
     earlier_us = float(whole.gpu.duration_us[earlier].sum())
     return LeftOut(

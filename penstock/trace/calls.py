@@ -48,7 +48,6 @@ class SyncKind(IntEnum):
 
     @property
     def is_met(self) -> bool:
-        """All ranks of the group are inside at one moment."""
         return self <= SyncKind.UNEVEN
 
 
@@ -94,7 +93,6 @@ class CollectiveCalls:
 
     @property
     def duration_us(self) -> Floats:
-        """End minus start."""
         return self.end_us - self.start_us
 
     def name(self, row: int) -> str:
@@ -246,7 +244,6 @@ def _of_gloo(name: str, args: Mapping[str, Any], members: msgspec.Raw) -> _About
 
 
 def _group(about: _About, groups: dict[_GroupKey, ProcessGroup]) -> int:
-    """Index of the process group, or NONE."""
     if not about.name or not about.group:
         return NONE
     key = (about.group, bytes(about.ranks), about.first, about.stride)

@@ -269,7 +269,6 @@ class _Side:
 
 
 def _summed(cell: Integers, values: Floats, size: int) -> Floats:
-    """Sums of the values by cell; every cell can be empty."""
     return np.bincount(cell, weights=values, minlength=size).astype(np.float64)
 
 
@@ -299,8 +298,7 @@ def _costs(keys: Sequence[EventKey], times: Floats, events: Floats) -> dict[Even
 def _pools(present: Sequence[Mapping[EventKey, int]]) -> dict[EventKey, EventKey]:
     """Keys that are merged into another: shapes of one operator without a steady partner.
 
-    Args:
-        present: for each trace, the number of steps that contain each key, 0 if few do.
+    `present` has for each trace the number of steps that contain each key, 0 if few do.
     """
     # By key without shape: for either trace, the steps that contain each shape.
     shapes: dict[EventKey, tuple[dict[str, int], dict[str, int]]] = defaultdict(lambda: ({}, {}))

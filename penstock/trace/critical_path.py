@@ -240,7 +240,6 @@ def _walk(
 
 
 def _by_operator(host: PathSegment, operators: _Operators) -> list[PathSegment]:
-    """The host's time, divided by operator."""
     segments, now = list[PathSegment](), host.start_us
     index = bisect_right(operators, now, key=itemgetter(2))
     while index < len(operators) and operators[index][1] < host.end_us:

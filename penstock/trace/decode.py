@@ -94,11 +94,7 @@ _UNNUMBER = re.compile(rb"(:\s*)[-+]?(?:infinity|inf|nan)\b", re.IGNORECASE)
 
 
 def parse(text: bytes, path: Path) -> TraceFile:
-    """The events of a text.
-
-    Raises:
-        TraceError: it is empty, not JSON, or not a list of events.
-    """
+    """The events of a text. Raises a TraceError if it is empty, not JSON, or not a list of events."""
     start = text[:64].lstrip()[:1]
     if not start and not text.strip():
         raise TraceError(f"{path} is empty", fix="record it again")
@@ -120,11 +116,7 @@ def parse(text: bytes, path: Path) -> TraceFile:
 
 
 def joins_of(events: Iterable[ChromeEvent], path: Path) -> list[JoinKeys]:
-    """The join keys of each event.
-
-    Raises:
-        TraceError: the `args` of one are damaged.
-    """
+    """The join keys of each event. Raises a TraceError if the `args` of one are damaged."""
     decode = _JOINS.decode  # looked up once: there are millions of events
     try:
         return [decode(event.args) if event.args else _NOTHING for event in events]
@@ -204,8 +196,7 @@ Place = tuple[int | str, int | str]  # process and thread, or device and stream
 def columns_of(file: TraceFile, path: Path) -> Trace:
     """The trace of parsed events. Clears the list of events, because it holds most of the memory.
 
-    Raises:
-        TraceError: a number or the `args` of an event are damaged, or there is neither a GPU event nor an operator.
+    Raises a TraceError if an event is damaged, or if there is neither a GPU event nor an operator.
     """
     on_gpu, on_host, arrows, named, endless, counted, unread = _sorted_events(file)
     if not on_gpu:
@@ -294,7 +285,6 @@ def _join_parts(event: ChromeEvent, parts: list[ChromeEvent]) -> None:
 
 
 def _devices(file: TraceFile) -> tuple[dict[str, Any], ...]:
-    """Properties of the devices that have a number and a name."""
     properties = value_of(file.deviceProperties)
     each = [_mapping(device) for device in properties] if isinstance(properties, list) else []
     return tuple(
@@ -422,7 +412,6 @@ def _texts(pieces: list[msgspec.Raw]) -> ArgsColumn:
 
 
 def _codes(values: Iterable[Hashable], codes: dict[Any, int], count: int) -> Integers:
-    """The number of each value in `codes`; new values get the next number."""
     return np.fromiter((codes.setdefault(value, len(codes)) for value in values), np.int64, count)
 
 

@@ -110,18 +110,13 @@ class Events:
 
     @cached_property
     def end_us(self) -> Floats:
-        """Start plus duration."""
         return self.start_us + self.duration_us
 
     def name(self, row: int) -> str:
         return self.names[self.name_id[row]]
 
     def args(self, row: int) -> dict[str, Any]:
-        """The `args` of one event: shapes, dtypes, metadata of a collective. Decoded at each call.
-
-        Raises:
-            TraceError: they are damaged.
-        """
+        """The `args` of one event, decoded at each call. Raises a TraceError if they are damaged."""
         try:
             return _DICTIONARY.decode(self.raw[row] or b"{}")
         except DAMAGE as error:
@@ -165,7 +160,6 @@ class GpuEvents(Events):
 
     @property
     def is_kernel(self) -> Flags:
-        """The event is a kernel, not a copy or a fill."""
         return self.kind <= GpuKind.COMMUNICATION
 
 

@@ -100,7 +100,7 @@ def grouped_products(trace: Trace) -> GroupedProducts:
 
 
 def packed_row_bytes(width: Integers) -> Integers:
-    """Bytes of a row that is sent in 8 bits with its scales, as penstock.kernels.float8.quantized packs it.
+    """Bytes of a row in 8 bits with its scales, as penstock.kernels.float8.quantized packs it.
 
     Four bytes per 128 elements and one byte per 32 elements take the same space.
     """
@@ -124,10 +124,7 @@ def _sizes(host: HostEvents, row: int) -> tuple[int, int, int] | None:
 
 
 def used_rows(trace: Trace, calls: CollectiveCalls, rank: int, phases: Phases) -> UsedRows | None:
-    """The share of the rows of grouped products that held tokens; None without grouped products.
-
-    `calls` are those of all ranks, this one included.
-    """
+    """The share of the rows of grouped products that held tokens; None without any. `calls` are those of all ranks."""
     products = grouped_products(trace)
     if not len(products.rows):
         return None
@@ -160,10 +157,8 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
     """Expert rows that all-to-alls received, by their splits or by bytes; nan where they carried something else.
 
     Messages with another dtype than the product's rows (and not 8 bits), or whose size the row width does not divide,
-    are counts or routing weights. Where dtypes are unknown, splits that count rows are accepted.
-
-    `rows` are those of the trace's rank in `calls`. The first product after an exchange consumes its rows and gives
-    their width.
+    are counts or routing weights. Where dtypes are unknown, splits that count rows are accepted. The first
+    product after an exchange consumes its rows and gives their width. `rows` are of one rank in `calls`.
     """
     launched_us = trace.launched_us[calls.gpu_row[rows]]
     # The first product after each exchange; the appended 0 stands for none (nan sorts behind all times).
@@ -350,8 +345,7 @@ _LINE = msgspec.json.Decoder(_Line)
 def recorded_loads(folder: Path) -> tuple[RecordedLoad, ...]:
     """Loads of all steps of a run; empty without metrics. A last line that was cut off is skipped.
 
-    Raises:
-        TraceError: its metrics cannot be read.
+    Raises a TraceError if the metrics cannot be read.
     """
     path = folder / METRICS
     if not path.is_file():

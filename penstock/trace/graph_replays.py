@@ -127,7 +127,6 @@ def _norms(names: Sequence[str], begin: int, end: int) -> list[int]:
 
 
 def _forward_begin(stretch: _Stretch, names: Sequence[str]) -> int:
-    """The first norm that can be the first kernel of a layer."""
     return next(iter(_norms(names, stretch.begin, stretch.begin + stretch.slack + 1)), stretch.begin)
 
 
@@ -198,11 +197,7 @@ class _Inferred:
 
 
 def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, GraphReplays | None]:
-    """Place the kernels of CUDA graphs, as far as that can be inferred.
-
-    Returns:
-        The completed placement, and a summary; None without graph replays.
-    """
+    """The placement with kernels of CUDA graphs as far as they can be placed, and a summary; None without replays."""
     rows = np.flatnonzero(placement.is_replayed)
     if not len(rows):
         return placement, None

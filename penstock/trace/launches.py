@@ -114,11 +114,9 @@ class LaunchSummary:
 def find_launches(
     trace: Trace, within: tuple[float, float] | None = None, recorded: GpuEvents | None = None
 ) -> LaunchSummary:
-    """Summarise launches, gaps and waits of one rank.
+    """Launches, gaps and waits of one rank, of waits only those that begin `within` two host times.
 
-    Args:
-        within: only waits that begin between these host times.
-        recorded: all GPU events of the recording, if the trace has only those of some steps.
+    `recorded` are all GPU events of the recording, if the trace has only those of some steps.
     """
     kernels = trace.gpu.duration_us[trace.gpu.is_kernel]
     is_short = kernels < SHORT_US
@@ -229,9 +227,8 @@ def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> flo
     """Idle time of the device, in microseconds, that would vanish if the host had not waited for it.
 
     A late launch would have been earlier by the preceding waits, minus the idle time that these already explain. A host
-    that launches too slowly is late without waiting as well.
-
-    `inside` counts only waits in one of these spans; before other waits the device must finish anyway.
+    that launches too slowly is late without waiting as well. `inside` counts only waits in one of these spans; before
+    other waits the device must finish anyway.
     """
     host, rows = trace.host, waiting_calls(trace)
     gaps, launch, is_hosts = _gaps_of(trace)
@@ -267,10 +264,8 @@ class CopyCalls:
 def longest_copies(trace: Trace, busy: Intervals, within: tuple[float, float] | None) -> CopyCalls | None:
     """The copies from one place in which the host stays longest while the device is not `busy` and has nothing queued.
 
-    Calls shorter than `LONG_COPY_US` only launch their copy, and the host takes no part in a copy on the device.
-
-    Args:
-        within: only calls that begin between these host times.
+    Only calls that begin `within` two host times. Calls shorter than `LONG_COPY_US` only launch their copy, and the
+    host takes no part in a copy on the device.
     """
     host, gpu = trace.host, trace.gpu
     is_copy = (host.kind == HostKind.RUNTIME) & host.named(COPIES.search) & (host.duration_us >= LONG_COPY_US)

@@ -41,15 +41,9 @@ def decode_trace(text: bytes, *, path: Path = Path("trace"), names: PhaseNames |
 def load_ranks(paths: Path | Sequence[Path], *, names: PhaseNames | None = None) -> dict[int, Trace]:
     """Load the traces of several ranks, in ascending order of rank.
 
-    Args:
-        paths: a file, a folder of files, the folder of a run, or several files. Files of a folder end in .json or
-            .json.gz; compression is detected by the first bytes.
-        names: phases of kernels that the user names.
-
-    Raises:
-        TraceError: a file cannot be read, is damaged or of another tool, or has neither an event on a device nor an
-            operator, or some files have events on a device and others have not; there is none, or two have the same
-            rank.
+    `paths` are a file, a folder of files that end in .json or .json.gz, the folder of a run, or several files. Raises a
+    TraceError if a file cannot be read, is damaged or of another tool, or has no events; if traces of GPUs and of CPUs
+    are mixed; if there is no trace, or two have one rank.
     """
     files = trace_files(paths)
     # The pool ends here and not in `_texts`: collecting an abandoned generator must not wait for a thread.
@@ -63,11 +57,7 @@ def load_ranks(paths: Path | Sequence[Path], *, names: PhaseNames | None = None)
 
 
 def trace_files(paths: Path | Sequence[Path]) -> tuple[Path, ...]:
-    """The files of a path: a file, a folder, the folder of a run, or a list of files.
-
-    Raises:
-        TraceError: there is none.
-    """
+    """The files of a path: a file, a folder, of a run, or several files. Raises a TraceError without any."""
     several = (paths,) if isinstance(paths, Path) else tuple(paths)
     files = [file for path in several for file in _files(path)]
     if not files:
@@ -76,11 +66,7 @@ def trace_files(paths: Path | Sequence[Path]) -> tuple[Path, ...]:
 
 
 def read_text(path: Path) -> bytes:
-    """The content of a file, unpacked if it is gzip.
-
-    Raises:
-        TraceError: it cannot be read, or its gzip data are damaged.
-    """
+    """The content of a file, unpacked if it is gzip. Raises a TraceError if it cannot be read or is damaged."""
     try:
         with open_file(path, buffering=0) as file:
             packed = file.read(_BEGINNING_BYTES)

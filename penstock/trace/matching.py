@@ -57,8 +57,6 @@ class ClockOffsets:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _RankSet:
-    """Relative clock offsets among one set of ranks."""
-
     members: Integers  # indices of the ranks
     ahead_us: Floats  # of each member
     moments: int  # collectives that determine them
@@ -66,10 +64,7 @@ class _RankSet:
 
 
 def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
-    """Offsets of all ranks' clocks.
-
-    `met` [collective, rank] is a row of `calls`; NONE for a rank that took no part.
-    """
+    """Offsets of all ranks' clocks, by collectives `met` as in `MatchedCollectives`."""
     ahead_us, island = np.zeros(len(calls.ranks)), np.array(calls.clock)  # islands of one clock, most of one rank
     # Collectives of at least two ranks whose ends are one moment.
     present = met != NONE
@@ -424,7 +419,6 @@ def _in_step(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: Cl
 
 
 def _nearest(times_us: Floats, wanted_us: Floats) -> Integers:
-    """Index of the nearest of `times_us` to each wanted time."""
     order = np.argsort(times_us, kind="stable")
     times_us = times_us[order]
     after = np.clip(np.searchsorted(times_us, wanted_us), 1, max(1, len(order) - 1))

@@ -99,7 +99,6 @@ class AllocatorHistory:
 
     @property
     def peak(self) -> MemoryPeak:
-        """The moment with the most allocated memory."""
         return self.at(self.peak_row, self.spans)
 
     def at(self, row: int, spans: tuple[str, ...] = ()) -> MemoryPeak:

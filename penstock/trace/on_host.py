@@ -38,11 +38,7 @@ _IN_SUMS = "reducescatter"  # a collective that gloo runs as an all-reduce
 
 
 def on_host(trace: Trace) -> Trace:
-    """The trace with the host's work in place of GPU events.
-
-    Raises:
-        TraceError: it has no operator.
-    """
+    """The trace with the host's work in place of GPU events. Raises a TraceError if it has no operator."""
     host = trace.host
     is_span = host.kind == HostKind.SPAN
     transfers = np.flatnonzero(is_span & host.named(lambda name: name.startswith(GLOO)))

@@ -95,7 +95,6 @@ def calls_made(trace: Trace, placement: Placement) -> CallTable:
 
 
 def _value(text: bytes) -> list[Any]:
-    """A list from its text; empty for anything else."""
     try:
         value = msgspec.json.decode(text) if text else []
     except DAMAGE:  # such as a number out of range

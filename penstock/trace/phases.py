@@ -148,8 +148,7 @@ def grouped(*columns: Integers) -> tuple[list[tuple[int, ...]], Integers]:
 def find_phases(trace: Trace, placement: Placement | None = None, *, waited_us: Floats | None = None) -> Phases:
     """Name every GPU event.
 
-    `waited_us` is the part of each event's duration in which it waited for other ranks. This part gets an entry of its
-    own ("dispatch waiting").
+    The part of an event's duration in which it waited for other ranks, `waited_us`, gets an entry of its own.
     """
     placement, replays = infer_replays(trace, place(trace) if placement is None else placement)
     names, name_id, pass_id = _named_events(trace, placement)
@@ -192,7 +191,6 @@ def _with_waiting(phases: Phases, waited_us: Floats) -> Phases:
 
 
 def _index_in(names: list[str], name: str) -> int:
-    """Index of a name, which is appended if it is new."""
     if name not in names:
         names.append(name)
     return names.index(name)
@@ -301,7 +299,6 @@ def _operation(event: _Event, category: Category | None) -> Category:
 
 
 def _pass(event: _Event, category: Category | None) -> str:
-    """The pass from the tree, unless a name says that it is a gradient."""
     is_named = category is Category.GROUPED_WEIGHTS or is_gradient(event.kernel) or is_gradient(event.operator)
     return "backward" if is_named and event.ran in ("", "forward") else event.ran
 
@@ -337,7 +334,6 @@ def _kernel_category(event: _Event) -> Category | None:
 
 
 def _inside_experts(span: Span, category: Category | None, operation: Category, pass_: str) -> str:
-    """The phase of a kernel inside a span of a mixture of experts."""
     if category is Category.WAIT:
         return span.value + WAITING
     if category in _WITHIN:
@@ -350,7 +346,6 @@ def _inside_experts(span: Span, category: Category | None, operation: Category, 
 
 
 def _experts(part: Category, pass_: str) -> str:
-    """Products of experts: forward, or the kind of gradient."""
     if part is Category.GROUPED_WEIGHTS:
         return "experts weight gradient"
     return "experts input gradient" if pass_ == "backward" and part is Category.GROUPED else Span.EXPERTS.value

@@ -64,11 +64,7 @@ class PhaseNames:
 
 
 def read_phase_names(path: Path) -> PhaseNames:
-    """The patterns of a file.
-
-    Raises:
-        TraceError: it cannot be read, is not TOML, or has a wrong pattern or phase.
-    """
+    """The patterns of a file. Raises a TraceError if it cannot be read or has a wrong pattern or phase."""
     try:
         table = read_toml(path)
     except FileNotFoundError as error:

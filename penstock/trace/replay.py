@@ -78,14 +78,11 @@ class _RecordedCalls(NamedTuple):
 
 
 def replay_script(trace: Trace, op: str, *, shape: str | None = None, counts: tuple[int, ...] | None = None) -> str:
-    """The text of a script that runs one call of a trace again.
+    """The text of a script that runs one call of a trace again; a TraceError if that cannot be.
 
     `op` is the name of an operator, or a part of a kernel's name. `shape` has the sizes as `penstock trace diff` prints
-    them, next to each other; None takes the shape with the most time. `counts` are the rows of each expert of a grouped
-    product; None takes the sizes of the nearest split, or even counts.
-
-    Raises:
-        TraceError: the trace has no such operator, it cannot be replayed, or its arguments were not recorded.
+    them; None takes the shape with the most time. `counts` are the rows of each expert of a grouped product; None takes
+    the sizes of the nearest split, or even counts.
     """
     host, launched = trace.host, ""
     kinds = np.isin(host.kind, (HostKind.OPERATOR, HostKind.SPAN, HostKind.SYNC))
@@ -209,10 +206,7 @@ def _list_dtype(kernels: str) -> str:
 
 
 def _split_counts(trace: Trace, row: int, groups: int, rows: int) -> tuple[int, ...] | None:
-    """Rows of each expert in one product, by the nearest split on its thread into as many parts; None without one.
-
-    `row` is that of the product in `Trace.host`; `most` is the number of rows of its buffer.
-    """
+    """Rows of each expert in a product (a row of the host), by the nearest split on its thread into as many parts."""
     host = trace.host
     splits = np.flatnonzero(host.called(SPLIT) & (host.thread == host.thread[row]) & (host.kind == HostKind.OPERATOR))
     for split in splits[np.argsort(np.abs(host.start_us[splits] - host.start_us[row]), kind="stable")].tolist():
@@ -230,13 +224,10 @@ def _split_counts(trace: Trace, row: int, groups: int, rows: int) -> tuple[int, 
 def recorded_arguments(
     name: str, args: Mapping[str, Any], *, list_dtype: str = "float32", counts: Sequence[int] | None = None
 ) -> list[str]:
-    """The arguments of an operator call as Python expressions, which use `torch` and the script's `tensor`.
+    """The arguments of a call as Python expressions, which use `torch` and the script's `tensor`.
 
-    `list_dtype` is that of tensors in lists, which profilers do not record. `counts` are the rows of each expert for
-    grouped products; None makes them even.
-
-    Raises:
-        TraceError: the trace lacks something, or the counts do not fit.
+    `list_dtype` is that of tensors in lists, which profilers do not record. Raises a TraceError if the trace lacks
+    something, or the counts do not fit.
     """
     if _LISTS_OF_INDICES.fullmatch(name):
         raise TraceError(f"{name} cannot be replayed: profilers do not record its list of indices")

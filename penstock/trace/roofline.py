@@ -53,8 +53,7 @@ class Roofline:
 def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: float = 1.0) -> Roofline:
     """Work and time of every different call whose kernels compute.
 
-    `used_rows` is the share of the rows of grouped products that held tokens. Dispatchers that do not wait for the host
-    provide buffers for the worst case.
+    `used_rows` is the share of the rows of grouped products that held tokens (penstock.trace.experts).
     """
     placement = place(trace) if placement is None else placement
     gpu, table = trace.gpu, calls_made(trace, placement)

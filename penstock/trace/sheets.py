@@ -25,7 +25,6 @@ SINGLE = frozenset({"steps", "counters", "gaps", "memory", "collectives", "bandw
 
 
 def _of_rank(tree: Row) -> dict[str, Iterable[Row]]:
-    """Sheets of a rank, from its JSON."""
     return {
         "timeline": [{"of": "steps"} | tree["timeline"]["steps"]],
         "steps": [{"name": step["name"], "number": step["number"]} | step["timeline"] for step in tree["steps"]],
@@ -70,11 +69,7 @@ def _scaled(row: Row, per: float) -> Row:
 
 
 def write_sheets(answer: TraceAnalysis, folder: Path) -> list[Path]:
-    """Write the sheets into a new or empty folder.
-
-    Raises:
-        TraceError: the folder has files, or cannot be written.
-    """
+    """Write the sheets into a new or empty folder. Raises a TraceError if it has files or cannot be written."""
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

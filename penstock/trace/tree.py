@@ -306,10 +306,7 @@ def stretches(host: HostEvents, rows: Integers) -> list[Stretch]:
 
 
 def as_launches(trace: Trace, rows: Integers) -> Trace:
-    """The trace with rows of the host in place of GPU events, so that `place` gives the origin of these rows.
-
-    `rows` of `Trace.host` are ascending.
-    """
+    """The trace with rows of the host (ascending) in place of GPU events, so that `place` gives their origin."""
     return replace(trace, gpu=as_gpu_events(trace.host, rows, duration_us=np.zeros(len(rows))))
 
 

@@ -99,10 +99,7 @@ class CallWork:
 
 
 def work_of(call: OperatorCall, *, used_rows: float = 1.0) -> CallWork | None:
-    """The work of a call, or None if it has no model or its arguments are not recorded.
-
-    `used_rows` is the share of the rows of grouped products that held tokens.
-    """
+    """The work of a call, or None without a model or recorded arguments; `used_rows` as in `Arguments`."""
     model, of = _model(call.name), Arguments(call, used_rows)
     if model is None or not call.shapes:
         return None

@@ -51,38 +51,23 @@ CONFIDENT = 1.645  # standard deviations to the bound that a Gaussian is above w
 
 @dataclass(frozen=True, kw_only=True)
 class ShortStep:
-    """The step of a candidate's trials, where the whole step is too long: fewer rows, all else as it is.
+    """The step of a candidate's trials, where the whole step is too long: fewer rows, all else as it is."""
 
-    Attributes:
-        rows: of the step over all ranks.
-        terms: projected seconds by term; they add up to the short step.
-        memory_bytes: projected, of the fullest rank.
-    """
-
-    rows: int
-    terms: Mapping[str, float]
-    memory_bytes: float = 0.0
+    rows: int  # of the step over all ranks
+    terms: Mapping[str, float]  # projected seconds by term; they add up to the short step
+    memory_bytes: float = 0.0  # projected, of the fullest rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialCandidate:
-    """A configuration that may be tried.
+    """A configuration that may be tried."""
 
-    Attributes:
-        overrides: changes of the reference run, `a.b=c`; none for the reference itself.
-        terms: projected seconds by term; they add up to the step.
-        memory_bytes: projected, of the fullest rank.
-        source: `reference`, `plan`, `change`, `free`, `without` a change, or a rule of the doctor (`doctor` on a CPU).
-        batches: tokens of its step over those of a step of the reference.
-        short: what its trials measure in the place of the step; None if they measure the step itself.
-    """
-
-    overrides: tuple[str, ...]
-    terms: Mapping[str, float]
-    memory_bytes: float = 0.0
-    source: str = "plan"
-    batches: float = 1.0
-    short: ShortStep | None = None
+    overrides: tuple[str, ...]  # changes of the reference run, `a.b=c`; none for the reference itself
+    terms: Mapping[str, float]  # projected seconds by term; they add up to the step
+    memory_bytes: float = 0.0  # projected, of the fullest rank
+    source: str = "plan"  # or `reference`, `change`, `free`, `without` a change, or a rule of the doctor
+    batches: float = 1.0  # tokens of its step over those of a step of the reference
+    short: ShortStep | None = None  # what its trials measure in the place of the step; None: the step itself
 
     @property
     def key(self) -> str:
@@ -194,7 +179,6 @@ def _apart(left: Mapping[str, str], right: Mapping[str, str]) -> float:
 
 
 def _shares(candidates: Sequence[TrialCandidate]) -> Array:
-    """Shares of the corrected terms in the projections."""
     return np.array(
         [[candidate.terms.get(name, 0.0) / sum(candidate.terms.values()) for name in TERMS] for candidate in candidates]
     )

@@ -104,7 +104,6 @@ def _overrides(step: LadderStep, before: tuple[str, ...], below: Run, target: st
 
 
 def _run_of(overrides: tuple[str, ...], base: Trial) -> Run | Failure:
-    """The run of these overrides, or the reason why the configuration is refused."""
     try:
         run = load_run(base.target, overrides)
         grid_of(run, base.processes)

@@ -34,12 +34,10 @@ class LadderStep(Section):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Paths of the changed options."""
         return tuple(override.partition("=")[0].strip() for override in self.change)
 
     @property
     def is_size(self) -> bool:
-        """The step only makes the micro-batch larger."""
         return self.micro_batch_times > 1 or MICRO_BATCH in self.fields
 
 

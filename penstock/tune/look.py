@@ -48,12 +48,10 @@ class Ground:
 
     @property
     def device(self) -> str:
-        """Name of the device, as the driver says it."""
         return device_name(torch.device("cuda" if self.on_gpu else "cpu"))
 
     @property
     def words(self) -> str:
-        """Names the machine in files: device and ranks."""
         shown = "-".join("".join(letter if letter.isalnum() else " " for letter in self.device).split()).lower()
         nodes = "" if self.ranks == self.local_ranks else f"x{self.ranks // self.local_ranks}"
         return f"{shown}-{self.local_ranks}{nodes}"

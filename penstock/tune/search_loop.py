@@ -41,30 +41,19 @@ Kind = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """What a trial says; without `kind` ran, `reason` is one line.
+    """What a trial says; without `kind` ran, `reason` is one line."""
 
-    Attributes:
-        step_seconds: of its timed steps, by its own clock.
-        observed_seconds: of a timed step, by the clock of the process that started it; 0 if it is not known.
-        losses: of all its steps.
-        seconds: that it took of the budget.
-        was_stopped: it was ended early because it could not win.
-        spread: relative standard deviation of the medians of several trials; 0 of one.
-        expert_load: fullest expert over the mean; None without experts.
-        folder: of its run.
-    """
-
-    step_seconds: tuple[float, ...] = ()
-    observed_seconds: float = 0.0
-    losses: tuple[float, ...] = ()
+    step_seconds: tuple[float, ...] = ()  # of its timed steps, by its own clock
+    observed_seconds: float = 0.0  # of a timed step, by the clock of the process that started it; 0 if unknown
+    losses: tuple[float, ...] = ()  # of all its steps
     peak_memory_bytes: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # that it took of the budget
     kind: Kind = "ran"
     reason: str = ""
-    was_stopped: bool = False
-    spread: float = 0.0
-    expert_load: float | None = None
-    folder: str = ""
+    was_stopped: bool = False  # ended early because it could not win
+    spread: float = 0.0  # relative standard deviation of the medians of several trials; 0 of one
+    expert_load: float | None = None  # fullest expert over the mean; None without experts
+    folder: str = ""  # of its run
 
     @property
     def step(self) -> float:
@@ -85,21 +74,13 @@ def median_error_of(seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialLimits:
-    """When a trial may end; seconds of its own steps, which may be short ones.
+    """When a trial may end; seconds of its own steps, which may be short ones."""
 
-    Attributes:
-        expected_seconds: of a step.
-        left_seconds: of the budget.
-        most_seconds: of a step; it may be ended as soon as its steps surely take more.
-        most_steps: after which it is ended.
-        sure_error: relative standard error of the step at which it has enough steps; 0 asks for all of them.
-    """
-
-    expected_seconds: float
-    left_seconds: float
-    most_seconds: float = math.inf
-    most_steps: float = math.inf
-    sure_error: float = 0.0
+    expected_seconds: float  # of a step
+    left_seconds: float  # of the budget
+    most_seconds: float = math.inf  # of a step; the trial may be ended as soon as its steps surely take more
+    most_steps: float = math.inf  # after which it is ended
+    sure_error: float = 0.0  # relative standard error of the step at which it has enough steps; 0 asks for all of them
 
 
 class Trials(Protocol):
@@ -281,7 +262,6 @@ class Search:
 
     @property
     def spent(self) -> float:
-        """Seconds of the budget that are used up."""
         return self.trial_seconds + self.elsewhere()
 
     @property
@@ -448,7 +428,6 @@ class Search:
         )
 
     def _fit(self, candidate: TrialCandidate) -> float:
-        """How likely a candidate fits into memory."""
         fit = max((record.candidate.memory_bytes for record in self._ran()), default=0.0)
         full = [record.candidate.memory_bytes for record in self.records if record.result.kind == "out of memory"]
         full = [size for size in full if size > fit]  # one that needs less than what fits was something else's fault
@@ -461,7 +440,6 @@ class Search:
         return 0.5 * math.erfc(-away / MEMORY_ERROR / math.sqrt(2))
 
     def _memory_factor(self) -> float:
-        """Measured over projected memory, as a median over trials."""
         factors = [
             record.peak_memory_bytes / record.candidate.memory_bytes
             for record in self.records

@@ -85,7 +85,6 @@ class Failure:
 
     @property
     def lacks_memory(self) -> bool:
-        """Whether it ran out of memory."""
         return bool(_NO_MEMORY.search(self.reason))
 
 

@@ -67,30 +67,18 @@ def may_change(field: str, free: Sequence[str] = ()) -> bool:
 
 @dataclass
 class CandidateSource:
-    """Candidates of a run on a cluster.
+    """Candidates of a run on a cluster."""
 
-    Attributes:
-        run: the reference.
-        fixed: parts of the layout that stay, by their names in plans.
-        kept: fields that stay.
-        free: of `FREE`.
-        imbalance: rows of the fullest rank's experts over the even share.
-        rows: of a step of the trials; 0 if they measure whole steps.
-        next_wins: what would be faster with more memory or devices, after `planned`.
-        left_out: candidates that cannot have steps of `rows`, after `planned`.
-        was_fitted: the run as it is could not start or fit, and `run` is a layout of a plan.
-    """
-
-    run: Run
+    run: Run  # the reference
     cluster: Cluster
-    fixed: Mapping[str, str]
-    kept: frozenset[str] = frozenset()
-    free: tuple[str, ...] = ()
-    imbalance: float = 1.2
-    rows: int = 0
-    next_wins: tuple[str, ...] = ()
-    left_out: int = 0
-    was_fitted: bool = False
+    fixed: Mapping[str, str]  # parts of the layout that stay, by their names in plans
+    kept: frozenset[str] = frozenset()  # fields that stay
+    free: tuple[str, ...] = ()  # of `FREE`
+    imbalance: float = 1.2  # rows of the fullest rank's experts over the even share
+    rows: int = 0  # of a step of the trials; 0 if they measure whole steps
+    next_wins: tuple[str, ...] = ()  # what would be faster with more memory or devices, after `planned`
+    left_out: int = 0  # candidates that cannot have steps of `rows`, after `planned`
+    was_fitted: bool = False  # the run as it is could not start or fit, and `run` is a layout of a plan
 
     def measured_load(self, expert_load: float | None) -> None:
         """Take the measured load of the fullest expert over the mean for the imbalance of ranks."""
@@ -265,7 +253,6 @@ class CandidateSource:
         return (balance.aux_loss == "micro-batch" and balance.aux_loss_coef > 0) or balance.capacity_factor > 0
 
     def _fixed(self) -> dict[str, str]:
-        """Parts of a layout that stay."""
         kept = {"micro_batch": f"{self.run.training.micro_batch}"} if self._keeps_micro_batch else {}
         return {**self.fixed, **kept}
 

@@ -161,7 +161,6 @@ def _size_text(evidence: Evidence, times: Bottlenecks) -> str:
 
 
 def _waiting_text(evidence: Evidence, times: Bottlenecks) -> str:
-    """The share of waiting, on the mean rank and on the rank that waits most."""
     waits = {rank.rank: rank.wait_us / rank.total_us for rank in evidence.ranks if rank.wait_us is not None}
     if not waits:
         return "; the part that waits for other ranks is unknown"
@@ -235,7 +234,6 @@ def _communication(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceL
 
 
 def _imbalance(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
-    """What ranks lose to the fullest rank of each layer, and what each remedy returns at most."""
     lost, run = imbalance_us(evidence), evidence.facts.run
     if times.share(lost) < LEAST:
         return
@@ -330,7 +328,6 @@ def _memory_sizes(evidence: Evidence) -> Iterator[EvidenceLine]:
 
 
 def _steps(evidence: Evidence) -> Iterator[EvidenceLine]:
-    """The median step of the metrics, compared with the plan's."""
     facts = evidence.facts
     if facts.step_seconds is None:
         return

@@ -129,7 +129,6 @@ class PowerFacts:
 
     @property
     def is_limit(self) -> bool:
-        """The power holds the clock down."""
         return self.watts >= AT_LIMIT * self.limit_watts and self.clock_mhz < self.limit_mhz
 
     @property
@@ -225,7 +224,6 @@ class Evidence:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of communication, the most expensive first."""
         names = {name for rank in self.ranks for name in rank.communication_us}
         return tuple(sorted(names, key=lambda name: (-self.communication(name), name)))
 
@@ -257,7 +255,6 @@ class Bottlenecks:
 
     @property
     def transfer_us(self) -> float:
-        """Communication that is not known to be waiting."""
         return self.communication_us - self.waiting_us
 
     @property

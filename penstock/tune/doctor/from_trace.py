@@ -115,7 +115,6 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
 
 
 def _facts(answer: TraceAnalysis, facts: RunFacts) -> RunFacts:
-    """Facts completed with device, ranks and memory of the traces."""
     trace = answer.ranks[0].trace
     device = facts.device if trace.is_host else trace.device_name
     sizes = [properties.get("totalGlobalMem") for properties in trace.devices if properties.get("name") == device]

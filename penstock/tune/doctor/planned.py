@@ -111,7 +111,6 @@ def with_changes(evidence: Evidence, planned: Projection) -> Evidence:
 
 
 def _is_open(change: str, evidence: Evidence, run: Run) -> bool:
-    """Whether the plan can project a change and has not done so."""
     facts = evidence.facts
     if change in facts.saved_seconds or change.startswith(NOT_PROJECTED):
         return False
@@ -175,7 +174,6 @@ def _with_freed(facts: RunFacts, run: Run, planned: Projection) -> RunFacts:
 
 
 def _projected(run: Run, change: str, planned: Projection) -> _Projected | None:
-    """Projection of a change; None if the run, the chip or the model does not support it."""
     changed = accepted(run, change, planned.cluster.devices)
     if changed is None:
         return None

@@ -220,7 +220,6 @@ def _beside(calm: Sequence[dict[str, Any]], disturbed: range) -> float | None:
 
 
 def _phases(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The median of each phase over the lines that have phases."""
     tables = [line["phase_seconds"] for line in lines if isinstance(line.get("phase_seconds"), dict)]
     medians = {name: _median(tables, name) for name in dict.fromkeys(name for table in tables for name in table)}
     return {name: value for name, value in medians.items() if value is not None}

@@ -86,7 +86,6 @@ def _requirements() -> list[str]:
 
 
 def _packages(requirements: Sequence[str]) -> Iterator[PreflightCheck]:
-    """Missing and old packages, or one passed check."""
     wrong = 0
     for requirement in requirements:
         bound = _BOUND.match(requirement.replace(" ", ""))
