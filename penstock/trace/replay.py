@@ -115,7 +115,8 @@ def replay_script(trace: Trace, op: str, *, shape: str | None = None, counts: tu
     return (
         "\n".join([head, *facts, '"""', "", _SCRIPT.replace("@", device)])
         + f"\n\nrun = bind(\n    {name!r},\n    [\n{values}    ],\n)\n"
-        + f'print(f"{name}: {{median_us(run):.1f}} us on {{DEVICE}}, {typical_us:.1f} us in the trace")\n'
+        + 'seconds = Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=0.2).median\n'
+        + f'print(f"{name}: {{1e6 * seconds:.1f}} us on {{DEVICE}}, {typical_us:.1f} us in the trace")\n'
     )
 
 
@@ -354,11 +355,10 @@ def _group_rows(groups: int, rows: int, counts: Sequence[int] | None) -> list[in
     return list(counts)
 
 
-_SCRIPT = '''import statistics
-import sys
-import time
+_SCRIPT = '''import sys
 
 import torch
+from torch.utils.benchmark import Timer
 
 DEVICE = @
 
@@ -396,24 +396,4 @@ def bind(name, values):
         except (RuntimeError, TypeError, IndexError, NotImplementedError) as error:
             why = f": {str(error).splitlines()[0]}"
     sys.exit(f"no overload of {name} takes what the trace holds{why}; it has: " + ", ".join(packet.overloads()))
-
-
-def median_us(run, warm_up=10, times=50):
-    """Median time of a call, in microseconds: on the GPU's clock if there is one."""
-    for _ in range(warm_up):
-        run()
-    samples = []
-    for _ in range(times):
-        if DEVICE == "cpu":
-            start = time.perf_counter()
-            run()
-            samples.append((time.perf_counter() - start) * 1e6)
-            continue
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(samples)
 '''

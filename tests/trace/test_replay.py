@@ -42,9 +42,9 @@ def script(*calls: tuple[str, Any], op: str, **question: Any) -> str:
 
 
 def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Execute a script, with few repetitions, in a process of its own, which need not import PyTorch."""
+    """Execute a script, for a short time, in a process of its own, which need not import PyTorch."""
     path = folder / "replayed.py"
-    path.write_text(text.replace("warm_up=10, times=50", "warm_up=1, times=2"), encoding="utf-8")
+    path.write_text(text.replace("min_run_time=0.2", "min_run_time=0.001"), encoding="utf-8")
     return warm.run(warm.script, str(path), folder=folder, environment=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
