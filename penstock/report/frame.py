@@ -102,7 +102,7 @@ def table(columns: Mapping[str, str], rows: Iterable[Sequence[str]], *, name: st
             f"<{tag}{kind and f' class={kind}'}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True)
         )
 
-    heads = line("th", columns, (kind and "text" for kind in columns.values()))
+    heads = line("th", columns, ("text" if kind in ("text", "reason") else "" for kind in columns.values()))
     body = "".join(f"<tr>{line('td', row, columns.values())}</tr>" for row in rows)
     start = f'<table class="{name}">' if name else "<table>"
     return scrolling(f"{start}<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>")

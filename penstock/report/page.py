@@ -14,7 +14,7 @@ from penstock.plan.asked_layout import differing_fields, field_label
 from penstock.plan.layout_names import FOLLOW
 from penstock.plan.projection import Plan, Projection, Refusal
 from penstock.report.figure import Figure
-from penstock.report.frame import card, document, key_figures, scrolling, table, write_whole
+from penstock.report.frame import card, document, key_figures, table, write_whole
 from penstock.report.stacks import SIZES, memory_figure, time_figure
 from penstock.report.timeline import activation_shares, planned, timeline_figure
 
@@ -98,21 +98,18 @@ def candidates_table(plan: Plan) -> str:
     """The candidates, fastest first: a column for each field in which they differ, and a line of common fields."""
     differing = differing_fields(plan.candidates)
     # Columns of words are aligned to the left, those of numbers to the right.
-    is_text = {name: not all(text.isdecimal() for text in texts) for name, texts in differing.items()}
-    heads = ["<th></th>", *(f"<th{_kind(is_text[name])}>{escape(field_label(name))}</th>" for name in differing)]
-    results = ("memory", "step", plan.cluster.speed_unit, "MFU", "bubble", "exposed communication")
-    heads += [f"<th>{name}</th>" for name in results]
-    rows = []
-    for index, candidate in enumerate(plan.candidates):
-        cells = [f"<td>{index + 1}</td>"]
-        cells += [f"<td{_kind(is_text[name])}>{escape(texts[index])}</td>" for name, texts in differing.items()]
-        rows.append(f"<tr>{''.join([*cells, *_results(candidate)])}</tr>")
-    whole = f'<table class="candidates"><thead><tr>{"".join(heads)}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    return f'{scrolling(whole)}<p class="faint">{escape(_shared_text(plan.candidates, differing))}</p>'
-
-
-def _kind(is_text: bool) -> str:
-    return " class=text" if is_text else ""
+    columns = {"": ""} | {
+        escape(field_label(name)): "" if all(text.isdecimal() for text in texts) else "text"
+        for name, texts in differing.items()
+    }
+    columns |= {"memory": "memory"}
+    columns |= dict.fromkeys(("step", plan.cluster.speed_unit, "MFU", "bubble", "exposed communication"), "")
+    rows = [
+        (f"{index + 1}", *(escape(texts[index]) for texts in differing.values()), *_results(candidate))
+        for index, candidate in enumerate(plan.candidates)
+    ]
+    shared = f'<p class="faint">{escape(_shared_text(plan.candidates, differing))}</p>'
+    return table(columns, rows, name="candidates") + shared
 
 
 def _shared_text(candidates: Sequence[Projection], differing: Container[str]) -> str:
@@ -135,12 +132,12 @@ def _results(projection: Projection) -> list[str]:
     title = f"{projection.memory.total / projection.capacity_bytes:.1%} of {projection.capacity_bytes / 1e9:.0f} GB"
     bar = f'<i class="bar {state}"><i style="width:{share:.1%}"></i></i>'
     return [
-        f'<td class="memory" title="{title}">{bar}<span>{projection.memory.total / 1e9:.1f} GB</span></td>',
-        f"<td>{time_text(time.step_seconds)}</td>",
-        f"<td><b>{time.tokens_per_second_per_device:,.0f}</b></td>",
-        f"<td>{share_text(time.model_flops_utilization)}</td>",
-        f"<td>{share_text(time.bubble)}</td>",
-        f"<td>{time_text(time.exposed_communication_seconds)}</td>",
+        f'{bar}<span title="{title}">{projection.memory.total / 1e9:.1f} GB</span>',
+        time_text(time.step_seconds),
+        f"<b>{time.tokens_per_second_per_device:,.0f}</b>",
+        share_text(time.model_flops_utilization),
+        share_text(time.bubble),
+        time_text(time.exposed_communication_seconds),
     ]
 
 

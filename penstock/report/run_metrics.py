@@ -28,7 +28,7 @@ from penstock.plan.projection import Projection
 from penstock.report.colours import LIMIT, MEMORY_PARTS, PHASES, SERIES, WALL_PARTS, part_colours
 from penstock.report.figure import Figure, axis, evenly
 from penstock.report.run_evidence import RunEvidence
-from penstock.report.stacks import height_of, memory_layout, memory_parts, part_bars, stacked, sums_beside
+from penstock.report.stacks import StackedBars, memory_bar
 from penstock.trace.analysis import RankAnalysis, last_step
 from penstock.train.goodput import goodput
 from penstock.tune.doctor.run_facts import USUAL
@@ -267,18 +267,11 @@ def goodput_figure(evidence: RunEvidence) -> Figure | None:
     size, unit = next(((size, unit) for size, unit in WALL_UNITS if whole >= 2 * size), WALL_UNITS[-1])
     bar = {kind: value / size for kind, value in seconds.items()}
     starts = counted(max(1, len(evidence.starts)), "start")
-    return stacked(
-        Figure(
-            name="goodput",
-            title="Where the wall clock went",
-            caption=f"Goodput {share_text(share)}: training of steps that are kept, over {duration_text(whole)} "
-            f"since the first of {starts}. docs/metrics.md describes the kinds.",
-            data=part_bars([""], [bar], ["on the first rank"], unit, WALL_PARTS),
-            layout={"xaxis": axis(f"wall clock ({unit})"), **sums_beside([""], [bar], unit)},
-            height=height_of(1),
-            is_wide=True,
-        )
-    )
+    caption = f"Goodput {share_text(share)}: training of steps that are kept, over {duration_text(whole)} "
+    caption += f"since the first of {starts}. docs/metrics.md describes the kinds."
+    notes = ["on the first rank"]
+    bars = StackedBars(axis="wall clock", unit=unit, bars={"": bar}, notes=notes, colours=WALL_PARTS)
+    return bars.figure("goodput", "Where the wall clock went", caption, is_wide=True)
 
 
 def usual_of(lines: Sequence[Line], name: str) -> float | None:
@@ -339,27 +332,24 @@ def memory_figure(evidence: RunEvidence) -> Figure | None:
     shown = _places(planned)
     world, count = planned.cluster.devices, planned.layout.pp
     names = {position: place_name(planned, position) for position in shown}
-    bars = [{name: size / 1e9 for name, size in memory_parts(planned.memories[position]).items()} for position in shown]
-    notes = [f"planned, in {planned.memories[position].moment}" for position in shown]
-    rows = [names[position] for position in shown]
-    data = part_bars(rows, bars, notes, "GB", MEMORY_PARTS)
     at = {rank: rank * count // world for rank in peaks}  # place of each rank: those of a place are consecutive
-    data += _marks({rank: peak for rank, peak in peaks.items() if at[rank] in names}, lambda rank: names[at[rank]])
-    capacity = planned.capacity_bytes / 1e9  # GB, as all sizes in the figure
-    marks = [size / 1e9 for sizes in peaks.values() for size in sizes if size is not None]
+    marks = _marks({rank: peak for rank, peak in peaks.items() if at[rank] in names}, lambda rank: names[at[rank]])
+    capacity = planned.capacity_bytes / 1e9
+    bars = StackedBars(
+        axis="memory of a rank",
+        unit="GB",
+        bars={names[position]: memory_bar(planned.memories[position]) for position in shown},
+        notes=[f"planned, in {planned.memories[position].moment}" for position in shown],
+        colours=MEMORY_PARTS,
+        limit=capacity,
+        marks=[size / 1e9 for sizes in peaks.values() for size in sizes if size is not None],
+    )
     hidden = len(planned.memories) - len(shown)
     left = f" {hidden} places between these are left out." if hidden else ""
-    return stacked(
-        Figure(
-            name="memory",
-            title="Memory planned and measured",
-            caption=f"Bars: the plan, at the fullest moment of a step. {_measured_words(evidence)} "
-            f"Dashed: the capacity of {planned.cluster.hardware.name}, {capacity:.0f} GB.{left}",
-            data=data,
-            layout=memory_layout(rows, bars, capacity, marks),
-            height=max(380 if any(rank.memory for rank in evidence.ranks) else 240, height_of(len(bars))),
-        )
-    )
+    caption = f"Bars: the plan, at the fullest moment of a step. {_measured_words(evidence)} "
+    caption += f"Dashed: the capacity of {planned.cluster.hardware.name}, {capacity:.0f} GB.{left}"
+    height = 380 if any(rank.memory for rank in evidence.ranks) else 240
+    return bars.figure("memory", "Memory planned and measured", caption, more=marks, height=height)
 
 
 def measured_peaks(evidence: RunEvidence) -> dict[int, tuple[int, int | None]]:
@@ -424,21 +414,16 @@ def _marks(peaks: Mapping[int, tuple[int, int | None]], row: Callable[[int], str
 
 def _only_measured(evidence: RunEvidence, peaks: Mapping[int, tuple[int, int | None]]) -> Figure:
     ranks = sorted(sorted(peaks, key=lambda rank: -peaks[rank][0])[:PLACES])
-    names = [f"rank {rank}" for rank in ranks]
-    bars = [{MEASURED: peaks[rank][0] / 1e9} for rank in ranks]
-    of = "the process held (resident set)" if evidence.is_cpu else "the allocator allocated"
-    data = part_bars(names, bars, ["the most so far"] * len(names), "GB", {MEASURED: SERIES[0]})
-    left = f" The fullest {PLACES} of {len(peaks)} ranks." if len(peaks) > PLACES else ""
-    return stacked(
-        Figure(
-            name="memory",
-            title="Memory measured",
-            caption=f"The most that {of} so far.{left}",
-            data=[trace | {"showlegend": False} for trace in data],
-            layout=memory_layout(names, bars, None),
-            height=max(240, height_of(len(bars))),
-        )
+    bars = StackedBars(
+        axis="memory of a rank",
+        unit="GB",
+        bars={f"rank {rank}": {MEASURED: peaks[rank][0] / 1e9} for rank in ranks},
+        notes=["the most so far"] * len(ranks),
+        colours={MEASURED: SERIES[0]},
     )
+    of = "the process held (resident set)" if evidence.is_cpu else "the allocator allocated"
+    left = f" The fullest {PLACES} of {len(peaks)} ranks." if len(peaks) > PLACES else ""
+    return bars.figure("memory", "Memory measured", f"The most that {of} so far.{left}", height=240)
 
 
 def memory_over_time(evidence: RunEvidence) -> Figure | None:

@@ -4,7 +4,7 @@ One horizontal bar for each layout; its name has only the settings in which the 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.base.numbers import rounded, three_digits, time_unit
@@ -50,104 +50,120 @@ def _short(table: Mapping[str, Any], differ: set[str]) -> str:
     return "<br>".join([" ".join(sizes) or "one rank", *([f"<i>{', '.join(settings)}</i>"] if settings else [])])
 
 
+@dataclass(frozen=True, kw_only=True)
+class StackedBars:
+    """Horizontal bars of stacked parts, with the sum of each bar beside it."""
+
+    axis: str
+    unit: str
+    bars: Mapping[str, Mapping[str, float]]  # by name: values by part; a part that a bar lacks is 0
+    notes: Sequence[str]  # of each bar, shown below its name on hover
+    colours: Mapping[str, str]  # of parts that have one of their own
+    limit: float | None = None  # a line across the bars; sums above it are marked `over`
+    marks: Sequence[float] = ()  # further values in the figure
+
+    def figure(
+        self,
+        name: str,
+        title: str,
+        caption: str,
+        *,
+        more: Sequence[Mapping[str, Any]] = (),
+        height: int = 0,
+        is_wide: bool = False,
+    ) -> Figure:
+        """The figure, at least `height` high; `more` are traces over the bars."""
+        totals = {bar: sum(parts.values()) for bar, parts in self.bars.items()}
+        dashes = {"color": LIMIT, "width": 2, "dash": "dash"}
+        line = {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "line": dashes}
+        sums, margin = [], 62  # pixels, which the longest text of a sum needs
+        beside = {"xref": "paper", "x": 1, "xanchor": "left", "yref": "y", "showarrow": False, "font": {"size": 11}}
+        for bar, total in totals.items():
+            text = f"{three_digits(total)} {self.unit}"
+            if self.limit is not None and total > self.limit:
+                text, margin = f"<b>{text} over</b>", 84
+            sums.append(beside | {"y": bar, "text": text})
+        layout = {  # the range ends behind the line and the longest bar
+            "xaxis": axis(
+                f"{self.axis} ({self.unit})", range=[0, 1.03 * max(self.limit or 0.0, *self.marks, *totals.values())]
+            ),
+            "shapes": [] if self.limit is None else [line | {"x0": self.limit, "x1": self.limit}],
+            "annotations": sums,
+            "margin": {"r": margin},
+            "barmode": "stack",
+            "bargap": 0.32 if len(totals) > 1 else 0.75,  # a single bar would be too thick
+            "hovermode": "closest",
+            "yaxis": {"autorange": "reversed", "showgrid": False, "fixedrange": True, "tickfont": {"size": 11}},
+        }
+        height, data = max(height, 130 + 38 * len(totals)), [*self._traces(totals), *more]
+        return Figure(name=name, title=title, caption=caption, data=data, layout=layout, height=height, is_wide=is_wide)
+
+    def _traces(self, totals: Mapping[str, float]) -> list[dict[str, Any]]:
+        """One trace for each part."""
+        bars = _without_small(list(self.bars.values()))
+        # Parts with a colour come first, in the order of their colours; the others in the order of appearance.
+        names = dict.fromkeys(name for bar in bars for name in bar)
+        parts = [
+            *(name for name in self.colours if name in names),
+            *(name for name in names if name not in self.colours),
+        ]
+        colours = part_colours(parts, self.colours)
+        return [
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": part,
+                "y": list(totals),
+                "x": [rounded(bar.get(part, 0.0)) for bar in bars],
+                "customdata": [
+                    [note, f"{bar.get(part, 0.0) / total:.1%}" if total else "", rounded(total, 4)]
+                    for bar, note, total in zip(bars, self.notes, totals.values(), strict=True)
+                ],
+                "marker": {"color": colours[part], "line": {"width": 0}},
+                "hovertemplate": f"<b>{part}</b> %{{x:.4g}} {self.unit}, %{{customdata[1]}} of %{{customdata[2]}} "
+                f"{self.unit}<br>%{{y}}<br>%{{customdata[0]}}<extra></extra>",
+            }
+            for part in parts
+        ]
+
+
+def memory_bar(memory: RankMemory) -> dict[str, float]:
+    """GB by component."""
+    return {name: size / 1e9 for name, size in memory_parts(memory).items()}
+
+
 def memory_figure(projections: Sequence[Projection]) -> Figure:
     """Memory of the fullest rank of each layout, by component, and the capacity of their cluster's devices."""
-    names = names_of([projection.layout for projection in projections])
-    bars = [{name: size / 1e9 for name, size in memory_parts(projection.memory).items()} for projection in projections]
-    capacity = projections[0].capacity_bytes / 1e9
-    ranks = [f"rank {projection.memory.rank}, in {projection.memory.moment}" for projection in projections]
-    hardware = projections[0].cluster.hardware.name
-    return stacked(
-        Figure(
-            name="memory",
-            title="Memory of the fullest rank",
-            caption=f"At the fullest moment of a step. Dashed: the capacity of {hardware}, {capacity:.0f} GB.",
-            data=part_bars(names, bars, ranks, "GB", MEMORY_PARTS),
-            layout=memory_layout(names, bars, capacity),
-            height=height_of(len(bars)),
-        )
+    names, first = names_of([projection.layout for projection in projections]), projections[0]
+    capacity = first.capacity_bytes / 1e9
+    bars = StackedBars(
+        axis="memory of a rank",
+        unit="GB",
+        bars={name: memory_bar(projection.memory) for name, projection in zip(names, projections, strict=True)},
+        notes=[f"rank {projection.memory.rank}, in {projection.memory.moment}" for projection in projections],
+        colours=MEMORY_PARTS,
+        limit=capacity,
     )
+    caption = f"At the fullest moment of a step. Dashed: the capacity of {first.cluster.hardware.name}, "
+    return bars.figure("memory", "Memory of the fullest rank", f"{caption}{capacity:.0f} GB.")
 
 
 def time_figure(projections: Sequence[Projection]) -> Figure:
     """The time of a step of each layout by term, on the pipeline rank that waits least."""
-    ranks = [slowest(projection) for projection in projections]
+    names, ranks = names_of([projection.layout for projection in projections]), list(map(slowest, projections))
     size, unit = time_unit(max(projection.time.step_seconds for projection in projections))
-    bars = [{name: seconds / size for name, seconds in time_parts(rank).items()} for rank in ranks]
-    names, notes = names_of([projection.layout for projection in projections]), [f"rank {rank.rank}" for rank in ranks]
-    return stacked(
-        Figure(
-            name="step-time",
-            title="Time of a step",
-            caption="By what is done, on the pipeline rank that waits least for the others.",
-            data=part_bars(names, bars, notes, unit, TIME_PARTS),
-            layout={"xaxis": axis(f"time of a step ({unit})"), **sums_beside(names, bars, unit)},
-            height=height_of(len(bars)),
-        )
+    bars = StackedBars(
+        axis="time of a step",
+        unit=unit,
+        bars={
+            name: {term: seconds / size for term, seconds in time_parts(rank).items()}
+            for name, rank in zip(names, ranks, strict=True)
+        },
+        notes=[f"rank {rank.rank}" for rank in ranks],
+        colours=TIME_PARTS,
     )
-
-
-def memory_layout(
-    names: Sequence[str], bars: Sequence[Mapping[str, float]], capacity: float | None, marks: Sequence[float] = ()
-) -> dict[str, Any]:
-    """Layout of memory figures: axis, line of the capacity, sums beside the bars, all in GB; `marks`: further sizes."""
-    largest = max(capacity or 0.0, *marks, *(sum(bar.values()) for bar in bars))
-    dashes = {"color": LIMIT, "width": 2, "dash": "dash"}
-    limit = {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 1, "line": dashes}
-    return {  # the range ends behind the line and the longest bar
-        "xaxis": axis("memory of a rank (GB)", range=[0, largest * 1.03]),
-        "shapes": [] if capacity is None else [limit | {"x0": capacity, "x1": capacity}],
-        **sums_beside(names, bars, "GB", capacity),
-    }
-
-
-def sums_beside(
-    names: Sequence[str], bars: Sequence[Mapping[str, float]], unit: str, limit: float | None = None
-) -> dict[str, Any]:
-    """The sum of each bar, in the margin to the right; sums above `limit` are marked `over`."""
-    annotation = {"xref": "paper", "x": 1, "xanchor": "left", "yref": "y", "showarrow": False, "font": {"size": 11}}
-    sums, margin = [], 62  # pixels, which the longest text of a sum needs
-    for name, bar in zip(names, bars, strict=True):
-        total = sum(bar.values())
-        text = f"{three_digits(total)} {unit}"
-        if limit is not None and total > limit:
-            text, margin = f"<b>{text} over</b>", 84
-        sums.append(annotation | {"y": name, "text": text})
-    return {"annotations": sums, "margin": {"r": margin}}
-
-
-def height_of(bars: int) -> int:
-    """Height in pixels of a figure with so many bars."""
-    return 130 + 38 * bars
-
-
-def part_bars(
-    names: Sequence[str], bars: Sequence[Mapping[str, float]], notes: Sequence[str], unit: str, known: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """One trace for each part; a part that a bar lacks is 0. `notes` are shown below a bar's name on hover."""
-    bars = _without_small(bars)
-    # Parts with a colour come first, in the order of their colours; the others in the order of appearance.
-    part_names = dict.fromkeys(name for bar in bars for name in bar)
-    parts = [*(name for name in known if name in part_names), *(name for name in part_names if name not in known)]
-    colours = part_colours(parts, known)
-    totals = [sum(bar.values()) for bar in bars]
-    return [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": part,
-            "y": list(names),
-            "x": [rounded(bar.get(part, 0.0)) for bar in bars],
-            "customdata": [
-                [note, f"{bar.get(part, 0.0) / total:.1%}" if total else "", rounded(total, 4)]
-                for bar, note, total in zip(bars, notes, totals, strict=True)
-            ],
-            "marker": {"color": colours[part], "line": {"width": 0}},
-            "hovertemplate": f"<b>{part}</b> %{{x:.4g}} {unit}, %{{customdata[1]}} of %{{customdata[2]}} {unit}"
-            "<br>%{y}<br>%{customdata[0]}<extra></extra>",
-        }
-        for part in parts
-    ]
+    caption = "By what is done, on the pipeline rank that waits least for the others."
+    return bars.figure("step-time", "Time of a step", caption)
 
 
 def _without_small(bars: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
@@ -159,15 +175,3 @@ def _without_small(bars: Sequence[Mapping[str, float]]) -> list[dict[str, float]
         kept = {name: value for name, value in bar.items() if name in large}
         joined.append(kept | ({"other": rest} if rest else {}))
     return joined
-
-
-def stacked(figure: Figure) -> Figure:
-    """The figure with the common layout of bars."""
-    layout = {
-        **figure.layout,
-        "barmode": "stack",
-        "bargap": 0.32 if len(figure.data[0]["y"]) > 1 else 0.75,  # a single bar would be too thick
-        "hovermode": "closest",
-        "yaxis": {"autorange": "reversed", "showgrid": False, "fixedrange": True, "tickfont": {"size": 11}},
-    }
-    return replace(figure, layout=layout)

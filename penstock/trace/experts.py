@@ -351,7 +351,7 @@ def recorded_loads(folder: Path) -> tuple[RecordedLoad, ...]:
     if not path.is_file():
         return ()
     try:
-        lines = _lines(path.read_bytes())
+        lines = _LINE.decode_lines(path.read_bytes().rpartition(b"\n")[0])  # the last one may be cut off
     except (OSError, msgspec.DecodeError) as error:
         raise TraceError(f"cannot read {path} as metrics", got=error) from error
     return tuple(
@@ -362,13 +362,3 @@ def recorded_loads(folder: Path) -> tuple[RecordedLoad, ...]:
         )
         for line in lines
     )
-
-
-def _lines(text: bytes) -> list[_Line]:
-    """All lines; the last one is complete if a newline follows it."""
-    whole, _, cut = text.rpartition(b"\n")
-    lines = [_LINE.decode(line) for line in whole.splitlines() if line.strip()]
-    try:
-        return [*lines, _LINE.decode(cut)] if cut.strip() else lines
-    except msgspec.DecodeError:
-        return lines
