@@ -103,10 +103,8 @@ class StackedBars:
         bars = _without_small(list(self.bars.values()))
         # Parts with a colour come first, in the order of their colours; the others in the order of appearance.
         names = dict.fromkeys(name for bar in bars for name in bar)
-        parts = [
-            *(name for name in self.colours if name in names),
-            *(name for name in names if name not in self.colours),
-        ]
+        parts = [name for name in self.colours if name in names]
+        parts += [name for name in names if name not in self.colours]
         colours = part_colours(parts, self.colours)
         return [
             {

@@ -106,7 +106,7 @@ def test_ranks_are_left_out_where_a_step_has_too_many_passes(plan: Plan) -> None
 def test_tables_say_what_the_plan_says(plan: Plan) -> None:
     text = page(plan)
     assert f"{plan.considered:,} layouts looked at" in text
-    assert text.count('<td class=memory>') == len(plan.candidates)
+    assert text.count("<td class=memory>") == len(plan.candidates)
     assert f"{plan.candidates[0].time.tokens_per_second_per_device:,.0f}" in text
     assert "layers-divide" in text and "4 layers do not fill &lt;6&gt; stages" in text
     assert text.index("layers-divide") < text.index("activations overflow by 12.3 GB"), "most layouts first"
