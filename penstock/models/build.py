@@ -18,7 +18,6 @@ from penstock.config.model import LatentAttention, Model, warms_indexer_up
 from penstock.config.run import Run
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.operators import Operators
-from penstock.kernels.reference import ExpertRule
 from penstock.layout.stages import Stage
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.block import Block, MultiTokenPrediction
@@ -33,7 +32,7 @@ from penstock.models.mla import LatentLayer
 from penstock.models.norm import PreNorm, RMSNorm
 from penstock.moe.dispatch.build import capacity_factor, make_dispatcher, shares_arena
 from penstock.moe.dispatch.row_capacity import ActivationArena
-from penstock.moe.experts import GroupedExperts, expert_rule, shared_rule
+from penstock.moe.experts import ACTIVATIONS, GroupedExperts, expert_rule, shared_rule
 from penstock.moe.layer import MoE
 from penstock.moe.router import TopKRouter
 from penstock.parallel import offload
@@ -294,17 +293,17 @@ def _attention(config: Model, layer: int, layer_context: LayerContext) -> Groupe
 
 
 def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: ActivationArena | None) -> FeedForward | MoE:
-    moe, is_gated = config.moe, config.hidden_act == "silu"
+    moe, activation = config.moe, ACTIVATIONS[config.hidden_act]
     if moe is None or config.is_dense(layer):
-        return FeedForward(config.hidden_size, config.intermediate_size, layer_context, ExpertRule(is_gated=is_gated))
+        return FeedForward(config.hidden_size, config.intermediate_size, layer_context, activation)
     uses_arena = shares_arena(moe, layer_context)
     dispatcher, row_capacity = make_dispatcher(moe, layer_context, in_arena=uses_arena)
     # Recomputed rows are not saved: they live only during the layer's own backward.
     saves_rows = uses_arena and not layer_context.recompute.kinds & {"expert-activation", "moe", "layer"}
     hidden, shared_width = config.hidden_size, moe.shared_expert_intermediate_size
-    rule, shared = expert_rule(moe, is_gated=is_gated), None
+    rule, shared = expert_rule(moe, activation), None
     if shared_width:
-        of_shared = shared_rule(moe, is_gated=is_gated)
+        of_shared = shared_rule(moe, activation)
         shared = FeedForward(hidden, shared_width, layer_context, of_shared, has_gate=moe.shared_expert_gate)
     of_ranks = layer_context.axes, layer_context.context_method
     hashed_ids = config.vocab_size if config.is_hashed(layer) else 0

@@ -7,9 +7,10 @@ With expert tensor parallelism each rank computes a part of each expert and `com
 of these ranks holds the down projection's bias; the bias of gate and up is cut like its matrix.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,18 +30,19 @@ from penstock.parallel.float8_gather import Float8Shard
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.weight_grad_store import deferrable
 
+ACTIVATIONS: Mapping[str, ExpertRule] = MappingProxyType({"silu": SWIGLU, "relu2": ExpertRule(is_gated=False)})
+"""Rule of each `model.hidden_act`."""
 
-def expert_rule(moe: Moe, *, is_gated: bool = True) -> ExpertRule:
+
+def expert_rule(moe: Moe, activation: ExpertRule = SWIGLU) -> ExpertRule:
     weighs_input, clamped = moe.router.apply_probs_on_input, moe.clamped
     if clamped is None:
-        return ExpertRule(weighs_input=weighs_input, is_gated=is_gated)
+        return replace(activation, weighs_input=weighs_input)
     return ExpertRule(weighs_input=weighs_input, limit=clamped.limit, alpha=clamped.alpha, up_offset=clamped.up_offset)
 
 
-def shared_rule(moe: Moe, *, is_gated: bool = True) -> ExpertRule:
-    if moe.clamp_shared:
-        return replace(expert_rule(moe, is_gated=is_gated), weighs_input=False)
-    return ExpertRule(is_gated=is_gated)
+def shared_rule(moe: Moe, activation: ExpertRule = SWIGLU) -> ExpertRule:
+    return replace(expert_rule(moe, activation), weighs_input=False) if moe.clamp_shared else activation
 
 
 class GroupedExperts(nn.Module):

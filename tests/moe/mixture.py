@@ -325,15 +325,15 @@ def make_layer(
     hidden: int,
     std: float = 0.3,
     *,
-    is_gated: bool = True,
+    activation: ExpertRule = SWIGLU,
     table_VK: Tensor | None = None,
 ) -> MoE:
     """The layer of a run, with the same initial values each time; a table of token ids may choose the experts."""
     dispatcher, row_capacity = make_dispatcher(moe, layer_context)
-    rule = expert_rule(moe, is_gated=is_gated)
+    rule = expert_rule(moe, activation)
     experts = GroupedExperts(moe.experts, hidden, moe.moe_intermediate_size, layer_context, rule=rule, bias=moe.bias)
     width = moe.shared_expert_intermediate_size
-    shared = FeedForward(hidden, width, layer_context, shared_rule(moe, is_gated=is_gated)) if width else None
+    shared = FeedForward(hidden, width, layer_context, shared_rule(moe, activation)) if width else None
     hashed_ids = 0 if table_VK is None else len(table_VK)
     router = TopKRouter(moe, hidden, 0, layer_context.operators, hashed_ids=hashed_ids)
     if table_VK is not None:

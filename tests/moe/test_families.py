@@ -21,6 +21,7 @@ from penstock.kernels import operators
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON
 from penstock.kernels.operators import Operators
+from penstock.moe.experts import ACTIVATIONS
 from penstock.moe.layer import MoE
 from penstock.moe.router import hash_table
 from penstock.moe.routing import Scope
@@ -170,7 +171,7 @@ def test_the_layer_of_nemotron_equals_that_of_transformers(forms: Operators) -> 
     shared = {"moe_shared_expert_intermediate_size": F, "n_group": 1, "topk_group": 1}
     config = NemotronHConfig(**sizes, **shared, routed_scaling_factor=2.5, norm_topk_prob=True)
     config._experts_implementation = "eager"
-    layer = make_layer(nemotron(2), LayerContext(operators=forms), D, std=0.5, is_gated=False)
+    layer = make_layer(nemotron(2), LayerContext(operators=forms), D, std=0.5, activation=ACTIVATIONS["relu2"])
     compare(layer, NemotronHMoE(config), as_nemotron)
 
 
