@@ -22,15 +22,14 @@ from penstock.base.numbers import bytes_text, count_text
 from penstock.cli.config import warn_of_unfilled
 from penstock.cli.options import Force, Overrides
 from penstock.cli.output import check_output, print_next, write_file
-from penstock.config.data import SourceName
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS, preset
 from penstock.config.run import Run
 from penstock.config.schema import as_toml, find, leaves
 from penstock.config.tree import Tree
 from penstock.config.versions import VERSION
-from penstock.data.files import matched, uncompressed_name
-from penstock.data.open import SUFFIXES
+from penstock.data.files import matched
+from penstock.data.open import source_of
 from penstock.data.tokenizer import BYTES
 from penstock.parallel.launch.process import device_name
 from penstock.plan.calibrate import device_memory
@@ -88,7 +87,7 @@ def text_fields(text: str) -> Tree:
         return {"data.source": "huggingface", "data.dataset": str(path)}
     if path.exists() or has_magic(text) or text.startswith(("~", ".", "/")) or path.suffix:
         files = matched([str(path)]) if path.is_dir() or has_magic(text) else [path]
-        kinds = [_source(file) for file in files]  # of several kinds the most frequent
+        kinds = [source_of(file) for file in files]  # of several kinds the most frequent
         return {"data.source": max(dict.fromkeys(kinds), key=kinds.count), "data.files": (str(path),)}
     if re.fullmatch(r"[\w-]+/[\w-]+", text):
         return {"data.source": "huggingface", "data.dataset": text, "data.streaming": True}  # without a copy of it
@@ -97,13 +96,6 @@ def text_fields(text: str) -> Tree:
         got=repr(text),
         allowed=f"{STANDARD_LIBRARY}, a file, a folder, a glob, or a Hugging Face dataset such as allenai/c4",
     )
-
-
-def _source(path: Path) -> SourceName:
-    """Source of a file, by the suffix of its name before compression."""
-    suffix = ".idx" if path.suffix == ".bin" else uncompressed_name(path).suffix  # a pair is named by either file
-    sources: tuple[SourceName, ...] = ("jsonl", "parquet", "packed")
-    return next((source for source in sources if suffix in SUFFIXES[source]), "text")
 
 
 def _small_steps(run: Run) -> Tree:

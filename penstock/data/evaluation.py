@@ -173,7 +173,6 @@ def _shared(rows: int, weights: Sequence[float]) -> list[int]:
 
 
 def _choose(documents: Source | Shards, limit_rows: int, sequence_length: int) -> _Chosen:
-    """Takes rows at even distances from a line of documents."""
     wanted = _SPREAD * limit_rows * sequence_length + 1
     if isinstance(documents, Shards):
         documents = Sample(documents, documents=_DOCUMENTS, tokens=wanted, most_tokens=_ENOUGH_TOKENS)

@@ -55,12 +55,10 @@ def matched(names: Sequence[str], suffixes: Sequence[str] = (), *, field: str = 
 
 
 def uncompressed_name(path: Path) -> Path:
-    """Returns the path without a compression suffix."""
     return path.with_suffix("") if path.suffix in COMPRESSED else path
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """Returns the error for a file that the system cannot open or read."""
     hint = None if path.exists() else did_you_mean_path(path)
     return DataError(
         f"cannot read data file {path}: {error.strerror or error}",
@@ -73,7 +71,6 @@ class EmptyFileError(DataError):
 
 
 def empty(path: Path, what: str = "is empty") -> EmptyFileError:
-    """Returns the error for a file without a document."""
     return EmptyFileError(f"data file {path} {what}", fix="take it out of data.files and data.validation_files")
 
 
@@ -253,7 +250,6 @@ def _frames(raw: IO[bytes], zst: ModuleType) -> Iterator[bytes]:
 
 
 def _zst(path: Path) -> ModuleType:
-    """Returns the Zstandard module: Python's own from 3.14 on, before that a package."""
     if sys.version_info >= (3, 14):
         return import_module("compression.zstd")
     return require("zstandard", extra="zstd", purpose=f"data file {path}")

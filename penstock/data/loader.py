@@ -86,7 +86,6 @@ class Loader:
         return pack(rows, document_mask=self._document_mask)
 
     def state(self) -> LoaderState:
-        """Returns the position, the tokens of all ranks so far, and the identity of the data."""
         counts = {"tokens": self._tokens, "skipped": self._corrupt.skipped}
         return {**self._stream.save(self._position), **counts, **self._identity}
 
@@ -149,7 +148,6 @@ class Prefetch:
         return dict(self._state)
 
     def restore(self, state: LoaderState) -> None:
-        """Drops the prefetched batch and continues from a saved state."""
         wait([self._ahead] if self._ahead else [])  # only one thread at a time uses the loader
         self._loader.restore(state)
         self._state, self._skipped = self._loader.state(), self._loader.skipped()

@@ -51,7 +51,6 @@ class Mixture(RowStream[MixedPosition]):
         return MixedPosition(starts, (0,) * len(starts), 0)
 
     def next_row(self, position: MixedPosition, sequence_length: int) -> tuple[Sequence[Tokens], MixedPosition]:
-        """Returns the next row of the part whose turn it is, and the position after it."""
         turn = min(  # the first of equals, so the order is the same on all ranks
             range(len(self._components)),
             key=lambda part: (position.tokens[part] + sequence_length) / self._components[part].weight,
@@ -63,7 +62,6 @@ class Mixture(RowStream[MixedPosition]):
         return row, MixedPosition(tuple(parts), tuple(tokens), position.rows + 1)
 
     def save(self, position: MixedPosition) -> LoaderState:
-        """Returns the position in each part by its name, and the tokens of each part so far."""
         parts: LoaderState = {
             component.name: component.stream.save(part) | {"source": component.stream.fingerprint}
             for component, part in zip(self._components, position.parts, strict=True)

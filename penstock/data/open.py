@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 
 from penstock.base.errors import DataError
-from penstock.config.data import Data, Documents
+from penstock.config.data import Data, Documents, SourceName
 from penstock.data.documents import CorruptRecords
-from penstock.data.files import matched, unreadable
+from penstock.data.files import matched, uncompressed_name, unreadable
 from penstock.data.fill_in_middle import FillInMiddle, find_marks
 from penstock.data.hub import DatasetName, DatasetOnDisk, StreamedDataset
 from penstock.data.indexed_dataset import origin_of, prefix_of
@@ -80,6 +80,13 @@ def _is_text(path: Path) -> bool:
 
 SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (PARQUET, *ARROW), "packed": (".idx",)}
 """Suffixes of files in a folder, by source."""
+
+
+def source_of(path: Path) -> SourceName:
+    """The source that reads a file, by the suffix of its name before compression; text for unknown ones."""
+    suffix = ".idx" if path.suffix == ".bin" else uncompressed_name(path).suffix  # a pair is named by either file
+    sources: tuple[SourceName, ...] = ("jsonl", "parquet", "packed")
+    return next((source for source in sources if suffix in SUFFIXES[source]), "text")
 
 
 def open_text(data: Data, split: Split, *, vocab_size: int, seed: int, cache: Path) -> Text:
@@ -224,7 +231,6 @@ class _Opener:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        """The tokenizer, if the model can embed all of its ids."""
         tokenizer = open_tokenizer(self.data.tokenizer, self.data.end_of_document or None)
         if tokenizer.vocab_size > self.vocabulary_size:
             raise DataError(
@@ -236,7 +242,6 @@ class _Opener:
 
     @cached_property
     def _middle(self) -> FillInMiddle | None:
-        """The fill-in-the-middle encoder of training documents, if the settings have one."""
         data = self.data
         if data.fill_in_middle == 0 or self.split == "validation":
             return None

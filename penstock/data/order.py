@@ -55,7 +55,6 @@ class BlockOrder:
         self._pool_documents = lru_cache(KEPT_POOLS)(self._permuted)
 
     def __getitem__(self, position: int) -> int:
-        """Returns the number of the document at a place."""
         number = int(np.searchsorted(self._ends, position, side="right"))
         documents = self._pool_documents(number)
         return int(documents[position - (int(self._ends[number]) - len(documents))])

@@ -80,7 +80,6 @@ class SplitFilter:
         return f"Keep(split={self.split!r}, validation_share={self.validation_share!r})".encode()
 
     def document(self, text: str) -> bool:
-        """Whether a document belongs to the split, by its text."""
         return self.split is None or bool(self.each(np.array([crc32(text.encode())]))[0])
 
     def each(self, checksums: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
@@ -110,7 +109,6 @@ class DocumentPart:
         return f"Stretch(split={self.split!r}, validation_share={self.validation_share!r})".encode()
 
     def of(self, document: Document) -> Document:
-        """Returns the part of a text or of token ids."""
         size = len(document)
         # A short document holds out a larger share, up to a quarter.
         held_out = max(round(size * self.validation_share), min(_LEAST_HELD_OUT, size // 4))

@@ -183,7 +183,6 @@ class LaneStream(RowStream[Position]):
         return None
 
     def start(self) -> Position:
-        """Returns the position before the first row: each lane has its first unit."""
         cursors = [Cursor(0, 0)]
         while len(cursors) <= self._lanes:
             cursors.append(self._after(cursors[-1]))

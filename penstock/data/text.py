@@ -302,7 +302,6 @@ class JsonLines(IndexedText):
         corrupt.leave_out(empties, files)
 
     def record(self, index: int) -> str:
-        """Returns the text field of a line."""
         return self._parse(self._index.content(index), self._index.place(index))
 
     def _check_beginning(self, path: Path, lines: int) -> None:
@@ -320,7 +319,6 @@ class JsonLines(IndexedText):
             raise DataError(shown.what, got=shown.got, allowed=shown.allowed, fix=shown.fix) from first
 
     def _parse(self, line: bytes, location: str) -> str:
-        """Returns the text of a line; errors name `location`."""
         text = require_utf8(line, location)
         try:
             # Some editors put a byte-order mark before the first line.

@@ -87,7 +87,6 @@ class ExportedTokenizer:
 
 
 def export_tokenizer(data: Data, context: int) -> ExportedTokenizer:
-    """The tokenizer of a run for `transformers`."""
     try:
         vocabulary = vocabulary_of(data)
         if vocabulary.setting != BYTES and not isinstance(vocabulary.tokenizer, FileTokenizer):
