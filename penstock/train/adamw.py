@@ -118,7 +118,6 @@ def _encode(whole: Tensor, decades: int) -> tuple[Tensor, Tensor]:
 
 
 def _decode(codes: Tensor, scales: Tensor, decades: int) -> Tensor:
-    """The inverse of `_encode`."""
     whole = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     size = max(1, _PIECE // codes.shape[-1])
     parts = (tensor.view(-1, tensor.shape[-1]).split(size) for tensor in (whole, codes, scales))
@@ -128,13 +127,11 @@ def _decode(codes: Tensor, scales: Tensor, decades: int) -> Tensor:
     return whole
 
 
-_MEANS = StateCodec(
-    decode=lambda both: _decode(both[0], both[1], SIGNED_DECADES), encode=lambda whole: _encode(whole, SIGNED_DECADES)
-)
-_SQUARES = StateCodec(
-    decode=lambda both: _decode(both[0], both[1], ROOT_DECADES), encode=lambda whole: _encode(whole, ROOT_DECADES)
-)
+def _codes(decades: int) -> StateCodec:
+    return StateCodec(lambda both: _decode(both[0], both[1], decades), lambda whole: _encode(whole, decades))
 
+
+_MEANS, _SQUARES = _codes(SIGNED_DECADES), _codes(ROOT_DECADES)
 
 Stored = tuple[tuple[Tensor, ...], StateCodec | None]
 """Tensors that hold a float32 tensor, and their codec; None for the plain tensor."""
@@ -259,7 +256,7 @@ class FusedAdamW:
         self.step += 1
 
     def settle(self) -> None:
-        """Wait until host tensors may be read or filled."""
+        """Wait until host tensors may be read or filled: here they always may."""
 
     def loaded(self) -> None:
         """Continue from filled masters, moments and `step`: values follow their masters."""
@@ -274,7 +271,6 @@ def _tensors_of(
     state: Mapping[str, Mapping[str, Tensor]],
     starts: Mapping[str, int],
 ) -> dict[str, AdamWTensor]:
-    """Tensors with their state of zeros, whose masters equal their values."""
     tensors = {
         name: AdamWTensor(
             value=value,
@@ -365,7 +361,6 @@ class StreamedAdamW:
         self.step += 1  # on the current stream
 
     def settle(self) -> None:
-        """Wait until host tensors may be read or filled."""
         self._stream.finish()
 
     def loaded(self) -> None:
@@ -386,7 +381,6 @@ class StreamedAdamW:
 
 
 def _host_state(values: Mapping[str, Tensor], settings: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """State of zeros in host memory; tensors of one dtype share blocks."""
     device = next(iter(values.values())).device
     places: dict[torch.dtype, list[tuple[str, str, tuple[int, ...]]]] = {}
     for name, value in values.items():

@@ -127,7 +127,6 @@ def _state_before(run: Run, text: Text, step: int, store: CheckpointStore | None
 
 
 def _part_read(text: Text, before: LoaderState, after: LoaderState) -> str:
-    """Name of the part that the row between two states is from."""
     old, new = before.get("part_tokens"), after.get("part_tokens")  # tokens of each part so far
     if not isinstance(old, list) or not isinstance(new, list):
         return ""

@@ -24,13 +24,14 @@ Parts hold no collectives and do not depend on the rows of other ranks, so repea
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.base.errors import DeviceError, KernelError
+from penstock.base.errors import ConfigError, DeviceError, KernelError, PenstockError
 from penstock.base.spans import MICRO_BATCH, Span
 from penstock.config.parallel import Captured
 from penstock.config.rules import capture_problem
@@ -67,7 +68,6 @@ class _CapturedPass:
         return self.parts
 
     def release(self) -> None:
-        """Free the memory of the graph."""
         self.graph.release()
 
 
@@ -139,7 +139,6 @@ class CapturedPasses(_Captured[_CapturedPass]):
         return sums
 
     def _make_pass(self, model: RankModel, batch: GlobalBatch, rule: LossRule) -> None:
-        """Capture on all ranks, or on none."""
         obstacle = ""
         try:
             self._held = _capture_pass(self._capture, model, batch, rule)
@@ -156,8 +155,7 @@ class CapturedPasses(_Captured[_CapturedPass]):
 
 
 def _capture_pass(capture: Capture, model: RankModel, batch: GlobalBatch, rule: LossRule) -> _CapturedPass:
-    """Capture a pass over a copy of the first micro-batch."""
-    micro_batch = copy_of(batch.micro_batches[0])
+    micro_batch = deepcopy(batch.micro_batches[0])
     counted = batch.counted.clone()
     parts = torch.zeros(1 + rule.depths, device=model.device)
 
@@ -170,20 +168,6 @@ def _capture_pass(capture: Capture, model: RankModel, batch: GlobalBatch, rule: 
             transfers = around.enter_context(model.buffers.recording())
         graph = capture(work)
     return _CapturedPass(graph, model, GlobalBatch(micro_batches=(micro_batch,), counted=counted), parts, transfers)
-
-
-def copy_of(micro_batch: MicroBatch) -> MicroBatch:
-    reading, labels = micro_batch.reading, micro_batch.labels
-    documents_BS, query_positions_S = reading.documents_BS, reading.query_positions_S
-    inputs = replace(
-        reading,
-        tokens_BS=reading.tokens_BS.clone(),
-        positions_BS=reading.positions_BS.clone(),
-        ahead=tuple(ahead_BS.clone() for ahead_BS in reading.ahead),
-        documents_BS=None if documents_BS is None else documents_BS.clone(),
-        query_positions_S=None if query_positions_S is None else query_positions_S.clone(),
-    )
-    return MicroBatch(reading=inputs, labels=tuple(labels_BS.clone() for labels_BS in labels))
 
 
 def fill(own_batch: MicroBatch, own_counted: Tensor, micro_batch: MicroBatch, counted: Tensor) -> None:
@@ -201,7 +185,6 @@ def fill(own_batch: MicroBatch, own_counted: Tensor, micro_batch: MicroBatch, co
 
 
 def _tensors(micro_batch: MicroBatch, counted: Tensor) -> dict[str, Tensor]:
-    """All tensors that a pass reads of its micro-batch, by name."""
     labels = {f"labels {depth}": labels_BS for depth, labels_BS in enumerate(micro_batch.labels)}
     return micro_batch.reading.tensors | labels | {"counted": counted}
 
@@ -258,45 +241,26 @@ def choose_capture(
     wanted = run.graphs.capture
     if wanted == "none":
         return None, ""
-    if wanted != "auto":
-        _refuse(wanted, run, device, choices)
-    obstacle = why_not("full", run, device, choices)
-    if wanted == "full" or (wanted == "auto" and not obstacle):
+    if wanted != "auto" and (problem := _obstacle(wanted, run, device, choices)) is not None:
+        raise type(problem)(f"graphs.capture={wanted} is not available: {problem.what}", fix=problem.fix)
+    obstacle = _obstacle("full", run, device, choices)
+    if wanted == "full" or (wanted == "auto" and obstacle is None):
         return CapturedPasses(is_asked_for=wanted == "full"), "passes, from the second step on"
     if wanted == "partial":
         return CapturedParts(is_asked_for=True), "parts of layers, from the second step on"
-    if why_not("partial", run, device, choices):
-        return None, f"none: {obstacle}"
-    return CapturedParts(is_asked_for=False), f"parts of layers, from the second step on; no passes: {obstacle}"
+    why_not = "" if obstacle is None else obstacle.what
+    if _obstacle("partial", run, device, choices) is not None:
+        return None, f"none: {why_not}"
+    return CapturedParts(is_asked_for=False), f"parts of layers, from the second step on; no passes: {why_not}"
 
 
-def why_not(what: Captured, run: Run, device: torch.device, choices: Sequence[Choice]) -> str:
-    """The reason why passes, or parts of layers, cannot be captured; empty if they can."""
+def _obstacle(what: Captured, run: Run, device: torch.device, choices: Sequence[Choice]) -> PenstockError | None:
     if device.type != "cuda":
-        return f"device {device.type} has no graphs"
-    problem = capture_problem(run, what)
-    if problem is not None:
-        return f"{problem.field} {problem.what}"
-    waiting = _waiting(what, run, choices)
-    return f"the reference form of {waiting} reads counts on the host" if waiting else ""
-
-
-def _refuse(what: Captured, run: Run, device: torch.device, choices: Sequence[Choice]) -> None:
-    """Raise if the asked capture is impossible on this device; rules refuse those that are impossible everywhere."""
-    if device.type != "cuda":
-        raise DeviceError(f"graphs.capture={what} needs a GPU", got=f"device {device.type}", fix="graphs.capture=auto")
-    waiting = _waiting(what, run, choices)
-    if waiting:
-        raise KernelError(
-            f"graphs.capture={what} cannot be had: the reference form of {waiting} reads counts on the host",
-            fix=f"leave kernels.{waiting} and kernels.all at auto, or set graphs.capture=none",
-        )
-
-
-def _waiting(what: Captured, run: Run, choices: Sequence[Choice]) -> str:
-    """A chosen operator that waits for the device; empty if there is none."""
-    if run.model.moe is None:
-        return ""
-    return next(
-        (choice.op for choice in choices if choice.op in READS_COUNTS[what] and choice.backend == "reference"), ""
-    )
+        return DeviceError(f"device {device.type} has no graphs", fix="graphs.capture=auto")
+    if (problem := capture_problem(run, what)) is not None:
+        return ConfigError(f"{problem.field} {problem.what}", fix="graphs.capture=auto")
+    for choice in choices if run.model.moe is not None else ():
+        if choice.op in READS_COUNTS[what] and choice.backend == "reference":
+            reason = f"the reference form of {choice.op} reads counts on the host"
+            return KernelError(reason, fix=f"leave kernels.{choice.op} and kernels.all at auto, or graphs.capture=none")
+    return None

@@ -35,6 +35,7 @@ from types import TracebackType
 from typing import Any
 from zlib import crc32
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -47,6 +48,7 @@ from penstock.parallel.copies import host_tensors
 from penstock.parallel.shard import ShardedTensor
 from penstock.train.manifest import (
     FACTS,
+    Manifest,
     WrittenFiles,
     check_files,
     check_no_more_tensors,
@@ -66,8 +68,8 @@ from penstock.train.manifest import (
 class CheckpointStore:
     """The checkpoints in one folder, which the first save creates.
 
-    All ranks create the store and call `latest_of_all`, `save`, `load`, `wait` and `close` together. The other methods
-    only look at the folder, on each rank alone. A save leaves `keep` checkpoints, and those of multiples of
+    All ranks create the store and call `save`, `load`, `wait`, `close`, and what ends in `_of_all` together. The other
+    methods only look at the folder, on each rank alone. A save leaves `keep` checkpoints, and those of multiples of
     `keep_every` steps; a `keep` of 0 keeps all. `asynchronous` stores write in the background, which needs host memory
     for this rank's tensors. `mark` is a file that is made when a checkpoint is complete.
     """
@@ -95,7 +97,6 @@ class CheckpointStore:
 
     @property
     def rank(self) -> int:
-        """This rank among those that save together."""
         return self._messages.rank
 
     def steps(self) -> list[int]:
@@ -129,19 +130,13 @@ class CheckpointStore:
         return newest
 
     def steps_of_all(self) -> list[int]:
-        """Steps with a checkpoint, the newest first, as the first rank sees them. All ranks call this together.
-
-        Raises a CheckpointError as `latest_of_all` does.
-        """
+        """Steps with a checkpoint, the newest first, as the first rank sees them; errors as of `latest_of_all`."""
         newest = self.latest_of_all()
         steps: list[int] = self._messages.from_first([] if newest is None else self.steps())
         return sorted(steps, reverse=True)
 
     def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint, so that it is none any more; returns its new path. All ranks call this together.
-
-        Raises a CheckpointError if that fails.
-        """
+        """Rename a damaged checkpoint on all ranks together; returns its new path. Raises a CheckpointError."""
         folder = self.path(step)
         damaged = folder.with_name(f"{folder.name}.damaged")
         with _Phase(self._messages, f"cannot rename {folder}"):
@@ -152,7 +147,6 @@ class CheckpointStore:
         return damaged
 
     def path(self, step: int) -> Path:
-        """Folder of the checkpoint of a step, which may not exist."""
         return self._folder / f"step-{step:06d}"
 
     def save(self, step: int, parts: Mapping[str, ShardedTensor], facts: Mapping[str, Any]) -> None:
@@ -188,8 +182,7 @@ class CheckpointStore:
             check_no_more_tensors(folder, manifest)
             files = files_to_read(manifest.tensors, into)
             check_there(folder, files)
-            check_files(folder, {FACTS: manifest.files[FACTS]})
-            facts = _facts(folder)
+            facts = _checked_facts(folder, manifest)
         # Each file is checked by one of the ranks that read it, so that the disk is asked once.
         read = self._messages.all_gather(files)
         ours = [file for file in files if _checking_rank(file, read) == self.rank]
@@ -201,12 +194,10 @@ class CheckpointStore:
         """Facts of a checkpoint, without its tensors, on this rank alone. Raises a CheckpointError as `load` does."""
         folder = self._existing(step)
         with system_errors(CheckpointError, f"cannot read {folder}"):
-            manifest = read_manifest(folder)
-            check_files(folder, {FACTS: manifest.files[FACTS]})
-            return _facts(folder)
+            return _checked_facts(folder, read_manifest(folder))
 
     def facts_of_all(self, step: int) -> dict[str, Any]:
-        """`read_facts` on all ranks, which call this together and end it together."""
+        """`read_facts` on all ranks, which end it together."""
         with _Phase(self._messages, f"cannot read {self.path(step)}"):
             return self.read_facts(step)
 
@@ -276,7 +267,7 @@ class CheckpointStore:
             written = write_parts(partial, parts, self.rank)
         ranks = self._messages.gather(asdict(written))
         if is_first:
-            everything = merge([WrittenFiles.from_json(rank) for rank in ranks])
+            everything = merge(msgspec.convert(ranks, list[WrittenFiles]))
             write_whole(partial / FACTS, facts)
             everything.files[FACTS] = fingerprint(partial / FACTS)
             write_manifest(partial, step, everything)
@@ -387,6 +378,7 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return host
 
 
-def _facts(folder: Path) -> dict[str, Any]:
+def _checked_facts(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    check_files(folder, {FACTS: manifest.files[FACTS]})
     facts: dict[str, Any] = parse_json(folder / FACTS)
     return facts

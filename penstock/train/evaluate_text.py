@@ -8,7 +8,7 @@ that each end with the end-of-document token. Experts are dropless, and products
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,14 +18,14 @@ import torch
 
 from penstock.base.errors import DataError, DeviceError
 from penstock.base.files import read_json
-from penstock.config.data import Data, SourceName
+from penstock.config.data import Data
 from penstock.config.load import CONFIG_FILE
 from penstock.config.run import Run
 from penstock.config.training import LearningRateSchedule, Optimizer, Training
 from penstock.data.evaluation import evaluation_batches
-from penstock.data.files import matched, uncompressed_name
+from penstock.data.files import matched
 from penstock.data.mixture import Text, TextPart
-from penstock.data.open import SUFFIXES, open_text
+from penstock.data.open import open_text, source_of
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.config import model_in
@@ -104,27 +104,11 @@ def texts_of(run: Run, names: Sequence[str], text_field: str, cache: Path) -> tu
 
 
 def _text_of(run: Run, name: str, text_field: str, cache: Path) -> Text:
-    data = run.data.model_copy(
-        update={
-            "source": _source_of(name),
-            "files": (name,),
-            "validation_files": (),
-            "validation_share": 0.0,
-            "mixture": {},
-            "text_field": text_field,
-            "fill_in_middle": 0.0,
-        }
-    )
+    first = matched((name,), field="--data")[0]  # of a folder or a glob
+    files = {"source": source_of(first), "files": (name,), "text_field": text_field}
+    whole = {"validation_files": (), "validation_share": 0.0, "mixture": {}, "fill_in_middle": 0.0}
+    data = run.data.model_copy(update=files | whole)
     return open_text(data, "train", vocab_size=run.model.vocab_size, seed=run.seed, cache=cache)
-
-
-def _source_of(name: str) -> SourceName:
-    """The kind of a file, or of the first file of a folder or glob; files with unknown suffixes are plain text."""
-    suffix = uncompressed_name(matched((name,), field="--data")[0]).suffix
-    if suffix == ".bin":  # of a pair of .bin and .idx
-        return "packed"
-    kinds: tuple[SourceName, ...] = ("jsonl", "parquet", "packed")
-    return next((kind for kind in kinds if suffix in SUFFIXES[kind]), "text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,19 +143,10 @@ def evaluate_text(saved: SavedModel, name: str, text: TextPart, *, rows: int, se
     rule = replace(loss_rule(saved.run), depths=0)
     result = evaluate(RankModel(decoders={0: saved.decoder}), chosen, cut, rule)
     filled = sum(int((batch.labels_BS != IGNORED_LABEL).any(1).sum()) for batch in chosen.batches)
-    return TextLoss(
-        source=name,
-        loss=result.loss,
-        bits_per_byte=result.bits_per_byte,
-        tokens=result.tokens,
-        text_bytes=chosen.text_bytes,
-        rows=filled,
-        seconds=result.seconds,
-    )
+    return TextLoss(source=name, text_bytes=chosen.text_bytes, rows=filled, **asdict(result))
 
 
 def import_harness() -> Any:
-    """lm-evaluation-harness. Raises a DeviceError if it is not installed."""
     try:
         import_module(HARNESS_MODEL)
         return import_module(HARNESS)

@@ -65,12 +65,14 @@ def export_huggingface(
     # Not pad_token_id: transformers keeps that token's embedding from learning. generation_config.json has it.
     fields["eos_token_id"] = tokenizer.end_of_document
     check_same_model(step, store.read_facts(step)["model"], identity_of(run))
-    dtypes, kinds = _tensors_of(run.model, torch.bfloat16 if precision == "bf16" else torch.float32)
+    decoder = meta_model(run.model)
+    to_dtype(decoder, torch.bfloat16 if precision == "bf16" else torch.float32)
+    weights = decoder.state_dict()
     texts = {"config.json": json.dumps(fields, indent=2) + "\n", **tokenizer.files}
     try:
         with complete_folder(folder) as draft:
-            with open_weights(store, step, kinds) as saved:
-                _write_files(_entries(run.model, saved, dtypes), draft, shard_bytes)
+            with open_weights(store, step, weights) as saved:
+                _write_files(_entries(run.model, saved, weights), draft, shard_bytes)
             for name, text in texts.items():
                 (draft / name).write_text(text, encoding="utf-8")
                 sync(draft / name)
@@ -79,19 +81,11 @@ def export_huggingface(
     return tokenizer.why_not
 
 
-def _tensors_of(model: Model, dtype: torch.dtype) -> tuple[dict[str, torch.dtype], dict[str, str]]:
-    """Types of the weights in the files, and what a checkpoint has of them."""
-    decoder = meta_model(model)
-    kinds = {name: f"float32 {list(tensor.shape)}" for name, tensor in decoder.state_dict().items()}
-    to_dtype(decoder, dtype)
-    return {name: tensor.dtype for name, tensor in decoder.state_dict().items()}, kinds
-
-
-def _entries(model: Model, saved: SavedWeights, dtypes: Mapping[str, torch.dtype]) -> list[TensorEntry]:
-    """Every weight in Hugging Face form, computed when it is written."""
+def _entries(model: Model, saved: SavedWeights, weights: Mapping[str, Tensor]) -> list[TensorEntry]:
+    """Every weight in Hugging Face form, with the type that it has in `weights`, computed when it is written."""
     entries = []
     for lines in by_file_tensor(weight_mappings(model)):
-        line, dtype = lines[0], dtypes[lines[0].name]
+        line, dtype = lines[0], weights[lines[0].name].dtype
         parts: Sequence[Make] = (partial(_values, lines, saved, dtype),)
         if line.is_copy and line.shape:
             parts = [partial(_rows, line, saved, dtype, rows) for rows in parts_of(line.shape, dtype.itemsize)]
@@ -105,7 +99,6 @@ def _values(lines: Sequence[WeightMapping], saved: SavedWeights, dtype: torch.dt
 
 
 def _rows(line: WeightMapping, saved: SavedWeights, dtype: torch.dtype, rows: tuple[int, int]) -> Tensor:
-    """Rows of a tensor whose values have the same order there."""
     return saved.read(line.name, line.rectangle.rows(line.expert is not None, *rows), dtype)
 
 
@@ -159,7 +152,6 @@ def verify_export(run: Run, folder: Path) -> float:
 
 
 def import_transformers() -> Any:
-    """The library. Raises a DeviceError if it is not installed."""
     try:
         return import_module("transformers")
     except ImportError as error:

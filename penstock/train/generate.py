@@ -19,7 +19,7 @@ from penstock.base.errors import DeviceError
 from penstock.config.run import Kernels, Run
 from penstock.data.tokenizer_rules import Tokenizer
 from penstock.layout.sharding import Rectangle
-from penstock.models.build import meta_model, to_dtype
+from penstock.models.build import compute_dtype, meta_model, to_dtype
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.weights import load_huggingface
 from penstock.models.kernels import choose_operators
@@ -51,10 +51,10 @@ def load_decoder(run: Run, store: CheckpointStore, step: int, device: torch.devi
     """
     check_same_model(step, store.read_facts(step)["model"], identity_of(run))
     decoder = _meta_decoder(run, device)
-    kinds = {name: f"float32 {list(tensor.shape)}" for name, tensor in decoder.state_dict().items()}
     _allocate(decoder, run, device)
-    with open_weights(store, step, kinds) as saved:
-        for name, tensor in decoder.state_dict().items():
+    weights = decoder.state_dict()
+    with open_weights(store, step, weights) as saved:
+        for name, tensor in weights.items():
             tensor.copy_(saved.read(name, Rectangle((0,) * tensor.ndim, tuple(tensor.shape))))
     return decoder.eval()
 
@@ -77,7 +77,7 @@ def _meta_decoder(run: Run, device: torch.device) -> Decoder:
 
 
 def _allocate(decoder: Decoder, run: Run, device: torch.device) -> None:
-    to_dtype(decoder, torch.bfloat16 if run.training.precision == "bf16" else torch.float32)
+    to_dtype(decoder, compute_dtype(run))
     _refuse_too_large(decoder, device)
     decoder.to_empty(device=device)
     for buffer in decoder.buffers():

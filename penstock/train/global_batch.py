@@ -103,7 +103,6 @@ def read(batch: Batch, rule: CutRule, share: float = 1.0) -> MicroBatch:
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """An asynchronous copy on the device, through pinned memory."""
     if device.type == "cuda" and x.device.type == "cpu":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)

@@ -123,7 +123,6 @@ def wall_seconds(path: Path) -> dict[str, float]:
 
 
 def goodput(seconds: Mapping[str, float]) -> float | None:
-    """The share of training in some seconds; None without any."""
     total = sum(seconds.values())
     return seconds.get("training", 0.0) / total if total else None
 
@@ -241,7 +240,6 @@ def _read(path: Path) -> list[_Process]:
 
 
 def _added_up(processes: Sequence[_Process]) -> dict[str, float]:
-    """Seconds of each kind, those between processes included."""
     total: dict[str, float] = {}
     gaps = _gaps(processes)
     for index, process in enumerate(processes):
@@ -254,7 +252,6 @@ def _added_up(processes: Sequence[_Process]) -> dict[str, float]:
 
 
 def _gaps(processes: Sequence[_Process]) -> list[float]:
-    """Seconds between each process and the next."""
     gaps = [
         later.up - (earlier.up + earlier.end - earlier.begin)
         if earlier.boot and earlier.boot == later.boot

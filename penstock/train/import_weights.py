@@ -76,7 +76,6 @@ class Upcycling:
         return dense.model_copy(update={"family": family, "dense_layers": 0, "intermediate_size": 0, "moe": moe})
 
     def pieces(self, dense: Model, pieces: Iterator[WeightPiece]) -> Iterator[WeightPiece]:
-        """The weights of the MoE model, from those of the dense one."""
         for piece in pieces:
             match = _DENSE.fullmatch(piece.name)
             if match is None:
@@ -87,7 +86,6 @@ class Upcycling:
                 yield self._router(dense, f"{match['layer']}.ffn.router.weight_ED")
 
     def _experts(self, dense: Model, piece: WeightPiece, layer: str, product: str) -> Iterator[WeightPiece]:
-        """One of the two halves of `gate_up`, or `down`, for every expert."""
         width = dense.intermediate_size // self.granularity  # F of an expert
         dim = 0 if product == "gate_up" else 1  # of the F of a matrix: gate_up is 2F x D, down is D x F
         experts = self.copies * self.granularity

@@ -28,7 +28,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from signal import SIGTERM
 from types import TracebackType
@@ -59,7 +59,7 @@ from penstock.train.checkpoint import CheckpointStore
 from penstock.train.diagnose import NonFiniteFinding, NonFiniteOrigin, find_held_out_origin, find_origin, report_figure
 from penstock.train.goodput import GoodputLedger
 from penstock.train.metrics import drop_after
-from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
+from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport, StepTotals
 from penstock.train.power import PowerMeter
 from penstock.train.profile import Recorder
 from penstock.train.run_folder import RunFolder, changes_since
@@ -356,7 +356,6 @@ class _Loop:
         return pack(Rows(no_tokens, no_tokens), document_mask=self._run.data.document_mask)
 
     def _step(self, done: Progress) -> tuple[StepReport, bool]:
-        """Make the next step and evaluate if due; also returns whether a rank wants to stop."""
         state, step = self._session.state, done.steps + 1
         self._before = before = ResumePoint(state.batches.state(), random_state())
         peak = self._run.optimizer.learning_rate
@@ -425,22 +424,16 @@ class _Loop:
         notices = (*self._notices, *self._recorder.take_notices(), *self._session.state.batches.take_notices())
         self._notices = ()
         return StepReport(
+            **{field.name: getattr(result, field.name) for field in fields(StepTotals)},
             step=done.steps + 1,
-            loss=result.loss,
-            mtp_losses=result.mtp_losses,
-            gradient_norm=result.gradient_norm,
             learning_rate=rate,
             tokens_seen=done.tokens + tokens,
             tokens_per_second_per_device=per_device,
             step_seconds=seconds,
             elapsed_seconds=time.perf_counter() - self._begin_seconds,
             model_flops_utilization=self._session.size.flops_per_token * per_device / peak if peak else None,
-            peak_memory_bytes=result.peak_memory_bytes,
             peak_host_memory_bytes=peak_host_memory_bytes(),
             forced_balance=moe is not None and moe.balance.force_load_balance,
-            layers=result.layers,
-            left_out=result.left_out,
-            slots_needed=result.slots_needed,
             records_skipped=self._session.state.batches.skipped(),
             evaluation=evaluation,
             graph_pool_bytes=0 if graphs is None else graphs.pool_bytes,

@@ -29,6 +29,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -80,18 +81,10 @@ class WrittenFiles:
     tensors: dict[str, SavedTensor]  # all that the rank holds, with the rectangles that it wrote, which may be none
     files: dict[str, str]  # name -> size and checksum, such as `120 bytes, crc32 0a1b2c3d`
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "WrittenFiles":
-        """The inverse of `dataclasses.asdict`. Raises KeyError or TypeError for other content."""
-        return cls(
-            {name: SavedTensor(entry["kind"], dict(entry["rectangles"])) for name, entry in content["tensors"].items()},
-            dict(content["files"]),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Content of a checkpoint folder."""
+    """Content of `manifest.json`."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -160,16 +153,10 @@ def read_manifest(folder: Path) -> Manifest:
         )
     if content.pop("seal", None) != _seal(content):
         raise _damaged(path, "a checksum that does not match")
-    return _checked(path, content)
-
-
-def _checked(path: Path, content: dict[str, Any]) -> Manifest:
-    """The manifest, if each of its tensors is complete."""
     try:
-        written = WrittenFiles.from_json(content)
-        manifest = Manifest(step=content["step"], penstock=content["penstock"], **vars(written))
+        manifest = msgspec.convert(content, Manifest)
         fault = next(_faults(manifest), None)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise _damaged(path, f"not what a manifest holds: {error!r}") from error
     if fault is not None:
         raise _damaged(path, fault)
@@ -235,7 +222,6 @@ def files_of(manifest: Manifest, names: Iterable[str]) -> list[str]:
 
 
 def parse_json(path: Path) -> Any:
-    """Content of a JSON file of a checkpoint; a CheckpointError if it is not JSON."""
     try:
         return read_json(path)
     except ValueError as error:  # of which UnicodeDecodeError and JSONDecodeError are kinds
@@ -311,9 +297,8 @@ def fill_parts(
     into: Mapping[str, ShardedTensor],
     expected: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Fill this rank's parts, on any device, one after another; only the needed elements are read.
+    """Fill this rank's parts, on any device, from the elements that they need, after a check of `expected` files.
 
-    Files of `expected`, in the order of their first use, are compared with these checksums before they are used.
     Raises OSError if a file cannot be read, and DamagedError if it is not what the manifest says.
     """
     with CheckpointFiles(folder, expected) as files:

@@ -42,13 +42,13 @@ def update_scale(matrices: Matrices, update_rms: float) -> float:
 class ShardedMuon:
     """Muon over the matrices of one rank, on the device; the interface is that of `penstock.train.adamw.FusedAdamW`.
 
-    `shards` have the gradients as values to orthogonalize. `step` is the number of updates that a checkpoint holds.
+    `shards` have the gradients, which are orthogonalized in place. `step` is the number of updates that a checkpoint
+    holds.
     """
 
     def __init__(
         self,
         values: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
         shards: Mapping[str, MatrixShard],
         settings: Optimizer,
         axes: Axes,
@@ -59,7 +59,7 @@ class ShardedMuon:
     ) -> None:
         self._settings, self._step, self._steps = settings, step, 0
         self.tensors = {
-            name: _with_state(name, value, gradients[name], shards[name].matrices, settings, starts.get(name, 0))
+            name: _with_state(name, value, shards[name], settings, starts.get(name, 0))
             for name, value in values.items()
         }
         start_masters(self.tensors.values())
@@ -133,19 +133,17 @@ def _is_fused(tensor: MuonTensor) -> bool:
     return tensor.value.device.type != "cpu" and tensor.moment1.dtype == torch.float32 and tensor.masters != SPLIT
 
 
-def _with_state(
-    name: str, value: Tensor, gradient: Tensor, matrices: Matrices, settings: Optimizer, start: int
-) -> MuonTensor:
+def _with_state(name: str, value: Tensor, shard: MatrixShard, settings: Optimizer, start: int) -> MuonTensor:
     shapes = state_shapes(tuple(value.shape), value.dtype, settings, is_muon=True)
     state = {field: torch.zeros(shape.shape, dtype=shape.dtype, device=value.device) for field, shape in shapes.items()}
     return MuonTensor(
         value=value,
-        gradient=gradient,
+        gradient=shard.part.tensor,
         moment1=state["moment1"],
         scale1=state.get("scale1"),
         master=state.get("master"),
         is_decayed=True,
         salt=salt_of(name),
         start=start,
-        scale=update_scale(matrices, settings.muon.update_rms),
+        scale=update_scale(shard.matrices, settings.muon.update_rms),
     )

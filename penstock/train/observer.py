@@ -70,30 +70,36 @@ class HeldOutLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReport:
+class StepTotals:
+    """Figures of a step, the same on all ranks."""
+
+    loss: float  # mean over the counted tokens of the global batch
+    mtp_losses: tuple[float, ...]  # the same for each multi-token prediction depth
+    gradient_norm: float  # before clipping
+    layers: tuple[LayerReport, ...]  # one for each MoE layer, before the update of the expert bias
+    peak_memory_bytes: int  # maximum over ranks when the passes were launched; an update shows in the next step
+    left_out: int  # rows without room in the first attempt, over all ranks and layers; above 0 the step was repeated
+    slots_needed: int = 0  # replicas of a rank with which every plan would have kept its bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport(StepTotals):
     """One optimizer step. Fields that are also in metrics.jsonl are documented in `penstock.train.metrics.FIELDS`."""
 
     step: int  # from 1
-    loss: float
-    mtp_losses: tuple[float, ...]
-    gradient_norm: float
     learning_rate: float
     tokens_seen: int
     tokens_per_second_per_device: float
     step_seconds: float
     elapsed_seconds: float  # since this process began to train, evaluations and checkpoints included
     model_flops_utilization: float | None
-    peak_memory_bytes: int
     forced_balance: bool
-    layers: tuple[LayerReport, ...]  # one for each MoE layer; empty for a dense model
-    left_out: int  # `rows_left_out` in metrics.jsonl
     evaluation: HeldOutLoss | None  # after this step; None if none was due
     records_skipped: int = 0
     graph_pool_bytes: int = 0
     peak_host_memory_bytes: int = 0
     notices: tuple[str, ...] = ()  # new messages for the user, one line each
     expert_ranks: int = 1  # that share the experts of a layer
-    slots_needed: int = 0  # `balance_slots_needed` in metrics.jsonl
     phase_seconds: Mapping[str, float] = field(default_factory=dict)  # of the step before; empty in the first step
     power: PowerReading = NO_POWER  # of this rank's GPU
     wall_seconds: Mapping[str, float] = field(default_factory=dict)  # of the whole run; empty where it is not kept
@@ -119,10 +125,11 @@ class StepReport:
         plans = [layer.balance for layer in self.layers if layer.balance is not None]
         if not plans:
             return None
-        means = (
-            fmean(column) for column in zip(*((plan.before, plan.after, plan.replicas) for plan in plans), strict=True)
+        return BalanceReport(
+            before=fmean(plan.before for plan in plans),
+            after=fmean(plan.after for plan in plans),
+            replicas=fmean(plan.replicas for plan in plans),
         )
-        return BalanceReport(**dict(zip(("before", "after", "replicas"), means, strict=True)))
 
     @property
     def worst_layer(self) -> LayerReport | None:
@@ -148,7 +155,7 @@ class RunStart:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """End of a run."""
+    """What a run has done when it ends."""
 
     step: int  # the last one that was made
     steps: int  # that the run asks for

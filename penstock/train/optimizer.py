@@ -8,10 +8,9 @@ its master:
     reduce       once a step, gradients are summed over the ranks that saw other tokens
     step         gradients are clipped, masters updated, and rounded into the parameters
 
-So neither sums over many micro-batches nor small updates lose precision. State may be stored in fewer bits
-(`penstock.train.adamw`). Kernels that produce weight gradients may
-accumulate into the buffer (`gradient_of`) instead (penstock/models/parameters.py). With `offload.optimizer`, masters
-and moments are in host memory (`penstock.train.adamw.StreamedAdamW`).
+So neither sums over many micro-batches nor small updates lose precision. Kernels that produce weight gradients may
+accumulate into the buffer (`gradient_of`) instead (penstock/models/parameters.py). State may be stored in fewer bits,
+or in host memory (penstock/train/adamw.py).
 
 A rank updates a parameter in one of three ways (`OptimizerShard`):
 
@@ -26,7 +25,7 @@ larger tensor or a shard, so results do not depend on the layout. Nothing here w
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -66,13 +65,9 @@ class OptimizerShard:
     def part(self, held: Sequence[Tensor], codec: StateCodec | None) -> ShardedTensor:
         """Tensors of the updated rows, as a part of a checkpoint."""
         tensor, *more = held
+        shape, pieces = self.param.shape, self.param.pieces(self.rows)
         return ShardedTensor(
-            tensor=tensor,
-            shape=self.param.shape,
-            pieces=self.param.pieces(self.rows),
-            writes=self.writes,
-            more=tuple(more),
-            codec=codec,
+            tensor=tensor, shape=shape, pieces=pieces, writes=self.writes, more=tuple(more), codec=codec
         )
 
     def matrices(self) -> MatrixShard:
@@ -198,10 +193,10 @@ class MasterAdamW:
         on_host = frozenset(() if self.gradient_offload is None else self.gradient_offload.totals)
         self._on_device = [shard for name, shard in self._shards.items() if name not in on_host]  # their gradients
         self._has_zeros = True  # in the updated rows
-        of_muon = {name: shard.matrices() for name, shard in self._shards.items() if shard.param.matrices is not None}
-        of_muon = of_muon if settings.method == "muon" else {}
-        values, muon_values = _parted({name: shard.values for name, shard in self._shards.items()}, of_muon)
-        gradients, muon_gradients = _parted(dict(self.gradients()), of_muon)
+        has_muon = settings.method == "muon"
+        of_muon = {name for name, shard in self._shards.items() if has_muon and shard.param.matrices is not None}
+        values = {name: shard.values for name, shard in self._shards.items() if name not in of_muon}
+        gradients = {name: shard.gradient for name, shard in self._shards.items() if name not in of_muon}
         starts = {name: shard.start for name, shard in self._shards.items()}
         self._adamw: FusedAdamW | StreamedAdamW
         if offload.optimizer:
@@ -209,20 +204,20 @@ class MasterAdamW:
             self._adamw = StreamedAdamW(values, gradients, settings, starts=starts, host_gradients=on_host)
         else:
             self._adamw = FusedAdamW(values, gradients, settings, starts=starts)
+        self._tensors: dict[str, StateTensor] = {**self._adamw.tensors}
         self._muon = None
-        if settings.method == "muon":
+        if has_muon:
+            shards = {name: shard for name, shard in self._shards.items() if name in of_muon}
             self._muon = ShardedMuon(
-                muon_values,
-                muon_gradients,
-                of_muon,
+                {name: shard.values for name, shard in shards.items()},
+                {name: shard.matrices() for name, shard in shards.items()},
                 settings,
                 axes,
                 starts=starts,
                 step=self._adamw.step,
                 values_per_round=bucket_values,
             )
-        of_muon_too = {} if self._muon is None else self._muon.tensors
-        self._tensors: dict[str, StateTensor] = {**self._adamw.tensors, **of_muon_too}
+            self._tensors |= self._muon.tensors
 
     def gradient_of(self, name: str) -> Tensor:
         """The float32 buffer of a parameter's gradients; the same tensor for the whole run."""
@@ -263,9 +258,7 @@ class MasterAdamW:
         axes = {axis.name: axis for shard in self._shards.values() for axis in shard.param.partial}
         for axis in (axes[name] for name in sorted(axes)):
             partial_sums = [shard.gradient for shard in self._shards.values() if axis in shard.param.partial]
-            self._reduce(
-                [BucketEntry(whole=partial_sum, own=partial_sum) for partial_sum in partial_sums], NO_AXIS, axis
-            )
+            self._reduce([BucketEntry(whole=rows, own=rows) for rows in partial_sums], NO_AXIS, axis)
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
@@ -321,7 +314,6 @@ class MasterAdamW:
         return {**parts, **frozen, "step": whole(self._adamw.step, writes=self._world.rank == 0)}
 
     def memory(self) -> StateBytes:
-        """Memory of this optimizer; works on the meta device."""
         shards = self._shards.values()
         weights = [
             shard.values if isinstance(shard.param.parameter, DTensor) else shard.param.parameter for shard in shards
@@ -348,7 +340,6 @@ class MasterAdamW:
         reduce_rows(entries, shard, replicate, self._reduce_dtype, self._bucket_values)
 
     def _gather_values(self) -> None:
-        """Fetch the rows of parameters that other ranks have updated."""
         divided: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
         for shard in self._shards.values():
             if shard.shard_axis.size > 1:
@@ -358,14 +349,7 @@ class MasterAdamW:
             gather_rows(entries, shards[0].shard_axis, self._bucket_values)
 
 
-def _parted(tensors: Mapping[str, Tensor], names: Collection[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Tensors of other names, and of these."""
-    there = {name: tensor for name, tensor in tensors.items() if name in names}
-    return {name: tensor for name, tensor in tensors.items() if name not in names}, there
-
-
 def _offload_of(params: Sequence[ParamShard]) -> GradientOffload:
-    """Gradients of decoder layers on the host."""
     shapes = {param.name: tuple(param.parameter.shape) for param in params if layer_of_sums(param.name) is not None}
     return GradientOffload(shapes, params[0].parameter.device)
 

@@ -106,7 +106,6 @@ class Recorder:
             torch.cuda.synchronize()
 
     def _write(self, profiler: profile) -> int:
-        """Write both files atomically; returns the bytes of the trace."""
         self._folder.mkdir(parents=True, exist_ok=True)
         draft = self._folder / f".rank-{self._rank}.json"
         try:

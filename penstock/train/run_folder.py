@@ -77,13 +77,12 @@ class RunFolder:
         return self.config.is_file()
 
     def write_config(self, run: Run) -> None:
-        """Replace the configuration atomically. Raises a RunFolderError if the file cannot be written."""
+        """Replace the configuration, or raise a RunFolderError."""
         with system_errors(RunFolderError, f"cannot write {self.config}"):
             write_whole(self.config, dump_toml(run))
 
 
 def check_name(name: str) -> None:
-    """Refuse names that are not one path component, by a RunFolderError."""
     if not NAME_PATTERN.fullmatch(name):
         raise RunFolderError(
             "the name of a run becomes a folder",
@@ -93,7 +92,6 @@ def check_name(name: str) -> None:
 
 
 def check_is_free(parent: Path, name: str) -> None:
-    """Refuse a taken name, by a RunFolderError."""
     if (path := parent / name).exists():
         raise RunFolderError(f"{path} exists already", fix="--resume to go on with it, or another --name")
 
@@ -174,7 +172,6 @@ def find_run_folder(parent: Path, name: str, *, newest: bool) -> RunFolder:
 
 
 def find_launched(parent: Path, launch: str) -> RunFolder | None:
-    """The folder that a launch has created, or None."""
     folders = [RunFolder(path.parent) for path in sorted(parent.glob("[!.]*/launch"))]
     return next((folder for folder in folders if folder.launch.read_text(encoding="utf-8") == launch), None)
 
@@ -204,15 +201,10 @@ def check_same_run(saved: Run, wanted: Run, folder: RunFolder) -> None:
     changes = differences(saved, wanted)
     for difference in changes:
         if is_bound(difference.field):
-            arguments = [
-                "train",
-                "--from",
-                str(folder.path),
-                *(f"{change.field}={change.right or 'none'}" for change in changes),
-            ]
-            new = f"begin one with its weights: penstock {shlex.join(arguments)}"
-            if difference.field.startswith("model."):  # its weights do not fit
-                new = "start a new run"
+            overrides = [f"{change.field}={change.right or 'none'}" for change in changes]
+            command = shlex.join(["penstock", "train", "--from", str(folder.path), *overrides])
+            fits = not difference.field.startswith("model.")  # its weights
+            new = f"begin one with its weights: {command}" if fits else "start a new run"
             raise CheckpointError(
                 f"a run cannot be resumed with another {difference.field}",
                 got=difference.right or "none",
@@ -251,7 +243,6 @@ def check_nothing_is_lost(folder: RunFolder) -> None:
 
 
 def is_bound(field: str) -> bool:
-    """Whether a checkpoint is bound to an option, given by its dotted path."""
     return _is_under(field, FIXED) and not _is_under(field, FREE)
 
 

@@ -105,7 +105,6 @@ def temporary_folder(purpose: str) -> AbstractContextManager[Path]:
 
 
 def _delete_stale(parent: Path, name: str, before: float) -> None:
-    """Delete hidden folders of a name that were made before a time and are locked by no process."""
     for draft in parent.glob(f".{glob.escape(name)}.*"):
         with suppress(OSError, RunFolderError):
             if draft.is_dir() and draft.stat().st_mtime < before and (draft / LOCK_FILE).is_file():

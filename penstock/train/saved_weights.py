@@ -30,7 +30,6 @@ from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import (
     FACTS,
     CheckpointFiles,
-    Manifest,
     Piece,
     SavedTensor,
     WrittenFiles,
@@ -113,28 +112,23 @@ class SavedWeights:
 
 
 @contextmanager
-def open_weights(store: CheckpointStore, step: int, kinds: Mapping[str, str]) -> Iterator[SavedWeights]:
-    """Weights of a checkpoint; `kinds` are type and shape of each wanted one, by name in the model.
+def open_weights(store: CheckpointStore, step: int, weights: Mapping[str, Tensor]) -> Iterator[SavedWeights]:
+    """Weights of a checkpoint, by name in the model; `weights` have the shape of each wanted one.
 
     What was read counts only when the context ends without an error: until then files are compared with their
     checksums. Raises a CheckpointError if the checkpoint is missing or damaged, or lacks a weight.
     """
     folder = store.path(step)
-    wanted = {PREFIX + name: kind for name, kind in kinds.items()}
+    wanted = {PREFIX + name: f"float32 {list(weight.shape)}" for name, weight in weights.items()}
     with system_errors(CheckpointError, f"cannot read {folder}"):
-        manifest = _checked(folder, wanted)
-    expected = {name: manifest.files[name] for name in files_of(manifest, wanted)}
+        manifest = read_manifest(folder)
+        check_tensors(folder, {name: manifest.kinds.get(name, "none") for name in wanted}, wanted)
+        expected = {name: manifest.files[name] for name in files_of(manifest, wanted)}
+        check_there(folder, expected)
     with CheckpointFiles(folder, expected, along=True) as files:
         yield SavedWeights(folder, manifest.tensors, files)
         with system_errors(CheckpointError, f"cannot read {folder}"):
             files.finish()
-
-
-def _checked(folder: Path, wanted: Mapping[str, str]) -> Manifest:
-    manifest = read_manifest(folder)
-    check_tensors(folder, {name: manifest.kinds.get(name, "none") for name in wanted}, wanted)
-    check_there(folder, files_of(manifest, wanted))
-    return manifest
 
 
 def open_saved(folder: Path) -> tuple[Run, CheckpointStore]:

@@ -29,14 +29,13 @@ from penstock.kernels.device_facts import device_facts
 from penstock.kernels.optimizer_state import BLOCK
 from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
-from penstock.models.build import meta_model
+from penstock.models.build import compute_dtype, meta_model, to_dtype
 from penstock.models.init import initialize_masters
 from penstock.models.kernels import kernel_choices
-from penstock.models.parameters import fuse_wgrad_accumulation, matrices_of, param_shards, refresh_float8
+from penstock.models.parameters import fuse_wgrad_accumulation, param_shards, refresh_float8
 from penstock.models.qk_clip import measure_logits
 from penstock.models.rank_model import RankModel, build_rank, embedding_places, stages_of
 from penstock.moe.experts import GroupedExperts
-from penstock.moe.router import TopKRouter
 from penstock.parallel.axes import ALONE, Axes, make_axes
 from penstock.parallel.launch.environment import Environment, read_environment
 from penstock.parallel.launch.host import host_bytes
@@ -213,17 +212,11 @@ def open_split(run: Run, split: Split) -> Text:
 
 
 def state_bytes(run: Run) -> int:
-    """Bytes of weights, float32 gradients, masters and moments of a run."""
-    in_bf16 = run.training.precision == "bf16"
-    total = 0
-    for path, module in meta_model(run.model).named_modules():
-        dtype = torch.bfloat16 if in_bf16 and not isinstance(module, TopKRouter) else torch.float32
-        for name, parameter in module.named_parameters(recurse=False):
-            shape = tuple(parameter.shape)
-            is_muon = run.optimizer.method == "muon" and matrices_of(module, f"{path}.{name}", shape) is not None
-            state = state_shapes(shape, dtype, run.optimizer, is_muon=is_muon).values()
-            total += (4 + dtype.itemsize) * parameter.numel() + sum(item.nbytes for item in state)
-    return total
+    """Bytes of weights, float32 gradients, masters and moments of a run on one device."""
+    model = meta_model(run.model)
+    to_dtype(model, compute_dtype(run))
+    memory = MasterAdamW(param_shards([model], ALONE), run.optimizer).memory()
+    return memory.weights + memory.gradients + memory.optimizer
 
 
 _ID_BYTES = 8

@@ -219,14 +219,12 @@ class StartsFile(Observer):
         self._path = path
 
     def started(self, start: RunStart) -> None:
-        """Write the line. Raises a RunFolderError if that fails."""
         line = json.dumps(start_record(start)) + "\n"
         with system_errors(RunFolderError, f"cannot write {self._path}"), open_to_append(self._path) as file:
             file.write(line.encode())
 
 
 def start_record(start: RunStart) -> dict[str, Any]:
-    """The line of a start, as JSON values."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_text(),

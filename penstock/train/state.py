@@ -115,7 +115,6 @@ def _well_formed(folder: Path) -> Iterator[None]:
 
 
 def identity_of(run: Run) -> dict[str, Any]:
-    """The model options that a checkpoint is bound to."""
     return {field: value for field, value in leaves(run.model, "model.").items() if is_bound(field)}
 
 
@@ -149,12 +148,11 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Set the global random generators from `random_state`; that of a GPU is skipped on a CPU."""
     set_random_state(parse_random_state(state))
 
 
 class Generators(NamedTuple):
-    """States of the global random generators, which fit them."""
+    """States that fit the global random generators."""
 
     torch: Tensor
     cuda: Tensor | None
@@ -198,7 +196,6 @@ def _from_text(text: str) -> Tensor:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of nested mappings."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name}.")

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,7 +39,7 @@ from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import CutRule, GlobalBatch, cut, read
 from penstock.train.loss import LossRule, loss_rule
-from penstock.train.observer import BalanceReport, HeldOutLoss, LayerReport
+from penstock.train.observer import BalanceReport, HeldOutLoss, LayerReport, StepTotals
 from penstock.train.optimizer import NO_FACTORS, MasterAdamW, clip_divisor
 from penstock.train.passes import forward_backward, held_out_nats
 from penstock.train.stop import StopRequest
@@ -66,18 +65,11 @@ class StepRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """Figures of a step, the same on all ranks."""
+class StepResult(StepTotals):
+    """Figures of a step, and what the ranks told each other with them."""
 
-    loss: float  # mean over the counted tokens of the global batch
-    mtp_losses: tuple[float, ...]  # the same for each multi-token prediction depth
-    gradient_norm: float  # before clipping
-    layers: tuple[LayerReport, ...]  # load of each MoE layer, before the update of the expert bias
-    peak_memory_bytes: int  # maximum over ranks when the passes were launched; an update shows in the next step
-    wants_stop: bool  # a rank had received a stop request by then
-    left_out: int  # rows without room in the first attempt, over all ranks and layers; above 0 the step was repeated
+    wants_stop: bool  # a rank had received a stop request when the passes were launched
     pulses: tuple[RankPulse, ...]  # of each rank, of earlier steps
-    slots_needed: int = 0  # replicas of a rank with which every plan would have kept its bound
     has_failed: bool = False  # a rank cannot go on (`StopRequest.has_failed`), so the step was not applied
 
     @property
@@ -230,7 +222,6 @@ def _votes(model: RankModel, stop: StopRequest | None) -> Tensor:
 
 
 def _rank_stats(model: RankModel, loads: Sequence[LayerLoad], pulse: RankPulse) -> Tensor:
-    """W x R, with zeros in the rows of other ranks."""
     world, stats = model.axes.world, (peak_memory_bytes(model.device), 0, *pulse)
     stats_WR = torch.zeros(world.size, len(stats), dtype=torch.float64, device=model.device)
     for column, figure in enumerate(stats):
@@ -263,7 +254,6 @@ def _figures_of(model: RankModel, losses: Tensor, rule: StepRule, votes: Tensor,
 
 
 def _summed(figures: _Figures, model: RankModel) -> _Figures:
-    """Figures of all ranks, in one all-reduce."""
     if model.axes.tensor.rank > 0:  # ranks that share the vocabulary have the same loss; one of them contributes it
         figures = replace(figures, losses=torch.zeros_like(figures.losses))
     row = figures.flat()
@@ -273,31 +263,32 @@ def _summed(figures: _Figures, model: RankModel) -> _Figures:
 
 def _read(figures: _Figures, norm: Tensor, moe_layers: Sequence[int], groups: int) -> tuple[StepResult, bool]:
     """Copy the figures to the host in one copy; also returns whether a rank timed out."""
-    *values, gradient_norm = torch.cat((figures.flat(), norm.detach().double().reshape(1))).tolist()
-    parts = np.split(np.array(values), np.cumsum([figure.numel() for figure in vars(figures).values()])[:-1])
-    host = {name: part.reshape(figure.shape) for (name, figure), part in zip(vars(figures).items(), parts, strict=True)}
-    main, *depths = host["losses"].reshape(-1).tolist()
-    wants_stop, is_late, has_failed = (votes > 0 for votes in host["votes"].tolist())
-    peaks, needed, *pulses = host["rank_stats_WR"].T.tolist()
-    by_layer = (moe_layers, *(host[name] for name in ("slots_LE", "dropped_L", "auxiliary_loss_L", "plans_LP")))
+    row = torch.cat((figures.flat(), norm.detach().double().reshape(1))).cpu()
+    host = figures.from_flat(row[:-1])
+    main, *depths = host.losses.tolist()
+    wants_stop, is_late, has_failed = (votes > 0 for votes in host.votes.tolist())
+    peaks, needed, *pulses = host.rank_stats_WR.T.tolist()
+    by_layer = (host.slots_LE, host.dropped_L, host.auxiliary_loss_L, host.plans_LP)
     layers = tuple(
         LayerReport(
             layer=layer,
-            slots=tuple(map(int, slots_E.tolist())),
+            slots=tuple(map(int, slots_E)),
             dropped=int(dropped),
-            auxiliary_loss=float(auxiliary_loss),
-            balance=balance_report(plans.tolist(), groups),
+            auxiliary_loss=auxiliary_loss,
+            balance=balance_report(plans, groups),
         )
-        for layer, slots_E, dropped, auxiliary_loss, plans in zip(*by_layer, strict=True)
+        for layer, slots_E, dropped, auxiliary_loss, plans in zip(
+            moe_layers, *(figure.tolist() for figure in by_layer), strict=True
+        )
     )
     result = StepResult(
         loss=main,
         mtp_losses=tuple(depths),
-        gradient_norm=gradient_norm,
+        gradient_norm=float(row[-1]),
         layers=layers,
         peak_memory_bytes=int(max(peaks)),
         wants_stop=wants_stop,
-        left_out=int(host["overflow_rows"]),
+        left_out=int(host.overflow_rows),
         pulses=tuple(RankPulse(*pulse) for pulse in zip(*pulses, strict=True)),
         slots_needed=int(max(needed)),
         has_failed=has_failed,

@@ -55,7 +55,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal; Python calls this between two bytecodes of the main thread."""
+        """Python calls this between two bytecodes of the main thread."""
         now = time.monotonic()
         if number == signal.SIGHUP:
             nowhere = os.open(os.devnull, os.O_WRONLY)

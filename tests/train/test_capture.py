@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -21,7 +22,7 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.dispatch.row_capacity import RowCapacity, make_room
-from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture, copy_of, fill
+from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture, fill
 from penstock.train.global_batch import cut
 from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.optimizer import MasterAdamW
@@ -171,7 +172,7 @@ def test_graphs_that_were_asked_for_and_find_no_memory_are_an_error(tmp_path: Pa
 def test_what_a_graph_reads_is_filled_with_everything_of_another_micro_batch(tmp_path: Path) -> None:
     _, _, rule = started(tiny_run(tmp_path), None)
     first, second = (cut(random_batch(2, 12, seed=seed, documents=True), rule.cut) for seed in (0, 1))
-    own, own_counted = copy_of(first.micro_batches[0]), first.counted.clone()
+    own, own_counted = deepcopy(first.micro_batches[0]), first.counted.clone()
     addresses = [tensor.data_ptr() for tensor in (own.reading.tokens_BS, *own.labels, own_counted)]
     other = second.micro_batches[0]
     fill(own, own_counted, other, second.counted)
@@ -184,7 +185,7 @@ def test_what_a_graph_reads_is_filled_with_everything_of_another_micro_batch(tmp
 def test_another_shape_share_or_mask_is_refused(tmp_path: Path) -> None:
     _, _, rule = started(tiny_run(tmp_path), None)
     whole = cut(random_batch(2, 12), rule.cut)
-    own = copy_of(whole.micro_batches[0])
+    own = deepcopy(whole.micro_batches[0])
     for other, told in (
         (random_batch(2, 10), r"tokens_BS of a graph is torch.int64 \(2, 12\), and .* \(2, 10\) came"),
         (random_batch(4, 12), "a graph of a share of 1.0 is replayed for one of 0.5"),
@@ -227,10 +228,14 @@ def test_what_is_captured_is_what_was_asked_for_or_what_can_be(
 @pytest.mark.parametrize("capture", ["full", "partial"])
 def test_what_was_asked_for_and_cannot_be_is_refused(capture: str, tmp_path: Path) -> None:
     run = tiny_run(tmp_path, device="auto", graphs=Graphs.model_validate({"capture": capture}))
-    reads = f"graphs.capture={capture} cannot be had: the reference form of permute reads counts.*; fix: leave kernels"
+    reads = (
+        f"graphs.capture={capture} is not available: the reference form of permute reads counts.*; fix: leave kernels"
+    )
     with pytest.raises(KernelError, match=reads):
         choose_capture(run, GPU, (PERMUTE,))
-    with pytest.raises(DeviceError, match=f"capture={capture} needs a GPU; got device cpu; fix: graphs.capture=auto"):
+    with pytest.raises(
+        DeviceError, match=f"capture={capture} is not available: device cpu .*; fix: graphs.capture=auto"
+    ):
         choose_capture(run, CPU, ())
 
 

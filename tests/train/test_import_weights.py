@@ -17,7 +17,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.huggingface.config import model_in
 from penstock.models.huggingface.tensor_file import TensorFile
 from penstock.models.huggingface.weight_folder import WeightFolder
-from penstock.train import manifest, saved_weights
+from penstock.train import manifest
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import Precision, export_huggingface
 from penstock.train.import_weights import Upcycling, import_weights
@@ -133,7 +133,7 @@ def test_each_rank_reads_its_part_and_one_of_them_checks_each_file(
 ) -> None:
     run = load_run("debug", BASE)
     _written(run.model, tmp_path)
-    monkeypatch.setattr(saved_weights, "FILE_BYTES", 100_000)
+    monkeypatch.setattr(manifest, "FILE_BYTES", 100_000)
     import_weights(WeightFolder(tmp_path / "theirs"), run.model, run, None, tmp_path / "start")
     files = [path.stat().st_size for path in (tmp_path / "start").rglob("*.safetensors")]
     source = f'training.initial_weights="{tmp_path / "start"}"'
