@@ -62,8 +62,7 @@ class Action(NamedTuple):
         return (forward, Action(stage + 1, Kind.INPUT, micro_batch)) if stage + 1 < stages else (forward,)
 
 
-Unit = tuple[Action, ...]
-"""An action, or a pair of actions that a rank runs together."""
+Unit = tuple[Action, ...]  # an action, or a pair of actions that a rank runs together
 
 
 @dataclass(frozen=True, kw_only=True)

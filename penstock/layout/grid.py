@@ -19,8 +19,7 @@ from math import prod
 DENSE_AXES = ("pipeline", "data", "context", "tensor")
 EXPERT_AXES = ("pipeline", "expert_data", "expert", "expert_tensor")
 
-MOST_RANKS = 2**20
-"""Largest supported world, several times the largest existing cluster."""
+MOST_RANKS = 2**20  # largest supported world, several times the largest existing cluster
 
 
 @dataclass(frozen=True, kw_only=True)

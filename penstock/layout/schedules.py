@@ -24,8 +24,7 @@ from typing import Literal
 from penstock.base.errors import ConfigError
 from penstock.layout.actions import Action, Kind, Schedule, pair_up, stages_of
 
-Phrase = tuple[int, str]
-"""(repetitions, words)."""
+Phrase = tuple[int, str]  # (repetitions, words)
 
 
 def gpipe(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
@@ -114,10 +113,7 @@ def groups_to_fill(ranks: int, micro_batches: int) -> int:
 
 
 def grouped(stages: Sequence[int], micro_batches: int, groups: int) -> Iterator[tuple[int, int]]:
-    """Yields (stage, micro-batch): a group through the first stage, through the second, ...; then the next group.
-
-    Sizes of groups differ by one at most.
-    """
+    """Yields (stage, micro-batch), group by group through all stages; sizes of groups differ by one at most."""
     for group in range(groups):
         members = range(group * micro_batches // groups, (group + 1) * micro_batches // groups)
         for stage in stages:
@@ -145,17 +141,13 @@ def spell(phrases: list[Phrase], stages: Sequence[int], micro_batches: int, grou
     return tuple(actions)
 
 
-SLOTS = 6
-"""Slots between the starts of two blocks: the actions of one rank on one micro-batch."""
+SLOTS = 6  # slots between the starts of two blocks: the actions of one rank on one micro-batch
 
 STRIDES = {"zb-v": (4, 2, 4, 2), "v-half": (2, 1, 2, 1), "v-min": (1, 1, 1, 1)}
 """Slots between neighbouring ranks on the four ways of a block: F0, F1, I1, I0."""
 
-RankSlots = tuple[int, ...]
-"""The slots of one rank in the first block, in the order of `_WORK`."""
-
-_HOLDS = {Kind.FORWARD: 1, Kind.INPUT: 0, Kind.WEIGHT: -1}
-"""Change in held (stage, micro-batch) pairs by an action."""
+RankSlots = tuple[int, ...]  # the slots of one rank in the first block, in the order of `_WORK`
+_HOLDS = {Kind.FORWARD: 1, Kind.INPUT: 0, Kind.WEIGHT: -1}  # change in held (stage, micro-batch) pairs by an action
 
 _URGENCY = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
 _WORK = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.INPUT, 1), (Kind.INPUT, 0), (Kind.WEIGHT, 1), (Kind.WEIGHT, 0))

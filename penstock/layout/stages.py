@@ -25,20 +25,15 @@ from math import inf
 
 from penstock.base.errors import ConfigError
 
-FIELD = "pipeline.layout"
-"""The field of the layout string, for errors."""
+FIELD = "pipeline.layout"  # the field of the layout string, for errors
 
 _LETTERS = "E, t, m, L"
 _FOLLOWS = {"E": "t|mL", "t": "t|mL", "m": "mL", "|": "tmL", "L": ""}
 """Letters that may follow a letter; only L may end the layout."""
 
 _NUMBER = re.compile(r"[0-9]+")
-_MOST_PARTS = 100_000
-_DEEPEST = 20
-"""Limits on parts and on nested groups; larger layouts are typing errors."""
-
-_SHOWN = 40
-"""Characters that an error shows before and after its position."""
+_MOST_PARTS, _DEEPEST = 100_000, 20  # parts, and nested groups; larger layouts are typing errors
+_SHOWN = 40  # characters that an error shows before and after its position
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,7 @@ from penstock.parallel.layer_context import LayerContext
 
 
 class GroupedQueryLayer(SoftmaxAttention):
-    """Attention whose query heads share key/value heads.
-
-    Each tensor-parallel rank sees every position that its context-parallel rank holds.
-    """
+    """Attention whose query heads share keys; tensor-parallel ranks see all positions of their context rank."""
 
     def __init__(
         self,

@@ -151,12 +151,7 @@ class MultiTokenPrediction(nn.Module):
         self.norm = make_norm()
 
     def forward(self, previous_BSD: Tensor, ahead_BSD: Tensor, context: ForwardContext) -> Tensor:
-        """Returns the hidden states of this depth, after its norm.
-
-        Args:
-            previous_BSD: hidden states of the depth before.
-            ahead_BSD: embeddings of the tokens k positions ahead.
-        """
+        """Returns this depth's hidden states after its norm; `ahead_BSD` embeds the tokens k positions ahead."""
         joined_BSD = self.join(torch.cat((self.embed_norm(ahead_BSD), self.hidden_norm(previous_BSD)), dim=-1))
         out_BSD: Tensor = self.norm(self.block(joined_BSD, context))
         return out_BSD

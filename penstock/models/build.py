@@ -226,10 +226,7 @@ def compute_dtype(run: Run) -> torch.dtype:
 
 
 def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters to their compute dtype, except those that FSDP2 casts when it gathers them.
-
-    TopKRouter weights and their buffers stay float32.
-    """
+    """Cast parameters to their compute dtype, except those of routers and those that FSDP2 casts when it gathers."""
     for module in model.modules():
         if not isinstance(module, TopKRouter):
             for name, parameter in module.named_parameters(recurse=False):

@@ -12,15 +12,12 @@ from penstock.parallel.layer_context import LayerContext
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one product; in float8 the whole network is one autograd function.
-
-    `rule` may set another activation.
+    """down(silu(gate(x)) * up(x)), or the activation of `rule`; gate and up in one product, and in float8 all.
 
     Tensor-parallel ranks divide the width F. Every token passes the whole width, so their tokens are gathered before
     the products, and the partial outputs are reduce-scattered after them.
 
-    With a gate, a sigmoid of the token multiplies the output. It is applied before the second product, which is linear,
-    as routing weights are.
+    With a gate, a sigmoid of the token multiplies the output. It is applied before the second product, which is linear.
     """
 
     def __init__(

@@ -80,11 +80,9 @@ def _by_expert(part: ShardedTensor) -> dict[int, list[tuple[LocalSlice, Tensor]]
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Fill all parameters: norms with one, biases with zero, all else with normal values.
+    """Fill the parameters of a model on a real device: norms with 1, biases with 0, all else with normal values.
 
     Buffers become zero, but for tables of routers, which are drawn.
-
-    The model is on a real device, with undefined contents.
     """
     for module, name, parameter, init in _param_inits(model, seed, std):
         local, rows = own_rows(parameter)  # FSDP2 holds a range of rows

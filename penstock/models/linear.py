@@ -70,10 +70,7 @@ class Linear(nn.Linear):
             super().reset_parameters()
 
     def forward(self, x_D: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
-        """Multiply the last dim; add the bias, except to the partial sums of a row-parallel product.
-
-        `x_float8` is a quantized copy of x, if there is one (`quantize_input`).
-        """
+        """Multiply the last dim; add the bias, except to partial sums. `x_float8` is a copy of x (`quantize_input`)."""
         bias = None if self.is_summed else self.bias
         if self.float8 is not None:
             return float8_linear(x_D, self.float8_weight(), bias, x_float8)
@@ -195,10 +192,7 @@ class _LinearInto(torch.autograd.Function):
 
 
 def look_up_into(main_grad_VD: Tensor, tokens: Tensor, weight_VD: Tensor) -> Tensor:
-    """`F.embedding` whose backward adds to rows of a buffer, without a gradient of the size of the vocabulary.
-
-    See `penstock.kernels.reference.add_token_rows`. `main_grad_VD` is in float32 or as the weight.
-    """
+    """`F.embedding` whose backward adds to rows of a buffer (`add_token_rows`), in float32 or the weight's dtype."""
     rows: Tensor = _LookUpInto.apply(tokens, weight_VD, main_grad_VD)
     return rows
 

@@ -62,7 +62,6 @@ class LowRank(nn.Module):
         self.up = Linear(rank, outputs, layer_context, split="outputs")
 
     def forward(self, x_D: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
-        """Multiply the last dim."""
         y: Tensor = self.up(self.down(x_D, x_float8))
         return y
 

@@ -1,10 +1,12 @@
 """The inputs of a forward pass, and the values that every layer derives from them. Built once per pass, immutable."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention_bounds import AttentionBounds
 from penstock.moe.routing import Scope
 from penstock.parallel.context import LocalMask
 from penstock.parallel.graphs import PartialGraphs
@@ -52,34 +54,26 @@ class ForwardContext:
 
     def in_static_memory(self) -> "ForwardContext":
         """The same values; with captured parts, copied to the addresses that the graphs read."""
-        if self.parts is None:
+        parts = self.parts
+        if parts is None:
             return self
-        self.parts.check("scope of a micro-batch", replace(self.scope, tokens_T=None))  # numbers are baked into a graph
-        hold = self.parts.hold
+        parts.check("scope of a micro-batch", replace(self.scope, tokens_T=None))  # numbers are baked into a graph
 
-        def hold_optional(name: str, value: Tensor | None) -> Tensor | None:
-            return None if value is None else hold(name, value)
+        def hold(name: str, value: Any) -> Any:
+            match value:
+                case Tensor():
+                    return parts.hold(name, value)
+                case tuple():
+                    return tuple(hold(f"{name} {number}", mask) for number, mask in enumerate(value))
+                case AttentionBounds(first_BQ=first_BQ, last_BK=last_BK):
+                    return replace(
+                        value, first_BQ=hold(f"{name} first", first_BQ), last_BK=hold(f"{name} last", last_BK)
+                    )
+                case Scope(tokens_T=tokens_T):
+                    return replace(value, tokens_T=hold("tokens_T", tokens_T))
+            return value
 
-        def hold_local(name: str, mask: LocalMask) -> LocalMask:
-            if isinstance(mask, int):
-                return mask
-            if isinstance(mask, Tensor):
-                return hold(name, mask)
-            first_BQ, last_BK = hold(f"{name} first", mask.first_BQ), hold(f"{name} last", mask.last_BK)
-            return replace(mask, first_BQ=first_BQ, last_BK=last_BK)
-
-        return replace(
-            self,
-            cos_BSP=hold("cos_BSP", self.cos_BSP),
-            sin_BSP=hold("sin_BSP", self.sin_BSP),
-            scope=replace(self.scope, tokens_T=hold_optional("tokens_T", self.scope.tokens_T)),
-            allowed_BSS=hold_optional("allowed_BSS", self.allowed_BSS),
-            bounds=tuple(hold_local(f"bounds {number}", mask) for number, mask in enumerate(self.bounds)),
-            nears=tuple(hold_local(f"near {number}", mask) for number, mask in enumerate(self.nears)),
-            documents_BS=hold_optional("documents_BS", self.documents_BS),
-            first_BS=hold_optional("first_BS", self.first_BS),
-            query_scale_S=hold_optional("query_scale_S", self.query_scale_S),
-        )
+        return replace(self, **{name: hold(name, value) for name, value in vars(self).items()})
 
 
 def shifted_tokens(tokens_BS: Tensor, depths: int) -> tuple[Tensor, ...]:

@@ -32,7 +32,6 @@ class RMSNorm(Norm):
     """Root mean square norm with a learned scale."""
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Normalize the last dim of a tensor with any leading dims."""
         with span(Span.NORM):
             return self.operators.rms_norm(x_D, self.weight_D, self.epsilon, self.offset)
 
@@ -45,7 +44,6 @@ class LayerNorm(Norm):
         self.bias_D = nn.Parameter(torch.empty(size))
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Normalize the last dim."""
         with span(Span.NORM):
             return F.layer_norm(x_D, self.weight_D.shape, self.weight_D, self.bias_D, self.epsilon)
 

@@ -69,10 +69,7 @@ def fuse_wgrad_accumulation(decoders: Iterable[Decoder], buffer_of: Callable[[st
 
 
 def refresh_float8(stages: Iterable[nn.Module]) -> None:
-    """Quantize all float8 weights. Call it after each change of the weights, before the next pass.
-
-    With FSDP2 gathering in float8 this is a collective: all ranks call it together.
-    """
+    """Quantize all float8 weights, after each change of them. All ranks call it if FSDP2 gathers in float8."""
     gathered: list[Float8Shard] = []
     for stage in stages:
         for module in stage.modules():

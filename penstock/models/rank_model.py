@@ -129,10 +129,7 @@ def schedule_of(run: Run, axes: Axes) -> Schedule | None:
 
 
 def stages_of(run: Run) -> tuple[Stage, ...]:
-    """The parts of each pipeline stage: from `pipeline.layout`, or balanced by cost.
-
-    Raises a ConfigError if the layout is malformed or does not fit the model.
-    """
+    """The parts of each pipeline stage, from `pipeline.layout` (raises as `parse_stages` does) or balanced by cost."""
     model = run.model
     stages = run.parallel.pipeline * run.pipeline.stages_per_rank
     if stages == 1:

@@ -109,10 +109,7 @@ class GroupedExperts(nn.Module):
 
     @torch.no_grad()
     def refresh_float8(self) -> None:
-        """Quantize the matrices as they are now, into the same memory if there are copies already.
-
-        Call it after every change of the matrices. There are no copies without 8-bit products and under FSDP.
-        """
+        """Quantize the matrices after each change of them, into the same memory; no copies under FSDP or in 16 bits."""
         held = self.gate_up_eFD, self.down_eDF
         if self.float8.experts is None or any(isinstance(weight, DTensor) for weight in held):
             self.float8_copies = None

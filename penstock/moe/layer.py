@@ -47,19 +47,11 @@ Terms = tuple[Tensor, ...]
 
 
 class SharedExpert(Protocol):
-    """A dense FFN that every token passes, callable in two halves. Its input may be there in 8 bits already."""
+    """A dense FFN that every token passes. `widen` is its first half, with the activation, and `narrow` the second."""
 
-    def __call__(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
-        """Both halves."""
-        ...
-
-    def widen(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
-        """The first product and the activation. Returns h_TF."""
-        ...
-
-    def narrow(self, h_TF: Tensor) -> Tensor:
-        """The second product. Returns y_TD."""
-        ...
+    def __call__(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor: ...
+    def widen(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor: ...
+    def narrow(self, h_TF: Tensor) -> Tensor: ...
 
 
 class MoE(nn.Module):

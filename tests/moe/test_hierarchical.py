@@ -49,7 +49,7 @@ def _crossed(way: Gloo, experts_TK: Tensor) -> tuple[tuple[int, ...] | None, int
     (dispatcher,), place = dispatchers_on_a_rank(way, [with_room(placement)])
     own = problem(placement, Routing(torch.ones(experts_TK.shape), experts_TK)).of(place)
     rows, metadata = dispatcher.dispatch(own.x_TD, Routing(own.weights_TK, own.experts_TK))
-    return metadata.send, metadata.arrived, tuple(rows.x_ND.shape)
+    return metadata.exchange.send, metadata.arrived, tuple(rows.x_ND.shape)
 
 
 CHOICES = torch.tensor(

@@ -123,10 +123,7 @@ def model_in(source: Path) -> Model:
 
 
 def run_of(source: Path, name: str) -> Run:
-    """A run that trains the model of a `config.json`: required fields only, because the user sets text and steps.
-
-    Raises as `model_in` does.
-    """
+    """A run that trains the model of a `config.json`, with required fields only; raises as `model_in` does."""
     return Run(
         name=name,
         model=model_in(source),

@@ -13,8 +13,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.model import GroupedQueryAttention, LatentAttention, Model, Moe
 from penstock.config.schema import as_toml
 
-Values: TypeAlias = dict[str, Any]
-"""Values by key of `config.json`, or by path of our field."""
+Values: TypeAlias = dict[str, Any]  # values by key of `config.json`, or by path of our field
 
 _MOST_LAYERS = 10_000
 
@@ -338,8 +337,7 @@ def _refuse_shared_indexers(keys: Keys) -> Values:
     return {}
 
 
-LINEAR = Part(_read_linear, _write_linear)
-"""Every n-th layer has attention, the others linear attention."""
+LINEAR = Part(_read_linear, _write_linear)  # every n-th layer has attention, the others linear attention
 KDA = Part(_read_kda, _write_kda)
 INDEXERS = Part(_refuse_shared_indexers, lambda model: {})
 WINDOW = Part(_read_window, _write_window)
@@ -446,16 +444,13 @@ def _read_first_dense(keys: Keys) -> Values:
     return {"dense_layers": agreed({"mlp_layer_types": dense, "first_k_dense_replace": first})}
 
 
-EXCEPTIONS = Part(_read_exceptions, _write_exceptions)
-"""Every n-th layer has experts, except listed ones."""
-LIST = Part(_read_list, _write_list)
-"""Every n-th layer has experts, or the listed ones."""
+EXCEPTIONS = Part(_read_exceptions, _write_exceptions)  # every n-th layer has experts, except listed ones
+LIST = Part(_read_list, _write_list)  # every n-th layer has experts, or the listed ones
 RANGE = Part(_read_range, _write_range)
 """Of a range of layers, every n-th has experts, counted from the first layer of the model."""
 FIRST_DENSE = Part(_read_first_dense, lambda model: {})
 """The first layers are dense; some files also list the kinds of all layers."""
-DENSE = Part(lambda keys: {"dense_layers": keys.layers}, lambda model: {})
-"""No layer has experts."""
+DENSE = Part(lambda keys: {"dense_layers": keys.layers}, lambda model: {})  # no layer has experts
 
 
 # ----------------------------------------------------------------------------------------------------- shared experts

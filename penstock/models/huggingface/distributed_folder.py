@@ -190,13 +190,11 @@ class DistributedFolder(WeightSource):
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
         view = self._views[name]
         shape = self._stored[view.source].shape[len(view.index) :]
         return tuple(view.take(torch.empty(shape, device="meta")).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor, without reading it."""
         return self._stored[self._views[name].source].dtype
 
     def has_rows(self, name: str) -> bool:
@@ -226,10 +224,7 @@ class DistributedFolder(WeightSource):
 
 
 def open_source(folder: Path, model: Model) -> WeightSource:
-    """The weights of a model in a folder of safetensors, or of torch.distributed.checkpoint.
-
-    Raises as `WeightFolder` and `DistributedFolder`.
-    """
+    """The weights of a model in a folder of safetensors or of torch.distributed.checkpoint; raises as their readers."""
     return DistributedFolder(folder, model) if (folder / METADATA).is_file() else WeightFolder(folder)
 
 
@@ -333,11 +328,9 @@ class _Stack:
         self.values[-1].state = state
 
     def extend(self, items: Iterable[Any]) -> None:
-        """Items of the list, or pairs of the table, that is the last value."""
         self.values[-1].extend(items)
 
     def remember(self, index: int) -> None:
-        """The last value, for later."""
         self.memory[index] = self.values[-1]
 
 

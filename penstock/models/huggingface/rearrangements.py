@@ -24,8 +24,7 @@ class Rearrangement:
     write: Change  # its inverse
 
 
-RearrangementOf: TypeAlias = Callable[[Model], Rearrangement]
-"""A rearrangement with the sizes of a model."""
+RearrangementOf: TypeAlias = Callable[[Model], Rearrangement]  # a rearrangement with the sizes of a model
 
 
 def grid_transposed(dim: int, rows: int, columns: int) -> Rearrangement:
@@ -140,8 +139,7 @@ class Division:
         return self.blocks * sum(self.widths)
 
 
-DivisionOf: TypeAlias = Callable[[Model], Division]
-"""A division with the sizes of a model."""
+DivisionOf: TypeAlias = Callable[[Model], Division]  # a division with the sizes of a model
 
 
 def _linear(config: Model) -> LinearAttention:

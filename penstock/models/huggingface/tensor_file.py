@@ -60,8 +60,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-READ_BYTES = 16 << 20
-"""Read at once where values need another type, device or order."""
+READ_BYTES = 16 << 20  # read at once where values need another type, device or order
 
 PAGE_BYTES = 4096
 """Past the page cache, sizes are multiples of it. A written file of another size is cut after its last block."""
@@ -74,24 +73,14 @@ _SAMPLES = 16
 
 Item = TypeVar("Item")
 
-ALIGNMENT = 64
-"""Bytes. Spaces pad the header, so that tensors are aligned in a mapped file."""
+ALIGNMENT = 64  # bytes. Spaces pad the header, so that tensors are aligned in a mapped file
 
 _SUMMED_BYTES = 4 << 20  # read and summed at once; fits the cache
-BLOCK_BYTES = 16 << 20
-"""Written at once."""
-
-WRITES = 3
-"""Blocks: one is filled while the others are summed and written."""
-
-DIRECT_BYTES = 64 << 20
-"""Size of a file from which on it is written past the page cache."""
-
-PART_BYTES = 16 << 20
-"""Of a tensor that is read and written in parts (`parts_of`)."""
-
-AHEAD_BYTES = 64 << 20
-"""Made before they are written, unless one part is larger."""
+BLOCK_BYTES = 16 << 20  # written at once
+WRITES = 3  # blocks: one is filled while the others are summed and written
+DIRECT_BYTES = 64 << 20  # size of a file from which on it is written past the page cache
+PART_BYTES = 16 << 20  # of a tensor that is read and written in parts (`parts_of`)
+AHEAD_BYTES = 64 << 20  # made before they are written, unless one part is larger
 
 Make: TypeAlias = Callable[[], Tensor]
 
@@ -446,5 +435,4 @@ def _bytes_of(entry: TensorEntry, part: Make) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes; NumPy knows no bfloat16."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes; NumPy knows no bfloat16

@@ -95,7 +95,6 @@ class WeightFolder(WeightSource):
         return self._finite(name, packed, tensor)
 
     def rows(self, name: str, rows: tuple[int, int]) -> Tensor:
-        """Rows [first, end) of a tensor that is not quantized. Raises a CheckpointError as `__getitem__`."""
         return self._finite(name, name, self._read(name, rows))
 
     def _finite(self, name: str, stored: str, tensor: Tensor) -> Tensor:
@@ -104,11 +103,9 @@ class WeightFolder(WeightSource):
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, without reading it."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor, without reading it."""
         return self._dtypes.get(name, torch.bfloat16)
 
     def has_rows(self, name: str) -> bool:
@@ -171,8 +168,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(values.size == 0 or (values.max() < limit and values.view(f"u{tensor.itemsize}").max() < limit + sign))
 
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes."""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def _block_of(folder: Path) -> tuple[int, int] | None:
@@ -246,8 +242,7 @@ def _opened(file: Path) -> TensorFile:
         raise CheckpointError(f"cannot read {file}", got=error, fix=_FETCH) from error
 
 
-MOST_OPEN = 64
-"""Files that stay open."""
+MOST_OPEN = 64  # files that stay open
 
 _FETCH = "fetch it again"
 _FIX_BLOCK = "correct quantization_config.weight_block_size in config.json"
@@ -273,10 +268,7 @@ def _unpacked(stored: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def from_float8(weight: Tensor, scale: Tensor, block: tuple[int, int] | None = _BLOCK) -> Tensor:
-    """Dequantize float8 matrices to bfloat16.
-
-    `scale` has one value for each block of rows and columns, or one for all; as uint8 its values are exponents (e8m0).
-    """
+    """Dequantize float8 matrices to bfloat16. `scale` has a value for each block, or one for all; uint8 is e8m0."""
     if scale.dtype == torch.uint8:
         scale = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - 127)
     scale = scale.float()

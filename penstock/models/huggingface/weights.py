@@ -57,7 +57,7 @@ class WeightMapping:
 
     @property
     def rectangle(self) -> Rectangle:
-        """The offsets and sizes of that part in our tensor."""
+        """That part in our tensor."""
         begin, sizes, dim = [0] * len(self.whole), list(self.whole), 0
         if self.expert is not None:
             begin[0], sizes[0], dim = self.expert, 1, 1
@@ -196,10 +196,7 @@ def from_huggingface(model: Decoder, weights: Mapping[str, Tensor]) -> None:
 
 
 def names_of(config: Model, names: Iterable[str]) -> dict[str, str]:
-    """The names of a file's weights by `hf_name`, without tensors that are not weights of the text model.
-
-    A model without multi-token prediction leaves out that of the file.
-    """
+    """The names of a file's weights of the text model by `hf_name`; without prediction layers if the model has none."""
     family = family_of(config)
     text_names = {text: name for name in names if (text := family.text_name(name)) is not None}
     if not config.mtp_layers:

@@ -79,7 +79,6 @@ class BalancedDispatcher:
         return self.inner.name
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
-        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         order = self.operators.order_rows(routing.experts_TK, self.rule.experts)
         plan = ReplicaPlan(*remembered(lambda: self._plan(order.counts_E)))
         slots = self.slots_of(plan)
@@ -92,7 +91,6 @@ class BalancedDispatcher:
         return replace(rows, replicas=slots), metadata
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
-        """See `Dispatcher.combine`. All ranks of the axis call it."""
         assert isinstance(metadata, BalancedMetadata), f"not a metadata of this dispatcher: {metadata}"
         y_TD = self.inner.combine(y_RD, metadata.inner)
         if not y_TD.requires_grad:

@@ -34,21 +34,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.base.spans import Span
 from penstock.config.dispatcher import DispatcherName
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.balance import capacity
-from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
+from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows, sort_slots
 from penstock.moe.dispatch.gathers import collect_padded, pick_kept, reorder, spread, spread_padded
-from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, Move, WireFormat
+from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
 from penstock.moe.dispatch.row_capacity import READ, RowCapacity, SplitSizes
 from penstock.moe.routing import Routing, SortedSlots
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, exchange_rows, reduce_scatter
 from penstock.parallel.recompute import is_recomputing
-from penstock.parallel.spans import span
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,6 @@ class AllGatherDispatcher:
     wire_format: WireFormat = UNQUANTIZED
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
-        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         payload = self.wire_format.encode(x_TD).move(
             lambda rows: all_gather(rows, self.axis, dim=0), lambda gradient: reduce_scatter(gradient, self.axis, dim=0)
         )
@@ -78,7 +75,6 @@ class AllGatherDispatcher:
         return ExpertRows(x_ND, index_R, weights_R, order.counts_E, order.places_TK, quantized), DispatchMetadata(order)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
-        """See `Dispatcher.combine`. All ranks of the axis call it."""
         return reduce_scatter(self.operators.unpermute(y_RD, metadata.order), self.axis, dim=0)
 
     def _keep_capacity(self, order: RowOrder) -> RowOrder:
@@ -123,26 +119,50 @@ def as_local(experts_TK: Tensor, local_experts: range) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Exchange:
-    """Rows that leave this rank and come to it, of which the host knows the numbers."""
+class Exchange:
+    """Rows of this rank's slots, sent to the ranks of an axis and back; the host knows the numbers."""
 
-    order: RowOrder  # of this rank's slots
+    order: RowOrder
+    axis: Axis
+    operators: Operators
     receive: Sequence[int] | None = None  # rows from each rank; None if all are equal
     send: Sequence[int] | None = None  # rows to each rank
+
+    def there(self, x_TD: Tensor) -> Tensor:
+        """Each slot's row at its rank, without those of dropped slots, which are last."""
+        rows_RD = spread(x_TD, self.order, self.operators)
+        if self.send is not None:
+            rows_RD = _first(rows_RD, sum(self.send))
+        return exchange_rows(rows_RD, self.axis, self.receive, self.send)
+
+    def back(self, y_RD: Tensor) -> Tensor:
+        """Rows that arrived, returned to their ranks and summed for each token in float32; those dropped are zeros."""
+        rows_RD = exchange_rows(y_RD, self.axis, receive=self.send, send=self.receive)
+        return self.operators.unpermute(more_rows(rows_RD, self.order.slots_R.numel() - rows_RD.shape[0]), self.order)
+
+
+class _PaddedExchange(Exchange):
+    """The same number of rows for each expert; `slots_R` has the token of each row, as `_padded_order` says."""
+
+    def there(self, x_TD: Tensor) -> Tensor:
+        return exchange_rows(spread_padded(x_TD, self.order.slots_R, self.order.places_TK), self.axis)
+
+    def back(self, y_RD: Tensor) -> Tensor:
+        return collect_padded(exchange_rows(y_RD, self.axis), self.order.slots_R, self.order.places_TK)
 
 
 @dataclass(frozen=True)
 class AllToAllMetadata(DispatchMetadata):
     """Its order is that of this rank's slots; R counts the rows that arrived here."""
 
-    exchange: _Exchange
+    exchange: Exchange
     arrived_R: Tensor  # int64: for each place of the experts' order, the row in order of arrival
     places_R: Tensor  # its inverse
 
 
 @dataclass(frozen=True)
 class _AllToAll:
-    """The exchange of rows, both ways; subclasses say which rows leave, and where the way back ends."""
+    """Rows at the ranks of their experts, which read them through an index; subclasses say which rows leave."""
 
     placement: ExpertPlacement
     axis: Axis
@@ -150,18 +170,11 @@ class _AllToAll:
     wire_format: WireFormat = UNQUANTIZED
 
     def _sent(
-        self, x_TD: Tensor | DispatchPayload, leave: Move, weights_R: Tensor, arriving_We: Tensor, exchange: _Exchange
+        self, x_TD: Tensor | DispatchPayload, weights_R: Tensor, arriving_We: Tensor, exchange: Exchange
     ) -> tuple[ExpertRows, DispatchMetadata]:
-        """Rows and weights at the ranks of their experts, which read them through an index.
-
-        `arriving_We` has the rows from each rank for each of our experts.
-        """
-        counts = exchange.receive, exchange.send
-        payload = self.wire_format.encode(x_TD).move(
-            lambda rows: exchange_rows(leave(rows), self.axis, *counts),
-            lambda gradient: self._returned(gradient, exchange),
-        )
-        weights_R = exchange_rows(weights_R, self.axis, *counts)
+        """`arriving_We` has the rows from each rank for each of our experts."""
+        payload = self.wire_format.encode(x_TD).move(exchange.there, exchange.back)
+        weights_R = exchange_rows(weights_R, self.axis, exchange.receive, exchange.send)
         # After the exchanges: before them its small kernels would delay a device that has waited for the host.
         arrived_R, places_R = _by_expert(arriving_We, weights_R.shape[0])
         weights_R = reorder(weights_R, arrived_R, places_R)
@@ -171,13 +184,8 @@ class _AllToAll:
         return rows, AllToAllMetadata(exchange.order, exchange, arrived_R, places_R)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
-        """See `Dispatcher.combine`. All ranks of the axis call it."""
         assert isinstance(metadata, AllToAllMetadata), f"not a metadata of this dispatcher: {metadata}"
-        return self._returned(reorder(y_RD, metadata.places_R, metadata.arrived_R), metadata.exchange)
-
-    def _returned(self, arrived_RD: Tensor, exchange: _Exchange) -> Tensor:
-        """A row for each that arrived back to where it came from, summed for each token."""
-        raise NotImplementedError
+        return metadata.exchange.back(reorder(y_RD, metadata.places_R, metadata.arrived_R))
 
 
 @dataclass(frozen=True)
@@ -189,7 +197,6 @@ class AllToAllDispatcher(_AllToAll):
     counts: SplitSizes = READ
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
-        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         # 1. Our slots in the order of the experts.
         slots = routing.sorted or self.sorted_slots(routing)
         order = slots.order
@@ -200,27 +207,11 @@ class AllToAllDispatcher(_AllToAll):
         send, receive = self.counts.exchanged(counts_We.sum(1), arriving_We.sum(1), order.slots_R.numel())
 
         # 3. Send rows and weights. Dropped slots are last and stay here.
-        kept = sum(send)
-        return self._sent(
-            x_TD,
-            lambda x: _first(spread(x, order, self.operators), kept),
-            _first(slots.weights_R, kept),
-            arriving_We,
-            _Exchange(order, receive, send),
-        )
-
-    def _returned(self, arrived_RD: Tensor, exchange: _Exchange) -> Tensor:
-        returned_RD = exchange_rows(arrived_RD, self.axis, receive=exchange.send, send=exchange.receive)
-        dropped = exchange.order.slots_R.numel() - returned_RD.shape[0]
-        if dropped:
-            returned_RD = F.pad(returned_RD, (0, 0, 0, dropped))  # zeros at the places of dropped slots
-        return self.operators.unpermute(returned_RD, exchange.order)
+        exchange = Exchange(order, self.axis, self.operators, receive, send)
+        return self._sent(x_TD, _first(slots.weights_R, sum(send)), arriving_We, exchange)
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
-        with span(Span.SORT):
-            parts = each_part(routing, self.placement)
-            order = self.operators.order_rows(parts.experts_TK, self.placement.virtual_experts)
-            return SortedSlots(order, reorder(parts.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1)))
+        return sort_slots(each_part(routing, self.placement), self.placement.virtual_experts, self.operators)
 
 
 @dataclass(frozen=True)
@@ -243,7 +234,6 @@ class PaddedAllToAllDispatcher(_AllToAll):
         return AllToAllDispatcher(self.placement, self.axis, self.operators, self.wire_format)
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
-        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         T, K = routing.experts_TK.shape
         # Rows of each expert from this rank. As the router computes it: a scaled factor may round to another number.
         limit = min(T, capacity(T * self.sharing, K, self.placement.experts, self.factor))
@@ -252,12 +242,7 @@ class PaddedAllToAllDispatcher(_AllToAll):
         past = order.slots_R.numel()  # the place of dropped slots
         weights_R = parts.weights_TK.new_zeros(past + 1).index_put((order.places_TK,), parts.weights_TK)[:past]
         arriving_We = order.counts_E.new_full((self.axis.size, self.placement.per_place), limit)
-        return self._sent(
-            x_TD, lambda x: spread_padded(x, order.slots_R, order.places_TK), weights_R, arriving_We, _Exchange(order)
-        )
-
-    def _returned(self, arrived_RD: Tensor, exchange: _Exchange) -> Tensor:
-        return collect_padded(exchange_rows(arrived_RD, self.axis), exchange.order.slots_R, exchange.order.places_TK)
+        return self._sent(x_TD, weights_R, arriving_We, _PaddedExchange(order, self.axis, self.operators))
 
 
 def each_part(routing: Routing, placement: ExpertPlacement) -> Routing:
@@ -275,6 +260,10 @@ def each_part(routing: Routing, placement: ExpertPlacement) -> Routing:
 
 def _first(rows_R: Tensor, count: int) -> Tensor:
     return rows_R if count == rows_R.shape[0] else rows_R[:count]
+
+
+def more_rows(rows: Tensor, more: int, value: int = 0) -> Tensor:
+    return F.pad(rows, (0, 0, 0, more), value=value) if more else rows
 
 
 def _by_expert(arriving_We: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ class DispatchMetadata:
 
 
 class Dispatcher(Protocol):
-    """Exchanges rows between tokens and experts."""
+    """Exchanges rows between tokens and experts. All ranks that share the experts call both methods together."""
 
     @property
     def name(self) -> DispatcherName:
@@ -102,10 +102,14 @@ class LocalDispatcher:
         return rows, DispatchMetadata(order)
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
-        with span(Span.SORT):
-            order = self.operators.order_rows(routing.experts_TK, self.experts)
-            weights_R = reorder(routing.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1))
-            return SortedSlots(order, weights_R)
+        return sort_slots(routing, self.experts, self.operators)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         return self.operators.unpermute(y_RD, metadata.order)
+
+
+def sort_slots(routing: Routing, experts: int, operators: Operators) -> SortedSlots:
+    with span(Span.SORT):
+        order = operators.order_rows(routing.experts_TK, experts)
+        weights_R = reorder(routing.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1))
+        return SortedSlots(order, weights_R)

@@ -19,16 +19,14 @@ Simpler than DeepEP's kernels, which forward tokens inside the node while others
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.dispatcher import DispatcherName
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.collective import as_local, first_rows, packed, unpacked
+from penstock.moe.dispatch.collective import Exchange, as_local, first_rows, more_rows, packed, unpacked
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
-from penstock.moe.dispatch.gathers import spread
 from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
 from penstock.moe.dispatch.row_capacity import READ, SplitSizes
 from penstock.moe.routing import Routing
@@ -65,14 +63,13 @@ class HierarchicalMetadata(DispatchMetadata):
     """Its order is that of the slots (token, node)."""
 
     inner: DispatchMetadata
+    exchange: Exchange  # across the nodes
     arrived: int  # tokens that arrived here, without empty rows
-    receive: tuple[int, ...] | None = None  # tokens from each node; None if all are equal
-    send: tuple[int, ...] | None = None  # tokens to each node
 
 
 @dataclass(frozen=True)
 class HierarchicalDispatcher:
-    """Sends each token once to each node, and spreads it there by another dispatcher."""
+    """Sends each token once to each node, where another dispatcher spreads it; ranks have equally many tokens."""
 
     name: DispatcherName = field(default="hierarchical", init=False)
 
@@ -85,37 +82,30 @@ class HierarchicalDispatcher:
     wire_format: WireFormat = UNQUANTIZED
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
-        """See `Dispatcher.dispatch`. All ranks of both axes call it, each with the same number of tokens."""
         # 1. Our tokens in the order of the nodes that they go to.
-        order, receive, send, rows = self._count(routing) if self.is_counted else self._all(routing)
-        arrived = rows if receive is None else sum(receive)
+        exchange, rows = self._count(routing) if self.is_counted else self._all(routing)
+        arrived = rows if exchange.receive is None else sum(exchange.receive)
         more = rows - arrived  # empty rows
 
         # 2. Across the nodes.
         payload = self.wire_format.encode(x_TD).move(
-            lambda rows: _more_rows(self._cross(rows, order, receive, send), more),
-            lambda gradient: self._bring_home(gradient[:arrived], order, receive, send),
+            lambda rows: more_rows(exchange.there(rows), more), lambda gradient: exchange.back(gradient[:arrived])
         )
-        weights_TK, experts_TK = unpacked(self._cross(packed(routing), order, receive, send))
+        weights_TK, experts_TK = unpacked(exchange.there(packed(routing)))
 
         # 3. Inside our node, where empty rows chose no expert.
         local_experts = self.nodes.experts_of(self.nodes.across.rank)
         experts_TK = as_local(experts_TK, local_experts)
-        inside = Routing(_more_rows(weights_TK, more), _more_rows(experts_TK, more, len(local_experts)))
+        inside = Routing(more_rows(weights_TK, more), more_rows(experts_TK, more, len(local_experts)))
         expert_rows, inner = self.inner.dispatch(payload, inside)
-        return expert_rows, HierarchicalMetadata(order, inner, arrived, receive, send)
+        return expert_rows, HierarchicalMetadata(exchange.order, inner, exchange, arrived)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
-        """See `Dispatcher.combine`. All ranks of both axes call it."""
         assert isinstance(metadata, HierarchicalMetadata), f"not a metadata of this dispatcher: {metadata}"
-        y_TD = self.inner.combine(y_RD, metadata.inner)[: metadata.arrived]
-        return self._bring_home(y_TD, metadata.order, metadata.receive, metadata.send)
+        return metadata.exchange.back(self.inner.combine(y_RD, metadata.inner)[: metadata.arrived])
 
-    def _count(self, routing: Routing) -> tuple[RowOrder, tuple[int, ...], tuple[int, ...], int]:
-        """The order of the slots, tokens from and to each node, and tokens of the inner dispatch.
-
-        The only wait of the host outside the inner dispatcher.
-        """
+    def _count(self, routing: Routing) -> tuple[Exchange, int]:
+        """Returns also the tokens of the inner dispatch. The only wait of the host outside the inner dispatcher."""
         nodes, across = self.nodes, self.nodes.across
         order = self.operators.order_rows(nodes.needed(routing.experts_TK), across.size)  # a node counts as an expert
         arriving_W = exchange_rows(order.counts_E, across)
@@ -124,31 +114,13 @@ class HierarchicalDispatcher:
             arrivals = all_gather(arrivals, nodes.node, dim=0).amax(0, keepdim=True)  # of the node's fullest rank
         counts = self.counts.crossing(torch.cat((arriving_W, order.counts_E, arrivals)), routing.experts_TK.shape)
         receive, send = tuple(counts[: across.size]), tuple(counts[across.size : -1])
-        # At least one row: kernels refuse an empty batch.
-        return first_rows(order, sum(send)), receive, send, max(1, counts[-1])
+        exchange = Exchange(first_rows(order, sum(send)), across, self.operators, receive, send)
+        return exchange, max(1, counts[-1])  # at least one row: kernels refuse an empty batch
 
-    def _all(self, routing: Routing) -> tuple[RowOrder, None, None, int]:
+    def _all(self, routing: Routing) -> tuple[Exchange, int]:
         T, W = routing.experts_TK.shape[0], self.nodes.across.size
         number_R = torch.arange(T * W, device=routing.experts_TK.device)
         counts_W = torch.full((W,), T, dtype=torch.int32, device=number_R.device)
         # Slot t W + w of token t stands at place w T + t: all tokens for node 0, then all for node 1, ...
         order = RowOrder(number_R.view(T, W).T.flatten(), number_R.view(W, T).T.contiguous(), counts_W)
-        return order, None, None, T * W
-
-    def _cross(
-        self, values: Tensor, order: RowOrder, receive: tuple[int, ...] | None, send: tuple[int, ...] | None
-    ) -> Tensor:
-        """Send each row to the nodes of its token; gradients are summed over the nodes in float32."""
-        sent = spread(values, order, self.operators)
-        return exchange_rows(sent if send is None else sent[: sum(send)], self.nodes.across, receive, send)
-
-    def _bring_home(
-        self, y_TD: Tensor, order: RowOrder, receive: tuple[int, ...] | None, send: tuple[int, ...] | None
-    ) -> Tensor:
-        """Send one row for each token that crossed back to its rank, and sum over the nodes in float32."""
-        returned_RD = exchange_rows(y_TD, self.nodes.across, receive=send, send=receive)
-        return self.operators.unpermute(_more_rows(returned_RD, order.slots_R.numel() - returned_RD.shape[0]), order)
-
-
-def _more_rows(rows: Tensor, more: int, value: int = 0) -> Tensor:
-    return F.pad(rows, (0, 0, 0, more), value=value) if more else rows
+        return Exchange(order, self.nodes.across, self.operators), T * W

@@ -23,8 +23,7 @@ from penstock.kernels.float8.quantized import Quantized, as_quantized
 from penstock.kernels.float8.recipes import E4M3, Format, Recipe
 from penstock.parallel.collectives import with_transpose
 
-Move = Callable[[Tensor], Tensor]
-"""Rows to rows."""
+Move = Callable[[Tensor], Tensor]  # rows to rows
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,7 @@ class WireFormat:
         return self.operators.unpack_rows(packed, carrier_ND.shape[1], self.recipe, self.form, carrier_ND.dtype)
 
 
-UNQUANTIZED = WireFormat()
-"""16 bits."""
+UNQUANTIZED = WireFormat()  # 16 bits
 
 
 def wire_format_of(rule: Float8Rule) -> WireFormat:

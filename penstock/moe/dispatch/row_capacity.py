@@ -34,16 +34,13 @@ class SplitSizes:
 
     imbalance: float = 1.0  # of the fullest rank, as a plan assumes it
     part: float = 1.0
-    reached: float = (
-        0.0  # share of tokens with a choice on a given node, as a plan assumes it; 0 for `part_that_crosses`
-    )
+    reached: float = 0.0  # share of tokens with a choice on a given node; 0 for `part_that_crosses`
 
     def total(self, counts_E: Tensor, even_share: float, limit: int) -> int:
-        """Rows of all local experts."""
         if not counts_E.is_meta:
             return int(counts_E.sum())
         record_wait(counts_E)
-        return self.stated(even_share, limit)
+        return self._assumed(even_share, limit)
 
     def exchanged(self, sent_W: Tensor, arriving_W: Tensor, even_share: int) -> tuple[list[int], list[int]]:
         """Rows to each rank, and rows from each."""
@@ -52,7 +49,7 @@ class SplitSizes:
             return send, receive
         record_wait(sent_W)
         ranks = sent_W.numel()
-        arriving = self.stated(even_share, even_share * ranks)
+        arriving = self._assumed(even_share, even_share * ranks)
         # The rows that a rank sends to itself alone are those that arrive: the imbalance is among nodes.
         sent = math.ceil(even_share * self.part) if ranks > 1 else arriving
         return _dealt(sent, ranks), _dealt(arriving, ranks)
@@ -67,8 +64,7 @@ class SplitSizes:
         each = math.ceil(choices[0] * (self.reached or part_that_crosses(nodes, choices[1])))
         return [each] * (2 * nodes) + [each * nodes]
 
-    def stated(self, even_share: float, limit: int) -> int:
-        """Row count on the meta device."""
+    def _assumed(self, even_share: float, limit: int) -> int:
         return min(limit, math.ceil(even_share * self.part * self.imbalance))
 
 
@@ -81,16 +77,12 @@ READ = SplitSizes()
 
 
 def _dealt(rows: int, ranks: int) -> list[int]:
-    """Rows of each rank, as even as whole numbers are."""
     each, more = divmod(rows, ranks)
     return [each + (rank < more) for rank in range(ranks)]
 
 
-MULTIPLE = 16
-"""Capacities are a multiple of this less one; the row after the last is for dropped slots."""
-
-SPARE = 1.1
-"""New capacity over the most rows that came, because the next step's routing differs a little."""
+MULTIPLE = 16  # capacities are a multiple of this less one; the row after the last is for dropped slots
+SPARE = 1.1  # new capacity over the most rows that came, because the next step's routing differs a little
 
 
 class CapacityTracker(StepMeter):
@@ -185,10 +177,7 @@ class ActivationArena(CapacityTracker):
         self.begin()
 
     def place(self, used: Tensor, capacity: int, like: Tensor, *, even_share: float) -> SavedRows:
-        """Allocate up to `capacity` rows of the next layer, with width, dtype and device of `like`.
-
-        `used` is int32 [1] on the device: rows of the layer.
-        """
+        """Allocate up to `capacity` rows of the next layer, as those of `like`; `used` is int32 [1], its rows."""
         width = like.shape[1]
         if like.is_meta:  # A plan runs one layer at a time, so each layer counts only itself.
             return SavedRows(
