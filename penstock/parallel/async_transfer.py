@@ -46,7 +46,7 @@ class Handle(Protocol[Rest_co]):
     """A transfer that was begun."""
 
     def wait(self) -> tuple[tuple[Tensor, ...], Rest_co]:
-        """The function's result, when it is there; called once."""
+        """Join. Returns the function's result; called once."""
         ...
 
 
@@ -74,7 +74,7 @@ class TransferStream:
         self._work_meanwhile: Callable[[], None] | None = None
 
     def launch(self, name: str, function: "Transfer[Rest]", *inputs: Tensor) -> "AsyncTransfer[Rest]":
-        """Start a transfer of `inputs`; tensors that `function` closes over have no gradient."""
+        """Start a transfer; tensors that `function` closes over have no gradient."""
         handle: AsyncTransfer[Rest] = AsyncTransfer(self, name)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             handle.outputs = _Launch.apply(handle, function, *inputs)
@@ -93,7 +93,6 @@ class TransferStream:
             self._work_meanwhile = None
 
     def run_meanwhile(self) -> None:
-        """Call the work of `during_transfers`, if there is any."""
         if self._work_meanwhile is not None:
             with torch.enable_grad():
                 self._work_meanwhile()
@@ -115,7 +114,7 @@ class TransferStream:
 
 
 class AsyncTransfer(Generic[Rest]):
-    """One transfer under way. `wait` is called once, and reads `outputs`; backward runs once at most."""
+    """One transfer under way; backward runs once at most."""
 
     def __init__(self, transfers: TransferStream, name: str) -> None:
         self.transfers = transfers
@@ -128,7 +127,6 @@ class AsyncTransfer(Generic[Rest]):
         self._gradients: tuple[Tensor | None, ...] = ()  # of the inputs, valid after the join of backward
 
     def wait(self) -> tuple[tuple[Tensor, ...], Rest]:
-        """Join. Returns the function's result."""
         outputs, self.outputs = self.outputs, ()
         if any(output.requires_grad for output in outputs):
             outputs = _Wait.apply(self, *outputs)
@@ -137,7 +135,6 @@ class AsyncTransfer(Generic[Rest]):
         return outputs, self._rest.pop()
 
     def start(self, function: "Transfer[Rest]", inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Start, without gradients."""
         (outputs, rest), self._end = self.transfers.fork(self.name, lambda: function(*inputs))
         self._rest, self._held = [rest], (function, *inputs)
         return outputs
@@ -160,7 +157,6 @@ class AsyncTransfer(Generic[Rest]):
         return outputs
 
     def finish(self) -> None:
-        """Join the forward transfer."""
         self.transfers.join(self.name, self._end)
         self._held, self._end = (), None
 
@@ -183,7 +179,7 @@ class AsyncTransfer(Generic[Rest]):
         self.transfers.run_meanwhile()
 
     def finish_backward(self) -> tuple[Tensor | None, ...]:
-        """Join the backward transfer. Returns the gradients of the inputs."""
+        """Join. Returns the gradients of the inputs."""
         self.transfers.join(f"{self.name} back", self._end)
         gradients, self._gradients = self._gradients, ()
         self._held, self._graph, self._end = (), None, None

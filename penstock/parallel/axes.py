@@ -68,7 +68,7 @@ _AXES: dict[str, tuple[str, ...]] = {  # coordinates of the grid that vary insid
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """All axes of one rank; see the table at the top of the file."""
+    """All axes of one rank."""
 
     grid: Grid = field(default_factory=Grid)
     rank: int = 0
@@ -121,9 +121,9 @@ def make_axes(
 ) -> Axes:
     """Make every group of a grid. All ranks call it, after `init_process_group`.
 
-    `embedding_places` are the places on `pipeline` that hold the embedding, ascending. `shard_size` neighbours on
-    `dense_data` and on `expert_data` divide one copy, `ranks_per_node` share a machine; 0 means all. `timeout` is that
-    of collectives. With `is_dry` no other rank exists, so the groups without this one are not made.
+    `embedding_places` on `pipeline` hold the embedding, ascending. `shard_size` neighbours on `dense_data` and on
+    `expert_data` divide one copy, `ranks_per_node` share a machine; 0 means all. `timeout` is that of collectives. With
+    `is_dry` no other rank exists, so the groups without this one are not made.
     """
     if grid.world == 1:
         return ALONE
@@ -149,7 +149,7 @@ def make_axes(
 
 
 def place_on(grid: Grid, axis: str, rank: int) -> int:
-    """Place of any rank on an axis of the table at the top of the file."""
+    """Place of any rank on an axis of `_AXES`."""
     return 0 if grid.world == 1 else grid.group(rank, _AXES[axis]).index(rank)
 
 

@@ -9,10 +9,9 @@ stripe of columns: its rows are divided evenly (`rows_of_shard`). Over 2 ranks, 
     reduce_rows    pack all rows; reduce-scatter, so that each rank has the sum of its row of the bucket
     gather_rows    pack our row; all-gather
 
-A bucket is a range of columns and may begin and end inside a tensor, so memory is bounded. On one rank a bucket is
-flat. While one bucket travels the next one is packed. All ranks of an axis pass the same shapes in the same order. The
-host never waits for the device. Results do not depend on the size of buckets, except for the order in which the
-network's library adds more than two ranks.
+A bucket is a range of columns and may begin and end inside a tensor, so memory is bounded. While one bucket travels the
+next one is packed. All ranks of an axis pass the same shapes in the same order. The host never waits for the device.
+Results do not depend on the size of buckets, except for the order in which the library adds more than two ranks.
 """
 
 from collections import deque
@@ -27,14 +26,9 @@ from penstock.layout.sharding import row_width
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import gather_flat, reduce_flat
 
-BUCKET_VALUES = 40_000_000
-"""Values of a bucket."""
-
-ROW_VALUES = 1_000_000
-"""Least values of a row of a bucket."""
-
-IN_FLIGHT = 2
-"""Buckets in memory at once."""
+BUCKET_VALUES = 40_000_000  # of a bucket
+ROW_VALUES = 1_000_000  # of a row of a bucket, at least
+IN_FLIGHT = 2  # buckets in memory
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,9 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 def exchange_rows(
     x_ND: Tensor, axis: Axis, receive: Sequence[int] | None = None, send: Sequence[int] | None = None
 ) -> Tensor:
-    """Send rows to other ranks and receive theirs, in the order of the ranks (all-to-all with row counts).
+    """Send rows, which are in the order of their target ranks, and receive those of other ranks in order.
 
-    x_ND has its rows in the order of their target ranks, and one dim or more. `receive` and `send` are rows from and to
-    each rank; None for both if `x_ND` is divided evenly on all ranks.
+    x_ND has one dim or more. `receive` and `send` are rows from and to each rank; None for both if all divide evenly.
     """
     assert (receive is None) == (send is None), "give both counts or neither"
     assert send is None or sum(send) == x_ND.shape[0], f"{x_ND.shape[0]} rows to send as {send}"
@@ -86,7 +85,7 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
 
 
 def _along(axis: Axis, dim: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """All-gather and reduce-scatter along a dim: each is the other's transpose."""
+    """All-gather and reduce-scatter along a dim, each other's transpose."""
     return partial(_all_gathered, axis=axis, dim=dim), partial(_reduce_scattered, axis=axis, dim=dim)
 
 
@@ -156,7 +155,7 @@ def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     if axis.group is None:
         return [value]
     device = torch.device("cuda" if dist.get_backend(axis.group) == "nccl" else "cpu")  # NCCL moves GPU memory only
-    row, sizes = _padded(value, axis.group, axis.size, device)
+    row, sizes = _padded(value, axis, device)
     rows = [torch.empty_like(row) for _ in sizes]
     dist.all_gather(rows, row, group=axis.group)
     return [_value(row, size) for row, size in zip(rows, sizes, strict=True)]
@@ -172,30 +171,25 @@ class JsonGroup:
 
     @property
     def rank(self) -> int:
-        """Our place on the axis."""
         return self._axis.rank
-
-    @property
-    def ranks(self) -> int:
-        return self._axis.size
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks on the first rank, in order; an empty list elsewhere. Raises LostRankError."""
         if self._axis.group is None:
             return [value]
         with lost_ranks():
-            row, sizes = _padded(value, self._axis.group, self.ranks, torch.device("cpu"))
+            row, sizes = _padded(value, self._axis, torch.device("cpu"))
             rows = [torch.empty_like(row) for _ in sizes] if self.rank == 0 else None
             dist.gather(row, rows, dst=self._axis.ranks[0], group=self._axis.group)
         return [_value(row, size) for row, size in zip(rows, sizes, strict=True)] if rows else []
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks on every rank, in order. A barrier. Raises LostRankError."""
+        """See `all_gather_json`. A barrier. Raises LostRankError."""
         with lost_ranks():
             return all_gather_json(value, self._axis)
 
     def from_first(self, value: Any) -> Any:
-        """The first rank's value on all ranks. Raises LostRankError if a rank is gone."""
+        """The first rank's value on all ranks. Raises LostRankError."""
         return self.all_gather(value if self.rank == 0 else None)[0]
 
     def close(self) -> None:
@@ -204,11 +198,11 @@ class JsonGroup:
             self._axis = replace(self._axis, group=None)
 
 
-def _padded(value: Any, group: dist.ProcessGroup, ranks: int, device: torch.device) -> tuple[Tensor, list[int]]:
+def _padded(value: Any, axis: Axis, device: torch.device) -> tuple[Tensor, list[int]]:
     """Our bytes in a row as long as the longest of all ranks', and the sizes of all."""
     content = bytearray(json.dumps(value).encode())
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([len(content)], device=device), group=group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(axis.size)]
+    dist.all_gather(sizes, torch.tensor([len(content)], device=device), group=axis.group)
     row = torch.zeros(int(max(sizes)), dtype=torch.uint8)  # the host waits for the sizes here
     row[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
     return row.to(device), [int(size) for size in sizes]

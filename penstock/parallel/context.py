@@ -73,7 +73,6 @@ def _attend_near(
     scale: float,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Attention of a range of queries over the keys of the row."""
     operators, heads = layer_context.operators, (q_BSHN, k_BSGN, v_BSGM)
     options: dict[str, Any] = {"scale": scale, "sinks_H": sinks_H}
     if isinstance(near, AttentionBounds):
@@ -131,7 +130,7 @@ def _layout(layer_context: LayerContext, held: int) -> SequenceLayout:
 
 
 def gather_positions(x_BS: Tensor, axis: Axis) -> Tensor:
-    """Gather all ranks' chunks (near before far) in the order of the row; gradients are summed over the ranks."""
+    """Gather all ranks' chunks in the order of the row; gradients are summed over the ranks."""
     return x_BS if axis.size == 1 else _in_row_order(all_gather(x_BS, axis, dim=1), axis)
 
 
@@ -149,10 +148,9 @@ def _in_rank_order(x_BS: Tensor, axis: Axis) -> Tensor:
 
 
 def heads_for_positions(parts: tuple[Tensor, ...], layer_context: LayerContext) -> tuple[Tensor, ...]:
-    """From all heads of our positions to our part of the heads at all positions of the row, in its order.
+    """From all heads of our positions to our part of the heads at all positions of the row, in one exchange.
 
-    Each part is B x S x features, with heads side by side; `layer_context.context_method` says only which positions
-    are ours. All parts travel in one exchange.
+    Each part is B x S x features, with heads side by side.
     """
     axis = layer_context.axes.context
     if axis.size == 1:

@@ -31,7 +31,6 @@ class PendingCopy:
             (torch.cuda.current_stream() if stream is None else stream).wait_event(self.event)
 
     def is_over(self) -> bool:
-        """Whether the copy has run, without a wait."""
         return self.event is None or self.event.query()
 
     def wait_on_host(self) -> None:
@@ -56,7 +55,7 @@ class CopyStream:
                 if not source.is_meta:
                     target.copy_(source)
             return DONE
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # sources are written there
+        self.wait_for_current()  # sources are written there
         return self.copy_early(pairs, after=after)
 
     def wait_for_current(self) -> None:
@@ -91,10 +90,10 @@ def host_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: 
     if device.type == "meta":
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     sizes = [prod(shape) * dtype.itemsize for shape in shapes]
-    left, tensors = sum(map(_aligned, sizes)), dict[int, Tensor]()  # bytes without a place yet
+    left, tensors = sum(map(aligned, sizes)), dict[int, Tensor]()  # bytes without a place yet
     rests: list[Tensor] = []  # free bytes of each block, from an aligned address on
     for index in sorted(range(len(sizes)), key=lambda tensor_index: -sizes[tensor_index]):
-        size = _aligned(sizes[index])
+        size = aligned(sizes[index])
         block = next((number for number, rest in enumerate(rests) if rest.numel() >= size), len(rests))
         if block == len(rests):
             usual = 1 << (max(left, 1).bit_length() - 1)  # at most what is left, so the last blocks are small
@@ -131,7 +130,7 @@ class ChunkStream:
 
         Chunks are contiguous host tensors, pinned for a GPU; no two share memory. `work` gets a chunk's index and its
         tensors on the device, and changes them in place on the current stream. Of each chunk the first `returned`
-        tensors go back, all without it. The host tensors may still be written by copies before on the current stream.
+        tensors go back, all without it. Earlier copies of the current stream may still write the host tensors.
         """
         self._make_buffers(chunks)
         self._inward.wait_for_current()
@@ -157,11 +156,8 @@ class ChunkStream:
                 left.wait()
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
             # A block that was freed on the current stream may still be in use there.
-            fresh = (
-                PendingCopy(torch.cuda.current_stream(self._device).record_event())
-                if self._buffers[0].is_cuda
-                else DONE
-            )
+            stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+            fresh = DONE if stream is None else PendingCopy(stream.record_event())
             self._left = [fresh, fresh]
 
     def _bring(self, index: int, chunk: Sequence[Tensor]) -> tuple[list[Tensor], PendingCopy]:
@@ -171,14 +167,14 @@ class ChunkStream:
             assert tensor.device.type != "cuda" and tensor.is_contiguous(), "chunks are contiguous, on the host"
             piece = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             tensors.append(piece)
-            start += _aligned(tensor.nbytes)
+            start += aligned(tensor.nbytes)
         return tensors, self._inward.copy_early(list(zip(chunk, tensors, strict=True)), after=self._left[index % 2])
 
 
 def buffer_bytes(chunks: Sequence[Sequence[Tensor]]) -> int:
     """Device memory of each of the two buffers of a `ChunkStream` for these chunks."""
-    return max((sum(_aligned(tensor.nbytes) for tensor in chunk) for chunk in chunks), default=0)
+    return max((sum(aligned(tensor.nbytes) for tensor in chunk) for chunk in chunks), default=0)
 
 
-def _aligned(bytes_: int) -> int:
+def aligned(bytes_: int) -> int:
     return -(-bytes_ // ALIGNMENT) * ALIGNMENT

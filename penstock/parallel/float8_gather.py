@@ -35,10 +35,9 @@ from penstock.parallel.shard import local_rows
 class Float8Shard:
     """This rank's rows of a weight in 8 bits, and the scales of the whole.
 
-    `parameter` is F x D, or e F x D for a stack of e = `matrices`, in float32, sharded by FSDP2 over dim 0, before the
-    first forward pass. Its values are rounded to `compute_dtype` first. Ranks of `axis` have copies of it; those of
-    `axis.shard` divide it. Raises a KernelError for a recipe that quantizes a weight and its transpose apart, so that
-    both would have to travel.
+    `parameter` is F x D, or e F x D for a stack of e = `matrices`, in float32, sharded by FSDP2 over dim 0 and
+    `axis.shard`. Its values are rounded to `compute_dtype` first. Raises a KernelError for a recipe that quantizes a
+    weight and its transpose apart, so that both would have to travel.
     """
 
     def __init__(

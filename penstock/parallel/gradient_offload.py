@@ -16,11 +16,12 @@ The decoder calls `reached` when backward reaches the output of a layer (`pensto
 
 from collections import defaultdict
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
 
-from penstock.parallel.copies import ALIGNMENT, DONE, CopyStream, PendingCopy, host_tensors
+from penstock.parallel.copies import DONE, CopyStream, PendingCopy, aligned, host_tensors
 
 SLOTS = 3
 EMBEDDING = -1
@@ -36,12 +37,10 @@ def layer_of_sums(name: str) -> int | None:
 
 
 class GradientOffload:
-    """Float32 sums of gradients of parameters that have a layer, by name, on the host.
+    """Float32 sums of gradients of parameters that have a layer, by name.
 
-    Attributes:
-        totals: views of slots on the device, in the parameters' shapes; valid inside the backward pass of their layer.
-        host: the sums after `finish`.
-        device_bytes, host_bytes: of slots and sums.
+    `totals` are views of slots on the device, valid inside the backward pass of their layer; `host` has the sums after
+    `finish`.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
@@ -52,14 +51,14 @@ class GradientOffload:
             by_layer[layer].append(name)
         self._layers = dict(sorted(by_layer.items(), reverse=True))  # in the order of backward
         self._slot_of = {layer: position % SLOTS for position, layer in enumerate(self._layers)}
-        sizes = {name: _aligned(torch.Size(shape).numel()) for name, shape in shapes.items()}
+        sizes = {name: aligned(prod(shape) * _ITEM) // _ITEM for name, shape in shapes.items()}
         largest = max(sum(sizes[name] for name in names) for names in self._layers.values())
         slots = [torch.zeros(largest, device=device) for _ in range(min(SLOTS, len(self._layers)))]
         self.totals: dict[str, Tensor] = {}
         for layer, names in self._layers.items():
             start = 0
             for name in names:
-                flat = slots[self._slot_of[layer]][start : start + torch.Size(shapes[name]).numel()]
+                flat = slots[self._slot_of[layer]][start : start + prod(shapes[name])]
                 self.totals[name] = flat.view(shapes[name])
                 start += sizes[name]
         self.host = dict(zip(shapes, host_tensors(list(shapes.values()), torch.float32, device), strict=True))
@@ -78,7 +77,7 @@ class GradientOffload:
         self._has_sum.clear()
 
     def have_sums(self) -> None:
-        """Take all layers to have sums of earlier micro-batches."""
+        """Take all layers to have sums of earlier micro-batches, for a plan."""
         self._has_sum |= set(self._layers)
 
     def replay_backward(self) -> None:
@@ -126,7 +125,3 @@ class GradientOffload:
         if following in self._has_sum:
             pairs = [(self.host[name], self.totals[name]) for name in self._layers[following]]
             self._arrivals[following] = self.inward.copy_early(pairs, after=left)
-
-
-def _aligned(values: int) -> int:
-    return -(-values * _ITEM // ALIGNMENT) * ALIGNMENT // _ITEM

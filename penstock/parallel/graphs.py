@@ -49,7 +49,7 @@ class Replayable(Protocol):
         """Put the work on the current stream."""
 
     def release(self) -> None:
-        """Free the memory; no replay after that."""
+        """Free the memory, after the device has finished; no replay after that."""
 
 
 Capture = Callable[[Callable[[], object]], Replayable]
@@ -68,7 +68,6 @@ class DeviceGraph:
         self.graph.replay()
 
     def release(self) -> None:
-        """See `Replayable.release`. Waits for the device."""
         torch.cuda.synchronize()
         self.graph.reset()
         torch.cuda.empty_cache()
@@ -205,11 +204,9 @@ class _Part:
 
     @property
     def is_captured(self) -> bool:
-        """Whether there was memory for the forward graph."""
         return self._forth is not None
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The outputs; the next pass overwrites them."""
         assert not self._is_under_way, "a part that is a graph begins a pass before the last one was differentiated"
         assert self._forth is not None, "a part without a forward graph is no part"
         self._is_under_way = True

@@ -132,7 +132,6 @@ class MatrixExchange:
         round_.unpack(received)
 
     def _send(self, flat: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, dist.Work | None]:
-        """Exchange values with the other ranks of the stage."""
         if self._stage.group is None:
             return flat, None
         received = flat.new_empty(sum(receive))
@@ -147,7 +146,7 @@ def _wait(work: dist.Work | None) -> None:
 
 
 def _advanced(under_way: Iterable[Iterator[None]]) -> deque[Iterator[None]]:
-    """Rounds that are not complete after one more step of each."""
+    """Rounds that go on after one more step of each."""
     return deque(steps for steps in under_way if next(steps, steps) is None)
 
 
@@ -232,7 +231,6 @@ class _Round:
         self.inward_back_sizes, self.outward_back_sizes = _sizes(leaving, ranks), _sizes(awaited, ranks)
 
     def pack(self) -> Tensor:
-        """The values that other ranks orthogonalize."""
         return self._packed(self._sent)
 
     def stacks(self, received_N: Tensor) -> list[Tensor]:

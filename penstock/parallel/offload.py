@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadRule:
-    """Modules whose saved activations go to the host; models call `run` around each. One `store` serves all layers."""
+    """Modules (`kinds`) whose saved activations go to the host. One `store` serves all layers."""
 
     kinds: frozenset[str] = frozenset()
     store: HostStore | None = None
@@ -58,7 +58,6 @@ class OffloadRule:
 
 
 def rule_for(config: Offload, device: torch.device) -> OffloadRule:
-    """The rule of a run, for all its layers."""
     store = HostStore(device) if config.activations else None
     return OffloadRule(kinds=frozenset(config.activations), store=store)
 
@@ -85,7 +84,6 @@ class HostStore:
         return call
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor's storage moves."""
         is_plain = tensor.layout is torch.strided and tensor.device.type == self.device.type
         return is_plain and tensor.untyped_storage().nbytes() >= self.smallest and not is_parameter(tensor)
 
@@ -117,7 +115,7 @@ class HostStore:
 
 
 class _OffloadedStorage:
-    """One storage on the host. Freed with the last slot of the graph that uses a part of it."""
+    """One storage on the host, freed with the last slot of the graph that uses a part of it."""
 
     def __init__(self, store: HostStore, saved: Tensor) -> None:
         self.version = saved._version

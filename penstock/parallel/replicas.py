@@ -46,10 +46,8 @@ from penstock.kernels.symmetric import signal
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, exchange_rows
-from penstock.parallel.in_backward import in_backward
-from penstock.parallel.symmetric import Channel, SymmetricBuffers
+from penstock.parallel.symmetric import Channel, SymmetricBuffers, aligned
 
-ALIGNMENT = 256  # bytes; every section begins at a multiple
 USUAL_SLOTS = 4  # with `dispatch.balance` auto and bounded: enough for all loads but groups without a single row
 
 IDLE = 0.1
@@ -108,7 +106,7 @@ class ReplicaSizes:
     def _starts(self) -> tuple[int, ...]:
         numbers = [self.rule.slots * prod(shape) for shape in self.shapes]
         sizes = [count * self.itemsize for count in numbers] + [count * 4 for count in numbers]
-        return tuple(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+        return tuple(accumulate(map(aligned, sizes), initial=0))
 
 
 def replica_sizes(run: Run, grid: Grid) -> ReplicaSizes | None:
@@ -134,7 +132,7 @@ class ExchangedSlots:
     fill: tuple[tuple[int, ...], ...]  # own slots that are filled from each rank
 
     def begin(self, *parameters: Tensor) -> None:
-        """See `ReplicaSlots.begin`: collectives wait for their turn."""
+        """Nothing: collectives wait for their turn."""
 
     def fetch(self, *parameters: Tensor) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
         sent = torch.cat([weight_e.detach()[list(chain(*self.send))].flatten(1) for weight_e in parameters], 1)
@@ -189,17 +187,23 @@ def _sizes(by_rank: Sequence[Sequence[int]]) -> list[int]:
     return [len(indices) for indices in by_rank]
 
 
+def in_backward(x: Tensor, function: Callable[[], None]) -> Tensor:
+    """`x`; the backward pass calls `function` when the gradient of this use of `x` is there, before it goes on."""
+    if not x.requires_grad:
+        return x
+    y = x.view_as(x)
+    y.register_hook(lambda gradient: function())
+    return y
+
+
 @dataclass
 class ReplicaMemory:
-    """The sections of a rank, for all of its layers.
+    """The sections of a rank, for all of its layers. Ranks make the same calls in the same order.
 
     Gradients go home on the same stream, beside the rest of the layer's backward pass: a meeting says that all ranks
-    have written theirs, and each rank adds those of its experts. The pass ends when they are here
+    have written theirs, and each rank adds those of its experts. They are here when the pass ends
     (`backward_of_layer`); outside of one, and where they are read at once, they come on the stream of the products.
-    Gradients are written again only after another meeting or what stands for one.
-
-    Ranks make the same calls in the same order, and a meeting waits for the flags of all (`SymmetricBuffers.meet`). A
-    plan without replicas has no meetings: their kernels read that in the plan, which is the same on all ranks.
+    Kernels of a meeting read in the plan, the same on all ranks, whether there are replicas to meet for.
     """
 
     buffers: SymmetricBuffers
@@ -218,24 +222,24 @@ class ReplicaMemory:
         return torch.cuda.Stream(late.device) if late.is_cuda else None
 
     def barrier(self, channel: Channel, plan: ReplicaPlan | None = None) -> None:
-        """Block the stream until all ranks are here: what they read may be written. With a plan, if it has replicas."""
+        """Block the stream until all ranks are here; with a plan, only if it has replicas."""
         self.buffers.meet(channel, None if plan is None else plan.facts[PlanFact.REPLICAS])
         if plan is None:
             self.unread.clear()
 
     def backward_of_layer(self, layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """`layer(x)`, in whose backward pass gradients come home beside the products; they are here when it ends."""
+
+        def begin() -> None:
+            self.in_layer = True
+
+        def end() -> None:
+            self.in_layer = False
+            self.join()
+
         if not x.requires_grad:  # then its backward pass has no end that autograd tells of
             return layer(x)
-        return in_backward(layer(in_backward(x, self.end)), self.begin)
-
-    def begin(self) -> None:
-        """A layer's backward pass begins."""
-        self.in_layer = True
-
-    def end(self) -> None:
-        self.in_layer = False
-        self.join()
+        return in_backward(layer(in_backward(x, end)), begin)
 
     def join(self) -> None:
         """Let the current stream continue when all that runs beside it is over."""

@@ -49,7 +49,7 @@ class ParamShard:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of our part, before `data` divides it."""
+        """Before `data` divides it."""
         return local_shape(self.shape, self.cuts)
 
     def pieces(self, rows: tuple[int, int] | None = None) -> tuple[LocalSlice, ...]:
@@ -78,7 +78,6 @@ class ShardedTensor:
 
     @property
     def held(self) -> tuple[Tensor, ...]:
-        """All tensors of this rank."""
         return self.tensor, *self.more
 
     @property
@@ -88,11 +87,9 @@ class ShardedTensor:
 
     def decoded(self) -> "ShardedTensor":
         """The part in plain values: itself, or a copy in host memory, because a device may have no room."""
-        return (
-            self
-            if self.codec is None
-            else self._plain(self.codec.decode([tensor.detach().cpu() for tensor in self.held]))
-        )
+        if self.codec is None:
+            return self
+        return self._plain(self.codec.decode([tensor.detach().cpu() for tensor in self.held]))
 
     def room(self, device: torch.device | None = None) -> "ShardedTensor":
         """A part to fill with values, which `fill` takes: itself, or undefined memory.
@@ -149,11 +146,10 @@ def shard_fully(
 ) -> None:
     """Shard the parameters of a model by FSDP2, in place.
 
-    They become DTensors, so make `ParamShard`s after this. On the meta device, `to_empty` of `root` and filling the
-    local rows come after this too. `units` are in the order of forward, none inside another; modules of `inner` have
-    their own axis, and their stacks of matrices become matrices (`by_rows`). `root` holds the units and the modules of
-    none (embedding, head), which stay gathered from forward to backward; parameters that two roots of a rank share must
-    be ignored by both.
+    They become DTensors, so `ParamShard`s, `to_empty` of `root` and filling the local rows come after this. `units` are
+    in the order of forward, none inside another; modules of `inner` have their own axis, and their stacks of matrices
+    become matrices (`by_rows`). `root` holds the units and the modules of none (embedding, head), which stay gathered
+    from forward to backward; parameters that two roots of a rank share must be ignored by both.
     """
     # Modules with one rank to shard over stay whole, also where the root around them is sharded.
     ignored = ignored | {

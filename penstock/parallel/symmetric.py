@@ -96,7 +96,7 @@ class BufferSection(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSizes:
-    """Sizes of the sections; the same on all ranks."""
+    """Sizes of the sections in bytes; the same on all ranks."""
 
     tokens: int  # of one rank, at most
     top_k: int  # times expert_tensor
@@ -112,8 +112,8 @@ class BufferSizes:
 
     @cached_property
     def flag_bytes(self) -> int:
-        """Bytes of all flags, which come first."""
-        return _aligned(len(Channel) * self.channel_bytes)
+        """Of all flags, which come first."""
+        return aligned(len(Channel) * self.channel_bytes)
 
     @cached_property
     def channel_bytes(self) -> int:
@@ -121,10 +121,10 @@ class BufferSizes:
 
     @cached_property
     def section_bytes(self) -> tuple[int, ...]:
-        """Bytes of each `BufferSection` of one slot."""
+        """Of each `BufferSection` of one slot."""
         received = self.ranks * self.tokens  # every rank may send all its tokens here
         rows, numbers = received * self.row_bytes, received * self.top_k * 4  # ids, weights, scalars: 4 bytes each
-        return tuple(_aligned(size) for size in (rows, numbers, numbers, rows, numbers))
+        return tuple(aligned(size) for size in (rows, numbers, numbers, rows, numbers))
 
     @property
     def total_bytes(self) -> int:
@@ -132,11 +132,10 @@ class BufferSizes:
 
     @property
     def replica_offset(self) -> int:
-        return self.numbers_offset + _aligned(gather_bytes(self.numbers, self.ranks))
+        return self.numbers_offset + aligned(gather_bytes(self.numbers, self.ranks))
 
     @property
     def numbers_offset(self) -> int:
-        """First byte of what is gathered."""
         return self.flag_bytes + self.slots * sum(self.section_bytes)
 
     def offset(self, section: BufferSection, slot: int) -> int:
@@ -149,16 +148,15 @@ def chunks_for(tokens: int, row_bytes: int) -> TokenChunks:
     return TokenChunks.cut(tokens, max(1, min(tokens * row_bytes // CHUNK_BYTES, MOST_CHUNKS)))
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class SymmetricBuffers:
     """This rank's memory, and its view of the others'. Made by `allocate`, and by hand for simulated ranks.
 
-    `memory` is ours, zero on all ranks before the first transfer; `addresses` are those of all ranks in this process,
-    and `memories` the same as tensors for copy engines. `late` is an int32 scalar: 0, or one more than the channel
-    whose wait was given up.
+    `memory` is ours, zero before the first transfer; `addresses` are those of all ranks, `memories` the same as tensors
+    for copy engines. `late` is an int32 scalar: 0, or one more than the channel whose wait was given up.
     """
 
     def __init__(
@@ -190,7 +188,7 @@ class SymmetricBuffers:
         self._side_stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
 
     def take(self, lane: TransferDirection) -> int:
-        """The slot of the next transfer: its number, the same on all ranks."""
+        """The number of the next transfer's slot, the same on all ranks."""
         slot = self._uses[lane] % self.sizes.slots
         self._uses[lane] += 1
         assert self._last != (lane, slot), f"two transfers in a row in slot {slot} of {lane.name}"
@@ -212,7 +210,7 @@ class SymmetricBuffers:
             self._uses, self._last = before  # captured work has not run
 
     def replayed(self, transfers: Sequence[tuple[TransferDirection, int]]) -> None:
-        """Note the transfers of a graph that is put on the stream."""
+        """Count the transfers of a graph that is put on the stream."""
         if transfers:
             lane, slot = transfers[0]
             assert self._last != (lane, slot), (

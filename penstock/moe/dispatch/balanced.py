@@ -26,8 +26,8 @@ from penstock.moe.balance import StepMeter
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.payload import DispatchPayload
 from penstock.moe.routing import Routing
-from penstock.parallel.in_backward import in_backward
 from penstock.parallel.recompute import is_recomputing, remembered
+from penstock.parallel.replicas import in_backward
 
 CountsOf = Callable[[Tensor], Tensor]
 """The int32 counts of this rank to those of all, W x E. All ranks of the axis call it."""
@@ -92,10 +92,7 @@ class BalancedDispatcher:
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         assert isinstance(metadata, BalancedMetadata), f"not a metadata of this dispatcher: {metadata}"
-        y_TD = self.inner.combine(y_RD, metadata.inner)
-        if not y_TD.requires_grad:
-            return y_TD
-        return in_backward(y_TD, partial(self._begin, metadata.slots))
+        return in_backward(self.inner.combine(y_RD, metadata.inner), partial(self._begin, metadata.slots))
 
     def _begin(self, slots: ReplicaSlots | None) -> None:
         if slots is not None and (weights := self.resident_weights()):

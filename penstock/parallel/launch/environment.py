@@ -12,8 +12,7 @@ machine, and before a GPU is used by the run. Job scripts of `penstock launch` w
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,8 +21,6 @@ from penstock.parallel.launch.host import Vendor, gpu_vendor, usable_cores
 
 SPIN_COUNT = "20000"
 """Some tens of microseconds, about as long as a small operator; GNU OpenMP's default is 300,000."""
-
-KERNARG_POOL_BYTES = 12 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +144,7 @@ RULES: tuple[VariableRule, ...] = (
     ),
     VariableRule(
         name="HSA_KERNARG_POOL_SIZE",
-        value=str(KERNARG_POOL_BYTES),
+        value=str(12 << 20),  # bytes
         applies=lambda facts: facts.vendor == "amd",
         when="AMD",
         why="Arguments of launched kernels wait in this pool; with the default of 1 MiB the host waits for room when "
@@ -205,9 +202,7 @@ READ = {
 """Variables that Penstock reads, for docs/environment.md."""
 
 FIRST_PORT, PORTS = 20_000, 12_000
-"""Ports at which ranks meet under Slurm: one by the number of the job, so that two jobs on a machine do not meet. Linux
-gives ports from 32768 on to outgoing connections.
-"""
+"""Ports at which jobs of Slurm meet, each at its own. Linux gives ports from 32768 on to outgoing connections."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +225,7 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Read every variable. Raises a DeviceError if one is no number where it must be, or if two contradict."""
+    """Read every variable. Raises a DeviceError if one is no number, or if two contradict."""
     threads = _whole_number(variables, "OMP_NUM_THREADS")
     job_begin = _whole_number(variables, "SLURM_JOB_START_TIME")
     alone = Environment(color=not variables.get("NO_COLOR"), threads=threads, world_size=1, job_begin=job_begin)
@@ -346,33 +341,21 @@ def facts_of_machine(environment: Environment) -> LaunchFacts:
 
 
 def prepare_environment(facts: LaunchFacts | None = None) -> None:
-    """Set the variables that the facts ask for; the shell's settings stand.
-
-    Without facts those of the machine count, and the call must come before PyTorch is imported.
-    """
+    """Set the variables that the facts ask for, before PyTorch is imported those of the machine; the shell's stand."""
     os.environ.update(_missing(facts_of_machine(read_environment()) if facts is None else facts))
 
 
-@contextmanager
-def environment_for_children(facts: LaunchFacts) -> Iterator[None]:
-    """Set the variables for processes that are started inside the context."""
-    missing = _missing(facts)
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for name in missing:
-            del os.environ[name]
-
-
-def variables_of_rank(rank: int, world: int, launch: str, restarts: int, host: str, port: int) -> dict[str, str]:
-    """All variables of a rank that is started on this machine: ours, and those by which torchrun tells a rank."""
+def variables_of_rank(
+    facts: LaunchFacts, rank: int, launch: str, restarts: int, host: str, port: int
+) -> dict[str, str]:
+    """All variables of a rank that is started on this machine: ours, the rules', and those that torchrun gives."""
     return {
         **os.environ,
+        **_missing(facts),
         "RANK": str(rank),
-        "WORLD_SIZE": str(world),
+        "WORLD_SIZE": str(facts.world),
         "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(facts.local_world),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": launch,
@@ -382,10 +365,7 @@ def variables_of_rank(rank: int, world: int, launch: str, restarts: int, host: s
 
 
 def variables_of_trial(name: str) -> dict[str, str]:
-    """All variables of a rank that is started beside this one: its place is ours, and its launch has another name.
-
-    It meets the others where we did, at a store that we hold.
-    """
+    """All variables of a rank that is started beside this one, in a launch of this name that meets at our store."""
     started = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return {**os.environ, **started}
 

@@ -25,7 +25,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """Cores of the GPU's NUMA `node` that a process is bound to; `sharers` processes divide them."""
+    """Cores of the GPU's NUMA `node` that a process is bound to; `sharers` processes divide the node."""
 
     node: int
     cores: tuple[int, ...]
@@ -44,7 +44,6 @@ def gpu_vendor(root: Path = ROOT) -> Vendor:
 
 
 def allowed_cores() -> frozenset[int]:
-    """Cores that this process may use."""
     # NOTE: sched_getaffinity is missing on macOS.
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 

@@ -2,11 +2,10 @@
 
 Both start one torchrun on each machine, which starts a rank for each GPU. The launch has a name that outlives restarts,
 so ranks go on from the newest checkpoint after a restart by torchrun (a crash), Slurm (a lost machine) or Kubernetes
-(an eviction). The environment rules are written out, and the shell's settings stand. All machines must see the same
-folder of runs.
+(an eviction). All machines must see the same folder of runs.
 
-Slurm requeues a job that it has ended, such as one that lost a machine. It first asks a job that it preempts to stop;
-the run then saves and ends, which for Slurm is a job that failed. So the script requeues itself.
+Slurm requeues a job that lost a machine. A job that it preempts is first asked to stop; the run saves and ends, which
+for Slurm is a job that failed. So the script requeues itself.
 """
 
 import json
@@ -59,9 +58,14 @@ class Job:
         """The environment of every rank, and torchrun's timeout for ranks that were asked to stop."""
         return settings(self.facts) | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(STOP_SECONDS)}
 
+    @property
+    def pod_restarts(self) -> int:
+        """Of all pods, after which the job has failed: each failure may end the torchrun of every pod."""
+        return self.restarts * self.nodes
+
 
 def slurm_script(job: Job, options: dict[str, str], container: str | None = None, *, until_done: bool = False) -> str:
-    """A script for sbatch, with further options such as {"time": "24:00:00"} and a container for the pyxis plugin.
+    """A script for sbatch, with options such as {"time": "24:00:00"} and a container for the pyxis plugin.
 
     With `until_done` the job requeues itself at its time limit too. Raises a ConfigError if Slurm would refuse an
     option, or would stop the run at its begin.
@@ -74,74 +78,72 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
             _check(value, f"--{option}", _SLURM_NAME, "letters, digits and . , @ : + _ -, not first")
     if container is not None:
         _check(container, "--container", re.compile(r"[^\s-][^\s]*"), "an image or a file, without spaces")
-    wanted = {
+    directives: dict[str, object] = {
         "job-name": job.name,
-        "nodes": str(job.nodes),
-        "ntasks-per-node": "1",
-        "gpus-per-node": str(job.gpus),
-        **({"cpus-per-task": str(job.cpus)} if job.cpus else {}),
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.gpus,
+        **({"cpus-per-task": job.cpus} if job.cpus else {}),
         "signal": f"TERM@{STOP_SECONDS}",
         "open-mode": "append",
         **options,
     }
-    inside = []
+    step = ["srun --kill-on-bad-exit=1" + (f" --cpus-per-task={job.cpus}" if job.cpus else "")]
     if container is not None:
-        inside = [f"--container-image={shlex.quote(container)}"]
-        inside += ['--container-mounts="$PWD:$PWD" --container-workdir="$PWD"']
-    command = [
-        "srun --kill-on-bad-exit=1" + (f" --cpus-per-task={job.cpus}" if job.cpus else ""),
-        *inside,
-        f"torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --max-restarts={job.restarts}",
-        '--rdzv-id="slurm-$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first:$port"',
-        f'-m penstock {shlex.join(job.words)} "${{@//%a/${{SLURM_ARRAY_TASK_ID:-}}}}" || code=$?',
-    ]
-    lines = [
-        "#!/bin/bash",
-        f"# {job.nodes} machines x {job.gpus} GPUs = {job.facts.world} ranks. Submit it in a folder that all see.",
-        "# Words behind the script go to the run, with the number of a job array for %a: sbatch job.sh --resume",
-        *(f"#SBATCH --{name}={value}" for name, value in wanted.items()),
-        "#SBATCH --requeue",
-        "",
-        "set -euo pipefail",
-        "",
-        "# What the rules of docs/environment.md ask for here; what is set already stays.",
-        *(f'export {name}="${{{name}:-{value}}}"' for name, value in job.variables.items()),
-        'export SLURM_JOB_START_TIME="${SLURM_JOB_START_TIME:-$(date +%s)}"  # old versions of Slurm do not set it',
-        "",
-        "# The ranks meet on the first machine, at a port of this job. A job that is requeued keeps its number, so its",
-        "# run goes on from the newest checkpoint, and a search from its newest trial.",
-        'machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-        "first=${machines%%$'\\n'*}",
-        f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))",
-        "",
-        "code=0",
-        " \\\n    ".join(command),
-        "",
-        *_requeue(until_done=until_done),
-        'exit "$code"',
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _requeue(*, until_done: bool) -> list[str]:
-    """Lines that requeue the job if Slurm has asked the run to stop."""
-    margin = STOP_SECONDS + EARLY_SECONDS
-    reasons = "a preemption or at its time limit" if until_done else "a preemption"
+        step += [f"--container-image={shlex.quote(container)}"]
+        step += ['--container-mounts="$PWD:$PWD" --container-workdir="$PWD"']
     is_preempted = '[[ $facts =~ " PreemptTime="[0-9] ]]'
     ends = '[[ $facts =~ " EndTime="([0-9][^ ]*) ]]'
-    is_ending = f'{{ {ends} && (($(date --date "${{BASH_REMATCH[1]}}" +%s) - $(date +%s) < {margin})); }}'
-    return [
-        f"# A run that was asked to stop has saved. After {reasons} its job requeues itself.",
-        "if ((code)); then",
-        "    job=${SLURM_ARRAY_TASK_ID+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID-$SLURM_JOB_ID}",
-        '    facts=$(scontrol show job --oneliner "$job")',
-        f"    if {f'{is_preempted} ||' if until_done else f'{is_preempted}; then'}",
-        *([f"        {is_ending}; then"] if until_done else []),
-        '        scontrol requeue "$job"',
-        "    fi",
-        "fi",
-    ]
+    seconds = '$(date --date "${BASH_REMATCH[1]}" +%s) - $(date +%s)'
+    is_ending = f"{{ {ends} && (({seconds} < {STOP_SECONDS + EARLY_SECONDS})); }}"
+    return _SLURM_SCRIPT.format(
+        job=job,
+        options="\n".join(f"#SBATCH --{name}={value}" for name, value in directives.items()),
+        exports="\n".join(f'export {name}="${{{name}:-{value}}}"' for name, value in job.variables.items()),
+        first_port=FIRST_PORT,
+        ports=PORTS,
+        step=" \\\n    ".join(step),
+        words=shlex.join(job.words),
+        reasons="a preemption or at its time limit" if until_done else "a preemption",
+        wants_requeue=f"{is_preempted} ||\n        {is_ending}" if until_done else is_preempted,
+    )
+
+
+_SLURM_SCRIPT = """\
+#!/bin/bash
+# {job.nodes} machines x {job.gpus} GPUs = {job.facts.world} ranks. Submit it in a folder that all see.
+# Words behind the script go to the run, with the number of a job array for %a: sbatch job.sh --resume
+{options}
+#SBATCH --requeue
+
+set -euo pipefail
+
+# What the rules of docs/environment.md ask for here; what is set already stays.
+{exports}
+export SLURM_JOB_START_TIME="${{SLURM_JOB_START_TIME:-$(date +%s)}}"  # old versions of Slurm do not set it
+
+# The ranks meet on the first machine, at a port of this job. A job that is requeued keeps its number, so its
+# run goes on from the newest checkpoint, and a search from its newest trial.
+machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${{machines%%$'\\n'*}}
+port=$(({first_port} + SLURM_JOB_ID % {ports}))
+
+code=0
+{step} \\
+    torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --max-restarts={job.restarts} \\
+    --rdzv-id="slurm-$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first:$port" \\
+    -m penstock {words} "${{@//%a/${{SLURM_ARRAY_TASK_ID:-}}}}" || code=$?
+
+# A run that was asked to stop has saved. After {reasons} its job requeues itself.
+if ((code)); then
+    job=${{SLURM_ARRAY_TASK_ID+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID-$SLURM_JOB_ID}}
+    facts=$(scontrol show job --oneliner "$job")
+    if {wants_requeue}; then
+        scontrol requeue "$job"
+    fi
+fi
+exit "$code"
+"""
 
 
 def _check_limit(limit: str) -> None:
@@ -164,10 +166,9 @@ Kind = Literal["pytorchjob", "trainjob"]
 def kubernetes_manifest(
     job: Job, image: str, claim: str, namespace: str | None = None, kind: Kind = "pytorchjob"
 ) -> str:
-    """A PyTorchJob (kubeflow.org/v1), or a TrainJob with its runtime (trainer.kubeflow.org/v1alpha1), in YAML.
+    """A PyTorchJob, or a TrainJob with its runtime, in YAML. Raises a ConfigError if Kubernetes would refuse a name.
 
-    `claim` is the PersistentVolumeClaim of all pods, which holds the runs. Raises a ConfigError if Kubernetes would
-    refuse a name.
+    `claim` is the PersistentVolumeClaim of all pods, which holds the runs.
     """
     assert job.facts.vendor != "cpu", "a cluster without GPUs is not planned for"
     rule = "letters a to z, digits and -, which is neither first nor last"
@@ -189,19 +190,18 @@ def _pytorch_job(job: Job, metadata: dict[str, str], image: str, claim: str) -> 
     worker = {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": pod}}
     spec = {
         "elasticPolicy": elastic | {"maxRestarts": job.restarts},
-        "runPolicy": {"backoffLimit": _most_pod_restarts(job), "cleanPodPolicy": "Running"},
+        "runPolicy": {"backoffLimit": job.pod_restarts, "cleanPodPolicy": "Running"},
         "pytorchReplicaSpecs": {"Worker": worker},
     }
     return [{"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": metadata, "spec": spec}]
 
 
 def _train_job(job: Job, metadata: dict[str, str], image: str, claim: str) -> list[dict[str, Any]]:
-    """The runtime, which has the pods, and the job, which has the program."""
     # Trainer looks for `node`. It sets PET_MASTER_ADDR and _PORT, which Kubernetes replaces in arguments.
     pod = _pod({"name": "node", "image": image}, claim) | {"restartPolicy": "OnFailure"}
     node = {
         "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-        "spec": {"backoffLimit": _most_pod_restarts(job), "template": {"spec": pod}},
+        "spec": {"backoffLimit": job.pod_restarts, "template": {"spec": pod}},
     }
     job_set = {"replicatedJobs": [{"name": "node", "template": node}]}
     runtime = {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": job_set}}
@@ -221,7 +221,6 @@ def _train_job(job: Job, metadata: dict[str, str], image: str, claim: str) -> li
 
 
 def _program(job: Job, *rendezvous: str) -> dict[str, Any]:
-    """Command, arguments and environment of each pod's container."""
     torchrun = [f"--nnodes={job.nodes}", f"--nproc-per-node={job.gpus}", f"--max-restarts={job.restarts}"]
     arguments = [word.replace("$", "$$") for word in job.words]  # Kubernetes replaces $(NAME), and $$ by $
     return {
@@ -249,13 +248,7 @@ def _pod(container: dict[str, Any], claim: str) -> dict[str, Any]:
     }
 
 
-def _most_pod_restarts(job: Job) -> int:
-    """Of all pods together, after which the job has failed: each failure may end the torchrun of every pod."""
-    return job.restarts * job.nodes
-
-
 def kubernetes_name(name: str) -> str:
-    """The name of a run, as Kubernetes accepts it."""
     return re.sub(r"[^a-z0-9-]+", "-", name.lower())[:40].strip("-") or "penstock"
 
 

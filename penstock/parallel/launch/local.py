@@ -35,7 +35,6 @@ from penstock.config.run import Run
 from penstock.parallel.launch.environment import (
     Environment,
     LaunchFacts,
-    environment_for_children,
     facts_of_machine,
     variables_of_rank,
 )
@@ -43,28 +42,18 @@ from penstock.parallel.launch.rank import RankFunction
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-LOOK_SECONDS = 0.05
-"""How often the launcher looks for ranks that have ended."""
-
-SETTLE_SECONDS = 0.5
-"""After the first failure, others may show that are its cause."""
-
-ENDING_SECONDS = 30.0
-"""How long a rank may take to end after SIGTERM, before SIGKILL."""
-
-MOST_PROCESSES = 1024
-"""Ranks on one machine; each is a process that imports PyTorch."""
-
-LOCALHOST = "127.0.0.1"
-"""An address, not a name: nothing is looked up."""
+LOOK_SECONDS = 0.05  # between looks for ranks that have ended
+SETTLE_SECONDS = 0.5  # after the first failure, in which others may show that are its cause
+ENDING_SECONDS = 30.0  # that a rank has between SIGTERM and SIGKILL
+MOST_PROCESSES = 1024  # on one machine; each imports PyTorch
+LOCALHOST = "127.0.0.1"  # an address, not a name: nothing is looked up
 
 
 class RankProcess(Protocol):
     """What the launcher needs of a process; `subprocess.Popen` has it."""
 
     @property
-    def pid(self) -> int:
-        """Its number."""
+    def pid(self) -> int: ...
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
@@ -99,7 +88,7 @@ def facts_of_run(run: Run, machine: LaunchFacts) -> LaunchFacts:
 def processes_to_start(run: Run, environment: Environment, asked: int | None) -> int:
     """Number of ranks that a command starts on this machine; 1 means that it is the rank itself.
 
-    `asked` is `--processes`; None asks for one process for each GPU, or for as many as divide the run's batch. Raises a
+    `asked` is `--processes`; None asks for one for each GPU, or for as many as divide the run's batch. Raises a
     DeviceError if this is a rank already or there are fewer GPUs than processes.
     """
     if environment.started_by:
@@ -128,11 +117,9 @@ def run_processes(work: RankFunction, arguments: Sequence[str], launch: LocalLau
     size_index, left = 0, launch.restarts  # in `sizes`; restarts with so many ranks
     with _SignalForwarder() as forwarder:
         for attempt in count():
-            now = sizes[size_index]
-            facts = replace(launch.facts, world=now, local_world=now)
             forwarder.expect_ranks(may_grow=size_index > 0)
-            with environment_for_children(facts), ExitStack() as stack:
-                ranks = _start(work, arguments, replace(launch, processes=now), attempt, stack)
+            with ExitStack() as stack:
+                ranks = _start(work, arguments, launch, sizes[size_index], attempt, stack)
                 forwarder.forward_to(ranks)
                 codes = _wait(ranks)
             if forwarder.signal is not None:  # a rank that the signal ended is no failure
@@ -160,9 +147,10 @@ def run_processes(work: RankFunction, arguments: Sequence[str], launch: LocalLau
 
 
 def _start(
-    work: RankFunction, arguments: Sequence[str], launch: LocalLaunch, attempt: int, stack: ExitStack
+    work: RankFunction, arguments: Sequence[str], launch: LocalLaunch, world: int, attempt: int, stack: ExitStack
 ) -> list[RankProcess]:
-    """Start all ranks; `stack` holds the store at which they meet, and the pipe whose end tells them of our death."""
+    """Start the ranks; `stack` holds the store at which they meet, and the pipe whose end tells them of our death."""
+    facts = replace(launch.facts, world=world, local_world=world)
     listener = socket.create_server((LOCALHOST, 0))
     port = listener.getsockname()[1]
     store = TCPStore(LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -170,11 +158,10 @@ def _start(
     stack.callback(os.close, lifeline)
     stack.callback(os.close, ours)
     stack.callback(lambda: store)  # it listens as long as it is referenced
-    ranks: list[RankProcess] = []
-    for rank in range(launch.processes):
-        variables = variables_of_rank(rank, launch.processes, launch.name, attempt, LOCALHOST, port)
-        ranks.append(start_rank(work, arguments, variables, lifeline))
-    return ranks
+    return [
+        start_rank(work, arguments, variables_of_rank(facts, rank, launch.name, attempt, LOCALHOST, port), lifeline)
+        for rank in range(world)
+    ]
 
 
 def start_rank(
@@ -199,19 +186,15 @@ def _wait(ranks: Sequence[RankProcess]) -> list[int]:
             time.sleep(SETTLE_SECONDS)
             causes = [rank.poll() for rank in ranks]
             _end(ranks)
-            return [code if code is not None else _ENDED for code in causes]
+            return [0 if code is None else code for code in causes]  # 0 was ended because another one failed
         time.sleep(LOOK_SECONDS)
     return [code for rank in ranks if (code := rank.poll()) is not None]
 
 
-_ENDED = 0
-"""Code of a rank that was ended because another one failed."""
-
-
 def _end(ranks: Sequence[RankProcess]) -> None:
-    for number, seconds in ((signal.SIGTERM, ENDING_SECONDS), (signal.SIGKILL, ENDING_SECONDS)):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         _send(ranks, number)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + ENDING_SECONDS
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
 

@@ -32,19 +32,18 @@ ORPHAN_SECONDS = 120.0
 
 def follow_launcher(lifeline: int) -> None:
     """Stop this process when the other end of a pipe is closed."""
-    threading.Thread(target=_wait_for_end, args=(lifeline,), name="penstock lifeline", daemon=True).start()
 
+    def stop_at_end() -> None:
+        os.read(lifeline, 1)  # nothing is ever written
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_SECONDS)
+        os._exit(STOPPED)
 
-def _wait_for_end(lifeline: int) -> None:
-    while os.read(lifeline, 1):  # nothing is ever written
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ORPHAN_SECONDS)
-    os._exit(STOPPED)
+    threading.Thread(target=stop_at_end, name="penstock lifeline", daemon=True).start()
 
 
 def be_a_rank(work: RankFunction, arguments: Sequence[str]) -> int:
-    """The exit code of the work. The traceback of a bug is printed."""
+    """The exit code of the work; prints the traceback of a bug."""
     try:
         return work(arguments)
     except KeyboardInterrupt:
@@ -55,7 +54,6 @@ def be_a_rank(work: RankFunction, arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """See the top of the file."""
     lifeline, target, count, *rest = sys.argv[1:]
     arguments, sys.argv = rest[: int(count)], rest[int(count) :]
     follow_launcher(int(lifeline))

@@ -5,15 +5,15 @@
         folder = rendezvous.agree(make_the_folder)        rank 0 decides, all get its result or its error
         start_process_group(rendezvous, device)
 
-It needs torchrun's store only, no process group and no device. Results are JSON; nothing is pickled.
+It needs torchrun's store only. Results are JSON; nothing is pickled.
 
 torchrun keeps its store when it restarts ranks, with old answers in it. So each opening has its own name: rank 0 writes
 it, each rank answers under the name that it reads, with a random word, and rank 0 publishes the list of words. A rank
 whose word is not in the list has read an old name, and reads again.
 
-When a run fails, ranks fail one after the other. The first prints its error; the others leave quietly. If the error is
-that another rank is lost, it names that rank (penstock/parallel/launch/watch.py). On a machine that no longer reaches
-the store, such as behind a cut link, one rank says so.
+When a run fails, ranks fail one after the other. The first prints its error, in which a lost rank is named
+(penstock/parallel/launch/watch.py); the others leave quietly. On a machine that no longer reaches the store, such as
+behind a cut link, one rank says so.
 """
 
 import json
@@ -47,18 +47,13 @@ from penstock.parallel.launch.watch import MARGIN, Watch, within
 Json = TypeVar("Json")
 
 LOOK_SECONDS = 0.1
-LAST_WORD_SECONDS = 10.0
-"""How long a rank that failed before the rendezvous looks for the others."""
-
-REACH_SECONDS = 20.0
-"""How long the store is tried to be reached at the end of a run: more than two times the time of any single call."""
-
-LEAVE_SECONDS = 1.0
-"""How long a later rank to fail stays, so that the launcher sees the first one end."""
+LAST_WORD_SECONDS = 10.0  # in which a rank that failed before the rendezvous looks for the others
+REACH_SECONDS = 20.0  # to reach the store at the end of a run: more than two times that of any single call
+LEAVE_SECONDS = 1.0  # that a later rank to fail stays, so that the launcher sees the first one end
 
 
 class Rendezvous:
-    """See the top of the file. `leave` ends the process at once: threads of a broken group cannot be joined."""
+    """`leave` ends the process at once: threads of a broken group cannot be joined."""
 
     def __init__(self, environment: Environment, leave: Callable[[int], object] = os._exit) -> None:
         self.rank = environment.rank
@@ -90,12 +85,11 @@ class Rendezvous:
         self.watch = Watch(self.store, self.rank, socket.gethostname(), self.timeout, self._hang)
 
     def mark(self, activity: str) -> None:
-        """Say what this rank begins, such as `forward of step 7`, for the watch over hangs; empty stops its clock."""
+        """See `Watch.mark`."""
         if self.watch is not None:
             self.watch.mark(activity)
 
     def host_of(self, rank: int) -> str:
-        """The machine of a rank, for messages."""
         return socket.gethostname() if self.store is None else self.store.get(f"host/{rank}").decode()
 
     def agree(self, make: Callable[[], Json]) -> Json:
@@ -140,7 +134,7 @@ class Rendezvous:
         return self.rank == first or (self._environment.local_rank == 0 and self.rank > first)
 
     def _code_of_first(self, error: Exception) -> int:
-        """Exit code of the rank that failed first, so that a launcher sees the same code from every rank."""
+        """Exit code of the rank that failed first: a launcher sees the same code from every rank."""
         code = _code_of(error)
         if self._is_cut_off:
             return code
@@ -172,7 +166,7 @@ class Rendezvous:
             raise cause from error
 
     def _last_word(self, error: Exception) -> Exception | None:
-        """The error that this rank tells; None if another rank speaks. A lost rank is named."""
+        """The error that this rank tells; None if another rank speaks."""
         try:
             return within(REACH_SECONDS, partial(self._tell, error))
         except TimeoutError:
@@ -185,7 +179,6 @@ class Rendezvous:
         return LostRankError(what, got=error.got, fix="look at the network between the two, then --resume")
 
     def _tell(self, error: Exception) -> Exception | None:
-        """`_last_word` of a rank that reaches the store."""
         is_first = self.first_to_fail()
         if self.watch is not None:
             self.watch.answer()

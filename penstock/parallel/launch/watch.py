@@ -5,12 +5,9 @@
     rank 1    is stopped, or its machine is dead: no answer
     others    a thread of each answers with what its training thread does, and since when
 
-A collective that times out, or whose peer has closed its connection, says at most which address it waited for. So a
-rank that loses another one calls the roll too, before its error is told. A thread looks for calls once a second; it has
-its own connection to the store, because a call of another thread may wait there. Another thread has the clock: if the
+A failed collective says at most which address it waited for, so a rank that loses another one calls the roll too,
+before its error is told. One thread looks for calls, on its own connection to the store. Another has the clock: if the
 network to the store is cut, calls to the store wait until TCP gives up, which takes a quarter of an hour.
-
-Collectives of gloo and NCCL time out `MARGIN` later than the clock, because NCCL then ends the process by itself.
 """
 
 import json
@@ -28,17 +25,12 @@ from torch.distributed.distributed_c10d import Store
 from penstock.base.errors import LostRankError
 from penstock.base.numbers import time_text
 
-LOOK_SECONDS = 1.0
-"""How often a rank looks for a roll call, and at its own clock."""
-
-ANSWER_SECONDS = 4.0
-"""How long answers are waited for."""
+LOOK_SECONDS = 1.0  # between looks for a roll call, and at the clock
+ANSWER_SECONDS = 4.0  # that answers are waited for
+SHOWN = 8  # ranks that an error names
 
 MARGIN = timedelta(seconds=15)
-
-SHOWN = 8
-"""Ranks that an error names."""
-
+"""By which collectives time out later than the clock: NCCL then ends the process by itself."""
 
 Result = TypeVar("Result")
 
@@ -58,7 +50,7 @@ def within(seconds: float, act: Callable[[], Result]) -> Result:
 
 
 class RankAnswer(NamedTuple):
-    """What a rank says of itself."""
+    """To a roll call."""
 
     place: str  # such as `backward of step 7`; empty outside of steps
     seconds: float  # since when
@@ -67,8 +59,8 @@ class RankAnswer(NamedTuple):
 class Watch:
     """The two threads of one rank; `store` is that of all ranks.
 
-    The clock runs while `mark` has named a place. A place that lasts longer than `timeout` is a hang, and `leave` gets
-    the error on the first rank that notices.
+    The clock runs while `mark` has named an activity. One that lasts longer than `timeout` is a hang, of which `leave`
+    gets the error.
     """
 
     def __init__(
@@ -88,7 +80,7 @@ class Watch:
             threading.Thread(target=work, name="penstock watch", daemon=True).start()
 
     def mark(self, activity: str) -> None:
-        """Say what the training thread begins; empty for work that may take any time."""
+        """Say what the training thread begins, such as `forward of step 7`; empty for work that may take any time."""
         self._mark = (activity, time.monotonic()) if activity else None
 
     def stop(self) -> None:
@@ -101,7 +93,7 @@ class Watch:
             self._answer()
 
     def name(self, error: LostRankError, world: int) -> LostRankError:
-        """Call the roll; the error with the ranks that do not answer, or as it is if the store has gone."""
+        """The error with the ranks that do not answer a roll call, or as it is if the store has gone."""
         with suppress(RuntimeError), self._lock:
             return self._call(world, error.got)
         return error

@@ -17,12 +17,12 @@ from penstock.parallel.launch.environment import (
     SPIN_COUNT,
     Environment,
     LaunchFacts,
-    environment_for_children,
     environment_line,
     facts_of_machine,
     prepare_environment,
     read_environment,
     settings,
+    variables_of_rank,
     variables_of_trial,
 )
 from tools.environment_page import environment_page
@@ -184,8 +184,9 @@ def test_every_rule_can_be_overridden_by_every_name_of_its_variable() -> None:
 def test_a_launcher_sets_it_for_its_ranks_only() -> None:
     os.environ.clear()
     os.environ["NCCL_NVLS_ENABLE"] = "1"
-    with environment_for_children(NVIDIA):
-        assert settings(NVIDIA) | {"NCCL_NVLS_ENABLE": "1"} == dict(os.environ)
+    variables = variables_of_rank(NVIDIA, 3, "job", 1, "127.0.0.1", 29500)
+    assert (settings(NVIDIA) | {"NCCL_NVLS_ENABLE": "1"}).items() <= variables.items()
+    assert (variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_WORLD_SIZE"]) == ("3", "16", "8")
     assert dict(os.environ) == {"NCCL_NVLS_ENABLE": "1"}
 
 
