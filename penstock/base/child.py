@@ -20,11 +20,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-MOST_BYTES = 4 * 2**30
-"""Memory of a child."""
+MOST_BYTES = 4 * 2**30  # of a child's memory
 
+# The child imports what the caller would import.
 _BEGIN = "import runpy, sys; module, *sys.path[:] = sys.argv[1:]; runpy.run_module(module, run_name='__main__')"
-"""The child imports what the caller would import."""
 
 Answer = tuple[Mapping[str, Any], bytes]
 

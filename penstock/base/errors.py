@@ -9,23 +9,17 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
-WRONG_INPUT = 2
-"""Exit code if the user must fix something."""
-
+# Exit codes.
+WRONG_INPUT = 2  # the user must fix something
 FAILED = 1
-"""Exit code of other failures."""
-
-LOST = 75
-"""Exit code of a rank that lost another one, EX_TEMPFAIL: a restart may help."""
+LOST = 75  # of a rank that lost another one, EX_TEMPFAIL: a restart may help
 
 
 class PenstockError(ValueError):
     """A mistake in the user's input.
 
-    Args:
-        what: the wrong fact, with the name of the field, file or option.
-        got: the offending value, if `what` does not have it.
-        fix: the command or change that fixes it.
+    `what` is the wrong fact, with the name of the field, file or option; `got` the offending value, if `what` does not
+    have it; `fix` the command or change that fixes it.
     """
 
     exit_code = WRONG_INPUT
@@ -33,17 +27,9 @@ class PenstockError(ValueError):
     is_of_all_ranks = False  # every rank of the run raises it, so one of them prints it
 
     def __init__(self, what: str, *, got: object = None, allowed: object = None, fix: str | None = None) -> None:
-        self.what = what
-        self.got = got
-        self.allowed = allowed
-        self.fix = fix
-        parts = [what]
-        if got is not None:
-            parts.append(f"got {got}")
-        if allowed is not None:
-            parts.append(f"allowed: {allowed}")
-        if fix is not None:
-            parts.append(f"fix: {fix}")
+        self.what, self.got, self.allowed, self.fix = what, got, allowed, fix
+        facts = {"got ": got, "allowed: ": allowed, "fix: ": fix}
+        parts = [what, *(f"{label}{fact}" for label, fact in facts.items() if fact is not None)]
         super().__init__(" ".join("; ".join(parts).split()))
 
 

@@ -19,24 +19,14 @@ from pathlib import Path
 from typing import Any
 
 MOST_TOML_BYTES = 4 * 2**20
-MOST_JSON_BYTES = 128 * 2**20
-"""Several times the largest published tokenizer.json."""
-
+MOST_JSON_BYTES = 128 * 2**20  # several times the largest published tokenizer.json
+STALE_SECONDS = 3600.0  # since the last write to a draft that no living process can be writing
 _READ_BYTES = 2**20
-
-
-STALE_SECONDS = 3600.0
-"""Age of the last write to a draft that no living process can be writing."""
-
-_PASSED = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
-"""Open files that the shell passes, such as the pipe of `<(command)`."""
+_PASSED = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # files that the shell opens, such as the pipe of `<(command)`
 
 
 def open_file(path: Path, buffering: int = -1) -> Any:
-    """Open a file to read. Raises OSError, also for a folder, a device, or a named pipe, which might wait for ever.
-
-    `buffering` is that of `open`, which also gives the type of the result.
-    """
+    """`open` to read bytes. Raises OSError, also for a folder, a device, or a named pipe, which might wait for ever."""
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "a path has no null characters", str(path))
     return open(str(path), "rb", buffering, opener=_open_regular)
@@ -105,20 +95,20 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Tables of a TOML file. Raises OSError or ValueError, as `read_bounded` and `parse_toml` do."""
+    """Tables of a TOML file. Raises OSError or ValueError."""
     return parse_toml(read_bounded(path, MOST_TOML_BYTES).decode("utf-8-sig"))
 
 
 def read_json(path: Path) -> Any:
-    """The value that a JSON file holds. Raises OSError or ValueError, as `read_bounded` and `parse_json` do."""
+    """The value that a JSON file holds. Raises OSError or ValueError."""
     return parse_json(read_bounded(path, MOST_JSON_BYTES))
 
 
 def draft_of(path: Path) -> Path:
-    """A hidden name beside a file for the one that will replace it, which is not there: open it with `xb`.
+    """A hidden name beside a file for the one that will replace it. Raises OSError.
 
-    So a link that was planted under the name is not followed. Drafts of the same file that a killed process has left
-    are deleted: those under this name, and those that nothing has written to for `STALE_SECONDS`. Raises OSError.
+    Open it with `xb`, which follows no link that was planted under the name. Drafts that a killed process has left are
+    deleted: those under this name, and those that nothing has written to for `STALE_SECONDS`.
     """
     start = f".{path.name[:150]}."
     # The machine too: containers that share a folder have the same numbers of processes.
@@ -131,10 +121,7 @@ def draft_of(path: Path) -> Path:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: a reader, or a crash, finds the old content or the new. Raises OSError.
-
-    A draft beside it becomes the file. It is removed again if a write fails.
-    """
+    """Write a file atomically: a reader, or a crash, finds the old content or the new. Raises OSError."""
     draft = draft_of(path)
     try:
         with draft.open("xb") as file:

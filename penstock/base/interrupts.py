@@ -1,8 +1,7 @@
 """Ctrl-C while modules are imported ends the program at once.
 
 An import may turn a KeyboardInterrupt into another error or print it in the middle of a callback, and no work has begun
-that needs an orderly end. `penstock/__main__.py` calls this before its own imports, and so do processes that
-multiprocessing spawns, which import that file first.
+that needs an orderly end. `penstock/__main__.py` calls this before its own imports.
 """
 
 import os

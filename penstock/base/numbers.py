@@ -5,10 +5,7 @@ import re
 _COUNT_SUFFIXES = (" k", " M", " B", " T")
 _AMOUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\d+)?) ?([kKMBT]?)")
 BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-"""Bytes of each decimal unit."""
-
 TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "\u00b5s"))
-"""Seconds of each unit of time."""
 
 
 def count_text(number: float) -> str:

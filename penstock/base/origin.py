@@ -8,8 +8,7 @@ from pathlib import Path
 
 import penstock
 
-UNKNOWN = "unknown"
-"""Commit of a package outside of a repository."""
+UNKNOWN = "unknown"  # commit, outside of a repository
 
 
 def command_text() -> str:
