@@ -172,10 +172,7 @@ def backward(
     scores: ScoreOptions,
     softmax: AttentionOutput,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values (`operands`), from the gradient and the saved results of forward.
-
-    The backends compute probabilities as exp(scores - log_sums).
-    """
+    """Gradients of `operands` (queries, keys, values). The backends compute probabilities as exp(scores - log_sums)."""
     bias, causal, scale = bias_of(scores, operands[0], backend), scores.is_causal, scores.scale
     given = (do_BHSM, *operands)
     kept = (softmax.o_BHSM, softmax.log_sums)
@@ -234,10 +231,7 @@ def causal_attention(
 
 
 def may_need_own_keys(q_BHSN: Tensor, k_BGSN: Tensor, scores: ScoreOptions, backend: str) -> bool:
-    """Whether torch may find no backend for grouped-query heads on a GPU but the one that materializes the scores.
-
-    The fused ones that have such heads take no mask, or no float32.
-    """
+    """Whether a GPU's fused backends with grouped-query heads may refuse: they take no mask, or no float32."""
     if q_BHSN.shape[1] == k_BGSN.shape[1] or backend == "math":
         return False
     return backend == "efficient" or not scores.is_causal or q_BHSN.dtype.itemsize > 2

@@ -29,10 +29,7 @@ _MOST = "MOST="
 
 @dataclass(frozen=True)
 class AttentionBounds:
-    """Bounds of consecutive queries, the last of which has the position of the last key.
-
-    The bounds of one row may stand for all rows.
-    """
+    """Bounds of queries up to the position of the last key; those of one row may stand for all rows."""
 
     first_BQ: Tensor  # int32, first key that a query sees
     last_BK: Tensor  # int32, last query that sees a key, counted from the first query; -1 for none
@@ -82,10 +79,7 @@ def most_of(notes: Sequence[str]) -> int:
 def first_keys(
     documents_BS: Tensor | None, window: AttentionWindow | None, length: int, device: torch.device
 ) -> Tensor:
-    """First key that each position of rows sees, int32 B x S; 1 x S for all rows if each is one document.
-
-    Documents are runs of one number in `documents_BS`.
-    """
+    """First key that each position sees, int32 B x S, or 1 x S without documents, which are runs of one number."""
     place_S = torch.arange(length, dtype=torch.int32, device=device)
     first_BS = torch.zeros_like(place_S)[None]
     if documents_BS is not None:

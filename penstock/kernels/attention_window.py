@@ -10,11 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWindow:
-    """Sliding window or chunk of a layer with local attention.
-
-    A query sees the last `size` positions, its own included, or its own chunk of `size`, counted from the beginning of
-    the row, or of its document.
-    """
+    """A query sees the last `size` positions, its own too, or its chunk of `size` since the start of its document."""
 
     kind: Literal["window", "chunk"]
     size: int  # positions that a query sees at most

@@ -68,10 +68,7 @@ def bounded_attention(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of queries at the last positions of the row; o_BQHM in the dtype of q.
-
-    The definition is `penstock.kernels.attention_bounds.attention_by_mask`.
-    """
+    """`penstock.kernels.attention_bounds.attention_by_mask`; o_BQHM in the dtype of q."""
     return _BoundedAttention.apply(q_BQHN, k_BKGN, v_BKGM, sinks_H, bounds, scale)
 
 

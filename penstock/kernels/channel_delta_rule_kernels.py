@@ -244,10 +244,7 @@ def channel_write_backward_kernel(
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a head: dA and dv, the part of dbeta that multiplies values, and gradients of beta k through w.
-
-    With y = T x the gradients are dx = T^T dy and dA = -T^T (dy x^T) T^T below the diagonal.
-    """
+    """One chunk of a head: dA and dv, the part of dbeta that multiplies values, and gradients of beta k through w."""
     first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
     place_J, key_head = tl.arange(0, J), head // (H // G)
     inside_J = first + place_J < positions

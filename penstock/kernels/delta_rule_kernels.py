@@ -285,10 +285,7 @@ def delta_write_backward_kernel(
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a head: dv, dbeta and dg, and the rest of dk, which is added in place.
-
-    With y = T x the gradients are dx = T^T dy and dA = -T^T (dy x^T) T^T below the diagonal.
-    """
+    """One chunk of a head: dv, dbeta, dg, and dk added in place. y = T x has dx = T^T dy, dA = -T^T (dy x^T) T^T."""
     first, head, row = tl.program_id(0) * J, tl.program_id(1), tl.program_id(2)
     place_J = tl.arange(0, J)
     inside_J = first + place_J < positions

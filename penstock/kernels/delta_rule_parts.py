@@ -19,10 +19,7 @@ def chunk_documents(documents_ptr, row, first, positions, J: tl.constexpr):
 
 @triton.jit
 def rows_at(ptr, heads: tl.constexpr, head, row, first, positions, J: tl.constexpr, WIDTH: tl.constexpr):
-    """Pointers to the first element of a head at each position, J x 1, or offsets if `ptr` is 0.
-
-    Tensors are B x S x heads x WIDTH.
-    """
+    """Pointers (offsets if `ptr` is 0) to a head's row at each position, J x 1; tensors are B x S x heads x WIDTH."""
     start = (row.to(tl.int64) * positions + first) * heads + head
     return ptr + start * WIDTH + tl.arange(0, J)[:, None] * (heads * WIDTH)
 

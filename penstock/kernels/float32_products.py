@@ -36,10 +36,7 @@ RIGHT = (slice(0, 3), slice(3, 6, 2), slice(4, 5))
 
 @torch.no_grad()
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-    """`total += left @ right` (or = with `overwrite`), without rounding to the dtype of the operands in between.
-
-    `total` is float32 or has the dtype of the operands; it is changed in place.
-    """
+    """`total += left @ right` (= with `overwrite`), not rounded between; float32, or in the dtype of the operands."""
     beta = 0 if overwrite else 1
     if left.is_meta:
         # Torch finds the shape of this product in a tenth of the time that a search over layouts has.

@@ -30,10 +30,7 @@ def gram(
     addend_scale: float = 1.0,
     launch: GemmLaunch | None = None,
 ) -> Tensor:
-    """Return scale x x^T + addend_scale addend of each matrix, summed in float32: E x F x F in the dtype of x.
-
-    `addend_EFF` is symmetric.
-    """
+    """Returns scale x x^T + addend_scale addend, E x F x F in the dtype of x; the addend is symmetric."""
     x_EFD = x_EFD.contiguous()
     count, rows, depth = x_EFD.shape
     y_EFF = x_EFD.new_empty(count, rows, rows)

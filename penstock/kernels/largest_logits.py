@@ -9,8 +9,7 @@ from torch import Tensor
 from penstock.kernels.language import HAS_TRITON, ceil_div, tl, triton
 from penstock.kernels.launching import on_gpu, start_kernel
 
-SCORES = 1 << 26
-"""Scores that the definition computes at a time."""
+SCORES = 1 << 26  # that the definition computes at a time
 BLOCK, DEPTH = 128, 64  # queries and keys of a tile, and features that are multiplied at a time
 
 

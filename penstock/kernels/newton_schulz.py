@@ -15,19 +15,15 @@ from torch import Tensor
 from penstock.kernels.gram import gram, has_kernel
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-EPSILON = 1e-7
-"""Least norm that a matrix is divided by."""
+EPSILON = 1e-7  # least norm that a matrix is divided by
 
 
 @torch.no_grad()
 def orthogonalize(x_EFD: Tensor, steps: int) -> Tensor:
-    """Orthogonalize each F x D matrix of a stack, in the dtype of x.
-
-    On a CPU one matrix at a time, so that the bits of a result do not depend on the other matrices of the stack.
-    """
+    """Orthogonalize each F x D matrix of a stack, in the dtype of x."""
     if x_EFD.shape[-2] > x_EFD.shape[-1]:
         return orthogonalize(x_EFD.mT, steps).mT
-    if x_EFD.device.type == "cpu" and len(x_EFD) > 1:
+    if x_EFD.device.type == "cpu" and len(x_EFD) > 1:  # bits of a result do not depend on the rest of the stack
         return torch.cat([orthogonalize(matrix[None], steps) for matrix in x_EFD])
     a, b, c = COEFFICIENTS
     norm_E = torch.linalg.vector_norm(x_EFD, dim=(-2, -1), keepdim=True, dtype=torch.float32)

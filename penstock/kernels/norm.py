@@ -197,10 +197,7 @@ def rms_norm_kernel(
     tokens, x_stride, residual_stride, epsilon,  # strides of rows, in elements
     D: tl.constexpr, OFFSET: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Some rows. Example: the row [3, 4] with weight [1, 1] and epsilon 0 is divided by sqrt(12.5).
-
-    Without a pointer to normed rows, only scales and sums are written.
-    """
+    """Some rows; without `normed_ptr` only scales and sums. [3, 4] with weight [1, 1] is divided by sqrt(12.5)."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column_D = tl.arange(0, BLOCK_D)
     row_T1 = token_T.to(tl.int64)[:, None]
@@ -274,10 +271,7 @@ SUM_BLOCK = 2048  # numbers of a program of 4 warps: 16 of a thread, two loads o
 
 
 def add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
-    """`penstock.kernels.reference.add_three` in one kernel, and none backward: all three have the sum's gradient.
-
-    The result is contiguous, in the widest of the three dtypes. Raises KernelError if shapes differ.
-    """
+    """`reference.add_three` in one kernel, and none backward; contiguous. Raises KernelError if shapes differ."""
     if not x_TD.shape == y_TD.shape == z_TD.shape:
         got = ", ".join(f"{tuple(tensor.shape)}" for tensor in (x_TD, y_TD, z_TD))
         raise KernelError("add_three: all must have one shape", got=got)

@@ -36,17 +36,14 @@ from torch import Tensor
 
 MomentDtype = Literal["fp32", "bf16", "int8"]
 MOMENT_DTYPES: Mapping[MomentDtype, torch.dtype] = MappingProxyType(
-    {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+    {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}  # codes are unsigned
 )
-"""Dtypes of stored moments; those of codes are unsigned."""
 
 BLOCK = 128  # values of a row that share a scale
 SIGNED_DECADES, ROOT_DECADES = 7, 8
 TINY = 2.0**-126  # least divisor, since a block of zeros has scale 0: smaller constants are float64 to Triton 3.6
 FRACTION_BITS = 12  # of a place between two codes; more than rounding disturbs
 FRACTION = 1 << FRACTION_BITS
-
-
 # Odd factors of hashes, as int32.
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B1 - (1 << 32), 0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32)
 

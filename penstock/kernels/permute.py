@@ -241,10 +241,7 @@ def sum_rows_kernel(
     K: tl.constexpr, D: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One token: the rows at its K places, times their weights if given, summed in float32; dropped slots left out.
-
-    Example: token 1 with places [2, 5], 5 rows used and weights [0.5, 0.5] is 0.5 times row 2.
-    """
+    """One token: the float32 sum of the rows at its K places, times weights if given; dropped slots are left out."""
     token = tl.program_id(0).to(tl.int64)
     choice_K = tl.arange(0, BLOCK_K)
     is_slot_K = choice_K < K

@@ -175,10 +175,7 @@ def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor 
 
 
 def add_bias(y_RF: Tensor, bias_eF: Tensor, counts_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
-    """Each expert's bias added to its rows, in float32, times `weights_R` (float32) if given.
-
-    Rows past the last expert's are returned unchanged.
-    """
+    """Each expert's bias added to its rows in float32, times `weights_R` if given; rows past the last one's stay."""
     counts = counts_on_host(counts_e, y_RF.shape[0])
     used = sum(counts)
     bias_RF = torch.cat([bias_F.float().expand(count, -1) for bias_F, count in zip(bias_eF, counts, strict=True)])

@@ -26,10 +26,7 @@ LAUNCH = KernelLaunch(block_rows=16, block_columns=0, warps=8)
 
 
 def rotate(x_BSHN: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> Tensor:
-    """`penstock.kernels.reference.rotate` in one kernel, and one kernel backward (none for the angles).
-
-    The result is contiguous. Raises KernelError if angles do not fit.
-    """
+    """`penstock.kernels.reference.rotate`; the result is contiguous. Raises KernelError if angles do not fit."""
     _check(x_BSHN, cos_BSP, sin_BSP, min(2 * cos_BSP.shape[-1], x_BSHN.shape[-1]))
     return _Rotate.apply(x_BSHN, cos_BSP.contiguous(), sin_BSP.contiguous())
 
@@ -170,10 +167,7 @@ def rotate_kernel(
     H: tl.constexpr, P: tl.constexpr, PLAIN: tl.constexpr, DIRECTION: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One token; the last PLAIN columns of a head are copied.
-
-    Example with P = 2, PLAIN = 1 and a quarter turn (cos 0, sin 1): the head [1, 0, 5] becomes [0, 1, 5].
-    """
+    """One token; PLAIN columns are copied. With P = 2, PLAIN = 1 and a quarter turn [1, 0, 5] becomes [0, 1, 5]."""
     N: tl.constexpr = P + PLAIN
     cos_P, sin_P = _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
     sin_P *= DIRECTION  # -1 in backward: the inverse rotation

@@ -46,10 +46,7 @@ def seen_keys(allowed_BSS: Tensor | None, positions: int, device: torch.device) 
 
 @torch.no_grad()
 def best_keys(scores_BSS: Tensor, allowed_BSS: Tensor, top_k: int) -> Tensor:
-    """Boolean B x S x S: the `top_k` allowed keys with the highest scores, or all allowed ones if they are fewer.
-
-    Scores [3, 1, 2] of keys that are all allowed and top_k = 2 choose keys 0 and 2.
-    """
+    """Boolean B x S x S: the `top_k` allowed keys with the highest scores, or all allowed ones if they are fewer."""
     hidden = scores_BSS.masked_fill(~allowed_BSS, float("-inf"))
     best = hidden.topk(min(top_k, scores_BSS.shape[-1]), dim=-1).indices
     return torch.zeros_like(hidden, dtype=torch.bool).scatter_(-1, best, True) & allowed_BSS
@@ -173,10 +170,7 @@ class _AttachDense(torch.autograd.Function):
 def attach_dense_loss(
     carrier: Tensor, index: IndexLoss, q_BSHN: Tensor, k_BSHN: Tensor, first_BS: Tensor, scale: float
 ) -> Tensor:
-    """`attach_loss` of the loss over all keys, from a query's first one to itself.
-
-    Backward computes it, for as many queries at a time as have `FLOATS_AT_ONCE` products.
-    """
+    """`attach_loss` of the loss over all keys a query may see; backward computes it by chunks of queries."""
     *of_index, factor = index
     return _AttachDense.apply(carrier, *of_index, q_BSHN.detach(), k_BSHN.detach(), first_BS, scale, factor)
 

@@ -180,10 +180,7 @@ def sparse_key_backward_kernel(
     H: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the gradients of a query's keys, over some heads: ds^T q, and p^T do where columns are values.
-
-    The steps are those of rows of C columns of q and do.
-    """
+    """Some columns of gradients of a query's keys, over some heads: ds^T q, and p^T do where columns are values."""
     local, first_column, head_H = _part(H, C, BLOCK_H, BLOCK_C)
     position = local + first_place
     count = _seen(firsts_ptr, position, positions, K)

@@ -29,8 +29,7 @@ from penstock.kernels.operators import LinearLoss
 from penstock.kernels.reference import Routed, RouterRule
 from penstock.kernels.tuning import KernelLaunch
 
-SCORES = {"softmax": 0, "sigmoid": 1, "sqrt-softplus": 2}
-"""Values of SCORE."""
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrt-softplus": 2}  # values of SCORE
 
 MOST_COLUMNS = tl.constexpr(1024)  # of a tile: a column's number is stored in the low bits of a key
 CHOSEN = tl.constexpr(-(2**31))  # marks in place of a key
@@ -306,10 +305,7 @@ PROGRAMS = 2048  # of forward before each takes a second tile: more fill the chi
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> Routed:
-    """`penstock.kernels.reference.route`: one kernel and a small sum forward, one kernel backward.
-
-    Raises KernelError if the rule or the bias does not fit the logits.
-    """
+    """`penstock.kernels.reference.route`. Raises KernelError if the rule or the bias does not fit the logits."""
     _check(logits_TE, bias_E, rule, sequences)
     return Routed(*_Route.apply(logits_TE, bias_E, rule, sequences))
 
