@@ -99,12 +99,10 @@ def delta_state_kernel(
         k_ptrs = rows_at(k_ptr, G, head // (H // G), row, first, positions, J, N) + column_N
         k_JN = tl.load(k_ptrs, mask=is_key, other=0.0)
         if kept_ptr is not None:
-            kept_ptrs = numbers_at(kept_ptr, H, head, row, first, positions, J)
-            kept_J = tl.load(kept_ptrs, mask=inside_J, other=0.0)
+            kept_J = tl.load(numbers_at(kept_ptr, H, head, row, first, positions, J), mask=inside_J, other=0.0)
         state_NM *= carried_over(carried_ptr, kept_ptr is None, H, head, row, chunk, chunks, positions, N, J, BLOCK_N)
         d_JM = u_JM.to(tl.float32) - dot(w_JN, rounded_NM, dtype)
-        d_ptrs = rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M
-        tl.store(d_ptrs, d_JM.to(dtype), mask=is_value)
+        tl.store(rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M, d_JM.to(dtype), mask=is_value)
         if kept_ptr is not None:
             d_JM *= kept_J[:, None]
         state_NM += dot(tl.trans(k_JN), d_JM, dtype)
@@ -136,8 +134,7 @@ def delta_output_kernel(
         state_NM = tl.load(state_ptrs + column_N[:, None] * M + column_M[None, :], mask=is_state, other=0.0)
         d_JM = tl.load(rows_at(d_ptr, H, head, row, first, positions, J, M) + column_M, mask=is_value, other=0.0)
         o_JM = dot(q_JN, state_NM, dtype) * carried_J[:, None] + dot(p_JJ, d_JM, dtype)
-        o_ptrs = rows_at(o_ptr, H, head, row, first, positions, J, M) + column_M
-        tl.store(o_ptrs, o_JM.to(dtype), mask=is_value)
+        tl.store(rows_at(o_ptr, H, head, row, first, positions, J, M) + column_M, o_JM.to(dtype), mask=is_value)
 
 
 @triton.jit
