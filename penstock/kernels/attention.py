@@ -74,7 +74,7 @@ class AttentionOutput:
 
     o_BHSM: Tensor
     log_sums: Tensor  # of each query, float32 or wider: B x H x S, in some backends padded along S or x 1
-    rest: tuple[Any, ...] = ()  # further arguments of the backend's backward
+    rest: tuple[Any, ...] = ()  # further arguments of the backend's backward: seeds and lengths
 
 
 @contextmanager
@@ -267,19 +267,16 @@ class _WithSinks(torch.autograd.Function):
         plain = forward(backend, q_BHSN, k_BGSN, v_BGSM, scores)
         log_sums = torch.logaddexp(plain.log_sums, _beside(sinks_H, plain.log_sums))  # L'
         o_BHSM = plain.o_BHSM.mul_(_by_query((plain.log_sums - log_sums).exp(), plain.o_BHSM))  # o' = o exp(L - L')
-        rest = [value if isinstance(value, Tensor) else None for value in plain.rest]
-        ctx.save_for_backward(q_BHSN, k_BGSN, v_BGSM, sinks_H, o_BHSM, log_sums, scores.allowed, *rest)
-        ctx.numbers = tuple(None if isinstance(value, Tensor) else value for value in plain.rest)
-        ctx.how = backend, scores.scale
+        ctx.save_for_backward(q_BHSN, k_BGSN, v_BGSM, sinks_H, o_BHSM, log_sums, scores.allowed)
+        ctx.how = backend, scores.scale, plain.rest
         return o_BHSM
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_BHSM: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHSN, k_BGSN, v_BGSM, sinks_H, o_BHSM, log_sums, allowed, *rest = ctx.saved_tensors
-        backend, scale = ctx.how
-        together = tuple(number if tensor is None else tensor for tensor, number in zip(rest, ctx.numbers, strict=True))
-        scores, softmax = ScoreOptions(scale=scale, allowed=allowed), AttentionOutput(o_BHSM, log_sums, together)
+        q_BHSN, k_BGSN, v_BGSM, sinks_H, o_BHSM, log_sums, allowed = ctx.saved_tensors
+        backend, scale, rest = ctx.how
+        scores, softmax = ScoreOptions(scale=scale, allowed=allowed), AttentionOutput(o_BHSM, log_sums, rest)
         gradients = backward(backend, do_BHSM, (q_BHSN, k_BGSN, v_BGSM), scores, softmax)
         weights_BHS1 = _by_query((_beside(sinks_H, log_sums) - log_sums).exp(), o_BHSM)
         product_BHS1 = (do_BHSM.to(log_sums.dtype) * o_BHSM).sum(-1, keepdim=True)

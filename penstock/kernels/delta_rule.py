@@ -84,18 +84,11 @@ def recurrent_delta_rule(
 
 
 def chunked_delta_rule(
-    q_BSGN: Tensor,
-    k_BSGN: Tensor,
-    v_BSHM: Tensor,
-    g_BSH: Tensor,
-    beta_BSH: Tensor,
-    documents_BS: Tensor | None = None,
-    *,
-    chunk: int | None = None,
+    q_BSGN: Tensor, k_BSGN: Tensor, v_BSHM: Tensor, g_BSH: Tensor, beta_BSH: Tensor, documents_BS: Tensor | None = None
 ) -> Tensor:
     """`recurrent_delta_rule` by chunks: matrix products inside chunks, and a loop over them."""
     by_channel, positions = g_BSH.ndim == 4, v_BSHM.shape[1]
-    chunk = chunk or (CHANNEL_CHUNK if by_channel else CHUNK)
+    chunk = CHANNEL_CHUNK if by_channel else CHUNK
     padding = -positions % chunk
     q, k, v, g, beta = (_in_chunks(tensor, chunk, padding) for tensor in _wide(q_BSGN, k_BSGN, v_BSHM, g_BSH, beta_BSH))
     same_BIJJ, carries_BIJ = _of_one_document(documents_BS, v_BSHM, chunk, padding)

@@ -69,10 +69,9 @@ class _Sizes(NamedTuple):
     target: str
 
     @classmethod
-    def of(cls, q_BSGN: Tensor, v_BSHM: Tensor, chunk: int) -> "_Sizes":
+    def of(cls, q_BSGN: Tensor, v_BSHM: Tensor) -> "_Sizes":
         (rows, positions, heads, value_width), (*_, key_heads, key_width) = v_BSHM.shape, q_BSGN.shape
-        target = target_of(v_BSHM.device)
-        return cls(rows, positions, key_heads, heads, key_width, value_width, chunk, target)
+        return cls(rows, positions, key_heads, heads, key_width, value_width, CHUNK, target_of(v_BSHM.device))
 
     @property
     def chunks(self) -> int:
@@ -117,14 +116,7 @@ class _Sizes(NamedTuple):
 
 
 def delta_rule(
-    q_BSGN: Tensor,
-    k_BSGN: Tensor,
-    v_BSHM: Tensor,
-    g_BSH: Tensor,
-    beta_BSH: Tensor,
-    documents_BS: Tensor | None = None,
-    *,
-    chunk: int = CHUNK,
+    q_BSGN: Tensor, k_BSGN: Tensor, v_BSHM: Tensor, g_BSH: Tensor, beta_BSH: Tensor, documents_BS: Tensor | None = None
 ) -> Tensor:
     """`penstock.kernels.delta_rule.recurrent_delta_rule`, by kernels unless it is in float32 on a GPU.
 
@@ -141,7 +133,7 @@ def delta_rule(
     decays = (tensor.float().contiguous() for tensor in (g_BSH, beta_BSH))
     documents_BS = None if documents_BS is None else documents_BS.contiguous()
     rule = _ChannelDeltaRule if g_BSH.ndim == 4 else _DeltaRule
-    return rule.apply(*tensors, *decays, documents_BS, chunk)
+    return rule.apply(*tensors, *decays, documents_BS)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -154,13 +146,12 @@ class _DeltaRule(torch.autograd.Function):
         g_BSH: Tensor,
         beta_BSH: Tensor,
         documents_BS: Tensor | None,
-        chunk: int,
     ) -> Tensor:
-        sizes = _Sizes.of(q_BSGN, v_BSHM, chunk)
+        sizes = _Sizes.of(q_BSGN, v_BSHM)
         rows, positions, heads, _ = v_BSHM.shape
         c_BSH, carried_BSH, kept_BSH = (torch.empty_like(g_BSH) for _ in range(3))
         u_BSHM = torch.empty_like(v_BSHM)
-        t_BSHJ, w_BSHN = (v_BSHM.new_empty(rows, positions, heads, width) for width in (chunk, sizes.key_width))
+        t_BSHJ, w_BSHN = (v_BSHM.new_empty(rows, positions, heads, width) for width in (sizes.chunk, sizes.key_width))
         start_kernel(
             delta_system_kernel, sizes.of_chunks,
             k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, c_BSH, carried_BSH, kept_BSH, t_BSHJ, u_BSHM, w_BSHN,
@@ -217,7 +208,7 @@ class _DeltaRule(torch.autograd.Function):
             dv_BSHM, dg_BSH, dbeta_BSH, positions, **sizes.launch("write backward"),
         )  # fmt: skip
         dq_BSGN, dk_BSGN = (_of_key_heads(gradient, sizes, k_BSGN.dtype) for gradient in (dq_BSHN, dk_BSHN))
-        return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSH, dbeta_BSH, None, None
+        return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSH, dbeta_BSH, None
 
 
 class _ChannelDeltaRule(torch.autograd.Function):
@@ -232,16 +223,15 @@ class _ChannelDeltaRule(torch.autograd.Function):
         g_BSHN: Tensor,
         beta_BSH: Tensor,
         documents_BS: Tensor | None,
-        chunk: int,
     ) -> Tensor:
-        sizes = _Sizes.of(q_BSGN, v_BSHM, chunk)
+        sizes = _Sizes.of(q_BSGN, v_BSHM)
         rows, positions, heads, _ = v_BSHM.shape
-        p_BSHJ, t_BSHJ = (v_BSHM.new_empty(rows, positions, heads, chunk) for _ in range(2))
+        p_BSHJ, t_BSHJ = (v_BSHM.new_empty(rows, positions, heads, sizes.chunk) for _ in range(2))
         a_BSHJ = g_BSHN.new_empty(p_BSHJ.shape)
         rounded_BSHN = torch.empty_like(g_BSHN, dtype=_dtype_of_decays(v_BSHM.dtype))
         w_BSHN, carried_q_BSHN, kept_k_BSHN = (v_BSHM.new_empty(g_BSHN.shape) for _ in range(3))
         carried_BIHN = g_BSHN.new_empty(sizes.of_states[:-1])
-        marks, pairs = _tables_for(v_BSHM, chunk)
+        marks, pairs = _tables_for(v_BSHM, sizes.chunk)
         start_kernel(
             channel_pairs_kernel, sizes.of_chunks,
             q_BSGN, k_BSGN, g_BSHN, documents_BS, rounded_BSHN, p_BSHJ, a_BSHJ, carried_q_BSHN, w_BSHN, kept_k_BSHN,
@@ -314,7 +304,7 @@ class _ChannelDeltaRule(torch.autograd.Function):
             **sizes.launch("channel key backward"), LEVELS=sizes.levels,
         )  # fmt: skip
         dq_BSGN, dk_BSGN = (_of_key_heads(gradient, sizes, k_BSGN.dtype) for gradient in (dq_BSHN, dk_BSHN))
-        return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSHN, dbeta_BSH, None, None
+        return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSHN, dbeta_BSH, None
 
 
 def _dtype_of_decays(dtype: torch.dtype) -> torch.dtype:

@@ -23,6 +23,7 @@ and `wait` waits for those of the other ranks.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,19 +81,13 @@ class ExpertRanks:
     parts: int = 1  # ranks that hold a part of the same expert
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenChunks:
-    """Chunks of each rank's tokens, and the chunks `first` to `last` - 1 of one launch."""
+class TokenChunks(NamedTuple):
+    """Chunks of each rank's tokens, and those of one launch, `first` to `last` - 1: arguments of waiting kernels."""
 
     rows: int  # tokens of a chunk; the last of all chunks may have fewer, or none
     count: int
     first: int
     last: int
-
-    @property
-    def arguments(self) -> tuple[int, int, int, int]:
-        """In the order of the waiting kernels' parameters."""
-        return self.rows, self.count, self.first, self.last
 
     @staticmethod
     def cut(tokens: int, count: int) -> "TokenChunks":
@@ -100,9 +95,8 @@ class TokenChunks:
         return TokenChunks(rows=ceil_div(tokens, count), count=count, first=0, last=count)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChannelWait:
-    """Flags of a channel, and the values with which a waiting kernel compares them."""
+class ChannelWait(NamedTuple):
+    """Flags of a channel, and the values with which a waiting kernel compares them: arguments of these kernels."""
 
     flags_CW: Tensor  # int64, this rank's flags of the channel, by chunk and sender
     expected: Tensor  # int64, by chunk: value of the flags after the previous transfer
@@ -111,11 +105,6 @@ class ChannelWait:
     channel: int
     signals: int  # growth of a flag in one transfer: programs of the sending kernel
     looks: int  # polls before a rank is given up
-
-    @property
-    def arguments(self) -> tuple[Tensor | int, ...]:
-        """In the order of the waiting kernels' parameters."""
-        return self.flags_CW, self.expected, self.left, self.late, self.channel, self.signals, self.looks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,17 +117,11 @@ class RoutingPayload:
     flags_offset: int  # flags of the payload; those of chunk 0 are used
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalPlaces:
-    """Places, among the rows of this rank's experts, of all ranks' choices."""
+class LocalPlaces(NamedTuple):
+    """Places, among the rows of this rank's experts, of all ranks' choices: arguments of kernels."""
 
     places_NK: Tensor  # int64, N = W x T; a place past the last expert's row means that the choice has no place here
     counts_e: Tensor  # int32, rows of each expert
-
-    @property
-    def arguments(self) -> tuple[Tensor, Tensor]:
-        """In the order of the kernels' parameters."""
-        return self.places_NK, self.counts_e
 
     @property
     def constants(self) -> dict[str, int]:
@@ -217,7 +200,7 @@ def wait(awaited: ChannelWait, needed: Tensor | None = None, *, advances: bool =
     `needed` is an int32 scalar on the device, the same on all ranks: if it is zero, neither this nor `signal` does
     anything. If `expected` is not advanced, `take_rows` or `sum_ranks` follows, which waits again and advances it.
     """
-    flags_CW, expected, left, *rest = awaited.arguments
+    flags_CW, expected, left, *rest = awaited
     start_kernel(
         wait_kernel, (1,), flags_CW, expected, left if advances else None, *rest, needed,
         **_ranks(awaited.flags_CW.shape[1]), num_warps=1,
@@ -253,8 +236,8 @@ def take_rows(
     received = rows_ND.shape[0]
     start_kernel(
         take_rows_kernel, (launch.programs_for(received),),
-        _words(rows_ND), own_words_TD, *places.arguments, _words(out), *awaited.arguments, rank, tokens,
-        *chunks.arguments,
+        _words(rows_ND), own_words_TD, *places, _words(out), *awaited, rank, tokens,
+        *chunks,
         WORDS=width, SPREAD=is_spread, **places.constants, **_ranks(awaited.flags_CW.shape[1]),
         **_block(width, launch),
     )  # fmt: skip
@@ -283,7 +266,7 @@ def return_rows(
     width = rows.shape[1]
     start_kernel(
         return_rows_kernel, (launch.programs_for(received),),
-        rows, *places.arguments, None if scalars_R is None else scalars_R.contiguous(), staged_ND, peers.addresses_W,
+        rows, *places, None if scalars_R is None else scalars_R.contiguous(), staged_ND, peers.addresses_W,
         *offsets, peers.rank, received // peers.size, chunks.rows, chunks.first, chunks.last,
         ROWS=staged_ND is None or returned.is_summed, SUMMED=returned.is_summed, D=width, **places.constants,
         BLOCK_K=power_of_two(top_k), **_ranks(peers.size), **_block(width, launch),
@@ -306,7 +289,7 @@ def sum_ranks(
     start_kernel(
         sum_ranks_kernel, (launch.programs_for(tokens),),
         buffers.parts_ND, own_TD, buffers.rank, buffers.scalars_NK, experts_TK.contiguous(),
-        buffers.y_TD, buffers.scalars_TK, *awaited.arguments, tokens, *chunks.arguments,
+        buffers.y_TD, buffers.scalars_TK, *awaited, tokens, *chunks,
         D=width, K=top_k, PER_RANK=placement.per_rank, PARTS=placement.parts, **_ranks(awaited.flags_CW.shape[1]),
         **_block(width, launch),
     )  # fmt: skip
@@ -333,7 +316,7 @@ def take_numbers(section: Tensor, out_WN: Tensor, awaited: ChannelWait) -> None:
     """Copy the int32 numbers of all ranks out of this rank's section when they are there."""
     ranks, numbers = out_WN.shape
     start_kernel(
-        take_numbers_kernel, (1,), section, out_WN, *awaited.arguments,
+        take_numbers_kernel, (1,), section, out_WN, *awaited,
         NUMBERS=numbers, BLOCK_N=power_of_two(numbers), **_ranks(ranks),
     )  # fmt: skip
 

@@ -1,7 +1,6 @@
 """Linear attention: chunks and kernels equal the definition, output and all gradients; documents do not meet."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -29,10 +28,10 @@ DOCUMENTS = (None, ((13, 70, 17), (64, 36)), ((100,), (1, 2, 3, 94)))
 """Lengths of the documents of each row; None for one in each."""
 
 
-def documents_of(lengths: Sequence[Sequence[int]] | None) -> Tensor | None:
+def documents_of(lengths: Sequence[Sequence[int]] | None, device: torch.device | str = "cpu") -> Tensor | None:
     if lengths is None:
         return None
-    return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]).to(device)
 
 
 def draw(dtype: torch.dtype, *, by_channel: bool, decay: float = 2.0) -> list[Tensor]:
@@ -77,9 +76,7 @@ def test_chunks_give_what_the_definition_gives(
 @pytest.mark.parametrize("function", [chunked_delta_rule, delta_rule])
 def test_no_decay_overflows(function: Callable[..., Tensor], decay: float, device: torch.device) -> None:
     inputs = [one.detach().to(device).requires_grad_() for one in draw(torch.float32, by_channel=True, decay=decay)]
-    documents_BS = documents_of(DOCUMENTS[1])
-    assert documents_BS is not None
-    for got in run(function, inputs, documents_BS.to(device)):
+    for got in run(function, inputs, documents_of(DOCUMENTS[1], device)):
         assert got.isfinite().all()
 
 
@@ -90,8 +87,7 @@ def test_decays_of_any_size_are_exact(
 ) -> None:
     """Pairs of features that decay little are computed at once; those of others in blocks, or level by level."""
     monkeypatch.setattr("penstock.kernels.delta_rule_launches.on_gpu", lambda tensor: False)  # float32 in kernels
-    documents_BS = documents_of(lengths)
-    documents_BS = None if documents_BS is None else documents_BS.to(device)
+    documents_BS = documents_of(lengths, device)
     inputs = [one.detach().to(device) for one in draw(torch.float32, by_channel=True, decay=decay)]
     exact = run(recurrent_delta_rule, [one.double().requires_grad_() for one in inputs], documents_BS)
     found = run(delta_rule, [one.requires_grad_() for one in inputs], documents_BS)
@@ -159,14 +155,18 @@ def test_unit_length_survives_zeros() -> None:
 @pytest.mark.parametrize("lengths", DOCUMENTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no products in bfloat16
 def test_kernels_give_what_the_definition_gives(
-    by_channel: bool, lengths: Sequence[Sequence[int]] | None, dtype: torch.dtype, device: torch.device
+    by_channel: bool,
+    lengths: Sequence[Sequence[int]] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    documents_BS = documents_of(lengths)
-    documents_BS = None if documents_BS is None else documents_BS.to(device)
+    monkeypatch.setattr("penstock.kernels.delta_rule_launches.CHUNK", 16)
+    documents_BS = documents_of(lengths, device)
     q, k, v, g, beta = (one.detach().to(device) for one in draw(torch.float32, by_channel=by_channel))
     inputs = [q.to(dtype), k.to(dtype), v.to(dtype), g, beta]
     exact = run(recurrent_delta_rule, [one.double().requires_grad_() for one in inputs], documents_BS)
-    found = run(partial(delta_rule, chunk=16), [one.requires_grad_() for one in inputs], documents_BS)
+    found = run(delta_rule, [one.requires_grad_() for one in inputs], documents_BS)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3  # a chain of products whose operands are rounded
     for got, expected in zip(found, exact, strict=True):
         assert_close(got.double(), expected, tolerance=tolerance, by="norm")
@@ -191,8 +191,7 @@ def test_misfits_are_refused() -> None:
 def test_the_convolution_and_its_gradients_equal_the_definition(
     size: int, lengths: Sequence[Sequence[int]] | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    documents_BS = documents_of(lengths)
-    documents_BS = None if documents_BS is None else documents_BS.to(device)
+    documents_BS = documents_of(lengths, device)
     inputs = [torch.randn(2, 70, 9, device=device, dtype=dtype), torch.randn(9, size, device=device, dtype=dtype)]
     assert_parity(
         lambda *x: kernels.short_convolution(*x, documents_BS), lambda *x: short_convolution(*x, documents_BS), inputs
@@ -264,8 +263,7 @@ def test_kernels_at_the_size_of_a_model_equal_chunks(
     def normal(*size: int) -> Tensor:
         return torch.randn(rows, 4096, *size, generator=generator, device="cuda", dtype=torch.bfloat16)
 
-    documents_BS = None if lengths is None else documents_of((lengths,) * rows)
-    documents_BS = None if documents_BS is None else documents_BS.cuda()
+    documents_BS = None if lengths is None else documents_of((lengths,) * rows, "cuda")
     g = -F.softplus(normal(32, 128).float() if by_channel else normal(32).float())
     key_heads = 32 if by_channel else 16
     q, k = unit_length(normal(key_heads, 128), 128**-0.5), unit_length(normal(key_heads, 128))

@@ -181,7 +181,7 @@ def test_a_wait_ends_when_all_ranks_have_written_and_rows_of_odd_width_are_refus
     wait(awaited)
     assert int(awaited.late) == 0 and awaited.expected[:2].tolist() == [3, 0] and not awaited.left.any()
     awaited.flags_CW[0, 1] += 3
-    wait(replace(awaited, looks=100))  # gives up: one rank never writes
+    wait(awaited._replace(looks=100))  # gives up: one rank never writes
     assert int(awaited.late) == 3 and awaited.expected[:2].tolist() == [6, 0]
     facts = torch.tensor([5, 0], dtype=torch.int32, device=device)
     wait(awaited, facts[1])  # nothing is waited for or counted where it is not needed

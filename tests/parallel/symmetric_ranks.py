@@ -11,7 +11,6 @@ What it cannot show: kernels of different ranks never run at the same time here,
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,7 +123,7 @@ class SimulatedBuffers(SymmetricBuffers):
 
 def _one_by_one(chunks: TokenChunks) -> Iterator[TokenChunks]:
     """A launch for each chunk, so that others see some of them written and others not."""
-    return (replace(chunks, first=chunk, last=chunk + 1) for chunk in range(chunks.first, chunks.last))
+    return (chunks._replace(first=chunk, last=chunk + 1) for chunk in range(chunks.first, chunks.last))
 
 
 def run_ranks(

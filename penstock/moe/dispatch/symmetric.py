@@ -269,7 +269,7 @@ class _Dispatch(torch.autograd.Function):
         with buffers.transfer(_copier(own_T, slot, transport) if transport.by_engines else push, chunks):
             if transport.by_engines:
                 # Not before the rows: engines need no multiprocessor, and may be done before one is free for this.
-                push(replace(chunks, last=chunks.first))
+                push(chunks._replace(last=chunks.first))
             buffers.wait(Channel.CHOICES, transport.push.programs_for(shape[0]))
             arrivals = make_order(
                 _arrived(shape, torch.int32, BufferSection.IDS, slot, transport),
