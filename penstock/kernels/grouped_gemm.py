@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import SavedRows, gradient_in_parts
-from penstock.kernels.gluon import grouped_gemm as hopper
+from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS, blocks_of, obstacle, ragged_blocks_of
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
 from penstock.kernels.launching import start_kernel
@@ -38,6 +38,9 @@ from penstock.kernels.tuning import (
     programs_of,
     target_of,
 )
+
+if HAS_GLUON:
+    from penstock.kernels.gluon import grouped_gemm_kernels as hopper
 
 GATHER_LIMIT = 2**31  # elements of the largest source of a fused gather: the kernels index it with 32 bits
 
@@ -243,8 +246,24 @@ def _rows_launch(
     if launch.engine == "triton":
         return launch
     w = w.own if isinstance(w, SlottedWeight) else w
-    problem = hopper.rows_obstacle(x, y, launch, target_of(x.device), bias=bias, index=index)
+    gathered = None if launch.copy_gathered else index
+    problem = hopper_obstacle(x, gathered, target_of(x.device), y=y, bias=bias)
     return launch if problem is None else in_triton(launch, "forward", w[0].numel())
+
+
+def hopper_obstacle(
+    x: Tensor, index: Tensor | None, target: str, *, y: Tensor | None = None, bias: Tensor | None = None
+) -> str | None:
+    """Why the Hopper kernels cannot multiply rows into y, or None; `index` gathers them while they are loaded."""
+    if (reason := obstacle(target)) is not None:
+        return reason
+    if x.dtype != torch.bfloat16:
+        return f"operands are {x.dtype}, not bfloat16"
+    if index is not None:
+        return "rows are gathered while they are loaded"
+    if y is not None and y.dtype != x.dtype:
+        return f"the result is {y.dtype}, not bfloat16"
+    return None if bias is None else "a bias is added"
 
 
 def _launch_rows(
@@ -269,20 +288,27 @@ def _launch_rows(
             operands = (x, part.weight, y, index, part.tiles)
             _launch_rows(*operands, launch, depth_first=depth_first, bias=own_bias, first=first)
         return
-    if launch.engine == "gluon":
-        hopper.launch_rows(x, w, y, tiles, launch, depth_first=depth_first, first=first)
-        return
-    bias_eF, weights_R = bias
     (rows, columns), (experts, depth) = y.shape, (len(w), x.shape[1])
     size = BLOCK_SIZES.index(launch.block_rows)  # owner table for blocks of this size
+    w_block = (launch.block_depth, launch.block_columns) if depth_first else (launch.block_columns, launch.block_depth)
+    if launch.engine == "gluon":
+        piece_columns = launch.block_rows * launch.block_columns // launch.pieces // PIECE_ROWS
+        start_kernel(
+            hopper.expert_rows_kernel, (programs_of(launch, y.device),),
+            blocks_of(x, launch.block_rows, launch.block_depth), blocks_of(w, 1, *w_block),
+            ragged_blocks_of(y, PIECE_ROWS, piece_columns), y, tiles.tails, tiles.owners[size],
+            tiles.block_counts[size:], first, rows, columns, depth, experts,
+            DEPTH_FIRST=depth_first, STAGES=launch.stages, GROUP=launch.group, ONLY_LAST=tiles.only_last,
+            num_warps=launch.warps, maxnreg=REGISTERS,
+        )  # fmt: skip
+        return
+    bias_eF, weights_R = bias
     x_source, w_source, y_target = x, w, y
     if launch.descriptors:
-        block_columns, block_depth = launch.block_columns, launch.block_depth
-        w_block = [1, block_depth, block_columns] if depth_first else [1, block_columns, block_depth]
-        w_source = TensorDescriptor.from_tensor(w, w_block)
-        y_target = create_ragged_descriptor(y, [launch.block_rows, block_columns // launch.pieces])
+        w_source = TensorDescriptor.from_tensor(w, [1, *w_block])
+        y_target = create_ragged_descriptor(y, [launch.block_rows, launch.block_columns // launch.pieces])
         if index is None:
-            x_source = TensorDescriptor.from_tensor(x, [launch.block_rows, block_depth])
+            x_source = TensorDescriptor.from_tensor(x, [launch.block_rows, launch.block_depth])
     start_kernel(
         rows_kernel, (programs_of(launch, x.device),),
         x_source, w_source, y_target, y, index, tiles.tails, tiles.owners[size], tiles.block_counts[size:],
@@ -298,11 +324,19 @@ def _launch_weights(
     dy: Tensor, x: Tensor, dw: Tensor, index: Tensor | None, tiles: TileTable, launch: GemmLaunch, *, accumulate: bool
 ) -> None:
     """Run `weights_kernel` or the Hopper kernel."""
-    if launch.engine == "gluon" and hopper.weights_obstacle(dy, index, target_of(dy.device)) is None:
-        hopper.launch_weights(dy, x, dw, tiles, launch, accumulate=accumulate)
+    experts, rows, columns = dw.shape
+    if launch.engine == "gluon" and hopper_obstacle(dy, index, target_of(dy.device)) is None:
+        # Pieces of a 16-bit result are twice as wide, so they have as many bytes.
+        piece_columns = launch.block_rows * launch.block_columns // launch.pieces // PIECE_ROWS * 4 // dw.itemsize
+        start_kernel(
+            hopper.weight_gradient_kernel, (programs_of(launch, dw.device),),
+            ragged_blocks_of(dy, launch.block_depth, launch.block_rows),
+            ragged_blocks_of(x, launch.block_depth, launch.block_columns),
+            blocks_of(dw, 1, PIECE_ROWS, piece_columns), tiles.starts_e, rows, columns, experts,
+            STAGES=launch.stages, GROUP=launch.group, ACCUMULATE=accumulate, num_warps=launch.warps, maxnreg=REGISTERS,
+        )  # fmt: skip
         return
     launch = in_triton(launch, "weight_gradient")
-    experts, rows, columns = dw.shape
     dy_source, x_source, dw_target = dy, x, dw
     if launch.descriptors:
         dy_source = create_ragged_descriptor(dy, [launch.block_depth, launch.block_rows])

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.float8.launches import FUSED, FUSED_DEFAULT
-from penstock.kernels.float8.quantize import empty_copy, memories_of, register_limit, row_stride, run_of, warps_of
+from penstock.kernels.float8.quantize import (
+    empty_copy,
+    hopper_obstacle,
+    memories_of,
+    register_limit,
+    row_stride,
+    run_of,
+    warps_of,
+)
 from penstock.kernels.float8.quantize_kernels import (
     pair_neighbours,
     quantize_tile,
@@ -22,12 +30,15 @@ from penstock.kernels.float8.quantize_kernels import (
 )
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import ALIGNMENT, Format, Recipe
-from penstock.kernels.gluon import float8_launches
+from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.linear_cross_entropy import logit_slopes
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import KernelLaunch, target_of
+
+if HAS_GLUON:
+    from penstock.kernels.gluon import float8_quantize_kernels as hopper
 
 
 def logits_gradient(
@@ -47,17 +58,22 @@ def logits_gradient(
     """
     tokens, width = logits_TV.shape
     shapes = (tokens, width), (width, tokens)
-    both = rows, columns = RowColQuantized(
-        *(empty_copy(logits_TV, shape, recipe.rows, form, recipe.scaling) for shape in shapes)
-    )
+    rows, columns = (empty_copy(logits_TV, shape, recipe.rows, form, recipe.scaling) for shape in shapes)
+    both = RowColQuantized(rows, columns)
     if tokens == 0:
         return both
     source, launch = (logits_TV, labels_T, logsumexp_T), launch or FUSED_DEFAULT
     if launch.engine == "gluon":
-        copies, target = ([recipe.rows] * 2, recipe.scaling, [form]), target_of(logits_TV.device)
-        problem = float8_launches.quantize_obstacle(*copies, width, target)
+        blocks, target = (rows.block, columns.block), target_of(logits_TV.device)
+        problem = hopper_obstacle(blocks, recipe.scaling, [form], width, target)
         if problem is None and logits_TV.dtype == torch.bfloat16 and tokens % ALIGNMENT == 0:
-            float8_launches.launch_logits_gradient(source, both, first_label, z_weight, form, launch)
+            eights = columns.values.view(torch.int64)
+            start_kernel(
+                hopper.logits_gradient_kernel, (width // ALIGNMENT, tokens // ALIGNMENT),
+                *source, rows.values.view(torch.int8), rows.scales.T, eights, columns.scales.T,
+                tokens, width, first_label, z_weight, rows.values.stride(0), eights.stride(0),
+                IGNORED=IGNORED_LABEL, LARGEST=form.largest, num_warps=launch.warps, maxnreg=launch.registers,
+            )  # fmt: skip
             return both
         launch = FUSED  # of Triton, where Hopper's kernel cannot run
     start_kernel(

@@ -21,8 +21,9 @@ from penstock.kernels.expert_parts import SavedRows, gradient_in_parts
 from penstock.kernels.float8.launches import Product, ProductLaunch, dense_launch, in_triton, product_launch
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
 from penstock.kernels.float8.quantized import Quantized, scales_in_bytes
-from penstock.kernels.float8.recipes import DEPTH
-from penstock.kernels.gluon import float8_launches
+from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH
+from penstock.kernels.gluon import support
+from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS, blocks_of, ragged_blocks_of
 from penstock.kernels.grouped_gemm import GATHER_LIMIT, check_groups
 from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
 from penstock.kernels.launching import start_kernel
@@ -30,6 +31,12 @@ from penstock.kernels.permute import gather_columns, gather_rows
 from penstock.kernels.replica_slots import SlottedWeight, weight_parts
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import programs_of, target_of
+
+if HAS_GLUON:
+    from penstock.kernels.gluon import float8_gemm_kernels as hopper
+
+WIDTH = 128  # columns of a Hopper tile
+TRIOS_REGISTERS = 128  # as `REGISTERS`, for sixteen warps, where there are three consumers
 
 Scaling = Literal["promoted", "behind", "inside"]  # when scales are applied; see `product_kernels`
 _SCALING: dict[int, Scaling] = {DEPTH: "promoted", 0: "behind", 32: "inside"}  # by the columns of a block
@@ -197,7 +204,7 @@ def _launch_rows(
 ) -> None:
     """Run `float8_rows_kernel` of Triton or of Hopper. `first` is the first row of y to write."""
     if index is None and _is_hoppers(x, w, launch):
-        float8_launches.launch_rows(x, w, y, tiles, launch, first=first)
+        launch_hopper_rows(x, w, y, tiles, launch, first)
         return
     (rows, columns), (experts, _, depth) = y.shape, w.values.shape
     size = BLOCK_SIZES.index(launch.block_rows)
@@ -230,9 +237,9 @@ def _launch_matrices(
     """Run `float8_matrices_kernel` of Triton or of Hopper; c is experts x rows x columns, one expert without starts."""
     if _is_hoppers(a, b, launch):
         if b.block[0] == DEPTH and starts is None and not accumulate:
-            float8_launches.launch_rows(a, b, c[0], None, launch)
+            launch_hopper_rows(a, b, c[0], None, launch)
         else:
-            float8_launches.launch_matrices(a, b, c, starts, launch, accumulate=accumulate)
+            _launch_hopper_matrices(a, b, c, starts, launch, accumulate=accumulate)
         return
     launch = in_triton(launch)
     experts, rows, columns = c.shape
@@ -251,9 +258,59 @@ def _launch_matrices(
     )  # fmt: skip
 
 
+def hopper_obstacle(a: Quantized, b: Quantized, target: str) -> str | None:
+    """Why the Hopper kernels cannot multiply rows by rows or weights (b) that fit each other, or None."""
+    if (reason := support.obstacle(target)) is not None:
+        return reason
+    if a.block != BLOCKWISE.rows or b.block not in (BLOCKWISE.rows, BLOCKWISE.weights):
+        return f"scales of {a.block} and {b.block} are not those of the recipe {BLOCKWISE.name}"
+    return None if a.values.shape[-1] else "nothing is contracted"
+
+
 def _is_hoppers(a: Quantized, b: Quantized, launch: ProductLaunch) -> bool:
     """Whether a launch asks for the Hopper kernels and they can run."""
-    return launch.engine == "gluon" and float8_launches.gemm_obstacle(a, b, target_of(a.values.device)) is None
+    return launch.engine == "gluon" and hopper_obstacle(a, b, target_of(a.values.device)) is None
+
+
+def launch_hopper_rows(
+    x: Quantized, w: Quantized, y: Tensor, tiles: TileTable | None, launch: ProductLaunch, first: Tensor | None = None
+) -> None:
+    """`_launch_rows` by the Hopper kernel; without `tiles` w is one matrix (N x K) for all rows."""
+    (rows, depth), columns = x.values.shape, y.shape[1]
+    values = w.values if tiles is not None else w.values[None]
+    size = BLOCK_SIZES.index(launch.block_rows)
+    table = (None,) * 3 if tiles is None else (tiles.tails, tiles.owners[size], tiles.block_counts[size:])
+    # Results in float32 are written through pointers.
+    pieces = ragged_blocks_of(y, PIECE_ROWS, WIDTH // launch.pieces) if y.dtype == torch.bfloat16 else None
+    start_kernel(
+        hopper.float8_rows_kernel, (programs_of(launch, y.device),),
+        blocks_of(x.values, PIECE_ROWS, DEPTH), blocks_of(values, 1, WIDTH, DEPTH), pieces, y, x.scales, w.scales,
+        *table, first, rows, columns, depth, len(values), *x.scales.stride(),
+        w.scales.stride(0) if tiles is not None else 0, *w.scales.stride()[-2:],
+        STAGES=launch.stages, STEPS=launch.steps, GROUP=launch.group, CONSUMERS=launch.block_rows // PIECE_ROWS,
+        ONLY_LAST=tiles is not None and tiles.only_last, **_warps_of(launch),
+    )  # fmt: skip
+
+
+def _launch_hopper_matrices(
+    a: Quantized, b: Quantized, c: Tensor, starts: Tensor | None, launch: ProductLaunch, *, accumulate: bool
+) -> None:
+    experts, rows, columns = c.shape
+    is_square = b.block[0] == WIDTH
+    start_kernel(
+        hopper.float8_matrices_kernel, (programs_of(launch, c.device),),
+        blocks_of(a.values, PIECE_ROWS, DEPTH), blocks_of(b.values, WIDTH, DEPTH),
+        blocks_of(c, 1, PIECE_ROWS, WIDTH // launch.pieces) if accumulate else None, c, a.scales, b.scales, starts,
+        rows, columns, a.values.shape[1], experts, *a.scales.stride(), *b.scales.stride(),
+        STAGES=launch.stages, STEPS=launch.steps if is_square else 1, GROUP=launch.group,
+        CONSUMERS=launch.block_rows // PIECE_ROWS, SQUARE=is_square,
+        WHOLE=rows % launch.block_rows == 0 and columns % WIDTH == 0, **_warps_of(launch),
+    )  # fmt: skip
+
+
+def _warps_of(launch: ProductLaunch) -> dict[str, int]:
+    """Warps of a consumer, and registers of a thread before warps exchange them."""
+    return {"num_warps": launch.warps, "maxnreg": REGISTERS if launch.block_rows == 2 * PIECE_ROWS else TRIOS_REGISTERS}
 
 
 def _strides(operand: Quantized) -> tuple[int, int]:

@@ -10,6 +10,7 @@ callers see them as outer x depth blocks. The stride of the rows of values is a 
 `transpose_weight` makes the transposed copy of a gathered weight from its bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +36,15 @@ from penstock.kernels.float8.quantized import (
     scales_at,
     scales_in_bytes,
 )
-from penstock.kernels.float8.recipes import ALIGNMENT, Block, Format, Recipe, Scaling
+from penstock.kernels.float8.recipes import ALIGNMENT, BLOCKWISE_SQUARE, E4M3, E5M2, Block, Format, Recipe, Scaling
 from penstock.kernels.float8.reference import aligned_rows
-from penstock.kernels.gluon import float8_launches
+from penstock.kernels.gluon import support
 from penstock.kernels.language import triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import KernelLaunch, target_of
+
+if support.HAS_GLUON:
+    from penstock.kernels.gluon import float8_quantize_kernels as hopper
 
 WAVE_FACTOR = 2  # AMD's waves have twice the threads of a warp, so half as many hold a tile in as many registers
 TILES = 64  # of one program of `group_tiles_kernel`
@@ -188,8 +192,7 @@ def _quantize(
     launch = launch or (ROWS_ONLY if columns is None and source.tiles is None else TRANSPOSING_DEFAULT)
     if launch.engine == "gluon":
         if columns is not None and _is_hoppers(source, (rows, columns), form, scaling):
-            x_RD = source.values if source.scales is None else Quantized(source.values, source.scales, source.block)
-            float8_launches.launch_quantize(x_RD, source.index_R, source.tiles, (rows, columns), form, launch)
+            _launch_hopper(source, rows, columns, form, launch)
             return
         launch = TRANSPOSING
     power = scaling != "float32"
@@ -206,6 +209,38 @@ def _quantize(
     )  # fmt: skip
 
 
+def _launch_hopper(
+    source: _Source, rows: Quantized | None, columns: Quantized, form: Format, launch: KernelLaunch
+) -> None:
+    eights = columns.values.view(torch.int64)  # 8 numbers at a time
+    if eights.numel() == 0:
+        return
+    start_kernel(
+        hopper.quantize_kernel, (source.width // ALIGNMENT, columns.values.shape[1] // ALIGNMENT),
+        source.values, *_scales_of(source), source.index_R, source.tiles,
+        None if rows is None else rows.values.view(torch.int8), None if rows is None else rows.scales.T,
+        eights, columns.scales.T, source.rows, source.values.stride(0), row_stride(rows), eights.stride(0),
+        source.width, LARGEST=form.largest, SQUARE=columns.block == BLOCKWISE_SQUARE.columns, num_warps=launch.warps,
+        maxnreg=launch.registers,
+    )  # fmt: skip
+
+
+def hopper_obstacle(
+    blocks: Sequence[Block], scaling: Scaling, forms: Sequence[Format], width: int, target: str
+) -> str | None:
+    """Why the Hopper kernels cannot write copies of `width` columns, or None.
+
+    `blocks` are those of numbers by rows, written or read in 8 bits, if there are any; last, of transposed ones.
+    """
+    if (reason := support.obstacle(target)) is not None:
+        return reason
+    *by_row, by_column = blocks
+    fits = {*by_row} <= {BLOCKWISE_SQUARE.rows} and by_column in (BLOCKWISE_SQUARE.rows, BLOCKWISE_SQUARE.columns)
+    if not fits or scaling != BLOCKWISE_SQUARE.scaling or not {*forms} <= {E4M3, E5M2}:
+        return "copies are not those of a blockwise recipe"
+    return f"a width of {width} is no multiple of {ALIGNMENT}" if width % ALIGNMENT else None
+
+
 def _is_hoppers(source: _Source, copies: tuple[Quantized | None, Quantized], form: Format, scaling: Scaling) -> bool:
     """Whether the Hopper kernel can write copies of a source."""
     values, (rows, columns) = source.values, copies
@@ -216,7 +251,7 @@ def _is_hoppers(source: _Source, copies: tuple[Quantized | None, Quantized], for
         fits = source.scales.dtype == torch.float32 and rows is None
         blocks = (source.block, columns.block)
     is_whole = source.tiles is not None or source.rows % ALIGNMENT == 0
-    problem = float8_launches.quantize_obstacle(blocks, scaling, [form], source.width, target_of(values.device))
+    problem = hopper_obstacle(blocks, scaling, [form], source.width, target_of(values.device))
     return fits and is_whole and values.ndim == 2 and problem is None
 
 

@@ -39,15 +39,18 @@ from penstock.kernels.float8.quantize_kernels import (
     tile_rows,
 )
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.kernels.float8.recipes import DEPTH, Format, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE_SQUARE, DEPTH, Format, Recipe
 from penstock.kernels.float8.reference import aligned_rows
 from penstock.kernels.float8.scaling import exponent_of, magnitude_bits, scale_of, to_float8
-from penstock.kernels.gluon import float8_launches
+from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import ExpertRule
 from penstock.kernels.swiglu import activation_gradients, load_activated
-from penstock.kernels.tuning import KernelLaunch, target_of
+from penstock.kernels.tuning import KernelLaunch, programs_of, target_of
+
+if HAS_GLUON:
+    from penstock.kernels.gluon import float8_quantize_kernels as hopper
 
 # Where nothing is transposed: two loads of 16 bytes of gate and of up for each thread.
 ROWS_ONLY = KernelLaunch(block_rows=32, block_columns=128, warps=4)
@@ -141,8 +144,16 @@ def swiglu_backward(
     sources = source_SF, first, None if weights_R is None else weights_R.contiguous(), dh_RF
     tiles, forms, by_input = quantize.group_tiles(counts_e, rows), (forward, gradient), rule.weighs_input
     if _is_hoppers(source_SF, recipe, forms, launch):
-        given = sources, tiles, copies, products_PR, forms, launch
-        float8_launches.launch_swiglu_backward(*given, weighs_input=by_input)
+        columns, h_columns = copies[1].values.view(torch.int64), copies[2].values.view(torch.int64)
+        if h_columns.numel():
+            start_kernel(
+                hopper.swiglu_backward_float8_kernel, (programs_of(launch, tiles.device),),
+                *sources, tiles, copies[0].values.view(torch.int8), copies[0].scales.T, columns, copies[1].scales.T,
+                h_columns, copies[2].scales.T, products_PR, rows, copies[0].values.stride(0), columns.stride(0), width,
+                len(tiles) - 1,
+                LARGEST=gradient.largest, H_LARGEST=forward.largest, WEIGHS_INPUT=by_input,
+                SQUARE=recipe.columns == BLOCKWISE_SQUARE.columns, num_warps=launch.warps, maxnreg=launch.registers,
+            )  # fmt: skip
     else:
         launch = BACKWARD if launch.engine == "gluon" else launch
         start_kernel(
@@ -163,7 +174,7 @@ def _is_hoppers(gate_up_RF: Tensor, recipe: Recipe, forms: tuple[Format, Format]
         return False
     blocks, width = (recipe.rows, recipe.columns), gate_up_RF.shape[1] // 2
     target = target_of(gate_up_RF.device)
-    return float8_launches.quantize_obstacle(blocks, recipe.scaling, forms, width, target) is None
+    return quantize.hopper_obstacle(blocks, recipe.scaling, forms, width, target) is None
 
 
 def _is_fused(recipe: Recipe, width: int) -> bool:

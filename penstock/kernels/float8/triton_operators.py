@@ -13,7 +13,7 @@ from penstock.kernels.float8 import torch_products
 from penstock.kernels.float8.logits_gradient import logits_gradient
 from penstock.kernels.float8.norm import rms_norm
 from penstock.kernels.float8.operators import Float8Operators
-from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
+from penstock.kernels.float8.products import hopper_obstacle, multiply, multiply_columns, multiply_groups
 from penstock.kernels.float8.quantize import (
     pack_rows,
     quantize_groups,
@@ -25,7 +25,6 @@ from penstock.kernels.float8.quantize import (
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
-from penstock.kernels.gluon.float8_launches import gemm_obstacle
 from penstock.kernels.permute import unpermute
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
@@ -59,7 +58,7 @@ def multiply_with_torch(
     Ours are: products with squares on one side on a Hopper with Gluon, and elsewhere those that are added to a sum,
     because ours add while they write, and torch would write and then add.
     """
-    has_kernel = gemm_obstacle(a, b, target_of(a.values.device)) is None
+    has_kernel = hopper_obstacle(a, b, target_of(a.values.device)) is None
     is_ours = b.block[0] == DEPTH and (has_kernel or accumulate_into is not None)
     chosen = multiply if is_ours or torch_products.shape_obstacle(a, b) else torch_products.multiply
     return chosen(a, b, dtype, out=out, accumulate_into=accumulate_into)

@@ -20,7 +20,6 @@ from penstock.kernels.float8.products import multiply, multiply_columns, multipl
 from penstock.kernels.float8.quantized import Quantized, as_quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, ROWWISE, format_on
 from penstock.kernels.float8.reference import pack_rows
-from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import multiprocessors_of
@@ -56,7 +55,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     """What kernels were launched with; torch runs them, on a CPU that is taken for a Hopper."""
     monkeypatch.setattr(products, "target_of", lambda device: "sm_90")
     names = ("float8_rows_kernel", "float8_matrices_kernel")
-    return launched_on_cpu(monkeypatch, float8_launches, *names)
+    return launched_on_cpu(monkeypatch, products, products.hopper, *names)
 
 
 def draw_operands(counts: list[int]) -> tuple[Quantized, Quantized, Tensor]:
@@ -121,7 +120,7 @@ def test_with_only_last_the_last_row_of_the_tail_is_set_to_zero(launched: list[M
     x, w, counts_e = draw_operands(counts)
     tiles = replace(tile_table(counts_e, len(x.values)), only_last=True)
     y_RF = torch.full((len(x.values), WIDTH), 7.0, dtype=torch.bfloat16)
-    float8_launches.launch_rows(x, w, y_RF, tiles, launch)
+    products.launch_hopper_rows(x, w, y_RF, tiles, launch)
     assert y_RF[133:-1].eq(7).all() and y_RF[-1].eq(0).all()
     assert launched[0]["ONLY_LAST"] is True  # a constant, so other launches do not pay for it
 
@@ -191,7 +190,7 @@ LAUNCHES = [
     if launch.engine == "gluon"
 ]
 # Registers of a thread at the start, by how many consumers there are.
-MOST_REGISTERS = {2: REGISTERS, 3: float8_launches.TRIOS_REGISTERS}
+MOST_REGISTERS = {2: REGISTERS, 3: products.TRIOS_REGISTERS}
 # Bytes. A number of the producer's is put away once, before its loop; Triton 3.6 finds a register for it.
 SPILLED_BY_TRITON_3_9 = 8
 VARIANTS = ({"is_kept": True}, {"is_kept": True, "dtype": torch.float32}, {"is_packed": True})
@@ -269,10 +268,10 @@ def test_torch_multiplies_what_no_kernel_of_ours_does_as_fast(
 
 def test_what_the_kernels_cannot_do_is_said_and_done_in_triton() -> None:
     x, w = draw_rows(70, 200, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, 136, 200)
-    assert float8_launches.gemm_obstacle(x, w, "sm_90") is None
-    assert "sm_100" in str(float8_launches.gemm_obstacle(x, w, "sm_100"))
+    assert products.hopper_obstacle(x, w, "sm_90") is None
+    assert "sm_100" in str(products.hopper_obstacle(x, w, "sm_100"))
     by_rows = draw_rows(70, 200, ROWWISE, CPU), draw_weight(ROWWISE, CPU, 136, 200)
-    assert "blockwise" in str(float8_launches.gemm_obstacle(*by_rows, "sm_90"))
+    assert "blockwise" in str(products.hopper_obstacle(*by_rows, "sm_90"))
     assert in_triton(CANDIDATES["sm_90"]["rows"]["gluon"]).engine == "triton"
 
 

@@ -21,7 +21,6 @@ from penstock.kernels.float8.quantized import Quantized, as_quantized, row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
 from penstock.kernels.float8.reference import pack_rows
 from penstock.kernels.float8.swiglu import swiglu_backward
-from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import KernelLaunch
@@ -108,9 +107,9 @@ def test_on_another_chip_triton_does_all() -> None:
         (MXFP8, "sm_90", "recipe"),
     ):
         blocks = recipe.rows, recipe.columns
-        assert problem in str(float8_launches.quantize_obstacle(blocks, recipe.scaling, [E4M3], 256, target))
+        assert problem in str(quantize.hopper_obstacle(blocks, recipe.scaling, [E4M3], 256, target))
     squares = [BLOCKWISE.weights, BLOCKWISE.weights]
-    assert "recipe" in str(float8_launches.quantize_obstacle(squares, BLOCKWISE.scaling, [E4M3], 256, "sm_90"))
+    assert "recipe" in str(quantize.hopper_obstacle(squares, BLOCKWISE.scaling, [E4M3], 256, "sm_90"))
 
 
 @pytest.mark.gpu

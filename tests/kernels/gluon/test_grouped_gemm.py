@@ -15,13 +15,12 @@ from torch import Tensor
 from benchmarks.kernels.launches_tried import RINGS, ROWS_RINGS
 from penstock.kernels import grouped_gemm, reference
 from penstock.kernels.expert_parts import SavedRows
-from penstock.kernels.gluon import grouped_gemm as gluon_gemm
-from penstock.kernels.gluon.grouped_gemm import rows_obstacle, weights_obstacle
 from penstock.kernels.gluon.support import HAS_GLUON, REGISTERS
 from penstock.kernels.grouped_gemm import (
     grouped_gemm_forward,
     grouped_gemm_input_gradient,
     grouped_gemm_weight_gradient,
+    hopper_obstacle,
 )
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import GROUPED_GEMM, GemmProduct, in_triton, multiprocessors_of
@@ -97,7 +96,9 @@ def check(product: GemmProduct, counts: list[int], width: int, depth: int, launc
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     """Options of each launch; torch runs the kernels, on a CPU that passes for a Hopper."""
     monkeypatch.setattr(grouped_gemm, "target_of", lambda device: "sm_90")
-    return launched_on_cpu(monkeypatch, gluon_gemm, "expert_rows_kernel", "weight_gradient_kernel")
+    return launched_on_cpu(
+        monkeypatch, grouped_gemm, grouped_gemm.hopper, "expert_rows_kernel", "weight_gradient_kernel"
+    )
 
 
 @every_product
@@ -164,17 +165,12 @@ def test_with_only_last_just_the_last_row_of_the_tail_is_set_to_zero(launched: l
 def test_obstacles_are_named_and_triton_replaces_the_kernels() -> None:
     x_RD, index_R = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
     ring, rows_ring = RINGS["ring"], ROWS_RINGS["ring"]
-    assert rows_obstacle(x_RD, x_RD, rows_ring, "sm_90", index=index_R) is None
-    assert "sm_100" in str(rows_obstacle(x_RD, x_RD, rows_ring, "sm_100"))
-    assert "float16" in str(rows_obstacle(x_RD.half(), x_RD, rows_ring, "sm_90"))
-    assert "float32" in str(rows_obstacle(x_RD, x_RD.float(), rows_ring, "sm_90"))
-    assert "bias" in str(rows_obstacle(x_RD, x_RD, rows_ring, "sm_90", bias=x_RD))
-    fused = replace(rows_ring, copy_gathered=False)
-    assert "gathered" in str(rows_obstacle(x_RD, x_RD, fused, "sm_90", index=index_R))
-    assert weights_obstacle(x_RD, None, "sm_90") is None
-    assert "sm_100" in str(weights_obstacle(x_RD, None, "sm_100"))
-    assert "float16" in str(weights_obstacle(x_RD.half(), None, "sm_90"))
-    assert "gathered" in str(weights_obstacle(x_RD, index_R, "sm_90"))
+    assert hopper_obstacle(x_RD, None, "sm_90", y=x_RD) is None
+    assert "sm_100" in str(hopper_obstacle(x_RD, None, "sm_100"))
+    assert "float16" in str(hopper_obstacle(x_RD.half(), None, "sm_90"))
+    assert "gathered" in str(hopper_obstacle(x_RD, index_R, "sm_90"))
+    assert "float32" in str(hopper_obstacle(x_RD, None, "sm_90", y=x_RD.float()))
+    assert "bias" in str(hopper_obstacle(x_RD, None, "sm_90", y=x_RD, bias=x_RD))
     for matrix in (1 << 20, 1 << 24):
         triton = in_triton(replace(rows_ring, idle_units=7), "forward", matrix)
         assert (triton.engine, triton.idle_units, triton.copy_gathered) == ("triton", 7, False)

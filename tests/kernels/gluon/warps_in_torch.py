@@ -1,6 +1,6 @@
 """Run a warp-specialized Hopper kernel on a CPU: the parts of Gluon that `gluon_in_torch` lacks.
 
-    launched = launched_on_cpu(monkeypatch, grouped_gemm, "weight_gradient_kernel")
+    launched = launched_on_cpu(monkeypatch, grouped_gemm, grouped_gemm_kernels, "weight_gradient_kernel")
 
 Each partition of a program is a thread. Asynchronous operations finish as late as allowed: products when they are
 waited for, copies out of shared memory too, and copies of threads when they arrive at their barrier. A thread that
@@ -290,17 +290,14 @@ def interpret_trades(*names: str) -> ModuleType:
     return interpreted(ring, *names, language=HoppersLanguage("language"), more=more)[-1]
 
 
-def launched_on_cpu(monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, *names: str) -> list[Mapping[str, Any]]:
-    """Let torch run kernels of a module that launches them; what they were launched with comes into the list.
-
-    `names` are those of the kernels.
-    """
+def launched_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, module: ModuleType, *names: str
+) -> list[Mapping[str, Any]]:
+    """Let torch run kernels of `module` where `launcher` starts them; their options come into the list."""
     if torch.cuda.is_available():
         pytest.skip("tables of tiles are made on the GPU that there is")
-    kernels = {}
-    for name in names:
-        kernel = getattr(launcher, name)
-        kernels[kernel] = getattr(interpret_trades(kernel.fn.__module__), name)
+    interpreted_module = interpret_trades(module.__name__)
+    kernels = {getattr(module, name): getattr(interpreted_module, name) for name in names}
     found: list[Mapping[str, Any]] = []
 
     in_triton = launcher.start_kernel  # of kernels that are not named
