@@ -173,8 +173,11 @@ def _differentiate(
         result, is_late = _read(figures, norm, rule.moe_layers, model.axes.grid.expert)
     if is_late:
         refuse_late(model)
-    by_layer = zip(rule.moe_layers, figures.slots_LE, figures.dropped_L, figures.auxiliary_loss_L, strict=True)
-    return result, [LayerLoad(*load) for load in by_layer]
+    loads = [
+        LayerLoad(layer, figures.slots_LE[row], figures.dropped_L[row], figures.auxiliary_loss_L[row])
+        for row, layer in enumerate(rule.moe_layers)
+    ]
+    return result, loads
 
 
 def refuse_late(model: RankModel) -> NoReturn:
@@ -268,18 +271,15 @@ def _read(figures: _Figures, norm: Tensor, moe_layers: Sequence[int], groups: in
     main, *depths = host.losses.tolist()
     wants_stop, is_late, has_failed = (votes > 0 for votes in host.votes.tolist())
     peaks, needed, *pulses = host.rank_stats_WR.T.tolist()
-    by_layer = (host.slots_LE, host.dropped_L, host.auxiliary_loss_L, host.plans_LP)
     layers = tuple(
         LayerReport(
             layer=layer,
-            slots=tuple(map(int, slots_E)),
-            dropped=int(dropped),
-            auxiliary_loss=auxiliary_loss,
-            balance=balance_report(plans, groups),
+            slots=tuple(map(int, host.slots_LE[index].tolist())),
+            dropped=int(host.dropped_L[index]),
+            auxiliary_loss=float(host.auxiliary_loss_L[index]),
+            balance=balance_report(host.plans_LP[index].tolist(), groups),
         )
-        for layer, slots_E, dropped, auxiliary_loss, plans in zip(
-            moe_layers, *(figure.tolist() for figure in by_layer), strict=True
-        )
+        for index, layer in enumerate(moe_layers)
     )
     result = StepResult(
         loss=main,
