@@ -78,7 +78,6 @@ class ActivationShares:
     """Memory that stages hold of a micro-batch, as in `layout.clock.Costs`."""
 
     activation: tuple[float, ...] = ()  # of each stage; empty is 1 / stages_per_rank for every stage
-    freed_by_input: float = 0.0  # share that an input gradient frees already
     unit: str = "micro-batches"  # of `activation`
 
 
@@ -104,9 +103,9 @@ def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = W
         if len(unit) > 1
         for action in unit
     }
-    sizes, freed = shares.activation or (1 / schedule.stages_per_rank,) * schedule.stages, shares.freed_by_input
+    sizes = shares.activation or (1 / schedule.stages_per_rank,) * schedule.stages
     # Change of the held memory by a pass, as a multiple of the stage's share.
-    changes = {Kind.FORWARD: 1.0, Kind.BACKWARD: -1.0, Kind.INPUT: -freed, Kind.WEIGHT: freed - 1.0}
+    changes = {Kind.FORWARD: 1.0, Kind.BACKWARD: -1.0, Kind.INPUT: 0.0, Kind.WEIGHT: -1.0}
     for event in playback.events:
         stage, kind, micro_batch = event.action
         stages = schedule.stages_of(event.rank)

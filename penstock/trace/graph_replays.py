@@ -80,7 +80,9 @@ def layers_of(names: Sequence[str], *, layers: int, dense_layers: int) -> list[L
     ]
     regions: list[LayerRegion] = []
     for stretch, is_backward in _passes(stretches, names):
-        begin = _backward_begin(stretch, names) if is_backward else _forward_begin(stretch, names)
+        norms = _norms(names, stretch.begin, stretch.begin + stretch.slack + 1)
+        begin = norms[0] if norms else stretch.begin  # the first norm that can be the first kernel of a layer
+        begin = _backward_begin(stretch, names) if is_backward else begin
         numbers = range(layers - 1, dense_layers - 1, -1) if is_backward else range(dense_layers, layers)
         for index, number in enumerate(numbers):
             low = begin + index * stretch.period
@@ -124,10 +126,6 @@ def _passes(stretches: Sequence[_Stretch], names: Sequence[str]) -> list[tuple[_
 def _norms(names: Sequence[str], begin: int, end: int) -> list[int]:
     """Indices of the norms, and of their gradients, from `begin` to before `end`."""
     return [at for at in range(begin, end) if specific_category(names[at]) is Category.NORM]
-
-
-def _forward_begin(stretch: _Stretch, names: Sequence[str]) -> int:
-    return next(iter(_norms(names, stretch.begin, stretch.begin + stretch.slack + 1)), stretch.begin)
 
 
 def _backward_begin(stretch: _Stretch, names: Sequence[str]) -> int:

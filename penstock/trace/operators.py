@@ -125,10 +125,10 @@ class Leaf(NamedTuple):
     exposed_us: float
 
 
-def hierarchy(trace: Trace, phases: Phases, calls: CallTable | None = None) -> list[Leaf]:
-    """The leaves, longest first; `calls` are of the same trace, if already known."""
+def hierarchy(trace: Trace, phases: Phases) -> list[Leaf]:
+    """The leaves, longest first."""
     placement = phases.placement
-    calls = calls_made(trace, placement) if calls is None else calls
+    calls = calls_made(trace, placement)
     event = phases.event  # columns of the trace by entry of `phases`: an event that waited has two
     groups, group = grouped(
         placement.step[event],

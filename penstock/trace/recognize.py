@@ -51,16 +51,8 @@ PHASE_NAMES = tuple(dict.fromkeys((*(span.value for span in Span if span not in 
 EXAMPLE = """write a line such as 'acme::send' = "dispatch" for each pattern"""
 
 
-@dataclass(frozen=True)
-class PhaseNames:
-    """Patterns of kernels' functions, with their phases, in the order of a file."""
-
-    patterns: tuple[tuple[re.Pattern[str], str], ...]
-
-    def phase_of(self, kernel: str) -> str | None:
-        """The phase of a kernel, or None if no pattern matches."""
-        function = function_of(kernel)
-        return next((phase for pattern, phase in self.patterns if pattern.search(function)), None)
+PhaseNames = tuple[tuple[re.Pattern[str], str], ...]
+"""Patterns of kernels' functions, with their phases, in the order of a file."""
 
 
 def read_phase_names(path: Path) -> PhaseNames:
@@ -75,7 +67,7 @@ def read_phase_names(path: Path) -> PhaseNames:
         raise TraceError(f"{path} is not TOML: {error}", fix=EXAMPLE) from error
     if not table:
         raise TraceError(f"{path} names no kernel", fix=EXAMPLE)
-    return PhaseNames(tuple(_entry(path, pattern, phase) for pattern, phase in table.items()))
+    return tuple(_entry(path, pattern, phase) for pattern, phase in table.items())
 
 
 def _entry(path: Path, pattern: str, phase: object) -> tuple[re.Pattern[str], str]:
@@ -100,7 +92,9 @@ def recognized(trace: Trace, names: PhaseNames | None = None) -> Trace:
         return trace
     gpu = trace.gpu
     used = [gpu.names[number] for number in np.unique(gpu.name_id[gpu.is_kernel])]
-    mapped = {kernel: phase for kernel in used if (phase := names.phase_of(kernel)) is not None}
+    mapped: dict[str, str] = {}
+    for pattern, phase in reversed(names):  # the first one that matches decides
+        mapped |= {kernel: phase for kernel in used if pattern.search(function_of(kernel))}
     kind = gpu.kind.copy()
     talks = gpu.called(*(kernel for kernel, phase in mapped.items() if phase in COMMUNICATION))
     kind[gpu.called(*mapped)] = GpuKind.COMPUTE

@@ -80,7 +80,8 @@ def climb(
         if step.name in wanted:
             result = run if isinstance(run, Failure) else measure(replace(base, name=step.name, overrides=mine))
             changed = mine[len(overrides) :] if last is None else _changes(last, run)
-            outcome = _judged(_outcome(step, mine, changed, result), best)
+            outcome = Outcome(step=step, state="ran", changed=changed, overrides=mine, seconds=result.seconds)
+            outcome = _judged(outcome, result, best)
             yield outcome
         if isinstance(run, Failure):
             continue
@@ -118,28 +119,21 @@ def _changes(last: Run, run: Run | Failure) -> tuple[str, ...]:
     return tuple(f"{change.field}={change.right}".replace('"', "") for change in differences(last, run))
 
 
-def _outcome(
-    step: LadderStep, overrides: tuple[str, ...], changed: tuple[str, ...], result: Figures | Failure
-) -> Outcome:
-    outcome = Outcome(step=step, state="ran", changed=changed, overrides=overrides, seconds=result.seconds)
+def _judged(outcome: Outcome, result: Figures | Failure, best: Figures | None) -> Outcome:
+    """The outcome of a step with its result, beside the figures of the last step that was kept.
+
+    It is slower if its fastest training step is slower than the slowest one without it, beyond NOISE.
+    """
     if isinstance(result, Failure):
         return replace(outcome, state=result.kind, reason=result.reason)
-    return replace(outcome, figures=result)
-
-
-def _judged(outcome: Outcome, best: Figures | None) -> Outcome:
-    """Mark an outcome as slower if its fastest training step is slower than the slowest one without it, beyond NOISE.
-
-    `best` are the figures of the last step that was kept, if there is one.
-    """
-    figures = outcome.figures
-    if figures is None or best is None or _ratio(figures, best) >= 1 - NOISE:
+    outcome = replace(outcome, figures=result)
+    if best is None or _ratio(result, best) >= 1 - NOISE:
         return outcome
-    fastest = _ratio(figures, best) * figures.step_seconds_median / min(figures.step_seconds)
+    fastest = _ratio(result, best) * result.step_seconds_median / min(result.step_seconds)
     slowest = best.step_seconds_median / max(best.step_seconds)
     if fastest >= slowest:
         return outcome
-    timed, twice = len(figures.step_seconds), figures.repeated_steps
+    timed, twice = len(result.step_seconds), result.repeated_steps
     because = f", {twice} of {timed} timed training steps were repeated" if twice else ""
     return replace(outcome, state="slower", reason=f"slower than without it{because}; later steps go without it")
 

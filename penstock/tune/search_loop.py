@@ -171,42 +171,35 @@ class Search:
     def _search(self) -> None:
         if not self.records:
             self.try_one(self.candidates[0])
-        while True:
-            if self.is_spent():
-                return
+        while not self.is_spent():
             if self._must_confirm():
                 self._confirm()
-                continue
-            chosen = self._next()
-            if chosen is None:
-                leader, first = self.leader, self.reference
-                if leader is None or first is None:
-                    waiting = {candidate.key for candidate in self.candidates} - {
-                        record.candidate.key for record in self.records
-                    }
-                    self.ending = (
-                        "none of the other candidates is likely to fit" if waiting else "every candidate was tried"
-                    )
-                    return
-                if leader.candidate.key not in self._widened:
-                    self._widened.add(leader.candidate.key)
-                    self.add(self.around(leader))
-                elif leader.candidate.key not in self._diagnosed:
-                    self._diagnosed.add(leader.candidate.key)
-                    self.add(self.diagnose(leader, self.left))
-                elif not self._is_unconfirmed:
-                    self.ending = f"no candidate can gain more than {LEAST_GAIN:.0%} with 95% confidence"
-                    return
-                elif self._trials_left < 2:
-                    self.ending = "one trial is left, too few to confirm the best"
-                    return
-                elif 0.8 * self._confirming_seconds > self.left:
-                    self.ending = "the budget is spent"
-                    return
-                else:
-                    self._confirm()
-                continue
-            self.try_one(chosen)
+            elif (chosen := self._next()) is not None:
+                self.try_one(chosen)
+            else:
+                self._without_gain()
+
+    def _without_gain(self) -> None:
+        """Nothing can gain any more: let candidates join, confirm the best, or end."""
+        leader = self.leader
+        if leader is None:
+            tried = {record.candidate.key for record in self.records}
+            waiting = [candidate for candidate in self.candidates if candidate.key not in tried]
+            self.ending = "none of the other candidates is likely to fit" if waiting else "every candidate was tried"
+        elif leader.candidate.key not in self._widened:
+            self._widened.add(leader.candidate.key)
+            self.add(self.around(leader))
+        elif leader.candidate.key not in self._diagnosed:
+            self._diagnosed.add(leader.candidate.key)
+            self.add(self.diagnose(leader, self.left))
+        elif not self._is_unconfirmed:
+            self.ending = f"no candidate can gain more than {LEAST_GAIN:.0%} with 95% confidence"
+        elif self._trials_left < 2:
+            self.ending = "one trial is left, too few to confirm the best"
+        elif 0.8 * self._confirming_seconds > self.left:
+            self.ending = "the budget is spent"
+        else:
+            self._confirm()
 
     @property
     def _is_unconfirmed(self) -> bool:

@@ -11,7 +11,7 @@ from penstock.config.load import load_run
 from penstock.plan.projection import Plan, Refusal
 from penstock.plan.what_if import SweepPoint
 from penstock.report.colours import TIME_PARTS, part_colours
-from penstock.report.curves import Scaling, scaling_figure, scaling_pictures, sweep_pictures
+from penstock.report.curves import Curve, scaling_figure, scaling_pictures, sweep_pictures
 from penstock.report.figure import Figure
 from penstock.report.run_metrics import (
     curve,
@@ -33,7 +33,7 @@ REFUSED = Refusal(layout={}, rule="experts-divide", reason="64 experts do not di
 
 
 def test_scaling_has_speed_above_efficiency_over_the_fewest_devices_that_fit() -> None:
-    scaling = Scaling(name="weak", devices=[64, 128, 256], tokens_per_second_per_device=[None, 1000.0, 950.0])
+    scaling = Curve(name="weak", xs=[64, 128, 256], ys=[None, 1000.0, 950.0])
     figure = scaling_figure("s", "S", "", [scaling])
     assert [trace["y"] for trace in figure.data] == [[None, 1000.0, 950.0], [None, 1.0, 0.95]]
     assert figure.data[1]["yaxis"] == "y2"

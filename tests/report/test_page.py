@@ -20,7 +20,7 @@ from penstock.layout.schedules import schedule
 from penstock.plan.asked_layout import field_label
 from penstock.plan.projection import Layout, Plan, Refusal
 from penstock.report import frame
-from penstock.report.curves import Curve, CurveAxes, Scaling, curves_figure, scaling_figure
+from penstock.report.curves import Curve, curves_figure, scaling_figure
 from penstock.report.export import write_image, write_images
 from penstock.report.figure import THEMES, Figure, plotly_json
 from penstock.report.page import candidates_table, page, plan_figures, write_page
@@ -56,11 +56,11 @@ ORIGIN = re.compile('<footer class="faint">(.*)</footer>')
 
 def what_ifs() -> list[Figure]:
     """One of each picture that a plan does not have by itself."""
-    scaling = Scaling(name="weak", devices=[8, 16], tokens_per_second_per_device=[10.0, 9.0])
+    scaling = Curve(name="weak", xs=[8, 16], ys=[10.0, 9.0])
     curve = Curve(name="a", xs=[1, 2, 4], ys=[1.0, None, 2.0], notes=["x", "y", "z"])
     return [
         scaling_figure("scaling", "Scaling", "", [scaling]),
-        curves_figure("curves", "Curves", "", CurveAxes(x="x", y="y"), [curve]),
+        curves_figure("curves", "Curves", "", [curve], x="x", y="y"),
     ]
 
 
@@ -145,7 +145,7 @@ def test_a_name_cannot_end_a_script(plan: Plan) -> None:
     text = page(replace(plan, model="</script><b>"))
     assert "<b></h1>" not in text and "</script><b>" not in text
     curve = Curve(name="</script>", xs=[1], ys=[1])
-    assert page(plan, more=[curves_figure("c", "C", "", CurveAxes(x="x", y="y"), [curve])]).count("</script>") == 3
+    assert page(plan, more=[curves_figure("c", "C", "", [curve], x="x", y="y")]).count("</script>") == 3
 
 
 def test_a_plan_without_candidates_has_a_page(plan: Plan) -> None:
@@ -244,7 +244,7 @@ def test_a_png_has_two_pixels_for_each_of_the_figure(browser: str, plan: Plan, t
 @pytest.mark.slow
 def test_pictures_of_what_ifs_are_among_the_files(browser: str, plan: Plan, tmp_path: Path) -> None:
     curve = Curve(name="</div>", xs=[1, 2], ys=[1.0, None])
-    more = [curves_figure("sweep", "A <sweep>", 'of "x"', CurveAxes(x="x", y="y"), [curve])]
+    more = [curves_figure("sweep", "A <sweep>", 'of "x"', [curve], x="x", y="y")]
     paths = write_image(replace(plan, candidates=()), tmp_path / "what if.svg", more=more)
     assert [path.name for path in paths] == ["what if-sweep.svg"] == [path.name for path in tmp_path.iterdir()]
     assert "A <sweep>" in "".join(ElementTree.parse(paths[0]).getroot().itertext())
