@@ -100,7 +100,6 @@ def kubernetes(  # noqa: PLR0913 (a parameter is an option)
 
 
 def _words(target: str, overrides: list[str] | None, budget: str | None, *, tune: bool) -> tuple[str, ...]:
-    """The command of the job, without `penstock`."""
     if budget is not None and not tune:
         raise ConfigError("--budget is the time of a search", got=f"--budget {budget}", fix="add --tune")
     if budget is not None:

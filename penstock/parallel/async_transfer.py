@@ -9,8 +9,8 @@ Autograd sees two nodes, which change roles because backward takes nodes in reve
     forward     launch: fork, transfer     compute      wait: join
     backward    launch: join               its grads    wait: fork, transfer's gradients
 
-Between the nodes travel placeholder gradients of the right shape; the true ones are in the `AsyncTransfer`. The
-transfer is any differentiable function, recorded as its own graph and differentiated on the second stream.
+The transfer is recorded as its own graph, and differentiated on the second stream. Between the nodes travel placeholder
+gradients of the right shape; the true ones are in the `AsyncTransfer`.
 
 torch's allocator returns a freed block to the stream that allocated it. Blocks of this stream that the other one reads
 are held by the handle until the join. Blocks of the other stream that this one reads are free once the host drops them,

@@ -68,10 +68,7 @@ def buffer_sizes(run: Run, axes: Axes) -> BufferSizes:
 
 
 def widest_row(run: Run) -> int:
-    """Bytes of the widest row that travels.
-
-    Gradients and outputs travel in the compute dtype even if rows travel in 8 bits. Packing widens very narrow rows.
-    """
+    """Bytes of the widest row: gradients and outputs travel in the compute dtype, and packing widens narrow rows."""
     plain = plain_row_bytes(run)
     if run.float8.dispatch == "none":
         return plain

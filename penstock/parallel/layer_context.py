@@ -36,7 +36,7 @@ class LayerContext:
     offload: OffloadRule = field(default_factory=OffloadRule)
 
     def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
-        """`function(*arguments)` as a part that may be recomputed or offloaded; see `penstock.parallel.recompute`."""
+        """`function(*arguments)` as a part that may be recomputed or offloaded."""
         if self.offload.store is not None and kind in OFFLOADABLE:
             return self.offload.run(kind, self.recompute.run, kind, function, *arguments)
         return self.recompute.run(kind, function, *arguments)

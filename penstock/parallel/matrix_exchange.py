@@ -176,8 +176,7 @@ def _tasks(shards: Sequence[MatrixShard], axes: Axes, steps: int, values_per_rou
 
 
 def _uncounted(cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
-    """Cuts without this rank's place, the same on all ranks."""
-    return tuple(replace(cut, index=0) for cut in cuts)
+    return tuple(replace(cut, index=0) for cut in cuts)  # without this rank's place, the same on all ranks
 
 
 class _Places:
@@ -234,7 +233,7 @@ class _Round:
         return self._packed(self._sent)
 
     def stacks(self, received_N: Tensor) -> list[Tensor]:
-        """This rank's matrices; stacks of one shape each."""
+        """This rank's matrices, in stacks of one shape each."""
         stacks = [self._prototype.new_empty(shape) for shape in self._shapes]
         arriving = _take(stacks, self._arriving)
         _copy(self._here + _slices(received_N, arriving), _take(stacks, self._staying) + arriving)
@@ -245,11 +244,9 @@ class _Round:
         return self._packed(_take(stacks, self._leaving))
 
     def keep(self, stacks: Sequence[Tensor]) -> None:
-        """Replace the values that stay on this rank."""
         _copy(_take(stacks, self._staying), self._here)
 
     def unpack(self, received_N: Tensor) -> None:
-        """Replace the values that other ranks have orthogonalized."""
         _copy(_slices(received_N, self._awaited), self._awaited)
 
     def _packed(self, values: Sequence[Tensor]) -> Tensor:

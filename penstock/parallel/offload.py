@@ -9,8 +9,7 @@ that backward needs before it was freed is not copied back. A storage moves once
 parameters and storages under `SMALLEST_BYTES` stay. Memory returns to its stream only after that stream has waited for
 the copy: `record_stream` would return it when the host notices, so the peak would differ from step to step.
 
-Inside a recomputed region nothing is saved; but the region's inputs are, so a module that is both recomputed and
-offloaded has its inputs on the host: `offload.run(kind, recompute.run, kind, function, ...)`.
+A recomputed region saves its inputs only, so a module that is both recomputed and offloaded has these on the host.
 """
 
 from __future__ import annotations

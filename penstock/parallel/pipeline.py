@@ -32,7 +32,7 @@ from penstock.base.spans import ACTIONS, Span
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.schedules import forward_only
 from penstock.parallel.async_transfer import Steps, TransferStream, drain, within
-from penstock.parallel.axes import Axes, Axis
+from penstock.parallel.axes import Axes
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.parallel.weight_grad_store import Task, WeightGradStore
 
@@ -74,24 +74,19 @@ class PipelineRunner:
         assert can_split, f"{name} puts weight gradients off"
         assert self.transfers is not None or not self.schedule.pairs, f"{name} computes while tokens travel"
 
-    @property
-    def rank(self) -> int:
-        """Our place in the pipeline."""
-        return self.axes.pipeline.rank
-
     def train(self, calls: Mapping[int, StageCall], enter: EnterPhase = untimed) -> None:
-        """Forward and backward passes of one step; gradients are in the parameters afterwards.
+        """One step, whose gradients are in the parameters afterwards, by the `calls` of this rank's stages.
 
-        `calls` has the stages of this rank; `enter` gets the phase of each action, for a pair that of backward.
+        `enter` gets the phase of each action, for a pair that of backward.
         """
         messenger = _Messenger(self.schedule, self.axes, self.message)
-        _Run(self.schedule, messenger, calls, self.weight_grads, self.transfers).play(self.rank, enter)
+        _Run(self.schedule, messenger, calls, self.weight_grads, self.transfers).play(self.axes.pipeline.rank, enter)
 
     @torch.no_grad()
     def evaluate(self, calls: Mapping[int, StageCall], micro_batches: int) -> None:
         """Forward passes only, of `micro_batches` on every rank."""
         schedule = forward_only(self.schedule, micro_batches)
-        _Run(schedule, _Messenger(schedule, self.axes, self.message), calls).play(self.rank)
+        _Run(schedule, _Messenger(schedule, self.axes, self.message), calls).play(self.axes.pipeline.rank)
 
 
 @dataclass(eq=False)
@@ -204,7 +199,8 @@ class _Messenger:
             self._local[tag] = tensor
             return
         self._release_sent()
-        axis = self._axis(peer > self._own)  # the group is chosen by the ranks' order, not by the kind of message
+        # The group is chosen by the ranks' order, not by the kind of message.
+        axis = self._axes.pipeline if peer > self._own else self._axes.pipeline_back
         tensor = tensor.contiguous()
         work = dist.isend(tensor, axis.ranks[peer], group=axis.group)
         assert work is not None, "isend gives work to every rank of its group"
@@ -236,14 +232,11 @@ class _Messenger:
         for _, work in self._sent:
             work.wait()
 
-    def _axis(self, upwards: bool) -> Axis:
-        return self._axes.pipeline if upwards else self._axes.pipeline_back
-
     def _receive_next(self, peer: int, wanted: _MessageTag) -> None:
         """Post the receive of the next message from a rank, which may not be the wanted one."""
         tag = next(self._coming[peer], None)
         assert tag is not None, f"no rank sends {wanted}"
-        axis = self._axis(self._own > peer)  # the sender's choice
+        axis = self._axes.pipeline if self._own > peer else self._axes.pipeline_back  # the sender's choice
         tensor = torch.empty(self._message.shape, dtype=self._message.dtype, device=self._message.device)
         work = dist.irecv(tensor, axis.ranks[peer], group=axis.group)
         assert work is not None, "irecv gives work to every rank of its group"

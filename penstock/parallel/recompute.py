@@ -12,11 +12,11 @@ The function must save the same tensors in the same order when it runs again: no
 `if not is_recomputing()`, under `saved_as_is`. Tensors that it needs come as arguments. The host never waits here.
 
 autograd shows each saved tensor only to the innermost pair of hooks, but recomputation and offload may both want it. So
-each is a saver: a function from a tensor to itself or to a `Saved` that returns it later, which passes tensors that it
-does not want to the saver around it (`current`). A saver lives as long as any tensor that passed it: it holds none.
+each is a saver: a function from a tensor to itself or to a `Saved`, which passes tensors that it does not want to the
+saver around it (`current`). A saver lives as long as any tensor that passed it: it holds none.
 
-Simpler than `torch.utils.checkpoint`, which saves the region's output, runs again for every backward pass over a
-retained graph, and keeps random state. Discarding outputs is Megatron-Core's idea (`CheckpointWithoutOutput`).
+`torch.utils.checkpoint` saves the region's output too, runs again for every backward pass over a retained graph, and
+keeps random state. Discarding outputs is Megatron-Core's idea (`CheckpointWithoutOutput`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum, auto
-from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -121,7 +120,7 @@ _memory: ContextVar[Callable[[Callable[[], object]], object]] = ContextVar("memo
 
 
 def is_recomputing() -> bool:
-    """Whether a region runs for the second time: counters and losses of forward must not count again."""
+    """Whether a region runs for the second time, so that counters and losses must not count again."""
     return _phase.get() is _Phase.REPLAYING
 
 
@@ -136,7 +135,7 @@ def saved_as_is() -> AbstractContextManager[None]:
 
 
 def remembered(make: Callable[[], Result]) -> Result:
-    """`make()`, a small value without gradients, such as a plan. A region keeps it, and does not make it again."""
+    """`make()`, a small value without gradients, such as a plan, which a region keeps for its second run."""
     result: Result = _memory.get()(make)  # type: ignore[assignment] # the memory returns what `make` returned
     return result
 
@@ -174,16 +173,16 @@ def discarding_in_pieces() -> Iterator[Callable[[], AbstractContextManager[None]
         yield nullcontext
         return
     discarded = _Discarded(current())
+
+    @contextmanager
+    def piece() -> Iterator[None]:
+        with _set(_discarded, discarded), saving(discarded.keep):
+            yield
+
     try:
-        yield partial(_shown_to, discarded)
+        yield piece
     finally:
         discarded.results.clear()
-
-
-@contextmanager
-def _shown_to(discarded: _Discarded) -> Iterator[None]:
-    with _set(_discarded, discarded), saving(discarded.keep):
-        yield
 
 
 def _save_argument(argument: object) -> Callable[[], object]:
@@ -283,7 +282,6 @@ class _Region:
     remembered: list[object] = field(default_factory=list)  # in the order of the first run
 
     def remember(self, make: Callable[[], object]) -> object:
-        """The memory of the first run."""
         self.remembered.append(make())
         return self.remembered[-1]
 
@@ -348,7 +346,7 @@ class _Replay:
 
 @dataclass(frozen=True)
 class _Result:
-    """An output of a region; once changed in place (`version`), it is not what recomputation gives."""
+    """An output of a region, which recomputation gives unless it was changed in place (`version`)."""
 
     region: _Region
     index: int
@@ -416,11 +414,10 @@ class RecomputeRule:
         assert self.kinds <= {*RECOMPUTABLE}, f"{sorted(self.kinds)} are not all of {RECOMPUTABLE}"
 
     def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
-        """`function(*arguments)`, recomputed in backward if the rule names the kind."""
         return recomputed(function, *arguments) if self.recomputes(kind) else function(*arguments)
 
     def recomputes(self, kind: str) -> bool:
-        """Whether a part recomputes by itself: the rule names it, and it is not inside a region."""
+        """Whether the rule names a part that is not inside a region."""
         assert kind in RECOMPUTABLE, f"{kind} is not one of {RECOMPUTABLE}"
         return kind in self.kinds and not is_inside()
 
@@ -429,7 +426,6 @@ class RecomputeRule:
         return discarding() if self.kinds else nullcontext()
 
     def discarding_in_pieces(self) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
-        """The same for a layer that runs in steps."""
         return discarding_in_pieces() if self.kinds else nullcontext(nullcontext)
 
 

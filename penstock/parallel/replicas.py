@@ -242,13 +242,13 @@ class ReplicaMemory:
         return in_backward(layer(in_backward(x, end)), begin)
 
     def join(self) -> None:
-        """Let the current stream continue when all that runs beside it is over."""
+        """Let the current stream wait for all that runs beside it."""
         if self.pending_pulls and self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             self.pending_pulls.clear()
 
     def wait_weights(self) -> None:
-        """Let the current stream continue when the weights that are on their way are here."""
+        """Let the current stream wait for weights that are on their way."""
         if self.in_flight is None:
             return
         (_, pushed), self.in_flight = self.in_flight, None
@@ -257,7 +257,7 @@ class ReplicaMemory:
         self.buffers.wait(Channel.REPLICAS, 1)
 
     def weights(self, index: int) -> Tensor:
-        """Slots of a parameter, X x its shape."""
+        """Of a parameter, X x its shape."""
         sizes = self.sizes
         return self.buffers.replica_view(sizes.weights[index], (sizes.rule.slots, *sizes.shapes[index]), self.dtype)
 

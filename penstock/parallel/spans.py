@@ -30,7 +30,7 @@ _NOTHING = nullcontext()
 
 
 def span(name: str, *numbers: int | str) -> AbstractContextManager[object]:
-    """A region of the current thread; the numbers fill the placeholders of a name of `penstock.base.spans`."""
+    """A region of the current thread; the numbers fill the placeholders of the name."""
     return record_function(name.format(*numbers)) if _profiler_enabled() else _NOTHING
 
 
@@ -58,7 +58,7 @@ class Stopwatch:
         self._unused: list[torch.cuda.Event] = []  # making one takes longer than all else here
 
     def start(self, phase: Span) -> None:
-        """Begin a step with its first phase, and forget what a failed step has left."""
+        """Begin a step; a failed one is forgotten."""
         self._phases, self._moments = [], []
         self.enter(phase)
 

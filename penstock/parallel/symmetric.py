@@ -52,11 +52,8 @@ from penstock.kernels.symmetric import (
 )
 from penstock.parallel.axes import Axis
 
-MOST_CHUNKS: int = symmetric_kernels.MOST_CHUNKS.value
-"""Chunks that a channel has flags for."""
-
-ALIGNMENT = 256
-"""Bytes; every section begins at a multiple."""
+MOST_CHUNKS: int = symmetric_kernels.MOST_CHUNKS.value  # that a channel has flags for
+ALIGNMENT = 256  # bytes; every section begins at a multiple
 
 CHUNK_BYTES = 2 << 20
 """Of a rank's tokens. Smaller chunks are read earlier, but a sender flushes its writes after each of them."""
