@@ -10,6 +10,7 @@ keys up to its own end. Simpler than ring attention, which hides the exchange be
 softmaxes. Layers with a window need only some keys, but gather all.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,8 +81,8 @@ def _attend_near(
         return operators.bounded_attention(q_BSHN, k_BSGN[:, : near.keys], v_BSGM[:, : near.keys], near, **options)
     options["backend"] = operators.attention_backend
     if isinstance(near, Tensor):
-        keys, allowed_BSS = near.shape[2], near.expand(q_BSHN.shape[0], -1, -1)
-        return causal_attention(q_BSHN, k_BSGN[:, :keys], v_BSGM[:, :keys], allowed_BSS=allowed_BSS, **options)
+        keys = near.shape[2]
+        return causal_attention(q_BSHN, k_BSGN[:, :keys], v_BSGM[:, :keys], allowed_BSS=near, **options)
     # Chunks are rows of a batch of plain attention, for which every backend is fast.
     q_BSHN, k_BSGN, v_BSGM = (x.unflatten(1, (-1, near)).flatten(0, 1) for x in heads)
     o_BSHM = causal_attention(q_BSHN, k_BSGN, v_BSGM, allowed_BSS=None, **options)
@@ -187,37 +188,20 @@ def attend_to_row(
     nears: tuple[LocalMask, ...] = (),
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of our ranges of queries over the whole row; arguments as in `attend`.
-
-    With a mask they are two chunks, near before far.
-    """
-    axis = layer_context.axes.context
-    if nears:
-        parts = [
-            _attend_near(own_BSHN, k_BSGN, v_BSGM, near, layer_context, scale=scale, sinks_H=sinks_H)
-            for own_BSHN, near in zip(q_BSHN.chunk(len(nears), dim=1), nears, strict=True)
-        ]
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-    size = q_BSHN.shape[1] // 2  # positions of a chunk; the row has two for each rank
-    assert k_BSGN.shape[1] == 2 * size * axis.size, (
-        f"{k_BSGN.shape[1]} keys for {axis.size} ranks with 2 x {size} queries"
-    )
-    chunks = []
-    for part, number in enumerate((axis.rank, 2 * axis.size - 1 - axis.rank)):
-        span, end = slice(part * size, (part + 1) * size), (number + 1) * size  # our queries, and the keys before them
-        if allowed_BSS is None:
-            allowed = torch.ones(1, size, end, dtype=torch.bool, device=q_BSHN.device).tril(end - size)
-        else:
-            allowed = allowed_BSS[:, span, :end]
-        chunks.append(
-            causal_attention(
-                q_BSHN[:, span],
-                k_BSGN[:, :end],
-                v_BSGM[:, :end],
-                scale=scale,
-                allowed_BSS=allowed,
-                backend=layer_context.operators.attention_backend,
-                sinks_H=sinks_H,
-            )
+    """Causal attention of our ranges of queries over the whole row; arguments as in `attend`."""
+    if not nears:  # two chunks, near before far
+        axis, size = layer_context.axes.context, q_BSHN.shape[1] // 2
+        assert k_BSGN.shape[1] == 2 * size * axis.size, (
+            f"{k_BSGN.shape[1]} keys for {axis.size} ranks with 2 x {size} queries"
         )
-    return torch.cat(chunks, dim=1)
+        ends = [(chunk + 1) * size for chunk in (axis.rank, 2 * axis.size - 1 - axis.rank)]  # of the keys before them
+        if allowed_BSS is None:
+            square = partial(torch.ones, dtype=torch.bool, device=q_BSHN.device)
+            nears = tuple(square(1, size, end).tril(end - size) for end in ends)
+        else:
+            nears = tuple(mask[:, :, :end] for mask, end in zip(allowed_BSS.split(size, dim=1), ends, strict=True))
+    parts = [
+        _attend_near(queries_BSHN, k_BSGN, v_BSGM, near, layer_context, scale=scale, sinks_H=sinks_H)
+        for queries_BSHN, near in zip(q_BSHN.chunk(len(nears), dim=1), nears, strict=True)
+    ]
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
