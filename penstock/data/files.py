@@ -66,21 +66,21 @@ def unreadable(path: Path, error: OSError) -> DataError:
     )
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns errors of the system while a data file is opened and read into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
 class EmptyFileError(DataError):
     """A file has no document; others of the same source may have some."""
 
 
 def empty(path: Path, what: str = "is empty") -> EmptyFileError:
     return EmptyFileError(f"data file {path} {what}", fix="take it out of data.files and data.validation_files")
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns errors of the system (no space, no permission, ...) while a file is written into a DataError."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _files(name: str, suffixes: Sequence[str]) -> Iterator[Path]:
@@ -134,12 +134,9 @@ def readable_copies(paths: Sequence[Path], cache: Path) -> list[Path]:
 
 def _copy_of(path: Path, cache: Path) -> Path:
     digest = blake2b(digest_size=16)
-    try:
-        with open_file(path) as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with reading(path), open_file(path) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
     return cache / f"{digest.hexdigest()}{uncompressed_name(path).suffix}"
 
 
@@ -215,10 +212,8 @@ def contents(path: Path) -> Iterator[bytes]:
     damage: list[type[Exception]] = [OSError, EOFError, ValueError, lzma.LZMAError, zlib.error]
     if zst is not None:
         damage.append(zst.ZstdError)
-    try:
+    with reading(path):
         raw = open_file(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
     with raw:
         try:
             if zst is not None:

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from threading import Thread
@@ -58,7 +58,6 @@ class DatasetOnDisk(TextDocuments):
     ) -> None:
         self._name = name
         self._field = text_field
-        self._errors = _errors(str(name))
         rows = _load(name, streaming=False)
         _check_columns(name, rows.column_names, text_field)
         self._rows = rows.select_columns([text_field])
@@ -73,10 +72,8 @@ class DatasetOnDisk(TextDocuments):
         return len(self._rows)
 
     def record(self, index: int) -> str:
-        try:
+        with _reading(self._name):
             value = self._rows[index][self._field]
-        except self._errors as error:
-            raise _unreachable(self._name, error) from error
         return checked_text(value, f"{self._name}, {self._name.split}: row {index}: column {self._field!a}")
 
 
@@ -98,12 +95,9 @@ class StreamedDataset(Shards):
     ) -> None:
         self._name = name
         self._field = text_field
-        self._errors = _errors(str(name))
         rows = _load(name, streaming=True)
-        try:
+        with _reading(name):
             first = next(iter(rows), None)
-        except self._errors as error:
-            raise _unreachable(name, error) from error
         if first is None:
             raise _no_documents(name)
         _check_columns(name, list(first), text_field)
@@ -117,11 +111,9 @@ class StreamedDataset(Shards):
     def blocks(self, shard: int, first: int) -> Iterator[Sequence[object]]:
         """Yields the documents of a shard in blocks, after `first` blocks."""
         rows = self._rows.shard(num_shards=len(self), index=shard)
-        try:
+        with _reading(self._name):
             for table in islice(rows.iter(batch_size=self.block), first, None):
                 yield table.column(self._field).to_pylist()
-        except self._errors as error:
-            raise _unreachable(self._name, error) from error
 
     def place(self, shard: int, document: int) -> str:
         return f"{self._name}, {self._name.split}: document {document} of shard {shard}: field {self._field!a}"
@@ -163,7 +155,7 @@ def _load(name: DatasetName, *, streaming: bool) -> Any:
             config, revision = name.config or None, name.revision or None
             return datasets.load_dataset(name.dataset, config, split=name.split, revision=revision, streaming=streaming)
         saved = datasets.load_from_disk(name.dataset)
-    except _errors(str(name)) as error:
+    except _errors() as error:
         where = "" if reached else "the hub cannot be reached, and this machine has no copy: "
         raise DataError(
             f"cannot open {name}: {where}{_first_line(error)}",
@@ -211,13 +203,22 @@ def _hub_answers() -> bool:
     return bool(answers)
 
 
-def _require(module: str, purpose: str = "data.source huggingface") -> ModuleType:
-    return require(module, extra="huggingface", purpose=purpose)
+@contextmanager
+def _reading(name: DatasetName) -> Iterator[None]:
+    try:
+        yield
+    except _errors() as error:
+        fix = "resume the run when the dataset can be reached"
+        raise DataError(f"{name} cannot be read: {_first_line(error)}", fix=fix) from error
 
 
-def _errors(purpose: str) -> tuple[type[Exception], ...]:
+def _require(module: str) -> ModuleType:
+    return require(module, extra="huggingface", purpose="data.source huggingface")
+
+
+def _errors() -> tuple[type[Exception], ...]:
     """Returns the errors that `datasets` raises for missing or unreadable data."""
-    exceptions, hub = _require("datasets.exceptions", purpose), _require("huggingface_hub.errors", purpose)
+    exceptions, hub = _require("datasets.exceptions"), _require("huggingface_hub.errors")
     return OSError, ValueError, RuntimeError, exceptions.DatasetsError, hub.HfHubHTTPError
 
 
@@ -232,12 +233,6 @@ def _check_columns(name: DatasetName, columns: Sequence[str], text_field: str) -
 
 def _no_documents(name: DatasetName) -> DataError:
     return DataError(f"split {name.split} of {name} is empty", fix="correct data.split")
-
-
-def _unreachable(name: DatasetName, error: Exception) -> DataError:
-    return DataError(
-        f"{name} cannot be read: {_first_line(error)}", fix="resume the run when the dataset can be reached"
-    )
 
 
 def _first_line(error: Exception) -> str:

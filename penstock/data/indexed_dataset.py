@@ -27,9 +27,9 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.base.errors import DataError
+from penstock.base.errors import DataError, system_errors
 from penstock.base.files import draft_of, open_file, read_json
-from penstock.data.files import disk_errors, empty
+from penstock.data.files import empty
 from penstock.data.sources import Tokens, fingerprint_of
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -157,7 +157,7 @@ class IndexedDatasetWriter:
             if path.exists():
                 raise DataError(f"{path} is there already", fix="give another name, or remove it")
         self._lengths = array("i")
-        with disk_errors(prefix):
+        with system_errors(DataError, f"cannot write {prefix}"):
             prefix.parent.mkdir(parents=True, exist_ok=True)
             self._drafts = {suffix: draft_of(path) for suffix, path in self._finals.items()}
             self._content: BinaryIO = self._drafts[".bin"].open("xb")
@@ -172,7 +172,7 @@ class IndexedDatasetWriter:
                 "a document is too long for an .idx file", got=int(lengths.max()), allowed=f"{_MOST_TOKENS} tokens"
             )
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
-        with disk_errors(self._finals[".bin"]):
+        with system_errors(DataError, f"cannot write {self._finals['.bin']}"):
             self._content.write(np.ascontiguousarray(tokens, dtype=self.type).data)
 
     def finish(self, origin: PackedMetadata) -> None:
@@ -183,7 +183,7 @@ class IndexedDatasetWriter:
         starts *= self.type.itemsize  # tokens to bytes
         header = _HEADER.pack(_MAGIC, 1, _CODES[self.type], len(lengths), len(lengths) + 1)
         bounds = np.arange(len(lengths) + 1, dtype="<i8")
-        with disk_errors(self._finals[".idx"]):
+        with system_errors(DataError, f"cannot write {self._finals['.idx']}"):
             _sync(self._content)  # every file is on disk before the first rename
             with self._drafts[".idx"].open("xb") as file:
                 file.writelines((header, lengths.astype("<i4").data, starts.data, bounds.data))

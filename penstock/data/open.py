@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.base.errors import DataError
 from penstock.config.data import Data, Documents, SourceName
 from penstock.data.documents import CorruptRecords
-from penstock.data.files import matched, uncompressed_name, unreadable
+from penstock.data.files import matched, reading, uncompressed_name
 from penstock.data.fill_in_middle import FillInMiddle, find_marks
 from penstock.data.hub import DatasetName, DatasetOnDisk, StreamedDataset
 from penstock.data.indexed_dataset import origin_of, prefix_of
@@ -67,10 +67,8 @@ def _source_files(library: Path) -> list[Path]:
 
 
 def _is_text(path: Path) -> bool:
-    try:
+    with reading(path):
         content = path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
     try:
         content.decode()
     except UnicodeDecodeError:

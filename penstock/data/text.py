@@ -11,6 +11,7 @@ give such a corpus as JSON Lines.
 """
 
 import json
+from abc import abstractmethod
 from codecs import utf_8_decode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from penstock.base.errors import DataError
 from penstock.base.files import open_file
 from penstock.data.documents import CorruptRecords, TextDocuments, checked_text, with_cure
-from penstock.data.files import contents, readable_copies, unreadable
+from penstock.data.files import contents, readable_copies, reading
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, document_part, fingerprint_of
 from penstock.data.tokenizer_rules import Tokenizer
 
@@ -98,12 +99,9 @@ class DocumentIndex:
     def content(self, index: int) -> bytes:
         """Reads a document. Raises a DataError if the file is gone, or has become shorter."""
         size = int(self.found.sizes[index])
-        try:
-            with open_file(self.copies[self.file_of[index]]) as file:
-                file.seek(int(self.found.starts[index]))
-                content = file.read(size)
-        except OSError as error:
-            raise unreadable(self.path(index), error) from error
+        with reading(self.path(index)), open_file(self.copies[self.file_of[index]]) as file:
+            file.seek(int(self.found.starts[index]))
+            content = file.read(size)
         if len(content) != size:
             raise DataError(
                 f"data file {self.path(index)} became shorter while it was in use", fix="put the file back, then resume"
@@ -179,19 +177,16 @@ def _stripped(codes: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray
 def _blocks(path: Path, copy: Path) -> Iterator[memoryview]:
     """Yields a file in blocks of whole lines; a block is valid until the next one is requested."""
     buffer, filled = bytearray(_BLOCK), 0
-    try:
-        with open_file(copy, buffering=0) as file:
-            while got := file.readinto(memoryview(buffer)[filled:]):
-                stop = filled + got
-                cut = buffer.rfind(b"\n", filled, stop) + 1  # behind the last whole line; 0 if there is none
-                if cut:
-                    yield memoryview(buffer)[:cut]
-                    buffer[: stop - cut] = buffer[cut:stop]  # the begin of the next line
-                filled = stop - cut
-                if filled == len(buffer):  # The line is longer than a block.
-                    buffer = buffer + bytes(len(buffer))
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with reading(path), open_file(copy, buffering=0) as file:
+        while got := file.readinto(memoryview(buffer)[filled:]):
+            stop = filled + got
+            cut = buffer.rfind(b"\n", filled, stop) + 1  # behind the last whole line; 0 if there is none
+            if cut:
+                yield memoryview(buffer)[:cut]
+                buffer[: stop - cut] = buffer[cut:stop]  # the begin of the next line
+            filled = stop - cut
+            if filled == len(buffer):  # The line is longer than a block.
+                buffer = buffer + bytes(len(buffer))
     if filled:
         yield memoryview(buffer)[:filled]
 
@@ -209,23 +204,7 @@ _CHECKED_LINES = 100
 
 
 class IndexedText(TextDocuments):
-    """Documents that are byte ranges of files."""
-
-    def __init__(self, index: DocumentIndex, tokenizer: Tokenizer, corrupt: CorruptRecords) -> None:
-        super().__init__(tokenizer, index.fingerprint, corrupt=corrupt, keep=KEEP_ALL, part=index.part)
-        self._index = index
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def sample(self, limit: int) -> NDArray[np.int64]:
-        """Returns numbers of documents at even distances, and that of the last one of each file, which may be cut."""
-        ends = np.flatnonzero(np.append(np.diff(self._index.file_of), 1))
-        return np.union1d(super().sample(limit), ends[:: 1 + len(ends) // limit])
-
-
-class PlainText(IndexedText):
-    """One document per file, UTF-8, unchanged. Empty files are left out.
+    """Documents that are byte ranges of files. Files without a document are left out.
 
     Raises a DataError if a file cannot be read or is not UTF-8 (without a `corrupt` policy), or all are empty.
     """
@@ -243,31 +222,50 @@ class PlainText(IndexedText):
         empties: list[Path] = []
 
         def documents_in(path: Path, copy: Path) -> Iterator[FoundDocuments]:
-            try:
-                with open_file(copy) as file:
-                    content = file.read()
-            except OSError as error:
-                raise unreadable(path, error) from error
-            if not content:
+            is_empty = True
+            for entries in self.documents_in(path, copy, is_checked=not corrupt.skips):
+                is_empty &= len(entries.lines) == 0
+                yield entries
+            if is_empty:
                 empties.append(path)
-            else:
-                if not corrupt.skips:
-                    require_utf8(content, str(path))
-                yield FoundDocuments(*(np.array([value]) for value in (1, 0, len(content), crc32(content))))
 
-        index = DocumentIndex.build(files, readable_copies(files, cache), documents_in, keep)
-        super().__init__(index, tokenizer, corrupt)
+        self._index = DocumentIndex.build(files, readable_copies(files, cache), documents_in, keep)
+        part = self._index.part
+        super().__init__(tokenizer, self._index.fingerprint, corrupt=corrupt, keep=KEEP_ALL, part=part)
         corrupt.leave_out(empties, files)
+
+    @abstractmethod
+    def documents_in(self, path: Path, copy: Path, *, is_checked: bool) -> Iterator[FoundDocuments]:
+        """Yields the documents of a file, whose text is in `copy`, after a check that they are UTF-8."""
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def sample(self, limit: int) -> NDArray[np.int64]:
+        """Returns numbers of documents at even distances, and that of the last one of each file, which may be cut."""
+        ends = np.flatnonzero(np.append(np.diff(self._index.file_of), 1))
+        return np.union1d(super().sample(limit), ends[:: 1 + len(ends) // limit])
+
+
+class PlainText(IndexedText):
+    """One document per file, unchanged."""
+
+    def documents_in(self, path: Path, copy: Path, *, is_checked: bool) -> Iterator[FoundDocuments]:
+        with reading(path), open_file(copy) as file:
+            content = file.read()
+        if is_checked:
+            require_utf8(content, str(path))
+        if content:
+            yield FoundDocuments(*(np.array([value]) for value in (1, 0, len(content), crc32(content))))
 
     def record(self, index: int) -> str:
         return require_utf8(self._index.content(index), str(self._index.path(index)))
 
 
 class JsonLines(IndexedText):
-    """One document per line: a JSON object with the text in one of its fields. Blank lines and files are left out.
+    """One document per line that is not blank: a JSON object with the text in one of its fields.
 
-    Raises a DataError if a file cannot be read, is not UTF-8, or does not begin with such an object, or if all of them
-    are blank.
+    Raises a DataError also if a file does not begin with such an object.
     """
 
     def __init__(
@@ -282,24 +280,13 @@ class JsonLines(IndexedText):
     ) -> None:
         corrupt = corrupt or CorruptRecords()
         self._text_field = text_field
-        empties: list[Path] = []
-
-        def documents_in(path: Path, copy: Path) -> Iterator[FoundDocuments]:
-            is_filled = False
-            # Where records are skipped, a line that is not UTF-8 is reported when it is read.
-            for line in lines_in(path, copy, (lambda content, location: None) if corrupt.skips else require_utf8):
-                is_filled |= len(line.lines) > 0
-                yield line
-            if not is_filled:
-                empties.append(path)
-
-        # Before decompression, which may take long.
-        for path in files:
+        for path in files:  # before decompression, which may take long
             self._check_beginning(path, _CHECKED_LINES if corrupt.skips else 1)
+        super().__init__(files, tokenizer, keep=keep, corrupt=corrupt, cache=cache)
 
-        index = DocumentIndex.build(files, readable_copies(files, cache), documents_in, keep)
-        super().__init__(index, tokenizer, corrupt)
-        corrupt.leave_out(empties, files)
+    def documents_in(self, path: Path, copy: Path, *, is_checked: bool) -> Iterator[FoundDocuments]:
+        # Where records are skipped, a line that is not UTF-8 is reported when it is read.
+        return lines_in(path, copy, require_utf8 if is_checked else lambda content, location: None)
 
     def record(self, index: int) -> str:
         return self._parse(self._index.content(index), self._index.place(index))

@@ -19,10 +19,9 @@ from typing import Any
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from penstock.base.errors import DataError
+from penstock.base.errors import DataError, system_errors
 from penstock.base.files import write_whole
 from penstock.config.data import Data
-from penstock.data.files import disk_errors
 from penstock.data.open import Vocabulary, vocabulary_of
 from penstock.data.tokenizer import BYTES
 from penstock.data.tokenizer_files import CONFIG_FILE, TOKENIZER_FILE, FileTokenizer
@@ -72,7 +71,7 @@ def train_tokenizer(
 
 
 def _write(path: Path, content: str) -> None:
-    with disk_errors(path):
+    with system_errors(DataError, f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content)
 
@@ -136,10 +135,8 @@ def _byte_tokenizer() -> str:
 def _without_added_tokens(setting: str) -> str:
     """The `tokenizer.json` of a run, without a post-processor that adds tokens."""
     path = Path(setting)
-    try:
+    with system_errors(DataError, f"cannot read {path}"):
         content = (path / TOKENIZER_FILE if path.is_dir() else path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
     tokenizer = tokenizers.Tokenizer.from_str(content)
     # Any text shows whether the post-processor adds tokens.
     if tokenizer.encode("a", add_special_tokens=True).ids != tokenizer.encode("a", add_special_tokens=False).ids:

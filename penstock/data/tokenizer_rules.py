@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.base.errors import DataError
+from penstock.base.errors import DataError, system_errors
 from penstock.base.files import MOST_JSON_BYTES, read_bounded
 from penstock.data.sources import RecordError, TokenIds, Tokens
 
@@ -67,10 +67,8 @@ def cannot_encode(path: str | Path) -> Callable[[object], RecordError]:
 
 def read_tokenizer(path: Path, fix: str) -> bytes:
     """Reads a tokenizer's file; `fix` says in errors what to give. Raises DataError if it cannot be read."""
-    try:
+    with system_errors(DataError, f"cannot read data.tokenizer {path}", fix):
         return read_bounded(path, MOST_JSON_BYTES)
-    except OSError as error:
-        raise DataError(f"cannot read data.tokenizer {path}: {error.strerror}", fix=fix) from error
 
 
 class Tokenizer(TokenIds, Protocol):

@@ -346,7 +346,7 @@ def write_until(error: BaseException, prefix: Path) -> None:
 
 
 def test_a_full_disk_or_an_interruption_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot write .*a\.bin: No space left"):
+    with pytest.raises(DataError, match=r"cannot write .*a\.bin; got No space left"):
         write_until(OSError(28, "No space left on device"), tmp_path / "a")
     with pytest.raises(KeyboardInterrupt):
         write_until(KeyboardInterrupt(), tmp_path / "a")
@@ -363,7 +363,7 @@ def test_a_pair_that_is_there_is_not_written_over(tmp_path: Path, suffix: str) -
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="cannot write .*: (Not a directory|File exists)"):
+    with pytest.raises(DataError, match="cannot write .*; got (Not a directory|File exists)"):
         IndexedDatasetWriter(tmp_path / "file" / "a", 300)
 
 

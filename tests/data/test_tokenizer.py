@@ -185,7 +185,9 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["none.json", "none.model", "none.tiktoken", "none.tiktoken:cl100k", "none"])
 def test_a_missing_file_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match=r"cannot read data\.tokenizer .*none.*: No such file or directory; fix: give"):
+    with pytest.raises(
+        DataError, match=r"cannot read data\.tokenizer .*none.*; got No such file or directory; fix: give"
+    ):
         open_tokenizer(str(tmp_path / name))
 
 
