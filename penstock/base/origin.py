@@ -4,6 +4,7 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import penstock
@@ -29,6 +30,14 @@ def commit_of_code() -> str:
     except FileNotFoundError:  # no git
         return UNKNOWN
     return described.stdout.strip() or UNKNOWN
+
+
+def version_of(package: str) -> str | None:
+    """Version of an installed package, by its name in the registry."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def version_text(version: str, commit: str) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal
 
@@ -10,6 +9,7 @@ import torch
 
 from penstock.base.devices import chip_named, chips
 from penstock.base.errors import DeviceError, did_you_mean
+from penstock.base.origin import version_of
 from penstock.kernels.tuning import target_of
 
 Dtype = Literal["bf16", "fp32"]  # compute dtype of a model, as in `training.precision`
@@ -41,11 +41,7 @@ def installed(packages: Iterable[str] = PACKAGES) -> frozenset[str]:
 
 def extras() -> frozenset[str]:
     """`FLASH_4` if it is installed; imports nothing."""
-    try:
-        version(FLASH_4)
-    except PackageNotFoundError:
-        return frozenset()
-    return frozenset({FLASH_4})
+    return frozenset() if version_of(FLASH_4) is None else frozenset({FLASH_4})
 
 
 def device_facts(device: torch.device, dtype: Dtype) -> DeviceFacts:

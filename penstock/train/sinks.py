@@ -25,7 +25,6 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -40,7 +39,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from penstock import __version__
 from penstock.base.errors import DeviceError, RunFolderError, system_errors
 from penstock.base.files import open_to_append
-from penstock.base.origin import command_text, commit_of_code
+from penstock.base.origin import command_text, commit_of_code, version_of
 from penstock.config.run import Run
 from penstock.train.metrics import MetricsFile, is_recorded, scalars
 from penstock.train.observer import Observer, RunStart, StepReport
@@ -237,16 +236,9 @@ def start_record(start: RunStart) -> dict[str, Any]:
         "penstock": __version__,
         "commit": commit_of_code(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "python": platform.python_version(),
         "system": platform.platform(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.base.origin import version_of
 from penstock.config.run import Run
 from penstock.kernels import reference
 from penstock.kernels.backends import BACKENDS, CHOICE_POINTS, Shapes, TimedPart, has, shape_of
@@ -310,11 +310,8 @@ def _time(case: Case, backend: str, clock: CallTimer) -> float | None:
 
 def environment() -> dict[str, str]:
     """Versions that the times depend on."""
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:  # on AMD it has another name, whose version is torch's
-        triton = "with torch"
-    return {"torch": torch.__version__, "triton": triton}
+    # On AMD Triton has another name, whose version is torch's.
+    return {"torch": torch.__version__, "triton": version_of("triton") or "with torch"}
 
 
 def merged(old: Measurements | None, new: Measurements) -> Measurements:

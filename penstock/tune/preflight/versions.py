@@ -10,13 +10,14 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.cuda.nccl
 
+from penstock.base.origin import version_of
 from penstock.parallel.launch.host import ROOT, Vendor, gpu_vendor, read_text
 from penstock.tune.preflight.check import PreflightCheck, Status, fine
 
@@ -57,7 +58,7 @@ def read_builds(root: Path = ROOT) -> Builds:
         hip=torch.version.hip,
         finds_gpus=on_gpu,
         collectives=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",
-        triton=_version("triton") or _version("pytorch-triton-rocm") if find_spec("triton") else "",
+        triton=version_of("triton") or version_of("pytorch-triton-rocm") or "" if find_spec("triton") else "",
         vendor=vendor,
         driver=_driver(vendor, root),
     )
@@ -91,20 +92,13 @@ def _packages(requirements: Sequence[str]) -> Iterator[PreflightCheck]:
         bound = _BOUND.match(requirement.replace(" ", ""))
         if bound is None:
             continue
-        got = _version(bound["name"])
+        got = version_of(bound["name"])
         if not got or is_older(got, bound["version"]):
             wrong += 1
             got, fix = got or "not installed", f"pip install '{requirement}'"
             yield PreflightCheck("versions", bound["name"], "failed", got, f">= {bound['version']}", fix)
     if requirements and not wrong:
         yield fine("versions", "packages", f"all {len(requirements)} that are needed")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def is_older(got: str, bound: str) -> bool:
