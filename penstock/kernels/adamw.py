@@ -68,7 +68,7 @@ class StateTensor:
 
     value: Tensor  # float32, its own master, or bfloat16
     gradient: Tensor  # float32, in the shape of the value, as all that follow
-    master: Tensor | None  # float32, or int16 rest (split); None if the value is its own
+    master: Tensor | None = None  # float32, or int16 rest (split); None if the value is its own
     moment1: Tensor  # float32, bfloat16, or codes (uint8)
     scale1: Tensor | None = None  # float32, one for each block of each row, of codes only
     is_decayed: bool

@@ -237,11 +237,7 @@ class FusedAdamW:
         starts: Mapping[str, int] | None = None,
     ) -> None:
         device = next((value.device for value in values.values()), torch.device("cpu"))
-        shapes = {name: state_shapes(tuple(value.shape), value.dtype, settings) for name, value in values.items()}
-        state = {
-            name: {field: torch.zeros(shape.shape, dtype=shape.dtype, device=device) for field, shape in fields.items()}
-            for name, fields in shapes.items()
-        }
+        state = {name: device_state(value, settings) for name, value in values.items()}
         self.tensors = _tensors_of(values, gradients, state, starts or {})
         self.step = torch.zeros((), device=device)  # float32: number of updates
         self._steps = 0
@@ -264,6 +260,12 @@ class FusedAdamW:
         round_values(self.tensors.values())
 
 
+def device_state(value: Tensor, settings: Optimizer, *, is_muon: bool = False) -> dict[str, Tensor]:
+    """State of zeros beside a value, by the field of `AdamWTensor`."""
+    shapes = state_shapes(tuple(value.shape), value.dtype, settings, is_muon=is_muon)
+    return {field: torch.zeros(shape.shape, dtype=shape.dtype, device=value.device) for field, shape in shapes.items()}
+
+
 @torch.no_grad()
 def _tensors_of(
     values: Mapping[str, Tensor],
@@ -275,11 +277,7 @@ def _tensors_of(
         name: AdamWTensor(
             value=value,
             gradient=gradients[name],
-            moment1=state[name]["moment1"],
-            moment2=state[name]["moment2"],
-            scale1=state[name].get("scale1"),
-            scale2=state[name].get("scale2"),
-            master=state[name].get("master"),
+            **state[name],
             is_decayed=is_decayed(name, value),
             salt=salt_of(name),
             start=starts.get(name, 0),

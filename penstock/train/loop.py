@@ -49,7 +49,6 @@ from penstock.base.spans import NUMBERED_STEP, Span
 from penstock.config.fit import micro_batches
 from penstock.config.run import Run
 from penstock.data.batch import Batch, pack
-from penstock.data.evaluation import EvaluationRows
 from penstock.data.stream import LoaderState, Rows
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.collectives import all_gather_json
@@ -391,7 +390,10 @@ class _Loop:
             self._raise_faults()
         if not result.is_finite:
             self._recorder.end(step)
-            raise self._halt(done, before, batch, result)
+            is_loss = not math.isfinite(result.loss)
+            figure, value = ("loss", result.loss) if is_loss else ("gradient norm", result.gradient_norm)
+            finding = NonFiniteFinding(figure=figure, value=str(value), step=step)
+            raise self._halt(finding, partial(find_origin, model, state.optimizer, batch, self._rule), before)
         self._done = Progress(step, done.tokens + self._run.tokens_per_step)
         self._before, self._is_updating = None, False
         self._ledger.enter("other")
@@ -411,7 +413,8 @@ class _Loop:
         with span(Span.EVALUATE):
             held_out = evaluate(self._session.model, rows, self._rule.cut, self._rule.loss)
         if not math.isfinite(held_out.loss):
-            raise self._halt_after(step, rows, held_out)
+            finding = NonFiniteFinding(figure="held-out loss", value=str(held_out.loss), step=step)
+            raise self._halt(finding, partial(find_held_out_origin, self._session.model, rows, self._rule))
         self._ledger.enter("other")
         return held_out
 
@@ -455,37 +458,22 @@ class _Loop:
         self._saved = done.steps
         self._on_this_rank(*(partial(observer.saved, done.steps) for observer in self._observers))
 
-    def _halt(self, done: Progress, before: ResumePoint, batch: Batch, result: StepResult) -> NonFiniteError:
-        """The error for a step that was not applied; the state before it is saved."""
-        model, state = self._session.model, self._session.state
+    def _halt(
+        self,
+        finding: NonFiniteFinding,
+        look: Callable[[], NonFiniteOrigin | None],
+        before: ResumePoint | None = None,
+    ) -> NonFiniteError:
+        """The error that ends the run. Saves the state `before` a step that was not applied; else no state is good."""
 
         def save() -> None:
-            self._store.wait()
-            if self._run.checkpoint.enabled and self._saved != done.steps:
-                self._restore(before)  # parameters, moments and expert bias are unchanged
-                self._save(done)
-                self._store.wait()  # on disk before the search, which may run out of memory
-
-        has_loss = math.isfinite(result.loss)
-        value = str(result.gradient_norm if has_loss else result.loss)
-        finding = NonFiniteFinding(figure="gradient norm" if has_loss else "loss", value=value, step=done.steps + 1)
-        return self._end(finding, save, lambda: find_origin(model, state.optimizer, batch, self._rule))
-
-    def _halt_after(self, step: int, rows: EvaluationRows, held_out: HeldOutLoss) -> NonFiniteError:
-        """The error for a finite step whose update spoiled the model; there is no good state to save."""
-        finding = NonFiniteFinding(figure="held-out loss", value=str(held_out.loss), step=step)
-        look = partial(find_held_out_origin, self._session.model, rows, self._rule)
-        return self._end(finding, self._store.wait, look)
-
-    def _end(
-        self, finding: NonFiniteFinding, save: Callable[[], None], look: Callable[[], NonFiniteOrigin | None]
-    ) -> NonFiniteError:
-        """The error that ends the run; `save` and `look` are those of `report_figure`."""
-
-        def save_all() -> None:
             with suppress(RunFolderError):  # the non-finite figure is more important than a failed recording
                 self._recorder.finish()
-            save()
+            self._store.wait()
+            if before is not None and self._run.checkpoint.enabled and self._saved != self._done.steps:
+                self._restore(before)  # parameters, moments and expert bias are unchanged
+                self._save(self._done)
+                self._store.wait()  # on disk before the search, which may run out of memory
 
         def look_with_all_memory() -> NonFiniteOrigin | None:
             if self._session.graphs is not None:
@@ -493,7 +481,7 @@ class _Loop:
             return look()
 
         path, world = self._folder.nonfinite, self._session.axes.world
-        return report_figure(finding, path, self._store, world, save=save_all, look=look_with_all_memory)
+        return report_figure(finding, path, self._store, world, save=save, look=look_with_all_memory)
 
 
 def _is_due(step: int, every: int) -> bool:

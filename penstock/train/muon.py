@@ -24,7 +24,7 @@ from penstock.kernels.optimizer_state import noise, salt_of, seed_of
 from penstock.layout.matrices import Matrices
 from penstock.parallel.axes import Axes
 from penstock.parallel.matrix_exchange import MatrixExchange, MatrixShard
-from penstock.train.adamw import bytes_of, is_own_master, round_values, start_masters, state_shapes
+from penstock.train.adamw import bytes_of, device_state, is_own_master, round_values, start_masters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,15 @@ class ShardedMuon:
     ) -> None:
         self._settings, self._step, self._steps = settings, step, 0
         self.tensors = {
-            name: _with_state(name, value, shards[name], settings, starts.get(name, 0))
+            name: MuonTensor(
+                value=value,
+                gradient=shards[name].part.tensor,
+                **device_state(value, settings, is_muon=True),
+                is_decayed=True,
+                salt=salt_of(name),
+                start=starts.get(name, 0),
+                scale=update_scale(shards[name].matrices, settings.muon.update_rms),
+            )
             for name, value in values.items()
         }
         start_masters(self.tensors.values())
@@ -131,19 +139,3 @@ class ShardedMuon:
 def _is_fused(tensor: MuonTensor) -> bool:
     """Whether PyTorch's kernels for lists of tensors update it: float32 state on a GPU, where they round all alike."""
     return tensor.value.device.type != "cpu" and tensor.moment1.dtype == torch.float32 and tensor.masters != SPLIT
-
-
-def _with_state(name: str, value: Tensor, shard: MatrixShard, settings: Optimizer, start: int) -> MuonTensor:
-    shapes = state_shapes(tuple(value.shape), value.dtype, settings, is_muon=True)
-    state = {field: torch.zeros(shape.shape, dtype=shape.dtype, device=value.device) for field, shape in shapes.items()}
-    return MuonTensor(
-        value=value,
-        gradient=shard.part.tensor,
-        moment1=state["moment1"],
-        scale1=state.get("scale1"),
-        master=state.get("master"),
-        is_decayed=True,
-        salt=salt_of(name),
-        start=start,
-        scale=update_scale(shard.matrices, settings.muon.update_rms),
-    )

@@ -215,8 +215,12 @@ def state_bytes(run: Run) -> int:
     """Bytes of weights, float32 gradients, masters and moments of a run on one device."""
     model = meta_model(run.model)
     to_dtype(model, compute_dtype(run))
-    memory = MasterAdamW(param_shards([model], ALONE), run.optimizer).memory()
-    return memory.weights + memory.gradients + memory.optimizer
+    total = 0
+    for param in param_shards([model], ALONE):
+        parameter, is_muon = param.parameter, run.optimizer.method == "muon" and param.matrices is not None
+        state = state_shapes(param.shape, parameter.dtype, run.optimizer, is_muon=is_muon).values()
+        total += (4 + parameter.itemsize) * parameter.numel() + sum(item.nbytes for item in state)
+    return total
 
 
 _ID_BYTES = 8

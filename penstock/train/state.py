@@ -88,14 +88,14 @@ def restore_state(store: CheckpointStore, step: int, state: TrainState) -> dict[
     facts = store.facts_of_all(step)  # before gigabytes are read
     with _well_formed(store.path(step)):
         check_same_model(step, facts["model"], state.identity)
-        generators = parse_random_state(facts["random"])
+        parse_random_state(facts["random"])
         loader, notes = dict(facts["loader"]), {name: int(count) for name, count in facts["notes"].items()}
     store.load(step, state.parts())
     state.optimizer.loaded()  # parameters follow the float32 masters,
     refresh_float8(state.modules)  # and 8-bit copies the parameters
     with _well_formed(store.path(step)):
         state.batches.restore(loader)
-    set_random_state(generators)
+    restore_random_state(facts["random"])
     return notes
 
 
@@ -147,10 +147,6 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    set_random_state(parse_random_state(state))
-
-
 class Generators(NamedTuple):
     """States that fit the global random generators."""
 
@@ -178,8 +174,9 @@ def parse_random_state(state: Mapping[str, Any]) -> Generators:
     return generators
 
 
-def set_random_state(generators: Generators) -> None:
-    """Set the global random generators; that of a GPU is skipped on a CPU."""
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Set the global random generators from `random_state`; that of a GPU is skipped on a CPU."""
+    generators = parse_random_state(state)
     torch.set_rng_state(generators.torch)
     if generators.cuda is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(generators.cuda)
