@@ -435,11 +435,7 @@ def _write(
 
 
 def write_run(path: Path, plan: Plan) -> None:
-    """Write the run of a plan's first candidate, whole or not at all.
-
-    Raises:
-        PenstockError: there is no candidate, or the file cannot be written.
-    """
+    """Write the run of a plan's first candidate, whole or not at all; a PenstockError if there is none."""
     if not plan.candidates:
         raise PenstockError(f"no layout of {plan.model} fits, so {path} is not written", fix="see --explain refused")
     best = plan.candidates[0]
@@ -448,19 +444,10 @@ def write_run(path: Path, plan: Plan) -> None:
 
 
 def write_pictures(path: Path, plan: Plan, more: Sequence[Figure], rests_on: Sequence[str]) -> list[Path]:
-    """Write a page of a plan, or an image of each of its pictures, by the suffix of the path.
+    """Write a page of a plan, or an image of each of its pictures, by the suffix of the path; returns the files.
 
-    Args:
-        path: of the page; names of images begin with its stem.
-        plan: plan to draw.
-        more: pictures of what-ifs.
-        rests_on: assumptions and origins, on a page.
-
-    Returns:
-        The files.
-
-    Raises:
-        PicturesError: Plotly or a browser is not installed, or a file cannot be written.
+    `more` are pictures of what-ifs, `rests_on` assumptions and origins. Raises a PicturesError if Plotly or a
+    browser is not installed.
     """
     if path.suffix == ".html":
         write_page(plan, path, more=more, grounds=rests_on)

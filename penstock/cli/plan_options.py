@@ -137,14 +137,7 @@ def check_used(said: Mapping[str, object], costs: Mapping[str, object]) -> None:
 def check_file(path: Path, option: str, *, force: bool = False) -> None:
     """Refuse a file that cannot be written, or pictures that cannot be drawn here, before anything is computed.
 
-    Args:
-        path: of the file.
-        option: that asks for it.
-        force: overwrite a run.
-
-    Raises:
-        PenstockError: it has another suffix, is a folder or an existing run, or its folder is missing.
-        PicturesError: Plotly is not installed, or no browser that draws images.
+    Raises a PenstockError or PicturesError; `force` overwrites a run.
     """
     if path.suffix != _SUFFIXES[option]:
         raise PenstockError(f"{option} writes a file that ends in {_SUFFIXES[option]}", got=path)

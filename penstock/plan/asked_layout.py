@@ -52,10 +52,9 @@ def field_label(name: str) -> str:
 
 
 def with_layout(run: Run, choices: Mapping[str, str], world: int, tokens: float | None = None) -> Run:
-    """The run with these parts of a layout; the rules are not asked.
+    """The run with these parts of a layout, whose rules are not asked.
 
-    Raises:
-        ConfigError: a field does not take its value, or `dp` or `edp` differs.
+    Raises a ConfigError if a field does not take its value, or `dp` or `edp` differs.
     """
     changed = with_overrides(run, list(_overrides(run, choices)), world, tokens)
     for name, axis in FOLLOW.items():
@@ -77,12 +76,9 @@ def layout_fields(run: Run) -> dict[str, object]:
 
 
 def with_overrides(run: Run, overrides: Sequence[str], world: int, tokens: float | None = None) -> Run:
-    """The run with overrides `a.b=c`, of which later ones win; the rules are not asked.
+    """The run with overrides `a.b=c`, of which later ones win, without asking the rules; a ConfigError if one is wrong.
 
     With `tokens` of a step, the batch becomes the nearest one with whole micro-batches for every data-parallel rank.
-
-    Raises:
-        ConfigError: there is no such field, or it does not take the value.
     """
     changed = build(Run, merge(Run, run.model_dump(), parse_overrides(Run, overrides)))
     if tokens is None:

@@ -61,7 +61,7 @@ class TimeBounds:
         self._rates, self._transfers = times
         self._dtype: Dtype = run.training.precision
         self._width = BYTES[self._dtype]
-        self._bandwidth = cluster.hardware.peaks.memory_bytes_per_second * cluster.hardware.efficiency.memory
+        self._bandwidth = cluster.hardware.bandwidth
         self.attention = cache(self._attention)
         """Attention, both norms and the residual sums: is_local, tp, cp, rows of a micro-batch, accumulates."""
         self.ffn = cache(self._ffn)  # the rest of a layer: is_moe, tokens, tp, experts, accumulates

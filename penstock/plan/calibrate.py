@@ -15,6 +15,7 @@ import resource
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,15 +60,6 @@ from penstock.plan.hardware import (
 Call = Callable[[], object]
 
 ROUNDS = 5
-
-GROUPED_PRODUCTS = (
-    "forward",
-    "forward_gathered",
-    "input_gradient",
-    "weight_gradient",
-    "weight_gradient_gathered",
-    "weight_gradient_accumulated",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,19 +123,15 @@ def measure_device(device: torch.device, facts: DeviceFacts, sizes: BenchmarkSiz
     torch.manual_seed(0)
     before = device_memory(device)
     bench = DeviceBenchmark(device, facts, sizes.round_seconds)
-    points: dict[str, tuple[ComputePoint, ...]] = {"product": tuple(bench.products(sizes))}
-    grouped = list(bench.grouped(sizes))
-    for product in GROUPED_PRODUCTS:
-        points[f"grouped_{product}"] = tuple(point for name, point in grouped if name == product)
-    attention = list(bench.attention(sizes))
-    for direction in ("forward", "backward"):
-        points[f"attention_{direction}"] = tuple(point for name, point in attention if name == direction)
+    points: dict[str, list[ComputePoint]] = defaultdict(list)
+    for name, point in (*bench.products(sizes), *bench.grouped(sizes), *bench.attention(sizes)):
+        points[name].append(point)
     # A GPU's context grows with the kernels that are loaded; a CPU's process with the tensors that were measured.
     capacity, context = device_memory(device) if device.type == "cuda" else before
     source = torch.randn(sizes.copy_bytes // 4, device=device)
     target = torch.empty_like(source)
     return DeviceFigures(
-        points={name: curve for name, curve in points.items() if curve},
+        points={name: tuple(curve) for name, curve in points.items()},
         capacity_bytes=capacity,
         context_bytes=context,
         memory_bytes_per_second=2 * source.nbytes / bench.seconds(lambda: target.copy_(source)),
@@ -179,14 +167,14 @@ class DeviceBenchmark:
     def _normal(self, *size: int, dtype: Dtype | None = None) -> Tensor:
         return torch.randn(*size, device=self._device, dtype=TORCH_DTYPES[dtype or self._facts.dtype])
 
-    def products(self, sizes: BenchmarkSizes) -> Iterator[ProductPoint]:
+    def products(self, sizes: BenchmarkSizes) -> Iterator[tuple[str, ProductPoint]]:
         """PyTorch's matrix products; on a CPU also in bfloat16, for which some CPUs have units."""
         dtypes: tuple[Dtype, ...] = ("fp32", "bf16") if self._device.type == "cpu" else (self._facts.dtype,)
         for dtype in dtypes:
             for m, n, k in sizes.products:
                 x, w = self._normal(m, k, dtype=dtype), self._normal(n, k, dtype=dtype)
                 rate = 2 * m * n * k / self.seconds(partial(F.linear, x, w))
-                yield ProductPoint(dtype=dtype, flops_per_second=rate, m=m, n=n, k=k)
+                yield "product", ProductPoint(dtype=dtype, flops_per_second=rate, m=m, n=n, k=k)
 
     def grouped(self, sizes: BenchmarkSizes) -> Iterator[tuple[str, GroupedPoint]]:
         """The experts' products, with the same number of rows for each expert."""
@@ -201,10 +189,9 @@ class DeviceBenchmark:
             counts_e = torch.full((groups,), rows, dtype=torch.int32, device=self._device)
             for name, call in make(x_RD, w_eFD, dy_RF, counts_e).items():
                 rate = 2 * groups * rows * n * k / self.seconds(call)
-                yield (
-                    name,
-                    GroupedPoint(dtype=self._facts.dtype, flops_per_second=rate, groups=groups, rows=rows, n=n, k=k),
-                )
+                dtype = self._facts.dtype
+                point = GroupedPoint(dtype=dtype, flops_per_second=rate, groups=groups, rows=rows, n=n, k=k)
+                yield f"grouped_{name}", point
 
     def _by_kernels(self, x_RD: Tensor, w_eFD: Tensor, dy_RF: Tensor, counts_e: Tensor) -> dict[str, Call]:
         kernels = TRITON_EXPERTS
@@ -247,7 +234,7 @@ class DeviceBenchmark:
             for direction, call in calls.items():
                 flops = batch * heads * length**2 * products[direction]
                 yield (
-                    direction,
+                    f"attention_{direction}",
                     AttentionPoint(
                         dtype=self._facts.dtype,
                         flops_per_second=flops / self.seconds(call),

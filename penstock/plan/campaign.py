@@ -40,13 +40,9 @@ class TrainingPhase:
 def phases_of(tokens: str | None, ramp: str | None, stages: str | None) -> tuple[TrainingPhase, ...]:
     """The phases that the command line asks for, in the order of training.
 
-    Args:
-        tokens: of the whole run at its own sequence length, the ramp's included: `2T`.
-        ramp: first batches: tokens of a step, and tokens to train on at that batch: `4M:100B,8M:200B`.
-        stages: later sequence lengths, each with its tokens: `32k:500B,128k:100B`.
-
-    Raises:
-        ConfigError: a text cannot be read, or the ramp has more tokens than the run.
+    `tokens` are those of the whole run at its own sequence length, the ramp's included: `2T`. `ramp` are first
+    batches, `4M:100B`: tokens of a step, and to train on. `stages` are later sequence lengths with tokens, `32k:500B`.
+    Raises a ConfigError if a text cannot be read, or the ramp has more tokens than the run.
     """
     phases = [
         TrainingPhase(tokens=part, batch_tokens=_tokens("--ramp", batch)) for batch, part in _pairs("--ramp", ramp)
@@ -103,8 +99,7 @@ class Interruptions:
 def interruptions(failures: Failures, devices: int, save_seconds: float) -> Interruptions:
     """Interval and goodput of Daly's model for `devices` that fail independently.
 
-    Raises:
-        ConfigError: they fail so often that nothing is ever saved.
+    Raises a ConfigError if they fail so often that nothing is ever saved.
     """
     between = failures.mtbf_seconds / devices
     # Daly's higher-order optimum, which holds for saves shorter than twice the mean time.
@@ -173,8 +168,7 @@ def plan_campaign(
 ) -> tuple[PhaseCost, ...]:
     """Plan every phase with the fastest layout that `plan_of` finds for a run and tokens of a step.
 
-    Raises:
-        ConfigError: no layout fits a phase, or the model cannot have its sequence length.
+    Raises a ConfigError if no layout fits a phase, or the model cannot have its sequence length.
     """
     costs = []
     for phase in phases:

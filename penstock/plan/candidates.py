@@ -83,9 +83,7 @@ def fixed_by(run: Run, overrides: Sequence[str], only: Mapping[str, str]) -> dic
     """The parts of a layout that a command line fixes by its overrides and `--only`, as texts by name.
 
     `run` has the overrides. The search chooses the parts that its preset or file sets, and those that are `auto`.
-
-    Raises:
-        ConfigError: both fix a part differently; or an override or `only` asks for what no layout of a search has.
+    Raises a ConfigError if both fix a part differently, or ask for what no layout of a search has.
     """
     check_fixed(only)
     said = parse_overrides(Run, overrides)
@@ -151,17 +149,9 @@ class LayoutSet:
 
 
 class SearchSpace:
-    """The layouts that are considered.
+    """The layouts that are considered; `neutral` are sizes of the request with one rank for everything.
 
-    Args:
-        neutral: sizes of the request, with one rank for everything.
-        run: the run to lay out.
-        fixed: texts by the names of a layout.
-
-    Attributes:
-        savings: recomputed modules from nothing to whole layers, each without and with the optimizer in host memory.
-        count: legal layouts, after `families`.
-        illegal: refusals of other layouts by rule, after `families`.
+    `count` and `illegal` (refusals by rule) are complete after `families`.
     """
 
     def __init__(self, neutral: Sizes, run: Run, fixed: Mapping[str, str]) -> None:
@@ -174,6 +164,7 @@ class SearchSpace:
         stays = "offload" in fixed or neutral.vendor == "cpu" or run.optimizer.method == "muon"
         offloads = [run.offload.optimizer] if stays else [False, True]
         self.offloads = len(offloads)
+        # From nothing to whole layers, each without and with the optimizer in host memory.
         self.savings = tuple(Saving(modules, offload) for offload in offloads for modules in ladder)
         self.count = 0
         self.illegal: dict[str, Refusal] = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from penstock.config.fit import micro_batches
+from penstock.config.model import Model
 from penstock.config.parallel import Pipeline
 from penstock.config.run import Run
 from penstock.layout.actions import Schedule
@@ -77,6 +78,19 @@ def contents_of(stage: Stage, run: Run) -> StageContents:
     return StageContents(stage.embed, tuple((kind, len(list(same))) for kind, same in rows), stage.norm_and_head)
 
 
+def parts_of(model: Model, stages: Sequence[StageContents]) -> Counter[str]:
+    """Parts of a rank with these stages, and how many of each; an embedding is never held twice."""
+    has_head = any(stage.head for stage in stages)
+    shares_embedding = has_head and (model.mtp_layers > 0 or model.tie_word_embeddings)
+    needs_embedding = shares_embedding or any(stage.embed for stage in stages)
+    parts = {"embed": needs_embedding, "mtp": has_head and model.mtp_layers > 0, "head": has_head}
+    counts = Counter({name: int(is_held) for name, is_held in parts.items()})
+    for stage in stages:
+        for kind, count in stage.layers:
+            counts[kind] += count
+    return counts
+
+
 @dataclass(frozen=True)
 class RankState:
     """Model state of the ranks of a run: their parameters, the ranks that shard them, and bytes by kind of part."""
@@ -87,17 +101,7 @@ class RankState:
     states: Mapping[str, PartState]
 
     def parts(self, stages: Sequence[StageContents]) -> dict[str, int]:
-        """Parts of a rank with these stages, and how many of each; an embedding is never held twice."""
-        mtp = self.run.model.mtp_layers
-        has_head = any(stage.head for stage in stages)
-        needs_embedding = any(stage.embed for stage in stages) or (
-            has_head and (mtp > 0 or self.run.model.tie_word_embeddings)
-        )
-        counts = Counter({"embed": int(needs_embedding), "mtp": int(has_head and mtp > 0), "head": int(has_head)})
-        for stage in stages:
-            for kind, count in stage.layers:
-                counts[kind] += count
-        return {kind: count for kind, count in counts.items() if count}
+        return {kind: count for kind, count in parts_of(self.run.model, stages).items() if count}
 
     def of(self, stages: Sequence[StageContents]) -> PartState:
         return together([(self.states[kind], count) for kind, count in self.parts(stages).items()])
@@ -207,12 +211,7 @@ class ComposedRun:
 
 
 class ComposedTimes:
-    """Step times of composed runs of one model on one cluster; remembers stages, updates and schedules.
-
-    Attributes:
-        cluster: their devices.
-        assumptions: facts that are not known before a run.
-    """
+    """Step times of composed runs of one model on one cluster; remembers stages, updates and schedules."""
 
     def __init__(
         self, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS, times: HardwareTimes | None = None

@@ -240,11 +240,7 @@ def is_composable(run: Run) -> bool:
 class Composer:
     """Composes runs of one model, sequence length and precision for one target; remembers the pieces.
 
-    Attributes:
-        run: any run of the model.
-        costs: FLOPs of the parts of the model.
-        leading: kinds of layers that occur at the beginning of the model only.
-        meta_runs: stages that ran so far.
+    `run` is any run of the model.
     """
 
     def __init__(
@@ -255,8 +251,9 @@ class Composer:
         self.target = target
         self.overheads = overheads
         self.costs = stage_costs(run.model, run.training.sequence_length)
+        # Kinds of layers that occur at the beginning of the model only.
         self.leading = frozenset(first_of_kinds(run, range(run.model.layers))) - later_kinds(run).keys()
-        self.meta_runs = 0
+        self.meta_runs = 0  # stages that ran so far
         self._kinds = cache(partial(kinds_of, run))
         self._stages: dict[int, tuple[Stage, ...]] = {}
         self._proxies: dict[tuple[ReuseKey, View, tuple[str, ...]], ProxyStage | KernelError] = {}

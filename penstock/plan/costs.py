@@ -26,7 +26,7 @@ from penstock.moe.balance import even_stride
 from penstock.parallel.replicas import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.loads import Imbalance, RecordedLoads
-from penstock.plan.op_recorder import FROM_HOST, SLOT_FROM_HOST, SLOT_TO_HOST, TO_HOST, RecordedOp, RecordedOps
+from penstock.plan.op_recorder import COPIES, RecordedOp, RecordedOps
 from penstock.plan.rates import ACCUMULATED_BYTES, GroupedProduct, Pass, Rates, pairs
 from penstock.plan.software import OWN, Software
 from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
@@ -142,6 +142,7 @@ class OpCosts:
         self._software, self._rounds = software, rounds
         self._is_clamped = experts is not None and experts.is_clamped
         self._rates, self._transfers = times or HardwareTimes.of(hardware)
+        self._bandwidth = self._rates.hardware.bandwidth
         self._experts = experts
         self._buffers = buffers
         self._room = max(buffers, default=0)
@@ -170,7 +171,7 @@ class OpCosts:
         name = operator.name
         if operator.group is not None:
             return self._collective(operator)
-        if name in (TO_HOST, FROM_HOST, SLOT_TO_HOST, SLOT_FROM_HOST):
+        if name in COPIES:
             return OpCost(operator.moved_bytes / self._rates.hardware.host_link.bytes_per_second, HOST_LINK)
         if name in _PRODUCTS:
             return OpCost(self._product(operator), "products")
@@ -217,11 +218,6 @@ class OpCosts:
             if given == 3 and operator.itemsize == 4
             else seconds
         )
-
-    @property
-    def _bandwidth(self) -> float:
-        hardware = self._rates.hardware
-        return hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
 
     def _rows_product(self, operator: RecordedOp) -> float:
         (_, depth), (groups, *_), (room, width) = operator.shapes[:3]

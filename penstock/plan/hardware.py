@@ -274,6 +274,11 @@ class Hardware:
     driver: str = ""  # name that its driver gives it; empty for a user's file without one
 
     @property
+    def bandwidth(self) -> float:
+        """Bytes in a second that kernels which compute little read and write."""
+        return self.peaks.memory_bytes_per_second * self.efficiency.memory
+
+    @property
     def usable_bytes(self) -> int:
         """Memory of a device that tensors can have."""
         capacity = self.memory.capacity_bytes

@@ -160,12 +160,9 @@ class MetaRank:
 
 
 def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | None = None) -> MetaRank:
-    """Build one rank on the axes of a fake process group.
+    """Build one rank on the axes of a fake process group; a KernelError if the target cannot run the run's kernels.
 
     `stages` are the contents of each stage, which need not be the whole model; None takes the run's own.
-
-    Raises:
-        KernelError: the run asks for kernels that the target cannot run.
     """
     schedule = schedule_of(run, axes)
     stages = stages_of(run) if stages is None else stages

@@ -69,9 +69,7 @@ class MetaRun:
 def meta_run_of(run: Run, *, world: int, rank: int, target: Target) -> MetaRun:
     """Run one rank on the meta device. Starts and ends a process group, so none may be running.
 
-    Raises:
-        ConfigError: the layout does not fit the ranks or the model.
-        KernelError: the run asks for kernels that the target cannot run.
+    Raises a ConfigError if the layout does not fit, and a KernelError if the target cannot run the kernels.
     """
     grid = grid_of(run, world)
     if world > 1:

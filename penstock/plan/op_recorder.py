@@ -41,6 +41,8 @@ TO_HOST, FROM_HOST, ARRIVE = "to host", "from host", "arrive"
 SLOT_TO_HOST, SLOT_FROM_HOST = "slot to host", "slot from host"
 """A slot (penstock/parallel/gradient_offload.py) starts its copy to host memory; is filled again, after that copy."""
 
+COPIES = (TO_HOST, FROM_HOST, SLOT_TO_HOST, SLOT_FROM_HOST)
+
 _LIBRARY = torch.library.Library("penstock", "FRAGMENT")
 _LIBRARY.define("marked(str name, int number) -> ()")
 _LIBRARY.define("copied(str name, int number, int size) -> ()")
@@ -92,17 +94,12 @@ class _Mode(TorchDispatchMode):
 
 
 class MemoryTracker(_Mode):
-    """Counts storages while it is entered.
-
-    Attributes:
-        live: bytes held now.
-        held: bytes held now, by the label of the allocating module.
-    """
+    """Counts storages while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = 0
-        self.held: Counter[str] = Counter()
+        self.live = 0  # bytes held now
+        self.held: Counter[str] = Counter()  # the same by the label of the allocating module
         self.sections: list[TrackedSection] = []
         self._labels = [""]
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}

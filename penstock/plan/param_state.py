@@ -248,47 +248,33 @@ def update_bytes(parts: ParamCounts, shards: ShardCounts) -> int:
         # A sum also has the rank's own row.
         row = ranks * int(what.split()[1]) if what.startswith("new") else (ranks + (ranks > 1)) * shards.reduce_bytes
         peak = max(peak, in_flight * row)
-    return max(peak, _MuonLoad.of(parts, shards).peak_bytes)
+    return max(peak, _MuonLoad(parts, shards).peak_bytes)
 
 
 class _MuonLoad:
-    """What Muon does on a rank, if the ranks of its stage do the same.
+    """What Muon does on a rank, if the ranks of its stage do the same."""
 
-    Attributes:
-        own: values that it updates.
-        stacks: matrices that it orthogonalizes, by their shape.
-        sent: values that it sends to owners, about.
-    """
-
-    def __init__(self, shards: ShardCounts) -> None:
-        self.own, self.sent = 0, 0.0
-        self.stacks = Counter[tuple[int, int]]()
-        self._shares: dict[tuple[int, int], float] = defaultdict(float)
+    def __init__(self, parts: ParamCounts, shards: ShardCounts) -> None:
+        self.own, self.sent = 0, 0.0  # values that it updates, and about so many that it sends to owners
         self._muon = shards.optimizer.muon
         self._itemsize = 2 if self._muon.precision == "bf16" else SUM_BYTES
-
-    @classmethod
-    def of(cls, parts: ParamCounts, shards: ShardCounts) -> "_MuonLoad":
-        load = cls(shards)
+        shares: dict[tuple[int, int], float] = defaultdict(float)
         for facts, times in parts:
             for fact in facts:
-                if fact.matrices is not None:
-                    load._add(fact, fact.matrices, times, shards)
-        load.stacks.update({shape: int(share) for shape, share in load._shares.items() if share >= 1})
+                if (matrices := fact.matrices) is not None:
+                    ranks, owners = shards.of(fact), shards.expert_owners if fact.is_expert else shards.dense_owners
+                    self.own += times * fact.own(ranks)
+                    shares[matrices.rows, matrices.columns] += times * matrices.count / owners
+                    # A matrix is in so many parts, one of which is its owner's.
+                    cut_into = max(1.0, fact.cuts * ranks / matrices.count)
+                    self.sent += times * prod(matrices.shape) / owners * (1 - 1 / cut_into)
+        # Matrices that it orthogonalizes, by their shape.
+        self.stacks = Counter({shape: int(share) for shape, share in shares.items() if share >= 1})
         # Ranks with fewer matrices of one shape have more of another: what is left counts as matrices of the smallest.
-        left = sum(share % 1 * newton_schulz_flops(*shape, 1) for shape, share in load._shares.items())
+        left = sum(share % 1 * newton_schulz_flops(*shape, 1) for shape, share in shares.items())
         if left:
-            smallest = min((shape for shape, share in load._shares.items() if share % 1), key=prod)
-            load.stacks[smallest] += ceil(left / newton_schulz_flops(*smallest, 1))
-        return load
-
-    def _add(self, fact: ParamFacts, matrices: Matrices, times: int, shards: ShardCounts) -> None:
-        ranks, owners = shards.of(fact), shards.expert_owners if fact.is_expert else shards.dense_owners
-        self.own += times * fact.own(ranks)
-        self._shares[matrices.rows, matrices.columns] += times * matrices.count / owners
-        # A matrix is in so many parts, one of which is its owner's.
-        cut_into = max(1.0, fact.cuts * ranks / matrices.count)
-        self.sent += times * prod(matrices.shape) / owners * (1 - 1 / cut_into)
+            smallest = min((shape for shape, share in shares.items() if share % 1), key=prod)
+            self.stacks[smallest] += ceil(left / newton_schulz_flops(*smallest, 1))
 
     @property
     def peak_bytes(self) -> int:
@@ -361,26 +347,27 @@ def update_of(
         step += load.new_weights(partners)
     if embedding is not None:
         group, values = embedding
-        reduce += [_moving("copy_", 2 * values, (SUM_BYTES, shards.reduce_bytes))]
-        reduce += [
-            _message("allreduce_", (columns,), (columns * shards.reduce_bytes,), group)
-            for columns, times in _buckets(values, 1)
-            for _ in range(times)
-        ]
+        reduce.append(_moving("copy_", 2 * values, (SUM_BYTES, shards.reduce_bytes)))
+        for columns, times in _buckets(values, 1):
+            reduce += [_message("allreduce_", (columns,), (columns * shards.reduce_bytes,), group)] * times
     local_values, copied = (sum(vars(load)[name] for load in loads.values()) for name in ("own", "copied"))
     # The kernel sets the gradients that it reads to zero; the others are left.
     left = sum(load.values for load in loads.values()) - local_values
-    moved = Counter[tuple[str, bool]]()
-    for load in loads.values():
-        moved.update(load.moved)
+    moved = loads[False].moved + loads[True].moved
     updates = [
-        RecordedOp("adamw_kernel", ((read,), (moved[name, True],)), (read, moved[name, True]), 1, _switches(name))
+        RecordedOp(
+            "adamw_kernel",
+            shapes=((read,), (moved[name, True],)),
+            sizes=(read, moved[name, True]),
+            itemsize=1,
+            switches=("CODES",) if name.startswith(str(torch.uint8)) else (),
+        )
         for (name, is_written), read in moved.items()
         if not is_written and read
     ]
     updates += [_moving("_foreach_copy_", copied, (2, SUM_BYTES))] if copied else []
     step += [op for load in loads.values() for op in load.quantized]
-    step += _MuonLoad.of(parts, shards).ops(stage)
+    step += _MuonLoad(parts, shards).ops(stage)
     host = sum(times * part_state(facts, shards).host for facts, times in parts) if shards.offloads else 0
     return UpdateOps(
         peak_bytes=update_bytes(parts, shards),
@@ -392,29 +379,16 @@ def update_of(
     )
 
 
-def _switches(state: str) -> tuple[str, ...]:
-    """Of a launch of our kernel for this format of `_Load.moved`."""
-    return ("CODES",) if state.startswith(str(torch.uint8)) else ()
-
-
 class _Load:
-    """Sums over the dense parameters of a rank, or over its experts.
-
-    Attributes:
-        values: with a float32 sum on this rank.
-        moved: bytes of our kernel's update, by the format of the state and whether they are written.
-        copied: values of `own` that Muon updates in masters, which are rounded afterwards.
-        width: values of a row of buckets, of parameters that FSDP2 leaves alone.
-        own_sent: values of `own` that pass through buckets.
-        quantized: operators that make copies in 8 bits.
-        itemsize: bytes of a weight.
-    """
+    """Sums over the dense parameters of a rank, or over its experts."""
 
     def __init__(self) -> None:
-        self.values = self.own = self.copied = self.width = self.own_sent = 0
-        self.quantized: list[RecordedOp] = []
-        self.moved = Counter[tuple[str, bool]]()
-        self.itemsize = SUM_BYTES
+        self.values = self.own = 0  # with a float32 sum on this rank; that it updates
+        self.copied = 0  # of `own`, that Muon updates in masters, which are rounded afterwards
+        self.width = self.own_sent = 0  # of a row of buckets; of `own`, that pass through buckets: none of FSDP2
+        self.quantized: list[RecordedOp] = []  # operators that make copies in 8 bits
+        self.moved = Counter[tuple[str, bool]]()  # bytes of our update, by format and whether they are written
+        self.itemsize = SUM_BYTES  # of a weight
 
     def add(self, fact: ParamFacts, times: int, shards: ShardCounts) -> None:
         """Add a parameter that the rank has `times` times."""

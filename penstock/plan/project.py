@@ -27,10 +27,8 @@ from penstock.plan.step_time import StageTimer, time_of_meta_runs
 def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Projection:
     """Project one run.
 
-    Raises:
-        ConfigError: the layout does not fit the devices or the model.
-        KernelError: the run asks for kernels that the devices cannot run.
-        HardwareError: the hardware file lacks a figure that the run needs.
+    Raises a ConfigError, KernelError or HardwareError if the layout does not fit the devices or the model, the devices
+    cannot run the kernels, or the hardware file lacks a figure.
     """
     run = as_run_by(assumptions.software, conventional(run) if assumptions.saving == "conventional" else run)
     if not is_composable(run):

@@ -104,7 +104,7 @@ class Rates:
         return Estimate(self.hardware.host.kernel_seconds + moving, "roofline", efficiency.source)
 
     def _moving(self, moved_bytes: float) -> float:
-        return moved_bytes / (self.hardware.peaks.memory_bytes_per_second * self.hardware.efficiency.memory)
+        return moved_bytes / self.hardware.bandwidth
 
     def _roofline(
         self, flops: float, moved_bytes: float, operator: OperatorKind, dtype: Dtype, *, by_rows: bool = False

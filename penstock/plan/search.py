@@ -84,11 +84,8 @@ OTHERS_TRIED = 3  # layouts that are projected to say how fast a run is without 
 def search(request: SearchRequest, progress: Progress | None = None, workers: Pool | None = None) -> Plan:
     """Answer a request; `progress` is told from time to time, `workers` help (`penstock.plan.composer.meta_workers`).
 
-    With every part of the layout fixed, the plan has that layout, whether it fits or not.
-
-    Raises:
-        ConfigError: a layout with every part fixed is illegal, or a fixed value is not one.
-        HardwareError: the hardware file lacks a figure that the run needs.
+    With every part of the layout fixed, the plan has that layout, whether it fits or not, or a ConfigError.
+    Raises a HardwareError if the hardware file lacks a figure.
     """
     run = prepared_run(request)
     if set(ALL) <= set(request.fixed) and (plan := plan_of_fixed(request, run)) is not None:
@@ -244,12 +241,17 @@ class _Search:
 
     def _play_those(self, waiting: Sequence[_Waiting]) -> None:
         """Play layouts that wait for a first look, as far as they may be the best."""
+        for entry in self._prefetched(waiting):
+            if max(entry.bound, self._look(entry.node)) < self._cutoff() and self._fit(entry.node) < math.inf:
+                self._play(entry.node)
+
+    def _prefetched(self, waiting: Sequence[_Waiting]) -> Iterator[_Waiting]:
+        """Layouts whose stages are run before a look at them, side by side."""
         for number, entry in enumerate(waiting):
             if number % BATCH == 0:
                 several = waiting[number : number + BATCH]
                 self._composer.prefetch(run for entry in several for run in self._stages_of(entry))
-            if max(entry.bound, self._look(entry.node)) < self._cutoff() and self._fit(entry.node) < math.inf:
-                self._play(entry.node)
+            yield entry
 
     def _look_at(self, entry: _Waiting, divisions: Divisions) -> Iterator[_Waiting]:
         """The same layouts with closer bounds, as far as they may be the best."""
@@ -328,10 +330,7 @@ class _Search:
                         (memory, SearchNode(f, shape, saving, dense, experts, shard, rows, stage)) for stage in stages
                     ]
         smallest = [_Waiting(0.0, 1, node) for _, node in heapq.nsmallest(MOST_SAVING, entries)]
-        for number, (*_, node) in enumerate(smallest):
-            if number % BATCH == 0:
-                several = smallest[number : number + BATCH]
-                self._composer.prefetch(run for entry in several for run in self._stages_of(entry))
+        for number, (*_, node) in enumerate(self._prefetched(smallest)):
             if number % TELLS == 0:
                 self._progress(f"{number:,} of {len(entries):,} layouts that save most memory looked at")
             if self._look(node) < math.inf and self._fit(node) < math.inf:

@@ -25,31 +25,19 @@ from penstock.layout.actions import Kind, stages_of
 from penstock.layout.schedules import SCHEDULES
 from penstock.plan.bounds import TimeBounds, kept_numbers
 from penstock.plan.candidates import MOST_MICRO_BATCH, Experts, LayoutSet, Saving, run_of, with_saving
-from penstock.plan.composed_run import StageContents
+from penstock.plan.composed_run import StageContents, parts_of
 from penstock.plan.composer import Composer
 from penstock.plan.costs import HardwareTimes, OpCosts, buffer_rows, routed_rows
 from penstock.plan.divisions import Divisions, Places, Reference, Scaled
-from penstock.plan.hardware import Cluster
+from penstock.plan.hardware import Cluster, RankGroup
 from penstock.plan.liveness import PipelineShape, enough, first_of_kinds, has_experts, layer_kind, peak_points
 from penstock.plan.memory import MOMENT_BYTES
 from penstock.plan.meta_run import gathered_bytes
-from penstock.plan.op_recorder import (
-    ARRIVE,
-    END,
-    FORK,
-    FROM_HOST,
-    JOIN,
-    PUT_OFF,
-    SLOT_FROM_HOST,
-    SLOT_TO_HOST,
-    TO_HOST,
-    WAIT,
-    RecordedOps,
-)
+from penstock.plan.op_recorder import ARRIVE, COPIES, END, FORK, JOIN, PUT_OFF, WAIT, RecordedOps
 from penstock.plan.param_state import SUM_BYTES, ParamFacts
 from penstock.plan.rates import BYTES
 from penstock.plan.rules.rule import Sizes
-from penstock.plan.step_time import LAUNCHED
+from penstock.plan.step_time import LAUNCHED, fsdp_copies
 from penstock.plan.streams import OVERLAP_GAIN
 from penstock.plan.transfers import CollectiveName
 
@@ -78,7 +66,7 @@ _CONTAIN = ("layer", "moe", "expert-activation")
 """Modules of a layer that contain each other: what is computed again counts once."""
 
 
-_UNTIMED = (JOIN, WAIT, PUT_OFF, TO_HOST, FROM_HOST, ARRIVE, SLOT_TO_HOST, SLOT_FROM_HOST, "clone")
+_UNTIMED = (JOIN, WAIT, PUT_OFF, *COPIES, ARRIVE, "clone")
 """What a reference has and no bound counts: a copy that makes rows contiguous is not needed where there is one row."""
 
 _GATHER = "gather_rows_kernel"  # counts in no bound where a reference has so many rows that products cannot gather them
@@ -437,15 +425,8 @@ class SpaceBounds:
 
     def _counts(self, contents: Sequence[StageContents]) -> np.ndarray:
         """Parts that a rank with some stages holds: the embedding once, and prediction depths with the head."""
-        counts, model = np.zeros(len(self.parts)), self._run.model
-        for content in contents:
-            for kind, count in content.layers:
-                counts[self.parts.index(kind)] += count
-            counts[-1] += content.head
-            counts[-2] = max(
-                counts[-2], content.embed or (content.head and (model.mtp_layers > 0 or model.tie_word_embeddings))
-            )
-        return counts
+        counts = parts_of(self._run.model, contents)
+        return np.array([float(counts[name]) for name in self.parts])
 
     def _make_places(self, pp: int, schedule: str, vpp: int) -> Places:
         contents = self._composer.contents(run_of(self._run, replace(self._neutral, pp=pp, schedule=schedule, vpp=vpp)))
@@ -475,30 +456,20 @@ class SpaceBounds:
 
     def _fsdp_seconds(self, family: LayoutSet, places: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds to gather the weights of each part, and to reduce its gradients, that overlap cannot hide."""
-        hardware, transfers = self._cluster.hardware, self._hardware_times.transfers
-        rate = hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
         limit, world = self._run.parallel.shard_size or self._cluster.devices, self._cluster.devices // family.pp
-        sent = np.zeros((len(family.dense), 2))
-        copied = np.zeros((len(family.dense), 2))
+        sent, copied = np.zeros((2, len(family.dense), 2))
         for d, (tp, _) in enumerate(family.dense):
             ranks = min(limit, world // tp)
-            group = self._cluster.group(ranks)
-            # The least by the byte of messages so large that their latency does not count.
-            for way, name in enumerate(FSDP_COLLECTIVES):
-                sent[d, way] = min(transfers.collective(name, size, group).seconds / size for size in LARGE)
-            copied[d] = (2 + 3 / ranks) / rate, (3 + 4 / ranks) / rate
+            sent[d] = self._byte_seconds(self._cluster.group(ranks))
+            copied[d] = np.array(fsdp_copies(ranks)) / self._cluster.hardware.bandwidth
         times = (1 - OVERLAP_GAIN) * sent * np.array([1, 2]) + copied
         gather, reduce = times[places[:, 0]].T
         return gather[:, None] * whole, reduce[:, None] * whole
 
     def _update_seconds(self, family: LayoutSet, places: np.ndarray) -> np.ndarray:
         """Seconds of the update by part: the optimizer's bytes, and messages of gradients and new weights."""
-        hardware, world = self._cluster.hardware, self._cluster.devices // family.pp
-        rate = hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
-        limit, reduce_bytes = (
-            self._run.parallel.shard_size or world,
-            SUM_BYTES if self._run.parallel.reduce == "fp32" else 2,
-        )
+        parallel, world = self._run.parallel, self._cluster.devices // family.pp
+        limit, reduce_bytes = parallel.shard_size or world, SUM_BYTES if parallel.reduce == "fp32" else 2
         shards = np.array(family.shards)[places[:, 2]]
         seconds = np.zeros((len(places), len(self.parts)))
         of_dense = self._message_seconds(tuple(tp for tp, _ in family.dense), world, limit)[places[:, 0]]
@@ -516,7 +487,7 @@ class SpaceBounds:
                 )
                 is_divided = shards == "optimizer"
                 sent += np.where(is_divided, values * (reduce * reduce_bytes + gather * fact.itemsize), 0.0)
-            seconds[:, k] = moved / rate + sent
+            seconds[:, k] = moved / self._cluster.hardware.bandwidth + sent
         return seconds
 
     def _state_bytes(self, fact: ParamFacts) -> tuple[int, int]:
@@ -528,17 +499,13 @@ class SpaceBounds:
 
     def _message_seconds(self, sizes: tuple[int, ...], world: int, limit: int) -> np.ndarray:
         """For ranks that cut a matrix: these, and seconds to gather and to reduce a byte over ranks that hold it."""
-        rows = []
-        for ranks in sizes:
-            group = self._cluster.group(min(limit, world // ranks), ranks)
-            ways = [
-                0.0
-                if group.ranks == 1
-                else min(self._hardware_times.transfers.collective(name, size, group).seconds / size for size in LARGE)
-                for name in FSDP_COLLECTIVES
-            ]
-            rows.append((ranks, *ways))
-        return np.array(rows)
+        groups = {ranks: self._cluster.group(min(limit, world // ranks), ranks) for ranks in sizes}
+        return np.array([(ranks, *self._byte_seconds(groups[ranks])) for ranks in sizes])
+
+    def _byte_seconds(self, group: RankGroup) -> list[float]:
+        """Seconds to gather and to reduce a byte: the least of messages so large that latency does not count."""
+        collective = self._hardware_times.transfers.collective
+        return [min(collective(name, size, group).seconds / size for size in LARGE) for name in FSDP_COLLECTIVES]
 
     def _state(self, family: LayoutSet, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bytes of parameters by part that stay on the device, that can go to the host, and that FSDP2 gathers."""

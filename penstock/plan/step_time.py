@@ -102,15 +102,12 @@ class StageTimer:
         return StageTime(forward=forward, backward=backward, weight=weight)
 
     def _fsdp(self, whole_bytes: float, shards: RankGroup) -> tuple[Timing, Timing]:
-        """Gather whole weights, and reduce their float32 gradients: communication, and copies on the device.
-
-        Weights are rounded from their float32 shards into the message and copied out of it; gradients are copied into a
-        float32 message and added to the shards' sums.
-        """
-        rate = self._cluster.hardware.peaks.memory_bytes_per_second * self._cluster.hardware.efficiency.memory
+        """Gather whole weights, and reduce their float32 gradients: communication, and copies on the device."""
         sent = self._transfers.collective("all-gather", whole_bytes, shards).seconds
         back = self._transfers.collective("reduce-scatter", 2 * whole_bytes, shards).seconds
-        fetched, reduced = whole_bytes * (2 + 3 / shards.ranks) / rate, whole_bytes * (3 + 4 / shards.ranks) / rate
+        fetched, reduced = (
+            whole_bytes * copied / self._cluster.hardware.bandwidth for copied in fsdp_copies(shards.ranks)
+        )
         return (
             Timing(seconds=sent + fetched, compute=fetched, communication=sent),
             Timing(seconds=back + reduced, compute=reduced, communication=back),
@@ -158,6 +155,15 @@ class StageTimer:
             exposed=exposed,
             terms={"gradients": max(sent, copied)} if work else {},
         )
+
+
+def fsdp_copies(ranks: int) -> tuple[float, float]:
+    """Bytes that a device moves for a whole byte that FSDP2 gathers: for the weight, and for its gradient.
+
+    Weights are rounded from their float32 shards into the message and copied out of it; gradients are copied into a
+    float32 message and added to the shards' sums.
+    """
+    return 2 + 3 / ranks, 3 + 4 / ranks
 
 
 def send_seconds(run: Run, cluster: Cluster, axes: Axes, transfers: TransferTimes) -> float:

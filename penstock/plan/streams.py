@@ -24,6 +24,7 @@ from penstock.parallel.offload import IN_FLIGHT_BYTES
 from penstock.plan.costs import HOST_LINK, OpCost
 from penstock.plan.op_recorder import (
     ARRIVE,
+    COPIES,
     END,
     FORK,
     FROM_HOST,
@@ -31,7 +32,6 @@ from penstock.plan.op_recorder import (
     PUT_OFF,
     SLOT_FROM_HOST,
     SLOT_TO_HOST,
-    TO_HOST,
     WAIT,
     RecordedOp,
     RecordedOps,
@@ -162,7 +162,7 @@ class Streams:
                 self._ends[operator.switches[0]], is_side = self._side, False
             elif operator.name == JOIN:
                 self._join(operator.switches[0])
-            elif operator.name in (TO_HOST, FROM_HOST, SLOT_TO_HOST, SLOT_FROM_HOST):
+            elif operator.name in COPIES:
                 self._copy(operator)
             elif operator.name == ARRIVE:
                 self._wait_for_copies(self._copies.arrival(operator.switches[0]))

@@ -176,11 +176,8 @@ def scale(
 ) -> tuple[SweepPoint, ...]:
     """One layout on several numbers of devices, which differ in their data-parallel ranks.
 
-    On `cluster` the run's global batch is as it is. Strong scaling keeps it, weak scaling lets it grow with the
-    devices.
-
-    Raises:
-        HardwareError: a number of devices does not fill its nodes.
+    On `cluster` the run's global batch is as it is. Strong scaling keeps it; in weak scaling it grows with the devices.
+    Raises a HardwareError if a number of devices does not fill its nodes.
     """
     points = []
     for world in worlds:
@@ -201,12 +198,8 @@ def scale(
 def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Planner) -> tuple[SweepPoint, ...]:
     """One run with several values of one field, at about the same tokens of a step.
 
-    `name` is a part of the layout, `sequence_length`, or the full path of a field, or a part of the network; `ep` is
-    asked for every dispatcher.
-
-    Raises:
-        ConfigError: there is no such field, or it does not take a value.
-        HardwareError: a part of the network does not take a value.
+    `name` is a part of the layout, `sequence_length`, the full path of a field, or a part of the network; `ep` is asked
+    for every dispatcher. Raises a ConfigError or HardwareError if there is no such field, or it does not take a value.
     """
     questions = swept_runs(run, cluster, name, values)
     return tuple(SweepPoint(asked=asked, answer=answer_to(variant, there, plan)) for asked, variant, there in questions)

@@ -9,7 +9,6 @@ import torch
 from penstock.base.errors import HardwareError
 from penstock.kernels.device_facts import device_facts
 from penstock.plan.calibrate import (
-    GROUPED_PRODUCTS,
     BenchmarkSizes,
     DeviceFigures,
     fit,
@@ -18,7 +17,7 @@ from penstock.plan.calibrate import (
     measured_hardware,
     rounded,
 )
-from penstock.plan.hardware import GroupedPoint, Hardware, ProductPoint, RankGroup, TransferPoint
+from penstock.plan.hardware import POINTS, GroupedPoint, Hardware, ProductPoint, RankGroup, TransferPoint
 from penstock.plan.hardware_file import load_hardware, read_hardware, write_hardware
 from penstock.plan.rates import Rates
 from penstock.plan.transfers import TransferTimes
@@ -73,9 +72,8 @@ def test_a_cpu_is_measured_in_every_operator_that_runs_on_it() -> None:
     found = measure_device(CPU, device_facts(CPU, "fp32"), TINY)
     by_kernels_only = {"grouped_forward_gathered", "grouped_weight_gradient_gathered"}
     by_kernels_only |= {"grouped_weight_gradient_accumulated"}
-    assert found.points.keys() == {
-        "product", "attention_forward", "attention_backward", *(f"grouped_{name}" for name in GROUPED_PRODUCTS)
-    } - by_kernels_only  # fmt: skip
+    of_device = {name for name, point in POINTS.items() if point is not TransferPoint}
+    assert found.points.keys() == of_device - by_kernels_only
     assert {point.dtype for point in found.points["product"]} == {"fp32", "bf16"}
     assert all(point.flops_per_second > 0 for points in found.points.values() for point in points)
     assert 0 < found.context_bytes < found.capacity_bytes

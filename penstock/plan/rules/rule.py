@@ -75,12 +75,7 @@ class Sizes(LayoutSizes):
 def facts_of(
     model: Model, *, total_parameters: int, active_parameters: int, most_sync_free: int = STAGES - 1
 ) -> ModelFacts:
-    """Facts of a model.
-
-    Args:
-        active_parameters: parameters that one token meets.
-        most_sync_free: of the kernels that its run would have (`penstock.models.kernels.most_sync_free`).
-    """
+    """Facts of a model; parameters are counted by the caller."""
     return ModelFacts(
         **_values(model_sizes(model)),
         top_k=0 if model.moe is None else model.moe.top_k,
@@ -92,12 +87,7 @@ def facts_of(
 
 
 def sizes_of(run: Run, cluster: Cluster, model: ModelFacts) -> Sizes:
-    """Sizes of a run on a cluster, which it need not fit.
-
-    Args:
-        cluster: its devices.
-        model: facts of its model (`facts_of`).
-    """
+    """Sizes of a run on a cluster, which it need not fit."""
     values = _values(layout_sizes(run)) | {"model": model, "dispatcher": settled_dispatcher(run, cluster)}
     return Sizes(
         **values,
@@ -114,12 +104,9 @@ def _values(sizes: ModelSizes | LayoutSizes) -> dict[str, Any]:
 
 
 def settled_dispatcher(run: Run, cluster: Cluster) -> str:
-    """The dispatcher of a run on a cluster, by the names of `dispatch.method`.
+    """The dispatcher of a run on a cluster, whose GPUs reach each other's memory inside a node.
 
-    A method that was asked for and cannot be had is returned as it is, for a rule to refuse it.
-
-    Args:
-        cluster: its GPUs are taken to reach each other's memory inside a node.
+    A method that was asked for and is not available is returned as it is, for a rule to refuse it.
     """
     ranks = run.parallel.expert * run.parallel.expert_tensor
     if run.model.moe is None or ranks == 1:
