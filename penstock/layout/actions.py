@@ -89,12 +89,10 @@ class Schedule:
 
     @cached_property
     def execution_order(self) -> "ExecutionOrder":
-        """`execution_order` of this schedule, computed once."""
         return execution_order(self)
 
     @property
     def stages(self) -> int:
-        """Stages of the whole pipeline."""
         return self.ranks * self.stages_per_rank
 
     @property
@@ -107,7 +105,6 @@ class Schedule:
         return self.ranks - 1 - rank if self.placement == "v" and stage >= self.ranks else rank
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in the order of the model."""
         return stages_of(rank, ranks=self.ranks, stages_per_rank=self.stages_per_rank, placement=self.placement)
 
 

@@ -53,7 +53,6 @@ class Matrices:
                     yield member * self.blocks + block, common
 
     def box(self, number: int) -> Rectangle:
-        """The rectangle of a matrix in the parameter."""
         member, block = divmod(number, self.blocks)
         begin, sizes = (block * self.rows, 0), (self.rows, self.columns)
         return Rectangle((member, *begin), (1, *sizes)) if len(self.shape) == 3 else Rectangle(begin, sizes)

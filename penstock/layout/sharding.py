@@ -156,7 +156,6 @@ class Rectangle:
 
     @property
     def elements(self) -> int:
-        """Number of elements; 1 for a scalar."""
         return prod(self.sizes)
 
     def overlap(self, other: "Rectangle") -> "Rectangle | None":

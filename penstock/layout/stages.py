@@ -228,7 +228,6 @@ def _wrong(text: str, position: int, what: str, allowed: str) -> ConfigError:
 
 
 def _shown(text: str, *, is_end: bool = False) -> str:
-    """A text in quotes, shortened at its begin or end."""
     if len(text) <= _SHOWN:
         return f"'{text}'"
     return f"'...{text[-_SHOWN:]}'" if is_end else f"'{text[:_SHOWN]}...'"

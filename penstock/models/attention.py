@@ -58,7 +58,6 @@ class GroupedQueryLayer(SoftmaxAttention):
         self.query_norm, self.key_norm = (self._norm(width) for width in (queries, keys))
 
     def _norm(self, width: int) -> RMSNorm | None:
-        """The weighted norm of queries or keys, if the configuration has one."""
         match self.config.qk_norm:
             case "head":
                 operators, is_centred = self.layer_context.operators, self.zero_centred_norms

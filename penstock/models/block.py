@@ -124,7 +124,6 @@ class Block(nn.Module):
         return x_BSD, normed_BSD.flatten(0, 1), normed_float8
 
     def _add(self, x_BSD: Tensor, terms: Terms) -> Tensor:
-        """Add one or two terms to the residual stream."""
         with span(Span.RESIDUAL):
             if len(terms) == 1:
                 return x_BSD + terms[0].view_as(x_BSD)

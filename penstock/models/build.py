@@ -144,7 +144,6 @@ def _freeze_all_but_the_indexer(decoder: Decoder) -> None:
 
 
 def _layer_context_of(run: Run, layer_context: LayerContext, stage: int, layer: int) -> LayerContext:
-    """The context of one layer, with its own recomputation and precision."""
     return replace(
         layer_context,
         recompute=rule_for(run.recompute, layer, stage),

@@ -177,7 +177,6 @@ class Decoder(nn.Module):
             return context.in_static_memory()  # last: captured graphs read these addresses
 
     def _with_local(self, context: ForwardContext, local: LocalAttention, inputs: ModelInputs) -> ForwardContext:
-        """Add bounds or masks of local layers and the attention temperature of global ones."""
         held, device = inputs.positions_BS.shape[1], inputs.positions_BS.device
         if self.has_reach:
             nears = nears_of(self.layer_context, reach_of(local), held, inputs.documents_BS, device)

@@ -131,9 +131,9 @@ def schedule_of(run: Run, axes: Axes) -> Schedule | None:
 def stages_of(run: Run) -> tuple[Stage, ...]:
     """The parts of each pipeline stage, from `pipeline.layout` (raises as `parse_stages` does) or balanced by cost."""
     model = run.model
-    stages = run.parallel.pipeline * run.pipeline.stages_per_rank
-    if stages == 1:
+    if run.parallel.pipeline == 1:
         return (whole_model(model),)
+    stages = run.parallel.pipeline * run.pipeline.stages_per_rank
     if run.pipeline.layout:
         return parse_stages(run.pipeline.layout, layers=model.layers, mtp_layers=model.mtp_layers, stages=stages)
     costs = stage_costs(model, run.training.sequence_length)

@@ -37,7 +37,6 @@ HASHED_IDS = 8192  # token ids whose experts are drawn at a time
 
 
 def router_rule(moe: Moe) -> RouterRule:
-    """The kernel's rule for a layer's configuration."""
     router = moe.router
     return RouterRule(
         top_k=moe.top_k,

@@ -34,10 +34,10 @@ from penstock.base.errors import KernelError
 from penstock.config.fit import SPLITTING_SCHEDULES, grid_of
 from penstock.config.parallel import Graphs, Offload, Pipeline
 from penstock.config.run import Run
-from penstock.config.size import stage_costs
 from penstock.layout.grid import Grid
-from penstock.layout.stages import Stage, balanced_stages, parse_stages
-from penstock.models.build import needs_embedding, whole_model
+from penstock.layout.stages import Stage
+from penstock.models.build import needs_embedding
+from penstock.models.rank_model import stages_of
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.composed_run import ComposedRun, ProxyStage, RankState, StageContents, contents_of
@@ -250,35 +250,20 @@ class Composer:
         self.workers = workers
         self.target = target
         self.overheads = overheads
-        self.costs = stage_costs(run.model, run.training.sequence_length)
         # Kinds of layers that occur at the beginning of the model only.
         self.leading = frozenset(first_of_kinds(run, range(run.model.layers))) - later_kinds(run).keys()
         self.meta_runs = 0  # stages that ran so far
         self._kinds = cache(partial(kinds_of, run))
-        self._stages: dict[int, tuple[Stage, ...]] = {}
         self._proxies: dict[tuple[ReuseKey, View, tuple[str, ...]], ProxyStage | KernelError] = {}
         self._facts: dict[_Sharing, ParamsByKind] = {}
         self._states: dict[tuple[_Sharing, ShardCounts], dict[str, PartState]] = {}
         self._contents: dict[tuple[str, int, int], tuple[StageContents, ...]] = {}
         self._activations: dict[tuple[ReuseKey, StageContents, bool], StageActivations] = {}
 
-    def stages(self, run: Run) -> tuple[Stage, ...]:
-        """`penstock.models.rank_model.stages_of`, with FLOPs that are counted once."""
-        model, count = run.model, run.parallel.pipeline * run.pipeline.stages_per_rank
-        if run.parallel.pipeline == 1:
-            return (whole_model(model),)
-        if run.pipeline.layout:
-            return parse_stages(run.pipeline.layout, layers=model.layers, mtp_layers=model.mtp_layers, stages=count)
-        if count not in self._stages:
-            self._stages[count] = balanced_stages(
-                layers=model.layers, mtp_layers=model.mtp_layers, stages=count, costs=self.costs
-            )
-        return self._stages[count]
-
     def contents(self, run: Run) -> tuple[StageContents, ...]:
         key = run.pipeline.layout, run.parallel.pipeline, run.pipeline.stages_per_rank
         if key not in self._contents:
-            self._contents[key] = tuple(contents_of(stage, self.run) for stage in self.stages(run))
+            self._contents[key] = tuple(contents_of(stage, self.run) for stage in stages_of(run))
         return self._contents[key]
 
     def memories(self, run: Run, grid: Grid) -> tuple[RankMemory, ...]:

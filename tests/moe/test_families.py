@@ -83,27 +83,27 @@ def as_gpt_oss(ours: Named) -> Named:
     }
 
 
-def as_llama4(ours: Named) -> Named:
+def of_shared(ours: Named, prefix: str) -> Named:
     gate, up = ours["shared.gate_up.weight"].chunk(2)
+    weights = {"gate_proj": gate, "up_proj": up, "down_proj": ours["shared.down.weight"]}
+    return {f"{prefix}.{name}.weight": weight for name, weight in weights.items()}
+
+
+def as_llama4(ours: Named) -> Named:
     return {
         "router.weight": ours["router.weight_ED"],
         "experts.gate_up_proj": ours["experts.gate_up_eFD"].transpose(1, 2),
         "experts.down_proj": ours["experts.down_eDF"].transpose(1, 2),
-        "shared_expert.gate_proj.weight": gate,
-        "shared_expert.up_proj.weight": up,
-        "shared_expert.down_proj.weight": ours["shared.down.weight"],
+        **of_shared(ours, "shared_expert"),
     }
 
 
 def as_deepseek_v4(ours: Named) -> Named:
-    gate, up = ours["shared.gate_up.weight"].chunk(2)
     return {
         "gate.weight": ours["router.weight_ED"],
         "experts.gate_up_proj": ours["experts.gate_up_eFD"],
         "experts.down_proj": ours["experts.down_eDF"],
-        "shared_experts.gate_proj.weight": gate,
-        "shared_experts.up_proj.weight": up,
-        "shared_experts.down_proj.weight": ours["shared.down.weight"],
+        **of_shared(ours, "shared_experts"),
     }
 
 

@@ -172,7 +172,6 @@ class DistributedFolder(WeightSource):
         self._views |= {name: _View(name) for name in rest}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a tensor. Raises a CheckpointError if it cannot be read, or if a value is infinite or NaN."""
         view = self._views[name]
         stored = self._stored[view.source]
         begin = (*view.index, *(0 for _ in stored.shape[len(view.index) :]))
@@ -235,7 +234,8 @@ def _titan_views(model: Model, stored: Mapping[str, _Stored]) -> Iterator[tuple[
         if source := _source_of(TITAN, prefix, line, rest, stored):
             # As ours; `write` gives the order of Hugging Face.
             is_paired = model.family == "llama" and bool(line.forms)
-            yield line.hf_name, _View(source, _expert_of(line), line.write if is_paired else torch.Tensor.detach)
+            index = () if line.expert is None else (line.expert,)
+            yield line.hf_name, _View(source, index, line.write if is_paired else torch.Tensor.detach)
 
 
 def _megatron_views(model: Model, stored: Mapping[str, _Stored]) -> Iterator[tuple[str, _View]]:
@@ -273,17 +273,12 @@ def _layer_of(line: WeightMapping) -> tuple[int | None, str]:
 def _source_of(
     table: Sources, prefix: str, line: WeightMapping, rest: str, stored: Mapping[str, _Stored]
 ) -> str | None:
-    """The tensor of the folder that has a weight, or a part of it."""
     for names in table.get(rest, ()):
         parts = names.split("+")
         name = prefix + parts[line.part[0] % len(parts)].format(expert=line.expert)
         if name in stored:
             return name
     return None
-
-
-def _expert_of(line: WeightMapping) -> tuple[int, ...]:
-    return () if line.expert is None else (line.expert,)
 
 
 # ------------------------------------------------------------------------------------------- what a pickle describes

@@ -355,7 +355,6 @@ def _write(file: FileIO, block: memoryview, offset: int) -> None:
 
 
 def _is_direct(file: FileIO) -> bool:
-    """Whether writes go past the page cache."""
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
 
 
@@ -404,7 +403,6 @@ def parts_of(sizes: Sequence[int], itemsize: int) -> list[tuple[int, int]]:
 
 
 def _made(entries: Iterable[TensorEntry], threads: int) -> Iterator[Tensor]:
-    """Bytes of all parts in order."""
     parts = ((entry, part) for entry in entries for part in entry.parts)
     if not threads:
         yield from (_bytes_of(*part) for part in parts)

@@ -112,7 +112,6 @@ def _nearest(text: Mapping[str, Any]) -> str | None:
 
 
 def kind_of(model: Model) -> str:
-    """The kind of a model's attention, in words."""
     if model.linear_attention is not None:
         return "linear"
     if isinstance(model.attention, GroupedQueryAttention):

@@ -24,9 +24,7 @@ from penstock.base.files import open_file, read_json
 from penstock.config.load import CONFIG_FILE
 from penstock.models.huggingface.tensor_file import StoredTensor, TensorFile
 
-MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the sixteen 4-bit numbers (e2m1)."""
-
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1, by number
 INDEX = "model.safetensors.index.json"
 _BLOCK = (128, 128)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -37,7 +35,10 @@ _LFS = b"version https://git-lfs"
 
 
 class WeightSource(Mapping[str, Tensor]):
-    """Weights by Hugging Face names, read on access, in any number of threads."""
+    """Weights by Hugging Face names, read on access, in any number of threads.
+
+    Reading raises a CheckpointError if a tensor cannot be read, or if a value is infinite or NaN.
+    """
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
@@ -53,7 +54,7 @@ class WeightSource(Mapping[str, Tensor]):
 
     @abstractmethod
     def rows(self, name: str, rows: tuple[int, int]) -> Tensor:
-        """Rows [first, end) of a tensor. Raises a CheckpointError as `__getitem__` does."""
+        """Rows [first, end) of a tensor."""
 
 
 class WeightFolder(WeightSource):
@@ -83,7 +84,6 @@ class WeightFolder(WeightSource):
         self._dtypes = {name: stored[name].dtype for name in self._shapes if self._is_plain(name)}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Read a tensor. Raises a CheckpointError if it cannot be read, or if a value is infinite or NaN."""
         if name in self._dtypes:
             return self._finite(name, name, self._read(name))
         packed = name if name in self._files else name + _BLOCKS

@@ -129,7 +129,6 @@ def weight_mappings(config: Model, file_names: Collection[str] | None = None) ->
 
 
 def _is_there(name: str, file_names: Collection[str]) -> bool:
-    """Whether a layer of the file has a tensor of this name."""
     ending = f".{name.format(expert=0)}"
     return any(file_name.endswith(ending) for file_name in file_names)
 

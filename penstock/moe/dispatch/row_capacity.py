@@ -125,7 +125,6 @@ class RowCapacity(CapacityTracker):
         return min(worst, math.ceil((self.even_share * self.factor + 1) / MULTIPLE) * MULTIPLE - 1)
 
     def count(self, rows: Tensor, capacity: int) -> None:
-        """Meter a pass on the device."""
         self.meter[0] += (rows - capacity).clamp(min=0)  # on the device: the host reads it once a step
         self.meter[1] = torch.maximum(self.meter[1], rows)
 

@@ -72,7 +72,6 @@ class SymmetricTransport:
     by_engines: bool = False  # copy engines send all rows to all ranks, in one chunk
 
     def cut(self, rows_T: Tensor) -> TokenChunks:
-        """Chunks of a rank's tokens."""
         tokens, width = rows_T.shape
         count = 1 if self.by_engines else self.chunks
         return TokenChunks.cut(tokens, count) if count else chunks_for(tokens, width * rows_T.element_size())
@@ -90,7 +89,6 @@ class SymmetricMetadata(DispatchMetadata):
 
     @property
     def places(self) -> LocalPlaces:
-        """Places of all ranks' tokens among our experts' rows."""
         return LocalPlaces(places_NK=self.order.places_TK, counts_e=self.order.counts_E)
 
 
