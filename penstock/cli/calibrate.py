@@ -11,7 +11,7 @@ measured. Nothing else should run on the machine meanwhile. A GPU takes about a 
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
@@ -49,13 +49,11 @@ TIMEOUT_MINUTES = 10.0  # of ranks that wait for each other
 def calibrate(
     output: Annotated[Path | None, typer.Option("--output", help="File to write, instead of printing it.")] = None,
     processes: Annotated[int, typer.Option("--processes", min=1, max=MOST_PROCESSES, help="Ranks to start here.")] = 1,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where to measure.")] = "auto",
     name: Annotated[str | None, typer.Option("--name", help="Name in the file, instead of the chip's.")] = None,
     force: Force = False,
 ) -> int:
     """Measure this machine: products, attention, memory, launches, and collectives between processes."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise DeviceError("--device is unknown", got=device, allowed="auto, cpu, cuda")
     environment = read_environment()
     check_output(output, "--output", force=force)
     if processes > 1:

@@ -120,6 +120,7 @@ _CHOICES = re.compile(r"'(?P<got>[^']*)' is not one of (?P<choices>.+)$")
 
 def _shown(message: str) -> str:
     """A message of typer, with proposals in the form of all other errors."""
+    message = message.replace("Value error, ", "")  # of pydantic, which checks choices for typer
     if match := _PROPOSED.search(message):
         return f"{message[: match.start()]}; fix: {asked(_NAME.findall(match['names']))}"
     if match := _CHOICES.search(message):

@@ -48,51 +48,45 @@ def a_mixture_is_of_parts_only(run: Run) -> Problem | None:
     return None
 
 
-def parts_have_plain_names(run: Run) -> Problem | None:
-    """Names in `data.mixture` are letters, digits, dashes and underscores."""
-    for name in run.data.mixture:
+def parts_have_a_name_and_weight(run: Run) -> Problem | None:
+    """Names in `data.mixture` are letters, digits, dashes and underscores.
+
+    Each `data.mixture.NAME.weight` is above 0.
+    """
+    for name, part in run.data.mixture.items():
         if not _PART_NAME.fullmatch(name):
             return Problem.from_line(
                 f"data.mixture has a part without a plain name; got {name[:60]!r}; "
                 "allowed: up to 50 letters, digits, '_' and '-', the first a letter or digit"
             )
-    return None
-
-
-def parts_have_weight(run: Run) -> Problem | None:
-    """Each `data.mixture.NAME.weight` is above 0."""
-    for name, part in run.data.mixture.items():
         if part.weight == 0:
             return Problem(f"data.mixture.{name}.weight", "must be above 0", got="0", fix="or leave the part out")
     return None
 
 
-def file_sources_have_files(run: Run) -> Problem | None:
-    """`data.source` text, jsonl, parquet and packed need `data.files`; the same of parts of `data.mixture`."""
+def files_are_of_file_sources(run: Run) -> Problem | None:
+    """`data.source` text, jsonl, parquet and packed need `data.files`; the same of parts of `data.mixture`.
+
+    `data.files` and `data.validation_files` are for these sources only.
+    """
     for path, documents in _places(run):
-        if documents.source in FILE_SOURCES and not documents.files:
+        reads, given = documents.source in FILE_SOURCES, documents.files or documents.validation_files
+        if reads and not documents.files:
             return Problem.from_line(
                 f"{path}.files is empty, but {path}.source {documents.source} reads files; "
                 f"fix: set {path}.files to the files to train on"
             )
-    return None
-
-
-def other_sources_have_no_files(run: Run) -> Problem | None:
-    """`data.files` and `data.validation_files` are for sources that read files only."""
-    for path, documents in _places(run):
-        if documents.source not in FILE_SOURCES and (documents.files or documents.validation_files):
+        if given and not reads:
             name = "files" if documents.files else "validation_files"
             return Problem.from_line(
                 f"{path}.{name} is given, but {path}.source {documents.source} reads no files; "
-                f"got {', '.join((documents.files or documents.validation_files)[:3])}; "
-                f"fix: set {path}.source to text, jsonl, parquet or packed"
+                f"got {', '.join(given[:3])}; fix: set {path}.source to text, jsonl, parquet or packed"
             )
     return None
 
 
-def held_out_files_are_not_trained_on(run: Run) -> Problem | None:
-    """No file is in both `data.files` and `data.validation_files`."""
+def held_out_text_is_not_trained_on(run: Run) -> Problem | None:
+    """No file is in both `data.files` and `data.validation_files`, and `data.validation_split` is not `data.split`."""
     for path, documents in _places(run):
         # As they are written; globs are not expanded.
         shared = [name for name in documents.files if name in documents.validation_files]
@@ -100,6 +94,11 @@ def held_out_files_are_not_trained_on(run: Run) -> Problem | None:
             return Problem.from_line(
                 f"{path}.validation_files has files of {path}.files: the model would be judged on what it learned; "
                 f"got {', '.join(shared[:3])}; fix: take them out of one of the two"
+            )
+        if documents.source == "huggingface" and documents.validation_split == documents.split:
+            return Problem.from_line(
+                f"{path}.validation_split is {path}.split: the model would be judged on what it learned; "
+                f"got {documents.split}; fix: leave it out to hold out a share of the documents"
             )
     return None
 
@@ -119,17 +118,6 @@ def datasets_have_a_name(run: Run) -> Problem | None:
                     f"{path}.{name} is given, but {path}.source {documents.source} is no dataset of Hugging Face; "
                     f"fix: leave it out, or set {path}.source to huggingface"
                 )
-    return None
-
-
-def held_out_splits_are_not_trained_on(run: Run) -> Problem | None:
-    """`data.validation_split` is not `data.split`."""
-    for path, documents in _places(run):
-        if documents.source == "huggingface" and documents.validation_split == documents.split:
-            return Problem.from_line(
-                f"{path}.validation_split is {path}.split: the model would be judged on what it learned; "
-                f"got {documents.split}; fix: leave it out to hold out a share of the documents"
-            )
     return None
 
 

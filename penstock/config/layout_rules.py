@@ -170,27 +170,21 @@ def pipeline_has_enough_layers(sizes: LayoutSizes) -> Problem | None:
     )
 
 
-def layout_has_a_pipeline(run: Run) -> Problem | None:
-    """`pipeline.layout` needs `parallel.pipeline` above 1."""
-    if not run.pipeline.layout or run.parallel.pipeline > 1:
-        return None
-    return Problem.from_line(
-        f"pipeline.layout divides a pipeline, but parallel.pipeline is 1; got '{run.pipeline.layout[:60]}'; "
-        "fix: set parallel.pipeline, or leave pipeline.layout out"
-    )
-
-
 def layout_can_be_read(run: Run) -> Problem | None:
-    """`pipeline.layout` follows the grammar of docs/layouts.md.
+    """`pipeline.layout` needs `parallel.pipeline` above 1, and follows the grammar of docs/layouts.md.
 
     It holds all of `model.layers` and `model.mtp_layers` and makes `parallel.pipeline` x `pipeline.stages_per_rank`
     stages.
     """
-    if not run.pipeline.layout or run.parallel.pipeline == 1:  # the rule above refuses the latter
+    if not (text := run.pipeline.layout):
         return None
-    layers, mtp_layers = run.model.layers, run.model.mtp_layers
+    if run.parallel.pipeline == 1:
+        return Problem.from_line(
+            f"pipeline.layout divides a pipeline, but parallel.pipeline is 1; got '{text[:60]}'; "
+            "fix: set parallel.pipeline, or leave pipeline.layout out"
+        )
     try:
-        parse_stages(run.pipeline.layout, layers=layers, mtp_layers=mtp_layers, stages=stage_count(run))
+        parse_stages(text, layers=run.model.layers, mtp_layers=run.model.mtp_layers, stages=stage_count(run))
     except ConfigError as error:
         what = error.what.removeprefix("pipeline.layout ")  # the field is printed before it
         return Problem("pipeline.layout", what, got=f"{error.got}", allowed=f"{error.allowed}", fix=error.fix)
@@ -239,14 +233,17 @@ def offloaded_modules_exist(sizes: LayoutSizes) -> Problem | None:
     return _unknown_part(sizes.model, "offload.activations", sizes.offloaded, OFFLOADABLE)
 
 
-def recomputed_layers_exist(run: Run) -> Problem | None:
-    """`recompute.layers` are from 0 to `model.layers` - 1; those of `model.mtp_layers` count on from there."""
-    return _out_of_range("recompute.layers", run.recompute.layers, run.model.layers + run.model.mtp_layers)
+def recomputed_parts_exist(run: Run) -> Problem | None:
+    """`recompute.layers` are from 0 to `model.layers` - 1; those of `model.mtp_layers` count on from there.
 
-
-def recomputed_stages_exist(run: Run) -> Problem | None:
-    """`recompute.stages` are from 0 to `parallel.pipeline` x `pipeline.stages_per_rank` - 1."""
-    return _out_of_range("recompute.stages", run.recompute.stages, stage_count(run))
+    `recompute.stages` are from 0 to `parallel.pipeline` x `pipeline.stages_per_rank` - 1.
+    """
+    counts = {"layers": run.model.layers + run.model.mtp_layers, "stages": stage_count(run)}
+    for name, count in counts.items():
+        if strange := [number for number in dict(run.recompute)[name] if not 0 <= number < count]:
+            got = ", ".join(map(str, strange[:5]))
+            return Problem(f"recompute.{name}", "has numbers that do not exist", got=got, allowed=f"0 to {count - 1}")
+    return None
 
 
 def recompute_says_what(run: Run) -> Problem | None:
@@ -283,11 +280,3 @@ def _missing_parts(model: ModelSizes) -> dict[str, str]:
     if model.dense_layers == 0:
         missing["dense"] = "model.dense_layers is 0"
     return missing
-
-
-def _out_of_range(field: str, numbers: Sequence[int], count: int) -> Problem | None:
-    strange = [number for number in numbers if not 0 <= number < count]
-    if not strange:
-        return None
-    shown = ", ".join(f"{number}" for number in strange[:5])
-    return Problem(field, "has numbers that do not exist", got=shown, allowed=f"0 to {count - 1}")

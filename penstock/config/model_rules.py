@@ -19,25 +19,22 @@ def dense_model_has_only_dense_layers(run: Run) -> Problem | None:
 
 
 def experts_have_a_layer(run: Run) -> Problem | None:
-    """With `model.moe`, `model.dense_layers` is less than `model.layers`."""
+    """With `model.moe`, `model.dense_layers` is less than `model.layers`.
+
+    `model.moe.moe_layer_freq` is at most the number of layers behind `model.dense_layers`.
+    """
     model = run.model
-    if model.moe is None or model.dense_layers < model.layers:
+    if model.moe is None or model.moe_layers > 0:
         return None
+    behind = model.layers - model.dense_layers  # layers that may have experts
+    if behind > 0:
+        return Problem.from_line(
+            "model.moe.moe_layer_freq leaves no layer for the experts of model.moe; "
+            f"got every {model.moe.moe_layer_freq} of {behind} layers; allowed: 1 to {behind}"
+        )
     return Problem.from_line(
         f"model.dense_layers leaves no layer for the experts of model.moe; got {model.dense_layers} of {model.layers} "
         f'layers; allowed: 0 to {model.layers - 1}; fix: lower it, or set model.moe to "none" for a dense model'
-    )
-
-
-def every_nth_layer_exists(run: Run) -> Problem | None:
-    """`model.moe.moe_layer_freq` is at most the number of layers behind `model.dense_layers`."""
-    model = run.model
-    if model.moe is None or model.dense_layers >= model.layers or model.moe_layers > 0:
-        return None
-    behind = model.layers - model.dense_layers  # layers that may have experts
-    return Problem.from_line(
-        "model.moe.moe_layer_freq leaves no layer for the experts of model.moe; "
-        f"got every {model.moe.moe_layer_freq} of {behind} layers; allowed: 1 to {behind}"
     )
 
 
@@ -108,10 +105,11 @@ def rotary_width_is_even(run: Run) -> Problem | None:
     )
 
 
-def indexer_reads_a_latent_query(run: Run) -> Problem | None:
+def indexer_fits_its_attention(run: Run) -> Problem | None:
     """`model.attention.indexer` needs `model.attention.q_lora_rank` above 0, and heads as wide as the rotary part.
 
-    That part is `model.attention.qk_rope_head_dim`, the heads' width `model.attention.indexer.index_head_dim`.
+    That part is `model.attention.qk_rope_head_dim`, the heads' width `model.attention.indexer.index_head_dim`. It does
+    not go with `model.attention.sinks`: its loss compares weights of keys only.
     """
     attention, name = run.model.attention, "model.attention.indexer"
     if not isinstance(attention, LatentAttention) or attention.indexer is None:
@@ -120,21 +118,15 @@ def indexer_reads_a_latent_query(run: Run) -> Problem | None:
         return Problem.from_line(
             f"{name} reads the latent of queries, and model.attention.q_lora_rank is 0; fix: set q_lora_rank"
         )
-    if attention.indexer.index_head_dim >= attention.qk_rope_head_dim:
+    if attention.indexer.index_head_dim < attention.qk_rope_head_dim:
+        return Problem.from_line(
+            f"{name}.index_head_dim must be at least model.attention.qk_rope_head_dim ({attention.qk_rope_head_dim}); "
+            f"got {attention.indexer.index_head_dim}"
+        )
+    if not attention.sinks:
         return None
     return Problem.from_line(
-        f"{name}.index_head_dim must be at least model.attention.qk_rope_head_dim ({attention.qk_rope_head_dim}); "
-        f"got {attention.indexer.index_head_dim}"
-    )
-
-
-def sinks_take_no_part_in_a_choice(run: Run) -> Problem | None:
-    """`model.attention.sinks` does not go with `model.attention.indexer`, whose loss compares weights of keys only."""
-    attention = run.model.attention
-    if not isinstance(attention, LatentAttention) or attention.indexer is None or not attention.sinks:
-        return None
-    return Problem.from_line(
-        "model.attention.sinks does not go with model.attention.indexer, whose loss compares weights of keys only; "
+        f"model.attention.sinks does not go with {name}, whose loss compares weights of keys only; "
         'fix: set sinks to false, or indexer to "none"'
     )
 
@@ -231,19 +223,16 @@ def top_k_is_within_experts(run: Run) -> Problem | None:
 
 
 def groups_divide_experts(run: Run) -> Problem | None:
-    """`model.moe.router.n_group` divides `model.moe.experts`."""
-    moe = run.model.moe
-    if moe is None:
-        return None
-    return must_divide("model.moe.router.n_group", moe.router.n_group, "model.moe.experts", moe.experts)
+    """`model.moe.router.n_group` divides `model.moe.experts`.
 
-
-def kept_groups_exist(run: Run) -> Problem | None:
-    """`model.moe.router.topk_group` is at most `model.moe.router.n_group`."""
+    `model.moe.router.topk_group` is at most `model.moe.router.n_group`.
+    """
     moe, section = run.model.moe, "model.moe.router"
     if moe is None:
         return None
-    return at_most(f"{section}.topk_group", moe.router.topk_group, f"{section}.n_group", moe.router.n_group)
+    groups, kept = moe.router.n_group, moe.router.topk_group
+    unequal = must_divide(f"{section}.n_group", groups, "model.moe.experts", moe.experts)
+    return unequal or at_most(f"{section}.topk_group", kept, f"{section}.n_group", groups)
 
 
 def kept_groups_hold_top_k(run: Run) -> Problem | None:
@@ -307,34 +296,24 @@ def biases_stand_behind_unweighted_inputs(run: Run) -> Problem | None:
 
 
 def quantiles_move_a_bias(run: Run) -> Problem | None:
-    """`model.moe.balance.bias_rule` quantile needs `model.moe.router.expert_bias`."""
-    moe = run.model.moe
-    if moe is None or moe.balance.bias_rule != "quantile" or moe.router.expert_bias:
-        return None
-    return Problem(
-        "model.moe.balance.bias_rule",
-        "moves a bias that the router lacks",
-        got="quantile",
-        fix="set model.moe.router.expert_bias=true",
-    )
+    """`model.moe.balance.bias_rule` quantile needs `model.moe.router.expert_bias`.
 
-
-def quantiles_are_of_all_experts(run: Run) -> Problem | None:
-    """`model.moe.balance.bias_rule` quantile needs `model.moe.top_k` below `model.moe.experts`, and no groups of them.
-
-    It compares an expert with the best one that a token did not take; groups are `model.moe.router.n_group`.
+    It needs `model.moe.top_k` below `model.moe.experts`, and no groups of them (`model.moe.router.n_group`), because it
+    compares an expert with the best one that a token did not take.
     """
-    moe = run.model.moe
-    if moe is None or moe.balance.bias_rule != "quantile" or (moe.router.n_group == 1 and moe.top_k < moe.experts):
+    moe, field = run.model.moe, "model.moe.balance.bias_rule"
+    if moe is None or moe.balance.bias_rule != "quantile":
         return None
-    takes_all = moe.top_k >= moe.experts
-    return Problem(
-        "model.moe.balance.bias_rule",
-        "compares each expert with the best one that a token did not take, of all experts",
-        got=f"quantile, {'every expert taken' if takes_all else f'model.moe.router.n_group {moe.router.n_group}'}",
-        allowed="sign",
-        fix="set model.moe.balance.bias_rule=sign" + ("" if takes_all else ", or model.moe.router.n_group=1"),
-    )
+    if not moe.router.expert_bias:
+        fix = "set model.moe.router.expert_bias=true"
+        return Problem(field, "moves a bias that the router lacks", got="quantile", fix=fix)
+    what, fix = "compares each expert with the best one that a token did not take, of all experts", f"set {field}=sign"
+    if moe.top_k >= moe.experts:
+        return Problem(field, what, got="quantile, every expert taken", allowed="sign", fix=fix)
+    if moe.router.n_group == 1:
+        return None
+    got = f"quantile, model.moe.router.n_group {moe.router.n_group}"
+    return Problem(field, what, got=got, allowed="sign", fix=f"{fix}, or model.moe.router.n_group=1")
 
 
 def hashed_layers_have_experts(run: Run) -> Problem | None:

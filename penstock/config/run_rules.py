@@ -246,48 +246,37 @@ def layers_are_left_for_eight_bits(run: Run) -> Problem | None:
 
 
 def gathered_bits_are_multiplied(run: Run) -> Problem | None:
-    """`float8.gather` needs `parallel.shard` full, and `float8.dense` or `float8.experts` other than none."""
-    float8 = run.float8
-    if not float8.gather or (shard(run) == "full" and (float8.dense != "none" or float8.experts != "none")):
+    """`float8.gather` needs `parallel.shard` full, and `float8.dense` or `float8.experts` other than none.
+
+    Neither is rowwise or mxfp8: they quantize a weight in two ways, for each of its products, and both would travel.
+    """
+    recipes = {"dense": run.float8.dense, "experts": run.float8.experts}
+    if not run.float8.gather:
         return None
     if shard(run) != "full":
         what, got = "gathers what FSDP divides, so it needs parallel.shard=full", f"true with {shard(run)}"
-    else:
-        what, got = "gathers weights that nothing multiplies in 8 bits", "true"
-    return Problem("float8.gather", what, got=got, allowed="false", fix="set float8.gather=false")
-
-
-def gathered_blocks_are_squares(run: Run) -> Problem | None:
-    """`float8.gather` needs `float8.dense` and `float8.experts` none, auto, tensorwise, blockwise or blockwise-square.
-
-    Other recipes quantize a weight in two ways, for each of its products, and both would have to travel.
-    """
-    if not run.float8.gather:
-        return None
-    for field, value in (("dense", run.float8.dense), ("experts", run.float8.experts)):
-        if value in ("rowwise", "mxfp8"):  # scales along rows: a transposed weight has others
-            what = "has two copies of each weight, and float8.gather sends one"
+        return Problem("float8.gather", what, got=got, allowed="false", fix="set float8.gather=false")
+    if set(recipes.values()) == {"none"}:
+        what = "gathers weights that nothing multiplies in 8 bits"
+        return Problem("float8.gather", what, got="true", allowed="false", fix="set float8.gather=false")
+    for field, recipe in recipes.items():
+        if recipe in ("rowwise", "mxfp8"):  # scales along rows: a transposed weight has others
             return Problem.from_line(
-                f"float8.{field} {what}; got {value}; allowed: none, auto, tensorwise, blockwise, blockwise-square; "
-                "fix: set float8.gather=false"
+                f"float8.{field} has two copies of each weight, and float8.gather sends one; got {recipe}; "
+                "allowed: none, auto, tensorwise, blockwise, blockwise-square; fix: set float8.gather=false"
             )
     return None
 
 
-def fewer_ranks_go_on_from_a_checkpoint(run: Run) -> Problem | None:
-    """`elastic.min` needs `checkpoint.enabled`."""
-    if not run.elastic.min or run.checkpoint.enabled:
-        return None
-    got = str(run.elastic.min)
-    return Problem("elastic.min", "needs checkpoints to go on from", got=got, fix="checkpoint.enabled=true")
-
-
 def fewer_ranks_hold_what_does_not_shrink(run: Run) -> Problem | None:
-    """`elastic.min` is a multiple of `parallel.pipeline` x `parallel.context` x `parallel.tensor`, which do not shrink.
+    """`elastic.min` needs `checkpoint.enabled`, and is a multiple of the ranks of sizes that do not shrink.
 
-    Of stages whose experts are shared by `parallel.expert_tensor` too: of the least common multiple.
+    These are `parallel.pipeline` x `parallel.context` x `parallel.tensor`, and of stages whose experts are shared by
+    `parallel.expert_tensor` the least common multiple.
     """
-    least = smallest_world(replace(layout_sizes(run), ep=1))
+    got, least = str(run.elastic.min), smallest_world(replace(layout_sizes(run), ep=1))
+    if run.elastic.min and not run.checkpoint.enabled:
+        return Problem("elastic.min", "needs checkpoints to go on from", got=got, fix="checkpoint.enabled=true")
     if run.elastic.min % least == 0:
         return None
     sizes = ", ".join(
@@ -296,5 +285,4 @@ def fewer_ranks_hold_what_does_not_shrink(run: Run) -> Problem | None:
         if (size := dict(run.parallel)[name]) > 1
     )
     wrong = f"is no multiple of the {least} ranks of sizes that do not shrink (parallel: {sizes})"
-    allowed = f"0, or a multiple of {least}"
-    return Problem("elastic.min", wrong, got=str(run.elastic.min), allowed=allowed)
+    return Problem("elastic.min", wrong, got=got, allowed=f"0, or a multiple of {least}")

@@ -7,6 +7,7 @@ become tuples, a lone text becomes a list if a list is wanted, and the text "non
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
@@ -117,33 +118,24 @@ def paths_in(tree: Mapping[str, Any], above: str = "") -> frozenset[str]:
 
 def merge(section: type[Section], base: Mapping[str, Any], overlay: Mapping[str, Any]) -> Tree:
     """`base` with the values of `overlay`, table by table; both are settled. Of another `kind` shared values stay."""
-    merged = dict(base)  # the base stays as it is
-    for key, value in overlay.items():
-        below = base.get(key)
-        field = fields_of(section).get(key)
-        if field is not None and field.sections and isinstance(value, Mapping) and isinstance(below, Mapping):
-            merged[key] = _merge_section(field, below, value)
-        else:
-            merged[key] = value
-    return merged
+    fields = fields_of(section)
+    return {**base, **{key: _merge_value(fields.get(key), base.get(key), value) for key, value in overlay.items()}}
 
 
-def _merge_section(field: Field, base: Mapping[str, Any], overlay: Mapping[str, Any]) -> Tree:
+def _merge_value(field: Field | None, below: Any, value: Any) -> Any:
+    if field is None or not field.sections or not isinstance(value, Mapping) or not isinstance(below, Mapping):
+        return value
     if field.named:
-        return dict(base) | {name: _merge_named(field, base.get(name), value) for name, value in overlay.items()}
-    kind = overlay.get(KIND, base.get(KIND))
+        inner = replace(field, named=False)
+        return {**below, **{name: _merge_value(inner, below.get(name), part) for name, part in value.items()}}
+    kind = value.get(KIND, below.get(KIND))
     section = alternative(field.sections, kind)
     if section is None:  # an unknown kind: the schema will refuse it and name the known ones
-        return {**base, **overlay}
-    if kind != base.get(KIND):
+        return {**below, **value}
+    if kind != below.get(KIND):
         # Fields of the old kind go; those that the overlay gives stay and are refused if unknown.
-        base = {key: value for key, value in base.items() if key in fields_of(section) and key != KIND}
-    return merge(section, base, overlay)
-
-
-def _merge_named(field: Field, below: Any, value: Any) -> Any:
-    both = isinstance(below, Mapping) and isinstance(value, Mapping)
-    return merge(field.sections[0], below, value) if both else value
+        below = {key: value for key, value in below.items() if key in fields_of(section) and key != KIND}
+    return merge(section, below, value)
 
 
 AnySection = TypeVar("AnySection", bound=Section)

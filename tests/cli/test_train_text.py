@@ -4,7 +4,6 @@ import gzip
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -16,6 +15,7 @@ from penstock.config.data import Data
 from penstock.config.load import dump_toml
 from penstock.data.sources import SplitFilter
 from tests.cli import answers
+from tests.cli.test_train import metrics_of
 from tests.train.tiny_run import tiny_run
 
 MIXTURE = """
@@ -69,10 +69,6 @@ refused = partial(answers.refused, "train", starts=True)
 
 def everything() -> dict[str, bytes]:
     return {str(path): path.read_bytes() if path.is_file() else b"" for path in Path().rglob("*")}
-
-
-def metrics_of(folder: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 
 REFUSED = [

@@ -38,15 +38,13 @@ def test_experts_are_divided_over_as_many_ranks_as_the_run_wants_or_there_are(
         assert micro_batches(fitted, grid) * grid.data * wanted.training.micro_batch == wanted.training.global_batch
 
 
-def test_a_run_that_is_not_elastic_keeps_its_layout_and_is_refused() -> None:
+def test_a_run_that_is_not_elastic_keeps_its_layout() -> None:
     rigid = run("parallel.expert=4")
     assert possible_ranks(rigid, 8) == (8, 4)
     assert on_ranks(rigid, 2) is rigid
-    with pytest.raises(ConfigError, match="parallel needs more ranks"):
-        grid_of(on_ranks(rigid, 2), 2)
 
 
-def test_ranks_that_nothing_divides_are_refused_as_before() -> None:
-    wanted = run("parallel.expert=4", "elastic.min=1")
+@pytest.mark.parametrize(("overrides", "ranks"), [((), 2), (("elastic.min=1",), 3)])
+def test_ranks_that_nothing_divides_are_refused_as_before(overrides: tuple[str, ...], ranks: int) -> None:
     with pytest.raises(ConfigError, match="parallel needs more ranks"):
-        grid_of(on_ranks(wanted, 3), 3)
+        grid_of(on_ranks(run("parallel.expert=4", *overrides), ranks), ranks)

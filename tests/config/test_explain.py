@@ -24,7 +24,8 @@ def test_a_field_is_explained_with_range_presets_and_rules() -> None:
         "  default  1",
         "  presets  3: deepseek-v2",
         "           4: deepseek-v3, deepseek-v3.2",
-        "  rules    `model.moe.router.topk_group` is at most `model.moe.router.n_group`.",
+        "  rules    `model.moe.router.n_group` divides `model.moe.experts`. `model.moe.router.topk_group` is at most "
+        "`model.moe.router.n_group`.",
         "           The groups that are kept (`model.moe.router.topk_group`) hold at least `model.moe.top_k` experts.",
     ]
 

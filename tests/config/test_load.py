@@ -96,12 +96,6 @@ def test_a_file_may_start_from_a_variant_and_with_a_byte_order_mark(tmp_path: Pa
     assert (run.name, run.model.layers, run.seed) == ("cut", 8, 3)
 
 
-def test_a_whole_file_needs_no_preset(tmp_path: Path) -> None:
-    text = dump_toml(debug())
-    assert "preset" not in text  # every field is written out
-    assert load_run(write(tmp_path / "whole.toml", text)) == debug()
-
-
 def test_a_target_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     gone, path = tmp_path / "quite/another.toml", write(tmp_path / "a.toml", "")
     assert message_of(str(gone)) == f"there is no file {gone}; fix: check the path, or name a preset"
@@ -150,12 +144,6 @@ def test_a_preset_is_loaded_by_name_and_read_back_the_same(name: str, tmp_path: 
     run = load_run(name)
     assert run == preset(name)
     assert load_run(write(tmp_path / "other-name.toml", dump_toml(run))) == run
-
-
-def test_a_dense_run_with_files_is_read_back_the_same(tmp_path: Path) -> None:
-    dense = ["model.moe=none", "model.layers=2", "model.dense_layers=2"]  # a section that is none
-    run = load_run("debug", [*dense, "data.source=text", 'data.files=["a\\"b.txt", "c d.txt"]'])
-    assert load_run(write(tmp_path / "a.toml", dump_toml(run))) == run
 
 
 def test_a_written_run_says_every_field_that_is_not_none() -> None:
