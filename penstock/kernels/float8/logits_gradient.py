@@ -35,7 +35,7 @@ from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.linear_cross_entropy import logit_slopes
 from penstock.kernels.reference import IGNORED_LABEL
-from penstock.kernels.tuning import KernelLaunch, target_of
+from penstock.kernels.tuning import KernelLaunch
 
 if HAS_GLUON:
     from penstock.kernels.gluon import float8_quantize_kernels as hopper
@@ -64,9 +64,8 @@ def logits_gradient(
         return both
     source, launch = (logits_TV, labels_T, logsumexp_T), launch or FUSED_DEFAULT
     if launch.engine == "gluon":
-        blocks, target = (rows.block, columns.block), target_of(logits_TV.device)
-        problem = hopper_obstacle(blocks, recipe.scaling, [form], width, target)
-        if problem is None and logits_TV.dtype == torch.bfloat16 and tokens % ALIGNMENT == 0:
+        problem = hopper_obstacle(logits_TV, width, (rows.block, columns.block), recipe.scaling, [form])
+        if problem is None and tokens % ALIGNMENT == 0:
             eights = columns.values.view(torch.int64)
             start_kernel(
                 hopper.logits_gradient_kernel, (width // ALIGNMENT, tokens // ALIGNMENT),

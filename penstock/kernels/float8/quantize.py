@@ -226,33 +226,34 @@ def _launch_hopper(
 
 
 def hopper_obstacle(
-    blocks: Sequence[Block], scaling: Scaling, forms: Sequence[Format], width: int, target: str
+    x_RD: Tensor, width: int, blocks: Sequence[Block], scaling: Scaling, forms: Sequence[Format]
 ) -> str | None:
-    """Why the Hopper kernels cannot write copies of `width` columns, or None.
+    """Why the Hopper kernels cannot read x and write copies of `width` columns, or None.
 
     `blocks` are those of numbers by rows, written or read in 8 bits, if there are any; last, of transposed ones.
     """
-    if (reason := support.obstacle(target)) is not None:
+    if (reason := support.obstacle(target_of(x_RD.device))) is not None:
         return reason
     *by_row, by_column = blocks
     fits = {*by_row} <= {BLOCKWISE_SQUARE.rows} and by_column in (BLOCKWISE_SQUARE.rows, BLOCKWISE_SQUARE.columns)
     if not fits or scaling != BLOCKWISE_SQUARE.scaling or not {*forms} <= {E4M3, E5M2}:
         return "copies are not those of a blockwise recipe"
+    if x_RD.dtype != torch.bfloat16 and x_RD.itemsize > 1:
+        return f"numbers are {x_RD.dtype}, not bfloat16"
     return f"a width of {width} is no multiple of {ALIGNMENT}" if width % ALIGNMENT else None
 
 
 def _is_hoppers(source: _Source, copies: tuple[Quantized | None, Quantized], form: Format, scaling: Scaling) -> bool:
     """Whether the Hopper kernel can write copies of a source."""
     values, (rows, columns) = source.values, copies
-    if source.scales is None:
-        fits = values.dtype == torch.bfloat16
-        blocks = (columns.block,) if rows is None else (rows.block, columns.block)
-    else:
-        fits = source.scales.dtype == torch.float32 and rows is None
-        blocks = (source.block, columns.block)
+    by_row = [] if rows is None else [rows.block]
+    if source.scales is not None:
+        if source.scales.dtype != torch.float32 or rows is not None:
+            return False
+        by_row = [source.block]
     is_whole = source.tiles is not None or source.rows % ALIGNMENT == 0
-    problem = hopper_obstacle(blocks, scaling, [form], source.width, target_of(values.device))
-    return fits and is_whole and values.ndim == 2 and problem is None
+    problem = hopper_obstacle(values, source.width, [*by_row, columns.block], scaling, [form])
+    return is_whole and values.ndim == 2 and problem is None
 
 
 def _measure(source: _Source, rows: Quantized | None, columns: Quantized | None) -> tuple[Tensor | None, Tensor | None]:

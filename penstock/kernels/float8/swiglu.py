@@ -47,7 +47,7 @@ from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import ExpertRule
 from penstock.kernels.swiglu import activation_gradients, load_activated
-from penstock.kernels.tuning import KernelLaunch, programs_of, target_of
+from penstock.kernels.tuning import KernelLaunch, programs_of
 
 if HAS_GLUON:
     from penstock.kernels.gluon import float8_quantize_kernels as hopper
@@ -142,8 +142,10 @@ def swiglu_backward(
     ]
     products_PR = None if weights_R is None else weights_R.new_zeros(parts, rows)
     sources = source_SF, first, None if weights_R is None else weights_R.contiguous(), dh_RF
-    tiles, forms, by_input = quantize.group_tiles(counts_e, rows), (forward, gradient), rule.weighs_input
-    if _is_hoppers(source_SF, recipe, forms, launch):
+    tiles, by_input = quantize.group_tiles(counts_e, rows), rule.weighs_input
+    blocks = (recipe.rows, recipe.columns)
+    is_hoppers = quantize.hopper_obstacle(source_SF, width, blocks, recipe.scaling, (forward, gradient)) is None
+    if launch.engine == "gluon" and is_hoppers:
         columns, h_columns = copies[1].values.view(torch.int64), copies[2].values.view(torch.int64)
         if h_columns.numel():
             start_kernel(
@@ -166,15 +168,6 @@ def swiglu_backward(
         )  # fmt: skip
     dweights_R = None if products_PR is None else products_PR.sum(0)
     return SwigluForBackward(copies[0], copies[1], copies[2], dweights_R, None)
-
-
-def _is_hoppers(gate_up_RF: Tensor, recipe: Recipe, forms: tuple[Format, Format], launch: BackwardLaunch) -> bool:
-    """Whether a launch asks for the Hopper kernel and it can run."""
-    if launch.engine != "gluon" or gate_up_RF.dtype != torch.bfloat16:
-        return False
-    blocks, width = (recipe.rows, recipe.columns), gate_up_RF.shape[1] // 2
-    target = target_of(gate_up_RF.device)
-    return quantize.hopper_obstacle(blocks, recipe.scaling, forms, width, target) is None
 
 
 def _is_fused(recipe: Recipe, width: int) -> bool:

@@ -88,6 +88,13 @@ def transposed(made: SwigluForBackward, counts_e: Tensor | None) -> list[Quantiz
     return [without_tail(copy, counts_e) for copy in (made.d_gate_up_columns, made.h_columns)]
 
 
+def assert_all_same(
+    found: Sequence[Quantized | None], expected: Sequence[Quantized | None], rows: int | None = None
+) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        assert_same(mine, other, rows)
+
+
 def assert_same(found: Quantized | None, expected: Quantized | None, rows: int | None = None) -> None:
     """The same blocks and the same bits of the first rows; a NaN may have either sign. None equals None."""
     assert (found is None) == (expected is None)

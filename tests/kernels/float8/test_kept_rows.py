@@ -25,7 +25,14 @@ from penstock.kernels.tuning import target_of
 from penstock.moe.dispatch.row_capacity import ActivationArena, make_room
 from tests.kernels.ahead_of_time import TARGETS
 from tests.kernels.expert_batch import Batch, draw_batch
-from tests.kernels.float8.draw_quantized import assert_same, draw_rows, draw_weight, form_on, transposed
+from tests.kernels.float8.draw_quantized import (
+    assert_all_same,
+    assert_same,
+    draw_rows,
+    draw_weight,
+    form_on,
+    transposed,
+)
 from tests.kernels.float8.test_products import DESCRIPTORS, POINTERS, compile_product
 from tests.kernels.float8.test_swiglu import compiled as compile_activation
 
@@ -138,8 +145,7 @@ def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(
         options = {"keep_plain": rule.limit is not None, "launch": launch}
         own, kept = (swiglu_backward(rows, *given, **options) for rows in (own_RF, place))
         assert_same(kept.d_gate_up, own.d_gate_up, used)
-        for mine, other in zip(transposed(kept, counts_e), transposed(own, counts_e), strict=True):
-            assert_same(mine, other)
+        assert_all_same(transposed(kept, counts_e), transposed(own, counts_e))
         assert torch.equal(kept.dweights_R, own.dweights_R)
         assert not kept.dweights_R[used:].any(), "these weights belong to no expert"
         if rule.limit is not None:

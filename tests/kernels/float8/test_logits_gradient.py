@@ -21,7 +21,7 @@ from penstock.kernels.linear_cross_entropy import linear_cross_entropy_kernel
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import KernelLaunch, target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_launches, on_meta
-from tests.kernels.float8.draw_quantized import assert_same
+from tests.kernels.float8.draw_quantized import assert_all_same
 from tests.kernels.gluon.gluon_in_torch import quantizing_in_torch
 
 needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
@@ -85,8 +85,7 @@ def test_the_copies_are_those_of_the_gradient_in_16_bits_bit_for_bit(
         case = case_of(tokens, width, dtype)
         found = logits_gradient(*case, recipe, form, **case.place)
         expected = quantize_rows(in_16_bits(case), recipe, form, columns=recipe.rows)
-        for mine, other in zip(found, expected, strict=True):
-            assert_same(mine, other)
+        assert_all_same(found, expected)
         assert not found.rows.values[1:3].float().any() and found.rows.values[3].float().any()
 
 
@@ -140,8 +139,7 @@ def test_triton_replaces_hoppers_kernel_where_it_cannot_run(monkeypatch: pytest.
         case = case_of(tokens, width, dtype)
         found = logits_gradient(*case, recipe, E4M3, **case.place, launch=GLUON["gluon"])
         expected = quantize_rows(in_16_bits(case), recipe, E4M3, columns=recipe.rows)
-        for mine, other in zip(found, expected, strict=True):
-            assert_same(mine, other)
+        assert_all_same(found, expected)
     assert not launched
 
 

@@ -26,7 +26,7 @@ from penstock.kernels.float8.recipes import (
 from penstock.kernels.float8.reference import quantize_rows
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
-from tests.kernels.float8.draw_quantized import assert_same
+from tests.kernels.float8.draw_quantized import assert_all_same, assert_same
 from tests.kernels.parity import assert_parity
 
 EPSILON = 1e-5
@@ -52,8 +52,7 @@ def test_both_copies_are_of_the_very_rows_that_come_out(
     normed_TD, sum_TD, found = norm.rms_norm(x_TD, residual_TD, weight_D, EPSILON, recipe, E4M3, columns=columns)
     assert torch.equal(normed_TD, expected_TD) and torch.equal(sum_TD, expected_sum_TD)
     expected = quantize_rows(expected_TD, recipe, E4M3, columns=recipe.columns if columns else None)
-    assert_same(found.rows, expected.rows)
-    assert_same(found.columns, expected.columns)
+    assert_all_same(found, expected)
 
 
 @pytest.mark.parametrize("form", [E4M3, E4M3_FNUZ], ids=["ocp", "fnuz"])
@@ -66,8 +65,7 @@ def test_rows_are_not_written_in_16_bits_without_keep_plain(form: Format, device
         assert (carrier_TD.shape, carrier_TD.dtype) == (kept_TD.shape, kept_TD.dtype)
         assert carrier_TD.untyped_storage().nbytes() == 4
         assert torch.equal(same_TD, sum_TD) and (residual is not None or torch.equal(sum_TD, x_TD))
-        assert_same(found.rows, expected.rows)
-        assert_same(found.columns, expected.columns)
+        assert_all_same(found, expected)
 
 
 @pytest.mark.parametrize("keep_plain", [True, False])

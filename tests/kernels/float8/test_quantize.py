@@ -41,7 +41,7 @@ from penstock.kernels.float8.reference import dequantize
 from tests.closeness import assert_equal
 from tests.examples import examples
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_launches, compile_without_spills, on_meta
-from tests.kernels.float8.draw_quantized import assert_same, without_tail
+from tests.kernels.float8.draw_quantized import assert_all_same, assert_same, without_tail
 
 # Infinity times zero, in the interpreter's own arithmetic.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -89,9 +89,9 @@ def test_rows_and_columns_equal_the_definition(
     for dtype in (torch.bfloat16, torch.float32):
         x_RD = rows(*shape, device, dtype)
         found, expected = both_copies(x_RD, recipe, form)
-        for mine, other in zip(found, expected, strict=True):
-            assert_same(mine, other)
-            assert_whole_rows_apart(mine)
+        assert_all_same(found, expected)
+        assert_whole_rows_apart(found.rows)
+        assert_whole_rows_apart(found.columns)
         assert_same(quantize_rows(x_RD, recipe, form).rows, expected.rows)
 
 
@@ -131,8 +131,7 @@ def test_nan_infinity_zero_and_tiny_numbers_equal_the_definition(
         x_RD[0, 3], x_RD[1, 200], x_RD[2, 0] = math.nan, math.inf, -math.inf
     x_RD[3], x_RD[4], x_RD[5], x_RD[6] = 0.0, -0.0, 2.0**-140, -(2.0**-126)
     x_RD[7], x_RD[8, 8] = 1e37, 3e38
-    for found, expected in zip(*both_copies(x_RD, recipe, form), strict=True):
-        assert_same(found, expected)
+    assert_all_same(*both_copies(x_RD, recipe, form))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -163,10 +162,10 @@ def test_weights_equal_the_definition_and_are_filled_in_place(
     expected = reference.quantize_weight(w_eFD, recipe, E4M3)
     filled = quantize_weight(w_eFD, recipe, E4M3, into=copies)
     assert filled is copies and [tensor.data_ptr() for copy in filled for tensor in copy[:2]] == memory
-    for mine, fresh, other in zip(filled, quantize_weight(w_eFD, recipe, E4M3), expected, strict=True):
-        assert_same(mine, other)
-        assert_same(fresh, other)
-        assert_whole_rows_apart(fresh)
+    fresh = quantize_weight(w_eFD, recipe, E4M3)
+    assert_all_same([*filled, *fresh], [*expected] * 2)
+    assert_whole_rows_apart(fresh.forward)
+    assert_whole_rows_apart(fresh.backward)
 
 
 def test_contiguous_copies_of_a_weight_are_filled_too(device: torch.device) -> None:
@@ -174,8 +173,7 @@ def test_contiguous_copies_of_a_weight_are_filled_too(device: torch.device) -> N
     expected = reference.quantize_weight(w_eFD, BLOCKWISE, E4M3)
     copies = WeightCopies(*(one._replace(values=torch.zeros_like(one.values)) for one in expected))
     quantize_weight(w_eFD, BLOCKWISE, E4M3, into=copies)
-    for mine, other in zip(copies, expected, strict=True):
-        assert_same(mine, other)
+    assert_all_same(copies, expected)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.float8 import quantize
+
 # Modules of the kernels that quantize tiles, in the order of their imports.
 QUANTIZING = (
     "penstock.kernels.float8.scaling",
@@ -363,5 +365,5 @@ def quantizing_in_torch(monkeypatch: pytest.MonkeyPatch, caller: ModuleType) -> 
         launch(getattr(module, kernel.fn.__name__), grid, source, *rest, **constants)
 
     monkeypatch.setattr(caller, "start_kernel", start_kernel)
-    monkeypatch.setattr(caller, "target_of", lambda device: "sm_90")
+    monkeypatch.setattr(quantize, "target_of", lambda device: "sm_90")
     return launched

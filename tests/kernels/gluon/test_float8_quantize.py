@@ -26,7 +26,7 @@ from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import KernelLaunch
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_launches, on_meta
-from tests.kernels.float8.draw_quantized import assert_same, draw_activation, transposed, without_tail
+from tests.kernels.float8.draw_quantized import assert_all_same, assert_same, draw_activation, transposed, without_tail
 from tests.kernels.gluon.gluon_in_torch import quantizing_in_torch
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
@@ -99,17 +99,20 @@ def test_triton_replaces_the_kernel_where_it_cannot_run(launched: list[tuple[int
     assert not launched
 
 
-def test_on_another_chip_triton_does_all() -> None:
-    for recipe, target, problem in (
-        (BLOCKWISE, "sm_90", "None"),
-        (BLOCKWISE_SQUARE, "sm_90", "None"),
-        (BLOCKWISE, "sm_100", "sm_100"),
-        (MXFP8, "sm_90", "recipe"),
+def test_what_the_kernels_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, squares = (1, 128), (128, 128)
+    for target, dtype, width, blocks, problem in (
+        ("sm_90", torch.bfloat16, 256, (lines, lines), "None"),
+        ("sm_90", torch.bfloat16, 256, (lines, squares), "None"),
+        ("sm_100", torch.bfloat16, 256, (lines, lines), "sm_100"),
+        ("sm_90", torch.bfloat16, 256, ((1, 32), (1, 32)), "recipe"),
+        ("sm_90", torch.bfloat16, 256, (squares, squares), "recipe"),
+        ("sm_90", torch.float32, 256, (lines, lines), "float32"),
+        ("sm_90", torch.bfloat16, 200, (lines, lines), "200"),
     ):
-        blocks = recipe.rows, recipe.columns
-        assert problem in str(quantize.hopper_obstacle(blocks, recipe.scaling, [E4M3], 256, target))
-    squares = [BLOCKWISE.weights, BLOCKWISE.weights]
-    assert "recipe" in str(quantize.hopper_obstacle(squares, BLOCKWISE.scaling, [E4M3], 256, "sm_90"))
+        monkeypatch.setattr(quantize, "target_of", lambda device, target=target: target)
+        x_RD = torch.zeros(1, width, dtype=dtype)
+        assert problem in str(quantize.hopper_obstacle(x_RD, width, blocks, BLOCKWISE.scaling, [E4M3])), problem
 
 
 @pytest.mark.gpu
@@ -256,8 +259,7 @@ def test_nan_and_infinity_are_visible_in_their_row_and_block_of_columns(recipe: 
     given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, recipe, E4M3, E4M3)
     found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
     assert_same(found.d_gate_up, expected.d_gate_up, 20)
-    for mine, other in zip(transposed(found, counts_e), transposed(expected, counts_e), strict=True):
-        assert_same(mine, other)
+    assert_all_same(transposed(found, counts_e), transposed(expected, counts_e))
     assert found.d_gate_up.scales[7, 0].isnan() and found.d_gate_up.scales[12, 0].isinf()
 
 
