@@ -134,7 +134,6 @@ def shape_of(op: str, shapes: Shapes) -> dict[str, int]:
 
 
 def has(op: str, shapes: Shapes) -> bool:
-    """Whether the model has a part at all."""
     return _ONLY_WITH.get(op, shapes.attention) == shapes.attention and all(shape_of(op, shapes).values())
 
 

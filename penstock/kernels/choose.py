@@ -146,7 +146,6 @@ def _router_obstacle(shapes: Shapes) -> str | None:
 def _answer(
     point: ChoicePoint, wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes, measured: Measurements | None
 ) -> tuple[str, str]:
-    """Backend and reason."""
     op = point.op
     obstacles = {name: obstacle(op, name, device, shapes) for name in BACKENDS if op in BACKENDS[name].ops}
     # The most specific knob that names a backend decides.
@@ -171,7 +170,6 @@ def _answer(
 
 
 def _is_there(point: ChoicePoint, shapes: Shapes) -> bool:
-    """Whether the model calls an operator."""
     return bool(shapes.index_heads) if point.op == "sparse" else any(has(part.op, shapes) for part in point.parts)
 
 
@@ -189,7 +187,6 @@ def _unmeasured(op: str, obstacles: Mapping[str, str | None], device: DeviceFact
 
 
 def _as_asked(op: str, knob: str, backend: str, obstacles: Mapping[str, str | None]) -> tuple[str, str]:
-    """Backend and reason where a knob names one."""
     if knob == "all" and backend not in obstacles:
         return "reference", f"kernels.all={backend}, which has no {op} of its own"
     if obstacles[backend] is not None:
@@ -222,7 +219,6 @@ def _fastest(
 
 
 def _place(shape: Mapping[str, int]) -> str:
-    """A measured shape in a few words."""
     if "ffn" in shape:
         return f"{shape['experts']} experts x {shape['tokens'] * shape['top_k'] // shape['experts']} rows"
     return f"{shape['tokens']} tokens"
@@ -289,7 +285,6 @@ def _masked_attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Sh
 
 
 def _bounded_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
-    """Reason why our kernel between bounds cannot run, or None."""
     if device.kind == "cpu":
         return "no GPU"
     if not device.has_triton:
@@ -301,7 +296,6 @@ def _bounded_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
 
 
 def _flash_4_obstacle(device: DeviceFacts) -> str | None:
-    """Reason why flash-attn-4 cannot run, or None."""
     if FLASH_4 not in device.packages:
         return f"{FLASH_4} is not installed"
     if device.kind == "cpu" or device.target not in flash_4.WIDEST:

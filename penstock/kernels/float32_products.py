@@ -101,7 +101,6 @@ class _LinearInParts(torch.autograd.Function):
 
 
 def _float32_product(left: Tensor, right: Tensor) -> Tensor:
-    """Product of two bfloat16 matrices."""
     if on_gpu(left):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()

@@ -190,7 +190,6 @@ def _check(
     dtype: torch.dtype | None = None,
     **operands: tuple[Any, tuple[int, ...]],
 ) -> None:
-    """Raise KernelError unless each operand has its shape and dtype."""
     dtype = dtype or next(iter(operands.values()))[0].dtype
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise KernelError(f"grouped GEMM ({product})", got=dtype, allowed="bfloat16, float16 or float32")
@@ -225,7 +224,6 @@ def _check_blocks(what: str, operand: Tensor) -> None:
 
 
 def _check_bias(bias_eF: Tensor | None, weights_R: Tensor | None, shape: tuple[int, int], rows: int) -> None:
-    """Raise KernelError unless bias and weights fit the output."""
     if bias_eF is not None and (bias_eF.shape != shape or not bias_eF.is_contiguous()):
         got = f"shape {tuple(bias_eF.shape)}, strides {bias_eF.stride()}"
         raise KernelError("grouped GEMM (forward): bias_eF does not fit", got=got, allowed=f"contiguous {shape}")
@@ -323,7 +321,6 @@ def _launch_rows(
 def _launch_weights(
     dy: Tensor, x: Tensor, dw: Tensor, index: Tensor | None, tiles: TileTable, launch: GemmLaunch, *, accumulate: bool
 ) -> None:
-    """Run `weights_kernel` or the Hopper kernel."""
     experts, rows, columns = dw.shape
     if launch.engine == "gluon" and hopper_obstacle(dy, index, target_of(dy.device)) is None:
         # Pieces of a 16-bit result are twice as wide, so they have as many bytes.

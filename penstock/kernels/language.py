@@ -45,7 +45,6 @@ class _Kernel:
         self.__name__ = function.__name__
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        """Refuses to launch."""
         raise KernelError("kernels need Triton, which is not installed", got=self.__name__, fix="pip install triton")
 
 

@@ -160,5 +160,4 @@ def grouped_gemm_launch(product: GemmProduct, device: torch.device, dtype: torch
 
 
 def _by_size(launches: LaunchBySize, matrix: int) -> GemmLaunch:
-    """The launch for matrices of so many elements."""
     return [launch for least, launch in launches if matrix >= least][-1]

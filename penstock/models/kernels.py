@@ -123,7 +123,6 @@ def _recipe_on(knob: RecipeKnob, target: str) -> Recipe | None:
 
 
 def _float8_backend(run: Run, device: DeviceFacts, dense: Sequence[Recipe | None]) -> str:
-    """The backend; `dense` are the recipes of dense products."""
     wanted: str = run.kernels.float8
     obstacles = [torch_obstacle(recipe, device.target, torch.version.cuda) for recipe in dense if recipe is not None]
     if wanted == AUTO:

@@ -179,7 +179,6 @@ def _check(product: str, **operands: tuple[Quantized, tuple[int, ...]]) -> Scali
 
 
 def _check_result(product: str, result: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuse memory that the result cannot be written to in blocks."""
     if result.shape != shape or result.dtype != dtype or dtype not in (torch.bfloat16, torch.float32):
         got, allowed = f"{result.dtype} {tuple(result.shape)}", f"{dtype} {shape}, bfloat16 or float32"
         raise KernelError(f"float8 product ({product}): the result does not fit", got=got, allowed=allowed)
@@ -268,7 +267,6 @@ def hopper_obstacle(a: Quantized, b: Quantized, target: str) -> str | None:
 
 
 def _is_hoppers(a: Quantized, b: Quantized, launch: ProductLaunch) -> bool:
-    """Whether a launch asks for the Hopper kernels and they can run."""
     return launch.engine == "gluon" and hopper_obstacle(a, b, target_of(a.values.device)) is None
 
 
@@ -320,6 +318,5 @@ def _strides(operand: Quantized) -> tuple[int, int]:
 
 
 def _constants(launch: ProductLaunch, scaling: Scaling) -> dict[str, Any]:
-    """Constants of both kernels, warps and stages."""
     scales = {"AHEAD": launch.ahead and scaling == "promoted", "SCALING": scaling}
     return {**launch.constants, **scales, "num_warps": launch.warps, "num_stages": launch.stages}

@@ -144,8 +144,6 @@ def group_tiles(counts_e: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Source:
-    """The tensor to quantize."""
-
     values: Tensor  # (e x) rows x width; with an index any number of rows
     scales: Tensor | None  # of 8-bit values
     index_R: Tensor | None  # source row of each row
@@ -244,7 +242,6 @@ def hopper_obstacle(
 
 
 def _is_hoppers(source: _Source, copies: tuple[Quantized | None, Quantized], form: Format, scaling: Scaling) -> bool:
-    """Whether the Hopper kernel can write copies of a source."""
     values, (rows, columns) = source.values, copies
     by_row = [] if rows is None else [rows.block]
     if source.scales is not None:
