@@ -135,9 +135,8 @@ def scalars_of(
 
 
 @torch.no_grad()
-def update(tensor: AdamWTensor, scalars: AdamWScalars) -> None:
+def update(tensor: AdamWTensor, step: AdamWScalars) -> None:
     """Make one step of AdamW and set the gradient to zero: the definition, in a fixed order of float32 operations."""
-    step = scalars
     gradient = tensor.gradient * step.scale
     master = master_of(tensor)
     moment1, moment2 = first_moment_of(tensor), _load(tensor.moment2, tensor.scale2, ROOT_DECADES)
@@ -216,9 +215,10 @@ class AdamWLaunch:
             assert (_formats(tensor), _is_aligned(tensor)) == (_formats(first), self._is_aligned), "formats differ"
             width = _width(tensor)
             blocks = tensor.value.numel() // width * blocks_of_row(width)
-            addresses = tensor.value, tensor.gradient, tensor.master, tensor.moment1, tensor.moment2
+            parts = tensor.value, tensor.gradient, tensor.master, tensor.moment1, tensor.moment2
+            addresses = [0 if part is None else part.data_ptr() for part in (*parts, tensor.scale1, tensor.scale2)]
             places = blocks_of_row(width), blocks, programs, tensor.start, (tensor.salt << 1) | tensor.is_decayed
-            rows.append([*map(_address, (*addresses, tensor.scale1, tensor.scale2)), width, *places])
+            rows.append([*addresses, width, *places])
             tensor_programs = ceil_div(blocks, PROGRAM_BLOCKS)
             owners.append(torch.full((tensor_programs,), number, dtype=torch.int32, device="cpu"))
             programs += tensor_programs
@@ -227,12 +227,11 @@ class AdamWLaunch:
         self._owners = torch.cat(owners).to(device)
         self._numbers = _numbers_on(device)
 
-    def run(self, scalars: AdamWScalars) -> None:
+    def run(self, step: AdamWScalars) -> None:
         """Update all tensors; the host does not wait."""
         if self._is_dry:
             self._record()
             return
-        step = scalars
         start_kernel(
             adamw_kernel, (len(self._owners),),
             self._owners, self._table, self._numbers, seed_of(step.step, 0), step.decay, step.step_size,
@@ -275,10 +274,6 @@ def _width(tensor: AdamWTensor) -> int:
 def _is_aligned(tensor: AdamWTensor) -> bool:
     given = tensor.value, tensor.gradient, *tensor.state
     return _width(tensor) % VALUES == 0 and all(value.data_ptr() % ALIGNMENT == 0 for value in given)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 @cache

@@ -105,14 +105,13 @@ class _Sizes(NamedTuple):
             "num_stages": launch.stages,
         }
 
-    @property
-    def of_chunks(self) -> tuple[int, int, int]:
-        """Grid with a program for each chunk of a head."""
-        return self.chunks, self.heads, self.rows
-
-    def over_chunks(self, part: str) -> tuple[int, int, int]:
-        """Grid with a program for some value features of a head."""
-        return ceil_div(self.value_width, self.launch(part)["BLOCK_M"]), self.heads, self.rows
+    def start(
+        self, kernel: Any, part: str, *arguments: Tensor | int | None, over_chunks: bool = False, **constants: int
+    ) -> None:
+        """Launch a program for each chunk of a head, or for some value features of a head in all chunks of a row."""
+        constants = self.launch(part) | constants
+        programs = ceil_div(self.value_width, constants["BLOCK_M"]) if over_chunks else self.chunks
+        start_kernel(kernel, (programs, self.heads, self.rows), *arguments, **constants)
 
 
 def delta_rule(
@@ -152,23 +151,21 @@ class _DeltaRule(torch.autograd.Function):
         c_BSH, carried_BSH, kept_BSH = (torch.empty_like(g_BSH) for _ in range(3))
         u_BSHM = torch.empty_like(v_BSHM)
         t_BSHJ, w_BSHN = (v_BSHM.new_empty(rows, positions, heads, width) for width in (sizes.chunk, sizes.key_width))
-        start_kernel(
-            delta_system_kernel, sizes.of_chunks,
+        sizes.start(
+            delta_system_kernel, "system",
             k_BSGN, v_BSHM, g_BSH, beta_BSH, documents_BS, c_BSH, carried_BSH, kept_BSH, t_BSHJ, u_BSHM, w_BSHN,
-            positions, **sizes.launch("system"), SIDE=INVERTED,
+            positions, SIDE=INVERTED,
         )  # fmt: skip
         states = v_BSHM.new_empty(sizes.of_states)
         d_BSHM = u_BSHM  # written values replace u, which no other program reads
-        start_kernel(
-            delta_state_kernel, sizes.over_chunks("state"),
-            k_BSGN, carried_BSH, kept_BSH, u_BSHM, w_BSHN, states, d_BSHM, positions, sizes.chunks,
-            **sizes.launch("state"),
+        sizes.start(
+            delta_state_kernel, "state",
+            k_BSGN, carried_BSH, kept_BSH, u_BSHM, w_BSHN, states, d_BSHM, positions, sizes.chunks, over_chunks=True,
         )  # fmt: skip
         o_BSHM = torch.empty_like(v_BSHM)
-        start_kernel(
-            delta_output_kernel, sizes.of_chunks,
+        sizes.start(
+            delta_output_kernel, "output",
             q_BSGN, k_BSGN, c_BSH, carried_BSH, d_BSHM, documents_BS, states, o_BSHM, positions, sizes.chunks,
-            **sizes.launch("output"),
         )  # fmt: skip
         ctx.save_for_backward(
             q_BSGN, k_BSGN, v_BSHM, beta_BSH, documents_BS, c_BSH, carried_BSH, kept_BSH, t_BSHJ, w_BSHN, states, d_BSHM
@@ -184,28 +181,28 @@ class _DeltaRule(torch.autograd.Function):
         sizes: _Sizes = ctx.sizes
         positions, chunks, do_BSHM = sizes.positions, sizes.chunks, do_BSHM.contiguous()
         dstates, dd_BSHM = torch.empty_like(states), torch.empty_like(v_BSHM)
-        start_kernel(
-            delta_local_backward_kernel, sizes.of_chunks,
-            q_BSGN, k_BSGN, c_BSH, documents_BS, do_BSHM, dd_BSHM, positions, **sizes.launch("local backward"),
+        sizes.start(
+            delta_local_backward_kernel, "local backward",
+            q_BSGN, k_BSGN, c_BSH, documents_BS, do_BSHM, dd_BSHM, positions,
         )  # fmt: skip
-        start_kernel(
-            delta_state_backward_kernel, sizes.over_chunks("state backward"),
+        sizes.start(
+            delta_state_backward_kernel, "state backward",
             q_BSGN, k_BSGN, carried_BSH, kept_BSH, w_BSHN, do_BSHM, dstates, dd_BSHM, positions, chunks,
-            **sizes.launch("state backward"),
+            over_chunks=True,
         )  # fmt: skip
         # Of each value head; those that share a key head are summed below.
         dq_BSHN, dk_BSHN = torch.empty_like(w_BSHN), torch.empty_like(w_BSHN)
         dv_BSHM, dg_BSH, dbeta_BSH = torch.empty_like(v_BSHM), torch.empty_like(c_BSH), torch.empty_like(c_BSH)
         dw_BSHN, dc_BSH = torch.empty_like(w_BSHN), torch.empty_like(c_BSH)
-        start_kernel(
-            delta_read_backward_kernel, sizes.of_chunks,
+        sizes.start(
+            delta_read_backward_kernel, "read backward",
             q_BSGN, k_BSGN, c_BSH, carried_BSH, kept_BSH, documents_BS, states, d_BSHM, do_BSHM, dstates, dd_BSHM,
-            dq_BSHN, dk_BSHN, dw_BSHN, dc_BSH, positions, chunks, **sizes.launch("read backward"),
+            dq_BSHN, dk_BSHN, dw_BSHN, dc_BSH, positions, chunks,
         )  # fmt: skip
-        start_kernel(
-            delta_write_backward_kernel, sizes.of_chunks,
+        sizes.start(
+            delta_write_backward_kernel, "write backward",
             k_BSGN, v_BSHM, beta_BSH, c_BSH, carried_BSH, t_BSHJ, documents_BS, dd_BSHM, dw_BSHN, dk_BSHN, dc_BSH,
-            dv_BSHM, dg_BSH, dbeta_BSH, positions, **sizes.launch("write backward"),
+            dv_BSHM, dg_BSH, dbeta_BSH, positions,
         )  # fmt: skip
         dq_BSGN, dk_BSGN = (_of_key_heads(gradient, sizes, k_BSGN.dtype) for gradient in (dq_BSHN, dk_BSHN))
         return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSH, dbeta_BSH, None
@@ -232,28 +229,27 @@ class _ChannelDeltaRule(torch.autograd.Function):
         w_BSHN, carried_q_BSHN, kept_k_BSHN = (v_BSHM.new_empty(g_BSHN.shape) for _ in range(3))
         carried_BIHN = g_BSHN.new_empty(sizes.of_states[:-1])
         marks, pairs = _tables_for(v_BSHM, sizes.chunk)
-        start_kernel(
-            channel_pairs_kernel, sizes.of_chunks,
+        sizes.start(
+            channel_pairs_kernel, "channel pairs",
             q_BSGN, k_BSGN, g_BSHN, documents_BS, rounded_BSHN, p_BSHJ, a_BSHJ, carried_q_BSHN, w_BSHN, kept_k_BSHN,
-            carried_BIHN, marks, positions, sizes.chunks, **sizes.launch("channel pairs"), LEVELS=sizes.levels,
+            carried_BIHN, marks, positions, sizes.chunks, LEVELS=sizes.levels,
         )  # fmt: skip
         u_BSHM = torch.empty_like(v_BSHM)
-        start_kernel(
-            channel_system_kernel, sizes.of_chunks,
-            w_BSHN, v_BSHM, a_BSHJ, beta_BSH, t_BSHJ, u_BSHM, positions,
-            **sizes.launch("channel system"), SIDE=INVERTED,
+        sizes.start(
+            channel_system_kernel, "channel system",
+            w_BSHN, v_BSHM, a_BSHJ, beta_BSH, t_BSHJ, u_BSHM, positions, SIDE=INVERTED,
         )  # fmt: skip
         states = v_BSHM.new_empty(sizes.of_states)
         d_BSHM = u_BSHM  # written values replace u, which no other program reads
-        start_kernel(
-            delta_state_kernel, sizes.over_chunks("state"),
-            kept_k_BSHN, carried_BIHN, None, u_BSHM, w_BSHN, states, d_BSHM, positions, sizes.chunks,
-            **sizes.launch("state") | {"G": heads},
+        sizes.start(
+            delta_state_kernel, "state",
+            kept_k_BSHN, carried_BIHN, None, u_BSHM, w_BSHN, states, d_BSHM, positions, sizes.chunks, G=heads,
+            over_chunks=True,
         )  # fmt: skip
         o_BSHM = torch.empty_like(v_BSHM)
-        start_kernel(
-            channel_output_kernel, sizes.of_chunks,
-            carried_q_BSHN, p_BSHJ, d_BSHM, states, o_BSHM, positions, sizes.chunks, **sizes.launch("channel output"),
+        sizes.start(
+            channel_output_kernel, "channel output",
+            carried_q_BSHN, p_BSHJ, d_BSHM, states, o_BSHM, positions, sizes.chunks,
         )  # fmt: skip
         ctx.save_for_backward(
             q_BSGN, k_BSGN, v_BSHM, rounded_BSHN, beta_BSH, documents_BS, p_BSHJ, t_BSHJ, w_BSHN, carried_q_BSHN,
@@ -272,36 +268,34 @@ class _ChannelDeltaRule(torch.autograd.Function):
         sizes: _Sizes = ctx.sizes
         positions, chunks, do_BSHM = sizes.positions, sizes.chunks, do_BSHM.contiguous()
         dstates, dd_BSHM, dp_BSHJ = torch.empty_like(states), torch.empty_like(v_BSHM), torch.empty_like(p_BSHJ)
-        start_kernel(
-            channel_local_backward_kernel, sizes.of_chunks, p_BSHJ, d_BSHM, documents_BS, do_BSHM, dp_BSHJ, dd_BSHM,
-            positions, **sizes.launch("channel local backward"),
+        sizes.start(
+            channel_local_backward_kernel, "channel local backward",
+            p_BSHJ, d_BSHM, documents_BS, do_BSHM, dp_BSHJ, dd_BSHM, positions,
         )  # fmt: skip
-        start_kernel(
-            delta_state_backward_kernel, sizes.over_chunks("channel state backward"),
+        sizes.start(
+            delta_state_backward_kernel, "channel state backward",
             carried_q_BSHN, kept_k_BSHN, carried_BIHN, None, w_BSHN, do_BSHM, dstates, dd_BSHM, positions, chunks,
-            **sizes.launch("channel state backward") | {"G": sizes.heads},
+            G=sizes.heads, over_chunks=True,
         )  # fmt: skip
         dwritten_BSHN, dv_BSHM = torch.empty_like(w_BSHN), torch.empty_like(v_BSHM)
         da_BSHJ, dbeta_BSH = torch.empty_like(t_BSHJ), torch.empty_like(beta_BSH)
         marks, pairs = ctx.tables
-        start_kernel(
-            channel_write_backward_kernel, sizes.of_chunks,
+        sizes.start(
+            channel_write_backward_kernel, "channel write backward",
             k_BSGN, v_BSHM, rounded_BSHN, beta_BSH, t_BSHJ, documents_BS, states, dd_BSHM, dwritten_BSHN, da_BSHJ,
-            dv_BSHM, dbeta_BSH, marks, positions, chunks, **sizes.launch("channel write backward"), LEVELS=sizes.levels,
+            dv_BSHM, dbeta_BSH, marks, positions, chunks, LEVELS=sizes.levels,
         )  # fmt: skip
         dq_BSHN, dk_BSHN = torch.empty_like(w_BSHN), torch.empty_like(w_BSHN)
         dg_BSHN = torch.empty_like(rounded_BSHN, dtype=torch.float32)
-        start_kernel(
-            channel_query_backward_kernel, sizes.of_chunks,
+        sizes.start(
+            channel_query_backward_kernel, "channel query backward",
             q_BSGN, k_BSGN, rounded_BSHN, beta_BSH, documents_BS, states, do_BSHM, dp_BSHJ, da_BSHJ, dwritten_BSHN,
-            dq_BSHN, dg_BSHN, dbeta_BSH, marks, pairs, positions, chunks,
-            **sizes.launch("channel query backward"), LEVELS=sizes.levels,
+            dq_BSHN, dg_BSHN, dbeta_BSH, marks, pairs, positions, chunks, LEVELS=sizes.levels,
         )  # fmt: skip
-        start_kernel(
-            channel_key_backward_kernel, sizes.of_chunks,
+        sizes.start(
+            channel_key_backward_kernel, "channel key backward",
             q_BSGN, k_BSGN, rounded_BSHN, beta_BSH, documents_BS, states, d_BSHM, dstates, dp_BSHJ, da_BSHJ,
-            dwritten_BSHN, carried_BIHN, dk_BSHN, dg_BSHN, marks, pairs, positions, chunks,
-            **sizes.launch("channel key backward"), LEVELS=sizes.levels,
+            dwritten_BSHN, carried_BIHN, dk_BSHN, dg_BSHN, marks, pairs, positions, chunks, LEVELS=sizes.levels,
         )  # fmt: skip
         dq_BSGN, dk_BSGN = (_of_key_heads(gradient, sizes, k_BSGN.dtype) for gradient in (dq_BSHN, dk_BSHN))
         return dq_BSGN, dk_BSGN, dv_BSHM, dg_BSHN, dbeta_BSH, None

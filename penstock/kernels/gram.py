@@ -28,13 +28,12 @@ def gram(
     addend_EFF: Tensor | None = None,
     scale: float = 1.0,
     addend_scale: float = 1.0,
-    launch: GemmLaunch | None = None,
 ) -> Tensor:
     """Returns scale x x^T + addend_scale addend, E x F x F in the dtype of x; the addend is symmetric."""
     x_EFD = x_EFD.contiguous()
     count, rows, depth = x_EFD.shape
     y_EFF = x_EFD.new_empty(count, rows, rows)
-    launch = launch or _launch_for(x_EFD)
+    launch = _launch_for(x_EFD)
     source, target, turned = x_EFD, y_EFF, y_EFF
     if launch.descriptors:
         piece = launch.block_columns // launch.pieces

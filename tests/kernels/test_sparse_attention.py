@@ -24,6 +24,10 @@ def draw(dtype: torch.dtype, device: torch.device, *, heads: int = 3) -> tuple[l
     return inputs, torch.tensor(FIRSTS, dtype=torch.int32, device=device)
 
 
+def normal(*size: int) -> Tensor:
+    return torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+
+
 def run(
     attend: Callable[..., Tensor], inputs: list[Tensor], keys_BSK: Tensor, first_BS: Tensor, scale: float = SCALE
 ) -> list[Tensor]:
@@ -83,13 +87,8 @@ def test_scores_that_are_no_numbers_choose_keys_that_exist(bits: int, device: to
 
 
 def test_the_definition_chooses_the_highest_scores_of_a_document() -> None:
-    q_BSGN, k_BSN, weights_BSG = (
-        torch.ones(1, 4, 1, 1),
-        torch.tensor([9.0, 3.0, 1.0, 2.0]).view(1, 4, 1),
-        torch.ones(1, 4, 1),
-    )
-    first_BS = torch.tensor([[0, 1, 1, 1]], dtype=torch.int32)
-    keys_BSK = choose_keys(q_BSGN, k_BSN, weights_BSG, first_BS, 2)
+    k_BSN, first_BS = torch.tensor([9.0, 3.0, 1.0, 2.0]).view(1, 4, 1), torch.tensor([[0, 1, 1, 1]], dtype=torch.int32)
+    keys_BSK = choose_keys(torch.ones(1, 4, 1, 1), k_BSN, torch.ones(1, 4, 1), first_BS, 2)
     assert keys_BSK[0].tolist() == [[0, -1], [1, -1], [1, 2], [1, 3]]
 
 
@@ -104,10 +103,8 @@ def test_the_kernels_compile_with_few_spills(target: str) -> None:
         widths = ((512,), (64,), (index_heads, 128), (128,))
         latent, rope, index_q, index_k = (on_meta(1, positions, *width).requires_grad_() for width in widths)
         weights = on_meta(1, positions, index_heads, dtype=torch.float32).requires_grad_()
-        q, q_rope = (
-            on_meta(heads, 1, positions, 512).requires_grad_(),
-            on_meta(1, positions, heads, 64).requires_grad_(),
-        )
+        sizes = (heads, 1, positions, 512), (1, positions, heads, 64)
+        q, q_rope = (on_meta(*size).requires_grad_() for size in sizes)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "target_of", lambda device: target)
             patch.setattr(kernels, "SCORE_BYTES", 4 * positions**2)  # one launch of each kernel
@@ -129,11 +126,7 @@ def test_the_kernels_compile_with_few_spills(target: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [64, 48])  # 48: not by Hopper's own kernels
 def test_kernels_at_the_widths_of_a_model_equal_the_definition(heads: int) -> None:
-    generator = torch.Generator("cuda").manual_seed(3)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device="cuda", dtype=torch.bfloat16)
-
+    torch.manual_seed(3)
     rows, positions, top_k = 2, 1300, 256
     inputs = [0.3 * normal(heads, rows, positions, 512), 0.3 * normal(rows, positions, heads, 64)]
     inputs += [normal(rows, positions, *width) for width in ((512,), (64,), (64, 128), (128,))]
@@ -153,11 +146,7 @@ def test_kernels_at_the_widths_of_a_model_equal_the_definition(heads: int) -> No
 @pytest.mark.usefixtures("gpu_memory")
 def test_queries_at_the_end_of_a_long_row_equal_those_of_a_short_one() -> None:
     heads, positions, top_k = 128, 65536, 64  # more than 2 ** 31 numbers in a tensor
-    generator = torch.Generator("cuda").manual_seed(3)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device="cuda", dtype=torch.bfloat16)
-
+    torch.manual_seed(3)
     inputs = [normal(heads, 1, positions, 512).mul_(0.3), normal(1, positions, heads, 64), normal(1, positions, 512)]
     inputs.append(normal(1, positions, 64))
     position_S = torch.arange(positions, device="cuda", dtype=torch.int32)

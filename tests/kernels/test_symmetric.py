@@ -51,17 +51,20 @@ def _flags(memory: Tensor) -> Tensor:
     return memory[1024:].view(torch.int64).view(-1, W)  # 16 channels, one flag for each sending rank
 
 
-def _awaited(flags_CW: Tensor, signals: int, looks: int = 1) -> ChannelWait:
+def _awaited(flags_CW: Tensor, signals: int) -> ChannelWait:
     device = flags_CW.device
-    return ChannelWait(
-        flags_CW=flags_CW,
-        expected=torch.zeros(16, dtype=torch.int64, device=device),
-        left=torch.zeros(3, dtype=torch.int32, device=device),
-        late=torch.zeros((), dtype=torch.int32, device=device),
-        channel=2,
-        signals=signals,
-        looks=looks,
-    )
+    expected = torch.zeros(16, dtype=torch.int64, device=device)
+    left, late = (torch.zeros(size, dtype=torch.int32, device=device) for size in ((3,), ()))
+    return ChannelWait(flags_CW, expected, left, late, channel=2, signals=signals, looks=1)
+
+
+def _arrived(device: torch.device) -> ChannelWait:
+    """All flags are set."""
+    return _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
+
+
+def _places(places_NK: list[list[int]], counts_e: list[int], device: torch.device) -> LocalPlaces:
+    return LocalPlaces(torch.tensor(places_NK, device=device), torch.tensor(counts_e, dtype=torch.int32, device=device))
 
 
 @pytest.mark.parametrize("rank", range(W))
@@ -110,8 +113,7 @@ def test_chunks_cover_every_token_once_with_any_number_of_programs(programs: int
     assert chunks == TokenChunks(rows=13, count=3, first=0, last=3)
     awaited = _awaited(flags.fill_(programs), programs)
     out = torch.full((W * tokens, 4), -1.0, device=device)
-    places_NK = torch.arange(W * tokens, device=device)[:, None]
-    places = LocalPlaces(places_NK=places_NK, counts_e=torch.tensor([W * tokens], dtype=torch.int32, device=device))
+    places = _places([[place] for place in range(W * tokens)], [W * tokens], device)
     came = torch.randn(W * tokens, 4, device=device)
     take_rows(came, x_TD, places, out, awaited, chunks, rank=1, is_spread=False, launch=launch)
     assert torch.equal(out, torch.cat((came[:tokens], x_TD))) and int(awaited.late) == 0
@@ -121,14 +123,13 @@ def test_chunks_cover_every_token_once_with_any_number_of_programs(programs: int
 def test_sums_and_scalars_return_to_the_rows_they_belong_to(device: torch.device) -> None:
     memories, peers = _peers(0, device)
     y_RD, scalars_R = torch.randn(4, D, device=device), torch.rand(4, device=device)
-    places_NK = torch.tensor([[0, 3], [3, 3], [2, 1], [3, 1]], device=device)
-    places = LocalPlaces(places_NK=places_NK, counts_e=torch.tensor([1, 2], dtype=torch.int32, device=device))
+    places = _places([[0, 3], [3, 3], [2, 1], [3, 1]], [1, 2], device)
     returned = ReturnPayload(rows=y_RD, is_summed=True, scalars_R=scalars_R)
     return_rows(returned, places, peers, (0, 512, FLAGS_AT), TokenChunks.cut(2, 1), launch=FEW)
     assert_close(memories[0][:D], y_RD[0])
     assert (memories[0][D : 4 * D] == -1).all()
     assert_close(memories[1][: 2 * D].view(2, D), torch.stack((y_RD[2] + y_RD[1], y_RD[1])))
-    scalars_NK = torch.where(places_NK < 3, scalars_R[places_NK], 0)
+    scalars_NK = torch.where(places.places_NK < 3, scalars_R[places.places_NK], 0)
     for memory, scalars in zip(memories, scalars_NK.chunk(2), strict=True):
         assert torch.equal(memory[128:132].view(2, 2), scalars)
         assert _flags(memory)[0].tolist() == [2, 0]
@@ -141,8 +142,7 @@ def test_sums_over_ranks_leave_out_those_that_had_no_expert_of_the_token(device:
     scalars_NK, scalars_TK = torch.arange(12.0, device=device).view(6, 2), torch.empty(3, 2, device=device)
     y_TD = torch.empty(3, D, device=device)
     buffers = CombineBuffers(parts_ND=parts_ND, y_TD=y_TD, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
-    awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
-    sum_ranks(buffers, experts_TK, ExpertRanks(per_rank=2), awaited, TokenChunks.cut(3, 1), launch=FEW)
+    sum_ranks(buffers, experts_TK, ExpertRanks(per_rank=2), _arrived(device), TokenChunks.cut(3, 1), launch=FEW)
     assert_close(y_TD, torch.stack((parts_ND[0], parts_ND[1] + parts_ND[4], torch.zeros_like(y_TD[0]))))
     assert scalars_TK.tolist() == [[0, 1], [2, 9], [0, 0]]
 
@@ -151,18 +151,15 @@ def test_rows_of_this_rank_may_be_in_another_buffer(device: torch.device) -> Non
     parts_ND, own_TD = torch.randn(6, D, device=device), torch.randn(3, D, device=device)
     experts_TK = torch.tensor([[0, 1], [1, 2], [3, 4]], device=device)
     buffers = CombineBuffers(parts_ND=parts_ND, y_TD=torch.empty(3, D, device=device), own_TD=own_TD, rank=1)
-    awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
-    sum_ranks(buffers, experts_TK, ExpertRanks(per_rank=2), awaited, TokenChunks.cut(3, 1), launch=FEW)
+    sum_ranks(buffers, experts_TK, ExpertRanks(per_rank=2), _arrived(device), TokenChunks.cut(3, 1), launch=FEW)
     assert_close(buffers.y_TD, torch.stack((parts_ND[0], parts_ND[1] + own_TD[1], own_TD[2])))
 
 
 def test_packed_bytes_are_taken_to_their_places_as_they_are(device: torch.device) -> None:
     came, own = torch.randint(0, 255, (2, 4, 48), dtype=torch.uint8, device=device)
-    places_NK = torch.tensor([[4, 0], [1, 4], [4, 4], [2, 3]], device=device)
-    places = LocalPlaces(places_NK=places_NK, counts_e=torch.tensor([1, 0, 3], dtype=torch.int32, device=device))
+    places = _places([[4, 0], [1, 4], [4, 4], [2, 3]], [1, 0, 3], device)
     out = torch.zeros(5, 48, dtype=torch.uint8, device=device)
-    awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
-    take_rows(came, own[:2], places, out, awaited, TokenChunks.cut(2, 1), rank=0, is_spread=True, launch=FEW)
+    take_rows(came, own[:2], places, out, _arrived(device), TokenChunks.cut(2, 1), rank=0, is_spread=True, launch=FEW)
     assert torch.equal(out, torch.stack((own[0], own[1], came[3], came[3], torch.zeros_like(own[0]))))
 
 
