@@ -265,10 +265,7 @@ def return_rows_kernel(
     With SUMMED that row is the float32 sum over the places of the received row, rounded once; else the row of the same
     number. With scalars, the K scalars at the row's places are sent too, 0 for places on other ranks. Example: 2 tokens
     a rank; row 3 has places [0, 7], of which 5 are used. The row at place 0 becomes row 1 of rank 1's section; its
-    scalars are the scalar of place 0 and a zero.
-
-    Where copy engines send the rows, this kernel writes them to `staged_ptr` at their numbers (or, without ROWS, writes
-    none) and sets no flags.
+    scalars are the scalar of place 0 and a zero. For copy engines rows are written to `staged_ptr`, without flags.
     """
     expert_E = tl.arange(0, BLOCK_E)
     used = tl.sum(tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0), 0).to(tl.int64)
