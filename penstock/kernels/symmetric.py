@@ -179,13 +179,13 @@ def push_rows(
     `return_rows`. In `experts_TK` the number of experts marks a dropped choice. `offsets` are bytes, of the section (a
     multiple of 16) and of the channel's flags; `choices` is None if all ranks have the choices already.
     """
-    words_TD, (weights_TK, to_ids, to_weights, to_flags) = _words(x_TD), choices or (None, 0, 0, 0)
+    words_TD, weights_TK = _words(x_TD), None if choices is None else choices.weights_TK.contiguous()
+    to_ids, to_weights, to_flags = (0, 0, 0) if choices is None else choices[1:]
     tokens, width = words_TD.shape
     start_kernel(
         push_rows_kernel, (launch.programs_for(tokens),),
-        words_TD, experts_TK.contiguous(), None if weights_TK is None else weights_TK.contiguous(), peers.addresses_W,
-        offsets[0], to_ids, to_weights, offsets[1], to_flags, peers.rank, tokens, chunks.rows, chunks.first,
-        chunks.last,
+        words_TD, experts_TK.contiguous(), weights_TK, peers.addresses_W, offsets[0], to_ids, to_weights, offsets[1],
+        to_flags, peers.rank, tokens, chunks.rows, chunks.first, chunks.last,
         WORDS=width, K=experts_TK.shape[1], PER_RANK=placement.per_rank, PARTS=placement.parts, BLOCK_R=1024,
         **_ranks(peers.size), **_block(width, launch),
     )  # fmt: skip
