@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-PACKAGED = Path(__file__).with_name("hardware_data")
-"""A file for each chip that comes with the package."""
+PACKAGED = Path(__file__).with_name("hardware_data")  # a file for each chip that comes with the package
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,8 @@ class Span(StrEnum):
 
 
 NUMBERED_STEP = "step {}"
-MICRO_BATCH = "micro-batch {}"
-"""A forward and a backward pass without a pipeline."""
-
-LAYER = "layer {}"
-"""Multi-token prediction layers count on after the last decoder layer."""
+MICRO_BATCH = "micro-batch {}"  # a forward and a backward pass without a pipeline
+LAYER = "layer {}"  # multi-token prediction layers count on after the last decoder layer
 
 ACTIONS: Mapping[str, str] = MappingProxyType(
     {

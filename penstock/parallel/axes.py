@@ -49,9 +49,7 @@ class Axis:
         return Axis(name="alone", ranks=(self.ranks[self.rank],)) if self.outer is None else self.outer
 
 
-NO_AXIS = Axis(name="none")
-"""An axis of one rank."""
-
+NO_AXIS = Axis(name="none")  # an axis of one rank
 _AXES: dict[str, tuple[str, ...]] = {  # coordinates of the grid that vary inside a group
     "tensor": ("tensor",),
     "context": ("context",),
@@ -88,8 +86,7 @@ class Axes:
     expert_across: Axis = Axis(name="expert_across")
 
 
-ALONE = Axes()
-"""One rank that holds everything."""
+ALONE = Axes()  # one rank that holds everything
 
 
 class _Groups:

@@ -15,8 +15,7 @@ CHUNK_BYTES = 1 << 26
 """Device bytes of a chunk. At 50 GB/s it takes 1.3 ms, much longer than its launches; larger chunks only lengthen the
 first copy in and the last copy out, which nothing hides."""
 
-ALIGNMENT = 512
-"""Bytes; the CUDA allocator's own, so that kernels find a chunk's tensors as aligned as any other."""
+ALIGNMENT = 512  # bytes; the CUDA allocator's own, so that kernels find a chunk's tensors as aligned as any other
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class PendingCopy:
             self.event.synchronize()
 
 
-DONE = PendingCopy()
-"""A copy that has run."""
+DONE = PendingCopy()  # a copy that has run
 
 
 class CopyStream:

@@ -24,8 +24,7 @@ from torch import Tensor
 from penstock.parallel.copies import DONE, CopyStream, PendingCopy, aligned, host_tensors
 
 SLOTS = 3
-EMBEDDING = -1
-"""Number of the layer before the first one, which has no sums here."""
+EMBEDDING = -1  # number of the layer before the first one, which has no sums here
 
 _ITEM = torch.float32.itemsize
 

@@ -31,8 +31,7 @@ from penstock.layout.sharding import Cut, Rectangle, local_shape, local_slices, 
 from penstock.parallel.axes import Axes, place_on
 from penstock.parallel.shard import ShardedTensor
 
-ROUND_VALUES = 32_000_000
-"""Values of a rank's own matrices in a round, or one matrix."""
+ROUND_VALUES = 32_000_000  # values of a rank's own matrices in a round, or one matrix
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,8 @@ from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing
 from penstock.parallel.recompute import is_recomputing
 
-_EQUAL = 1e-5
-"""Tokens with nearer logits are taken for equal: layouts round the same logits differently."""
-
-_FORCED = 64.0
-"""Added to the scores of given experts; other scores of small models are far below."""
+_EQUAL = 1e-5  # tokens with nearer logits are taken for equal: layouts round the same logits differently
+_FORCED = 64.0  # added to the scores of given experts; other scores of small models are far below
 
 Place = tuple[int, int]
 """Step and layer of a router. Evaluation counts as a step."""
@@ -46,7 +43,6 @@ class Choices:
         return Choices(*(tensor[index_T] for tensor in vars(self).values()))
 
     def to(self, device: torch.device) -> "Choices":
-        """The same on a device."""
         return Choices(*(tensor.to(device) for tensor in vars(self).values()))
 
     def sets(self) -> Tensor:
@@ -83,7 +79,7 @@ class ChoiceRecorder:
         self.step = step
 
     def choices(self) -> dict[Place, Choices]:
-        """All choices so far, in host memory."""
+        """All so far, in host memory."""
         return {router: _joined(seen).to(torch.device("cpu")) for router, seen in self._seen.items()}
 
     def _watch(self, router: TopKRouter) -> None:
@@ -134,7 +130,7 @@ class ChoiceRecorder:
         if given is None:
             return None
         given = given.to(logits_TE.device)
-        return given.at(_nearest(logits_TE.detach(), given.logits_TE))
+        return given.at(_distances(logits_TE.detach(), given.logits_TE).argmin(1))
 
 
 def first_flip(got: Iterable[Mapping[Place, Choices]], expected: Mapping[Place, Choices]) -> Flip | None:
@@ -146,8 +142,10 @@ def first_flip(got: Iterable[Mapping[Place, Choices]], expected: Mapping[Place, 
     flips = []
     for rank_choices in got:
         for router, choices in rank_choices.items():
-            nearest_T = _nearest(choices.logits_TE, expected[router].logits_TE)
-            wanted, is_equal_T = expected[router].at(nearest_T), _have_equals(expected[router].logits_TE)[nearest_T]
+            logits_TE = expected[router].logits_TE
+            nearest_T = _distances(choices.logits_TE, logits_TE).argmin(1)
+            is_equal_T = ((_distances(logits_TE, logits_TE) < _EQUAL).sum(1) > 1)[nearest_T]  # to another token
+            wanted = expected[router].at(nearest_T)
             ours_TE, theirs_TE = choices.sets(), wanted.sets()
             for drops_only, differ_T, margins_T in (
                 (False, ((ours_TE > 0) != (theirs_TE > 0)).any(1), wanted.margins_T),
@@ -166,26 +164,18 @@ def first_flip(got: Iterable[Mapping[Place, Choices]], expected: Mapping[Place, 
 
 
 def least_margin(choices: Mapping[Place, Choices]) -> float:
-    """The least margin of all tokens."""
-    return min(
-        (float(choice.margins_T.min()) for choice in choices.values() if len(choice.margins_T)), default=float("inf")
-    )
+    """Of all tokens."""
+    margins = (float(choice.margins_T.min()) for choice in choices.values() if len(choice.margins_T))
+    return min(margins, default=float("inf"))
 
 
 def _joined(seen: list[Choices]) -> Choices:
     return Choices(*(torch.cat(tensors) for tensors in zip(*(vars(choices).values() for choices in seen), strict=True)))
 
 
-def _have_equals(logits_TE: Tensor) -> Tensor:
-    """Boolean T: another token has the same logits."""
-    far_TT = torch.cdist(logits_TE.float(), logits_TE.float(), compute_mode="donot_use_mm_for_euclid_dist")
-    return (far_TT < _EQUAL).sum(1) > 1
-
-
-def _nearest(logits_TE: Tensor, others_NE: Tensor) -> Tensor:
-    """For each token the other token with the nearest logits."""
-    # Differences, not products: those of equal logits would be lost in rounding.
-    return torch.cdist(logits_TE.float(), others_NE.float(), compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+def _distances(logits_TE: Tensor, others_NE: Tensor) -> Tensor:
+    # By differences, not products: those of equal logits would be lost in rounding.
+    return torch.cdist(logits_TE.float(), others_NE.float(), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def _drop_margins(chosen: Choices, kept_TK: Tensor) -> Tensor:

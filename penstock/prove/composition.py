@@ -31,11 +31,8 @@ PRESET = "debug"
 
 Device = Literal["cpu", "cuda"]
 
-SCALES: Mapping[Device, int] = MappingProxyType({"cpu": 1, "cuda": 8})
-"""Factor of widths and positions of all models."""
-
-DEFINITIONS = ("kernels.all=reference", "kernels.attention=math")
-"""Of the one process on a GPU; a CPU has no other kernels."""
+SCALES: Mapping[Device, int] = MappingProxyType({"cpu": 1, "cuda": 8})  # of widths and positions
+DEFINITIONS = ("kernels.all=reference", "kernels.attention=math")  # of the one process on a GPU
 
 OF_LAYOUT = ("parallel", "dispatch", "pipeline", "recompute", "offload", "kernels", "graphs")
 """Sections that one process does not have. The others are the model's."""
@@ -90,15 +87,11 @@ class Composition:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """All overrides of the base."""
         return tuple(override for setting in self.settings for override in setting)
 
     @property
     def alone(self) -> tuple[str, ...]:
-        """Those that hold for one process too, and the definitions of its kernels.
-
-        It reads a row at a time unless losses depend on the rows of a micro-batch.
-        """
+        """Those of one process, which reads a row at a time unless losses depend on the rows of a micro-batch."""
         definitions = DEFINITIONS if self.device == "cuda" else ()
         kept = [override for override in self.overrides if not is_of_layout(override)]
         if not reads_micro_batches(self.run):
@@ -117,7 +110,6 @@ class Composition:
 
     @property
     def command(self) -> str:
-        """The command that plays it."""
         device = [] if self.device == "cpu" else ["--device", self.device]
         return shlex.join(["penstock", "prove", *device, "--processes", str(self.ranks), *self.overrides])
 
@@ -156,7 +148,7 @@ def of_run(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def reads_micro_batches(run: Run) -> bool:
-    """Whether losses or roundings depend on which rows are a micro-batch."""
+    """Whether losses or rounding depend on which rows are a micro-batch."""
     balance = None if run.model.moe is None else run.model.moe.balance
     counts = balance is not None and bool(
         balance.capacity_factor or (balance.aux_loss_coef and balance.aux_loss in ("micro-batch", "global-batch"))

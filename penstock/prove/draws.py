@@ -36,14 +36,9 @@ from penstock.prove.composition import (
 )
 from penstock.prove.families import FAMILIES, family_overrides
 
-MODELS_SHARE = 6
-"""Layouts that are drawn for one model, whose single process trains once."""
-
-LAYOUTS_TRIED = 3
-"""Layouts that are drawn for a model until one is legal: rules refuse the rest, which tests them."""
-
-FAMILY_SHARE, THEN_SHARE = 0.25, 0.08
-"""Draws with the model of a family, and those that go on in another layout."""
+MODELS_SHARE = 6  # layouts that are drawn for one model, whose single process trains once
+LAYOUTS_TRIED = 3  # until one is legal: rules refuse the rest, which tests them
+FAMILY_SHARE, THEN_SHARE = 0.25, 0.08  # draws with the model of a family, and those that go on in another layout
 
 RANKS: Mapping[int, Mapping[int, int]] = MappingProxyType(
     {4: {1: 4, 2: 50, 4: 40, 8: 6}, 3: {3: 90, 1: 10}, 5: {5: 90, 1: 10}, 6: {6: 50, 3: 25, 2: 25}}
@@ -53,11 +48,8 @@ RANKS: Mapping[int, Mapping[int, int]] = MappingProxyType(
 FACTORS: Mapping[int, int] = MappingProxyType({4: 85, 3: 6, 5: 4, 6: 5})
 """How many of a hundred models have which factor."""
 
-BACKENDS = ("triton", "cudnn", "flash", "efficient")
-"""Of attention on a GPU in 16 bits."""
-
-RECIPES = ("blockwise", "blockwise-square", "tensorwise", "rowwise")
-"""Of 8-bit products that every GPU with 8 bits has."""
+BACKENDS = ("triton", "cudnn", "flash", "efficient")  # of attention on a GPU in 16 bits
+RECIPES = ("blockwise", "blockwise-square", "tensorwise", "rowwise")  # of every GPU with products in 8 bits
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """A small model of every family: what a preset says, with the sizes of other draws."""
 
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from penstock.config.load import load_run
 from penstock.config.model import Model
 from penstock.config.schema import differences, leaves
-from penstock.config.tree import Tree
 
 FAMILIES = (
     *("deepseek-v2", "deepseek-v3", "deepseek-v3.2", "kimi-linear-48b-a3b", "glm-4.5", "glm-4.5-air", "glm-5"),
@@ -22,7 +23,7 @@ attention.local.temperature_floor 5, attention.rope.yarn.original_max_position_e
 attention.rope.llama3.original_max_position_embeddings 8, linear_attention.key_head_dim 8,
 linear_attention.value_head_dim 8, moe.moe_intermediate_size 16, moe.shared_expert_intermediate_size 16
 """
-"""Widths and positions on a CPU; a value of 0 in the preset stays."""
+"""Of a CPU; a value of 0 in the preset stays."""
 
 _COUNTS = """
 layers 4, dense_layers 1, mtp_layers 1, attention.heads 4, attention.kv_heads 2, attention.indexer.index_n_heads 2,
@@ -50,17 +51,11 @@ def family_overrides(preset: str, base: Model, scale: int, initializer_range: fl
         values["dense_layers"] = values["layers"]
     tree = model.model_dump()
     for path, value in values.items():
-        _set(tree, path.split("."), value)
+        *sections, last = path.split(".")
+        reduce(getitem, sections, tree)[last] = value
     small = Model.model_validate(tree)
     return tuple(
         f"model.{difference.field}={difference.right}"
         for difference in differences(base, small)
         if difference.right is not None
     )
-
-
-def _set(tree: Tree, path: list[str], value: Any) -> None:
-    *sections, last = path
-    for section in sections:
-        tree = tree[section]
-    tree[last] = value

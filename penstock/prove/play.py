@@ -28,11 +28,8 @@ BOUNDS = {
 }
 """Largest relative difference that passes; of tensors the norm of the difference over the norm of the change."""
 
-_FLOOR = 1e-3
-"""A tensor whose gradient is smaller than this part of the largest one's is compared relative to this part."""
-
-_MANY = 1000
-"""Numbers of a tensor over which rounding cancels."""
+_FLOOR = 1e-3  # a tensor with less than this part of the largest one's gradient is compared relative to this part
+_MANY = 1000  # numbers of a tensor, over which rounding cancels
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def saved_by(session: Session) -> Saved:
 
 
 def put_together(results: Sequence[tuple[StepFigures, Saved]]) -> StepFigures:
-    """One trace of all ranks, which must agree on everything that is not theirs alone, or an AssertionError."""
+    """The figures of all ranks, which must agree on what is not theirs alone, or an AssertionError."""
     first = results[0][0]
     for seen, _ in results:
         assert (seen.losses, seen.norms, seen.held_out) == (first.losses, first.norms, first.held_out), "ranks disagree"
@@ -191,8 +188,8 @@ def worst_tensor(got: StepFigures, expected: StepFigures) -> tuple[float, str]:
 def worst_factor(got: StepFigures, expected: StepFigures) -> float:
     """How far the factor between first moments is from 1, of the tensor where it is farthest.
 
-    Rounding points in any direction, and a wrong factor or a lost row in that of the gradient. So this is far smaller
-    than the difference of `worst_tensor` where only rounding differs, and equals it where a factor is wrong.
+    Rounding points in any direction, a wrong factor or a lost row in that of the gradient. So this equals the
+    difference of `worst_tensor` where a factor is wrong, and is far smaller where only rounding differs.
     """
     moments = [(name, wanted) for name, wanted in expected.tensors.items() if name.startswith("moment1.")]
     floor = _FLOOR * max((float(wanted.norm()) for _, wanted in moments), default=0.0)

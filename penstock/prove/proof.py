@@ -10,9 +10,9 @@
    A bias that moves by quantiles jumps to the next score: a fault must be one with fixed steps.
 5. Some models enlarge rounding. It is a tie if one process differs as much whose norms have an epsilon that is larger
    by less than their outputs are rounded. In fewer bits it is one only if the ranks are no farther from float32 than
-   one process in the same bits; then it is one, too, if the composition in float32 is without fault, or on GPUs, whose
-   kernels need 16 bits. On CPU ranks it is also one if float32 is without fault and nothing is over twice its bound, on
-   GPUs if ranks and one process agree once the norms of both have another epsilon: what is wrong stays wrong then.
+   one process in the same bits; then it is one, too, if float32 is without fault, or on GPUs, whose kernels need 16
+   bits. On CPU ranks it is also one if float32 is without fault and nothing is over twice its bound, on GPUs if ranks
+   and one process agree once the norms of both have another epsilon: what is wrong stays wrong then.
 6. A composition with captured graphs is judged without them; with them every step must give the same bits.
 7. A run that goes on in another layout must begin with the bits that were saved (8-bit moments whose blocks are cut
    elsewhere are rounded once), and one that begins with weights of another run, exported and imported, with the bits of
@@ -93,8 +93,7 @@ GPU_BOUNDS = {
 _OF_PRODUCTS = 2.5
 """Times these bounds where products are in 8 bits: a value that rounds to its other neighbour moves by 6 to 12 %."""
 
-FAR_OVER = 2.0
-"""Times the bounds of fewer bits: figures below may be of rounding that a model amplifies."""
+FAR_OVER = 2.0  # times the bounds of fewer bits: figures below may be of rounding that a model amplifies
 
 LIKE_JOLT, LIKE_BITS = 3.0, 1.5
 """Times the difference that another epsilon makes, and the distance of one process in fewer bits from float32."""
@@ -102,8 +101,7 @@ LIKE_JOLT, LIKE_BITS = 3.0, 1.5
 NUMBERS = ("loss", "balance", "gradient norm", "held-out loss")
 """Figures that are sums. The one process may be near float32 by luck, so ranks may be twice the bound away from it."""
 
-TIE, LOW_TIE = 1e-4, 3e-2
-"""Scores that are nearer may tie."""
+TIE, LOW_TIE = 1e-4, 3e-2  # scores that are nearer may tie
 
 
 @dataclass(frozen=True)
@@ -193,11 +191,7 @@ class Prover:
         return replace(outcome, text=f"{outcome.text}; {text}; given the choices: {again.text}")
 
     def _rounding_of(self, fault: Verdict, played: list[Played], alone: Played) -> Verdict | None:
-        """A tie if one process differs as much when every norm rounds differently, else None.
-
-        Where something is rounded to fewer bits, it is one also if float32 agrees, which GPU kernels cannot be asked,
-        and in all cases only if it is not farther from float32 than the one process in these bits.
-        """
+        """A tie by point 5 at the top of the file, else None."""
         if not fault.figures:
             return None
         composition, bounds, expected = fault.composition, bounds_of(fault.composition), _whole([alone])
@@ -284,7 +278,7 @@ class Prover:
         return replace(self._begun(composition, composition.overrides), two_nodes=two_nodes, given=given)
 
     def _begun(self, composition: Composition, arguments: tuple[str, ...]) -> Assignment:
-        """All steps of a run with these overrides, from the weights that the composition begins with."""
+        """All steps with these overrides, from the weights that the composition begins with."""
         overrides = base_of(composition.device) + arguments
         if any(setting in composition.overrides for setting in WEIGHTS):
             overrides += (f'training.initial_weights="{self._initial_weights(composition, arguments)}"',)
@@ -363,7 +357,7 @@ def _same(
 
 
 def _is_recoded(name: str, got: Tensor, expected: Tensor) -> bool:
-    """Whether moments in 8 bits are the same up to one rounding: blocks that are cut elsewhere get new scales."""
+    """Whether moments in 8 bits are the same up to one rounding, as blocks that are cut elsewhere have new scales."""
     kind = name.partition(".")[0]
     if kind not in ("moment1", "moment2") or torch.equal(got, expected):
         return torch.equal(got, expected)

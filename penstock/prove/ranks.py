@@ -42,8 +42,7 @@ from penstock.train.state import restore_state, save_state
 
 LOCALHOST = "127.0.0.1"
 MOST_RANKS = 8
-LONGEST_SECONDS = 300.0
-"""Of a composition, whose steps take less than one on an idle machine."""
+LONGEST_SECONDS = 300.0  # of a composition, whose steps take less than one on an idle machine
 
 
 class PlayError(Exception):

@@ -19,8 +19,7 @@ from typing import Literal
 from penstock.base.errors import DeviceError
 from penstock.parallel.launch.host import Vendor, gpu_vendor, usable_cores
 
-SPIN_COUNT = "20000"
-"""Some tens of microseconds, about as long as a small operator; GNU OpenMP's default is 300,000."""
+SPIN_COUNT = "20000"  # some tens of microseconds, about as long as a small operator; GNU OpenMP's default is 300,000
 
 
 @dataclass(frozen=True, kw_only=True)

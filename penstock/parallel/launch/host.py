@@ -19,8 +19,7 @@ from typing import Literal
 
 Vendor = Literal["nvidia", "amd", "cpu"]
 
-ROOT = Path("/")
-"""Root of the system's files; tests have their own."""
+ROOT = Path("/")  # root of the system's files; tests have their own
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,8 @@ from penstock.base.errors import ConfigError
 from penstock.parallel.launch.environment import FIRST_PORT, PORTS, LaunchFacts, settings
 from penstock.parallel.launch.host import Vendor
 
-STOP_SECONDS = 120
-"""Time for the current step and its checkpoint before the end of a Slurm job, or of a pod."""
-
-EARLY_SECONDS = 60
-"""Slurm may send the signal before its time limit so much earlier."""
+STOP_SECONDS = 120  # time for the current step and its checkpoint before the end of a Slurm job, or of a pod
+EARLY_SECONDS = 60  # by which Slurm may send the signal too early
 
 _SLURM_TIME = re.compile(
     r"\d+(:[0-5]?\d(:[0-5]?\d)?)?|\d+-([01]?\d|2[0-3])(:[0-5]?\d){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE

@@ -24,7 +24,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
 from types import FrameType
-from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -48,15 +47,7 @@ ENDING_SECONDS = 30.0  # that a rank has between SIGTERM and SIGKILL
 MOST_PROCESSES = 1024  # on one machine; each imports PyTorch
 LOCALHOST = "127.0.0.1"  # an address, not a name: nothing is looked up
 
-
-class RankProcess(Protocol):
-    """What the launcher needs of a process; `subprocess.Popen` has it."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+RankProcess = subprocess.Popen[bytes]
 
 
 def _say(line: str) -> None:

@@ -14,8 +14,7 @@ from penstock.base.errors import DeviceError
 from penstock.parallel.launch.environment import Environment, LaunchFacts, prepare_environment
 from penstock.parallel.launch.host import Binding, allowed_cores, bind, choose_binding, free_host_bytes, usable_cores
 
-CPU_INFO = Path("/proc/cpuinfo")
-"""Linux: one `model name` line for each core."""
+CPU_INFO = Path("/proc/cpuinfo")  # Linux: one `model name` line for each core
 
 
 def count_gpus(fix: str = "device=auto or device=cpu") -> int:

@@ -26,8 +26,7 @@ from penstock.base.interrupts import INTERRUPTED, STOPPED  # noqa: E402
 RankFunction = Callable[[Sequence[str]], int]
 """The work of a rank: takes the words of a command line, returns an exit code. Must be importable."""
 
-ORPHAN_SECONDS = 120.0
-"""Time for the current step and its checkpoint after the launcher has died."""
+ORPHAN_SECONDS = 120.0  # time for the current step and its checkpoint after the launcher has died
 
 
 def follow_launcher(lifeline: int) -> None:
