@@ -19,8 +19,7 @@ from penstock.config.size import size_of
 from penstock.tune.result_file import commit_of_code
 
 CHIPS = ("H100", "MI300X", "B200")
-OURS = ("debug", "moe-")
-"""Presets with these beginnings are no published models."""
+OURS = ("debug", "moe-")  # presets with these beginnings are no published models
 
 LONG = "deepseek-v3.2"
 """Not searched: its rows of 131,072 positions, which its indexer keeps on one rank, fit none of these clusters."""

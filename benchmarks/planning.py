@@ -49,17 +49,11 @@ _EVEN_STAGES = {1: "Etttttt|(tttttt|)*14ttttttL", 3: "Ett|(tt|)*46ttL", 6: "Et|(
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes that the study of memory changes; each layer is a stage.
+    """Sizes that the study of memory changes; each layer is a stage."""
 
-    Attributes:
-        pipeline: ranks, 24 of 4 stages or 48 of 2.
-        expert: ranks.
-        context: ranks.
-    """
-
-    pipeline: int
-    expert: int
-    context: int
+    pipeline: int  # ranks, 24 of 4 stages or 48 of 2
+    expert: int  # ranks
+    context: int  # ranks
 
     def __str__(self) -> str:
         return f"PP{self.pipeline} EP{self.expert} CP{self.context}"
@@ -75,18 +69,12 @@ LAYOUTS = tuple(Layout(*sizes) for sizes in product((24, 48), (8, 16), (1, 2)))
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train a layout, or to count it.
-
-    Attributes:
-        overrides: of the run.
-        saving: what is kept for backward.
-        passes_keys: context-parallel ranks keep their own keys only.
-    """
+    """A way to train a layout, or to count it."""
 
     name: str
-    overrides: tuple[str, ...]
-    saving: Saving = "run"
-    passes_keys: bool = False
+    overrides: tuple[str, ...]  # of the run
+    saving: Saving = "run"  # what is kept for backward
+    passes_keys: bool = False  # context-parallel ranks keep their own keys only
 
 
 ROWS_SENT = Variant("all-to-all", ("dispatch.method=all-to-all",))

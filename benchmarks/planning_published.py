@@ -28,31 +28,21 @@ from penstock.plan.hardware_file import parse_cluster
 
 RUNS = Path(__file__).with_name("published_runs.toml")
 SEED = 26
-WITHIN = 0.30
-"""Errors beyond it need a reason in the source's own setting."""
+WITHIN = 0.30  # errors beyond it need a reason in the source's own setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRun:
-    """One published result.
-
-    Attributes:
-        speed: tokens/s/GPU.
-        stated: what the source states, where speed is computed from it.
-        is_fitted: of the half that constants were fitted to.
-        command: that projects it.
-        reason: in the source, for an error beyond `WITHIN`.
-        memory: reason why it does not fit by ours.
-    """
+    """One published result."""
 
     id: str
     source: str
-    speed: float
-    stated: str
-    is_fitted: bool
-    command: str
-    reason: str = ""
-    memory: str = ""
+    speed: float  # tokens/s/GPU
+    stated: str  # what the source states, where speed is computed from it
+    is_fitted: bool  # of the half that constants were fitted to
+    command: str  # that projects it
+    reason: str = ""  # in the source, for an error beyond `WITHIN`
+    memory: str = ""  # reason why it does not fit by ours
 
 
 def main() -> None:

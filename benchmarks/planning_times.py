@@ -15,8 +15,7 @@ from penstock.plan.what_if import scale, slowest
 
 EVEN, IN_TURN = Assumptions(imbalance=1.0), Assumptions(imbalance=1.0, in_turn=True)
 
-SWEPT = (8, 16, 32, 64)
-"""Ranks that share the experts."""
+SWEPT = (8, 16, 32, 64)  # ranks that share the experts
 
 SWEEP = [
     "parallel.pipeline=16",
@@ -32,11 +31,8 @@ SCALED = ["parallel.pipeline=8", "pipeline.schedule=interleaved", "pipeline.stag
 """DeepSeek-V3 as it was scaled."""
 
 SCALED_TO = (128, 256, 512, 1024)
-SCALING = (0.96, 0.97)
-"""Published efficiency at the last of them."""
-
-ROWS_A_RANK = (16, 32, 64)
-"""Rows of a step on each data-parallel rank; what was used is not published."""
+SCALING = (0.96, 0.97)  # published efficiency at the last of them
+ROWS_A_RANK = (16, 32, 64)  # rows of a step on each data-parallel rank; what was used is not published
 
 
 def numbers() -> dict[str, Any]:

@@ -42,8 +42,7 @@ from penstock.tune.result_file import commit_of_code
 DEVICES = (8, 16, 32, 64, 72, 128, 256, 512, 1000, 1024, 2048)
 LAYOUT_DEVICES = (8, 64, 1000)
 
-WRITTEN = 5.0
-"""Seconds after which a file of layouts is written again; searches are written one by one."""
+WRITTEN = 5.0  # seconds after which a file of layouts is written again; searches are written one by one
 
 Case = dict[str, str]
 Row = dict[str, Any]

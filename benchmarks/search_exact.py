@@ -72,8 +72,7 @@ LARGE: tuple[tuple[str, str], ...] = (
 BATCH, BATCHES = 200, 3
 """Layouts that are played with the same pieces, and such batches of a process: it keeps what it has run in memory."""
 
-CHECKED = 20
-"""Of so many layouts that must be slower one is played."""
+CHECKED = 20  # of so many layouts that must be slower one is played
 
 
 def layouts_of(space: SearchSpace, draws: int | None, seed: int) -> list[Sizes]:

@@ -30,11 +30,10 @@ from rich.console import Console
 from rich.status import Status
 
 from penstock.base.errors import PenstockError, did_you_mean
-from penstock.base.numbers import bytes_text
+from penstock.base.numbers import bytes_text, time_text
 from penstock.cli import plan_options as options
 from penstock.cli.options import Force, Json, Overrides
-from penstock.cli.output import print_next, write_file
-from penstock.cli.plan_balance import print_balance
+from penstock.cli.output import print_next, print_table, write_file
 from penstock.cli.plan_print import (
     cluster_text,
     comparison_json,
@@ -50,7 +49,7 @@ from penstock.cli.plan_print import (
     print_worlds,
 )
 from penstock.config.load import dump_toml
-from penstock.config.run import Run
+from penstock.config.run import Run, with_values
 from penstock.models.huggingface.config import load_run_or_model
 from penstock.plan.asked_layout import rows_to_share, with_layout
 from penstock.plan.assumptions import Assumptions
@@ -66,7 +65,7 @@ from penstock.plan.loads import RecordedLoads, read_loads
 from penstock.plan.project import advice_for, project
 from penstock.plan.projection import Plan, Projection, Refusal, plan_json
 from penstock.plan.search import search
-from penstock.plan.search_request import SearchRequest, with_values
+from penstock.plan.search_request import SearchRequest
 from penstock.plan.software import OWN as OWN_SOFTWARE
 from penstock.plan.software import parse_software
 from penstock.plan.what_if import (
@@ -185,7 +184,7 @@ def _searched(question: SearchRequest, planner: Planner) -> Plan:
             return answer
         status.update("state in host memory")
         rows = question.global_batch or question.run.training.global_batch
-        run = with_values(question.run, "training", global_batch=rows)
+        run = with_values(question.run, training={"global_batch": rows})
         there = with_state_in_host_memory(run, question.cluster, planner, answer.margin)
         faster = None if there is None else with_smallest_state(run, question.cluster, planner, there)
     helps = (
@@ -298,7 +297,28 @@ def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Plan
 def _print(answer: Plan, assumptions: Assumptions, run: Run) -> None:
     has_loads = assumptions.loads is not None and bool(answer.candidates)
     print_plan(answer, _assumed(assumptions, answer.candidates[0].run if has_loads else run))
-    print_balance(_balance(answer, assumptions))
+    _print_balance(_balance(answer, assumptions))
+
+
+def _print_balance(cases: Sequence[BalanceCase]) -> None:
+    """The run with and without replicas of experts, if there are cases; forced balance, the last one, is the limit."""
+    if not cases:
+        return
+    least = cases[-1].step_seconds
+    rows = [
+        (
+            case.name,
+            f"{case.loads.fullest:.3f}",
+            f"{case.loads.replicas:.1f}" if case.loads.replicas else "",
+            time_text(case.exposed_seconds) if case.exposed_seconds else "",
+            time_text(case.step_seconds),
+            f"{least / case.step_seconds:.1%}",
+        )
+        for case in cases
+    ]
+    head = ("dispatch.balance", "fullest rank", "replicas", "waiting for them", "step", "of forced")
+    print_table(head, rows, ("waiting for them", "replicas"))
+    print("fullest rank: its rows over the even share; replicas of a layer on all ranks: means of layers and steps")
 
 
 def _balance(answer: Plan, assumptions: Assumptions) -> tuple[BalanceCase, ...]:

@@ -1,5 +1,6 @@
 """A run: all fields that decide what `penstock train` does."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from penstock.config.data import Data
@@ -135,3 +136,8 @@ class Run(Section):
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all ranks."""
         return self.training.global_batch * self.training.sequence_length  # rows x positions
+
+
+def with_values(run: Run, **sections: Mapping[str, object]) -> Run:
+    """The run with other values of sections, such as `parallel={"tensor": 2}`, which are not checked."""
+    return run.model_copy(update={name: vars(run)[name].model_copy(update=sections[name]) for name in sections})

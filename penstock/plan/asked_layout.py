@@ -12,7 +12,7 @@ from math import floor
 
 from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
-from penstock.config.run import Run
+from penstock.config.run import Run, with_values
 from penstock.config.schema import leaves
 from penstock.config.tree import build, merge, parse_overrides
 from penstock.layout.schedules import SCHEDULES
@@ -88,7 +88,7 @@ def with_overrides(run: Run, overrides: Sequence[str], world: int, tokens: float
     # Rows of one pass on every data-parallel rank.
     unit = training.micro_batch * data
     rows = unit * max(1, floor(tokens / training.sequence_length / unit + 0.5))
-    return changed.model_copy(update={"training": training.model_copy(update={"global_batch": rows})})
+    return with_values(changed, training={"global_batch": rows})
 
 
 def _overrides(run: Run, choices: Mapping[str, str]) -> Iterator[str]:

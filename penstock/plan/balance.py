@@ -14,7 +14,7 @@ from typing import Any
 from penstock.config.dispatcher import choose_dispatcher, dispatch_facts
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.rules import problems
-from penstock.config.run import Run
+from penstock.config.run import Run, with_values
 from penstock.parallel.replicas import replica_sizes
 from penstock.plan.assumptions import Assumptions
 from penstock.plan.hardware import Cluster, RankGroup
@@ -65,17 +65,11 @@ def _ways(run: Run) -> Iterator[tuple[str, Run]]:
     moe = run.model.moe
     assert moe is not None, "the run has experts"
     for name in ("none", "bounded", "exact"):
-        changed = _with(run, "dispatch", balance=name)
+        changed = with_values(run, dispatch={"balance": name})
         if not problems(changed):
             yield name, changed
     forced = moe.model_copy(update={"balance": moe.balance.model_copy(update={"force_load_balance": True})})
-    plain = _with(run, "dispatch", balance="none")
-    yield "forced", plain.model_copy(update={"model": run.model.model_copy(update={"moe": forced})})
-
-
-def _with(run: Run, section: str, **values: object) -> Run:
-    changed: Run = run.model_copy(update={section: vars(run)[section].model_copy(update=values)})
-    return changed
+    yield "forced", with_values(run, dispatch={"balance": "none"}, model={"moe": forced})
 
 
 def _case(name: str, run: Run, cluster: Cluster, assumptions: Assumptions) -> BalanceCase:

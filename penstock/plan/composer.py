@@ -33,7 +33,7 @@ from typing import Literal
 from penstock.base.errors import KernelError
 from penstock.config.fit import SPLITTING_SCHEDULES, grid_of
 from penstock.config.parallel import Graphs, Offload, Pipeline
-from penstock.config.run import Run
+from penstock.config.run import Run, with_values
 from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
 from penstock.models.build import needs_embedding
@@ -126,18 +126,13 @@ def kinds_of(run: Run, view: View) -> tuple[str, ...]:
 def proxy_model(run: Run, view: View, gathers: tuple[bool, bool]) -> Run:
     """The run with the pipeline of a view and as few data-parallel ranks as it needs; `gathers` as of `ReuseKey`."""
     schedule = "zb-1f1b" if run.pipeline.schedule in SPLITTING_SCHEDULES else "1f1b"
-    small = run.model_copy(
-        update={
-            "parallel": run.parallel.model_copy(update={"pipeline": _CUTS[view].stages, "shard_size": 0}),
-            "pipeline": Pipeline().model_copy(update={"schedule": schedule} if _CUTS[view].stages > 1 else {}),
-            "graphs": Graphs(),
-            "offload": Offload(),
-            "recompute": run.recompute.model_copy(update={"layers": (), "stages": ()}),
-        }
-    )
+    pipeline = Pipeline(schedule=schedule) if _CUTS[view].stages > 1 else Pipeline()
+    small = run.model_copy(update={"pipeline": pipeline, "graphs": Graphs(), "offload": Offload()})
+    parallel = {"pipeline": _CUTS[view].stages, "shard_size": 0}
+    small = with_values(small, parallel=parallel, recompute={"layers": (), "stages": ()})
     # One pass of every rank: more replicas change nothing.
     rows = run.training.micro_batch * proxy_ranks(small, gathers)
-    return small.model_copy(update={"training": run.training.model_copy(update={"global_batch": rows})})
+    return with_values(small, training={"global_batch": rows})
 
 
 def proxy_stages(run: Run, view: View, kinds: Sequence[str]) -> tuple[Stage, ...]:
@@ -302,8 +297,7 @@ class Composer:
         key = _sharing(run, self.target.world)
         if key not in self._facts:
             # Context and pipeline ranks change nothing about the parameters of a layer.
-            parallel = run.parallel.model_copy(update={"context": 1, "pipeline": 1})
-            part = run.model_copy(update={"parallel": parallel})
+            part = with_values(run, parallel={"context": 1, "pipeline": 1})
             with rank_of_proxy(part, "whole", self.target, gathers=key[-1]) as rank:
                 self._facts[key] = facts_of(rank)
         return self._facts[key]
@@ -400,15 +394,14 @@ class Composer:
         alone = self._alone(run)
         if alone is run or (view == "first" and self.leading):
             return alone
-        return alone.model_copy(update={"recompute": run.recompute.model_copy(update={"modules": ()})})
+        return with_values(alone, recompute={"modules": ()})
 
     def _alone(self, run: Run) -> Run:
         """The run with all experts on each rank; the run itself with FSDP2, whose gradients of experts wait there."""
         if run.parallel.shard == "full":
             return run
-        parallel = run.parallel.model_copy(update={"expert": 1, "expert_tensor": 1})
-        dispatch = run.dispatch.model_copy(update={"method": "auto", "sync_free": 0})
-        return run.model_copy(update={"parallel": parallel, "dispatch": dispatch})
+        alone = {"expert": 1, "expert_tensor": 1}
+        return with_values(run, parallel=alone, dispatch={"method": "auto", "sync_free": 0})
 
 
 def view_of(contents: StageContents, leading: frozenset[str]) -> View:

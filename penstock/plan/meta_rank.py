@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from penstock.config.dispatcher import choose_dispatcher, dispatch_facts
 from penstock.config.fit import context_method
-from penstock.config.run import Run
+from penstock.config.run import Run, with_values
 from penstock.kernels.choose import operators
 from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.grouped_gemm import grouped_gemm
-from penstock.kernels.operators import Operators, torch_add_bias
+from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
 from penstock.kernels.replica_plan import MILLION
 from penstock.kernels.swiglu import swiglu
@@ -75,20 +75,10 @@ Saving = Literal["run", "conventional"]
 
 
 def conventional(run: Run) -> Run:
-    """The run with the options that save more. Training is the same; `conventional_operators` changes the experts."""
+    """The run with the options that save more. Training is the same; `Target.saving` changes the experts."""
     tokens = run.training.micro_batch * run.training.sequence_length
     method = "all-to-all" if run.dispatch.method == "auto" and run.dispatch.sync_free < 2 else run.dispatch.method
-    return run.model_copy(
-        update={
-            "kernels": run.kernels.model_copy(update={"loss_chunk": tokens}),
-            "dispatch": run.dispatch.model_copy(update={"method": method}),
-        }
-    )
-
-
-def conventional_operators(operators: Operators) -> Operators:
-    """The operators with experts as separate operators."""
-    return replace(operators, expert_ffn=separate_expert_ffn, expert_ffn_is_fused=False, saves_rows=False)
+    return with_values(run, kernels={"loss_chunk": tokens}, dispatch={"method": method})
 
 
 def separate_expert_ffn(  # noqa: PLR0913 (it stands in for an operator)
@@ -235,11 +225,13 @@ def _layer_context(
     run: Run, axes: Axes, target: Target, weight_grads: WeightGradStore | None, buffers: SymmetricBuffers | None
 ) -> LayerContext:
     chosen = operators(kernel_choices(run, target.device))
+    if target.saving == "conventional":
+        chosen = replace(chosen, expert_ffn=separate_expert_ffn, expert_ffn_is_fused=False, saves_rows=False)
     rule = offload.rule_for(run.offload, META)
     if rule.store is not None:
         rule.store.outward, rule.store.inward = RecordedCopyStream(TO_HOST), RecordedCopyStream(FROM_HOST)
     return LayerContext(
-        operators=chosen if target.saving == "run" else conventional_operators(chosen),
+        operators=chosen,
         axes=axes,
         weight_grads=weight_grads,
         context_method=context_method(run),
@@ -254,9 +246,7 @@ def _layer_context(
 
 def _unsharded(run: Run) -> Run:
     """The run without FSDP2."""
-    if run.parallel.shard != "full":
-        return run
-    return run.model_copy(update={"parallel": run.parallel.model_copy(update={"shard": "none"})})
+    return with_values(run, parallel={"shard": "none"}) if run.parallel.shard == "full" else run
 
 
 def _sharded_state(

@@ -30,7 +30,7 @@ import numpy as np
 
 from penstock.base.errors import KernelError
 from penstock.config.fit import NO_PIPELINE, SPLITTING_SCHEDULES
-from penstock.config.run import Run
+from penstock.config.run import Run, with_values
 from penstock.plan.assumptions import overheads_of, target_of
 from penstock.plan.candidates import SearchSpace, layout_words, run_of
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
@@ -44,7 +44,7 @@ from penstock.plan.project import composed_projection
 from penstock.plan.projection import FAILED, MARGIN, MEMORY, SLOWER, Advice, Plan, Projection, Refusal, layout_of
 from penstock.plan.rules.book import advice
 from penstock.plan.rules.rule import Rule, Sizes
-from penstock.plan.search_request import SearchRequest, neutral_sizes, plan_of_fixed, prepared_run, with_values
+from penstock.plan.search_request import SearchRequest, neutral_sizes, plan_of_fixed, prepared_run
 from penstock.plan.space_bounds import SpaceBounds
 
 Progress = Callable[[str], None]  # told what the search is doing, in a few words
@@ -518,13 +518,14 @@ class _Search:
                 yield f"{there.cluster.devices:,} devices, such as {_layout_text(self._run, sizes)}"
                 break
         for moments in SMALLER_MOMENTS:
-            run = with_values(self._run, "optimizer", moment_dtype=moments)
+            run = with_values(self._run, optimizer={"moment_dtype": moments})
             if (sizes := self._fits_if(request, run)) is not None:
                 yield f"optimizer.moment_dtype={moments}, such as {_layout_text(run, sizes)}"
                 break
         for times in SHORTER_ROWS:
             length = training.sequence_length // times
-            run = with_values(self._run, "training", sequence_length=length, global_batch=times * training.global_batch)
+            rows = times * training.global_batch
+            run = with_values(self._run, training={"sequence_length": length, "global_batch": rows})
             if (sizes := self._fits_if(request, run)) is not None:
                 yield f"training.sequence_length={length}, such as {_layout_text(run, sizes)}"
                 break

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.config.fit import NO_PIPELINE
 from penstock.config.rules import check
-from penstock.config.run import Run
+from penstock.config.run import Run, with_values
 from penstock.config.size import size_of
 from penstock.models.kernels import most_sync_free
 from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, device_of
@@ -33,18 +33,14 @@ def prepared_run(request: SearchRequest) -> Run:
     """The run without the parts that the search decides."""
     check_fixed(request.fixed)
     rows = request.global_batch
-    run = request.run if rows is None else with_values(request.run, "training", global_batch=rows)
+    run = request.run if rows is None else with_values(request.run, training={"global_batch": rows})
     if request.assumptions.saving == "conventional":
         run = conventional(run)
     if (shard := request.fixed.get("shard")) is not None:
-        run = with_values(run, "parallel", shard=shard)
+        run = with_values(run, parallel={"shard": shard})
     if (offload := request.fixed.get("offload")) is not None:
-        run = with_values(run, "offload", optimizer=offload == "optimizer")
+        run = with_values(run, offload={"optimizer": offload == "optimizer"})
     return run
-
-
-def with_values(run: Run, section: str, **values: object) -> Run:
-    return run.model_copy(update={section: dict(run)[section].model_copy(update=values)})
 
 
 def neutral_sizes(request: SearchRequest, run: Run) -> Sizes:

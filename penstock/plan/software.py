@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from penstock.base.errors import PenstockError, did_you_mean
 from penstock.config.model import GroupedQueryAttention
-from penstock.config.run import Run
+from penstock.config.run import Run, with_values
 
 Library = Literal["own", "all-to-all", "deep-ep"]
 """What sends tokens: the run's dispatcher, a collective, or a library that sends each token once to each node."""
@@ -135,8 +135,7 @@ def as_run_by(software: Software, run: Run) -> Run:
     """The run with the parts that only our program has replaced: rows are sent as counted."""
     if software.dispatch == "own":
         return run
-    dispatch = {"method": "all-to-all", "sync_free": 0 if software.waits else 1}
-    return run.model_copy(update={"dispatch": run.dispatch.model_copy(update=dispatch)})
+    return with_values(run, dispatch={"method": "all-to-all", "sync_free": 0 if software.waits else 1})
 
 
 def dispatcher_of(software: Software, dispatcher: str) -> str:

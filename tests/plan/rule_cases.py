@@ -37,19 +37,12 @@ PP8X2: dict[str, Any] = {"pp": 8, "vpp": 2, "schedule": "interleaved"}
 
 
 class Case(NamedTuple):
-    """Changes of PLAIN.
+    """Changes of PLAIN."""
 
-    Attributes:
-        rule: name of it.
-        against: that it refuses, or has advice for.
-        passes: that it has nothing to say to.
-        says: what its reason holds.
-    """
-
-    rule: str
-    against: dict[str, Any]
-    passes: dict[str, Any]
-    says: str
+    rule: str  # name of it
+    against: dict[str, Any]  # that it refuses, or has advice for
+    passes: dict[str, Any]  # that it has nothing to say to
+    says: str  # what its reason holds
 
 
 LEGAL = (

@@ -15,8 +15,7 @@ from tests.plan.real_rank import pieces_with_memory, pieces_without_memory, smal
 
 PRECISION = {"reference": "fp32", "torch": "bf16", "triton": "fp32"}
 
-SEEDS = 1024
-"""Bytes of the two scalars that a GPU's fused attention saves for dropout, and a CPU's does not."""
+SEEDS = 1024  # bytes of the two scalars that a GPU's fused attention saves for dropout, and a CPU's does not
 
 
 def compare(expected: Sequence[StagePiece], found: Sequence[StagePiece], *, also_peaks: bool = False) -> None:

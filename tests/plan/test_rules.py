@@ -45,8 +45,7 @@ from tools.rules_page import known_names
 BY_NAME = {rule.name: rule for rule in RULES}
 H200 = load_hardware("H200")
 IDENTIFIER = re.compile(r"\b[LRDOMGP]\d+\b")
-COUNTS = {"L": 18, "R": 17, "D": 10, "O": 13, "M": 16, "G": 12, "P": 6}
-"""Rules of others, by topic."""
+COUNTS = {"L": 18, "R": 17, "D": 10, "O": 13, "M": 16, "G": 12, "P": 6}  # rules of others, by topic
 
 DISPATCHERS = {
     AllGatherDispatcher: "all-gather",
