@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -266,29 +267,31 @@ def _summed(figures: _Figures, model: RankModel) -> _Figures:
 
 def _read(figures: _Figures, norm: Tensor, moe_layers: Sequence[int], groups: int) -> tuple[StepResult, bool]:
     """Copy the figures to the host in one copy; also returns whether a rank timed out."""
-    row = torch.cat((figures.flat(), norm.detach().double().reshape(1))).cpu()
-    host = figures.from_flat(row[:-1])
-    main, *depths = host.losses.tolist()
-    wants_stop, is_late, has_failed = (votes > 0 for votes in host.votes.tolist())
-    peaks, needed, *pulses = host.rank_stats_WR.T.tolist()
+    *values, gradient_norm = torch.cat((figures.flat(), norm.detach().double().reshape(1))).tolist()
+    parts = np.split(np.array(values), np.cumsum([figure.numel() for figure in vars(figures).values()])[:-1])
+    host = {name: part.reshape(figure.shape) for (name, figure), part in zip(vars(figures).items(), parts, strict=True)}
+    main, *depths = host["losses"].reshape(-1).tolist()
+    wants_stop, is_late, has_failed = (votes > 0 for votes in host["votes"].tolist())
+    peaks, needed, *pulses = host["rank_stats_WR"].T.tolist()
+    by_layer = (moe_layers, *(host[name] for name in ("slots_LE", "dropped_L", "auxiliary_loss_L", "plans_LP")))
     layers = tuple(
         LayerReport(
             layer=layer,
-            slots=tuple(map(int, host.slots_LE[index].tolist())),
-            dropped=int(host.dropped_L[index]),
-            auxiliary_loss=float(host.auxiliary_loss_L[index]),
-            balance=balance_report(host.plans_LP[index].tolist(), groups),
+            slots=tuple(map(int, slots_E.tolist())),
+            dropped=int(dropped),
+            auxiliary_loss=float(auxiliary_loss),
+            balance=balance_report(plans.tolist(), groups),
         )
-        for index, layer in enumerate(moe_layers)
+        for layer, slots_E, dropped, auxiliary_loss, plans in zip(*by_layer, strict=True)
     )
     result = StepResult(
         loss=main,
         mtp_losses=tuple(depths),
-        gradient_norm=float(row[-1]),
+        gradient_norm=gradient_norm,
         layers=layers,
         peak_memory_bytes=int(max(peaks)),
         wants_stop=wants_stop,
-        left_out=int(host.overflow_rows),
+        left_out=int(host["overflow_rows"]),
         pulses=tuple(RankPulse(*pulse) for pulse in zip(*pulses, strict=True)),
         slots_needed=int(max(needed)),
         has_failed=has_failed,
