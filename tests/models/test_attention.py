@@ -1,4 +1,4 @@
-"""Attention of every family equals that of `transformers`, layer by layer: output and all gradients."""
+"""Attention between bounds, with masks and sinks; that of every family is compared in huggingface/test_weights.py."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,15 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.llama4 import modeling_llama4 as llama4
-from transformers.models.olmoe import modeling_olmoe as olmoe
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.kernels.attention_bounds import attention_by_mask
-from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.attention import query_scale
 from penstock.models.model_inputs import ForwardContext
@@ -24,47 +18,6 @@ from tests.kernels.eager_attention import random_documents, seen_by, with_gradie
 from tests.models.families import ATTENTIONS, reading_of, tiny_decoder, tiny_model
 
 ROWS, LENGTH, HIDDEN, LAYERS = 2, 14, 32, 2
-
-COMMON: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 61,
-    "rms_norm_eps": 1e-6,
-    "attn_implementation": "eager",
-}
-PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-SHORT = {"original_max_position_embeddings": 8}
-CHUNKS = {"attention_chunk_size": 6, "no_rope_layer_interval": 2, "attn_scale": 0.3, "floor_scale": 3}
-CHANGES: dict[str, dict[str, Any]] = {
-    "llama": {"rope_parameters": LLAMA3 | SHORT},
-    "qwen3": {"head_dim": 16, "rope_parameters": PLAIN},
-    "olmoe": {"num_key_value_heads": 4, "rope_parameters": PLAIN},
-    "gpt-oss": {"sliding_window": 5, "rope_parameters": YARN | SHORT, "attention_bias": True},
-    "llama4": {**CHUNKS, "rope_parameters": PLAIN | {"rope_theta": 5e5}},
-}
-THEIRS: dict[str, tuple[type, type[nn.Module], type[nn.Module]]] = {
-    "llama": (llama.LlamaConfig, llama.LlamaAttention, llama.LlamaRotaryEmbedding),
-    "qwen3": (qwen3.Qwen3Config, qwen3.Qwen3Attention, qwen3.Qwen3RotaryEmbedding),
-    "olmoe": (olmoe.OlmoeConfig, olmoe.OlmoeAttention, olmoe.OlmoeRotaryEmbedding),
-    "gpt-oss": (gpt_oss.GptOssConfig, gpt_oss.GptOssAttention, gpt_oss.GptOssRotaryEmbedding),
-    "llama4": (llama4.Llama4TextConfig, llama4.Llama4TextAttention, llama4.Llama4TextRotaryEmbedding),
-}
-NAMES = {
-    "query": "q_proj",
-    "key": "k_proj",
-    "value": "v_proj",
-    "out": "o_proj",
-    "query_norm.weight_D": "q_norm.weight",
-    "key_norm.weight_D": "k_norm.weight",
-    "sinks_H": "sinks",
-}
-
-
 WITH_BOUNDS = replace(REFERENCE, bounded_attention=attention_by_mask)
 
 
@@ -97,62 +50,21 @@ def _context(decoder: Any, positions_BS: Tensor, documents_BS: Tensor | None) ->
     return decoder.forward_context(reading_of(tokens_BS, positions_BS, documents_BS))
 
 
-def _their_order(name: str, weight: Tensor, head_dim: int, in_pairs: bool) -> Tensor:
-    """Rows of queries and keys as they stand there: the two of a pair lie half a head apart."""
-    if in_pairs or not name.startswith(("query", "key")):
-        return weight
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-
-
-@pytest.mark.parametrize("operators", [REFERENCE, WITH_BOUNDS], ids=["masks", "bounds"])
 @pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
-@pytest.mark.parametrize("layer", range(LAYERS))
-@pytest.mark.parametrize("family", ATTENTIONS)
-def test_a_layer_equals_that_of_transformers(
-    family: str, layer: int, has_documents: bool, operators: Operators
-) -> None:
-    attention = ATTENTIONS[family]
-    decoder, ours = _attention(attention, layer, operators)
-    make_config, module, rotary = THEIRS[family]
-    config = make_config(**COMMON | CHANGES[family])
-    theirs = module(config, layer)
-    x_BSD, direction_BSD, positions_BS, documents_BS = _inputs(has_documents)
-
-    pairs = {}
-    for name, parameter in ours.named_parameters():
-        stem, _, kind = name.rpartition(".")
-        pairs[name] = NAMES.get(name) or f"{NAMES[stem]}.{kind}"
-        target = theirs.get_parameter(pairs[name])
-        target.data.copy_(_their_order(name, parameter.data, attention.head_dim, family == "llama4"))
-    assert {*pairs.values()} == {name for name, _ in theirs.named_parameters()}
-
-    reach = None if attention.is_global(layer) or attention.local is None else attention.local
-    seen = seen_by(reach and AttentionWindow(kind=reach.kind, size=reach.size), LENGTH, documents_BS)
-    mask = torch.where(seen[:, None], 0.0, float("-inf"))
-    leaves = [x_BSD.clone().requires_grad_(), *(theirs.get_parameter(name) for name in pairs.values())]
-    angles = rotary(config)(x_BSD, positions_BS)
-    out, _ = theirs(hidden_states=leaves[0], position_embeddings=angles, attention_mask=mask)
-    expected = with_gradients(out, direction_BSD, leaves)
-
-    context = _context(decoder, positions_BS, documents_BS)
-    leaves = [x_BSD.clone().requires_grad_(), *ours.parameters()]
-    got = with_gradients(ours(leaves[0], context), direction_BSD, leaves)
-    for name, one, other in zip(("output", "x", *pairs), got, expected, strict=True):
-        mine = _their_order(name, one, attention.head_dim, family == "llama4")
-        assert_close(mine, other, by="norm", tolerance=3e-5, what=name)
-
-
-def test_latent_attention_between_bounds_equals_that_with_masks() -> None:
-    config = tiny_model(family="plain", moe=None, layers=LAYERS, dense_layers=LAYERS)
-    _, _, positions_BS, documents_BS = _inputs(True)
+@pytest.mark.parametrize("family", [*ATTENTIONS, "latent"])
+def test_attention_between_bounds_equals_that_with_masks(family: str, has_documents: bool) -> None:
+    """The output of all layers and every gradient, in float64."""
+    attention = {} if family == "latent" else {"attention": ATTENTIONS[family]}
+    config = tiny_model(family="plain", moe=None, layers=LAYERS, dense_layers=LAYERS, **attention)
+    _, _, positions_BS, documents_BS = _inputs(has_documents)
     tokens_BS = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % config.vocab_size
     found = []
     for operators in (REFERENCE, WITH_BOUNDS):
-        decoder = tiny_decoder(config, operators)
+        decoder = tiny_decoder(config, operators).double()
         hidden = decoder(reading_of(tokens_BS, positions_BS, documents_BS)).main_BSD
         hidden.square().sum().backward()
         found.append((hidden.detach(), {name: one.grad for name, one in decoder.named_parameters()}))
-    assert_close(found[1], found[0])
+    assert_close(found[1], found[0], tolerance=1e-6)
 
 
 def test_a_mask_is_made_beside_bounds_only_for_qk_clip() -> None:
