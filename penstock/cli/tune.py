@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -163,45 +163,38 @@ def tune(  # noqa: PLR0913 - one argument for each option
 
     Exit codes: 0 a configuration ran, 1 none did, 2 something is wrong that you can mend.
     """
-    asked = _Asked(
-        own=load_run(target, (*(overrides or ()), *(kept := _assignments(keep)))),
-        kept=kept,
-        budget=budget_seconds(budget),
-        objective=objective,
-        free=_free(free),
-        steps=steps,
+    kept = _assignments(keep)
+    own, freed = load_run(target, (*(overrides or ()), *kept)), _free(free)
+    usual = FLOAT8_TOLERANCE if "float8" in freed else LOSS_TOLERANCE[own.training.precision]
+    settings = SearchSettings(
+        budget_seconds=budget_seconds(budget),
         most_trials=most_trials,
-        hardware=hardware,
-        output=output,
-        resumes=resumes,
-        as_json=as_json,
+        objective=objective,
+        loss_tolerance=None if {"loss", "global_batch"} & set(freed) else usual,
     )
+    asked = _Asked(own, kept, freed, settings, steps, hardware, output, as_json)
     check_output(output, "--output", force=resumes)
     environment = read_environment()
-    ranks = environment.world_size * processes_to_start(asked.own, environment, processes)
+    ranks = environment.world_size * processes_to_start(own, environment, processes)
     with Rendezvous(environment) as meeting:
-        meeting.open(asked.own.host.timeout_minutes)
+        meeting.open(own.host.timeout_minutes)
         if environment.rank > 0:
             with temporary_folder("tune") as folder:
                 return follow(meeting, folder)
-        with Director(meeting) as director, _folder(asked, environment) as folder:
+        with Director(meeting) as director, _folder(own, environment.launch, resumes=resumes) as folder:
             code = _tuned(asked, environment, ranks, director if environment.started_by else HERE, folder)
             director.dismiss(code)
     return code
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _Asked(NamedTuple):
     own: Run
     kept: tuple[str, ...]
-    budget: float  # seconds
-    objective: Objective
     free: tuple[str, ...]
+    settings: SearchSettings
     steps: int
-    most_trials: int
     hardware: str | None
     output: Path | None
-    resumes: bool
     as_json: bool
 
 
@@ -248,17 +241,10 @@ def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRa
         faults=problems,
         spent={"look": time.monotonic() - begin},
     )
-    usual = FLOAT8_TOLERANCE if "float8" in asked.free else LOSS_TOLERANCE[run.training.precision]
-    settings = SearchSettings(
-        budget_seconds=asked.budget,
-        most_trials=asked.most_trials,
-        objective=asked.objective,
-        loss_tolerance=None if {"loss", "global_batch"} & set(asked.free) else usual,
-        capacity_bytes=float(cluster.hardware.memory.capacity_bytes),
-    )
     for line in problems:
         session.say(f"preflight: {line}")
-    search = _searched(session, settings, asked.steps)
+    capacity = float(cluster.hardware.memory.capacity_bytes)
+    search = _searched(session, replace(asked.settings, capacity_bytes=capacity), asked.steps)
     return _end(session, search, as_json=asked.as_json)
 
 
@@ -393,15 +379,15 @@ def _trial_line(number: int, record: TrialRecord) -> str:
 
 
 @contextmanager
-def _folder(asked: _Asked, environment: Environment) -> Iterator[Path]:
+def _folder(own: Run, launch: str, *, resumes: bool) -> Iterator[Path]:
     """The folder of the search, which goes if the search is refused before it writes anything.
 
     A new one, that of the last search, or that of the one which this launch began before a restart.
     """
-    parent, run = Path(asked.own.record.folder), asked.own.name
-    folder = _launched(parent, environment.launch)
+    parent = Path(own.record.folder)
+    folder = _launched(parent, launch)
     if folder is None:
-        folder = _last(parent, run) if asked.resumes else new_folder(parent, f"tune-{run}")
+        folder = _last(parent, own.name) if resumes else new_folder(parent, f"tune-{own.name}")
     try:
         yield folder
     finally:

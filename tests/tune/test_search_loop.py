@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,10 +41,24 @@ def searched(there: SimulatedMachine, settings: SearchSettings = NO_LIMIT, **mor
     return search
 
 
+class MadeUp:
+    """Trials whose steps take what a function says, in seconds."""
+
+    def __init__(self, seconds: Callable[[TrialCandidate], tuple[float, ...]]) -> None:
+        self.seconds = seconds
+
+    def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
+        return TrialResult(step_seconds=self.seconds(candidate), losses=(5.0,), seconds=10.0)
+
+
+def leader(search: Search) -> TrialCandidate:
+    assert search.leader is not None
+    return search.leader.candidate
+
+
 def slower(search: Search, there: SimulatedMachine) -> float:
     """True step of the leader over that of the best candidate."""
-    assert search.leader is not None
-    return there.seconds(search.leader.candidate.key) / there.best
+    return there.seconds(leader(search).key) / there.best
 
 
 def test_random_machines_are_tuned_to_3_percent_in_few_trials() -> None:
@@ -192,9 +207,7 @@ def test_an_ending_without_a_leader_says_whether_all_were_tried(kind: Kind, endi
 def test_memory_is_an_objective() -> None:
     there = machine(2)
     search = searched(there, replace(NO_LIMIT, objective="memory"))
-    assert search.leader is not None
-    least = min(one.memory_bytes for one in there.candidates)
-    assert search.leader.candidate.memory_bytes <= 1.03 * least
+    assert leader(search).memory_bytes <= 1.03 * min(one.memory_bytes for one in there.candidates)
 
 
 def test_a_diagnosis_adds_candidates_once_for_a_leader() -> None:
@@ -207,8 +220,7 @@ def test_a_diagnosis_adds_candidates_once_for_a_leader() -> None:
 
     there._seconds[extra.key], there._memory[extra.key] = there.best * 0.8, 1e9
     search = searched(there, diagnose=diagnose)
-    assert search.leader is not None
-    assert search.leader.candidate is extra
+    assert leader(search) is extra
     assert len(asked) == len(set(asked)) == 2
 
 
@@ -226,8 +238,7 @@ def test_changes_of_the_leader_join_before_it_is_diagnosed() -> None:
         return []
 
     search = searched(there, around=around, diagnose=diagnose)
-    assert search.leader is not None
-    assert search.leader.candidate is better
+    assert leader(search) is better
     assert order[1:] == [f"around {better.key}", f"diagnose {better.key}"], "no recording before something can gain"
 
 
@@ -250,14 +261,11 @@ def test_a_change_that_may_be_better_gets_a_second_trial() -> None:
     """Steps of the first trials scatter by 15 %, so a gain of 10 % is not sure."""
     first = TrialCandidate(overrides=(), terms={"products": 1.0}, source="reference")
     other = TrialCandidate(overrides=("a=1",), terms={"products": 0.95})
-    scattered = (0.85, 1.15, 0.85, 1.15)
 
-    class Scattered:
-        def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
-            seconds = tuple(one * (0.9 if candidate.overrides else 1.0) for one in scattered)
-            return TrialResult(step_seconds=seconds, losses=(5.0,), seconds=10.0)
+    def scattered(candidate: TrialCandidate) -> tuple[float, ...]:
+        return tuple(one * (0.9 if candidate.overrides else 1.0) for one in (0.85, 1.15, 0.85, 1.15))
 
-    search = Search([first, other], Scattered(), NO_LIMIT)
+    search = Search([first, other], MadeUp(scattered), NO_LIMIT)
     search.run()
     assert [one.candidate.key for one in search.records] == ["", "a=1", "", "a=1"]
 
@@ -266,17 +274,11 @@ def test_a_change_that_may_be_better_gets_a_second_trial() -> None:
 def test_the_last_trials_and_the_rest_of_the_time_are_for_second_trials(limits: dict[str, float]) -> None:
     candidates = [TrialCandidate(overrides=(f"a={n}",), terms={"products": 1.0 - 0.01 * n}) for n in range(9)]
     candidates[0] = replace(candidates[0], overrides=())
-
-    class Even:
-        def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
-            seconds = candidate.projected * (1.0 if candidate.overrides else 1.3)
-            return TrialResult(step_seconds=(seconds,) * 5, losses=(5.0,), seconds=10.0)
-
-    search = Search(candidates, Even(), replace(NO_LIMIT, **limits))  # type: ignore[arg-type]
+    even = MadeUp(lambda candidate: (candidate.projected * (1.0 if candidate.overrides else 1.3),) * 5)
+    search = Search(candidates, even, replace(NO_LIMIT, **limits))  # type: ignore[arg-type]
     search.run()
-    assert search.leader is not None
     assert [one.number for one in search.records[-2:]] == [2, 2]
-    assert [one.candidate.key for one in search.records[-2:]] == ["", search.leader.candidate.key]
+    assert [one.candidate.key for one in search.records[-2:]] == ["", leader(search).key]
     assert sum(one.number == 2 for one in search.records) == 2
 
 
@@ -285,12 +287,8 @@ def test_a_search_makes_no_more_trials_than_it_may(most_trials: int) -> None:
     """The last trial finds the only change faster, and two more would confirm it."""
     first = TrialCandidate(overrides=(), terms={"products": 1.0}, source="reference")
     other = TrialCandidate(overrides=("a=1",), terms={"products": 0.8})
-
-    class Even:
-        def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
-            return TrialResult(step_seconds=(candidate.projected,) * 5, losses=(5.0,), seconds=10.0)
-
-    search = Search([first, other], Even(), replace(NO_LIMIT, most_trials=most_trials))
+    even = MadeUp(lambda candidate: (candidate.projected,) * 5)
+    search = Search([first, other], even, replace(NO_LIMIT, most_trials=most_trials))
     search.run()
     assert len(search.records) == min(most_trials, 2)
     assert search.ending
@@ -323,8 +321,7 @@ def test_a_gain_that_a_second_trial_does_not_confirm_is_no_gain() -> None:
     search = Search([first, best], there, NO_LIMIT)
     search.run()
     assert [one.number for one in search.records] == [1, 1, 2, 2]
-    assert search.leader is not None
-    assert search.leader.candidate is first
+    assert leader(search) is first
 
 
 def test_another_loss_is_told_with_its_step_and_can_be_allowed_by_name() -> None:
