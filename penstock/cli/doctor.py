@@ -21,7 +21,7 @@ from penstock.base.numbers import bytes_text
 from penstock.cli.options import Json, Names, On
 from penstock.cli.output import print_next, print_table
 from penstock.cli.verbs import load_by_name
-from penstock.config.load import RUN_FILE
+from penstock.config.load import RUN_FILE, load_run
 from penstock.trace.analysis import analyse_files
 from penstock.trace.recognize import PhaseNames, read_phase_names
 from penstock.tune.doctor.diagnosis import (
@@ -38,7 +38,6 @@ from penstock.tune.doctor.run_facts import (
     cluster_for,
     compared,
     facts_of,
-    facts_of_plan,
     is_planned,
     is_run,
     recording_command,
@@ -92,8 +91,10 @@ def examine(
     if len(paths) == 1 and is_run(path):
         evidence = _of_run(path, step, names)
     elif len(paths) == 1 and is_planned(path) and step is None:  # a file of a run has no steps
-        facts, missing = facts_of_plan(path)
-        evidence = Evidence(source="none", ranks=(), facts=facts, missing=missing)
+        facts = RunFacts(run=load_run(str(path.absolute())), has_steps=False)
+        evidence = Evidence(
+            source="none", ranks=(), facts=facts, missing=("the run is only planned: no step is recorded",)
+        )
     elif on is None:
         return evidence_of(analyse_files(paths, step=step, names=names), RunFacts())
     else:

@@ -164,31 +164,31 @@ def tune(  # noqa: PLR0913 - one argument for each option
     Exit codes: 0 a configuration ran, 1 none did, 2 something is wrong that you can mend.
     """
     kept = _assignments(keep)
-    own, freed = load_run(target, (*(overrides or ()), *kept)), _free(free)
-    usual = FLOAT8_TOLERANCE if "float8" in freed else LOSS_TOLERANCE[own.training.precision]
+    run, freed = load_run(target, (*(overrides or ()), *kept)), _free(free)
+    usual = FLOAT8_TOLERANCE if "float8" in freed else LOSS_TOLERANCE[run.training.precision]
     settings = SearchSettings(
         budget_seconds=budget_seconds(budget),
         most_trials=most_trials,
         objective=objective,
         loss_tolerance=None if {"loss", "global_batch"} & set(freed) else usual,
     )
-    asked = _Asked(own, kept, freed, settings, steps, hardware, output, as_json)
+    asked = _Asked(run, kept, freed, settings, steps, hardware, output, as_json)
     check_output(output, "--output", force=resumes)
     environment = read_environment()
-    ranks = environment.world_size * processes_to_start(own, environment, processes)
+    ranks = environment.world_size * processes_to_start(run, environment, processes)
     with Rendezvous(environment) as meeting:
-        meeting.open(own.host.timeout_minutes)
+        meeting.open(run.host.timeout_minutes)
         if environment.rank > 0:
             with temporary_folder("tune") as folder:
                 return follow(meeting, folder)
-        with Director(meeting) as director, _folder(own, environment.launch, resumes=resumes) as folder:
+        with Director(meeting) as director, _folder(run, environment.launch, resumes=resumes) as folder:
             code = _tuned(asked, environment, ranks, director if environment.started_by else HERE, folder)
             director.dismiss(code)
     return code
 
 
 class _Asked(NamedTuple):
-    own: Run
+    run: Run
     kept: tuple[str, ...]
     free: tuple[str, ...]
     settings: SearchSettings
@@ -199,7 +199,7 @@ class _Asked(NamedTuple):
 
 
 def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRanks, folder: Path) -> int:
-    run, begin = asked.own, time.monotonic()
+    run, begin = asked.run, time.monotonic()
     on_gpu = run.device != "cpu" and torch.cuda.device_count() > 0
     local = environment.local_world_size if environment.started_by else ranks
     ground = Ground(
@@ -379,15 +379,15 @@ def _trial_line(number: int, record: TrialRecord) -> str:
 
 
 @contextmanager
-def _folder(own: Run, launch: str, *, resumes: bool) -> Iterator[Path]:
+def _folder(run: Run, launch: str, *, resumes: bool) -> Iterator[Path]:
     """The folder of the search, which goes if the search is refused before it writes anything.
 
     A new one, that of the last search, or that of the one which this launch began before a restart.
     """
-    parent = Path(own.record.folder)
+    parent = Path(run.record.folder)
     folder = _launched(parent, launch)
     if folder is None:
-        folder = _last(parent, own.name) if resumes else new_folder(parent, f"tune-{own.name}")
+        folder = _last(parent, run.name) if resumes else new_folder(parent, f"tune-{run.name}")
     try:
         yield folder
     finally:

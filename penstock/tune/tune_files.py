@@ -131,7 +131,7 @@ def line_gains(search: Search) -> dict[str, str]:
     return gains
 
 
-def write_tuned(path: Path, run: Run, reference: Run, search: Search, command: str) -> Run:
+def write_tuned(path: Path, run: Run, reference: Run, search: Search, command: str) -> None:
     """Write the run of the leader, with a comment on each line that differs from the user's `run`."""
     leader = search.leader
     tuned = reference if leader is None else with_overrides(reference, leader.candidate.overrides)
@@ -149,7 +149,6 @@ def write_tuned(path: Path, run: Run, reference: Run, search: Search, command: s
         lines.append(f"{line}  # {comments[name]}" if " = " in line and name in comments else line)
     head = f"# {command}\n# {search.ending}; {len(search.records)} trials\n"
     write_whole(path, head + "\n".join(lines) + "\n")
-    return tuned
 
 
 def search_json(

@@ -36,12 +36,6 @@ def is_planned(path: Path) -> bool:
     return path.suffix == ".toml" and path.is_file()
 
 
-def facts_of_plan(path: Path) -> tuple[RunFacts, tuple[str, ...]]:
-    """Facts of a run that is only planned in a TOML file, and the missing inputs."""
-    run = load_run(str(path.absolute()))
-    return RunFacts(run=run, has_steps=False), ("the run is only planned: no step is recorded",)
-
-
 def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tuple[RunFacts, tuple[str, ...]]:
     """Facts of a run, and the missing inputs; `lines` of metrics.jsonl are read if they are None.
 
@@ -49,15 +43,13 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
     """
     run = load_run(str(folder.absolute()))
     lines = json_lines(folder / METRICS, LAYERS) if lines is None else lines
-    device = next(
-        (json_line["device"] for json_line in reversed(json_lines(folder / STARTS)) if "device" in json_line), None
-    )
+    device = next((start["device"] for start in reversed(json_lines(folder / STARTS)) if "device" in start), None)
     if not lines:
         missing = f"no step of the run is recorded: {folder / METRICS} has no line"
         return RunFacts(run=run, device=device, has_steps=False), (missing,)
     # The profiler slows the steps that it records, and the next one, in which ranks wait for others' files.
-    start = run.profile.start
-    disturbed = range(start, start + run.profile.steps + 1) if start else range(0)
+    first = run.profile.start
+    disturbed = range(first, first + run.profile.steps + 1) if first else range(0)
     calm = [line for line in lines[1:] if _step(line) not in disturbed]
     usual = _last(calm) or _last(lines)
     step_seconds = _median(usual, "step_seconds")
