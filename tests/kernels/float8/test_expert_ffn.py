@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8.expert_ffn import copy_experts, expert_ffn
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
 from penstock.kernels.float8.quantized import Quantized
@@ -29,7 +30,7 @@ from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import target_of
 from tests.closeness import decibels
-from tests.kernels.expert_batch import Batch, assert_host_does_not_wait, draw_batch, saved_tensors
+from tests.kernels.expert_batch import Batch, assert_host_does_not_wait, draw_batch, refuse, saved_tensors
 
 HIDDEN, WIDTH, EXPERTS = 128, 128, 3
 
@@ -141,6 +142,24 @@ def test_recomputation_from_packed_rows_has_the_same_bits(operators: Float8Opera
     found = run(nothing, expert_ffn, float8=float8, places_TK=batch.order.places_TK, **options)
     assert all(torch.equal(*pair) for pair in zip(found, own, strict=True))
     assert_over(BARS_DB["e4m3"], own, run_exactly(batch))
+
+
+def test_rows_saved_in_a_buffer_give_the_same_bits(device: torch.device) -> None:
+    """Between rows of other layers, which are NaN; of the tail only the last row is read and set to zero."""
+    batch, float8 = draw("dropped slots", device), rule_of(TRITON, BLOCKWISE, device)
+    places_TK, used = batch.order.places_TK, batch.used
+
+    def keep(count: Tensor, room: int, like: Tensor) -> SavedRows:
+        rows_SF = like.new_full((37 + room + 5, like.shape[1]), torch.nan)
+        return SavedRows(rows_SF, torch.tensor([37], device=device), room)
+
+    alone = run(batch, expert_ffn, float8=float8, places_TK=places_TK)
+    last_TK = torch.where(places_TK < used, places_TK, len(batch.index_R) - 1)
+    kept = run(batch, expert_ffn, float8=float8, places_TK=last_TK, keep=keep, only_last=True)
+    recomputed = run(batch, expert_ffn, float8=float8, places_TK=places_TK, keep=refuse, recompute=True)
+    for output, *gradients in (kept, recomputed):
+        assert torch.equal(output[:used], alone[0][:used])
+        assert all(torch.equal(*pair) for pair in zip(gradients, alone[1:], strict=True))
 
 
 @pytest.mark.parametrize("recipe", [BLOCKWISE, TENSORWISE], ids=lambda recipe: recipe.name)

@@ -1,4 +1,4 @@
-"""Rows in a buffer of several layers, in 8 bits: the kernels that write and read there, and the experts' networks."""
+"""Rows in a buffer of several layers, in 8 bits: the kernels that write and read there."""
 
 import math
 from dataclasses import replace
@@ -9,22 +9,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.launches_tried import BACKWARD_LAUNCHES, CANDIDATES
-from penstock.kernels.expert_ffn import expert_ffn as in_16_bits
-from penstock.kernels.expert_kernels import TRITON as IN_16_BITS
 from penstock.kernels.expert_parts import SavedRows
-from penstock.kernels.float8.expert_ffn import expert_ffn
 from penstock.kernels.float8.launches import PRODUCTS, Product, ProductLaunch, in_triton
-from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.products import _launch_rows, multiply_groups
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, TENSORWISE, Recipe, obstacle
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
-from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
-from penstock.moe.dispatch.row_capacity import ActivationArena, make_room
 from tests.kernels.ahead_of_time import TARGETS
-from tests.kernels.expert_batch import Batch, draw_batch
 from tests.kernels.float8.draw_quantized import (
     assert_all_same,
     assert_same,
@@ -150,93 +143,3 @@ def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(
         assert not kept.dweights_R[used:].any(), "these weights belong to no expert"
         if rule.limit is not None:
             assert torch.equal(kept.plain_d_gate_up_RF[:used], own.plain_d_gate_up_RF[:used])
-
-
-TOKENS, TOP_K, EXPERTS, HIDDEN = 24, 2, 3, 64
-IN_8_BITS = Float8Rule(experts=BLOCKWISE, operators=TRITON)
-
-
-def arena_of(layers: int, bound: float) -> ActivationArena:
-    arena = ActivationArena(bound)
-    for _ in range(layers):
-        arena.join()
-    return arena
-
-
-class Layers:
-    """Experts of several layers that all read the same tokens; those of the second layer compute in 16 bits.
-
-    `parts` are the shares of each layer's slots that are not dropped.
-    """
-
-    def __init__(self, parts: tuple[float, ...], device: torch.device) -> None:
-        self.batches: list[Batch] = []
-        for part in parts:
-            experts_TK = torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices
-            # An expert that does not exist: such slots were dropped and have no row.
-            experts_TK = torch.where(torch.rand(TOKENS, TOP_K) < part, experts_TK, EXPERTS)
-            self.batches.append(draw_batch(experts_TK, EXPERTS, HIDDEN, WIDTH, device))
-        self.rows = [batch.used for batch in self.batches]
-        self.dy_LRD = torch.randn(len(parts), TOKENS * TOP_K, HIDDEN).to(self.batches[0].x_TD)
-
-    def run(self, arena: ActivationArena | None, *, only_last: bool = False, recompute: bool = False) -> list[Tensor]:
-        """Outputs of rows that there are, and gradients."""
-        leaves = [self.batches[0].x_TD.clone().requires_grad_()]
-        if arena is not None:
-            arena.begin()
-        outputs, gradients = [], []
-        for layer, (batch, used) in enumerate(zip(self.batches, self.rows, strict=True)):
-            *matrices, weights_R = own = [
-                one.clone().requires_grad_() for one in (batch.gate_up_eFD, batch.down_eDF, batch.weights_R)
-            ]
-            leaves += own
-            places_TK = batch.order.places_TK
-            if only_last:
-                places_TK = torch.where(places_TK < used, places_TK, len(batch.index_R) - 1)
-            options = {"places_TK": places_TK, "only_last": only_last, "recompute": recompute}
-            options["keep"] = None if arena is None else partial(arena.place, even_share=20.0)
-            ffn = partial(expert_ffn, float8=IN_8_BITS) if layer != 1 else partial(in_16_bits, kernels=IN_16_BITS)
-            y_RD = ffn(leaves[0], *matrices, batch.order.counts_E, weights_R, batch.index_R, **options)
-            outputs.append(y_RD)
-            is_used_R1 = torch.arange(len(y_RD), device=y_RD.device)[:, None] < used
-            gradients.append(torch.where(is_used_R1, self.dy_LRD[layer], 0))
-        torch.autograd.backward(outputs, gradients)
-        used_rows = [y_RD.detach()[:used] for y_RD, used in zip(outputs, self.rows, strict=True)]
-        return [*used_rows, *(leaf.grad for leaf in leaves)]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(
-    ("parts", "only_last"), [((1.0, 0.1, 0.6), False), ((0.7, 1.0, 0.0), True)], ids=["uneven", "one has no rows"]
-)
-def test_experts_that_share_an_arena_give_what_they_give_alone(
-    parts: tuple[float, ...], only_last: bool, device: torch.device
-) -> None:
-    layers = Layers(parts, device)
-    arena = arena_of(len(layers.rows), bound=1.4).to(device)
-    expected, found = layers.run(None), layers.run(arena, only_last=only_last)
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    assert all(one.isfinite().all() for one in found)
-    assert arena.meter.tolist() == [0, sum(layers.rows)]
-
-
-@pytest.mark.slow
-def test_rows_beyond_the_capacity_are_counted_and_stored_the_next_time(device: torch.device) -> None:
-    layers = Layers((0.9, 1.0, 0.8), device)
-    arena = arena_of(len(layers.rows), bound=1.0).to(device)
-    layers.run(arena)
-    assert arena.meter.tolist() == [sum(layers.rows) - 60, sum(layers.rows)]  # room for an even share of 20 a layer
-    make_room([arena])
-    arena.reset()
-    assert all(torch.equal(*pair) for pair in zip(layers.run(arena), layers.run(None), strict=True))
-    assert int(arena.left_out) == 0
-
-
-@pytest.mark.slow
-def test_recomputed_rows_take_no_memory(device: torch.device) -> None:
-    layers = Layers((0.9, 0.2), device)
-    arena = arena_of(len(layers.rows), bound=1.0).to(device)
-    found, expected = layers.run(arena, recompute=True), layers.run(None)
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    assert arena.meter.tolist() == [0, 0]
