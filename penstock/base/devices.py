@@ -29,7 +29,6 @@ class Chip:
 
 @cache
 def chips() -> tuple[Chip, ...]:
-    """The chips of the packaged hardware files."""
     files = (tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(PACKAGED.glob("*.toml")))
     return tuple(
         Chip(

@@ -41,7 +41,6 @@ def version_of(package: str) -> str | None:
 
 
 def version_text(version: str, commit: str) -> str:
-    """Penstock's version and, if it is known, commit."""
     return f"Penstock {version}" + (f", commit {commit}" if commit != UNKNOWN else "")
 
 

@@ -140,7 +140,6 @@ class AsyncTransfer(Generic[Rest]):
         return outputs
 
     def start_recorded(self, function: "Transfer[Rest]", inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Start, and keep the graph of the transfer."""
 
         def work() -> tuple[tuple[Tensor, ...], Rest, list[GradientEdge], list[GradientEdge | None]]:
             entries = [entered(tensor) for tensor in inputs]

@@ -148,7 +148,6 @@ def _widths(tensor: Tensor, ranks: int) -> tuple[int, int, int]:
 
 
 def empty_rows(bucket: list[Stripe], ranks: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a bucket: a row for each rank."""
     last = bucket[-1]
     columns = last.offset + last.end - last.first
     return torch.empty(ranks, columns, dtype=dtype, device=last.entry.whole.device)

@@ -157,7 +157,6 @@ class PartialGraphs:
         assert captured == fact, f"{name} of a graph is {captured}, and {fact} came"
 
     def release(self) -> None:
-        """Free all memory; no replay after that."""
         self._parts.clear()
         self._copies.clear()
         self._written.clear()

@@ -84,7 +84,6 @@ class _Task:
     owner: int
 
     def source(self, part: MatrixPart) -> int:
-        """The rank that sends a part to the owner."""
         return self.owner if self.owner in part.holders else part.holders[sum(self.box.begin) % len(part.holders)]
 
 
@@ -207,7 +206,6 @@ class _Round:
         number = {task: position for position, task in enumerate(own_tasks)}
 
         def regions(entries: Sequence[_Entry]) -> list[_Region]:
-            """Parts of this rank's matrices in the stacks."""
             return [(number[task], part.box.within(task.box.begin)[-2:]) for _, task, part in entries]
 
         def values(entries: Sequence[_Entry]) -> list[Tensor]:
@@ -239,7 +237,6 @@ class _Round:
         return stacks
 
     def pack_back(self, stacks: Sequence[Tensor]) -> Tensor:
-        """The parts of this rank's matrices for the other ranks that hold them."""
         return self._packed(_take(stacks, self._leaving))
 
     def keep(self, stacks: Sequence[Tensor]) -> None:
@@ -262,7 +259,6 @@ _Region = tuple[int, tuple[slice, ...]]
 
 
 def _ordered(entries: Iterable[_Entry]) -> list[_Entry]:
-    """By the other rank."""
     return sorted(entries, key=lambda entry: entry[0])
 
 

@@ -128,7 +128,6 @@ class _OffloadedStorage:
         self._came = DONE
 
     def leave(self) -> None:
-        """Free the device memory."""
         self._check_version()
         self.left.wait(self._stream)  # the stream that owns the block reuses it only after the copy has read it
         self._saved = None

@@ -228,7 +228,6 @@ class _Messenger:
         self._sent = under_way
 
     def finish(self) -> None:
-        """Wait until all messages have left."""
         for _, work in self._sent:
             work.wait()
 

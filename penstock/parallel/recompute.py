@@ -96,11 +96,9 @@ class Geometry:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
-        """Of a strided tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """A tensor with this geometry on `storage`."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
@@ -186,7 +184,6 @@ def discarding_in_pieces() -> Iterator[Callable[[], AbstractContextManager[None]
 
 
 def _save_argument(argument: object) -> Callable[[], object]:
-    """Save an argument; returns a function that gives it again."""
     if isinstance(argument, Tensor):
         return _SavedInput.of(argument).again
     if is_dataclass(argument) and not isinstance(argument, type):
@@ -286,7 +283,6 @@ class _Region:
         return self.remembered[-1]
 
     def drop(self, tensor: Tensor) -> _Slot:
-        """The saver of the first run."""
         slot = _Slot(self)
         self.saves.append(_Save(weakref.ref(slot), tensor.shape, tensor.dtype))
         return slot

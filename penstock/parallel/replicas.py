@@ -268,7 +268,6 @@ class ReplicaMemory:
         return self.buffers.replica_view(sizes.gradients[index], shape, torch.float32)
 
     def at(self, first: int) -> int:
-        """Byte of the buffers at which a parameter's section begins."""
         return self.buffers.sizes.replica_offset + first
 
 

@@ -104,7 +104,6 @@ class ShardedTensor:
 
     @torch.no_grad()
     def fill(self, values: Tensor) -> None:
-        """Take over the values of `room`."""
         if self.codec is not None:
             for held, new in zip(self.held, self.codec.encode(values), strict=True):
                 held.copy_(new)
@@ -124,7 +123,6 @@ class ShardedTensor:
 
 
 def whole(tensor: Tensor, *, writes: bool = True) -> ShardedTensor:
-    """A tensor that this rank holds whole."""
     shape = tuple(tensor.shape)
     return ShardedTensor(tensor=tensor, shape=shape, pieces=local_slices(shape, ()), writes=writes)
 

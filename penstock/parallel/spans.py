@@ -39,7 +39,6 @@ EnterPhase = Callable[[Span], None]
 
 
 def untimed(phase: Span) -> None:
-    """Where no times are measured."""
     del phase
 
 
@@ -63,7 +62,6 @@ class Stopwatch:
         self.enter(phase)
 
     def enter(self, phase: Span) -> None:
-        """Begin a phase; the one before ends."""
         self._phases.append(phase)
         self._moments.append(self._now())
 

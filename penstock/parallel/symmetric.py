@@ -141,7 +141,6 @@ class BufferSizes:
 
 
 def chunks_for(tokens: int, row_bytes: int) -> TokenChunks:
-    """Chunks of a rank's tokens."""
     return TokenChunks.cut(tokens, max(1, min(tokens * row_bytes // CHUNK_BYTES, MOST_CHUNKS)))
 
 

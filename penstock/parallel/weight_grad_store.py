@@ -33,7 +33,6 @@ class WeightGradStore:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether weight gradients are deferred now."""
         return self._work is not None
 
     @contextmanager

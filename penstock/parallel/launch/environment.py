@@ -178,7 +178,6 @@ RULES: tuple[VariableRule, ...] = (
 
 
 def settings(facts: LaunchFacts) -> dict[str, str]:
-    """Value of each variable that the facts of a process ask for."""
     return {rule.name: rule.value.format(facts=facts) for rule in RULES if rule.applies(facts)}
 
 

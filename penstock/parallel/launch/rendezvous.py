@@ -303,6 +303,5 @@ def meet_to_measure(environment: Environment, device_kind: str, timeout_minutes:
 
 
 def stop_process_group() -> None:
-    """End the group of all ranks, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -84,7 +84,6 @@ class Watch:
         self._mark = (activity, time.monotonic()) if activity else None
 
     def stop(self) -> None:
-        """End the threads, without waiting for them."""
         self._is_over.set()
 
     def answer(self) -> None:
