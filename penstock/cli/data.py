@@ -221,7 +221,6 @@ def train_on_text(  # noqa: PLR0913 - one argument for each option
 
 
 def _readable(texts: TextDocuments, left_out: list[str], *, skip: bool) -> Iterator[str]:
-    """Yield the readable texts and note the faults of the others."""
     for number in range(len(texts)):
         try:
             yield texts.record(number)

@@ -107,7 +107,6 @@ def _small_steps(run: Run) -> Tree:
 
 
 def _check_memory(run: Run) -> None:
-    """Refuse a run whose state is larger than this machine's memory."""
     needed, devices = state_bytes(run), torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = device_memory(torch.device("cuda", 0) if devices else torch.device("cpu"))[0] * max(1, devices)
     if needed > there:

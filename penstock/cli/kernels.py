@@ -102,7 +102,6 @@ def tune_on(run: Run, facts: DeviceFacts, device: torch.device, clock: CallTimer
 
 
 def print_entries(entries: Sequence[OperatorTimes]) -> None:
-    """Print for each entry the microseconds of each backend and the fastest."""
     backends = list(dict.fromkeys(name for entry in entries for name in entry.microseconds))
     rows = []
     for entry in entries:

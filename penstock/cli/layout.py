@@ -68,7 +68,6 @@ def _schedule(run: Run, grid: Grid, count: int) -> Schedule:
 
 
 def _facts(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> dict[str, str]:
-    """Lines about all ranks, by label."""
     moe, training = run.model.moe, run.training
     rows = f"{training.global_batch} rows = data {grid.data} x {micro_batches(run, grid)} micro-batches"
     facts = {
@@ -117,7 +116,6 @@ def _sequence_text(run: Run, grid: Grid) -> str:
 
 
 def _schedule_text(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> str:
-    """Name of the schedule, its bubble, and live micro-batches."""
     costs = stage_costs(run.model, run.training.sequence_length)
     once = tuple(costs.of(stage) for stage in stages)  # FLOPs of a forward pass
     twice = tuple(2 * time for time in once)

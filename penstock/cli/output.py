@@ -50,7 +50,6 @@ def write_file(path: Path, text: str) -> None:
 
 
 def print_or_write(text: str, path: Path | None) -> None:
-    """Print a text to stdout, or write it to a file and print the file's name."""
     if path is None:
         print(text, end="")
     else:

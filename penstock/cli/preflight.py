@@ -115,7 +115,6 @@ def _known(gpus: Sequence[Gpu], file: Path | None) -> Hardware | None:
 
 
 def _look(run: Run | None, gpus: Sequence[Gpu], known: Hardware | None) -> list[PreflightCheck]:
-    """All checks that need no other process."""
     record, checkpoint_bytes, kept = Record(), 0, 1
     if run is not None:
         size = size_of(run.model, run.training.sequence_length)
@@ -145,7 +144,6 @@ def _measured(environment: Environment, ranks: int, gpus: int) -> str:
 
 
 def _be_a_rank(environment: Environment, expected: int) -> str:
-    """Measure, alone or with other ranks."""
     assert expected in (0, environment.world_size), "the launcher starts as many ranks as it was asked for"
     with meet_to_measure(environment, "auto", TIMEOUT_MINUTES) as device:
         return measured_json(measure(device, environment.local_world_size))

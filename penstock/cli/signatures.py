@@ -56,10 +56,10 @@ def check_arguments(verb: str, arguments: Sequence[str], parent: Any) -> None:
     Raises a typer.TyperException for an option, argument or value that is none of the verb's, a ConfigError where there
     is no such preset, file, field or value of a field, and a HardwareError where there is no such cluster.
     """
-    node, command, name, rest, context = described_verbs()[verb], described_command(verb), verb, list(arguments), parent
+    node, command = described_verbs()[verb], described_command(verb)
     # The program has no `--help` where a verb is called (`penstock.cli.verbs`), and contexts take after it.
     try:
-        context = command.make_context(name, rest, parent=context, help_option_names=[HELP])
+        context = command.make_context(verb, list(arguments), parent=parent, help_option_names=[HELP])
         while node["verbs"]:
             rest = [*context._protected_args, *context.args]
             if not rest:
@@ -72,7 +72,8 @@ def check_arguments(verb: str, arguments: Sequence[str], parent: Any) -> None:
         option = vars(error).get("option_name")  # of an option that there is not
         if option and (instead := REMOVED_OPTIONS.get((verb, option))):
             raise ConfigError(f"{option} was removed", fix=instead) from error
-        if option and _takes_overrides(node) and (fields := _fields_meant(option)):
+        takes_overrides = any(parameter.get("metavar") == OVERRIDES for parameter in node["parameters"])
+        if option and takes_overrides and (fields := _fields_meant(option)):
             fix = " or ".join(f"{field}=..." for field in fields)
             raise ConfigError(f"there is no option {option}", fix=f"write {fix}") from error
         raise
@@ -107,8 +108,6 @@ class _InnerVerb(TyperCommand):
 
 
 def _function(parameters: Sequence[Mapping[str, Any]]) -> Any:
-    """A function with the parameters that typer reads."""
-
     def verb(**values: Any) -> None:
         pass
 
@@ -140,10 +139,6 @@ def _annotation(parameter: Mapping[str, Any]) -> Any:
     if parameter["opts"][0].startswith("-"):
         return Annotated[kind, typer.Option(*parameter["opts"], **options)]
     return Annotated[kind, typer.Argument(**options)]
-
-
-def _takes_overrides(node: Mapping[str, Any]) -> bool:
-    return any(parameter.get("metavar") == OVERRIDES for parameter in node["parameters"])
 
 
 def _fields_meant(option: str) -> tuple[str, ...]:

@@ -418,7 +418,6 @@ def _note_next(error: Exception, folder: RunFolder, store: CheckpointStore, step
 
 
 def _print_end(console: Console, run: Run, folder: RunFolder, end: RunEnd, wall: Mapping[str, float]) -> None:
-    """Print the result and the next command."""
     saved = f"saved in {end.checkpoint}" if end.checkpoint else "nothing is saved"
     if end.stopped_by:
         lines = [f"stopped by {end.stopped_by} after step {end.step} of {end.steps}, {saved}"]
@@ -454,7 +453,6 @@ def _check_memory(run: Run, grid: Grid, device: torch.device, local_ranks: int) 
 
 
 def _print_plan(console: Console, launch: Launch, grid: Grid, local_ranks: int) -> None:
-    """Open the data, find the device, count the model, and print the run."""
     run, ranks = launch.run, grid.world
     device = choose_device(run.device)
     shortage = find_shortage(run, grid, device, local_ranks)

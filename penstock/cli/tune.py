@@ -115,7 +115,6 @@ class _Session:
         write_tuned(self.output, self.own, self.source.run, search, command_text())
 
     def tell(self, record: TrialRecord, search: Search) -> None:
-        """Save a trial, and print its line."""
         self.save(search)
         leader = search.leader
         best = "none yet" if leader is None else time_text(leader.even_step)

@@ -112,14 +112,13 @@ class LiveView(Observer):
             self._draw()
 
     def closed(self) -> None:
-        if self._panel is not None:
-            self._draw()
+        self._draw()
         self._live.stop()
 
     def _draw(self) -> None:
-        assert self._panel is not None, "a run starts before it is drawn"
-        self._live.update(self._panel.render(self._live.console.width), refresh=True)
-        self._drawn_seconds = time.monotonic()
+        if self._panel is not None:
+            self._live.update(self._panel.render(self._live.console.width), refresh=True)
+            self._drawn_seconds = time.monotonic()
 
 
 class RunPanel:
