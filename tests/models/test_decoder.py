@@ -1,48 +1,21 @@
-"""The decoder's promises that hold for every family: causality, document borders, grouped heads, multi-token
-prediction."""
+"""The decoder's promises that no comparison with `transformers` shows: rounding, prediction of more tokens, weights."""
 
 from copy import deepcopy
 
-import pytest
 import torch
 from torch import Tensor
 
-from penstock.config.model import GroupedQueryAttention, Router
+from penstock.config.model import Router
 from penstock.kernels.operators import TORCH
 from penstock.models.decoder import Decoder
-from tests.closeness import assert_close, is_close, relative_error
+from tests.closeness import assert_close, relative_error
 from tests.float64 import in_float64
 from tests.models.families import moe_with, reading_of, tiny_decoder, tiny_model
-
-GQA = GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8)
-PLAIN = tiny_model(family="plain", attention=GQA)
 
 
 def _tokens(rows: int = 2, positions: int = 12) -> tuple[Tensor, Tensor]:
     tokens_BS = torch.randint(61, (rows, positions), generator=torch.Generator().manual_seed(0))
     return tokens_BS, torch.arange(positions).expand(rows, -1)
-
-
-@pytest.mark.parametrize("config", [tiny_model(), PLAIN], ids=["mla", "gqa"])
-def test_a_position_sees_nothing_behind_it(config: object) -> None:
-    decoder = tiny_decoder(config).eval()  # type: ignore[arg-type]
-    tokens_BS, positions_BS = _tokens()
-    changed_BS = tokens_BS.clone()
-    changed_BS[:, 7:] = (changed_BS[:, 7:] + 1) % 61
-    before, after = decoder.logits(tokens_BS, positions_BS), decoder.logits(changed_BS, positions_BS)
-    assert_close(before[:, :7], after[:, :7])
-    assert not is_close(before[:, 7:], after[:, 7:], tolerance=0.01), "the changed positions must differ"
-
-
-def test_masked_documents_in_one_row_equal_the_documents_alone() -> None:
-    decoder = tiny_decoder(tiny_model()).eval()
-    tokens_BS, _ = _tokens(rows=1)
-    positions_BS = torch.tensor([[*range(5), *range(7)]])
-    documents_BS = torch.tensor([[0] * 5 + [1] * 7])
-    packed = decoder(reading_of(tokens_BS, positions_BS, documents_BS)).main_BSD
-    first = decoder(reading_of(tokens_BS[:, :5], positions_BS[:, :5])).main_BSD
-    second = decoder(reading_of(tokens_BS[:, 5:], positions_BS[:, 5:])).main_BSD
-    assert_close(packed, torch.cat((first, second), dim=1))
 
 
 def test_the_operators_of_torch_give_the_reference_in_bf16() -> None:
