@@ -9,7 +9,6 @@ Modules in Gluon's language import Triton directly: they are imported only where
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,13 +28,6 @@ def ceil_div(size: int, part: int) -> int:
 def power_of_two(size: int) -> int:
     """Smallest power of two that is at least `size`."""
     return 1 << max(0, size - 1).bit_length()
-
-
-@dataclass(frozen=True)
-class _Constant:
-    """Stand-in for `tl.constexpr`."""
-
-    value: Any
 
 
 class _Kernel:
@@ -76,7 +68,7 @@ except ModuleNotFoundError as error:
         knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)),
         next_power_of_2=power_of_two,
     )
-    tl = SimpleNamespace(constexpr=_Constant)
+    tl = SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
     create_ragged_descriptor, TensorDescriptor = _no_descriptor, SimpleNamespace(from_tensor=_no_descriptor)
 else:
     HAS_TRITON = True

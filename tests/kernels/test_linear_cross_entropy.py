@@ -19,6 +19,7 @@ from penstock.kernels.float8.operators import REFERENCE, Float8Rule
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E5M2, RECIPES, ROWWISE, Recipe, format_on
 from penstock.kernels.float8.reference import multiply, quantize_rows, quantize_weight
+from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.linear_cross_entropy import default_chunk_tokens, linear_cross_entropy
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import KernelLaunch
@@ -247,8 +248,6 @@ def test_the_gradient_of_logits_is_written_in_8_bits_only_where_no_scale_needs_w
 
 @pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
 def test_kernels_make_the_products_of_the_definition(recipe: Recipe, device: torch.device) -> None:
-    from penstock.kernels.float8.triton_operators import TRITON
-
     # In float32, because Triton's interpreter cuts bfloat16 off instead of rounding it.
     x_TD, head_VD, labels_T = Case(tokens=160, hidden=128, vocabulary=272).draw(device)
     options = {"chunk_tokens": 128, "launch": SMALL}
@@ -311,8 +310,6 @@ def test_two_shards_in_8_bits_equal_the_whole_in_8_bits(kernels: bool, device: t
     """Where blocks of a shard are those of the whole."""
     if not kernels and device.type == "cuda":
         pytest.skip("the row pass in torch is for CPUs")
-    if kernels:
-        from penstock.kernels.float8.triton_operators import TRITON
     rule = Float8Rule(head=BLOCKWISE_SQUARE, operators=TRITON if kernels else REFERENCE)
     way = SMALL if kernels else None, rule
     batch, ((rank_0,), (rank_1,)) = start_shards(Case(vocabulary=256), device, tmp_path, [way])
@@ -357,8 +354,6 @@ def test_the_kernels_compile_without_spills(target: str, wanted: str, monkeypatc
 @pytest.mark.often("gfx942")
 @pytest.mark.parametrize("target", TARGETS)
 def test_its_products_in_8_bits_compile_without_spills(target: str) -> None:
-    from penstock.kernels.float8.triton_operators import TRITON
-
     x_TD, head_VD, labels_T = on_meta(8192, 2048), on_meta(102_400, 2048), on_meta(8192, dtype=torch.int64)
     sum_VD, form = on_meta(102_400, 2048, dtype=torch.float32), format_on("e4m3", target)
     rule = Float8Rule(head=BLOCKWISE_SQUARE, operators=TRITON, forward=form, gradient=form)

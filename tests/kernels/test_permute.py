@@ -21,9 +21,6 @@ SMALL_TILES = {
     "permute.LAUNCH": KernelLaunch(block_rows=1, block_columns=16, warps=1),
     "permute.ORDER_LAUNCH": KernelLaunch(block_rows=4, block_columns=2, warps=1),  # tiles end inside rows
 }
-SIZES = pytest.mark.parametrize(
-    ("tokens", "top_k", "width", "dropped"), [(9, 3, 40, 0.0), (5, 2, 7, 0.4), (1, 1, 16, 0.0), (6, 3, 24, 1.0)]
-)
 
 
 def _experts(tokens: int, top_k: int, experts: int, device: torch.device, dropped: float = 0.0) -> Tensor:
@@ -62,7 +59,9 @@ def test_the_example_of_the_reference_holds(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weighted", [True, False])
-@SIZES
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "width", "dropped"), [(9, 3, 40, 0.0), (5, 2, 7, 0.4), (1, 1, 16, 0.0), (6, 3, 24, 1.0)]
+)
 def test_unpermute_and_its_gradients_equal_the_reference(
     tokens: int, top_k: int, width: int, dropped: float, weighted: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
