@@ -221,10 +221,12 @@ def speed_figure(lines: Sequence[Line], planned: Projection | None, unit: str = 
 
 def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | None:
     """Time of the step, with stacked phases where they were timed; the projection is a dashed line."""
-    whole = _points(lines, "step_seconds")
-    if whole is None:
+    usual = usual_of(lines, "step_seconds")
+    if usual is None:
         return None
-    size, unit = time_unit(usual_of(lines, "step_seconds") or max(whole.ys))  # seconds of the unit, and its name
+    size, unit = time_unit(usual)  # seconds of the unit, and its name
+    whole = _points(lines, "step_seconds", size)
+    assert whole is not None, "the time of a step is recorded"
     timed = [line for line in lines if isinstance(line.get("phase_seconds"), Mapping)]  # null in the first step
     names = list(dict.fromkeys(name for line in timed for name in line["phase_seconds"]))
     colours = part_colours(names, PHASES)
@@ -232,12 +234,20 @@ def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | N
     xs = [line["step"] - 1 for line in timed]  # a line of metrics has the phases of the previous step
     for name in names:
         points = thinned(xs, [line["phase_seconds"].get(name, 0.0) / size for line in timed])
-        data.append(_layer(points, name, colours[name], unit))
-    scaled = _points(lines, "step_seconds", size)
-    assert scaled is not None, "the time of a step is recorded"
-    total = curve(scaled, "step", SERIES[4], f"step %{{x:,}}<br>%{{y:.4~g}} {unit}")
-    usual = usual_of(lines, "step_seconds")
-    caption = [f"Usual (median of the last half): {time_text(usual)}." if usual is not None else ""]
+        trace = {
+            "type": "scatter",
+            "mode": "lines",
+            "stackgroup": "phases",
+            "name": name,
+            "x": list(points.xs),
+            "y": [float(f"{value:.4g}") for value in points.ys],
+            "line": {"width": 0.5, "color": colours[name]},
+            "fillcolor": colours[name],
+            "hovertemplate": f"%{{y:.3~g}} {unit}",
+        }
+        data.append(trace)
+    data += curve(whole, "step", SERIES[4], f"step %{{x:,}}<br>%{{y:.4~g}} {unit}")
+    caption = [f"Usual (median of the last half): {time_text(usual)}."]
     caption.append("Stacked: phases on the first rank's device." if names else "Phases were not timed.")
     shapes = []
     if planned is not None:
@@ -246,8 +256,8 @@ def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | N
     return Figure(
         name="step",
         title="Time of a step",
-        caption=" ".join([*filter(None, caption), whole.words]).strip(),
-        data=[*data, *total],
+        caption=" ".join([*caption, whole.words]).strip(),
+        data=data,
         layout={
             "xaxis": _steps(),
             "yaxis": axis(f"time of a step ({unit})", rangemode="tozero", tickformat=","),
@@ -278,20 +288,6 @@ def usual_of(lines: Sequence[Line], name: str) -> float | None:
     """The median of a field over the last half of the lines that have it; the first half has the warm-up."""
     values = [float(line[name]) for line in _having(lines, name)]
     return median(values[int(len(values) * USUAL) :]) if values else None
-
-
-def _layer(points: ThinnedCurve, name: str, colour: str, unit: str) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "stackgroup": "phases",
-        "name": name,
-        "x": list(points.xs),
-        "y": [float(f"{value:.4g}") for value in points.ys],
-        "line": {"width": 0.5, "color": colour},
-        "fillcolor": colour,
-        "hovertemplate": f"%{{y:.3~g}} {unit}",
-    }
 
 
 def _having(lines: Sequence[Line], name: str) -> list[Line]:

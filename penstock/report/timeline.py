@@ -174,7 +174,7 @@ def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Fig
     data = [ground, *boxes, *_held(rows, size, (largest, timelines[0].held_unit))]
     lane_height = 44 if len(rows) <= 8 else 30 if len(rows) <= 24 else 22
     numbers = [
-        f"{timeline.name} {time_text(timeline.span)}, {_idle_share(timeline):.1%} {timeline.gaps}"
+        f"{timeline.name} {time_text(timeline.span)}, {_idle_share(timeline.lanes, timeline.span):.1%} {timeline.gaps}"
         for timeline in timelines
     ]
     below = f"Below each lane: {timelines[0].held_unit} held, at most {largest:.3g}." if largest else ""
@@ -202,7 +202,7 @@ class _Row:
 
     @property
     def idle(self) -> float:
-        return 1 - _covered(self.lane) / self.span if self.span else 0.0
+        return _idle_share([self.lane], self.span)
 
 
 def _rows(timelines: Sequence[Timeline]) -> list[_Row]:
@@ -234,17 +234,14 @@ def _few(rows: list[_Row]) -> tuple[list[_Row], str]:
     return [row for row in rows if row.place in kept], left_out(len(kept), len(places), "ranks are drawn").strip()
 
 
-def _idle_share(timeline: Timeline) -> float:
-    whole = timeline.span * len(timeline.lanes)
-    return 1 - sum(_covered(lane) for lane in timeline.lanes) / whole if whole else 0.0
-
-
-def _covered(lane: TimelineLane) -> float:
-    until = covered = 0.0  # the sweep has come to `until`
-    for interval in sorted(lane.intervals, key=lambda interval: interval.start):
-        covered += max(0.0, interval.end - max(interval.start, until))
-        until = max(until, interval.end)
-    return covered
+def _idle_share(lanes: Sequence[TimelineLane], span: float) -> float:
+    covered = 0.0
+    for lane in lanes:
+        until = 0.0  # the sweep has come to here
+        for interval in sorted(lane.intervals, key=lambda interval: interval.start):
+            covered += max(0.0, interval.end - max(interval.start, until))
+            until = max(until, interval.end)
+    return 1 - covered / (span * len(lanes)) if span and lanes else 0.0
 
 
 def _rectangle(left: float, right: float, bottom: float, top: float) -> tuple[list[float | None], list[float | None]]:

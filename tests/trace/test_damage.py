@@ -110,11 +110,6 @@ def test_a_last_kernel_that_outlasts_all_else_is_left_out_and_told() -> None:
     assert "left out: 'bad'" in trace.notes[0]
 
 
-def test_an_export_of_nsight_systems_is_refused_by_its_name() -> None:
-    with pytest.raises(TraceError, match="Nsight Systems"):
-        decode_trace(b"SQLite format 3\0" + bytes(80))
-
-
 @pytest.mark.parametrize(("process", "tool"), [("/device:GPU:0 NVIDIA H100", "JAX"), ("Ascend Hardware", "torch_npu")])
 def test_a_recording_of_another_tool_is_refused_by_the_name_of_the_tool(process: str, tool: str) -> None:
     named = {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "ts": 0, "args": {"name": process}}

@@ -13,15 +13,10 @@ from penstock.trace.phases import find_phases
 from penstock.trace.recognize import PhaseNames, read_phase_names
 from penstock.trace.timeline import timeline_of
 from tests.cli.answers import outcome, printed, told_as_json
-from tests.trace.tiny import decoded, kernel, launch, operator, span, text_of, trace_of, write
+from tests.trace.tiny import decoded, operator, ran, span, text_of, trace_of, write
 
 GEMM = "nvjet_sm90_tst_128x256"
 MAIN, SIDE = 7, 20
-
-
-def ran(name: str, launched: float, start: float, lasts: float, stream: int) -> list[dict[str, Any]]:
-    number = 1000 + int(launched)
-    return [launch(launched, correlation=number), kernel(name, start, lasts, correlation=number, stream=stream)]
 
 
 def computing(lasts: float = 100) -> list[dict[str, Any]]:

@@ -36,10 +36,10 @@ def started(start: float, number: int, name: str = "some_kernel", lasts: float =
     return [call, kernel(name, start + 1000, lasts, correlation=number)]
 
 
-def ran(name: str, launched: float, start: float, lasts: float, **args: Any) -> list[dict[str, Any]]:
+def ran(name: str, launched: float, start: float, lasts: float, stream: int = 7, **args: Any) -> list[dict[str, Any]]:
     """A kernel with its launch; launches of one trace begin at different microseconds."""
     number = 1000 + int(launched)
-    there = event("kernel", name, start, lasts, stream=7, correlation=number, **args)
+    there = event("kernel", name, start, lasts, stream=stream, correlation=number, **args)
     return [launch(launched, correlation=number), there]
 
 
