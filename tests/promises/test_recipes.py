@@ -39,7 +39,8 @@ class Recipe:
 
 
 def recipes_in(text: str) -> Iterator[Recipe]:
-    for section in re.split(r"^### ", text, flags=re.MULTILINE)[1:]:
+    # The section behind them tells of smaller changes.
+    for section in re.findall(r"^### (Add .*?)(?=^### |\Z)", text, flags=re.MULTILINE | re.DOTALL):
         named = [(block["kind"], NAMED.fullmatch(block["body"])) for block in BLOCK.finditer(section)]
         blocks = tuple((kind, match["path"], match["text"]) for kind, match in named if match)
         (command,) = (one for one in commands_in(section) if one.words[:3] == ["python", "-m", "pytest"])
