@@ -445,13 +445,9 @@ def comparison_json(comparison: ProjectionComparison) -> dict[str, Any]:
     return {
         "left": candidate_json(comparison.left),
         "right": candidate_json(comparison.right),
-        "fields": [{"field": change.field, "left": change.left, "right": change.right} for change in comparison.fields],
+        "fields": [vars(change) for change in comparison.fields],
         "changes": {
-            what: [
-                {"name": change.name, "left": change.left, "right": change.right, "more": change.more}
-                for change in changes
-            ]
-            for what, changes in terms.items()
+            what: [vars(change) | {"more": change.more} for change in changes] for what, changes in terms.items()
         },
     }
 

@@ -23,8 +23,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from penstock.config.fit import context_method, grid_of, micro_batches
 from penstock.config.run import Run
-from penstock.layout.actions import stages_of as stage_numbers
-from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
 from penstock.models.block import Block, MultiTokenPrediction
 from penstock.models.decoder import Decoder
@@ -35,7 +33,7 @@ from penstock.moe.layer import MoE
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.parallel.weight_grad_store import Task
-from penstock.plan.liveness import StageActivations, StagePiece, layer_kind
+from penstock.plan.liveness import PipelineShape, StageActivations, StagePiece, layer_kind
 from penstock.plan.meta_rank import META, MetaRank, Target, make_meta_rank
 from penstock.plan.op_recorder import MemoryTracker, OpRecorder, RecordedOps, TrackedSection
 from penstock.train.global_batch import MicroBatch
@@ -119,9 +117,8 @@ def _parts_of(run: Run, stages: tuple[Stage, ...], position: int) -> Hashable:
         layers = tuple((layer_kind(run, layer), layer in recompute.layers) for layer in stage.layers)
         return stage.embed, layers, len(stage.mtp), stage.norm_and_head, number in recompute.stages
 
-    placement = SCHEDULES[run.pipeline.schedule].placement
-    numbers = stage_numbers(position, ranks=ranks, stages_per_rank=len(stages) // ranks, placement=placement)
-    return tuple(map(parts, numbers))
+    shape = PipelineShape(run.pipeline.schedule, ranks, len(stages) // ranks, micro_batches=1)
+    return tuple(map(parts, shape.stages_of(position)))
 
 
 def _update(rank: MetaRank) -> UpdateOps:

@@ -4,6 +4,7 @@ A run is composed of pieces that ran on the meta device (`penstock.plan.composer
 both give the same figures. Runs whose layers depend on their neighbours (`is_composable`) run whole.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from penstock.config.fit import grid_of
@@ -17,7 +18,7 @@ from penstock.plan.hardware import Cluster
 from penstock.plan.memory import MOMENT_BYTES, RankMemory, memory_of_meta_run
 from penstock.plan.meta_rank import conventional
 from penstock.plan.meta_run import meta_runs_of
-from penstock.plan.projection import Advice, Projection, layout_of
+from penstock.plan.projection import Advice, Projection, StepTime, layout_of
 from penstock.plan.rules.book import advice
 from penstock.plan.rules.rule import facts_of, sizes_of
 from penstock.plan.software import Software, as_run_by, dispatcher_of
@@ -40,31 +41,33 @@ def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUM
 
 def composed_projection(composed: ComposedRun, times: ComposedTimes) -> Projection:
     """The projection of a run that was composed closely (`Composer.composed`)."""
-    run, grid, software = composed.run, composed.grid, times.assumptions.software
-    return Projection(
-        run=run,
-        cluster=times.cluster,
-        layout=layout_of(run, grid, dispatcher_of(software, composed.proxy.dispatcher), shard_of(run)),
-        memories=tuple(_state_of(software, run, composed.memory(position)) for position in range(grid.pipeline)),
-        time=times.exact(composed),
-    )
+    memories = map(composed.memory, range(composed.grid.pipeline))
+    software, dispatcher = times.assumptions.software, composed.proxy.dispatcher
+    return _projection(composed.run, times.cluster, software, dispatcher, memories, times.exact(composed))
 
 
 def project_whole(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Projection:
     """Project one run from a meta run of each of its ranks with different parts; arguments and errors as `project`."""
-    software = assumptions.software
+    software, overheads = assumptions.software, overheads_of(cluster.hardware)
     meta_runs = meta_runs_of(run, cluster.devices, target_of(run, cluster, assumptions))
-    overheads = overheads_of(cluster.hardware)
     memories = (memory_of_meta_run(meta_run, position, overheads) for position, meta_run in enumerate(meta_runs))
     works = (piece.forward_ops for meta_run in meta_runs for stage in meta_run.stages for piece in stage.pieces)
     timer = StageTimer(run, cluster, assumptions.in_time, works, software=software, in_turn=assumptions.in_turn)
-    dispatcher = dispatcher_of(software, meta_runs[0].rank.dispatcher)
+    time = time_of_meta_runs(meta_runs, cluster, timer, software)
+    return _projection(run, cluster, software, meta_runs[0].rank.dispatcher, memories, time)
+
+
+def _projection(
+    run: Run, cluster: Cluster, software: Software, dispatcher: str, memories: Iterable[RankMemory], time: StepTime
+) -> Projection:
+    """`dispatcher` is that of our run, `memories` are those of its ranks."""
+    sender, grid = dispatcher_of(software, dispatcher), grid_of(run, cluster.devices)
     return Projection(
         run=run,
         cluster=cluster,
-        layout=layout_of(run, grid_of(run, cluster.devices), dispatcher, shard_of(run)),
+        layout=layout_of(run, grid, sender, shard_of(run)),
         memories=tuple(_state_of(software, run, memory) for memory in memories),
-        time=time_of_meta_runs(meta_runs, cluster, timer, software),
+        time=time,
     )
 
 

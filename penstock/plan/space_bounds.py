@@ -21,8 +21,7 @@ from penstock.base.errors import KernelError
 from penstock.config.fit import NO_PIPELINE, SPLITTING_SCHEDULES
 from penstock.config.run import Run
 from penstock.kernels.grouped_gemm import GATHER_LIMIT
-from penstock.layout.actions import Kind, stages_of
-from penstock.layout.schedules import SCHEDULES
+from penstock.layout.actions import Kind
 from penstock.plan.bounds import TimeBounds, kept_numbers
 from penstock.plan.candidates import MOST_MICRO_BATCH, Experts, LayoutSet, Saving, run_of, with_saving
 from penstock.plan.composed_run import StageContents, parts_of
@@ -375,14 +374,8 @@ class SpaceBounds:
             kept[k] = np.array([piece.kept_bytes, piece.left, *over]) / tokens
             attention = self._times.attention(kind.startswith("local"), tp, cp, rows, True)
             ffn = self._times.ffn(has_experts(kind), tokens, tp, experts, True)
-            repeated = dict(
-                zip(
-                    _CONTAIN,
-                    (attention.forward + ffn.again, ffn.again * has_experts(kind), ffn.activation),
-                    strict=True,
-                )
-            )
-            again = next((repeated[name] for name in _CONTAIN if name in recompute), 0.0)
+            repeated = attention.forward + ffn.again, ffn.again * has_experts(kind), ffn.activation
+            again = next((seconds for name, seconds in zip(_CONTAIN, repeated, strict=True) if name in recompute), 0.0)
             bounds = attention.forward + ffn.forward, attention.backward + ffn.backward + again
             for way, ops in enumerate((piece.forward_ops, piece.backward_ops + piece.weight_ops)):
                 ops = tuple(operator for operator in ops if not (operator.name == _GATHER and gathers_all))
@@ -430,11 +423,11 @@ class SpaceBounds:
 
     def _make_places(self, pp: int, schedule: str, vpp: int) -> Places:
         contents = self._composer.contents(run_of(self._run, replace(self._neutral, pp=pp, schedule=schedule, vpp=vpp)))
-        placement = SCHEDULES[schedule].placement if pp > 1 else "loop"
+        shape = PipelineShape(schedule, pp, vpp, micro_batches=1)
         alike: dict[bytes, list[int]] = {}
         parts: dict[int, tuple[np.ndarray, np.ndarray, tuple[StageContents, ...]]] = {}
         for position in range(pp):
-            numbers = stages_of(position, ranks=pp, stages_per_rank=vpp, placement=placement) if pp > 1 else (0,)
+            numbers = shape.stages_of(position) if pp > 1 else (0,)
             held = tuple(contents[number] for number in numbers)
             parts[position] = self._counts(held), self._work(contents[: min(numbers)]), held
             alike.setdefault(parts[position][0].tobytes(), []).append(position)
