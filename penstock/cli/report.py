@@ -4,6 +4,7 @@
     penstock report runs/first --html first.html
     penstock report runs/first --on 8xH200       where neither traces nor starts say what it ran on
     penstock report traces/ --html traces.html   traces of any program; less is known
+    penstock report old/ --diff new/ --html d.html   two recordings: a step of each, and what changed
 
 docs/report.md says what is in it. The page is made by penstock/report/run_page.py; here only files are settled.
 """
@@ -19,8 +20,12 @@ from rich.console import Console
 from penstock.base.errors import PenstockError, did_you_mean_path
 from penstock.cli.options import Names, On
 from penstock.cli.plan_options import check_file
+from penstock.cli.trace_diff import one_rank, warnings_of
+from penstock.report.diff_page import write_diff_page
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import write_run_page
+from penstock.trace.analysis import analyse_traces
+from penstock.trace.compare import compare, named_events
 from penstock.trace.recognize import read_phase_names
 
 PAGE = "report.html"  # name of the page in the folder of the run
@@ -29,10 +34,13 @@ Place = Annotated[
     Path, typer.Argument(metavar="RUN", help="The folder of a run; or traces: a file, a folder of ranks.")
 ]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Where to; report.html in RUN if left out.")]
+Diff = Annotated[Path | None, typer.Option("--diff", metavar="OTHER", help="A page of what OTHER recording changed.")]
 NoPlan = Annotated[bool, typer.Option("--no-plan", help="Do not project the run.")]
 
 
-def report(path: Place, html: Html = None, on: On = None, names: Names = None, no_plan: NoPlan = False) -> None:
+def report(
+    path: Place, html: Html = None, diff: Diff = None, on: On = None, names: Names = None, no_plan: NoPlan = False
+) -> None:
     """Write one HTML page of a run: verdict, curves, goodput, memory, timeline, flame, roofline, ranks, experts."""
     if not path.exists():
         raise PenstockError(
@@ -45,7 +53,15 @@ def report(path: Place, html: Html = None, on: On = None, names: Names = None, n
     if on is not None and no_plan:
         raise PenstockError("--on says what to plan for, and --no-plan plans nothing", fix="leave one of them out")
     mapped = None if names is None else read_phase_names(names)
+    if diff is not None and (on is not None or no_plan):
+        raise PenstockError("--diff is of recordings alone", fix="leave --on and --no-plan out")
     with Console(stderr=True).status("reading"):  # nothing is drawn without a terminal
-        write_run_page(gather(path, on=on, plans=not no_plan, names=mapped), target)
+        if diff is not None:
+            traces = one_rank(path, None, names=mapped), one_rank(diff, None, names=mapped)
+            answers = [analyse_traces({trace.rank or 0: trace}) for trace in traces]
+            compared = compare(*map(named_events, traces))
+            write_diff_page(target, (str(path), str(diff)), answers, compared, warnings_of(traces))
+        else:
+            write_run_page(gather(path, on=on, plans=not no_plan, names=mapped), target)
     print(f"written to {target}", file=sys.stderr)
     print(f"next:  python -m webbrowser {shlex.quote(str(target))}", file=sys.stderr)

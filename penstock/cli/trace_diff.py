@@ -42,9 +42,8 @@ def diff(
     if as_json:
         print(json.dumps(as_tree(compared)))
     else:
-        for origins in zip(*map(_origin, traces), strict=True):
-            if origins[0] != origins[1]:
-                print(f"warning: A is of {origins[0]}, B of {origins[1]}")
+        for warning in warnings_of(traces):
+            print(warning)
         _print(compared, top)
         print_next("doctor", b)
 
@@ -55,6 +54,12 @@ def one_rank(path: Path, rank: int | None, *, names: PhaseNames | None = None) -
     if rank is not None and rank not in traces:
         raise TraceError(f"{path} has no trace of this rank", got=rank, allowed=", ".join(map(str, traces)))
     return traces[next(iter(traces)) if rank is None else rank]
+
+
+def warnings_of(traces: Sequence[Trace]) -> list[str]:
+    """What two traces that are compared should share and do not."""
+    origins = zip(*map(_origin, traces), strict=True)
+    return [f"warning: A is of {a}, B of {b}" for a, b in origins if a != b]
 
 
 def _origin(trace: Trace) -> tuple[str, str, str]:

@@ -31,3 +31,22 @@ def test_a_page_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("{\n{}\n")
     assert "is no JSON" in refused(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "metrics.jsonl"]
+
+
+def test_two_recordings_have_a_page_with_a_step_of_each_and_what_changed(tmp_path: Path) -> None:
+    slower = tiny()
+    for slowed in slower["traceEvents"]:
+        if slowed["name"].startswith("ampere"):
+            slowed["dur"] *= 2
+    a, b = write(tmp_path / "a" / "rank-0.json", tiny()), write(tmp_path / "b" / "rank-0.json", slower)
+    page = tmp_path / "page.html"
+    assert main(["report", str(a), "--diff", str(b), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert f"<h1>{a} " in text and f"</span> {b}</h1>" in text
+    assert "slower in B: +0.040 ms in 1 row" in text and "<td class=reason>aten::mm</td>" in text
+    assert '"rank 0 A' in text and '"rank 0 B' in text
+    assert "warning" not in text
+    slower["distributedInfo"]["rank"] = 1
+    assert main(["report", str(a), "--diff", str(write(b, slower)), "--html", str(page)]) == 0
+    assert "warning: A is of rank 0, B of rank 1" in page.read_text()
+    assert "--diff is of recordings alone" in refused(a, "--diff", b, "--html", page, "--no-plan")
