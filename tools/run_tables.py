@@ -270,6 +270,22 @@ def trace_speed(result: Result) -> str:
     )
 
 
+def recordings(result: Result) -> str:
+    """Every recording: its length, whether our totals are those of an independent reading, and the doctor's verdict."""
+    rows = []
+    for row in result["numbers"]["rows"]:
+        name = f"`{row['file'].replace(',', '/')}`"
+        if row["refused"] is not None:
+            rows.append(f"{row['from']} | {name} | | | | refused: {row['refused'].partition(';')[0]}")
+            continue
+        apart = row["largest_difference_us"]
+        equal = "no device" if apart is None else "equal" if apart < 1.0 else f"{apart:,.0f} \u00b5s apart"
+        rows.append(
+            f"{row['from']} | {name} | {row['events']:,} | {row['total_ms']:,.1f} ms | {equal} | {row['verdict']}"
+        )
+    return table("from | recording | events: | length: | totals | the doctor", rows)
+
+
 def _cost(cost: dict[str, float]) -> str:
     return f"{cost['cpu_seconds']:.2f} | {cost['peak_bytes'] / 1e6:,.0f} MB"
 
@@ -403,6 +419,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "search-cost": search_cost,
     "tune-cases": tune_cases,
     "trace-speed": trace_speed,
+    "recordings": recordings,
     "published-errors": published_errors,
     "published-runs": published_runs,
     "published-sources": published_sources,

@@ -101,6 +101,11 @@ def parse(text: bytes, path: Path) -> TraceFile:
     if text.startswith(b"SQLite format 3"):
         what = f"{path} is a database, as Nsight Systems exports it, which is not read"
         raise TraceError(what, fix="record the run with torch.profiler")
+    if text[257:262] == b"ustar":
+        raise TraceError(f"{path} is a tar archive", fix="unpack it first: tar xf")
+    if start == b"{" and b'"nodes"' in text[:_HEAD_BYTES] and b'"traceEvents"' not in text:
+        what = f"{path} is an execution trace (torch.profiler.ExecutionTraceObserver, Chakra), which has no times"
+        raise TraceError(what, fix="give the recording of torch.profiler beside it")
     try:
         return _parsed(text, start)
     except DAMAGE as error:
@@ -147,6 +152,8 @@ def _parsed(
 
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset")
 """Categories of GPU events, old spellings included."""
+
+_HEAD_BYTES = 4096  # in which an execution trace has come to its nodes
 
 _HOST = {
     **dict.fromkeys(("cpu_op", "Operator"), HostKind.OPERATOR),
@@ -371,12 +378,18 @@ def _host(
     joins = joins_of(events, path)
     table = HostEvents(
         **_common(events, joins, names, path, notes),
-        kind=np.fromiter((_HOST.get(event.cat or "", HostKind.RUNTIME) for event in events), np.int8, len(events)),
+        kind=np.fromiter(map(_host_kind, events), np.int8, len(events)),
         thread=_codes(((event.pid, event.tid) for event in events), places, len(events)),
         sequence=_integers([join.sequence for join in joins]),
     )
     # By start; of equal starts the longer first, so that parents precede children.
     return table.take(np.lexsort((-table.duration_us, table.start_us)))
+
+
+def _host_kind(event: ChromeEvent) -> HostKind:
+    """By category. In recordings of PyTorch 1.x regions such as `ProfilerStep#3` are operators; no operator has a #."""
+    kind = _HOST.get(event.cat or "", HostKind.RUNTIME)
+    return HostKind.SPAN if kind == HostKind.OPERATOR and "#" in event.name else kind
 
 
 def _common(

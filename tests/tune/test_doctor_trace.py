@@ -283,15 +283,22 @@ def test_a_device_whose_clock_is_ahead_has_no_queue() -> None:
     assert found.stall is None
 
 
-@pytest.mark.parametrize("name", ["data", "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"])
-def test_a_device_that_waits_for_rows_waits_for_data(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("data", "user_annotation"),
+        ("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", "user_annotation"),
+        ("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "Operator"),  # PyTorch 1.x
+    ],
+)
+def test_a_device_that_waits_for_rows_waits_for_data(name: str, category: str) -> None:
     """Steps of 1,000 us: rows for 600, of which the device still computes the first 100, and its launch comes after."""
     steps = [
         one
         for step in range(3)
         for one in (
-            span(f"ProfilerStep#{step}", 1000 * step, 1000),
-            span(name, 1000 * step, 600),
+            event(category, f"ProfilerStep#{step}", 1000 * step, 1000),
+            event(category, name, 1000 * step, 600),
             *ran("nvjet_sm90_tst_128x256", 1000 * step + 610, 1000 * step + 650, 450),
         )
     ]
