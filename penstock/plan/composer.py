@@ -42,7 +42,7 @@ from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.composed_run import ComposedRun, ProxyStage, RankState, StageContents, contents_of
 from penstock.plan.liveness import StageActivations, first_of_kinds, layers_in_order, shape_of
-from penstock.plan.memory import NO_OVERHEADS, Overheads, RankMemory
+from penstock.plan.memory import NO_OVERHEADS, Overheads
 from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
 from penstock.plan.meta_run import activations_of, micro_batch_bytes
 from penstock.plan.param_state import ParamsByKind, PartState, ShardCounts, facts_of, part_state, shards_of
@@ -260,11 +260,6 @@ class Composer:
         if key not in self._contents:
             self._contents[key] = tuple(contents_of(stage, self.run) for stage in stages_of(run))
         return self._contents[key]
-
-    def memories(self, run: Run, grid: Grid) -> tuple[RankMemory, ...]:
-        """Memory of the first rank of each place; arguments as of `composed`."""
-        composed = self.composed(run, grid)
-        return tuple(composed.memory(position) for position in range(grid.pipeline))
 
     def composed(self, run: Run, grid: Grid, *, closely: bool = True) -> ComposedRun:
         """A composable run of the composer's model, composed of its pieces.

@@ -434,7 +434,7 @@ class _Search:
         size = composed.fullest_of(range(grid.pipeline))
         if size <= self._limit * SURE and size * SURE > self._limit:
             # So near the limit rare stages matter.
-            size = max(memory.total for memory in self._composer.memories(run, grid))
+            size = self._composer.composed(run, grid).fullest_of(range(grid.pipeline))
         if size > self._limit:
             return self._refuse_large(node, sizes, composed, size)
         if (over := composed.most_host_bytes - self._host_limit) > 0:

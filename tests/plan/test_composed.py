@@ -121,7 +121,8 @@ def run_of(name: str) -> tuple[Run, int]:
 def test_a_composed_run_needs_the_memory_of_the_run(name: str) -> None:
     run, world = run_of(name)
     composer = Composer(run, replace(TARGET, world=world))
-    memories = composer.memories(run, grid_of(run, world))
+    composed = composer.composed(run, grid_of(run, world))
+    memories = map(composed.memory, range(run.parallel.pipeline))
     for memory, rank in zip(memories, range(0, world, world // run.parallel.pipeline), strict=True):
         exact = memory_of(run, world=world, rank=rank, target=TARGET)
         assert memory.rank == exact.rank
@@ -173,7 +174,8 @@ def test_a_proxy_stage_runs_once_for_all_runs_with_the_same_pieces() -> None:
     composer = Composer(runs[0], TARGET)
     done = []
     for run in runs:
-        composer.memories(run, grid_of(run, 8))
+        composed = composer.composed(run, grid_of(run, 8))
+        assert composed.total(0) > 0
         done.append(composer.meta_runs)
     assert done[0] == done[1] < done[2]
 
