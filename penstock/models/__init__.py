@@ -2,5 +2,5 @@
 
 Reading order: `model_inputs` (inputs of a pass), `decoder`, `block`, `attention`, `mla`, `ffn`; below them `linear`,
 `float8_linear`, `norm`, `rope`; `build` and `rank_model` (from a configuration to what a rank trains), `kernels`;
-`init`, `parameters`, `count`; `huggingface` (weights and configs of other programs).
+`init`, `parameters`; `huggingface` (weights and configs of other programs).
 """
