@@ -10,7 +10,6 @@ from dataclasses import replace
 from penstock.config.fit import grid_of
 from penstock.config.fit import shard as shard_of
 from penstock.config.run import Run
-from penstock.config.size import size_of
 from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, overheads_of, target_of
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
 from penstock.plan.composer import Composer, is_composable
@@ -20,7 +19,7 @@ from penstock.plan.meta_rank import conventional
 from penstock.plan.meta_run import meta_runs_of
 from penstock.plan.projection import Advice, Projection, StepTime, layout_of
 from penstock.plan.rules.book import advice
-from penstock.plan.rules.rule import facts_of, sizes_of
+from penstock.plan.rules.rule import sizes_of
 from penstock.plan.software import Software, as_run_by, dispatcher_of
 from penstock.plan.step_time import StageTimer, time_of_meta_runs
 
@@ -85,7 +84,5 @@ def _state_of(software: Software, run: Run, memory: RankMemory) -> RankMemory:
 
 def advice_for(run: Run, cluster: Cluster) -> tuple[Advice, ...]:
     """Advice of the rules about a run that can start on the cluster, in their order (`penstock plan --layout`)."""
-    counted = size_of(run.model, run.training.sequence_length)
-    facts = facts_of(run.model, total_parameters=counted.parameters, active_parameters=counted.active_parameters)
-    rules = advice(sizes_of(run, cluster, facts))
+    rules = advice(sizes_of(run, cluster))
     return tuple(Advice(rule=rule.name, reason=reason, source=rule.source, changes=rule.fix) for rule, reason in rules)

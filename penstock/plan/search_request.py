@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from penstock.config.fit import NO_PIPELINE
 from penstock.config.rules import check
 from penstock.config.run import Run, with_values
-from penstock.config.size import size_of
 from penstock.models.kernels import most_sync_free
 from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, device_of
 from penstock.plan.candidates import Saving, check_fixed, run_of, searched_overlap, with_saving
@@ -14,7 +13,7 @@ from penstock.plan.hardware import Cluster
 from penstock.plan.meta_rank import conventional
 from penstock.plan.project import project
 from penstock.plan.projection import Plan
-from penstock.plan.rules.rule import Sizes, facts_of, sizes_of
+from penstock.plan.rules.rule import Sizes, sizes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +44,7 @@ def prepared_run(request: SearchRequest) -> Run:
 
 def neutral_sizes(request: SearchRequest, run: Run) -> Sizes:
     """Sizes of a run on the cluster of a request, with one rank for everything."""
-    counted = size_of(run.model, run.training.sequence_length)
-    facts = facts_of(
-        run.model,
-        total_parameters=counted.parameters,
-        active_parameters=counted.active_parameters,
-        most_sync_free=most_sync_free(run, device_of(request.cluster.hardware, run)),
-    )
-    sizes = sizes_of(run, request.cluster, facts)
+    sizes = sizes_of(run, request.cluster, most_sync_free(run, device_of(request.cluster.hardware, run)))
     return replace(
         sizes, tp=1, cp=1, pp=1, vpp=1, ep=1, etp=1, micro_batch=1, schedule=NO_PIPELINE, recompute=(), sync_free=0,
         dispatcher="local", overlap=searched_overlap(run), capture=run.graphs.capture, offloads_optimizer=False,

@@ -35,7 +35,7 @@ from penstock.plan.hardware_file import load_hardware
 from penstock.plan.meta_rank import Target, make_meta_rank
 from penstock.plan.rules import book
 from penstock.plan.rules.book import RULES, advice, config_refusal, illegal
-from penstock.plan.rules.rule import Rule, Sizes, facts_of, sizes_of
+from penstock.plan.rules.rule import Rule, Sizes, sizes_of
 from tests.config.small import SMALL, unchecked_run
 from tests.examples import examples
 from tests.plan.rule_cases import CASES, DENSE, PLAIN, V3, Case
@@ -63,8 +63,7 @@ SIZE = st.sampled_from((1, 1, 1, 1, 2, 2, 4, 3))
 
 def sizes_for(run: Run, world: int) -> Sizes:
     """Of a run on H200s."""
-    facts = facts_of(run.model, total_parameters=1_000_000, active_parameters=500_000)
-    return sizes_of(run, Cluster(devices=world, hardware=H200), facts)
+    return sizes_of(run, Cluster(devices=world, hardware=H200))
 
 
 def test_every_rule_has_a_name_of_its_own_and_a_case() -> None:

@@ -1,8 +1,7 @@
 """A rule, and the sizes that it reads: a layout, its cluster and its model as plain numbers.
 
 A search looks at tens of thousands of layouts within seconds, so a rule reads a frozen `Sizes` and needs neither a
-`Run` nor PyTorch. All layouts of a search share their `ModelFacts`; parameters are counted once by the caller
-(`penstock.config.size`). `sizes_of` makes the sizes of one run. There are two kinds of rules:
+`Run` nor PyTorch. All layouts of a search share their `ModelFacts`; `sizes_of` makes those of one run. Kinds of rules:
 
     legal    the run would be refused when it is loaded or started; `by` names the function that refuses it
     advice   what guides of the field say against a layout; the times of the projection decide
@@ -17,8 +16,8 @@ from typing import Any, Literal
 from penstock.config.dispatch_rules import STAGES
 from penstock.config.dispatcher import choose_dispatcher, dispatch_facts, ranks_on_a_node
 from penstock.config.fit import LayoutSizes, ModelSizes, layout_sizes, model_sizes
-from penstock.config.model import Model
 from penstock.config.run import Run
+from penstock.config.size import size_of
 from penstock.layout.grid import Grid
 from penstock.plan.hardware import Cluster
 
@@ -72,23 +71,18 @@ class Sizes(LayoutSizes):
         return self.node_devices % ranks == 0
 
 
-def facts_of(
-    model: Model, *, total_parameters: int, active_parameters: int, most_sync_free: int = STAGES - 1
-) -> ModelFacts:
-    """Facts of a model; parameters are counted by the caller."""
-    return ModelFacts(
+def sizes_of(run: Run, cluster: Cluster, most_sync_free: int = STAGES - 1) -> Sizes:
+    """Sizes of a run on a cluster, which it need not fit; `most_sync_free` as of `ModelFacts`."""
+    model, counted = run.model, size_of(run.model, run.training.sequence_length)
+    facts = ModelFacts(
         **_values(model_sizes(model)),
         top_k=0 if model.moe is None else model.moe.top_k,
         forces_balance=model.moe is not None and model.moe.balance.force_load_balance,
-        total_parameters=total_parameters,
-        active_parameters=active_parameters,
+        total_parameters=counted.parameters,
+        active_parameters=counted.active_parameters,
         most_sync_free=most_sync_free,
     )
-
-
-def sizes_of(run: Run, cluster: Cluster, model: ModelFacts) -> Sizes:
-    """Sizes of a run on a cluster, which it need not fit."""
-    values = _values(layout_sizes(run)) | {"model": model, "dispatcher": settled_dispatcher(run, cluster)}
+    values = _values(layout_sizes(run)) | {"model": facts, "dispatcher": settled_dispatcher(run, cluster)}
     return Sizes(
         **values,
         world=cluster.devices,
