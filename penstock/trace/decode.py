@@ -27,6 +27,7 @@ from penstock.base.errors import TraceError
 from penstock.base.numbers import printable
 from penstock.trace.events import (
     DAMAGE,
+    GARBAGE,
     NONE,
     ArgsColumn,
     Floats,
@@ -256,7 +257,9 @@ def _sorted_events(file: TraceFile) -> list[list[ChromeEvent]]:
     for event in file.traceEvents:
         table = table_of.get(event.cat or "")
         if table is skipped:
-            continue
+            if event.name != GARBAGE:
+                continue
+            table = on_host
         if event.ph in "BE" and event.ph and event.ts is not None:
             _join_parts(event, begun.setdefault((event.pid, event.tid), []))
         if table is not None and event.ph in _TIMED:
@@ -388,6 +391,8 @@ def _host(
 
 def _host_kind(event: ChromeEvent) -> HostKind:
     """By category. In recordings of PyTorch 1.x regions such as `ProfilerStep#3` are operators; no operator has a #."""
+    if event.name == GARBAGE:
+        return HostKind.SPAN
     kind = _HOST.get(event.cat or "", HostKind.RUNTIME)
     return HostKind.SPAN if kind == HostKind.OPERATOR and "#" in event.name else kind
 

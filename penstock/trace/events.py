@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import TraceError
 
+GARBAGE = "Python GC"  # the event of a collection of garbage, which `record_python_gc_info` records
 NONE = -1  # in an integer column: the event does not have this value
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

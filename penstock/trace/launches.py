@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostKind, Integers, Trace
+from penstock.trace.events import GARBAGE, NONE, Flags, Floats, GpuEvents, GpuKind, HostKind, Integers, Trace
 from penstock.trace.intervals import Intervals, union
 from penstock.trace.tree import HostTree, tree_around
 
@@ -34,6 +34,11 @@ WAITS = re.compile(
 
 COPIES = re.compile(r"^(cuda|cu|hip)Memcpy")
 """Calls that copy; those from memory that is not pinned return after the copy."""
+
+ALLOCATIONS = re.compile(
+    r"^(cuda|hip)(Malloc|Free|Host(Alloc|Free|Malloc|(Unr|R)egister))|^cuMem(Create|Map|Unmap|Release)"
+)
+"""Calls that reserve or return memory, which the allocator of PyTorch keeps for itself in a settled run."""
 
 ON_DEVICE = re.compile(r"DtoD|DeviceToDevice|PtoP|PeerToPeer")  # copies that the host takes no part in
 TO_HOST = re.compile(r"DtoH|DeviceToHost")  # copies that the host can wait for: it does if the memory is not pinned
@@ -250,8 +255,8 @@ def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> flo
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopyCalls:
-    """Copies of the host from one place."""
+class HostCalls:
+    """Calls of one kind from one place in which the host stays: copies, reservations of memory, garbage collections."""
 
     call: str  # such as `hipMemcpyWithStream`
     where: str  # the innermost operators or spans around it
@@ -261,16 +266,18 @@ class CopyCalls:
     bytes: int | None  # of all of them; None if unknown
 
 
-def longest_copies(trace: Trace, busy: Intervals, within: tuple[float, float] | None) -> CopyCalls | None:
-    """The copies from one place in which the host stays longest while the device is not `busy` and has nothing queued.
+def longest_calls(trace: Trace, busy: Intervals, within: tuple[float, float] | None) -> HostCalls | None:
+    """The calls from one place in which the host stays longest while the device is not `busy` and has nothing queued.
 
     Only calls that begin `within` two host times. Calls shorter than `LONG_COPY_US` only launch their copy, and the
     host takes no part in a copy on the device.
     """
     host, gpu = trace.host, trace.gpu
-    is_copy = (host.kind == HostKind.RUNTIME) & host.named(COPIES.search) & (host.duration_us >= LONG_COPY_US)
-    is_copy[gpu.launch[gpu.is_linked & gpu.named(ON_DEVICE.search)]] = False
-    rows = _began(trace, np.flatnonzero(is_copy), within)
+    is_call = host.named(COPIES.search) | host.named(ALLOCATIONS.search)
+    stays = (host.kind == HostKind.RUNTIME) & is_call & (host.duration_us >= LONG_COPY_US)
+    stays[gpu.launch[gpu.is_linked & gpu.named(ON_DEVICE.search)]] = False
+    stays |= host.named(GARBAGE.__eq__)
+    rows = _began(trace, np.flatnonzero(stays), within)
     alone_us = host.duration_us[rows] - (busy | queued_work(trace)).covered_us(host.start_us[rows], host.end_us[rows])
     rows, alone_us = rows[alone_us > 0], alone_us[alone_us > 0]
     if not len(rows):
@@ -278,7 +285,7 @@ def longest_copies(trace: Trace, busy: Intervals, within: tuple[float, float] | 
     (call, where), indices = max(_by_place(trace, rows).items(), key=lambda item: float(alone_us[item[1]].sum()))
     sizes = [gpu.args(int(row)).get("bytes") for row in np.flatnonzero(np.isin(gpu.launch, rows[indices]))]
     known = [size for size in sizes if isinstance(size, int)]
-    return CopyCalls(
+    return HostCalls(
         call=call,
         where=" > ".join(where[-2:]),
         count=len(indices),

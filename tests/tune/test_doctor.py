@@ -13,7 +13,7 @@ from penstock.base.errors import TraceError
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.plan.rules.advice import MANY_COPIES
-from penstock.trace.launches import CopyCalls
+from penstock.trace.launches import HostCalls
 from penstock.tune.doctor import planned as doctor_planned
 from penstock.tune.doctor.diagnosis import Diagnosis, diagnose, diagnosis_json
 from penstock.tune.doctor.evidence import (
@@ -257,7 +257,7 @@ def test_elementwise_kernels_in_a_row_are_fused_where_they_take_a_tenth_of_the_s
 
 
 def test_a_long_copy_of_the_host_is_named_with_its_place_and_the_time_that_the_device_lacks_work() -> None:
-    copy = CopyCalls(
+    copy = HostCalls(
         call="hipMemcpyWithStream",
         where="load > aten::copy_",
         count=1,
@@ -265,14 +265,14 @@ def test_a_long_copy_of_the_host_is_named_with_its_place_and_the_time_that_the_d
         alone_us=45_000.0,
         bytes=3_000_000_000,
     )
-    found = evidence(costs(idle_us=50_000.0, host_copy_us=45_000.0), host_copy=copy, host_copy_rank=2)
+    found = evidence(costs(idle_us=50_000.0, host_call_us=45_000.0), host_call=copy, host_call_rank=2)
     verdict = diagnose(found)
     one = remedy(verdict, "copies-ahead")
     assert one.gain_us == 45_000.0
     assert "hipMemcpyWithStream from load > aten::copy_ (once, 46.3 ms, 3.00 GB, on rank 2)" in one.what
     (line,) = [line for line in verdict.lines if "hipMemcpyWithStream" in line.what]
     assert (line.bottleneck, line.time_us) == ("host", 45_000.0)
-    often = replace(found, host_copy=replace(copy, count=4, bytes=None, where=""))
+    often = replace(found, host_call=replace(copy, count=4, bytes=None, where=""))
     one = remedy(diagnose(often), "copies-ahead")
     assert "hipMemcpyWithStream (4 times, the longest 46.3 ms, on rank 2)" in one.what
 

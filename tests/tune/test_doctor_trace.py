@@ -15,7 +15,7 @@ from penstock.config.load import RUN_FILE, dump_toml, load_run
 from penstock.trace.analysis import TraceAnalysis, analyse_files, analyse_traces
 from penstock.trace.calls import SyncKind
 from penstock.trace.events import NONE
-from penstock.trace.launches import CopyCalls
+from penstock.trace.launches import HostCalls
 from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
 from penstock.tune.doctor.evidence import STANDS, Evidence, PowerFacts, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of, kind_of
@@ -218,7 +218,7 @@ def test_the_host_in_a_copy_costs_what_the_device_lacks_work_meanwhile() -> None
         event("gpu_memcpy", "Memcpy HtoD", 120, 380, stream=7, correlation=5, bytes=1_000_000),
         *ran("nvjet_sm90_tst_128x256", 515, 520, 480),
     )
-    assert found.host_copy == CopyCalls(
+    assert found.host_call == HostCalls(
         call="hipMemcpyWithStream",
         where="load weights > aten::copy_",
         count=1,
@@ -323,7 +323,7 @@ def test_a_copy_costs_something_where_the_host_stays_in_it_and_the_device_lacks_
         event("cuda_runtime", "cudaMemcpyAsync", 10, lasts, correlation=5),
         event("gpu_memcpy", f"Memcpy {copy}", 15, lasts - 10, stream=9, correlation=5, bytes=100),
     )
-    assert (found.host_copy is not None) == counts
+    assert (found.host_call is not None) == counts
 
 
 @pytest.mark.parametrize(

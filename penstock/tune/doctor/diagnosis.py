@@ -260,7 +260,7 @@ def _host(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
     if times.share(times.recording_us) >= LEAST:
         why = "the traced steps take longer than those beside them, by the metrics"
         yield _time(f"taken off: {why}; recording slows the host", "host", times.recording_us, times)
-    copy, alone = evidence.host_copy, evidence.mean("host_copy_us")
+    copy, alone = evidence.host_call, evidence.mean("host_call_us")
     if copy is not None and times.share(alone) >= LEAST:
         where = f" from {copy.where}" if copy.where else ""
         what = f"the device with nothing to do while the host is in {copy.call}{where}, {copy.count} times"

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from penstock.config.run import Run
-from penstock.trace.launches import CopyCalls, DeviceStall
+from penstock.trace.launches import DeviceStall, HostCalls
 from penstock.trace.tables import OperatorRow
 
 Bottleneck = Literal["memory", "communication", "host", "stall", "data", "power", "compute"]
@@ -64,7 +64,7 @@ class RankCosts:
     counts_idle_us: float | None = None  # its part at waits for the experts' row counts; None: no span shows these
     launched_idle_us: float = 0.0  # idle time before kernels that the host had launched already
     stalled_us: float = 0.0  # its part in stalls: 100 us or more in which launched work did not start
-    host_copy_us: float = 0.0  # `CopyCalls.alone_us` of the rank's most expensive copies
+    host_call_us: float = 0.0  # `HostCalls.alone_us` of the rank's most expensive calls
     pointwise_us: float = 0.0  # elementwise kernels
     pointwise_kernels: float = 0.0  # their number
     fusable_us: float = 0.0  # time beyond the longest kernel of each run of elementwise kernels on a stream
@@ -184,8 +184,8 @@ class Evidence:
     other_wait_us: float = 0.0  # waiting for ranks that are too cheap to be in `late`
     unmatched: int = 0  # collectives without a partner on another rank
     launches: KernelLaunches | None = None
-    host_copy: CopyCalls | None = None  # the most expensive copies from one place, and their rank
-    host_copy_rank: int = 0
+    host_call: HostCalls | None = None  # the most expensive calls from one place, and their rank
+    host_call_rank: int = 0
     single_stalls: tuple[SingleStall, ...] = ()  # the longest first; the times of `ranks` are without them
     stall: DeviceStall | None = None  # the longest time in which launched work did not start
     max_over_mean: float | None = None  # rows of the fullest expert rank over the mean, by the trace

@@ -30,7 +30,7 @@ from penstock.trace.collectives import any_row
 from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
 from penstock.trace.intervals import Intervals, union
 from penstock.trace.kernel_names import EXPERT_PARALLEL, OWN, Category, generic_category, library_of, specific_category
-from penstock.trace.launches import CopyCalls, call_during, idle_behind_waits, longest_copies
+from penstock.trace.launches import HostCalls, call_during, idle_behind_waits, longest_calls
 from penstock.trace.on_host import CALLS, GLOO
 from penstock.trace.phases import EXPERTS as EXPERT_SPANS
 from penstock.trace.phases import PASSES, WAITING
@@ -73,12 +73,12 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
     totals = collectives.totals_us() if len(answer.loaded) > 1 and len(collectives.meetings) else {}
     per_step = answer.per_step
     stood = {rank.rank: _stood_still(rank) for rank in answer.ranks}
-    copies = {rank.rank: _copies(rank, stood[rank.rank]) for rank in answer.ranks}
-    alone_us = {rank: 0.0 if copy is None else copy.alone_us for rank, copy in copies.items()}
-    copying = max(alone_us, key=lambda rank: alone_us[rank])  # the rank with the most expensive copies
+    calls = {rank.rank: _calls(rank, stood[rank.rank]) for rank in answer.ranks}
+    alone_us = {rank: 0.0 if call is None else call.alone_us for rank, call in calls.items()}
+    calling = max(alone_us, key=lambda rank: alone_us[rank])  # the rank with the most expensive calls
     stalls = [stall for rank in answer.ranks for stall in rank.launches.stalls]
     ranks = tuple(
-        replace(_costs(rank, collectives.calls, totals, stood[rank.rank]), host_copy_us=alone_us[rank.rank]).times(
+        replace(_costs(rank, collectives.calls, totals, stood[rank.rank]), host_call_us=alone_us[rank.rank]).times(
             per_step
         )
         for rank in answer.ranks
@@ -95,8 +95,8 @@ def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] =
         other_wait_us=caused_us - sum(rank.caused_wait_us for rank in late),
         unmatched=len(collectives.unmatched),
         launches=None if answer.is_host else _launches(answer.ranks),
-        host_copy=copies[copying],
-        host_copy_rank=copying,
+        host_call=calls[calling],
+        host_call_rank=calling,
         single_stalls=tuple(
             sorted(
                 (stall for rank in answer.ranks for stall in _named_stalls(rank, stood[rank.rank])),
@@ -221,9 +221,9 @@ def _data_wait_us(rank: RankAnalysis, stood: Intervals) -> float:
     return float((idle & union(*np.array(windows).T)).length_us)
 
 
-def _copies(rank: RankAnalysis, stood: Intervals) -> CopyCalls | None:
+def _calls(rank: RankAnalysis, stood: Intervals) -> HostCalls | None:
     busy = busy_of(rank.trace.gpu)
-    return longest_copies(rank.trace, busy.compute | busy.communication | stood, on_host_us(rank.steps))
+    return longest_calls(rank.trace, busy.compute | busy.communication | stood, on_host_us(rank.steps))
 
 
 def _pointwise(rank: RankAnalysis) -> tuple[float, float, float]:

@@ -11,11 +11,14 @@ trace the change is in words; `what` always has the words. Rules that the plan h
 (`penstock.plan.rules`).
 """
 
+import re
 from math import comb
 
 from penstock.base.numbers import bytes_text
 from penstock.config.fit import grid_of, micro_batches
 from penstock.plan.rules.advice import FEW_PEERS, MANY_COPIES
+from penstock.trace.events import GARBAGE
+from penstock.trace.launches import ALLOCATIONS, COPIES
 from penstock.tune.doctor import losses
 from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence
 from penstock.tune.doctor.remedy import NO_OFFER, Offer, Remedy, RemedyRule, cpu_rule, first_accepted, rule
@@ -447,17 +450,43 @@ def fuse(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     how="time in which the device computes and sends nothing while the host is in these copies",
 )
 def host_copies(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    copy = evidence.host_copy
-    if copy is None:
+    return _host_calls(evidence, bottlenecks, COPIES, "copy ahead, from pinned memory (pin_memory, non_blocking=True)")
+
+
+@rule(
+    "memory-is-kept",
+    "the trace, the host in calls that reserve memory",
+    how="time in which the device computes and sends nothing while the host is in these calls",
+)
+def reserves(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
+    change = "PYTORCH_ALLOC_CONF=expandable_segments:True, no empty_cache() in a step, or less memory in use"
+    return _host_calls(evidence, bottlenecks, ALLOCATIONS, change)
+
+
+@rule(
+    "garbage-between-steps",
+    "the trace, Python's collections of garbage",
+    how="time in which the device computes and sends nothing while the host collects garbage",
+)
+def collections_of_garbage(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
+    change = first_accepted(evidence, "training.collect_garbage_every=50")
+    by_hand = "gc.freeze() and gc.disable() before the loop, gc.collect() between steps"
+    return _host_calls(evidence, bottlenecks, re.compile(re.escape(GARBAGE)), change or by_hand)
+
+
+def _host_calls(evidence: Evidence, bottlenecks: Bottlenecks, named: re.Pattern[str], change: str) -> Offer | None:
+    """A change that spares the most expensive calls of the host, if they have such a name."""
+    call = evidence.host_call
+    if call is None or not named.match(call.call):
         return None
-    size = "" if copy.bytes is None else f", {bytes_text(copy.bytes)}"
-    where = f" from {copy.where}" if copy.where else ""
-    times = "once," if copy.count == 1 else f"{copy.count} times, the longest"
-    times += f" {copy.longest_us / 1e3:,.1f} ms{size}, on rank {evidence.host_copy_rank}"
+    size = "" if call.bytes is None else f", {bytes_text(call.bytes)}"
+    where = f" from {call.where}" if call.where else ""
+    times = "once," if call.count == 1 else f"{call.count} times, the longest"
+    times += f" {call.longest_us / 1e3:,.1f} ms{size}, on rank {evidence.host_call_rank}"
     return (
-        "copy ahead, from pinned memory (pin_memory, non_blocking=True)",
-        f"the host stays in {copy.call}{where} ({times}) while the device has nothing to do",
-        min(evidence.mean("host_copy_us"), bottlenecks.host_us + bottlenecks.memory_us),
+        change,
+        f"the host stays in {call.call}{where} ({times}) while the device has nothing to do",
+        min(evidence.mean("host_call_us"), bottlenecks.host_us + bottlenecks.memory_us),
     )
 
 
