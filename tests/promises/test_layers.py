@@ -19,6 +19,9 @@ BARRED = {
 """Folder: (what nothing in it imports, why). Folders may be future ones, which import-linter does not allow."""
 
 
+reads_all_sources = pytest.mark.xdist_group("sources")  # one process reads them, once
+
+
 def imported_modules(tree: ast.AST) -> list[str]:
     """Full names of what is imported anywhere below a node; `from a import b` gives `a.b`."""
     names = []
@@ -71,14 +74,17 @@ def test_an_import_that_points_up_and_a_folder_without_a_layer_are_seen(tmp_path
     assert result.returncode == 1 and "elsewhere" in result.stdout, result.stderr
 
 
+@reads_all_sources
 def test_no_first_party_import_hides_in_a_function() -> None:
     assert [line for source in style.sources() if source.is_product for line in deferred_imports(source)] == []
 
 
+@reads_all_sources
 def test_no_folder_imports_what_it_must_not_know() -> None:
     assert [line for source in style.sources() for line in barred_imports(source)] == []
 
 
+@reads_all_sources
 def test_nothing_in_the_product_imports_tests_or_tools() -> None:
     names = {name.split(".")[0] for one in style.sources() if one.is_product for name in imported_modules(one.tree)}
     assert not names & {"tests", "tools", "benchmarks"}
