@@ -4,6 +4,7 @@ import ast
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,10 @@ BARRED = {
 """Folder: (what nothing in it imports, why). Folders may be future ones, which import-linter does not allow."""
 
 
-reads_all_sources = pytest.mark.xdist_group("sources")  # one process reads them, once
+@cache
+def product() -> list[style.Source]:
+    """The files of the package, which one process reads for all tests of this file."""
+    return [source for source in style.sources() if source.is_product]
 
 
 def imported_modules(tree: ast.AST) -> list[str]:
@@ -74,19 +78,16 @@ def test_an_import_that_points_up_and_a_folder_without_a_layer_are_seen(tmp_path
     assert result.returncode == 1 and "elsewhere" in result.stdout, result.stderr
 
 
-@reads_all_sources
 def test_no_first_party_import_hides_in_a_function() -> None:
-    assert [line for source in style.sources() if source.is_product for line in deferred_imports(source)] == []
+    assert [line for source in product() for line in deferred_imports(source)] == []
 
 
-@reads_all_sources
 def test_no_folder_imports_what_it_must_not_know() -> None:
-    assert [line for source in style.sources() for line in barred_imports(source)] == []
+    assert [line for source in product() for line in barred_imports(source)] == []
 
 
-@reads_all_sources
 def test_nothing_in_the_product_imports_tests_or_tools() -> None:
-    names = {name.split(".")[0] for one in style.sources() if one.is_product for name in imported_modules(one.tree)}
+    names = {name.split(".")[0] for source in product() for name in imported_modules(source.tree)}
     assert not names & {"tests", "tools", "benchmarks"}
 
 

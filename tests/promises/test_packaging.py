@@ -87,7 +87,6 @@ def test_dependencies_have_lower_bounds_only() -> None:
     assert "torch>=2.11" in PROJECT["dependencies"]
 
 
-@pytest.mark.xdist_group("sources")  # with those of test_layers.py
 def test_the_product_imports_only_what_it_declares() -> None:
     declared = {name_of(requirement) for requirement in PROJECT["dependencies"]}
     declared |= {"penstock", "triton", "pydantic-core", "annotated-types"}  # the last two are parts of pydantic
