@@ -28,13 +28,15 @@ from penstock.trace.analysis import analyse_traces
 from penstock.trace.compare import compare, named_events
 from penstock.trace.recognize import read_phase_names
 
-PAGE = "report.html"  # name of the page in the folder of the run
+PAGE, DIFF_PAGE = "report.html", "diff.html"  # names of the pages in the folder of the run
 
 Place = Annotated[
     Path, typer.Argument(metavar="RUN", help="The folder of a run; or traces: a file, a folder of ranks.")
 ]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Where to; report.html in RUN if left out.")]
-Diff = Annotated[Path | None, typer.Option("--diff", metavar="OTHER", help="A page of what OTHER recording changed.")]
+Html = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Where to; else report.html or diff.html in RUN.")
+]
+Diff = Annotated[Path | None, typer.Option("--diff", metavar="OTHER", help="A page of this recording beside OTHER.")]
 NoPlan = Annotated[bool, typer.Option("--no-plan", help="Do not project the run.")]
 
 
@@ -48,7 +50,7 @@ def report(
         )
     if html is None and not path.is_dir():
         raise PenstockError(f"{path} is a file, so the page needs a place", fix="--html report.html")
-    target = path / PAGE if html is None else html
+    target = path / (PAGE if diff is None else DIFF_PAGE) if html is None else html
     check_file(target, "--html")  # before anything is read
     if on is not None and no_plan:
         raise PenstockError("--on says what to plan for, and --no-plan plans nothing", fix="leave one of them out")

@@ -12,19 +12,12 @@ from penstock.base.errors import TraceError
 from penstock.base.numbers import counted, shortened
 from penstock.cli.options import Names
 from penstock.cli.output import print_next, print_table
-from penstock.trace.compare import CLOSING, ChangeKind, ComparedRow, TraceComparison, compare, named_events
+from penstock.trace.compare import TITLES, ComparedRow, TraceComparison, compare, named_events
 from penstock.trace.events import Trace
 from penstock.trace.load import load_ranks
 from penstock.trace.recognize import PhaseNames, read_phase_names
 
 LONGEST_NAME = 60  # characters of an operator or shape
-
-_TITLES = {
-    ChangeKind.SLOWER: "slower",
-    ChangeKind.NEW: "new in B",
-    ChangeKind.FASTER: "faster",
-    ChangeKind.GONE: "gone from A",
-}
 
 
 def diff(
@@ -102,14 +95,12 @@ def _print(compared: TraceComparison, top: int) -> None:
     for name, outside_us in (("A", compared.a_outside_us), ("B", compared.b_outside_us)):
         if outside_us:
             print(f"{name}: {outside_us / 1e3:,.3f} ms of events belong to no step and are not compared")
-    for verdict, title in _TITLES.items():
-        rows = [row for row in compared.rows if row.verdict is verdict and row.key not in CLOSING]
-        if rows:
+    for kind, title in TITLES.items():
+        if rows := compared.rows_of(kind):
             print(f"\n{title}: {sum(row.change_us for row in rows) / 1e3:+,.3f} ms in {counted(len(rows), 'row')}")
             _print_rows(rows[:top], steps)
     print("\nwhat is no event")
-    # Idle, overlap, and the rest of the medians, with which all changes add up.
-    _print_rows([row for row in compared.rows if row.key in CLOSING], steps)
+    _print_rows(compared.closing, steps)
     if steps:
         print("\n* every step of one trace took less than every step of the other")
 

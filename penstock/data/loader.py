@@ -86,6 +86,7 @@ class Loader:
         return pack(rows, document_mask=self._document_mask)
 
     def state(self) -> LoaderState:
+        """Returns the position, the tokens of all ranks so far, and the identity of the data."""
         counts = {"tokens": self._tokens, "skipped": self._corrupt.skipped}
         return {**self._stream.save(self._position), **counts, **self._identity}
 
@@ -145,15 +146,18 @@ class Prefetch:
         return batch
 
     def state(self) -> LoaderState:
+        """Returns the loader's state after the last returned batch."""
         return dict(self._state)
 
     def restore(self, state: LoaderState) -> None:
+        """Drops the prefetched batch and continues from a saved state."""
         wait([self._ahead] if self._ahead else [])  # only one thread at a time uses the loader
         self._loader.restore(state)
         self._state, self._skipped = self._loader.state(), self._loader.skipped()
         self._ahead = None  # the next call fetches: a run that ends after an error reads nothing more
 
     def skipped(self) -> int:
+        """Returns how many records were skipped up to the last returned batch."""
         return self._skipped
 
     def take_notices(self) -> tuple[str, ...]:

@@ -51,6 +51,7 @@ class Mixture(RowStream[MixedPosition]):
         return MixedPosition(starts, (0,) * len(starts), 0)
 
     def next_row(self, position: MixedPosition, sequence_length: int) -> tuple[Sequence[Tokens], MixedPosition]:
+        """Returns the next row of the part whose turn it is, and the position after it."""
         turn = min(  # the first of equals, so the order is the same on all ranks
             range(len(self._components)),
             key=lambda part: (position.tokens[part] + sequence_length) / self._components[part].weight,
@@ -69,6 +70,7 @@ class Mixture(RowStream[MixedPosition]):
         return {"parts": parts, "part_tokens": list(position.tokens), "rows": position.rows}
 
     def restore(self, state: LoaderState) -> MixedPosition:
+        """Returns the position of a state; raises DataError if no mixture of these parts has it."""
         parts = self._saved_parts(state)
         if parts is None:
             raise damaged("other parts")

@@ -87,6 +87,7 @@ class ShardStream(LaneStream):
         self._readers: dict[int, _Reader] = {}  # by lane
 
     def following(self, lane: int, cursor: Cursor) -> Cursor | None:
+        """Returns the start of the next document of the shard, None at its end."""
         following = cursor._replace(document=cursor.document + 1, offset=0)
         return following if self._has(lane, following) else None
 

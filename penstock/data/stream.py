@@ -189,6 +189,7 @@ class LaneStream(RowStream[Position]):
         return Position(next_unit=cursors[-1], lanes=tuple(cursors[:-1]), rows=0)
 
     def next_row(self, position: Position, sequence_length: int) -> tuple[Sequence[Tokens], Position]:
+        """Returns (S + 1 tokens of the next row, one part per document; the position after S of them)."""
         next_unit = position.next_unit
         lane = position.rows % self._lanes
         cursor = position.lanes[lane]
@@ -224,6 +225,7 @@ class LaneStream(RowStream[Position]):
         return {"epoch": position.next_unit.epoch, "place": position.next_unit.place, **lanes, "rows": position.rows}
 
     def restore(self, state: LoaderState) -> Position:
+        """Returns the position of a state; raises DataError if no stream over these units has it."""
         next_unit = Cursor(read_count(state, "epoch"), read_count(state, "place"))
         columns = [read_counts(state, f"lane_{name}s", self._lanes) for name in self.saved]
         lanes = tuple(Cursor(**dict(zip(self.saved, entries, strict=True))) for entries in zip(*columns, strict=True))

@@ -84,6 +84,7 @@ class ArrowTable:
         self._place = reader.schema.get_field_index(text_field)
 
     def blocks(self) -> list[tuple[int, int]]:
+        """Returns (rows, bytes) of each batch."""
         columns = map(self.column, range(self._batches))
         return [(len(column), column.nbytes) for column in columns]
 

@@ -169,6 +169,7 @@ class SentencePieceTokenizer:
         return np.asarray(self._processor.encode(text.encode(), return_type="numpy"))
 
     def decode(self, tokens: Tokens) -> str:
+        """Returns the text of the ids without control symbols; the file decides how unknown characters look."""
         known = tokens[tokens < self.vocab_size]
         return str(self._processor.decode(known.tolist()))
 

@@ -155,6 +155,7 @@ class TiktokenTokenizer:
         return self._bytes_of_id[self.encode(text)]
 
     def bytes_of(self, tokens: Tokens) -> Tokens:
+        """Returns int64: each token's own bytes, 0 for special tokens."""
         return self._bytes_of_id[tokens]
 
     def token_id(self, name: str) -> int | None:

@@ -186,6 +186,7 @@ def _rows(x_TD: Tensor) -> Tensor:
 
 
 def check_weight(x_TD: Tensor, weight_D: Tensor) -> None:
+    """Raise KernelError if the weight does not fit."""
     if weight_D.shape != x_TD.shape[-1:] or not weight_D.is_contiguous():
         got = f"weight {tuple(weight_D.shape)} for x {tuple(x_TD.shape)}"
         raise KernelError("rms_norm: the weight must be contiguous, one for each column", got=got)

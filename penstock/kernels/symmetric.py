@@ -58,6 +58,7 @@ class PersistentLaunch(KernelLaunch):
     programs: int  # at most; one for each tile if tiles are fewer
 
     def programs_for(self, rows: int) -> int:
+        """Programs to start: at most one for each tile."""
         return max(1, min(self.programs, ceil_div(rows, self.block_rows)))
 
 

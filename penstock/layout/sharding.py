@@ -156,6 +156,7 @@ class Rectangle:
 
     @property
     def elements(self) -> int:
+        """Number of elements; 1 for a scalar."""
         return prod(self.sizes)
 
     def overlap(self, other: "Rectangle") -> "Rectangle | None":

@@ -45,6 +45,7 @@ class LatentQuery(nn.Module):
         return all_gather(self.norm(self.down(x_BSD, x_float8)), self.axis, dim=1)  # S / tensor -> S positions
 
     def expand(self, latent_BSC: Tensor) -> Tensor:
+        """The queries of this rank's heads, B x S x (H N)."""
         q: Tensor = self.up(latent_BSC)
         return q
 
@@ -63,6 +64,7 @@ class DirectQuery(Linear):
         return super().forward(all_gather(x_BSD, self.axis, dim=1), x_float8)
 
     def expand(self, q: Tensor) -> Tensor:
+        """Returns q: `forward` gave the queries already."""
         return q
 
 

@@ -32,6 +32,7 @@ class RMSNorm(Norm):
     """Root mean square norm with a learned scale."""
 
     def forward(self, x_D: Tensor) -> Tensor:
+        """Normalize the last dim of a tensor with any leading dims."""
         with span(Span.NORM):
             return self.operators.rms_norm(x_D, self.weight_D, self.epsilon, self.offset)
 

@@ -92,6 +92,7 @@ class MoE(nn.Module):
         return self.router.top_k / self.router.experts
 
     def forward(self, x_TD: Tensor, scope: Scope, ready: RowColQuantized | None = None) -> Terms:
+        """Route every token, and return the summands of its output."""
         return drain(self.steps(x_TD, scope, ready))
 
     def steps(self, x_TD: Tensor, scope: Scope, ready: RowColQuantized | None = None) -> Steps[Terms]:

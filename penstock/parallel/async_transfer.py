@@ -93,6 +93,7 @@ class TransferStream:
             self._work_meanwhile = None
 
     def run_meanwhile(self) -> None:
+        """Call the work of `during_transfers`, if there is any."""
         if self._work_meanwhile is not None:
             with torch.enable_grad():
                 self._work_meanwhile()
@@ -127,6 +128,7 @@ class AsyncTransfer(Generic[Rest]):
         self._gradients: tuple[Tensor | None, ...] = ()  # of the inputs, valid after the join of backward
 
     def wait(self) -> tuple[tuple[Tensor, ...], Rest]:
+        """Join. Returns the function's result."""
         outputs, self.outputs = self.outputs, ()
         if any(output.requires_grad for output in outputs):
             outputs = _Wait.apply(self, *outputs)
@@ -135,11 +137,13 @@ class AsyncTransfer(Generic[Rest]):
         return outputs, self._rest.pop()
 
     def start(self, function: "Transfer[Rest]", inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Start, without gradients."""
         (outputs, rest), self._end = self.transfers.fork(self.name, lambda: function(*inputs))
         self._rest, self._held = [rest], (function, *inputs)
         return outputs
 
     def start_recorded(self, function: "Transfer[Rest]", inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Start, and keep the graph of the transfer."""
 
         def work() -> tuple[tuple[Tensor, ...], Rest, list[GradientEdge], list[GradientEdge | None]]:
             entries = [entered(tensor) for tensor in inputs]
@@ -156,6 +160,7 @@ class AsyncTransfer(Generic[Rest]):
         return outputs
 
     def finish(self) -> None:
+        """Join the forward transfer."""
         self.transfers.join(self.name, self._end)
         self._held, self._end = (), None
 

@@ -30,6 +30,7 @@ class PendingCopy:
             (torch.cuda.current_stream() if stream is None else stream).wait_event(self.event)
 
     def is_over(self) -> bool:
+        """Whether the copy has run, without a wait."""
         return self.event is None or self.event.query()
 
     def wait_on_host(self) -> None:

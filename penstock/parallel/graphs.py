@@ -68,6 +68,7 @@ class DeviceGraph:
         self.graph.replay()
 
     def release(self) -> None:
+        """See `Replayable.release`. Waits for the device."""
         torch.cuda.synchronize()
         self.graph.reset()
         torch.cuda.empty_cache()
@@ -157,6 +158,7 @@ class PartialGraphs:
         assert captured == fact, f"{name} of a graph is {captured}, and {fact} came"
 
     def release(self) -> None:
+        """Free all memory; no replay after that."""
         self._parts.clear()
         self._copies.clear()
         self._written.clear()

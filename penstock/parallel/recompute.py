@@ -410,6 +410,7 @@ class RecomputeRule:
         assert self.kinds <= {*RECOMPUTABLE}, f"{sorted(self.kinds)} are not all of {RECOMPUTABLE}"
 
     def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
+        """`function(*arguments)`, recomputed in backward if the rule names the kind."""
         return recomputed(function, *arguments) if self.recomputes(kind) else function(*arguments)
 
     def recomputes(self, kind: str) -> bool:
@@ -422,6 +423,7 @@ class RecomputeRule:
         return discarding() if self.kinds else nullcontext()
 
     def discarding_in_pieces(self) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
+        """The same for a layer that runs in steps."""
         return discarding_in_pieces() if self.kinds else nullcontext(nullcontext)
 
 

@@ -104,6 +104,7 @@ class ShardedTensor:
 
     @torch.no_grad()
     def fill(self, values: Tensor) -> None:
+        """Take over the values of `room`."""
         if self.codec is not None:
             for held, new in zip(self.held, self.codec.encode(values), strict=True):
                 held.copy_(new)

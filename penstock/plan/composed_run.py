@@ -101,6 +101,7 @@ class RankState:
     states: Mapping[str, PartState]
 
     def parts(self, stages: Sequence[StageContents]) -> dict[str, int]:
+        """Parts of a rank with these stages, and how many of each; an embedding is never held twice."""
         return {kind: count for kind, count in parts_of(self.run.model, stages).items() if count}
 
     def of(self, stages: Sequence[StageContents]) -> PartState:

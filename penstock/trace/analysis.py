@@ -102,6 +102,7 @@ class TraceAnalysis:
 
     @property
     def is_host(self) -> bool:
+        """CPU traces, in which operators take the place of kernels (penstock.trace.on_host)."""
         return self.ranks[0].trace.is_host
 
     @property

@@ -48,6 +48,7 @@ class SyncKind(IntEnum):
 
     @property
     def is_met(self) -> bool:
+        """All ranks of the group are inside at one moment."""
         return self <= SyncKind.UNEVEN
 
 

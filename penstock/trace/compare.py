@@ -112,6 +112,15 @@ class ChangeKind(StrEnum):
     SAME = "same"
 
 
+TITLES: Mapping[ChangeKind, str] = {
+    ChangeKind.SLOWER: "slower",
+    ChangeKind.NEW: "new in B",
+    ChangeKind.FASTER: "faster",
+    ChangeKind.GONE: "gone from A",
+}
+"""Of the tables of changed rows, in their order."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowTime:
     """Time of a row in a typical step of one trace."""
@@ -172,6 +181,15 @@ class TraceComparison:
     def change_us(self) -> float:
         """Time of B minus time of A: exactly the sum of the changes of all rows."""
         return self.b_us - self.a_us
+
+    def rows_of(self, kind: ChangeKind) -> list[ComparedRow]:
+        """Rows of events with this change, the largest first."""
+        return [row for row in self.rows if row.verdict is kind and row.key not in CLOSING]
+
+    @property
+    def closing(self) -> list[ComparedRow]:
+        """Overlap, idle time, and the rest of the medians, with which all changes add up."""
+        return [row for row in self.rows if row.key in CLOSING]
 
 
 def compare(a: NamedEvents, b: NamedEvents) -> TraceComparison:

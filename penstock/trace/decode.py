@@ -271,17 +271,21 @@ def _sorted_events(file: TraceFile) -> list[list[ChromeEvent]]:
             named.append(event)
         elif event.ph == "C" or event.cat == _MEASURED:
             counted.append(event)
+        elif event.ph == "X" and (event.cat or "").endswith(_RUNTIMES):
+            on_host.append(event)
         elif event.ph == "X":
-            category = event.cat or ""
-            is_call = category.endswith(_RUNTIMES)
-            is_work = not is_call and b'"stream"' in bytes(event.args) and event.dur is not None
-            (on_host if is_call else unread if not is_work or _NO_WORK.search(event.name) else on_gpu).append(event)
+            (on_gpu if _is_work(event) else unread).append(event)
     for parts in begun.values():
         for event in parts:  # of those that end `ph` is X now; the others are in no table
             table = table_of.get(event.cat or "")
             if table is not None:
                 (table if event.ph == "X" else endless).append(event)
     return tables
+
+
+def _is_work(event: ChromeEvent) -> bool:
+    """Whether an event in a category on no list is work of a device: it has a stream and lasts."""
+    return b'"stream"' in bytes(event.args) and event.dur is not None and not _NO_WORK.search(event.name)
 
 
 def _join_parts(event: ChromeEvent, parts: list[ChromeEvent]) -> None:

@@ -161,6 +161,7 @@ class GpuEvents(Events):
 
     @property
     def is_kernel(self) -> Flags:
+        """The event is a kernel, not a copy or a fill."""
         return self.kind <= GpuKind.COMMUNICATION
 
 

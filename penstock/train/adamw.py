@@ -359,6 +359,7 @@ class StreamedAdamW:
         self.step += 1  # on the current stream
 
     def settle(self) -> None:
+        """Wait until host tensors may be read or filled."""
         self._stream.finish()
 
     def loaded(self) -> None:

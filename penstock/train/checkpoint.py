@@ -147,6 +147,7 @@ class CheckpointStore:
         return damaged
 
     def path(self, step: int) -> Path:
+        """Folder of the checkpoint of a step, which may not exist."""
         return self._folder / f"step-{step:06d}"
 
     def save(self, step: int, parts: Mapping[str, ShardedTensor], facts: Mapping[str, Any]) -> None:

@@ -82,6 +82,7 @@ class NonFiniteFinding:
         return None
 
     def error(self, path: Path, unwritten: str | None = None) -> NonFiniteError:
+        """The error that ends the run; `unwritten` is the reason if nonfinite.json could not be written."""
         where = NO_ORIGIN if self.origin is None else str(self.origin)
         problems = (self.unsaved and f"nothing was saved: {self.unsaved}", unwritten)
         return NonFiniteError(

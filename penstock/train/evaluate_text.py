@@ -147,6 +147,7 @@ def evaluate_text(saved: SavedModel, name: str, text: TextPart, *, rows: int, se
 
 
 def import_harness() -> Any:
+    """lm-evaluation-harness. Raises a DeviceError if it is not installed."""
     try:
         import_module(HARNESS_MODEL)
         return import_module(HARNESS)

@@ -152,6 +152,7 @@ def verify_export(run: Run, folder: Path) -> float:
 
 
 def import_transformers() -> Any:
+    """The library. Raises a DeviceError if it is not installed."""
     try:
         return import_module("transformers")
     except ImportError as error:

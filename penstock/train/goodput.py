@@ -123,6 +123,7 @@ def wall_seconds(path: Path) -> dict[str, float]:
 
 
 def goodput(seconds: Mapping[str, float]) -> float | None:
+    """The share of training in some seconds; None without any."""
     total = sum(seconds.values())
     return seconds.get("training", 0.0) / total if total else None
 

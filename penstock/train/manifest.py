@@ -222,6 +222,7 @@ def files_of(manifest: Manifest, names: Iterable[str]) -> list[str]:
 
 
 def parse_json(path: Path) -> Any:
+    """Content of a JSON file of a checkpoint; a CheckpointError if it is not JSON."""
     try:
         return read_json(path)
     except ValueError as error:  # of which UnicodeDecodeError and JSONDecodeError are kinds

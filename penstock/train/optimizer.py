@@ -314,6 +314,7 @@ class MasterAdamW:
         return {**parts, **frozen, "step": whole(self._adamw.step, writes=self._world.rank == 0)}
 
     def memory(self) -> StateBytes:
+        """Memory of this optimizer; works on the meta device."""
         shards = self._shards.values()
         weights = [
             shard.values if isinstance(shard.param.parameter, DTensor) else shard.param.parameter for shard in shards

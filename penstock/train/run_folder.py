@@ -83,6 +83,7 @@ class RunFolder:
 
 
 def check_name(name: str) -> None:
+    """Refuse names that are not one path component, by a RunFolderError."""
     if not NAME_PATTERN.fullmatch(name):
         raise RunFolderError(
             "the name of a run becomes a folder",
@@ -92,6 +93,7 @@ def check_name(name: str) -> None:
 
 
 def check_is_free(parent: Path, name: str) -> None:
+    """Refuse a taken name, by a RunFolderError."""
     if (path := parent / name).exists():
         raise RunFolderError(f"{path} exists already", fix="--resume to go on with it, or another --name")
 
@@ -172,6 +174,7 @@ def find_run_folder(parent: Path, name: str, *, newest: bool) -> RunFolder:
 
 
 def find_launched(parent: Path, launch: str) -> RunFolder | None:
+    """The folder that a launch has created, or None."""
     folders = [RunFolder(path.parent) for path in sorted(parent.glob("[!.]*/launch"))]
     return next((folder for folder in folders if folder.launch.read_text(encoding="utf-8") == launch), None)
 
@@ -243,6 +246,7 @@ def check_nothing_is_lost(folder: RunFolder) -> None:
 
 
 def is_bound(field: str) -> bool:
+    """Whether a checkpoint is bound to an option, given by its dotted path."""
     return _is_under(field, FIXED) and not _is_under(field, FREE)
 
 

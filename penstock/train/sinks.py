@@ -123,6 +123,7 @@ class BackgroundSink(Observer):
         self._pass_on(lambda sink: sink.started(start))
 
     def stepped(self, report: StepReport) -> None:
+        """Forward the call, unless the queue is full."""
         self._pass_on(lambda sink: sink.stepped(report))
 
     def saving(self) -> None:
@@ -218,6 +219,7 @@ class StartsFile(Observer):
         self._path = path
 
     def started(self, start: RunStart) -> None:
+        """Write the line. Raises a RunFolderError if that fails."""
         line = json.dumps(start_record(start)) + "\n"
         with system_errors(RunFolderError, f"cannot write {self._path}"), open_to_append(self._path) as file:
             file.write(line.encode())

@@ -33,6 +33,7 @@ class WeightsAndBiases(Observer):
         self._every, self._wanted, self._last, self._sent = 1, 0, 0, 0  # steps
 
     def started(self, start: RunStart) -> None:
+        """Create the run at W&B, or continue it."""
         record = start.run.record
         self._folder.wandb.mkdir(exist_ok=True)
         self._every, self._wanted = record.every, start.run.training.steps
@@ -66,6 +67,7 @@ class WeightsAndBiases(Observer):
             self._log(line["step"], scalars_of(line))
 
     def stepped(self, report: StepReport) -> None:
+        """Send a step, unless it was sent before."""
         self._last = report.step
         if report.step <= self._sent or not is_recorded(report, self._every):
             return

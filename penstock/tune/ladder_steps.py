@@ -38,6 +38,7 @@ class LadderStep(Section):
 
     @property
     def is_size(self) -> bool:
+        """The step only makes the micro-batch larger."""
         return self.micro_batch_times > 1 or MICRO_BATCH in self.fields
 
 

@@ -42,7 +42,7 @@ POLL_SECONDS, LOOK_SECONDS = 0.05, 0.2
 
 SETTLE_SECONDS = 0.5  # after the first failure, others may show that are its cause
 FAREWELL_SECONDS = 60.0  # how long the first process waits for the others to end their ranks
-TOLD = 64_000  # last characters of a failed rank's output that the first process gets
+OUTPUT_CHARACTERS = 64_000  # last characters of a failed rank's output that the first process gets
 _FOLLOWER, _COMMAND_LINE = ("-m", "penstock.parallel.launch.rank"), "penstock.cli.main:main"
 
 
@@ -175,7 +175,7 @@ class _OwnRank:
         if self.store is None:
             return
         if code:
-            text = self.output.read_text(encoding="utf-8", errors="replace")[-TOLD:]
+            text = self.output.read_text(encoding="utf-8", errors="replace")[-OUTPUT_CHARACTERS:]
             if code < 0:  # in the words of the launcher
                 text += f"\nrank {self.rank} (process {self.process.pid}) was ended by {signal.Signals(-code).name}"
             self.store.set(f"{self.number}/told/{self.rank}", json.dumps({"code": code, "text": text}))

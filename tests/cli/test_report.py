@@ -43,10 +43,26 @@ def test_two_recordings_have_a_page_with_a_step_of_each_and_what_changed(tmp_pat
     assert main(["report", str(a), "--diff", str(b), "--html", str(page)]) == 0
     text = page.read_text()
     assert f"<h1>{a} " in text and f"</span> {b}</h1>" in text
-    assert "slower in B: +0.040 ms in 1 row" in text and "<td class=reason>aten::mm</td>" in text
+    assert "slower: +0.040 ms in 1 row" in text and "<td class=reason>aten::mm</td>" in text
     assert '"rank 0 A' in text and '"rank 0 B' in text
     assert "warning" not in text
+    assert "Medians of 2 and 2 steps. A star" in text and "<td>+0.040*</td>" in text
     slower["distributedInfo"]["rank"] = 1
     assert main(["report", str(a), "--diff", str(write(b, slower)), "--html", str(page)]) == 0
     assert "warning: A is of rank 0, B of rank 1" in page.read_text()
     assert "--diff is of recordings alone" in refused(a, "--diff", b, "--html", page, "--no-plan")
+
+
+def test_a_page_of_two_recordings_is_beside_the_report_and_has_no_stars_without_steps(tmp_path: Path) -> None:
+    """A single time of each is always apart, so a star would say nothing."""
+    for folder, factor in (("a", 1), ("b", 2)):
+        content = tiny()
+        content["traceEvents"] = [one for one in content["traceEvents"] if "ProfilerStep" not in one["name"]]
+        for slowed in content["traceEvents"]:
+            if slowed["name"].startswith("ampere"):
+                slowed["dur"] *= factor
+        write(tmp_path / folder / "rank-0.json", content)
+    assert main(["report", str(tmp_path / "a"), "--diff", str(tmp_path / "b")]) == 0
+    assert [path.name for path in (tmp_path / "a").iterdir() if path.suffix == ".html"] == ["diff.html"]
+    text = (tmp_path / "a" / "diff.html").read_text()
+    assert "No step is marked" in text and "<td>+0.080</td>" in text

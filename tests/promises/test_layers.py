@@ -1,14 +1,18 @@
 """Imports point down only: `make lint` reads the contract in pyproject.toml; what it cannot say is checked here."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 import pytest
+import torch
 
+import penstock
 from tools import style
 
 BARRED = {
@@ -100,3 +104,25 @@ def test_a_deferred_import_is_seen_in_a_nested_function() -> None:
 def test_torch_distributed_is_seen_in_a_layout(line: str) -> None:
     assert barred_imports(style.parse("penstock/layout/grid.py", line))
     assert not barred_imports(style.parse("penstock/parallel/mesh.py", line))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counted on a CPU")
+def test_a_step_without_options_enters_as_few_files_as_docs_reading_says() -> None:
+    text = (style.ROOT / "docs/READING.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"everything optional off, enters (\d+)", text)
+    session = penstock.prepare(penstock.load_run("debug", ["training.global_batch=8", "training.micro_batch=8"]))
+    session.step(learning_rate=1e-3)
+    entered = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name != "<module>":
+            entered.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        session.step(learning_rate=1e-3)
+    finally:
+        sys.setprofile(before)
+    files = [name for name in entered if Path(name).is_relative_to(style.ROOT / "penstock")]
+    assert len(files) == int(said), sorted(files)

@@ -189,11 +189,13 @@ class DistributedFolder(WeightSource):
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
         view = self._views[name]
         shape = self._stored[view.source].shape[len(view.index) :]
         return tuple(view.take(torch.empty(shape, device="meta")).shape)
 
     def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor, without reading it."""
         return self._stored[self._views[name].source].dtype
 
     def has_rows(self, name: str) -> bool:

@@ -95,6 +95,7 @@ class WeightFolder(WeightSource):
         return self._finite(name, packed, tensor)
 
     def rows(self, name: str, rows: tuple[int, int]) -> Tensor:
+        """Rows [first, end) of a tensor that is not quantized. Raises a CheckpointError as `__getitem__`."""
         return self._finite(name, name, self._read(name, rows))
 
     def _finite(self, name: str, stored: str, tensor: Tensor) -> Tensor:
@@ -103,9 +104,11 @@ class WeightFolder(WeightSource):
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor, without reading it."""
         return self._dtypes.get(name, torch.bfloat16)
 
     def has_rows(self, name: str) -> bool:

@@ -79,6 +79,7 @@ class BalancedDispatcher:
         return self.inner.name
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
+        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         order = self.operators.order_rows(routing.experts_TK, self.rule.experts)
         plan = ReplicaPlan(*remembered(lambda: self._plan(order.counts_E)))
         slots = self.slots_of(plan)
@@ -91,6 +92,7 @@ class BalancedDispatcher:
         return replace(rows, replicas=slots), metadata
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """See `Dispatcher.combine`. All ranks of the axis call it."""
         assert isinstance(metadata, BalancedMetadata), f"not a metadata of this dispatcher: {metadata}"
         return in_backward(self.inner.combine(y_RD, metadata.inner), partial(self._begin, metadata.slots))
 

@@ -63,6 +63,7 @@ class AllGatherDispatcher:
     wire_format: WireFormat = UNQUANTIZED
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
+        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         payload = self.wire_format.encode(x_TD).move(
             lambda rows: all_gather(rows, self.axis, dim=0), lambda gradient: reduce_scatter(gradient, self.axis, dim=0)
         )
@@ -75,6 +76,7 @@ class AllGatherDispatcher:
         return ExpertRows(x_ND, index_R, weights_R, order.counts_E, order.places_TK, quantized), DispatchMetadata(order)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """See `Dispatcher.combine`. All ranks of the axis call it."""
         return reduce_scatter(self.operators.unpermute(y_RD, metadata.order), self.axis, dim=0)
 
     def _keep_capacity(self, order: RowOrder) -> RowOrder:
@@ -197,6 +199,7 @@ class AllToAllDispatcher(_AllToAll):
     counts: SplitSizes = READ
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
+        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         # 1. Our slots in the order of the experts.
         slots = routing.sorted or self.sorted_slots(routing)
         order = slots.order
@@ -234,6 +237,7 @@ class PaddedAllToAllDispatcher(_AllToAll):
         return AllToAllDispatcher(self.placement, self.axis, self.operators, self.wire_format)
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
+        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         T, K = routing.experts_TK.shape
         # Rows of each expert from this rank. As the router computes it: a scaled factor may round to another number.
         limit = min(T, capacity(T * self.sharing, K, self.placement.experts, self.factor))

@@ -82,6 +82,7 @@ class HierarchicalDispatcher:
     wire_format: WireFormat = UNQUANTIZED
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
+        """See `Dispatcher.dispatch`. All ranks of both axes call it, each with the same number of tokens."""
         # 1. Our tokens in the order of the nodes that they go to.
         exchange, rows = self._count(routing) if self.is_counted else self._all(routing)
         arrived = rows if exchange.receive is None else sum(exchange.receive)
@@ -101,6 +102,7 @@ class HierarchicalDispatcher:
         return expert_rows, HierarchicalMetadata(exchange.order, inner, exchange, arrived)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """See `Dispatcher.combine`. All ranks of both axes call it."""
         assert isinstance(metadata, HierarchicalMetadata), f"not a metadata of this dispatcher: {metadata}"
         return metadata.exchange.back(self.inner.combine(y_RD, metadata.inner)[: metadata.arrived])
 

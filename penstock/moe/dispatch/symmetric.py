@@ -105,6 +105,7 @@ class SymmetricDispatcher:
     wire_format: WireFormat = UNQUANTIZED
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
+        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         payload, choices = self.wire_format.encode(x_TD), (routing.weights_TK, routing.experts_TK)
         x_ND, packed, *arrived = _Dispatch.apply(payload.x_ND, payload.packed, *choices, self.transport, self._order)
         arrivals = LocalOrder(*arrived)
@@ -115,6 +116,7 @@ class SymmetricDispatcher:
         return rows, SymmetricMetadata(order, routing.experts_TK)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """See `Dispatcher.combine`. All ranks of the axis call it."""
         assert isinstance(metadata, SymmetricMetadata), f"not a metadata of this dispatcher: {metadata}"
         y_TD: Tensor = _Combine.apply(y_RD, metadata, self.transport)
         return y_TD

@@ -89,6 +89,7 @@ def prepare_process(environment: Environment, *, seed: int, deterministic: bool)
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
+    """Free memory of a device; None if unknown."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
 
 

@@ -29,7 +29,7 @@ LOOK_SECONDS = 1.0  # between looks for a roll call, and at the clock
 ANSWER_SECONDS = 4.0  # that answers are waited for
 SHOWN = 8  # ranks that an error names
 
-MARGIN = timedelta(seconds=15)
+MARGIN = timedelta(seconds=15)  # collectives time out so much later than the clock: NCCL then ends the process
 """By which collectives time out later than the clock: NCCL then ends the process by itself."""
 
 Result = TypeVar("Result")
@@ -84,6 +84,7 @@ class Watch:
         self._mark = (activity, time.monotonic()) if activity else None
 
     def stop(self) -> None:
+        """End the threads, without waiting for them."""
         self._is_over.set()
 
     def answer(self) -> None:

@@ -10,7 +10,7 @@ from penstock.tune.doctor.losses import between_steps_us, imbalance_us, least_ev
 from penstock.tune.doctor.remedies import remedies
 from penstock.tune.doctor.remedy import Remedy
 
-NAMED_LATE, TOLD_LATE = 4, 8  # late ranks, by cause, at most in the conclusion and in the evidence
+NAMED_LATE, LISTED_LATE = 4, 8  # late ranks, by cause, at most in the conclusion and in the evidence
 PART = 0.05  # share of the step from which a compute phase is evidence
 LEAST = 0.005  # share of the step below which a part of a loss is noise
 WORTH_NAMING = 0.2  # share of the most expensive late rank's cost from which the conclusion names another one
@@ -221,7 +221,7 @@ def _communication(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceL
         if rank.pure_us is not None:
             what = f"bytes under way (computed beside or not), on rank {rank.rank}"
             yield EvidenceLine(what, "communication", time_us=rank.pure_us, share=rank.pure_us / rank.total_us)
-    for late in evidence.late[:TOLD_LATE]:
+    for late in evidence.late[:LISTED_LATE]:
         what = f"that each other rank waits for rank {late.rank}, last {late.times_last} times ({late.detail})"
         each_us = late.caused_wait_us / max(1, len(evidence.ranks) - 1)
         yield _time(what, "host" if late.cause == "host" else "communication", each_us, times)

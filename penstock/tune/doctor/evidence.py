@@ -129,6 +129,7 @@ class PowerFacts:
 
     @property
     def is_limit(self) -> bool:
+        """The power holds the clock down."""
         return self.watts >= AT_LIMIT * self.limit_watts and self.clock_mhz < self.limit_mhz
 
     @property
@@ -224,6 +225,7 @@ class Evidence:
 
     @property
     def kinds(self) -> tuple[str, ...]:
+        """Kinds of communication, the most expensive first."""
         names = {name for rank in self.ranks for name in rank.communication_us}
         return tuple(sorted(names, key=lambda name: (-self.communication(name), name)))
 
@@ -255,6 +257,7 @@ class Bottlenecks:
 
     @property
     def transfer_us(self) -> float:
+        """Communication that is not known to be waiting."""
         return self.communication_us - self.waiting_us
 
     @property
