@@ -1,7 +1,7 @@
-"""Traces of torch.profiler: loaded, timed and explained. Nothing here imports PyTorch.
+"""Traces of torch.profiler and Nsight Systems: loaded, timed and explained. Nothing here imports PyTorch.
 
-Files: `load` (files and ranks), `decode` (JSON to columns), `on_host` (a CPU in place of a device), `events` (the
-columns).
+Files: `load` (files and ranks), `decode` (JSON to columns), `nsight` (databases of Nsight Systems), `on_host` (a CPU in
+place of a device), `events` (the columns).
 
 Time: `intervals` (unions of times), `timeline` (busy, compute, communication, exposed, idle), `kernel_names`
 (categories by name), `tree` (operators above kernels), `graph_replays` (kernels of CUDA graphs), `phases` (named time),

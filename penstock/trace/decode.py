@@ -99,9 +99,6 @@ def parse(text: bytes, path: Path) -> TraceFile:
     start = text[:64].lstrip()[:1]
     if not start and not text.strip():
         raise TraceError(f"{path} is empty", fix="record it again")
-    if text.startswith(b"SQLite format 3"):
-        what = f"{path} is a database, as Nsight Systems exports it, which is not read"
-        raise TraceError(what, fix="record the run with torch.profiler")
     if text[257:262] == b"ustar":
         raise TraceError(f"{path} is a tar archive", fix="unpack it first: tar xf")
     if start == b"{" and b'"nodes"' in text[:_HEAD_BYTES] and b'"traceEvents"' not in text:

@@ -266,8 +266,8 @@ class HostCalls:
     bytes: int | None  # of all of them; None if unknown
 
 
-def longest_calls(trace: Trace, busy: Intervals, within: tuple[float, float] | None) -> HostCalls | None:
-    """The calls from one place in which the host stays longest while the device is not `busy` and has nothing queued.
+def longest_calls(trace: Trace, idle: Intervals, within: tuple[float, float] | None) -> HostCalls | None:
+    """The calls from one place in which the host stays longest while the device is `idle` and has nothing queued.
 
     Only calls that begin `within` two host times. Calls shorter than `LONG_COPY_US` only launch their copy, and the
     host takes no part in a copy on the device.
@@ -278,7 +278,7 @@ def longest_calls(trace: Trace, busy: Intervals, within: tuple[float, float] | N
     stays[gpu.launch[gpu.is_linked & gpu.named(ON_DEVICE.search)]] = False
     stays |= host.named(GARBAGE.__eq__)
     rows = _began(trace, np.flatnonzero(stays), within)
-    alone_us = host.duration_us[rows] - (busy | queued_work(trace)).covered_us(host.start_us[rows], host.end_us[rows])
+    alone_us = (idle - queued_work(trace)).covered_us(host.start_us[rows], host.end_us[rows])
     rows, alone_us = rows[alone_us > 0], alone_us[alone_us > 0]
     if not len(rows):
         return None

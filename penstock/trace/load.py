@@ -1,4 +1,4 @@
-"""Trace files: a single file, a folder with a file per rank, or the folder of a run.
+"""Trace files of torch.profiler and Nsight Systems: a file, a folder with a file per rank, or the folder of a run.
 
     load_ranks([Path("rank0.json.gz")])        # one rank
     load_ranks([Path("runs/debug")])           # every runs/debug/profile/rank-*.json.gz
@@ -20,12 +20,15 @@ from penstock.base.errors import TraceError, did_you_mean_path
 from penstock.base.files import most_unpacked, open_file
 from penstock.trace.decode import columns_of, parse
 from penstock.trace.events import Trace
+from penstock.trace.nsight import DATABASE, recordings_of
 from penstock.trace.on_host import on_host
 from penstock.trace.recognize import PhaseNames, recognized
 
 PROFILE = "profile"  # folder of the traces inside the folder of a run
 READER = "penstock-trace"  # name of the thread that reads ahead
 _RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
+_ENDS = (".json", ".json.gz", ".sqlite")
+_REPORTS = (".nsys-rep", ".qdrep")
 _BEGINNING_BYTES = 4096
 _PEEKED_BYTES = 2**20  # the profiler writes devices and process groups before the events
 _GZIP_MAGIC = b"\x1f\x8b"  # first bytes of a gzip file
@@ -38,17 +41,28 @@ def decode_trace(text: bytes, *, path: Path = Path("trace"), names: PhaseNames |
     return recognized(trace if len(trace.gpu) else on_host(trace), names)
 
 
+def _decoded(text: bytes, path: Path, names: PhaseNames | None) -> Iterator[Trace]:
+    if path.suffix in _REPORTS:
+        what = f"{path} is a report in Nsight Systems' own format"
+        raise TraceError(what, fix=f"nsys export --type sqlite {path}, and give the .sqlite file")
+    if not text.startswith(DATABASE):
+        yield decode_trace(text, path=path, names=names)
+        return
+    for recording in recordings_of(path):
+        yield recognized(columns_of(recording, path), names)
+
+
 def load_ranks(paths: Path | Sequence[Path], *, names: PhaseNames | None = None) -> dict[int, Trace]:
     """Load the traces of several ranks, in ascending order of rank.
 
-    `paths` are a file, a folder of files that end in .json or .json.gz, the folder of a run, or several files. Raises a
-    TraceError if a file cannot be read, is damaged or of another tool, or has no events; if traces of GPUs and of CPUs
-    are mixed; if there is no trace, or two have one rank.
+    `paths` are a file, a folder of files that end in .json, .json.gz or .sqlite, the folder of a run, or several files.
+    Raises a TraceError if a file cannot be read, is damaged or of another tool, or has no events; if traces of GPUs and
+    of CPUs are mixed; if there is no trace, or two have one rank.
     """
     files = trace_files(paths)
     # The pool ends here and not in `_texts`: collecting an abandoned generator must not wait for a thread.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix=READER) as reader:
-        traces = [decode_trace(text, path=path, names=names) for path, text in _texts(files, reader)]
+        traces = [trace for path, text in _texts(files, reader) for trace in _decoded(text, path, names)]
     if len({trace.is_host for trace in traces}) > 1:
         bare = next(trace.path for trace in traces if trace.is_host)
         raise TraceError(f"{bare} has no event on a GPU, but other files have", fix="record it again, or leave it out")
@@ -115,7 +129,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     for folder in (path / PROFILE, path):
         ended, below = (
-            [file for file in folder.glob(pattern) if file.name.endswith((".json", ".json.gz")) and file.is_file()]
+            [file for file in folder.glob(pattern) if file.name.endswith(_ENDS) and file.is_file()]
             for pattern in ("[!.]*", "*/[!.]*")  # a recorder's drafts begin with a dot
         )
         # Files with a rank in their own name are traces. Beside those of a folder are other .json files.
@@ -126,7 +140,7 @@ def _files(path: Path) -> list[Path]:
                 return sorted(files)
     raise TraceError(
         f"{path} holds no trace",
-        allowed="files that end in .json or .json.gz, in it or in its `profile`",
+        allowed="files that end in .json, .json.gz or .sqlite, in it or in its `profile`",
         fix="if it is of a run, record some steps: profile.start",
     )
 

@@ -249,7 +249,6 @@ def test_the_folder_of_a_run_without_a_recording_says_how_to_record(tmp_path: Pa
     ("content", "says"),
     [
         (b"", "is empty"),
-        (b"SQLite format 3\x00", "is a database, as Nsight Systems exports it, which is not read"),
         (b"rank-0.json".ljust(257, b"\0") + b"ustar", "is a tar archive; fix: unpack it first"),
         (b'{"schema": "1.0.1", "nodes": [{"name": "op", "id": 2}]}', "is an execution trace"),
         (b'{"a": 1}', "missing required field `traceEvents`"),

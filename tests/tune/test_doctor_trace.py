@@ -229,6 +229,20 @@ def test_the_host_in_a_copy_costs_what_the_device_lacks_work_meanwhile() -> None
     assert remedy_of(found, "copies-ahead").gain_us == 400.0
 
 
+def test_what_the_host_does_before_the_first_work_of_the_device_costs_no_step_anything() -> None:
+    found = of_events(
+        event("cuda_runtime", "cudaMalloc", 0, 200_000),
+        *(
+            started
+            for number in range(4)
+            for started in ran("nvjet_sm90", 200_100 + 200 * number, 200_110 + 200 * number, 150)
+        ),
+        event("cuda_runtime", "cudaFree", 300_000, 100_000),
+    )
+    assert found.host_call is None
+    assert "memory-is-kept" not in [remedy.rule for remedy in diagnose(found).remedies]
+
+
 def test_a_copy_is_not_blamed_for_queued_work_that_did_not_start() -> None:
     """Four kernels are launched before a copy of 463 ms, and begin only behind it, as on an MI300X that woke up."""
     found = of_events(

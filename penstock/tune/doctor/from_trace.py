@@ -217,13 +217,20 @@ def _data_wait_us(rank: RankAnalysis, stood: Intervals) -> float:
     host, gpu = rank.trace.host, rank.trace.gpu
     rows = (host.kind == HostKind.SPAN) & host.named(DATA.fullmatch)
     idle = union(host.start_us[rows], host.end_us[rows]) - union(gpu.start_us, gpu.end_us) - stood
-    windows = [step.window_us for step in rank.steps] or [(gpu.start_us[0], gpu.end_us.max())]
-    return float((idle & union(*np.array(windows).T)).length_us)
+    return float((idle & _recorded(rank)).length_us)
 
 
 def _calls(rank: RankAnalysis, stood: Intervals) -> HostCalls | None:
     busy = busy_of(rank.trace.gpu)
-    return longest_calls(rank.trace, busy.compute | busy.communication | stood, on_host_us(rank.steps))
+    idle = _recorded(rank) - busy.compute - busy.communication - stood
+    return longest_calls(rank.trace, idle, on_host_us(rank.steps))
+
+
+def _recorded(rank: RankAnalysis) -> Intervals:
+    """Time of the steps on the device, or from its first event to its last."""
+    gpu = rank.trace.gpu
+    windows = [step.window_us for step in rank.steps] or [(gpu.start_us[0], gpu.end_us.max())]
+    return union(*np.array(windows).T)
 
 
 def _pointwise(rank: RankAnalysis) -> tuple[float, float, float]:
