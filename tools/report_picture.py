@@ -11,8 +11,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.report.export import find_browser
-from penstock.report.frame import document
+from penstock.report.frame import document, find_browser
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import section_html, sections_of
 

@@ -54,7 +54,7 @@ from penstock.models.huggingface.config import load_run_or_model
 from penstock.plan.asked_layout import rows_to_share, with_layout
 from penstock.plan.assumptions import Assumptions
 from penstock.plan.balance import BalanceCase, balance_cases, balance_json
-from penstock.plan.campaign import HOUR, Campaign, Failures, phases_of, plan_campaign
+from penstock.plan.campaign import HOUR, Campaign, Failures, plan_campaign
 from penstock.plan.candidates import fixed_by
 from penstock.plan.composer import meta_workers
 from penstock.plan.costs import assumed_imbalance
@@ -62,6 +62,7 @@ from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.layout_names import parse_layout
 from penstock.plan.loads import RecordedLoads, read_loads
+from penstock.plan.phases import phases_of
 from penstock.plan.project import advice_for, project
 from penstock.plan.projection import Plan, Projection, Refusal, plan_json
 from penstock.plan.search import search

@@ -14,8 +14,7 @@ from penstock.base.errors import PenstockError
 from penstock.cli.output import check_output
 from penstock.cli.plan_print import check_topic
 from penstock.plan.software import SOFTWARE
-from penstock.report.export import find_browser
-from penstock.report.frame import plotly_script
+from penstock.report.frame import find_browser, plotly_script
 
 Target = Annotated[
     str | None, typer.Argument(metavar="TARGET", help="A preset, TOML file, run folder, or config.json.")

@@ -12,11 +12,12 @@ from math import exp, expm1, sqrt
 from typing import Any
 
 from penstock.base.errors import ConfigError
-from penstock.base.numbers import amount, bytes_text
+from penstock.base.numbers import bytes_text
 from penstock.config.run import Run
 from penstock.plan.asked_layout import with_overrides
 from penstock.plan.hardware import Cluster
-from penstock.plan.projection import Plan, Projection
+from penstock.plan.phases import TrainingPhase
+from penstock.plan.projection import Plan, Projection, candidate_json
 
 HOUR, DAY = 3600.0, 86400.0
 
@@ -25,57 +26,6 @@ RESTART_SECONDS, WRITE_SECONDS = 600.0, 600.0
 takes a checkpoint in the background, so the least interval between two."""
 
 MOST_FAILURES = 40.0  # in a restart and an interval between checkpoints; with more the goodput is none: e to minus this
-MOST_TOKENS = 1e15  # larger numbers are typing errors
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingPhase:
-    """Consecutive steps of one kind."""
-
-    tokens: float  # to train on
-    sequence_length: int | None = None  # None for the run's
-    batch_tokens: float | None = None  # of a step; None for the run's rows
-
-
-def phases_of(tokens: str | None, ramp: str | None, stages: str | None) -> tuple[TrainingPhase, ...]:
-    """The phases that the command line asks for, in the order of training.
-
-    `tokens` are those of the whole run at its own sequence length, the ramp's included: `2T`. `ramp` are first
-    batches, `4M:100B`: tokens of a step, and to train on. `stages` are later sequence lengths with tokens, `32k:500B`.
-    Raises a ConfigError if a text cannot be read, or the ramp has more tokens than the run.
-    """
-    phases = [
-        TrainingPhase(tokens=part, batch_tokens=_tokens("--ramp", batch)) for batch, part in _pairs("--ramp", ramp)
-    ]
-    if tokens is not None:
-        rest = _tokens("--tokens", tokens) - sum(phase.tokens for phase in phases)
-        if rest < 0:
-            allowed = f"at most {tokens} in all"
-            raise ConfigError("--ramp has more tokens than the run", got=ramp, allowed=allowed, fix="raise --tokens")
-        phases += [TrainingPhase(tokens=rest)] if rest else []
-    for text, part in _pairs("--stages", stages):
-        # 4k positions are 4,096: sequence lengths are counted in powers of two.
-        count, unit = text[:-1], text[-1:].lower()
-        length = int(count) * 1024 if unit == "k" and count.isdecimal() else round(_tokens("--stages", text))
-        phases.append(TrainingPhase(tokens=part, sequence_length=length))
-    return tuple(phases)
-
-
-def _pairs(option: str, text: str | None) -> list[tuple[str, float]]:
-    pairs = []
-    for part in text.split(",") if text else ():
-        name, colon, tokens = part.strip().partition(":")
-        if not colon:
-            raise ConfigError(f"{option} is a list of pairs", got=repr(part), allowed="32k:500B,128k:100B")
-        pairs.append((name.strip(), _tokens(option, tokens)))
-    return pairs
-
-
-def _tokens(option: str, text: str) -> float:
-    number = amount(text)
-    if number is None or not 0 < number <= MOST_TOKENS:
-        raise ConfigError(f"{option} has no number of tokens", got=repr(text), allowed="500M, 2B or 14.8T")
-    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +79,15 @@ class PhaseCost:
     """A planned phase."""
 
     phase: TrainingPhase
-    projection: Projection  # of its steps
+    plan: Plan  # its first candidate trains the phase
     steps: int
     busy_seconds: float  # of the steps alone
     interruptions: Interruptions | None  # None without failures
+
+    @property
+    def projection(self) -> Projection:
+        """Of the steps."""
+        return self.plan.candidates[0]
 
     @property
     def seconds(self) -> float:
@@ -165,10 +120,12 @@ def plan_campaign(
     phases: Sequence[TrainingPhase],
     plan_of: Callable[[Run, float | None], Plan],
     failures: Failures | None = None,
+    step_tokens: float | None = None,
 ) -> tuple[PhaseCost, ...]:
     """Plan every phase with the fastest layout that `plan_of` finds for a run and tokens of a step.
 
-    Raises a ConfigError if no layout fits a phase, or the model cannot have its sequence length.
+    `step_tokens` replaces those of the run's steps where a phase names none. Raises a ConfigError if no layout fits a
+    phase, or the model cannot have its sequence length.
     """
     costs = []
     for phase in phases:
@@ -178,7 +135,7 @@ def plan_campaign(
             overrides = [f"training.sequence_length={phase.sequence_length}", f"training.global_batch={rows}"]
             changed = with_overrides(run, overrides, 1)
         # Another length keeps about the tokens of a step.
-        batch = phase.batch_tokens or (run.tokens_per_step if phase.sequence_length else None)
+        batch = phase.batch_tokens or step_tokens or (run.tokens_per_step if phase.sequence_length else None)
         plan = plan_of(changed, batch)
         if not plan.candidates or not plan.candidates[0].fits:
             length = changed.training.sequence_length
@@ -190,7 +147,7 @@ def plan_campaign(
         steps = max(1, round(phase.tokens / best.run.tokens_per_step))
         lost = interruptions(failures, best.cluster.devices, save_seconds_of(best)) if failures else None
         busy = steps * best.time.step_seconds
-        costs.append(PhaseCost(phase=phase, projection=best, steps=steps, busy_seconds=busy, interruptions=lost))
+        costs.append(PhaseCost(phase=phase, plan=plan, steps=steps, busy_seconds=busy, interruptions=lost))
     return tuple(costs)
 
 
@@ -204,6 +161,9 @@ def campaign_json(campaign: Campaign) -> dict[str, Any]:
             "layout": str(cost.projection.layout),
             "steps": cost.steps,
             "step_seconds": cost.projection.time.step_seconds,
+            "candidate": candidate_json(cost.projection),
+            "gap": cost.plan.gap,
+            "advice": [vars(advice) for advice in cost.plan.advice],
             "seconds": cost.seconds,
             "device_hours": cost.device_hours,
             "cost": campaign.cost(cost),

@@ -15,25 +15,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from penstock.base.errors import ConfigError, did_you_mean
-from penstock.config.dispatch_rules import STAGES
+from penstock.base.errors import ConfigError
 from penstock.config.dispatcher import DispatchFacts, choose_dispatcher, plain_row_bytes, ranks_on_a_node
 from penstock.config.fit import NO_PIPELINE
 from penstock.config.model import LatentAttention, Model
-from penstock.config.parallel import DISPATCHERS, RECOMPUTABLE, Graphs, Offload, Overlap, Pipeline, Recompute
+from penstock.config.parallel import DISPATCHERS, Graphs, Offload, Overlap, Pipeline, Recompute
 from penstock.config.run import Run
 from penstock.config.tree import parse_overrides
 from penstock.layout.schedules import SCHEDULES
 from penstock.plan.asked_layout import layout_fields
-from penstock.plan.layout_names import FIELDS, check_name
+from penstock.plan.layout_names import FIELDS, check_fixed
 from penstock.plan.projection import Refusal
 from penstock.plan.rules.book import illegal
 from penstock.plan.rules.rule import Sizes
-from penstock.plan.transfers import DispatchMethod
 
 MOST_MICRO_BATCH = 8
 
@@ -41,15 +39,6 @@ ROW_UNIT = 8  # the width of a part of an expert is a multiple of it
 
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
 """GPipe is left out: it holds more than 1F1B and is no faster."""
-
-_TEXTS: Mapping[str, tuple[str, ...]] = {
-    "schedule": (NO_PIPELINE, *SCHEDULES),
-    "dispatcher": ("local", *get_args(DispatchMethod)),
-    "shard": ("auto", "none", "optimizer", "full"),
-    "offload": ("none", "optimizer"),
-    "sync_free_stage": tuple(map(str, range(STAGES))),
-}
-"""Parts of a layout that have few values."""
 
 _NEVER_SEARCHED = (
     "pipeline.layout",
@@ -60,23 +49,6 @@ _NEVER_SEARCHED = (
     "dispatch.overlap",
 )
 """Fields that `run_of` sets: a search considers one value of them."""
-
-
-def check_fixed(fixed: Mapping[str, str]) -> None:
-    """Refuse a name that is no part of a layout, or a text that is no value of its part, with a ConfigError."""
-    for name, text in fixed.items():
-        check_name(name)
-        allowed = _TEXTS.get(name)
-        if allowed is not None and text not in allowed:
-            raise ConfigError(f"{name} is unknown", got=text, allowed=", ".join(allowed))
-        if name == "recompute":
-            parts = () if text == "none" else text.split("+")
-            if unknown := [part for part in parts if part not in RECOMPUTABLE]:
-                fix, known = did_you_mean(unknown[0], RECOMPUTABLE), ", ".join(RECOMPUTABLE)
-                joined = f"none, or some of these joined by +: {known}"
-                raise ConfigError("recompute names no such part", got=unknown[0], allowed=joined, fix=fix)
-        elif name not in _TEXTS and (not text.isdecimal() or int(text) < 1):
-            raise ConfigError(f"{name} is no number of the kind", got=text, allowed="a whole number >= 1")
 
 
 def fixed_by(run: Run, overrides: Sequence[str], only: Mapping[str, str]) -> dict[str, str]:

@@ -5,7 +5,6 @@ turns its figures into image data inside the document, and prints the resulting 
 """
 
 import re
-import shutil
 import subprocess
 from base64 import b64decode
 from collections.abc import Sequence
@@ -18,12 +17,9 @@ from urllib.parse import unquote
 from penstock.base.errors import PicturesError
 from penstock.plan.projection import Plan
 from penstock.report.figure import Figure
-from penstock.report.frame import as_script, document, write_whole
+from penstock.report.frame import as_script, document, find_browser, write_whole
 from penstock.report.page import plan_figures
 from penstock.train.run_lock import temporary_folder
-
-BROWSERS = ("chromium", "chromium-browser", "chrome-headless-shell", "google-chrome", "google-chrome-stable", "chrome")
-"""Programs that are looked for, in this order."""
 
 WIDTH_PIXELS = 1000
 PATIENCE_SECONDS = 60.0  # time limit for drawing; a timeline of 8,192 passes takes 3 s
@@ -32,18 +28,6 @@ _IMAGE = re.compile(
     r'id="(?P<name>[^"]+)"[^>]*? data-image="data:image/(?:png|svg\+xml)(?P<packed>;base64)?,(?P<data>[^"]*)"'
 )
 _TROUBLE = re.compile(r'data-trouble="(?P<text>[^"]*)"')
-
-
-def find_browser() -> str:
-    """A browser that can draw without a window. Raises a PicturesError without one."""
-    browser = next((path for name in BROWSERS if (path := shutil.which(name)) is not None), None)
-    if browser is None:
-        raise PicturesError(
-            "PNG and SVG are drawn by Chromium, and there is none on PATH",
-            allowed=", ".join(BROWSERS),
-            fix="install one (Debian, Ubuntu: apt install chromium), or write the page (--html), which needs none",
-        )
-    return browser
 
 
 def write_images(figures: Sequence[Figure], folder: Path, *, kind: Literal["png", "svg"] = "svg") -> list[Path]:

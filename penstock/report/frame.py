@@ -9,6 +9,7 @@ Plotly's script is 4.8 MB. It is stored compressed and unpacked by the browser (
 
 import gzip
 import json
+import shutil
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -25,6 +26,9 @@ from penstock.report.figure import THEMES, Figure, plotly_json
 
 SCRIPT = "package_data/plotly.min.js"  # in the folder of the package
 
+BROWSERS = ("chromium", "chromium-browser", "chrome-headless-shell", "google-chrome", "google-chrome-stable", "chrome")
+"""Programs that are looked for, in this order."""
+
 
 def plotly_script() -> Path:
     spec = find_spec("plotly")  # finds the package without importing it
@@ -33,6 +37,18 @@ def plotly_script() -> Path:
     if not scripts:
         raise PicturesError("pictures need plotly, which is not installed", fix="pip install plotly")
     return scripts[0]
+
+
+def find_browser() -> str:
+    """A browser that can draw without a window. Raises a PicturesError without one."""
+    browser = next((path for name in BROWSERS if (path := shutil.which(name)) is not None), None)
+    if browser is None:
+        raise PicturesError(
+            "PNG and SVG are drawn by Chromium, and there is none on PATH",
+            allowed=", ".join(BROWSERS),
+            fix="install one (Debian, Ubuntu: apt install chromium), or write the page (--html), which needs none",
+        )
+    return browser
 
 
 # ---------------------------------------------------------------------------------------------------------------- frame

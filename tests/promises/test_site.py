@@ -9,7 +9,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 from penstock.base.errors import PicturesError
-from penstock.report.export import find_browser
+from penstock.report.frame import find_browser
 from tools.documents import ROOT
 from tools.pictures import MAKERS
 from tools.site import with_bars, without_ways_out

@@ -2,8 +2,9 @@
 
 import pytest
 
+from penstock.base.errors import PicturesError
 from penstock.plan.projection import Plan
-from penstock.report.export import PicturesError, find_browser
+from penstock.report.frame import find_browser
 from tests.report.plans import small_plan
 
 
