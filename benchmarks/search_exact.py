@@ -2,17 +2,18 @@
 
     python -m benchmarks.search_exact --output benchmarks/results/search-exact.json
     python -m benchmarks.search_exact --draws 100 --only deepseek-v3 --processes 8
+    python -m benchmarks.search_exact --draws 200 --requests 20 --output benchmarks/results/search-drawn.json
 
 Every layout is composed of the pieces that the search itself looks at last. A layout counts if it fits with the room
-that the search leaves; its schedule is played. `better` is the speed of the best of them over the search's best, less
-one: at most 0 if the search missed nothing.
+that the search leaves; its schedule is played. `better` is the speed of the best of them, as `--layout` projects it,
+over the search's best, less one: at most 0 if the search missed nothing. `--requests N` draws N requests as
+`benchmarks.search_agrees` does, on up to 2,048 devices, and compares random layouts of each.
 
 Of random layouts those are `slower` whose inner ranks alone compute longer than the fastest so far: no schedule is
 shorter than that. Every 20th of these is played as well, and must not be faster than this work.
 """
 
 import argparse
-import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -20,9 +21,10 @@ from itertools import islice
 from multiprocessing import get_context
 from typing import Any
 
-import numpy as np
-
 from benchmarks import record
+from benchmarks.search_agrees import asked_alone, layout_text, layouts_of
+from benchmarks.search_agrees import draws as drawn_requests
+from penstock.base.errors import KernelError
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run
@@ -33,9 +35,10 @@ from penstock.plan.composer import Composer, meta_workers
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.known_error import memory_margin
+from penstock.plan.projection import Projection, layout_of
 from penstock.plan.rules.rule import Sizes
 from penstock.plan.search import search
-from penstock.plan.search_request import SearchRequest, neutral_sizes
+from penstock.plan.search_request import SearchRequest, neutral_sizes, prepared_run
 from penstock.tune.result_file import commit_of_code
 
 _SHORT = {"cp": "1", "etp": "1"}
@@ -75,34 +78,9 @@ BATCH, BATCHES = 200, 3
 CHECKED = 20  # of so many layouts that must be slower one is played
 
 
-def layouts_of(space: SearchSpace, draws: int | None, seed: int) -> list[Sizes]:
-    """All legal layouts, or so many random ones: families and their parts are drawn evenly.
-
-    Layouts that share pieces follow each other: such pieces run once.
-    """
-    families = list(space.families())
-    if draws is None:
-        return sorted((one for family in families for one in space.layouts(family)), key=_pieces)
-    source, found = random.Random(seed), []
-    legal = [np.argwhere(family.legal) for family in families]
-    for _ in range(draws):
-        at = source.randrange(len(families))
-        dense, shard, rows, shape = source.choice(legal[at]).tolist()
-        number = source.randrange(len(families[at].experts))
-        stage = source.choice(families[at].experts[number].stages)
-        saving = source.choice(space.savings)
-        found.append(space.sizes(families[at], (dense, number, shard, rows), shape, saving, stage))
-    return sorted(found, key=_pieces)
-
-
-def _pieces(sizes: Sizes) -> tuple[str, ...]:
-    names = ("ep", "etp", "tp", "cp", "dispatcher", "sync_free", "micro_batch", "recompute", "shard", "schedule", "pp")
-    return tuple(f"{getattr(sizes, name)}" for name in names)
-
-
 def compared(request: SearchRequest, draws: int | None, seed: int, processes: int) -> dict[str, Any]:
     """The search's best beside the best of other layouts, which so many processes play."""
-    run, cluster = request.run, request.cluster
+    run, cluster = prepared_run(request), request.cluster
     begin = time.perf_counter()
     with meta_workers() as workers:
         plan = search(request, workers=workers)
@@ -120,12 +98,14 @@ def compared(request: SearchRequest, draws: int | None, seed: int, processes: in
                 fastest, best = seconds_of_best, best_of_some
     found = plan.candidates[0] if plan.candidates else None
     speed = 0.0 if found is None else found.time.tokens_per_second_per_device
-    other = run.tokens_per_step / fastest / cluster.devices
+    # What `--layout` prints of the best of them; its rare stages are not approximate.
+    alone = None if best is None else _alone(request, run, best)
+    other = 0.0 if alone is None else alone.time.tokens_per_second_per_device
     return {
         "found": None if found is None else f"{found.layout}",
         "tokens_per_second_per_device": speed,
         "best_of_others": other,
-        "best_other_layout": None if best is None else _words(best),
+        "best_other_layout": None if alone is None else layout_text(alone.layout),
         "better": None if best is None or found is None else other / speed - 1,
         "layouts": looked,
         "slower": slower,
@@ -133,6 +113,10 @@ def compared(request: SearchRequest, draws: int | None, seed: int, processes: in
         "legal": space.count,
         "search_seconds": seconds,
     }
+
+
+def _alone(request: SearchRequest, run: Run, sizes: Sizes) -> Projection:
+    return asked_alone(request, layout_of(run_of(run, sizes), sizes.grid, sizes.dispatcher, sizes.shard))
 
 
 def played(
@@ -145,14 +129,19 @@ def played(
     slower, fitting, fastest, best = 0, 0, float("inf"), None
     for sizes in layouts:
         asked = run_of(run, sizes)
-        composed = composer.composed(asked, grid_of(asked, sizes.world), closely=False)
+        try:
+            composed = composer.composed(asked, grid_of(asked, sizes.world), closely=False)
+        except KernelError:  # the search refuses it with this reason
+            continue
         inner = composed.inner_places
         if not all_of_them and (work := times.bound(composed, inner)) >= fastest:
             slower += 1
             if slower % CHECKED == 0:
-                assert times.seconds(composed) >= work * (1 - 1e-9), f"{_words(sizes)} is faster than its work"
+                assert times.seconds(composed) >= work * (1 - 1e-9), f"{sizes} is faster than its work"
             continue
         if composed.fullest_of(inner) > limit or composed.fullest_of(range(sizes.pp)) > limit:
+            continue
+        if composed.most_host_bytes > cluster.hardware.host_link.memory_bytes:
             continue
         fitting += 1
         if (seconds := times.seconds(composed)) < fastest:
@@ -167,14 +156,12 @@ def batched(layouts: Iterable[Sizes], most: int) -> Iterator[list[Sizes]]:
         yield some
 
 
-def _words(sizes: Sizes) -> str:
-    names = ("pp", "vpp", "schedule", "tp", "cp", "ep", "etp", "dispatcher", "sync_free", "micro_batch", "shard")
-    text = " ".join(f"{name}={getattr(sizes, name)}" for name in names)
-    return f"{text} recompute={'+'.join(sizes.recompute) or 'none'} offload={sizes.offloads_optimizer}"
-
-
-def cases(only: str, draws: int) -> Iterable[tuple[str, SearchRequest, int | None]]:
-    """By name."""
+def cases(only: str, draws: int, requests: int, seed: int) -> Iterable[tuple[str, SearchRequest, int | None]]:
+    """By name; `requests` are drawn in place of those of this file."""
+    for drawn in drawn_requests(requests, seed, most=2048):
+        yield drawn.command, drawn.request, draws
+    if requests:
+        return
     for model, on, fixed in WHOLE:
         parts = ",".join(f"{name}={value}" for name, value in fixed.items())
         if only in f"{model} {on}":
@@ -189,6 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=2000, help="random layouts of each large space")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=0, help="that are drawn, in place of the named ones")
     parser.add_argument("--only", default="", help="cases whose model and cluster contain this")
     parser.add_argument("--processes", type=int, default=1, help="that play layouts")
     record.add_parts(parser)
@@ -197,19 +185,20 @@ def main() -> None:
     if options.join:
         parts = record.parts_of(options)
         found = {name: {"commit": part["commit"], **row} for part in parts for name, row in part["numbers"].items()}
-        every = [name for name, *_ in cases("", 0)]
+        every = [name for name, *_ in cases("", 0, options.requests, options.seed)]
         record.write_joined(options, parts, {name: found[name] for name in every if name in found})
         return
     numbers: dict[str, Any] = {}
     commit = options.commit or commit_of_code()
-    for name, request, draws in record.part_of(options, list(cases(options.only, options.draws))):
+    asked = list(cases(options.only, options.draws, options.requests, options.seed))
+    for name, request, draws in record.part_of(options, asked):
         numbers[name] = row = compared(request, draws, options.seed, options.processes) | {"commit": commit}
         better = "none fits" if row["better"] is None else f"{row['better']:+.2%}"
         print(
             f"{name}: {row['layouts']:,} layouts, {row['slower']:,} slower, {row['fitting']:,} fit, best {better}",
             flush=True,
         )
-        record.write(options, numbers, seed=options.seed, draws=options.draws)
+        record.write(options, numbers, seed=options.seed, draws=options.draws, requests=options.requests)
 
 
 if __name__ == "__main__":

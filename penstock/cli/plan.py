@@ -147,9 +147,9 @@ def plan(  # noqa: PLR0913 - one argument for each option
     fixed = {} if layout is not None else fixed_by(run, changes, parse_layout(only) if only else {})
 
     def plan_of(run: Run, tokens: float | None, cluster: Cluster = cluster) -> Plan:
-        if layout is not None:
-            return _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, tokens)
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
+        if layout is not None:
+            return _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, rows)
         question = SearchRequest(run=run, cluster=cluster, fixed=fixed, top=top or TOP, assumptions=assumptions)
         return _searched(replace(question, global_batch=rows), planner)
 
@@ -284,8 +284,9 @@ def _assumed(assumptions: Assumptions, run: Run) -> list[str]:
     return lines if software == OWN_SOFTWARE else [*lines, f"{software} (--software); {software.source}"]
 
 
-def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Planner, tokens: float | None) -> Plan:
-    """The plan of one layout, also if it does not fit."""
+def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Planner, rows: int | None) -> Plan:
+    """The plan of one layout, also if it does not fit; with `rows` of a step, those of a search, or about as many."""
+    tokens = None if rows is None else rows * run.training.sequence_length
     there = with_layout(run, choices, cluster.devices, tokens)
     with _working():
         answer = answer_to(there, cluster, planner)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.search_exact import layouts_of, played
+from benchmarks.search_agrees import layouts_of
+from benchmarks.search_exact import played
 from penstock.config.load import load_run
 from penstock.plan.candidates import SearchSpace
 from penstock.plan.hardware_file import parse_cluster

@@ -212,7 +212,7 @@ def test_the_run_s_own_layout_is_left_as_it_is(planner: MadeUp) -> None:
 def test_tokens_of_a_step_become_rows_that_ranks_can_share(planner: MadeUp) -> None:
     shown("debug", *ON, "--layout", "pp=2,ep=4", "--global-batch-tokens", "10000")
     (run, _), *_ = planner.asked
-    assert run.training.global_batch == 64  # 78.1 rows of 128, and 8 ranks take 4 at a time.
+    assert run.training.global_batch == 96  # 78.1 rows of 128, 16 devices share 80, and 8 ranks take 4 at a time.
 
 
 def test_scaling_starts_from_the_first_candidate(searched: Searched) -> None:
