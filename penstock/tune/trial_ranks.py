@@ -125,10 +125,10 @@ def run_ranks(
     `watch` ends it with a text: an empty one is a good end, with code 0, another one is returned.
     """
     end = time.monotonic() + (seconds or inf)
-    with _stopped_by_signal():
+    with _stopped_by_signal() as signals:
         ranks = starter.start(arguments, processes, output)
         try:
-            while (code := ranks.poll()) is None and time.monotonic() < end:
+            while (code := ranks.poll()) is None and not signals and time.monotonic() < end:
                 if (verdict := watch()) is not None:
                     return verdict or 0
                 time.sleep(POLL_SECONDS)
@@ -139,13 +139,19 @@ def run_ranks(
 
 
 @contextmanager
-def _stopped_by_signal() -> Iterator[None]:
-    """Inside, SIGTERM is an exit, which runs what `finally` asks for."""
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+def _stopped_by_signal() -> Iterator[list[int]]:
+    """Inside, SIGTERM adds its number to the list, and at the end it is an exit.
+
+    An exit from the signal itself could come while ranks are being started, which then nobody would end.
+    """
+    signals: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
-        yield
+        yield signals
     finally:
         signal.signal(signal.SIGTERM, previous)
+    if signals:
+        sys.exit(128 + signals[0])
 
 
 @dataclass
@@ -300,11 +306,11 @@ def _follow(meeting: Rendezvous, store: Store, folder: Path) -> int:
         if "end" in command:
             store.add("left", 1)
             return int(command["end"])
-        with _stopped_by_signal():
+        with _stopped_by_signal() as signals:
             process = _Process(command["words"], output, variables_of_trial(command["name"]))
             rank = _OwnRank(process, number, meeting.rank, output, store)
             try:
-                while not store.check([f"{number}/stop"]) and rank.code is None:
+                while not store.check([f"{number}/stop"]) and rank.code is None and not signals:
                     time.sleep(LOOK_SECONDS)
                     rank.look()
             finally:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from penstock.base.errors import LOST
+from penstock.tune.trial_ranks import RunningRanks, run_ranks
 
 WORLD = 2
 
@@ -127,3 +129,28 @@ def test_a_process_whose_search_was_killed_ends_with_its_rank(tmp_path: Path, st
     del store
     other.terminate()
     assert other.wait() in (-signal.SIGTERM, 128 + signal.SIGTERM, LOST)
+
+
+class StartInterrupted:
+    """Starts a rank that runs until it is ended; SIGTERM comes when it runs and the caller does not have it yet."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def start(self, arguments: Sequence[str], processes: int, output: Path) -> RunningRanks:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return self
+
+    def poll(self) -> int | None:
+        return None
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_rank_that_is_being_started_when_the_search_is_stopped_is_ended(tmp_path: Path) -> None:
+    before, starter = signal.getsignal(signal.SIGTERM), StartInterrupted()
+    with pytest.raises(SystemExit) as raised:
+        run_ranks(starter, ["train"], 1, tmp_path / "log")
+    assert (raised.value.code, starter.ended) == (128 + signal.SIGTERM, True)
+    assert signal.getsignal(signal.SIGTERM) == before
