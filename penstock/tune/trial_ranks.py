@@ -142,7 +142,7 @@ def run_ranks(
 def _stopped_by_signal() -> Iterator[list[int]]:
     """Inside, SIGTERM adds its number to the list, and at the end it is an exit.
 
-    An exit from the signal itself could come while ranks are being started, which then nobody would end.
+    An exit from the signal itself could come while ranks are being started, which would then stay alive.
     """
     signals: list[int] = []
     previous = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
