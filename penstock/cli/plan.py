@@ -19,7 +19,9 @@ is asked; the answers come from penstock/plan/search.py (many layouts), project.
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -27,7 +29,6 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.status import Status
 
 from penstock.base.errors import PenstockError, did_you_mean
 from penstock.base.numbers import bytes_text, time_text
@@ -45,8 +46,8 @@ from penstock.cli.plan_print import (
     print_comparison,
     print_plan,
     print_scaling,
+    print_searches,
     print_sweep,
-    print_worlds,
 )
 from penstock.config.load import dump_toml
 from penstock.config.run import Run, with_values
@@ -58,28 +59,31 @@ from penstock.plan.campaign import HOUR, Campaign, Failures, plan_campaign
 from penstock.plan.candidates import fixed_by
 from penstock.plan.composer import meta_workers
 from penstock.plan.costs import assumed_imbalance
-from penstock.plan.hardware import Cluster, cluster_of
+from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.layout_names import parse_layout
 from penstock.plan.loads import RecordedLoads, read_loads
-from penstock.plan.phases import phases_of
+from penstock.plan.phases import TrainingPhase, phases_of
 from penstock.plan.project import advice_for, project
 from penstock.plan.projection import Plan, Projection, Refusal, plan_json
-from penstock.plan.search import search
+from penstock.plan.search import Progress, search
 from penstock.plan.search_request import SearchRequest
 from penstock.plan.software import OWN as OWN_SOFTWARE
 from penstock.plan.software import parse_software
 from penstock.plan.what_if import (
     Planner,
     SweepPoint,
+    SweptSearch,
     answer_to,
     compare,
     scale,
     sweep,
     swept_runs,
+    swept_searches,
     usable_worlds,
     with_smallest_state,
     with_state_in_host_memory,
+    world_searches,
 )
 from penstock.report.curves import scaling_pictures, sweep_pictures
 from penstock.report.export import write_image
@@ -89,6 +93,7 @@ from penstock.report.page import write_page
 OWN = "own"  # asks for the layout of the run itself
 NOTHING_FITS = "nothing-fits"  # rule of a number of devices that no layout fits
 TOP = 10  # candidates that a search shows
+PROGRESS_SECONDS = 10.0  # between two lines of progress where no terminal shows them
 KINDS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")  # ways to scale
 
 
@@ -146,7 +151,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
     _check_what_if(run, cluster, scales, swept)
     fixed = {} if layout is not None else fixed_by(run, changes, parse_layout(only) if only else {})
 
-    def plan_of(run: Run, tokens: float | None, cluster: Cluster = cluster) -> Plan:
+    def plan_of(run: Run, tokens: float | None, cluster: Cluster = cluster, fixed: Mapping[str, str] = fixed) -> Plan:
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
         if layout is not None:
             return _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, rows)
@@ -154,36 +159,50 @@ def plan(  # noqa: PLR0913 - one argument for each option
         return _searched(replace(question, global_batch=rows), planner)
 
     if phases:
-        parts = plan_campaign(run, phases, plan_of, None if mtbf is None else Failures(mtbf_seconds=mtbf * HOUR))
-        power = cluster.hardware.peaks.power_watts if watts is None else watts
-        print_campaign(Campaign(cluster=cluster, phases=parts, price=price, watts=power), as_json=as_json)
+        _print_campaign(run, cluster, phases, plan_of, costs, as_json=as_json)
         return
-    if worlds is not None:
-        _print_worlds(run, cluster, worlds, partial(plan_of, run, tokens or run.tokens_per_step), as_json=as_json)
-        return
-    answer = plan_of(run, tokens)
-    if scales is not None or swept is not None:
-        more = _what_if(_first(answer), planner, scales, swept, as_json=as_json)
+    if worlds is not None or (swept is not None and layout is None):
+        searches = _searches(run, cluster, worlds, swept, fixed, tokens)
+        answer, more = _answer_searches(searches, plan_of, cluster, as_json=as_json)
     else:
-        more = _tell(answer, assumptions, run, topic, as_json=as_json)
+        answer = plan_of(run, tokens)
+        if scales is not None or swept is not None:
+            more = _what_if(_first(answer), planner, scales, swept, as_json=as_json)
+        else:
+            more = _tell(answer, assumptions, run, topic, as_json=as_json)
     _write(answer, files, assumptions, more)
     if write is not None:
         print_next("train", write, to_stderr=True)
-    elif not as_json and _can_be_written(answer, assumptions):
+    elif not as_json and worlds is None and _can_be_written(answer, assumptions):
         assumed = {"--imbalance": imbalance, "--routing": routing, "--global-batch-tokens": tokens}
         _print_next_plan([target, *changes], {**said, **assumed})
 
 
+def _print_campaign(
+    run: Run,
+    cluster: Cluster,
+    phases: Sequence[TrainingPhase],
+    plan_of: Callable[[Run, float | None], Plan],
+    costs: Mapping[str, float | None],
+    *,
+    as_json: bool,
+) -> None:
+    price, watts, mtbf = (costs[option] for option in ("--price", "--watts", "--mtbf"))
+    parts = plan_campaign(run, phases, plan_of, None if mtbf is None else Failures(mtbf_seconds=mtbf * HOUR))
+    power = cluster.hardware.peaks.power_watts if watts is None else watts
+    print_campaign(Campaign(cluster=cluster, phases=parts, price=price, watts=power), as_json=as_json)
+
+
 def _searched(question: SearchRequest, planner: Planner) -> Plan:
     # Processes are forked before the thread that draws progress starts.
-    with meta_workers() as workers, _working() as status:
-        answer = search(question, status.update, workers)
+    with meta_workers() as workers, _working() as progress:
+        answer = search(question, progress, workers)
         nearest = answer.nearest
         if nearest is None or question.fixed or nearest.cluster.devices > 1:
             return answer
         if nearest.memory.parameters > nearest.capacity_bytes:
             return answer
-        status.update("state in host memory")
+        progress("state in host memory")
         rows = question.global_batch or question.run.training.global_batch
         run = with_values(question.run, training={"global_batch": rows})
         there = with_state_in_host_memory(run, question.cluster, planner, answer.margin)
@@ -331,9 +350,23 @@ def _balance(answer: Plan, assumptions: Assumptions) -> tuple[BalanceCase, ...]:
         return balance_cases(answer.candidates[0].run, answer.cluster, assumptions)
 
 
-def _working() -> Status:
-    """Progress on a terminal, nothing elsewhere."""
-    return Console(stderr=True).status("projecting")
+@contextmanager
+def _working() -> Iterator[Progress]:
+    """Progress: a line that changes on a terminal, elsewhere a new line at most every `PROGRESS_SECONDS`."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("projecting") as status:
+            yield status.update
+        return
+    printed = time.monotonic()
+
+    def update(text: str) -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= PROGRESS_SECONDS:
+            printed = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    yield update
 
 
 def _first(answer: Plan) -> Projection:
@@ -406,24 +439,52 @@ def _parsed_sweep(text: str) -> tuple[str, list[str]]:
     return name.strip(), [value.strip() for value in values.split(",")]
 
 
-def _print_worlds(
-    run: Run, cluster: Cluster, worlds: str, plan_of: Callable[[Cluster], Plan], *, as_json: bool
-) -> None:
-    """Search for the best layout of each number of devices."""
+def _searches(
+    run: Run,
+    cluster: Cluster,
+    worlds: str | None,
+    swept: str | None,
+    fixed: Mapping[str, str],
+    tokens: float | None,
+) -> list[SweptSearch]:
+    """A search for each number of devices, or for each value of a sweep."""
+    if worlds is None:
+        return swept_searches(run, cluster, *_parsed_sweep(swept or ""), fixed, tokens)
     counts = usable_worlds(cluster) if worlds == "auto" else [_whole(word, "--worlds") for word in worlds.split(",")]
     if max(counts) > cluster.devices:
         raise PenstockError("--worlds are devices of the cluster", got=max(counts), allowed=f"up to {cluster.devices}")
-    points = []
-    for count in counts:
-        result = plan_of(cluster_of(count, cluster.hardware))
-        nothing = Refusal(layout={}, rule=NOTHING_FITS, reason="nothing fits")
-        answer = result.candidates[0] if result.candidates else nothing
-        points.append(SweepPoint(asked={"devices": f"{count}"}, answer=answer))
+    return world_searches(run, cluster, counts, tokens, fixed)
+
+
+def _answer_searches(
+    searches: Sequence[SweptSearch], plan_of: Callable[..., Plan], cluster: Cluster, *, as_json: bool
+) -> tuple[Plan, list[Figure]]:
+    """Search each, print the points, and return the plan of the fastest one and pictures of a sweep."""
+    plans = [plan_of(search.run, search.tokens, search.cluster, search.fixed) for search in searches]
+    points = [
+        SweepPoint(asked=search.asked, answer=_best_or_refusal(plan), gap=plan.gap)
+        for search, plan in zip(searches, plans, strict=True)
+    ]
+    (name, *_), run = searches[0].asked, searches[0].run
     if as_json:
         head = {"model": run.name, "hardware": cluster.hardware.name, "world": cluster.devices}
-        print(json.dumps({**head, "worlds": points_json(points)}, indent=2))
+        key = {"worlds": points_json(points)} if name == "devices" else {"sweep": name, "points": points_json(points)}
+        print(json.dumps({**head, **key}, indent=2))
     else:
-        print_worlds(points, cluster)
+        print_searches(points, cluster)
+    fastest = max(
+        plans, key=lambda plan: plan.candidates[0].time.tokens_per_second_per_device if plan.candidates else 0
+    )
+    has_pictures = name != "devices" and bool(fastest.candidates)
+    return fastest, sweep_pictures(points, fastest.candidates[0], is_search=True) if has_pictures else []
+
+
+def _best_or_refusal(plan: Plan) -> Projection | Refusal:
+    if plan.candidates:
+        return plan.candidates[0]
+    nearest = "" if plan.nearest is None else f"; the nearest lacks {bytes_text(plan.nearest.over_bytes)}: "
+    layout = "" if plan.nearest is None else f"{plan.nearest.layout}"
+    return Refusal(layout={}, rule=NOTHING_FITS, reason=f"nothing fits{nearest}{layout}")
 
 
 def _print_json(base: Projection, answer: Mapping[str, object]) -> None:

@@ -92,7 +92,7 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
     print(f"{plan.model} on {cluster_text(plan.cluster)}")
     if plan.candidates:
         best = plan.candidates[0]
-        print(f"{'best' if plan.considered > 1 else 'asked'}: {conclusion(best)}")
+        print(f"{'asked' if plan.considered == 1 else f'best{unproved(plan.gap)}'}: {conclusion(best)}")
         print()
         print_candidates(plan.candidates)
         print()
@@ -107,8 +107,6 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
         print(f"nothing fits: no grid of {plan.cluster.devices:,} devices has the sizes that are asked for")
     else:
         print(f"nothing fits, of {plan.considered:,} layouts")
-    if plan.gap:
-        print(f"not proved: the search ended early, and by its bound another layout could be {plan.gap:.1%} faster")
     for close in plan.close:
         print(f"may not fit: {conclusion(close)}; {bytes_text(-close.over_bytes)} left")
     if plan.nearest is not None:
@@ -120,6 +118,14 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
         print_refusals(plan.refused, plan.considered)
     print()
     print(*grounds(plan.cluster, assumed), sep="\n")
+
+
+def unproved(gap: float) -> str:
+    """What the bound of a search that ended early leaves open, behind `best`; empty after a proof."""
+    if not gap:
+        return ""
+    faster = f"{gap:.1%} faster" if gap < 1 else f"{1 + gap:.1f} x as fast"
+    return f" found; not proved: up to {faster} may exist"
 
 
 def print_candidates(candidates: Sequence[Projection]) -> None:
@@ -471,22 +477,24 @@ def print_sweep(points: Sequence[SweepPoint], base: Projection) -> None:
     _print_points(points, base.cluster.speed_unit)
 
 
-def print_worlds(points: Sequence[SweepPoint], cluster: Cluster) -> None:
-    """Print the fastest layout of each number of devices, and what it leaves spare of the cluster."""
-    print(f"{cluster_text(cluster)}: the fastest layout of each number of them\n")
+def print_searches(points: Sequence[SweepPoint], cluster: Cluster) -> None:
+    """Print the fastest layout of each value, or of each number of devices with what it leaves spare."""
+    (name, *_), has_worlds = points[0].asked, "devices" in points[0].asked
+    print(f"{cluster_text(cluster)}: the fastest layout of each {'number of them' if has_worlds else name}\n")
     speeds = [_speed_of_all(point) for point in points]
     rows = []
     for point, speed in zip(points, speeds, strict=True):
-        answer, devices = point.answer, int(point.asked["devices"])
-        rows.append([f"{devices:,}", f"{cluster.devices - devices:,}"])
+        answer, value = point.answer, point.asked[name]
+        rows.append([f"{int(value):,}", f"{cluster.devices - int(value):,}"] if has_worlds else [value])
         if isinstance(answer, Refusal):
             rows[-1] += ["", "", "", "", "", answer.reason]
             continue
         rows[-1] += [f"{answer.run.training.global_batch:,}", time_text(answer.time.step_seconds)]
         rows[-1] += [f"{answer.time.tokens_per_second_per_device:,.0f}", f"{speed:,.0f}"]
         rows[-1] += [f"{speed / max(speeds):.1%}", f"{answer.layout}"]
-    head = ["devices", "spare", "rows", "step", cluster.speed_unit, "tokens/s", "of the most", ""]
-    print_table(head, rows, ("step",))
+        rows[-1][-1] += f"; best{unproved(point.gap)}" if point.gap else ""
+    head = [*(("devices", "spare") if has_worlds else (name.rpartition(".")[2],)), "rows", "step"]
+    print_table([*head, cluster.speed_unit, "tokens/s", "of the most", ""], rows, ("step",))
 
 
 def _speed_of_all(point: SweepPoint) -> float:

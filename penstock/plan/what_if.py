@@ -3,7 +3,7 @@
 Each question takes a `Planner` (`penstock.plan.project.project` with its assumptions) and returns values, which
 `penstock.cli.plan_print` prints. Everything else stays: the layout, so more devices are more data-parallel ranks, and
 about the tokens of a step, so a longer sequence is fewer rows. A question without an answer, such as more expert ranks
-than experts, returns a point with the refusal.
+than experts, returns a point with the refusal. A sweep without a layout is of searches (`swept_searches`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from penstock.config.parallel import DISPATCHERS
 from penstock.config.run import Run
 from penstock.config.schema import Difference, as_toml, differences, find
 from penstock.plan.asked_layout import layout_fields, with_layout, with_overrides
-from penstock.plan.candidates import MOST_MICRO_BATCH, ladder_of
+from penstock.plan.candidates import MOST_MICRO_BATCH, check_fixed, ladder_of
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import NETWORK, with_network
 from penstock.plan.layout_names import FIELDS, FOLLOW
@@ -101,6 +101,7 @@ class SweepPoint:
     asked: Mapping[str, str]  # the question, such as `ep`: `16`
     answer: Projection | Refusal  # a projection, or why there is none
     efficiency: float | None = None  # tokens/s of a device over those of the first point
+    gap: float = 0.0  # of a search that ended without proof, as of `Plan`
 
 
 def answer_to(run: Run, cluster: Cluster, plan: Planner) -> Projection | Refusal:
@@ -216,6 +217,52 @@ def swept_runs(
         ways = DISPATCHERS if name == "ep" and value != "1" else ()
         questions += [{name: value, "dispatcher": way} for way in ways] or [{name: value}]
     return [(asked, _with(run, cluster, field, asked), cluster) for asked in questions]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweptSearch:
+    """A search of a sweep: the fastest layout with one value."""
+
+    asked: Mapping[str, str]
+    run: Run
+    cluster: Cluster
+    fixed: Mapping[str, str]  # parts of the layout
+    tokens: float | None  # of a step, about; None for the run's batch
+
+
+def world_searches(
+    run: Run, cluster: Cluster, worlds: Sequence[int], tokens: float | None, fixed: Mapping[str, str]
+) -> list[SweptSearch]:
+    """A search of each number of devices, at about the same tokens of a step."""
+    search = SweptSearch(asked={}, run=run, cluster=cluster, fixed=fixed, tokens=tokens or float(run.tokens_per_step))
+    return [
+        replace(search, asked={"devices": f"{world}"}, cluster=cluster_of(world, cluster.hardware)) for world in worlds
+    ]
+
+
+def swept_searches(
+    run: Run, cluster: Cluster, name: str, values: Sequence[str], fixed: Mapping[str, str], tokens: float | None
+) -> list[SweptSearch]:
+    """The searches of a sweep, each at about the same tokens of a step; `name` and errors as of `sweep`."""
+    part = name if name in FIELDS else next((part for part, path in FIELDS.items() if path == name), None)
+    if part in fixed:
+        raise ConfigError(f"{part} is fixed and swept", got=f"{part}={fixed[part]}", fix="leave one out")
+    field = _field(name) if part is None and name not in NETWORK else None
+    searches = []
+    for value in values:
+        search = SweptSearch(asked={name: value}, run=run, cluster=cluster, fixed=fixed, tokens=tokens)
+        if name in NETWORK:
+            search = replace(search, cluster=with_network(cluster, f"{name}={value}"))
+        elif part is not None:
+            check_fixed({part: value})
+            search = replace(search, fixed={**fixed, part: value})
+        else:
+            changed = with_overrides(run, [f"{field}={value}"], cluster.devices)
+            has_length = changed.training.sequence_length == run.training.sequence_length
+            kept = tokens if has_length or tokens is not None else float(run.tokens_per_step)
+            search = replace(search, run=changed, tokens=None if field == SHORT["global_batch"] else kept)
+        searches.append(search)
+    return searches
 
 
 def _with(run: Run, cluster: Cluster, field: str | None, asked: Mapping[str, str]) -> Run:

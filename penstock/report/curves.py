@@ -90,20 +90,22 @@ def scaling_pictures(kinds: Mapping[str, Sequence[SweepPoint]], base: Projection
     return [scaling_figure("scaling", "Scaling", caption, curves, base.cluster.speed_unit)]
 
 
-def sweep_pictures(points: Sequence[SweepPoint], base: Projection) -> list[Figure]:
+def sweep_pictures(points: Sequence[SweepPoint], base: Projection, *, is_search: bool = False) -> list[Figure]:
     """Speed, and memory of the fullest rank, over the swept value; a curve for each dispatcher.
 
     `points` are from `penstock.plan.what_if.sweep`; values that are not numbers give no figure. `base` is the
-    projection that the runs differ from.
+    projection that the runs differ from; with `is_search` each point is the fastest layout of its value.
     """
     name = next((name for point in points for name in point.asked if name != "dispatcher"), "")
     if not points or not all(point.asked[name].isdecimal() for point in points):
         return []
     groups: dict[str, list[SweepPoint]] = {}  # by dispatcher
     for point in points:
-        groups.setdefault(point.asked.get("dispatcher", base.layout.dispatcher), []).append(point)
+        curve = "fastest layout" if is_search else point.asked.get("dispatcher", base.layout.dispatcher)
+        groups.setdefault(curve, []).append(point)
     label = name.rpartition(".")[2].replace("_", " ")
-    caption = f"{base.run.name} on {base.cluster.devices:,} x {base.cluster.hardware.name}, {base.layout}. Projected."
+    layout = "the fastest layout of each" if is_search else f"{base.layout}"
+    caption = f"{base.run.name} on {base.cluster.devices:,} x {base.cluster.hardware.name}, {layout}. Projected."
     figures = []
     for what, unit, value_of in (
         ("speed", base.cluster.speed_unit, _speed),

@@ -236,6 +236,31 @@ def test_a_sweep_tells_answers_and_refusals(planner: MadeUp) -> None:
     assert found["points"][1]["refused"]["rule"] == "ranks-divide-the-sequence"
 
 
+def test_a_sweep_without_a_layout_searches_each_value_at_the_tokens_of_a_step(searched: Searched) -> None:
+    words = ("debug", "training.global_batch=64", *ON)
+    text = shown(*words, "--sweep", "parallel.pipeline=1,2", "--only", "ep=4")
+    assert [dict(question.fixed) for question in searched.questions] == [{"ep": "4", "pp": n} for n in ("1", "2")]
+    assert text.splitlines()[0].endswith("the fastest layout of each parallel.pipeline")
+    assert [line.split()[0] for line in text.splitlines()[3:5]] == ["1", "2"] and text.count("PP2 EP4, ") == 2
+    searched.questions.clear()
+    found = told_as_json(*words, "--sweep", "sequence_length=64,256")
+    assert [point["asked"] for point in found["points"]] == [{"sequence_length": "64"}, {"sequence_length": "256"}]
+    asked = [(question.run.training.sequence_length, question.global_batch) for question in searched.questions]
+    assert asked == [(64, 128), (256, 32)]  # 64 rows of 128
+    assert "pp is fixed and swept; got pp=2" in refused(*words, "--only", "pp=2", "--sweep", "pp=1,2")
+
+
+def test_progress_without_a_terminal_is_a_line_at_most_every_few_seconds(
+    searched: Searched, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["plan", "debug", *ON]) == 0
+    assert "looking" not in capsys.readouterr().err
+    monkeypatch.setattr(verb, "PROGRESS_SECONDS", 0.0)
+    assert main(["plan", "debug", *ON, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "looking" in err.splitlines() and json.loads(out) and len(searched.questions) == 2
+
+
 def test_numbers_of_devices_are_told_with_what_each_leaves_spare(searched: Searched) -> None:
     text = shown("debug", *ON, "--worlds", "16,8")
     rows = [line.split() for line in text.splitlines()[3:5]]

@@ -91,6 +91,13 @@ def test_layouts_within_the_margin_and_the_nearest_one_are_told() -> None:
     assert any(line.startswith("nearest: ") for line in lines) and "would fit: 32 devices, such as PP8" in lines
 
 
+def test_a_search_without_proof_says_so_in_its_first_line() -> None:
+    refused = (refusal(SLOWER, "no faster", count=9),)
+    for gap, words in ((0.0, "best: "), (0.123, "12.3% faster may exist: "), (2.8, "up to 3.8 x as fast may exist: ")):
+        line = printed(replace(plan(projection(), refused=refused), gap=gap))[1]
+        assert line.startswith("best found; not proved: up to " if gap else "best: ") and words in line
+
+
 def test_nothing_that_fits_is_an_answer() -> None:
     assert printed(plan())[1] == "nothing fits: no grid of 16 devices has the sizes that are asked for"
     refused = (refusal("memory", "moments exceed by 1.0 GB", 7, pp=2), refusal("ep-divides", "EP 3 does not", ep=3))
