@@ -1,7 +1,6 @@
 """`penstock data inspect`: what it shows of presets, files and run folders."""
 
 import json
-import struct
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from tests.train.test_batch_contents import text_run
 from tests.train.test_loop import start
 
 outcome = partial(answers.outcome, "data", "inspect")
-GOOD_INDEX = b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 1, 0, 0, 1)  # one document of one token
-
 SHOWN = """\
 step 1 of tiny: 4 rows of 12 tokens
 
@@ -90,37 +87,10 @@ def test_long_texts_are_cut_unless_asked_for(described: Path) -> None:
 def test_parts_of_a_mixture_are_counted(tmp_path: Path) -> None:
     text_run(tmp_path)
     mixture = [
-        word
+        f'data.mixture.{name}={{source="jsonl", files="{tmp_path}/{name}.jsonl", weight={weight}}}'
         for name, weight in (("a", 3), ("b", 1))
-        for word in (
-            f"data.mixture.{name}.source=jsonl",
-            f"data.mixture.{name}.files={tmp_path}/{name}.jsonl",
-            f"data.mixture.{name}.weight={weight}",
-        )
     ]
     code, out, _ = outcome("debug", *mixture, "evaluation.rows=0")
     assert code == 0
     assert "a     75.0%      75.0%" in out
     assert "row 0 of a: " in out
-
-
-@pytest.mark.parametrize(
-    ("index", "content", "message"),
-    [
-        (b"", b"", "data file a.idx is empty"),
-        (b"no index", b"\0\0", "a.idx is no index of packed tokens"),
-        (None, None, "cannot read data file a.idx: No such file"),
-        (GOOD_INDEX, None, "cannot read data file a.bin: No such file"),
-        (GOOD_INDEX, b"\0", "a.idx cannot be used: the two files are not of one pair, or cut"),  # a token has two bytes
-        (GOOD_INDEX, b"\0\0", "no tokenizer is known for the ids of a; fix: set data.tokenizer"),
-    ],
-)
-def test_a_packed_file_that_cannot_be_used_is_one_line(
-    index: bytes | None, content: bytes | None, message: str
-) -> None:
-    for name, part in (("a.idx", index), ("a.bin", content)):
-        if part is not None:
-            Path(name).write_bytes(part)
-    code, out, err = outcome("debug", "data.source=packed", "data.files=a.bin")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"error: {message}")

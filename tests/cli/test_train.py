@@ -171,16 +171,6 @@ def test_a_run_whose_checkpoints_were_taken_away_is_not_begun_again(how: str) ->
     assert "in runs/tiny-2" in printed("runs/tiny/config.toml")
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again() -> None:
-    printed("tiny.toml", "--name", "whole")
-    # Before the first checkpoint.
-    killed = run_and_signal(2, signal.SIGKILL, "tiny.toml", "checkpoint.every=3", "--name", "broken")
-    assert killed.returncode == -signal.SIGKILL
-    text = printed("runs/broken", "--resume")
-    assert "runs/broken has no checkpoint: it begins at its first step" in text
-    assert [line["step"] for line in metrics_of("runs/broken")] == [1, 2, 3, 4]
-
-
 def test_twenty_steps_are_ten_and_kill_9_and_ten() -> None:
     longer = ("training.steps=20", "checkpoint.every=10")
     printed("tiny.toml", *longer, "--name", "whole")
@@ -248,14 +238,6 @@ def test_the_newest_run_of_a_name_goes_on_or_the_one_that_is_named() -> None:
     assert [line["step"] for line in metrics_of("runs/tiny-2")] == [1, 2, 3, 4, 5]
     assert len(metrics_of("runs/tiny")) == 4
     assert "in runs/tiny\n" in printed("tiny.toml", "--resume", "--name", "tiny", "training.steps=5")
-
-
-def test_a_finished_run_has_nothing_to_go_on_with() -> None:
-    printed("tiny.toml")
-    before = everything()
-    text = printed("runs/tiny", "--resume")
-    assert everything() == before
-    assert "runs/tiny is finished: all 4 steps are done" in text
 
 
 def tensors_of(folder: str, step: int) -> dict[str, torch.Tensor]:
@@ -354,21 +336,6 @@ def test_a_rank_goes_on_with_the_folder_of_the_first_and_stops_where_that_does(m
     answers = iter(["runs/tiny", True])  # the folder of rank 0; it is finished
     monkeypatch.setattr(Rendezvous, "agree", lambda *arguments: next(answers))
     assert "runs/tiny is finished" in printed("tiny.toml", "--resume")
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("model.layers=3", "a run cannot be resumed with another model.layers; got 3; allowed: 2"),
-        ("seed=5", "a run cannot be resumed with another seed; got 5; allowed: 0"),
-        ("training.precision=bf16", "a run cannot be resumed with another training.precision"),
-    ],
-)
-def test_another_model_or_other_data_are_refused(override: str, message: str) -> None:
-    printed("tiny.toml")
-    before = everything()
-    assert message in refused("runs/tiny", "--resume", "training.steps=5", override)
-    assert everything() == before
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_report() -> None:

@@ -209,11 +209,12 @@ def test_lines_of_metrics_are_on_disk_before_the_checkpoint_of_their_steps(monke
             assert "metrics.jsonl" in synced[max(0, number - 2) : number]
 
 
-def test_a_finished_run_is_cleaned_of_what_a_kill_behind_its_last_checkpoint_left() -> None:
+def test_a_finished_run_is_only_cleaned_of_what_a_kill_behind_its_last_checkpoint_left() -> None:
     left = LAST.with_name(".step-000002.removed-77")
     left.mkdir()
-    assert "is finished: all 4 steps are done" in printed("runs/tiny", "--resume")
-    assert not left.exists()
+    before = everything()
+    assert "runs/tiny is finished: all 4 steps are done" in printed("runs/tiny", "--resume")
+    assert everything() == before and not left.exists()
     left.mkdir()
     with locked(Path("runs/tiny")):  # its process lives, and deletes it itself
         assert "is finished: all 4 steps are done" in printed("runs/tiny", "--resume")

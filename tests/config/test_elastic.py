@@ -2,7 +2,6 @@
 
 import pytest
 
-from penstock.base.errors import ConfigError
 from penstock.config.elastic import on_ranks, possible_ranks
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.load import load_run
@@ -42,9 +41,3 @@ def test_a_run_that_is_not_elastic_keeps_its_layout() -> None:
     rigid = run("parallel.expert=4")
     assert possible_ranks(rigid, 8) == (8, 4)
     assert on_ranks(rigid, 2) is rigid
-
-
-@pytest.mark.parametrize(("overrides", "ranks"), [((), 2), (("elastic.min=1",), 3)])
-def test_ranks_that_nothing_divides_are_refused_as_before(overrides: tuple[str, ...], ranks: int) -> None:
-    with pytest.raises(ConfigError, match="parallel needs more ranks"):
-        grid_of(on_ranks(run("parallel.expert=4", *overrides), ranks), ranks)

@@ -153,7 +153,7 @@ def test_ranks_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_file_that_becomes_far_too_large_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     for suffix, packed in COMPRESS.items():
-        (tmp_path / f"bomb.jsonl{suffix}").write_bytes(packed(bytes(96 << 20)))
+        (tmp_path / f"bomb.jsonl{suffix}").write_bytes(packed(bytes(80 << 20)))
         with pytest.raises(DataError, match=rf"bomb\.jsonl\{suffix} becomes more than 100 times as large"):
             readable_copies([tmp_path / f"bomb.jsonl{suffix}"], tmp_path / "cache")
         assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -187,27 +186,6 @@ def test_a_split_without_a_document_and_ids_outside_the_vocabulary_of_the_model_
     told = "data.tokenizer bytes has token ids outside the model's vocabulary; got ids up to 256 .* vocabulary of 256"
     with pytest.raises(DataError, match=f"{told}; fix: give the model a vocabulary of 257 or more"):
         opened(Data(), "train", vocab_size=256)
-
-
-@pytest.mark.parametrize(
-    ("package", "extra", "settings"),
-    [
-        ("pyarrow", "parquet", {"source": "parquet", "files": ("a.parquet",)}),
-        ("zstandard", "zstd", {"source": "jsonl", "files": ("a.jsonl.zst",)}),
-        ("datasets", "huggingface", {"source": "huggingface", "dataset": "a"}),
-        ("datasets", "huggingface", {"source": "huggingface", "dataset": "a", "streaming": True}),
-        ("sentencepiece", "sentencepiece", {"tokenizer": "a.model"}),
-        ("tiktoken", "tiktoken", {"tokenizer": "a.tiktoken:cl100k"}),
-    ],
-)
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    package: str, extra: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (package, f"{package}.exceptions"):
-        monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(sys, "version_info", (3, 13))  # from 3.14 on Python reads .zst by itself
-    with pytest.raises(DataError, match=rf"needs the package {package}, .*; fix: pip install 'penstock\[{extra}\]'"):
-        opened(Data(**settings), "train")
 
 
 @pytest.fixture

@@ -194,11 +194,6 @@ def test_schedules_of_4_micro_batches(name: str, ranks: int, rank: int, actions:
     assert text(even(name, ranks, 4), rank) == actions
 
 
-def test_which_schedules_split_the_backward():
-    split = [name for name in SCHEDULES if even(name, 4, 8).splits_backward]
-    assert split == ["zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v"]
-
-
 def test_the_configuration_and_the_schedules_have_the_same_names():
     assert get_args(Pipeline.model_fields["schedule"].annotation) == tuple(SCHEDULES)
 

@@ -10,10 +10,8 @@ import torch
 from penstock.base.errors import KernelError
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS
-from penstock.kernels.backends import shape_of
 from penstock.kernels.choose import NOT_THERE
 from penstock.kernels.device_facts import device_facts, named_device
-from penstock.kernels.measured import Measurements, OperatorTimes, save
 from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.models.build import build_model
 from penstock.models.kernels import choose_operators, kernel_choices, shapes_of
@@ -71,27 +69,6 @@ def test_a_model_is_built_on_what_the_run_asks_for() -> None:
         model = build_model(run, CPU)
         experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
         assert {module.operators.expert_ffn for module in experts} == {expected.expert_ffn}
-
-
-def test_what_cannot_run_is_refused_before_the_model_is_made() -> None:
-    run = SMALL.model_copy(update={"kernels": SMALL.kernels.model_copy(update={"all": "triton"})})
-    with pytest.raises(KernelError, match="kernels.all=triton cannot be had for route; got no GPU"):
-        choose_operators(run, CPU)
-
-
-def test_a_runs_own_measurements_decide(tmp_path: Path) -> None:
-    shape = shape_of("swiglu", shapes_of(SMALL))
-    fields = {"op": "swiglu", "dtype": "bf16", "skew": 0.0, "shape": shape}
-    times = {"torch": 1.0, "triton": 3.0}
-    entries = tuple(OperatorTimes(direction=one, microseconds=times, **fields) for one in ("forward", "backward"))
-    path = tmp_path / "mine.json"
-    save(path, Measurements(device="NVIDIA H200", environment={}, entries=entries))
-    run = SMALL.model_copy(update={"kernels": SMALL.kernels.model_copy(update={"measured": str(path)})})
-    swiglu = next(choice for choice in kernel_choices(run, H200) if choice.op == "swiglu")
-    assert swiglu.backend == "torch"
-    assert swiglu.reason == "measured 3.00x faster than triton on NVIDIA H200 at 512 tokens"
-    with pytest.raises(KernelError, match="was measured on another device"):
-        kernel_choices(run, replace(H200, name="NVIDIA B200"))
 
 
 def test_sparse_attention_gathers_the_chosen_keys_where_sums_may_be_in_any_order() -> None:

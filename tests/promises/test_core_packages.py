@@ -55,6 +55,15 @@ REFUSED = (
     ("train debug-2l record.prometheus_port=9000 --name p", "pip install 'penstock[prometheus]'"),
     ("train debug-2l data.source=parquet data.files=a.parquet --name t", "pip install 'penstock[parquet]'"),
     ("train debug-2l data.source=huggingface data.dataset=a --name h", "pip install 'penstock[huggingface]'"),
+    (
+        "train debug-2l data.source=huggingface data.dataset=a data.streaming=true --name r",
+        "needs the package datasets, which is not installed; fix: pip install 'penstock[huggingface]'",
+    ),
+    *(
+        [("train debug-2l data.source=jsonl data.files=a.jsonl.zst --name z", "pip install 'penstock[zstd]'")]
+        if sys.version_info < (3, 14)  # from then on Python reads .zst by itself
+        else []
+    ),
     ("train debug-2l data.tokenizer=a.model --name s", "pip install 'penstock[sentencepiece]'"),
     ("train debug-2l data.tokenizer=a.tiktoken --name k", "pip install 'penstock[tiktoken]'"),
 )
@@ -128,7 +137,7 @@ def test_every_verb_runs_with_the_core_dependencies_alone(tmp_path: Path) -> Non
     assert (tmp_path / "best.toml").is_file() and (tmp_path / "plan.html").is_file()
     for (line, advice), (code, _, text) in zip(REFUSED, outcomes[len(lines) :], strict=True):
         assert code == 2 and advice in text.splitlines()[-1], f"penstock {line}\n{text}"
-    assert not any((tmp_path / "runs" / name).exists() for name in "wpthsk") and not (tmp_path / "again").exists()
+    assert not any((tmp_path / "runs" / name).exists() for name in "wpthskrz") and not (tmp_path / "again").exists()
 
 
 @pytest.mark.slow

@@ -94,18 +94,6 @@ def test_what_is_saved_is_loaded_in_place_bit_for_bit(store: CheckpointStore) ->
     assert store.read_facts(10) == _facts(10)
 
 
-def test_no_pickle_is_written_or_read(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("pickle was used")
-
-    for name in ("load", "loads", "Unpickler", "dump", "dumps", "Pickler", "_Unpickler", "_Pickler"):
-        monkeypatch.setattr(f"pickle.{name}", refuse)
-    monkeypatch.setattr(torch, "load", refuse)
-    monkeypatch.setattr(torch, "save", refuse)
-    _save(store, 1)
-    _assert_holds(store, 1)
-
-
 def test_the_last_few_are_kept(store: CheckpointStore) -> None:
     _save(store, 1, 2, 3, 4)
     assert store.steps() == [3, 4]

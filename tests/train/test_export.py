@@ -118,13 +118,6 @@ def test_an_export_holds_the_very_weights_for_all_to_read(run: Run, model: Decod
     assert modes == {"out": 0o755, "config.json": 0o644, "model.safetensors": 0o644}
 
 
-def test_a_folder_that_is_there_is_left_alone(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match=r"out exists already; fix: give the name of a new folder"):
-        _exported(run, tmp_path)
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 @pytest.mark.usefixtures("model")
 def test_a_full_disk_leaves_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path, entries: list[TensorEntry], metadata: object, **options: object) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from penstock.base.errors import DeviceError
-from penstock.config.model import Balance
 from penstock.config.run import Run
 from penstock.data.tokenizer import ByteTokenizer
 from penstock.models.build import build_model
@@ -14,7 +13,7 @@ from penstock.models.decoder import Decoder
 from penstock.train import generate as module
 from penstock.train.generate import SamplingRule, generate, load_decoder, text_pieces
 from penstock.train.saved_weights import open_saved
-from tests.train.tiny_run import CPU, TRAINING, byte_run, random_model, save_run, tiny_moe
+from tests.train.tiny_run import CPU, TRAINING, byte_run, random_model, save_run
 
 PROMPT = list(b"def ")
 
@@ -45,13 +44,6 @@ def test_greedy_tokens_are_those_with_the_largest_logit_of_the_evaluated_model(t
             logits_BSV = judged.logits(tokens[:, :place], torch.arange(place)[None])
             assert int(logits_BSV[0, -1].argmax()) == tokens[0, place]
     assert len(set(found)) > 1
-
-
-def test_experts_take_every_token_however_the_run_bounded_them(tmp_path: Path) -> None:
-    bounds = {"free": Balance(), "bounded": Balance(capacity_factor=0.25, force_load_balance=True)}
-    models = {name: tiny_moe(balance=one).model_copy(update={"vocab_size": 257}) for name, one in bounds.items()}
-    free, bounded = (_tokens(_loaded(byte_run(tmp_path / name, model=one))[0]) for name, one in models.items())
-    assert bounded == free
 
 
 def test_text_ends_where_the_document_ends_and_ids_without_text_are_never_chosen(tmp_path: Path) -> None:

@@ -147,21 +147,6 @@ def test_forced_balance_is_marked_in_every_report(tmp_path: Path) -> None:
     assert all(line["forced_balance"] is True for line in lines_of(folder))
 
 
-def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    whole, broken = tiny_run(tmp_path / "whole"), tiny_run(tmp_path / "broken")
-    _, whole_folder = start(whole)
-    with pytest.raises(Killed):
-        start(broken, [EndsAfter(3)])  # its newest checkpoint is of step 2, its newest line of step 3
-    folder = RunFolder(tmp_path / "broken" / "tiny")
-    assert [line["step"] for line in lines_of(folder)] == [1, 2, 3]
-    recorder = Recorder()
-    go_on(broken, folder, [recorder])
-    assert recorder.starts[0].steps_done == 2
-    assert [report.step for report in recorder.reports] == [3, 4]
-    assert lines_of(folder) == lines_of(whole_folder)
-    assert_equal(weights_of(broken, folder, 4), weights_of(whole, whole_folder, 4))
-
-
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:
     _, whole_folder = start(tiny_run(tmp_path / "whole"))
     run = tiny_run(tmp_path / "broken")
@@ -169,19 +154,6 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(tmp_path:
         start(run, [EndsAfter(1)])
     folder = RunFolder(tmp_path / "broken" / "tiny")
     go_on(run, folder)
-    assert lines_of(folder) == lines_of(whole_folder)
-
-
-def test_a_request_to_stop_saves_the_step_that_was_running(tmp_path: Path) -> None:
-    stop = StopRequest()
-    watcher = EndsAfter(3, stop)
-    run = tiny_run(tmp_path / "broken")
-    end, folder = start(run, [watcher], stop)
-    assert (end.step, end.stopped_by) == (3, "SIGTERM")
-    assert end.checkpoint == folder.checkpoints / "step-000003"
-    assert watcher.saves == [2, 3]
-    go_on(run, folder)
-    _, whole_folder = start(tiny_run(tmp_path / "whole"))
     assert lines_of(folder) == lines_of(whole_folder)
 
 

@@ -104,19 +104,6 @@ def test_a_run_trains_to_its_end_though_its_port_is_taken(
     assert "done: 4 steps" in out
 
 
-def test_a_missing_package_is_one_line_and_leaves_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hide(monkeypatch, "wandb")
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.toml").write_text(dump_toml(with_record(Path("runs"))), encoding="utf-8")
-    assert main(["train", "tiny.toml", "record.wandb=offline"]) == 2
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err.count("\n")) == ("", 1)
-    assert "pip install 'penstock[wandb]'" in captured.err
-    assert not Path("runs").exists()
-
-
 class Sink(Recorder):
     """Remembers what it was told; raises at a step, or waits at one for a gate to open. `sink` forwards to it."""
 

@@ -177,13 +177,6 @@ def test_rows_past_the_last_expert_poison_nothing(recipe: Recipe, device: torch.
     assert all(one.isfinite().all() for one in (y_RD, dx_RD, *others, dweights_R[:used]))
 
 
-@pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
-def test_an_outlier_makes_no_nan(recipe: Recipe, device: torch.device) -> None:
-    batch, float8 = draw("two experts a token", device), rule_of(REFERENCE, recipe, device)
-    batch.x_TD[3, 7] = 1e8
-    assert all(one.isfinite().all() for one in run(batch, expert_ffn, float8=float8))
-
-
 def test_squares_change_the_gradients_of_matrices_only(device: torch.device) -> None:
     batch = draw("dropped slots", device)
     # A column of x and one of h, so large that what shares their scales is lost.
@@ -257,28 +250,6 @@ def test_gradients_are_added_to_float32_sums(device: torch.device) -> None:
     assert all(one.grad is None for one in held), "the sums take the gradients' place"
     for total, gradient in zip(sums, expected, strict=True):
         assert decibels(total - 1, gradient.float()) > (60.0 if gradient.dtype == torch.float32 else 40.0)
-
-
-@pytest.mark.parametrize("with_sums", [True, False], ids=["sums", "autograd"])
-def test_weight_gradients_can_be_put_off(with_sums: bool, device: torch.device) -> None:
-    batch, float8 = draw("two experts a token", device), rule_of(REFERENCE, BLOCKWISE, device)
-    at_once = run(batch, expert_ffn, float8=float8)
-    matrices = [one.requires_grad_() for one in (batch.gate_up_eFD, batch.down_eDF)]
-    sums = tuple(torch.zeros_like(one, dtype=torch.float32) for one in matrices) if with_sums else None
-    x_TD, work = batch.x_TD.requires_grad_(), []
-
-    def put_off(task: Callable[[], None]) -> bool:
-        work.append(task)
-        return True
-
-    y_RD = expert_ffn(x_TD, *matrices, *batch.rest, float8=float8, accumulate_into=sums, put_off=put_off)
-    y_RD.backward(torch.randn(y_RD.shape, generator=torch.Generator().manual_seed(1)).to(y_RD))
-    assert x_TD.grad is not None and torch.equal(x_TD.grad, at_once[1]), "the rows' gradient does not wait"
-    assert matrices[0].grad is None and len(work) == 2
-    for task in work:
-        task()
-    found = sums or [one.grad for one in matrices]
-    assert all(decibels(mine, right.float()) > 40 for mine, right in zip(found, at_once[2:4], strict=True))
 
 
 @pytest.mark.gpu

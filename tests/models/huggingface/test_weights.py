@@ -140,13 +140,10 @@ def _assert_equal(ours: Decoder, other: Decoder) -> None:
     assert_equal(other.state_dict(), ours.state_dict())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "config", [*FIRSTS.values(), tiny_model("deepseek-v3", mtp_layers=1)], ids=[*FIRSTS, "deepseek-v3 with prediction"]
-)
-def test_weights_return_bit_for_bit(config: Model, precision: str, tmp_path: Path) -> None:
-    first = unsettled(tiny_decoder(config, precision=precision, seed=1))
-    second = tiny_decoder(config, precision=precision, seed=2)
+@pytest.mark.parametrize("name", FIRSTS)
+def test_weights_in_bfloat16_return_bit_for_bit(name: str, tmp_path: Path) -> None:
+    first = unsettled(tiny_decoder(FIRSTS[name], precision="bf16", seed=1))
+    second = tiny_decoder(FIRSTS[name], precision="bf16", seed=2)
     save_huggingface(first, tmp_path)
     load_huggingface(second, tmp_path)
     _assert_equal(first, second)
