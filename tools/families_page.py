@@ -28,7 +28,17 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "ERNIE 4.5": ("ernie-4.5-21b-a3b", "ernie-4.5-300b-a47b"),
     "OLMoE": ("olmoe-1b-7b",),
     "Dense: Llama 3.1 and Qwen3": (
-        *("llama3.1-8b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b"),
+        *(
+            "llama3.1-8b",
+            "llama3.1-70b",
+            "llama3.1-405b",
+            "qwen3-0.6b",
+            "qwen3-1.7b",
+            "qwen3-4b",
+            "qwen3-8b",
+            "qwen3-14b",
+            "qwen3-32b",
+        ),
     ),
 }
 

@@ -55,6 +55,8 @@ PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
         "gpt-oss-20b": gpt_oss.gpt_oss_20b,
         "gpt-oss-120b": gpt_oss.gpt_oss_120b,
         "llama3.1-8b": llama.llama_3_1_8b,
+        "llama3.1-70b": llama.llama_3_1_70b,
+        "llama3.1-405b": llama.llama_3_1_405b,
         "qwen3-0.6b": qwen3.qwen3_0_6b,
         "qwen3-1.7b": qwen3.qwen3_1_7b,
         "qwen3-4b": qwen3.qwen3_4b,

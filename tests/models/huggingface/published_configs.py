@@ -351,13 +351,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         )
         for name, layers, experts in (("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128))
     },
-    "llama3.1-8b": _model(
-        "llama",
-        (4096, 14336, 32, 32, 8, 128256, 1e-05, 500000.0),
-        attention_bias=False,
-        max_position_embeddings=131072,
-        mlp_bias=False,
-        rope_scaling=_LLAMA3_SCALING,
-        tie_word_embeddings=False,
-    ),
+    **{
+        name: _model(
+            "llama",
+            (hidden, intermediate, layers, heads, 8, 128256, 1e-05, 500000.0),
+            attention_bias=False,
+            max_position_embeddings=131072,
+            mlp_bias=False,
+            rope_scaling=_LLAMA3_SCALING,
+            tie_word_embeddings=False,
+        )
+        for name, hidden, intermediate, layers, heads in (
+            ("llama3.1-8b", 4096, 14336, 32, 32),
+            ("llama3.1-70b", 8192, 28672, 80, 64),
+            ("llama3.1-405b", 16384, 53248, 126, 128),
+        )
+    },
 }
