@@ -491,10 +491,3 @@ def test_a_plan_for_this_machine_trains_as_it_is_written(capsys: pytest.CaptureF
     assert main(["train", "best.toml", "--processes", "2"]) == 0
     steps = Path("runs/debug/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in steps if "loss" in line][-1] == 2
-
-
-def test_help_fits_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    text = shown("--help")
-    assert len(text.splitlines()) <= 45
-    assert all(option in text for option in ("--on", "--layout", "--compare", "--scale", "--sweep", "--explain"))

@@ -12,7 +12,6 @@ from penstock.base.errors import KernelError
 from penstock.kernels import operators, reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
-from penstock.kernels.expert_parts import DeferGradient
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.plan.meta_rank import separate_expert_ffn
 from penstock.plan.op_recorder import WAIT, OpRecorder
@@ -99,45 +98,6 @@ def test_misfits_are_refused(change: Callable[[Batch], dict[str, Any]], message:
     given = change(draw("random", device))
     with pytest.raises(KernelError, match=message):
         expert_ffn(*given.pop("inputs"), **given)
-
-
-@pytest.mark.parametrize("sums", [False, True])
-def test_deferred_weight_gradients_are_the_same_and_are_computed_once(sums: bool) -> None:
-    batch, made = draw("random", torch.device("cpu")), list[str]()
-
-    def counted(name: str) -> Callable[..., Tensor]:
-        def call(*arguments: Any, **options: Any) -> Tensor:
-            made.append(name)
-            product: Tensor = getattr(REFERENCE, name)(*arguments, **options)
-            return product
-
-        return call
-
-    products = ("forward", "input_gradient", "weight_gradient")
-    kernels = replace(REFERENCE, **{name: counted(name) for name in products})
-
-    def gradients(put_off: DeferGradient | None) -> list[Tensor]:
-        matrices = [one.detach().clone().requires_grad_() for one in (batch.gate_up_eFD, batch.down_eDF)]
-        x_TD = batch.x_TD.detach().clone().requires_grad_()
-        into = tuple(torch.zeros_like(one) for one in matrices) if sums else None
-        y_RD = expert_ffn(x_TD, *matrices, *batch.rest, accumulate_into=into, put_off=put_off, kernels=kernels)
-        made.clear()
-        y_RD.square().sum().backward()
-        found = into or [one.grad for one in matrices]
-        if put_off is not None:
-            assert made.count("weight_gradient") == 0 and made.count("input_gradient") == 2
-            assert all(one is None or not one.any() for one in found)
-            for task in tasks:
-                task()
-            found = into or [one.grad for one in matrices]
-        assert sorted(made) == ["input_gradient"] * 2 + ["weight_gradient"] * 2
-        return [x_TD.grad, *found]
-
-    tasks: list[Callable[[], None]] = []
-    late = gradients(lambda task: tasks.append(task) or True)
-    for one, other in zip(gradients(None), late, strict=True):
-        assert torch.equal(one, other)
-    assert len(tasks) == 2
 
 
 GPT_OSS = ExpertRule(limit=1.5, alpha=1.702)

@@ -59,7 +59,7 @@ def _by_itself(products: Counter[str]) -> Operators:
 
         return run
 
-    kernels = replace(REFERENCE, forward=count("forward"), input_gradient=count("input_gradient"))
+    kernels = replace(REFERENCE, **{name: count(name) for name in ("forward", "input_gradient", "weight_gradient")})
     return replace(operators.REFERENCE, expert_ffn=partial(expert_ffn, kernels=kernels), expert_ffn_is_fused=True)
 
 
@@ -72,7 +72,7 @@ def test_a_network_that_recomputes_by_itself_repeats_one_product(kinds: tuple[st
     layer = _layer(_by_itself(products), kinds)
     found = _whole(layer, partial(layer.layer_context.run, "moe", layer))
     assert_equal(found, _whole(_layer(_by_itself(Counter()), ())))
-    assert products == {"forward": forward, "input_gradient": 2}
+    assert products == {"forward": forward, "input_gradient": 2, "weight_gradient": 2}
 
 
 @pytest.mark.parametrize("network", [operators.REFERENCE, operators.TORCH, _by_itself(Counter())])
@@ -107,17 +107,18 @@ def test_a_balanced_layer_begins_fetches_of_parameters_that_are_there(overlaps: 
     assert made.dispatcher.resident_weights() == ()
 
 
-def test_recomputed_experts_may_put_their_weight_gradients_off() -> None:
+@pytest.mark.parametrize(("kinds", "forward"), [((), 2), (("expert-activation",), 3)])
+def test_experts_may_put_their_weight_gradients_off(kinds: tuple[str, ...], forward: int) -> None:
     weight_grads, products = WeightGradStore(), Counter()
-    layer = _layer(_by_itself(products), ("expert-activation",), weight_grads=weight_grads)
+    layer = _layer(_by_itself(products), kinds, weight_grads=weight_grads)
     with weight_grads.collecting() as work:
         found = _whole(layer)[:2]
-    assert layer.experts.down_eDF.grad is None
+    assert layer.experts.down_eDF.grad is None and products["weight_gradient"] == 0 and len(work) == 2
     for task in work:
         task()
     found += [parameter.grad for parameter in layer.parameters()]
     assert_equal(found, _whole(_layer(_by_itself(Counter()), ())))
-    assert products["forward"] == 3, "backward makes the first product again, once"
+    assert products == {"forward": forward, "input_gradient": 2, "weight_gradient": 2}, "each once"
 
 
 def test_slots_are_sorted_once_and_by_the_router_if_dispatch_begins_with_that() -> None:

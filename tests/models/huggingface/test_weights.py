@@ -1,7 +1,6 @@
 """Weights between models and files: rearrangements, names, and whole models bit for bit."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -356,14 +355,9 @@ def test_the_index_says_which_files_count(folder: Path) -> None:
             WeightFolder(folder)
 
 
-def test_pointers_pipes_and_folders_are_no_weights(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+def test_a_pointer_is_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
     with pytest.raises(CheckpointError, match=r"is a pointer of Git LFS, no weights; fix: run `git lfs pull`"):
-        WeightFolder(tmp_path)
-    file.unlink()
-    os.mkfifo(file)
-    with pytest.raises(CheckpointError, match=r"cannot read .*it is a pipe or a device, no file"):
         WeightFolder(tmp_path)
 
 
@@ -421,13 +415,6 @@ def test_files_are_read_as_one_and_scales_are_not_seen(folder: Path) -> None:
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no safetensors file; got .*; fix: give a folder"):
         WeightFolder(tmp_path)
-
-
-def test_a_file_that_is_cut_is_named(folder: Path) -> None:
-    file = folder / "model-00002-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(CheckpointError, match=r"cannot read .*model-00002-of-00002\.safetensors"):
-        WeightFolder(folder)
 
 
 def test_a_tensor_that_is_there_twice_is_named(folder: Path) -> None:
