@@ -132,7 +132,7 @@ def started_warm(command: Command, folder: Path, environment: dict[str, str]) ->
     """Execute a line; without a shell and PyTorch's import if it is `penstock` and words alone."""
     if not command.line.startswith("penstock ") or set(command.line.split("#")[0]) & set("|&;<>$`*?(){}"):
         return in_a_shell(command, folder, environment)
-    return warm.run(warm.penstock, command.words[1:], folder=folder, environment=environment, timeout=280)
+    return warm.run(warm.penstock, command.words[1:], folder=folder, environment=environment)
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -211,7 +211,7 @@ def test_pipes(tmp_path: Path) -> None:
 
     By a process of its own, because a library that waits for a pipe hears no signal but the last one.
     """
-    done = warm.run(refuse_pipes, folder=tmp_path, environment=os.environ, timeout=280)
+    done = warm.run(refuse_pipes, folder=tmp_path, environment=os.environ)
     assert done.returncode == 0, done.stderr
     refusals = json.loads((tmp_path / "refusals.json").read_text())
     assert len(refusals) == 24

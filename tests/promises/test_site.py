@@ -47,7 +47,7 @@ def test_a_page_opened_from_a_folder_can_be_searched(site: Path, tmp_path: Path)
         pytest.skip(f"{error}")
     command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000"]
     page = f"{(site / 'decisions/0017-symmetric-dispatch.html').as_uri()}?q=dispatcher"
-    shown = subprocess.run([*command, page], check=True, capture_output=True, text=True, timeout=60).stdout
+    shown = subprocess.run([*command, page], check=True, capture_output=True, text=True).stdout
     assert re.search(r"md-search-result__meta[^>]*>\d+ matching documents", shown)
 
 
