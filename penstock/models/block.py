@@ -23,9 +23,8 @@ from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import PreNorm, RMSNorm
 from penstock.moe.layer import MoE, Terms
 from penstock.moe.routing import Routing
-from penstock.parallel.async_transfer import Steps, drain, within
 from penstock.parallel.graphs import PartialGraphs
-from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.layer_context import LayerContext, Steps, drain, within
 from penstock.parallel.spans import span
 
 
@@ -55,12 +54,12 @@ class Block(nn.Module):
         return replicas.backward_of_layer(forward, x_BSD)
 
     def _whole(self, x_BSD: Tensor, *, context: ForwardContext) -> Tensor:
-        with self.layer_context.recompute.discarding():
+        with self.layer_context.discarding():
             return self.layer_context.run("layer", self._forward, x_BSD, context)
 
     def steps(self, x_BSD: Tensor, context: ForwardContext) -> Steps[Tensor]:
         """`forward` as a generator that yields while a transfer runs; not for layers recomputed or offloaded whole."""
-        with self.layer_context.recompute.discarding_in_pieces() as piece:
+        with self.layer_context.discarding_in_pieces() as piece:
             with piece():
                 x_BSD, x_TD, x_float8 = self._attend(x_BSD, context)
             if isinstance(self.ffn, MoE):
@@ -108,7 +107,7 @@ class Block(nn.Module):
         self, x_BSD: Tensor, context: ForwardContext, *, quantize: bool = True
     ) -> tuple[Tensor, Tensor, RowColQuantized | None]:
         """Returns (residual stream after attention, input T x D of the feed-forward network, its float8 copy)."""
-        run, recomputes_norm = self.layer_context.run, self.layer_context.recompute.recomputes("norm")
+        run, recomputes_norm = self.layer_context.run, self.layer_context.recomputes("norm")
         if recomputes_norm:
             normed_BSD, normed_float8 = run("norm", self.attention_norm, x_BSD)
         else:

@@ -40,7 +40,7 @@ from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.float8_gather import Float8Shard
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.recompute import rule_for
+from penstock.parallel.recompute import recomputed_kinds
 from penstock.parallel.shard import shard_fully
 
 
@@ -146,7 +146,7 @@ def _freeze_all_but_the_indexer(decoder: Decoder) -> None:
 def _layer_context_of(run: Run, layer_context: LayerContext, stage: int, layer: int) -> LayerContext:
     return replace(
         layer_context,
-        recompute=rule_for(run.recompute, layer, stage),
+        recompute=recomputed_kinds(run.recompute, layer, stage),
         float8=layer_context.float8 if is_in_8_bits(run, layer) else NO_FLOAT8,
     )
 
@@ -252,7 +252,7 @@ def _block(config: Model, layer: int, layer_context: LayerContext, arena: Activa
     attention = _attention(config, layer, layer_context)
     ffn = _ffn(config, layer, layer_context, arena)
     dense = ffn.shared if isinstance(ffn, MoE) else ffn
-    saves_input = bool(layer_context.recompute.kinds & _SAVES_INPUT)
+    saves_input = bool(layer_context.recompute & _SAVES_INPUT)
 
     def norm(*, float8: bool, keep_plain: bool) -> PreNorm:
         rule = layer_context.float8 if float8 else None
@@ -295,16 +295,15 @@ def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: Activati
     uses_arena = shares_arena(moe, layer_context)
     dispatcher, row_capacity = make_dispatcher(moe, layer_context, in_arena=uses_arena)
     # Recomputed rows are not saved: they live only during the layer's own backward.
-    saves_rows = uses_arena and not layer_context.recompute.kinds & {"expert-activation", "moe", "layer"}
+    saves_rows = uses_arena and not layer_context.recompute & {"expert-activation", "moe", "layer"}
     hidden, shared_width = config.hidden_size, moe.shared_expert_intermediate_size
     rule, shared = expert_rule(moe, activation), None
     if shared_width:
         of_shared = shared_rule(moe, activation)
         shared = FeedForward(hidden, shared_width, layer_context, of_shared, has_gate=moe.shared_expert_gate)
-    of_ranks = layer_context.axes, layer_context.context_method
     hashed_ids = config.vocab_size if config.is_hashed(layer) else 0
     return MoE(
-        TopKRouter(moe, hidden, layer, layer_context.operators, *of_ranks, hashed_ids),
+        TopKRouter(moe, hidden, layer, layer_context, hashed_ids),
         dispatcher,
         GroupedExperts(moe.experts, hidden, moe.moe_intermediate_size, layer_context, rule=rule, bias=moe.bias),
         shared,

@@ -28,10 +28,9 @@ from penstock.models.qk_clip import SoftmaxAttention
 from penstock.models.rope import angles
 from penstock.moe.dispatch.row_capacity import ActivationArena
 from penstock.moe.routing import Scope
-from penstock.parallel.async_transfer import Steps, drain, within
 from penstock.parallel.context import held_positions, nears_of
 from penstock.parallel.gradient_offload import EMBEDDING
-from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.layer_context import LayerContext, Steps, drain, within
 from penstock.parallel.spans import span
 
 
@@ -88,6 +87,12 @@ class Decoder(nn.Module):
         owner = self.embed if self.head is None else self.head
         assert owner is not None, "this stage has no output projection"
         return owner.weight
+
+    @property
+    def head_main_grad(self) -> Tensor | None:
+        """Buffer for the gradient of the output projection; None leaves it to autograd."""
+        owner = self.embed if self.head is None else self.head
+        return None if owner is None else owner.main_grad
 
     @property
     def head_float8(self) -> Float8Rule | None:

@@ -93,12 +93,6 @@ def copy_bytes(module: nn.Module) -> dict[str, int]:
     }
 
 
-def head_main_grad(decoder: Decoder) -> Tensor | None:
-    """Buffer for the gradient of the output projection; None leaves it to autograd."""
-    owner = decoder.embed if decoder.head is None else decoder.head
-    return None if owner is None else owner.main_grad
-
-
 def _shard(
     name: str,
     module: nn.Module,

@@ -129,8 +129,10 @@ class GroupedExperts(nn.Module):
             weight if weight.shape == self.shapes[name] else weight.view(self.shapes[name]) for name, weight in held
         )
         if not self.is_one_function:
-            function = partial(self._ffn, self.operators.expert_ffn, rows)
-            return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.weight_grads)
+            function, inputs = partial(self._ffn, self.operators.expert_ffn, rows), (rows.x_ND, rows.weights_R)
+            if self.weight_grads is None:
+                return function(*inputs, *parameters)
+            return deferrable(function, inputs, parameters, self.weight_grads)
         # It defers its weight gradients by itself: by `deferrable`, half of its backward would run twice.
         put_off = None if self.weight_grads is None else self.weight_grads.add
         options: dict[str, Any] = {"accumulate_into": self.sums, "put_off": put_off}

@@ -38,8 +38,7 @@ from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.async_transfer import Steps, begin, drain
-from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.layer_context import LayerContext, Steps, drain
 from penstock.parallel.spans import span
 
 Terms = tuple[Tensor, ...]
@@ -120,7 +119,8 @@ class MoE(nn.Module):
         self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: RowColQuantized | None = None
     ) -> Steps[Terms]:
         """The part of `steps` after `fan_out` and `route`, for callers that have called these themselves."""
-        transfers, dispatcher = self.layer_context.transfers, self._dispatcher_of_mode()
+        begin, transfers = self.layer_context.begin, self.layer_context.transfers
+        dispatcher = self._dispatcher_of_mode()
 
         def dispatch(
             x_TD: Tensor, weights_TK: Tensor
@@ -136,7 +136,7 @@ class MoE(nn.Module):
             return (dispatcher.combine(y_RD, metadata),), None
 
         with span(Span.DISPATCH):
-            dispatched = begin(transfers, "dispatch", dispatch, x_TD, routing.weights_TK)  # the two with gradients
+            dispatched = begin("dispatch", dispatch, x_TD, routing.weights_TK)  # the two with gradients
         # Beside transfers the shared expert is cut in two; otherwise it is whole, which may be one kernel in 8 bits.
         cut = None if transfers is None else self.shared
         if cut is not None:
@@ -148,7 +148,7 @@ class MoE(nn.Module):
             (x_ND, weights_R), (rows, metadata) = dispatched.wait()  # index_R sorts x_ND by expert
         y_RD = self._run_experts(replace(rows, x_ND=x_ND, weights_R=weights_R))  # one row for each slot of our experts
         with span(Span.COMBINE):
-            combined = begin(transfers, "combine", combine, y_RD)
+            combined = begin("combine", combine, y_RD)
             del y_RD  # the transfer holds it as long as it reads it
         shared: Terms = ()
         if cut is not None:
@@ -169,7 +169,7 @@ class MoE(nn.Module):
                 # A recomputed region runs both products again.
                 return self.layer_context.run("expert-activation", self.experts, rows)
             # A fused network recomputes by itself, and runs only the first product again.
-            recompute, keep = self.layer_context.recompute.recomputes("expert-activation"), None
+            recompute, keep = self.layer_context.recomputes("expert-activation"), None
             if self.arena is not None and self.row_capacity is not None and self.training and torch.is_grad_enabled():
                 keep = partial(self.arena.place, even_share=self.row_capacity.even_share)
             y_RD: Tensor = self.experts(rows, recompute=recompute, keep=keep)  # called, so that FSDP2's hooks run

@@ -8,15 +8,14 @@
 """
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from penstock.config.model import Moe
 from penstock.kernels.float32_products import float32_linear
-from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RouterRule, route
-from penstock.layout.sequence import Method
 from penstock.moe.balance import (
     LayerLoad,
     LoadMeter,
@@ -29,8 +28,8 @@ from penstock.moe.balance import (
 )
 from penstock.moe.quantile import BINS, margin_counts, quantile_shift
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.collectives import all_reduce
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import is_recomputing, saved_as_is
 
 HASHED_IDS = 8192  # token ids whose experts are drawn at a time
@@ -68,15 +67,14 @@ class TopKRouter(nn.Module):
         moe: Moe,
         hidden_size: int,
         layer: int,
-        operators: Operators,
-        axes: Axes = ALONE,
-        context_method: Method = "ulysses",
+        layer_context: LayerContext,
         hashed_ids: int = 0,  # of the vocabulary, if a table of them chooses
     ) -> None:
         super().__init__()
-        self.operators = operators
-        self.axes = axes
-        self.context_method = context_method
+        self.operators = layer_context.operators
+        self.axes = layer_context.axes
+        self.context_method = layer_context.context_method
+        self.may_run_again = bool(layer_context.recompute)  # in backward
         self.layer = layer
         self.experts = moe.experts
         self.top_k = moe.top_k
@@ -107,7 +105,7 @@ class TopKRouter(nn.Module):
         routing = Routing(routed.weights_TK, routed.experts_TK)
         tokens = x_TD.shape[0] * self.axes.sequence.size  # of the ranks that share rows
         # Recomputation sees tokens that were counted already; their loss is attached to the weights of forward.
-        measured = self.training and torch.is_grad_enabled() and not is_recomputing()
+        measured = self.training and torch.is_grad_enabled() and not (self.may_run_again and is_recomputing())
         if measured:
             self.meter.slots_E += routed.counts_BE.sum(0)  # before the loss: it counts this micro-batch too
             if self.meter.margins_EU is not None and self.expert_bias_E is not None:
@@ -116,7 +114,7 @@ class TopKRouter(nn.Module):
             load = slot_counts(routed.counts_BE, self.meter, self.balance, self.axes)
             auxiliary = auxiliary_loss(routed, tokens, self.balance, scope, load, self.operators)
             self.meter.auxiliary_loss += auxiliary.loss
-            with saved_as_is():
+            with saved_as_is() if self.may_run_again else nullcontext():
                 routing = Routing(attach(routing.weights_TK, routed, auxiliary), routing.experts_TK)
         if self.balance.force_load_balance and self.training:
             routing = spread_evenly(routing, self.experts)

@@ -1,4 +1,4 @@
-"""Asynchronous transfers in forward and backward, and work in steps that runs between them.
+"""Asynchronous transfers in forward and backward.
 
     handle = transfers.launch("dispatch", function, x_TD)   fork: a second stream waits for this one, runs function
     ...                                                     runs beside it
@@ -16,15 +16,11 @@ torch's allocator returns a freed block to the stream that allocated it. Blocks 
 are held by the handle until the join. Blocks of the other stream that this one reads are free once the host drops them,
 after it has launched every reader; the next transfer that can get them begins with a fork. `record_stream` would keep
 blocks of a captured graph from ever being reused.
-
-Steps are generators that yield where a transfer is under way; a pipeline runs another pass there. `drain` runs them
-alone: nothing happens at a yield.
 """
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,35 +30,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.parallel.weight_grad_store import entered
 
 Rest = TypeVar("Rest")
-Rest_co = TypeVar("Rest_co", covariant=True)
 Result = TypeVar("Result")
 
 Transfer = Callable[..., tuple[tuple[Tensor, ...], Rest]]
 """Tensors -> (tensors with gradients, anything without). It runs on one stream, and gives the current one no work if
 that is another."""
-
-
-class Handle(Protocol[Rest_co]):
-    """A transfer that was begun."""
-
-    def wait(self) -> tuple[tuple[Tensor, ...], Rest_co]:
-        """Join. Returns the function's result; called once."""
-        ...
-
-
-@dataclass(frozen=True)
-class Finished(Generic[Rest]):
-    """A transfer that ended when it began."""
-
-    result: tuple[tuple[Tensor, ...], Rest]
-
-    def wait(self) -> tuple[tuple[Tensor, ...], Rest]:
-        return self.result
-
-
-def begin(transfers: "TransferStream | None", name: str, function: "Transfer[Rest]", *inputs: Tensor) -> Handle[Rest]:
-    """Start a transfer on its stream, or make it at once without one."""
-    return Finished(function(*inputs)) if transfers is None else transfers.launch(name, function, *inputs)
 
 
 class TransferStream:
@@ -219,28 +191,3 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.handle.start_backward(gradients)
         return None, *gradients  # placeholders on the way to `_Launch`, whose backward joins
-
-
-Steps = Generator[None, None, Result]
-"""Work in steps; each ends where something is under way that the next one waits for."""
-
-
-def drain(steps: Steps[Result]) -> Result:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-
-
-def within(context: Callable[[], AbstractContextManager[object]], steps: Steps[Result]) -> Steps[Result]:
-    """The same steps, each in a context of its own: a context must not last over a yield."""
-    while True:
-        with context():
-            try:
-                next(steps)
-            except StopIteration as end:
-                result: Result = end.value
-                return result
-        yield

@@ -16,6 +16,7 @@ An axis of one rank has no group, and collectives return at once there. Axes wit
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 
 import torch.distributed as dist
 
@@ -34,7 +35,7 @@ class Axis:
     outer: "Axis | None" = None  # and those with our part of the other copies
     timeout: timedelta | None = None  # of the collectives of new groups; None is torch's
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 

@@ -31,8 +31,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.base.spans import ACTIONS, Span
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.schedules import forward_only
-from penstock.parallel.async_transfer import Steps, TransferStream, drain, within
+from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import Axes
+from penstock.parallel.layer_context import Steps, drain, within
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.parallel.weight_grad_store import Task, WeightGradStore
 

@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.base.spans import Span
-from penstock.config.parallel import RECOMPUTABLE, Recompute
+from penstock.config.parallel import Recompute
 from penstock.parallel.spans import span
 
 
@@ -393,41 +393,7 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecomputeRule:
-    """The recomputed parts of a layer (`kinds`); models call `run` around each part.
-
-    norm                a norm before a projection; its input is the residual stream, which lives anyway
-    latent-up           latent attention's up projections and the assembly of its heads
-    attention           core attention, without projections
-    expert-activation   output of the experts' first product; fused experts recompute it by themselves
-    shared-expert, dense, moe, layer    a whole network, mixture or block
-    """
-
-    kinds: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        assert self.kinds <= {*RECOMPUTABLE}, f"{sorted(self.kinds)} are not all of {RECOMPUTABLE}"
-
-    def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
-        """`function(*arguments)`, recomputed in backward if the rule names the kind."""
-        return recomputed(function, *arguments) if self.recomputes(kind) else function(*arguments)
-
-    def recomputes(self, kind: str) -> bool:
-        """Whether the rule names a part that is not inside a region."""
-        assert kind in RECOMPUTABLE, f"{kind} is not one of {RECOMPUTABLE}"
-        return kind in self.kinds and not is_inside()
-
-    def discarding(self) -> AbstractContextManager[None]:
-        """`discarding` around a layer's forward, if the layer recomputes a part of itself."""
-        return discarding() if self.kinds else nullcontext()
-
-    def discarding_in_pieces(self) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
-        """The same for a layer that runs in steps."""
-        return discarding_in_pieces() if self.kinds else nullcontext(nullcontext)
-
-
-def rule_for(config: Recompute, layer: int, stage: int) -> RecomputeRule:
-    """The rule of one layer of one stage; multi-token prediction layers count on after the last decoder layer."""
+def recomputed_kinds(config: Recompute, layer: int, stage: int) -> frozenset[str]:
+    """The recomputed parts of one layer of one stage; multi-token prediction layers count on after the last layer."""
     is_here = (not config.layers or layer in config.layers) and (not config.stages or stage in config.stages)
-    return RecomputeRule(kinds=frozenset(config.modules) if is_here else frozenset())
+    return frozenset(config.modules) if is_here else frozenset()

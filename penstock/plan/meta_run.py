@@ -27,7 +27,7 @@ from penstock.layout.stages import Stage
 from penstock.models.block import Block, MultiTokenPrediction
 from penstock.models.decoder import Decoder
 from penstock.models.model_inputs import ModelInputs
-from penstock.models.parameters import head_main_grad, refresh_float8
+from penstock.models.parameters import refresh_float8
 from penstock.models.rank_model import embedding_places, message_of, stages_of
 from penstock.moe.layer import MoE
 from penstock.parallel.axes import make_axes
@@ -336,7 +336,7 @@ class _Passes:
             return hidden.main_BSD
         with self.tracker.named("loss"):
             rule = loss_rule(rank.run, rank.axes)
-            total_VD, float8 = head_main_grad(decoder), decoder.head_float8
+            total_VD, float8 = decoder.head_main_grad, decoder.head_float8
             return batch_loss(hidden, decoder.head_VD, batch.labels, counted, rule, total_VD, float8).total
 
     @contextmanager

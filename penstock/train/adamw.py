@@ -173,6 +173,10 @@ class _Pass:
     def run(self, step: int, learning_rate: float, divisor: float) -> None:
         """Make the update with this number, from 1. The host does not wait."""
         settings = self._settings
+        if self._plain:
+            _torch_update(self._plain, step, learning_rate, settings, divisor)
+        if not self._launches and not self._others:
+            return
         scalars = scalars_of(
             step,
             learning_rate=learning_rate,
@@ -183,7 +187,6 @@ class _Pass:
         )
         for launch in self._launches:
             launch.run(scalars)
-        _torch_update(self._plain, step, learning_rate, settings, divisor)
         for other in self._others:
             update(other, scalars)
 
@@ -217,8 +220,7 @@ def _torch_update(
             maximize=False,
         )
     round_values(tensors)
-    if tensors:
-        torch._foreach_zero_([tensor.gradient for tensor in tensors])
+    torch._foreach_zero_([tensor.gradient for tensor in tensors])
 
 
 class FusedAdamW:

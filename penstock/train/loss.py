@@ -26,7 +26,6 @@ from penstock.config.run import Run
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.models.decoder import Decoder, Hidden
-from penstock.models.parameters import head_main_grad
 from penstock.parallel.axes import ALONE, Axes, Axis
 from penstock.parallel.collectives import all_gather
 from penstock.parallel.spans import span
@@ -107,4 +106,4 @@ def model_loss(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRul
     """Forward pass and losses of one micro-batch on a rank without pipeline; arguments as of `batch_loss`."""
     hidden = model(batch.reading)
     with span(Span.LOSS):
-        return batch_loss(hidden, model.head_VD, batch.labels, counted, rule, head_main_grad(model), model.head_float8)
+        return batch_loss(hidden, model.head_VD, batch.labels, counted, rule, model.head_main_grad, model.head_float8)

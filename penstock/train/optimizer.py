@@ -25,7 +25,7 @@ larger tensor or a shard, so results do not depend on the layout. Nothing here w
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -184,8 +184,8 @@ class MasterAdamW:
         self._shards = {param.name: optimizer_shard_of(param, parallel, self.gradient_offload) for param in trained}
         assert len({id(param.parameter) for param in trained}) == len(self._shards) == len(trained), "one comes twice"
         self._world = axes.world
-        self._reduce_dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
-        self._bucket_values = bucket_values
+        self._sums = list(_sums_over_ranks(self._shards.values(), parallel, bucket_values))
+        self._gathers = list(_gathers(self._shards.values(), bucket_values))
         for shard in self._shards.values():
             shard.param.parameter.grad = shard.attached
             if shard.attached is None:
@@ -246,19 +246,8 @@ class MasterAdamW:
         """Sum the gradients over ranks, once a step after the last backward pass."""
         if self.gradient_offload is not None:
             self.gradient_offload.finish()
-        # All ranks take the axes in the order of their names, which avoids deadlocks.
-        by_axes: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
-        for shard in self._shards.values():
-            by_axes[shard.shard_axis.name, shard.replicate_axis.name].append(shard)
-        for _, shards in sorted(by_axes.items()):
-            entries = [BucketEntry(whole=shard.total, own=shard.gradient) for shard in shards]
-            self._reduce(entries, shards[0].shard_axis, shards[0].replicate_axis)
-        # Axes besides data over which gradients are summed, such as tensor for the weight of a norm that each rank
-        # applies to its positions. Only the rows that this rank updates are summed.
-        axes = {axis.name: axis for shard in self._shards.values() for axis in shard.param.partial}
-        for axis in (axes[name] for name in sorted(axes)):
-            partial_sums = [shard.gradient for shard in self._shards.values() if axis in shard.param.partial]
-            self._reduce([BucketEntry(whole=rows, own=rows) for rows in partial_sums], NO_AXIS, axis)
+        for reduce in self._sums:
+            reduce()
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
@@ -294,7 +283,8 @@ class MasterAdamW:
             rank_factors = factors if rows is None else factors[rows[0] : rows[1]]
             store_master(tensor, master_of(tensor) * rank_factors.view(-1, *(1,) * (tensor.value.ndim - 1)))
         self._has_zeros = True
-        self._gather_values()
+        for gather in self._gathers:
+            gather()
 
     def parts(self) -> dict[str, ShardedTensor]:
         """All state for a checkpoint, by name, float32 in any format; the live tensors.
@@ -335,19 +325,41 @@ class MasterAdamW:
         self._adamw.loaded()
         if self._muon is not None:
             self._muon.loaded()
-        self._gather_values()
+        for gather in self._gathers:
+            gather()
 
-    def _reduce(self, entries: Sequence[BucketEntry], shard: Axis, replicate: Axis) -> None:
-        reduce_rows(entries, shard, replicate, self._reduce_dtype, self._bucket_values)
 
-    def _gather_values(self) -> None:
-        divided: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
-        for shard in self._shards.values():
-            if shard.shard_axis.size > 1:
-                divided[shard.shard_axis.name, str(shard.param.parameter.dtype)].append(shard)
-        for _, shards in sorted(divided.items()):
-            entries = [BucketEntry(whole=shard.param.parameter.detach(), own=shard.values) for shard in shards]
-            gather_rows(entries, shards[0].shard_axis, self._bucket_values)
+def _sums_over_ranks(
+    shards: Collection[OptimizerShard], parallel: Parallel, bucket_values: int | None
+) -> Iterator[Callable[[], None]]:
+    """The reductions of a step's gradients, none on one rank. All ranks take the axes in the order of their names."""
+    dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
+    by_axes: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
+    for shard in shards:
+        by_axes[shard.shard_axis.name, shard.replicate_axis.name].append(shard)
+    for _, same in sorted(by_axes.items()):
+        axis, replicate = same[0].shard_axis, same[0].replicate_axis
+        if axis.group is not None or replicate.group is not None:
+            entries = [BucketEntry(whole=shard.total, own=shard.gradient) for shard in same]
+            yield partial(reduce_rows, entries, axis, replicate, dtype, bucket_values)
+    # Axes besides data over which gradients are summed, such as tensor for the weight of a norm that each rank
+    # applies to its positions. Only the rows that this rank updates are summed.
+    axes = {axis.name: axis for shard in shards for axis in shard.param.partial}
+    for axis in (axes[name] for name in sorted(axes)):
+        partial_sums = [shard.gradient for shard in shards if axis in shard.param.partial]
+        entries = [BucketEntry(whole=rows, own=rows) for rows in partial_sums]
+        yield partial(reduce_rows, entries, NO_AXIS, axis, dtype, bucket_values)
+
+
+def _gathers(shards: Iterable[OptimizerShard], bucket_values: int | None) -> Iterator[Callable[[], None]]:
+    """The gathers of the parameters that ranks update by parts."""
+    divided: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
+    for shard in shards:
+        if shard.shard_axis.size > 1:
+            divided[shard.shard_axis.name, str(shard.param.parameter.dtype)].append(shard)
+    for _, same in sorted(divided.items()):
+        entries = [BucketEntry(whole=shard.param.parameter.detach(), own=shard.values) for shard in same]
+        yield partial(gather_rows, entries, same[0].shard_axis, bucket_values)
 
 
 def _offload_of(params: Sequence[ParamShard]) -> GradientOffload:

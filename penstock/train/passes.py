@@ -8,10 +8,9 @@ from torch import Tensor
 from penstock.base.spans import MICRO_BATCH, Span
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.models.decoder import Decoder, Hidden
-from penstock.models.parameters import head_main_grad
 from penstock.models.rank_model import RankModel
-from penstock.parallel.async_transfer import Steps
 from penstock.parallel.collectives import all_gather
+from penstock.parallel.layer_context import Steps
 from penstock.parallel.pipeline import StageCall
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import GlobalBatch, MicroBatch
@@ -37,7 +36,7 @@ def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule, enter
     def loss_of(number: int, hidden: Hidden, decoder: Decoder) -> Tensor:
         labels = batch.micro_batches[number].labels
         with span(Span.LOSS):
-            total_VD, float8 = head_main_grad(decoder), decoder.head_float8
+            total_VD, float8 = decoder.head_main_grad, decoder.head_float8
             loss = batch_loss(hidden, decoder.head_VD, labels, batch.counted, rule, total_VD, float8)
             sums.add_(loss.parts)
         return loss.total

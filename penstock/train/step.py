@@ -33,7 +33,7 @@ from penstock.models.parameters import refresh_float8
 from penstock.models.qk_clip import clip_factors
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad, reset_meters
-from penstock.moe.dispatch.row_capacity import make_room, rows_left_out
+from penstock.moe.dispatch.row_capacity import CapacityTracker, capacity_trackers, make_room, rows_left_out
 from penstock.moe.layer import moe_loads
 from penstock.moe.router import update_expert_bias
 from penstock.parallel.launch.process import peak_memory_bytes
@@ -63,6 +63,8 @@ class StepRule:
     experts: int
     passes: Passes = forward_backward
     qk_clip: float = 0.0  # largest attention logit; 0 does not clip
+    has_float8: bool = False  # weights have 8-bit copies, which follow each update
+    capacities: tuple[CapacityTracker, ...] = ()  # limits of the rows of experts; none where the host reads row counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,8 @@ def step_rule(run: Run, model: RankModel, device: torch.device, passes: Passes =
         experts=0 if run.model.moe is None else run.model.moe.experts,
         passes=passes,
         qk_clip=run.optimizer.muon.qk_clip,
+        has_float8=run.float8.is_used,
+        capacities=capacity_trackers(model.modules),
     )
 
 
@@ -126,7 +130,7 @@ def train_step(
     result, loads = _differentiate(model, optimizer, whole, rule, stop, enter, pulse)
     left_out = result.left_out
     while result.left_out:
-        make_room(model.modules)
+        make_room(rule.capacities)
         result, loads = _differentiate(model, optimizer, whole, rule, stop, enter, pulse)
     result = replace(result, left_out=left_out)
     if result.has_failed or not result.is_finite:
@@ -137,7 +141,8 @@ def train_step(
     with span(Span.OPTIMIZER):
         factors = clip_factors(model.modules, rule.qk_clip, model.axes.dense_data) if rule.qk_clip else NO_FACTORS
         optimizer.step(learning_rate, clip_divisor(result.gradient_norm, rule.clip_norm), factors)
-        refresh_float8(model.modules)
+        if rule.has_float8:
+            refresh_float8(model.modules)
     with span(Span.BALANCE):
         update_expert_bias(model.modules, loads)
     return result
@@ -237,7 +242,7 @@ def _rank_stats(model: RankModel, loads: Sequence[LayerLoad], pulse: RankPulse) 
 
 
 def _figures_of(model: RankModel, losses: Tensor, rule: StepRule, votes: Tensor, pulse: RankPulse) -> _Figures:
-    loads = moe_loads(model.modules)
+    loads, capacities = moe_loads(model.modules), rule.capacities
 
     def column(name: str, *shape: int) -> Tensor:
         """A figure of all layers; those on other stages are zero."""
@@ -247,7 +252,7 @@ def _figures_of(model: RankModel, losses: Tensor, rule: StepRule, votes: Tensor,
 
     return _Figures(
         losses=losses,
-        overflow_rows=rows_left_out(model.modules, losses.device),
+        overflow_rows=rows_left_out(capacities) if capacities else losses.new_zeros((), dtype=torch.int64),
         votes=votes,
         rank_stats_WR=_rank_stats(model, loads, pulse),
         dropped_L=column("dropped"),

@@ -22,10 +22,9 @@ from penstock.models.decoder import Decoder
 from penstock.models.init import initialize
 from penstock.models.model_inputs import ForwardContext
 from penstock.moe.layer import MoE
-from penstock.parallel.async_transfer import TransferStream, drain
+from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.graphs import PartialGraphs
-from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.recompute import RecomputeRule
+from penstock.parallel.layer_context import LayerContext, drain
 from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import assert_close, assert_equal
 from tests.models.families import moe_with, reading_of, tiny_model
@@ -107,7 +106,7 @@ def here(*patterns: str) -> tuple[str, ...]:
 def test_a_layer_and_its_gradients_are_those_of_plain_sums(
     model: Model, operators: Operators, kinds: tuple[str, ...]
 ) -> None:
-    block, context = a_block(model, LayerContext(operators=operators, recompute=RecomputeRule(kinds=frozenset(kinds))))
+    block, context = a_block(model, LayerContext(operators=operators, recompute=frozenset(kinds)))
     x_BSD = an_input()
     assert_close(trained(block, block(x_BSD, context), x_BSD), expected(model), tolerance=1e-4)
 
@@ -189,7 +188,7 @@ def _model(layer_context: LayerContext) -> Decoder:
 
 def _layer_context(overlap: Overlap, kinds: tuple[str, ...] = ()) -> tuple[LayerContext, Recorded]:
     transfers = Recorded()
-    rule = RecomputeRule(kinds=frozenset(kinds))
+    rule = frozenset(kinds)
     travelling = None if overlap == "none" else transfers
     return LayerContext(dispatch=Dispatch(overlap=overlap), transfers=travelling, recompute=rule), transfers
 

@@ -17,7 +17,7 @@ from penstock.models.ffn import FeedForward
 from penstock.models.linear import Linear
 from penstock.models.norm import PreNorm
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.recompute import RecomputeRule, discarding, recomputed, saving
+from penstock.parallel.recompute import discarding, recomputed, saving
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close, assert_equal, decibels
 
@@ -320,19 +320,18 @@ def test_behind_a_norm_that_runs_again_no_copy_of_its_rows_is_kept() -> None:
     matrix.refresh_float8()
     norm = PreNorm(D, 1e-6, layer_context.operators, layer_context.float8)
     torch.nn.init.ones_(norm.weight_D)
-    rule = RecomputeRule(kinds=frozenset({"norm"}))
     x, dy = random(2, T // 2, D, seed=3).requires_grad_(), random(2, T // 2, OUT, seed=4)
 
-    def through(x: Tensor, rule: RecomputeRule) -> Tensor:
+    def through(x: Tensor, *kinds: str) -> Tensor:
         with discarding():
-            rows, ready = rule.run("norm", norm, x)
+            rows, ready = LayerContext(recompute=frozenset(kinds)).run("norm", norm, x)
             return matrix(rows, ready)
 
-    through(x, RecomputeRule()).backward(dy)
+    through(x).backward(dy)
     expected = x.grad, matrix.weight.grad, norm.weight_D.grad
     x.grad = matrix.weight.grad = norm.weight_D.grad = None
     with counted_bytes(norm) as sizes:
-        y = through(x, rule)
+        y = through(x, "norm")
     assert sizes == [x.nbytes], "what the norm reads"
     y.backward(dy)
     assert_equal((x.grad, matrix.weight.grad, norm.weight_D.grad), expected)

@@ -16,7 +16,6 @@ from penstock.kernels.sparse_attention import attach_loss, attention_mass, best_
 from penstock.models import decoder, mla
 from penstock.models.decoder import Decoder
 from penstock.models.mla import LatentLayer
-from penstock.parallel.recompute import RecomputeRule
 from tests.closeness import assert_close, assert_equal
 from tests.models.families import reading_of, tiny_decoder
 from tests.models.huggingface.family_models import INDEXER, V32
@@ -47,7 +46,7 @@ def gradients(
     model = unsettled(tiny_decoder(config, operators).train())
     for layer in model.modules():
         if isinstance(layer, LatentLayer):
-            layer.layer_context = replace(layer.layer_context, recompute=RecomputeRule(kinds=frozenset(recomputed)))
+            layer.layer_context = replace(layer.layer_context, recompute=frozenset(recomputed))
     hidden = model(reading_of(TOKENS_BS, POSITIONS_BS, documents_BS)).main_BSD
     loss = F.cross_entropy(F.linear(hidden, model.head_VD).flatten(0, 1), TOKENS_BS.roll(-1, 1).flatten())
     (loss if with_loss else 0.0 * loss).backward()

@@ -17,7 +17,7 @@ from penstock.layout.stages import Stage
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
-from penstock.models.parameters import fuse_wgrad_accumulation, head_main_grad, param_shards
+from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import build_rank, embedding_places, message_of, schedule_of, stages_of
 from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import LocalDispatcher
@@ -295,7 +295,7 @@ def test_experts_add_to_the_buffers_of_all_their_parameters_in_order() -> None:
 @pytest.mark.parametrize(("model", "head"), [("v3", "head.weight"), ("tied", "embed.weight")])
 def test_products_and_the_loss_add_to_the_buffers_of_their_weights(model: str, head: str) -> None:
     decoder, buffers = _with_buffers(model)
-    assert head_main_grad(decoder) is buffers[head]
+    assert decoder.head_main_grad is buffers[head]
     assert len(_buffers_of(decoder)) > 10 and None not in _buffers_of(decoder)
     for path, module in decoder.named_modules():
         if isinstance(module, (Linear, Embedding)):

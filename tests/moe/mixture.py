@@ -335,7 +335,7 @@ def make_layer(
     width = moe.shared_expert_intermediate_size
     shared = FeedForward(hidden, width, layer_context, shared_rule(moe, activation)) if width else None
     hashed_ids = 0 if table_VK is None else len(table_VK)
-    router = TopKRouter(moe, hidden, 0, layer_context.operators, hashed_ids=hashed_ids)
+    router = TopKRouter(moe, hidden, 0, layer_context, hashed_ids)
     if table_VK is not None:
         router.table_VK = table_VK
     layer = MoE(router, dispatcher, experts, shared, layer_context, row_capacity)

@@ -26,7 +26,6 @@ from penstock.moe.layer import MoE
 from penstock.moe.router import hash_table
 from penstock.moe.routing import Scope
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.recompute import RecomputeRule
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close, assert_equal
 from tests.moe.mixture import make_layer, plain_moe
@@ -198,7 +197,7 @@ def gradients(layer: MoE) -> list[Tensor]:
 def test_what_is_recomputed_gives_the_same_bits(forms: Operators, kinds: tuple[str, ...], moe: Moe) -> None:
     found = []
     for rule in (frozenset[str](), frozenset(kinds)):
-        layer = make_layer(moe, LayerContext(operators=forms, recompute=RecomputeRule(kinds=rule)), D, std=0.5)
+        layer = make_layer(moe, LayerContext(operators=forms, recompute=rule), D, std=0.5)
         found.append([*trained(layer), *gradients(layer)])
     assert_equal(*found)
 

@@ -23,9 +23,8 @@ from penstock.moe.dispatch.contract import ExpertRows
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE, Terms
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.async_transfer import TransferStream, drain
-from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.recompute import RecomputeRule
+from penstock.parallel.async_transfer import TransferStream
+from penstock.parallel.layer_context import LayerContext, drain
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_equal, decibels
 from tests.moe.mixture import make_layer, plain_moe
@@ -36,8 +35,8 @@ PRE_ACTIVATION = T * K * 2 * F * 4
 
 
 def _layer(network: Operators, kinds: tuple[str, ...], *, weight_grads: WeightGradStore | None = None) -> MoE:
-    rule = RecomputeRule(kinds=frozenset(kinds))
-    return make_layer(plain_moe(E, F), LayerContext(operators=network, recompute=rule, weight_grads=weight_grads), D)
+    layer_context = LayerContext(operators=network, recompute=frozenset(kinds), weight_grads=weight_grads)
+    return make_layer(plain_moe(E, F), layer_context, D)
 
 
 def _whole(layer: MoE, run: Callable[..., Terms] | None = None) -> list[Tensor]:

@@ -27,6 +27,7 @@ from penstock.moe.quantile import BINS, HIGHEST, SIDE, margin_counts, quantile_s
 from penstock.moe.router import TopKRouter, hash_table, update_expert_bias
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.axes import make_axes
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import recomputed
 from tests.closeness import assert_close, assert_equal
 from tests.distributed.pool import Pool
@@ -92,10 +93,13 @@ def test_mass_and_z_are_sums_over_each_sequence() -> None:
     assert_close(routed.z_B[0], logits_TE[:4].exp().sum(-1).log().square().sum())
 
 
-def _router(balance: Balance, experts: int = E, rate: float = 0.001) -> TopKRouter:
+NOTHING: frozenset[str] = frozenset()
+
+
+def _router(balance: Balance, experts: int = E, rate: float = 0.001, recompute: frozenset[str] = NOTHING) -> TopKRouter:
     router = Router(scoring_func="sigmoid", expert_bias=True, norm_topk_prob=True, expert_bias_rate=rate)
     moe = Moe(experts=experts, top_k=3, moe_intermediate_size=8, router=router, balance=balance)
-    module = TopKRouter(moe, hidden_size=16, layer=1, operators=REFERENCE)
+    module = TopKRouter(moe, hidden_size=16, layer=1, layer_context=LayerContext(recompute=recompute))
     nn.init.normal_(module.weight_ED, std=0.5, generator=torch.Generator().manual_seed(3))
     module.meter.reset()
     return module
@@ -111,7 +115,7 @@ def test_token_ids_choose_the_experts_of_a_hashed_layer_and_scores_their_weights
     rule = Router(scoring_func="sqrt-softplus", expert_bias=True)
     balance = Balance(aux_loss="sequence", aux_loss_coef=1.0, z_loss_coef=0.1)
     moe = Moe(experts=E, top_k=3, moe_intermediate_size=8, router=rule, balance=balance)
-    router = TopKRouter(moe, hidden_size=16, layer=0, operators=REFERENCE, hashed_ids=50)
+    router = TopKRouter(moe, hidden_size=16, layer=0, layer_context=LayerContext(), hashed_ids=50)
     assert router.expert_bias_E is None
     nn.init.normal_(router.weight_ED, std=0.5)
     router.table_VK.copy_(table_VK)
@@ -179,7 +183,8 @@ def test_the_balance_loss_reaches_the_weights_of_the_router() -> None:
 def _trained(auxiliary: str, capacity_factor: float, *, recompute: bool) -> list[Tensor]:
     """Two micro-batches forward, then both backward: gradients and what the meter says."""
     balance = Balance.model_validate({"aux_loss": auxiliary, "aux_loss_coef": 0.7, "z_loss_coef": 0.1})
-    router = _router(balance.model_copy(update={"capacity_factor": capacity_factor}))
+    balance = balance.model_copy(update={"capacity_factor": capacity_factor})
+    router = _router(balance, recompute=frozenset({"moe"}) if recompute else NOTHING)
 
     def mix(x_TD: Tensor) -> Tensor:
         return router(x_TD, Scope(sequences=2, share=0.5)).weights_TK.sum(1, keepdim=True) * x_TD
@@ -285,7 +290,7 @@ def test_quantiles_even_a_skewed_load_in_few_steps(kind: str) -> None:
     how = Router(scoring_func=scoring, expert_bias=True, softmax_after_top_k=kind == "logits")
     balance = Balance(bias_rule="quantile")
     moe = Moe(experts=32, top_k=3, moe_intermediate_size=8, router=how, balance=balance)
-    router = TopKRouter(moe, hidden_size=16, layer=1, operators=REFERENCE)
+    router = TopKRouter(moe, hidden_size=16, layer=1, layer_context=LayerContext())
     nn.init.normal_(router.weight_ED, std=0.5, generator=torch.Generator().manual_seed(3))
     x_TD = torch.randn(1024, 16, generator=torch.Generator().manual_seed(2)) + 1.0
     uneven = []

@@ -18,7 +18,7 @@ from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.balance import reset_meters
 from penstock.moe.dispatch.collective import first_rows
-from penstock.moe.dispatch.gathers import pick_kept
+from penstock.moe.dispatch.payload import pick_kept
 from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity, make_room, rows_left_out, widenings
 from penstock.moe.routing import Routing
 from tests.closeness import assert_close
@@ -133,7 +133,7 @@ def test_rows_without_room_are_counted_and_the_next_pass_has_room_for_them() -> 
     arena = arena_of(2, 1.0)
     for rows in (15, 12):
         put(arena, rows)
-    assert int(rows_left_out([arena], torch.device("cpu"))) == 7
+    assert int(rows_left_out([arena])) == 7
     make_room([arena])
     arena.reset()
     places = [put(arena, rows) for rows in (15, 12)]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.async_transfer import AsyncTransfer, Steps, TransferStream, drain, within
+from penstock.parallel.async_transfer import AsyncTransfer, TransferStream
+from penstock.parallel.layer_context import Steps, drain, within
 from tests.closeness import assert_close
 from tests.parallel.alive import Alive
 from tests.parallel.recorded import Recorded, mirrored

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.grid import Grid
 from penstock.layout.schedules import PAIRED_GRAMMARS, SCHEDULES, schedule
-from penstock.parallel.async_transfer import Steps, TransferStream, drain
+from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
+from penstock.parallel.layer_context import Steps, drain
 from penstock.parallel.pipeline import Message, PipelineRunner, StageCall
 from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 from tests.closeness import assert_close

@@ -21,7 +21,7 @@ from penstock.kernels.choose import Choice
 from penstock.layout.experts import ExpertPlacement
 from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import RankModel
-from penstock.moe.dispatch.row_capacity import RowCapacity, make_room
+from penstock.moe.dispatch.row_capacity import RowCapacity, capacity_trackers, make_room
 from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture, fill
 from penstock.train.global_batch import cut
 from penstock.train.loop import Progress, open_store, train_run
@@ -144,7 +144,7 @@ def test_a_step_that_is_made_again_gives_the_graph_up_and_the_next_one_captures_
     whole = [cut(random_batch(4, 12, seed=seed), rule.cut) for seed in range(4)]
     for batch in whole[:2]:
         rule.passes(model, batch, rule.loss)
-    make_room(model.modules)
+    make_room(capacity_trackers(model.modules))
     repeated = rule.passes(model, whole[2], rule.loss)
     optimizer.zero_gradients()
     rule.passes(model, whole[3], rule.loss)

@@ -40,8 +40,16 @@ from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.balance import capacity
 from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows, sort_slots
-from penstock.moe.dispatch.gathers import collect_padded, pick_kept, reorder, spread, spread_padded
-from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
+from penstock.moe.dispatch.payload import (
+    UNQUANTIZED,
+    DispatchPayload,
+    WireFormat,
+    collect_padded,
+    pick_kept,
+    reorder,
+    spread,
+    spread_padded,
+)
 from penstock.moe.dispatch.row_capacity import READ, RowCapacity, SplitSizes
 from penstock.moe.routing import Routing, SortedSlots
 from penstock.parallel.axes import Axis

@@ -20,8 +20,7 @@ from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.replica_slots import ReplicaSlots
-from penstock.moe.dispatch.gathers import reorder
-from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
+from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat, reorder
 from penstock.moe.routing import Routing, SortedSlots
 from penstock.parallel.spans import span
 

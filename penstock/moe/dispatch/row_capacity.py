@@ -13,7 +13,7 @@ the backward pass of its last one.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,27 +129,26 @@ class RowCapacity(CapacityTracker):
         self.meter[1] = torch.maximum(self.meter[1], rows)
 
 
-def rows_left_out(modules: Iterable[nn.Module], device: torch.device) -> Tensor:
+def rows_left_out(trackers: Sequence[CapacityTracker]) -> Tensor:
     """Rows of this rank over capacity, over all layers: int64 scalar on the device."""
-    counts = [capacity.left_out for capacity in _trackers(modules)]
-    return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=device)
+    return torch.stack([capacity.left_out for capacity in trackers]).sum()
 
 
-def make_room(modules: Iterable[nn.Module]) -> None:
+def make_room(trackers: Sequence[CapacityTracker]) -> None:
     """Widen every layer to the rows that came in the step. All ranks call it when any left out a row."""
-    if trackers := list(_trackers(modules)):
-        peaks = torch.stack([capacity.meter[1] for capacity in trackers]).tolist()  # one wait for all layers
-        for capacity, most_rows in zip(trackers, peaks, strict=True):
-            capacity.widen(most_rows)
+    peaks = torch.stack([capacity.meter[1] for capacity in trackers]).tolist() if trackers else []  # one wait for all
+    for capacity, most_rows in zip(trackers, peaks, strict=True):
+        capacity.widen(most_rows)
 
 
 def widenings(modules: Iterable[nn.Module]) -> int:
     """Number of shape changes since the modules were made, the same on all ranks."""
-    return max((capacity.widenings for capacity in _trackers(modules)), default=0)
+    return max((capacity.widenings for capacity in capacity_trackers(modules)), default=0)
 
 
-def _trackers(modules: Iterable[nn.Module]) -> Iterator[CapacityTracker]:
-    return (module for model in modules for module in model.modules() if isinstance(module, CapacityTracker))
+def capacity_trackers(modules: Iterable[nn.Module]) -> tuple[CapacityTracker, ...]:
+    """All limits of rows of a rank; none where the host reads row counts."""
+    return tuple(module for model in modules for module in model.modules() if isinstance(module, CapacityTracker))
 
 
 class ActivationArena(CapacityTracker):

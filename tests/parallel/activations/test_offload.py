@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.parallel import OFFLOADABLE, Offload
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.offload import HostStore, OffloadRule, rule_for
-from penstock.parallel.recompute import RecomputeRule, current, discarding, recomputed, save_plainly
+from penstock.parallel.recompute import current, discarding, recomputed, save_plainly
 from tests.parallel.activations.test_recompute import ONE, D, T, assert_same, gradients, source
 from tests.parallel.alive import Alive
 
@@ -154,8 +155,8 @@ def test_a_discarded_output_does_not_move_but_is_computed_again() -> None:
 
 def test_a_module_that_is_recomputed_too_keeps_its_input_on_the_host() -> None:
     store, x_TD, net = Watched(in_flight=0), source(), network()
-    recompute = RecomputeRule(kinds=frozenset({"layer"}))
-    y_TD = rule_of(store).run("layer", recompute.run, "layer", net, x_TD * 1)
+    layer_context = LayerContext(recompute=frozenset({"layer"}), offload=rule_of(store))
+    y_TD = layer_context.run("layer", net, x_TD * 1)
     assert store.sent == [ONE]
     assert_same(gradients(y_TD.sum(), x_TD, net), gradients(net(x_TD * 1).sum(), x_TD, net))
     assert store.brought == [] and len(store.sent) == 1  # a replay sends nothing

@@ -18,14 +18,14 @@ from penstock.kernels import reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE
 from penstock.parallel.collectives import all_gather, reduce_scatter
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import (
-    RecomputeRule,
     current,
     discarding,
     is_inside,
     is_recomputing,
     recomputed,
-    rule_for,
+    recomputed_kinds,
     save_plainly,
     saved_as_is,
 )
@@ -45,40 +45,40 @@ from tests.parallel.test_collectives import world
 def test_a_layer_recomputes_if_its_number_and_its_stage_are_named(
     layers: list[int], stages: list[int], layer: int, stage: int
 ) -> None:
-    rule = rule_for(Recompute(modules=("moe",), layers=tuple(layers), stages=tuple(stages)), layer, stage)
-    assert (rule.kinds == {"moe"}) == ((layer in layers or not layers) and (stage in stages or not stages))
+    kinds = recomputed_kinds(Recompute(modules=("moe",), layers=tuple(layers), stages=tuple(stages)), layer, stage)
+    assert (kinds == {"moe"}) == ((layer in layers or not layers) and (stage in stages or not stages))
 
 
 def test_a_part_that_no_layer_has_is_refused() -> None:
     with pytest.raises(AssertionError, match="'mlp', 'norm'.* are not all of"):
-        rule_for(Recompute(modules=("norm", "mlp")), 0, 0)
+        LayerContext(recompute=recomputed_kinds(Recompute(modules=("norm", "mlp")), 0, 0))
 
 
 @pytest.mark.parametrize("kind", RECOMPUTABLE)
-def test_a_rule_recomputes_the_kinds_that_it_names_and_no_other(kind: str) -> None:
-    rule, x_TD = RecomputeRule(kinds=frozenset({kind})), source()
+def test_a_layer_recomputes_the_kinds_that_it_names_and_no_other(kind: str) -> None:
+    layer_context, x_TD = LayerContext(recompute=frozenset({kind})), source()
     for name in RECOMPUTABLE:
         part = Counted(torch.tanh)  # tanh saves its output, so backward needs it again
-        rule.run(name, part, x_TD).sum().backward()
+        layer_context.run(name, part, x_TD).sum().backward()
         assert part.calls == 1 + (name == kind)
 
 
 def test_a_part_inside_a_recomputed_layer_does_not_recompute_by_itself() -> None:
-    rule = RecomputeRule(kinds=frozenset({"layer", "expert-activation"}))
+    layer_context = LayerContext(recompute=frozenset({"layer", "expert-activation"}))
     seen = []
 
     def layer(x_TD: Tensor) -> Tensor:
-        seen.append(rule.recomputes("expert-activation"))
+        seen.append(layer_context.recomputes("expert-activation"))
         return x_TD.tanh()
 
-    rule.run("layer", layer, source()).sum().backward()
-    assert seen == [False, False] and rule.recomputes("expert-activation")  # in both runs of the layer
+    layer_context.run("layer", layer, source()).sum().backward()
+    assert seen == [False, False] and layer_context.recomputes("expert-activation")  # in both runs of the layer
 
 
 @pytest.mark.parametrize(("kinds", "calls"), [(frozenset({"norm"}), 2), (frozenset(), 1)])
-def test_outputs_are_discarded_under_a_rule_that_names_something(kinds: frozenset[str], calls: int) -> None:
+def test_outputs_are_discarded_in_a_layer_that_recomputes_something(kinds: frozenset[str], calls: int) -> None:
     double = Counted(lambda x_TD: x_TD * 2)
-    with RecomputeRule(kinds=kinds).discarding():
+    with LayerContext(recompute=kinds).discarding():
         # Doubling saves nothing; only the square needs what it gave.
         loss = recomputed(double, source()).square().sum()
     loss.backward()
