@@ -28,7 +28,7 @@ from penstock.config.dispatcher import MOST_PEERS
 from penstock.config.load import load_run
 from penstock.kernels.reference import RouterRule
 from penstock.kernels.replica_plan import PlanFact, ReplicaPlan, ReplicaRule, place_replicas, plan_replicas
-from penstock.moe.quantile import SIDE, margin_counts, quantile_shift
+from penstock.moe.balance import SIDE, margin_counts, quantile_shift
 from penstock.plan.assumptions import Assumptions
 from penstock.plan.balance import balance_cases, balance_json
 from penstock.plan.hardware_file import parse_cluster

@@ -28,8 +28,7 @@ from penstock.plan.search import search
 from penstock.plan.search_request import SearchRequest
 from penstock.tune import tune_candidates
 from penstock.tune.search_loop import Search, SearchSettings
-from penstock.tune.short_step import START_SECONDS
-from penstock.tune.tune_candidates import TOO_LARGE, CandidateSource
+from penstock.tune.tune_candidates import START_SECONDS, TOO_LARGE, CandidateSource
 
 STEPS, TRIALS = 14, 12
 

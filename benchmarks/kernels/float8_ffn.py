@@ -44,7 +44,7 @@ from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.quantized import as_quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, Recipe
 from penstock.kernels.float8.triton_operators import TRITON
-from penstock.kernels.local_order import order_local_rows
+from penstock.kernels.permute import order_local_rows
 
 TOP_K = {"V3 8 experts": 8, "V2-Lite EP4": 6, "Qwen3 EP4": 8, "tiny": 2}
 """Experts that a token chooses, of all ranks'; of the shares that are measured."""

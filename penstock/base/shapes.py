@@ -26,7 +26,7 @@ LEGEND: dict[str, str] = {
     "Q": "groups of experts",
     "L": "decoder layers",
     "W": "ranks of a group",
-    "U": "bins of an expert's margins (penstock/moe/quantile.py)",
+    "U": "bins of an expert's margins (penstock/moe/balance.py)",
     "X": "replica slots of a rank",
     "Z": "ranks with different experts; with expert tensor parallelism, groups of ranks that share each expert",
 }

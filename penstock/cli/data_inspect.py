@@ -20,8 +20,7 @@ from penstock.cli.options import Json, Overrides, Target
 from penstock.cli.output import print_table
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.data.contents import DocumentSpan, RowContents
-from penstock.train.batch_contents import BatchContents, held_out_contents, training_contents
+from penstock.train.batch_contents import BatchContents, DocumentSpan, RowContents, held_out_contents, training_contents
 from penstock.train.loop import open_store
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import open_split

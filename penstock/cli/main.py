@@ -1,6 +1,6 @@
 """Verbs of the command line, exit codes, and the form of errors.
 
-`penstock --install-completion` lets the shell complete verbs, presets and fields (penstock/cli/completion.py).
+`penstock --install-completion` lets the shell complete verbs, presets and fields (penstock/cli/signatures.py).
 
 Exit codes: 0 when done, 2 with one line on stderr for an error that the user can mend, 130 when interrupted, 141 when
 the reader of the output is gone. A verb may return another code. Any other exception is a bug: it keeps its traceback

@@ -4,10 +4,14 @@ Importing PyTorch takes seconds, and a misspelled option should not. `make docs`
 into commands.json (tools/commands_page.py); here typer makes commands of them, which parse, refuse and print help as
 the verb itself does. A test compares the two. Values that say what to train or to plan for are read as well, because
 presets, files, fields and clusters are known without PyTorch.
+
+For completion typer proposes verbs, options and choices from the same description; `completion_of` adds the values that
+it does not list: presets, fields and chips. Without a proposal the shell offers its files.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -17,12 +21,12 @@ import typer
 from typer.core import TyperCommand
 
 from penstock.base.errors import ConfigError
-from penstock.cli.completion import completion_of
-from penstock.cli.verbs import HELP
+from penstock.cli.verbs import HELP, load_by_name
 from penstock.config.load import huggingface_config_in, load_run
 from penstock.config.other_names import fields_of_other_name
+from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
-from penstock.config.schema import every_field
+from penstock.config.schema import NAME, every_field
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.layout_names import parse_layout
 
@@ -170,3 +174,47 @@ def _check_values(verb: str, node: Mapping[str, Any], values: Mapping[str, Any])
         if path.is_file() or not path.exists():
             # What is asked for beside the target may complete the run; its rules are left to the verb then.
             load_run(target, overrides or (), is_whole=verb not in ("plan", "init") and not values.get("keep"))
+
+
+Word = tuple[str, str]  # a proposed word and its description
+
+
+def _presets(begun: str) -> Iterator[Word]:
+    for name, make in PRESETS.items():
+        yield name, " ".join((make.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+
+
+def _overrides(begun: str) -> Iterator[Word]:
+    """Fields, and the values of the field if one is named."""
+    path = begun.partition("=")[0]
+    for field in every_field(Run):
+        if field.sections or NAME in field.path:
+            continue
+        if field.path == path and "=" in begun:
+            yield from ((f"{path}={choice}", "") for choice in field.choices)
+        elif "=" not in begun:  # no value of another field is begun
+            yield f"{field.path}=", field.doc
+
+
+def _clusters(begun: str) -> Iterator[Word]:
+    number = begun.partition("x")[0] or "8"  # `512xMI` keeps its 512
+    return ((f"{number}x{name}", "") for name in load_by_name("penstock.plan.hardware_file", "known_hardware")())
+
+
+# Proposals by the name of a value in help.
+_KNOWN: dict[str, Callable[[str], Iterator[Word]]] = {
+    r"TARGET|A|B|A B": _presets,
+    r"\[a\.b=c\]\.\.\.": _overrides,
+    r"FIELD": lambda begun: ((path, "") for path in dict.fromkeys(field.path for field in every_field(Run))),
+    r"NxCHIP": _clusters,
+}
+
+
+def completion_of(value: str) -> Callable[[str], list[Word]]:
+    """The function from which typer takes proposals for a value of this name in help; typer leaves out other words."""
+    propose = next((propose for pattern, propose in _KNOWN.items() if re.fullmatch(pattern, value)), None)
+
+    def complete(incomplete: str) -> list[Word]:
+        return [] if propose is None else list(propose(incomplete))
+
+    return complete

@@ -94,6 +94,6 @@ def owners_of(costs: Sequence[int], candidates: Sequence[Collection[int]], ranks
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-    """FLOPs of orthogonalizing a matrix: three products in each step (penstock/kernels/newton_schulz.py)."""
+    """FLOPs of orthogonalizing a matrix: three products in each step (penstock/kernels/gram.py)."""
     short, long = sorted((rows, columns))
     return steps * (4 * short * short * long + 2 * short**3)

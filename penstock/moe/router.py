@@ -17,16 +17,18 @@ from penstock.config.model import Moe
 from penstock.kernels.float32_products import float32_linear
 from penstock.kernels.reference import RouterRule, route
 from penstock.moe.balance import (
+    BINS,
     LayerLoad,
     LoadMeter,
     attach,
     auxiliary_loss,
     capacity,
     drop_over_capacity,
+    margin_counts,
+    quantile_shift,
     slot_counts,
     spread_evenly,
 )
-from penstock.moe.quantile import BINS, margin_counts, quantile_shift
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.collectives import all_reduce
 from penstock.parallel.layer_context import LayerContext
@@ -135,7 +137,7 @@ def update_expert_bias(modules: Iterable[nn.Module], loads: Iterable[LayerLoad])
     """Move every expert bias, once a step, by `model.moe.balance.bias_rule`. All ranks call it.
 
     With sign that is a fixed step against the sign of the expert's excess load (arXiv 2408.15664), with quantile as far
-    as makes the expert's load even (`penstock.moe.quantile`). `loads` is the load of the global batch over all ranks.
+    as makes the expert's load even (`quantile_shift`). `loads` is the load of the global batch over all ranks.
     """
     slots = {load.layer: load.slots_E for load in loads}
     routers = (module for model in modules for module in model.modules() if isinstance(module, TopKRouter))

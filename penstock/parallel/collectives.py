@@ -40,12 +40,18 @@ Transpose = Callable[..., Tensor]
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Join the parts of all ranks along a dim, in the order of the axis. The gradient is a reduce-scatter."""
-    return x if axis.size == 1 else with_transpose(x, *_along(axis, dim % x.ndim))
+    if axis.size == 1:
+        return x
+    gather, scatter = _along(axis, dim % x.ndim)
+    return with_transpose(x, gather, scatter)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Sum over the ranks and take our part along a dim, which the ranks divide. The gradient is an all-gather."""
-    return x if axis.size == 1 else with_transpose(x, *reversed(_along(axis, dim % x.ndim)))
+    if axis.size == 1:
+        return x
+    gather, scatter = _along(axis, dim % x.ndim)
+    return with_transpose(x, scatter, gather)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.kernels.newton_schulz import orthogonalize
+from penstock.kernels.gram import orthogonalize
 from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
 from penstock.layout.matrices import Matrices, MatrixPart, newton_schulz_flops, owners_of, parts_of
 from penstock.layout.sharding import Cut, Rectangle, local_shape, local_slices, rows_of_chunk, rows_of_shard

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.data.batch import PADDING, Batch, pack
-from penstock.data.contents import RowContents, row_of
 from penstock.data.evaluation import evaluation_batches
 from penstock.data.stream import Rows, Stream
 from penstock.data.tokenizer import ByteTokenizer
 from penstock.kernels.reference import IGNORED_LABEL
+from penstock.train.batch_contents import RowContents, row_of
 from tests.data.in_memory import END, InMemory, loader_of, numbered, sources
 
 NO = IGNORED_LABEL

@@ -9,8 +9,7 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import permute as permute_module
 from penstock.kernels import reference
-from penstock.kernels.local_order import order_local_rows
-from penstock.kernels.permute import order_rows, unpermute
+from penstock.kernels.permute import order_local_rows, order_rows, unpermute
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.tuning import KernelLaunch
 from tests.examples import examples

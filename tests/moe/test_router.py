@@ -13,17 +13,21 @@ from penstock.kernels.reference import Routed, RouterRule, route
 from penstock.layout.grid import Grid
 from penstock.layout.sequence import Method, SequenceLayout
 from penstock.moe.balance import (
+    BINS,
+    HIGHEST,
+    SIDE,
     LoadMeter,
     SlotCounts,
     attach,
     auxiliary_loss,
     capacity,
     drop_over_capacity,
+    margin_counts,
+    quantile_shift,
     reset_meters,
     slot_counts,
     spread_evenly,
 )
-from penstock.moe.quantile import BINS, HIGHEST, SIDE, margin_counts, quantile_shift
 from penstock.moe.router import TopKRouter, hash_table, update_expert_bias
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.axes import make_axes
@@ -93,13 +97,10 @@ def test_mass_and_z_are_sums_over_each_sequence() -> None:
     assert_close(routed.z_B[0], logits_TE[:4].exp().sum(-1).log().square().sum())
 
 
-NOTHING: frozenset[str] = frozenset()
-
-
-def _router(balance: Balance, experts: int = E, rate: float = 0.001, recompute: frozenset[str] = NOTHING) -> TopKRouter:
+def _router(balance: Balance, experts: int = E, rate: float = 0.001, *recompute: str) -> TopKRouter:
     router = Router(scoring_func="sigmoid", expert_bias=True, norm_topk_prob=True, expert_bias_rate=rate)
     moe = Moe(experts=experts, top_k=3, moe_intermediate_size=8, router=router, balance=balance)
-    module = TopKRouter(moe, hidden_size=16, layer=1, layer_context=LayerContext(recompute=recompute))
+    module = TopKRouter(moe, hidden_size=16, layer=1, layer_context=LayerContext(recompute=frozenset(recompute)))
     nn.init.normal_(module.weight_ED, std=0.5, generator=torch.Generator().manual_seed(3))
     module.meter.reset()
     return module
@@ -183,8 +184,7 @@ def test_the_balance_loss_reaches_the_weights_of_the_router() -> None:
 def _trained(auxiliary: str, capacity_factor: float, *, recompute: bool) -> list[Tensor]:
     """Two micro-batches forward, then both backward: gradients and what the meter says."""
     balance = Balance.model_validate({"aux_loss": auxiliary, "aux_loss_coef": 0.7, "z_loss_coef": 0.1})
-    balance = balance.model_copy(update={"capacity_factor": capacity_factor})
-    router = _router(balance, recompute=frozenset({"moe"}) if recompute else NOTHING)
+    router = _router(balance.model_copy(update={"capacity_factor": capacity_factor}), E, 0.001, *["moe"] * recompute)
 
     def mix(x_TD: Tensor) -> Tensor:
         return router(x_TD, Scope(sequences=2, share=0.5)).weights_TK.sum(1, keepdim=True) * x_TD

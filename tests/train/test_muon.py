@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from penstock.config.load import load_run
 from penstock.config.training import Muon as Settings
 from penstock.config.training import Optimizer
-from penstock.kernels.newton_schulz import COEFFICIENTS, orthogonalize
+from penstock.kernels.gram import COEFFICIENTS, orthogonalize
 from penstock.layout.matrices import Matrices
 from penstock.models.build import meta_model
 from penstock.models.parameters import param_shards

@@ -15,7 +15,7 @@ import pytest
 from penstock.config.run import Run
 from penstock.config.training import Record
 from penstock.train.run_folder import RunFolder
-from penstock.train.weights_and_biases import WeightsAndBiases
+from penstock.train.sinks import WeightsAndBiases
 from tests.train.test_metrics import write
 from tests.train.tiny_run import HELD_OUT, run_start, step_report, tiny_run
 

@@ -20,8 +20,7 @@ from penstock.plan.search_request import SearchRequest
 from penstock.tune import tune_candidates
 from penstock.tune.belief import ShortStep, TrialCandidate
 from penstock.tune.search_loop import Search, SearchSettings, TrialLimits, TrialResult, trial_key
-from penstock.tune.short_step import rows_of_trials, shorter, with_rows
-from penstock.tune.tune_candidates import CandidateSource
+from penstock.tune.tune_candidates import CandidateSource, rows_of_trials, shorter, with_rows
 
 LONG = load_run("gpt-oss-20b-4l")  # 1,024 rows in a step, in micro-batches of one
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.config.dispatcher import DispatcherName
-from penstock.kernels.local_order import LocalOrder, order_local_rows
+from penstock.kernels.permute import LocalOrder, order_local_rows
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.symmetric import (
     PUSH_LAUNCH,
