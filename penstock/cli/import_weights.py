@@ -23,10 +23,12 @@ from penstock.base.errors import ConfigError
 from penstock.base.numbers import count_text
 from penstock.cli.output import print_next
 from penstock.config.load import load_run, with_overrides
+from penstock.config.run import Run
 from penstock.config.size import size_of
 from penstock.data.hub import weights_of
 from penstock.models.huggingface.config import facts_of, run_of
 from penstock.models.huggingface.distributed_folder import open_source
+from penstock.models.huggingface.weight_folder import WeightSource
 from penstock.models.huggingface.weights import with_prediction
 from penstock.train.import_weights import Upcycling, import_weights
 from penstock.train.saved_weights import RUN_FILE
@@ -53,11 +55,7 @@ def import_(
     folder = source.parent if source.suffix == ".json" and source.is_file() else source
     weights = None if config_only else open_source(folder, base.model)
     if weights is not None:
-        with_theirs, layers = with_prediction(base.model, weights), base.model.mtp_layers
-        if with_theirs.mtp_layers < layers:
-            print(f"without multi-token prediction: the files have {with_theirs.mtp_layers} of {layers} layers")
-        if with_theirs.mtp_layers < layers or not preset:
-            base = base.model_copy(update={"model": with_theirs})
+        base = _with_prediction_of(weights, base, is_preset=bool(preset))
     upcycling = Upcycling(copies=copies, chosen=chosen, granularity=granularity) if copies else None
     model = upcycling.model(base.model) if upcycling else base.model  # with experts, if the dense network is copied
     # run.toml starts from the folder that is written.
@@ -73,3 +71,11 @@ def import_(
     parameters = count_text(size.parameters + size.mtp_parameters)
     print(f"wrote {output}: {parameters} parameters, {run.model.family}{alone}")
     print_next("train", output / RUN_FILE)
+
+
+def _with_prediction_of(weights: WeightSource, base: Run, *, is_preset: bool) -> Run:
+    """The run with as many layers of multi-token prediction as the files have; a preset may lose some only."""
+    theirs, layers = with_prediction(base.model, weights), base.model.mtp_layers
+    if theirs.mtp_layers < layers:
+        print(f"without multi-token prediction: the files have {theirs.mtp_layers} of {layers} layers")
+    return base.model_copy(update={"model": theirs}) if theirs.mtp_layers < layers or not is_preset else base

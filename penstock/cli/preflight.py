@@ -93,18 +93,23 @@ def preflight(
     gpus = read_gpus() if looks else []
     known = _known(gpus, hardware)
     checks = _look(run, gpus, known) if looks else []
-    if environment.started_by:
-        if processes is not None:
-            raise DeviceError(f"{environment.started_by} has started the processes already", fix="no --processes")
-        measured = _be_a_rank(environment, 0)
-    else:
-        measured = _measured(environment, processes or len(gpus) or CPU_RANKS, len(gpus))
+    measured = _measured_together(environment, processes, len(gpus))
     checks += judge_measured(parse_measured(measured), known) if measured else [BROKEN]
+    has_failed = any(check.status == "failed" for check in checks)
     if looks:
         print_checks(checks, environment, as_json=as_json)
-        if not as_json and all(check.status != "failed" for check in checks):
+        if not as_json and not has_failed:
             print_next("train", target or "debug", *(overrides or ()))
-    return FAILED if any(check.status == "failed" for check in checks) else 0
+    return FAILED if has_failed else 0
+
+
+def _measured_together(environment: Environment, processes: int | None, gpus: int) -> str:
+    """What ranks have measured, as text: this process is one of them, or starts them."""
+    if not environment.started_by:
+        return _measured(environment, processes or gpus or CPU_RANKS, gpus)
+    if processes is not None:
+        raise DeviceError(f"{environment.started_by} has started the processes already", fix="no --processes")
+    return _be_a_rank(environment, 0)
 
 
 def _known(gpus: Sequence[Gpu], file: Path | None) -> Hardware | None:

@@ -162,18 +162,17 @@ def _check_values(verb: str, node: Mapping[str, Any], values: Mapping[str, Any])
     for name in ("layout", "only") if verb == "plan" else ():
         if isinstance(text := values.get(name), str) and text != "own":
             parse_layout(text)
-    # A pipe can be read once, a folder may be that of weights, and the target may be left out before overrides.
-    if (
-        isinstance(target, str)
-        and "=" not in target
-        and not any(Path(target).is_relative_to(folder) for folder in ("/dev", "/proc"))
-    ):
-        path = Path(target)
-        if verb == "plan" and huggingface_config_in(target):
-            return  # reading it needs PyTorch
-        if path.is_file() or not path.exists():
-            # What is asked for beside the target may complete the run; its rules are left to the verb then.
-            load_run(target, overrides or (), is_whole=verb not in ("plan", "init") and not values.get("keep"))
+    # The target may be left out before overrides, and reading a model's config.json needs PyTorch.
+    if isinstance(target, str) and "=" not in target and not (verb == "plan" and huggingface_config_in(target)):
+        # What is asked for beside the target may complete the run; its rules are left to the verb then.
+        _check_run(target, overrides or (), is_whole=verb not in ("plan", "init") and not values.get("keep"))
+
+
+def _check_run(target: str, overrides: Sequence[str], *, is_whole: bool) -> None:
+    """Read the run, except from a pipe, which can be read once, or from a folder, which may be that of weights."""
+    path = Path(target)
+    if (path.is_file() or not path.exists()) and not any(path.is_relative_to(folder) for folder in ("/dev", "/proc")):
+        load_run(target, overrides, is_whole=is_whole)
 
 
 Word = tuple[str, str]  # a proposed word and its description

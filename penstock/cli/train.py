@@ -157,16 +157,8 @@ def train(  # noqa: PLR0913 - one argument for each option
             raise DeviceError("--rank says which rank --fake-world builds", fix="add --fake-world N")
         started = processes_to_start(launch.run, environment, processes)  # 1: this process is the rank
         grid = _grid(launch.run, environment.world_size * started)
-        if not environment.started_by:  # ranks of torchrun ask rank 0 for it, later
-            check_sinks(launch.run)
-            if launch.folder is None:
-                check_initial_weights(launch.run)
-        parent = Path(launch.run.record.folder)
-        if parent.exists() and not parent.is_dir():
-            raise RunFolderError(f"record.folder {parent} is no folder", fix="name another folder for runs")
-        options = [*(["--name", name] if name is not None else []), *(["--resume"] if resumes else [])]
-        options += ["--from", str(source)] if source is not None else []
-        command = ["train", *given, *options]
+        _check_surroundings(launch, environment)
+        command = ["train", *given, *_options(name, source, resumes=resumes)]
         if dry_run:
             _print_plan(console, launch, grid, started)
             _say(console, next_line(*command))
@@ -176,17 +168,38 @@ def train(  # noqa: PLR0913 - one argument for each option
             _check_memory(
                 on_ranks(launch.run, grid.world), grid, torch.device("cpu"), max(started, environment.local_world_size)
             )
-        if started > 1 or restarts:  # this process only starts the ranks and waits for them
-            if launch.is_named and launch.folder is None:
-                check_is_free(parent, launch.run.name)
-            facts = facts_of_run(launch.run, facts_of_ranks(environment, started))
-            say = partial(_say, console)
-            plan = LocalLaunch(
-                processes=started, restarts=restarts, fewer=_fewer(launch.run, started), facts=facts, say=say
-            )
-            return run_processes(main, command, plan)
+        if started > 1 or restarts:
+            return _start_ranks(console, environment, launch, command, started, restarts)
         meeting.open(launch.run.host.timeout_minutes)
         return _be_a_rank(console, environment, meeting, _launch_of_all(environment, meeting, launch, overrides))
+
+
+def _options(name: str | None, source: Path | None, *, resumes: bool) -> list[str]:
+    options = [*(["--name", name] if name is not None else []), *(["--resume"] if resumes else [])]
+    return [*options, "--from", str(source)] if source is not None else options
+
+
+def _check_surroundings(launch: Launch, environment: Environment) -> None:
+    """Refuse sinks, initial weights and a folder for runs that cannot be used."""
+    if not environment.started_by:  # ranks of torchrun ask rank 0 for it, later
+        check_sinks(launch.run)
+        if launch.folder is None:
+            check_initial_weights(launch.run)
+    parent = Path(launch.run.record.folder)
+    if parent.exists() and not parent.is_dir():
+        raise RunFolderError(f"record.folder {parent} is no folder", fix="name another folder for runs")
+
+
+def _start_ranks(
+    console: Console, environment: Environment, launch: Launch, command: list[str], started: int, restarts: int
+) -> int:
+    """Start the ranks, and wait for them: this process is none of them."""
+    if launch.is_named and launch.folder is None:
+        check_is_free(Path(launch.run.record.folder), launch.run.name)
+    facts = facts_of_run(launch.run, facts_of_ranks(environment, started))
+    fewer, say = _fewer(launch.run, started), partial(_say, console)
+    plan = LocalLaunch(processes=started, restarts=restarts, fewer=fewer, facts=facts, say=say)
+    return run_processes(main, command, plan)
 
 
 def _target_of(given: Sequence[str], source: Path | None) -> tuple[str, list[str]]:
@@ -378,10 +391,7 @@ def _run(
         folder = launch.folder
         store = open_store(session.run, folder, session.axes.world)
         begin = resume(session, folder, store, launch.run)
-        _say(console, *filter(None, [launch.notice]))
-        if begin.steps == 0:
-            _say(console, f"{folder.path} has no checkpoint: it begins at its first step")
-        _say(console, *begin.notices)
+        _say(console, *_resumed_text(launch.notice, folder, begin))
     kept_in = folder.goodput if environment.rank == 0 else None
     ledger = GoodputLedger(kept_in, begin.steps, environment.job_begin)
     sinks = open_sinks(session.run, folder, begin.steps, view.note) if environment.rank == 0 else []
@@ -406,6 +416,11 @@ def _run(
     _print_end(console, session.run, folder, end, ledger.seconds())
     # A rank that stops because another one was asked to ends as that one does.
     return (stop.exit_code or STOPPED) if end.stopped_by else 0
+
+
+def _resumed_text(notice: str, folder: RunFolder, begin: Progress) -> list[str]:
+    from_first = [f"{folder.path} has no checkpoint: it begins at its first step"] if begin.steps == 0 else []
+    return [*filter(None, [notice]), *from_first, *begin.notices]
 
 
 def _note_next(error: Exception, folder: RunFolder, store: CheckpointStore, steps: int) -> None:

@@ -45,6 +45,7 @@ _WORDS: dict[Any, str] = {
     tuple[str, ...]: "list of texts",
     tuple[int, ...]: "list of whole numbers",
 }
+_SECTION_WORDS = {False: "section", True: "sections by name"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +106,17 @@ def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
     sections = tuple(type_ for type_ in types if isinstance(type_, type) and issubclass(type_, Section))
     values = [type_ for type_ in types if type_ not in sections and type_ is not NoneType]
     choices = get_args(values[0]) if values and get_origin(values[0]) is Literal else ()
-    section_text = "sections by name" if named else "section" if sections else ""
     extra = info.json_schema_extra
     assert isinstance(extra, dict), f"{owner.__name__}.{name} is declared by knob"
+    low, high = _limits(info)
     return Field(
         path=name,
         owner=owner,
         doc=info.description or "",
         unit=str(extra["unit"]),
-        type_text=", ".join(choices) or section_text or _WORDS[values[0]],
-        low=next((float(bound.ge) for bound in info.metadata if isinstance(bound, Ge)), None),  # type: ignore[arg-type]
-        high=next((float(bound.le) for bound in info.metadata if isinstance(bound, Le)), None),  # type: ignore[arg-type]
+        type_text=", ".join(choices) or (_SECTION_WORDS[named] if sections else _WORDS[values[0]]),
+        low=low,
+        high=high,
         choices=choices,
         sections=sections,
         named=named,
@@ -124,6 +125,12 @@ def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
         required=info.is_required() or name == KIND,
         default=None if info.is_required() else info.default,
     )
+
+
+def _limits(info: FieldInfo) -> tuple[float | None, float | None]:
+    low = next((float(bound.ge) for bound in info.metadata if isinstance(bound, Ge)), None)  # type: ignore[arg-type]
+    high = next((float(bound.le) for bound in info.metadata if isinstance(bound, Le)), None)  # type: ignore[arg-type]
+    return low, high
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:

@@ -87,11 +87,7 @@ def settle(fields: Mapping[str, Field], tree: Mapping[str, Any], above: str = ""
 def _settle_value(field: Field | None, value: Any, path: str) -> Any:
     if field is None:
         return value
-    if isinstance(value, int) and abs(value) >= 2**63:  # of TOML, and of torch
-        raise ConfigError(f"{path} is more than 64 bits can hold", got=value)
-    texts = (value,) if isinstance(value, str) else value if isinstance(value, (list, tuple)) else ()
-    if any(isinstance(text, str) and "\0" in text for text in texts):
-        raise ConfigError(f"{path} has a null character", got=ascii(value)[:_LONGEST_VALUE])
+    _refuse_what_nothing_holds(value, path)
     if field.optional and value == NONE:
         return None
     if field.sections and isinstance(value, Mapping):
@@ -105,6 +101,14 @@ def _settle_value(field: Field | None, value: Any, path: str) -> Any:
     if field.takes_list and isinstance(value, (str, int)):  # data.files=a.txt
         return (value,)
     return tuple(value) if isinstance(value, list) else value  # frozen sections hold tuples
+
+
+def _refuse_what_nothing_holds(value: Any, path: str) -> None:
+    if isinstance(value, int) and abs(value) >= 2**63:  # of TOML, and of torch
+        raise ConfigError(f"{path} is more than 64 bits can hold", got=value)
+    texts = (value,) if isinstance(value, str) else value if isinstance(value, (list, tuple)) else ()
+    if any(isinstance(text, str) and "\0" in text for text in texts):
+        raise ConfigError(f"{path} has a null character", got=ascii(value)[:_LONGEST_VALUE])
 
 
 def paths_in(tree: Mapping[str, Any], above: str = "") -> frozenset[str]:

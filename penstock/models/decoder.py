@@ -160,26 +160,32 @@ class Decoder(nn.Module):
             positions_BS = torch.zeros_like(positions_BS)  # angles of zero
         with span(Span.EMBED):
             cos_BSP, sin_BSP = angles(attention.rope, self.rotary_dim, positions_BS)  # P / 2 wide
-            indexer = attention.indexer if isinstance(attention, LatentAttention) else None
-            chooses = indexer is not None and not reads_all_keys(indexer, positions_BS.shape[1])
-            has_bounds = self.has_bounds and not chooses
-            # Beside attention between bounds, QK-clip alone reads the mask.
-            reads_mask = not has_bounds or any(logits.logits is not None for logits in self.with_logits)
-            gathers = chooses and indexer is not None and gathers_keys(indexer, self.layer_context)
-            allowed_BSS = inputs.allowed_BSS() if reads_mask and not gathers else None
-            context = ForwardContext(cos_BSP, sin_BSP, allowed_BSS, scope, inputs.parts)
-            if has_bounds:
-                held, device = positions_BS.shape[1], positions_BS.device
-                context = replace(context, bounds=nears_of(self.layer_context, None, held, inputs.documents_BS, device))
-            if indexer is not None:
-                documents_BS = torch.zeros_like(positions_BS) if inputs.documents_BS is None else inputs.documents_BS
-                first_BS = first_keys(documents_BS, None, documents_BS.shape[1], documents_BS.device)
-                context = replace(context, first_BS=first_BS)
+            context = self._with_masks(ForwardContext(cos_BSP, sin_BSP, None, scope, inputs.parts), inputs)
             if self.config.linear_attention is not None:
                 context = replace(context, documents_BS=inputs.documents_BS)
             if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
                 context = self._with_local(context, attention.local, inputs)
             return context.in_static_memory()  # last: captured graphs read these addresses
+
+    def _with_masks(self, context: ForwardContext, inputs: ModelInputs) -> ForwardContext:
+        """The same with what layers that see the whole row may read: masks, bounds, begins of documents."""
+        attention, positions_BS = self.config.attention, inputs.positions_BS
+        indexer = attention.indexer if isinstance(attention, LatentAttention) else None
+        chooses = indexer is not None and not reads_all_keys(indexer, positions_BS.shape[1])
+        has_bounds = self.has_bounds and not chooses
+        # Beside attention between bounds, QK-clip alone reads the mask.
+        reads_mask = not has_bounds or any(logits.logits is not None for logits in self.with_logits)
+        gathers = chooses and indexer is not None and gathers_keys(indexer, self.layer_context)
+        if reads_mask and not gathers:
+            context = replace(context, allowed_BSS=inputs.allowed_BSS())
+        if has_bounds:
+            held, device = positions_BS.shape[1], positions_BS.device
+            context = replace(context, bounds=nears_of(self.layer_context, None, held, inputs.documents_BS, device))
+        if indexer is not None:
+            documents_BS = torch.zeros_like(positions_BS) if inputs.documents_BS is None else inputs.documents_BS
+            first_BS = first_keys(documents_BS, None, documents_BS.shape[1], documents_BS.device)
+            context = replace(context, first_BS=first_BS)
+        return context
 
     def _with_local(self, context: ForwardContext, local: LocalAttention, inputs: ModelInputs) -> ForwardContext:
         held, device = inputs.positions_BS.shape[1], inputs.positions_BS.device

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.config.model import Moe
 from penstock.kernels.float32_products import float32_linear
-from penstock.kernels.reference import RouterRule, route
+from penstock.kernels.reference import Routed, RouterRule, route
 from penstock.moe.balance import (
     BINS,
     LayerLoad,
@@ -98,12 +98,7 @@ class TopKRouter(nn.Module):
         logits_TE = float32_linear(x_TD, self.weight_ED)
         if self.logit_bias_E is not None:
             logits_TE = logits_TE + self.logit_bias_E
-        if self.table_VK is None:
-            routed = self.operators.route(logits_TE, self.expert_bias_E, self.rule, scope.sequences)
-        else:
-            assert scope.tokens_T is not None, "the choice is by token ids"
-            experts_TK = self.table_VK[scope.tokens_T].long()
-            routed = route(logits_TE, None, self.rule, scope.sequences, experts_TK)
+        routed = self._choose(logits_TE, scope)
         routing = Routing(routed.weights_TK, routed.experts_TK)
         tokens = x_TD.shape[0] * self.axes.sequence.size  # of the ranks that share rows
         # Recomputation sees tokens that were counted already; their loss is attached to the weights of forward.
@@ -112,12 +107,8 @@ class TopKRouter(nn.Module):
             self.meter.slots_E += routed.counts_BE.sum(0)  # before the loss: it counts this micro-batch too
             if self.meter.margins_EU is not None and self.expert_bias_E is not None:
                 self.meter.margins_EU += margin_counts(logits_TE, self.expert_bias_E, self.rule)
-        if measured and (self.balance.aux_loss_coef or self.balance.z_loss_coef):
-            load = slot_counts(routed.counts_BE, self.meter, self.balance, self.axes)
-            auxiliary = auxiliary_loss(routed, tokens, self.balance, scope, load, self.operators)
-            self.meter.auxiliary_loss += auxiliary.loss
-            with saved_as_is() if self.may_run_again else nullcontext():
-                routing = Routing(attach(routing.weights_TK, routed, auxiliary), routing.experts_TK)
+            if self.balance.aux_loss_coef or self.balance.z_loss_coef:
+                routing = self._with_losses(routed, tokens, scope)
         if self.balance.force_load_balance and self.training:
             routing = spread_evenly(routing, self.experts)
         if self.balance.capacity_factor and self.training:
@@ -126,6 +117,20 @@ class TopKRouter(nn.Module):
             if measured:
                 self.meter.dropped += (routing.experts_TK == self.experts).sum()
         return routing
+
+    def _choose(self, logits_TE: Tensor, scope: Scope) -> Routed:
+        if self.table_VK is None:
+            return self.operators.route(logits_TE, self.expert_bias_E, self.rule, scope.sequences)
+        assert scope.tokens_T is not None, "the choice is by token ids"
+        return route(logits_TE, None, self.rule, scope.sequences, self.table_VK[scope.tokens_T].long())
+
+    def _with_losses(self, routed: Routed, tokens: int, scope: Scope) -> Routing:
+        """The choice with the auxiliary losses attached to its weights."""
+        load = slot_counts(routed.counts_BE, self.meter, self.balance, self.axes)
+        auxiliary = auxiliary_loss(routed, tokens, self.balance, scope, load, self.operators)
+        self.meter.auxiliary_loss += auxiliary.loss
+        with saved_as_is() if self.may_run_again else nullcontext():
+            return Routing(attach(routed.weights_TK, routed, auxiliary), routed.experts_TK)
 
     def load(self, plans: Tensor | None = None) -> LayerLoad:
         """This rank's load in the step, with the facts of its plans of replicas; tensors stay on their device."""

@@ -390,6 +390,19 @@ def _experts(draw: _Draw, layers: int) -> None:
         draw.maybe(0.25, "model.moe.shared_expert_gate=true")
     else:
         draw.add("model.moe.shared_expert_intermediate_size=0")
+    has_bias = _router(draw, top_k, groups=groups)
+    draw.maybe(0.15, "model.moe.router.apply_probs_on_input=true") or draw.maybe(0.2, "model.moe.bias=true")
+    if draw.chance(0.2):
+        draw.facts["clamped"], offset = 1, draw.any(0, 1)
+        draw.add(f"model.moe.clamped={{alpha=1.702, limit=0.5, up_offset={offset}}}")
+        if draw.chance(0.5) and draw.facts.get("shared"):
+            draw.add("model.moe.clamp_shared=true")
+    draw.maybe(0.15, "model.moe.router.num_hash_layers=1")
+    _balance(draw, has_bias=has_bias and not groups and top_k < experts)
+
+
+def _router(draw: _Draw, top_k: int, *, groups: bool) -> bool:
+    """How experts are chosen; returns whether a bias takes part."""
     score = draw.word("softmax", "sigmoid", "sqrt-softplus")
     router: dict[str, object] = {"scoring_func": score, "norm_topk_prob": top_k > 1 and draw.chance(0.5)}
     if score == "softmax" and top_k > 1 and draw.chance(0.4):
@@ -401,14 +414,7 @@ def _experts(draw: _Draw, layers: int) -> None:
         draw.add(*_fields("model.moe.router", n_group=4, topk_group=2, group_score=draw.word("max", "top2")))
     draw.maybe(0.2, "model.moe.router.routed_scaling_factor=2.5")
     draw.maybe(0.15, "model.moe.router.logit_bias=true")
-    draw.maybe(0.15, "model.moe.router.apply_probs_on_input=true") or draw.maybe(0.2, "model.moe.bias=true")
-    if draw.chance(0.2):
-        draw.facts["clamped"], offset = 1, draw.any(0, 1)
-        draw.add(f"model.moe.clamped={{alpha=1.702, limit=0.5, up_offset={offset}}}")
-        if draw.chance(0.5) and draw.facts.get("shared"):
-            draw.add("model.moe.clamp_shared=true")
-    draw.maybe(0.15, "model.moe.router.num_hash_layers=1")
-    _balance(draw, has_bias=has_bias and not groups and top_k < experts)
+    return has_bias
 
 
 def _balance(draw: _Draw, *, has_bias: bool) -> None:
@@ -503,9 +509,15 @@ def _expert_ranks(draw: _Draw, ranks: int) -> None:
     stage = draw.any(0, 1) if method == "all-to-all" else draw.any(0, 1, 2, 3)
     factor = ["dispatch.row_capacity_factor=1.0"] if stage == 2 and draw.chance(0.4) else []
     draw.add(f"dispatch.method={method}", f"dispatch.sync_free={stage}", *factor)
-    if expert > 1 and draw.facts.get("float8-experts"):
+    if expert > 1:
+        _between_expert_ranks(draw, method)
+
+
+def _between_expert_ranks(draw: _Draw, method: str) -> None:
+    """Rows in 8 bits, and replicas of experts."""
+    if draw.facts.get("float8-experts"):
         draw.maybe(0.5, "float8.dispatch=blockwise")
-    if expert > 1 and method != "hierarchical" and not draw.facts.get("padded") and draw.chance(0.3):
+    if method != "hierarchical" and not draw.facts.get("padded") and draw.chance(0.3):
         bounded = ("dispatch.balance=bounded", "dispatch.balance_rows=4", "dispatch.balance_tolerance=0.02")
         auto = ("dispatch.balance=auto", "dispatch.balance_rows=4")
         draw.add(*draw.numbers.choice([bounded, auto, ("dispatch.balance=exact",)]))

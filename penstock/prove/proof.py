@@ -177,6 +177,12 @@ class Prover:
             if not self._agrees_in_float32(composition):
                 return replace(outcome, text=f"{outcome.text}; {text}, which is no tie")
             text += "; float32 agrees"
+        return self._judge_given(composition, outcome, alone, text, is_equal=flip.of_equal_tokens)
+
+    def _judge_given(
+        self, composition: Composition, outcome: Verdict, alone: Played, text: str, *, is_equal: bool
+    ) -> Verdict:
+        """The verdict where ranks chose other experts: the composition is played again with the choices of one rank."""
         try:
             given = self._play(composition, self.give(alone.choices))
         except PlayError as error:
@@ -186,7 +192,7 @@ class Prover:
             return replace(again, kind="tie", text=text)
         if (rounded := self._rounding_of(again, given, alone)) is not None:
             return replace(rounded, text=f"{text}; {rounded.text}")
-        if flip.of_equal_tokens:
+        if is_equal:
             return replace(outcome, kind="tie", text=f"{text}; these tokens are equal to others")
         return replace(outcome, text=f"{outcome.text}; {text}; given the choices: {again.text}")
 

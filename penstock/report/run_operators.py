@@ -211,18 +211,12 @@ def roofline_figure(evidence: RunEvidence) -> Figure | None:
         reach = [row.flops / row.bytes for row in rows if row.flops and row.bytes]  # FLOPs for each byte
         data = [*_roofs(chip, size, (min(reach), max(reach))), *data]
         roofs = f"Lines: what {chip.name} could do ({chip.source})."
-    left = ""
-    if len(rows) < len(known):
-        rest = 1 - sum(row.kernel_us for row in rows) / sum(row.kernel_us for row in known)
-        count = len(known) - len(rows)
-        verb = "reaches almost nothing and is" if count == 1 else "reach almost nothing and are"
-        left = f" {counted(count, 'call')}, {rest:.1%} of their time, {verb} left out."
     where = f"rank {rank.rank}" if len(evidence.ranks) > 1 else "the trace"
     return Figure(
         name="roofline",
         title="Roofline",
         caption=f"Each different call of {where}, larger where it takes longer; work is known of "
-        f"{rank.roofline.modelled_share:.0%} of the time. {roofs}{left}",
+        f"{rank.roofline.modelled_share:.0%} of the time. {roofs}{_left_out_text(rows, known)}",
         data=data,
         layout={
             "xaxis": axis("FLOPs for each byte", type="log", dtick=1),
@@ -233,6 +227,15 @@ def roofline_figure(evidence: RunEvidence) -> Figure | None:
         height=520,
         is_wide=True,
     )
+
+
+def _left_out_text(rows: Sequence[RooflineRow], known: Sequence[RooflineRow]) -> str:
+    count = len(known) - len(rows)
+    if count == 0:
+        return ""
+    rest = 1 - sum(row.kernel_us for row in rows) / sum(row.kernel_us for row in known)
+    verb = "reaches almost nothing and is" if count == 1 else "reach almost nothing and are"
+    return f" {counted(count, 'call')}, {rest:.1%} of their time, {verb} left out."
 
 
 def _known(rank: RankAnalysis) -> list[RooflineRow]:

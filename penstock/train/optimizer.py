@@ -123,7 +123,7 @@ def optimizer_shard_of(
         total = parameter.new_zeros(parameter.shape, dtype=parameter.dtype if is_precise else torch.float32)
         attached = total if is_precise else None
         gradient, values, writer = total, parameter.detach(), data.rank == 0
-        if parallel.shard in ("auto", "optimizer") and data.shard.size > 1 and parameter.ndim:
+        if _is_divided(param, parallel):
             shard, replicate, writer = data.shard, data.replicate, data.replicate.rank == 0
             gradient, values = by_rows(total), by_rows(values)
             rows = rows_of_shard(len(values), shard.rank, shard.size)
@@ -139,6 +139,11 @@ def optimizer_shard_of(
         replicate_axis=replicate,
         writes=writer and all(axis.rank == 0 for axis in param.partial) and values.numel() > 0,
     )
+
+
+def _is_divided(param: ParamShard, parallel: Parallel) -> bool:
+    """Whether ranks update parts of a parameter that each holds whole."""
+    return parallel.shard in ("auto", "optimizer") and param.data.shard.size > 1 and param.parameter.ndim > 0
 
 
 NO_FACTORS: Mapping[str, Tensor] = MappingProxyType({})
@@ -187,16 +192,13 @@ class MasterAdamW:
         self._sums = list(_sums_over_ranks(self._shards.values(), parallel, bucket_values))
         self._gathers = list(_gathers(self._shards.values(), bucket_values))
         for shard in self._shards.values():
-            shard.param.parameter.grad = shard.attached
-            if shard.attached is None:
-                shard.param.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, shard.total))
+            _attach(shard)
         on_host = frozenset(() if self.gradient_offload is None else self.gradient_offload.totals)
         self._on_device = [shard for name, shard in self._shards.items() if name not in on_host]  # their gradients
         self._has_zeros = True  # in the updated rows
-        has_muon = settings.method == "muon"
-        of_muon = {name for name, shard in self._shards.items() if has_muon and shard.param.matrices is not None}
-        values = {name: shard.values for name, shard in self._shards.items() if name not in of_muon}
-        gradients = {name: shard.gradient for name, shard in self._shards.items() if name not in of_muon}
+        of_muon, rest = _by_method(self._shards, settings)
+        values = {name: shard.values for name, shard in rest.items()}
+        gradients = {name: shard.gradient for name, shard in rest.items()}
         starts = {name: shard.start for name, shard in self._shards.items()}
         self._adamw: FusedAdamW | StreamedAdamW
         if offload.optimizer:
@@ -204,19 +206,11 @@ class MasterAdamW:
             self._adamw = StreamedAdamW(values, gradients, settings, starts=starts, host_gradients=on_host)
         else:
             self._adamw = FusedAdamW(values, gradients, settings, starts=starts)
+        self._muon = (
+            _muon_of(of_muon, settings, axes, self._adamw.step, bucket_values) if settings.method == "muon" else None
+        )
         self._tensors: dict[str, StateTensor] = {**self._adamw.tensors}
-        self._muon = None
-        if has_muon:
-            shards = {name: shard for name, shard in self._shards.items() if name in of_muon}
-            self._muon = ShardedMuon(
-                {name: shard.values for name, shard in shards.items()},
-                {name: shard.matrices() for name, shard in shards.items()},
-                settings,
-                axes,
-                starts=starts,
-                step=self._adamw.step,
-                values_per_round=bucket_values,
-            )
+        if self._muon is not None:
             self._tensors |= self._muon.tensors
 
     def gradient_of(self, name: str) -> Tensor:
@@ -329,6 +323,30 @@ class MasterAdamW:
             gather()
 
 
+def _by_method(
+    shards: Mapping[str, OptimizerShard], settings: Optimizer
+) -> tuple[dict[str, OptimizerShard], dict[str, OptimizerShard]]:
+    """Parameters that Muon updates, and those that AdamW does."""
+    has_muon = settings.method == "muon"
+    of_muon = {name: shard for name, shard in shards.items() if has_muon and shard.param.matrices is not None}
+    return of_muon, {name: shard for name, shard in shards.items() if name not in of_muon}
+
+
+def _muon_of(
+    shards: Mapping[str, OptimizerShard], settings: Optimizer, axes: Axes, step: Tensor, bucket_values: int | None
+) -> ShardedMuon:
+    """Muon over the matrices of hidden layers."""
+    return ShardedMuon(
+        {name: shard.values for name, shard in shards.items()},
+        {name: shard.matrices() for name, shard in shards.items()},
+        settings,
+        axes,
+        starts={name: shard.start for name, shard in shards.items()},
+        step=step,
+        values_per_round=bucket_values,
+    )
+
+
 def _sums_over_ranks(
     shards: Collection[OptimizerShard], parallel: Parallel, bucket_values: int | None
 ) -> Iterator[Callable[[], None]]:
@@ -389,6 +407,13 @@ def _frozen_part(param: ParamShard) -> ShardedTensor:
         writes=rank == 0 and all(axis.rank == 0 for axis in param.partial) and held.numel() > 0,
         codec=None if is_own_master(held) else ROUNDED,
     )
+
+
+def _attach(shard: OptimizerShard) -> None:
+    """Let backward passes add to the sum of a parameter's gradients, directly or by a hook."""
+    shard.param.parameter.grad = shard.attached
+    if shard.attached is None:
+        shard.param.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, shard.total))
 
 
 def _move_gradient(total: Tensor, parameter: Tensor) -> None:

@@ -121,14 +121,9 @@ def swiglu_backward(
     dh_RF = dh_RF.contiguous()
     is_swiglu = rule.limit is None and rule.is_gated
     is_fused = not launch.in_passes and is_swiglu and _is_fused(recipe, dh_RF.shape[1])
-    if keep_plain or not is_fused:  # through 16 bits
-        plain_RF, dweights_R, h_RF = in_16_bits.swiglu_backward(
-            gate_up_RF, weights_R, dh_RF, rule, recompute=True, used=_used(counts_e)
-        )
-        both = quantize.quantize_rows(plain_RF, recipe, gradient, columns=recipe.rows, counts_e=counts_e)
-        assert h_RF is not None and both.columns is not None, "both were asked for"
-        h_columns = quantize.quantize_groups(h_RF, counts_e, recipe, forward)
-        return SwigluForBackward(both.rows, both.columns, h_columns, dweights_R, plain_RF if keep_plain else None)
+    if keep_plain or not is_fused:
+        through = _through_16_bits(gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, forward, gradient)
+        return through if keep_plain else through._replace(plain_d_gate_up_RF=None)
     source_SF, first, rows = _given(gate_up_RF, weights_R, rule)
     width = dh_RF.shape[1]
     places, parts = aligned_rows(rows, counts_e.numel()), triton.cdiv(width, launch.block_columns)
@@ -168,6 +163,26 @@ def swiglu_backward(
         )  # fmt: skip
     dweights_R = None if products_PR is None else products_PR.sum(0)
     return SwigluForBackward(copies[0], copies[1], copies[2], dweights_R, None)
+
+
+def _through_16_bits(
+    gate_up_RF: Tensor | SavedRows,
+    weights_R: Tensor | None,
+    dh_RF: Tensor,
+    counts_e: Tensor,
+    rule: ExpertRule,
+    recipe: Recipe,
+    forward: Format,
+    gradient: Format,
+) -> SwigluForBackward:
+    """`swiglu_backward` in two passes: the gradients in 16 bits, then their copies."""
+    plain_RF, dweights_R, h_RF = in_16_bits.swiglu_backward(
+        gate_up_RF, weights_R, dh_RF, rule, recompute=True, used=_used(counts_e)
+    )
+    both = quantize.quantize_rows(plain_RF, recipe, gradient, columns=recipe.rows, counts_e=counts_e)
+    assert h_RF is not None and both.columns is not None, "both were asked for"
+    h_columns = quantize.quantize_groups(h_RF, counts_e, recipe, forward)
+    return SwigluForBackward(both.rows, both.columns, h_columns, dweights_R, plain_RF)
 
 
 def _is_fused(recipe: Recipe, width: int) -> bool:

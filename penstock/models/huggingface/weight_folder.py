@@ -196,16 +196,15 @@ def _block_of(folder: Path) -> tuple[int, int] | None:
             fix="fetch the bfloat16 weights, or dequantize these: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).dequantize().save_pretrained('NEW')",
         )
-    block = section.get("weight_block_size", _BLOCK if "weight_block_size" not in section and method == "fp8" else None)
-    if block is None:
-        return None
-    if not (
-        isinstance(block, (list, tuple)) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-    ):
-        raise CheckpointError(
-            f"{path}: quantization_config.weight_block_size cannot be used", got=block, allowed="[128, 128]"
-        )
-    return block[0], block[1]
+    block = section.get("weight_block_size", _BLOCK if method == "fp8" else None)
+    match block:
+        case None:
+            return None
+        case [int(rows), int(columns)] if rows > 0 and columns > 0 and bool not in (type(rows), type(columns)):
+            return rows, columns
+    raise CheckpointError(
+        f"{path}: quantization_config.weight_block_size cannot be used", got=block, allowed="[128, 128]"
+    )
 
 
 def _files_of(folder: Path) -> list[Path]:
