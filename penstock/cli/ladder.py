@@ -97,7 +97,10 @@ def ladder(  # noqa: PLR0913 - one argument for each option
         raise DeviceError(
             "a ladder starts its own processes", got=f"one of {environment.started_by}'s", fix="start one command"
         )
-    _check_numbers(most_seconds, warm_up, steps)
+    if not isfinite(most_seconds):  # typer takes nan and inf
+        raise ConfigError("--timeout is no number of seconds", got=most_seconds, allowed="0 (never) or more")
+    if warm_up >= steps:
+        raise ConfigError("--warm-up leaves no step to time", got=f"{warm_up} of {steps}", allowed=f"0 to {steps - 1}")
     if resumes and output is None:
         raise ConfigError("--resume needs the file that it goes on with", fix="--json FILE")
     check_output(output, "--json", force=force or resumes)  # a resumed ladder writes over its own file
@@ -108,7 +111,7 @@ def ladder(  # noqa: PLR0913 - one argument for each option
     grid_of(load_run(target, every), ranks)  # refuses what no step could run
     plan = LadderPlan(
         steps=table,
-        wanted=chosen(table, [name.strip() for name in only.split(",") if name.strip()]),
+        wanted=chosen(table, [*filter(None, map(str.strip, only.split(",")))]),
         options=Trial(
             name="",
             target=target,
@@ -130,13 +133,6 @@ def ladder(  # noqa: PLR0913 - one argument for each option
     outcomes = climb_and_print(plan, saved, run_trial, output, commit)
     print_next("train", target, *changes)
     return 0 if any(outcome.state == "ran" for outcome in outcomes) else FAILED
-
-
-def _check_numbers(most_seconds: float, warm_up: int, steps: int) -> None:
-    if not isfinite(most_seconds):  # typer takes nan and inf
-        raise ConfigError("--timeout is no number of seconds", got=most_seconds, allowed="0 (never) or more")
-    if warm_up >= steps:
-        raise ConfigError("--warm-up leaves no step to time", got=f"{warm_up} of {steps}", allowed=f"0 to {steps - 1}")
 
 
 def climb_and_print(

@@ -21,13 +21,13 @@ import typer
 from typer.core import TyperCommand
 
 from penstock.base.errors import ConfigError
-from penstock.cli.verbs import HELP, load_by_name
+from penstock.cli.verbs import HELP
 from penstock.config.load import huggingface_config_in, load_run
 from penstock.config.other_names import fields_of_other_name
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import NAME, every_field
-from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.hardware_file import known_hardware, parse_cluster
 from penstock.plan.layout_names import parse_layout
 
 OVERRIDES = "[a.b=c]..."
@@ -197,7 +197,7 @@ def _overrides(begun: str) -> Iterator[Word]:
 
 def _clusters(begun: str) -> Iterator[Word]:
     number = begun.partition("x")[0] or "8"  # `512xMI` keeps its 512
-    return ((f"{number}x{name}", "") for name in load_by_name("penstock.plan.hardware_file", "known_hardware")())
+    return ((f"{number}x{name}", "") for name in known_hardware())
 
 
 # Proposals by the name of a value in help.
