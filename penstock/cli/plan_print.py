@@ -95,6 +95,8 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
         print(f"{'asked' if plan.considered == 1 else f'best{unproved(plan.gap)}'}: {conclusion(best)}")
         print()
         print_candidates(plan.candidates)
+        if plan.considered > 1 and len(plan.candidates) > 1:
+            print("rows: the fastest found of each way to divide the model, then others (--top)")
         print()
         for label, text in _facts(best).items():
             print(f"{label:<10}{text}")

@@ -8,8 +8,7 @@ One run: `meta_rank` builds a rank on the meta device, `meta_run` runs its passe
 `step_time`. `project` returns both as the values of `projection`.
 
 The search: `candidates` and `rules` (legal layouts, in whole numbers), `bounds`, `divisions` and `space_bounds` (times
-and memory that they cannot go below), `search`, `neighbours`. It runs one stage of each kind (`composer`) and adds up
-the others from its layers: `liveness`, `param_state`, `composed_run`. `known_error` says how much memory it leaves
-free. `asked_layout`
-and `what_if` answer questions about one run.
+and memory that they cannot go below), `search`, `neighbours`, `ways` (rows that differ). It runs one stage of each kind
+(`composer`) and adds up the others from its layers: `liveness`, `param_state`, `composed_run`. `known_error` says how
+much memory it leaves free. `asked_layout` and `what_if` answer questions about one run.
 """

@@ -9,8 +9,8 @@
                   closer bound is the least is projected
 
 The search ends when the least bound is no faster than the best, or after `MOST_LOOKED` layouts: then the plan says by
-how much others could be faster by their bounds. No rule of thumb leaves anything out, and how many layouts are shown
-does not decide which one is the best: the others are the fastest that were looked at.
+how much others could be faster by their bounds. No rule of thumb leaves anything out. The other rows are the fastest
+that were found of each way of dividing the model (`penstock.plan.ways`), then the fastest that were looked at.
 
 A layout needs room for the projection's own error (`penstock.plan.known_error`). One that fits only without that room
 is shown apart, because it may not fit.
@@ -46,6 +46,7 @@ from penstock.plan.rules.book import advice
 from penstock.plan.rules.rule import Rule, Sizes
 from penstock.plan.search_request import SearchRequest, neutral_sizes, plan_of_fixed, prepared_run
 from penstock.plan.space_bounds import SpaceBounds
+from penstock.plan.ways import Way, first_of_each, promising, promising_of_ways, way_of
 
 Progress = Callable[[str], None]  # told what the search is doing, in a few words
 
@@ -57,6 +58,8 @@ TOLERANCE = 0.003  # a layout that cannot be faster by this share is not looked 
 CAUTION = 2.2  # activations are this many times their bound, as a guess for a first layout that fits
 FIRST_SHAPES = ((NO_PIPELINE, 1), ("1f1b", 1), ("interleaved", 2))  # schedules of a first layout that fits
 FEW, FIRST_TRIES = 2000, 40  # divisions of each family, and layouts, that are tried for a first layout that fits
+
+WAY_PLAYED = 2  # layouts of each way of dividing the model that are played, of those that seem to fit
 
 MOST_SAVING, HOPELESS = 400, 1.1
 """Layouts that save most memory which are looked at where no first layout fits; and the factor above the limit from
@@ -159,13 +162,11 @@ class _Search:
         self._scaled: dict[tuple[int, int, tuple[str, ...], bool], Scaled] = {}
         self._rows_over: dict[SearchNode, int] = {}
         self._refused: set[SearchNode] = set()
-        self._hopeless: set[SearchNode] = (
-            set()
-        )  # divisions that are too large with any saving and rows, which are 0 here
+        self._hopeless: set[SearchNode] = set()  # too large with any saving and rows, which are 0 here
         self._fitting: dict[SearchNode, _Fitting] = {}
         self._exact: dict[SearchNode, float] = {}
         self._best = math.inf
-        self._gap = 0.0
+        self._bound = math.inf  # seconds that no layout is below, of a search that ended early
         self._close: list[_Fitting] = []
         self._too_large: Counter[str] = Counter()
         self._failed: dict[SearchNode, tuple[str, int]] = {}
@@ -182,6 +183,9 @@ class _Search:
         kept = [division.where(self._bounds.ideal_seconds(division) < self._cutoff()) for division in divisions]
         waiting = [group for f in range(len(kept)) for group in self._groups(f, kept[f])]
         self._best_first(kept, waiting)
+        if self._request.top > 1 and self._exact:
+            self._progress("other ways of dividing the model")
+            self._try_ways(divisions)
         best = self._candidates()
         nearest = None if best else self._nearest()
         return Plan(
@@ -195,7 +199,7 @@ class _Search:
             considered=self._space.count + sum(refusal.count for refusal in self._space.illegal.values()),
             advice=tuple(self._advice(best[0], tries)) if best else (),
             margin=self._margin,
-            gap=self._gap,
+            gap=max(0.0, self._best / self._bound - 1) if self._exact else 0.0,
         )
 
     def _best_first(self, kept: Sequence[Divisions], waiting: list[_Waiting]) -> None:
@@ -237,7 +241,7 @@ class _Search:
                 near = set(neighbours(fastest, kept, self._space.savings, self._bounds.seconds)) - known
                 known |= near
                 self._play_those([_Waiting(0.0, 1, node) for node in sorted(near)])
-        self._gap = max(0.0, self._best / waiting[0].bound - 1)
+        self._bound = waiting[0].bound
 
     def _play_those(self, waiting: Sequence[_Waiting]) -> None:
         """Play layouts that wait for a first look, as far as they may be the best."""
@@ -284,31 +288,35 @@ class _Search:
 
     def _tries(self, divisions: Sequence[Divisions]) -> list[_Waiting]:
         """Of each family and saving the most promising layout, the one with the least bound first."""
-        entries = []
+        entries, room = [], self._limit - self._overheads.context
         for f, every in enumerate(divisions):
             some = self._bounds.fastest(every, FEW, self._limit)
+            shapes = [shape for shape, name in enumerate(every.family.shapes) if name in FIRST_SHAPES]
             for v, saving in enumerate(self._space.savings):
-                best = []
-                for shape, name in enumerate(every.family.shapes):
-                    if name not in FIRST_SHAPES or not some.legal(shape).any():
-                        continue
-                    memory = self._bounds.bytes(some, shape, saving, kept_times=CAUTION) + self._overheads.context
-                    seconds = np.where(memory <= self._limit, self._bounds.seconds(some, shape, saving), np.inf)
-                    at = int(seconds.argmin())
-                    if math.isfinite(seconds[at]):
-                        dense, experts, shard, rows = some.places[at].tolist()
-                        stage = every.family.experts[experts].stages[0]
-                        node = SearchNode(f, shape, v, dense, experts, shard, rows, stage)
-                        best.append(_Waiting(float(seconds[at]), 0, node))
+                best = [
+                    _Waiting(seconds, 0, node)
+                    for shape in shapes
+                    for seconds, node in promising(self._bounds, some, (f, shape, v), saving, room, CAUTION)
+                ]
                 entries += [min(best)] if best else []
         return sorted(entries)
+
+    def _try_ways(self, divisions: Sequence[Divisions]) -> None:
+        """Play a few promising layouts of each way of dividing the model, which are rows of the plan."""
+        room = self._limit - self._overheads.context
+        for nodes in promising_of_ways(self._bounds, self._space, divisions, room, CAUTION):
+            played = 0
+            for entry in self._prefetched([_Waiting(0.0, 1, node) for node in nodes]):
+                if played < WAY_PLAYED and self._fits(entry.node):
+                    self._play(entry.node)
+                    played += 1
 
     def _first_fit(self, tries: Sequence[_Waiting], rule: Rule | None = None) -> float | None:
         """Seconds of the first try that fits, and that a rule has nothing against; None if none does."""
         for entry in tries[:FIRST_TRIES]:
             if rule is not None and rule.check(self._sizes(entry.node)) is not None:
                 continue
-            if entry.node in self._fitting or (self._look(entry.node) < math.inf and self._fit(entry.node) < math.inf):
+            if self._fits(entry.node):
                 return self._play(entry.node)
         return None
 
@@ -333,7 +341,7 @@ class _Search:
         for number, (*_, node) in enumerate(self._prefetched(smallest)):
             if number % TELLS == 0:
                 self._progress(f"{number:,} of {len(entries):,} layouts that save most memory looked at")
-            if self._look(node) < math.inf and self._fit(node) < math.inf:
+            if self._fits(node):
                 self._play(node)
                 continue
             if node in self._failed:
@@ -409,6 +417,9 @@ class _Search:
         saving = self._space.savings[node.saving]
         return self._space.sizes(self._families[node.family], indices, node.shape, saving, node.sync_free)
 
+    def _fits(self, node: SearchNode) -> bool:
+        return node in self._fitting or (self._look(node) < math.inf and self._fit(node) < math.inf)
+
     @_unless_it_fails
     def _look(self, node: SearchNode) -> float:
         """A closer bound of a layout, from the pieces of its inner places; infinite if these do not fit."""
@@ -475,15 +486,18 @@ class _Search:
         return self._exact[node]
 
     def _candidates(self) -> list[Projection]:
-        """The fastest layouts that were looked at and fit; the first one is the same however many are wanted."""
-        wanted = self._request.top
+        """The fastest layouts of each way of dividing the model, then others; the first is the same with any `top`."""
         for node in sorted(self._fitting, key=lambda node: self._fitting[node].seconds)[:PLAYED]:
             self._play(node)
         # Of layouts that take the same time the one with less memory comes first.
         nodes = sorted(self._exact, key=lambda node: (self._exact[node], self._fitting[node].bytes))
-        projections = [self._projection(self._fitting[node]) for node in nodes[: max(wanted, FINALISTS)]]
-        projections.sort(key=lambda projection: (projection.time.step_seconds, projection.memory.total))
-        return projections[:wanted]
+        rows = first_of_each(nodes, self._way, self._request.top)
+        projected = {node: self._projection(self._fitting[node]) for node in (*nodes[:FINALISTS], *rows)}
+        order = sorted(projected, key=lambda node: (projected[node].time.step_seconds, projected[node].memory.total))
+        return [projected[node] for node in first_of_each(order, self._way, self._request.top)]
+
+    def _way(self, node: SearchNode) -> Way:
+        return way_of(self._sizes(node))
 
     def _projection(self, fitting: _Fitting) -> Projection:
         composed = self._composer.composed(fitting.composed.run, fitting.composed.grid)

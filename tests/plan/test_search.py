@@ -82,6 +82,17 @@ def test_layouts_of_a_drawn_request_are_what_their_words_project(seed: int) -> N
     assert plan.candidates and not differences(drawn.request, plan.candidates), drawn.command
 
 
+def test_rows_are_the_best_of_different_ways_to_divide_the_model_and_then_others() -> None:
+    def ways(plan: Plan) -> list[tuple[bool, ...]]:
+        layouts = [one.layout for one in plan.candidates]
+        return [(one.ep > 1, one.etp > 1, one.pp > 1, one.recompute != "none") for one in layouts]
+
+    few, many = ways(found()), ways(found(top=40))
+    assert len(set(few)) == len(few) == 5
+    assert {has_pipeline for *_, has_pipeline, _ in many} == {recomputes for *_, recomputes in many} == {False, True}
+    assert {(False, False), (True, False), (False, True)} <= {way[:2] for way in many} and len(set(many)) < len(many)
+
+
 @pytest.mark.parametrize("on", ["24xH100", "12xH200", "20xMI300X"])
 def test_experts_over_uneven_parts_of_nodes_are_projected(on: str) -> None:
     experts = {"24xH100": 12, "12xH200": 3, "20xMI300X": 10}[on]
