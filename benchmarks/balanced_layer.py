@@ -15,11 +15,10 @@ the rounding of bfloat16.
 On ranks with fewer tokens (W4) rows without choices are added, because symmetric dispatch needs equal numbers.
 """
 
-import argparse
 import faulthandler
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,21 +29,18 @@ from torch import Tensor
 
 from benchmarks import record
 from benchmarks.balanced_cases import NAMES, all_choices, tokens_of
-from benchmarks.dispatch import relative_gap
-from benchmarks.dispatch_traffic import Machine, begin, time_call
+from benchmarks.dispatch import Machine
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.replica_plan import PlanFact, ReplicaRule, plan_replicas
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
-from penstock.layout.grid import Grid
 from penstock.moe.dispatch.balanced import BalancedDispatcher, CountsOf, ReplicaMeter, SlotsOf
 from penstock.moe.dispatch.collective import AllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
 from penstock.moe.routing import Routing
-from penstock.parallel.axes import make_axes
 from penstock.parallel.replicas import MappedSlots, ReplicaMemory, ReplicaSizes, exchanged_counts, exchanged_slots
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 
@@ -74,10 +70,10 @@ TINY = Shape(name="tiny", D=32, F=16, E=16, K=3, T=64)
 def rules(shape: Shape, ranks: int) -> dict[str, ReplicaRule | None]:
     per_rank, least = shape.E // ranks, 8 if shape is TINY else 1024
     bounded = ReplicaRule(experts=shape.E, groups=ranks, slots=min(4, per_rank), tolerance=50_000, least_rows=least)
-    found: dict[str, ReplicaRule | None] = {"none": None, "bounded": bounded}
+    by_way: dict[str, ReplicaRule | None] = {"none": None, "bounded": bounded}
     if shape is not V3:  # whose slots would take more memory than its experts
-        found["exact"] = ReplicaRule(experts=shape.E, groups=ranks, slots=per_rank)
-    return found
+        by_way["exact"] = ReplicaRule(experts=shape.E, groups=ranks, slots=per_rank)
+    return by_way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,50 +108,45 @@ class Layer:
         """Output and all gradients, those of the matrices from sums that begin at zero."""
         for total in self.sums:
             total.zero_()
-        found = self.run(way)
-        return [*found, *(total.clone() for total in self.sums)]
+        return [*self.run(way), *(total.clone() for total in self.sums)]
 
 
 class Matrices:
     """A rank's experts, the same for all workloads."""
 
     def __init__(self, machine: Machine, shape: Shape) -> None:
-        own, dtype = shape.E // machine.axis.size, torch.bfloat16 if machine.device.type == "cuda" else torch.float32
-        self.dtype = dtype
+        self.dtype = torch.bfloat16 if machine.device.type == "cuda" else torch.float32
         generator = torch.Generator(machine.device).manual_seed(7 + machine.axis.rank)
-        normal = partial(torch.randn, device=machine.device, dtype=dtype, generator=generator)
-        gate_up, down = shape.parameters()
-        both = normal(own, *gate_up) * shape.D**-0.5, normal(own, *down) * shape.F**-0.5
-        self.matrices = both[0].requires_grad_(), both[1].requires_grad_()
-        self.sums = torch.zeros_like(both[0], dtype=torch.float32), torch.zeros_like(both[1], dtype=torch.float32)
+        normal = partial(torch.randn, device=machine.device, dtype=self.dtype, generator=generator)
+        experts = shape.E // machine.axis.size
+        gate_up, down = (normal(experts, *size) / size[1] ** 0.5 for size in shape.parameters())
+        self.matrices = gate_up.requires_grad_(), down.requires_grad_()
+        self.sums = torch.zeros_like(gate_up, dtype=torch.float32), torch.zeros_like(down, dtype=torch.float32)
 
 
 def draw(machine: Machine, shape: Shape, workload: str, experts: Matrices) -> Layer:
-    """A workload's choices, cut among the ranks."""
+    """A workload's choices, cut among the ranks; those with fewer tokens get rows without choices."""
     ranks, rank = machine.axis.size, machine.axis.rank
-    ids_TK = all_choices(workload, 0, shape.T * ranks, shape.E, shape.K, ranks)
+    choices_TK = all_choices(workload, 0, shape.T * ranks, shape.E, shape.K, ranks)
     sizes = tokens_of(workload, 0, shape.T * ranks, ranks)
-    parts = [_padded(part, max(sizes), shape.E) for part in ids_TK.split(sizes)]
+    parts = [
+        torch.cat((part, part.new_full((max(sizes) - len(part), shape.K), shape.E))) for part in choices_TK.split(sizes)
+    ]
     counts = torch.stack([part.flatten().bincount(minlength=shape.E + 1)[:-1] for part in parts]).int()
     generator = torch.Generator(machine.device).manual_seed(rank)
     normal = partial(torch.randn, device=machine.device, generator=generator)
-    own = parts[rank].to(machine.device)
-    x_TD = normal(len(own), shape.D).to(experts.dtype).requires_grad_()
-    weights_TK = normal(*own.shape).abs().masked_fill(own == shape.E, 0).requires_grad_()
-    direction_TD = normal(len(own), shape.D).to(experts.dtype)
+    ids_TK = parts[rank].to(machine.device)
+    x_TD = normal(len(ids_TK), shape.D).to(experts.dtype).requires_grad_()
+    weights_TK = normal(*ids_TK.shape).abs().masked_fill(ids_TK == shape.E, 0).requires_grad_()
     return Layer(
         shape=shape,
-        ids_TK=own,
+        ids_TK=ids_TK,
         counts_WE=counts,
         leaves=(x_TD, weights_TK),
         matrices=experts.matrices,
         sums=experts.sums,
-        direction_TD=direction_TD,
+        direction_TD=normal(len(ids_TK), shape.D).to(experts.dtype),
     )
-
-
-def _padded(ids_TK: Tensor, tokens: int, experts: int) -> Tensor:
-    return torch.cat((ids_TK, ids_TK.new_full((tokens - len(ids_TK), ids_TK.shape[1]), experts)))
 
 
 class Way(NamedTuple):
@@ -185,8 +176,8 @@ class Ways:
         if self.buffers is None:
             inner: Dispatcher = AllToAllDispatcher(placement, axis, operators)
         else:
-            room = RowCapacity(placement, factor).to(self.machine.device)
-            inner = SymmetricDispatcher(placement, transport_of(placement, self.buffers), room)
+            capacity = RowCapacity(placement, factor).to(self.machine.device)
+            inner = SymmetricDispatcher(placement, transport_of(placement, self.buffers), capacity)
         return Way(inner, nothing_around) if rule is None else self._balanced(rule, inner, operators, matrices)
 
     def _balanced(
@@ -207,73 +198,66 @@ class Ways:
 def measure(ways: Ways, workload: str, experts: Matrices) -> list[dict[str, Any]]:
     """Every way on one workload."""
     machine, shape, ranks = ways.machine, ways.shape, ways.machine.axis.size
-    layer, rows, expected = draw(machine, shape, workload, experts), [], None
+    layer, rows, expected = draw(machine, shape, workload, experts), [], list[Tensor]()
     even = int(layer.counts_WE.sum()) / ranks
-    room = len(layer.ids_TK) * shape.K  # even share that a row capacity counts with
-    for way, rule in rules(shape, ranks).items():
-        loads = layer.counts_WE.sum(0).view(ranks, -1).sum(1)
-        fullest, replicas = int(loads.max()), 0
+    for name, rule in rules(shape, ranks).items():
+        fullest, replicas = int(layer.counts_WE.sum(0).view(ranks, -1).sum(1).max()), 0
         if rule is not None:
             facts = plan_replicas(layer.counts_WE, rule, machine.axis.rank).facts.tolist()
             fullest, replicas = facts[PlanFact.FULLEST], facts[PlanFact.REPLICAS]
-        made = ways.way(rule, 1.01 * fullest / room, layer.matrices)
-        results = layer.results(made)
+        # The even share that a row capacity counts with is all choices.
+        way = ways.way(rule, 1.01 * fullest / (len(layer.ids_TK) * shape.K), layer.matrices)
+        results = layer.results(way)
         expected = expected or results
-        gap = max(relative_gap(one.float(), other.float()) for one, other in zip(results, expected, strict=True))
-        gap = machine.worst(gap)
-        assert gap < CLOSE, f"{workload}, {way}: {gap} apart"
-        seconds = timed(machine, lambda made=made: layer.run(made))
-        row = {"shape": shape.name, "workload": workload, "way": way, "ms": seconds * 1e3, "replicas": replicas}
-        row |= {"fullest_over_even": fullest / even, "gap": gap}
-        machine.say(
-            "  " + "  ".join(f"{value:.4g}" if isinstance(value, float) else f"{value}" for value in row.values())
-        )
-        rows.append(row)
+        gap = machine.worst(max(relative_gap(*pair) for pair in zip(results, expected, strict=True)))
+        assert gap < CLOSE, f"{workload}, {name}: {gap} apart"
+        ms = 1e3 * seconds_of(machine, partial(layer.run, way))
+        row = {"shape": shape.name, "workload": workload, "way": name, "ms": ms, "replicas": replicas}
+        rows.append(row | {"fullest_over_even": fullest / even, "gap": gap})
+        machine.say(rows[-1])
         if ways.buffers is not None:
             ways.buffers.check()
     return rows
 
 
-def timed(machine: Machine, call: Callable[[], object]) -> float:
-    """Seconds of a call on the slowest rank."""
+def relative_gap(result: Tensor, expected: Tensor) -> float:
+    result, expected = result.float(), expected.float()
+    return ((result - expected).norm() / expected.norm().clamp(min=1e-20)).item()
+
+
+def seconds_of(machine: Machine, call: Callable[[], object]) -> float:
+    """On the slowest rank."""
     if machine.device.type == "cuda":
-        return time_call(machine, call, True)
-    begin_seconds = time.perf_counter()
+        return machine.seconds(call, graph=True)
+    begin = time.perf_counter()
     call()
-    return machine.worst(time.perf_counter() - begin_seconds)
-
-
-def on_cpu() -> Machine:
-    dist.init_process_group("gloo")
-    axis = make_axes(Grid(world=dist.get_world_size(), expert=dist.get_world_size())).expert
-    return Machine(axis=axis, device=torch.device("cpu"))
+    return machine.worst(time.perf_counter() - begin)
 
 
 def buffers_for(machine: Machine, shape: Shape) -> SymmetricBuffers:
     """Room for half as many tokens more (W4), and for the slots of every way."""
-    found: Sequence[ReplicaRule] = [rule for rule in rules(shape, machine.axis.size).values() if rule is not None]
-    replica_bytes = max(ReplicaSizes(rule, shape.parameters(), 2).total_bytes for rule in found)
+    kept = [rule for rule in rules(shape, machine.axis.size).values() if rule is not None]
     sizes = BufferSizes(
         tokens=shape.T * 3 // 2,
         top_k=shape.K,
         row_bytes=2 * shape.D,
         ranks=machine.axis.size,
         numbers=shape.E,
-        replica_bytes=replica_bytes,
+        replica_bytes=max(ReplicaSizes(rule, shape.parameters(), 2).total_bytes for rule in kept),
     )
     return allocate(sizes, machine.axis, machine.device)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="workloads, as in W0,W2")
-    parser.add_argument("--v3", action="store_true", help="the width of DeepSeek-V3, without exact")
-    parser.add_argument("--tiny", action="store_true", help="a small layer on a CPU")
-    parser.add_argument("--patience", type=int, default=120, help="seconds of a workload")
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(
+        __doc__,
+        only=("", "workloads, as in W0,W2"),
+        v3=(False, "the width of DeepSeek-V3, without exact"),
+        tiny=(False, "a small layer on a CPU"),
+        patience=(120, "seconds of a workload"),
+    ).parse_args()
     shape = TINY if options.tiny else V3 if options.v3 else V2_LITE
-    machine = on_cpu() if options.tiny else begin()
+    machine = Machine.begin("gloo" if options.tiny else "nccl")
     experts = Matrices(machine, shape)
     buffers = None if options.tiny else buffers_for(machine, shape)
     ways = Ways(machine=machine, shape=shape, buffers=buffers, dtype=experts.dtype)

@@ -13,7 +13,6 @@ quantiles   largest load of an expert over the mean, step by step, of a router w
             popularity, with the bias moved by a fixed step and by quantiles
 """
 
-import argparse
 import random
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -27,7 +26,7 @@ from benchmarks.balanced_cases import all_choices
 from penstock.config.dispatcher import MOST_PEERS
 from penstock.config.load import load_run
 from penstock.kernels.reference import RouterRule
-from penstock.kernels.replica_plan import PlanFact, ReplicaPlan, ReplicaRule, place_replicas, plan_replicas
+from penstock.kernels.replica_plan import PlanFact, ReplicaRule, place_replicas, plan_replicas
 from penstock.moe.balance import SIDE, margin_counts, quantile_shift
 from penstock.plan.assumptions import Assumptions
 from penstock.plan.balance import balance_cases, balance_json
@@ -65,9 +64,9 @@ def drawn(seed: int) -> tuple[str, ReplicaRule, list[list[int]]]:
     ranks = groups * draw.choice([1, 1, 2])
     counts = []
     for _ in range(ranks):
-        found = Counter(draw.choices(range(experts), share, k=draw.choice([0, 64, 512, 512, 512])))
+        slots = Counter(draw.choices(range(experts), share, k=draw.choice([0, 64, 512, 512, 512])))
         scale = draw.choice([1, 16])
-        counts.append([found[expert] * scale for expert in range(experts)])
+        counts.append([slots[expert] * scale for expert in range(experts)])
     rule = ReplicaRule(
         experts=experts,
         groups=groups,
@@ -85,7 +84,7 @@ def check(rule: ReplicaRule, counts: list[list[int]]) -> list[int]:
     first = plans[0]
     for plan in plans[1:]:
         for name in ("slot_experts_ZX", "slot_rows_ZX", "targets_EZ", "facts"):
-            assert torch.equal(vars_of(plan)[name], vars_of(first)[name]), f"ranks differ in {name}"
+            assert torch.equal(plan._asdict()[name], first._asdict()[name]), f"ranks differ in {name}"
     sent_EZ = torch.zeros(rule.experts, rule.groups, dtype=torch.int64)
     for source, plan in enumerate(plans):
         starts_E = counts_WE[source].cumsum(0) - counts_WE[source]
@@ -104,11 +103,6 @@ def check(rule: ReplicaRule, counts: list[list[int]]) -> list[int]:
         enough = ReplicaRule(**vars(rule) | {"slots": facts[PlanFact.SLOTS_NEEDED]})
         assert place_replicas(counts_WE.sum(0).tolist(), enough)[0].fullest <= bound, "the named slots do not do"
     return facts
-
-
-def vars_of(plan: ReplicaPlan) -> dict[str, Any]:
-    """Fields of a plan by name."""
-    return plan._asdict()
 
 
 def vectors(count: int) -> list[dict[str, Any]]:
@@ -171,10 +165,7 @@ def quantiles() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--vectors", type=int, default=VECTORS)
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(__doc__, vectors=VECTORS).parse_args()
     torch.set_num_threads(1)
     with ProcessPoolExecutor(1) as pool:
         checked = pool.submit(vectors, options.vectors)

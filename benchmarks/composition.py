@@ -5,10 +5,10 @@ python -m benchmarks.composition --seconds 1200 --log composition.jsonl --output
 Each draw is a line of the log; a record that finds a log goes on behind it, and counts all draws of the log. With
 --again it plays the faults of the log once more, on the code as it is now, and the record says what they were. With
 --processes N, N others draw beside each other, of a seed and with a log each, which join the log in the end. With
---device cuda ranks are GPUs; with --graphs too, captured graphs run beside eager passes.
+--device cuda ranks are GPUs; with --graphs too, captured graphs run beside eager passes. The exit code is 1 if a draw
+is not explained.
 """
 
-import argparse
 import json
 import re
 import subprocess
@@ -45,19 +45,20 @@ CAUSES = {
 }
 """Why a tie is no fault (penstock/prove/proof.py): the first of these whose words are in its text."""
 
+Line = dict[str, Any]
+
 
 def main() -> int:
-    """Draw and record; the exit code is 1 if a draw is not explained."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=1200.0)
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--processes", type=int, default=1, help="that draw; each starts the ranks of its draws")
-    parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--graphs", action="store_true")
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(
+        __doc__,
+        seconds=1200.0,
+        seed=SEED,
+        processes=(1, "that draw; each starts the ranks of its draws"),
+        log=Path("composition.jsonl"),
+        again=False,
+        device="cpu",
+        graphs=False,
+    ).parse_args()
     options.log.touch()
     if options.processes > 1:
         draw_beside(options.log, options.seed, options.seconds, options.processes)
@@ -80,24 +81,23 @@ def main() -> int:
     return 1 if numbers["faults"] else 0
 
 
-def read(log: Path) -> list[dict[str, Any]]:
-    """The lines of a log."""
+def read(log: Path) -> list[Line]:
     return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def write(log: Path, lines: Sequence[Line]) -> None:
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def draw_beside(log: Path, seed: int, seconds: float, processes: int) -> None:
     """Let processes draw on this machine's CPU, and add their lines to the log; theirs stay, and are gone on with."""
-    logs = [log.with_suffix(f".{number}{log.suffix}") for number in range(processes)]
+    logs = {seed + number: log.with_suffix(f".{number}{log.suffix}") for number in range(processes)}
     command = [sys.executable, "-m", "benchmarks.composition", "--seconds", str(seconds)]
-    drawing = [
-        subprocess.Popen([*command, "--seed", str(seed + number), "--log", str(its_log)])
-        for number, its_log in enumerate(logs)
-    ]
+    drawing = [subprocess.Popen([*command, "--seed", f"{seed}", "--log", str(log)]) for seed, log in logs.items()]
     for process in drawing:
         process.wait()
-    seeds = range(seed, seed + processes)
-    lines = [line for line in read(log) if line["seed"] not in seeds] + [line for part in logs for line in read(part)]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = [line for line in read(log) if line["seed"] not in logs]
+    write(log, before + [line for part in logs.values() for line in read(part)])
 
 
 def play_more(prover: Prover, log: Path, seed: int, seconds: float) -> None:
@@ -122,17 +122,15 @@ def play_again(prover: Prover, log: Path) -> None:
     lines = read(log)
     for line in lines:
         if line["kind"] == "fault":
-            verdict = prover.judge(composition_in(line))
-            line |= {"was": line["text"][-300:], **as_line(verdict)}
-            log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            line |= {"was": line["text"][-300:], **as_line(prover.judge(composition_in(line)))}
+            write(log, lines)
 
 
 def composition_in(line: Mapping[str, Any]) -> Composition:
-    """The composition of a line of a log."""
     return composition_of(line["ranks"], line["overrides"], line.get("device", "cpu"))
 
 
-def as_line(outcome: Verdict) -> dict[str, Any]:
+def as_line(outcome: Verdict) -> Line:
     """An outcome as it is in the log."""
     composition = outcome.composition
     figures = {name: float(f"{value:.1e}") for name, value in outcome.figures.items() if value < float("inf")}
@@ -147,7 +145,7 @@ def as_line(outcome: Verdict) -> dict[str, Any]:
     }
 
 
-def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def total(lines: Sequence[Line]) -> Line:
     """Counts of a log; what was played is counted by setting. Graphs beside eager passes are counted apart."""
     replays = [line for line in lines if line.get("steps")]
     if replays:
@@ -155,25 +153,22 @@ def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         kept = ("draws", "equal", "refused", "faults", "refusals", "settings")
         rest = total([line for line in lines if not line.get("steps")])
         return rest | {"graphs": {"steps": replays[0]["steps"], **{name: graphs[name] for name in kept}}}
-    kinds = Counter(line["kind"] for line in lines)
-    played = [line for line in lines if line["kind"] != "refused"]
-    settings: Counter[str] = Counter()
-    for line in played:
-        settings.update(axis(override) for override in line["overrides"])
-    by_width: dict[str, list[Mapping[str, Any]]] = {"float32": [], "16_bits": [], "8_bits": []}
+    of_kind: dict[str, list[Line]] = {kind: [] for kind in ("equal", "tie", "refused", "fault")}
+    by_width: dict[str, list[Line]] = {"float32": [], "16_bits": [], "8_bits": []}
     for line in lines:
+        of_kind[line["kind"]].append(line)
         if line["kind"] == "equal":
-            in_8_bits = any(one.startswith("float8.") for one in line["overrides"])
-            width = "8_bits" if in_8_bits else "16_bits" if is_low(composition_in(line)) else "float32"
-            by_width[width].append(line)
+            in_8_bits = any(override.startswith("float8.") for override in line["overrides"])
+            by_width["8_bits" if in_8_bits else "16_bits" if is_low(composition_in(line)) else "float32"].append(line)
+    played = [line for line in lines if line["kind"] != "refused"]
+    settings = Counter(axis(override) for line in played for override in line["overrides"])
     on_gpus = any(line.get("device") == "cuda" for line in lines)
     return {
         "draws": len(lines),
-        **{kind: kinds[kind] for kind in ("equal", "tie", "refused")},
+        **{kind: len(of_kind[kind]) for kind in ("equal", "tie", "refused")},
         "faults": [
             {"ranks": line["ranks"], "overrides": line["overrides"], "text": line["text"][-300:]}
-            for line in lines
-            if line["kind"] == "fault"
+            for line in of_kind["fault"]
         ],
         "were_faults": [
             {"was": line["was"], "is": line["kind"], "text": line["text"]} for line in lines if "was" in line
@@ -181,23 +176,23 @@ def total(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "seconds": round(sum(line["seconds"] for line in lines)),
         "bounds": {"float32": BOUNDS, "fewer_bits": GPU_BOUNDS if on_gpus else LOW_BOUNDS},
         "largest": {width: largest(agreed) for width, agreed in by_width.items()},
-        "ties": [line["text"] for line in lines if line["kind"] == "tie"],
-        "causes": dict(Counter(cause(line["text"]) for line in lines if line["kind"] == "tie").most_common()),
-        "refusals": dict(Counter(line["text"].partition(";")[0] for line in lines if line["kind"] == "refused")),
+        "ties": [line["text"] for line in of_kind["tie"]],
+        "causes": dict(Counter(cause(line["text"]) for line in of_kind["tie"]).most_common()),
+        "refusals": dict(Counter(line["text"].partition(";")[0] for line in of_kind["refused"])),
         "ranks": {str(ranks): count for ranks, count in sorted(Counter(line["ranks"] for line in played).items())},
         "settings": dict(sorted(settings.items())),
     }
 
 
 def cause(text: str) -> str:
-    """Why a tie is one."""
+    """Why a tie is no fault."""
     return next(name for name, words in CAUSES.items() if words in text)
 
 
-def largest(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def largest(lines: Sequence[Line]) -> dict[str, float]:
     """The largest difference of each figure."""
-    found = {name: [line["figures"][name] for line in lines if name in line["figures"]] for name in BOUNDS}
-    return {name.replace(" ", "_"): max(values) for name, values in found.items() if values}
+    figures = {name: [line["figures"][name] for line in lines if name in line["figures"]] for name in BOUNDS}
+    return {name.replace(" ", "_"): max(values) for name, values in figures.items() if values}
 
 
 def axis(override: str) -> str:

@@ -12,7 +12,6 @@ metrics file, a TensorBoard or an output that cannot be written any more. A draw
     4. its last loss is that of a run without the fault, or with `data.corrupt=skip` from its begin.
 """
 
-import argparse
 import errno
 import json
 import os
@@ -41,13 +40,8 @@ from tests.cli.answers import Printed, outcome
 from tests.train.tiny_run import TRAINING, tiny_run
 
 STEPS, FILES, DOCUMENTS = 8, 3, 12  # each document is read in one step at most; 32 of 36 are read
-OPTIONS = (
-    "data.source=jsonl",
-    'data.files="text"',
-    "data.validation_share=0",
-    "evaluation.rows=0",
-    "evaluation.every=0",
-)
+OPTIONS = ("data.source=jsonl", 'data.files="text"', "data.validation_share=0")
+OPTIONS += ("evaluation.rows=0", "evaluation.every=0")
 SKIP = "data.corrupt=skip"
 SEED = 47
 DISK_BYTES = 4 << 20
@@ -229,12 +223,7 @@ def draws(count: int, seed: int, kinds: tuple[str, ...]) -> Iterator[Draw]:
 
 def main() -> int:
     """Play the draws and record them; the exit code is 1 if one was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--draws", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--disk", action="store_true", help="also fill disks, as root")
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(__doc__, draws=100, seed=SEED, disk=(False, "also fill disks, as root")).parse_args()
     begin, found = time.monotonic(), []
     for draw in draws(options.draws, options.seed, (*KINDS, *([FULL_DISK] if options.disk else []))):
         found.append(draw)

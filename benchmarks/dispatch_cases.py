@@ -68,33 +68,27 @@ class Exact:
         small = [torch.randint(-4, 5, (len(experts_TK), shape.D), device=experts_TK.device).float() for _ in range(2)]
         weights_TK = torch.randint(1, 3, experts_TK.shape, device=experts_TK.device).float()
         weights_TK = weights_TK.masked_fill(experts_TK == shape.E, 0)
-        return Exact(
-            x_TD=small[0].requires_grad_(),
-            weights_TK=weights_TK.requires_grad_(),
-            experts_TK=experts_TK,
-            direction_TD=small[1],
-            experts=shape.E,
-        )
+        leaves = {"x_TD": small[0].requires_grad_(), "weights_TK": weights_TK.requires_grad_()}
+        return Exact(**leaves, experts_TK=experts_TK, direction_TD=small[1], experts=shape.E)
 
     def begin(self, dispatcher: Dispatcher, first: int) -> Callable[[], Tensor]:
         """Dispatch; the function that is returned does the rest."""
         rows, metadata = dispatcher.dispatch(self.x_TD, Routing(self.weights_TK, self.experts_TK))
-        place_R = torch.arange(len(rows.weights_R), device=rows.x_ND.device)
+        slot_R = torch.arange(len(rows.weights_R), device=rows.x_ND.device)
         ends_e = rows.counts_e.cumsum(0)
-        expert_R = torch.searchsorted(ends_e, place_R, right=True).clamp(max=len(ends_e) - 1)
+        expert_R = torch.searchsorted(ends_e, slot_R, right=True).clamp(max=len(ends_e) - 1)
         factor_R = (expert_R + first) % 3 + 1.0
-        used_R1 = (place_R < ends_e[-1])[:, None]
+        used_R1 = (slot_R < ends_e[-1])[:, None]
         y_RD = torch.where(used_R1, rows.x_ND[rows.index_R] * (rows.weights_R * factor_R)[:, None], 0)
         return lambda: dispatcher.combine(y_RD, metadata)
 
     def wrong(self, y_TD: Tensor, dx_TD: Tensor, dweights_TK: Tensor) -> Tensor:
         """How many numbers are not what they must be; stays on the device."""
-        kept_TK = self.experts_TK < self.experts
-        factor_TK = (self.experts_TK % 3 + 1.0) * kept_TK
+        factor_TK = (self.experts_TK % 3 + 1.0) * (self.experts_TK < self.experts)
         scale_T1 = (self.weights_TK * factor_TK).sum(1, keepdim=True)
         dot_T1 = (self.x_TD * self.direction_TD).sum(1, keepdim=True)
         pairs = [(y_TD, self.x_TD * scale_T1), (dx_TD, self.direction_TD * scale_T1), (dweights_TK, dot_T1 * factor_TK)]
-        return sum((one != other).sum() for one, other in pairs)
+        return sum((result != truth).sum() for result, truth in pairs)
 
 
 def wrong_numbers(dispatcher: SymmetricDispatcher, layers: list[Exact]) -> Tensor:

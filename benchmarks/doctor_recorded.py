@@ -7,7 +7,6 @@ those that `penstock doctor FOLDER` prints, with the plan, and the part of the k
 GPU. Small versions of the same recordings are data of tests/tune/test_doctor_trace.py.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -49,34 +48,26 @@ def judged(folder: Path) -> dict[str, Any]:
         "recording_share": verdict.times.share(verdict.times.recording_us),
         "shares": {name: verdict.times.share(loss) for name, loss in verdict.times.losses.items()},
         "late": [
-            {
-                "rank": one.rank,
-                "cause": one.cause,
-                "times_last": one.times_last,
-                "share": verdict.times.share(one.caused_wait_us / others),
-                "detail": one.detail,
-            }
-            for one in evidence.late
+            {name: vars(late)[name] for name in ("rank", "cause", "times_last", "detail")}
+            | {"share": verdict.times.share(late.caused_wait_us / others)}
+            for late in evidence.late
         ],
         "remedies": [
-            {"change": one.change, "rule": one.rule, "share": verdict.times.share(one.gain_us)}
-            for one in verdict.remedies
+            {"change": remedy.change, "rule": remedy.rule, "share": verdict.times.share(remedy.gain_us)}
+            for remedy in verdict.remedies
         ],
         "unmatched": evidence.unmatched,
-        "other_share": max(one.phases.other_share for one in answer.ranks),
+        "other_share": max(rank.phases.other_share for rank in answer.ranks),
     }
 
 
 def main() -> None:
-    """Judge and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(__doc__)
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="of runs with traces")
-    record.add_arguments(parser)
-    options = parser.parse_args()
-    order = list(DONE)
-    conditions = [judged(one) for one in sorted(options.folders, key=lambda one: order.index(one.name))]
-    for one in conditions:
-        print(f"{one['condition']}: {one['verdict']}")
+    options, order = parser.parse_args(), list(DONE)
+    conditions = [judged(folder) for folder in sorted(options.folders, key=lambda folder: order.index(folder.name))]
+    for row in conditions:
+        print(f"{row['condition']}: {row['verdict']}")
     record.write(options, {"conditions": conditions})
 
 

@@ -25,7 +25,6 @@ single one depends on its text.
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -35,7 +34,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks import record
+from benchmarks import record, runs
 from penstock.config.load import load_run
 
 Case = dict[str, Any]
@@ -60,34 +59,33 @@ POINTS = 200
 
 def main() -> None:
     """Train every case with every seed and hold each against the first."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="preset or TOML file (default: that of --add-to, or debug)")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="overrides of every case")
-    parser.add_argument("--steps", type=int, help="of each run (default: those of --add-to, or 2000)")
-    parser.add_argument("--last", type=int, default=100, help="steps whose mean is the last loss")
-    parser.add_argument("--cases", nargs="*", default=list(CASES))
-    parser.add_argument("--seeds", nargs="+", type=int, help="each case is trained with each (default: the target's)")
-    parser.add_argument(
-        "--add-to", type=Path, nargs="*", default=[], help="earlier results of the same run, whose cases are kept"
-    )
-    parser.add_argument("--folder", type=Path, help="for the runs; without it they are not kept")
-    parser.add_argument("--parallel", type=int, default=1, help="runs at once")
-    parser.add_argument("--timeout", type=float, default=None, help="seconds after which a run is ended")
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(
+        __doc__,
+        target=(str, "preset or TOML file (default: that of --add-to, or debug)"),
+        set=([str], "overrides of every case"),
+        steps=(int, "of each run (default: those of --add-to, or 2000)"),
+        last=(100, "steps whose mean is the last loss"),
+        cases=list(CASES),
+        seeds=([int], "each case is trained with each (default: the target's)"),
+        add_to=([Path], "earlier results of the same run, whose cases are kept"),
+        folder=(Path, "for the runs; without it they are not kept"),
+        parallel=(1, "runs at once"),
+        timeout=(float, "seconds after which a run is ended"),
+    ).parse_args()
     curves = joined(options.add_to, target=options.target, steps=options.steps)
     options.target, options.steps = curves.target, curves.steps
     curves.order += options.cases
-    if options.cases and options.seeds is None:
+    if options.cases and not options.seeds:
         options.seeds = [load_run(options.target, [f"training.steps={options.steps}", *options.set]).seed]
     # Seed by seed: a benchmark that is ended has whole seeds.
-    wanted = dict.fromkeys((case, seed) for seed in options.seeds or [] for case in options.cases)
+    wanted = dict.fromkeys((case, seed) for seed in options.seeds for case in options.cases)
     pairs = [pair for pair in wanted if not curves.has(*pair)]
     if not pairs:
         # The machine that joins says nothing of those that trained.
         record.write(options, curves.numbers(), **curves.environment)
     failed = _train_all(options, pairs, curves)
-    print("\n".join(_row(case) for case in curves.numbers()["cases"]))
+    for case in curves.numbers()["cases"]:
+        record.show(case)
     if failed:
         raise SystemExit(f"{failed} of {len(pairs)} runs failed")
 
@@ -155,11 +153,11 @@ def joined(files: Sequence[Path], *, target: str | None = None, steps: int | Non
     """
     nothing: dict[str, Any] = {"numbers": {"target": "debug", "steps": 2000}, "environment": {}}
     results = {file: json.loads(file.read_text("utf-8")) for file in files}
-    found = next(iter(results.values()), nothing)
+    first = next(iter(results.values()), nothing)
     curves = Curves(
-        target=found["numbers"]["target"] if target is None else target,
-        steps=found["numbers"]["steps"] if steps is None else steps,
-        environment=found["environment"],
+        target=first["numbers"]["target"] if target is None else target,
+        steps=first["numbers"]["steps"] if steps is None else steps,
+        environment=first["environment"],
     )
     for file, result in results.items():
         numbers = result["numbers"]
@@ -171,7 +169,7 @@ def joined(files: Sequence[Path], *, target: str | None = None, steps: int | Non
         curves.order.append(numbers["first"])
         for case in numbers["cases"]:
             curves.add(case)
-        curves.failed |= {(one["case"], one["seed"]): one["why"] for one in numbers["failed"]}
+        curves.failed |= {(run["case"], run["seed"]): run["why"] for run in numbers["failed"]}
     return curves
 
 
@@ -197,25 +195,15 @@ def united(one: Case, other: Case) -> Case:
 
 
 def compared(case: Case, first: Case | None) -> Case:
-    """A case with its differences from the first one, and their standard errors.
+    """A case with its differences from the first one, which may not be there, and their standard errors.
 
-    Args:
-        case: what is compared.
-        first: with what; None if it is not there.
-
-    Returns:
-        The case with `difference`, `difference_error`, `held_out_difference` and `held_out_error`: the mean over the
-        seeds that both have of how much larger its loss is, as a share of the first one's, and its standard error. The
-        mean is None without such a seed, the error with fewer than two.
+    `difference` and `held_out_difference` are the mean over the seeds that both have of how much larger its loss is, as
+    a share of the first one's; None without such a seed, and their errors with fewer than two.
     """
     last, last_error = _beside(case, first, "last_loss")
     held_out, held_out_error = _beside(case, first, "held_out_loss")
-    return case | {
-        "difference": last,
-        "difference_error": last_error,
-        "held_out_difference": held_out,
-        "held_out_error": held_out_error,
-    }
+    differences = {"difference": last, "difference_error": last_error}
+    return case | differences | {"held_out_difference": held_out, "held_out_error": held_out_error}
 
 
 def _beside(case: Case, first: Case | None, figure: str) -> tuple[float | None, float | None]:
@@ -263,7 +251,7 @@ def _train_all(options: argparse.Namespace, pairs: Sequence[tuple[str, int]], cu
             print(f"{case}, seed {seed}: FAILED, {found}", flush=True)
         else:
             curves.add(found)
-            print(f"{case}, seed {seed}: last {found['last_loss']:.4f}{_held_out(found)}", flush=True)
+            record.show({"case": case, "seed": seed, "last": found["last_loss"], "held out": found["held_out_loss"]})
         record.write(options, curves.numbers())
     return failed
 
@@ -289,11 +277,9 @@ def _runs(options: argparse.Namespace, pairs: Sequence[tuple[str, int]]) -> Iter
 
 def _train(options: argparse.Namespace, case: str, seed: int, folder: Path) -> list[dict[str, Any]]:
     name = f"{case.replace('+', '-')}-seed-{seed}"
-    own = [f"name={name}", f"record.folder={folder}", f"training.steps={options.steps}", "checkpoint.enabled=false"]
-    overrides = [*own, *options.set, f"seed={seed}", *overrides_of(case)]
-    words = [sys.executable, "-m", "penstock", "train", options.target, *overrides]
-    subprocess.run(words, check=True, timeout=options.timeout, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text("utf-8").splitlines()]
+    overrides = [f"training.steps={options.steps}", "checkpoint.enabled=false", *options.set, f"seed={seed}"]
+    overrides += overrides_of(case)
+    return runs.trained(options.target, overrides, folder, name, timeout=options.timeout)
 
 
 def of_run(name: str, seed: int, lines: Sequence[dict[str, Any]], last: int) -> Case:
@@ -318,23 +304,6 @@ def of_run(name: str, seed: int, lines: Sequence[dict[str, Any]], last: int) -> 
         ],
         "seeds": [run],
     }
-
-
-def _row(case: Case) -> str:
-    """A case on one line."""
-    last = _difference(case["difference"], case["difference_error"])
-    held_out = _difference(case["held_out_difference"], case["held_out_error"]) if case["held_out_loss"] else ""
-    seeds = f"{len(case['seeds'])} seed" + "s" * (len(case["seeds"]) > 1)
-    return f"{case['case']:24} {seeds}  last {case['last_loss']:.4f}{last}{_held_out(case)}{held_out}"
-
-
-def _held_out(case: Case) -> str:
-    return "" if case["held_out_loss"] is None else f"  held out {case['held_out_loss']:.4f}"
-
-
-def _difference(difference: float | None, error: float | None) -> str:
-    mean = "" if difference is None else f"  {difference:+.3%}"
-    return mean if error is None else f"{mean} +- {error:.3%}"
 
 
 if __name__ == "__main__":

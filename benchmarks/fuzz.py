@@ -2,11 +2,11 @@
 
 python -m benchmarks.fuzz --cases 10000 --output benchmarks/results/fuzz.json
 python -m benchmarks.fuzz --weights --cases 1000 --output benchmarks/results/weights-fuzz.json
+
+The exit code is 1 after a fault.
 """
 
-import argparse
 import sys
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,28 +18,21 @@ SEED = 29
 
 
 def main() -> int:
-    """Run the cases and record how they ended; the exit code is 1 after a fault."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--weights", action="store_true", help="Folders of Hugging Face weights alone.")
-    record.add_arguments(parser)
-    options = parser.parse_args()
-    begin = time.monotonic()
+    weights = (False, "folders of Hugging Face weights alone")
+    options = record.parser(__doc__, cases=10_000, seed=SEED, weights=weights).parse_args()
     ended, readers = [], WEIGHTS if options.weights else READERS
     with TemporaryDirectory(prefix="penstock-fuzz-") as folder:
         make_material(readers, Path(folder))
-        for one in run(readers, cases(readers, options.cases, options.seed), Path(folder)):
-            ended.append(one)
-            if one.is_fault:
-                print(f"{one.reader}, seed {one.seed}: {one.how}", flush=True)
+        for case in run(readers, cases(readers, options.cases, options.seed), Path(folder)):
+            ended.append(case)
+            if case.is_fault:
+                print(f"{case.reader}, seed {case.seed}: {case.how}", flush=True)
             if len(ended) % 500 == 0:
-                print(f"{len(ended)} cases, {time.monotonic() - begin:.0f} s", flush=True)
-    faults = [{"reader": one.reader, "seed": one.seed, "how": one.how} for one in ended if one.is_fault]
+                print(f"{len(ended)} cases", flush=True)
+    faults = [{"reader": case.reader, "seed": case.seed, "how": case.how} for case in ended if case.is_fault]
     most_bytes = max(reader.most_bytes for reader in readers.values())
     limits = {"seconds_of_the_processor": MOST_SECONDS, "bytes": most_bytes}
     numbers = {"cases": len(ended), "seed": options.seed, "faults": faults, "limits": limits, "readers": summary(ended)}
-    print(f"{len(ended)} cases, {time.monotonic() - begin:.0f} s, {len(faults)} faults", flush=True)
     record.write(options, numbers)
     return 1 if faults else 0
 

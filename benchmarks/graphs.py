@@ -11,7 +11,6 @@ or so little that the host decides (`short`); these are not deterministic, so a 
 losses are without graphs.
 """
 
-import argparse
 import gc
 import statistics
 import time
@@ -43,29 +42,25 @@ STEPS, WARM = 8, 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    record.add_arguments(parser)
-    parser.add_argument("--cases", type=lambda names: names.split(","), default=[*CASES], help="some of them, a,b")
-    options = parser.parse_args()
+    options = record.parser(__doc__, cases=(",".join(CASES), "some of them, a,b")).parse_args()
     numbers: dict[str, Any] = {}
-    for name in options.cases:
+    for name in options.cases.split(","):
         preset, overrides = CASES[name]
         fixed = [*FIXED, *overrides]
         eager, expected = measure(preset, fixed)
         numbers[name] = {"eager": eager}
         for key, capture in (("captured", "full"), ("parts", "partial")):
-            row, found = measure(preset, [*fixed, f"graphs.capture={capture}"])
-            print(name, key, row, flush=True)
+            row, results = measure(preset, [*fixed, f"graphs.capture={capture}"])
             compared = {
                 "ratio": eager["step_ms"] / row["step_ms"],
-                "same": found == expected,
-                "loss_apart": apart(found, expected),
+                "same": results == expected,
+                "loss_apart": apart(results, expected),
             }
             # Figures of passes stand beside their row, those of parts in it.
             numbers[name] |= {key: row, **compared} if key == "captured" else {key: row | compared}
         if preset != "debug":
             numbers[name]["loss_apart_of_two_eager_runs"] = apart(measure(preset, fixed)[1], expected)
-        print(name, numbers[name], flush=True)
+        record.show({"case": name, **numbers[name]})
         record.write(options, numbers, steps=STEPS, warm=WARM)
 
 
@@ -80,12 +75,16 @@ def measure(preset: str, overrides: list[str]) -> tuple[dict[str, Any], list[Any
         seconds.append(time.perf_counter() - begin)
         if session.held_out is not None and number % 3 == 2:
             held_out.append(evaluate(session.model, session.held_out, session.rule.cut, session.rule.loss).loss)
-    kept = [(one.loss, one.mtp_losses, one.gradient_norm, one.layers) for one in results]
+    kept = [(result.loss, result.mtp_losses, result.gradient_norm, result.layers) for result in results]
     state = {name: float(part.tensor.double().sum()) for name, part in session.state.optimizer.parts().items()}
-    row: dict[str, Any] = {"step_ms": statistics.median(seconds[WARM:]) * 1e3, "second_step_ms": seconds[1] * 1e3}
-    row["peak_gb"] = peak_memory_bytes(session.device) / 1e9
-    row["reserved_gb"] = torch.cuda.memory_reserved() / 1e9
-    row |= launches_of(session) | update_of(session)
+    row: dict[str, Any] = {
+        "step_ms": statistics.median(seconds[WARM:]) * 1e3,
+        "second_step_ms": seconds[1] * 1e3,
+        "peak_gb": peak_memory_bytes(session.device) / 1e9,
+        "reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        **launches_of(session),
+        **update_of(session),
+    }
     if session.graphs is not None:
         row["pool_gb"] = session.graphs.pool_bytes / 1e9
         session.graphs.release()

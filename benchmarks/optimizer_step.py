@@ -8,15 +8,15 @@ and state are read and written once, weights too, or only written where a float3
 compared with PyTorch's update of float32 state.
 """
 
-import argparse
-import statistics
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import record
+from benchmarks.kernels import measure
 from penstock.config.training import Optimizer
 from penstock.kernels import reference
 from penstock.kernels.adamw import APART, AdamWLaunch, scalars_of
@@ -39,40 +39,20 @@ LAUNCHES = ((4, 4), (8, 4), (16, 4), (32, 8))
 
 
 def main() -> None:
-    """Measure everything and print it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(__doc__).parse_args()
     torch.manual_seed(0)
-    copy = _copy_rate()
-    print(f"copy {copy / 1e12:.2f} TB/s")
+    copy = measure.copy_bandwidth()
     rows = [_update_row(moments, splits, copy) for moments, splits in FORMATS]
-    torch_us = _torch_us()
-    print(f"torch's update, copy and zero: {torch_us:.0f} us, {torch_us / rows[0]['us']:.2f} x the kernel")
-    embedding = _embedding_row()
-    print("embedding", embedding)
-    record.write(options, {"copy_bytes_per_s": copy, "updates": rows, "torch_us": torch_us, "embedding": embedding})
+    numbers = {"copy_bytes_per_s": copy, "updates": rows, "torch_us": _torch_us(), "embedding": _embedding_row()}
+    record.show(numbers)
+    record.write(options, numbers)
 
 
 def timed(call: Callable[[], object], times: int = 10) -> float:
     """Median microseconds of a call."""
     for _ in range(3):
         call()
-    found = []
-    for _ in range(times):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        found.append(1000 * start.elapsed_time(end))
-    return statistics.median(found)
-
-
-def _copy_rate() -> float:
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / timed(lambda: target.copy_(source)) * 1e6
+    return 1e3 * median(measure.timed(call, busy=False)[0] for _ in range(times))
 
 
 def _drawn() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -92,16 +72,16 @@ def _update_row(moments: str, splits: bool, copy: float) -> dict[str, Any]:
     error = _error(optimizer, values, gradients, settings)
     us = timed(lambda: optimizer.update(1e-3, 1.5))
     tensors = list(optimizer.tensors.values())
-    changed = sum(part.nbytes for one in tensors for part in (one.gradient, *one.state))
-    weights = sum(one.value.nbytes * (1 if one.masters == APART else 2) for one in tensors)
+    changed = sum(part.nbytes for tensor in tensors for part in (tensor.gradient, *tensor.state))
+    weights = sum(tensor.value.nbytes * (1 if tensor.masters == APART else 2) for tensor in tensors)
     row: dict[str, Any] = {"moments": moments, "remainders": splits, "us": us, "bytes": 2 * changed + weights}
     row |= {"share_of_copy": row["bytes"] / us * 1e6 / copy, "error": error, "launches": {}}
-    matrices = [one for one in tensors if one.value.ndim > 1]
+    matrices = [tensor for tensor in tensors if tensor.value.ndim > 1]
     scalars = scalars_of(9, learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1, divisor=1.5)
     for blocks, warps in LAUNCHES:
         launch = AdamWLaunch(matrices, launch=KernelLaunch(block_rows=blocks, block_columns=128, warps=warps))
-        row["launches"][f"{blocks} blocks, {warps} warps"] = timed(lambda one=launch: one.run(scalars), 5)
-    print(row)
+        row["launches"][f"{blocks} blocks, {warps} warps"] = timed(lambda launch=launch: launch.run(scalars), 5)
+    record.show(row)
     return row
 
 
@@ -114,23 +94,22 @@ def _error(
     weight = torch.nn.Parameter(start.clone())
     theirs = torch.optim.AdamW([weight], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
     for number in range(3):
-        for one in gradients.values():
-            one.normal_(generator=torch.Generator("cuda").manual_seed(number))
+        for gradient in gradients.values():
+            gradient.normal_(generator=torch.Generator("cuda").manual_seed(number))
         weight.grad = gradients[name] / 1.5
         optimizer.update(settings.learning_rate, 1.5)
         theirs.step()
-        assert not any(bool(one.any()) for one in gradients.values()), "gradients are not zero"
+        assert not any(bool(gradient.any()) for gradient in gradients.values()), "gradients are not zero"
     moved = weight.detach() - start
-    found = values[name].float()
     # The weight is rounded to bfloat16, whose half step bounds this error.
-    return float((found - weight.detach()).norm() / moved.norm())
+    return float((values[name].float() - weight.detach()).norm() / moved.norm())
 
 
 def _torch_us() -> float:
     values, gradients = _drawn()
-    masters = {name: torch.nn.Parameter(one.float()) for name, one in values.items()}
-    for name, one in masters.items():
-        one.grad = gradients[name]
+    masters = {name: torch.nn.Parameter(value.float()) for name, value in values.items()}
+    for name, master in masters.items():
+        master.grad = gradients[name]
     optimizer = torch.optim.AdamW(list(masters.values()), lr=1e-3, fused=True)
 
     @torch.no_grad()

@@ -6,38 +6,31 @@ The comparison is the tests' own (tests/models/huggingface/parity.py): float64 o
 measures rounding, so it says what a correct model looks like and how much room the tests' tolerances leave.
 """
 
-import argparse
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import torch
 import transformers
 
-from benchmarks import record
+from benchmarks import draws, record
 from tests.models.huggingface.family_models import VARIANTS
 from tests.models.huggingface.parity import DOCUMENTS, POSITIONS, ROWS, TOLERANCES, compare
 
 
 def main() -> None:
-    """Compare every variant and write what differs."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    record.add_arguments(parser)
-    arguments = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    rows = []
+    options, rows = record.parser(__doc__).parse_args(), list[dict[str, Any]]()
+    draws.prepare()
     for name, config in VARIANTS.items():
-        row: dict[str, object] = {"model": name, "family": config.family}
+        row: dict[str, Any] = {"model": name, "family": config.family}
         for kind in ("plain", "packed"):
             with tempfile.TemporaryDirectory() as folder:
                 row[kind] = asdict(compare(config, Path(folder), packed=kind == "packed"))
         rows.append(row)
-        print(f"{name:<55}{row['plain']} {row['packed']}", flush=True)
+        record.show(row)
     shape = {"rows": ROWS, "positions": POSITIONS, "documents": DOCUMENTS}
-    environment = {"transformers": transformers.__version__}
-    record.write(arguments, {"tolerances": TOLERANCES, "shape": shape, "models": rows}, **environment)
+    numbers = {"tolerances": TOLERANCES, "shape": shape, "models": rows}
+    record.write(options, numbers, transformers=transformers.__version__)
 
 
 if __name__ == "__main__":

@@ -6,49 +6,36 @@ Projections, not measurements; minutes on a laptop. `worlds` are the fastest lay
 H100, `optimizers` steps of eight layers of DeepSeek-V2-Lite on one H200 with 65,536 tokens, by optimizer.
 """
 
-import argparse
 import json
-import subprocess
-import sys
 from typing import Any
 
-from benchmarks import record
+from benchmarks import record, runs
 
 WORLDS = ("deepseek-v3", "--on", "1000xH100", "--worlds", "auto")
 ONE_GPU = ("deepseek-v2-lite-8l", "training.global_batch=16", "training.micro_batch=4")
 
 
-def answer(*words: str) -> Any:
-    """What a plan says as JSON."""
-    command = [sys.executable, "-m", "penstock", "plan", *words, "--json"]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
 def worlds() -> list[dict[str, Any]]:
     """Devices, layout and speed of each answer, and its share of the fastest."""
-    found = []
-    for point in answer(*WORLDS)["worlds"]:
-        devices, one = int(point["asked"]["devices"]), point["candidate"]
-        speed = one["tokens_per_second_per_device"] * devices
-        found.append({"devices": devices, "layout": one["layout"], "tokens_per_second": speed})
-    most = max(one["tokens_per_second"] for one in found)
-    return [one | {"share": one["tokens_per_second"] / most} for one in found]
+    rows = []
+    for point in json.loads(runs.penstock("plan", *WORLDS, "--json"))["worlds"]:
+        devices, candidate = int(point["asked"]["devices"]), point["candidate"]
+        speed = candidate["tokens_per_second_per_device"] * devices
+        rows.append({"devices": devices, "layout": candidate["layout"], "tokens_per_second": speed})
+    fastest = max(row["tokens_per_second"] for row in rows)
+    return [row | {"share": row["tokens_per_second"] / fastest} for row in rows]
 
 
 def optimizers() -> dict[str, float]:
     """Seconds of a step by optimizer, and their ratio."""
-    seconds = {}
-    for method in ("adamw", "muon"):
-        (one,) = answer(*ONE_GPU, f"optimizer.method={method}", "--on", "1xH200", "--layout", "own")["candidates"]
-        seconds[method] = one["step_seconds"]
+    own = ("--on", "1xH200", "--layout", "own")
+    methods = ("adamw", "muon")
+    seconds = {name: runs.planned(*ONE_GPU, f"optimizer.method={name}", *own)["step_seconds"] for name in methods}
     return seconds | {"muon_over_adamw": seconds["muon"] / seconds["adamw"]}
 
 
 def main() -> None:
-    """See the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(__doc__).parse_args()
     numbers = {"optimizers": optimizers(), "worlds": worlds()}
     print(json.dumps(numbers, indent=2))
     record.write(options, numbers)

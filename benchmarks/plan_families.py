@@ -7,8 +7,6 @@ chip, in nodes of 8, rounded up to a power of two. The file is written after eac
 with the searches that it lacks. Needs no GPU.
 """
 
-import argparse
-import json
 import math
 from typing import Any
 
@@ -45,18 +43,13 @@ def cases() -> list[Case]:
 
 
 def main() -> None:
-    """See the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    record.add_arguments(parser)
-    options = parser.parse_args()
-    rows: dict[str, Any] = {}
-    if options.output is not None and options.output.exists():
-        rows = json.loads(options.output.read_text(encoding="utf-8"))["numbers"]["searches"]
+    options = record.parser(__doc__).parse_args()
+    rows: dict[str, Any] = record.numbers_in(options.output).get("searches", {})
     for case in cases():
         key = f"{case['model']} on {case['on']}"
         if key not in rows:
             rows[key] = {**answered(case), "commit": options.commit or commit_of_code()}
-            print(json.dumps(rows[key]), flush=True)
+            record.show(rows[key])
             record.write(options, {"searches": rows})
 
 

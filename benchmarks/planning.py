@@ -8,7 +8,6 @@ figures, dispatch and scaling by benchmarks/planning_times.py. Sources: "MoE Tra
 Pre-training at Scale with TorchTitan" (pytorch.org/blog). What differs and why: docs/plan-published.md.
 """
 
-import argparse
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
@@ -90,13 +89,11 @@ WAYS_IN = ("", "offload.optimizer=true", "parallel.shard=full parallel.prefetch=
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(__doc__).parse_args()
     numbers = {
         "charts": [chart_row(model, context) for model in MODELS for context in (1, 2)],
-        "fits": [fits_row(*one) for one in FITS],
-        "ways_in": [way_in_row(one) for one in WAYS_IN],
+        "fits": [fits_row(*published) for published in FITS],
+        "ways_in": [way_in_row(overrides) for overrides in WAYS_IN],
         "bubbles": [bubble_row(stages) for stages in BUBBLES],
         **planning_times.numbers(),
     }

@@ -8,7 +8,6 @@ is written down is what anybody gets. Half of the rows, drawn by a seed before t
 were fitted; the other half is held out. docs/plan-published.md shows the table.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -46,11 +45,9 @@ class PublishedRun:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="rows whose id has this")
-    parser.add_argument("--processes", type=int, default=2, help="that project at a time")
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(
+        __doc__, only=("", "rows whose id has this"), processes=(2, "that project at a time")
+    ).parse_args()
     runs = [one for one in published_runs() if options.only in one.id]
     with get_context("spawn").Pool(options.processes) as pool:
         rows = []

@@ -2,8 +2,8 @@
 
     python -m benchmarks.projection --output benchmarks/results/projection-h200.json --chosen "after it was frozen"
 
-Each case is trained by the product (`penstock.tune.trial`). Step time is the median after the warm-up, memory the most
-that a rank's allocator had handed out. Cases of one rank run side by side, one on each GPU; those of several follow.
+Each case is trained by the product (`penstock.tune.trial`). Step time is the median after the warm-up, memory the peak
+of the fullest rank's allocator. Cases of one rank run side by side, one on each GPU; those of several follow.
 The file is added to: a case that it has already and that is not measured again stays as it is, with the commit that it
 was measured at. `--join` adds the cases of other files. `benchmarks.projection_compare` then adds what the plan says.
 """
@@ -18,14 +18,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from benchmarks import record
-from benchmarks.projection_cases import Case, Chosen, named
+from benchmarks import record, runs
+from benchmarks.projection_cases import FROZEN, MADE, Case, named
 from penstock.base.errors import PenstockError
-from penstock.train.run_folder import RunFolder
 from penstock.tune.result_file import commit_of_code
 from penstock.tune.trial import Failure, Trial, run_trial
 
@@ -36,7 +35,17 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Measure cases, and write all so far after each of them."""
-    options = parse_arguments()
+    options = record.parser(
+        __doc__,
+        only=([str], "names of cases; none takes all"),
+        chosen=("", f"those that were chosen then: {MADE!r} or {FROZEN!r}"),
+        gpus=(torch.cuda.device_count(), "cases that need more are left out"),
+        steps=9,
+        warm_up=(3, "first steps that are not counted"),
+        timeout=(0.0, "seconds after which a case is ended; 0 never"),
+        folder=(Path, "keeps the runs, instead of a temporary folder"),
+        join=([Path], "measure nothing, add the cases of these files"),
+    ).parse_args()
     if options.join:
         join(options)
         return
@@ -51,22 +60,8 @@ def main() -> None:
             write(options, rows)
         for case in [*alone, *together]:
             rows[case.name] = measured(options, case, folder)
-            print_measured(rows[case.name])
+            record.show(rows[case.name])
             write(options, rows)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="names of cases; none takes all")
-    parser.add_argument("--chosen", choices=["", *get_args(Chosen)], default="", help="those that were chosen then")
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="cases that need more are left out")
-    parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--warm-up", type=int, default=3, help="first steps that are not counted")
-    parser.add_argument("--timeout", type=float, default=0.0, help="seconds after which a case is ended; 0 never")
-    parser.add_argument("--folder", type=Path, help="keeps the runs, instead of a temporary folder")
-    parser.add_argument("--join", nargs="+", type=Path, default=[], metavar="FILE", help="measure nothing, add these")
-    record.add_arguments(parser)
-    return parser.parse_args()
 
 
 def join(options: argparse.Namespace) -> None:
@@ -79,9 +74,7 @@ def join(options: argparse.Namespace) -> None:
 
 def known_rows(path: Path | None) -> dict[str, Row]:
     """Cases that a file has, by name."""
-    if path is None or not path.exists():
-        return {}
-    return {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))["numbers"]["cases"]}
+    return {row["name"]: row for row in record.numbers_in(path).get("cases", [])}
 
 
 def write(options: argparse.Namespace, rows: dict[str, Row]) -> None:
@@ -97,82 +90,59 @@ def in_order(rows: dict[str, Row]) -> list[Row]:
 def side_by_side(options: argparse.Namespace, cases: Sequence[Case], folder: Path) -> dict[str, Row]:
     """Cases of one rank, on all GPUs at once: each GPU has a process that measures its part of them in turn."""
     devices = os.environ.get(VISIBLE, ",".join(map(str, range(options.gpus)))).split(",")[: options.gpus]
-    lanes = [cases[number :: len(devices)] for number in range(len(devices))]
-    running, outputs = [], []
-    for device, lane in zip(devices, lanes, strict=True):
-        if not lane:
-            continue
-        outputs.append(folder / f"gpu-{device}.json")
-        words = ["--only", *(case.name for case in lane), "--gpus", "1", "--output", str(outputs[-1])]
-        words += ["--steps", str(options.steps), "--warm-up", str(options.warm_up), "--timeout", str(options.timeout)]
-        words += ["--folder", str(folder), "--commit", options.commit]
-        command = [sys.executable, "-m", "benchmarks.projection", *words]
-        running.append(subprocess.Popen(command, env={**os.environ, VISIBLE: device}))
-    for process in running:
+    running = {}
+    for number, device in enumerate(devices[: len(cases)]):
+        output = folder / f"gpu-{device}.json"
+        words = ["--only", *(case.name for case in cases[number :: len(devices)]), "--gpus", "1", "--output", output]
+        words += ["--steps", options.steps, "--warm-up", options.warm_up, "--timeout", options.timeout]
+        words += ["--folder", folder, "--commit", options.commit]
+        command = [sys.executable, "-m", "benchmarks.projection", *map(str, words)]
+        running[output] = subprocess.Popen(command, env={**os.environ, VISIBLE: device})
+    rows: dict[str, Row] = {}
+    for output, process in running.items():
         process.wait()
-    found: dict[str, Row] = {}
-    for output in outputs:
-        found |= known_rows(output)
-    return found
+        rows |= known_rows(output)
+    return rows
 
 
 def measured(options: argparse.Namespace, case: Case, folder: Path) -> Row:
     """What a case is, and its figures; where it did not run, None and the reason."""
-    facts = record.describe()
     row: Row = {
         **asdict(case),
         "overrides": list(case.overrides),
         "commit": options.commit or commit_of_code(),
-        "device": facts["device"],
-        "torch": facts["torch"],
+        **{name: record.describe()[name] for name in ("device", "torch")},
         "reason": "",
         "figures": None,
     }
     try:
-        every = case.every_override(options.steps)
+        overrides = case.every_override(options.steps)
     except PenstockError as error:
         return row | {"reason": str(error)}
-    trial = Trial(
-        name=case.name,
-        target=case.target,
-        overrides=every,
-        processes=case.processes,
-        warm_up=options.warm_up,
-        folder=folder,
-        most_seconds=options.timeout,
+    result = run_trial(
+        Trial(
+            name=case.name,
+            target=case.target,
+            overrides=overrides,
+            processes=case.processes,
+            warm_up=options.warm_up,
+            folder=folder,
+            most_seconds=options.timeout,
+        )
     )
-    found = run_trial(trial)
-    if isinstance(found, Failure):
-        return row | {"reason": found.reason}
-    text = RunFolder(folder / case.name).metrics.read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in text.splitlines()]
-    return row | {"figures": asdict(found) | rank_loads(lines, options.warm_up)}
+    if isinstance(result, Failure):
+        return row | {"reason": result.reason}
+    return row | {"figures": asdict(result) | rank_loads(runs.lines_of(folder / case.name), options.warm_up)}
 
 
 def rank_loads(lines: Sequence[dict[str, Any]], warm_up: int) -> dict[str, float | None]:
     """How uneven expert ranks were: the median step's for the time, and the fullest step's for the memory."""
     timed = [line["expert_rank_load_max_over_mean"] for line in lines[warm_up:]]
-    held = [line["expert_rank_load_fullest"] for line in lines]
+    fullest = [line["expert_rank_load_fullest"] for line in lines]
     return {
         "expert_rank_load_max_over_mean": None if None in timed else statistics.median(timed),
-        "expert_rank_load_fullest": None if None in held else max(held),
+        "expert_rank_load_fullest": None if None in fullest else max(fullest),
     }
-
-
-def print_measured(row: Row) -> None:
-    figures = row["figures"]
-    if figures is None:
-        print(f"{row['name']:<44}{row['reason']}", flush=True)
-        return
-    loads = [figures[f"expert_rank_load_{name}"] for name in ("max_over_mean", "fullest")]
-    times = figures["step_seconds"]
-    print(
-        f"{row['name']:<44}{figures['step_seconds_median'] * 1e3:>8.1f} ms ({min(times) * 1e3:.1f}.."
-        f"{max(times) * 1e3:.1f})  {figures['peak_memory_bytes'] / 1e9:>6.1f} GB  "
-        f"{figures['tokens_per_second_per_device']:>7,.0f} tokens/s/GPU  rank loads "
-        f"{' '.join('-' if load is None else f'{load:.3f}' for load in loads)}  in {figures['seconds']:.0f} s",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

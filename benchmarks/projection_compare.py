@@ -10,7 +10,6 @@ What a plan cannot know, how unevenly an untrained router chooses, it is told as
 the mean over layers of the fullest rank's share, for the memory the share of the rank that was fullest over all layers.
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterable, Sequence
@@ -18,8 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from benchmarks.projection_cases import FROZEN, MADE, Case
-from benchmarks.record import current_overrides
 from penstock.base.files import write_whole
 from penstock.plan.assumptions import Assumptions
 from penstock.plan.hardware_file import parse_cluster
@@ -33,27 +32,28 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Project every case of a file, write it, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Project every case of a file, and write it."""
+    parser = record.parser(
+        __doc__,
+        hardware=("H200", "chip or hardware file"),
+        only=([str], "names of cases; the others stay as they are"),
+    )
     parser.add_argument("file", type=Path, help="written by benchmarks.projection; is written anew")
-    parser.add_argument("--hardware", default="H200", help="chip or hardware file")
-    parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="names; the others stay as they are")
-    parser.add_argument("--terms", action="store_true", help="print what step time and memory are made of, too")
-    parser.add_argument("--commit", default="", help="of these files, where there is no repository")
     options = parser.parse_args()
     result = json.loads(options.file.read_text(encoding="utf-8"))
     numbers = result["numbers"]
     for row in numbers["cases"]:
         if row["figures"] is not None and (not options.only or row["name"] in options.only):
             row |= compared(row, options.hardware, result["environment"]["steps"])
-            print_row(row, with_terms=options.terms)
+            figures = {name: row["figures"][name] for name in ("step_seconds_median", "peak_memory_bytes")}
+            record.show({"case": row["name"], **figures, **row["projected"], "errors": row["errors"]})
     commits = dict.fromkeys([options.commit or commit_of_code()])
     if options.only:
         commits = dict.fromkeys(numbers["projected_by"]["commit"].split(", ")) | commits
     numbers["projected_by"] = {"commit": ", ".join(commits), "hardware": options.hardware}
     numbers["errors"] = summary(numbers["cases"])
-    for name, found in numbers["errors"].items():
-        print(f"{name}: {found['runs']} runs, {_in_words(found)}")
+    for name, sizes in numbers["errors"].items():
+        record.show({"runs of": name, **sizes})
     write_whole(options.file, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
@@ -68,7 +68,7 @@ def compared(row: Row, hardware: str, steps: int) -> Row:
     case = Case(
         name=row["name"],
         target=row["target"],
-        overrides=current_overrides(row["overrides"]),
+        overrides=record.current_overrides(row["overrides"]),
         processes=row["processes"],
         chosen=row["chosen"],
     )
@@ -77,16 +77,16 @@ def compared(row: Row, hardware: str, steps: int) -> Row:
         imbalance=figures["expert_rank_load_max_over_mean"] or 1.0,
         kept_imbalance=figures["expert_rank_load_fullest"] or 1.0,
     )
-    found = project(case.run(steps), parse_cluster(f"{case.processes}x{hardware}"), assumptions)
-    fullest = max(found.memories, key=lambda memory: memory.allocated)
-    slowest = max(found.time.ranks, key=lambda rank: rank.passes + rank.waiting + rank.update)
+    plan = project(case.run(steps), parse_cluster(f"{case.processes}x{hardware}"), assumptions)
+    fullest = max(plan.memories, key=lambda memory: memory.allocated)
+    slowest = max(plan.time.ranks, key=lambda rank: rank.passes + rank.waiting + rank.update)
     memory = {name: value for name, value in asdict(fullest).items() if isinstance(value, int | str)}
     projected = {
-        "step_seconds": found.time.step_seconds,
+        "step_seconds": plan.time.step_seconds,
         "peak_memory_bytes": fullest.allocated,
-        "model_flops_utilization": found.time.model_flops_utilization,
-        "bubble": found.time.bubble,
-        "exposed_communication_seconds": found.time.exposed_communication_seconds,
+        "model_flops_utilization": plan.time.model_flops_utilization,
+        "bubble": plan.time.bubble,
+        "exposed_communication_seconds": plan.time.exposed_communication_seconds,
         "time": {name: value for name, value in asdict(slowest).items() if isinstance(value, int | float)},
         "terms": dict(slowest.terms),
         "memory": memory,
@@ -106,43 +106,19 @@ def summary(rows: Iterable[Row]) -> dict[str, Row]:
         "made": [row for row in compared_rows if row["chosen"] == MADE],
         "frozen": [row for row in compared_rows if row["chosen"] == FROZEN],
     }
-    return {name: _sizes(found) for name, found in groups.items() if found}
+    return {name: _sizes(group) for name, group in groups.items() if group}
 
 
 def _sizes(rows: Sequence[Row]) -> Row:
     sizes: Row = {"runs": len(rows)}
     for name, allowed in ALLOWED.items():
-        found = [abs(row["errors"][name]) for row in rows]
+        errors = [abs(row["errors"][name]) for row in rows]
         sizes |= {
-            f"{name}_median": statistics.median(found),
-            f"{name}_largest": max(found),
-            f"{name}_beyond": sum(error > allowed for error in found),
+            f"{name}_median": statistics.median(errors),
+            f"{name}_largest": max(errors),
+            f"{name}_beyond": sum(error > allowed for error in errors),
         }
     return sizes
-
-
-def _in_words(sizes: Row) -> str:
-    return "; ".join(
-        f"{name} median {sizes[f'{name}_median']:.1%}, largest {sizes[f'{name}_largest']:.1%}, "
-        f"{sizes[f'{name}_beyond']} beyond {allowed:.0%}"
-        for name, allowed in ALLOWED.items()
-    )
-
-
-def print_row(row: Row, *, with_terms: bool) -> None:
-    figures, projected, errors = row["figures"], row["projected"], row["errors"]
-    marks = {name: "!" if abs(errors[name]) > allowed else " " for name, allowed in ALLOWED.items()}
-    print(
-        f"{row['name']:<44}{figures['step_seconds_median'] * 1e3:>7.1f} ms {projected['step_seconds'] * 1e3:>7.1f} "
-        f"{errors['step']:>+7.1%}{marks['step']}  {figures['peak_memory_bytes'] / 1e9:>6.1f} GB "
-        f"{projected['peak_memory_bytes'] / 1e9:>6.1f} {errors['memory']:>+6.1%}{marks['memory']}",
-        flush=True,
-    )
-    if with_terms:
-        times = {**projected["time"], **projected["terms"]}
-        print("    " + "  ".join(f"{name} {value * 1e3:.1f}" for name, value in times.items() if name != "rank"))
-        sizes = {name: size for name, size in projected["memory"].items() if isinstance(size, int) and name != "rank"}
-        print("    " + "  ".join(f"{name} {size / 1e9:.2f}" for name, size in sizes.items() if size))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ The independent reading is `totals` below: plain JSON, unions of intervals, and 
 below `--root` says where a file is from.
 """
 
-import argparse
 import gzip
 import json
 import subprocess
@@ -25,10 +24,8 @@ COMMUNICATION = ("nccl", "rccl", "allreduce", "cross_device_reduce")  # in a nam
 
 def main() -> None:
     """Read each file in both ways; nothing is left out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(__doc__, root=(Path(), "folder of the NAMEs"))
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--root", type=Path, default=Path(), help="folder of the NAMEs")
-    record.add_arguments(parser)
     options = parser.parse_args()
     rows = [compared(path, path.relative_to(options.root)) for path in options.files]
     for row in rows:

@@ -3,7 +3,6 @@
 python -m benchmarks.refusals --drawn 400 --output benchmarks/results/refusals.json
 """
 
-import argparse
 import os
 import shlex
 import statistics
@@ -30,10 +29,7 @@ CALLS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--drawn", type=int, default=400, help="calls of tests/cli/bad_calls.py")
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(__doc__, drawn=(400, "calls of tests/cli/bad_calls.py")).parse_args()
     named = {call: _seconds(shlex.split(call)) for call in CALLS}
     drawn = {call.words: _seconds(call.words) for call in calls(options.drawn, kinds=KINDS_OF_ARGUMENTS)}
     for words, seconds in sorted(drawn.items(), key=lambda item: -item[1])[:10]:

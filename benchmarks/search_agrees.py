@@ -8,7 +8,6 @@ each shown layout, run, memory, step and dispatcher must be those of `--layout` 
 `--random N` composes random legal layouts of each request as a search does, in place of searching.
 """
 
-import argparse
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -152,12 +151,7 @@ def random_layouts(request: SearchRequest, count: int, seed: int) -> tuple[Proje
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=300, help="requests")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--random", type=int, default=0, metavar="N", help="compose N layouts of each instead")
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(__doc__, draws=(300, "requests"), seed=1).parse_args()
     rows, seconds, begin = 0, 0.0, time.perf_counter()
     unequal: dict[str, list[str]] = {}
     none = 0

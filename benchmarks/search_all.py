@@ -164,17 +164,17 @@ def rows_of(waiting: Sequence[Case]) -> Iterator[Row]:
 
 def main() -> None:
     """See the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--models", nargs="+", metavar="PRESET", help="all without it")
-    parser.add_argument("--chips", nargs="+", metavar="CHIP", help="all without it")
-    parser.add_argument("--devices", nargs="+", type=int, metavar="N")
-    parser.add_argument("--layouts", type=int, default=0, metavar="N", help="project N random layouts of each instead")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after these")
-    parser.add_argument("--known", nargs="+", type=Path, default=[], metavar="FILE", help="leave out cases of these")
-    record.add_parts(parser)
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(
+        __doc__,
+        parts=True,
+        worker=(False, "answer cases from standard input"),
+        models=([str], "presets; all without it"),
+        chips=([str], "all without it"),
+        devices=[int],
+        layouts=(0, "project so many random layouts of each instead"),
+        seconds=(math.inf, "begin no case after these"),
+        known=([Path], "leave out cases of these files"),
+    ).parse_args()
     if options.worker:
         work()
         return

@@ -13,7 +13,6 @@ Of random layouts those are `slower` whose inner ranks alone compute longer than
 shorter than that. Every 20th of these is played as well, and must not be faster than this work.
 """
 
-import argparse
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -173,15 +172,14 @@ def cases(only: str, draws: int, requests: int, seed: int) -> Iterable[tuple[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=2000, help="random layouts of each large space")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=0, help="that are drawn, in place of the named ones")
-    parser.add_argument("--only", default="", help="cases whose model and cluster contain this")
-    parser.add_argument("--processes", type=int, default=1, help="that play layouts")
-    record.add_parts(parser)
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(
+        __doc__,
+        parts=True,
+        draws=(2000, "random layouts of each large space"),
+        seed=1,
+        only=("", "cases whose model and cluster contain this"),
+        processes=(1, "that play layouts"),
+    ).parse_args()
     if options.join:
         parts = record.parts_of(options)
         found = {name: {"commit": part["commit"], **row} for part in parts for name, row in part["numbers"].items()}

@@ -22,7 +22,6 @@ rank of each layer and micro-batch over its even share, where a plan of replicas
 """
 
 import argparse
-import json
 import shutil
 import statistics
 import subprocess
@@ -30,12 +29,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import record
+from benchmarks import record, runs
 
 CAPTURED = ("dispatch.method=symmetric", "dispatch.sync_free=2", "graphs.capture=full")
 EIGHT_BITS = (
@@ -52,92 +52,120 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 SMALL_MEMORY = 100e9
 """Bytes of a GPU below which the model has fewer layers: 16-bit weights, masters, moments and sums are 18 B each."""
 
+Row = dict[str, Any]
+Part = tuple[float, Callable[[], Row]]
+"""Most seconds, and what is run."""
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Bench:
-    """What all parts share."""
+    """What all parts share: options, and the rows of parts that are done."""
 
-    ranks: int
-    folder: Path
-    tokenizer: Path | None
-    tiny: bool
-    steps: int
-    warm_up: int
-    step_limit: float
-    also: tuple[str, ...]
-
-    @property
-    def common(self) -> tuple[str, ...]:
-        """Overrides of every step."""
-        if self.tiny:
-            model = ("model.moe.experts=16", "model.layers=3", "training.micro_batch=1", "device=cpu")
-        else:
-            model = ("training.micro_batch=4", "optimizer.learning_rate=1.05e-6", *self._fitting())
-        batch = self.ranks * (2 if self.tiny else 32)
-        text = () if self.tokenizer is None else (f"data.tokenizer={self.tokenizer}",)
-        return (
-            *(f"parallel.expert={self.ranks}", f"training.global_batch={batch}", "schedule.decay=constant"),
-            *("schedule.warmup_steps=5", "schedule.decay_steps=0", "checkpoint.enabled=false", "evaluation.rows=0"),
-            *("record.tensorboard=false", "record.every=1", f"record.folder={self.folder}", *text, *model),
-        )
-
-    def _fitting(self) -> tuple[str, ...]:
-        """Fewer layers and rows where a GPU cannot hold its part of the whole model."""
-        if torch.cuda.get_device_properties(0).total_memory > SMALL_MEMORY:
-            return ()
-        return (f"model.layers={6 * self.ranks // 2}", "training.micro_batch=2")
+    options: argparse.Namespace
+    numbers: Row
 
     @property
     def preset(self) -> str:
-        return "debug" if self.tiny else "deepseek-v2-lite"
+        return "debug" if self.options.tiny else "deepseek-v2-lite"
 
-    def step(self, name: str, overrides: tuple[str, ...], limit: float) -> dict[str, Any]:
+    def common(self) -> list[str]:
+        """Overrides of every step; fewer layers and rows where a GPU cannot hold its part of the whole model."""
+        ranks, tokenizer = self.options.ranks, self.options.tokenizer
+        if self.options.tiny:
+            model = ["model.moe.experts=16", "model.layers=3", "training.micro_batch=1", "device=cpu"]
+        else:
+            model = [*CAPTURED, "training.micro_batch=4", "optimizer.learning_rate=1.05e-6"]
+            if torch.cuda.get_device_properties(0).total_memory <= SMALL_MEMORY:
+                model += [f"model.layers={6 * ranks // 2}", "training.micro_batch=2"]
+        return [
+            *(f"parallel.expert={ranks}", f"training.global_batch={ranks * (2 if self.options.tiny else 32)}"),
+            *("schedule.decay=constant", "schedule.warmup_steps=5", "schedule.decay_steps=0", *runs.QUIET),
+            *("record.tensorboard=false", "record.every=1", f"training.steps={self.options.steps}"),
+            *([] if tokenizer is None else [f"data.tokenizer={tokenizer.absolute()}"]),
+            *model,
+        ]
+
+    def step(self, name: str, *overrides: str) -> Row:
         """Train in processes of their own and read the run's metrics."""
-        chosen = (*self.common, *(() if self.tiny else CAPTURED), *overrides, *self.also)
-        chosen = (*chosen, f"training.steps={self.steps}")
-        folder = name.replace(" ", "-").replace(",", "")
-        shutil.rmtree(self.folder / folder, ignore_errors=True)  # of a call that was ended
-        command = [sys.executable, "-m", "penstock", "train", self.preset, *chosen]
-        metrics = self.folder / folder / "metrics.jsonl"
+        options, folder = self.options, self.options.folder.absolute()
+        given, run = [*self.common(), *overrides, *options.also], name.replace(" ", "-").replace(",", "")
+        shutil.rmtree(folder / run, ignore_errors=True)  # of a call that was ended
+        how = {"processes": options.ranks, "timeout": options.step_limit}
         try:
-            subprocess.run([*command, "--name", folder, "--processes", str(self.ranks)], check=True, timeout=limit)
+            lines = runs.trained(self.preset, given, folder, run, **how)
         except subprocess.TimeoutExpired:  # freeing much pinned memory takes minutes, after the last step
-            if not metrics.exists() or len(metrics.read_text().splitlines()) < self.steps:
+            if (
+                not (folder / run / "metrics.jsonl").exists()
+                or len(lines := runs.lines_of(folder / run)) < options.steps
+            ):
                 raise
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        return {"overrides": chosen, "run": folder, **figures(lines, lines[self.warm_up :])}
+        return {"overrides": given, "run": run, **figures(lines, lines[options.warm_up :])}
+
+    def layer(self, *more: str) -> Row:
+        """`benchmarks.balanced_layer` on all ranks."""
+        output = self.options.folder.absolute() / "layer.json"
+        words = [*(["--tiny"] if self.options.tiny else []), *more, "--output", str(output), "--commit", "-"]
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self.options.ranks)]
+        subprocess.run([*launch, "-m", "benchmarks.balanced_layer", *words], check=True, timeout=240)
+        rows: list[Row] = record.numbers_in(output)["layers"]
+        return {"rows": rows, **recovered(rows)}
+
+    def trace(self) -> Row:
+        """A recorded step, and what the doctor says of it."""
+        row = self.step("traced", *WAYS["bounded"], "profile.start=3", "profile.steps=1", "profile.ranks=[]")
+        said = runs.penstock("doctor", self.options.folder / "traced", check=False, stderr=subprocess.STDOUT)
+        return {**row, "doctor": said[-8000:]}
+
+    def plan(self) -> Row:
+        """Projected seconds of each measured step."""
+        device, ranks = torch.cuda.get_device_name().split()[1], self.options.ranks
+        projected: Row = {}
+        for name, row in self.numbers.items():
+            if name.startswith("step"):
+                imbalance = row["balance_load_after"] or row["expert_rank_load_max_over_mean"] or 1.0
+                given = [override for override in row["overrides"] if not override.startswith("data.tokenizer")]
+                words = ("--on", f"{ranks}x{device}", "--layout", "own", "--imbalance", f"{imbalance}", *given)
+                layout = runs.planned(self.preset, *words)
+                projected[name] = {key: layout[key] for key in ("step_seconds", "tokens_per_second_per_device")}
+                projected[name]["memory_bytes"] = layout["memory"]["total"]
+        return {"projected": projected}
+
+    def parts(self) -> dict[str, Part]:
+        """By name, the most valuable first."""
+
+        def step(name: str, *overrides: str) -> Part:
+            return self.options.step_limit, partial(self.step, name, *overrides)
+
+        ways = ("none", "bounded", "tight", "forced")
+        parts = {f"step bf16, {way}": step(f"bf16 {way}", *WAYS[way]) for way in ways}
+        if self.options.tiny:
+            return parts | {"layer": (240.0, self.layer), "step bf16, exact": step("bf16 exact", *WAYS["exact"])}
+        for way in ways[:0:-1]:
+            parts[f"step shared, {way}"] = step(f"shared {way}", "dispatch.overlap=shared", *WAYS[way])
+        parts["layer"] = 240.0, self.layer
+        parts |= {f"step 8 bits, {way}": step(f"eight {way}", *EIGHT_BITS, *WAYS[way]) for way in ways}
+        parts["trace"] = 200.0, self.trace
+        parts["step bf16, exact"] = step("bf16 exact", *WAYS["exact"])
+        return parts | {"layer V3": (240.0, partial(self.layer, "--v3")), "plan": (120.0, self.plan)}
 
 
-def figures(lines: list[dict[str, Any]], timed: list[dict[str, Any]]) -> dict[str, Any]:
+def figures(lines: list[Row], timed: list[Row]) -> Row:
     """Medians of the timed lines."""
-    found: dict[str, Any] = {"losses": [line["loss"] for line in lines]}
+    row: Row = {"losses": [line["loss"] for line in lines]}
     for name in (
         *("tokens_per_second_per_device", "step_seconds", "model_flops_utilization", "expert_rank_load_max_over_mean"),
         *("balance_load_before", "balance_load_after", "balance_replicas"),
     ):
         values = [line[name] for line in timed if line[name] is not None]
-        found[name] = statistics.median(values) if values else None
-    found["peak_memory_bytes"] = max(line["peak_memory_bytes"] for line in lines)
-    found["repeated_steps"] = sum(line["rows_left_out"] > 0 for line in lines)
-    found["balance_slots_needed"] = max(line["balance_slots_needed"] for line in lines)
-    found["layers"] = [
-        {key: layer[key] for key in ("layer", "max_over_mean", "balance_load_before", "balance_load_after")}
-        for layer in timed[-1]["layers"]
-    ]
-    return found
+        row[name] = statistics.median(values) if values else None
+    row["peak_memory_bytes"] = max(line["peak_memory_bytes"] for line in lines)
+    row["repeated_steps"] = sum(line["rows_left_out"] > 0 for line in lines)
+    row["balance_slots_needed"] = max(line["balance_slots_needed"] for line in lines)
+    kept = ("layer", "max_over_mean", "balance_load_before", "balance_load_after")
+    return row | {"layers": [{key: layer[key] for key in kept} for layer in timed[-1]["layers"]]}
 
 
-def layer(bench: Bench, wide: bool, limit: float) -> dict[str, Any]:
-    """`benchmarks.balanced_layer` on all ranks."""
-    output = bench.folder / "layer.json"
-    options = [*(["--tiny"] if bench.tiny else []), *(["--v3"] if wide else []), "--output", str(output)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(bench.ranks)]
-    subprocess.run([*launch, "-m", "benchmarks.balanced_layer", *options, "--commit", "-"], check=True, timeout=limit)
-    rows: list[dict[str, Any]] = json.loads(output.read_text())["numbers"]["layers"]
-    return {"rows": rows, **recovered(rows)}
-
-
-def recovered(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def recovered(rows: list[Row]) -> Row:
     """Share of the lost time that each way gets back, with W0 without balance as the limit."""
     times = {(row["workload"], row["way"]): row["ms"] for row in rows}
     limit = times["W0", "none"]
@@ -150,114 +178,41 @@ def recovered(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"recovered_share": shares, "over_none": {name: cost for name, cost in costs.items() if "none" not in name}}
 
 
-def trace(bench: Bench, limit: float) -> dict[str, Any]:
-    """A recorded step, and what the doctor says of it."""
-    recorded = ("profile.start=3", "profile.steps=1", "profile.ranks=[]")
-    row = bench.step("traced", (*WAYS["bounded"], *recorded), limit)
-    doctor = [sys.executable, "-m", "penstock", "doctor", str(bench.folder / "traced")]
-    said = subprocess.run(doctor, capture_output=True, text=True, timeout=limit)
-    return {**row, "doctor": said.stdout[-6000:], "errors": said.stderr[-2000:]}
-
-
-def plan(bench: Bench, measured: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """Projected seconds of each measured step."""
-    if bench.tiny:
-        return {"projected": {}}
-    device = torch.cuda.get_device_name().split()[1]
-    found: dict[str, Any] = {}
-    for name, row in measured.items():
-        if name.startswith("step"):
-            imbalance = row["balance_load_after"] or row["expert_rank_load_max_over_mean"] or 1.0
-            chosen = [one for one in row["overrides"] if not one.startswith(("record.", "data.tokenizer"))]
-            command = [sys.executable, "-m", "penstock", "plan", bench.preset, "--on", f"{bench.ranks}x{device}"]
-            command += ["--layout", "own", "--imbalance", f"{imbalance}", "--json", *chosen]
-            said = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-            if said.returncode != 0:
-                found[name] = {"error": said.stderr[-500:]}
-                continue
-            (one,) = json.loads(said.stdout)["candidates"]
-            taken = {key: one[key] for key in ("step_seconds", "tokens_per_second_per_device")}
-            found[name] = {**taken, "memory_bytes": one["memory"]["total"]}
-    return {"projected": found}
-
-
-Part = tuple[float, Callable[[Mapping[str, Any], float], dict[str, Any]]]
-"""Most seconds, and what is run."""
-
-
-def parts(bench: Bench) -> dict[str, Part]:
-    """By name, the most valuable first."""
-
-    def step(name: str, *overrides: str) -> Part:
-        return bench.step_limit, lambda done, limit: bench.step(name, overrides, limit)
-
-    found: dict[str, Part] = {
-        f"step bf16, {way}": step(f"bf16 {way}", *WAYS[way]) for way in ("none", "bounded", "tight", "forced")
-    }
-    if not bench.tiny:
-        for way in ("tight", "bounded", "forced"):
-            found[f"step shared, {way}"] = step(f"shared {way}", "dispatch.overlap=shared", *WAYS[way])
-    found["layer"] = 240.0, lambda done, limit: layer(bench, False, limit)
-    if not bench.tiny:
-        for way in ("none", "bounded", "tight", "forced"):
-            found[f"step 8 bits, {way}"] = step(f"eight {way}", *EIGHT_BITS, *WAYS[way])
-        found["trace"] = 200.0, lambda done, limit: trace(bench, limit)
-    found["step bf16, exact"] = step("bf16 exact", *WAYS["exact"])
-    if not bench.tiny:
-        found["layer V3"] = 240.0, lambda done, limit: layer(bench, True, limit)
-        found["plan"] = 120.0, lambda done, limit: plan(bench, done, limit)
-    return found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=540.0, help="of this call")
-    parser.add_argument("--only", default="", help="parts whose name contains this")
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2)
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--warm-up", type=int, default=3, help="first steps that are not timed: the second captures")
-    parser.add_argument("--step-limit", type=float, default=130.0, help="most seconds of a run of steps")
-    parser.add_argument("--folder", type=Path, default=Path("runs/several"), help="of the runs")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; bytes without it")
-    parser.add_argument("--tiny", action="store_true", help="a small model on CPU ranks")
-    parser.add_argument("also", nargs="*", help="overrides of every step, e.g. kernels.attention=flash-4")
-    record.add_arguments(parser)
-    options = parser.parse_args()
-    begin = time.monotonic()
-    bench = Bench(
-        ranks=options.ranks,
-        folder=options.folder.absolute(),
-        tokenizer=None if options.tokenizer is None else options.tokenizer.absolute(),
-        tiny=options.tiny,
-        steps=options.steps,
-        warm_up=options.warm_up,
-        step_limit=options.step_limit,
-        also=tuple(options.also),
+    parser = record.parser(
+        __doc__,
+        seconds=(540.0, "of this call"),
+        only=("", "parts whose name contains this"),
+        ranks=torch.cuda.device_count() or 2,
+        steps=7,
+        warm_up=(3, "first steps that are not timed: the second captures"),
+        step_limit=(130.0, "most seconds of a run of steps"),
+        folder=(Path("runs/several"), "of the runs"),
+        tokenizer=(Path, "tokenizer.json; bytes without it"),
+        tiny=(False, "a small model on CPU ranks"),
     )
-    bench.folder.mkdir(parents=True, exist_ok=True)
-    numbers: dict[str, Any] = {}
-    if options.output is not None and options.output.exists():
-        numbers = json.loads(options.output.read_text())["numbers"]
-    left = [name for name in parts(bench) if name not in numbers and options.only in name]
-    for name, (limit, run) in parts(bench).items():
-        if name not in left or time.monotonic() - begin + limit > options.seconds:
-            continue
+    parser.add_argument("also", nargs="*", help="overrides of every step, e.g. kernels.attention=flash-4")
+    options, begin = parser.parse_args(), time.monotonic()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    numbers = record.numbers_in(options.output)
+    parts = Bench(options, numbers).parts()
+    left = [name for name in parts if name not in numbers and options.only in name]
+    for name in list(left):
+        limit, run = parts[name]
         started = time.monotonic()
+        if started - begin + limit > options.seconds:
+            continue
         try:
-            row = run(numbers, limit)
+            numbers[name] = run()
         except (subprocess.SubprocessError, OSError, KeyError) as error:
             print(f"{name}: {str(error)[-300:]}", flush=True)
             continue
         left.remove(name)
-        numbers[name] = {**row, "seconds": time.monotonic() - started}
-        print_row(name, numbers[name])
-        record.write(options, numbers, ranks=bench.ranks, steps=bench.steps, warm_up_steps=bench.warm_up)
+        numbers[name] |= {"seconds": time.monotonic() - started}
+        record.show({"part": name, **numbers[name]})
+        steps = {"steps": options.steps, "warm_up_steps": options.warm_up}
+        record.write(options, numbers, ranks=options.ranks, **steps)
     print(f"left: {', '.join(left) or 'nothing'}", flush=True)
-
-
-def print_row(name: str, row: Mapping[str, Any]) -> None:
-    shown = {key: value for key, value in row.items() if isinstance(value, float | int)}
-    print(f"{name}: " + "  ".join(f"{key} {value:,.4g}" for key, value in shown.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ seconds of the processor, which other programs lengthen less than those of the c
     go on     a streamed shard, opened in the middle
 """
 
-import argparse
 import gzip
 import json
 import statistics
@@ -43,11 +42,7 @@ OTHER_SCRIPT = "\u4e16"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=5)
-    parser.add_argument("--megabytes", type=int, default=200, help="of text in each file")
-    record.add_arguments(parser)
-    options = parser.parse_args()
+    options = record.parser(__doc__, times=5, megabytes=(200, "of text in each file")).parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write(folder, options.megabytes * 10**6)
@@ -59,8 +54,7 @@ def main() -> None:
                 run()
                 seconds.setdefault(name, []).append(time.process_time() - begin)
         rows = figures(folder, {name: statistics.median(times) for name, times in seconds.items()})
-    for name, value in rows.items():
-        print(f"{name:<36} {value:,.2f}")
+    record.show(rows)
     record.write(options, rows, megabytes=options.megabytes, times=options.times)
 
 
@@ -136,8 +130,8 @@ def empty(folder: Path) -> None:
 
 def read(source: TextDocuments) -> None:
     order = order_of(source, seed=0, epoch=0)
-    for place in range(len(source)):
-        source.record(int(order[place]))
+    for number in range(len(source)):
+        source.record(int(order[number]))
 
 
 def figures(folder: Path, seconds: dict[str, float]) -> dict[str, float]:

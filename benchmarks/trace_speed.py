@@ -219,12 +219,13 @@ def diff(trace: dict[str, Any], folder: Path, times: int) -> dict[str, Any]:
 
 def main() -> None:
     """See the top of the file."""
-    parser = argparse.ArgumentParser(description="Cost of penstock trace")
+    parser = record.parser(
+        __doc__,
+        more=([Path], "other traces, or folders of ranks"),
+        hta=(str, "a Python that has HolisticTraceAnalysis"),
+        times=3,
+    )
     parser.add_argument("trace", type=Path, help="a trace (.json, .json.gz)")
-    parser.add_argument("--more", type=Path, nargs="*", default=[], help="other traces, or folders of ranks")
-    parser.add_argument("--hta", help="a Python that has HolisticTraceAnalysis")
-    parser.add_argument("--times", type=int, default=3)
-    record.add_arguments(parser)
     options = parser.parse_args()
     trace = json.loads(read_text(options.trace))
     with tempfile.TemporaryDirectory() as name:

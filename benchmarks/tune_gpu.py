@@ -161,21 +161,18 @@ def _without_loss(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the cases that are not in the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    record.add_arguments(parser)
-    parser.add_argument("--case", choices=[*CASES], action="append", help="only this one")
-    parser.add_argument("--part", choices=["tune", "plain"], action="append", help="only this one")
-    parser.add_argument("--on", default="H200", help="chip")
-    parser.add_argument("--minutes", type=float, default=BUDGET_MINUTES, help="budget of a search")
-    parser.add_argument("--join", type=Path, nargs="+", default=[], help="files whose cases are added")
-    options = parser.parse_args()
+    options = record.parser(
+        __doc__,
+        case=([str], f"only these of {', '.join(CASES)}"),
+        part=([str], "only tune, or only plain"),
+        on=("H200", "chip"),
+        minutes=(BUDGET_MINUTES, "budget of a search"),
+        join=([Path], "files whose cases are added"),
+    ).parse_args()
     if options.join:
         join(options.join, options.output)
         return
-    numbers: dict[str, Any] = {}
-    if options.output is not None and options.output.exists():
-        numbers = json.loads(options.output.read_text(encoding="utf-8"))["numbers"]
+    numbers = record.numbers_in(options.output)
     for case in options.case or [name for name in CASES if name != "debug"]:
         found = numbers.setdefault(case, {})
         parts = {

@@ -9,7 +9,6 @@ which takes minutes for a large model, join where the run hardly fits, and every
 that need more than the GPU has are left out.
 """
 
-import argparse
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -53,16 +52,16 @@ def measure(name: str, chip: str, budget: float, *, with_layouts: bool, seed: in
     """One preset: as `penstock tune` does it, with made-up trials."""
     run, hardware = load_run(name), load_hardware(chip)
     source, begin = _Source(run=run, cluster=cluster_of(1, hardware), fixed={}), time.monotonic()
-    found: dict[str, Any] = {"preset": name, "rows": run.training.global_batch}
+    row: dict[str, Any] = {"preset": name, "rows": run.training.global_batch}
     share = source.reference().memory_bytes / hardware.memory.capacity_bytes
     if share > TOO_LARGE and not with_layouts:
-        return {**found, "left_out": f"needs {share:.1f} x the memory as it is"}
+        return {**row, "left_out": f"needs {share:.1f} x the memory as it is"}
     tune_candidates.search = search if with_layouts or share > HARDLY else _no_layouts
     try:
         source.fit()
         source.shorten(STEPS, budget, TRIALS)
     except ConfigError as error:
-        return {**found, "refused": f"{error}"}
+        return {**row, "refused": f"{error}"}
     candidates = source.planned()
     capacity = float(hardware.memory.capacity_bytes)
     there = SimulatedMachine(candidates, random.Random(seed), capacity, steps=STEPS, start_seconds=START_SECONDS)
@@ -70,7 +69,7 @@ def measure(name: str, chip: str, budget: float, *, with_layouts: bool, seed: in
     tuned.run()
     leader, first = tuned.leader, tuned.reference
     return {
-        **found,
+        **row,
         "fitted": source.was_fitted,
         "trial_rows": source.rows or run.training.global_batch,
         "candidates": len(candidates),
@@ -86,42 +85,41 @@ def measure(name: str, chip: str, budget: float, *, with_layouts: bool, seed: in
 
 
 def main() -> None:
-    """Measure all presets, and print a line for each."""
-    parser = argparse.ArgumentParser(description="The search of penstock tune for presets, on a made-up GPU.")
-    record.add_arguments(parser)
-    parser.add_argument("--preset", action="append", choices=sorted(PRESETS), help="only this one")
-    parser.add_argument("--layers", type=int, action="append", help="only this number of layers")
-    parser.add_argument("--layouts", action="store_true", help="candidates of plans, too")
-    parser.add_argument("--on", default="H200", help="chip")
-    parser.add_argument("--minutes", type=float, default=6.0, help="budget of a search")
-    record.add_parts(parser)
-    options = parser.parse_args()
+    options = record.parser(
+        __doc__,
+        parts=True,
+        preset=([str], "only these"),
+        layers=[*LAYERS],
+        layouts=(False, "candidates of plans, too"),
+        on=("H200", "chip"),
+        minutes=(6.0, "budget of a search"),
+    ).parse_args()
     if options.join:
         parts = record.parts_of(options)
         rows = [row for part in parts for row in part["numbers"]["presets"]]
         record.write_joined(options, parts, {"summary": summary(rows), "presets": rows})
         return
     presets = [preset for preset in options.preset or PRESETS if not preset.startswith("debug")]
-    names = [f"{preset}-{layers}l" for layers in options.layers or LAYERS for preset in presets]
+    names = [f"{preset}-{layers}l" for layers in options.layers for preset in presets]
     rows = list[dict[str, Any]]()
     for name in record.part_of(options, names):
         budget, seed = 60 * options.minutes, crc32(name.encode())
         rows.append(measure(name, options.on, budget, with_layouts=options.layouts, seed=seed))
-        print(rows[-1], flush=True)
+        record.show(rows[-1])
         record.write(options, {"summary": summary(rows), "presets": rows}, chip=options.on)
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """How many presets there are, and what became of them."""
-    tuned = [one for one in rows if "trials" in one]
+    tuned = [row for row in rows if "trials" in row]
     return {
         "presets": len(rows),
-        "too_large": sum("left_out" in one for one in rows),
-        "refused": sum("refused" in one for one in rows),
+        "too_large": sum("left_out" in row for row in rows),
+        "refused": sum("refused" in row for row in rows),
         "tuned": len(tuned),
-        "with_leader": sum(one["leader"] is not None for one in tuned),
-        "most_seconds": max((one["seconds"] for one in tuned), default=0.0),
-        "within_3_percent": sum((one["over_best"] or 2.0) <= 1.03 for one in tuned),
+        "with_leader": sum(row["leader"] is not None for row in tuned),
+        "most_seconds": max((row["seconds"] for row in tuned), default=0.0),
+        "within_3_percent": sum((row["over_best"] or 2.0) <= 1.03 for row in tuned),
     }
 
 

@@ -322,29 +322,29 @@ def summary(rows: list[dict[str, Any]], again: list[dict[str, Any]], tuned: str)
 
 def main() -> None:
     """Measure a part, and write what all parts have."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    record.add_arguments(parser)
-    parser.add_argument("--case", choices=[*CASES], required=True)
-    parser.add_argument("--folder", type=Path, required=True, help="rows of all parts, and runs")
-    parser.add_argument("--on", default="H200", help="chip")
-    parser.add_argument("--most", type=int, default=64, help="configurations, the best by projection")
-    parser.add_argument("--rows", type=int, default=0, help="of a step, where those of the search are short ones")
-    parser.add_argument("--known", type=Path, help="result whose configurations of this case are not measured again")
-    parser.add_argument("--worker", type=int, default=0, help="number of this process among those that share the case")
-    parser.add_argument("--until", type=float, default=math.inf, help="seconds since 1970 after which none is begun")
-    parser.add_argument("--tuned", type=Path, help="file of tune_gpu, whose best joins the configurations")
-    parser.add_argument("--confirm", action="store_true", help="measure only the best ones, once more and in turn")
-    options = parser.parse_args()
+    options = record.parser(
+        __doc__,
+        case=("deepseek", f"of {', '.join(CASES)}"),
+        folder=(Path("sweep"), "rows of all parts, and runs"),
+        on=("H200", "chip"),
+        most=(64, "configurations, the best by projection"),
+        rows=(0, "of a step, where those of the search are short ones"),
+        known=(Path, "result whose configurations of this case are not measured again"),
+        worker=(0, "number of this process among those that share the case"),
+        until=(math.inf, "seconds since 1970 after which none is begun"),
+        tuned=(Path, "file of tune_gpu, whose best joins the configurations"),
+        confirm=(False, "measure only the best ones, once more and in turn"),
+    ).parse_args()
     source = source_of(options.case, options.on, options.rows)
     options.folder.mkdir(parents=True, exist_ok=True)
     write_whole(options.folder / "reference.toml", dump_toml(source.run))
     if options.known is not None:
-        known = json.loads(options.known.read_text(encoding="utf-8"))["numbers"].get(options.case, {"rows": []})["rows"]
+        known = record.numbers_in(options.known).get(options.case, {"rows": []})["rows"]
         lines = (json.dumps({**row, "is_known": True}) for row in known)
         write_whole(options.folder / "rows-known.jsonl", "".join(f"{line}\n" for line in lines))
     leader = None
     if options.tuned is not None:
-        leader = json.loads(options.tuned.read_text(encoding="utf-8"))["numbers"][options.case]["tune"].get("leader")
+        leader = record.numbers_in(options.tuned)[options.case]["tune"].get("leader")
     tuned = source.candidate(with_overrides(source.run, leader or ()), "tuned")
     candidates = candidates_of(source, options.folder)
     chosen = chosen_of(candidates, options.most, tuned)

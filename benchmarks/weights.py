@@ -186,31 +186,34 @@ def read_once(folder: Path) -> None:
 
 def summary(rounds: list[dict[str, dict[str, float]]], size: int, name: str) -> dict[str, float]:
     """Medians over rounds of a verb, in GB (10^9 bytes) and seconds; ratios are taken within a round."""
-    several = [one[name] for one in rounds]
-    ratios = [max(one["read"], one["write"]) / one["seconds"] for one in several]
-    return {
-        "gb_per_second": median(size / one["seconds"] / 1e9 for one in several),
-        "disk_read_gb_per_second": median(size / one["read"] / 1e9 for one in several),
-        "disk_write_gb_per_second": median(size / one["write"] / 1e9 for one in several),
-        "over_slower_of_read_and_write": median(ratios),
-        "over_copy": median((one["read"] + one["write"]) / one["seconds"] for one in several),
-        "cpu_seconds_per_gb": median(one["cpu_seconds"] / size * 1e9 for one in several),
-        "gb_read": median(one["rchar"] / 1e9 for one in several),
-        "gb_read_from_disk": median(one["read_bytes"] / 1e9 for one in several),
-        "gb_written": median(one["write_bytes"] / 1e9 for one in several),
-        "peak_gb_above_start": max(one["peak"] / 1e9 for one in several),
-    }
+    several = [
+        {
+            "gb_per_second": size / row["seconds"] / 1e9,
+            "disk_read_gb_per_second": size / row["read"] / 1e9,
+            "disk_write_gb_per_second": size / row["write"] / 1e9,
+            "over_slower_of_read_and_write": max(row["read"], row["write"]) / row["seconds"],
+            "over_copy": (row["read"] + row["write"]) / row["seconds"],
+            "cpu_seconds_per_gb": row["cpu_seconds"] / size * 1e9,
+            "gb_read": row["rchar"] / 1e9,
+            "gb_read_from_disk": row["read_bytes"] / 1e9,
+            "gb_written": row["write_bytes"] / 1e9,
+            "peak_gb_above_start": row["peak"] / 1e9,
+        }
+        for row in (verbs[name] for verbs in rounds)
+    ]
+    result = {figure: median(row[figure] for row in several) for figure in several[0]}
+    return result | {"peak_gb_above_start": max(row["peak_gb_above_start"] for row in several)}
 
 
 def main() -> None:
-    """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    record.add_arguments(parser)
-    parser.add_argument("--preset", default=PRESET)
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--urgent", action="store_true", help="before all other programs of the machine (root)")
-    parser.add_argument("--folder", type=Path, help="where to work; a temporary one if left out")
+    parser = record.parser(
+        __doc__,
+        preset=PRESET,
+        layers=LAYERS,
+        rounds=5,
+        urgent=(False, "before all other programs of the machine (root)"),
+        folder=(Path, "where to work; a temporary one if left out"),
+    )
     parser.add_argument("--verb", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.verb:

@@ -8,8 +8,6 @@ on a GPU with more memory the rest is held by another process. The speed, and th
 the plan of the same run on the chip that measures (`--measured-on`).
 """
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import record
+from benchmarks import record, runs
 from penstock.config.load import load_run
 from penstock.plan.asked_layout import with_overrides
 from penstock.plan.hardware_file import parse_cluster
@@ -37,6 +35,9 @@ print("held", flush=True)
 sys.stdin.read()
 """
 """Holds bytes of the GPU until its input ends."""
+
+# The memory of a virtual machine may grow while it is used.
+FIXED = ("schedule.warmup_steps=1", "schedule.decay_steps=0", "host.check_memory=false", *runs.QUIET)
 
 
 @contextmanager
@@ -54,18 +55,6 @@ def held(size: int) -> Iterator[None]:
             yield
         finally:
             process.stdin.close()
-
-
-def trained(target: str, words: list[str], steps: int) -> list[dict[str, Any]]:
-    """Train in a process of its own; the run's metrics."""
-    fixed = [f"training.steps={steps}", "schedule.warmup_steps=1", "schedule.decay_steps=0"]
-    # The memory of a virtual machine may grow while it is used.
-    fixed += ["checkpoint.enabled=false", "evaluation.rows=0", "host.check_memory=false"]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "penstock", "train", target, "--name", "whole", f"record.folder={folder}"]
-        subprocess.run([*command, *fixed, *words], check=True)
-        lines = Path(folder, "whole", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
 
 
 def compared(rows: list[dict[str, Any]], plan: Projection) -> dict[str, Any]:
@@ -91,14 +80,14 @@ def compared(rows: list[dict[str, Any]], plan: Projection) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Plan, train, and write both down."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record.parser(
+        __doc__,
+        on=("H200", "chip that the run is planned for"),
+        measured_on=("H200", "chip that is here"),
+        steps=4,
+    )
     parser.add_argument("target", help="preset")
     parser.add_argument("overrides", nargs="*", default=["training.global_batch=64"])
-    parser.add_argument("--on", default="H200", help="chip that the run is planned for")
-    parser.add_argument("--measured-on", default="H200", help="chip that is here")
-    parser.add_argument("--steps", type=int, default=4)
-    record.add_arguments(parser)
     options = parser.parse_args()
     cluster, here = parse_cluster(f"1x{options.on}"), parse_cluster(f"1x{options.measured_on}")
     run = load_run(options.target, options.overrides)
@@ -107,10 +96,12 @@ def main() -> None:
         raise SystemExit(f"{options.target} does not fit one {options.on} with its state in the host")
     words = [*options.overrides, *proposed[0]]
     free = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    with held(free - cluster.hardware.memory.capacity_bytes if options.on != options.measured_on else 0):
-        rows = trained(options.target, words, options.steps)
+    size = free - cluster.hardware.memory.capacity_bytes if options.on != options.measured_on else 0
+    with held(size), tempfile.TemporaryDirectory() as folder:
+        fixed = [f"training.steps={options.steps}", *FIXED]
+        rows = runs.trained(options.target, [*fixed, *words], Path(folder), "whole")
     numbers = {"overrides": words, **compared(rows, project(with_overrides(run, proposed[0], 1), here))}
-    print(json.dumps(numbers, indent=2))
+    record.show(numbers)
     record.write(options, numbers, planned_for=options.on)
 
 

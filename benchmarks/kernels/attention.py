@@ -3,32 +3,27 @@
     python -m benchmarks.kernels.attention --output attention.json
     python -m benchmarks.kernels.attention --tiny       # on a CPU: errors of what runs there
 
-Candidates take turns, so that clocks and heat are the same for all; times are medians of all rounds. TFLOP/s count the
-products that attention is, half of the square: 2 forward and 5 backward, whatever is computed again.
-
+TFLOP/s count the products that attention is, half of the square: 2 forward and 5 backward, whatever is computed again.
 Errors are signal to noise in decibels, of the output and of the three gradients, against float32 on the same bfloat16
 inputs of normal numbers.
 """
 
-import argparse
-import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import record
+from benchmarks.kernels.measure import DEVICE, ON_GPU, decibels, passes_in_turns
 from penstock.kernels import flash_4
 from penstock.kernels.attention import causal_attention
 from penstock.kernels.device_facts import FLASH_4, extras
 
 Attention = Callable[..., Tensor]
-NAMES = ("output", "dq", "dk", "dv")
+Figures = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +37,6 @@ class Shape:
     G: int
     N: int = 128
     M: int = 128
-
-    @property
-    def forward_flops(self) -> float:
-        """Of both products, half of the square each."""
-        return self.B * self.H * self.S**2 * (self.N + self.M)
-
-    @property
-    def backward_flops(self) -> float:
-        """Scores, dQ and dK; dP and dV."""
-        return self.B * self.H * self.S**2 * (3 * self.N + 2 * self.M)
 
 
 SHAPES = (
@@ -69,122 +54,71 @@ JUDGED = (
 
 
 def main() -> None:
-    options = parse_arguments()
+    tiny = (False, "errors only, of a small shape, on a CPU")
+    options = record.parser(__doc__, rounds=(20, "timed steps of each candidate"), tiny=tiny).parse_args()
     torch.manual_seed(0)
     judged = [replace(shape, S=320, H=2 * shape.H // shape.G, G=2) if options.tiny else shape for shape in JUDGED]
-    numbers: dict[str, Any] = {"errors": {shape.name: print_errors(shape) for shape in judged}, "times": {}}
+    errors = {}
+    for shape in judged:
+        scale = shape.N**-0.5
+        in_float32 = partial(causal_attention, scale=scale, allowed_BSS=None, backend="math")
+        errors[shape.name] = errors_of(shape, rivals_for(shape), in_float32)
+    times = {}
     for shape in () if options.tiny else SHAPES:
-        numbers["times"][shape.name] = print_times(shape, options.rounds)
-    record.write(options, numbers, **{"flash_attn_4": version(FLASH_4)} if extras() else {})
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each candidate")
-    parser.add_argument("--tiny", action="store_true", help="errors only, of a small shape, on a CPU")
-    record.add_arguments(parser)
-    return parser.parse_args()
+        times[shape.name] = times_of(shape, rivals_for(shape), shape.B * shape.S**2 / 2, options.rounds)
+        first = next(iter(times[shape.name].values()))["ms"]
+        for name, way in times[shape.name].items():
+            way["speed_of_first"] = first / way["ms"]
+            record.show({"shape": shape.name, "way": name, **way})
+    record.write(options, {"errors": errors, "times": times}, **{"flash_attn_4": version(FLASH_4)} if extras() else {})
 
 
 def rivals_for(shape: Shape) -> dict[str, Attention]:
     """What runs here; torch's flash backend only where it need not pad."""
-    if not torch.cuda.is_available():
-        return {"flash": partial(in_16_bits, backend="flash")} if shape.N == shape.M else {}
-    names = ["cudnn", *(["flash"] if shape.N == shape.M else []), *([flash_4.NAME] if extras() else [])]
-    return {name: partial(in_16_bits, backend=name) for name in names}
+    flash = ["flash"] if shape.N == shape.M else []
+    names = ["cudnn", *flash, *([flash_4.NAME] if extras() else [])] if ON_GPU else flash
+    return {name: partial(causal_attention, scale=shape.N**-0.5, allowed_BSS=None, backend=name) for name in names}
 
 
-def draw(shape: Shape, device: str) -> list[Tensor]:
+def draw(shape: Shape) -> list[Tensor]:
     """Queries, keys, values and the gradient of the output, in bfloat16."""
     heads = ((shape.H, shape.N), (shape.G, shape.N), (shape.G, shape.M), (shape.H, shape.M))
-    return [torch.randn(shape.B, shape.S, *size, device=device, dtype=torch.bfloat16) for size in heads]
+    return [torch.randn(shape.B, shape.S, *size, device=DEVICE, dtype=torch.bfloat16) for size in heads]
 
 
-def in_float32(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor) -> Tensor:
-    """All scores in memory."""
-    scale = q_BSHN.shape[-1] ** -0.5
-    return causal_attention(q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=None, backend="math")
-
-
-def in_16_bits(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor, backend: str) -> Tensor:
-    """Causal attention as a run computes it."""
-    scale = q_BSHN.shape[-1] ** -0.5
-    return causal_attention(q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=None, backend=backend)
-
-
-def passes(attend: Attention, inputs: Sequence[Tensor]) -> list[Tensor]:
+def passes(attend: Attention, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
     """Output and gradients."""
     *leaves, do_BSHM = (x.detach() for x in inputs)
     leaves = [x.requires_grad_() for x in leaves]
     o_BSHM = attend(*leaves)
-    return [o_BSHM.detach(), *torch.autograd.grad(o_BSHM, leaves, do_BSHM)]
+    gradients = torch.autograd.grad(o_BSHM, leaves, do_BSHM)
+    return dict(zip(("output", "dq", "dk", "dv"), (o_BSHM.detach(), *gradients), strict=True))
 
 
-def decibels(got: Tensor, expected: Tensor) -> float:
-    """Signal to noise."""
-    noise = (got.double() - expected.double()).square().sum().item()
-    return 10 * math.log10(expected.double().square().sum().item() / noise) if noise else math.inf
-
-
-def step(attend: Attention, inputs: Sequence[Tensor]) -> tuple[float, float]:
-    """Milliseconds of forward and of backward, by events on the stream."""
-    *leaves, do_BSHM = (x.detach() for x in inputs)
-    leaves = [x.requires_grad_() for x in leaves]
-    start, middle, stop = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    # The device is kept busy while the host queues both, so that launches are not what is measured.
-    torch.cuda._sleep(20_000_000)
-    start.record()
-    o_BSHM = attend(*leaves)
-    middle.record()
-    torch.autograd.grad(o_BSHM, leaves, do_BSHM)
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(middle), middle.elapsed_time(stop)
-
-
-def medians(rivals: dict[str, Attention], inputs: Sequence[Tensor], rounds: int) -> dict[str, tuple[float, float]]:
-    """Milliseconds of forward and of backward of each candidate; they take turns."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in rivals}
-    for turn in range(rounds + 3):
-        for name, rival in rivals.items():
-            pair = step(rival, inputs)
-            if turn >= 3:
-                times[name].append(pair)
-    return {
-        name: (statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs))
-        for name, pairs in times.items()
-    }
-
-
-def print_errors(shape: Shape) -> dict[str, dict[str, float]]:
+def errors_of(shape: Shape, rivals: Mapping[str, Attention], exact: Attention) -> Figures:
     """Decibels of every candidate."""
-    inputs = draw(shape, "cuda" if torch.cuda.is_available() else "cpu")
-    expected = passes(in_float32, [x.float() for x in inputs])
-    print(f"{'dB, ' + shape.name:28}" + "".join(f"{name:>8}" for name in NAMES))
-    found = {}
-    for name, rival in rivals_for(shape).items():
-        got = passes(rival, inputs)
-        found[name] = {part: decibels(*pair) for part, *pair in zip(NAMES, got, expected, strict=True)}
-        print(f"{name:28}" + "".join(f"{value:8.1f}" for value in found[name].values()))
-    return found
+    inputs = draw(shape)
+    expected = passes(exact, [x.float() for x in inputs])
+    errors = {}
+    for name, rival in rivals.items():
+        errors[name] = {part: decibels(x, expected[part]) for part, x in passes(rival, inputs).items()}
+        record.show({"shape": shape.name, "way": name, "dB": errors[name]})
+    return errors
 
 
-def print_times(shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds and TFLOP/s of both passes of every candidate."""
-    print(f"{shape.name:28}{'fwd ms':>9}{'bwd ms':>9}{'TFLOP/s':>9}{'TFLOP/s':>9}{'of the first':>14}")
-    found: dict[str, dict[str, float]] = {}
-    for name, (forward, backward) in medians(rivals_for(shape), draw(shape, "cuda"), rounds).items():
-        found[name] = {
-            "forward_ms": forward,
-            "backward_ms": backward,
-            "forward_tflops": shape.forward_flops / forward / 1e9,
-            "backward_tflops": shape.backward_flops / backward / 1e9,
-        }
-        first = next(iter(found.values()))
-        found[name]["speed_of_first"] = (first["forward_ms"] + first["backward_ms"]) / (forward + backward)
-        rates = "".join(f"{found[name][f'{direction}_tflops']:9.0f}" for direction in ("forward", "backward"))
-        print(f"{name:28}{forward:9.3f}{backward:9.3f}{rates}{found[name]['speed_of_first']:14.2f}")
-    return found
+def times_of(shape: Shape, rivals: Mapping[str, Attention], pairs: float, rounds: int) -> Figures:
+    """Milliseconds, TFLOP/s and memory of both passes of every candidate; `pairs` of queries and keys of one head."""
+    *heads, do_BSHM = draw(shape)
+    leaves = [x.requires_grad_() for x in heads]
+    ways = {name: partial(rival, *leaves) for name, rival in rivals.items()}
+    widths = {"forward": shape.N + shape.M, "backward": 3 * shape.N + 2 * shape.M}
+    times = {}
+    for name, row in passes_in_turns(ways, leaves, do_BSHM, rounds).items():
+        ms = {way: row[f"{way}_ms"] for way in widths}
+        times[name] = {f"{way}_ms": value for way, value in ms.items()}
+        times[name] |= {f"{way}_tflops": 2e-9 * pairs * shape.H * widths[way] / ms[way] for way in widths}
+        times[name] |= {"ms": sum(ms.values()), "peak_gb": row["peak_gib"] * 2**30 / 1e9}
+    return times
 
 
 if __name__ == "__main__":

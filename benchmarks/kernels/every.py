@@ -2,11 +2,9 @@
 
     python -m benchmarks.kernels.every --output benchmarks/results/kernels-h200.json
 
-`docs/kernels.md` is made from that file.
+`docs/kernels.md` is made from that file. Each part is a process of its own.
 """
 
-import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -17,26 +15,23 @@ import triton
 from benchmarks import record
 
 PARTS = {
-    "grouped_gemm": ["benchmarks.kernels.grouped_gemm"],
-    "pointwise": ["benchmarks.kernels.pointwise"],
-    "linear_cross_entropy": ["benchmarks.kernels.linear_cross_entropy"],
-    "expert_block": ["benchmarks.kernels.expert_block"],
-    "expert_block_skewed": ["benchmarks.kernels.expert_block", "--skew", "0.6"],
+    "grouped_gemm": ["grouped_gemm"],
+    "pointwise": ["pointwise"],
+    "linear_cross_entropy": ["linear_cross_entropy"],
+    "expert_block": ["expert_block"],
+    "expert_block_skewed": ["expert_block", "--skew", "0.6"],
 }
 
 
 def main() -> None:
-    """Run the parts one after the other, each in a process of its own, and join what they measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    record.add_arguments(parser)
-    options = parser.parse_args()
-    numbers = {}
+    options, numbers = record.parser(__doc__).parse_args(), {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, arguments in PARTS.items():
+        for name, (module, *more) in PARTS.items():
             print(f"== {name}", flush=True)
-            output = Path(folder) / f"{name}.json"
-            subprocess.run([sys.executable, "-m", *arguments, "--output", str(output), "--commit", "-"], check=True)
-            numbers[name] = json.loads(output.read_text())["numbers"]
+            output = Path(folder, f"{name}.json")
+            command = [sys.executable, "-m", f"benchmarks.kernels.{module}", *more, "--output", str(output)]
+            subprocess.run([*command, "--commit", "-"], check=True)
+            numbers[name] = record.numbers_in(output)
     record.write(options, numbers, triton=triton.__version__)
 
 

@@ -6,7 +6,7 @@
 
 In a step hardly anything is quantized alone: the norm, SwiGLU and dispatch leave 8 bits behind them. So here is what
 `benchmarks.kernels.float8_products` leaves out: the experts (`penstock.kernels.expert_ffn` and that of
-`penstock.kernels.float8`), and dense products behind a norm (`benchmarks.kernels.float8_dense`).
+`penstock.kernels.float8`), and dense products behind a norm (`benchmarks.kernels.float8_networks`).
 
 Experts are those of one rank of DeepSeek-V2-Lite and Qwen3-30B-A3B on 4 GPUs, and of a layer as wide as DeepSeek-V3's
 with 64 experts on 8. Rows come as the symmetric dispatcher brings them (`gathered`: all ranks' tokens, an index, its
@@ -15,28 +15,27 @@ as dispatch sends them; otherwise the network quantizes them, and that counts. W
 step: `copies` says how long it takes, nothing else counts it.
 
 Each result is held against float32 before anything is timed. All times are of replayed graphs
-(`benchmarks.kernels.replays`), medians over turns; TFLOP/s are of forward and backward together. What was measured is
+(`benchmarks.kernels.measure`), medians over turns; TFLOP/s are of forward and backward together. What was measured is
 printed and written as soon as it is there.
 """
 
-import argparse
 import gc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from benchmarks import record
-from benchmarks.kernels import float8_dense
-from benchmarks.kernels.float8_layers import DEVICE, FORM, ON_GPU, RECIPES, Ways
-from benchmarks.kernels.float8_networks import PLAIN, Network, measure, print_head, print_row
-from benchmarks.kernels.grouped_gemm import SHARES, Share, burn, skewed_counts
-from benchmarks.kernels.replays import replay_in_turns
+from benchmarks.kernels import float8_networks
+from benchmarks.kernels.float8_layers import FORM, RECIPES
+from benchmarks.kernels.float8_networks import PLAIN, Network, dense_network, measure, normal
+from benchmarks.kernels.grouped_gemm import SHARES, Share, skewed_counts
+from benchmarks.kernels.measure import DEVICE, ON_GPU, Ways, burn, replay_in_turns
 from penstock.kernels import expert_ffn as in_16_bits
 from penstock.kernels import reference
 from penstock.kernels.float8 import expert_ffn as in_8_bits
@@ -78,31 +77,31 @@ class Rows:
 
 
 def main() -> None:
-    options = parse_arguments()
+    options = record.parser(
+        __doc__,
+        rounds=(6, "turns that each way takes"),
+        only=("", "networks whose name contains this"),
+        tiny=(False, "small networks, to see that it runs"),
+    ).parse_args()
     if ON_GPU:
         burn(seconds=2.0)
-    rows: list[dict] = []
-    copies: list[dict] = []
-    print_head()
-    shares = [TINY] if options.tiny else [share for share in SHARES if share.name in TOP_K]
-    experts = chain.from_iterable(experts_of(share, options, copies) for share in shares)
-    for network in chain(experts, float8_dense.networks(options)):
+    rows: list[dict[str, Any]] = []
+    copies: list[dict[str, Any]] = []
+    for network in networks(options.only, options.rounds, copies, tiny=options.tiny):
         rows.append(measure(network, options.rounds))
-        print_row(rows[-1])
+        record.show(rows[-1])
         record.write(options, {"rows": rows, "copies": copies}, triton=triton.__version__)
         del network
-        free()
-    for one in copies:
-        print(f"{one['experts']}: both matrices are quantized in {one['ms']:.3f} ms, once an optimizer step")
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6, help="turns that each way takes")
-    parser.add_argument("--only", default="", help="networks whose name contains this")
-    parser.add_argument("--tiny", action="store_true", help="small networks, to see that it runs")
-    record.add_arguments(parser)
-    return parser.parse_args()
+def networks(only: str, rounds: int, copies: list[dict[str, Any]], *, tiny: bool) -> Iterator[Network]:
+    """Networks whose name is asked for: of experts, and dense ones; the memory of each is free before the next."""
+    for share in [TINY] if tiny else [share for share in SHARES if share.name in TOP_K]:
+        yield from experts_of(share, only, rounds, copies)
+    for shape in float8_networks.TINY if tiny else float8_networks.DENSE:
+        if only in shape[0]:
+            free()
+            yield dense_network(*shape)
 
 
 def free() -> None:
@@ -112,31 +111,24 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def experts_of(share: Share, options: argparse.Namespace, copies: list[dict]) -> Iterator[Network]:
+def experts_of(share: Share, only: str, rounds: int, copies: list[dict[str, Any]]) -> Iterator[Network]:
     """The networks of a share whose name is asked for; what the copies of its weights take is added to `copies`."""
     cases = {
         f"{share.name}, {'gathered' if gathered else 'in place'}{', skewed' if skewed else ''}": (gathered, skewed)
         for gathered in (True, False)
         for skewed in (False, True)
     }
-    asked = {name: case for name, case in cases.items() if options.only in name}
+    asked = {name: case for name, case in cases.items() if only in name}
     if not asked:
         return
     generator = torch.Generator(DEVICE).manual_seed(0)
     matrices = draw_matrices(share, generator)
-    copies.append({"experts": share.name, "ms": time_of_copies(matrices, options.rounds)})
+    copies.append({"experts": share.name, "ms": time_of_copies(matrices, rounds)})
     for name, (gathered, skewed) in asked.items():
+        free()
         rows = draw_rows(share, generator, skewed)
         yield network_of(name, rows if gathered else placed(rows), matrices, generator)
         del rows
-    del matrices
-    free()
-
-
-def normal(generator: torch.Generator, *sizes: int) -> Tensor:
-    """Random numbers. Triton's interpreter multiplies no bfloat16."""
-    dtype = torch.bfloat16 if ON_GPU else torch.float32
-    return torch.randn(*sizes, generator=generator, device=DEVICE).to(dtype)
 
 
 def rule_of(recipe: Recipe) -> Float8Rule:
@@ -230,7 +222,7 @@ def ways_of(rows: Rows, matrices: Matrices) -> Ways:
 def exact(rows: Rows, matrices: Matrices, dy_RD: Tensor) -> list[Tensor]:
     """Output and gradients by the definition, in float32."""
     given = (rows.x_ND, matrices.gate_up_eFD, matrices.down_eDF)
-    leaves = [one.detach().float().requires_grad_() for one in given]
+    leaves = [leaf.detach().float().requires_grad_() for leaf in given]
     y_RD = reference.expert_ffn(*leaves, rows.counts_e, rows.weights_R.detach(), rows.index_R)
     gradients = torch.autograd.grad(y_RD, leaves, dy_RD.float())
     return [y_RD.detach()[: int(rows.counts_e.sum())], *gradients]

@@ -4,33 +4,29 @@ Dense layers of DeepSeek-V3 and experts' shares of V3, V2-Lite and Qwen3-30B-A3B
 three products: forward, gradient of the input, gradient of the weight added to a float32 sum.
 """
 
-import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.grouped_gemm import skewed_counts
-from benchmarks.kernels.replays import replay_in_turns
+from benchmarks.kernels.measure import DEVICE, DTYPE, ON_GPU, decibels
 from penstock.kernels.float8 import products, quantize, torch_products
 from penstock.kernels.float8.launches import Product, ProductLaunch
-from penstock.kernels.float8.quantized import Quantized, WeightCopies
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, Block, Recipe, format_on
-from penstock.kernels.float8.reference import aligned_rows
+from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, Recipe, format_on
 from penstock.kernels.float32_products import add_product
 from penstock.kernels.grouped_gemm import (
     grouped_gemm_forward,
     grouped_gemm_input_gradient,
     grouped_gemm_weight_gradient,
 )
-from penstock.kernels.tile_table import TileTable, tile_table
+from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
 
 PASSES = ("forward", "input gradient", "weight gradient")
 LEAST_DB = 25.0
-ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 TARGET = target_of(DEVICE)
 FORM = format_on("e4m3", TARGET)
 HAS_TORCH = ON_GPU and torch_products.obstacle(BLOCKWISE, TARGET, torch.version.cuda) is None
@@ -39,7 +35,8 @@ HAS_TORCH = ON_GPU and torch_products.obstacle(BLOCKWISE, TARGET, torch.version.
 RECIPES = {recipe.name: recipe for recipe in (BLOCKWISE, BLOCKWISE_SQUARE)}
 """Of all operands of a layer; they differ in those of the weight's gradient."""
 
-Ways = dict[str, Callable[[], Tensor]]
+OPTION = (BLOCKWISE.name, f"which blocks share a scale: {', '.join(RECIPES)}")
+"""Of benchmarks: the recipe."""
 
 
 @dataclass(frozen=True)
@@ -76,172 +73,86 @@ GROUPED = tuple(
 TINY = (Shape("dense", 40, 192, 64), Shape("grouped", 90, 192, 64, 3, skewed=True))
 
 
-@dataclass(frozen=True)
 class Layer:
-    """Operands of a layer's three products, in 16 and in 8 bits; a dense layer has no counts and no tile table."""
+    """Random operands of a layer's three products, in 16 and in 8 bits; a dense layer has no counts and no tile table.
 
-    shape: Shape
-    recipe: Recipe
-    x_RD: Tensor
-    w: Tensor
-    dy_RF: Tensor
-    main: Tensor
-    copies: WeightCopies
-    x: Quantized
-    dy: Quantized
-    x_columns: Quantized
-    dy_columns: Quantized
-    counts_e: Tensor | None
-    tiles: TileTable | None
+    There is a tail of no rows, so that flops are those of all rows.
+    """
 
+    def __init__(self, shape: Shape, recipe: Recipe) -> None:
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        normal = partial(torch.randn, generator=generator, device=DEVICE)
+        self.shape, self.recipe = shape, recipe
+        self.x_RD, self.dy_RF = (normal(shape.rows, size).to(DTYPE) for size in (shape.depth, shape.width))
+        self.counts_e = self.tiles = None
+        if shape.experts:
+            each = [shape.rows // shape.experts] * shape.experts
+            counts = skewed_counts(shape.experts, shape.rows) if shape.skewed else each
+            self.counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+            self.tiles = tile_table(self.counts_e, shape.rows)
+        self.w = normal(*([shape.experts] if shape.experts else []), shape.width, shape.depth).to(DTYPE)
+        self.main = torch.zeros(self.w.shape, device=DEVICE)
+        self.copies = quantize.quantize_weight(self.w, recipe, FORM)
+        self.x, self.x_columns = self._both(self.x_RD, recipe.columns)
+        self.dy, self.dy_columns = self._both(self.dy_RF, recipe.rows)
+        self.flops = 2 * shape.rows * shape.depth * shape.width
 
-def add_argument(parser: argparse.ArgumentParser) -> None:
-    """The option that says by which recipe."""
-    parser.add_argument("--recipe", choices=tuple(RECIPES), default=BLOCKWISE.name, help="which blocks share a scale")
+    def _both(self, rows: Tensor, columns: tuple[int, int]) -> tuple[Quantized, Quantized]:
+        both = quantize.quantize_rows(rows, self.recipe, FORM, columns=columns, counts_e=self.counts_e)
+        assert both.columns is not None, "columns were asked for"
+        return both.rows, both.columns
 
+    def operands(self, which: str) -> tuple[Quantized, Quantized]:
+        """Both sides of a product, in 8 bits."""
+        if which == "weight gradient":
+            return self.dy_columns, self.x_columns
+        return (self.x, self.copies.forward) if which == "forward" else (self.dy, self.copies.backward)
 
-def draw(shape: Shape, recipe: Recipe) -> Layer:
-    """Random operands; a tail of no rows, so that flops are those of all rows."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    # Triton's interpreter multiplies no bfloat16.
-    dtype = torch.bfloat16 if ON_GPU else torch.float32
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=generator, device=DEVICE).to(dtype)
-
-    x_RD, dy_RF = normal(shape.rows, shape.depth), normal(shape.rows, shape.width)
-    counts_e, tiles = _groups_of(shape)
-    w = normal(*_weight_shape(shape))
-    both_x, both_dy = (
-        quantize.quantize_rows(rows, recipe, FORM, columns=block, counts_e=counts_e)
-        for rows, block in ((x_RD, recipe.columns), (dy_RF, recipe.rows))
-    )
-    assert both_x.columns is not None and both_dy.columns is not None, "columns were asked for"
-    return Layer(
-        shape=shape,
-        recipe=recipe,
-        x_RD=x_RD,
-        w=w,
-        dy_RF=dy_RF,
-        main=torch.zeros(w.shape, device=DEVICE),
-        copies=quantize.quantize_weight(w, recipe, FORM),
-        x=both_x.rows,
-        dy=both_dy.rows,
-        x_columns=both_x.columns,
-        dy_columns=both_dy.columns,
-        counts_e=counts_e,
-        tiles=tiles,
-    )
-
-
-def make_room(shape: Shape, recipe: Recipe) -> Layer:
-    """Operands as `draw` makes them, with arbitrary values, for launches whose results are not read."""
-    like = torch.empty(0, device=DEVICE, dtype=torch.bfloat16 if ON_GPU else torch.float32)
-
-    def room(block: Block, *sizes: int) -> Quantized:
-        return quantize.empty_copy(like, sizes, block, FORM, recipe.scaling)
-
-    counts_e, tiles = _groups_of(shape)
-    places = aligned_rows(shape.rows, shape.experts) if shape.experts else shape.rows
-    *stack, width, depth = _weight_shape(shape)
-    return Layer(
-        shape=shape,
-        recipe=recipe,
-        x_RD=like.new_empty(shape.rows, depth),
-        w=like.new_empty(*stack, width, depth),
-        dy_RF=like.new_empty(shape.rows, width),
-        main=torch.empty(*stack, width, depth, device=DEVICE),
-        copies=WeightCopies(room(recipe.weights, *stack, width, depth), room(recipe.weights, *stack, depth, width)),
-        x=room(recipe.rows, shape.rows, depth),
-        dy=room(recipe.rows, shape.rows, width),
-        x_columns=room(recipe.columns, depth, places),
-        dy_columns=room(recipe.rows, width, places),
-        counts_e=counts_e,
-        tiles=tiles,
-    )
-
-
-def _weight_shape(shape: Shape) -> tuple[int, ...]:
-    return (*((shape.experts,) if shape.experts else ()), shape.width, shape.depth)
-
-
-def _groups_of(shape: Shape) -> tuple[Tensor | None, TileTable | None]:
-    if not shape.experts:
-        return None, None
-    each = [shape.rows // shape.experts] * shape.experts
-    counts = skewed_counts(shape.experts, shape.rows) if shape.skewed else each
-    counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-    return counts_e, tile_table(counts_e, shape.rows)
-
-
-def bare(layer: Layer, which: str, launch: ProductLaunch | None = None) -> Tensor:
-    """One product of a layer by our kernels, of operands that stand in 8 bits."""
-    counts_e, tiles, dtype = layer.counts_e, layer.tiles, layer.x_RD.dtype
-    if which == "weight gradient":
-        dy, x = layer.dy_columns, layer.x_columns
+    def bare(self, which: str, launch: ProductLaunch | None = None) -> Tensor:
+        """One product by our kernels, of operands that stand in 8 bits."""
+        counts_e, dtype, pair = self.counts_e, self.x_RD.dtype, self.operands(which)
+        if which == "weight gradient":
+            if counts_e is None:
+                return products.multiply(*pair, torch.float32, accumulate_into=self.main, launch=launch)
+            how = {"accumulate_into": self.main, "tiles": self.tiles}
+            return products.multiply_columns(*pair, counts_e, dtype=dtype, launch=launch, **how)
         if counts_e is None:
-            return products.multiply(dy, x, torch.float32, accumulate_into=layer.main, launch=launch)
-        return products.multiply_columns(
-            dy, x, counts_e, dtype=dtype, accumulate_into=layer.main, tiles=tiles, launch=launch
-        )
-    rows, w = (layer.x, layer.copies.forward) if which == "forward" else (layer.dy, layer.copies.backward)
-    if counts_e is None:
-        return products.multiply(rows, w, dtype, launch=launch)
-    return products.multiply_groups(rows, w, counts_e, dtype=dtype, tiles=tiles, launch=launch)
+            return products.multiply(*pair, dtype, launch=launch)
+        return products.multiply_groups(*pair, counts_e, dtype=dtype, tiles=self.tiles, launch=launch)
 
-
-def product_of(layer: Layer, which: str) -> Product:
-    """Which row of the tables of launches it is."""
-    if which == "weight gradient" and layer.x_columns.block[0] == 1:
-        return "dense_gradient" if layer.counts_e is None else "columns"
-    if which == "weight gradient":
-        return "dense_square" if layer.counts_e is None else "columns_square"
-    return "dense" if layer.counts_e is None else "rows"
-
-
-def plain(layer: Layer, which: str) -> Tensor:
-    """The same in 16 bits: our grouped GEMM, cuBLAS for one matrix."""
-    x_RD, w, dy_RF, counts_e, tiles = layer.x_RD, layer.w, layer.dy_RF, layer.counts_e, layer.tiles
-    if counts_e is None:
+    def plain(self, which: str) -> Tensor:
+        """The same in 16 bits: our grouped GEMM, cuBLAS for one matrix."""
+        x_RD, w, dy_RF, counts_e, tiles = self.x_RD, self.w, self.dy_RF, self.counts_e, self.tiles
+        if counts_e is None:
+            if which == "weight gradient":
+                add_product(self.main, dy_RF.T, x_RD)
+                return self.main
+            return x_RD @ w.T if which == "forward" else dy_RF @ w
         if which == "weight gradient":
-            add_product(layer.main, dy_RF.T, x_RD)
-            return layer.main
-        return x_RD @ w.T if which == "forward" else dy_RF @ w
-    if which == "weight gradient":
-        return grouped_gemm_weight_gradient(dy_RF, x_RD, counts_e, accumulate_into=layer.main, tiles=tiles)
-    if which == "forward":
-        return grouped_gemm_forward(x_RD, w, counts_e, tiles=tiles)
-    return grouped_gemm_input_gradient(dy_RF, w, counts_e, tiles=tiles)
+            return grouped_gemm_weight_gradient(dy_RF, x_RD, counts_e, accumulate_into=self.main, tiles=tiles)
+        if which == "forward":
+            return grouped_gemm_forward(x_RD, w, counts_e, tiles=tiles)
+        return grouped_gemm_input_gradient(dy_RF, w, counts_e, tiles=tiles)
 
+    def product(self, which: str) -> Product:
+        """Which row of the tables of launches it is."""
+        if which != "weight gradient":
+            return "dense" if self.counts_e is None else "rows"
+        if self.x_columns.block[0] == 1:
+            return "dense_gradient" if self.counts_e is None else "columns"
+        return "dense_square" if self.counts_e is None else "columns_square"
 
-def check(layer: Layer, which: str) -> float:
-    """Decibels of our product over its distance from the float32 product of what was quantized."""
-    layer.main.zero_()
-    got = bare(layer, which).float()
-    x_RD, w, dy_RF = layer.x_RD.float(), layer.w.float(), layer.dy_RF.float()
-    if layer.counts_e is None:
-        expected = {"forward": lambda: x_RD @ w.T, "input gradient": lambda: dy_RF @ w}.get(
-            which, lambda: dy_RF.T @ x_RD
-        )()
-    else:
-        counts = layer.counts_e.tolist()
-        pieces = zip(x_RD.split(counts), dy_RF.split(counts), w, strict=True)
+    def check(self, which: str) -> float:
+        """Decibels of our product over its distance from the float32 product of what was quantized."""
+        self.main.zero_()
+        result = self.bare(which).float()
+        counts = [self.shape.rows] if self.counts_e is None else self.counts_e.tolist()
+        w = self.w.float().view(-1, *self.w.shape[-2:])
+        pieces = zip(self.x_RD.float().split(counts), self.dy_RF.float().split(counts), w, strict=True)
         if which == "weight gradient":
-            expected = torch.stack([dy.T @ x for x, dy, _ in pieces])
+            expected = torch.stack([dy.T @ x for x, dy, _ in pieces]).view_as(self.w)
         else:
-            expected = torch.cat([x @ one.T if which == "forward" else dy @ one for x, dy, one in pieces])
-    found = decibels(got, expected)
-    assert found > LEAST_DB, f"{layer.shape.name}, {which}: {found:.1f} dB, the bar is {LEAST_DB}"
-    return found
-
-
-def decibels(found: Tensor, expected: Tensor) -> float:
-    """Of what is expected over what was found beside it."""
-    expected = expected.float()
-    noise = (found.float() - expected).square().sum().clamp(min=1e-30)
-    return 10 * torch.log10(expected.square().sum() / noise).item()
-
-
-def timed(ways: Ways, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each as the device takes them (`replays`); on a CPU once by the clock."""
-    return replay_in_turns(ways, rounds).milliseconds
+            expected = torch.cat([x @ w.T if which == "forward" else dy @ w for x, dy, w in pieces])
+        apart = decibels(result, expected)
+        assert apart > LEAST_DB, f"{self.shape.name}, {which}: {apart:.1f} dB, the bar is {LEAST_DB}"
+        return apart

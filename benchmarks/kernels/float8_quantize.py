@@ -10,27 +10,26 @@ every value and scale written once; gathered rows count each time, a second pass
 bandwidth of a large copy. Before anything is timed, what a case gives is held against the definition.
 """
 
-import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from benchmarks import record
-from benchmarks.kernels.float8_layers import RECIPES, add_argument
+from benchmarks.kernels.float8_layers import FORM, OPTION, RECIPES
 from benchmarks.kernels.launches_tried import TRANSPOSING_LAUNCHES
-from benchmarks.kernels.pointwise import copy_bandwidth, time_calls
+from benchmarks.kernels.measure import DEVICE, copy_bandwidth, row_of_bytes
 from penstock.kernels.float8 import reference
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import MXFP8, ROWWISE, TENSORWISE, Block, Recipe, format_on
-from penstock.kernels.tuning import KernelLaunch, target_of
+from penstock.kernels.float8.recipes import MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.tuning import KernelLaunch
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FORM = format_on("e4m3", target_of(DEVICE))
+normal = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +50,8 @@ MODELS = (
 )
 TINY = Model(name="tiny", hidden=256, width=64, experts=3, rows=200, tokens=70)
 
+Copies = Sequence[Quantized | None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -65,101 +66,69 @@ class Case:
     """
 
     name: str
-    draw: Callable[[], tuple[object, ...]]
-    call: Callable[..., tuple[Quantized | None, ...]]
-    truth: Callable[..., tuple[Quantized | None, ...]]
+    draw: Callable[[], tuple[Any, ...]]
+    call: Callable[..., Copies]
+    truth: Callable[..., Copies]
     read: int
     used: int | None = None
 
 
 def main() -> None:
-    options = parse_arguments()
+    options = record.parser(
+        __doc__,
+        launches=(False, "only what transposes, with each of some launches"),
+        tiny=(False, "one small model, held against the definition but not timed"),
+        recipe=OPTION,
+    ).parse_args()
     torch.manual_seed(0)
-    peak = None if options.tiny else copy_bandwidth()
-    if peak is not None:
-        print(f"copy: {peak / 1e12:.2f} TB/s")
-    print(f"{'case':58} {'MB':>8} {'us':>8} {'TB/s':>6} {'of copy':>8}")
-    rows, recipe = [], RECIPES[options.recipe]
+    peak, rows = None if options.tiny else copy_bandwidth(), []
     for model in (TINY,) if options.tiny else MODELS:
-        for case in chosen_cases(options, model, recipe):
-            rows.append({"model": model.name, **measure(case, peak)})
-            print(line(rows[-1]), flush=True)
-            numbers = {"copy_bytes_per_s": peak, "recipe": recipe.name, "rows": rows}
+        for case in (launch_cases if options.launches else cases)(model, RECIPES[options.recipe]):
+            moved = case.read + judge(case)
+            row = row_of_bytes(lambda case=case: partial(case.call, *case.draw()), moved, peak)
+            rows.append({"model": model.name, "case": case.name, **row})
+            record.show(rows[-1])
+            numbers = {"copy_bytes_per_s": peak, "recipe": options.recipe, "rows": rows}
             record.write(options, numbers, triton=triton.__version__)
-
-
-def chosen_cases(options: argparse.Namespace, model: Model, recipe: Recipe) -> Iterator[Case]:
-    return (launch_cases if options.launches else cases)(model, recipe)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launches", action="store_true", help="only what transposes, with each of some launches")
-    parser.add_argument(
-        "--tiny", action="store_true", help="one small model, held against the definition but not timed"
-    )
-    add_argument(parser)
-    record.add_arguments(parser)
-    return parser.parse_args()
-
-
-def line(row: dict[str, object]) -> str:
-    name = f"{row['model']} {row['case']}"
-    if row["us"] is None:
-        return f"{name:58} {row['bytes'] / 1e6:8.3f}  equals the definition"
-    return (
-        f"{name:58} {row['bytes'] / 1e6:8.1f} {row['us']:8.1f} {row['bytes'] / row['us'] / 1e6:6.2f}"
-        f" {row['share_of_copy']:8.2f}"
-    )
-
-
-def normal(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*sizes, device=DEVICE, dtype=dtype)
 
 
 def cases(model: Model, recipe: Recipe) -> Iterator[Case]:
     """Dense rows, experts' rows, weights; then what other recipes cost on dense rows. Experts' rows are gradients."""
-    yield rows_case("rows", (model.tokens, model.hidden), recipe)
-    yield rows_case("rows, columns", (model.tokens, model.hidden), recipe, recipe.columns)
-    counts_e = torch.full((model.experts,), model.rows // model.experts - 1, device=DEVICE)
+    rows, counts_e = (model.tokens, model.hidden), counts_of(model)
+    yield rows_case("rows", rows, recipe)
+    yield rows_case("rows, columns", rows, recipe, columns=recipe.columns)
     for name, width in (("hidden", model.hidden), ("gate-up", 2 * model.width)):
         case = f"experts' rows, columns, {name}"
-        yield rows_case(case, (model.rows, width), recipe, recipe.rows, counts_e=counts_e)
-    yield from gathered_cases(model, counts_e, recipe)
+        yield rows_case(case, (model.rows, width), recipe, columns=recipe.rows, counts_e=counts_e)
+    yield from gathered_cases(model, recipe)
     for dtype in (torch.bfloat16, torch.float32):
         yield weight_case(model, dtype, recipe)
     for other in (MXFP8, ROWWISE, TENSORWISE):
-        yield rows_case(f"rows, columns, {other.name}", (model.tokens, model.hidden), other, other.columns)
+        yield rows_case(f"rows, columns, {other.name}", rows, other, columns=other.columns)
 
 
 def launch_cases(model: Model, recipe: Recipe) -> Iterator[Case]:
-    counts_e = torch.full((model.experts,), model.rows // model.experts - 1, device=DEVICE)
+    rows, counts_e = (model.tokens, model.hidden), counts_of(model)
     for name, launch in TRANSPOSING_LAUNCHES.items():
+        experts = {"columns": recipe.rows, "counts_e": counts_e}
         for case in (
-            rows_case("rows, columns", (model.tokens, model.hidden), recipe, recipe.columns, launch=launch),
-            rows_case(
-                "experts' rows, columns",
-                (model.rows, model.hidden),
-                recipe,
-                recipe.rows,
-                counts_e=counts_e,
-                launch=launch,
-            ),
-            *gathered_cases(model, counts_e, recipe, launch),
+            rows_case("rows, columns", rows, recipe, launch, columns=recipe.columns),
+            rows_case("experts' rows, columns", (model.rows, model.hidden), recipe, launch, **experts),
+            *gathered_cases(model, recipe, launch),
         ):
             yield replace(case, name=f"{case.name}, {name}")
 
 
+def counts_of(model: Model) -> Tensor:
+    """The last expert has no row behind it."""
+    return torch.full((model.experts,), model.rows // model.experts - 1, device=DEVICE)
+
+
 def rows_case(
-    name: str,
-    shape: tuple[int, int],
-    recipe: Recipe,
-    columns: Block | None = None,
-    *,
-    counts_e: Tensor | None = None,
-    launch: KernelLaunch | None = None,
+    name: str, shape: tuple[int, int], recipe: Recipe, launch: KernelLaunch | None = None, **how: Any
 ) -> Case:
-    how = {"recipe": recipe, "form": FORM, "columns": columns, "counts_e": counts_e}
+    counts_e = how.get("counts_e")
+    how |= {"recipe": recipe, "form": FORM}
     return Case(
         name=name,
         draw=lambda: (normal(*shape),),
@@ -170,33 +139,31 @@ def rows_case(
     )
 
 
-def gathered_cases(
-    model: Model, counts_e: Tensor, recipe: Recipe, launch: KernelLaunch | None = None
-) -> Iterator[Case]:
+def gathered_cases(model: Model, recipe: Recipe, launch: KernelLaunch | None = None) -> Iterator[Case]:
     """Rows of tokens, from 16 bits and from 8, in the order of the experts and transposed."""
     index_R = torch.randint(0, model.tokens, (model.rows,), device=DEVICE)
-    how = {"counts_e": counts_e, "recipe": recipe, "form": FORM, "index_R": index_R}
+    how = {"counts_e": counts_of(model), "recipe": recipe, "form": FORM, "index_R": index_R}
+
+    def draw() -> tuple[Tensor]:
+        return (normal(model.tokens, model.hidden),)
+
     plain = Case(
         name="gathered columns of 16 bits",
-        draw=lambda: (normal(model.tokens, model.hidden),),
+        draw=draw,
         call=lambda x: (quantize_groups(x, **how, launch=launch),),
         truth=lambda x: (reference.quantize_groups(x, **how),),
         read=2 * model.rows * model.hidden,
     )
     yield plain
-    yield replace(
-        plain,
-        name="gathered columns of 8 bits",
-        draw=lambda: (quantize_rows(normal(model.tokens, model.hidden), recipe, FORM).rows,),
-        read=plain.read // 2,
-    )
+    in_8_bits = {"name": "gathered columns of 8 bits", "read": plain.read // 2}
+    yield replace(plain, draw=lambda: (quantize_rows(*draw(), recipe, FORM).rows,), **in_8_bits)
 
 
 def weight_case(model: Model, dtype: torch.dtype, recipe: Recipe) -> Case:
     """Gate and up of all experts, into copies that are there, as after an optimizer step."""
     shape = (model.experts, 2 * model.width, model.hidden)
 
-    def draw() -> tuple[object, ...]:
+    def draw() -> tuple[Any, ...]:
         w_eFD = normal(*shape, dtype=dtype)
         return w_eFD, quantize_weight(w_eFD, recipe, FORM)
 
@@ -209,30 +176,19 @@ def weight_case(model: Model, dtype: torch.dtype, recipe: Recipe) -> Case:
     )
 
 
-def measure(case: Case, peak: float | None) -> dict[str, object]:
-    inputs = case.draw()
-    found = [copy for copy in case.call(*inputs) if copy is not None]
-    judge(case, inputs, found)
-    written = sum(tensor.numel() * tensor.element_size() for copy in found for tensor in (copy.values, copy.scales))
-    moved = case.read + written
-    del inputs, found
-    seconds = None if peak is None else time_calls(lambda: partial(case.call, *case.draw()), moved)
-    return {
-        "case": case.name,
-        "bytes": moved,
-        "us": None if seconds is None else seconds * 1e6,
-        "share_of_copy": None if seconds is None else moved / seconds / peak,
-    }
-
-
-def judge(case: Case, inputs: tuple[object, ...], found: list[Quantized]) -> None:
-    """Numbers of 8 bits and scales must be those of the definition, but for rows that no expert has."""
-    expected = [copy for copy in case.truth(*inputs) if copy is not None]
-    for place, copies in enumerate(zip(found, expected, strict=True)):
-        mine, other = ([copy.values.view(torch.uint8), copy.scales.float()] for copy in copies)
-        rows = case.used if place == 0 else None
-        for one, truth in zip(mine, other, strict=True):
-            assert torch.equal(one[:rows], truth[:rows]), f"{case.name}: copy {place} differs from the definition"
+def judge(case: Case) -> int:
+    """Bytes that are written, which must be those of the definition but for rows that no expert has."""
+    inputs, written = case.draw(), 0
+    pairs = zip(case.call(*inputs), case.truth(*inputs), strict=True)
+    for number, (copy, truth) in enumerate(pairs):
+        if copy is None or truth is None:
+            continue
+        rows = case.used if number == 0 else None
+        expected = reference.dequantize(truth)[:rows]
+        numbers = torch.where(expected != 0, reference.dequantize(copy)[:rows], 0)  # padding is not written
+        assert torch.equal(numbers, expected), f"{case.name}: copy {number} differs from the definition"
+        written += copy.values.nbytes + copy.scales.nbytes
+    return written
 
 
 if __name__ == "__main__":

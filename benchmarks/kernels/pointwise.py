@@ -9,32 +9,24 @@ negation of as many bytes timed in the same way, which is what a small operator 
 time of `penstock.kernels.reference`.
 """
 
-import argparse
-import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from benchmarks import record
+from benchmarks.kernels.measure import Call, copy_bandwidth, row_of_bytes, time_calls
 from penstock.kernels import norm, permute, reference, rope, swiglu, topk
 from penstock.kernels.reference import RouterRule
-
-LARGE = 2**30
-"""Bytes of the copy that stands for the peak, read and written."""
-
-ROTATION = 2**28
-"""Bytes over which calls rotate: several times the L2 cache."""
 
 EPSILON = 1e-6
 POSITIONS = 4096
 
 normal = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-Call = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +50,7 @@ V3_RULE = RouterRule(top_k=8, score="sigmoid", groups=8, topk_group=4, group_sco
 V3 = Model(name="V3", D=7168, E=256, K=8, F=2048, H=128, rule=V3_RULE)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """One operator on one shape.
 
@@ -77,61 +69,42 @@ class Case:
 
 
 def main() -> None:
-    options = parse_arguments()
+    options, rows = record.parser(__doc__, tokens=[8192, 65536]).parse_args(), []
     torch.manual_seed(0)
     peak = copy_bandwidth()
-    print(f"copy: {peak / 1e12:.2f} TB/s")
-    print(f"{'operator':34} {'tokens':>6} {'pass':8} {'MB':>7} {'us':>8} {'of copy':>8} {'of neg':>8} {'eager us':>9}")
-    rows = []
     for tokens in options.tokens:
         for model in (V2_LITE, V3):
             for case in cases(model, tokens):
-                for row in measure(case, peak):
+                for row in rows_of(case, peak):
                     rows.append({"model": model.name, "tokens": tokens, **row})
-                    print(line(rows[-1]))
+                    record.show(rows[-1])
                 torch.cuda.empty_cache()
     record.write(options, {"copy_bytes_per_s": peak, "rows": rows}, triton=triton.__version__)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 65536])
-    record.add_arguments(parser)
-    return parser.parse_args()
-
-
-def line(row: dict[str, object]) -> str:
-    eager = f"{row['eager_us']:9.1f}" if row["eager_us"] else f"{'-':>9}"
-    return (
-        f"{row['model'] + ' ' + row['operator']:34} {row['tokens']:6} {row['pass']:8} {row['bytes'] / 1e6:7.1f}"
-        f" {row['us']:8.1f} {row['share_of_copy']:8.2f} {row['share_of_neg']:8.2f} {eager}"
-    )
-
-
 def cases(model: Model, tokens: int) -> Iterator[Case]:
     """All operators on a model's shapes. Beyond 8,192 tokens only what is small enough to need them, and V2-Lite."""
-    yield router_case(model, tokens)
-    yield order_case(model, tokens)
-    if model is V3 and tokens > 8192:
-        return
-    yield from permute_cases(model, tokens)
-    yield from swiglu_cases(model, tokens)
-    yield from norm_cases(model, tokens)
-    yield from rope_cases(model, tokens)
+    yield from routing_cases(model, tokens)
+    if model is not V3 or tokens <= 8192:
+        yield from row_cases(model, tokens)
+        yield from norm_cases(model, tokens)
+        yield from rope_cases(model, tokens)
 
 
-def router_case(model: Model, tokens: int) -> Case:
+def routing_cases(model: Model, tokens: int) -> Iterator[Case]:
     sequences = tokens // POSITIONS
     bias_E = torch.zeros(model.E, device="cuda") if model.rule.score == "sigmoid" else None
-    call = {"bias_E": bias_E, "rule": model.rule, "sequences": sequences}
+    how = {"bias_E": bias_E, "rule": model.rule, "sequences": sequences}
     logits, slots, sums = tokens * model.E * 4, tokens * model.K * 12, sequences * (model.E * 12 + 4)
-    return Case(
-        name="route",
-        draw=lambda: [torch.randn(tokens, model.E, device="cuda")],
-        fast=partial(topk.route, **call),
-        eager=partial(reference.route, **call),
-        forward_bytes=logits + slots + sums,
-        backward_bytes=2 * logits + slots + sums,
+
+    def draw() -> list[Tensor]:
+        return [torch.randn(tokens, model.E, device="cuda")]
+
+    fast, eager = partial(topk.route, **how), partial(reference.route, **how)
+    yield Case("route", draw, fast, eager, logits + slots + sums, 2 * logits + slots + sums)
+    moved = tokens * model.K * 24 + model.E * 4
+    yield Case(
+        "order_rows", lambda: [choices(model, tokens)], partial(permute.order_rows, experts=model.E), None, moved
     )
 
 
@@ -139,111 +112,68 @@ def choices(model: Model, tokens: int) -> Tensor:
     return torch.rand(tokens, model.E, device="cuda").topk(model.K).indices
 
 
-def order_case(model: Model, tokens: int) -> Case:
-    return Case(
-        name="order_rows",
-        draw=lambda: [choices(model, tokens)],
-        fast=partial(permute.order_rows, experts=model.E),
-        eager=None,
-        forward_bytes=tokens * model.K * 24 + model.E * 4,
-    )
-
-
-def permute_cases(model: Model, tokens: int) -> Iterator[Case]:
+def row_cases(model: Model, tokens: int) -> Iterator[Case]:
     order = permute.order_rows(choices(model, tokens), model.E)
     slots = tokens * model.K
-    token_bytes, row_bytes = tokens * model.D * 2, slots * model.D * 2
-    there = token_bytes + row_bytes + slots * 8
+    row_bytes = slots * model.D * 2
+    there = tokens * model.D * 2 + row_bytes + slots * 8
     yield Case(
-        name="unpermute with weights",
-        draw=lambda: [normal(slots, model.D), torch.rand(tokens, model.K, device="cuda")],
-        fast=lambda y_RD, weights_TK: permute.unpermute(y_RD, order, weights_TK),
-        eager=lambda y_RD, weights_TK: reference.unpermute(y_RD, order, weights_TK),
-        forward_bytes=there + slots * 4,
-        backward_bytes=there + row_bytes + slots * 8,
+        "unpermute with weights",
+        lambda: [normal(slots, model.D), torch.rand(tokens, model.K, device="cuda")],
+        lambda y_RD, weights_TK: permute.unpermute(y_RD, order, weights_TK),
+        lambda y_RD, weights_TK: reference.unpermute(y_RD, order, weights_TK),
+        there + slots * 4,
+        there + row_bytes + slots * 8,
     )
+    narrow = slots * model.F * 2
 
+    def activation() -> list[Tensor]:
+        return [normal(slots, 2 * model.F), torch.rand(slots, device="cuda")]
 
-def swiglu_cases(model: Model, tokens: int) -> Iterator[Case]:
-    rows = tokens * model.K
-    narrow = rows * model.F * 2
-    yield Case(
-        name="swiglu with weights",
-        draw=lambda: [normal(rows, 2 * model.F), torch.rand(rows, device="cuda")],
-        fast=swiglu.swiglu,
-        eager=reference.swiglu,
-        forward_bytes=3 * narrow + rows * 4,
-        backward_bytes=5 * narrow + rows * 8,
-    )
-    yield Case(
-        name="swiglu_backward, recompute",
-        draw=lambda: [normal(rows, 2 * model.F), torch.rand(rows, device="cuda"), normal(rows, model.F)],
-        fast=partial(swiglu.swiglu_backward, recompute=True),
-        eager=None,
-        forward_bytes=6 * narrow + rows * 8,
-    )
+    forward, backward = 3 * narrow + slots * 4, 5 * narrow + slots * 8
+    yield Case("swiglu with weights", activation, swiglu.swiglu, reference.swiglu, forward, backward)
+    again = partial(swiglu.swiglu_backward, recompute=True)
+    moved = 6 * narrow + slots * 8
+    yield Case("swiglu_backward, recompute", lambda: [*activation(), normal(slots, model.F)], again, None, moved)
 
 
 def norm_cases(model: Model, tokens: int) -> Iterator[Case]:
-    whole = tokens * model.D * 2
-    rms_norm = {"fast": partial(norm.rms_norm, epsilon=EPSILON), "eager": partial(reference.rms_norm, epsilon=EPSILON)}
-    yield Case(
-        name="rms_norm",
-        draw=lambda: [normal(tokens, model.D), normal(model.D)],
-        **rms_norm,
-        forward_bytes=2 * whole,
-        backward_bytes=3 * whole,
+    whole, heads = tokens * model.D * 2, tokens * model.H * model.M * 2
+    plain, added = (
+        tuple(partial(vars(module)[name], epsilon=EPSILON) for module in (norm, reference))
+        for name in ("rms_norm", "add_rms_norm")
     )
-    yield Case(
-        name="add_rms_norm",
-        draw=lambda: [normal(tokens, model.D), normal(tokens, model.D), normal(model.D)],
-        fast=partial(norm.add_rms_norm, epsilon=EPSILON),
-        eager=partial(reference.add_rms_norm, epsilon=EPSILON),
-        forward_bytes=4 * whole,
-        backward_bytes=4 * whole,
-    )
-    heads = tokens * model.H * model.M * 2
-    yield Case(
-        name="rms_norm of heads",
-        draw=lambda: [normal(tokens, model.H, model.M), normal(model.M)],
-        **rms_norm,
-        forward_bytes=2 * heads,
-        backward_bytes=3 * heads,
-    )
+    yield Case("rms_norm", lambda: [normal(tokens, model.D), normal(model.D)], *plain, 2 * whole, 3 * whole)
+    both = (tokens, model.D)
+    yield Case("add_rms_norm", lambda: [normal(*both), normal(*both), normal(model.D)], *added, 4 * whole, 4 * whole)
+    of_heads = (tokens, model.H, model.M)
+    yield Case("rms_norm of heads", lambda: [normal(*of_heads), normal(model.M)], *plain, 2 * heads, 3 * heads)
 
 
 def rope_cases(model: Model, tokens: int) -> Iterator[Case]:
-    batch, plain = tokens // POSITIONS, model.N - model.P
-    heads = tokens * model.H * 2
-    angles = torch.rand(1, POSITIONS, model.M // 2, device="cuda")
-    turn = {"cos_BSP": angles.cos(), "sin_BSP": angles.sin()}
+    batch, plain, heads = tokens // POSITIONS, model.N - model.P, tokens * model.H * 2
+
+    def turned(name: str, width: int) -> tuple[Callable[..., object], Callable[..., object]]:
+        angles = torch.rand(1, POSITIONS, width // 2, device="cuda")
+        turn = {"cos_BSP": angles.cos(), "sin_BSP": angles.sin()}
+        return partial(vars(rope)[name], **turn), partial(vars(reference)[name], **turn)
+
     moved = 2 * heads * model.M + POSITIONS * model.M * 4
-    yield Case(
-        name="rotate",
-        draw=lambda: [normal(batch, POSITIONS, model.H, model.M)],
-        fast=partial(rope.rotate, **turn),
-        eager=partial(reference.rotate, **turn),
-        forward_bytes=moved,
-        backward_bytes=moved,
-    )
-    angles = torch.rand(1, POSITIONS, model.P // 2, device="cuda")
-    shared_turn = {"cos_BSP": angles.cos(), "sin_BSP": angles.sin()}
+    rows = (batch, POSITIONS)
+    yield Case("rotate", lambda: [normal(*rows, model.H, model.M)], *turned("rotate", model.M), moved, moved)
     shared = tokens * model.P * 2 + POSITIONS * model.P * 4
-    yield Case(
-        name="mla_heads",
-        draw=lambda: [
-            normal(batch, POSITIONS, model.H, model.N),
-            normal(batch, POSITIONS, model.H, plain + model.M),
-            normal(batch, POSITIONS, model.P),
-        ],
-        fast=partial(rope.mla_heads, **shared_turn),
-        eager=partial(reference.mla_heads, **shared_turn),
-        forward_bytes=heads * (3 * model.N + plain) + shared,
-        backward_bytes=heads * (3 * model.N + model.M + plain + model.M) + shared,
-    )
+
+    def latent() -> list[Tensor]:
+        return [
+            normal(*rows, model.H, model.N), normal(*rows, model.H, plain + model.M), normal(*rows, model.P)
+        ]  # fmt: skip
+
+    forward = heads * (3 * model.N + plain) + shared
+    backward = heads * (3 * model.N + model.M + plain + model.M) + shared
+    yield Case("mla_heads", latent, *turned("mla_heads", model.P), forward, backward)
 
 
-def measure(case: Case, peak: float) -> Iterator[dict[str, object]]:
+def rows_of(case: Case, peak: float) -> Iterator[dict[str, Any]]:
     """Forward, then backward if there is one."""
     for name, moved, make in (
         ("forward", case.forward_bytes, forward_call),
@@ -251,17 +181,12 @@ def measure(case: Case, peak: float) -> Iterator[dict[str, object]]:
     ):
         if not moved:
             continue
-        seconds = time_calls(lambda make=make: make(case.fast, case.draw()), moved)
+        row = row_of_bytes(lambda make=make: make(case.fast, case.draw()), moved, peak)
         eager = None if case.eager is None else time_calls(lambda make=make: make(case.eager, case.draw()), moved)
-        yield {
-            "operator": case.name,
-            "pass": name,
-            "bytes": moved,
-            "us": seconds * 1e6,
-            "share_of_copy": moved / seconds / peak,
-            "share_of_neg": time_negation(moved) / seconds,
-            "eager_us": None if eager is None else eager * 1e6,
-        }
+        # torch's elementwise kernel that reads and writes as many bytes in sum
+        negation = time_calls(lambda moved=moved: partial(torch.neg, normal(max(moved // 4, 1))), moved)
+        row |= {"share_of_neg": negation * 1e6 / row["us"], "eager_us": None if eager is None else eager * 1e6}
+        yield {"operator": case.name, "pass": name, **row}
 
 
 def forward_call(operator: Callable[..., object], inputs: Sequence[Tensor]) -> Call:
@@ -275,58 +200,6 @@ def backward_call(operator: Callable[..., object], inputs: Sequence[Tensor]) -> 
     outputs = [result] if isinstance(result, Tensor) else [x for x in result if x.requires_grad]
     incoming = [torch.randn_like(output) for output in outputs]
     return lambda: torch.autograd.grad(outputs, leaves, incoming, retain_graph=True)
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of a large device-to-device copy."""
-    source, target = torch.randn(2, LARGE // 8, device="cuda")
-    times = []
-    for _ in range(20):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-    return LARGE / statistics.median(times)
-
-
-def time_negation(moved: int) -> float:
-    """Seconds of torch's elementwise kernel that reads and writes `moved` bytes in sum."""
-
-    def make() -> Call:
-        return partial(torch.neg, normal(max(moved // 4, 1)))
-
-    return time_calls(make, moved)
-
-
-def time_calls(make: Callable[[], Call], moved: int, repeats: int = 7) -> float:
-    """Seconds of one call: `make` makes as many as the rotation needs, one graph runs them in turn.
-
-    Results are kept while the graph is captured, so that every call writes to memory of its own.
-    """
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls = [make() for _ in range(min(max(2, math.ceil(ROTATION / moved)), 64))]
-        for call in calls[:2]:
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        kept = [call() for call in calls]
-    replays = max(2, round(1e10 / (moved * len(calls))))
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3 / replays / len(calls))
-    del kept
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,14 @@ import sysconfig
 import tempfile
 import venv
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from benchmarks import record
+from benchmarks import record, runs
 from penstock.config.load import load_run
 from penstock.config.size import size_of
 
@@ -51,61 +52,35 @@ PARAMETERS = re.compile(r"size: ([\d,]+) total parameters")
 
 
 def main() -> None:
-    options = parse_arguments()
-    runs: dict[str, Any] = {}
+    options = record.parser(
+        __doc__,
+        model=("deepseek-v2-lite-8l", "a preset that titan_0_2.py has too"),
+        peers=(list(SETTINGS), f"versions of TorchTitan: {', '.join(SETTINGS)}"),
+        settings=([str], "settings of the peers; default: all of each"),
+        ours=(["auto-8", "torch-8", "float8-8"], "auto, torch (PyTorch's operators) or float8, and rows"),
+        rows=(32, "of a step"),
+        steps=13,
+        warm_up=(4, "first steps that are not counted"),
+        seconds=(240.0, "limit of a run"),
+        folder=(ROOT / "build/peers", "where peers are installed"),
+        wheels=(Path, "folder of wheels to install from, without a network"),
+    ).parse_args()
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-peers-") as name:
         folder = Path(name)
         write_text(folder)
-        jobs = [("penstock", setting) for setting in options.ours]
+        jobs = [("penstock", setting, run_ours) for setting in options.ours]
         for version in options.peers:
-            jobs += [(f"torchtitan {version}", s) for s in options.settings or SETTINGS[version]]
-        for trainer, setting in jobs:
+            run = partial(run_titan, version)
+            jobs += [(f"torchtitan {version}", setting, run) for setting in options.settings or SETTINGS[version]]
+        for trainer, setting, run in jobs:
             key = f"{trainer}, {setting}"
-            print(f"== {key}", flush=True)
             try:
-                runs[key] = (
-                    run_ours(options, setting, folder)
-                    if trainer == "penstock"
-                    else run_titan(options, trainer.split()[1], setting, folder)
-                )
+                results[key] = run(options, setting, folder)
             except subprocess.CalledProcessError as error:
-                runs[key] = {"failed": last_error(error.output or "")}
-            record.write(options, summary(options, runs), warm_up_steps=options.warm_up, steps=options.steps)
-    for key, row in runs.items():
-        print(f"{key:34} {line_of(row)}")
-
-
-def line_of(row: dict[str, Any]) -> str:
-    """A run on one line."""
-    if "failed" in row:
-        return row["failed"][:150]
-    return (
-        f"{row['tokens_per_second']:9,.0f} tokens/s  peak {row['peak_memory_gib']:6.1f} GiB"
-        f"  loss {row['first_loss']:.3f} -> {row['last_loss']:.3f}  {row['parameters']:,} parameters"
-    )
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="deepseek-v2-lite-8l", help="a preset that titan_0_2.py has too")
-    parser.add_argument(
-        "--peers", nargs="*", default=list(SETTINGS), help=f"versions of TorchTitan: {', '.join(SETTINGS)}"
-    )
-    parser.add_argument("--settings", nargs="*", help="settings of the peers; default: all of each")
-    parser.add_argument(
-        "--ours",
-        nargs="*",
-        default=["auto-8", "torch-8", "float8-8"],
-        help="auto, torch (PyTorch's operators) or float8, and rows",
-    )
-    parser.add_argument("--rows", type=int, default=32, help="of a step")
-    parser.add_argument("--steps", type=int, default=13)
-    parser.add_argument("--warm-up", type=int, default=4, help="first steps that are not counted")
-    parser.add_argument("--seconds", type=float, default=240, help="limit of a run")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build/peers", help="where peers are installed")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to install from, without a network")
-    record.add_arguments(parser)
-    return parser.parse_args()
+                results[key] = {"failed": last_error(error.output or "")}
+            record.show({"run": key, **results[key]})
+            record.write(options, summary(options, results), warm_up_steps=options.warm_up, steps=options.steps)
 
 
 def write_text(folder: Path) -> None:
@@ -133,23 +108,13 @@ def write_text(folder: Path) -> None:
 def run_ours(options: argparse.Namespace, setting: str, folder: Path) -> dict[str, Any]:
     """`penstock train` with the defaults of the preset, but for its rows and its schedule."""
     kind, _, rows = setting.partition("-")
-    fixed = [
-        f"training.steps={options.steps}",
-        f"training.global_batch={options.rows}",
-        f"training.micro_batch={rows}",
-        "schedule.warmup_steps=10",
-        "checkpoint.enabled=false",
-        "evaluation.rows=0",
-        f"record.folder={folder / 'runs'}",
-    ]
+    fixed = [f"training.steps={options.steps}", f"training.global_batch={options.rows}", f"training.micro_batch={rows}"]
+    fixed += ["schedule.warmup_steps=10", *runs.QUIET, f"record.folder={folder / 'runs'}"]
     command = [sys.executable, "-m", "penstock", "train", options.model, *fixed, *OURS[kind], "--name", setting]
     execute(command, options.seconds)
-    lines = [json.loads(line) for line in (folder / "runs" / setting / "metrics.jsonl").read_text().splitlines()]
-    timed = lines[options.warm_up :]
-    run = load_run(options.model)
-    return {
-        "tokens_per_second": statistics.median(line["tokens_per_second_per_device"] for line in timed),
-        "peak_memory_gib": max(line["peak_memory_bytes"] for line in timed) / 2**30,
+    lines, run = runs.lines_of(folder / "runs" / setting), load_run(options.model)
+    figures = runs.medians(lines, options.warm_up)
+    return {name: figures[name] for name in ("tokens_per_second", "peak_memory_gib")} | {
         "first_loss": lines[0]["loss"],
         "last_loss": lines[-1]["loss"],
         "parameters": size_of(run.model, run.training.sequence_length).parameters,
@@ -157,22 +122,28 @@ def run_ours(options: argparse.Namespace, setting: str, folder: Path) -> dict[st
     }
 
 
-def run_titan(options: argparse.Namespace, version: str, setting: str, folder: Path) -> dict[str, Any]:
+def run_titan(version: str, options: argparse.Namespace, setting: str, folder: Path) -> dict[str, Any]:
     """TorchTitan's own trainer, started as its documents say."""
-    python = installed(options, version)
-    name = "titan_0_2" if version.startswith("0.2") else "titan_0_3"
-    arguments = titan_0_2(options, setting, folder) if name == "titan_0_2" else titan_0_3(options, setting, folder)
+    given = (titan_0_2 if version.startswith("0.2") else titan_0_3)(options, setting, folder)
+    common = {
+        "training.global_batch_size": str(options.rows),
+        "training.seq_len": str(SEQUENCE_LENGTH),
+        "training.steps": str(options.steps),
+        "lr_scheduler.warmup_steps": "10",
+        "metrics.log_freq": "1",
+    }
+    words = [f"--{key}={value}" for key, value in (given | common).items()] + ["--metrics.disable_color_printing"]
+    words += ["--compile.enable"] if setting.startswith("compile") else []
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "torchtitan.train"]
-    command = [str(python), *launch, *arguments]
+    command = [str(installed(options, version)), *launch, *words]
     output = execute(command, options.seconds)
-    (folder / f"{version}-{setting}.log").write_text(output)
     return read_log(output, options.warm_up) | {"command": shown(command, folder)}
 
 
-def titan_0_2(options: argparse.Namespace, setting: str, folder: Path) -> list[str]:
+def titan_0_2(options: argparse.Namespace, setting: str, folder: Path) -> dict[str, str]:
     """Options of TorchTitan 0.2 for a setting such as `compile-fsdp-4`."""
-    mode, cast, rows = setting.split("-")
-    chosen = {
+    _, cast, rows = setting.split("-")
+    return {
         "experimental.custom_import": "benchmarks.peers.titan_0_2",
         "model.name": options.model + ("_fsdp" if cast == "fsdp" else ""),
         "model.flavor": options.model,
@@ -180,25 +151,18 @@ def titan_0_2(options: argparse.Namespace, setting: str, folder: Path) -> list[s
         "training.dataset": "text",
         "training.dataset_path": str(folder / "text.jsonl"),
         "training.local_batch_size": rows,
-        "training.global_batch_size": str(options.rows),
-        "training.seq_len": str(SEQUENCE_LENGTH),
-        "training.steps": str(options.steps),
         "training.dataloader.num_workers": "1",  # encoding in the trainer's own process would cost it part of each step
         "training.dataloader.prefetch_factor": "16",
         "optimizer.lr": "4.2e-4",
-        "lr_scheduler.warmup_steps": "10",
         "activation_checkpoint.mode": "none",
-        "metrics.log_freq": "1",
         "job.dump_folder": str(folder / "titan"),
     }
-    switches = ["--metrics.disable_color_printing", *(["--compile.enable"] if mode == "compile" else [])]
-    return [f"--{key}={value}" for key, value in chosen.items()] + switches
 
 
-def titan_0_3(options: argparse.Namespace, setting: str, folder: Path) -> list[str]:
+def titan_0_3(options: argparse.Namespace, setting: str, folder: Path) -> dict[str, str]:
     """Options of TorchTitan 0.3 for a setting such as `varlen-4`."""
     attention, rows = setting.split("-")
-    chosen = {
+    return {
         "module": "benchmarks.peers.titan_0_3",
         "config": f"{options.model.replace('-', '_')}_{attention}",
         "hf_assets_path": str(folder),
@@ -207,14 +171,8 @@ def titan_0_3(options: argparse.Namespace, setting: str, folder: Path) -> list[s
         "dataloader.num_workers": "1",
         "dataloader.prefetch_factor": "16",
         "training.local_batch_size": rows,
-        "training.global_batch_size": str(options.rows),
-        "training.seq_len": str(SEQUENCE_LENGTH),
-        "training.steps": str(options.steps),
-        "lr_scheduler.warmup_steps": "10",
-        "metrics.log_freq": "1",
         "dump_folder": str(folder / "titan"),
     }
-    return [f"--{key}={value}" for key, value in chosen.items()] + ["--metrics.disable_color_printing"]
 
 
 def installed(options: argparse.Namespace, version: str) -> Path:
@@ -290,9 +248,9 @@ def shown(command: Sequence[str], folder: Path) -> str:
     return " ".join(["python", *command[1:]]).replace(str(folder), "TEXT")
 
 
-def summary(options: argparse.Namespace, runs: dict[str, Any]) -> dict[str, Any]:
+def summary(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
     """All runs, the fastest of each trainer, and our speeds over those of the fastest peer."""
-    speeds = {key: row["tokens_per_second"] for key, row in runs.items() if "failed" not in row}
+    speeds = {key: row["tokens_per_second"] for key, row in results.items() if "failed" not in row}
     best: dict[str, str] = {}
     for key in sorted(speeds, key=speeds.__getitem__):
         best[key.rpartition(", ")[0]] = key
@@ -307,7 +265,7 @@ def summary(options: argparse.Namespace, runs: dict[str, Any]) -> dict[str, Any]
         "model": options.model,
         "rows": options.rows,
         "sequence_length": SEQUENCE_LENGTH,
-        "runs": runs,
+        "runs": results,
         "best": best,
         "ratios": ratios,
     }

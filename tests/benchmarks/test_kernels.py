@@ -2,23 +2,21 @@
 
 import argparse
 import json
-import os
 import sys
-import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import float8_launches, float8_products
+from benchmarks.kernels import float8_products, float8_quantize, float8_swiglu
 from benchmarks.kernels.float8_ffn import TINY, TOP_K, draw_rows, main, placed
-from benchmarks.kernels.float8_launches import ENDED_BY_WATCH, Watch, first_call
 from benchmarks.kernels.float8_layers import TINY as TINY_LAYERS
 from benchmarks.kernels.float8_layers import Layer
 from benchmarks.kernels.float8_networks import PLAIN
 from benchmarks.kernels.float8_products import parse_arguments, summarize
-from benchmarks.kernels.replays import replay_in_turns
+from benchmarks.kernels.measure import replay_in_turns
 from tools import kernel_tables
 
 RECIPES = ["blockwise", "blockwise-square"]
@@ -102,25 +100,6 @@ def test_products_that_no_graph_holds_are_named_below_their_table() -> None:
     assert "| a | 1, 1, 1 | 2, 2, 2 |" in table and table.endswith("not replayed by a graph: torch, bare.")
 
 
-def test_what_does_not_end_is_named_before_the_process_ends(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended: list[int] = []
-    timers: list[threading.Timer] = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(threading.Timer, "start", lambda timer: timers.append(timer))
-
-    def too_long() -> None:
-        timers[-1].function(*timers[-1].args)  # its time is over
-
-    first_call({"slow": too_long}, "slow", "a layer, forward", Watch(0.05))  # type: ignore[dict-item]
-    assert ended == [ENDED_BY_WATCH]
-    assert "a layer, forward, slow: compiling did not end within 0.05 s" in capsys.readouterr().err
-    first_call({"fast": lambda: None}, "fast", "a layer, forward", Watch(0.05))  # type: ignore[dict-item,return-value]
-    assert ended == [ENDED_BY_WATCH]
-    assert all(timer.finished.is_set() for timer in timers), "what ended in time is not waited for"
-
-
 def test_an_ended_sweep_has_written_every_case_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(layer: Layer, which: str, *rest: object) -> dict:
         if which == "weight gradient":
@@ -129,12 +108,12 @@ def test_an_ended_sweep_has_written_every_case_before(tmp_path: Path, monkeypatc
         row = {"layer": "one", "grouped": False, "pass": which, "decibels": 30.0}
         return row | {"milliseconds": times, "tflops": times}
 
-    monkeypatch.setattr(float8_launches, "draw", lambda shape, recipe: None)
-    monkeypatch.setattr(float8_launches, "measure", measure)
+    monkeypatch.setattr(float8_products, "Layer", lambda shape, recipe: None)
+    monkeypatch.setattr(float8_products, "measure", measure)
     file = tmp_path / "found.json"
-    options = argparse.Namespace(output=file, commit="c", compile=False, patience=1.0, recipe="blockwise-square")
+    options = argparse.Namespace(output=file, commit="c", launches=True, recipe="blockwise-square")
     with pytest.raises(KeyboardInterrupt):
-        float8_launches.run(options, TINY_LAYERS)
+        float8_products.run(options, TINY_LAYERS)
     found = json.loads(file.read_text())["numbers"]
     assert found["recipe"] == "blockwise-square"
     assert [row["pass"] for row in found["rows"]] == ["forward", "input gradient"]
@@ -160,6 +139,13 @@ def test_two_small_layers_are_checked_and_timed_on_a_cpu(
     rows = numbers["rows"]
     assert numbers["recipe"] == recipe
     assert len(rows) == 6 and all(set(row["milliseconds"]) == {"bf16", "bare", "quantized"} for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [float8_quantize, float8_swiglu])
+def test_small_shapes_equal_the_definition_on_a_cpu(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--tiny"])
+    module.main()
 
 
 def test_a_layers_speed_is_that_of_its_three_products_together() -> None:

@@ -36,3 +36,15 @@ def test_runs_of_one_gpu_are_joined_by_the_rows_of_a_micro_batch(tmp_path: Path)
     assert json.loads(options.output.read_text())["numbers"]["ratios"] == {"debug": {"triton, 8 over torch": 1.5}}
     with pytest.raises(SystemExit, match="wrong.json: its overrides do not say training.micro_batch"):
         one_gpu.join(argparse.Namespace(join=[wrong]))
+
+
+def test_options_have_the_types_of_their_defaults_and_lists_those_of_their_items() -> None:
+    parser = record.parser(
+        "A benchmark.", steps=3, rate=0.5, only=("", "cases"), tiny=False, files=[Path], sizes=[1, 2]
+    )
+    words = "--steps 4 --rate 2 --only a --tiny --files a b --sizes 8 --output c.json"
+    options = parser.parse_args(words.split())
+    assert (options.steps, options.rate, options.only, options.tiny) == (4, 2.0, "a", True)
+    assert (options.files, options.sizes, options.output) == ([Path("a"), Path("b")], [8], Path("c.json"))
+    plain = parser.parse_args([])
+    assert (plain.files, plain.sizes, plain.output, plain.tiny) == ([], [1, 2], None, False)
