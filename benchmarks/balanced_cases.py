@@ -13,6 +13,8 @@ The choices of all tokens are drawn at once and then divided among the ranks, so
     W8  log-normal popularity; the sigma that gives a load of `maxvio`    sweep
     W9  ids of a recorded router, from a file with a checksum             reality
 
+W9 are the choices of a small model with 64 experts after 60 steps on a CPU (`record_routing` of commit `7e946971`).
+
 `maxvio` is the load of the fullest expert over the mean, minus 1. On two ranks W2 cannot give rank 0 twice the share
 unless all rows go there: it has 1.6 times the share.
 """
@@ -25,12 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.config.load import load_run
 from penstock.moe.balance import even_stride
-from penstock.moe.router import TopKRouter
-from penstock.moe.routing import Routing
-from penstock.parallel.launch.environment import Environment
-from penstock.train.setup import prepare
 
 NAMES = ("W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7", "W8", "W9")
 RECORDED = Path(__file__).with_name("routing.json")
@@ -134,26 +131,3 @@ def _without_repeats(ids_TK: Tensor, experts: int) -> Tensor:
         while (repeated := (ids_TK[:, :k] == ids_TK[:, k : k + 1]).any(1)).any():
             ids_TK[repeated, k] = (ids_TK[repeated, k] + 1) % experts
     return ids_TK
-
-
-def record_routing(path: Path = RECORDED, steps: int = 60) -> None:
-    """Train a small model with 64 experts on this CPU, and write the ids that its routers choose in the last step."""
-    overrides = ("model.moe.experts=64", "model.moe.top_k=6", "model.moe.moe_intermediate_size=32", "device=cpu")
-    overrides += ("model.moe.balance.aux_loss_coef=0.001", "checkpoint.enabled=false", "evaluation.rows=0")
-    session = prepare(load_run("debug-softmax", overrides), Environment(color=False, threads=1, world_size=1))
-    seen: dict[int, Tensor] = {}
-
-    def keep(router: TopKRouter, inputs: object, routing: Routing) -> None:
-        seen[router.layer] = routing.experts_TK
-
-    for router in session.model.whole.modules():
-        if isinstance(router, TopKRouter):
-            router.register_forward_hook(keep)
-    for _ in range(steps):
-        session.step(4e-3)
-    session.state.batches.close()
-    ids_LTK = torch.stack([seen[layer] for layer in sorted(seen)]).to(torch.uint8)
-    packed = bytes(ids_LTK.flatten().tolist())
-    content = {"made_by": f"benchmarks.balanced_cases.record_routing, {steps} steps of debug-softmax", "experts": 64}
-    content |= {"shape": list(ids_LTK.shape), "sha256": hashlib.sha256(packed).hexdigest(), "ids": packed.hex()}
-    path.write_text(json.dumps(content) + "\n")

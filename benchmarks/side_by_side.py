@@ -16,31 +16,25 @@ A job is a table of a file:
 
 Jobs begin in the order of the files, or of the patterns of `--only`, each as soon as its GPUs are free. `{folder}` is
 `--folder`, `{gpu}` the number of its first GPU, `{until}` the time, in seconds since 1970, from which it shall begin
-nothing new. What a job leaves running is ended with it. With `--pack` logs and results are packed again and again into
-one file, for a machine that may be taken away.
+nothing new. What a job leaves running is ended with it.
 """
 
 import argparse
-import io
 import os
 import signal
 import subprocess
-import tarfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
 LAST = 40.0
 """Seconds before the end after which a job shall begin nothing new."""
-
-PACKED_EVERY, PACKED = 20.0, (".json", ".jsonl", ".log", ".txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +49,12 @@ class Job:
     seconds: float = float("inf")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Running:
+class _Running(NamedTuple):
     job: Job
     gpus: tuple[int, ...]
     process: subprocess.Popen[bytes]
     log: TextIO
     begun: float
-    until: float
 
 
 @dataclass(kw_only=True)
@@ -79,9 +71,9 @@ class Queue:
 
     def turn(self) -> None:
         """End what is over, then begin what can be; without anything running, what waits can never begin."""
-        for one in [*self.running.values()]:
-            if one.process.poll() is not None or time.time() > min(one.until, self.end):
-                self._close(one)
+        for each in [*self.running.values()]:
+            if each.process.poll() is not None or time.time() > min(each.begun + each.job.seconds, self.end):
+                self._close(each)
         for job in self._ready() if time.time() < self.end else ():
             if (gpus := self._free_for(job)) is not None:
                 self.waiting.remove(job)
@@ -92,11 +84,11 @@ class Queue:
 
     def stop(self) -> None:
         """End everything."""
-        for one in [*self.running.values()]:
-            self._close(one)
+        for each in [*self.running.values()]:
+            self._close(each)
 
     def _free_for(self, job: Job) -> tuple[int, ...] | None:
-        taken = {gpu for one in self.running.values() for gpu in one.gpus}
+        taken = {gpu for each in self.running.values() for gpu in each.gpus}
         if job.beside:
             gpu = self.first_gpu.get(job.beside)
             return None if gpu is None or gpu in taken else (gpu,)
@@ -108,91 +100,61 @@ class Queue:
         self.first_gpu[job.name] = gpus[0]
         mine = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")  # of which the numbers here count
         visible = [mine[gpu] if gpu < len(mine) and mine[gpu] else f"{gpu}" for gpu in gpus]
-        words = {"{folder}": f"{self.folder}", "{gpu}": f"{gpus[0]}", "{until}": f"{self.end - LAST:.0f}"}
-        command = job.command
-        for word, value in words.items():
-            command = command.replace(word, value)
+        command = job.command.replace("{folder}", f"{self.folder}").replace("{gpu}", f"{gpus[0]}")
         log = (self.folder / f"{job.name}.log").open("a", encoding="utf-8")
-        process = subprocess.Popen(
-            command,
-            shell=True,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible)},
-            start_new_session=True,
-        )
-        begun = time.time()
-        self.running[job.name] = _Running(
-            job=job, gpus=gpus, process=process, log=log, begun=begun, until=begun + job.seconds
-        )
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible)}
+        how = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True, "env": environment}
+        process = subprocess.Popen(command.replace("{until}", f"{self.end - LAST:.0f}"), shell=True, **how)
+        self.running[job.name] = _Running(job, gpus, process, log, time.time())
         print(f"{job.name} on {gpus}", flush=True)
 
-    def _close(self, one: _Running) -> None:
-        del self.running[one.job.name]
+    def _close(self, ended: _Running) -> None:
+        del self.running[ended.job.name]
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
-                os.killpg(one.process.pid, number)
+                os.killpg(ended.process.pid, number)
             except ProcessLookupError:
                 break
             try:
-                one.process.wait(2)
+                ended.process.wait(2)
             except subprocess.TimeoutExpired:
                 continue
-        self.codes[one.job.name] = one.process.wait()
-        one.log.close()
-        print(f"{one.job.name}: code {one.process.returncode} after {time.time() - one.begun:.0f} s", flush=True)
+        self.codes[ended.job.name] = ended.process.wait()
+        ended.log.close()
+        print(f"{ended.job.name}: code {ended.process.returncode} after {time.time() - ended.begun:.0f} s", flush=True)
 
 
 def jobs_in(paths: Sequence[Path]) -> list[Job]:
     """The jobs of files, in their order."""
-    found = list[Job]()
+    jobs = list[Job]()
     for table in (table for path in paths for table in tomllib.loads(path.read_text(encoding="utf-8"))["jobs"]):
         for each in table.pop("each", ("",)):
             named = {key: _with_each(value, each) for key, value in table.items()}
-            found.append(Job(**named | {"after": tuple(named.get("after", ()))}))
-    names = [job.name for job in found]
+            jobs.append(Job(**named | {"after": tuple(named.get("after", ()))}))
+    names = [job.name for job in jobs]
     if wrong := [name for name in names if "/" in name or names.count(name) > 1]:
         files = ", ".join(map(str, paths))
         raise ValueError(f"{files}: jobs need names of their own without a slash; got {', '.join(wrong)}")
-    if wrong := [job.name for job in found if job.gpus < 1 or (job.beside and job.gpus > 1)]:
+    if wrong := [job.name for job in jobs if job.gpus < 1 or (job.beside and job.gpus > 1)]:
         raise ValueError(f"{', '.join(wrong)}: a job has one GPU or more, and beside another one; fix: gpus")
-    return found
+    return jobs
 
 
 def chosen(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
     """The jobs whose names match, pattern by pattern; none waits for a job that is left out."""
-    found = {job.name: job for pattern in patterns for job in jobs if fnmatchcase(job.name, pattern)}
+    kept = {job.name: job for pattern in patterns for job in jobs if fnmatchcase(job.name, pattern)}
     if lost := [pattern for pattern in patterns if not any(fnmatchcase(job.name, pattern) for job in jobs)]:
         raise ValueError(f"--only: no job is named {', '.join(lost)}; allowed: {', '.join(job.name for job in jobs)}")
-    if lost := [job.beside for job in found.values() if job.beside and job.beside not in found]:
+    if lost := [job.beside for job in kept.values() if job.beside and job.beside not in kept]:
         raise ValueError(f"--only: others run on the GPU of {', '.join(lost)}; fix: name them too")
-    left_out = {job.name for job in jobs} - found.keys()
-    return [replace(job, after=tuple(one for one in job.after if one not in left_out)) for job in found.values()]
+    left_out = {job.name for job in jobs} - kept.keys()
+    return [replace(job, after=tuple(name for name in job.after if name not in left_out)) for job in kept.values()]
 
 
 def _with_each(value: Any, each: str) -> Any:
     if isinstance(value, list):
-        return [_with_each(one, each) for one in value]
+        return [_with_each(item, each) for item in value]
     return value.replace("{each}", each) if isinstance(value, str) else value
-
-
-def pack(folder: Path, archive: Path) -> None:
-    """Logs and results of the folder in one file, which is whole at any time."""
-    draft = archive.with_suffix(".draft")
-    with tarfile.open(draft, "w:gz") as file:
-        for path in _results_in(folder):
-            with suppress(FileNotFoundError):  # a job deletes its runs
-                text = io.BytesIO(path.read_bytes())
-                entry = tarfile.TarInfo(f"{path.relative_to(folder)}")
-                entry.size = len(text.getvalue())  # a file that grows meanwhile stays as it was read
-                file.addfile(entry, text)
-    draft.replace(archive)
-
-
-def _results_in(folder: Path) -> Iterator[Path]:
-    """Walks a folder from which jobs delete."""
-    for place, _, names in os.walk(folder, onerror=lambda error: None):
-        yield from (Path(place, name) for name in sorted(names) if Path(name).suffix in PACKED)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -203,24 +165,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="of logs and results")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which everything is ended")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--pack", type=Path, help="archive of logs and results, such as measured.tgz")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     waiting = chosen(jobs_in(options.jobs), options.only)
     queue = Queue(waiting=waiting, gpus=options.gpus, folder=options.folder, end=time.time() + options.seconds)
-    packed = 0.0
     try:
         queue.turn()
         while queue.running:
-            if options.pack is not None and time.time() - packed > PACKED_EVERY:
-                pack(options.folder, options.pack)
-                packed = time.time()
             time.sleep(0.2)
             queue.turn()
     finally:
         queue.stop()
-    if options.pack is not None:
-        pack(options.folder, options.pack)
     print("not begun: " + (", ".join(job.name for job in queue.waiting) or "none"), flush=True)
 
 

@@ -16,44 +16,20 @@ import typer
 from typer.core import TyperCommand
 
 from penstock.cli.main import VERBS
+from tools.pages import page
 
 _KINDS = {"str": "TEXT", "int": "N", "float": "X", "path": "PATH"}
-
-OPENING = """# Commands
-
-Written by `make docs` from the verbs in [penstock/cli](../penstock/cli); change it there.
-
-This page lists all commands with their arguments and options; `penstock VERB --help` prints the same. Start with:
-
-```bash run
-penstock config list
-penstock train debug --dry-run
-```
-
-`penstock --install-completion` sets up completion of verbs, options, presets and fields in bash, zsh or fish;
-`penstock --show-completion` prints the script that it would install. Output has no colors if `NO_COLOR` is set or if it
-goes to a file. A command overwrites a file that you may have edited only with `--force`; it always overwrites pages and
-pictures.
-
-| exit code | meaning |
-| --- | --- |
-| 0 | success |
-| 1 | a check failed, or a rank died |
-| 2 | an error that you can fix, printed as one line on standard error |
-| 130, 143 | stopped by Ctrl-C or by SIGTERM |
-| 141 | the reader of a pipe has closed it |
-"""
 
 
 def commands_page() -> str:
     """docs/commands.md."""
-    parts = [OPENING]
+    parts = list[str]()
     for verb in VERBS:
         examples = _examples(inspect.getdoc(import_module(verb.module)) or "")
         for words, command in _walk(verb.name, verb.load()):
             parts += [_section(words, command, examples)]
             examples = []
-    return "\n".join(parts)
+    return page("commands", verbs="\n".join(parts).rstrip("\n"))
 
 
 def commands_json() -> str:
@@ -83,7 +59,11 @@ def _entry(command: Any) -> dict[str, Any]:
         name: {"summary": listed[name].help or "", "short": listed[name].short_help, **_entry(inner)}
         for name, inner in _inner(command)
     }
-    return {"help": command.help or "", "parameters": [_described(one) for one in command.params], "verbs": verbs}
+    return {
+        "help": command.help or "",
+        "parameters": [_described(parameter) for parameter in command.params],
+        "verbs": verbs,
+    }
 
 
 _NAMES = {Path: "path", list[Path]: "list[path]"}
@@ -110,7 +90,7 @@ def _described(parameter: Any) -> dict[str, Any]:
 
 def _parameters(command: Any) -> tuple[list[Any], list[Any]]:
     """Arguments and options that people may use."""
-    shown = [one for one in command.params if not one.hidden]
+    shown = [parameter for parameter in command.params if not parameter.hidden]
     return [one for one in shown if not _is_option(one)], [one for one in shown if _is_option(one)]
 
 

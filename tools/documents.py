@@ -26,22 +26,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.base.shapes import LEGEND
-from penstock.base.spans import Span
 from penstock.config.explain import reference_markdown
-from tools import kernel_tables, run_tables, tables
+from tools import tables
 from tools.commands_page import commands_json, commands_page
 from tools.config_defaults import config_defaults
-from tools.environment_page import environment_page
 from tools.families_page import families_page
 from tools.grafana import dashboard
 from tools.hardware_page import hardware_page
-from tools.metrics_page import metrics_page
 from tools.models_page import models_page
 from tools.other_names import other_names_json
-from tools.rules_page import rules_page
+from tools.pages import decisions, environment_page, glossary, metrics_page, rules_page
 
-TABLES = tables.TABLES | kernel_tables.TABLES | run_tables.TABLES
+TABLES = tables.TABLES
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")
 FIGURE = re.compile(
@@ -53,60 +49,6 @@ TABLE = re.compile(
 NOT_MEASURED = "Not measured yet."
 SKIPPED = {"runs", "build", "dist", "node_modules"}
 """Folders without documents of ours, and so are those whose name begins with a dot."""
-
-
-def glossary() -> str:
-    """docs/glossary.md: one word for one thing."""
-    letters = [f"| `{letter}` | {meaning} |" for letter, meaning in LEGEND.items()]
-    spans = [f"{number}. `{span.value}`" for number, span in enumerate(Span, start=1)]
-    lines = [
-        "# Glossary",
-        "",
-        "Written by `make docs` from [penstock/base/shapes.py](../penstock/base/shapes.py) and",
-        "[penstock/base/spans.py](../penstock/base/spans.py); change it there.",
-        "",
-        "## Dimension letters",
-        "",
-        "A tensor's name ends in the letters of its shape: `x_TD` has the shape tokens x hidden. A letter has the same",
-        "meaning in every file. A small letter is the part of a dimension that one rank holds. `dim` is a dimension of",
-        "a tensor, `axis` a dimension of a device mesh.",
-        "",
-        "| letter | dimension |",
-        "|---|---|",
-        *letters,
-        "",
-        "## Spans",
-        "",
-        "Names of the timed regions, in the order of a step. Plans, measurements and traces use the same names.",
-        "",
-        *spans,
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def decisions() -> str:
-    """docs/decisions/README.md: the list of decisions, by the first line of each page."""
-    pages = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
-    titles = [page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for page in pages]
-    rows = []
-    for page, title in zip(pages, titles, strict=True):
-        number, _, decision = title.partition(": ")
-        rows.append(f"| [{number}]({page.name}) | {decision} |")
-    lines = [
-        "# Decisions",
-        "",
-        "Each page has the question, the options, the choice and its reasons, and what would change it. A decision",
-        "that is based on a measurement names its file in `benchmarks/results/`. Ideas that did not work are recorded",
-        "too, so that they are not tried again without need. A decision that was replaced stays and names its",
-        "successor. `make docs` writes this list from the first lines of the pages.",
-        "",
-        "| number | decision |",
-        "|---|---|",
-        *rows,
-        "",
-    ]
-    return "\n".join(lines)
 
 
 GENERATED: dict[str, Callable[[], str]] = {

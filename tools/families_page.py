@@ -10,7 +10,7 @@ from penstock.config.presets.registry import PRESETS
 from penstock.config.size import size_of
 from penstock.config.versions import new_path
 from penstock.models.huggingface.families import FAMILIES
-from tools.hardware_page import table
+from tools.pages import page, table
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 
@@ -28,17 +28,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "ERNIE 4.5": ("ernie-4.5-21b-a3b", "ernie-4.5-300b-a47b"),
     "OLMoE": ("olmoe-1b-7b",),
     "Dense: Llama 3.1 and Qwen3": (
-        *(
-            "llama3.1-8b",
-            "llama3.1-70b",
-            "llama3.1-405b",
-            "qwen3-0.6b",
-            "qwen3-1.7b",
-            "qwen3-4b",
-            "qwen3-8b",
-            "qwen3-14b",
-            "qwen3-32b",
-        ),
+        *("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "qwen3-0.6b", "qwen3-1.7b"),
+        *("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b"),
     ),
 }
 
@@ -50,7 +41,7 @@ def families_page() -> str:
     """The whole page."""
     plans = _numbers("plan-families.json")["searches"].values()
     sections = [line for title, presets in SECTIONS.items() for line in _section(title, presets, list(plans))]
-    return "\n".join([_HEAD, *sections])
+    return page("families", sections=sections)
 
 
 def _numbers(file: str) -> dict[str, Any]:
@@ -131,40 +122,3 @@ def _measured(name: str) -> Iterator[tuple[str, ...]]:
             speed, share = larger["tokens_per_second"], larger["model_flops_utilization"]
             size = larger["peak_memory_gib"] * 2**30
         yield (f"`{cut}`", f"{speed:,.0f}", f"{share:.0%}", f"{size / 1e9:.0f}")
-
-
-_HEAD = """# Families
-
-Written by `make docs` from [plan-families.json](../benchmarks/results/plan-families.json),
-[projection-h200.json](../benchmarks/results/projection-h200.json),
-[one-gpu-presets-h200.json](../benchmarks/results/one-gpu-presets-h200.json) and
-[parity.json](../benchmarks/results/parity.json).
-
-For each published model: a layout that fits a small cluster, its projected speed, the speed of a cut that was measured
-on one H200, and the weights. What is in each model: [models](models.md). A model that is not here:
-[my own model](own-model.md).
-
-**Layouts and their speeds are projections**, searched by `penstock plan` ([its columns](plan.md)) for the batch
-of the preset (4 Mi tokens where nothing was published), in bfloat16. How far projections were off on H200s:
-[projection](projection.md); beside published runs on other chips: [published runs](plan-published.md). A cluster has
-the fewest nodes of 8, doubled until 14 bytes for each parameter take at most 64 GB of a device; on more devices more
-fits without recomputation and without the optimizer on the host. The preset of DeepSeek-V3.2 has rows of 131,072
-positions, which fit none of these clusters; `penstock plan` names a length that does.
-
-**Speeds of cuts are measured** in full training steps in bfloat16: `kimi-k2-3l` is the first 3 layers of Kimi-K2 with
-embedding and output projection, and the fields beside it were changed so that it fits.
-
-## From a row to a run
-
-```bash
-penstock plan qwen3-30b-a3b --on 8xH100 --write best.toml   # the layout of the row, as a run file
-penstock train best.toml data.source=jsonl data.files=text.jsonl data.tokenizer=tokenizer.json --processes 8
-
-penstock import Qwen3-30B-A3B --output start                # weights of Hugging Face, for a start from them:
-penstock train best.toml training.initial_weights=start/weights data.source=jsonl data.files=text.jsonl --processes 8
-penstock export runs/qwen3-30b-a3b weights --verify         # and back
-```
-
-On several machines: [launching](launch.md). The steps of `tune`, `trace` and `doctor` on the machine:
-[the workflow](workflow.md). Weights: [import and export](weights.md).
-"""

@@ -46,22 +46,9 @@ FIELDS = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
 HEADER = ("schemaVersion", "deviceProperties", "distributedInfo", "record_shapes", "penstock", "baseTimeNanoseconds")
 
 JOINS = frozenset({"External id", "device", "stream", "correlation", "Sequence number"})
-COLLECTIVE = frozenset(
-    {
-        "Collective name",
-        "Process Group Name",
-        "Process Group Ranks",
-        "Group size",
-        "Global rank start",
-        "Global rank stride",
-        "Seq",
-        "In msg nelems",
-        "Out msg nelems",
-        "dtype",
-        "In split size",
-        "Out split size",
-    }
-)
+COLLECTIVE = frozenset({"Collective name", "Process Group Name", "Process Group Ranks", "Group size", "Seq", "dtype"})
+COLLECTIVE |= {"Global rank start", "Global rank stride", "In msg nelems", "Out msg nelems", "In split size"}
+COLLECTIVE |= {"Out split size"}
 CALL = frozenset({"correlation"})
 SHAPES = frozenset({"Input Dims", "Input type", "Concrete Inputs"})
 

@@ -8,7 +8,7 @@ may have (pyproject.toml).
     python tools/style.py            # prints `path:line: rule: message`, exits with 1 if there is any
 
 What ruff says already stands in pyproject.toml: docstrings, names, complexity, parameters, print, broad except, pickle,
-exec, global, commented code, relative imports.
+exec, global, commented code, relative imports, the environment outside of its reader.
 """
 
 import ast
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.base.shapes import LEGEND
 
@@ -34,7 +35,6 @@ FUNCTION_LINES = 80
 KERNEL_LINES = 120
 FUNCTION_LINES_P90 = 40
 DOCSTRING_LINES = 30
-ENVIRONMENT_READER = "penstock/parallel/launch/environment.py"
 CLOSENESS = "tests/closeness.py"
 BY_ELEMENT = frozenset({"assert_close", "allclose", "isclose", "assert_allclose", "assert_array_almost_equal"})
 EMPTY_NAMES = frozenset({"utils", "util", "common", "helpers", "helper", "manager", "misc"})
@@ -76,9 +76,8 @@ class Source:
         return [node for node in self.nodes if isinstance(node, Function)]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One place that breaks one rule."""
+class Finding(NamedTuple):
+    """A line that breaks a rule."""
 
     path: str
     line: int
@@ -90,12 +89,7 @@ class Finding:
 
 
 def parse(path: str, text: str) -> Source:
-    """Source of one file.
-
-    Args:
-        path: relative to the root, with forward slashes.
-        text: what the file holds.
-    """
+    """Source of a text at a path relative to the root, with forward slashes."""
     return Source(path, text, ast.parse(text, filename=path))
 
 
@@ -190,20 +184,6 @@ def assert_speaks(source: Source) -> Iterator[tuple[int, str]]:
     for node in source.nodes:
         if isinstance(node, ast.Assert) and node.msg is None:
             yield node.lineno, "assert without a message"
-
-
-def environment_is_read_in_one_file(source: Source) -> Iterator[tuple[int, str]]:
-    """Only `penstock/parallel/launch/environment.py` knows environment variables."""
-    if not source.is_product or source.path == ENVIRONMENT_READER:
-        return
-    for node in source.nodes:
-        named: set[str] = set()
-        if isinstance(node, ast.Attribute):
-            named = {f"os.{node.attr}"} if isinstance(node.value, ast.Name) and node.value.id == "os" else named
-        elif isinstance(node, ast.ImportFrom):
-            named = {f"{node.module}.{alias.name}" for alias in node.names}
-        if named & {"os.environ", "os.getenv"}:
-            yield line_of(node), f"environment outside {ENVIRONMENT_READER}"
 
 
 def attribute_has_no_default(source: Source) -> Iterator[tuple[int, str]]:
@@ -356,7 +336,6 @@ RULES: tuple[Rule, ...] = (
     text_is_ascii,
     name_says_something,
     assert_speaks,
-    environment_is_read_in_one_file,
     attribute_has_no_default,
     module_keeps_no_state,
     others_are_not_changed,
@@ -370,20 +349,17 @@ RULES: tuple[Rule, ...] = (
 
 def findings_of(source: Source) -> list[Finding]:
     """Everything that one file breaks."""
-    found = [Finding(source.path, line, rule.__name__, text) for rule in RULES for line, text in rule(source)]
+    broken = [Finding(source.path, line, rule.__name__, text) for rule in RULES for line, text in rule(source)]
     vars(source).pop("nodes", None)  # of a thousand files they are gigabytes
-    return found
+    return broken
 
 
 def functions_are_short_as_a_rule(sources: Sequence[Source]) -> list[Finding]:
     """Nine of ten functions of the product stay well under the limit, so that the limit stays an exception."""
     lengths = sorted(length(f) for source in sources if source.is_product for f in source.functions)
     p90 = lengths[int(0.9 * (len(lengths) - 1))] if lengths else 0
-    if p90 <= FUNCTION_LINES_P90:
-        return []
-    return [
-        Finding("penstock", 0, "functions_are_short_as_a_rule", f"p90 is {p90} lines, at most {FUNCTION_LINES_P90}")
-    ]
+    message = f"p90 is {p90} lines, at most {FUNCTION_LINES_P90}"
+    return [Finding("penstock", 0, "functions_are_short_as_a_rule", message)] if p90 > FUNCTION_LINES_P90 else []
 
 
 def public_classes_have_names_of_their_own(sources: Sequence[Source]) -> list[Finding]:
@@ -465,10 +441,9 @@ def main() -> int:
     """Print what is wrong; 1 if anything is."""
     sources(ROOT)
     gc.disable()  # nothing here is garbage before the end
-    found = findings(ROOT)
-    for finding in found:
-        print(finding)
-    return 1 if found else 0
+    broken = findings(ROOT)
+    print(*broken, sep="\n", end="\n" if broken else "")
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":

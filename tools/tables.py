@@ -1,6 +1,6 @@
 """Tables of measurements, as documents show them between their markers.
 
-Simple tables are data, in tables.toml; kernel_tables.py and run_tables.py compute the others.
+Tables are data, in tables.toml:
 
     [dispatch-launches]
     caption = "{origin}. 8,192 tokens of a rank, from a graph, one thing changed."
@@ -15,14 +15,22 @@ Simple tables are data, in tables.toml; kernel_tables.py and run_tables.py compu
 A field is a way through the data (keys and list positions, joined by dots), or two with ` / ` between them for their
 quotient, and a format, which may begin with a factor: `{figures.step_seconds:1e3*.1f} ms`. The caption also has
 `{origin}`. None is nothing, and a list is its items with spaces between them.
+
+What this cannot say is a Jinja template, `text`. It sees `numbers`, `environment`, `commit` and `origin`; lines that
+begin with % are statements, and a line that ends in a backslash goes on in the next. `call table(head)` makes a table
+of its lines; filters are those of `FILTERS`.
 """
 
 import string
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean, median
 from typing import Any
+
+import jinja2
 
 Result = dict[str, Any]
 
@@ -95,9 +103,90 @@ def origin(result: Result) -> str:
     return f"Measured on {where} {environment['device']} ({versions}), commit `{result['commit']}`"
 
 
+def one_gpu(result: Result) -> str:
+    """Origin of a result whose benchmark used one GPU, however many the machine has."""
+    environment = {name: value for name, value in result["environment"].items() if name not in ("ranks", "devices")}
+    return origin(result | {"environment": environment}) + "."
+
+
+def _each_shown(values: Iterable[Any], spec: str) -> list[str]:
+    """Values by a format, or in the text of one: `{}:`."""
+    return [spec.format(value) if "{}" in spec else shown(value, spec) for value in values]
+
+
+def _code(value: Any) -> Any:
+    return f"`{value}`" if isinstance(value, str) else [f"`{item}`" for item in value]
+
+
+def _where(rows: Iterable[Result], key: str, value: object) -> list[Result]:
+    return [row for row in rows if row.get(key) == value]
+
+
+def _passing(cases: Iterable[Result], allowed: Result, *parts: str) -> int:
+    """Cases within tolerances, in all of their parts if they have some; a figure that is missing is a failure."""
+    rows = [[case[part] for part in parts] or [case] for case in cases]
+    return sum(all(row.get(name, 1.0) <= allowed[name] for row in case for name in allowed) for case in rows)
+
+
+def _largest(rows: list[Result], allowed: Result) -> str:
+    return ", ".join(f"{name} {max(row.get(name, 1.0) for row in rows):.1e}" for name in allowed)
+
+
+def _not_captured(rows: Iterable[Result], titles: Result) -> str:
+    """A line below a table that names what no graph holds, so that its launches count too."""
+    ways = sorted({titles.get(way, way) for row in rows for way in row.get("not_captured", {})})
+    return f"\nLaunched from Python and not replayed by a graph: {', '.join(ways)}." if ways else ""
+
+
+FILTERS: Mapping[str, Callable[..., Any]] = {
+    "f": lambda value, spec="": shown(value, spec),
+    "each": _each_shown,
+    "code": _code,
+    "median": lambda values: median(list(values)),
+    "geometric_mean": geometric_mean,
+    "over": lambda rows, name, other: [row[name] / row[other] for row in rows],
+    "names": lambda dicts: list(dict.fromkeys(name for row in dicts for name in row)),
+    "pairs": lambda rows, *keys: list(dict.fromkeys(tuple(row[key] for key in keys) for row in rows)),
+    "where": _where,
+    "items_like": lambda table, pattern: [item for item in table.items() if fnmatchcase(item[0], pattern)],
+    "column": lambda rows, key: [row.get(key) for row in rows],
+    "without": lambda rows, key, value: [row for row in rows if row.get(key) != value],
+    "without_commas": lambda texts: [text for text in texts if "," not in text],
+    "each_pair": lambda pairs, spec: [spec.format(*pair) for pair in pairs],
+    "seed_counts": lambda cases: {case["case"]: len(case.get("seeds", ["one"])) for case in cases},
+    "passing": _passing,
+    "largest": _largest,
+    "not_captured": _not_captured,
+    "in_layer": lambda weight: weight.removeprefix("blocks.").lstrip("0123456789").removeprefix("."),
+}
+_JINJA = jinja2.Environment(undefined=jinja2.StrictUndefined, line_statement_prefix="%", trim_blocks=True)
+_JINJA.filters |= FILTERS
+
+
+def _templated(spec: dict[str, Any], result: Result) -> str:
+    """A table by its template. LookupError if the result does not have what it asks for."""
+
+    def lines(head: str, caller: Callable[[], str]) -> str:
+        return table(head, (line for line in _joined(caller()).split("\n") if line)) + "\n"
+
+    facts = result | {"spec": spec, "table": lines}
+    if "device" in result.get("environment", {}):
+        facts |= {"origin": origin(result), "one_gpu": one_gpu(result)}
+    try:
+        return _joined(_JINJA.from_string(spec["text"]).render(facts)).strip("\n")
+    except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as error:
+        raise LookupError(f"{error}") from error
+
+
+def _joined(text: str) -> str:
+    return text.replace("\\\n", "")
+
+
 def specified(name: str, result: Result) -> str:
     """The table that tables.toml describes."""
-    spec = SPECS[name]
+    spec = SPECS.get(SPECS[name].get("like", ""), {}) | SPECS[name]
+    if "text" in spec:
+        return _templated(spec, result)
     part = walk(result["numbers"], spec["at"]) if "at" in spec else result["numbers"]
     rows = _each(spec, part, result["numbers"]) if "row" in spec else filled(spec["rows"], part).strip().splitlines()
     made = table(spec["head"], rows)

@@ -3,7 +3,7 @@
 Each line has the fields of `FIELDS` and is written in one unbuffered write, so a killed run leaves complete lines; they
 are synced to disk before a checkpoint is written. A resumed run repeats the steps after its checkpoint: `drop_after`
 deletes their lines, so each step has one line. Lines that a bad disk or an editor damaged are put aside.
-tools/metrics_page.py makes docs/metrics.md of these tables.
+tools/pages.py makes docs/metrics.md of these tables.
 """
 
 import json

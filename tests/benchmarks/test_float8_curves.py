@@ -15,7 +15,7 @@ import pytest
 from benchmarks import float8_curves, runs
 from benchmarks.float8_curves import Curves, compared, joined, main, of_run, overrides_of, united
 from penstock.config.load import load_run
-from tools.kernel_tables import curves as table
+from tools import tables
 
 LOSSES = {("none", 0): 2.0, ("none", 1): 4.0, ("blockwise", 0): 2.02, ("blockwise", 1): 4.12}
 """Blockwise is 1 % and 3 % above none."""
@@ -185,7 +185,7 @@ def test_the_targets_have_room_for_their_cases(name: str, changed: str) -> None:
 
 
 def table_of(*cases: dict[str, Any]) -> str:
-    return table({"command": "python", "commit": "c", "numbers": {"steps": 3, "cases": cases}})
+    return tables.TABLES["float8-curves"]({"command": "python", "commit": "c", "numbers": {"steps": 3, "cases": cases}})
 
 
 def test_a_table_gives_standard_errors_where_there_are_several_seeds() -> None:

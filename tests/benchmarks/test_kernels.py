@@ -17,7 +17,7 @@ from benchmarks.kernels.float8_layers import Layer
 from benchmarks.kernels.float8_networks import PLAIN
 from benchmarks.kernels.float8_products import parse_arguments, summarize
 from benchmarks.kernels.measure import replay_in_turns
-from tools import kernel_tables
+from tools import documents
 
 RECIPES = ["blockwise", "blockwise-square"]
 FROM_8_BITS = [f"{recipe}, rows in 8 bits" for recipe in RECIPES]
@@ -52,8 +52,8 @@ def test_a_small_product_behind_a_norm_is_checked_and_timed_on_a_cpu(
     assert set(row["both_ms"]) == {PLAIN, *RECIPES} and not row["not_captured"]
     assert row["backward_ms"] == {way: row["both_ms"][way] - row["forward_ms"][way] for way in row["both_ms"]}
     assert min(row["decibels"]["blockwise"].values()) > 25, "no product reads what another gave"
-    assert row["network"] in kernel_tables.float8_ffn(result)
-    assert "| 16 bits | blockwise | blockwise-square |" in kernel_tables.float8_ffn_errors(result)
+    assert row["network"] in documents.TABLES["float8-ffn"](result)
+    assert "| 16 bits | blockwise | blockwise-square |" in documents.TABLES["float8-ffn-errors"](result)
 
 
 @pytest.mark.parametrize("skewed", [False, True])
@@ -82,7 +82,7 @@ def test_a_table_of_networks_says_what_each_way_takes() -> None:
     row = {"network": "some experts", "not_captured": {"blockwise": "it waits"}} | figures
     dense = {name: {"16 bits": value["16 bits"]} for name, value in figures.items()}
     numbers = {"rows": [row, {"network": "dense", "not_captured": {}} | dense], "copies": []}
-    table = kernel_tables.float8_ffn({"environment": {"device": "a chip"}, "commit": "c", "numbers": numbers})
+    table = documents.TABLES["float8-ffn"]({"environment": {"device": "a chip"}, "commit": "c", "numbers": numbers})
     assert "| network | 16 bits | `blockwise` | `blockwise`, rows in 8 bits |" in table
     assert "| some experts | 0.50 + 3.50, 250 | 0.50 + 1.50, 500, **2.00** | 0.50 + 0.50, 1000, **4.00** |" in table
     assert "| dense | 0.50 + 3.50, 250 | - | - |" in table
@@ -96,7 +96,7 @@ def test_products_that_no_graph_holds_are_named_below_their_table() -> None:
     ]
     numbers = {"rows": rows, "summary": {"a": {"bare": 1.0, "quantized": 1.0}}}
     result = {"environment": {"device": "a chip"}, "commit": "c", "numbers": numbers}
-    table = kernel_tables.float8_products(result)
+    table = documents.TABLES["float8-products"](result)
     assert "| a | 1, 1, 1 | 2, 2, 2 |" in table and table.endswith("not replayed by a graph: torch, bare.")
 
 

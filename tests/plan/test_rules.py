@@ -39,8 +39,7 @@ from penstock.plan.rules.rule import Rule, Sizes, sizes_of
 from tests.config.small import SMALL, unchecked_run
 from tests.examples import examples
 from tests.plan.rule_cases import CASES, DENSE, PLAIN, V3, Case
-from tools.megatron_rules import TABLE
-from tools.rules_page import known_names
+from tools.pages import known_names, rules_of_others
 
 BY_NAME = {rule.name: rule for rule in RULES}
 H200 = load_hardware("H200")
@@ -240,20 +239,22 @@ def test_a_run_and_its_sizes_say_the_same() -> None:
 
 
 def test_every_rule_of_others_is_decided_once() -> None:
-    names = [entry.name for _, entries in TABLE for entry in entries]
+    names = [name for entries in rules_of_others().values() for name in entries]
     numbered = [f"{topic}{number}" for topic, most in COUNTS.items() for number in range(1, most + 1)]
     assert sorted(names) == sorted(["W", *numbered])
 
 
 def test_what_stands_for_a_rule_of_others_exists_and_names_it() -> None:
-    entries = {entry.name: entry for _, entries in TABLE for entry in entries}
+    entries = {name: entry for entries in rules_of_others().values() for name, entry in entries.items()}
+    verdicts = ("config", "plan", "projection", "environment", "doctor", "moot", "theirs")
     for entry in entries.values():
-        assert set(entry.rules) <= known_names(), entry
-        assert entry.rules or entry.why or entry.verdict in ("projection", "environment", "doctor", "theirs"), entry
-        assert entry.rules or entry.verdict != "config", entry
+        rules = entry.get("rules", ())
+        assert set(rules) <= known_names() and entry["verdict"] in verdicts, entry
+        assert rules or entry.get("why") or entry["verdict"] in verdicts[2:5] + verdicts[6:], entry
+        assert rules or entry["verdict"] != "config", entry
     for rule in RULES:
         for name in IDENTIFIER.findall(rule.source):
-            assert rule.name in entries[name].rules, f"{rule.name} comes from {name}"
+            assert rule.name in entries[name]["rules"], f"{rule.name} comes from {name}"
 
 
 def test_measurements_that_rules_quote_are_those_of_the_results() -> None:

@@ -23,8 +23,6 @@ BROKEN = [
     ("name_says_something", "penstock/helpers/a.py", ""),
     ("name_says_something", "penstock/a.py", "class StepManager: ...\n"),
     ("assert_speaks", "penstock/a.py", "assert x\n"),
-    ("environment_is_read_in_one_file", "penstock/a.py", 'os.environ["X"]\n'),
-    ("environment_is_read_in_one_file", "penstock/a.py", "from os import getenv\n"),
     ("attribute_has_no_default", "penstock/a.py", 'getattr(x, "name", None)\n'),
     ("module_keeps_no_state", "penstock/a.py", "_CACHE: dict[str, int] = {}\n"),
     ("others_are_not_changed", "penstock/a.py", "import torch\ntorch.nn.Linear = Mine\n"),
@@ -63,7 +61,6 @@ KEPT = [
         "if TYPE_CHECKING:\n    from penstock.a import b as b\ndef __getattr__(name): ...\n",
     ),
     ("assert_speaks", "tests/a.py", "assert x\n"),
-    ("environment_is_read_in_one_file", style.ENVIRONMENT_READER, 'os.environ["X"]\n'),
     ("others_are_not_changed", "penstock/a.py", "import torch\ntorch.backends.cudnn.benchmark = False\n"),
     ("others_are_not_changed", "penstock/a.py", "import sys\nhook = sys.excepthook\nf()\nsys.excepthook = hook\n"),
     ("function_is_typed", "penstock/a.py", "@triton.jit\ndef f(x_ptr, BLOCK: tl.constexpr): ...\n"),
@@ -138,3 +135,18 @@ def test_ruff_refuses_what_the_house_forbids() -> None:
     )
     for code in ("D101", "T201", "BLE001", "S301", "S102", "FIX002", "TID251"):
         assert code in result.stdout, f"{code} is not switched on\n{result.stdout}"
+
+
+def test_only_the_reader_of_the_environment_may_read_it() -> None:
+    text = '"""A module."""\n\nimport os\nfrom os import getenv\n\nNAMES = (os.environ["X"], getenv("Y"))\n'
+    for path, expected in (("penstock/models/x.py", 2), ("penstock/parallel/launch/environment.py", 0)):
+        command = [sys.executable, "-m", "ruff", "check", "--select", "TID251", "--output-format", "concise", "-"]
+        result = subprocess.run(
+            [*command, "--stdin-filename", path],
+            input=text,
+            cwd=style.ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.stdout.count("TID251") >= expected and bool(expected) == bool(result.returncode), result.stdout

@@ -9,7 +9,7 @@ import pytest
 from penstock.config.presets.registry import PRESETS
 from penstock.models.huggingface.families import FAMILIES
 from tests.tune.test_ladder import figures
-from tools import documents, kernel_tables, run_tables, tables
+from tools import documents, tables
 from tools.models_page import models_page
 
 
@@ -64,7 +64,7 @@ def result() -> dict[str, Any]:
             "pointwise": {"copy_bytes_per_s": 4.1e12, "rows": [moved("route", 0.2, None), moved("norm", 0.8, 1500.0)]},
             "linear_cross_entropy": {
                 "candidates": {
-                    kernel_tables.COMPILED: loss(10.0, 1.9),
+                    "torch.compile, full logits": loss(10.0, 1.9),
                     "ours": loss(10.4, 2.1),
                     "Liger, chunks of 2": loss(9.9, 0.8),
                     "Liger, chunks of 2, float32 sum": loss(11.0, 1.2),
@@ -84,7 +84,7 @@ def row_of(table: str, start: str) -> list[str]:
 
 
 def test_the_products_stand_side_by_side(result: dict[str, Any]) -> None:
-    row = row_of(kernel_tables.grouped_gemm_products(result), "Small, down | forward")
+    row = row_of(documents.TABLES["grouped_gemm_products"](result), "Small, down | forward")
     assert row[2:] == ["660", "600", "650", "655", "1.02", "1.10", "630", "500", "640", "1.26"]
 
 
@@ -102,26 +102,26 @@ def test_the_products_stand_side_by_side(result: dict[str, Any]) -> None:
 def test_a_bar_of_the_products_is_judged_by_its_ratio(
     result: dict[str, Any], line: str, least: str, verdict: str
 ) -> None:
-    row = row_of(kernel_tables.grouped_gemm_bars(result), line)
+    row = row_of(documents.TABLES["grouped_gemm_bars"](result), line)
     assert (row[2], row[4]) == (least, verdict)
 
 
 def test_what_has_no_bar_gets_no_verdict(result: dict[str, Any]) -> None:
-    text = kernel_tables.grouped_gemm_bars(result)
+    text = documents.TABLES["grouped_gemm_bars"](result)
     assert row_of(text, "forward alone, balanced, over cuBLAS bmm")[1:] == ["0.990", "0.910", "", ""]
     assert text.endswith("making it takes 4.0 to 5.1 us.")
 
 
 def test_the_block_is_compared_with_the_best_of_torch(result: dict[str, Any]) -> None:
-    text, fastest = kernel_tables.expert_block(result), "times as fast as the fastest torch way (torch,"
+    text, fastest = documents.TABLES["expert_block"](result), "times as fast as the fastest torch way (torch,"
     assert row_of(text, "balanced | ours")[2:] == ["1.25", "3.75", "5.00", "300", "600", "1.00", "1.00"]
     assert f"* Skewed: 1.60 {fastest} b), bar >= 1.5: met; 0.30 of the bytes" in text
     result["numbers"]["expert_block"]["blocks"]["torch, a"]["ms"] = 7.0
-    assert f"* Balanced: 1.40 {fastest} a), bar >= 1.5: **missed**" in kernel_tables.expert_block(result)
+    assert f"* Balanced: 1.40 {fastest} a), bar >= 1.5: **missed**" in documents.TABLES["expert_block"](result)
 
 
 def test_the_loss_is_compared_with_the_compiled_one_and_with_liger(result: dict[str, Any]) -> None:
-    text = kernel_tables.linear_cross_entropy(result)
+    text = documents.TABLES["linear_cross_entropy"](result)
     assert row_of(text, "ours") == ["ours", "10.40", "1.040", "2.10", "12.000"]
     assert "1.040, bar <= 1.05: met" in text
     assert "2.10 GiB, bar <= 2.0 GiB: **missed**" in text
@@ -130,7 +130,7 @@ def test_the_loss_is_compared_with_the_compiled_one_and_with_liger(result: dict[
 
 
 def test_operators_below_the_bandwidth_are_named(result: dict[str, Any]) -> None:
-    text = kernel_tables.pointwise(result)
+    text = documents.TABLES["pointwise"](result)
     assert row_of(text, "8,192 | Small | route")[3:] == ["forward", "2.5", "10.0", "0.20", "0.90", ""]
     assert "Met by 1 of 2 rows; **missed** by:" in text
     assert "* route forward (Small, 8,192: 0.200)" in text
@@ -208,14 +208,14 @@ def assert_is_table(text: str) -> None:
 def test_a_ladder_tells_every_step_and_why_one_did_not_run() -> None:
     failed = ladder_step("graphs", state="failed", reason="a | b", figures=None, gain=None, changed=[])
     made = ladder_result(ladder_steps=[ladder_step("baseline"), failed, ladder_step("larger", kind="size")])
-    text = run_tables.ladder(made)
+    text = documents.TABLES["ladder"](made)
     assert_is_table(text)
     assert "Measured on 4 x H200 (torch 2.11), commit `0123abc`; 30 training steps each, medians after 10." in text
     assert "`small seed=1`; natural routing" in text
     assert row_of(text, "graphs")[1] == "failed: a / b"
     figures_of_larger = "16,894 | 100.0 ms, 1.20 | 25.0%, 250 | 3.0 GiB | 6.0000 -> 4.0000, 1.0e-03"
     assert row_of(text, "larger (size)")[1:] == [*figures_of_larger.split(" | "), "1.50", "2.00", "1.50", "3.00"]
-    changes = run_tables.ladder_changes(made)
+    changes = documents.TABLES["ladder-changes"](made)
     assert_is_table(changes)
     assert row_of(changes, "baseline")[1:] == ["the baseline", "`seed=2`"]
     assert row_of(changes, "graphs")[2] == "nothing: failed"
@@ -265,17 +265,17 @@ def _result(gradient: float) -> dict[str, Any]:
 
 
 def test_a_model_passes_if_both_kinds_of_rows_do() -> None:
-    assert run_tables.parity_verdict(_result(3e-6)).startswith(
+    assert documents.TABLES["parity-verdict"](_result(3e-6)).startswith(
         "2 of 2 models of 1 families pass, beside transformers 5.23.0."
     )
-    failed = run_tables.parity_verdict(_result(3e-4))
+    failed = documents.TABLES["parity-verdict"](_result(3e-4))
     assert failed.startswith("1 of 2 models")
     assert failed.endswith("The largest differences: logits 1.0e-07, loss 0.0e+00, gradient 3.0e-04.")
 
 
 def test_weights_are_named_within_their_layer() -> None:
     weight = "`attention.query.weight`"
-    assert row_of(run_tables.parity(_result(3e-6)), "mixtral")[1:] == [
+    assert row_of(documents.TABLES["parity"](_result(3e-6)), "mixtral")[1:] == [
         "1.0e-07",
         "2.0e-06",
         weight,

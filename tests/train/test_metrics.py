@@ -12,7 +12,7 @@ from penstock.base.errors import RunFolderError
 from penstock.train.metrics import FIELDS, LAYER_FIELDS, MetricsFile, drop_after, record, scalars
 from penstock.train.observer import LayerReport, StepReport
 from tests.train.tiny_run import HELD_OUT, run_start, step_report, tiny_run
-from tools.metrics_page import metrics_page
+from tools.pages import metrics_page
 
 
 def write(path: Path, reports: list[StepReport], every: int = 1) -> None:

@@ -25,7 +25,7 @@ from penstock.parallel.launch.environment import (
     variables_of_rank,
     variables_of_trial,
 )
-from tools.environment_page import environment_page
+from tools.pages import environment_page
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1",
