@@ -23,7 +23,9 @@ CALLS = (
     "tune debug --budgt 3", "tune debgu", "ladder debgu", "sample", "launch slrum debug", "kernels lst",
     "launch slurm debug --nodes 1 --gpus-per-node 1 --vendor nvida", "init --foce", "prove --drws 3", "config shwo",
     "train debug model.moe.top_k=1000", "train debug parallel.tensor=3", "layout debug parallel.tensor=7",
-    "tune debug parallel.pipeline=9",
+    "tune debug parallel.pipeline=9", "plan debug --on 8xH100 --top 3 --layout ep=2", "plan debug --on 8xH100 --png",
+    "plan debug --on 8xH100 --explain memroy", "plan debug --on 8xH100 --only recompute=foo --price 2",
+    "plan debug --on 8xH100 --software megatorn --layout own", "plan debug --on 8xH100 --tokens 2X",
 )  # fmt: skip
 """Names, options, fields and values that are wrong, and fields that do not go together."""
 

@@ -12,68 +12,48 @@
     penstock plan ... --on 1000xH100 --worlds auto                     use all of them, or keep some spare
     penstock plan ... --layout pp=16,ep=8 --software megatron          as another trainer runs it
 
-Nothing is started: a laptop plans for a cluster. docs/plan.md says how to read what is printed. Here it is settled what
-is asked; the answers come from penstock/plan/search.py (many layouts), project.py (one) and what_if.py.
+Nothing is started: a laptop plans for a cluster. docs/plan.md says how to read what is printed. The options become a
+request (plan_request.py), which is answered here from penstock/plan/search.py (many layouts), project.py (one) and
+what_if.py, and printed (plan_answer.py, plan_print.py).
 """
 
-import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
+from inspect import signature
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
-from penstock.base.errors import PenstockError, did_you_mean
-from penstock.base.numbers import bytes_text, time_text
-from penstock.cli import plan_options as options
-from penstock.cli.options import Force, Json, Overrides
-from penstock.cli.output import print_next, print_table, write_file
-from penstock.cli.plan_print import (
-    cluster_text,
-    comparison_json,
-    conclusion,
-    explain,
-    grounds,
-    points_json,
-    print_campaign,
-    print_comparison,
-    print_plan,
-    print_scaling,
-    print_searches,
-    print_sweep,
-)
+from penstock.base.errors import PenstockError
+from penstock.base.numbers import bytes_text
+from penstock.cli.output import print_next, write_file
+from penstock.cli.plan_answer import PlanAnswer, Result, Series, print_answer
+from penstock.cli.plan_print import assumed_lines, cluster_text, conclusion, grounds
+from penstock.cli.plan_request import OWN, RECORDED, PlanOptions, PlanRequest, request_of
 from penstock.config.load import dump_toml
 from penstock.config.run import Run, with_values
 from penstock.models.huggingface.config import load_run_or_model
-from penstock.plan.asked_layout import rows_to_share, with_layout
+from penstock.plan.asked_layout import check_said_once, rows_to_share, with_layout
 from penstock.plan.assumptions import Assumptions
-from penstock.plan.balance import BalanceCase, balance_cases, balance_json
+from penstock.plan.balance import balance_cases
 from penstock.plan.campaign import HOUR, Campaign, Failures, plan_campaign
 from penstock.plan.candidates import fixed_by
 from penstock.plan.composer import meta_workers
-from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import Cluster
-from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.layout_names import parse_layout
-from penstock.plan.loads import RecordedLoads, read_loads
-from penstock.plan.phases import TrainingPhase, phases_of
+from penstock.plan.loads import read_loads
 from penstock.plan.project import advice_for, project
-from penstock.plan.projection import Plan, Projection, Refusal, plan_json
+from penstock.plan.projection import Plan, Projection, Refusal
 from penstock.plan.search import Progress, search
 from penstock.plan.search_request import SearchRequest
-from penstock.plan.software import OWN as OWN_SOFTWARE
-from penstock.plan.software import parse_software
 from penstock.plan.what_if import (
     Planner,
     SweepPoint,
-    SweptSearch,
     answer_to,
     compare,
     scale,
@@ -90,107 +70,95 @@ from penstock.report.export import write_image
 from penstock.report.figure import Figure
 from penstock.report.page import write_page
 
-OWN = "own"  # asks for the layout of the run itself
 NOTHING_FITS = "nothing-fits"  # rule of a number of devices that no layout fits
 TOP = 10  # candidates that a search shows
 PROGRESS_SECONDS = 10.0  # between two lines of progress where no terminal shows them
 KINDS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")  # ways to scale
+EVEN, USUAL = 1.0, 1.2  # rows of the fullest rank over the even share: in turn, and else
 
 
-def plan(  # noqa: PLR0913 - one argument for each option
-    on: options.On,
-    target: options.Target = None,
-    overrides: Overrides = None,
-    layout: options.Layout = None,
-    only: options.Only = "",
-    tokens: options.Tokens = None,
-    top: options.Top = None,
-    network: options.Network = None,
-    host_memory: options.HostMemory = None,
-    topic: options.Topic = None,
-    compared: options.Compared = None,
-    scales: options.Scales = None,
-    worlds: options.Worlds = None,
-    swept: options.Swept = None,
-    imbalance: options.Imbalance = None,
-    routing: options.Routing = None,
-    saving: options.Saving = "run",
-    software: options.Trainer = "own",
-    train_tokens: options.TrainTokens = None,
-    ramp: options.Ramp = None,
-    stages: options.Stages = None,
-    price: options.Price = None,
-    watts: options.Watts = None,
-    mtbf: options.Mtbf = None,
-    as_json: Json = False,
-    write: options.Write = None,
-    force: Force = False,
-    html: options.Html = None,
-    png: options.Png = None,
-    svg: options.Svg = None,
-) -> None:
+def plan(**options: Any) -> None:
     """Rank layouts of a run on a cluster by speed, and say why others are left out. Nothing is started."""
-    files = {"--write": write, "--html": html, "--png": png, "--svg": svg}
-    asked = {"--explain": topic, "--compare": compared, "--scale": scales, "--sweep": swept, "--worlds": worlds}
-    phases, costs = phases_of(train_tokens, ramp, stages), {"--price": price, "--watts": watts, "--mtbf": mtbf}
-    options.check_questions(asked | {"--tokens": phases or None}, files, force=force)
-    said = {"--on": on, "--network": network, "--host-memory": host_memory, "--only": only or None, "--layout": layout}
-    others = {"--global-batch-tokens": tokens, "--top": top, "--json": as_json or None, "--force": force or None}
-    options.check_used({**said, **asked, **files, **others, "--tokens": phases or None}, {} if phases else costs)
-    searches = layout is None and compared is None
-    assumptions = _assumptions(imbalance, saving, routing, software, writes=write is not None, searches=searches)
-    cluster, planner = parse_cluster(on, network, host_memory), partial(project, assumptions=assumptions)
-    changes = overrides or []
-    if compared is not None:
-        _write(_compare(compared, cluster, planner, target, changes, as_json=as_json), files, assumptions)
-        return
-    if target is None:
-        raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
-    # A layout that is asked for completes the run; its rules are asked when it is projected.
-    run = load_run_or_model(target, changes, is_whole=layout in (None, OWN))
-    _check_what_if(run, cluster, scales, swept)
-    fixed = {} if layout is not None else fixed_by(run, changes, parse_layout(only) if only else {})
-
-    def plan_of(run: Run, tokens: float | None, cluster: Cluster = cluster, fixed: Mapping[str, str] = fixed) -> Plan:
-        rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
-        if layout is not None:
-            return _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, rows)
-        question = SearchRequest(run=run, cluster=cluster, fixed=fixed, top=top or TOP, assumptions=assumptions)
-        return _searched(replace(question, global_batch=rows), planner)
-
-    if phases:
-        _print_campaign(run, cluster, phases, plan_of, costs, as_json=as_json)
-        return
-    if worlds is not None or (swept is not None and layout is None):
-        searches = _searches(run, cluster, worlds, swept, fixed, tokens)
-        answer, more = _answer_searches(searches, plan_of, cluster, as_json=as_json)
-    else:
-        answer = plan_of(run, tokens)
-        if scales is not None or swept is not None:
-            more = _what_if(_first(answer), planner, scales, swept, as_json=as_json)
-        else:
-            more = _tell(answer, assumptions, run, topic, as_json=as_json)
-    _write(answer, files, assumptions, more)
-    if write is not None:
-        print_next("train", write, to_stderr=True)
-    elif not as_json and worlds is None and _can_be_written(answer, assumptions):
-        assumed = {"--imbalance": imbalance, "--routing": routing, "--global-batch-tokens": tokens}
-        _print_next_plan([target, *changes], {**said, **assumed})
+    request = request_of(options)
+    answer = answer_of(request)
+    print_answer(answer, request)
+    _write(request, answer)
+    _print_next(request, answer)
 
 
-def _print_campaign(
-    run: Run,
-    cluster: Cluster,
-    phases: Sequence[TrainingPhase],
-    plan_of: Callable[[Run, float | None], Plan],
-    costs: Mapping[str, float | None],
-    *,
-    as_json: bool,
-) -> None:
-    price, watts, mtbf = (costs[option] for option in ("--price", "--watts", "--mtbf"))
-    parts = plan_campaign(run, phases, plan_of, None if mtbf is None else Failures(mtbf_seconds=mtbf * HOUR))
-    power = cluster.hardware.peaks.power_watts if watts is None else watts
-    print_campaign(Campaign(cluster=cluster, phases=parts, price=price, watts=power), as_json=as_json)
+vars(plan)["__signature__"] = signature(PlanOptions)  # typer makes an option of each field
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """A request with its run, and how it is projected."""
+
+    request: PlanRequest
+    run: Run
+    fixed: Mapping[str, str]  # parts of all layouts of a search
+    assumptions: Assumptions
+    planner: Planner
+
+    def plan(
+        self, run: Run, tokens: float | None, cluster: Cluster | None = None, fixed: Mapping[str, str] | None = None
+    ) -> Plan:
+        """The plan of a run with about so many tokens of a step: of one layout, or of a search."""
+        request, length = self.request, run.training.sequence_length
+        cluster = cluster or request.cluster
+        rows = None if tokens is None else rows_to_share(tokens / length, cluster.devices)
+        if request.layout is not None:
+            # With the tokens of a step a layout has the rows of a search, or about as many.
+            there = with_layout(run, request.layout, cluster.devices, None if rows is None else rows * length)
+            return _asked(there, cluster, self.planner)
+        question = SearchRequest(
+            run=run, cluster=cluster, fixed=self.fixed if fixed is None else fixed, top=request.options.top or TOP,
+            assumptions=self.assumptions, global_batch=rows,
+        )  # fmt: skip
+        return _searched(question, self.planner)
+
+    def answer(self, result: Result, plan: Plan | None = None, figures: Sequence[Figure] = ()) -> PlanAnswer:
+        """The answer with the lines of what it assumes; with recorded loads, also of `dispatch.balance`."""
+        run, cases = self.run, ()
+        if self.assumptions.loads is not None and plan is not None and plan.candidates:
+            run = plan.candidates[0].run
+            with _working():
+                cases = balance_cases(run, plan.cluster, self.assumptions) if result is plan else ()
+        return PlanAnswer(
+            model=self.run.name if plan is None else plan.model, cluster=self.request.cluster, result=result, plan=plan,
+            assumed=tuple(assumed_lines(self.assumptions, run)), figures=tuple(figures), balance=cases,
+        )  # fmt: skip
+
+
+def answer_of(request: PlanRequest) -> PlanAnswer:
+    """The answer. Raises a PenstockError if a run cannot be loaded or planned, or nothing fits that must."""
+    is_whole = request.options.layout in (None, OWN)  # its rules can be asked
+    runs = [load_run_or_model(name, request.overrides, is_whole=is_whole) for name in request.names]
+    assumptions, layout = _assumptions(request), request.layout
+    fixed = {} if layout is not None or len(runs) > 1 else fixed_by(runs[0], request.overrides, request.only)
+    planner = partial(project, assumptions=assumptions)
+    question = _Question(request=request, run=runs[0], fixed=fixed, assumptions=assumptions, planner=planner)
+    if len(runs) > 1:
+        return _compare(question, runs)
+    if layout is not None:
+        check_said_once(runs[0], request.overrides, layout)
+    if request.swept is not None:
+        swept_runs(runs[0], request.cluster, *request.swept)
+    if request.phases:
+        return question.answer(_campaign(question))
+    if request.options.worlds is not None or (request.swept is not None and layout is None):
+        return _series_of_searches(question)
+    plan = question.plan(runs[0], request.options.global_batch_tokens)
+    return _what_if(plan, question) if request.scale or request.swept is not None else question.answer(plan, plan)
+
+
+def _assumptions(request: PlanRequest) -> Assumptions:
+    options = request.options
+    in_turn = options.routing == "in-turn"
+    is_recorded = options.routing not in (None, "router", "in-turn")
+    return Assumptions(
+        imbalance=options.imbalance or (EVEN if in_turn else USUAL), saving=options.saving, in_turn=in_turn,
+        software=request.software, loads=read_loads(Path(f"{options.routing}")) if is_recorded else None,
+    )  # fmt: skip
 
 
 def _searched(question: SearchRequest, planner: Planner) -> Plan:
@@ -207,147 +175,19 @@ def _searched(question: SearchRequest, planner: Planner) -> Plan:
         run = with_values(question.run, training={"global_batch": rows})
         there = with_state_in_host_memory(run, question.cluster, planner, answer.margin)
         faster = None if there is None else with_smallest_state(run, question.cluster, planner, there)
-    helps = (
-        f"--layout own {shlex.join(option[0])}, {conclusion(option[1])}"
-        for option in (there, faster)
-        if option is not None
-    )
+    fitting = filter(None, (there, faster))
+    helps = [f"--layout own {shlex.join(overrides)}, {conclusion(projection)}" for overrides, projection in fitting]
     return replace(answer, helps=(*helps, *answer.helps))
 
 
-def _print_next_plan(arguments: Sequence[str], options: Mapping[str, object]) -> None:
-    """The command that also writes the run."""
-    said = [word for name, value in options.items() if value is not None for word in (name, f"{value}")]
-    print_next("plan", *arguments, *said, "--write", "best.toml")
-
-
-def _tell(answer: Plan, assumptions: Assumptions, run: Run, topic: str | None, *, as_json: bool) -> list[Figure]:
-    """Print a plan; there are no pictures beyond its own."""
-    if as_json:
-        print(json.dumps(plan_json(answer) | balance_json(_balance(answer, assumptions)), indent=2))
-    elif topic is not None:
-        explain(answer, topic)
-    else:
-        _print(answer, assumptions, run)
-    return []
-
-
-def _can_be_written(answer: Plan, assumptions: Assumptions) -> bool:
-    is_ours = assumptions.saving == "run" and assumptions.software == OWN_SOFTWARE
-    return is_ours and bool(answer.candidates)
-
-
-def _assumptions(
-    imbalance: float | None, saving: str, routing: str | None, software: str, *, writes: bool, searches: bool
-) -> Assumptions:
-    routing = "router" if routing is None else routing
-    if saving not in _SAVING:
-        raise _unknown("--saving", saving, tuple(_SAVING))
-    if imbalance is not None and not isfinite(imbalance):
-        raise PenstockError("--imbalance is no number", got=imbalance, allowed="1 or more, such as 1.2")
-    recorded = _recorded_loads(routing, goes_with_imbalance=imbalance is None, searches=searches)
-    trainer = parse_software(software)
-    if trainer != OWN_SOFTWARE and searches:
-        raise PenstockError("--software is of one layout, and a search is of runs of ours", fix="name it: --layout")
-    if writes and (saving == "conventional" or trainer != OWN_SOFTWARE):
-        asked = "keeps what --saving conventional counts" if saving == "conventional" else "is run by that --software"
-        raise PenstockError(f"--write writes a run, and no run of ours {asked}")
-    in_turn = routing == "in-turn"
-    even = imbalance or (1.0 if in_turn else 1.2)
-    kept: Literal["run", "conventional"] = "conventional" if saving == "conventional" else "run"
-    return Assumptions(imbalance=even, saving=kept, in_turn=in_turn, software=trainer, loads=recorded)
-
-
-def _recorded_loads(routing: str, *, goes_with_imbalance: bool, searches: bool) -> RecordedLoads | None:
-    """The loads of a metrics.jsonl; None for another routing."""
-    if routing in _ROUTING:
-        return None
-    if not Path(routing).exists():
-        raise _unknown("--routing", routing, (*_ROUTING, "a metrics.jsonl"))
-    if searches or not goes_with_imbalance:
-        asked = "a search, whose layouts share experts in many ways" if searches else "--imbalance"
-        raise PenstockError(f"--routing {routing} does not go with {asked}", fix="name a layout: --layout own, or ep=8")
-    return read_loads(Path(routing))
-
-
-def _unknown(option: str, word: str, allowed: Sequence[str]) -> PenstockError:
-    hint = did_you_mean(word, allowed)
-    return PenstockError(f"{option} is unknown", got=word, allowed=", ".join(allowed), fix=hint)
-
-
-_SAVING: Mapping[str, str] = {
-    "run": "activations are those that the run itself keeps (--saving)",
-    "conventional": "activations as operators that are not fused keep them (--saving)",
-}
-_ROUTING: Mapping[str, str] = {
-    "router": "every choice of a token is as likely (--routing)",
-    "in-turn": "tokens take the experts in turn, as benchmarks that force balance do (--routing)",
-}
-
-
-def _assumed(assumptions: Assumptions, run: Run) -> list[str]:
-    """A line for each assumption about the run that may be changed."""
-    lines = []
-    if run.model.moe is not None:
-        forced = "model.moe.balance.force_load_balance" if run.model.moe.balance.force_load_balance else "--imbalance"
-        share = f"{assumed_imbalance(run, assumptions.in_time):.4g} x their even share of rows, at most all"
-        loads = assumptions.loads
-        if loads is not None and forced == "--imbalance":
-            forced = f"mean of {loads.layers} layers and {len(loads.steps_LE)} steps, --routing {loads.path}"
-        lines.append(f"the fullest rank's experts get {share} ({forced})")
-        lines += [_ROUTING["in-turn"]] if assumptions.in_turn else []
-    if run.data.document_mask:
-        lines.append("each row is one document in attention, so shorter ones take less time (data.document_mask)")
-    lines.append(_SAVING[assumptions.saving])
-    software = assumptions.software
-    return lines if software == OWN_SOFTWARE else [*lines, f"{software} (--software); {software.source}"]
-
-
-def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Planner, rows: int | None) -> Plan:
-    """The plan of one layout, also if it does not fit; with `rows` of a step, those of a search, or about as many."""
-    tokens = None if rows is None else rows * run.training.sequence_length
-    there = with_layout(run, choices, cluster.devices, tokens)
+def _asked(run: Run, cluster: Cluster, planner: Planner) -> Plan:
+    """The plan of one layout, also if it does not fit."""
     with _working():
-        answer = answer_to(there, cluster, planner)
+        answer = answer_to(run, cluster, planner)
     refused = (answer,) if isinstance(answer, Refusal) else ()
     candidates = () if isinstance(answer, Refusal) else (answer,)
-    advice = advice_for(there, cluster) if candidates else ()
+    advice = advice_for(run, cluster) if candidates else ()
     return Plan(model=run.name, cluster=cluster, candidates=candidates, refused=refused, considered=1, advice=advice)
-
-
-def _print(answer: Plan, assumptions: Assumptions, run: Run) -> None:
-    has_loads = assumptions.loads is not None and bool(answer.candidates)
-    print_plan(answer, _assumed(assumptions, answer.candidates[0].run if has_loads else run))
-    _print_balance(_balance(answer, assumptions))
-
-
-def _print_balance(cases: Sequence[BalanceCase]) -> None:
-    """The run with and without replicas of experts, if there are cases; forced balance, the last one, is the limit."""
-    if not cases:
-        return
-    least = cases[-1].step_seconds
-    rows = [
-        (
-            case.name,
-            f"{case.loads.fullest:.3f}",
-            f"{case.loads.replicas:.1f}" if case.loads.replicas else "",
-            time_text(case.exposed_seconds) if case.exposed_seconds else "",
-            time_text(case.step_seconds),
-            f"{least / case.step_seconds:.1%}",
-        )
-        for case in cases
-    ]
-    head = ("dispatch.balance", "fullest rank", "replicas", "waiting for them", "step", "of forced")
-    print_table(head, rows, ("waiting for them", "replicas"))
-    print("fullest rank: its rows over the even share; replicas of a layer on all ranks: means of layers and steps")
-
-
-def _balance(answer: Plan, assumptions: Assumptions) -> tuple[BalanceCase, ...]:
-    """The first candidate with and without `dispatch.balance`, if its loads are recorded."""
-    if assumptions.loads is None or not answer.candidates:
-        return ()
-    with _working():
-        return balance_cases(answer.candidates[0].run, answer.cluster, assumptions)
 
 
 @contextmanager
@@ -369,156 +209,90 @@ def _working() -> Iterator[Progress]:
     yield update
 
 
-def _first(answer: Plan) -> Projection:
-    """The candidate that what-ifs start from."""
-    if answer.candidates:
-        return answer.candidates[0]
-    lacks = [] if answer.nearest is None else [f" (the nearest lacks {bytes_text(answer.nearest.over_bytes)})"]
-    (reason, *_) = [*lacks, *(f" ({refusal.rule}: {refusal.reason})" for refusal in answer.refused)] or [""]
-    raise PenstockError(f"no layout of {answer.model} fits{reason}", fix="name one: --layout pp=8,ep=8")
-
-
-def _compare(
-    names: tuple[str, str], cluster: Cluster, planner: Planner, target: str | None, changes: list[str], *, as_json: bool
-) -> Plan:
-    """Project two runs as they are, print the differing terms, and return both for pictures."""
-    overrides = [target, *changes] if target else changes  # the first override may stand in the place of a target
-    if any("=" not in override for override in overrides):
-        raise PenstockError("--compare names both runs", got=overrides[0], allowed="overrides a.b=c of both")
-    runs = [load_run_or_model(name, overrides) for name in names]
+def _compare(question: _Question, runs: list[Run]) -> PlanAnswer:
+    """Both runs as they are."""
+    cluster = question.request.cluster
     with _working():
-        left, right = (planner(run, cluster) for run in runs)
-    comparison = compare(left, right)
-    if as_json:
-        _print_json(left, comparison_json(comparison))
-    else:
-        print_comparison(comparison, *names)
+        left, right = (question.planner(run, cluster) for run in runs)
     model = " and ".join(dict.fromkeys(run.name for run in runs))
-    return Plan(model=model, cluster=cluster, candidates=(left, right), refused=(), considered=len(runs))
+    plan = Plan(model=model, cluster=cluster, candidates=(left, right), refused=(), considered=len(runs))
+    return question.answer(compare(left, right), plan)
 
 
-def _what_if(
-    base: Projection, planner: Planner, scales: str | None, swept: str | None, *, as_json: bool
-) -> list[Figure]:
-    """Project the layout on other numbers of devices or with other values, and return pictures of the answers."""
-    if scales is not None:
-        worlds = _parsed_scale(scales)
-        with _working():
-            kinds = {f"{kind}": scale(base.run, base.cluster, worlds, planner, kind) for kind in KINDS}
-        if as_json:
-            _print_json(base, {kind: points_json(points) for kind, points in kinds.items()})
-        else:
-            print_scaling(kinds, base)
-        return scaling_pictures(kinds, base)
-    name, values = _parsed_sweep(swept or "")
+def _campaign(question: _Question) -> Campaign:
+    request, options = question.request, question.request.options
+    failures = None if options.mtbf is None else Failures(mtbf_seconds=options.mtbf * HOUR)
+    phases = plan_campaign(question.run, request.phases, question.plan, failures, options.global_batch_tokens)
+    power = request.cluster.hardware.peaks.power_watts if options.watts is None else options.watts
+    return Campaign(cluster=request.cluster, phases=phases, price=options.price, watts=power)
+
+
+def _what_if(plan: Plan, question: _Question) -> PlanAnswer:
+    """The first candidate on other numbers of devices, or with other values."""
+    base, request, planner = _first(plan), question.request, question.planner
     with _working():
-        points = sweep(base.run, base.cluster, name, values, planner)
-    if as_json:
-        _print_json(base, {"sweep": name, "points": points_json(points)})
+        if request.swept is not None:
+            points = sweep(base.run, base.cluster, *request.swept, planner)
+            series = Series(points={"points": points}, base=base, swept=request.swept[0])
+            return question.answer(series, plan, sweep_pictures(points, base))
+        kinds = {f"{kind}": scale(base.run, base.cluster, request.scale, planner, kind) for kind in KINDS}
+        return question.answer(Series(points=kinds, base=base), plan, scaling_pictures(kinds, base))
+
+
+def _series_of_searches(question: _Question) -> PlanAnswer:
+    """The fastest layout of each number of devices, or of each value that is swept."""
+    request, run, tokens = question.request, question.run, question.request.options.global_batch_tokens
+    if request.swept is None:
+        counts = usable_worlds(request.cluster) if request.worlds is None else request.worlds
+        searches = world_searches(run, request.cluster, counts, tokens, question.fixed)
     else:
-        print_sweep(points, base)
-    return sweep_pictures(points, base)
-
-
-def _check_what_if(run: Run, cluster: Cluster, scales: str | None, swept: str | None) -> None:
-    """Refuse before a search what no layout could answer."""
-    if swept is not None:
-        swept_runs(run, cluster, *_parsed_sweep(swept))
-    if scales is not None:
-        _parsed_scale(scales)
-
-
-def _parsed_scale(text: str) -> list[int]:
-    return [_whole(word, "--scale") for word in text.split(",")]
-
-
-def _parsed_sweep(text: str) -> tuple[str, list[str]]:
-    name, equals, values = text.partition("=")
-    if not equals or not all(values.split(",")):
-        raise PenstockError("--sweep is no name with values", got=text, allowed="micro_batch=1,2,4")
-    return name.strip(), [value.strip() for value in values.split(",")]
-
-
-def _searches(
-    run: Run,
-    cluster: Cluster,
-    worlds: str | None,
-    swept: str | None,
-    fixed: Mapping[str, str],
-    tokens: float | None,
-) -> list[SweptSearch]:
-    """A search for each number of devices, or for each value of a sweep."""
-    if worlds is None:
-        return swept_searches(run, cluster, *_parsed_sweep(swept or ""), fixed, tokens)
-    counts = usable_worlds(cluster) if worlds == "auto" else [_whole(word, "--worlds") for word in worlds.split(",")]
-    if max(counts) > cluster.devices:
-        raise PenstockError("--worlds are devices of the cluster", got=max(counts), allowed=f"up to {cluster.devices}")
-    return world_searches(run, cluster, counts, tokens, fixed)
-
-
-def _answer_searches(
-    searches: Sequence[SweptSearch], plan_of: Callable[..., Plan], cluster: Cluster, *, as_json: bool
-) -> tuple[Plan, list[Figure]]:
-    """Search each, print the points, and return the plan of the fastest one and pictures of a sweep."""
-    plans = [plan_of(search.run, search.tokens, search.cluster, search.fixed) for search in searches]
+        searches = swept_searches(run, request.cluster, *request.swept, question.fixed, tokens)
+    plans = [question.plan(search.run, search.tokens, search.cluster, search.fixed) for search in searches]
     points = [
         SweepPoint(asked=search.asked, answer=_best_or_refusal(plan), gap=plan.gap)
         for search, plan in zip(searches, plans, strict=True)
     ]
-    (name, *_), run = searches[0].asked, searches[0].run
-    if as_json:
-        head = {"model": run.name, "hardware": cluster.hardware.name, "world": cluster.devices}
-        key = {"worlds": points_json(points)} if name == "devices" else {"sweep": name, "points": points_json(points)}
-        print(json.dumps({**head, **key}, indent=2))
-    else:
-        print_searches(points, cluster)
-    fastest = max(
-        plans, key=lambda plan: plan.candidates[0].time.tokens_per_second_per_device if plan.candidates else 0
-    )
-    has_pictures = name != "devices" and bool(fastest.candidates)
-    return fastest, sweep_pictures(points, fastest.candidates[0], is_search=True) if has_pictures else []
+    if request.swept is None:
+        return question.answer(Series(points={"worlds": points}))
+    fitting = [plan for plan in plans if plan.candidates] or plans[:1]
+    fastest = max(fitting, key=lambda plan: [best.time.tokens_per_second_per_device for best in plan.candidates])
+    figures = sweep_pictures(points, fastest.candidates[0], is_search=True) if fastest.candidates else []
+    return question.answer(Series(points={"points": points}, swept=request.swept[0]), fastest, figures)
 
 
 def _best_or_refusal(plan: Plan) -> Projection | Refusal:
-    if plan.candidates:
-        return plan.candidates[0]
-    nearest = "" if plan.nearest is None else f"; the nearest lacks {bytes_text(plan.nearest.over_bytes)}: "
-    layout = "" if plan.nearest is None else f"{plan.nearest.layout}"
-    return Refusal(layout={}, rule=NOTHING_FITS, reason=f"nothing fits{nearest}{layout}")
+    near = plan.nearest
+    reasons = [] if near is None else [f"the nearest lacks {bytes_text(near.over_bytes)}: {near.layout}"]
+    reasons += [f"{refusal.rule}: {refusal.reason}" for refusal in plan.refused]
+    nothing = Refusal(layout={}, rule=NOTHING_FITS, reason="; ".join(["nothing fits", *reasons[:1]]))
+    return next(iter(plan.candidates), nothing)
 
 
-def _print_json(base: Projection, answer: Mapping[str, object]) -> None:
-    """Print an answer with the model, the hardware and the world."""
-    cluster = base.cluster
-    head = {"model": base.run.name, "hardware": cluster.hardware.name, "world": cluster.devices}
-    print(json.dumps({**head, **answer}, indent=2))
+def _first(plan: Plan) -> Projection:
+    """The candidate that what-ifs start from."""
+    best = _best_or_refusal(plan)
+    if isinstance(best, Refusal):
+        raise PenstockError(f"no layout of {plan.model}: {best.reason}", fix="name one: --layout pp=8,ep=8")
+    return best
 
 
-def _whole(word: str, option: str) -> int:
-    if not word.strip().isdecimal() or int(word) < 1:
-        raise PenstockError(f"{option} is a list of numbers of devices", got=repr(word), allowed="128,256,512")
-    return int(word)
-
-
-def _write(
-    answer: Plan, files: Mapping[str, Path | None], assumptions: Assumptions, more: Sequence[Figure] = ()
-) -> None:
-    for option, path in files.items():
-        if path is None:
-            continue
+def _write(request: PlanRequest, answer: PlanAnswer) -> None:
+    """Write the files that are asked for: a run whole or not at all, a page, an image of each picture."""
+    plan = answer.plan
+    for option, path in request.files.items():
+        assert plan is not None, "files are of one plan"
         written = [path]
         if option == "--write":
-            write_run(path, answer)
+            _write_run(path, plan)
+        elif option == "--html":
+            write_page(plan, path, more=answer.figures, grounds=grounds(answer.cluster, answer.assumed))
         else:
-            runs = [candidate.run for candidate in answer.candidates]
-            assumed = _assumed(assumptions, runs[0]) if runs else []
-            written = write_pictures(path, answer, more, grounds(answer.cluster, assumed))
+            written = write_image(plan, path, more=answer.figures)
         # Standard output may be JSON that a program reads.
         print(f"written to {', '.join(str(file) for file in written)}", file=sys.stderr)
 
 
-def write_run(path: Path, plan: Plan) -> None:
-    """Write the run of a plan's first candidate, whole or not at all; a PenstockError if there is none."""
+def _write_run(path: Path, plan: Plan) -> None:
     if not plan.candidates:
         raise PenstockError(f"no layout of {plan.model} fits, so {path} is not written", fix="see --explain refused")
     best = plan.candidates[0]
@@ -526,13 +300,18 @@ def write_run(path: Path, plan: Plan) -> None:
     write_file(path, "".join(f"# {line}\n" for line in head) + f"\n{dump_toml(best.run)}")
 
 
-def write_pictures(path: Path, plan: Plan, more: Sequence[Figure], rests_on: Sequence[str]) -> list[Path]:
-    """Write a page of a plan, or an image of each of its pictures, by the suffix of the path; returns the files.
+def _print_next(request: PlanRequest, answer: PlanAnswer) -> None:
+    """Propose to train the run that was written, or the command that also writes it."""
+    given = request.options.given()
+    if "--write" in given:
+        print_next("train", given["--write"], to_stderr=True)
+        return
+    has_run = answer.plan is not None and bool(answer.plan.candidates)
+    if has_run and not {"--json", "--compare", "--saving", "--software"} & given.keys():
+        kept = {name: value for name, value in given.items() if name not in _DROPPED}
+        options = [text for name, value in kept.items() for text in (name, f"{value}")]
+        print_next("plan", *request.names, *request.overrides, *options, "--write", "best.toml")
 
-    `more` are pictures of what-ifs, `rests_on` assumptions and origins. Raises a PicturesError if Plotly or a
-    browser is not installed.
-    """
-    if path.suffix == ".html":
-        write_page(plan, path, more=more, grounds=rests_on)
-        return [path]
-    return write_image(plan, path, more=more)
+
+_DROPPED = ("TARGET", RECORDED, "--top", "--explain", "--scale", "--sweep", "--html", "--png", "--svg")
+"""Options of a plan that do not change its first candidate."""

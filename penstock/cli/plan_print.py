@@ -1,23 +1,26 @@
 """A plan as text: the conclusion, the candidates, the refusals with reasons, and the origin of the figures."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
-from penstock.base.errors import PenstockError, did_you_mean
-from penstock.base.numbers import bytes_text, count_text, counted, duration_text, shortened, time_text
+from penstock.base.errors import PenstockError
+from penstock.base.numbers import bytes_text, counted, shortened, time_text
 from penstock.cli.output import print_table
+from penstock.cli.plan_request import Topic
+from penstock.config.run import Run
 from penstock.kernels.tuning import LAUNCHES_FROM
 from penstock.plan.asked_layout import differing_fields, field_label
-from penstock.plan.campaign import DAY, HOUR, RESTART_SECONDS, WRITE_SECONDS, Campaign, PhaseCost, campaign_json
+from penstock.plan.assumptions import Assumptions
+from penstock.plan.balance import BalanceCase
+from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, SourcedTable
 from penstock.plan.known_error import error_text
 from penstock.plan.layout_names import FOLLOW
 from penstock.plan.memory import COMPONENTS, components
-from penstock.plan.projection import MARGIN, MEMORY, SLOWER, Advice, Layout, Plan, Projection, Refusal, candidate_json
-from penstock.plan.what_if import ProjectionComparison, SweepPoint, TermChange, slowest
+from penstock.plan.projection import MARGIN, MEMORY, SLOWER, Advice, Layout, Plan, Projection, Refusal
+from penstock.plan.software import OWN
+from penstock.plan.what_if import slowest
 
 _SIZES = ("tp", "cp", "pp", "ep", "etp")
 _CHOICES = ("schedule", "micro_batch", "recompute", "sync_free_stage", "dispatcher", "shard")
@@ -92,16 +95,14 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
     print(f"{plan.model} on {cluster_text(plan.cluster)}")
     if plan.candidates:
         best = plan.candidates[0]
-        print(f"{'asked' if plan.considered == 1 else f'best{unproved(plan.gap)}'}: {conclusion(best)}")
+        print(f"{verdict(plan)}: {conclusion(best)}")
         print()
         print_candidates(plan.candidates)
         if plan.considered > 1 and len(plan.candidates) > 1:
             print("rows: the fastest found of each way to divide the model, then others (--top)")
         print()
-        for label, text in _facts(best).items():
+        for label, text in facts(best).items():
             print(f"{label:<10}{text}")
-        for advice in plan.advice:
-            print(f"advice: {advice_text(advice, best, is_search=plan.considered > 1)}")
     elif plan.considered == 1 and plan.refused:
         (refusal,) = plan.refused
         print(f"asked: {refused_text(refusal.layout)}: refused by {refusal.rule}: {refusal.reason}")
@@ -109,8 +110,8 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
         print(f"nothing fits: no grid of {plan.cluster.devices:,} devices has the sizes that are asked for")
     else:
         print(f"nothing fits, of {plan.considered:,} layouts")
-    for close in plan.close:
-        print(f"may not fit: {conclusion(close)}; {bytes_text(-close.over_bytes)} left")
+    for line in caveats(plan):
+        print(line)
     if plan.nearest is not None:
         print(f"nearest: {conclusion(plan.nearest)}")
     for help_text in plan.helps:
@@ -122,12 +123,24 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
     print(*grounds(plan.cluster, assumed), sep="\n")
 
 
+def verdict(plan: Plan) -> str:
+    """How the first candidate was found."""
+    return "asked" if plan.considered == 1 else f"best{unproved(plan.gap)}"
+
+
 def unproved(gap: float) -> str:
     """What the bound of a search that ended early leaves open, behind `best`; empty after a proof."""
     if not gap:
         return ""
     faster = f"{gap:.1%} faster" if gap < 1 else f"{1 + gap:.1f} x as fast"
     return f" found; not proved: up to {faster} may exist"
+
+
+def caveats(plan: Plan) -> list[str]:
+    """Lines of what is said against the first candidate, or for others."""
+    best, is_search = next(iter(plan.candidates), None), plan.considered > 1
+    lines = [f"advice: {advice_text(advice, best, is_search=is_search)}" for advice in plan.advice if best]
+    return lines + [f"may not fit: {conclusion(near)}; {bytes_text(-near.over_bytes)} left" for near in plan.close]
 
 
 def print_candidates(candidates: Sequence[Projection]) -> None:
@@ -151,7 +164,7 @@ def print_candidates(candidates: Sequence[Projection]) -> None:
         print(f"{'all' if len(candidates) > 1 else 'with'}: {', '.join(same)}")
 
 
-def _facts(best: Projection) -> dict[str, str]:
+def facts(best: Projection) -> dict[str, str]:
     """Batch, memory and time of the first candidate, by label."""
     run, layout, memory, slowest_rank = best.run, best.layout, best.memory, slowest(best)
     training = run.training
@@ -201,23 +214,17 @@ REASONS: Mapping[str, str] = {MEMORY: "do not fit", MARGIN: "may not fit", SLOWE
 def print_refusals(refused: Sequence[Refusal], considered: int) -> None:
     """Print how many layouts were left out and why, and a row for each rule of illegal ones with an example."""
     legal = {refusal.rule: refusal.count for refusal in refused if refusal.rule in REASONS}
-    counted_rules = sorted(
-        (refusal for refusal in refused if refusal.rule not in REASONS), key=lambda refusal: -refusal.count
-    )
+    counted_rules = [refusal for refusal in refused if refusal.rule not in REASONS]
+    counted_rules.sort(key=lambda refusal: -refusal.count)
     illegal = sum(refusal.count for refusal in counted_rules)
     counts = [f"{legal[rule]:,} {what}" for rule, what in REASONS.items() if rule in legal]
     counts += [f"{illegal:,} are illegal"] if illegal else []
     print(f"left out: {sum(legal.values()) + illegal:,} of {considered:,} layouts: {', '.join(counts)}")
     if counted_rules:
-        rows = [
-            (
-                refusal.rule,
-                f"{refusal.count:,}",
-                refused_text(refusal.layout),
-                shortened(refusal.reason, LONGEST_REASON),
-            )
-            for refusal in counted_rules
-        ]
+        rows = []
+        for refusal in counted_rules:
+            where, why = refused_text(refusal.layout), shortened(refusal.reason, LONGEST_REASON)
+            rows.append((refusal.rule, f"{refusal.count:,}", where, why))
         print_table(("illegal by", "layouts", "such as", "because"), rows, ("such as",))
 
 
@@ -229,6 +236,53 @@ def refused_text(layout: Mapping[str, object]) -> str:
         if layout.get(name) not in (None, "none", "1f1b")
     ]
     return ", ".join([sizes_text(layout), *choices])
+
+
+_SAVING: Mapping[str, str] = {
+    "run": "activations are those that the run itself keeps (--saving)",
+    "conventional": "activations as operators that are not fused keep them (--saving)",
+}
+
+
+_IN_TURN = "tokens take the experts in turn, as benchmarks that force balance do (--routing)"
+
+
+def assumed_lines(assumptions: Assumptions, run: Run) -> list[str]:
+    """A line for each assumption about the run that may be changed."""
+    lines = []
+    if run.model.moe is not None:
+        forced = "model.moe.balance.force_load_balance" if run.model.moe.balance.force_load_balance else "--imbalance"
+        share = f"{assumed_imbalance(run, assumptions.in_time):.4g} x their even share of rows, at most all"
+        loads = assumptions.loads
+        if loads is not None and forced == "--imbalance":
+            forced = f"mean of {loads.layers} layers and {len(loads.steps_LE)} steps, --routing {loads.path}"
+        lines.append(f"the fullest rank's experts get {share} ({forced})")
+        lines += (
+            ["tokens take the experts in turn, as benchmarks that force balance do (--routing)"]
+            if assumptions.in_turn
+            else []
+        )
+    if run.data.document_mask:
+        lines.append("each row is one document in attention, so shorter ones take less time (data.document_mask)")
+    lines.append(_SAVING[assumptions.saving])
+    software = assumptions.software
+    return lines if software == OWN else [*lines, f"{software} (--software); {software.source}"]
+
+
+def print_balance(cases: Sequence[BalanceCase]) -> None:
+    """The run with and without replicas of experts, if there are cases; forced balance, the last one, is the limit."""
+    if not cases:
+        return
+    least = cases[-1].step_seconds
+    rows = []
+    for case in cases:
+        replicas = f"{case.loads.replicas:.1f}" if case.loads.replicas else ""
+        exposed = time_text(case.exposed_seconds) if case.exposed_seconds else ""
+        row = (case.name, f"{case.loads.fullest:.3f}", replicas, exposed, time_text(case.step_seconds))
+        rows.append((*row, f"{least / case.step_seconds:.1%}"))
+    head = ("dispatch.balance", "fullest rank", "replicas", "waiting for them", "step", "of forced")
+    print_table(head, rows, ("waiting for them", "replicas"))
+    print("fullest rank: its rows over the even share; replicas of a layer on all ranks: means of layers and steps")
 
 
 def grounds(cluster: Cluster, assumed: Sequence[str]) -> list[str]:
@@ -277,24 +331,16 @@ def _collectives(cluster: Cluster) -> dict[str, SourcedTable]:
 
 
 _HELD = "held"
-_NEEDS_CANDIDATE = ("memory", "memory.activations", "time")
+_NEEDS_CANDIDATE: tuple[Topic, ...] = ("memory", "memory.activations", "time")
 
 
-def check_topic(topic: str) -> None:
-    """Refuse an unknown topic before anything is computed: a PenstockError that lists the topics."""
-    if topic not in TOPICS:
-        fix = did_you_mean(topic, TOPICS)
-        raise PenstockError("--explain knows no such topic", got=topic, allowed=", ".join(TOPICS), fix=fix)
-
-
-def explain(plan: Plan, topic: str) -> None:
+def explain(plan: Plan, topic: Topic) -> None:
     """Print the terms of a plan's first candidate, or of the plan. Raises a PenstockError without a candidate."""
-    check_topic(topic)
     print(f"{plan.model} on {cluster_text(plan.cluster)}")
-    if topic in _NEEDS_CANDIDATE:
-        if not plan.candidates:
-            raise PenstockError("no layout fits, so none can be explained", fix="--explain refused, or name a --layout")
+    if plan.candidates:
         print(conclusion(plan.candidates[0]))
+    elif topic in _NEEDS_CANDIDATE:
+        raise PenstockError("no layout fits, so none can be explained", fix="--explain refused, or name a --layout")
     print()
     TOPICS[topic](plan)
 
@@ -302,11 +348,8 @@ def explain(plan: Plan, topic: str) -> None:
 def _memory(plan: Plan) -> None:
     best = plan.candidates[0]
     columns = [components(memory) for memory in best.memories]
-    rows = [
-        (name, *(bytes_text(column[name]) for column in columns))
-        for name in COMPONENTS
-        if any(column[name] for column in columns)
-    ]
+    names = [name for name in COMPONENTS if any(column[name] for column in columns)]
+    rows = [(name, *(bytes_text(column[name]) for column in columns)) for name in names]
     rows.append(("total", *(bytes_text(memory.total) for memory in best.memories)))
     rows.append(("host", *(bytes_text(memory.host) for memory in best.memories)))
     rows.append(("fullest at", *(moment_text(memory.moment) for memory in best.memories)))
@@ -327,9 +370,8 @@ def _print_places(best: Projection, what: str, rows: Sequence[Sequence[str]]) ->
 def _activations(plan: Plan) -> None:
     memory = plan.candidates[0].memory
     whole = memory.activations + memory.logits
-    print(
-        f"rank {memory.rank} at its fullest, {moment_text(memory.moment)}: activations {bytes_text(memory.activations)}"
-    )
+    moment = moment_text(memory.moment)
+    print(f"rank {memory.rank} at its fullest, {moment}: activations {bytes_text(memory.activations)}")
     terms = sorted(memory.terms.items(), key=lambda term: -term[1])
     rows = [
         ("other micro-batches" if name == _HELD else name, bytes_text(size), f"{size / whole:.1%}" if whole else "")
@@ -345,15 +387,10 @@ def _activations(plan: Plan) -> None:
 
 def _moments(best: Projection) -> None:
     """Print the fullest moment of every place, which may differ."""
-    rows = [
-        (
-            f"rank {memory.rank}",
-            moment_text(memory.moment),
-            bytes_text(memory.terms.get(_HELD, 0)),
-            bytes_text(memory.activations),
-        )
-        for memory in best.memories
-    ]
+    rows = []
+    for memory in best.memories:
+        sizes = (bytes_text(memory.terms.get(_HELD, 0)), bytes_text(memory.activations))
+        rows.append((f"rank {memory.rank}", moment_text(memory.moment), *sizes))
     print()
     print_table(("place", "fullest at", "of other micro-batches", "activations"), rows)
 
@@ -376,10 +413,9 @@ def _refused(plan: Plan) -> None:
     if not plan.refused:
         print("nothing was refused")
         return
-    rows = [
-        (refusal.rule, f"{refusal.count:,}", refused_text(refusal.layout), refusal.reason) for refusal in plan.refused
-    ]
-    print_table(("rule", "layouts", "where", "because"), sorted(rows, key=lambda row: row[0]), ("where",))
+    refused = sorted(plan.refused, key=lambda refusal: refusal.rule)
+    rows = [(entry.rule, f"{entry.count:,}", refused_text(entry.layout), entry.reason) for entry in refused]
+    print_table(("rule", "layouts", "where", "because"), rows, ("where",))
 
 
 def _hardware(plan: Plan) -> None:
@@ -389,7 +425,7 @@ def _hardware(plan: Plan) -> None:
     print_table(("figures", "source"), rows)
 
 
-TOPICS: Mapping[str, Callable[[Plan], None]] = {
+TOPICS: Mapping[Topic, Callable[[Plan], None]] = {
     "memory": _memory,
     "memory.activations": _activations,
     "time": _time,
@@ -397,203 +433,3 @@ TOPICS: Mapping[str, Callable[[Plan], None]] = {
     "hardware": _hardware,
 }
 """Topics of --explain."""
-
-
-_LARGEST_TERMS = 12
-
-
-def print_comparison(comparison: ProjectionComparison, left: str, right: str) -> None:
-    """Print the differences of two runs by size, under their names."""
-    for name, projection in ((left, comparison.left), (right, comparison.right)):
-        print(f"{name}: {conclusion(projection)}")
-    print()
-    if comparison.fields:
-        fields = [
-            (projection.field, projection.left or "-", projection.right or "-") for projection in comparison.fields
-        ]
-        print_table(("field", left, right), fields)
-        print()
-    memory = _change_rows(comparison.memory, bytes_text)
-    totals = TermChange(name="total", left=comparison.left.memory.total, right=comparison.right.memory.total)
-    places = f"of the fullest ranks, {comparison.left.memory.rank} and {comparison.right.memory.rank}"
-    print_table(("memory", left, right, "more"), [*memory, *_change_rows([totals], bytes_text, all_of_them=True)])
-    print(places)
-    print()
-    terms = sorted(comparison.activations, key=lambda change: -abs(change.more))[:_LARGEST_TERMS]
-    if rows := _change_rows(terms, bytes_text):
-        print_table(("activations of", left, right, "more"), rows)
-        print()
-    before, after = comparison.left.time, comparison.right.time
-    step = TermChange(name="step", left=before.step_seconds, right=after.step_seconds)
-    seconds = _change_rows(comparison.seconds, time_text)
-    print_table(("time", left, right, "more"), [*seconds, *_change_rows([step], time_text, all_of_them=True)])
-    speedup = after.tokens_per_second_per_device / before.tokens_per_second_per_device
-    print(f"terms of the place that waits least; {right} trains {speedup:.2f} x the tokens per second of {left}")
-
-
-def _change_rows(
-    changes: Sequence[TermChange], text: Callable[[float], str], *, all_of_them: bool = False
-) -> list[tuple[str, ...]]:
-    """Rows of differing terms, the largest difference first."""
-    shown = [change for change in changes if change.more or all_of_them]
-    shown.sort(key=lambda change: -abs(change.more))
-    return [
-        (
-            change.name,
-            text(change.left),
-            text(change.right),
-            f"{'-' if change.more < 0 else '+'}{text(abs(change.more))}",
-        )
-        for change in shown
-    ]
-
-
-def comparison_json(comparison: ProjectionComparison) -> dict[str, Any]:
-    terms = {"memory": comparison.memory, "activations": comparison.activations, "seconds": comparison.seconds}
-    return {
-        "left": candidate_json(comparison.left),
-        "right": candidate_json(comparison.right),
-        "fields": [vars(change) for change in comparison.fields],
-        "changes": {
-            what: [vars(change) | {"more": change.more} for change in changes] for what, changes in terms.items()
-        },
-    }
-
-
-def print_scaling(kinds: Mapping[str, Sequence[SweepPoint]], base: Projection) -> None:
-    """Print one layout on several numbers of devices: points of strong and of weak scaling."""
-    print(f"layout: {base.layout}")
-    batch = f"{base.run.training.global_batch:,} rows"
-    titles = {
-        "strong": f"strong scaling: {batch} a step on any number of devices, as far as they can share them",
-        "weak": f"weak scaling: {batch} a step on {base.cluster.devices} devices, as many for each on all",
-    }
-    for kind, points in kinds.items():
-        print(f"\n{titles[kind]}")
-        _print_points(points, base.cluster.speed_unit)
-
-
-def print_sweep(points: Sequence[SweepPoint], base: Projection) -> None:
-    """Print one run with several values of one field."""
-    print(f"from: {conclusion(base)}\n")
-    _print_points(points, base.cluster.speed_unit)
-
-
-def print_searches(points: Sequence[SweepPoint], cluster: Cluster) -> None:
-    """Print the fastest layout of each value, or of each number of devices with what it leaves spare."""
-    (name, *_), has_worlds = points[0].asked, "devices" in points[0].asked
-    print(f"{cluster_text(cluster)}: the fastest layout of each {'number of them' if has_worlds else name}\n")
-    speeds = [_speed_of_all(point) for point in points]
-    rows = []
-    for point, speed in zip(points, speeds, strict=True):
-        answer, value = point.answer, point.asked[name]
-        rows.append([f"{int(value):,}", f"{cluster.devices - int(value):,}"] if has_worlds else [value])
-        if isinstance(answer, Refusal):
-            rows[-1] += ["", "", "", "", "", answer.reason]
-            continue
-        rows[-1] += [f"{answer.run.training.global_batch:,}", time_text(answer.time.step_seconds)]
-        rows[-1] += [f"{answer.time.tokens_per_second_per_device:,.0f}", f"{speed:,.0f}"]
-        rows[-1] += [f"{speed / max(speeds):.1%}", f"{answer.layout}"]
-        rows[-1][-1] += f"; best{unproved(point.gap)}" if point.gap else ""
-    head = [*(("devices", "spare") if has_worlds else (name.rpartition(".")[2],)), "rows", "step"]
-    print_table([*head, cluster.speed_unit, "tokens/s", "of the most", ""], rows, ("step",))
-
-
-def _speed_of_all(point: SweepPoint) -> float:
-    """Tokens per second of all devices; 0 without an answer."""
-    answer = point.answer
-    return 0.0 if isinstance(answer, Refusal) else answer.time.tokens_per_second_per_device * answer.cluster.devices
-
-
-def _print_points(points: Sequence[SweepPoint], speed: str) -> None:
-    asked = list(dict.fromkeys(name for point in points for name in point.asked))
-    with_efficiency = any(point.efficiency is not None for point in points)
-    columns = ["step", speed, *(["efficiency"] if with_efficiency else []), "MFU", "bubble", "exposed", "memory"]
-    rows = [
-        [*(point.asked.get(name, "") for name in asked), *_cells(point, with_efficiency=with_efficiency)]
-        for point in points
-    ]
-    print_table(
-        (*(name.rpartition(".")[2] for name in asked), "rows", *columns, ""), rows, ("exposed", "bubble", "MFU")
-    )
-    refusals = [point.answer for point in points if isinstance(point.answer, Refusal)]
-    for reason in dict.fromkeys(f"{refusal.rule}: {refusal.reason}" for refusal in refusals):
-        print(reason)
-
-
-def _cells(point: SweepPoint, *, with_efficiency: bool) -> list[str]:
-    answer = point.answer
-    if isinstance(answer, Refusal):
-        return [*[""] * (7 + with_efficiency), answer.rule]
-    if (way := answer.layout.dispatcher) != point.asked.get("dispatcher", way):
-        return [*[""] * (7 + with_efficiency), f"comes down to {way}"]
-    time = answer.time
-    cells = [f"{answer.run.training.global_batch:,}", time_text(time.step_seconds)]
-    cells += [f"{time.tokens_per_second_per_device:,.0f}"]
-    if with_efficiency:
-        cells += ["" if point.efficiency is None else f"{point.efficiency:.1%}"]
-    cells += [f"{time.model_flops_utilization:.1%}", f"{time.bubble:.1%}"]
-    cells += [time_text(time.exposed_communication_seconds), bytes_text(answer.memory.total)]
-    return [*cells, "" if answer.fits else f"{bytes_text(answer.over_bytes)} too much"]
-
-
-def points_json(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
-    """Each point with its candidate and rows, or with its refusal."""
-    entries: list[dict[str, Any]] = []
-    for point in points:
-        answer = point.answer
-        if isinstance(answer, Refusal):
-            entries.append({"asked": dict(point.asked), "refused": {"rule": answer.rule, "reason": answer.reason}})
-        else:
-            batch = {"global_batch": answer.run.training.global_batch, "efficiency": point.efficiency}
-            entries.append({"asked": dict(point.asked), **batch, "candidate": candidate_json(answer)})
-    return entries
-
-
-def print_campaign(campaign: Campaign, *, as_json: bool) -> None:
-    """Print a row for each phase of a training run, their sum, and the assumed failures."""
-    if as_json:
-        print(json.dumps(campaign_json(campaign), indent=2))
-        return
-    cluster, costs = campaign.cluster, campaign.phases
-    print(f"{costs[0].projection.run.name} on {cluster_text(cluster)}")
-    head = ["phase", "sequence", "tokens/step", "tokens", "layout", cluster.speed_unit, "days", "GPU-hours"]
-    head += ["cost"] * (campaign.price is not None) + ["MWh"] * (campaign.watts is not None)
-    rows = []
-    for number, cost in enumerate(costs, start=1):
-        best = cost.projection
-        row = [f"{number}", f"{best.run.training.sequence_length:,}", count_text(best.run.tokens_per_step)]
-        row += [count_text(cost.phase.tokens), sizes_text(best.layout)]
-        rows.append([*row, f"{best.time.tokens_per_second_per_device:,.0f}", *_campaign_sums(campaign, (cost,))])
-    if len(rows) > 1:
-        tokens = count_text(sum(cost.phase.tokens for cost in costs))
-        rows.append(["all", "", "", tokens, "", "", *_campaign_sums(campaign, costs)])
-    print_table(head, rows, ("tokens/step", "layout"))
-    for number, cost in enumerate(costs, start=1):
-        if (lost := cost.interruptions) is not None:
-            steps = max(1, round(lost.interval_seconds / cost.projection.time.step_seconds))
-            print(
-                f"phase {number}: {lost.goodput:.1%} goodput; a failure every {lost.between_seconds / HOUR:.1f} h, "
-                f"a checkpoint every {counted(steps, 'step')} ({duration_text(lost.interval_seconds)}), "
-                f"which stops training for {time_text(lost.save_seconds)}"
-            )
-    if costs[0].interruptions is None:
-        print("assumed: no failures (--mtbf HOURS of one device)")
-    else:
-        print(
-            f"assumed: {duration_text(RESTART_SECONDS)} from a failure until training goes on, "
-            f"and {duration_text(WRITE_SECONDS)} to write a checkpoint in the background"
-        )
-    if campaign.watts is not None:
-        print(f"assumed: {campaign.watts:g} W of each device, without its host and cooling (--watts)")
-
-
-def _campaign_sums(campaign: Campaign, phases: Sequence[PhaseCost]) -> list[str]:
-    """Days, hours of devices, and as far as they are known cost and energy of phases."""
-    prices, joules = [campaign.cost(cost) for cost in phases], [campaign.energy_joules(cost) for cost in phases]
-    return [
-        f"{sum(cost.seconds for cost in phases) / DAY:,.1f}",
-        f"{sum(cost.device_hours for cost in phases):,.0f}",
-        *([f"{sum(price or 0 for price in prices):,.0f}"] if campaign.price is not None else []),
-        *([f"{sum(energy or 0 for energy in joules) / HOUR / 1e6:,.2f}"] if campaign.watts is not None else []),
-    ]

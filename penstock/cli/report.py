@@ -19,7 +19,7 @@ from rich.console import Console
 
 from penstock.base.errors import PenstockError, did_you_mean_path
 from penstock.cli.options import Names, On
-from penstock.cli.plan_options import check_file
+from penstock.cli.plan_request import check_file
 from penstock.cli.trace_diff import one_rank, warnings_of
 from penstock.report.diff_page import write_diff_page
 from penstock.report.run_evidence import gather

@@ -21,14 +21,13 @@ import typer
 from typer.core import TyperCommand
 
 from penstock.base.errors import ConfigError
-from penstock.cli.verbs import HELP
+from penstock.cli.verbs import HELP, load_by_name
 from penstock.config.load import huggingface_config_in, load_run
 from penstock.config.other_names import fields_of_other_name
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import NAME, every_field
 from penstock.plan.hardware_file import known_hardware, parse_cluster
-from penstock.plan.layout_names import parse_layout
 
 OVERRIDES = "[a.b=c]..."
 COMMANDS = Path(__file__).with_name("commands.json")
@@ -157,11 +156,10 @@ def _check_values(verb: str, node: Mapping[str, Any], values: Mapping[str, Any])
     by_metavar = {parameter.get("metavar", ""): values.get(parameter["name"]) for parameter in node["parameters"]}
     overrides, cluster = (by_metavar.get(name) for name in (OVERRIDES, "NxCHIP"))
     target = by_metavar.get("TARGET", by_metavar.get("[TARGET]"))  # in brackets where it may be left out
-    if isinstance(cluster, str) and cluster != "here":
+    if verb == "plan":
+        load_by_name("penstock.cli.plan_request", "request_of")(values)
+    elif isinstance(cluster, str) and cluster != "here":
         parse_cluster(cluster)
-    for name in ("layout", "only") if verb == "plan" else ():
-        if isinstance(text := values.get(name), str) and text != "own":
-            parse_layout(text)
     # The target may be left out before overrides, and reading a model's config.json needs PyTorch.
     if isinstance(target, str) and "=" not in target and not (verb == "plan" and huggingface_config_in(target)):
         # What is asked for beside the target may complete the run; its rules are left to the verb then.

@@ -65,6 +65,16 @@ def with_layout(run: Run, choices: Mapping[str, str], world: int, tokens: float 
     return changed
 
 
+def check_said_once(run: Run, overrides: Sequence[str], choices: Mapping[str, str]) -> None:
+    """Refuse parts of a layout that overrides, which `run` has, say differently, with a ConfigError."""
+    said, parts = parse_overrides(Run, overrides), layout_fields(run)
+    for name, value in choices.items():
+        section, _, field = FIELDS.get(name, "").partition(".")
+        if field in said.get(section, {}) and f"{parts[name]}" != value:
+            got = f"{name}={value} and {FIELDS[name]}={parts[name]}"
+            raise ConfigError("--layout and an override say the same part differently", got=got, fix="leave one out")
+
+
 def layout_fields(run: Run) -> dict[str, object]:
     """The parts of a layout that a run's configuration says."""
     parts: dict[str, object] = {}

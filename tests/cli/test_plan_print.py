@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.plan_print import TOPICS, check_topic, conclusion, explain, origins_text, print_plan, sizes_text
+from penstock.cli.plan_print import conclusion, explain, origins_text, print_plan, sizes_text
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.known_error import KNOWN_ERROR, PUBLISHED_ERRORS, KnownError, error_text
 from penstock.plan.projection import MEMORY, SLOWER, Advice, Plan
@@ -242,9 +242,3 @@ def test_the_sources_of_the_hardware_can_be_read() -> None:
 def test_without_a_candidate_there_is_nothing_to_explain(topic: str) -> None:
     with pytest.raises(ValueError, match="no layout fits"):
         explain(plan(), topic)
-
-
-def test_an_unknown_topic_names_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match="memory.activations, time, refused, hardware; fix: did you mean time") as told:
-        check_topic("times")
-    assert all(topic in str(told.value) for topic in TOPICS)

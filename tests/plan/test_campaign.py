@@ -84,6 +84,10 @@ def test_longer_rows_keep_about_the_tokens_of_a_step() -> None:
     (one,) = plan_campaign(run, [TrainingPhase(tokens=1e6, sequence_length=512)], plan_of)
     assert one.projection.run.training.sequence_length == 512
     assert one.projection.run.tokens_per_step == run.tokens_per_step
+    ramp, rest = plan_campaign(
+        run, [TrainingPhase(tokens=1e6, batch_tokens=4096), TrainingPhase(tokens=1e6)], plan_of, step_tokens=16384
+    )
+    assert [cost.projection.run.tokens_per_step for cost in (ramp, rest)] == [4096, 16384]
 
 
 def test_the_goodput_is_that_of_a_simulated_run_with_random_failures() -> None:
