@@ -29,6 +29,17 @@ class SearchNode(NamedTuple):
     sync_free: int
 
 
+class Waiting(NamedTuple):
+    """Layouts to look at: seconds that they cannot go below, and how closely these are known (`penstock.plan.search`).
+
+    At step 0 the node stands for all divisions of dense ranks, shards and rows beside its experts.
+    """
+
+    bound: float
+    step: int
+    node: SearchNode
+
+
 def neighbours(
     node: SearchNode,
     divisions: Sequence[Divisions],

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from multiprocessing.pool import Pool
-from typing import NamedTuple
 
 import numpy as np
 
@@ -39,7 +38,7 @@ from penstock.plan.costs import HardwareTimes
 from penstock.plan.divisions import Divisions, Scaled
 from penstock.plan.hardware import cluster_of
 from penstock.plan.known_error import memory_margin
-from penstock.plan.neighbours import SearchNode, neighbours
+from penstock.plan.neighbours import SearchNode, Waiting, neighbours
 from penstock.plan.project import composed_projection
 from penstock.plan.projection import FAILED, MARGIN, MEMORY, SLOWER, Advice, Plan, Projection, Refusal, layout_of
 from penstock.plan.rules.book import advice
@@ -68,13 +67,14 @@ which one shows that none with less saving fits: of 872 drawn pairs, the most sa
 
 BATCH = 16  # layouts that are looked at side by side
 
-MOST_LOOKED = 5000
-"""Layouts that are looked at before a search ends without proof: bounds of small models are far from their times."""
+MOST_LOOKED, DEEP = 5000, 5
+"""Layouts that are looked at before a search ends without proof, and how many of them one counts as whose stages run:
+bounds of small models are far from their times."""
 
 FINISHED, WIDE = 100, 1.1
 """Layouts that are projected when a search ends without proof, and how much slower than a bound a best is too slow."""
 
-TELLS = 64  # layouts looked at between two words of progress
+TIGHTENED, TELLS = 800, 64  # layouts that are looked at before all groups get closer bounds; between lines of progress
 PLAYED, FINALISTS = 20, 4  # layouts whose schedule is played at the end, and that are projected with their rare stages
 CLOSE_TRIED, CLOSE_SHOWN = 8, 3  # layouts within the margin of the memory that are projected, and shown
 
@@ -101,17 +101,6 @@ def search(request: SearchRequest, progress: Progress | None = None, workers: Po
     finally:
         if was_enabled:
             gc.enable()
-
-
-class _Waiting(NamedTuple):
-    """Layouts to look at: seconds that they cannot go below, and how closely these are known (`_Search._look_at`).
-
-    At step 0 the node stands for all divisions of dense ranks, shards and rows beside its experts.
-    """
-
-    bound: float
-    step: int
-    node: SearchNode
 
 
 @dataclass(frozen=True)
@@ -202,12 +191,15 @@ class _Search:
             gap=max(0.0, self._best / self._bound - 1) if self._exact else 0.0,
         )
 
-    def _best_first(self, kept: Sequence[Divisions], waiting: list[_Waiting]) -> None:
+    def _best_first(self, kept: Sequence[Divisions], waiting: list[Waiting]) -> None:
         """Look at layouts, those with the least bound first, until no bound is below the best."""
         heapq.heapify(waiting)
-        looked = 0
+        looked, work, is_tight = 0, 0, False
         while waiting and waiting[0].bound < self._cutoff():
-            if looked >= MOST_LOOKED and self._exact:
+            if looked >= TIGHTENED and not is_tight:
+                waiting, is_tight = self._tightened(kept, waiting), True
+                continue
+            if work >= MOST_LOOKED and self._exact:
                 self._end_early(kept, waiting)
                 return
             batch = [heapq.heappop(waiting) for _ in range(min(BATCH, len(waiting)))]
@@ -218,12 +210,28 @@ class _Search:
                     for more in self._look_at(entry, kept[entry.node.family]):
                         heapq.heappush(waiting, more)
             looked += len(batch)
+            work += sum(DEEP if entry.step else 1 for entry in batch)
             if looked % TELLS < BATCH:
                 status = f"best {self._tokens(self._best):,.0f}" if self._exact else "none fits yet"
                 bound = f", at most {self._tokens(waiting[0].bound):,.0f}" if waiting else ""
                 self._progress(f"{looked:,} of {self._space.count:,} layouts looked at: {status}{bound} tokens/s")
 
-    def _end_early(self, kept: Sequence[Divisions], waiting: Sequence[_Waiting]) -> None:
+    def _tightened(self, kept: Sequence[Divisions], waiting: Sequence[Waiting]) -> list[Waiting]:
+        """The same layouts; groups that wait have closer bounds, infinite where they cannot be the best."""
+        self._progress("closer bounds")
+        closer = {
+            group.node: group.bound
+            for f, divisions in enumerate(kept)
+            for group in self._groups(f, self._bounds.tightened(divisions), counts=False)
+        }
+        tight = [
+            entry._replace(bound=max(entry.bound, closer.get(entry.node, math.inf))) if entry.step == 0 else entry
+            for entry in waiting
+        ]
+        heapq.heapify(tight)
+        return tight
+
+    def _end_early(self, kept: Sequence[Divisions], waiting: Sequence[Waiting]) -> None:
         """Play the layouts that were looked at closely, because one of them may be the best, and note the gap.
 
         Where it is wide, the most promising of those that wait for a first look are played as well, then layouts near
@@ -240,16 +248,16 @@ class _Search:
                 fastest = min(self._exact, key=self._exact.__getitem__)
                 near = set(neighbours(fastest, kept, self._space.savings, self._bounds.seconds)) - known
                 known |= near
-                self._play_those([_Waiting(0.0, 1, node) for node in sorted(near)])
+                self._play_those([Waiting(0.0, 1, node) for node in sorted(near)])
         self._bound = waiting[0].bound
 
-    def _play_those(self, waiting: Sequence[_Waiting]) -> None:
+    def _play_those(self, waiting: Sequence[Waiting]) -> None:
         """Play layouts that wait for a first look, as far as they may be the best."""
         for entry in self._prefetched(waiting):
             if max(entry.bound, self._look(entry.node)) < self._cutoff() and self._fit(entry.node) < math.inf:
                 self._play(entry.node)
 
-    def _prefetched(self, waiting: Sequence[_Waiting]) -> Iterator[_Waiting]:
+    def _prefetched(self, waiting: Sequence[Waiting]) -> Iterator[Waiting]:
         """Layouts whose stages are run before a look at them, side by side."""
         for number, entry in enumerate(waiting):
             if number % BATCH == 0:
@@ -257,7 +265,7 @@ class _Search:
                 self._composer.prefetch(run for entry in several for run in self._stages_of(entry))
             yield entry
 
-    def _look_at(self, entry: _Waiting, divisions: Divisions) -> Iterator[_Waiting]:
+    def _look_at(self, entry: Waiting, divisions: Divisions) -> Iterator[Waiting]:
         """The same layouts with closer bounds, as far as they may be the best."""
         bound, step, node = entry
         if step == 0:
@@ -270,9 +278,9 @@ class _Search:
         elif step == 3:
             self._play(node)
         elif (closer := (self._look, self._fit)[step - 1](node)) < math.inf:
-            yield _Waiting(max(bound, closer), step + 1, node)
+            yield Waiting(max(bound, closer), step + 1, node)
 
-    def _stages_of(self, entry: _Waiting) -> Iterator[tuple[Run, View]]:
+    def _stages_of(self, entry: Waiting) -> Iterator[tuple[Run, View]]:
         """Stages that a look at a layout will ask for."""
         if entry.step == 0:
             family, saving = self._families[entry.node.family], self._space.savings[entry.node.saving]
@@ -286,7 +294,7 @@ class _Search:
             else:
                 yield from self._composer.ends(run)
 
-    def _tries(self, divisions: Sequence[Divisions]) -> list[_Waiting]:
+    def _tries(self, divisions: Sequence[Divisions]) -> list[Waiting]:
         """Of each family and saving the most promising layout, the one with the least bound first."""
         entries, room = [], self._limit - self._overheads.context
         for f, every in enumerate(divisions):
@@ -294,7 +302,7 @@ class _Search:
             shapes = [shape for shape, name in enumerate(every.family.shapes) if name in FIRST_SHAPES]
             for v, saving in enumerate(self._space.savings):
                 best = [
-                    _Waiting(seconds, 0, node)
+                    Waiting(seconds, 0, node)
                     for shape in shapes
                     for seconds, node in promising(self._bounds, some, (f, shape, v), saving, room, CAUTION)
                 ]
@@ -306,12 +314,12 @@ class _Search:
         room = self._limit - self._overheads.context
         for nodes in promising_of_ways(self._bounds, self._space, divisions, room, CAUTION):
             played = 0
-            for entry in self._prefetched([_Waiting(0.0, 1, node) for node in nodes]):
+            for entry in self._prefetched([Waiting(0.0, 1, node) for node in nodes]):
                 if played < WAY_PLAYED and self._fits(entry.node):
                     self._play(entry.node)
                     played += 1
 
-    def _first_fit(self, tries: Sequence[_Waiting], rule: Rule | None = None) -> float | None:
+    def _first_fit(self, tries: Sequence[Waiting], rule: Rule | None = None) -> float | None:
         """Seconds of the first try that fits, and that a rule has nothing against; None if none does."""
         for entry in tries[:FIRST_TRIES]:
             if rule is not None and rule.check(self._sizes(entry.node)) is not None:
@@ -337,7 +345,7 @@ class _Search:
                     entries += [
                         (memory, SearchNode(f, shape, saving, dense, experts, shard, rows, stage)) for stage in stages
                     ]
-        smallest = [_Waiting(0.0, 1, node) for _, node in heapq.nsmallest(MOST_SAVING, entries)]
+        smallest = [Waiting(0.0, 1, node) for _, node in heapq.nsmallest(MOST_SAVING, entries)]
         for number, (*_, node) in enumerate(self._prefetched(smallest)):
             if number % TELLS == 0:
                 self._progress(f"{number:,} of {len(entries):,} layouts that save most memory looked at")
@@ -351,8 +359,11 @@ class _Search:
             if composed.fullest_of(range(sizes.pp)) > max(self._limit * HOPELESS, self._capacity):
                 self._hopeless.add(node._replace(saving=0, rows=0))
 
-    def _groups(self, f: int, divisions: Divisions) -> Iterator[_Waiting]:
-        """Layouts of a family with one shape, saving and division of the experts, by the least bound of those."""
+    def _groups(self, f: int, divisions: Divisions, *, counts: bool = True) -> Iterator[Waiting]:
+        """Layouts of a family with one shape, saving and division of the experts, by the least bound of those.
+
+        `counts` notes those that do not fit.
+        """
         family, savings = divisions.family, self._space.savings
         stages = np.array([len(expert.stages) for expert in family.experts])
         for shape in range(len(family.shapes)):
@@ -366,22 +377,23 @@ class _Search:
             for v, saving in enumerate(savings):
                 memory = self._bounds.bytes(some, shape, saving) + self._overheads.context
                 experts, is_large = some.places[:, 1], memory > self._limit
-                at = int(memory.argmin())
-                dense, expert, shard, rows = some.places[at].tolist()
-                nearly = SearchNode(f, shape, v, dense, expert, shard, rows, family.experts[expert].stages[0])
-                self._note_over(float(memory[at]) - self._limit, nearly, is_composed=False)
                 large = np.bincount(experts, is_large * stages[experts], len(stages)).astype(int)
-                self._too_large[MEMORY] += int(large.sum())
+                if counts:
+                    at = int(memory.argmin())
+                    dense, expert, shard, rows = some.places[at].tolist()
+                    nearly = SearchNode(f, shape, v, dense, expert, shard, rows, family.experts[expert].stages[0])
+                    self._note_over(float(memory[at]) - self._limit, nearly, is_composed=False)
+                    self._too_large[MEMORY] += int(large.sum())
                 least = np.full(len(stages), math.inf)
                 if not is_large.all():
                     seconds = self._bounds.seconds(some, shape, saving)
                     np.minimum.at(least, experts, np.where(is_large, math.inf, seconds))
                 for number in np.flatnonzero(least < self._cutoff()).tolist():
                     node = SearchNode(f, shape, v, 0, number, 0, 0, 0)
-                    self._large_in_group[node] = int(large[number])
-                    yield _Waiting(float(least[number]), 0, node)
+                    self._large_in_group.setdefault(node, int(large[number]))
+                    yield Waiting(float(least[number]), 0, node)
 
-    def _members(self, divisions: Divisions, group: SearchNode, bound: float) -> Iterator[_Waiting]:
+    def _members(self, divisions: Divisions, group: SearchNode, bound: float) -> Iterator[Waiting]:
         """The layouts of a group that may fit and be faster than what was found, by closer bounds."""
         saving, family = self._space.savings[group.saving], divisions.family
         splits = family.shapes[group.shape][0] in SPLITTING_SCHEDULES
@@ -399,7 +411,7 @@ class _Search:
             dense, _, shard, rows = scaled.divisions.places[at].tolist()
             for stage in stages:
                 node = group._replace(dense=dense, shard=shard, rows=rows, sync_free=stage)
-                yield _Waiting(max(bound, float(seconds[at])), 1, node)
+                yield Waiting(max(bound, float(seconds[at])), 1, node)
 
     def _is_dominated(self, node: SearchNode) -> bool:
         """Whether the layout fits with less recomputation, or without the host: that is faster."""
@@ -567,7 +579,7 @@ class _Search:
         legal = (Refusal(layout={}, rule=rule, reason=reasons[rule], count=counts[rule]) for rule in reasons)
         return [*(refusal for refusal in legal if refusal.count), *failed]
 
-    def _advice(self, best: Projection, tries: Sequence[_Waiting]) -> Iterator[Advice]:
+    def _advice(self, best: Projection, tries: Sequence[Waiting]) -> Iterator[Advice]:
         """What rules have against the best, each with the speed of the best layout that was found without it."""
         sizes = next(fitting.sizes for fitting in self._fitting.values() if fitting.composed.run == best.run)
         for rule, reason in advice(sizes):
