@@ -13,9 +13,10 @@ Kernels that were launched before the profiler started still run in its window. 
 breakdowns of the whole recording, of `all` events and of `linked` ones, whose launch is in the trace.
 
 Steps are torch.profiler's regions `ProfilerStep#N`, or Penstock's spans `step N`. The host runs ahead of the device, so
-the events of a step are those that were launched in its region, and on the device it ends with the last of them. The
-next step begins there, the first one with its first event on the stream that computes most: copies on another stream
-begin while the device still computes what was launched before. All other tables are of the events in these windows
+the events of a step are those that were launched in its region, and on the device it ends with the last of them, or
+with its region if that is later. The next step begins there. The first one begins with its region if its first event
+did not wait in the queue, else with that event: the device still computes what was launched before. That event is on
+the stream that computes most; copies on another stream begin at once. All other tables are of the events in these windows
 (`in_steps`), so warm-up and events of earlier steps count nowhere. On a CPU, the regions are the windows.
 A stream runs in order: an event without a launch is of an earlier step if it precedes all linked ones of its stream.
 """
@@ -34,6 +35,9 @@ from penstock.trace.intervals import Intervals, union
 STEP_NAMES = (re.compile(r"ProfilerStep\s*#(\d+)"), re.compile(rf"{Span.STEP}(?:[ #:](\d+))?"))
 """Names of steps: the profiler's, and Penstock's spans, which count where the profiler marked none."""
 
+
+QUEUED_US, QUEUED = 100.0, 0.01
+"""A first event that waited this long, and for this share of the time before it, shows earlier work on the device."""
 
 APART = 0.02  # share by which steps of the device and of the host differ before a note says so
 
@@ -143,7 +147,7 @@ def on_host_us(steps: Sequence[RecordedStep]) -> tuple[float, float] | None:
 def lag_note(steps: Sequence[RecordedStep]) -> str | None:
     """A line for steps whose mean time on the device is not that on the host, by `APART` or more."""
     ran = [step for step in steps if step.timeline.events]
-    if len(ran) < 2:  # the first step of a device is without the time before its first event
+    if not ran:
         return None
     device_us = (ran[-1].window_us[1] - ran[0].window_us[0]) / len(ran)
     host_us = (ran[-1].start_us + ran[-1].duration_us - ran[0].start_us) / len(ran)
@@ -198,10 +202,14 @@ def _windows(regions: HostEvents, trace: Trace) -> list[tuple[float, float]]:
     streams, stream = np.unique(gpu.stream, return_inverse=True)
     computes = np.isin(gpu.kind, (GpuKind.COMPUTE, GpuKind.SET))
     main = first & (stream == np.bincount(stream, gpu.duration_us * computes, len(streams)).argmax())
-    begin_us = gpu.start_us[main if main.any() else first].min()
-    ends_us = np.full(len(regions), begin_us)
+    row = int((main if main.any() else first).argmax())  # the first event of the step, by start
+    begin_us = float(gpu.start_us[row])
+    lead_us = begin_us - float(regions.start_us[0])
+    if begin_us - launched_us[row] < max(QUEUED_US, QUEUED * lead_us):
+        begin_us = max(begin_us - lead_us, min(begin_us, float(gpu.end_us[:row].max(initial=-np.inf))))
+    ends_us = np.maximum(regions.end_us, begin_us)
     np.maximum.at(ends_us, step[inside], gpu.end_us[inside])
-    return list(pairwise([float(begin_us), *np.maximum.accumulate(ends_us).tolist()]))
+    return list(pairwise([begin_us, *np.maximum.accumulate(ends_us).tolist()]))
 
 
 def _spent(busy: BusyIntervals, total_us: float, events: int) -> TimeBreakdown:

@@ -207,11 +207,11 @@ def test_sheets_are_of_one_step_and_hold_every_table(tmp_path: Path) -> None:
     found = sheets(answer)
     assert {"timeline", "steps", "phases", "operators", "streams", "collectives", "critical_path", "gaps"} <= set(found)
     spent = {name: value for name, value in found["timeline"][0].items() if name != "of"}
-    assert (spent["rank"], spent["total_us"], spent["events"]) == (0, 147.5, 4)  # of 95 and 200 us
+    assert (spent["rank"], spent["total_us"], spent["events"]) == (0, 185, 4)  # of 170 and 200 us
     assert (
         sum(row["kernel_us"] for row in found["operators"]) == sum(row["kernel_us"] for row in found["phases"]) == 115
     )
-    assert [row["total_us"] for row in found["steps"]] == [95, 200]
+    assert [row["total_us"] for row in found["steps"]] == [170, 200]
     write_sheets(answer, tmp_path / "sheets")
     with (tmp_path / "sheets" / "operators.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

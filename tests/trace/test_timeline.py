@@ -83,10 +83,12 @@ def test_windows_of_steps_leave_nothing_out() -> None:
     trace = read(tiny())
     steps = steps_of(trace)
     assert [(step.number, step.duration_us, step.timeline.events) for step in steps] == [(3, 190, 4), (4, 190, 4)]
-    assert [step.timeline.total_us for step in steps] == [95, 200]  # to the last end; from there
+    # From the end of an earlier event to the end of the first region, and on to that of the second.
+    assert [step.timeline.total_us for step in steps] == [170, 200]
     linked = timelines(trace)["linked"]
-    sums = [sum(values) for values in zip(*(astuple(step.timeline) for step in steps), strict=True)]
-    assert sums == pytest.approx(astuple(linked))
+    total_us, *others = [sum(values) for values in zip(*(astuple(step.timeline) for step in steps), strict=True)]
+    *parts, idle_us, events = others
+    assert (total_us - idle_us, *parts, events) == pytest.approx((linked.busy_us, *astuple(linked)[1:-2], linked.events))
 
 
 def test_a_step_is_what_it_launched_however_late_that_runs() -> None:
@@ -121,7 +123,7 @@ def test_steps_of_a_device_that_lags_take_as_long_as_they_compute(is_recorded: b
 
 
 def test_steps_that_are_longer_on_the_device_than_on_the_host_are_told_with_both_times() -> None:
-    """Steps of 100 us on the host; the device computes for 130."""
+    """Steps of 100 us on the host; the device computes for 130, and waits 10 at first."""
     steps = [
         one
         for step in range(2)
@@ -129,13 +131,20 @@ def test_steps_that_are_longer_on_the_device_than_on_the_host_are_told_with_both
     ]
     (one,) = analyse_traces({0: decoded(*steps)}).ranks
     (note,) = [note for note in one.trace.notes if "on the host" in note]
-    assert "0.13 ms on the device and 0.10 ms on the host" in note
+    assert "0.14 ms on the device and 0.10 ms on the host" in note
 
 
-def test_a_step_that_launched_nothing_has_an_empty_window() -> None:
+def test_the_host_before_the_first_launch_and_after_the_last_kernel_is_part_of_a_step() -> None:
+    """One step of 400 us, such as of inference: the host prepares images for 200 us, and the device computes for 100."""
+    trace = decoded(span("ProfilerStep#6", 0, 400), *ran("gemm", 200, 210, 100))
+    (step,) = steps_of(trace)
+    assert (step.timeline.total_us, step.timeline.idle_us) == (400, 300)
+
+
+def test_a_step_that_launched_nothing_is_idle_as_long_as_its_region() -> None:
     steps = [span(f"ProfilerStep#{number}", 100 * number, 100) for number in range(3)]
     trace = decoded(*steps, *ran("first", 10, 20, 10), *ran("last", 210, 220, 10))
-    assert [step.timeline.total_us for step in steps_of(trace)] == [10, 0, 200]
+    assert [step.timeline.idle_us for step in steps_of(trace)] == [90, 100, 90]
     assert [step.timeline.events for step in steps_of(trace)] == [1, 0, 1]
 
 

@@ -90,7 +90,7 @@ def test_a_job_without_faults_names_no_rank_and_its_costs_are_those_of_its_timel
     assert next(iter(evidence.computing)) == "experts"
     assert sum(evidence.computing.values()) == pytest.approx(verdict.times.compute_us, rel=1e-3)
     for one, truth in zip(evidence.ranks, traces.truth.timelines, strict=True):
-        assert one.total_us == pytest.approx(truth["total"] / 2, abs=1.0)
+        assert 0 <= one.total_us - truth["total"] / 2 < 50, "and the host before the first launch"
         assert one.exposed_communication_us == pytest.approx(truth["exposed_communication"] / 2, abs=1.0)
         assert sum(one.communication_us.values()) == pytest.approx(one.exposed_communication_us, abs=1.0)
 
@@ -318,9 +318,9 @@ def test_a_device_that_waits_for_rows_waits_for_data(name: str, category: str) -
     ]
     found = of_events(*steps)
     verdict = diagnose(found)
-    # On the device: 450, then twice 550 idle and 450; of the idle time 500 us are beside the span.
-    assert (3 * found.ranks[0].total_us, 3 * found.ranks[0].data_us) == pytest.approx((2450, 1000))
-    assert 3 * found.ranks[0].idle_us == pytest.approx(100)
+    # On the device: 650 idle and 450, then twice 550 and 450; of the idle time 600 and twice 500 are beside the span.
+    assert (3 * found.ranks[0].total_us, 3 * found.ranks[0].data_us) == pytest.approx((3100, 1600))
+    assert 3 * found.ranks[0].idle_us == pytest.approx(150)
     assert verdict.bottleneck == "data"
 
 

@@ -124,7 +124,8 @@ def _sentence(evidence: Evidence, times: Bottlenecks) -> str:
         late = [late_rank for late_rank in evidence.late[:NAMED_LATE] if late_rank.caused_wait_us >= least_us]
     named = f"; late: {_late_text(late)}" if late else ""
     then = f"; then {', '.join(f'{name} {times.share(times.losses[name]):.1%}' for name in times.others)}"
-    return f"{times.largest}: {_size_text(evidence, times)}{named}{then if times.others else ''}"
+    text = f"{times.largest}: {_size_text(evidence, times)}{named}{then if times.others else ''}"
+    return text if evidence.steps or evidence.source != "trace" else text.replace("of the step", "of the recording")
 
 
 def _size_text(evidence: Evidence, times: Bottlenecks) -> str:

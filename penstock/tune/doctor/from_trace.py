@@ -149,10 +149,10 @@ def _world(answer: TraceAnalysis) -> int:
 
 def _stood_still(rank: RankAnalysis) -> Intervals:
     """Idle times that are longer than all idle time of the median step: they are no property of every step."""
-    gpu, gaps = rank.trace.gpu, union(rank.trace.gpu.start_us, rank.trace.gpu.end_us).gaps()
+    gpu = rank.trace.gpu
     if len(rank.steps) < LEAST_STEPS or rank.trace.is_host:
         return union(gpu.start_us[:0], gpu.end_us[:0])
-    gaps &= union(*np.array([step.window_us for step in rank.steps]).T)
+    gaps = union(*np.array([step.window_us for step in rank.steps]).T) - union(gpu.start_us, gpu.end_us)
     idle_us, total_us = (
         np.median([vars(step.timeline)[name] for step in rank.steps]) for name in ("idle_us", "total_us")
     )
