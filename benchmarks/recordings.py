@@ -3,13 +3,14 @@
     python -m benchmarks.recordings FILE... --output benchmarks/results/recordings.json
 
 The independent reading is `totals` below: plain JSON, unions of intervals, and nothing of penstock/. The first folder
-below `--root` says where a file is from.
+below `--root` says where a file is from. `recordings_by_hand.toml` has what a person says who reads the timeline.
 """
 
 import gzip
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from benchmarks import record
 
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"})
+BY_HAND = tomllib.loads(Path(__file__).with_name("recordings_by_hand.toml").read_text(encoding="utf-8"))
 COMMUNICATION = ("nccl", "rccl", "allreduce", "cross_device_reduce")  # in a name without `_`
 
 
@@ -32,14 +34,19 @@ def main() -> None:
         print(json.dumps(row))
     read = [row for row in rows if row["refused"] is None]
     largest = max((row["largest_difference_us"] or 0.0 for row in read), default=0.0)
+    judged = [row for row in read if row["by_hand"]]
+    agrees = sum(_wall(row["by_hand"]) == _wall(row["verdict"]) for row in judged)
     counts = {"recordings": len(rows), "read": len(read), "largest_difference_us": largest}
+    counts |= {"judged": len(judged), "agrees": agrees}
     record.write(options, counts | {"rows": rows})
 
 
 def compared(path: Path, name: Path) -> dict[str, Any]:
     """The row of a file."""
     ours, doctor = (penstock(verb, path) for verb in (["trace", "--json"], ["doctor"]))
-    row = {"from": name.parts[0], "file": "/".join(name.parts[1:]), "refused": None}
+    file = "/".join(name.parts[1:]).replace(",", "/")
+    by_hand = BY_HAND.get(name.parts[0], {}).get(file)
+    row = {"from": name.parts[0], "file": file, "refused": None, "by_hand": by_hand}
     if ours.returncode:
         return row | {"refused": ours.stderr.strip().removeprefix("error: ").replace(f"{path} ", "")}
     timeline = json.loads(ours.stdout)["timeline"]["all"]
@@ -47,6 +54,10 @@ def compared(path: Path, name: Path) -> dict[str, Any]:
     truth = totals(path)
     difference = None if truth is None else max(abs(timeline[key] - value) for key, value in truth.items())
     return row | figures | {"events": timeline["events"], "largest_difference_us": difference}
+
+
+def _wall(verdict: str) -> str:
+    return verdict.replace(",", ":").partition(":")[0]
 
 
 def penstock(words: list[str], path: Path) -> subprocess.CompletedProcess[str]:

@@ -48,6 +48,7 @@ class Category(StrEnum):
     GROUPED_WEIGHTS = "grouped products of weight gradients"
     ACTIVATION = "activation"
     COMBINE = "combine"
+    SAMPLE = "sampling"
     LOSS = "loss"
     CLIP = "clip"
     ACCUMULATE = "gradient sums"
@@ -93,7 +94,7 @@ _EP = (
 )
 """A part of a name that says expert parallelism: a namespace (`acme::ep::`) or a prefix (`nccl_ep_jit_`)."""
 
-_PRODUCT = r"gemm|xmma|cutlass|nvjet|Cijk_|wgmma|tensorop"
+_PRODUCT = r"gemm|xmma|cutlass|nvjet|Cijk_|wgmma|tensorop|triton_tem"
 """Parts of the names of products, to which an activation can be fused."""
 
 SPECIFIC_PATTERNS = _table(rf"""
@@ -117,6 +118,7 @@ ATTENTION       ^delta_\w+_kernel$|^convolution_\w*kernel$|^_(DeltaRule|ShortCon
 POSITIONS       ^rotate_kernel$|^_Rotate
 LOSS            ^(linear_cross_entropy|logits_gradient)_kernel$|^scale_kernel$|^_LinearCrossEntropy
 EMBED           ^_LookUpInto|^(sum|join)_runs_kernel$
+NORM            ^triton_(red|per|poi)_\w*(rsqrt|native_layer_norm|rms_norm)
 # dispatch and combine of other libraries, kernels and operators
 INDEX           {_EP}.*(layout|scan|routing_map|preprocess|update_expected)|moe_?a2a(prepare|sanitize)
 PERMUTE         dispatch_copy_epilogue|EpDispatchCopyToStaging|skipped_token_\w*dispatch
@@ -127,37 +129,48 @@ DISPATCH        (Fused|HybridEP|DeepEP|MoE|Token)_?Dispatch(Backward)?$
 COMBINE         (Fused|HybridEP|DeepEP|MoE|Token)_?Combine(Backward)?$
 INDEX           get_dispatch_layout|moe_align_block_size|moe::dev::routing::.*(Offsets|Histogram)Kernel
 # MoE kernels of other libraries
-ROUTE           moe::dev::routing|topk_gating|moe_fused_gate|grouped_topk|fused_topk|sbtopk|gatherTopK|moe_router
-ROUTE           ^_topk_forward$
-INDEX           combined_routing|bitmatrix|_expt_data
-INDEX           routing(Indices|Renormalize|Deep)|sort_chunks|compute_problem_sizes|expandInput|expert_?map
-COMBINE         _finalize_(matmul|scatter)|moe::dev::finalize|finalizeMoe|moe_sum|unpermute_and_sum|moe_finalize
-PERMUTE         (un)?permute_(kernel|tokens|bwd|with_mask)|moe_permute|moe_unpermute|_permute_
-GROUPED         ^bmm_\w*dynBatch|grouped_?gemm|grouped_mm|gmm\b|m_grouped|GemmUniversalMode.*Grouped|group_gemm
-GROUPED         matmul_ogs|fused_moe_kernel|_GroupedLinear|moe_gemm|MoeFCGemm|GroupProblemShape
-EXPERTS         moe_forward|fused_moe|fused_experts|moe::|MoeRunner|mixture_of_experts
+COMBINE         _finalize_(matmul|scatter)|moe::dev::finalize|finalizeMoe|moe_(sum|reduc|finalize)|unpermute_and_sum
+COMBINE         post_reorder|_ep_gather
+INDEX           combined_routing|bitmatrix|_expt_data|moe_?(\w+_)?sort|count_and_sort|src2dst|seg_indptr|masked_m_
+INDEX           expertPrefixSum|expert_?map|row_id_map|computeStrides|prepare_grouped_gemm|compute_problem_sizes
+ROUTE           moe::dev::routing|topk_?gating|moe_fused_gate|(grouped|fused|v3)_topk|sbtopk|gatherTopK
+ROUTE           moe_?rout(er|ing)|topk_?soft|moeTopK|score_for_moe|topk_with_score|router_(gemm|triton)|^_topk_forward$
+INDEX           routing(Indices|Renormalize|Deep)
+PERMUTE         (un)?permute_(kernel|triton|tokens|bwd|with_mask)|moe_(un)?permute|^_(un)?permute_|sort_chunks
+PERMUTE         expandInput|pre_reorder|_ep_scatter
+ACTIVATION      moe::dev::activation|doActivation
+GROUPED         ^bmm_\w*_dynB|grouped_?gemm|grouped_mm|gmm\b|m_grouped|GemmUniversalMode.*Grouped|group_gemm
+GROUPED         matmul_ogs|fused_moe(_kernel|::run)|_GroupedLinear|MoeFCGemm|GroupProblemShape|marlin_moe|fmoe_|mfma_moe
+GROUPED         moe_?(mx)?gemm|moe::gemm|MoeFlatmm|GemmType\)[12]
+EXPERTS         ^(?!triton_).*moe_forward|fused_moe|fused_experts|moe::|MoeRunner|mixture_of_experts
+SAMPLE          (?<!up)(?<!down)sampl(ing|e(_|m))|topk_topp|_(min_p|temperature)_kernel|penalties_kernel|RenormProb
 # attention
-CACHE           reshape_and_cache|concat_and_cache|copy_page_indices|paged_kv|kv_(buffer|indices)
-CACHE           (?<!paged)(?<!ragged)(?<!with)kv_?cache
-ATTENTION       sdpa|(?<!cache_)flash(?!infer.*norm|_?comm)|fmha|(?<!rope_)attention|flex_att|mla_|paged|splitkv
-ATTENTION       (?<![a-z])sage(?![a-z])|sage_?attn|qk_int8_sv|(prefill|decode)_?with|merge_?states
-ATTENTION       cudnn.*(fort|mha|compute_dot_do_o|convert_dq)|_attn_|attn_fwd|attn_bwd|aiter::.*fa_|ScaledDotProduct
-POSITIONS       rotary|rope(?!rty)
+CACHE           (reshape|concat|quant)_and_cache|copy_(page_indices|blocks_kernel)|paged_kv|kv_(buffer|indices)
+CACHE           (?<!paged)(?<!ragged)(?<!with)kv_?cache|appendPaged|slot_mapping|req_to_token|get_last_loc
+QUANTIZE        ^_?per_token_(group_)?quant
+ATTENTION       sdpa|(?<!cache_)flash(?!infer|_?comm)|fmha|(?<!rope_)attention|flex_att|mla_|mla::|paged|splitkv
+ATTENTION       (?<![a-z])sage(?![a-z])|sage_?attn|qk_int8_sv|(prefill|decode)_?with|merge_?(attn_)?states
+ATTENTION       cudnn.*(fort|mha|compute_dot_do_o|convert_dq)|_attn_|attn_fwd|attn_bwd|aiter::(.*fa_|pa_)
+ATTENTION       ScaledDotProduct|masked_softmax|_fwd_(grouped_)?kernel_stage|reduce_segments|mqa_logits|kernel_mha
+ATTENTION       (^|_|::)(chunk|fused_recurrent)_\w*(fwd|bwd)_|chunk_(scan|state)|kkt|recompute_w_u|64_inverse
+ATTENTION       causal_?conv1d|concat_mla
+POSITIONS       rotary|rope(?!rty)|(compute|clamp)_position|kn_entry_\w*cached
 # outside of the layers
-LOSS            cross_?entropy|nll_?loss|mse_?loss|mse_(backward_)?(cuda_)?kernel|log_?softmax
+LOSS            cross_?entropy|nll_?loss|mse_?loss|mse_(backward_)?(cuda_)?kernel|log_?softmax|ClassNLL|online_softmax_k
 ACCUMULATE      AccumulateGrad
-CLIP            LpNormFunctor|lpnorm_cleanup|_foreach_norm|clip_grad
+CLIP            LpNormFunctor|lpnorm_cleanup|L2NormFunctor|_foreach_norm|clip_grad
 COPY            _foreach_copy|multi_tensor_apply.*[ ,]copy<
 OPTIMIZER       FusedAdam|FusedSgd|_fused_(adam|sgd)|adamw?_kernel|Optimizer\.(step|zero_grad)|multi_tensor_(adam|apply)
 OPTIMIZER       _foreach_|muon|newton_schulz|rowwise_adagrad
-NORM            ^triton_(red|per|poi)_\w*rsqrt
 NORM            (batch|layer|group|rms|instance)_?norm|GammaBeta|RowwiseMoments|SubTensorOpWith(Cast|Scalar)|bn_(fw|bw)
-EMBED           embedding|pooled_embs
-CONVOLUTION     conv(?!ert)|igemm_(fwd|bwd|wrw)|implicit_?gemm|winograd|bwd_weight|miopen.*Im2Col
-CONVOLUTION     scudnn|cask_cudnn|cudnn::(ops|engines_precompiled)|wgrad_alg|fft2d_
+NORM            (^|::)ln_(fwd|bwd)|normalization::|_rms_|Compute(Backward)?FusedParams|ComputeInternalGradients
+EMBED           embedding|pooled_embs|compute_grad_weight
+CONVOLUTION     conv(?!ert)|igemm_(fwd|bwd|wrw)|implicit_?gemm|winograd|bwd_weight|miopen.*Im2Col|im2col
+CONVOLUTION     scudnn|cask_cudnn|cudnn::(ops|engines_precompiled)|wgrad_alg|fft2d_|(nchw|nhwc)To(nchw|nhwc)
 CONVOLUTION     transpose_(CNHW2NCHW|NCHW2CNHW)|cudnn.*(dgrad|wgrad|fprop)|Im2d2Col|naive_conv
 POOLING         (max|avg|average)_?pool|pool2d
-ACTIVATION      ^(?!.*({_PRODUCT})).*(silu|swiglu|gelu|relu|act_and_mul|threshold|Sigmoid|swish|glu\b)
+ACTIVATION      ^(?!.*({_PRODUCT})).*(silu|glu(?![a-z])|geglu|swiglu|gelu|relu|act_and_mul|threshold|Sigmoid|swish)
+ACTIVATION      activation_kernel|gated_(act_)?kernel
 """)
 """Patterns of the part of the model. Kernels of Penstock come first: their short names match in full."""
 
@@ -169,20 +182,23 @@ ALL_GATHER      all_?gather
 BROADCAST       nccl.*broadcast|c10d::broadcast|gloo:broadcast
 POINT_TO_POINT  (c10d::|nccl:|gloo:)(send|recv)|put_signal|wait_signal
 COLLECTIVE      nccl|rccl|gloo:|nvshmem|rocshmem|mori::|record_param_comms|c10d::
-QUANTIZE        quant|scaled_fp8|hfp8|fp8_qparam|FP8rowwise|mxfp|to_mx|amax_
-PRODUCTS        (?<!fb)gemm|nvjet|cutlass|Cijk_|splitK|cublas|matmul|wgmma|hipblaslt|MmBackward|tensorop|gemv|dot_kernel
-PRODUCTS        aten::(addmm|mm|bmm|baddbmm|linear|_scaled_mm|addmv|mv|dot)\b
-PRODUCTS        ^_LinearInto|^{FLOAT8_GEMM}$|^_(Linear|Network)(Backward)?$
-SORT            sort|topk|cub::.*(Scan|Select|Unique|Histogram)|prefix_sum|cumsum|kernelHistogram|bincount|ReduceByKey
+QUANTIZE        quant|scaled_fp8|hfp8|fp8_qparam|FP8row|mxfp|to_mx|amax_|cast_transpose|to_fp[48]|delayed_|scale_1x128
+PRODUCTS        (?<!fb)(?<!deep_)gemm|nvjet|cutlass|Cijk_|splitK|cublas|matmul|wgmma|hipblaslt|MmBackward|tensorop|gemv
+PRODUCTS        aten::(addmm|mm|bmm|baddbmm|linear|_scaled_mm|addmv|mv|dot)\b|epilogue::impl
+PRODUCTS        ^_LinearInto|^{FLOAT8_GEMM}$|^_(Linear|Network)(Backward)?$|dot_kernel|marlin|triton_tem|scaled_mm
+SORT            sort|topk|cub::.*(Scan|Select|Unique|Histogram|Compact)|prefix_sum|cumsum|kernelHistogram
+SORT            bincount|ReduceByKey|rocprim
 LOOK_UP         gather|scatter|index(Select|Func|_select|_add|_put|ing_backward|_elementwise|_kernel|_copy)|aten::index
+LOOK_UP         bucketize|offsets_range|future_token|compute_cuda_kernel
 LOOK_UP         take_along|permute_2D|permute_indices|linearize_index|bounds_check|nonzero|masked_(select|scatter)
-COPY            ^triton_(poi|red|per)_fused_(to_copy|clone|copy|cat|view|transpose|permute|_|\d)+$
-ELEMENTWISE     ^triton_(poi|red|per)
-COPY            ^Memcpy|copy|CatArray|aten::(cat|clone|contiguous|to|_to_copy|stack)\b|transpose|cat_kernel
-FILL            ^Memset|(?<!pre)fill|zero_|arange|distribution|rand|bernoulli|philox
+COPY            ^triton_(poi|red|per)_fused_(to_copy|clone|copy|cat|view|transpose|permute|slice|unsafe|split|_|\d)+$
+ELEMENTWISE     ^triton_poi
+REDUCTION       ^triton_(red|per)
+COPY            ^Memcpy|copy|CatArray|chunk_cat|aten::(cat|clone|contiguous|to|_to_copy|stack)\b|transpose|cat_kernel
+FILL            ^Memset|(?<!pre)(?<!masked_)fill|zero_|arange|distribution|rand|bernoulli|philox
 REDUCTION       reduce|softmax|aten::(sum|mean|max|min|norm|linalg_vector_norm|amax|argmax|any|all)\b|norm_kernel
-ELEMENTWISE     ^add_three_kernel$|^_(AddThree|FanOut)(Backward)?$
-ELEMENTWISE     elementwise|pointwise|_assert_async|where|clamp|dropout|masked_fill|tri[ul]_
+ELEMENTWISE     ^add_three_kernel$|^_(AddThree|FanOut)(Backward)?$|_assert_async|tri[ul]_
+ELEMENTWISE     elementwise|pointwise|element_?mul|scal_kernel|upsample|where|clamp|dropout|masked_fill
 ELEMENTWISE     aten::(add|mul|sub|div|neg|pow|sqrt|exp|sigmoid|tanh|eq|ne|lt|gt)_?\b|nan_to_num|AddBackward|MulBackward
 """)
 """Patterns of the operation."""
@@ -206,14 +222,16 @@ def _first(table: _Compiled[_Label], text: str) -> _Label | None:
     return next((label for label, pattern in table if pattern.search(text)), None)
 
 
+_TEMPLATES = ("at::native", "_ZN2at6native", "cutlass", "ck_tile::kentry", "ck_tile6kentry", "multi_tensor_", "_gemm::")
+"""Parts of the names of kernels that are templates over their operation."""
+
+
 def _essence(name: str) -> str:
     """The relevant part of a name, in lower case.
 
-    PyTorch's elementwise kernels and those of CUTLASS and CK are templates over their operation: these keep it.
+    PyTorch's elementwise kernels and those of CUTLASS, CK and others keep their templates, which name their operation.
     """
-    is_whole = any(part in name for part in ("at::native", "cutlass", "ck_tile::kentry")) or name.startswith(
-        "_ZN2at6native"
-    )
+    is_whole = any(part in name for part in _TEMPLATES)
     return (name[:_LONGEST] if name.startswith("_Z") and is_whole else name if is_whole else function_of(name)).lower()
 
 
@@ -243,7 +261,7 @@ _TRANSPORTS = r"dispatch|combine|notify|barrier|sync|send|recv|exchange"
 """Parts of the names of kernels that carry tokens, or that wait for other ranks before or after it."""
 
 _LOCAL = re.compile(
-    r"layout|epilogue|prologue|::scan|_scan_|permute|prepare|sanitize|routing_map|preprocess|update_expected|"
+    r"src2dst|layout|epilogue|prologue|::scan|_scan_|permute|prepare|sanitize|routing_map|preprocess|update_expected|"
     r"copytostaging|epcombineall|skipped_token|mega_kernel"
 )
 """Parts of the names of kernels of these libraries that stay on their device."""

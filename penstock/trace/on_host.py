@@ -31,6 +31,8 @@ from penstock.trace.tree import Stretch, stretches
 GLOO, CALLS = "gloo:", "c10d::"  # beginnings of the names of transfers, and of the operators that start them
 FUNCTION = re.compile(r"(?!.*::).*[^0-9]")  # functions of autograd in Python. Those in C++ (`MulBackward0`) never wait
 
+LAUNCHES = re.compile(r"(cuda|cu|hip)\w*Launch")  # calls that start kernels
+
 _POSTED = ("gloo:send", "gloo:recv")
 """Transfers that are recorded on the thread of the caller, over the operators that it runs meanwhile."""
 
@@ -78,7 +80,10 @@ def on_host(trace: Trace) -> Trace:
         stream=np.append(host.thread[row[: len(table)]], np.full(len(transfers), len(trace.threads)))[order],
         launch=launch[order],
     )
-    return replace(trace, gpu=events, host=host, is_host=True)
+    notes = trace.notes
+    if launches := int(host.named(LAUNCHES.match).sum()):
+        notes += (f"{launches:,} calls launched work on a device, of which there is no event: operators count instead",)
+    return replace(trace, gpu=events, host=host, is_host=True, notes=notes)
 
 
 def _started_by(trace: Trace, transfers: Integers, calls: Integers) -> Integers:

@@ -15,9 +15,9 @@ breakdowns of the whole recording, of `all` events and of `linked` ones, whose l
 Steps are torch.profiler's regions `ProfilerStep#N`, or Penstock's spans `step N`. The host runs ahead of the device, so
 the events of a step are those that were launched in its region, and on the device it ends with the last of them, or
 with its region if that is later. The next step begins there. The first one begins with its region if its first event
-did not wait in the queue, else with that event: the device still computes what was launched before. That event is on
-the stream that computes most; copies on another stream begin at once. All other tables are of the events in these windows
-(`in_steps`), so warm-up and events of earlier steps count nowhere. On a CPU, the regions are the windows.
+did not wait in the queue, else with that event: the device still computed what was launched before. That event is on
+the stream that computes most; copies on another stream begin at once. All other tables are of the events in these
+windows (`in_steps`), so warm-up and events of earlier steps count nowhere. On a CPU, the regions are the windows.
 A stream runs in order: an event without a launch is of an earlier step if it precedes all linked ones of its stream.
 """
 
@@ -34,7 +34,6 @@ from penstock.trace.intervals import Intervals, union
 
 STEP_NAMES = (re.compile(r"ProfilerStep\s*#(\d+)"), re.compile(rf"{Span.STEP}(?:[ #:](\d+))?"))
 """Names of steps: the profiler's, and Penstock's spans, which count where the profiler marked none."""
-
 
 QUEUED_US, QUEUED = 100.0, 0.01
 """A first event that waited this long, and for this share of the time before it, shows earlier work on the device."""

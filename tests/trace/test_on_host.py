@@ -6,7 +6,7 @@ from penstock.trace.analysis import TraceAnalysis, analyse_traces
 from penstock.trace.compare import compare, named_events
 from penstock.trace.events import GpuKind, Trace
 from tests.report.made_runs import host_trace
-from tests.trace.tiny import TIME_US, kernel, operator, read, span, trace_of
+from tests.trace.tiny import TIME_US, kernel, launch, operator, read, span, trace_of
 
 POOL = {"tid": 99}
 GROUP = {"pg_config": [{"pg_name": name, "pg_size": 2, "ranks": [0, 1]} for name in "01"]}
@@ -58,6 +58,13 @@ def test_threads_work_at_the_same_time() -> None:
     trace = of_host(operator("aten::a", 0, 100), operator("aten::b", 20, 30) | {"tid": 5})
     assert pieces(trace) == [("aten::a", 0, 100), ("aten::b", 20, 50)]
     assert analyse_traces({0: trace}).ranks[0].timelines["all"].busy_us == 100  # not 130
+
+
+def test_launches_without_any_event_of_a_device_are_told() -> None:
+    """Such as a recording of counters only, or one without the activity of the device."""
+    assert of_host(operator("aten::mm", 0, 50), launch(10, correlation=1)).notes == (
+        "1 calls launched work on a device, of which there is no event: operators count instead",
+    )
 
 
 def test_a_trace_with_a_device_is_not_of_a_cpu() -> None:

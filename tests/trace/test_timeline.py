@@ -88,7 +88,9 @@ def test_windows_of_steps_leave_nothing_out() -> None:
     linked = timelines(trace)["linked"]
     total_us, *others = [sum(values) for values in zip(*(astuple(step.timeline) for step in steps), strict=True)]
     *parts, idle_us, events = others
-    assert (total_us - idle_us, *parts, events) == pytest.approx((linked.busy_us, *astuple(linked)[1:-2], linked.events))
+    assert (total_us - idle_us, *parts, events) == pytest.approx(
+        (linked.busy_us, *astuple(linked)[1:-2], linked.events)
+    )
 
 
 def test_a_step_is_what_it_launched_however_late_that_runs() -> None:
@@ -135,7 +137,7 @@ def test_steps_that_are_longer_on_the_device_than_on_the_host_are_told_with_both
 
 
 def test_the_host_before_the_first_launch_and_after_the_last_kernel_is_part_of_a_step() -> None:
-    """One step of 400 us, such as of inference: the host prepares images for 200 us, and the device computes for 100."""
+    """One step of 400 us, such as of inference: the host prepares images for 200, and the device computes for 100."""
     trace = decoded(span("ProfilerStep#6", 0, 400), *ran("gemm", 200, 210, 100))
     (step,) = steps_of(trace)
     assert (step.timeline.total_us, step.timeline.idle_us) == (400, 300)

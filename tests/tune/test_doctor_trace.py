@@ -324,6 +324,12 @@ def test_a_device_that_waits_for_rows_waits_for_data(name: str, category: str) -
     assert verdict.bottleneck == "data"
 
 
+def test_a_recording_without_steps_is_judged_as_a_whole() -> None:
+    kernels = [*ran("gemm", 0, 5, 10), *ran("gemm", 500, 510, 10)]
+    assert diagnose(of_events(*kernels)).sentence == "host: the device is idle 96.1% of the recording"
+    assert diagnose(of_events(span("ProfilerStep#1", 0, 520), *kernels)).sentence.endswith("of the step")
+
+
 @pytest.mark.parametrize(
     ("computes", "lasts", "copy", "counts"),
     [(5, 300, "HtoD", True), (310, 300, "HtoD", False), (5, 300, "DtoD", False), (5, 90, "HtoD", False)],

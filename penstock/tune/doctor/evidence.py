@@ -109,7 +109,7 @@ class KernelLaunches:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleStall:
-    """An idle time that is longer than all idle time of the rank's median step."""
+    """An idle time that is more than twice as long as all idle time of the rank's median step."""
 
     rank: int
     step: int

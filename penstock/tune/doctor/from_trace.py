@@ -45,6 +45,7 @@ TELLS = 0.01
 IDLE_DECIDES = 0.5  # share of a delay that idle time must explain for the host to be the cause
 HALF = 0.5
 NOTES = 4  # remarks of the readers of the traces, at most
+SINGLE = 2.0  # times all idle time of the median step, from which an idle time is no property of every step
 LEAST_STEPS = 3  # steps from which a median tells a single stall from what every step has
 MATTERS = 1e-3  # share of the steps from which events outside of them are missing
 TELLS_TOO = 0.1  # share by which launches, or all work besides experts, must take longer to be reported with the cause
@@ -148,7 +149,7 @@ def _world(answer: TraceAnalysis) -> int:
 
 
 def _stood_still(rank: RankAnalysis) -> Intervals:
-    """Idle times that are longer than all idle time of the median step: they are no property of every step."""
+    """Idle times that are longer by far than all idle time of the median step: they are no property of every step."""
     gpu = rank.trace.gpu
     if len(rank.steps) < LEAST_STEPS or rank.trace.is_host:
         return union(gpu.start_us[:0], gpu.end_us[:0])
@@ -156,7 +157,7 @@ def _stood_still(rank: RankAnalysis) -> Intervals:
     idle_us, total_us = (
         np.median([vars(step.timeline)[name] for step in rank.steps]) for name in ("idle_us", "total_us")
     )
-    is_single = gaps.end_us - gaps.start_us > max(idle_us, ALSO * total_us)
+    is_single = gaps.end_us - gaps.start_us > max(SINGLE * idle_us, ALSO * total_us)
     return Intervals(gaps.start_us[is_single], gaps.end_us[is_single])
 
 
