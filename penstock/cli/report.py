@@ -62,7 +62,7 @@ def report(
             traces = one_rank(path, None, names=mapped), one_rank(diff, None, names=mapped)
             answers = [analyse_traces({trace.rank or 0: trace}) for trace in traces]
             compared = compare(*map(named_events, traces))
-            write_diff_page(target, (str(path), str(diff)), answers, compared, warnings_of(traces))
+            write_diff_page(target, (str(path), str(diff)), answers, compared, warnings_of(traces, compared))
         else:
             write_run_page(gather(path, on=on, plans=not no_plan, names=mapped), target)
     print(f"written to {target}", file=sys.stderr)

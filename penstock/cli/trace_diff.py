@@ -12,12 +12,13 @@ from penstock.base.errors import TraceError
 from penstock.base.numbers import counted, shortened
 from penstock.cli.options import Names
 from penstock.cli.output import print_next, print_table
-from penstock.trace.compare import TITLES, ComparedRow, TraceComparison, compare, named_events
+from penstock.trace.compare import ARROW, TITLES, ComparedRow, TraceComparison, compare, named_events
 from penstock.trace.events import Trace
 from penstock.trace.load import load_ranks
 from penstock.trace.recognize import PhaseNames, read_phase_names
 
 LONGEST_NAME = 60  # characters of an operator or shape
+HALF = 0.5  # share of the time of operators of one size from which other sizes are told
 
 
 def diff(
@@ -35,7 +36,7 @@ def diff(
     if as_json:
         print(json.dumps(as_tree(compared)))
     else:
-        for warning in warnings_of(traces):
+        for warning in warnings_of(traces, compared):
             print(warning)
         _print(compared, top)
         print_next("doctor", b)
@@ -49,10 +50,17 @@ def one_rank(path: Path, rank: int | None, *, names: PhaseNames | None = None) -
     return traces[next(iter(traces)) if rank is None else rank]
 
 
-def warnings_of(traces: Sequence[Trace]) -> list[str]:
+def warnings_of(traces: Sequence[Trace], compared: TraceComparison) -> list[str]:
     """What two traces that are compared should share and do not."""
     origins = zip(*map(_origin, traces), strict=True)
-    return [f"warning: A is of {a}, B of {b}" for a, b in origins if a != b]
+    lines = [f"warning: A is of {a}, B of {b}" for a, b in origins if a != b]
+    shaped = [row for row in compared.rows if row.key.shape and "shapes" not in row.key.shape]
+    other = [row for row in shaped if ARROW in row.key.shape]
+    if sum(row.a.time_us for row in other) > HALF * sum(row.a.time_us for row in shaped):
+        key = max(other, key=lambda row: row.a.time_us).key
+        which = f"such as {key.operator} {shortened(key.shape, LONGEST_NAME)}"
+        lines.append(f"warning: most operators have other sizes in B (batch, sequence or model), {which}")
+    return lines
 
 
 def _origin(trace: Trace) -> tuple[str, str, str]:

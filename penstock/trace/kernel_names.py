@@ -186,8 +186,7 @@ QUANTIZE        quant|scaled_fp8|hfp8|fp8_qparam|FP8row|mxfp|to_mx|amax_|cast_tr
 PRODUCTS        (?<!fb)(?<!deep_)gemm|nvjet|cutlass|Cijk_|splitK|cublas|matmul|wgmma|hipblaslt|MmBackward|tensorop|gemv
 PRODUCTS        aten::(addmm|mm|bmm|baddbmm|linear|_scaled_mm|addmv|mv|dot)\b|epilogue::impl
 PRODUCTS        ^_LinearInto|^{FLOAT8_GEMM}$|^_(Linear|Network)(Backward)?$|dot_kernel|marlin|triton_tem|scaled_mm
-SORT            sort|topk|cub::.*(Scan|Select|Unique|Histogram|Compact)|prefix_sum|cumsum|kernelHistogram
-SORT            bincount|ReduceByKey|rocprim
+SORT            sort|topk|cub::.*(Scan|Select|Unique|Histo|Compact|ByKey)|prefix_sum|cumsum|Histogram1D|bincount|rocprim
 LOOK_UP         gather|scatter|index(Select|Func|_select|_add|_put|ing_backward|_elementwise|_kernel|_copy)|aten::index
 LOOK_UP         bucketize|offsets_range|future_token|compute_cuda_kernel
 LOOK_UP         take_along|permute_2D|permute_indices|linearize_index|bounds_check|nonzero|masked_(select|scatter)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli import answers
 from tests.trace.synthetic import Job, Traces, make
-from tests.trace.tiny import event, kernel, launch, tiny, trace_of, write
+from tests.trace.tiny import event, kernel, launch, operator, ran, tiny, trace_of, write
 
 JOB = Job(ranks=4, hot_rank=1, missing=((2, 5),))  # rank 1 is late; rank 2 lacks its fifth collective
 
@@ -225,9 +225,20 @@ def test_what_cannot_be_replayed_is_one_line(options: list[str], error: str, rec
 
 def test_the_second_line_says_what_a_step_consists_of_and_what_to_type_next(tmp_path: Path) -> None:
     lines = shown(write(tmp_path / "rank-0.json", tiny())).splitlines()
-    # Of 295 us in two steps: compute 90, exposed communication 60, exposed copies 20, idle 125.
-    assert lines[1].startswith("a step of 0.147 ms: idle 42.4%, compute 30.5%, exposed communication 20.3%")
+    # Of 370 us in two steps: compute 90, exposed communication 60, exposed copies 20, idle 200.
+    assert lines[1].startswith("a step of 0.185 ms: idle 54.1%, compute 24.3%, exposed communication 16.2%")
     assert "penstock doctor" in lines[1]
+
+
+def test_a_diff_warns_of_another_batch(tmp_path: Path) -> None:
+    paths = []
+    for rows in (8, 16):
+        gemm = operator("aten::mm", 0, 50) | {"args": {"Input Dims": [[rows, 4], [4, 2]]}}
+        content = trace_of(gemm, *ran("gemm", 10, 60, 30))
+        paths.append(write(tmp_path / f"{rows}" / "rank-0.json", content))
+    printed = answers.printed("trace diff", *paths)
+    assert "other sizes in B (batch, sequence or model), such as aten::mm 8x4 4x2 -> 16x4 4x2" in printed
+    assert "other sizes" not in answers.printed("trace diff", paths[0], paths[0])
 
 
 def test_a_diff_warns_of_another_device_and_number_of_ranks_and_explains_its_star(tmp_path: Path) -> None:
