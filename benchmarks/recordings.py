@@ -3,11 +3,12 @@
     python -m benchmarks.recordings FILE... --output benchmarks/results/recordings.json
 
 The independent reading is `totals` below: plain JSON, unions of intervals, and nothing of penstock/. The first folder
-below `--root` says where a file is from. `recordings_by_hand.toml` has what a person says who reads the timeline.
+below `--root` says where a file is from. `recordings_by_hand.toml` has a judgement of each by its events alone.
 """
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -35,9 +36,9 @@ def main() -> None:
     read = [row for row in rows if row["refused"] is None]
     largest = max((row["largest_difference_us"] or 0.0 for row in read), default=0.0)
     judged = [row for row in read if row["by_hand"]]
-    agrees = sum(_wall(row["by_hand"]) == _wall(row["verdict"]) for row in judged)
+    walls = [[re.split("[:,]", row[key])[0] for row in judged] for key in ("by_hand", "verdict")]
     counts = {"recordings": len(rows), "read": len(read), "largest_difference_us": largest}
-    counts |= {"judged": len(judged), "agrees": agrees}
+    counts |= {"judged": len(judged), "agrees": sum(map(str.__eq__, *walls))}
     record.write(options, counts | {"rows": rows})
 
 
@@ -54,10 +55,6 @@ def compared(path: Path, name: Path) -> dict[str, Any]:
     truth = totals(path)
     difference = None if truth is None else max(abs(timeline[key] - value) for key, value in truth.items())
     return row | figures | {"events": timeline["events"], "largest_difference_us": difference}
-
-
-def _wall(verdict: str) -> str:
-    return verdict.replace(",", ":").partition(":")[0]
 
 
 def penstock(words: list[str], path: Path) -> subprocess.CompletedProcess[str]:

@@ -12,13 +12,12 @@ from penstock.base.errors import TraceError
 from penstock.base.numbers import counted, shortened
 from penstock.cli.options import Names
 from penstock.cli.output import print_next, print_table
-from penstock.trace.compare import ARROW, TITLES, ComparedRow, TraceComparison, compare, named_events
+from penstock.trace.compare import TITLES, ComparedRow, TraceComparison, compare, named_events
 from penstock.trace.events import Trace
 from penstock.trace.load import load_ranks
 from penstock.trace.recognize import PhaseNames, read_phase_names
 
 LONGEST_NAME = 60  # characters of an operator or shape
-HALF = 0.5  # share of the time of operators of one size from which other sizes are told
 
 
 def diff(
@@ -55,11 +54,10 @@ def warnings_of(traces: Sequence[Trace], compared: TraceComparison) -> list[str]
     origins = zip(*map(_origin, traces), strict=True)
     lines = [f"warning: A is of {a}, B of {b}" for a, b in origins if a != b]
     shaped = [row for row in compared.rows if row.key.shape and "shapes" not in row.key.shape]
-    other = [row for row in shaped if ARROW in row.key.shape]
-    if sum(row.a.time_us for row in other) > HALF * sum(row.a.time_us for row in shaped):
-        key = max(other, key=lambda row: row.a.time_us).key
-        which = f"such as {key.operator} {shortened(key.shape, LONGEST_NAME)}"
-        lines.append(f"warning: most operators have other sizes in B (batch, sequence or model), {which}")
+    other = [row for row in shaped if " -> " in row.key.shape]  # the largest change first
+    if 2 * sum(row.a.time_us for row in other) > sum(row.a.time_us for row in shaped):
+        which = f"{other[0].key.operator} {shortened(other[0].key.shape, LONGEST_NAME)}"
+        lines.append(f"warning: most operators have other sizes in B (batch, sequence or model), such as {which}")
     return lines
 
 

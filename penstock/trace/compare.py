@@ -95,7 +95,6 @@ def _size_text(size: Any) -> str:
 GRID_US = 2.0**-20  # times are multiples of this, so that float64 adds them without error
 SPREAD = 0.5  # a shape has a row of its own if more than this share of the steps has it
 IDLE = EventKey("", "(idle)", "")
-ARROW = " -> "  # between the sizes of one operator in A and in B
 OVERLAP = EventKey("", "(overlap)", "")
 UNEVEN = EventKey("", "(uneven)", "")
 """Rows that are not events: idle time, concurrent time, and the remainder of the medians."""
@@ -338,4 +337,4 @@ def _pools(present: Sequence[Mapping[EventKey, int]]) -> dict[EventKey, EventKey
 def _pool_name(a: Sequence[str], b: Sequence[str]) -> str:
     """`[8, 16] -> [9, 16]`, or the number of shapes if there are several."""
     texts = [shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes" for shapes in (a, b) if shapes]
-    return ARROW.join(texts) if len(texts) == 2 and a != b else "".join(texts[:1])
+    return " -> ".join(texts) if len(texts) == 2 and a != b else "".join(texts[:1])

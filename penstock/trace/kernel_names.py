@@ -124,18 +124,16 @@ INDEX           {_EP}.*(layout|scan|routing_map|preprocess|update_expected)|moe_
 PERMUTE         dispatch_copy_epilogue|EpDispatchCopyToStaging|skipped_token_\w*dispatch
 WAIT            {_EP}.*(notify|barrier|device_sync)|DeepEP.*notify|EpCombineSync
 DISPATCH        {_EP}.*dispatch|EpDispatch|a2a.*dispatch|^dispatchKernel$|kernel_dispatch_token(?!_moe)
-COMBINE         {_EP}.*combine|EpCombine|a2a.*combine|^combineKernel$|kernel_combine_token
+COMBINE         {_EP}.*combine|EpCombine|a2a.*combine|^combineKernel$|kernel_combine_token|post_reorder|_ep_gather
 DISPATCH        (Fused|HybridEP|DeepEP|MoE|Token)_?Dispatch(Backward)?$
 COMBINE         (Fused|HybridEP|DeepEP|MoE|Token)_?Combine(Backward)?$
 INDEX           get_dispatch_layout|moe_align_block_size|moe::dev::routing::.*(Offsets|Histogram)Kernel
 # MoE kernels of other libraries
 COMBINE         _finalize_(matmul|scatter)|moe::dev::finalize|finalizeMoe|moe_(sum|reduc|finalize)|unpermute_and_sum
-COMBINE         post_reorder|_ep_gather
 INDEX           combined_routing|bitmatrix|_expt_data|moe_?(\w+_)?sort|count_and_sort|src2dst|seg_indptr|masked_m_
 INDEX           expertPrefixSum|expert_?map|row_id_map|computeStrides|prepare_grouped_gemm|compute_problem_sizes
 ROUTE           moe::dev::routing|topk_?gating|moe_fused_gate|(grouped|fused|v3)_topk|sbtopk|gatherTopK
 ROUTE           moe_?rout(er|ing)|topk_?soft|moeTopK|score_for_moe|topk_with_score|router_(gemm|triton)|^_topk_forward$
-INDEX           routing(Indices|Renormalize|Deep)
 PERMUTE         (un)?permute_(kernel|triton|tokens|bwd|with_mask)|moe_(un)?permute|^_(un)?permute_|sort_chunks
 PERMUTE         expandInput|pre_reorder|_ep_scatter
 ACTIVATION      moe::dev::activation|doActivation
@@ -147,9 +145,8 @@ SAMPLE          (?<!up)(?<!down)sampl(ing|e(_|m))|topk_topp|_(min_p|temperature)
 # attention
 CACHE           (reshape|concat|quant)_and_cache|copy_(page_indices|blocks_kernel)|paged_kv|kv_(buffer|indices)
 CACHE           (?<!paged)(?<!ragged)(?<!with)kv_?cache|appendPaged|slot_mapping|req_to_token|get_last_loc
-QUANTIZE        ^_?per_token_(group_)?quant
-ATTENTION       sdpa|(?<!cache_)flash(?!infer|_?comm)|fmha|(?<!rope_)attention|flex_att|mla_|mla::|paged|splitkv
-ATTENTION       (?<![a-z])sage(?![a-z])|sage_?attn|qk_int8_sv|(prefill|decode)_?with|merge_?(attn_)?states
+ATTENTION       sdpa|(?<!cache_)flash(?!infer|_?comm)|fmha|(?<!rope_)attention|flex_att|(?<!quant_)mla_|mla::|paged
+ATTENTION       (?<![a-z])sage(?![a-z])|sage_?attn|qk_int8_sv|(prefill|decode)_?with|merge_?(attn_)?states|splitkv
 ATTENTION       cudnn.*(fort|mha|compute_dot_do_o|convert_dq)|_attn_|attn_fwd|attn_bwd|aiter::(.*fa_|pa_)
 ATTENTION       ScaledDotProduct|masked_softmax|_fwd_(grouped_)?kernel_stage|reduce_segments|mqa_logits|kernel_mha
 ATTENTION       (^|_|::)(chunk|fused_recurrent)_\w*(fwd|bwd)_|chunk_(scan|state)|kkt|recompute_w_u|64_inverse
@@ -169,8 +166,7 @@ CONVOLUTION     conv(?!ert)|igemm_(fwd|bwd|wrw)|implicit_?gemm|winograd|bwd_weig
 CONVOLUTION     scudnn|cask_cudnn|cudnn::(ops|engines_precompiled)|wgrad_alg|fft2d_|(nchw|nhwc)To(nchw|nhwc)
 CONVOLUTION     transpose_(CNHW2NCHW|NCHW2CNHW)|cudnn.*(dgrad|wgrad|fprop)|Im2d2Col|naive_conv
 POOLING         (max|avg|average)_?pool|pool2d
-ACTIVATION      ^(?!.*({_PRODUCT})).*(silu|glu(?![a-z])|geglu|swiglu|gelu|relu|act_and_mul|threshold|Sigmoid|swish)
-ACTIVATION      activation_kernel|gated_(act_)?kernel
+ACTIVATION      ^(?!.*({_PRODUCT})).*(silu|glu(?!on)|gelu|relu|act_and_mul|threshold|Sigmoid|swish|activation_k|gated_)
 """)
 """Patterns of the part of the model. Kernels of Penstock come first: their short names match in full."""
 
@@ -191,12 +187,11 @@ LOOK_UP         gather|scatter|index(Select|Func|_select|_add|_put|ing_backward|
 LOOK_UP         bucketize|offsets_range|future_token|compute_cuda_kernel
 LOOK_UP         take_along|permute_2D|permute_indices|linearize_index|bounds_check|nonzero|masked_(select|scatter)
 COPY            ^triton_(poi|red|per)_fused_(to_copy|clone|copy|cat|view|transpose|permute|slice|unsafe|split|_|\d)+$
-ELEMENTWISE     ^triton_poi
+ELEMENTWISE     ^triton_poi|^add_three_kernel$|^_(AddThree|FanOut)(Backward)?$|_assert_async|tri[ul]_
 REDUCTION       ^triton_(red|per)
 COPY            ^Memcpy|copy|CatArray|chunk_cat|aten::(cat|clone|contiguous|to|_to_copy|stack)\b|transpose|cat_kernel
 FILL            ^Memset|(?<!pre)(?<!masked_)fill|zero_|arange|distribution|rand|bernoulli|philox
 REDUCTION       reduce|softmax|aten::(sum|mean|max|min|norm|linalg_vector_norm|amax|argmax|any|all)\b|norm_kernel
-ELEMENTWISE     ^add_three_kernel$|^_(AddThree|FanOut)(Backward)?$|_assert_async|tri[ul]_
 ELEMENTWISE     elementwise|pointwise|element_?mul|scal_kernel|upsample|where|clamp|dropout|masked_fill
 ELEMENTWISE     aten::(add|mul|sub|div|neg|pow|sqrt|exp|sigmoid|tanh|eq|ne|lt|gt)_?\b|nan_to_num|AddBackward|MulBackward
 """)
@@ -222,7 +217,6 @@ def _first(table: _Compiled[_Label], text: str) -> _Label | None:
 
 
 _TEMPLATES = ("at::native", "_ZN2at6native", "cutlass", "ck_tile::kentry", "ck_tile6kentry", "multi_tensor_", "_gemm::")
-"""Parts of the names of kernels that are templates over their operation."""
 
 
 def _essence(name: str) -> str:

@@ -80,10 +80,9 @@ def on_host(trace: Trace) -> Trace:
         stream=np.append(host.thread[row[: len(table)]], np.full(len(transfers), len(trace.threads)))[order],
         launch=launch[order],
     )
-    notes = trace.notes
-    if launches := int(host.named(LAUNCHES.match).sum()):
-        notes += (f"{launches:,} calls launched work on a device, of which there is no event: operators count instead",)
-    return replace(trace, gpu=events, host=host, is_host=True, notes=notes)
+    count = int(host.named(LAUNCHES.match).sum())
+    what = f"{count:,} calls launched work on a device, of which there is no event: operators count instead"
+    return replace(trace, gpu=events, host=host, is_host=True, notes=(*trace.notes, what) if count else trace.notes)
 
 
 def _started_by(trace: Trace, transfers: Integers, calls: Integers) -> Integers:

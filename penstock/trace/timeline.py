@@ -14,10 +14,9 @@ breakdowns of the whole recording, of `all` events and of `linked` ones, whose l
 
 Steps are torch.profiler's regions `ProfilerStep#N`, or Penstock's spans `step N`. The host runs ahead of the device, so
 the events of a step are those that were launched in its region, and on the device it ends with the last of them, or
-with its region if that is later. The next step begins there. The first one begins with its region if its first event
-did not wait in the queue, else with that event: the device still computed what was launched before. That event is on
-the stream that computes most; copies on another stream begin at once. All other tables are of the events in these
-windows (`in_steps`), so warm-up and events of earlier steps count nowhere. On a CPU, the regions are the windows.
+with its region if that is later. The next step begins there; the first begins with its region, or with its first event
+on the stream that computes most if that waited for earlier work. All other tables are of the events in these windows
+(`in_steps`), so warm-up and events of earlier steps count nowhere. On a CPU, the regions are the windows.
 A stream runs in order: an event without a launch is of an earlier step if it precedes all linked ones of its stream.
 """
 
@@ -35,8 +34,7 @@ from penstock.trace.intervals import Intervals, union
 STEP_NAMES = (re.compile(r"ProfilerStep\s*#(\d+)"), re.compile(rf"{Span.STEP}(?:[ #:](\d+))?"))
 """Names of steps: the profiler's, and Penstock's spans, which count where the profiler marked none."""
 
-QUEUED_US, QUEUED = 100.0, 0.01
-"""A first event that waited this long, and for this share of the time before it, shows earlier work on the device."""
+QUEUED_US, QUEUED = 100.0, 0.01  # waiting of a first event, and its share of the time before, that show earlier work
 
 APART = 0.02  # share by which steps of the device and of the host differ before a note says so
 
@@ -203,9 +201,8 @@ def _windows(regions: HostEvents, trace: Trace) -> list[tuple[float, float]]:
     main = first & (stream == np.bincount(stream, gpu.duration_us * computes, len(streams)).argmax())
     row = int((main if main.any() else first).argmax())  # the first event of the step, by start
     begin_us = float(gpu.start_us[row])
-    lead_us = begin_us - float(regions.start_us[0])
-    if begin_us - launched_us[row] < max(QUEUED_US, QUEUED * lead_us):
-        begin_us = max(begin_us - lead_us, min(begin_us, float(gpu.end_us[:row].max(initial=-np.inf))))
+    if begin_us - launched_us[row] < max(QUEUED_US, QUEUED * (begin_us - regions.start_us[0])):
+        begin_us = max(float(regions.start_us[0]), min(begin_us, float(gpu.end_us[:row].max(initial=-np.inf))))
     ends_us = np.maximum(regions.end_us, begin_us)
     np.maximum.at(ends_us, step[inside], gpu.end_us[inside])
     return list(pairwise([begin_us, *np.maximum.accumulate(ends_us).tolist()]))
