@@ -131,9 +131,9 @@ INDEX           get_dispatch_layout|moe_align_block_size|moe::dev::routing::.*(O
 # MoE kernels of other libraries
 COMBINE         _finalize_(matmul|scatter)|moe::dev::finalize|finalizeMoe|moe_(sum|reduc|finalize)|unpermute_and_sum
 INDEX           combined_routing|bitmatrix|_expt_data|moe_?(\w+_)?sort|count_and_sort|src2dst|seg_indptr|masked_m_
-INDEX           expertPrefixSum|expert_?map|row_id_map|computeStrides|prepare_grouped_gemm|compute_problem_sizes
 ROUTE           moe::dev::routing|topk_?gating|moe_fused_gate|(grouped|fused|v3)_topk|sbtopk|gatherTopK
 ROUTE           moe_?rout(er|ing)|topk_?soft|moeTopK|score_for_moe|topk_with_score|router_(gemm|triton)|^_topk_forward$
+INDEX           expertPrefixSum|expert_?map|row_id_map|computeStrides|prepare_grouped|compute_problem|routingIndices
 PERMUTE         (un)?permute_(kernel|triton|tokens|bwd|with_mask)|moe_(un)?permute|^_(un)?permute_|sort_chunks
 PERMUTE         expandInput|pre_reorder|_ep_scatter
 ACTIVATION      moe::dev::activation|doActivation
