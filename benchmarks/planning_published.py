@@ -4,8 +4,8 @@
     python -m benchmarks.planning_published --only gb200               some rows, to look at
 
 benchmarks/published_runs.toml has the rows. Each is projected by its own command, `penstock plan ... --json`, so what
-is written down is what anybody gets. Half of the rows, drawn by a seed before the model was changed for any of them,
-were fitted; the other half is held out. docs/plan-published.md shows the table.
+is written down is what anybody gets. Half of the first 76 rows, drawn by a seed before the model was changed for any of
+them, were fitted, and so were the later ones; the other half is held out. docs/plan-published.md shows the table.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import record
 from penstock.cli.main import main as penstock
+from penstock.config.load import load_run
 from penstock.plan.hardware_file import parse_cluster
 
 RUNS = Path(__file__).with_name("published_runs.toml")
@@ -93,6 +94,8 @@ def row_of(run: PublishedRun) -> dict[str, Any]:
         "kernels": cluster.hardware.kernels,
         "devices": cluster.devices,
         "nodes": cluster.nodes,
+        "is_8_bit": any(word.startswith("float8.") for word in words),
+        "is_dense": load_run(words[2]).model.moe is None,
         "source": run.source,
         "is_fitted": run.is_fitted,
         "published": run.speed,

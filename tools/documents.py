@@ -33,6 +33,7 @@ from tools.config_defaults import config_defaults
 from tools.families_page import families_page
 from tools.grafana import dashboard
 from tools.hardware_page import hardware_page
+from tools.known_errors import known_errors_json
 from tools.models_page import models_page
 from tools.other_names import other_names_json
 from tools.pages import decisions, environment_page, glossary, metrics_page, rules_page
@@ -66,6 +67,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "penstock/cli/commands.json": commands_json,
     "penstock/models/huggingface/config_defaults.json": config_defaults,
     "penstock/config/other_names.json": other_names_json,
+    "penstock/plan/known_errors.json": known_errors_json,
 }
 
 

@@ -15,7 +15,7 @@ from penstock.plan.assumptions import Assumptions
 from penstock.plan.balance import BalanceCase
 from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, SourcedTable
-from penstock.plan.known_error import error_text
+from penstock.plan.known_error import error_text, speed_range
 from penstock.plan.layout_names import FOLLOW
 from penstock.plan.memory import COMPONENTS, components
 from penstock.plan.projection import MARGIN, MEMORY, SLOWER, Advice, Layout, Plan, Projection, Refusal
@@ -96,6 +96,8 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
     if plan.candidates:
         best = plan.candidates[0]
         print(f"{verdict(plan)}: {conclusion(best)}")
+        if (likely := speed_range(best.run, best.cluster)) is not None:
+            print(f"range: {likely.text(best.time.tokens_per_second_per_device, best.cluster.speed_unit)}")
         print()
         print_candidates(plan.candidates)
         if plan.considered > 1 and len(plan.candidates) > 1:

@@ -35,11 +35,12 @@ HOST_LINK = "host link"  # term of time that waits for copies between the device
 
 
 class OpCost(NamedTuple):
-    """Seconds of the device, the term, and whether the operator only communicates."""
+    """Seconds of the device, the term, whether the operator only communicates, and how often the host launches."""
 
     seconds: float
     term: str
     is_communication: bool = False
+    launches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +157,11 @@ class OpCosts:
 
     def _of(self, operator: RecordedOp) -> OpCost:
         cost = self._ours(operator)
-        if cost.is_communication or cost.term == HOST_LINK:
-            return cost
         software = self._software
+        if cost.is_communication or cost.term == HOST_LINK:
+            return (
+                cost._replace(seconds=cost.seconds * (1 - software.tensor_hidden)) if cost.term == "exchange" else cost
+            )
         if operator.name in _CASTS:
             return cost._replace(seconds=cost.seconds * software.casts)
         if operator.name in _CLAMPED and self._is_clamped:
@@ -176,7 +179,8 @@ class OpCosts:
         if name in _PRODUCTS:
             return OpCost(self._product(operator), "products")
         if name in self._of_experts:
-            return OpCost(self._of_experts[name](operator), "experts")
+            alone = self._one_by_one(operator)
+            return OpCost(self._of_experts[name](operator), "experts") if alone is None else alone
         if name == "float8_matrices_kernel":
             return self._float8_matrices(operator)
         if name in _BOUNDED:
@@ -218,6 +222,21 @@ class OpCosts:
             if given == 3 and operator.itemsize == 4
             else seconds
         )
+
+    def _one_by_one(self, operator: RecordedOp) -> OpCost | None:
+        """Products of 16-bit experts that are launched one after the other; None where a kernel does all."""
+        if not self._software.one_by_one or operator.name == "_grouped_mm" or operator.itemsize != 2:
+            return None
+        if operator.name == "rows_kernel":
+            (_, k), (groups, *_), (room, n) = operator.shapes[:3]
+            sizes = max(1, self._rows(room) // groups), n, k
+        else:
+            (room, *_), _, (groups, n, k) = operator.shapes[:3]
+            sizes = n, k, max(1, self._rows(room) // groups)
+        seconds = self._rates.product(*sizes).seconds
+        if "ACCUMULATE" in operator.switches:  # a kernel of its own adds a 16-bit gradient to the sum
+            seconds += self._rates.memory_bound((ACCUMULATED_BYTES + 4.0) * n * k).seconds
+        return OpCost(groups * seconds, "experts", launches=groups)
 
     def _rows_product(self, operator: RecordedOp) -> float:
         (_, depth), (groups, *_), (room, width) = operator.shapes[:3]

@@ -73,6 +73,9 @@ class Peaks(SourcedTable):
     fp32: float | None = knob(None, doc="Dense float32 products.", unit="FLOP/s", low=1)
     memory_bytes_per_second: float = knob(doc="Bytes read and written.", unit="bytes/s", low=1)
     power_watts: float | None = knob(None, doc="Power limit of the device.", unit="W", low=1)
+    compute_units: float | None = knob(
+        None, doc="Units that share the tiles of a product; without them all are always busy.", low=1
+    )
 
     def flops_per_second(self, dtype: Dtype) -> float | None:
         """Dense products in a type, or None where the rate is not known."""

@@ -21,6 +21,10 @@ from typing import Literal, NamedTuple, cast
 from penstock.base.errors import HardwareError
 from penstock.plan.hardware import AccumulatedKind, ComputePoint, Dtype, Hardware, OperatorKind
 
+TILE = 256  # rows and columns of a product that a unit computes at once
+SPLIT = 4096  # of the depth of a product whose tiles are divided again
+SPARE = 1.2  # rate with all units at work, if power did not limit it, over the stated rate
+
 NEAR = math.log(4)  # a measured point farther away counts less than the roofline
 
 EXACT = 1e-9
@@ -107,9 +111,16 @@ class Rates:
         return moved_bytes / self.hardware.bandwidth
 
     def _roofline(
-        self, flops: float, moved_bytes: float, operator: OperatorKind, dtype: Dtype, *, by_rows: bool = False
+        self,
+        flops: float,
+        moved_bytes: float,
+        operator: OperatorKind,
+        dtype: Dtype,
+        *,
+        by_rows: bool = False,
+        busy: float = 1.0,
     ) -> float:
-        """Seconds by the stated share of the peak."""
+        """Seconds by the stated share of the peak, of which a kernel with few tiles reaches `busy`."""
         peak = self.hardware.peaks.flops_per_second(dtype)
         if peak is None:
             raise HardwareError(
@@ -121,8 +132,20 @@ class Rates:
         if dtype == "fp8":
             of_squares = efficiency.float8_grouped if operator.startswith("grouped") else efficiency.float8
             share *= efficiency.float8_by_rows if by_rows else of_squares
-        computing = flops / (peak * share)
+        computing = flops / (peak * share * busy)
         return max(computing, self._moving(moved_bytes) + self.hardware.host.kernel_seconds)
+
+    def _busy(self, groups: int, rows: int, columns: int, depth: int) -> float:
+        """Share of a chip's rate that so many products of rows x columns reach, summed over `depth`.
+
+        All units work as long as the one with most tiles. They reach the stated rate, which power limits, with
+        1 / SPARE of the units at work. A product with few tiles and a large depth divides the depth as well.
+        """
+        units = self.hardware.peaks.compute_units
+        if units is None:
+            return 1.0
+        tiles: float = groups * -(-rows // TILE) * -(-columns // TILE) * max(1, depth // SPLIT)
+        return min(1.0, SPARE * tiles / (-(-tiles // units) * units))
 
     def _corrections(
         self, name: str, dtype: Dtype, flops: Callable[[OpSizes], float], roofline: Callable[[OpSizes], float]
@@ -148,7 +171,8 @@ class Rates:
         def roofline(sizes: OpSizes) -> float:
             m, n, k = sizes
             moved = BYTES[dtype] * (m * k + n * k) + RESULT_BYTES[dtype] * m * n
-            return self._roofline(2.0 * m * n * k, moved, "product", dtype, by_rows=by_rows)
+            busy = self._busy(1, m, n, k)
+            return self._roofline(2.0 * m * n * k, moved, "product", dtype, by_rows=by_rows, busy=busy)
 
         points = self._corrections("product", dtype, lambda sizes: 2.0 * math.prod(sizes), roofline)
         return corrected(roofline((m, n, k)), (m, n, k), points, self.hardware.efficiency.source)
@@ -177,11 +201,14 @@ class Rates:
             weights, given, results = groups * n * k, groups * rows * k, groups * rows * n
             if product in ("forward", "forward_gathered", "input_gradient"):
                 moved = BYTES[dtype] * (weights + given) + RESULT_BYTES[dtype] * results
+                tiles = (groups, rows, k, n) if product == "input_gradient" else (groups, rows, n, k)
             else:
                 moved = BYTES[dtype] * (given + results) + RESULT_BYTES[dtype] * weights
+                tiles = groups, n, k, rows
             # An accumulated gradient reads and writes the float32 sum instead of writing a result.
             extra = (ACCUMULATED_BYTES - RESULT_BYTES[dtype]) * weights if is_sum else 0
-            computing = self._roofline(2.0 * rows * weights, moved, operator, dtype, by_rows=by_rows)
+            busy = self._busy(*tiles)
+            computing = self._roofline(2.0 * rows * weights, moved, operator, dtype, by_rows=by_rows, busy=busy)
             return computing + self._moving(extra)
 
         sizes = (groups, rows, n, k)

@@ -29,12 +29,16 @@ class Software:
     products: float = 1.0  # dense
     experts: float = 1.0  # grouped products
     attention: float = 1.0  # of both passes
+    one_by_one: bool = False  # products of 16-bit experts are launched one after the other
     moved: float = 1.0  # kernels that compute little
     casts: float = 1.0  # kernels that round to 8 bits; above 1 where amax, rounding and transposition read again
     clamped: float = 1.0  # activation and biases of clamped experts (gpt-oss), as separate operators
     launch: float = 1.0  # host time of an operator
+    stage_seconds: float = 0.0  # host time of a pass of a pipeline's stage beside its operators
     captured: float = 0.0  # share of the operators that graphs launch
     hidden: float | None = None  # share of a pair's transfers that its compute hides (`dispatch.overlap=passes`)
+    weights_hidden: float | None = None  # share of FSDP's transfers that compute hides
+    tensor_hidden: float = 0.0  # share of the exchanges of tensor parallelism that products hide
     ring: bool = False  # context-parallel ranks pass keys around, hidden behind attention
     sums_overlap: bool = False  # sums of gradients run behind the last backward pass, new weights behind the first one
     gathers: int = 0  # how often in a step FSDP gathers weights and reduces gradients; 0 for each micro-batch
@@ -57,7 +61,7 @@ OWN = Software()
 _FIELDS = tuple(field.name for field in fields(Software) if field.name not in ("name", "source"))
 """Those that an option may change."""
 
-_SHARES = ("captured", "hidden")  # those that are at most 1
+_SHARES = ("captured", "hidden", "weights_hidden", "tensor_hidden")  # those that are at most 1
 
 
 def _parsed(text: str, known: Mapping[str, Software]) -> Software:
@@ -96,12 +100,12 @@ def _known() -> Mapping[str, Software]:
 
 _TRAINERS = {
     "megatron": (
-        "own,dispatch=deep-ep,clamped=12,launch=1.15,hidden=0.5,ring=true,sums_overlap=true,gradient_bytes=2,"
+        "own,dispatch=deep-ep,clamped=12,launch=1.15,stage_seconds=7e-4,hidden=0.5,weights_hidden=0.9,tensor_hidden=0.7,ring=true,sums_overlap=true,gradient_bytes=2,"
         "moment_bytes=2",
         "fitted to published runs of Megatron Bridge 25.09 to 26.04; bf16 gradients and moments of its recipes",
     ),
     "megatron-26.06": (
-        "megatron,waits=false,products=0.8,experts=0.7,attention=0.8,moved=0.6,casts=0.6,clamped=4,captured=1",
+        "megatron,waits=false,products=0.8,experts=0.7,attention=0.8,moved=0.53,casts=0.53,clamped=4,captured=1",
         "fitted to published runs of Megatron Bridge 26.06 on Blackwell, captured whole",
     ),
     "automodel": (
@@ -113,7 +117,7 @@ _TRAINERS = {
         "measured beside ours on one H200",
     ),
     "primus": (
-        "own,dispatch=deep-ep,products=1.1,experts=1.15,attention=1.1,ring=true,sums_overlap=true,gradient_bytes=2",
+        "own,dispatch=deep-ep,one_by_one=true,launch=1.15,stage_seconds=7e-4,ring=true,sums_overlap=true,gradient_bytes=2",
         "fitted to published runs of Primus on MI355X",
     ),
     "deepseek": (

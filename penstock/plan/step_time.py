@@ -82,7 +82,9 @@ class StageTimer:
         self._costs = OpCosts(hardware, rows, buffer_rows(tuple(works)), software, rounds, times)
         self._transfers = times.transfers
         passes = micro_batches(run, grid_of(run, cluster.devices))
+        self._software = software
         self._gathers = min(1.0, software.gathers / passes) if software.gathers else 1.0
+        self._prepared = software.stage_seconds * (1 - software.captured) if run.parallel.pipeline > 1 else 0.0
         self._launch = hardware.host.launch_seconds * LAUNCHED[run.graphs.capture] * software.launch_share
 
     def stage(self, stage: StageActivations, gathers: Sequence[int], shards: RankGroup) -> StageTime:
@@ -95,16 +97,19 @@ class StageTimer:
                 [piece.weight_ops for piece in back],
             ),
             self._streams(self._launch),
+            self._prepared,
         )
         if gathers:
             fetch, reduce = self._fsdp(sum(gathers) * self._gathers, shards)
-            forward, backward = _beside(forward, fetch), _beside(_beside(backward, fetch), reduce)
+            gain = OVERLAP_GAIN if self._software.weights_hidden is None else self._software.weights_hidden
+            forward, backward = _beside(forward, fetch, gain), _beside(_beside(backward, fetch, gain), reduce, gain)
         return StageTime(forward=forward, backward=backward, weight=weight)
 
     def _fsdp(self, whole_bytes: float, shards: RankGroup) -> tuple[Timing, Timing]:
-        """Gather whole weights, and reduce their float32 gradients: communication, and copies on the device."""
+        """Gather whole weights, and reduce their gradients: communication, and copies on the device."""
         sent = self._transfers.collective("all-gather", whole_bytes, shards).seconds
-        back = self._transfers.collective("reduce-scatter", 2 * whole_bytes, shards).seconds
+        of_gradients = whole_bytes * self._software.gradient_bytes / 2
+        back = self._transfers.collective("reduce-scatter", of_gradients, shards).seconds
         fetched, reduced = (
             whole_bytes * copied / self._cluster.hardware.bandwidth for copied in fsdp_copies(shards.ranks)
         )
@@ -304,11 +309,12 @@ def _rank_time(rank: int, passes: Timing, span: float, update: tuple[Timing, Tim
     )
 
 
-def _beside(passes: Timing, moved: Timing) -> Timing:
-    """Passes beside a transfer; its copies run on the device that computes."""
-    hidden = min(moved.communication, passes.compute)
-    # Both streams slow each other down, as in penstock/plan/streams.py.
-    exposed = moved.communication - OVERLAP_GAIN * hidden
+def _beside(passes: Timing, moved: Timing, gain: float) -> Timing:
+    """Passes beside a transfer; its copies run on the device that computes.
+
+    Both streams slow each other down, as in penstock/plan/streams.py, so only `gain` of what is hidden is gained.
+    """
+    exposed = moved.communication - gain * min(moved.communication, passes.compute)
     seconds = exposed + moved.compute
     return add_timing(passes, replace(moved, seconds=seconds, exposed=exposed, terms={"weights": seconds}))
 

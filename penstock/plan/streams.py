@@ -148,6 +148,10 @@ class Streams:
             terms=dict(self._terms),
         )
 
+    def prepare(self, seconds: float) -> None:
+        """The host works without launching anything."""
+        self._host += seconds
+
     def play(self, work: RecordedOps) -> None:
         is_side = False
         for operator in work:
@@ -173,7 +177,7 @@ class Streams:
 
     def _run(self, cost: OpCost) -> None:
         # The host needs twice the time for a collective (docs/projection.md).
-        self._host += self._launch * (1 + cost.is_communication)
+        self._host += self._launch * (cost.launches + cost.is_communication)
         wait = max(self._gap, self._host - self._main)
         self._main += wait + cost.seconds
         self._idle += wait
@@ -221,8 +225,8 @@ class Streams:
         self._terms["dispatch"] += late + lost
 
 
-def steady_state(parts: Sequence[Sequence[RecordedOps]], streams: Streams) -> list[Timing]:
-    """Time of each part, a list of works, when the parts repeat.
+def steady_state(parts: Sequence[Sequence[RecordedOps]], streams: Streams, prepared: float = 0.0) -> list[Timing]:
+    """Time of each part, a list of works, when the parts repeat; the host prepares each for `prepared` seconds.
 
     The second round counts, because the host is ahead by then.
     """
@@ -231,6 +235,7 @@ def steady_state(parts: Sequence[Sequence[RecordedOps]], streams: Streams) -> li
         timings = []
         for works in parts:
             before = streams.timing
+            streams.prepare(prepared if any(works) else 0.0)
             for work in works:
                 streams.play(work)
             timings.append(add_timing(streams.timing, before, times=-1))

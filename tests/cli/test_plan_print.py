@@ -1,6 +1,5 @@
 """How a plan is printed, from made-up figures."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from penstock.cli.plan_print import conclusion, explain, origins_text, print_plan, sizes_text
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.known_error import KNOWN_ERROR, PUBLISHED_ERRORS, KnownError, error_text
+from penstock.plan.known_error import error_text
 from penstock.plan.projection import MEMORY, SLOWER, Advice, Plan
 from tests.cli import answers
 from tests.cli.made_plans import GB, plan, projection, refusal, run_of
@@ -45,12 +44,13 @@ def test_a_plan_begins_with_question_and_answer_and_a_column_for_each_choice_tha
     lines = printed(plan(projection(), projection(run_of("training.micro_batch=2"), step=12.5)))
     assert lines[0] == "debug on 16 MI300X (2 nodes of 8), 206.1 GB each"
     assert lines[1] == f"best: {conclusion(projection())}"
-    assert lines[3].split() == (
+    assert lines[2].startswith("range: ")
+    assert lines[4].split() == (
         ["layout", "micro-batch", "step", "tokens/s/GPU", "MFU", "bubble", "exposed", "memory", "left"]
     )
-    assert " ".join(lines[4].split()) == "1 PP2 EP4 4 11.2 s 46 32.1% 6.7% 34.0 ms 95.0 GB 111.1 GB"
-    assert lines[5].split()[:5] == ["2", "PP2", "EP4", "2", "12.5"]
-    assert lines[6] == ("all: schedule 1f1b, recompute none, sync-free stage 0, dispatcher all-to-all, shard optimizer")
+    assert " ".join(lines[5].split()) == "1 PP2 EP4 4 11.2 s 46 32.1% 6.7% 34.0 ms 95.0 GB 111.1 GB"
+    assert lines[6].split()[:5] == ["2", "PP2", "EP4", "2", "12.5"]
+    assert lines[7] == ("all: schedule 1f1b, recompute none, sync-free stage 0, dispatcher all-to-all, shard optimizer")
 
 
 def test_the_best_is_told_by_component_and_by_part_of_the_step() -> None:
@@ -118,33 +118,11 @@ def test_one_layout_that_is_refused_gets_its_whole_reason() -> None:
 def test_a_plan_says_what_it_rests_on() -> None:
     lines = printed(plan(projection()))
     assert "assumed: rows are even" in lines
-    figures = next(line for line in lines if line.startswith("figures of MI300X: reported memory, 2 of 11 collectives"))
-    assert "; assumed kernels, overhead, host, host link, efficiency, 9 of 11 collectives (" in figures
-    assert lines[-1].startswith("not measured here: MI300X over nodes, nor compared with a run of others")
-
-
-def test_an_error_is_told_as_shares_of_what_was_measured() -> None:
-    told = KnownError(runs="18 runs on H200", memory=(0.012, 0.043), step=(0.031, 0.094))
-    assert f"{told}" == "error against 18 runs on H200: memory 1.2% (median) to 4.3%, step 3.1% (median) to 9.4%"
-
-
-def test_the_known_error_is_that_of_the_measurements() -> None:
-    sizes = json.loads(MEASURED.read_text())["numbers"]["errors"]["all"]
-    assert KNOWN_ERROR.runs == f"{sizes['runs']} runs on H200"
-    for name, told in (("memory", KNOWN_ERROR.memory), ("step", KNOWN_ERROR.step)):
-        assert told == tuple(pytest.approx(sizes[f"{name}_{which}"], abs=5e-4) for which in ("median", "largest"))
-
-
-def test_the_error_of_others_runs_is_that_of_their_projections() -> None:
-    found = json.loads(PUBLISHED.read_text())["numbers"]["errors"]
-    kinds = {name: one for name, one in found.items() if name not in ("all", "fitted", "held out")}
-    assert len(kinds) == len(PUBLISHED_ERRORS)
-    for (kernels, spans), (runs, middle, largest) in PUBLISHED_ERRORS.items():
-        one = kinds[f"{kernels}, {'nodes' if spans else 'one node'}"]
-        assert runs == one["rows"]
-        assert (middle, largest) == (
-            pytest.approx(one["median"], abs=5e-4), pytest.approx(one["largest"], abs=5e-4)
-        )  # fmt: skip
+    figures = next(
+        line for line in lines if line.startswith("figures of MI300X: reported memory, efficiency, 3 of 11 collectives")
+    )
+    assert "; assumed kernels, overhead, host, host link, 8 of 11 collectives (" in figures
+    assert lines[-1].startswith("not measured here: MI300X over nodes; error against 1 published runs of such chips")
 
 
 @pytest.mark.parametrize(
@@ -153,10 +131,10 @@ def test_the_error_of_others_runs_is_that_of_their_projections() -> None:
         ("4xH200", "error against 45 runs on H200: memory"),
         (
             "16xH200",
-            "not measured here: H200 over nodes; error against 22 published runs of such chips by others: speed",
+            "not measured here: H200 over nodes; error against 27 published runs of such chips by others: speed",
         ),
-        ("8xH100", "not measured here: H100 in one node; error against 7 published runs"),
-        ("256xB300", "not measured here: B300 over nodes; error against 12 published runs"),
+        ("8xH100", "not measured here: H100 in one node; error against 8 published runs"),
+        ("256xB300", "not measured here: B300 over nodes; error against 13 published runs"),
         ("8xA100", "not measured here: A100 in one node, nor compared with a run of others"),
     ],
 )

@@ -97,7 +97,7 @@ KNOWN = [
 def test_an_operator_takes_what_rates_and_transfers_say(operator: RecordedOp, estimate: Estimate, term: str) -> None:
     cost = COSTS.of(operator)
     assert cost.seconds == pytest.approx(estimate.seconds)
-    assert cost[1:] == (term, term in ("dispatch", "exchange"))
+    assert cost[1:] == (term, term in ("dispatch", "exchange"), 1)
 
 
 CHOSEN = (128, 1, 8192, 512), (1, 8192, 128, 64), (1, 8192, 512), (1, 8192, 64), (1, 8192, 2048), (1, 8192)

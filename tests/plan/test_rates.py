@@ -51,8 +51,25 @@ def test_a_product_far_from_all_points_is_a_roofline_at_the_stated_share() -> No
     assert found.seconds == pytest.approx(2e18 / (H200.peaks.bf16 * H200.efficiency.product), rel=0.02)
     without_points = load_hardware("MI300X")
     found = Rates(without_points).product(8192, 8192, 8192)
-    assert found.basis == "roofline" and found.source.startswith("assumed:")
+    assert found.basis == "roofline" and found.source.startswith("reported:")
     assert found.seconds == pytest.approx(2 * 8192**3 / (1307e12 * without_points.efficiency.product))
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows", "n", "k", "teraflops"),
+    [
+        *((8, 512, 2816, 2048, 349), (8, 1024, 2816, 2048, 339), (8, 2048, 2816, 2048, 447)),
+        *((5, 1024, 5120, 1536, 366), (5, 2048, 5120, 1536, 467), (20, 1024, 3072, 5120, 443)),
+        *((8, 1024, 4096, 7168, 491), (8, 4096, 4096, 7168, 548), (8, 4096, 7168, 2048, 519)),
+        *((1, 4096, 4096, 4096, 615), (1, 8192, 28672, 4096, 629), (1, 1024, 4096, 14336, 490)),
+    ],
+)
+def test_products_with_few_tiles_are_slower_as_amds_own_benchmarks_say(
+    groups: int, rows: int, n: int, k: int, teraflops: int
+) -> None:
+    rates = Rates(load_hardware("MI300X"))  # Primus-Turbo, benchmark/baselines: gemm.json and grouped_gemm.json
+    found = rates.product(rows, n, k) if groups == 1 else rates.grouped("forward", groups, rows, n, k)
+    assert 2e-12 * groups * rows * n * k / found.seconds == pytest.approx(teraflops, rel=0.26)
 
 
 def test_a_thin_product_takes_the_time_of_its_bytes_and_an_empty_kernel_its_least() -> None:

@@ -34,7 +34,7 @@ def test_a_trainer_is_named_with_changes_and_says_what_differs_from_ours() -> No
     "text",
     [
         *("megatorn", "megatron,speed=2", "own,products=fast", "own,ring=1", "own,dispatch=mail", "own,name=x", "own,"),
-        *("own,captured=2", "own,hidden=1.5"),
+        *("own,captured=2", "own,hidden=1.5", "own,tensor_hidden=2"),
     ],
 )
 def test_an_unknown_trainer_or_field_is_refused(text: str) -> None:
@@ -110,3 +110,27 @@ def test_forced_balance_is_even_whatever_is_assumed() -> None:
     cluster = parse_cluster("16xH200")
     times = {imbalance: project(forced, cluster, Assumptions(imbalance=imbalance)) for imbalance in (1.0, 1.5)}
     assert times[1.0].time == times[1.5].time and times[1.0].memory == times[1.5].memory
+
+
+def test_experts_one_by_one_take_longer_with_few_rows_and_are_launched_each() -> None:
+    plain = replace(OWN, name="test", dispatch="all-to-all")
+    apart = replace(plain, one_by_one=True)
+    ratios = []
+    for rows in (1, 4):
+        batch = f"training.micro_batch={rows}", f"training.global_batch={16 * rows}"
+        ratios.append(
+            projected(apart, *batch, on="16xMI355X").time.ranks[0].terms["experts"]
+            / projected(plain, *batch, on="16xMI355X").time.ranks[0].terms["experts"]
+        )
+    assert ratios[0] > ratios[1] > 1
+
+
+def test_other_trainers_hide_gathers_of_weights_and_exchanges() -> None:
+    plain = replace(OWN, name="test", dispatch="all-to-all")
+    for field, term, layout in (
+        ("weights_hidden", "weights", "parallel.shard=full"),
+        ("tensor_hidden", "exchange", "parallel.tensor=2"),
+    ):
+        slow, fast = (projected(replace(plain, **{field: share}), layout).time for share in (0.0, 0.9))
+        assert fast.ranks[0].terms[term] < 0.5 * slow.ranks[0].terms[term]
+        assert fast.step_seconds < slow.step_seconds
