@@ -62,10 +62,8 @@ def main() -> None:
 
 def published_runs() -> list[PublishedRun]:
     """All rows."""
-    return [
-        PublishedRun(stated=row.pop("from"), is_fitted=row.pop("fitted"), **row)
-        for row in tomllib.loads(RUNS.read_text())["run"]
-    ]
+    rows = tomllib.loads(RUNS.read_text())["run"]
+    return [PublishedRun(stated=row.pop("from"), is_fitted=row.pop("fitted"), **row) for row in rows]
 
 
 def sources() -> dict[str, str]:
