@@ -66,11 +66,11 @@ class SpeedRange:
 @cache
 def known_errors() -> KnownErrors:
     """The runs of the package's file."""
-    found = json.loads(Path(__file__).with_name("known_errors.json").read_text(encoding="utf-8"))
+    recorded = json.loads(Path(__file__).with_name("known_errors.json").read_text(encoding="utf-8"))
     return KnownErrors(
-        speeds=tuple(found["measured"]["speeds"]),
-        memories=tuple(found["measured"]["memories"]),
-        published=tuple((RunKind(**row["kind"]), row["speed"]) for row in found["published"]),
+        speeds=tuple(recorded["measured"]["speeds"]),
+        memories=tuple(recorded["measured"]["memories"]),
+        published=tuple((RunKind(**row["kind"]), row["speed"]) for row in recorded["published"]),
     )
 
 
@@ -121,7 +121,7 @@ def published_range(kind: RunKind, published: Sequence[tuple[RunKind, float]]) -
         (("vendor",), f"all on {kind.vendor}"),
         ((), "all"),
     ]
-    found = [
+    recorded = [
         (
             names,
             of_what,
@@ -129,7 +129,7 @@ def published_range(kind: RunKind, published: Sequence[tuple[RunKind, float]]) -
         )
         for names, of_what in levels
     ]
-    names, of_what, speeds = next(level for level in found if _dropped(len(level[2])) >= 0)
+    names, of_what, speeds = next(level for level in recorded if _dropped(len(level[2])) >= 0)
     return _range(speeds, f"{len(speeds)} published runs ({of_what})", is_comparable="is_dense" in names)
 
 

@@ -111,5 +111,5 @@ def test_the_command_line_reads_loads_of_one_layout(tmp_path: Path) -> None:
     assert "dispatch.balance" in text and "forced" in text
     told = told_as_json("plan", *asked, "--layout", "ep=4")
     assert [row["dispatch.balance"] for row in told["balance"]] == ["none", "bounded", "exact", "forced"]
-    assert "fix: name a layout" in refused("plan", *asked)
-    assert "does not go with --imbalance" in refused("plan", *asked, "--layout", "ep=4", "--imbalance", "1.3")
+    assert "add --layout or --compare" in refused("plan", *asked)
+    assert "--imbalance has no use for it" in refused("plan", *asked, "--layout", "ep=4", "--imbalance", "1.3")
