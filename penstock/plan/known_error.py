@@ -110,12 +110,12 @@ def speed_range(run: Run, cluster: Cluster) -> SpeedRange | None:
 
 def published_range(kind: RunKind, published: Sequence[tuple[RunKind, float]]) -> SpeedRange:
     """The range of a kind of runs, from others' runs."""
-    place = "over nodes" if kind.spans_nodes else "in one node"
+    extent = "over nodes" if kind.spans_nodes else "in one node"
     model = "dense models" if kind.is_dense else "MoE models"
     width = f"{8 if kind.is_8_bit else 16} bits"
     levels = [
-        (("kernels", "spans_nodes", "is_dense", "is_8_bit"), f"{model} {place} on {kind.kernels}, {width}"),
-        (("kernels", "spans_nodes", "is_dense"), f"{model} {place} on {kind.kernels}"),
+        (("kernels", "spans_nodes", "is_dense", "is_8_bit"), f"{model} {extent} on {kind.kernels}, {width}"),
+        (("kernels", "spans_nodes", "is_dense"), f"{model} {extent} on {kind.kernels}"),
         (("kernels", "is_dense"), f"{model} on {kind.kernels}"),
         (("vendor", "is_dense"), f"{model} on {kind.vendor}"),
         (("vendor",), f"all on {kind.vendor}"),
@@ -137,7 +137,7 @@ def error_text(cluster: Cluster) -> str:
     """The error of projections that are comparable: of this chip, on one node or on many."""
     chip, spans, known = cluster.hardware, cluster.nodes > 1, known_errors()
     if is_measured(cluster):
-        memory, step = (_error(sizes) for sizes in (_sizes(known.memories), _sizes(1 / one for one in known.speeds)))
+        memory, step = (_error(sizes) for sizes in (_sizes(known.memories), _sizes(1 / speed for speed in known.speeds)))
         text = f"error against {len(known.speeds)} runs on {MEASURED_CHIP}"
         return f"{text}: memory {memory}, step {step} (docs/projection.md)"
     text = f"not measured here: {chip.name} {'over nodes' if spans else 'in one node'}"
