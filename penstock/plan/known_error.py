@@ -137,7 +137,8 @@ def error_text(cluster: Cluster) -> str:
     """The error of projections that are comparable: of this chip, on one node or on many."""
     chip, spans, known = cluster.hardware, cluster.nodes > 1, known_errors()
     if is_measured(cluster):
-        memory, step = (_error(sizes) for sizes in (_sizes(known.memories), _sizes(1 / speed for speed in known.speeds)))
+        times = _sizes(1 / speed for speed in known.speeds)
+        memory, step = (_error(sizes) for sizes in (_sizes(known.memories), times))
         text = f"error against {len(known.speeds)} runs on {MEASURED_CHIP}"
         return f"{text}: memory {memory}, step {step} (docs/projection.md)"
     text = f"not measured here: {chip.name} {'over nodes' if spans else 'in one node'}"
