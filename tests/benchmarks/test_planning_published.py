@@ -24,7 +24,7 @@ def test_the_result_has_every_run_as_it_stands_in_the_table() -> None:
     assert told == {name: (run.command, run.speed, run.is_fitted, run.reason) for name, run in RUNS.items()}
 
 
-@pytest.mark.parametrize("half", ["fitted", "held out", "all"])
+@pytest.mark.parametrize("half", ["drawn half", "other half", "all"])
 def test_half_of_the_errors_are_below_an_eighth_and_what_is_far_off_has_a_reason(half: str) -> None:
     error = RESULT["numbers"]["errors"][half]
     assert error["median"] <= 0.08 and error["unexplained"] == 0
