@@ -119,7 +119,7 @@ def projected(command: str) -> dict[str, Any]:
 
 
 def errors(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Errors of all rows, of the half that was drawn first and the other, and by kind of chip on one node and on many."""
+    """Errors of all rows, of the half that was drawn, the other one, and by kind of chip on one node and on many."""
     groups = {
         "all": list(rows),
         "drawn half": [row for row in rows if row["is_fitted"]],
