@@ -74,7 +74,7 @@ bounds of small models are far from their times."""
 FINISHED, WIDE = 100, 1.1
 """Layouts that are projected when a search ends without proof, and how much slower than a bound a best is too slow."""
 
-TIGHTENED, TELLS = 800, 64  # layouts that are looked at before all groups get closer bounds; between lines of progress
+TIGHTENED, TELLS = 1600, 64  # layouts that are looked at before all groups get closer bounds; between lines of progress
 PLAYED, FINALISTS = 20, 4  # layouts whose schedule is played at the end, and that are projected with their rare stages
 CLOSE_TRIED, CLOSE_SHOWN = 8, 3  # layouts within the margin of the memory that are projected, and shown
 
@@ -257,11 +257,11 @@ class _Search:
             if max(entry.bound, self._look(entry.node)) < self._cutoff() and self._fit(entry.node) < math.inf:
                 self._play(entry.node)
 
-    def _prefetched(self, waiting: Sequence[Waiting]) -> Iterator[Waiting]:
-        """Layouts whose stages are run before a look at them, side by side."""
+    def _prefetched(self, waiting: Sequence[Waiting], size: int = BATCH) -> Iterator[Waiting]:
+        """Layouts whose stages are run before a look at them, `size` side by side."""
         for number, entry in enumerate(waiting):
-            if number % BATCH == 0:
-                several = waiting[number : number + BATCH]
+            if number % size == 0:
+                several = waiting[number : number + size]
                 self._composer.prefetch(run for entry in several for run in self._stages_of(entry))
             yield entry
 
@@ -314,10 +314,12 @@ class _Search:
         room = self._limit - self._overheads.context
         for nodes in promising_of_ways(self._bounds, self._space, divisions, room, CAUTION):
             played = 0
-            for entry in self._prefetched([Waiting(0.0, 1, node) for node in nodes]):
-                if played < WAY_PLAYED and self._fits(entry.node):
+            for entry in self._prefetched([Waiting(0.0, 1, node) for node in nodes], size=WAY_PLAYED):
+                if self._fits(entry.node):
                     self._play(entry.node)
                     played += 1
+                if played == WAY_PLAYED:
+                    break
 
     def _first_fit(self, tries: Sequence[Waiting], rule: Rule | None = None) -> float | None:
         """Seconds of the first try that fits, and that a rule has nothing against; None if none does."""
