@@ -125,8 +125,8 @@ class _Report:
         joins = {"device": row["deviceId"], "stream": row["streamId"], "correlation": row["correlationId"]}
         if table == _KERNEL:
             category, name = "kernel", self._text(row["demangledName"])
-            for key, column in (("grid", "grid"), ("block", "block")):
-                joins[key] = [row[f"{column}{axis}"] for axis in "XYZ"]
+            for key in ("grid", "block"):
+                joins[key] = [row[f"{key}{axis}"] for axis in "XYZ"]
             joins["registers per thread"] = row["registersPerThread"]
             joins["shared memory"] = row["staticSharedMemory"] + row["dynamicSharedMemory"]
         elif table == _COPY:
