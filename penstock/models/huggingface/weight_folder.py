@@ -188,7 +188,8 @@ def _block_of(folder: Path) -> tuple[int, int] | None:
     section = next((section for section in sections if section is not None), None)
     if section is None:
         return _BLOCK
-    method = section.get("quant_method") if isinstance(section, Mapping) else section
+    table = section if isinstance(section, Mapping) else {"quant_method": section}  # some write the name alone
+    method = table.get("quant_method")
     if method not in _METHODS:
         raise CheckpointError(
             f"{path}: weights with quantization_config.quant_method {method} cannot be read",
@@ -196,7 +197,7 @@ def _block_of(folder: Path) -> tuple[int, int] | None:
             fix="fetch the bfloat16 weights, or dequantize these: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).dequantize().save_pretrained('NEW')",
         )
-    block = section.get("weight_block_size", _BLOCK if method == "fp8" else None)
+    block = table.get("weight_block_size", _BLOCK if method == "fp8" else None)
     match block:
         case None:
             return None

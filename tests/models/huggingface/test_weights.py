@@ -287,6 +287,12 @@ def test_eight_bits_have_the_scales_that_the_configuration_says(name: str, tmp_p
     assert torch.equal(read[::64, ::64].float(), expected)
 
 
+def test_a_configuration_may_give_the_name_of_the_method_alone(tmp_path: Path) -> None:
+    _eight_bits(tmp_path, torch.tensor([[2.0]]), [128, 128])
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": "fp8"}))
+    assert torch.equal(WeightFolder(tmp_path)["x.weight"][::64, ::64].float(), torch.full((2, 2), 2.0))
+
+
 def test_a_stack_of_eight_bits_has_scales_for_each_matrix(tmp_path: Path) -> None:
     scale = torch.arange(1.0, 7.0).reshape(3, 2, 1)
     read = _eight_bits(tmp_path, scale, [64, 128], (3, 100, 8))["x.weight"]
