@@ -26,7 +26,7 @@ from penstock.cli.options import Json, Names
 from penstock.cli.output import print_next
 from penstock.cli.trace_print import print_answer
 from penstock.cli.verbs import Verb, group_of, load_by_name
-from penstock.trace.analysis import analyse_files, analysis_json
+from penstock.trace.analysis import analyse_files, analysis_json, write_sheets
 from penstock.trace.recognize import read_phase_names
 
 READ, READ_ALL = "PATH", "PATHS"  # names of the verb if none is typed: the second if only paths and flags follow
@@ -104,7 +104,7 @@ def read(
             raise TraceError(error.what, fix=f"record some steps: {command}") from error
         raise
     if csv is not None:
-        load_by_name("penstock.trace.sheets", "write_sheets")(answer, csv)
+        write_sheets(answer, csv)
         print(f"wrote {csv}", file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(analysis_json(answer), allow_nan=False))

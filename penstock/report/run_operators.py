@@ -21,7 +21,7 @@ from penstock.report.run_evidence import RunEvidence, step_name
 from penstock.trace.analysis import RankAnalysis, last_step, window_us
 from penstock.trace.kernel_names import generic_category, specific_category
 from penstock.trace.operators import Leaf, hierarchy
-from penstock.trace.roofline import RooflineRow
+from penstock.trace.work import RooflineRow
 
 RANKS = 8  # largest number of ranks to choose from: each is a figure of its own
 SMALL = 0.0008  # share of the step below which blocks are joined

@@ -1,4 +1,4 @@
-"""The whole analysis of some traces as one value, and as the JSON that `penstock trace --json` prints.
+"""The whole analysis of some traces as one value, as the JSON of `penstock trace --json`, and as the sheets of `--csv`.
 
     traces  ->  each rank:    timelines, steps, phases, streams, annotations, roofline, launches, memory, counters
             ->  all together: collectives, stragglers, experts, critical path
@@ -8,10 +8,13 @@ Collectives are matched over the whole recording, which aligns clocks best; all 
 Traces of one rank give a flat JSON object; of several, the fields of each rank are under `ranks`. Times are
 microseconds, sizes bytes, shares of 1. An unknown value is null: it is never left out and never 0. Sums are over the
 recorded steps; times `per_step` they are the mean of a step, which is what tables and the doctor show.
+
+A sheet has a column for the rank, and means of a step: only `SINGLE` ones have single events or one step a row.
 """
 
+import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from penstock.base.errors import TraceError
+from penstock.base.numbers import printable
 from penstock.trace.calls import CollectiveCalls, SyncKind
 from penstock.trace.collectives import CollectiveTimes, bandwidths, collectives_of, exchange_imbalances, timed
 from penstock.trace.critical_path import CriticalPath, RankOfPath, critical_path
@@ -30,9 +34,9 @@ from penstock.trace.launches import LaunchSummary, find_launches
 from penstock.trace.load import load_ranks
 from penstock.trace.matching import UnmatchedCollective
 from penstock.trace.memory import AllocatorHistory, find_memory, memory_json
+from penstock.trace.operators import hierarchy
 from penstock.trace.phases import Phases, find_phases, plain_row
 from penstock.trace.recognize import PhaseNames, UnknownKernel, unknown_kernels
-from penstock.trace.roofline import Roofline, roofline
 from penstock.trace.tables import (
     AnnotationRow,
     CounterRow,
@@ -56,6 +60,7 @@ from penstock.trace.timeline import (
     together,
 )
 from penstock.trace.tree import place
+from penstock.trace.work import Roofline, roofline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,3 +368,87 @@ def _finite_values(row: dict[str, Any]) -> dict[str, Any]:
         name: (float(value) if math.isfinite(value) else None) if isinstance(value, float) else value
         for name, value in row.items()
     }
+
+
+JsonRow = dict[str, Any]
+
+SUMS = frozenset({"count", "events", "times_last"})
+"""Columns that are counts over the recorded steps, like all that end in `_us`."""
+
+SINGLE = frozenset({"steps", "counters", "gaps", "memory", "collectives", "bandwidth", "critical_path"})
+"""Sheets whose rows are single events or one step; rows of the others are sums over steps."""
+
+
+def _tables_of_rank(tree: JsonRow) -> dict[str, Iterable[JsonRow]]:
+    return {
+        "timeline": [{"of": "steps"} | tree["timeline"]["steps"]],
+        "steps": [{"name": step["name"], "number": step["number"]} | step["timeline"] for step in tree["steps"]],
+        **{name: tree[name] for name in ("phases", "unknown", "streams", "annotations", "counters", "roofline")},
+        "own_time": tree["operators"],
+        "waits": tree["launches"]["waits"],
+        "gaps": tree["launches"]["gaps"]["longest"],
+        "memory": [row for memory in tree["memory"] for row in memory["phases"]],
+    }
+
+
+def sheets(answer: TraceAnalysis) -> dict[str, list[JsonRow]]:
+    """Rows by sheet; sheets without rows are left out."""
+    tree, tables = analysis_json(answer), {"operators": _operator_table(answer)}
+    for rank, of_rank in (tree.get("ranks") or {f"{answer.ranks[0].rank}": tree}).items():
+        for name, rows in _tables_of_rank(of_rank).items():
+            tables.setdefault(name, []).extend({"rank": int(rank)} | row for row in rows)
+    tables |= {name: tree[name] for name in ("collectives", "bandwidth", "stragglers")}
+    tables["critical_path"] = tree["critical_path"]["rows"]
+    for name in tables.keys() - SINGLE - {"operators"}:
+        tables[name] = [_scaled(row, answer.per_step) for row in tables[name]]
+    return {name: rows for name, rows in tables.items() if rows}
+
+
+def _operator_table(answer: TraceAnalysis) -> list[JsonRow]:
+    """Kernels of each operator and shape, by layer, phase and pass, added up over steps."""
+    sums: dict[tuple[Any, ...], list[float]] = {}
+    for rank in answer.ranks:
+        for leaf in hierarchy(rank.trace, rank.phases):
+            key = (rank.rank, leaf.layer, leaf.phase, leaf.pass_, leaf.operator, leaf.shapes, leaf.kernel)
+            row = sums.setdefault(key, [0.0, 0.0, 0.0])
+            for index, value in enumerate((leaf.events, leaf.kernel_us, leaf.exposed_us)):
+                row[index] += value * answer.per_step
+    names = ("rank", "layer", "phase", "pass", "operator", "shapes", "kernel", "events", "kernel_us", "exposed_us")
+    rows = [dict(zip(names, (*key, *values), strict=True)) for key, values in sums.items()]
+    return sorted(rows, key=lambda row: (row["rank"], -row["kernel_us"]))
+
+
+def _scaled(row: JsonRow, per: float) -> JsonRow:
+    is_sum = {name: (name.endswith("_us") and name != "max_us") or name in SUMS for name in row}
+    return {name: value * per if is_sum[name] and value is not None else value for name, value in row.items()}
+
+
+def write_sheets(answer: TraceAnalysis, folder: Path) -> None:
+    """Write a CSV file for each sheet into a new or empty folder. Raises a TraceError if that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if next(folder.iterdir(), None) is not None:
+            raise TraceError(f"--csv: {folder} is not empty", fix="name a new folder")
+        for name, rows in sheets(answer).items():
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(columns)
+                writer.writerows([_cell(row.get(column)) for column in columns] for row in rows)
+    except OSError as error:
+        raise TraceError(f"--csv: cannot write {folder}: {error.strerror}", fix="name another folder") from error
+
+
+def _cell(value: Any) -> str | float | int:
+    """A value as a spreadsheet shows it; text that would be a formula gets a quote."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, bool | int):
+        return value
+    if isinstance(value, list | tuple):
+        text = ", ".join("x".join(map(str, item)) if isinstance(item, list | tuple) else f"{item}" for item in value)
+    else:
+        text = printable(str(value))
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text

@@ -2,7 +2,7 @@
 
 A call is an operator with the shapes and types of its arguments, and with its scalar arguments where they change the
 work (a causal mask, the stride of a convolution). Thousands of events are a few hundred different calls, so results per
-call (penstock.trace.roofline) are computed once. Calls are compared by their text in the file; one of each is decoded.
+call (penstock.trace.work) are computed once. Calls are compared by their text in the file; one of each is decoded.
 
 `hierarchy` gives all device time as leaves of one tree: step, pipeline action, layer, phase, pass, operator, shapes,
 kernel. A level that an event does not have is empty or None: without a launch there is neither step nor operator.

@@ -24,9 +24,8 @@ from penstock.trace.experts import PACKED_ITEM, grouped_products, packed_row_byt
 from penstock.trace.kernel_names import FLOAT8_GEMM, Category, generic_category, specific_category
 from penstock.trace.operators import OperatorCall
 from penstock.trace.phases import find_phases
-from penstock.trace.roofline import Roofline, RooflineRow, roofline
 from penstock.trace.tree import NODE, place
-from penstock.trace.work import work_of
+from penstock.trace.work import Roofline, RooflineRow, roofline, work_of
 from tests.trace.test_phases import named
 from tests.trace.test_replay import BF16, recorded, shapes
 from tests.trace.test_roofline import EXPERTS, call, tensors, work

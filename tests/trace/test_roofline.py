@@ -9,9 +9,8 @@ import pytest
 import penstock
 import penstock.plan
 from penstock.trace.operators import OperatorCall
-from penstock.trace.roofline import roofline
 from penstock.trace.tree import NODE
-from penstock.trace.work import MODELS, CallWork, work_of
+from penstock.trace.work import MODELS, CallWork, roofline, work_of
 from tests.trace.tiny import decoded, operator, started
 
 BF16, FLOAT, LONG = "c10::BFloat16", "float", "long int"

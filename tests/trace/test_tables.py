@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import TraceError
-from penstock.trace.analysis import RankAnalysis, TraceAnalysis, analyse_files, analyse_traces
-from penstock.trace.sheets import sheets, write_sheets
+from penstock.trace.analysis import RankAnalysis, TraceAnalysis, analyse_files, analyse_traces, sheets, write_sheets
 from tests.trace.synthetic import make
 from tests.trace.synthetic_job import Job
 from tests.trace.tiny import decoded, event, kernel, launch, operator, read, span, tiny
