@@ -14,7 +14,7 @@ from benchmarks import record
 from benchmarks.search_all import Case, answered
 from penstock.config.presets.registry import PRESETS
 from penstock.config.size import size_of
-from penstock.tune.result_file import commit_of_code
+from penstock.tune.kernels import commit_of_code
 
 CHIPS = ("H100", "MI300X", "B200")
 OURS = ("debug", "moe-")  # presets with these beginnings are no published models

@@ -25,7 +25,7 @@ import torch
 from benchmarks import record, runs
 from benchmarks.projection_cases import FROZEN, MADE, Case, named
 from penstock.base.errors import PenstockError
-from penstock.tune.result_file import commit_of_code
+from penstock.tune.kernels import commit_of_code
 from penstock.tune.trial import Failure, Trial, run_trial
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

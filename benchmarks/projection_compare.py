@@ -23,7 +23,7 @@ from penstock.base.files import write_whole
 from penstock.plan.assumptions import Assumptions
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import project
-from penstock.tune.result_file import commit_of_code
+from penstock.tune.kernels import commit_of_code
 
 ALLOWED = {"step": 0.10, "memory": 0.05}
 """Errors that no run may exceed."""

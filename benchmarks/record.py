@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.config.versions import new_path
-from penstock.tune.result_file import write_result
+from penstock.tune.kernels import write_result
 
 Item = TypeVar("Item")
 

@@ -37,7 +37,7 @@ from penstock.plan.projection import Projection
 from penstock.plan.search import search
 from penstock.plan.search_request import SearchRequest
 from penstock.plan.what_if import answer_to
-from penstock.tune.result_file import commit_of_code
+from penstock.tune.kernels import commit_of_code
 
 DEVICES = (8, 16, 32, 64, 72, 128, 256, 512, 1000, 1024, 2048)
 LAYOUT_DEVICES = (8, 64, 1000)

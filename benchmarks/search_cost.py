@@ -23,7 +23,7 @@ from penstock.plan.composer import meta_workers
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.search import search
 from penstock.plan.search_request import SearchRequest
-from penstock.tune.result_file import commit_of_code
+from penstock.tune.kernels import commit_of_code
 
 CASES = tuple(
     dict.fromkeys(

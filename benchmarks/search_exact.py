@@ -38,7 +38,7 @@ from penstock.plan.projection import Projection, layout_of
 from penstock.plan.rules.rule import Sizes
 from penstock.plan.search import search
 from penstock.plan.search_request import SearchRequest, neutral_sizes, prepared_run
-from penstock.tune.result_file import commit_of_code
+from penstock.tune.kernels import commit_of_code
 
 _SHORT = {"cp": "1", "etp": "1"}
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from benchmarks import record
 from penstock.cli.main import VERBS
-from penstock.tune.result_file import commit_of_code
+from penstock.tune.kernels import commit_of_code
 from tests.fresh_machine import ROOT, bare_environment
 
 TIMES = 5  # how often what takes seconds is measured

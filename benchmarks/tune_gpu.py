@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from penstock.tune.result_file import write_result
+from penstock.tune.kernels import write_result
 
 CASES = {
     "deepseek": ("deepseek-v2-lite-8l",),

@@ -14,8 +14,8 @@ from typing import Any
 
 from penstock.report.tune_page import write_tune_page
 from penstock.tune.belief import StepEstimate, TrialCandidate
-from penstock.tune.real_trials import result_from
 from penstock.tune.search_loop import Search, SearchSettings, TrialLimits, TrialRecord, TrialResult
+from penstock.tune.trial import result_from
 from tools.report_picture import take_picture
 
 MEASURED, CASE = Path("benchmarks/results/tune-h200.json"), "short-rows"

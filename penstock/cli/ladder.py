@@ -29,19 +29,22 @@ from penstock.config.size import size_of
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.local import processes_to_start
 from penstock.train.run_folder import new_folder
+from penstock.tune.kernels import describe_machine, write_result
 from penstock.tune.ladder import (
     LadderGain,
+    LadderStep,
     Measure,
     Outcome,
     SavedSteps,
     balancing,
+    chosen,
     climb,
     gains,
+    load_ladder_steps,
+    our_ladder,
     read_saved_steps,
     steps_as_json,
 )
-from penstock.tune.ladder_steps import LadderStep, chosen, load_ladder_steps, our_ladder
-from penstock.tune.result_file import describe_machine, write_result
 from penstock.tune.trial import Trial, first_steps, run_trial
 
 # Columns that a narrow terminal misses least.

@@ -38,7 +38,6 @@ from penstock.parallel.launch.rendezvous import meet_to_measure
 from penstock.plan.hardware import Hardware
 from penstock.plan.hardware_file import known_hardware, load_hardware, read_hardware
 from penstock.train.run_lock import temporary_folder
-from penstock.tune.preflight.check import PreflightCheck, Status
 from penstock.tune.preflight.gpus import (
     Gpu,
     judge_gpus,
@@ -48,8 +47,17 @@ from penstock.tune.preflight.gpus import (
     parse_measured,
     read_gpus,
 )
-from penstock.tune.preflight.host import judge_disk, judge_host, read_disk, read_host
-from penstock.tune.preflight.versions import HARMFUL, check_environment, check_versions
+from penstock.tune.preflight.host import (
+    HARMFUL,
+    PreflightCheck,
+    Status,
+    check_environment,
+    check_versions,
+    judge_disk,
+    judge_host,
+    read_disk,
+    read_host,
+)
 
 CPU_RANKS = 2  # ranks without a GPU: enough to see that processes find each other
 TIMEOUT_MINUTES = 2.0  # time that ranks wait for each other; it detects hanging links

@@ -47,11 +47,10 @@ from penstock.report.tune_page import write_tune_page
 from penstock.train.run_folder import new_folder
 from penstock.train.run_lock import temporary_folder
 from penstock.tune.belief import TrialCandidate
+from penstock.tune.kernels import describe_machine
 from penstock.tune.look import Ground, cluster_here, faults
-from penstock.tune.real_trials import FIRST_LIMIT, HANG, OVERRUN, RealTrials
-from penstock.tune.result_file import describe_machine
 from penstock.tune.search_loop import Objective, Search, SearchSettings, TrialRecord, median_error
-from penstock.tune.trial import Trial, first_steps, run_trial
+from penstock.tune.trial import FIRST_LIMIT, HANG, OVERRUN, RealTrials, Trial, first_steps, run_trial
 from penstock.tune.trial_ranks import HERE, Director, StartRanks, follow
 from penstock.tune.tune_candidates import FREE, CandidateSource
 from penstock.tune.tune_files import (

@@ -6,13 +6,17 @@ inputs are together several times the L2 cache. `GpuCallTimer` keeps the device 
 it measures the device and not Python; a backend that waits for the host is charged for that.
 
 This is not part of a training step, because a search in the first step is slow and differs between ranks and runs.
+`write_result` writes measurements, of ladders too, in the form of benchmarks/results.
 """
 
+import json
 import math
+import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
@@ -20,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.base.origin import version_of
+from penstock.base.errors import ConfigError
+from penstock.base.files import write_whole
+from penstock.base.origin import commit_of_code, version_of
 from penstock.config.run import Run
 from penstock.kernels import reference
 from penstock.kernels.backends import BACKENDS, CHOICE_POINTS, Shapes, TimedPart, has, shape_of
@@ -32,6 +38,7 @@ from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RouterRule
 from penstock.models.kernels import shapes_of
 from penstock.moe.router import router_rule
+from penstock.parallel.launch.process import device_name
 
 # Standard deviations of the logarithm of an expert's popularity: even load, and that of early training.
 SKEWS = (0.0, 0.6)
@@ -325,3 +332,32 @@ def merged(old: Measurements | None, new: Measurements) -> Measurements:
 
 def winner(entry: OperatorTimes) -> str:
     return min(entry.microseconds, key=lambda backend: entry.microseconds[backend])
+
+
+def write_result(
+    path: Path, *, command: str, commit: str, environment: Mapping[str, Any], numbers: Mapping[str, Any]
+) -> None:
+    """Write a measurement atomically; an empty commit asks git. Raises a ConfigError if it cannot be written."""
+    result = {
+        "command": command,
+        "commit": commit or commit_of_code(),
+        "environment": dict(environment),
+        "numbers": dict(numbers),
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def describe_machine(*, on_gpu: bool) -> dict[str, Any]:
+    """The machine and the versions that decide speed."""
+    return {
+        "device": device_name(torch.device("cuda" if on_gpu else "cpu")),
+        "devices": torch.cuda.device_count() if on_gpu else 0,
+        **environment(),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "python": platform.python_version(),
+    }

@@ -14,7 +14,7 @@
 Seconds are those of whole steps: a measured short step (`ShortStep`) is multiplied by `TrialCandidate.stretch`. The
 budget is of the wall clock: trials, and what the caller says that it has spent beside them.
 
-It starts no process and needs no PyTorch: `Trials` runs configurations, on this machine (penstock/tune/real_trials.py)
+It starts no process and needs no PyTorch: `Trials` runs configurations, on this machine (penstock/tune/trial.py)
 or on a made-up one (benchmarks/simulated_machine.py). It is deterministic, so that a search which goes on takes the
 results of the one before from its journal and asks for the same candidates in the same order.
 """

@@ -12,8 +12,8 @@ from penstock.base.numbers import counted, time_text
 from penstock.config.load import dump_toml, with_overrides
 from penstock.config.run import Run
 from penstock.config.schema import differences
-from penstock.tune.real_trials import result_from
 from penstock.tune.search_loop import Search, TrialRecord, TrialResult, median_error, trial_key
+from penstock.tune.trial import result_from
 
 JOURNAL, TUNED, PAGE, EVERYTHING, BEGUN = "journal.json", "tuned.toml", "tune.html", "tune.json", "begun.json"
 

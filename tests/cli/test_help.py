@@ -13,7 +13,7 @@ from penstock.cli import signatures
 from penstock.cli.main import VERBS
 from penstock.cli.preflight import print_checks
 from penstock.parallel.launch.environment import read_environment
-from penstock.tune.preflight.check import PreflightCheck
+from penstock.tune.preflight.host import PreflightCheck
 from tests.cli import answers
 from tools.commands_page import commands_page
 

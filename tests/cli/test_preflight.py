@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import preflight
-from penstock.tune.preflight.check import PreflightCheck
-from penstock.tune.preflight.host import read_disk
+from penstock.tune.preflight.host import PreflightCheck, read_disk
 from tests.cli import answers
 
 

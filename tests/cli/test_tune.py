@@ -14,11 +14,10 @@ from penstock.plan.hardware_file import load_hardware
 from penstock.plan.project import project
 from penstock.plan.projection import Plan
 from penstock.plan.search_request import SearchRequest
-from penstock.tune import real_trials, tune_candidates
+from penstock.tune import trial, tune_candidates
 from penstock.tune.belief import TrialCandidate
-from penstock.tune.real_trials import RealTrials
 from penstock.tune.search_loop import TrialLimits, TrialResult
-from penstock.tune.trial import Failure, Figures, Trial, figures_of
+from penstock.tune.trial import Failure, Figures, RealTrials, Trial, figures_of
 from tests.cli import answers
 
 RUN = "tune debug-2l training.micro_batch=1 device=cpu --processes 1 --on H200"
@@ -192,7 +191,7 @@ def simulated_h200(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         lines = [{**each, "loss": 11.0 - step / run.training.global_batch} for step in range(run.training.steps)]
         return figures_of(lines, trial.warm_up, seconds)
 
-    monkeypatch.setattr(real_trials, "run_trial", trained)
+    monkeypatch.setattr(trial, "run_trial", trained)
     monkeypatch.setattr(verb, "time", SimpleNamespace(monotonic=lambda: 0.0))  # planning takes no time of the budget
     monkeypatch.setattr(tune_candidates, "search", no_layouts)
     monkeypatch.setattr(verb._Session, "diagnose", lambda session, leader, left: ())

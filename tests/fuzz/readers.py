@@ -43,7 +43,7 @@ from penstock.train.run_folder import RunFolder
 from penstock.train.saved_weights import chosen_step, open_saved
 from penstock.train.setup import Session, prepare
 from penstock.train.stop import StopRequest
-from penstock.tune.ladder_steps import load_ladder_steps
+from penstock.tune.ladder import load_ladder_steps
 from tests.data.vocabularies import HARD_TEXTS, SENTENCES, json_file, sentencepiece_model, tiktoken_file
 from tests.fuzz.damage import TOKENS, VALUES, of_bytes, of_json, of_text, packed
 from tests.models.families import save_huggingface, tiny_decoder

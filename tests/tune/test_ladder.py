@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.load import load_run
-from penstock.tune.ladder import Outcome, balancing, climb, gains, loss_gap
-from penstock.tune.ladder_steps import LadderStep, our_ladder
+from penstock.tune.ladder import LadderStep, Outcome, balancing, climb, gains, loss_gap, our_ladder
 from penstock.tune.trial import Failure, Figures, Trial
 
 STEPS = (

@@ -8,7 +8,7 @@ from penstock.base.errors import PenstockError
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.config.schema import find
-from penstock.tune.ladder_steps import LadderStep, chosen, load_ladder_steps, our_ladder, why_skipped
+from penstock.tune.ladder import LadderStep, chosen, load_ladder_steps, our_ladder, why_skipped
 
 DENSE = ["model.moe=none", "model.dense_layers=4"]  # overrides of debug
 

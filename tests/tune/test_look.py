@@ -14,7 +14,7 @@ from penstock.cli.preflight import print_checks
 from penstock.parallel.launch.environment import read_environment
 from penstock.plan.hardware_file import load_hardware, write_hardware
 from penstock.tune.look import FRESH_SECONDS, Ground, cluster_here, faults
-from penstock.tune.preflight.check import PreflightCheck, fine
+from penstock.tune.preflight.host import PreflightCheck, fine
 from penstock.tune.trial_ranks import RunningRanks
 from tests.cli import answers
 

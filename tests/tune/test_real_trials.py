@@ -9,11 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.tune import real_trials
+from penstock.tune import trial
 from penstock.tune.belief import ShortStep, TrialCandidate
-from penstock.tune.real_trials import RealTrials, kind_of
 from penstock.tune.search_loop import TrialLimits, TrialResult, judged
-from penstock.tune.trial import Failure, Trial
+from penstock.tune.trial import Failure, RealTrials, Trial, kind_of
 from tests.tune.test_search_loop import NO_LIMIT
 
 
@@ -93,7 +92,7 @@ def test_a_hang_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 class Watched:
     """A watch with a clock of its own, and the metrics that it reads."""
 
-    watch: real_trials._Watch
+    watch: trial._Watch
     metrics: Path
     clock: list[float]
 
@@ -109,8 +108,8 @@ class Watched:
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[TrialLimits], Watched]:
     """Watches of trials with four steps of warm-up, which may start for 300 s and make steps of 90 s in any case."""
     clock = [0.0]
-    monkeypatch.setattr(real_trials, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    return lambda limits: Watched(real_trials._Watch(4, limits, 300.0, 90.0), tmp_path / "metrics.jsonl", clock)
+    monkeypatch.setattr(trial, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return lambda limits: Watched(trial._Watch(4, limits, 300.0, 90.0), tmp_path / "metrics.jsonl", clock)
 
 
 def test_a_clock_that_lies_is_caught_by_the_real_one(watched: Callable[[TrialLimits], Watched]) -> None:
@@ -182,5 +181,5 @@ def test_a_short_step_overrides_the_rows_of_a_candidate() -> None:
 
 
 def test_results_go_through_a_journal() -> None:
-    found = json.loads(json.dumps({**vars(real_trials.TrialResult(step_seconds=(1.0, 2.0), losses=(3.0,)))}))
-    assert real_trials.result_from(found).step_seconds == (1.0, 2.0)
+    found = json.loads(json.dumps({**vars(trial.TrialResult(step_seconds=(1.0, 2.0), losses=(3.0,)))}))
+    assert trial.result_from(found).step_seconds == (1.0, 2.0)

@@ -20,7 +20,7 @@ from penstock.train.run_folder import RunFolder
 from penstock.train.schedule import learning_rate
 from penstock.tune import trial as trials
 from penstock.tune import trial_ranks
-from penstock.tune.result_file import describe_machine, write_result
+from penstock.tune.kernels import describe_machine, write_result
 from penstock.tune.trial import Failure, Figures, Trial, failure_of, figures_of, first_steps, run_trial
 from tests.parallel.launch.ranks import wait_for_end, when
 from tests.promises.test_results import faults

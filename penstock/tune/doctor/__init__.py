@@ -4,8 +4,7 @@
     run_facts    reads the folder of a run: configuration and metrics
     from_trace   reads traces: costs of each rank, and which ranks came late and why
     planned      adds the plan of the run, and what the plan projects for each change; imports PyTorch
-    losses       parts of a loss that one change can save
-    remedy       the form of a remedy, and how a rule is made
+    remedy       the form of a remedy, how a rule is made, and parts of a loss that one change can save
     remedies     one function for each change that can help
     diagnosis    the conclusion, as a sentence, as lines of evidence and as JSON
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from penstock.base.errors import TraceError
 from penstock.tune.doctor.evidence import ALSO, Bottleneck, Bottlenecks, Evidence, LateRank, bottlenecks_of
-from penstock.tune.doctor.losses import between_steps_us, imbalance_us, least_even
 from penstock.tune.doctor.remedies import remedies
-from penstock.tune.doctor.remedy import Remedy
+from penstock.tune.doctor.remedy import Remedy, between_steps_us, imbalance_us, least_even
 
 NAMED_LATE, LISTED_LATE = 4, 8  # late ranks, by cause, at most in the conclusion and in the evidence
 PART = 0.05  # share of the step from which a compute phase is evidence

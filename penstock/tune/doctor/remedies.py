@@ -19,9 +19,29 @@ from penstock.config.fit import grid_of, micro_batches
 from penstock.plan.rules.advice import FEW_PEERS, MANY_COPIES
 from penstock.trace.events import GARBAGE
 from penstock.trace.launches import ALLOCATIONS, COPIES
-from penstock.tune.doctor import losses
 from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence
-from penstock.tune.doctor.remedy import NO_OFFER, Offer, Remedy, RemedyRule, cpu_rule, first_accepted, rule
+from penstock.tune.doctor.remedy import (
+    LAUNCHES_OF_PARTS,
+    LAUNCHES_OF_PASSES,
+    NO_OFFER,
+    REFERENCE_COSTS,
+    TORCH_COSTS,
+    Offer,
+    Remedy,
+    RemedyRule,
+    behind_counts_us,
+    between_steps_us,
+    cpu_rule,
+    first_accepted,
+    imbalance_us,
+    late_launches_us,
+    least_even,
+    most_waiting_us,
+    named,
+    rule,
+    transfers_us,
+    waits_us,
+)
 
 WORTH_SAYING = 0.005  # share of the step below which a gain is noise
 DOUBLED = 0.5  # share of the cost of a pass, or of a step, that disappears if it has twice the rows
@@ -102,7 +122,7 @@ def symmetric(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         first_accepted(evidence, 'dispatch.method="symmetric"', text="each token once to each rank that needs it"),
         f"send each token once to each rank that needs it, inside a node: {spared:.0%} fewer copies",
-        spared * losses.transfers_us(evidence, bottlenecks, "all-to-all"),
+        spared * transfers_us(evidence, bottlenecks, "all-to-all"),
     )
 
 
@@ -137,7 +157,7 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     # NCCL sends an all-to-all as send and receive kernels; those of a pipeline are messages between stages.
     is_pipeline = run is not None and run.parallel.pipeline > 1
     tokens = [kind for kind in TOKENS if not is_pipeline or kind != "send-recv"]
-    transfers = losses.transfers_us(evidence, bottlenecks, *tokens)
+    transfers = transfers_us(evidence, bottlenecks, *tokens)
     if ranks is not None and ranks <= FEW_PEERS and bottlenecks.share(transfers) < STANDS:
         return None
     carried = max(tokens, key=evidence.communication)
@@ -155,7 +175,7 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 )
 def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     hot = [rank for rank in evidence.late if rank.cause == "experts"]
-    lost = min(losses.between_steps_us(evidence), losses.most_waiting_us(evidence, bottlenecks))
+    lost = min(between_steps_us(evidence), most_waiting_us(evidence, bottlenecks))
     if not hot and not lost:
         return None
     run = evidence.facts.run
@@ -169,10 +189,10 @@ def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     if hot:
         return (
             change,
-            f"even out the experts of {losses.named(hot)}: {hot[0].detail}",
-            losses.waits_us(hot, evidence, bottlenecks),
+            f"even out the experts of {named(hot)}: {hot[0].detail}",
+            waits_us(hot, evidence, bottlenecks),
         )
-    return (change, f"even out the routing: {losses.least_even(evidence)}", lost)
+    return (change, f"even out the routing: {least_even(evidence)}", lost)
 
 
 @rule(
@@ -186,10 +206,10 @@ def bounded_rows(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         return None
     return (
         first_accepted(evidence, 'dispatch.balance="bounded"'),
-        f"a few experts are copied to ranks with room: {losses.least_even(evidence)}",
+        f"a few experts are copied to ranks with room: {least_even(evidence)}",
         min(
-            losses.imbalance_us(evidence, 1 + run.dispatch.balance_tolerance),
-            losses.most_waiting_us(evidence, bottlenecks),
+            imbalance_us(evidence, 1 + run.dispatch.balance_tolerance),
+            most_waiting_us(evidence, bottlenecks),
         ),
     )
 
@@ -200,9 +220,9 @@ def late_rank(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     if not slow:
         return None
     return (
-        f"mend or leave out {losses.named(slow)}",
-        f"find out why {losses.named(slow)} comes last ({slow[0].detail}): clocks, heat, power, more rows",
-        losses.waits_us(slow, evidence, bottlenecks),
+        f"mend or leave out {named(slow)}",
+        f"find out why {named(slow)} comes last ({slow[0].detail}): clocks, heat, power, more rows",
+        waits_us(slow, evidence, bottlenecks),
     )
 
 
@@ -218,7 +238,7 @@ def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         change,
         f"gather weights once a step, not in each of {passes} micro-batches; they stay whole",
-        (1 - 1 / passes) * losses.transfers_us(evidence, bottlenecks, "all-gather", "reduce-scatter"),
+        (1 - 1 / passes) * transfers_us(evidence, bottlenecks, "all-gather", "reduce-scatter"),
     )
 
 
@@ -235,7 +255,7 @@ def fewer_sums(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         first_accepted(evidence, *changes, text="twice the rows for each sum of gradients"),
         "sum gradients once for twice the rows: half as many sums for the same tokens; it trains differently",
-        DOUBLED * losses.transfers_us(evidence, bottlenecks, "all-reduce"),
+        DOUBLED * transfers_us(evidence, bottlenecks, "all-reduce"),
     )
 
 
@@ -253,7 +273,7 @@ def sums_in_two_bytes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | N
     return (
         change,
         f"sum gradients in bfloat16: half the bytes; below {MANY_COPIES} ranks",
-        DOUBLED * losses.transfers_us(evidence, bottlenecks, "all-reduce", "reduce-scatter"),
+        DOUBLED * transfers_us(evidence, bottlenecks, "all-reduce", "reduce-scatter"),
     )
 
 
@@ -275,8 +295,8 @@ def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 @rule(
     "launches-in-one-call",
     "G1 (Megatron Bridge, CUDA graphs); docs/graphs.md",
-    how=f"idle time before late launches, times the launches that go ({losses.LAUNCHES_OF_PASSES:.0%} for passes, "
-    f"{losses.LAUNCHES_OF_PARTS:.0%} for parts), and for passes idle time behind waits for row counts",
+    how=f"idle time before late launches, times the launches that go ({LAUNCHES_OF_PASSES:.0%} for passes, "
+    f"{LAUNCHES_OF_PARTS:.0%} for parts), and for passes idle time behind waits for row counts",
 )
 def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     run, launches = evidence.facts.run, evidence.launches
@@ -285,11 +305,9 @@ def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     change = first_accepted(evidence, *_PASSES, _PARTS, text="graphs of whole passes")
     if change is None or (run is not None and run.graphs.capture != "none"):
         return None
-    gain = losses.LAUNCHES_OF_PARTS * losses.late_launches_us(evidence, bottlenecks)
+    gain = LAUNCHES_OF_PARTS * late_launches_us(evidence, bottlenecks)
     if change != _PARTS:  # a whole pass in one launch contains no wait
-        gain = losses.LAUNCHES_OF_PASSES * losses.late_launches_us(evidence, bottlenecks) + losses.behind_counts_us(
-            evidence, bottlenecks
-        )
+        gain = LAUNCHES_OF_PASSES * late_launches_us(evidence, bottlenecks) + behind_counts_us(evidence, bottlenecks)
     return (
         change,
         "launch the kernels of a pass in one call (CUDA or HIP graphs), if memory allows; a compiler that fuses "
@@ -309,7 +327,7 @@ def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         first_accepted(evidence, *changes, text="twice the rows in a pass"),
         "twice the rows in a pass: half as many launches for the same tokens, if memory allows",
-        DOUBLED * losses.late_launches_us(evidence, bottlenecks),
+        DOUBLED * late_launches_us(evidence, bottlenecks),
     )
 
 
@@ -326,7 +344,7 @@ def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     return (
         first_accepted(evidence, *changes, text="buffers of the experts with a bound"),
         "bound the buffers of the experts, so that the host need not read how many rows come",
-        losses.behind_counts_us(evidence, bottlenecks),
+        behind_counts_us(evidence, bottlenecks),
     )
 
 
@@ -340,8 +358,8 @@ def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         near = () if evidence.is_cpu else ("host.numa=true",)
         change = first_accepted(evidence, *near, "training.collect_garbage_every=50")
     return (
-        change or f"mend the host of {losses.named(late)}",
-        f"find out what the host of {losses.named(late)} does meanwhile ({late[0].detail}): other processes, data, "
+        change or f"mend the host of {named(late)}",
+        f"find out what the host of {named(late)} does meanwhile ({late[0].detail}): other processes, data, "
         "garbage, cores far from the device",
         bottlenecks.usual_host * bottlenecks.late_host_us,
     )
@@ -393,7 +411,7 @@ def kernels(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     run = evidence.facts.run
     if run is None or run.kernels.all not in ("reference", "torch"):
         return None
-    share = losses.REFERENCE_COSTS if run.kernels.all == "reference" else losses.TORCH_COSTS
+    share = REFERENCE_COSTS if run.kernels.all == "reference" else TORCH_COSTS
     return (
         'kernels.all="auto"',
         f"compute with our kernels instead of {run.kernels.all} forms",

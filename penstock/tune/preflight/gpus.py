@@ -23,7 +23,7 @@ from penstock.plan.calibrate import TORCH_DTYPES, DeviceBenchmark, measure_trans
 from penstock.plan.hardware import CollectiveKind, Hardware, RankGroup, TransferPoint
 from penstock.plan.rates import Rates
 from penstock.plan.transfers import TransferTimes
-from penstock.tune.preflight.check import PreflightCheck, Status, fine
+from penstock.tune.preflight.host import PreflightCheck, Status, fine
 
 OTHERS_BYTES = 3 << 30  # memory of an idle GPU: driver, firmware and our context. More belongs to another process
 WHOLE = 0.95  # share of a chip's memory below which the device is a partition (MIG, CPX)

@@ -10,7 +10,6 @@ from penstock.plan.hardware_file import load_hardware
 from penstock.plan.rates import Rates
 from penstock.plan.transfers import TransferTimes
 from penstock.tune.preflight import gpus
-from penstock.tune.preflight.check import PreflightCheck
 from penstock.tune.preflight.gpus import (
     GPU_BUFFERS,
     GPU_SIDE,
@@ -23,6 +22,7 @@ from penstock.tune.preflight.gpus import (
     parse_measured,
     read_gpus,
 )
+from penstock.tune.preflight.host import PreflightCheck
 from tests.distributed.pool import Pool
 
 H200 = load_hardware("H200")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.parallel.launch.environment import LaunchFacts, settings
-from penstock.tune.preflight.versions import (
+from penstock.tune.preflight.host import (
     HARMFUL,
     Builds,
     check_environment,
@@ -96,7 +96,7 @@ def test_this_environment_has_what_it_needs() -> None:
 
 def test_a_package_that_is_missing_or_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = ["numpy>=99.0", "no-such-package>=1.0", "pytest>=8.2; extra == 'dev'"]
-    monkeypatch.setattr("penstock.tune.preflight.versions.requires", lambda name: needed)
+    monkeypatch.setattr("penstock.tune.preflight.host.requires", lambda name: needed)
     failed = {one.name: (one.got, one.fix) for one in check_versions() if one.status == "failed"}
     assert failed["no-such-package"] == ("not installed", "pip install 'no-such-package>=1.0'")
     assert failed["numpy"][1] == "pip install 'numpy>=99.0'"
