@@ -3,7 +3,7 @@
     python -m tools.projection_picture
 
 Reads benchmarks/results/projection-h200.json after `benchmarks.projection_compare`. Needs Chromium and the extra that
-brings Plotly (penstock/report/export.py).
+brings Plotly (penstock/report/page.py).
 """
 
 import json
@@ -15,9 +15,8 @@ from statistics import median
 from typing import Any
 
 from penstock.base.numbers import rounded
-from penstock.report.colours import LIMIT, SERIES
-from penstock.report.export import write_images
-from penstock.report.figure import Figure
+from penstock.report.figure import LIMIT, SERIES, Figure
+from penstock.report.page import write_images
 
 RESULT = Path("benchmarks/results/projection-h200.json")
 FOLDER = Path("docs/pictures")

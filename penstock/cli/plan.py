@@ -65,10 +65,8 @@ from penstock.plan.what_if import (
     with_state_in_host_memory,
     world_searches,
 )
-from penstock.report.curves import scaling_pictures, sweep_pictures
-from penstock.report.export import write_image
 from penstock.report.figure import Figure
-from penstock.report.page import write_page
+from penstock.report.page import scaling_pictures, sweep_pictures, write_image, write_page
 
 NOTHING_FITS = "nothing-fits"  # rule of a number of devices that no layout fits
 TOP = 10  # candidates that a search shows

@@ -25,8 +25,7 @@ from penstock.base.numbers import (
 )
 from penstock.config.run import Run
 from penstock.plan.projection import Projection
-from penstock.report.colours import LIMIT, MEMORY_PARTS, PHASES, SERIES, WALL_PARTS, part_colours
-from penstock.report.figure import Figure, axis, evenly
+from penstock.report.figure import LIMIT, MEMORY_PARTS, PHASES, SERIES, WALL_PARTS, Figure, axis, evenly, part_colours
 from penstock.report.run_evidence import RunEvidence
 from penstock.report.stacks import StackedBars, memory_bar
 from penstock.trace.analysis import RankAnalysis, last_step

@@ -4,21 +4,24 @@
 
 The page has eleven sections. A section without evidence is left out; the last card lists what is missing, and how to
 record it. Data that are too large for a page are thinned, and the caption says so.
+
+`write_diff_page` shows two recordings: a step of each above the other on one axis of time, and the tables of
+`penstock trace diff`, whose changes add up to the change of the step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
-from penstock.base.numbers import bytes_text, count_text, counted, share_text, three_digits, time_text
+from penstock.base.numbers import bytes_text, count_text, counted, share_text, shortened, three_digits, time_text
 from penstock.base.origin import UNKNOWN, version_text
 from penstock.config.fit import grid_of
 from penstock.config.load import dump_toml
 from penstock.config.run import Run
 from penstock.report.figure import Figure
 from penstock.report.frame import card, document, key_figures, scrolling, table, write_whole
-from penstock.report.run_evidence import RunEvidence, sentence
+from penstock.report.run_evidence import RunEvidence, StepClock, last_step, sentence, window_us
 from penstock.report.run_metrics import (
     goodput_figure,
     gradient_figure,
@@ -29,10 +32,11 @@ from penstock.report.run_metrics import (
     step_figure,
     usual_of,
 )
-from penstock.report.run_operators import flame_figure, roofline_figure
-from penstock.report.run_ranks import expert_pictures, rank_pictures
-from penstock.report.run_timeline import timeline_pictures
-from penstock.trace.analysis import TraceAnalysis
+from penstock.report.run_timeline import measured_phases, timeline_pictures
+from penstock.report.run_traces import expert_pictures, flame_figure, rank_pictures, roofline_figure
+from penstock.report.timeline import timeline_figure
+from penstock.trace.analysis import RankAnalysis, TraceAnalysis
+from penstock.trace.compare import TITLES, ComparedRow, TraceComparison
 from penstock.train.goodput import goodput
 from penstock.tune.doctor.diagnosis import Diagnosis, EvidenceLine, ms_text, spent_text
 from penstock.tune.doctor.evidence import Evidence
@@ -371,3 +375,68 @@ def pairs(facts: Iterable[tuple[str, str]]) -> str:
         if text
     )
     return scrolling(f'<table class="pairs"><tbody>{rows}</tbody></table>')
+
+
+DIFF_ROWS = 40  # of a table; the command prints and writes all
+LONGEST_TEXT = 80  # characters of an operator or a shape
+
+
+def write_diff_page(
+    path: Path,
+    names: tuple[str, str],
+    answers: Sequence[TraceAnalysis],
+    compared: TraceComparison,
+    warnings: Sequence[str] = (),
+) -> None:
+    """Write the page of two analyses of one rank each, A and B. Raises a PicturesError if it cannot be written."""
+    a, b = names
+    share = f", {compared.change_us / compared.a_us:+.1%}" if compared.a_us else ""
+    facts = {"A": f"{compared.a_us / 1e3:,.3f} ms", "B": f"{compared.b_us / 1e3:,.3f} ms"}
+    facts["change"] = f"{compared.change_us / 1e3:+,.3f} ms{share}"
+    of_steps = "No step is marked: all that was recorded."
+    if compared.a_steps:
+        of_steps = f"Medians of {compared.a_steps} and {compared.b_steps} steps. "
+        of_steps += "A star: every step of one was faster than every step of the other."
+    figure = _step_timelines([answer.ranks[0] for answer in answers])
+    tables = []
+    for kind, title in TITLES.items():
+        if rows := compared.rows_of(kind):
+            sum_ms = sum(row.change_us for row in rows) / 1e3
+            head = f"{title}: {sum_ms:+,.3f} ms in {counted(len(rows), 'row')}"
+            tables.append(_changes_table(head, rows[:DIFF_ROWS], has_steps=compared.a_steps > 0))
+    tables.append(_changes_table("what is no event", compared.closing, has_steps=compared.a_steps > 0))
+    body = f"""
+<header><h1>{escape(a)} <span class="faint">A, beside B</span> {escape(b)}</h1>
+<p class="faint">{of_steps}</p>
+{"".join(f"<p>{escape(warning)}</p>" for warning in warnings)}{key_figures(facts)}</header>
+<main>{card(figure, is_wide=True)}{"".join(tables)}</main>"""
+    write_whole(path, document(f"{a} and {b}", body, [figure]).encode())
+
+
+def _step_timelines(ranks: Sequence[RankAnalysis]) -> Figure:
+    """The last step of each, from its own start."""
+    timelines = []
+    for name, rank in zip("AB", ranks, strict=True):
+        window = window_us(rank, last_step([rank]))
+        clock = StepClock(windows_us={rank.rank: window}, zero_us={rank.rank: window[0]}, words="")
+        timelines.append(replace(measured_phases([rank], clock).timeline, name=name))
+    figure = timeline_figure("timelines", "A step of each, on the device", timelines)
+    return replace(figure, caption=figure.caption.replace("Passes:", "What kernels were for:"))
+
+
+def _changes_table(title: str, rows: Sequence[ComparedRow], *, has_steps: bool) -> str:
+    columns = {"change": "", "A": "", "B": "", "events": "", "phase": "text", "operator": "reason", "shape": "reason"}
+    cells = [
+        (
+            f"{row.change_us / 1e3:+,.3f}{'*' if has_steps and row.is_clear else ''}",
+            f"{row.a.time_us / 1e3:,.3f}",
+            f"{row.b.time_us / 1e3:,.3f}",
+            f"{row.a.events:g}" if row.a.events == row.b.events else f"{row.a.events:g} \u2192 {row.b.events:g}",
+            escape(row.key.span),
+            escape(shortened(row.key.operator, LONGEST_TEXT)),
+            escape(shortened(row.key.shape, LONGEST_TEXT)),
+        )
+        for row in rows
+    ]
+    head = f'<h2>{escape(title)}</h2><p class="faint">ms</p>'
+    return f'<section class="wide">{head}{table(columns, cells)}</section>'

@@ -21,8 +21,7 @@ import numpy as np
 from penstock.base.numbers import three_digits
 from penstock.layout.actions import Kind
 from penstock.plan.projection import Projection
-from penstock.report.colours import KERNELS, kernel_group
-from penstock.report.figure import Figure, evenly, left_out
+from penstock.report.figure import KERNELS, Figure, evenly, kernel_group, left_out
 from penstock.report.run_evidence import RunEvidence, StepClock, clock_of, sentence
 from penstock.report.run_metrics import place_name
 from penstock.report.timeline import (

@@ -11,8 +11,7 @@ from penstock.base.numbers import rounded, three_digits, time_unit
 from penstock.plan.memory import RankMemory, components
 from penstock.plan.projection import Layout, Projection, RankTime
 from penstock.plan.what_if import slowest
-from penstock.report.colours import LIMIT, MEMORY_PARTS, TIME_PARTS, part_colours
-from penstock.report.figure import Figure, axis
+from penstock.report.figure import LIMIT, MEMORY_PARTS, TIME_PARTS, Figure, axis, part_colours
 
 SMALL = 0.004  # parts below this share of the longest bar in every bar are drawn as `other`
 SIZES = ("pp", "vpp", "ep", "etp", "cp", "tp", "dp")  # settings of a layout that are written as PP8

@@ -19,8 +19,7 @@ from penstock.base.numbers import BYTE_UNITS, rounded, time_text, time_unit
 from penstock.layout.actions import Kind, Schedule
 from penstock.layout.clock import Playback
 from penstock.plan.projection import Projection
-from penstock.report.colours import HELD, HUES, IDLE, KERNELS, ink_on, shade
-from penstock.report.figure import Figure, axis, evenly, left_out
+from penstock.report.figure import HELD, HUES, IDLE, KERNELS, Figure, axis, evenly, ink_on, left_out, shade
 
 BOX_POINTS = 6
 

@@ -5,8 +5,7 @@ from html import escape
 from pathlib import Path
 
 from penstock.base.numbers import counted, duration_text, gigabytes, time_text
-from penstock.report.colours import SERIES
-from penstock.report.figure import Figure, axis
+from penstock.report.figure import SERIES, Figure, axis
 from penstock.report.frame import card, document, key_figures, table, write_whole
 from penstock.tune.search_loop import Search, TrialRecord, median_error
 from penstock.tune.tune_files import gain_of, short_source, short_steps_text

@@ -5,9 +5,8 @@ import re
 from html import unescape
 from typing import Any
 
-from penstock.report.colours import channels
-from penstock.report.export import open_in_browser
-from penstock.report.figure import Figure
+from penstock.report.figure import Figure, channels
+from penstock.report.page import open_in_browser
 
 LISTENING = """<script>
 const errors = [];

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from penstock.config.load import load_run
 from penstock.plan.projection import Plan, Refusal
 from penstock.plan.what_if import SweepPoint
-from penstock.report.colours import TIME_PARTS, part_colours
-from penstock.report.curves import Curve, scaling_figure, scaling_pictures, sweep_pictures
-from penstock.report.figure import Figure
+from penstock.report.figure import TIME_PARTS, Figure, part_colours
+from penstock.report.page import Curve, scaling_figure, scaling_pictures, sweep_pictures
 from penstock.report.run_metrics import (
     curve,
     extremes,

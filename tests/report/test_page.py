@@ -20,10 +20,18 @@ from penstock.layout.schedules import schedule
 from penstock.plan.asked_layout import field_label
 from penstock.plan.projection import Layout, Plan, Refusal
 from penstock.report import frame
-from penstock.report.curves import Curve, curves_figure, scaling_figure
-from penstock.report.export import write_image, write_images
 from penstock.report.figure import THEMES, Figure, plotly_json
-from penstock.report.page import candidates_table, page, plan_figures, write_page
+from penstock.report.page import (
+    Curve,
+    candidates_table,
+    curves_figure,
+    page,
+    plan_figures,
+    scaling_figure,
+    write_image,
+    write_images,
+    write_page,
+)
 from tests.report.looking import looked_at
 from tests.report.plans import too_large, with_schedule
 

@@ -9,8 +9,7 @@ import pytest
 from plotly.graph_objects import Figure as CheckedFigure
 
 from penstock.base.errors import HardwareError, RunFolderError, TraceError
-from penstock.report.colours import channels
-from penstock.report.figure import THEMES, plotly_json
+from penstock.report.figure import THEMES, channels, plotly_json
 from penstock.report.frame import asset
 from penstock.report.run_evidence import RunEvidence, gather
 from penstock.report.run_page import run_page, sections_of, summary, write_run_page

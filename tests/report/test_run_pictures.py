@@ -9,14 +9,15 @@ import pytest
 
 from penstock.report.run_evidence import RunEvidence, gather
 from penstock.report.run_metrics import PLACES, memory_figure, memory_over_time
-from penstock.report.run_operators import flame_figure, roofline_figure
-from penstock.report.run_ranks import (
-    RANKS,
+from penstock.report.run_traces import (
+    SQUARES,
     bytes_figure,
     expert_pictures,
+    flame_figure,
     load_figure,
     rank_figure,
     rank_pictures,
+    roofline_figure,
     waiting_figure,
 )
 from penstock.trace.analysis import analyse_traces
@@ -146,7 +147,7 @@ def test_kernels_that_write_into_other_memory_have_no_bytes(tmp_path: Path) -> N
 
 
 def test_many_ranks_are_added_up_in_squares(tmp_path: Path) -> None:
-    found = gather(make(Job(ranks=RANKS + 8, experts=RANKS + 8, steps=1, layers=1)).write(tmp_path))
+    found = gather(make(Job(ranks=SQUARES + 8, experts=SQUARES + 8, steps=1, layers=1)).write(tmp_path))
     assert found.answer is not None
     figure = shown(waiting_figure(found.answer.collectives))
     assert "2 by 2 ranks" in figure.caption
