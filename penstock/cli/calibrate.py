@@ -20,8 +20,8 @@ import typer
 from penstock.base.devices import chip_named
 from penstock.base.errors import DeviceError
 from penstock.cli.main import main
-from penstock.cli.options import Force
 from penstock.cli.output import check_output, print_next, print_table
+from penstock.cli.verbs import Force
 from penstock.kernels.device_facts import device_facts
 from penstock.parallel.launch.environment import Environment, read_environment
 from penstock.parallel.launch.host import gpu_vendor

@@ -8,9 +8,8 @@ import typer
 
 from penstock.base.errors import PenstockError
 from penstock.base.numbers import count_text, flops_text
-from penstock.cli.options import Json, Overrides, Target
 from penstock.cli.output import print_next, print_table, warn
-from penstock.cli.verbs import group_app
+from penstock.cli.verbs import Json, Overrides, Target, group_app
 from penstock.config.data_rules import BYTES_VOCABULARY, bytes_are_encoded
 from penstock.config.explain import explain as explain_field
 from penstock.config.explain import fields_with, json_schema, reference_markdown

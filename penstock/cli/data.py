@@ -33,9 +33,8 @@ from rich.progress import (
 
 from penstock.base.interrupts import STOPPED
 from penstock.base.numbers import bytes_text, count_text, counted, duration_text
-from penstock.cli.options import Force, Json
 from penstock.cli.output import check_output, print_next
-from penstock.cli.verbs import Verb, group_app
+from penstock.cli.verbs import Force, Json, Verb, group_app
 from penstock.config.data import Data
 from penstock.data.documents import TextDocuments
 from penstock.data.indexed_dataset import prefix_of

@@ -16,8 +16,8 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import ConfigError
-from penstock.cli.options import Json, Overrides, Target
 from penstock.cli.output import print_table
+from penstock.cli.verbs import Json, Overrides, Target
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.train.batch_contents import BatchContents, DocumentSpan, RowContents, held_out_contents, training_contents

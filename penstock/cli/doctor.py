@@ -18,9 +18,8 @@ import typer
 
 from penstock.base.errors import TraceError
 from penstock.base.numbers import bytes_text
-from penstock.cli.options import Json, Names, On
 from penstock.cli.output import print_next, print_table
-from penstock.cli.verbs import load_by_name
+from penstock.cli.verbs import Json, Names, On, load_by_name
 from penstock.config.load import RUN_FILE, load_run
 from penstock.trace.analysis import analyse_files
 from penstock.trace.recognize import PhaseNames, read_phase_names

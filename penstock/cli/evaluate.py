@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.options import Checkpoint, Json
 from penstock.cli.output import print_next, print_table
+from penstock.cli.verbs import Checkpoint, Json
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.process import choose_device, prepare_process
 from penstock.train.evaluate_text import evaluate_tasks, evaluate_text, import_harness, open_model, own_texts, texts_of

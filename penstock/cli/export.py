@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import Checkpoint
+from penstock.cli.verbs import Checkpoint
 from penstock.train.export import Precision, export_huggingface, import_transformers, verify_export
 from penstock.train.saved_weights import open_saved, read_chosen
 

@@ -20,8 +20,8 @@ from penstock.base.devices import chip_named
 from penstock.base.errors import ConfigError, DataError, DeviceError
 from penstock.base.numbers import bytes_text, count_text
 from penstock.cli.config import warn_of_unfilled
-from penstock.cli.options import Force, Overrides
 from penstock.cli.output import check_output, print_next, write_file
+from penstock.cli.verbs import Force, Overrides
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS, preset
 from penstock.config.run import Run

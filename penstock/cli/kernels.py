@@ -20,9 +20,8 @@ import typer
 from rich.console import Console
 
 from penstock.base.errors import DeviceError, KernelError
-from penstock.cli.options import Json, Overrides, Target
 from penstock.cli.output import print_table
-from penstock.cli.verbs import group_app
+from penstock.cli.verbs import Json, Overrides, Target, group_app
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.kernels.choose import shown

@@ -20,8 +20,8 @@ import typer
 
 from penstock.base.errors import FAILED, ConfigError, DeviceError
 from penstock.base.origin import command_text, commit_of_code
-from penstock.cli.options import Force, Overrides, Processes, Target
 from penstock.cli.output import check_output, print_next, print_table
+from penstock.cli.verbs import Force, Overrides, Processes, Target
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run

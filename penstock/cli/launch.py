@@ -15,9 +15,8 @@ import typer
 
 from penstock.base.errors import ConfigError
 from penstock.cli.config import warn_of_unfilled
-from penstock.cli.options import Force, Overrides
 from penstock.cli.output import budget_seconds, check_output, print_or_write
-from penstock.cli.verbs import group_app
+from penstock.cli.verbs import Force, Overrides, group_app
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run

@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from penstock.base.numbers import count_text, counted
-from penstock.cli.options import Overrides, Target
 from penstock.cli.output import print_next, print_table
+from penstock.cli.verbs import Overrides, Target
 from penstock.config.fit import context_method, grid_of, micro_batches, shard, smallest_world
 from penstock.config.load import load_run
 from penstock.config.run import Run

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, get_args
 from typer import Argument, Option
 
 from penstock.base.errors import PenstockError, did_you_mean
-from penstock.cli.options import Force, Json, Overrides
 from penstock.cli.output import check_output
+from penstock.cli.verbs import Force, Json, Overrides
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.layout_names import check_fixed, parse_layout

@@ -25,8 +25,8 @@ from rich.text import Text
 from penstock.base.devices import chip_named
 from penstock.base.errors import FAILED, DeviceError
 from penstock.cli.main import main
-from penstock.cli.options import Json, Overrides
 from penstock.cli.output import print_next
+from penstock.cli.verbs import Json, Overrides
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.config.size import size_of

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.base.errors import FAILED, ConfigError, DeviceError
-from penstock.cli.options import Json, Overrides
+from penstock.cli.verbs import Json, Overrides
 from penstock.parallel.launch.process import count_gpus
 from penstock.prove.composition import Device, composition_of
 from penstock.prove.proof import REPLAYS, Prover, Verdict, outcomes

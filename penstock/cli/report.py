@@ -18,9 +18,9 @@ import typer
 from rich.console import Console
 
 from penstock.base.errors import PenstockError, did_you_mean_path
-from penstock.cli.options import Names, On
 from penstock.cli.plan_request import check_file
-from penstock.cli.trace_diff import one_rank, warnings_of
+from penstock.cli.trace_verbs import one_rank, warnings_of
+from penstock.cli.verbs import Names, On
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import write_diff_page, write_run_page
 from penstock.trace.analysis import analyse_traces

@@ -16,8 +16,8 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import DataError
-from penstock.cli.options import Checkpoint
 from penstock.cli.output import print_next
+from penstock.cli.verbs import Checkpoint
 from penstock.config.run import Run
 from penstock.data.open import Vocabulary, vocabulary_of
 from penstock.parallel.launch.environment import read_environment

@@ -22,10 +22,9 @@ from typing import Annotated, Any
 import typer
 
 from penstock.base.errors import TraceError, did_you_mean
-from penstock.cli.options import Json, Names
 from penstock.cli.output import print_next
 from penstock.cli.trace_print import print_answer
-from penstock.cli.verbs import Verb, group_of, load_by_name
+from penstock.cli.verbs import Json, Names, Verb, group_of, load_by_name
 from penstock.trace.analysis import analyse_files, analysis_json, write_sheets
 from penstock.trace.recognize import read_phase_names
 
@@ -34,8 +33,8 @@ JSON, LAYERS = "--json", "--layers"
 RUN_FILE = "config.toml"  # in the folder of a run; `penstock.config.load` has it too, but its import takes long
 
 VERBS = (
-    Verb("diff", "penstock.cli.trace_diff", "diff", "What became faster and slower from one trace to another."),
-    Verb("replay", "penstock.cli.trace_replay", "replay", "Write a script that runs one operator of a trace again."),
+    Verb("diff", "penstock.cli.trace_verbs", "diff", "What became faster and slower from one trace to another."),
+    Verb("replay", "penstock.cli.trace_verbs", "replay", "Write a script that runs one operator of a trace again."),
 )
 
 Paths = Annotated[

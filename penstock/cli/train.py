@@ -40,8 +40,8 @@ from penstock.base.interrupts import INTERRUPTED, STOPPED
 from penstock.base.numbers import bytes_text, count_text, duration_text, flops_text
 from penstock.cli.config import warn_of_unfilled
 from penstock.cli.main import main
-from penstock.cli.options import Overrides, Processes
 from penstock.cli.output import next_line, warn
+from penstock.cli.verbs import Overrides, Processes
 from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView, RunConsole
 from penstock.config.elastic import on_ranks, possible_ranks
 from penstock.config.fit import grid_of

@@ -34,8 +34,8 @@ from penstock.base.files import parse_toml, write_whole
 from penstock.base.interrupts import INTERRUPTED
 from penstock.base.numbers import bytes_text, counted, duration_text, time_text
 from penstock.base.origin import command_text, commit_of_code
-from penstock.cli.options import Json, Overrides, Processes, Target
 from penstock.cli.output import budget_seconds, check_output, print_next, print_table, warn
+from penstock.cli.verbs import Json, Overrides, Processes, Target
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
 from penstock.parallel.launch.environment import Environment, read_environment

@@ -3,18 +3,33 @@
 Importing PyTorch takes seconds, and `penstock --help` and `penstock config list` do not need it. So a group knows its
 verbs by name, and this file loads the module of the called verb; a verb that needs PyTorch for some options loads that
 part in the same way. Only kernels are imported by name as well (`penstock.kernels.backends`). Before a verb is loaded,
-`penstock.cli.signatures` prints its help or refuses its arguments.
+`penstock.cli.signatures` prints its help or refuses its arguments. Arguments and options of several verbs stand here.
 """
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from penstock.base.interrupts import imports_end_at_once
 from penstock.parallel.launch.environment import LaunchFacts, prepare_environment
+
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
+On = Annotated[str | None, typer.Option("--on", metavar="NxCHIP", help="What the run is on: 8xH200, or 8xmine.toml.")]
+Names = Annotated[
+    Path | None, typer.Option("--names", metavar="FILE", help="Phases of kernels by name (docs/trace.md).")
+]
+Processes = Annotated[
+    int | None, typer.Option("--processes", min=1, help="Ranks to start here; without it, one for each GPU.")
+]
+Checkpoint = Annotated[int | None, typer.Option("--step", help="Which checkpoint; the newest if left out.")]
+
 
 HELP = "--help"
 PROGRAM = "penstock"

@@ -4,5 +4,5 @@
 `page` (of a plan, with curves of what-ifs, PNG and SVG).
 
 A run: `run_evidence` (everything known, read once), `run_page` (its sections and tables; two recordings), `run_metrics`,
-`run_timeline`, `run_traces` (figures).
+`run_timeline`, `run_traces`.
 """

@@ -1,6 +1,7 @@
-"""`penstock trace diff A B`: faster, slower, new and gone work, largest change first; changes add up to the whole."""
+"""The verbs of `penstock trace`: `diff A B`, whose changes add up to the whole, and `replay PATH --op NAME`."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,12 +11,13 @@ import typer
 
 from penstock.base.errors import TraceError
 from penstock.base.numbers import counted, shortened
-from penstock.cli.options import Names
-from penstock.cli.output import print_next, print_table
+from penstock.cli.output import check_output, print_next, print_or_write, print_table
+from penstock.cli.verbs import Force, Names
 from penstock.trace.compare import TITLES, ComparedRow, TraceComparison, compare, named_events
 from penstock.trace.events import Trace
 from penstock.trace.load import load_ranks
 from penstock.trace.recognize import PhaseNames, read_phase_names
+from penstock.trace.replay import replay_script
 
 LONGEST_NAME = 60  # characters of an operator or shape
 
@@ -129,3 +131,30 @@ def _print_rows(rows: Sequence[ComparedRow], steps: bool) -> None:
         ],
         ("events", "phase", "A us", "B us"),
     )
+
+
+def replay(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, a folder of ranks, or the folder of a run.")],
+    op: Annotated[str, typer.Option("--op", help="An operator, or a part of a kernel's name.")],
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="Sizes, as `888x2880 2880x640`; else those that took most time.")
+    ] = None,
+    counts: Annotated[
+        str | None,
+        typer.Option("--counts", metavar="N,N,...", help="Rows of each expert; else as the trace has them, or even."),
+    ] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="Which rank of several; else the lowest.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; else the script is printed.")] = None,
+    force: Force = False,
+) -> None:
+    """Write a script that runs one call of a trace again, with its sizes, strides and dtypes, and times it."""
+    if out is not None:
+        check_output(out, "--out", force=force)
+    try:
+        given = None if counts is None else tuple(int(part) for part in counts.split(","))
+    except ValueError:
+        raise TraceError("--counts takes whole numbers", got=counts, allowed="3,0,5") from None
+    trace = one_rank(path, rank)
+    print_or_write(replay_script(trace, op, shape=shape, counts=given), out)
+    if out is not None:
+        print(f"next:  python {shlex.quote(str(out))}")
