@@ -30,8 +30,7 @@ from benchmarks import record
 from penstock.data.documents import CorruptRecords, TextDocuments
 from penstock.data.files import readable_copies
 from penstock.data.hub import DatasetName, DatasetOnDisk, StreamedDataset
-from penstock.data.order import order_of
-from penstock.data.sources import SplitFilter
+from penstock.data.sources import SplitFilter, order_of
 from penstock.data.tables import Tables
 from penstock.data.text import JsonLines
 from penstock.data.tokenizer import ByteTokenizer

@@ -2,5 +2,5 @@
 
 Reading order: `sources` (the contract), `tokenizer`, `documents`, `text` with `files`, `stream`, `batch`, `loader`,
 `evaluation`, `open` (settings to data). Other sources: `tables` with its child `table_process`, `hub` with `shards`,
-`packed` on `indexed_dataset` with `encoding_process`, `synthetic`; beside them `order`, `mixture`, `fill_in_middle`.
+`packed` on `indexed_dataset`, `synthetic`; beside them `mixture`.
 """

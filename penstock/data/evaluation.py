@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from penstock.base.errors import DataError
 from penstock.data.batch import PADDING, Batch, pack
 from penstock.data.mixture import Text, TextPart
-from penstock.data.order import document_order, order_of
 from penstock.data.shards import Shards
-from penstock.data.sources import Source, Tokens, fingerprint_of
+from penstock.data.sources import Source, Tokens, document_order, fingerprint_of, order_of
 from penstock.data.stream import Rows, with_end
 from penstock.kernels.reference import IGNORED_LABEL
 

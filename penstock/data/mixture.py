@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.data.documents import CorruptRecords
-from penstock.data.fill_in_middle import FillInMiddle
+from penstock.data.documents import CorruptRecords, FillInMiddle
 from penstock.data.shards import Shards, ShardStream
 from penstock.data.sources import Source, Tokens, fingerprint_of
 from penstock.data.stream import LANES, LoaderState, RowStream, Stream, damaged, read_count, read_counts

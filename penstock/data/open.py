@@ -17,9 +17,8 @@ from pathlib import Path
 
 from penstock.base.errors import DataError
 from penstock.config.data import Data, Documents, SourceName
-from penstock.data.documents import CorruptRecords
+from penstock.data.documents import CorruptRecords, FillInMiddle, find_marks
 from penstock.data.files import matched, reading, uncompressed_name
-from penstock.data.fill_in_middle import FillInMiddle, find_marks
 from penstock.data.hub import DatasetName, DatasetOnDisk, StreamedDataset
 from penstock.data.indexed_dataset import origin_of, prefix_of
 from penstock.data.mixture import Text, TextPart

@@ -13,7 +13,11 @@ does not change when documents are appended, or files added or moved.
 Packing encodes in several processes. This process reads the texts and writes the tokens in order; a batch of texts goes
 to any free process, and its tokens wait for the batches before it. So the files are the same, byte for byte, for any
 number of processes, and errors name the document. One reader and writer is enough for some tens of processes; beyond
-that, pack parts of the corpus. Texts without tokens are left out, as the stream skips them anyway.
+that, pack parts of the corpus. Texts without tokens are left out, as the stream skips them anyway. A process that
+encodes is this module as a program (penstock/base/child.py); its requests and answers:
+
+    {"tokenizer": ..., "end_of_document": ..., "type": "<u2", "texts": [...]}
+    {"lengths": [...], "text_bytes": ..., "empty": ..., "faults": [[3, ...]]}, and the tokens
 """
 
 from bisect import bisect_right
@@ -22,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,16 +35,65 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.base.child import Child, ChildEndedError
+from penstock.base.child import Answer, Child, ChildEndedError, serve
 from penstock.base.errors import DataError
-from penstock.data import encoding_process
 from penstock.data.documents import CorruptRecords
-from penstock.data.encoding_process import Encoded, encode_texts
 from penstock.data.files import EmptyFileError
 from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata, origin_of, prefix_of
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, Tokens, document_part, fingerprint_of
 from penstock.data.tokenizer import BYTES, open_tokenizer
 from penstock.data.tokenizer_rules import Tokenizer
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokens of a batch."""
+
+    tokens: Tokens  # with end tokens
+    lengths: NDArray[np.int64]  # of each document, its end token included
+    text_bytes: int
+    empty: int
+    faults: dict[int, str]  # errors of texts that could not be encoded, by their index in the batch
+
+    def answer(self) -> Answer:
+        numbers = {"text_bytes": self.text_bytes, "empty": self.empty, "faults": list(self.faults.items())}
+        return {"lengths": self.lengths.tolist(), **numbers}, self.tokens.tobytes()
+
+    @classmethod
+    def of(cls, head: dict[str, Any], tokens: bytes, type_name: str) -> "Encoded":
+        """The inverse of `answer`."""
+        lengths = np.array(head["lengths"], dtype=np.int64)
+        return cls(np.frombuffer(tokens, type_name), lengths, head["text_bytes"], head["empty"], dict(head["faults"]))
+
+
+def encode_texts(tokenizer: Tokenizer, type_name: str, texts: list[str]) -> Encoded:
+    end = np.array([tokenizer.end_of_document], dtype=type_name)
+    parts: list[Tokens] = []
+    lengths, text_bytes, empty = [], 0, 0
+    faults: dict[int, str] = {}
+    for index, text in enumerate(texts):
+        try:
+            tokens = tokenizer.encode(text)
+        except RecordError as error:
+            faults[index] = str(error)
+            continue
+        if len(tokens) == 0:
+            empty += 1
+            continue
+        parts += [tokens.astype(type_name), end]  # in the type of the file, so that less is sent back
+        lengths.append(len(tokens) + 1)
+        text_bytes += len(text.encode())
+    whole = np.concatenate([np.zeros(0, dtype=type_name), *parts])
+    return Encoded(whole, np.array(lengths, dtype=np.int64), text_bytes, empty, faults)
+
+
+_opened = cache(open_tokenizer)
+"""Opens a tokenizer once."""
+
+
+def _answer(request: dict[str, Any]) -> Answer:
+    tokenizer = _opened(request["tokenizer"], request["end_of_document"])
+    return encode_texts(tokenizer, request["type"], request["texts"]).answer()
 
 
 class PackedTokens:
@@ -220,7 +273,6 @@ def _meaning(
 BATCH_CHARACTERS = 2**20
 """Text of a batch, large enough to hide the cost of sending it."""
 
-_MODULE = encoding_process.__name__
 
 _AHEAD = 3
 """Batches that are sent ahead, per process."""
@@ -363,7 +415,7 @@ def _encoder(
     if processes == 1:
         yield encode, None
         return
-    children = [Child(_MODULE) for _ in range(processes)]
+    children = [Child("penstock.data.packed") for _ in range(processes)]
     free: SimpleQueue[Child] = SimpleQueue()
     for child in children:
         free.put(child)
@@ -385,3 +437,7 @@ def _encoder(
         pool.shutdown(wait=False, cancel_futures=True)
         for child in children:
             child.close()
+
+
+if __name__ == "__main__":
+    serve(_answer)

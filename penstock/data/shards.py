@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.data.documents import NO_TOKENS, CorruptRecords, checked_text
-from penstock.data.fill_in_middle import FillInMiddle
-from penstock.data.order import document_order, permutation
-from penstock.data.sources import SplitFilter, Tokens, fingerprint_of
+from penstock.data.documents import NO_TOKENS, CorruptRecords, FillInMiddle, checked_text
+from penstock.data.sources import SplitFilter, Tokens, document_order, fingerprint_of, permutation
 from penstock.data.stream import Cursor, LaneStream, with_end
 from penstock.data.tokenizer_rules import Tokenizer
 

@@ -27,10 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
-from penstock.data.documents import TextDocuments
-from penstock.data.fill_in_middle import FillInMiddle
-from penstock.data.order import order_of
-from penstock.data.sources import Source, TokenIds, Tokens, fingerprint_of
+from penstock.data.documents import FillInMiddle, TextDocuments
+from penstock.data.sources import Source, TokenIds, Tokens, fingerprint_of, order_of
 
 LANES = 32
 """Documents, or shards, that a shuffled stream reads side by side; each lane holds its current one in memory."""

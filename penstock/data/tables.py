@@ -2,7 +2,7 @@
 
 Opening reads only the footers of Parquet files, which have the sizes of the row groups. Only the text column of a row
 group is read, as a whole; the latest row groups are cached, and the order of documents takes this into account (see
-`order`). Arrow files are memory-mapped, and their record batches are the blocks. Arrow itself runs in a child
+`sources`). Arrow files are memory-mapped, and their record batches are the blocks. Arrow itself runs in a child
 (`table_process`), because a damaged file may end its process.
 
 The split of a document is known only when it is read. The fingerprint is of the footers of Parquet files, with sizes
@@ -24,8 +24,7 @@ from penstock.base.child import Child, ChildEndedError
 from penstock.base.errors import DataError
 from penstock.data.documents import CorruptRecords, TextDocuments, checked_text
 from penstock.data.files import unreadable
-from penstock.data.order import InBlocks
-from penstock.data.sources import RecordError, SplitFilter, fingerprint_of, require
+from penstock.data.sources import InBlocks, RecordError, SplitFilter, fingerprint_of, require
 from penstock.data.tokenizer_rules import Tokenizer
 
 PARQUET, ARROW = ".parquet", (".arrow", ".feather", ".ipc")

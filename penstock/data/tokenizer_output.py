@@ -23,8 +23,7 @@ from penstock.base.errors import DataError, system_errors
 from penstock.base.files import write_whole
 from penstock.config.data import Data
 from penstock.data.open import Vocabulary, vocabulary_of
-from penstock.data.tokenizer import BYTES
-from penstock.data.tokenizer_files import CONFIG_FILE, TOKENIZER_FILE, FileTokenizer
+from penstock.data.tokenizer import BYTES, CONFIG_FILE, TOKENIZER_FILE, FileTokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
 """First special token of a trained tokenizer (id 0, which `open_tokenizer` finds by name); name of exported id 256."""

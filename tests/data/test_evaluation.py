@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
 from penstock.data.evaluation import EvaluationRows, evaluation_batches
-from penstock.data.order import document_order
+from penstock.data.sources import document_order
 from penstock.kernels.reference import IGNORED_LABEL
 from tests.data.in_memory import END, InMemory, numbered, sources
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.fill_in_middle import USUAL_NAMES, FillInMiddle, find_marks
+from penstock.data.documents import USUAL_NAMES, FillInMiddle, find_marks
 from penstock.data.loader import Loader
 from penstock.data.mixture import Text, TextPart
 from penstock.data.text import PlainText

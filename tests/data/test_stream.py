@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from penstock.base.errors import DataError
 from penstock.data.documents import CorruptRecords
 from penstock.data.evaluation import Sample
-from penstock.data.order import BlockOrder, document_order, permutation
 from penstock.data.shards import ShardStream
-from penstock.data.sources import Tokens
+from penstock.data.sources import BlockOrder, Tokens, document_order, permutation
 from penstock.data.stream import Cursor, Position, Stream
 from tests.data.in_memory import END, InMemory, InShards, numbered, sources
 
@@ -194,7 +193,7 @@ def test_no_more_blocks_than_a_pool_are_needed_at_a_time(blocks: list[int], pool
 def test_the_pools_that_were_asked_for_last_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     order = BlockOrder(np.full(4, 3), 1, seed=0, epoch=0)
     permuted = Mock(side_effect=permutation)
-    monkeypatch.setattr("penstock.data.order.permutation", permuted)
+    monkeypatch.setattr("penstock.data.sources.permutation", permuted)
     for pool in (2, 0, 1, 0, 1, 0, 3, 0, 1):  # two pools are kept
         _ = order[3 * pool]
     assert [key[-1] - 1 for (_, key), _ in permuted.call_args_list] == [2, 0, 1, 3, 1]

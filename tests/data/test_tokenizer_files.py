@@ -15,8 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from penstock.base.errors import DataError
 from penstock.data import tokenizer_tiktoken
 from penstock.data.sources import RecordError
-from penstock.data.tokenizer import open_tokenizer
-from penstock.data.tokenizer_files import FileTokenizer, SentencePieceTokenizer
+from penstock.data.tokenizer import FileTokenizer, SentencePieceTokenizer, open_tokenizer
 from penstock.data.tokenizer_rules import END_OF_DOCUMENT_NAMES
 from penstock.data.tokenizer_tiktoken import PATTERNS, TiktokenTokenizer
 from tests.data.vocabularies import HARD_TEXTS, RANKS, json_file, sentencepiece_model, tiktoken_file, tiktoken_lines
