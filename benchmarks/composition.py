@@ -25,7 +25,7 @@ from penstock.prove.composition import Composition, composition_of
 from penstock.prove.play import BOUNDS
 from penstock.prove.proof import GPU_BOUNDS, LOW_BOUNDS, REPLAYS, Prover, Verdict, is_low, outcomes
 from penstock.prove.ranks import Children
-from penstock.train.run_lock import temporary_folder
+from penstock.train.run_folder import temporary_folder
 
 SEED = 29
 

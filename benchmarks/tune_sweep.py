@@ -51,7 +51,7 @@ from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.observer import Observer, StepReport
 from penstock.train.run_folder import create_run_folder
 from penstock.train.setup import prepare
-from penstock.train.stop import StopRequest
+from penstock.train.step import StopRequest
 from penstock.tune.belief import ShortStep, TrialCandidate
 from penstock.tune.trial import first_steps
 from penstock.tune.tune_candidates import CandidateSource

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.train.prometheus import EXPORTED, EXPORTED_OF_LAYER, RUN_INFO, SAVED_STEP, STEP_TIME, WANTED_STEPS
+from penstock.train.sinks import EXPORTED, EXPORTED_OF_LAYER, RUN_INFO, SAVED_STEP, STEP_TIME, WANTED_STEPS
 
 WIDTH, HEIGHT, ACROSS = 8, 7, 24
 SOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}

@@ -14,7 +14,7 @@ from penstock.plan.rules.advice import ADVICE
 from penstock.plan.rules.book import LEGAL, RULES, rule_name
 from penstock.train.goodput import KINDS
 from penstock.train.metrics import FIELDS, LAYER_FIELDS, PHASE_FIELDS, MetricField
-from penstock.train.prometheus import ENDPOINT_FIELDS, EXPORTED, EXPORTED_OF_LAYER
+from penstock.train.sinks import ENDPOINT_FIELDS, EXPORTED, EXPORTED_OF_LAYER
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGATRON_RULES = ROOT / "tools/megatron_rules.toml"

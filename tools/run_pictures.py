@@ -29,7 +29,7 @@ from penstock.train.metrics import MetricsFile
 from penstock.train.observer import Observer, RunStart, StepReport
 from penstock.train.run_folder import create_run_folder
 from penstock.train.setup import prepare
-from penstock.train.stop import StopRequest
+from penstock.train.step import StopRequest
 
 FOLDER = Path("docs/pictures")
 WIDTH = 100

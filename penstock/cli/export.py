@@ -18,8 +18,8 @@ from typing import Annotated
 import typer
 
 from penstock.cli.verbs import Checkpoint
-from penstock.train.export import Precision, export_huggingface, import_transformers, verify_export
 from penstock.train.saved_weights import open_saved, read_chosen
+from penstock.train.weight_exchange import Precision, export_huggingface, import_transformers, verify_export
 
 
 def export(

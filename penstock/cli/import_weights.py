@@ -30,8 +30,8 @@ from penstock.models.huggingface.config import facts_of, run_of
 from penstock.models.huggingface.distributed_folder import open_source
 from penstock.models.huggingface.weight_folder import WeightSource
 from penstock.models.huggingface.weights import with_prediction
-from penstock.train.import_weights import Upcycling, import_weights
 from penstock.train.saved_weights import RUN_FILE
+from penstock.train.weight_exchange import Upcycling, import_weights
 
 TOKENIZER = "tokenizer.json"
 

@@ -37,7 +37,7 @@ from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, facts_of
 from penstock.parallel.launch.rendezvous import meet_to_measure
 from penstock.plan.hardware import Hardware
 from penstock.plan.hardware_file import known_hardware, load_hardware, read_hardware
-from penstock.train.run_lock import temporary_folder
+from penstock.train.run_folder import temporary_folder
 from penstock.tune.preflight.gpus import (
     Gpu,
     judge_gpus,

@@ -30,7 +30,7 @@ from penstock.parallel.launch.process import count_gpus
 from penstock.prove.composition import Device, composition_of
 from penstock.prove.proof import REPLAYS, Prover, Verdict, outcomes
 from penstock.prove.ranks import MOST_RANKS, Children
-from penstock.train.run_lock import temporary_folder
+from penstock.train.run_folder import temporary_folder
 
 KINDS = ("equal", "tie", "refused", "fault")
 TELL_SECONDS = 10.0

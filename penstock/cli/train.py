@@ -15,7 +15,7 @@ A run that goes on (--resume) has the optimizer state, the place in the schedule
 described by the config.toml in its folder, and the target only finds it. A run that begins with the weights of another
 (--from) has nothing else of it: the optimizer is new, and the schedule and the data begin. Exit codes: 0 when the last
 step is done, 2 for what the user can mend, 75 if another rank was lost, 129, 130 and 143 for a run that was stopped on
-request (penstock/train/stop.py).
+request (penstock/train/step.py).
 
 The same command is a launcher, which starts itself once for each rank (penstock/parallel/launch/local.py), or a rank:
 one that the launcher, torchrun or srun has started, or the only one. Ranks that are started again, by any of them, find
@@ -74,6 +74,7 @@ from penstock.train.checkpoint import CheckpointStore
 from penstock.train.goodput import GoodputLedger, goodput
 from penstock.train.loop import Progress, RunHooks, open_store, resume, train_run
 from penstock.train.observer import RunEnd
+from penstock.train.optimizer import learning_rate
 from penstock.train.run_folder import (
     RunFolder,
     check_is_free,
@@ -86,7 +87,6 @@ from penstock.train.run_folder import (
     training_in,
 )
 from penstock.train.saved_weights import check_initial_weights, config_of
-from penstock.train.schedule import learning_rate
 from penstock.train.setup import (
     Rehearsal,
     RunData,
@@ -99,7 +99,7 @@ from penstock.train.setup import (
     state_bytes,
 )
 from penstock.train.sinks import check_sinks, open_sinks
-from penstock.train.stop import StopRequest
+from penstock.train.step import StopRequest
 
 TEXT = "The "  # prompt of a proposed `sample` command
 NOTICED_RISE = 1.05  # of the learning rate where a run goes on; a few more steps stretch a schedule by less

@@ -44,8 +44,7 @@ from penstock.parallel.launch.local import processes_to_start
 from penstock.parallel.launch.rendezvous import Rendezvous
 from penstock.plan.candidates import fixed_by
 from penstock.report.tune_page import write_tune_page
-from penstock.train.run_folder import new_folder
-from penstock.train.run_lock import temporary_folder
+from penstock.train.run_folder import new_folder, temporary_folder
 from penstock.tune.belief import TrialCandidate
 from penstock.tune.kernels import describe_machine
 from penstock.tune.look import Ground, cluster_here, faults

@@ -37,7 +37,7 @@ from penstock.plan.liveness import PipelineShape, StageActivations, StagePiece, 
 from penstock.plan.meta_rank import META, MetaRank, Target, make_meta_rank
 from penstock.plan.op_recorder import MemoryTracker, OpRecorder, RecordedOps, TrackedSection
 from penstock.train.global_batch import MicroBatch
-from penstock.train.loss import batch_loss, loss_rule
+from penstock.train.passes import batch_loss, loss_rule
 
 
 @dataclass(frozen=True, kw_only=True)

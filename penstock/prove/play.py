@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.data.batch import Batch
 from penstock.kernels.reference import IGNORED_LABEL
-from penstock.train.schedule import learning_rate
+from penstock.train.optimizer import learning_rate
 from penstock.train.setup import Session
 from penstock.train.step import evaluate, train_step
 

@@ -34,11 +34,10 @@ from penstock.prove.choices import ChoiceRecorder, Choices, Place
 from penstock.prove.composition import LABELS, PRESET, Device, of_run
 from penstock.prove.play import Saved, StepFigures, follow, saved_by
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.export import export_huggingface
-from penstock.train.import_weights import import_weights
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import prepare
 from penstock.train.state import restore_state, save_state
+from penstock.train.weight_exchange import export_huggingface, import_weights
 
 LOCALHOST = "127.0.0.1"
 MOST_RANKS = 8

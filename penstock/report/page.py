@@ -28,7 +28,7 @@ from penstock.report.figure import SERIES, Figure, axis
 from penstock.report.frame import as_script, card, document, find_browser, key_figures, table, write_whole
 from penstock.report.stacks import SIZES, memory_figure, time_figure
 from penstock.report.timeline import activation_shares, planned, timeline_figure
-from penstock.train.run_lock import temporary_folder
+from penstock.train.run_folder import temporary_folder
 
 
 @dataclass(frozen=True, kw_only=True)

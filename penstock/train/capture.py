@@ -45,8 +45,7 @@ from penstock.parallel.graphs import Capture, PartialGraphs, Replayable, capture
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.parallel.symmetric import TransferDirection
 from penstock.train.global_batch import GlobalBatch, MicroBatch
-from penstock.train.loss import LossRule
-from penstock.train.passes import differentiate, forward_backward
+from penstock.train.passes import LossRule, differentiate, forward_backward
 
 
 @dataclass(frozen=True)

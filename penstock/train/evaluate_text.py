@@ -30,13 +30,13 @@ from penstock.kernels.reference import IGNORED_LABEL
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.config import model_in
 from penstock.models.rank_model import RankModel
-from penstock.train.export import Precision, export_huggingface
 from penstock.train.generate import load_decoder, load_weight_folder
 from penstock.train.global_batch import CutRule
-from penstock.train.loss import loss_rule
+from penstock.train.passes import loss_rule
 from penstock.train.saved_weights import chosen_step, open_saved
 from penstock.train.setup import open_split
 from penstock.train.step import evaluate
+from penstock.train.weight_exchange import Precision, export_huggingface
 
 HARNESS = "lm_eval"
 HARNESS_MODEL = f"{HARNESS}.models.huggingface"  # needs packages that the harness alone does not

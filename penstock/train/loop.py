@@ -59,15 +59,14 @@ from penstock.train.diagnose import NonFiniteFinding, NonFiniteOrigin, find_held
 from penstock.train.goodput import GoodputLedger
 from penstock.train.metrics import drop_after
 from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport, StepTotals
+from penstock.train.optimizer import learning_rate
 from penstock.train.power import PowerMeter
 from penstock.train.profile import Recorder
 from penstock.train.run_folder import RunFolder, changes_since
 from penstock.train.saved_weights import load_initial_weights
-from penstock.train.schedule import learning_rate
 from penstock.train.setup import Session
 from penstock.train.state import random_state, restore_random_state, restore_state, save_state
-from penstock.train.step import NO_PULSE, StepResult, evaluate, train_step
-from penstock.train.stop import StopRequest
+from penstock.train.step import NO_PULSE, StepResult, StopRequest, evaluate, train_step
 from penstock.train.stragglers import RankPulse, StragglerWatch
 
 

@@ -1,4 +1,4 @@
-"""AdamW or Muon with float32 masters and float32 gradient sums, over any number of ranks.
+"""AdamW or Muon with float32 masters and float32 gradient sums, over any number of ranks; and the rate of a step.
 
 Every trained parameter has a master (float32), a gradient (float32, one buffer for the whole run) and two moments, or
 one with Muon (`penstock.train.muon`). A float32 parameter is its own master. A bfloat16 parameter is a rounded copy of
@@ -24,6 +24,7 @@ A parameter that took no part in a step has a zero gradient: its moments fade an
 larger tensor or a shard, so results do not depend on the layout. Nothing here waits for the device.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.config.parallel import Offload, Parallel
-from penstock.config.training import Optimizer
+from penstock.config.training import LearningRateSchedule, Optimizer
 from penstock.kernels.adamw import StateTensor, master_of, store_master
 from penstock.layout.sharding import row_width, rows_of_shard
 from penstock.parallel.axes import ALONE, NO_AXIS, Axes, Axis
@@ -46,6 +47,48 @@ from penstock.parallel.matrix_exchange import MatrixShard, RowDivision
 from penstock.parallel.shard import ParamShard, ShardedTensor, StateCodec, by_rows, local_rows, whole
 from penstock.train.adamw import ROUNDED, FusedAdamW, StreamedAdamW, is_own_master, stored_parts
 from penstock.train.muon import ShardedMuon
+
+
+def learning_rate(step: int, steps: int, peak: float, schedule: LearningRateSchedule) -> float:
+    """Learning rate of one optimizer step, counted from 0. Steps past the end have the rate of the last one.
+
+    It rises linearly from 0 to the peak, then falls by the shape of the decay to `final_ratio` of the peak. Four steps
+    of warm-up out of twelve, in tenths of the peak, final ratio 0.2:
+
+        step       0    1    2    3    4    5    6    7    8    9   10   11
+        linear   2.5    5  7.5   10    9    8    7    6    5    4    3    2
+        wsd      2.5    5  7.5   10   10   10   10   10   10 7.33 4.67    2    (decay_steps 3)
+
+    wsd: warm-up, stable, decay (MiniCPM, arXiv 2404.06395).
+    """
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / schedule.warmup_steps
+    height = _decay_height(step, steps, schedule)
+    # At heights 1 and 0 this is exactly `peak` and `peak * final_ratio`.
+    return peak * (height + schedule.final_ratio * (1.0 - height))
+
+
+def _decay_height(step: int, steps: int, schedule: LearningRateSchedule) -> float:
+    """Height of the decay: 1 at the peak, 0 at the last step."""
+    last = steps - 1
+    top = max(schedule.warmup_steps - 1, 0)  # the step that has the peak
+    match schedule.decay:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - _decay_progress(step, top, last)
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * _decay_progress(step, top, last)))
+        case "wsd":
+            decay_steps = schedule.decay_steps or max(1, steps // 10)
+            return 1.0 - _decay_progress(step, max(top, last - decay_steps), last)
+
+
+def _decay_progress(step: int, first: int, last: int) -> float:
+    """Share of the way from step `first` to step `last`, from 0 to 1; 0 for an empty way."""
+    if last <= first:
+        return 0.0
+    return min(max(step - first, 0) / (last - first), 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,116 @@
-"""Forward and backward passes over a global batch, by one decoder or a pipeline, and forward passes for evaluation."""
+"""Forward and backward passes over a global batch, by one decoder or a pipeline, with their losses; and evaluation.
+
+The loss of a step is a mean over the counted tokens of its global batch. A mean of the micro-batches' means would
+weight a token of a nearly empty micro-batch more. The counted tokens are known before the first forward pass, so each
+micro-batch divides its own sums by them:
+
+    main        sum over counted tokens / counted tokens
+    depth k     the same k tokens further on, times mtp_weight / depths (arXiv 2412.19437, equation 25)
+
+Summed over micro-batches, the gradients are those of one large batch, however it was cut. Balance losses are not
+computed here: routers attach them to the graph, scaled by the share of the micro-batch.
+
+Depth k predicts at each position the token k further on than the main loss does. With k = 1 and labels b c d e, the
+labels become c d e -: positions behind the end of the row, or in another document, are not counted.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.base.spans import MICRO_BATCH, Span
+from penstock.config.run import Run
+from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.models.decoder import Decoder, Hidden
 from penstock.models.rank_model import RankModel
+from penstock.parallel.axes import ALONE, Axes, Axis
 from penstock.parallel.collectives import all_gather
 from penstock.parallel.layer_context import Steps
 from penstock.parallel.pipeline import StageCall
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import GlobalBatch, MicroBatch
-from penstock.train.loss import LossRule, batch_loss, model_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRule:
+    """Factors of the loss."""
+
+    depths: int  # of multi-token prediction
+    mtp_weight: float  # factor on the mean over these depths
+    z_weight: float  # factor on logsumexp(logits)**2 of each counted token
+    chunk_tokens: int | None  # tokens whose logits exist at once; None leaves it to the kernel
+    # Ranks that share the vocabulary; each computes the same loss, and its own part of the gradients.
+    tensor: Axis = ALONE.tensor
+
+
+class MicroLoss(NamedTuple):
+    """Losses of one micro-batch, float32."""
+
+    total: Tensor  # scalar to differentiate: this micro-batch's part of the step's loss
+    # 1 + depths, detached, without factors, main loss first; the sum over micro-batches is the mean over the batch.
+    parts: Tensor
+
+
+def loss_rule(run: Run, axes: Axes = ALONE) -> LossRule:
+    return LossRule(
+        depths=run.model.mtp_layers,
+        mtp_weight=run.training.mtp_weight,
+        z_weight=run.training.z_loss_coef,
+        chunk_tokens=run.kernels.loss_chunk or None,
+        tensor=axes.tensor,
+    )
+
+
+def batch_loss(
+    hidden: Hidden,
+    head_VD: Tensor,
+    labels: Sequence[Tensor],
+    counted: Tensor,
+    rule: LossRule,
+    total_VD: Tensor | None = None,
+    float8: Float8Rule | None = None,
+) -> MicroLoss:
+    """Losses of a micro-batch as parts of the losses of the global batch.
+
+    Args:
+        hidden: output of the decoder for this rank's positions.
+        head_VD: output projection, or this rank's rows of it.
+        labels: of the main loss, then of each depth, for the positions of all tensor-parallel ranks.
+        counted: labels of the GLOBAL batch, see `GlobalBatch`.
+        total_VD: float32 sum of the head's gradients, which backward adds to; None leaves it to autograd.
+        float8: rule of the head's products; None computes them in 16 bits.
+    """
+    parts = []
+    for depth, hidden_BSD in enumerate((hidden.main_BSD, *hidden.mtp)):
+        whole_BSD = all_gather(hidden_BSD, rule.tensor, dim=1)  # S/tp positions of each rank -> S
+        loss_sum = linear_cross_entropy(
+            whole_BSD.flatten(0, 1),
+            head_VD,
+            labels[depth].flatten(),
+            rule.z_weight,
+            chunk_tokens=rule.chunk_tokens,
+            group=rule.tensor.group,
+            accumulate_into=total_VD,
+            float8=float8,
+        )
+        # A depth beyond the length of all rows counts no token, and its sum is 0. `counted` is float64.
+        parts.append((loss_sum / counted[depth].clamp(min=1)).to(loss_sum.dtype))
+    total = parts[0]
+    if rule.depths:
+        total = total + rule.mtp_weight / rule.depths * torch.stack(parts[1:]).sum()
+    return MicroLoss(total, torch.stack(parts).detach())
+
+
+def model_loss(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRule) -> MicroLoss:
+    """Forward pass and losses of one micro-batch on a rank without pipeline; arguments as of `batch_loss`."""
+    hidden = model(batch.reading)
+    with span(Span.LOSS):
+        return batch_loss(hidden, model.head_VD, batch.labels, counted, rule, model.head_main_grad, model.head_float8)
+
 
 FromHidden = Callable[[int, Hidden, Decoder], Tensor]
 """Computes a loss from the number of the micro-batch, the decoder's output, and the decoder."""

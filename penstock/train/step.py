@@ -1,4 +1,4 @@
-"""One optimizer step, and the evaluation of the model between steps.
+"""One optimizer step, the evaluation of the model between steps, and requests to stop after a step.
 
 Outside of MoE layers, which may read row counts at `dispatch.sync_free` 0 and 1, the host waits for the device once a
 step: after the last backward pass, loss, norm and expert loads are read in one copy. The update is decided after that,
@@ -10,13 +10,29 @@ If the rows of any rank exceeded the expert buffers, the step is repeated with l
 
 Evaluation uses the same held-out rows every time. Its sums over counted tokens are float64 and divided once, so the
 result does not depend on the batch size. Expert buffers then hold all rows.
+
+For a stop a signal sets a flag, and the loop stops after the running step, with a checkpoint:
+
+    SIGINT (Ctrl-C)            stop after this step; exit code 130. A second one stops at once, without a checkpoint.
+    SIGTERM (Slurm, a pod,     stop after this step; exit code 143. Repeats change nothing: the sender waits until
+    torchrun, systemd)         SIGKILL, and the checkpoint needs that time.
+    SIGHUP (the terminal is    stop after this step; exit code 129. What is printed goes nowhere, since a lost terminal
+    lost)                      refuses it. Under nohup the signal is ignored, and the run goes on.
+
+The exit codes are the shell's 128 + signal, not 0, because the run is unfinished: a Kubernetes Job restarts the pod and
+a Slurm script can requeue. Several ranks may make one more step until all know of the request, so allow for two steps
+and the checkpoint: `terminationGracePeriodSeconds`, or `sbatch --signal=TERM@120`. A launcher that forwards Ctrl-C
+sends a second SIGINT right after the terminal's. Those within `SAME_PRESS_SECONDS` count as one.
 """
 
 import math
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -39,12 +55,57 @@ from penstock.moe.router import update_expert_bias
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import CutRule, GlobalBatch, cut, read
-from penstock.train.loss import LossRule, loss_rule
 from penstock.train.observer import BalanceReport, HeldOutLoss, LayerReport, StepTotals
 from penstock.train.optimizer import NO_FACTORS, MasterAdamW, clip_divisor
-from penstock.train.passes import forward_backward, held_out_nats
-from penstock.train.stop import StopRequest
+from penstock.train.passes import LossRule, forward_backward, held_out_nats, loss_rule
 from penstock.train.stragglers import RankPulse
+
+SAME_PRESS_SECONDS = 1.0
+
+
+class StopRequest:
+    """Context in which signals request a stop; `notify` is called once, in the training thread."""
+
+    def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
+        self._notify = notify
+        self.signal: signal.Signals | None = None  # the first one
+        self.has_failed = False  # this rank cannot go on, so no rank applies the step
+        self._first_seconds = 0.0  # when it came
+        self._previous: dict[signal.Signals, Any] = {}  # handlers to restore
+        self._terminals: list[int] = []  # descriptors of output
+
+    @property
+    def exit_code(self) -> int:
+        """128 + signal as in a shell, or 0 without a request."""
+        return 0 if self.signal is None else 128 + self.signal
+
+    def __enter__(self) -> "StopRequest":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._receive)
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]  # a lost one is none any more
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Python calls this between two bytecodes of the main thread."""
+        now = time.monotonic()
+        if number == signal.SIGHUP:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for descriptor in self._terminals:
+                os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+        if self.signal is None:
+            self.signal, self._first_seconds = signal.Signals(number), now
+            self._notify()
+        elif number == signal.SIGINT and now - self._first_seconds > SAME_PRESS_SECONDS:
+            raise KeyboardInterrupt
+
 
 NO_PULSE = RankPulse()
 

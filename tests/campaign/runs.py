@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.config.load import dump_toml
 from penstock.config.training import Checkpoint, Evaluation
-from penstock.train import run_lock
+from penstock.train import run_folder
 from penstock.train.manifest import FACTS, read_manifest
 from penstock.train.run_folder import RunFolder
 from tests import warm
@@ -63,7 +63,7 @@ def begin(folder: Path, words: Sequence[str], prepare: Callable[[], object] = la
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     try:
-        vars(run_lock)["STALE_SECONDS"] = 0.0  # no other process makes a folder here
+        vars(run_folder)["STALE_SECONDS"] = 0.0  # no other process makes a folder here
         prepare()
         code = warm.penstock(list(words))
     except BaseException:  # noqa: BLE001 - a fork must not go on behind its caller

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from penstock.cli.main import main
 from penstock.config.load import dump_toml, load_run
 from penstock.parallel.launch.rendezvous import Rendezvous
-from penstock.train import manifest, run_folder, stop
+from penstock.train import manifest, run_folder
 from penstock.train.metrics import FIELDS, MetricsFile
 from penstock.train.observer import StepReport
-from penstock.train.stop import StopRequest
+from penstock.train.step import StopRequest
 from tests import warm
 from tests.cli import answers
 from tests.train.tiny_run import act_in_step, signal_itself, signal_launcher, tiny_run
@@ -77,7 +77,7 @@ def run_and_signal(step: int, number: signal.Signals, *arguments: str) -> subpro
 
 def _train_and_signal(step: int, number: signal.Signals, arguments: Sequence[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stop, "SAME_PRESS_SECONDS", -1.0)  # two signals at once are two presses
+        patch.setattr(step, "SAME_PRESS_SECONDS", -1.0)  # two signals at once are two presses
         at_step(patch, step, number, number)
         return main(["train", *arguments])
 

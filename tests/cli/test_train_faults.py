@@ -16,7 +16,7 @@ from penstock.config.load import dump_toml
 from penstock.models.huggingface.tensor_file import fingerprint
 from penstock.train import checkpoint
 from penstock.train.manifest import FACTS, MANIFEST, _seal
-from penstock.train.run_lock import locked
+from penstock.train.run_folder import locked
 from tests.cli import answers
 from tests.cli.test_train import everything, metrics_of
 from tests.train.tiny_run import tiny_run

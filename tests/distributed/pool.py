@@ -28,7 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.train.run_lock import temporary_folder
+from penstock.train.run_folder import temporary_folder
 from tests import warm
 
 MOST_RANKS = 8

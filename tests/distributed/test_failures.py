@@ -29,11 +29,10 @@ from penstock.train import diagnose
 from penstock.train.diagnose import NO_ORIGIN
 from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.observer import StepReport
-from penstock.train.run_folder import RunFolder
-from penstock.train.run_lock import locked
+from penstock.train.run_folder import RunFolder, locked
 from penstock.train.setup import Session
 from penstock.train.state import restore_state, save_state
-from penstock.train.stop import StopRequest
+from penstock.train.step import StopRequest
 from tests import warm
 from tests.closeness import assert_close
 from tests.distributed.one_loss import layout, pipeline, same_state, saved_by, start_session, trace

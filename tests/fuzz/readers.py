@@ -35,14 +35,14 @@ from penstock.report.run_page import run_page
 from penstock.trace.analysis import analyse_files, analysis_json
 from penstock.trace.replay import replay_script
 from penstock.train import manifest as manifest_module
-from penstock.train.export import export_huggingface
 from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.manifest import MANIFEST
 from penstock.train.metrics import drop_after
 from penstock.train.run_folder import RunFolder
 from penstock.train.saved_weights import chosen_step, open_saved
 from penstock.train.setup import Session, prepare
-from penstock.train.stop import StopRequest
+from penstock.train.step import StopRequest
+from penstock.train.weight_exchange import export_huggingface
 from penstock.tune.ladder import load_ladder_steps
 from tests.data.vocabularies import HARD_TEXTS, SENTENCES, json_file, sentencepiece_model, tiktoken_file
 from tests.fuzz.damage import TOKENS, VALUES, of_bytes, of_json, of_text, packed

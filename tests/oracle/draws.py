@@ -21,7 +21,7 @@ from penstock.data.batch import Batch, pack
 from penstock.data.evaluation import EvaluationRows
 from penstock.data.stream import Rows
 from penstock.parallel.launch.environment import Environment
-from penstock.train import schedule
+from penstock.train import optimizer
 from penstock.train.setup import Session, prepare
 from penstock.train.step import evaluate, train_step
 from tests.float64 import EXACT, in_float64
@@ -209,7 +209,7 @@ class Ours:
     def step(self, rows: PackedRows) -> Step:
         """Train on the rows of a step."""
         session, run = self.session, self.run
-        rate = schedule.learning_rate(self.taken, run.training.steps, run.optimizer.learning_rate, run.schedule)
+        rate = optimizer.learning_rate(self.taken, run.training.steps, run.optimizer.learning_rate, run.schedule)
         result = train_step(session.model, session.state.optimizer, self._batch(rows), session.rule, rate)
         self.taken += 1
         dropped = sum(layer.dropped for layer in result.layers)

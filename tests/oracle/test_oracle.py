@@ -9,7 +9,7 @@ import torch
 from penstock.data import batch
 from penstock.moe import router
 from penstock.moe.balance import LayerLoad
-from penstock.train import adamw, global_batch, muon, schedule, step
+from penstock.train import adamw, global_batch, muon, optimizer, step
 from tests.closeness import assert_within
 from tests.models.huggingface.family_models import VARIANTS
 from tests.oracle.draws import BOUNDS, PREDICTING, Draw, drawn, worst
@@ -79,7 +79,7 @@ def _bias_towards_load(modules: Any, loads: Any) -> None:
 
 update_expert_bias, capacity = router.update_expert_bias, router.capacity
 PLANTED: dict[str, tuple[Any, str, Any, str]] = {
-    "a rate one thousandth too high": (schedule, "learning_rate", _scaled(schedule.learning_rate, 1.001), "weights"),
+    "a rate one thousandth too high": (optimizer, "learning_rate", _scaled(optimizer.learning_rate, 1.001), "weights"),
     "clipping one thousandth too strong": (step, "clip_divisor", _scaled(step.clip_divisor, 1.001), "weights"),
     "norms decay": (adamw, "is_decayed", lambda name, parameter: True, "weights"),
     "Muon's scale by the shorter side": (

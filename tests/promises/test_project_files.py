@@ -12,7 +12,7 @@ import yaml
 
 from penstock.parallel.launch.environment import LaunchFacts
 from penstock.parallel.launch.jobs import Job, kubernetes_manifest
-from penstock.train.prometheus import ENDPOINT_FIELDS, EXPORTED, EXPORTED_OF_LAYER
+from penstock.train.sinks import ENDPOINT_FIELDS, EXPORTED, EXPORTED_OF_LAYER
 from tools.grafana import ACROSS, dashboard
 
 ROOT = Path(__file__).parents[2]

@@ -28,8 +28,7 @@ from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.run_folder import create_run_folder
 from penstock.train.setup import Session, prepare
-from penstock.train.step import Passes, StepResult, StepRule, evaluate, step_rule, train_step
-from penstock.train.stop import StopRequest
+from penstock.train.step import Passes, StepResult, StepRule, StopRequest, evaluate, step_rule, train_step
 from tests.closeness import assert_equal
 from tests.models.families import ATTENTIONS
 from tests.parallel.recorded_graph import Graph, SameAddresses

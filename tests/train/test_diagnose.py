@@ -19,8 +19,8 @@ from penstock.models.parameters import param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.layer import moe_loads
 from penstock.train.diagnose import NO_ORIGIN, NonFiniteFinding, NonFiniteOrigin, find_origin
-from penstock.train.loss import LossRule
 from penstock.train.optimizer import MasterAdamW
+from penstock.train.passes import LossRule
 from penstock.train.step import StepRule
 from tests.closeness import assert_equal
 from tests.train.tiny_run import cut_rule, one_rank, random_batch, tiny_run

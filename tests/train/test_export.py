@@ -18,10 +18,10 @@ from penstock.models.decoder import Decoder
 from penstock.models.huggingface.tensor_file import TensorEntry, write_entries
 from penstock.models.huggingface.weights import load_huggingface
 from penstock.parallel.shard import whole
-from penstock.train import export
+from penstock.train import weight_exchange
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.export import INDEX_FILE, Precision, export_huggingface
 from penstock.train.state import identity_of
+from penstock.train.weight_exchange import INDEX_FILE, Precision, export_huggingface
 from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
 from tests.models.families import save_huggingface
@@ -124,7 +124,7 @@ def test_a_full_disk_leaves_nothing(run: Run, tmp_path: Path, monkeypatch: pytes
         write_entries(path, entries[:3])
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(export, "write_entries", fail)
+    monkeypatch.setattr(weight_exchange, "write_entries", fail)
     with pytest.raises(CheckpointError, match="cannot write .*out; got No space left on device"):
         _exported(run, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

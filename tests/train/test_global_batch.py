@@ -19,7 +19,7 @@ from penstock.models.decoder import Hidden
 from penstock.models.model_inputs import attention_mask, shifted_tokens
 from penstock.parallel.axes import Axis, make_axes
 from penstock.train.global_batch import CutRule, cut, labels_at_depth, read
-from penstock.train.loss import LossRule, batch_loss
+from penstock.train.passes import LossRule, batch_loss
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.train.tiny_run import cut_rule, random_batch

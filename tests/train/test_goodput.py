@@ -18,7 +18,7 @@ from penstock.train.loop import Progress, RunHooks, open_store, train_run
 from penstock.train.metrics import record
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import prepare
-from penstock.train.stop import StopRequest
+from penstock.train.step import StopRequest
 from tests.train.tiny_run import ENVIRONMENT, Recorder, step_report, tiny_run
 
 BEGIN = 1_000_000.0

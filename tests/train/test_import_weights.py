@@ -19,10 +19,9 @@ from penstock.models.huggingface.tensor_file import TensorFile
 from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.train import manifest
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.export import Precision, export_huggingface
-from penstock.train.import_weights import Upcycling, import_weights
 from penstock.train.saved_weights import STEP, WEIGHTS
 from penstock.train.setup import Session, prepare
+from penstock.train.weight_exchange import Precision, Upcycling, export_huggingface, import_weights
 from tests.closeness import assert_close, assert_equal
 from tests.distributed.one_loss import BASE, Saved, StepFigures, put_together, saved_by, start_session
 from tests.distributed.pool import Pool

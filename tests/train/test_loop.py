@@ -21,7 +21,7 @@ from penstock.config.run import Run
 from penstock.config.training import Checkpoint, Evaluation, Training
 from penstock.models.rank_model import RankModel
 from penstock.train import checkpoint, loop
-from penstock.train import stop as stop_module
+from penstock.train import step as step_module
 from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.manifest import WrittenFiles
 from penstock.train.metrics import MetricsFile
@@ -29,7 +29,7 @@ from penstock.train.observer import Observer, RunEnd, StepReport
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.run_folder import RunFolder, create_run_folder
 from penstock.train.setup import Session, prepare
-from penstock.train.stop import StopRequest
+from penstock.train.step import StopRequest
 from tests.closeness import assert_equal
 from tests.distributed.one_loss import layout, start_session
 from tests.distributed.pool import Pool
@@ -395,7 +395,7 @@ def test_a_signal_asks_is_told_once_and_does_not_interrupt(number: signal.Signal
 def test_a_ctrl_c_after_a_request_stops_at_once_and_repeated_termination_never_insists(
     number: signal.Signals, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop_module, "SAME_PRESS_SECONDS", -1.0)
+    monkeypatch.setattr(step_module, "SAME_PRESS_SECONDS", -1.0)
     with StopRequest() as stop:
         for _ in range(times):
             signal.raise_signal(number)

@@ -19,7 +19,7 @@ from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.profile import memory_lines
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import prepare
-from penstock.train.stop import StopRequest
+from penstock.train.step import StopRequest
 from tests.distributed.one_loss import start_session
 from tests.distributed.pool import Pool
 from tests.train.test_loop import EndsAfter, lines_of, start

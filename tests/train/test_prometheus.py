@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.train.metrics import FIELDS, LAYER_FIELDS
-from penstock.train.prometheus import ENDPOINT_FIELDS, EXPORTED, EXPORTED_OF_LAYER, PrometheusEndpoint
+from penstock.train.sinks import ENDPOINT_FIELDS, EXPORTED, EXPORTED_OF_LAYER, PrometheusEndpoint
 from tests.train.tiny_run import HELD_OUT, run_start, step_report, tiny_run
 
 parser = pytest.importorskip("prometheus_client.parser")

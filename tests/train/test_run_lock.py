@@ -10,9 +10,16 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import RunFolderError
-from penstock.train import run_lock
-from penstock.train.run_folder import RunFolder, complete_folder, create_run_folder, training_in
-from penstock.train.run_lock import LOCK_FILE, hidden_folder, locked
+from penstock.train import run_folder
+from penstock.train.run_folder import (
+    LOCK_FILE,
+    RunFolder,
+    complete_folder,
+    create_run_folder,
+    hidden_folder,
+    locked,
+    training_in,
+)
 from tests import warm
 from tests.train.tiny_run import tiny_run
 
@@ -52,7 +59,7 @@ def test_a_folder_that_is_in_use_is_refused_until_its_owner_is_dead(owner: BaseP
 def test_hidden_folders_of_dead_processes_are_deleted_and_those_of_living_ones_stay(
     owner: BaseProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_lock, "STALE_SECONDS", -60.0)
+    monkeypatch.setattr(run_folder, "STALE_SECONDS", -60.0)
     run = tiny_run(tmp_path)
     (living,) = tmp_path.glob(".tiny.*")
     create_run_folder(run, number_if_taken=True)
@@ -107,7 +114,7 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*arguments: object) -> None:
-        raise OSError(run_lock.errno.ENOLCK, "No locks available")
+        raise OSError(run_folder.errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     with training_in(RunFolder(tmp_path)) as notice:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.training import LearningRateSchedule
-from penstock.train.schedule import learning_rate
+from penstock.train.optimizer import learning_rate
 
 DECAYS = get_args(LearningRateSchedule.model_fields["decay"].annotation)
 PEAK = 3e-4

@@ -22,10 +22,9 @@ from penstock.models.rank_model import RankModel
 from penstock.moe.layer import moe_loads
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers
-from penstock.train.loss import LossRule
 from penstock.train.optimizer import MasterAdamW
-from penstock.train.step import StepResult, StepRule, evaluate, step_rule, train_step
-from penstock.train.stop import StopRequest
+from penstock.train.passes import LossRule
+from penstock.train.step import StepResult, StepRule, StopRequest, evaluate, step_rule, train_step
 from penstock.train.stragglers import RankPulse
 from tests.closeness import assert_close, assert_equal
 from tests.distributed.one_loss import layout, start_session

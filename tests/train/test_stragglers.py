@@ -16,7 +16,7 @@ from penstock.train.loop import Progress, RunHooks, open_store, train_run
 from penstock.train.passes import forward_backward
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import prepare
-from penstock.train.stop import StopRequest
+from penstock.train.step import StopRequest
 from penstock.train.stragglers import LATE, WARM_UP, WINDOW, RankPulse, StragglerWatch
 from tests.distributed.pool import Pool
 from tests.train.tiny_run import TRAINING, Recorder, tiny_run

@@ -31,7 +31,7 @@ from penstock.train.observer import HeldOutLoss, LayerReport, Observer, RunStart
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import open_texts
 from penstock.train.state import identity_of
-from penstock.train.stop import StopRequest
+from penstock.train.step import StopRequest
 
 ENVIRONMENT = Environment(color=False, threads=1, world_size=1)
 CPU = torch.device("cpu")

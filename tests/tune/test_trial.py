@@ -16,8 +16,8 @@ import penstock
 from penstock.base.errors import ConfigError
 from penstock.base.origin import UNKNOWN, commit_of_code
 from penstock.config.load import load_run
+from penstock.train.optimizer import learning_rate
 from penstock.train.run_folder import RunFolder
-from penstock.train.schedule import learning_rate
 from penstock.tune import trial as trials
 from penstock.tune import trial_ranks
 from penstock.tune.kernels import describe_machine, write_result

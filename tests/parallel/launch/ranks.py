@@ -14,7 +14,7 @@ import torch.distributed as dist
 from penstock.base.errors import DataError, PenstockError
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
-from penstock.train.stop import StopRequest
+from penstock.train.step import StopRequest
 
 
 def add_up(words: Sequence[str]) -> int:
