@@ -35,6 +35,7 @@ class Span(StrEnum):
     CLIP = "clip"
     READ = "read"
     OPTIMIZER = "optimizer"
+    GATHER = "gather"
     BALANCE = "balance"
     EVALUATE = "evaluate"
     SAVE = "save"

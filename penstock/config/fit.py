@@ -154,6 +154,16 @@ def shard(run: Run) -> Literal["none", "optimizer", "full"]:
     return "optimizer" if run.parallel.shard == "auto" else run.parallel.shard
 
 
+def overlaps_data(run: Run, *, on_gpu: bool = True) -> bool:
+    """`parallel.overlap` with `auto` settled: whether sums and gathers of data-parallel ranks run beside passes.
+
+    With `graphs.capture` auto a run that captures whole passes has no overlap all the same.
+    """
+    overlap = run.parallel.overlap
+    is_asked = overlap == "on" or (overlap == "auto" and on_gpu and run.graphs.capture != "full")
+    return is_asked and shard(run) != "full"
+
+
 def context_method(run: Run) -> Method:
     """`parallel.context_method` with `auto` settled."""
     return layout_sizes(run).settled_context_method

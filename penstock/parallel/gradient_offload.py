@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from penstock.parallel.copies import DONE, CopyStream, PendingCopy, aligned, host_tensors
+from penstock.parallel.data_overlap import BEFORE_LAYERS
 
 SLOTS = 3
-EMBEDDING = -1  # number of the layer before the first one, which has no sums here
 
 _ITEM = torch.float32.itemsize
 
@@ -81,7 +81,7 @@ class GradientOffload:
 
     def replay_backward(self) -> None:
         """Copy as in the backward pass of a micro-batch."""
-        for layer in (*self._layers, EMBEDDING):
+        for layer in (*self._layers, BEFORE_LAYERS):
             self.reached(layer)
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class GradientOffload:
         """Backward begins with a layer, and has finished the one after it."""
         if self._open is not None:
             self._send(self._open)
-        self._open = None if layer == EMBEDDING else layer
+        self._open = None if layer == BEFORE_LAYERS else layer
         if self._open is None:
             return
         self._arrivals.pop(layer, DONE).wait()
@@ -99,7 +99,7 @@ class GradientOffload:
     def finish(self) -> None:
         """Let the current stream wait until all sums are on the host."""
         if self._open is not None:
-            self.reached(EMBEDDING)
+            self.reached(BEFORE_LAYERS)
         for copy in self._leaving:
             copy.wait()
         self._leaving.clear()
