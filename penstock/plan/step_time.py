@@ -5,9 +5,11 @@
     update      gradients become zero; sums over ranks beside the copies into and out of their messages; norm;
                 optimizer; new weights for the other ranks
 
-With FSDP2, gathers of weights and reductions of gradients run beside the passes, and the longer one counts. Messages
-between stages travel while both sides compute; a stage that waits for one waits for its latency and bytes. An optimizer
-in host memory passes through the host link beside its kernels.
+With `parallel.overlap` gradients are summed beside the last backward pass of each stage, except that of the embedding,
+and weights are gathered beside the first forward pass. With FSDP2, gathers of weights and reductions of gradients run
+beside the passes, and the longer one counts. Messages between stages travel while both sides compute; a stage that
+waits for one waits for its latency and bytes. An optimizer in host memory passes through the host link beside its
+kernels.
 """
 
 from collections import Counter
@@ -16,12 +18,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
-from penstock.config.fit import grid_of, micro_batches
+from penstock.config.fit import grid_of, micro_batches, overlaps_data, shard
 from penstock.config.run import Run
 from penstock.config.size import size_of
 from penstock.layout.actions import Kind, Schedule
 from penstock.layout.clock import ActionCosts, play
-from penstock.models.rank_model import message_of
+from penstock.models.rank_model import embedding_places, message_of
 from penstock.parallel.axes import Axes
 from penstock.plan.costs import HOST_LINK, HardwareTimes, OpCosts, buffer_rows, routed_rows
 from penstock.plan.hardware import Cluster, RankGroup
@@ -33,8 +35,8 @@ from penstock.plan.op_recorder import RecordedOp, RecordedOps
 from penstock.plan.param_state import shards_of
 from penstock.plan.projection import RankTime, StepTime
 from penstock.plan.software import OWN, Software, passes_keys
-from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, add_timing, steady_state
-from penstock.plan.transfers import TransferTimes
+from penstock.plan.streams import DATA_GAIN, OVERLAP_GAIN, Streams, Timing, add_timing, steady_state
+from penstock.plan.transfers import CollectiveName, TransferTimes
 
 NOTHING = Timing()
 
@@ -54,6 +56,15 @@ class StageTime:
     def all(self) -> Timing:
         """All passes, one after the other."""
         return add_timing(add_timing(self.forward, self.backward), self.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateTime:
+    """The update of one rank without overlap."""
+
+    sums: Timing  # of gradients over ranks
+    gathers: Timing  # of new weights
+    rest: Timing  # compute of the optimizer
 
 
 class StageTimer:
@@ -122,8 +133,7 @@ class StageTimer:
         host = self._cluster.hardware.host
         return Streams(self._costs.of, launch_seconds, host.gap_seconds, host.put_off_seconds)
 
-    def update(self, update: UpdateOps) -> tuple[Timing, Timing]:
-        """Gradient sums and new weights; and the compute of the optimizer."""
+    def update(self, update: UpdateOps) -> UpdateTime:
         reduce = self._bucketed(update.reduce)
         gather = self._bucketed(tuple(operator for operator in update.step if _is_message(operator)))
         rest = tuple(operator for operator in update.step if not _is_message(operator))
@@ -133,7 +143,9 @@ class StageTimer:
             streams.play(work)
         still = self._cluster.hardware.host.step_seconds
         computed = add_timing(streams.timing, Timing(seconds=still, idle=still, terms={"host": still} if still else {}))
-        return add_timing(reduce, gather), add_timing(computed, self._through_host_link(update.host_bytes, rest))
+        return UpdateTime(
+            sums=reduce, gathers=gather, rest=add_timing(computed, self._through_host_link(update.host_bytes, rest))
+        )
 
     def _through_host_link(self, host_bytes: int, step: RecordedOps) -> Timing:
         """Time that the optimizer's kernels wait for masters and moments that come from the host and go back.
@@ -183,7 +195,7 @@ def step_time(
     run: Run,
     cluster: Cluster,
     stages: Mapping[int, StageTime],
-    updates: Sequence[tuple[Timing, Timing]],
+    updates: Sequence[UpdateTime],
     *,
     kept: tuple[int, ...],
     schedule: Schedule | None,
@@ -198,13 +210,13 @@ def step_time(
     gain = OVERLAP_GAIN if software.hidden is None else software.hidden
     playback = None if schedule is None else play(schedule, clock_costs(stages, send, kept, gain))
     ranks = []
-    for position, (sums, rest) in enumerate(updates):
+    for position, update in enumerate(updates):
         passes = _passes(position, stages, schedule, passes_of_step, gain)
         span = passes.seconds if playback is None else playback.span
-        if software.sums_overlap:
-            numbers = (0,) if schedule is None else schedule.stages_of(position)
-            sums = _behind(sums, [stages[number] for number in numbers])
-        ranks.append(_rank_time(position * cluster.devices // len(updates), passes, span, (sums, rest)))
+        numbers = (0,) if schedule is None else schedule.stages_of(position)
+        exchanges = exposed_exchanges(run, cluster, position, update, [stages[number] for number in numbers], software)
+        number = position * cluster.devices // len(updates)
+        ranks.append(_rank_time(number, passes, span, (exchanges, update.rest)))
     seconds = max(rank.passes + rank.waiting + rank.update for rank in ranks)
     rate = run.training.global_batch * run.training.sequence_length / seconds / cluster.devices
     flops = size_of(run.model, run.training.sequence_length).flops_per_token
@@ -284,11 +296,46 @@ def clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, .
     )
 
 
-def _behind(sums: Timing, stages: Sequence[StageTime]) -> Timing:
-    """Sums of gradients and new weights that run behind the last backward and the first forward pass of a rank."""
-    passes = sum(stage.all.compute for stage in stages)
-    left = max(0.0, sums.seconds - passes)
-    return replace(sums, seconds=left, exposed=left, terms={"gradients": left} if left else {})
+def exposed_exchanges(
+    run: Run,
+    cluster: Cluster,
+    position: int,
+    update: UpdateTime,
+    stages: Sequence[StageTime],
+    software: Software = OWN,
+) -> Timing:
+    """Sums of gradients and gathers of new weights of a rank with these stages, without what its passes hide."""
+    if software.sums_overlap:
+        passes = sum(stage.all.compute for stage in stages)
+        return _behind(add_timing(update.sums, update.gathers), passes, 1.0)
+    # A run that leaves graphs to us captures whole passes.
+    if not overlaps_data(run) or (run.parallel.overlap == "auto" and run.graphs.capture == "auto"):
+        return add_timing(update.sums, update.gathers)
+    backward = sum(stage.backward.compute + stage.weight.compute for stage in stages)
+    forward = 0.0 if run.float8.is_used else sum(stage.forward.compute for stage in stages)
+    alone = min(update.sums.seconds, _embedding_sum(run, cluster, position))
+    sums = _behind(update.sums, min(backward, update.sums.seconds - alone), DATA_GAIN)
+    return add_timing(sums, _behind(update.gathers, forward, DATA_GAIN))
+
+
+def _embedding_sum(run: Run, cluster: Cluster, position: int) -> float:
+    """Seconds of a step's last sum: the gradient of the embedding is complete when the last pass ends."""
+    if position not in embedding_places(run):
+        return 0.0
+    grid = grid_of(run, cluster.devices)
+    values = run.model.vocab_size / grid.tensor * run.model.hidden_size
+    kind: CollectiveName = "all-reduce" if shard(run) == "none" else "reduce-scatter"
+    group = cluster.group(grid.data * grid.context, grid.tensor)
+    size = values * (4 if run.parallel.reduce == "fp32" else 2)
+    return TransferTimes(cluster.hardware).collective(kind, size, group).seconds
+
+
+def _behind(exchanges: Timing, room: float, gain: float) -> Timing:
+    """Exchanges beside passes that hide so many seconds of them; `gain` of what is hidden is gained."""
+    hidden = min(exchanges.seconds, room)
+    left = exchanges.seconds - gain * hidden
+    exposed = exchanges.seconds - hidden
+    return replace(exchanges, seconds=left, exposed=exposed, terms={"gradients": left} if left else {})
 
 
 def _rank_time(rank: int, passes: Timing, span: float, update: tuple[Timing, Timing]) -> RankTime:
