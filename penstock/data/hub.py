@@ -198,8 +198,8 @@ def _hub_answers() -> bool:
     thread.start()
     thread.join(REACH_SECONDS)  # a thread without an answer is left behind
     for module in ("huggingface_hub.constants", "datasets.config") if not answers else ():
-        if module in sys.modules:
-            vars(sys.modules[module])["HF_HUB_OFFLINE"] = True
+        if (library := sys.modules.get(module)) is not None:
+            library.HF_HUB_OFFLINE = True
     return bool(answers)
 
 

@@ -12,10 +12,11 @@
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,9 @@ _HOST = {
 _SKIPPED = ("python_function", "gpu_user_annotation", "fwdbwd", "async_cpu_to_gpu", "Trace", "Spans")
 """Categories of events that no table needs."""
 
+_BY_CATEGORY = dict.fromkeys(_GPU, "gpu") | dict.fromkeys((*_HOST, *_SKIPPED), "host")
+"""Tables of the events that are timed; of skipped ones the garbage collections, which are the host's."""
+
 _RUNTIMES = ("_runtime", "_driver")
 """Ends of the categories of calls that start work, whatever the device is called: `xpu_runtime`."""
 
@@ -182,6 +186,7 @@ _TOOLS = {
 _HEADER = TraceFile.__struct_fields__[3:]  # without events, devices and process groups, which are parts of a `Trace`
 
 _TIMED = ("X", "i", "I")  # phases of Chrome's format: an event that lasts, and instants in two spellings
+_PARTS = ("B", "E")  # begin and end of an event
 _ARROW = "ac2g"  # category of arrows: asynchronous CPU to GPU
 _MEASURED = "cuda_profiler_range"  # category of ranges of kernels with CUPTI's hardware counters
 _HALF = 2**63
@@ -203,8 +208,9 @@ def columns_of(file: TraceFile, path: Path) -> Trace:
 
     Raises a TraceError if an event is damaged, or if there is neither a GPU event nor an operator.
     """
-    on_gpu, on_host, arrows, named, endless, counted, unread = _sorted_events(file)
-    if not on_gpu:
+    tables = _sorted_events(file)
+    endless, unread = tables["endless"], tables["unread"]
+    if not tables["gpu"]:
         _check_host(file, path, endless)
     file.traceEvents.clear()
     names: dict[str, int] = {}  # name -> its number, shared by both tables, in the order of first use
@@ -217,10 +223,10 @@ def columns_of(file: TraceFile, path: Path) -> Trace:
     if endless:
         notes.append(f"{len(endless)} events without a duration are left out, the first {endless[0].name[:80]!r}")
     try:
-        host = _host(on_host, names, places, path, notes)
-        gpu = _without_damage(_gpu(on_gpu, names, path, notes), host, list(names), notes)
+        host = _host(tables["host"], names, places, path, notes)
+        gpu = _without_damage(_gpu(tables["gpu"], names, path, notes), host, list(names), notes)
         gpu = replace(gpu, launch=launches(gpu.correlation, host))
-        gpu = replace(gpu, launch=_launches_by_arrow(arrows, gpu, host, places))  # for those without correlation
+        gpu = replace(gpu, launch=_launches_by_arrow(tables["arrows"], gpu, host, places))  # without correlation
         if len(devices := np.unique(gpu.device)) > 1:
             notes.append(f"events of {len(devices)} devices in one file are taken as of one")
         distributed = _mapping(value_of(file.distributedInfo))
@@ -233,56 +239,54 @@ def columns_of(file: TraceFile, path: Path) -> Trace:
             world=world,
             gpu=replace(gpu, names=texts),
             host=replace(host, names=texts),
-            threads=_threads(named, places),
+            threads=_threads(tables["named"], places),
             devices=_devices(file),
             distributed=distributed,
             header={key: value for key in _HEADER if (value := value_of(getattr(file, key))) is not None},
             notes=tuple(notes),
-            counters=_counters(counted),
+            counters=_counters(tables["counted"]),
         )
     except DAMAGE as error:
         raise TraceError(f"{path} is damaged: {reason(error)}", fix="record it again") from error
 
 
-def _sorted_events(file: TraceFile) -> list[list[ChromeEvent]]:
-    """Events on the GPU, on the host, arrows, names of threads, timed without a duration, counters, and not read."""
-    tables: list[list[ChromeEvent]] = [[], [], [], [], [], [], []]
-    on_gpu, on_host, arrows, named, endless, counted, unread = tables
-    skipped: list[ChromeEvent] = []
-    table_of = dict.fromkeys(_GPU, on_gpu) | dict.fromkeys(_HOST, on_host) | dict.fromkeys(_SKIPPED, skipped)
-    begun: dict[Place, list[ChromeEvent]] = {}  # events in two parts, begin and end
+def _sorted_events(file: TraceFile) -> dict[str, list[ChromeEvent]]:
+    """Events by table: gpu, host, arrows, named (threads), endless (timed without a duration), counted, unread."""
+    tables: dict[str, list[ChromeEvent]] = defaultdict(list)
+    begun: dict[Place, list[ChromeEvent]] = defaultdict(list)  # events in two parts, begin and end
     for event in file.traceEvents:
-        table = table_of.get(event.cat or "")
-        if table is skipped:
-            if event.name != GARBAGE:
-                continue
-            table = on_host
-        if event.ph in "BE" and event.ph and event.ts is not None:
-            _join_parts(event, begun.setdefault((event.pid, event.tid), []))
-        if table is not None and event.ph in _TIMED:
-            is_endless = event.dur is None and event.ph == "X" and event.ts is not None
-            (endless if is_endless else table).append(event)
-        elif event.cat == _ARROW:
-            arrows.append(event)
-        elif event.name == "thread_name" and event.ph == "M":
-            named.append(event)
-        elif event.ph == "C" or event.cat == _MEASURED:
-            counted.append(event)
-        elif event.ph == "X" and (event.cat or "").endswith(_RUNTIMES):
-            on_host.append(event)
-        elif event.ph == "X":
-            (on_gpu if _is_work(event) else unread).append(event)
-    for parts in begun.values():
-        for event in parts:  # of those that end `ph` is X now; the others are in no table
-            table = table_of.get(event.cat or "")
-            if table is not None:
-                (table if event.ph == "X" else endless).append(event)
+        category = event.cat or ""
+        if category in _SKIPPED and event.name != GARBAGE:
+            continue
+        if event.ph in _PARTS and event.ts is not None:
+            _join_parts(event, begun[event.pid, event.tid])
+        table = _BY_CATEGORY.get(category)
+        if table is None or event.ph not in _TIMED:
+            table = _table_without_category(event)
+        elif event.dur is None and event.ph == "X" and event.ts is not None:
+            table = "endless"
+        tables[table].append(event)
+    for event in chain.from_iterable(begun.values()):  # of those that end `ph` is X now; the others are in no table
+        if (table := _BY_CATEGORY.get(event.cat or "")) is not None:
+            tables[table if event.ph == "X" else "endless"].append(event)
     return tables
 
 
-def _is_work(event: ChromeEvent) -> bool:
-    """Whether an event in a category on no list is work of a device: it has a stream and lasts."""
-    return b'"stream"' in bytes(event.args) and event.dur is not None and not _NO_WORK.search(event.name)
+def _table_without_category(event: ChromeEvent) -> str:
+    """The table of an event that is not timed, or in a category on no list; empty if it says nothing."""
+    if event.cat == _ARROW:
+        return "arrows"
+    if event.name == "thread_name" and event.ph == "M":
+        return "named"
+    if event.ph == "C" or event.cat == _MEASURED:
+        return "counted"
+    if event.ph != "X":
+        return ""
+    if (event.cat or "").endswith(_RUNTIMES):
+        return "host"
+    # Work of a device has a stream and lasts.
+    is_work = b'"stream"' in bytes(event.args) and event.dur is not None and not _NO_WORK.search(event.name)
+    return "gpu" if is_work else "unread"
 
 
 def _join_parts(event: ChromeEvent, parts: list[ChromeEvent]) -> None:

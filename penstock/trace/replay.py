@@ -66,6 +66,7 @@ SPLIT = "aten::split_with_sizes"
 _MOST_GROUPS = 1 << 20  # calls with more experts are damaged
 _SMALL = 1024  # integers that index nothing known are less than this, and less than any size in the call
 _SIZES = msgspec.json.Decoder(list[int])
+_COLUMNS = tuple[list[str], list[list[Any]], list[Any], list[Any]]  # types, sizes, strides and texts of arguments
 
 
 class _RecordedCalls(NamedTuple):
@@ -234,22 +235,7 @@ def recorded_arguments(
         raise TraceError(f"{name} cannot be replayed: profilers do not record its list of indices")
     if name.startswith(_BETWEEN_RANKS):
         raise TraceError(f"{name} cannot be replayed: it needs memory of other ranks, which profilers do not record")
-    kinds, dims = args.get("Input type"), args.get("Input Dims")
-    if not isinstance(kinds, list) or not isinstance(dims, list):
-        fix = "record it with shapes (torch.profiler: record_shapes=True)"
-        raise TraceError(f"{name} has no shapes in this trace", fix=fix)
-    strides = args.get("Input Strides") or [None] * len(kinds)  # without strides tensors are contiguous
-    texts = args.get("Concrete Inputs") or [""] * len(kinds)
-    columns = (kinds, dims, strides, texts)
-    are_lists = all(isinstance(column, list) and len(column) == len(kinds) for column in columns)
-    if (
-        not are_lists
-        or not all(isinstance(kind, str) for kind in kinds)
-        or not all(isinstance(size, list) for size in dims)
-    ):
-        raise TraceError(f"the arguments of {name} are damaged in this trace: its lists differ in length or type")
-    if "TensorList" in kinds and not any(size for kind, size in zip(kinds, dims, strict=True) if kind == "TensorList"):
-        raise TraceError(f"{name} cannot be replayed: the sizes in its lists of tensors are not in this trace")
+    columns = kinds, dims, _, texts = _columns(name, args)
     below = _bounds(name.removeprefix("aten::"), kinds, dims, texts)
     arguments = [
         _expression(f"argument {position} of {name}", *recorded, list_dtype, below.get(position))
@@ -265,6 +251,27 @@ def recorded_arguments(
     elif counts is not None:
         raise TraceError(f"{name} takes no rows of experts", fix="leave --counts out")
     return arguments
+
+
+def _columns(name: str, args: Mapping[str, Any]) -> _COLUMNS:
+    """The columns of the arguments; single strides and texts may be damaged."""
+    kinds, dims = args.get("Input type"), args.get("Input Dims")
+    if not isinstance(kinds, list) or not isinstance(dims, list):
+        fix = "record it with shapes (torch.profiler: record_shapes=True)"
+        raise TraceError(f"{name} has no shapes in this trace", fix=fix)
+    strides = args.get("Input Strides") or [None] * len(kinds)  # without strides tensors are contiguous
+    texts = args.get("Concrete Inputs") or [""] * len(kinds)
+    columns = kinds, dims, strides, texts
+    try:
+        msgspec.convert(columns, _COLUMNS)
+        is_whole = len({*map(len, columns)}) == 1
+    except msgspec.ValidationError:
+        is_whole = False
+    if not is_whole:
+        raise TraceError(f"the arguments of {name} are damaged in this trace: its lists differ in length or type")
+    if "TensorList" in kinds and not any(size for kind, size in zip(kinds, dims, strict=True) if kind == "TensorList"):
+        raise TraceError(f"{name} cannot be replayed: the sizes in its lists of tensors are not in this trace")
+    return columns
 
 
 def _expression(
