@@ -77,7 +77,7 @@ def run_and_signal(step: int, number: signal.Signals, *arguments: str) -> subpro
 
 def _train_and_signal(step: int, number: signal.Signals, arguments: Sequence[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "SAME_PRESS_SECONDS", -1.0)  # two signals at once are two presses
+        patch.setattr("penstock.train.step.SAME_PRESS_SECONDS", -1.0)  # two signals at once are two presses
         at_step(patch, step, number, number)
         return main(["train", *arguments])
 
