@@ -39,12 +39,12 @@ from penstock.plan.hardware import Hardware
 from penstock.plan.hardware_file import known_hardware, load_hardware, read_hardware
 from penstock.train.run_folder import temporary_folder
 from penstock.tune.preflight.gpus import (
+    MEASURED,
     Gpu,
+    NodeMeasurements,
     judge_gpus,
     judge_measured,
     measure,
-    measured_json,
-    parse_measured,
     read_gpus,
 )
 from penstock.tune.preflight.host import (
@@ -93,7 +93,7 @@ def preflight(
     """Check this machine: devices, links, host, disk, versions. Report faults and their fixes."""
     environment = read_environment()
     if result is not None:  # a rank that `_measured` has started
-        result.write_text(_be_a_rank(environment, processes or 0), encoding="utf-8")
+        result.write_bytes(MEASURED.dump_json(_be_a_rank(environment, processes or 0)))
         return 0
     run = load_run(target, overrides or ()) if target is not None else None
     # Of the ranks of a machine one looks, and before the others use its GPUs: they would be taken for strangers.
@@ -102,7 +102,7 @@ def preflight(
     known = _known(gpus, hardware)
     checks = _look(run, gpus, known) if looks else []
     measured = _measured_together(environment, processes, len(gpus))
-    checks += judge_measured(parse_measured(measured), known) if measured else [BROKEN]
+    checks += judge_measured(measured, known) if measured is not None else [BROKEN]
     has_failed = any(check.status == "failed" for check in checks)
     if looks:
         print_checks(checks, environment, as_json=as_json)
@@ -111,8 +111,8 @@ def preflight(
     return FAILED if has_failed else 0
 
 
-def _measured_together(environment: Environment, processes: int | None, gpus: int) -> str:
-    """What ranks have measured, as text: this process is one of them, or starts them."""
+def _measured_together(environment: Environment, processes: int | None, gpus: int) -> NodeMeasurements | None:
+    """What ranks have measured: this process is one of them, or starts them."""
     if not environment.started_by:
         return _measured(environment, processes or gpus or CPU_RANKS, gpus)
     if processes is not None:
@@ -142,8 +142,8 @@ def _look(run: Run | None, gpus: Sequence[Gpu], known: Hardware | None) -> list[
     ]
 
 
-def _measured(environment: Environment, ranks: int, gpus: int) -> str:
-    """Measurements of several ranks of this machine as text; empty if they did not finish."""
+def _measured(environment: Environment, ranks: int, gpus: int) -> NodeMeasurements | None:
+    """Measurements of several ranks of this machine; None if they did not finish."""
     if gpus and ranks > gpus:
         raise DeviceError("--processes is more than GPUs", got=ranks, allowed=gpus)
     if ranks == 1:  # no process is started
@@ -153,13 +153,13 @@ def _measured(environment: Environment, ranks: int, gpus: int) -> str:
         launch = LocalLaunch(processes=ranks, facts=facts_of_ranks(environment, ranks, on_cpu=not gpus))
         # Each rank runs this verb again, with the file that takes the measurements.
         code = run_processes(main, ["preflight", "--result", str(result), "--processes", str(ranks)], launch)
-        return result.read_text(encoding="utf-8") if code == 0 else ""
+        return MEASURED.validate_json(result.read_bytes()) if code == 0 else None
 
 
-def _be_a_rank(environment: Environment, expected: int) -> str:
+def _be_a_rank(environment: Environment, expected: int) -> NodeMeasurements:
     assert expected in (0, environment.world_size), "the launcher starts as many ranks as it was asked for"
     with meet_to_measure(environment, "auto", TIMEOUT_MINUTES) as device:
-        return measured_json(measure(device, environment.local_world_size))
+        return measure(device, environment.local_world_size)
 
 
 def print_checks(checks: Sequence[PreflightCheck], environment: Environment, *, as_json: bool) -> None:

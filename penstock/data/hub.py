@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -198,7 +198,7 @@ def _hub_answers() -> bool:
     thread.start()
     thread.join(REACH_SECONDS)  # a thread without an answer is left behind
     for module in ("huggingface_hub.constants", "datasets.config") if not answers else ():
-        if (library := sys.modules.get(module)) is not None:
+        if library := cast("Any", sys.modules.get(module)):
             library.HF_HUB_OFFLINE = True
     return bool(answers)
 

@@ -28,6 +28,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from pydantic import TypeAdapter
+
 from penstock.base.errors import ConfigError, PenstockError, did_you_mean
 from penstock.base.files import read_json, read_toml
 from penstock.config.fit import grid_of
@@ -387,12 +389,8 @@ def read_saved_steps(path: Path, environment: Mapping[str, Any], commit: str) ->
 
 def _result_of(entry: Mapping[str, Any]) -> Figures | Failure | None:
     """The figures of an entry, or a failure that would come again; None for what is to be measured again."""
-    if table := entry["figures"]:
-        values: dict[str, Any] = {
-            name: tuple(table[name]) if isinstance(table[name], list) else table[name]
-            for name in Figures.__dataclass_fields__
-        }
-        return Figures(**values)
+    if entry["figures"]:
+        return TypeAdapter(Figures).validate_python(entry["figures"])
     if entry["state"] in ("skipped", "ran"):
         return None
     failure = Failure(kind=entry["state"], reason=entry["reason"], seconds=entry["seconds"], had_begun=False)

@@ -6,7 +6,6 @@ numbers with a known sum, which detects links that lose or mix up data. Results 
 the plan, and devices with each other, because all ranks wait for the slowest.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pydantic import TypeAdapter
 
 from penstock.base.devices import chip_named
 from penstock.base.errors import HardwareError
@@ -166,19 +166,8 @@ def _wrong_sums(device: torch.device) -> int:
     return int((summed != small * world + world * (world - 1) // 2).sum().item())
 
 
-def measured_json(figures: NodeMeasurements) -> str:
-    """As text, for another process."""
-    transfers = {kind: [point.model_dump() for point in points] for kind, points in figures.transfers.items()}
-    return json.dumps({**vars(figures), "transfers": transfers})
-
-
-def parse_measured(text: str) -> NodeMeasurements:
-    """The inverse of `measured_json`."""
-    values = json.loads(text)
-    points = values["transfers"].items()
-    values["transfers"] = {kind: tuple(map(TransferPoint.model_validate, measured)) for kind, measured in points}
-    values.update({name: tuple(values[name]) for name in ("flops", "wrong_sums")})
-    return NodeMeasurements(**values)
+MEASURED = TypeAdapter(NodeMeasurements)
+"""Reads and writes measurements as text, for another process."""
 
 
 def judge_measured(figures: NodeMeasurements, known: Hardware | None) -> list[PreflightCheck]:

@@ -13,13 +13,12 @@ from penstock.tune.preflight import gpus
 from penstock.tune.preflight.gpus import (
     GPU_BUFFERS,
     GPU_SIDE,
+    MEASURED,
     Gpu,
     NodeMeasurements,
     judge_gpus,
     judge_measured,
     measure,
-    measured_json,
-    parse_measured,
     read_gpus,
 )
 from penstock.tune.preflight.host import PreflightCheck
@@ -112,7 +111,7 @@ def slower(found: NodeMeasurements, kind: CollectiveKind, times: float) -> NodeM
 def test_what_plans_expect_passes() -> None:
     assert wrong_transfers(GOOD) == {}
     assert {one.name for one in judge_measured(GOOD, H200)} == {"products", "sums over ranks", *KINDS}
-    assert parse_measured(measured_json(GOOD)) == GOOD
+    assert MEASURED.validate_json(MEASURED.dump_json(GOOD)) == GOOD
     alone = replace(GOOD, flops=(FLOPS,), transfers={}, wrong_sums=(0,))
     assert [one.name for one in judge_measured(alone, H200)] == ["products"], "one device has no sums and no links"
 
@@ -145,11 +144,11 @@ def test_one_process_measures_its_device_only(monkeypatch: pytest.MonkeyPatch) -
     assert found.flops[0] > 0
 
 
-def measure_two() -> str:
-    return measured_json(measure(torch.device("cpu"), 2))
+def measure_two() -> NodeMeasurements:
+    return measure(torch.device("cpu"), 2)
 
 
 def test_two_processes_find_the_same(ranks: Pool) -> None:
-    first, second = (parse_measured(text) for text in ranks.run(2, measure_two))
+    first, second = ranks.run(2, measure_two)
     assert first == second
     assert (set(first.transfers), first.wrong_sums) == (set(KINDS), (0, 0)) and min(first.flops) > 0
