@@ -4,7 +4,8 @@ Tests run several processes side by side, so each keeps to one thread. Triton de
 it will be interpreted; a test far from the kernels may be the first to import one, so the decision is made here, before
 any test module is collected.
 
-Tests that take `ranks` share one pool of worker processes, so one of pytest's processes runs them all.
+Tests that take `ranks` share one pool of worker processes, so one of pytest's processes runs them all; another one runs
+all that start warm (tests/warm.py), whose server takes six seconds to import what it forks.
 
 `make test` has a budget of six minutes on two cores (docs/decisions/0153). Two things keep it:
 
@@ -30,6 +31,8 @@ from pathlib import Path
 for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
     os.environ.setdefault(name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# torch asks for the name of each address that its store listens at; a lost answer takes 5 s by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -93,6 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wrong = [f"{test} has no case {sorted(patterns)}" for test, patterns in unused.items() if patterns]
     if wrong and are_all_cases_here:
         raise pytest.UsageError("; ".join(wrong))
+    if hasattr(config, "workerinput"):  # a process of xdist: what takes long does not stand at the end
+        items.sort(key=lambda item: not any(word in _text(item.path) for word in _LONG))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -196,8 +201,9 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object
 
 
 class _Together(LoadScopeScheduling):
-    """Gives every test to the process that is free next, but those that share what takes long to make to one process:
-    all tests of files that use `ranks`, and all of a file that keeps something from test to test.
+    """Gives every test to the process that is free next, with all its cases, and to one process those that share what
+    takes long to make: all tests of files that use `ranks` or start warm, and all of a file that keeps something. What
+    has most cases comes first, and of equal parts those of files that start programs or search.
 
     Marks `xdist_group` would say the same, but pytest-xdist 3.8 does not see them under pytest 9.2
     (https://github.com/pytest-dev/pytest-xdist/issues/1386).
@@ -215,13 +221,19 @@ class _Together(LoadScopeScheduling):
         text = _text(self.config.rootpath / file)
         if "ranks: Pool" in text:
             return "ranks"
-        return file if any(word in text for word in _KEPT) else nodeid
+        if any(word in text for word in _WARM):
+            return "warm"
+        return file if any(word in text for word in _KEPT) else nodeid.partition("[")[0]
 
 
 THAW = gc.unfreeze
 
 _KEPT = ("@cache\n", 'scope="module"', "from benchmarks.planning import")
 """What a file that keeps something has in it; the last one's functions do."""
+
+
+_WARM = ("warm.run(", "warm.CONTEXT", "warm_ranks", "tests.cli.bad_calls")
+_LONG = ("subprocess", "search(")
 
 
 @cache

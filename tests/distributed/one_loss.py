@@ -105,8 +105,9 @@ PINNED_CASES = (
 CASES = (*DRAWN_CASES, *PINNED_CASES)
 
 OFTEN = (
-    *("PP 4, explicit layout", "EP 2, FSDP, warm-up of the indexer", "OLMoE: EP 2, FSDP", "Qwen3, dense: FSDP 2"),
-    *("gpt-oss: TP 2 folded with EP 2", "Llama 4: PP 2"),
+    "PP 4, explicit layout",
+    "EP 2, FSDP, warm-up of the indexer",
+    "Llama 4: PP 2",
 )
 """Cases that every test run plays; the rest is slow."""
 

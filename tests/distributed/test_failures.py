@@ -87,8 +87,8 @@ def _train(session: Session, folder: str, spoiler: _Spoiler) -> None:
     train_run(session, paths, store, Progress(), [spoiler], StopRequest())
 
 
-def _saving(folder: str) -> tuple[str, str]:
-    return "checkpoint.enabled=true", f'record.folder="{folder}"'
+def _saving(folder: str) -> tuple[str, ...]:
+    return "model.layers=4", "checkpoint.enabled=true", f'record.folder="{folder}"'
 
 
 def _report_in(folder: Path) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _halted(overrides: tuple[str, ...], folder: str, where: str, rank: int) -> t
     with pytest.raises(NonFiniteError) as refusal:
         _train(session, folder, spoiler)
 
-    again = start_session((*overrides, f'record.folder="{folder}"'))
+    again = start_session((*overrides, "model.layers=4", f'record.folder="{folder}"'))
     reader = open_store(again.run, RunFolder(Path(folder)), again.axes.world)
     restore_state(reader, 1, again.state)
     reader.close()
@@ -118,10 +118,10 @@ def _halted(overrides: tuple[str, ...], folder: str, where: str, rank: int) -> t
 @pytest.mark.parametrize(
     ("count", "overrides", "where", "rank"),
     [
-        (2, layout("expert=2"), "parameter blocks.5.ffn.experts.down_eDF", 1),
-        (4, layout("expert=2", "shard=full"), "output blocks.3.attention", 2),
-        (4, pipeline("zb-v", 2, "expert=2"), "output blocks.4.ffn", 3),
-        (2, layout("shard=optimizer"), "gradient blocks.4.ffn.experts", 1),
+        (2, layout("expert=2"), "parameter blocks.3.ffn.experts.down_eDF", 1),
+        (4, layout("expert=2", "shard=full"), "output blocks.2.attention", 2),
+        (4, pipeline("zb-v", 2, "expert=2"), "output blocks.3.ffn", 3),
+        (2, layout("shard=optimizer"), "gradient blocks.2.ffn.experts", 1),
     ],
 )
 def test_what_breaks_on_one_rank_ends_all_with_its_place_and_the_state_before(
@@ -144,7 +144,7 @@ def _halted_without_memory(folder: str, where: str, rank: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == rank:
             patch.setattr(diagnose, where, Mock(side_effect=torch.OutOfMemoryError))
-        return _halted(layout("expert=2"), folder, "parameter blocks.5.ffn.experts.down_eDF", rank)[0]
+        return _halted(layout("expert=2"), folder, "parameter blocks.3.ffn.experts.down_eDF", rank)[0]
 
 
 def test_a_rank_without_memory_to_look_ends_the_search_of_all(ranks: Pool, tmp_path: Path) -> None:
@@ -158,9 +158,9 @@ def _halted_in_a_pass(folder: str, rank: int) -> None:
     """Train until a layer's gradient is spoiled; a rank has no memory left for a pass of the search."""
     session = start_session((*layout("expert=2"), "evaluation.rows=0", *_saving(folder)))
     if dist.get_rank() == rank:
-        experts = session.model.whole.get_submodule("blocks.3.ffn.experts")
+        experts = session.model.whole.get_submodule("blocks.1.ffn.experts")
         experts.register_forward_hook(_no_memory_to_look)
-    _train(session, folder, _Spoiler(session, "gradient blocks.4.ffn.experts", rank))
+    _train(session, folder, _Spoiler(session, "gradient blocks.2.ffn.experts", rank))
 
 
 def _no_memory_to_look(module: nn.Module, *arguments: object) -> None:

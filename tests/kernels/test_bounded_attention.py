@@ -207,7 +207,7 @@ HEADS = {"latent": (16, 16, 192, 128), "64": (64, 8, 64, 64), "128": (32, 4, 128
 SPILLS = {"sm_90": 128, "sm_100": 32}
 
 
-@pytest.mark.often("sm_90-latent-row", "gfx942-64-row")
+@pytest.mark.often("sm_90-latent-row")
 @pytest.mark.parametrize("most", [4096, 128], ids=["row", "window"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("target", TARGETS)

@@ -46,7 +46,7 @@ def integers_kernel(x_ptr, bytes_ptr, out_ptr, count, R: tl.constexpr, D: tl.con
 
 
 def results(is_hastened: bool) -> list[Tensor]:
-    """What the kernels compute from values of every type, in a process where nothing else has run."""
+    """What the kernels compute from values of every type."""
     if is_hastened:
         interpreter.hasten(pytest.MonkeyPatch())
     torch.manual_seed(0)
@@ -65,9 +65,7 @@ def results(is_hastened: bool) -> list[Tensor]:
 
 
 def test_kernels_give_the_same_bits_whether_the_interpreter_is_hastened_or_not() -> None:
-    found = []
-    for is_hastened in (False, True):
-        with ProcessPoolExecutor(max_workers=1, mp_context=warm.CONTEXT) as processes:
-            found.append(processes.submit(results, is_hastened).result())
+    with ProcessPoolExecutor(max_workers=1, mp_context=warm.CONTEXT) as processes:  # where nothing else has run
+        found = [processes.submit(results, is_hastened).result() for is_hastened in (False, True)]
     for plain, hastened in zip(*found, strict=True):
         assert plain.any() and torch.equal(plain, hastened)

@@ -55,9 +55,7 @@ def alone(ranks: Pool, model: tuple[str, ...]) -> StepFigures:
     return trace(ranks, 1, model, 2)
 
 
-@pytest.mark.often(
-    "TP 2", "TP 2, output projection", "FSDP, weights gathered in 8 bits", "PP 2, weight gradients put off"
-)
+@pytest.mark.often("TP 2, output projection", "FSDP, weights gathered in 8 bits", "PP 2, weight gradients put off")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_see_the_losses_of_one(case: str, ranks: Pool) -> None:
     model = (*ON_RANKS, *((*GQA, "float8.dense=blockwise-square") if "grouped" in case else ()))

@@ -71,7 +71,7 @@ def _step(overrides: tuple[str, ...]) -> list[tuple[bool, bool]]:
     return seen
 
 
-@pytest.mark.often("layer recomputed", "over ranks in 8 bits", "gathered until backward", "alone")
+@pytest.mark.often("layer recomputed", "over ranks in 8 bits")
 @pytest.mark.parametrize(
     ("count", "overrides"),
     [

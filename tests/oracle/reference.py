@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from tests.models.huggingface.parity import packed_masks
+from tests.models.huggingface.parity import packed_masks, save
 
 IGNORED = -100
 PADDING = -1
@@ -154,7 +154,7 @@ class Ledger:
             for tensor in self.tensors:
                 tensor.copy_(torch.arange(start, start + tensor.numel()).view_as(tensor))
                 start += tensor.numel()
-            model.save_pretrained(folder)
+            save(model, folder)
             places = load_file(folder / "model.safetensors").items()
             # The library renames dense networks of Kimi Linear as if they had experts.
             self.places = {_DENSE.sub(r"mlp.\1", name): tensor.long() for name, tensor in places}

@@ -15,18 +15,22 @@ from tests.models.huggingface.family_models import VARIANTS
 from tests.oracle.draws import BOUNDS, PREDICTING, Draw, drawn, worst
 from tests.oracle.reference import Recipe
 
-DRAWS = 40
+CHOSEN = (0, 16, 35, 3, 26, 37, 12, 10, 20, 14, 9, 34, 18, 4, 21, 31, 8, 2, 11, 39)
+"""Of 40 draws those with the most settings, and of equal ones the most new pairs of them."""
+
 MUON_ON_JOINED_PROJECTIONS = (856, 890)
+OFTEN = (*CHOSEN, *MUON_ON_JOINED_PROJECTIONS)
 
 
-@pytest.mark.parametrize("seed", [*range(DRAWS), *MUON_ON_JOINED_PROJECTIONS])
+@pytest.mark.parametrize("seed", [*range(40), *MUON_ON_JOINED_PROJECTIONS])
+@pytest.mark.often(*map(str, OFTEN))
 def test_steps_equal_those_of_plain_pytorch(seed: int) -> None:
     draw = drawn(seed)
     assert_within(worst(draw), BOUNDS, what=str(draw))
 
 
 def test_every_test_run_meets_all_settings_and_most_families() -> None:
-    draws = [drawn(seed) for seed in range(DRAWS)]
+    draws = [drawn(seed) for seed in CHOSEN]
     recipes = [draw.recipe for draw in draws]
     assert {recipe.balance for recipe in recipes} == {"none", "micro-batch", "sequence", "global-batch"}
     assert {recipe.method for recipe in recipes} == {"adamw", "muon"}

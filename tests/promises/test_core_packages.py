@@ -32,7 +32,6 @@ MORE = (
     "launch slurm deepseek-v2-lite parallel.expert=8 --nodes 4 --gpus-per-node 8",
     "data inspect debug-2l",
     "kernels list debug",
-    "prove --processes 1 recompute.modules=norm",
     "plan debug-2l --on 2xH200 --layout ep=2 training.global_batch=8 --write best.toml --html plan.html",
 )
 """Commands of verbs, and ways through them, that README.md does not run."""
@@ -40,6 +39,7 @@ MORE = (
 ELSEWHERE = {
     "ladder": "trains what `train` trains, many times",
     "tune": "trains what `train` trains, many times",
+    "prove": "trains what `train` trains, in processes that it starts",
     "init": "plans for this machine, as `plan` does",
     "preflight": "measures this machine for half a minute",
     "calibrate": "measures this machine for half a minute",

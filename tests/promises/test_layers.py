@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import penstock
+from tests.promises.test_packaging import PROJECT, name_of
 from tools import style
 
 BARRED = {
@@ -27,7 +28,8 @@ BARRED = {
 @cache
 def product() -> list[style.Source]:
     """The files of the package, which one process reads for all tests of this file."""
-    return [source for source in style.sources() if source.is_product]
+    paths = sorted((style.ROOT / "penstock").rglob("*.py"))
+    return [style.parse(path.relative_to(style.ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
 
 
 def imported_modules(tree: ast.AST) -> list[str]:
@@ -93,6 +95,14 @@ def test_no_folder_imports_what_it_must_not_know() -> None:
 def test_nothing_in_the_product_imports_tests_or_tools() -> None:
     names = {name.split(".")[0] for source in product() for name in imported_modules(source.tree)}
     assert not names & {"tests", "tools", "benchmarks"}
+
+
+def test_the_product_imports_only_what_it_declares() -> None:
+    declared = {name_of(requirement) for requirement in PROJECT["dependencies"]}
+    declared |= {"penstock", "triton", "pydantic-core", "annotated-types"}  # the last two are parts of pydantic
+    found = {(name.split(".")[0], source.path) for source in product() for name in imported_modules(source.tree)}
+    strange = {(name, path) for name, path in found if name not in sys.stdlib_module_names}
+    assert {(name, path) for name, path in strange if name_of(name) not in declared} == set()
 
 
 def test_a_deferred_import_is_seen_in_a_nested_function() -> None:

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.data_faults import KINDS, SEED, play
 
 
+@pytest.mark.often("null", "cut file", "removed file", "metrics closed", "output closed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_ends_with_all_steps_saved_and_a_command_that_goes_on(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -335,7 +335,7 @@ def test_a_failed_save_is_tried_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert open_store(run, RunFolder(tmp_path / "tiny")).latest() == 4, "another step was trained before it was known"
 
 
-SAVES = ("checkpoint.enabled=true", "checkpoint.every=0")
+SAVES = ("model.layers=2", "model.mtp_layers=0", "checkpoint.enabled=true", "checkpoint.every=0")
 
 
 def _ends_of(folder: Path, place: str) -> tuple[str, int | None]:

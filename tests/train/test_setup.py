@@ -209,6 +209,7 @@ def test_a_rank_outside_of_the_world_is_refused() -> None:
         of(world=4, rank=4)
 
 
+@pytest.mark.often("saved-fp32", "recomputed-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("modules", [(), ("layer",)], ids=["saved", "recomputed"])
 def test_gradients_in_host_memory_are_those_of_the_device_to_the_bit(

@@ -135,7 +135,7 @@ def test_a_step_learns(precision: str, tmp_path: Path) -> None:
 
 def _told(asked: int) -> tuple[tuple[bool, int], ...]:
     """Stop request and peak memory in three steps; rank `asked` gets a signal in the second."""
-    session, stop = start_session(layout("expert=2", "evaluation.rows=0")), StopRequest()
+    session, stop = start_session(layout("expert=2", "model.layers=2", "evaluation.rows=0")), StopRequest()
     heard = []
     for step in range(3):
         if step == 1 and session.axes.rank == asked:
@@ -156,7 +156,7 @@ def test_all_ranks_hear_the_same_in_the_step_that_one_was_asked_in(ranks: Pool) 
 
 def _one_is_late(late: int, evaluates: bool) -> str:
     """Error of a rank in a step, or an evaluation, in which rank `late` timed out waiting for other GPUs."""
-    session = start_session(layout("expert=2", f"evaluation.rows={2 if evaluates else 0}"))
+    session = start_session(layout("expert=2", "model.layers=2", f"evaluation.rows={2 if evaluates else 0}"))
     sizes = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=1)
     memory = torch.zeros(sizes.total_bytes, dtype=torch.uint8)
     buffers = SymmetricBuffers(sizes, memory, [memory.data_ptr()], 0)

@@ -126,10 +126,16 @@ def their_gradients(config: Model, theirs: PreTrainedModel, folder: Path) -> dic
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    theirs.save_pretrained(folder)
+    save(theirs, folder)
     as_weights = tiny_decoder(config)
     load_huggingface(as_weights, folder)
     return {name: parameter.detach() for name, parameter in as_weights.named_parameters()}
+
+
+def save(theirs: PreTrainedModel, folder: str | Path) -> None:
+    """`save_pretrained`, whose thousands of calls create no numbers that `in_float64` could widen."""
+    with torch._C.DisableTorchFunction():
+        theirs.save_pretrained(folder)
 
 
 def worst_gradient(ours: Decoder, expected: dict[str, Tensor]) -> tuple[float, str]:
