@@ -1,4 +1,4 @@
-"""Steps of data-parallel ranks with `parallel.overlap` off and on, in turn on the GPUs of one node.
+"""Steps of data-parallel ranks with `parallel.overlap` false and true, in turn on the GPUs of one node.
 
     python -m benchmarks.data_overlap --output benchmarks/results/data-overlap-h200x2.json
     python -m benchmarks.data_overlap --tiny --output /tmp/overlap.json      # a small model on CPU ranks: that it runs
@@ -46,8 +46,9 @@ RECORDED = 4  # steps, of which the first has passes without gathers beside them
 
 
 def overrides(options: argparse.Namespace, model: str, way: str, *more: str) -> list[str]:
+    is_on = "true" if way == "on" else "false"
     sizes = TINY[model] if options.tiny else (*MODELS[model], *SIZES)
-    return [*sizes, *runs.QUIET, "record.tensorboard=false", f"parallel.overlap={way}", *options.also, *more]
+    return [*sizes, *runs.QUIET, "record.tensorboard=false", f"parallel.overlap={is_on}", *options.also, *more]
 
 
 def trained(options: argparse.Namespace, model: str, way: str, name: str, *more: str) -> list[Row]:

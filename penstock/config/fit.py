@@ -154,14 +154,9 @@ def shard(run: Run) -> Literal["none", "optimizer", "full"]:
     return "optimizer" if run.parallel.shard == "auto" else run.parallel.shard
 
 
-def overlaps_data(run: Run, *, on_gpu: bool = True) -> bool:
-    """`parallel.overlap` with `auto` settled: whether sums and gathers of data-parallel ranks run beside passes.
-
-    With `graphs.capture` auto a run that captures whole passes has no overlap all the same.
-    """
-    overlap = run.parallel.overlap
-    is_asked = overlap == "on" or (overlap == "auto" and on_gpu and run.graphs.capture != "full")
-    return is_asked and shard(run) != "full"
+def overlaps_data(run: Run) -> bool:
+    """Whether data-parallel ranks sum and gather beside passes; a run that captures whole passes by itself does not."""
+    return run.parallel.overlap and shard(run) != "full" and run.graphs.capture != "full"
 
 
 def context_method(run: Run) -> Method:

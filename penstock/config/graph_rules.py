@@ -42,14 +42,6 @@ def captured_weights_stay_where_they_are(run: Run) -> Problem | None:
     )
 
 
-def captured_passes_have_no_sums(run: Run) -> Problem | None:
-    """`graphs.capture` full does not go with `parallel.overlap` on: only the last of the passes starts sums."""
-    if not _captures(run, "full") or run.parallel.overlap != "on":
-        return None
-    what = "sums gradients beside the last backward pass of a step alone, and graphs.capture full replays one for all"
-    return Problem("parallel.overlap", what, "on", "auto, off", "set graphs.capture=partial, or parallel.overlap=off")
-
-
 def captured_copies_stay_on_the_device(run: Run) -> Problem | None:
     """`graphs.capture` full goes with neither `offload.activations` nor `offload.gradients`: the host starts copies."""
     if not _captures(run, "full"):

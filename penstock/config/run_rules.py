@@ -38,14 +38,6 @@ def gradients_on_the_host_follow_their_layers(run: Run) -> Problem | None:
     return None
 
 
-def whole_weights_are_gathered_once(run: Run) -> Problem | None:
-    """`parallel.overlap` on needs `parallel.shard` optimizer or none: FSDP2 has an overlap of its own."""
-    if run.parallel.overlap != "on" or shard(run) != "full":
-        return None
-    what = "is for weights that are gathered once a step; FSDP2 gathers ahead by parallel.prefetch"
-    return Problem("parallel.overlap", what, "on", "auto, off", "set parallel.overlap=off, or parallel.shard=optimizer")
-
-
 def micro_batches_fill_the_global_batch(run: Run) -> Problem | None:
     """`training.micro_batch` divides `training.global_batch`."""
     training = run.training

@@ -73,22 +73,20 @@ class OverlappedSums:
         self._complete.add(BEHIND_LAYERS if layer + 1 == self._layers else layer + 1)
         self._start(lambda transfer: self._complete.issuperset(transfer.layers))
 
-    @property
-    def count(self) -> int:
-        """Buckets of a step."""
-        return len(self._sums)
+    def finish(self, meanwhile: Callable[[frozenset[int]], None] = lambda places: None) -> None:
+        """Start the remaining sums; the current stream waits for all of them.
 
-    @property
-    def left(self) -> int:
-        """Buckets that wait for a gradient."""
-        return len(self._left)
-
-    def finish(self) -> None:
-        """Start the remaining sums; the current stream waits for all of them."""
-        self._passes = 0
-        self._start(lambda transfer: True)
+        Beside them it does `meanwhile`, which gets the places of parameters whose sums are not there.
+        """
+        self._passes, places = 0, frozenset(chain.from_iterable(transfer.layers for transfer in self._left))
         with _beside(self._stream):
             self._queue.end_all()
+            early = None if self._stream is None else self._stream.record_event()
+            self._start(lambda transfer: True)
+            self._queue.end_all()
+        if early is not None:
+            early.wait()
+        meanwhile(places)
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 

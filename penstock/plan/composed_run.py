@@ -45,16 +45,8 @@ from penstock.plan.param_state import (
     update_of,
 )
 from penstock.plan.projection import StepTime
-from penstock.plan.step_time import (
-    StageTime,
-    StageTimer,
-    UpdateTime,
-    clock_costs,
-    exposed_exchanges,
-    send_seconds,
-    step_time,
-)
-from penstock.plan.streams import OVERLAP_GAIN
+from penstock.plan.step_time import StageTime, StageTimer, clock_costs, exposed_exchanges, send_seconds, step_time
+from penstock.plan.streams import OVERLAP_GAIN, Timing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +221,7 @@ class ComposedTimes:
         self.assumptions = assumptions
         self._hardware_times = times or HardwareTimes.of(cluster.hardware)
         self._timers: dict[Hashable, StageTimer] = {}
-        self._updates: dict[tuple[Grid, tuple[StageContents, ...], ShardCounts], UpdateTime] = {}
+        self._updates: dict[tuple[Grid, tuple[StageContents, ...], ShardCounts], tuple[Timing, Timing, Timing]] = {}
         self._stages: dict[tuple[Hashable, StageContents], StageTime] = {}
         self._schedules: dict[tuple[Pipeline, int, int, bool], Schedule | None] = {}
 
@@ -322,7 +314,7 @@ class ComposedTimes:
         values = sum(fact.own(state.shards.of(fact)) for fact in state.facts["embed"])
         return self.cluster.group(len(holders), between), values
 
-    def _update(self, composed: ComposedRun, position: int) -> UpdateTime:
+    def _update(self, composed: ComposedRun, position: int) -> tuple[Timing, Timing, Timing]:
         key = composed.grid, composed.contents_at(position), composed.state.shards
         if key not in self._updates:
             self._updates[key] = self._timer(composed).update(self._update_ops(composed, position))
@@ -335,7 +327,7 @@ class ComposedTimes:
             update = self._update(composed, position)
             stages = [self._stage(composed, number) for number in composed.stages_of(position)]
             exchanges = exposed_exchanges(composed.run, self.cluster, position, update, stages, software)
-            return exchanges.seconds + update.rest.seconds
+            return exchanges.seconds + update[-1].seconds
 
         return max(map(seconds, places))
 

@@ -484,7 +484,7 @@ class SpaceBounds:
         limit, reduce_bytes = parallel.shard_size or world, SUM_BYTES if parallel.reduce == "fp32" else 2
         shards = np.array(family.shards)[places[:, 2]]
         seconds = np.zeros((len(places), len(self.parts)))
-        exposed = 1.0 if parallel.overlap == "off" else 1 - DATA_GAIN  # of messages, at least
+        exposed = 1 - DATA_GAIN if parallel.overlap else 1.0  # of messages, at least
         of_dense = self._message_seconds(tuple(tp for tp, _ in family.dense), world, limit)[places[:, 0]]
         sizes = tuple(expert.ep * expert.etp for expert in family.experts)
         of_experts = self._message_seconds(sizes, world, limit)[places[:, 1]]

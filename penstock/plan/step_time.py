@@ -58,13 +58,8 @@ class StageTime:
         return add_timing(add_timing(self.forward, self.backward), self.weight)
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateTime:
-    """The update of one rank without overlap."""
-
-    sums: Timing  # of gradients over ranks
-    gathers: Timing  # of new weights
-    rest: Timing  # compute of the optimizer
+UpdateTimes = tuple[Timing, Timing, Timing]
+"""Of one rank without overlap: sums of gradients, gathers of new weights, compute of the optimizer."""
 
 
 class StageTimer:
@@ -133,7 +128,7 @@ class StageTimer:
         host = self._cluster.hardware.host
         return Streams(self._costs.of, launch_seconds, host.gap_seconds, host.put_off_seconds)
 
-    def update(self, update: UpdateOps) -> UpdateTime:
+    def update(self, update: UpdateOps) -> UpdateTimes:
         reduce = self._bucketed(update.reduce)
         gather = self._bucketed(tuple(operator for operator in update.step if _is_message(operator)))
         rest = tuple(operator for operator in update.step if not _is_message(operator))
@@ -143,9 +138,7 @@ class StageTimer:
             streams.play(work)
         still = self._cluster.hardware.host.step_seconds
         computed = add_timing(streams.timing, Timing(seconds=still, idle=still, terms={"host": still} if still else {}))
-        return UpdateTime(
-            sums=reduce, gathers=gather, rest=add_timing(computed, self._through_host_link(update.host_bytes, rest))
-        )
+        return reduce, gather, add_timing(computed, self._through_host_link(update.host_bytes, rest))
 
     def _through_host_link(self, host_bytes: int, step: RecordedOps) -> Timing:
         """Time that the optimizer's kernels wait for masters and moments that come from the host and go back.
@@ -195,7 +188,7 @@ def step_time(
     run: Run,
     cluster: Cluster,
     stages: Mapping[int, StageTime],
-    updates: Sequence[UpdateTime],
+    updates: Sequence[UpdateTimes],
     *,
     kept: tuple[int, ...],
     schedule: Schedule | None,
@@ -216,7 +209,7 @@ def step_time(
         numbers = (0,) if schedule is None else schedule.stages_of(position)
         exchanges = exposed_exchanges(run, cluster, position, update, [stages[number] for number in numbers], software)
         number = position * cluster.devices // len(updates)
-        ranks.append(_rank_time(number, passes, span, (exchanges, update.rest)))
+        ranks.append(_rank_time(number, passes, span, (exchanges, update[-1])))
     seconds = max(rank.passes + rank.waiting + rank.update for rank in ranks)
     rate = run.training.global_batch * run.training.sequence_length / seconds / cluster.devices
     flops = size_of(run.model, run.training.sequence_length).flops_per_token
@@ -297,25 +290,21 @@ def clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, .
 
 
 def exposed_exchanges(
-    run: Run,
-    cluster: Cluster,
-    position: int,
-    update: UpdateTime,
-    stages: Sequence[StageTime],
-    software: Software = OWN,
+    run: Run, cluster: Cluster, position: int, update: UpdateTimes, stages: Sequence[StageTime], software: Software
 ) -> Timing:
     """Sums of gradients and gathers of new weights of a rank with these stages, without what its passes hide."""
+    sums, gathers, _ = update
     if software.sums_overlap:
         passes = sum(stage.all.compute for stage in stages)
-        return _behind(add_timing(update.sums, update.gathers), passes, 1.0)
-    # A run that leaves graphs to us captures whole passes.
-    if not overlaps_data(run) or (run.parallel.overlap == "auto" and run.graphs.capture == "auto"):
-        return add_timing(update.sums, update.gathers)
+        return _behind(add_timing(sums, gathers), passes, 1.0)
+    if not overlaps_data(run) or run.graphs.capture == "auto":  # which captures whole passes, if it can
+        return add_timing(sums, gathers)
     backward = sum(stage.backward.compute + stage.weight.compute for stage in stages)
     forward = 0.0 if run.float8.is_used else sum(stage.forward.compute for stage in stages)
-    alone = min(update.sums.seconds, _embedding_sum(run, cluster, position))
-    sums = _behind(update.sums, min(backward, update.sums.seconds - alone), DATA_GAIN)
-    return add_timing(sums, _behind(update.gathers, forward, DATA_GAIN))
+    alone = min(sums.seconds, _embedding_sum(run, cluster, position))
+    return add_timing(
+        _behind(sums, min(backward, sums.seconds - alone), DATA_GAIN), _behind(gathers, forward, DATA_GAIN)
+    )
 
 
 def _embedding_sum(run: Run, cluster: Cluster, position: int) -> float:

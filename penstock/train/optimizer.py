@@ -241,6 +241,7 @@ class MasterAdamW:
         self._partial_sums = list(_sums_over_partial(self._shards.values(), parallel, bucket_values))
         self._gathers = list(_gathers(self._shards.values(), bucket_values))
         self._overlapped: tuple[OverlappedSums, OverlappedGathers] | None = None
+        self._norms: dict[str, Tensor] = {}  # of gradients, by name, until they are read
         for shard in self._shards.values():
             _attach(shard)
         on_host = frozenset(() if self.gradient_offload is None else self.gradient_offload.totals)
@@ -288,6 +289,7 @@ class MasterAdamW:
         `before_passes`: if `step` was the last call, no pass has run since then, so only rows of other ranks are left.
         `passes`: backward passes that follow, beside the last of which gradients may be summed; 0 if that is not known.
         """
+        self._norms.clear()
         if self._overlapped is not None:
             self._overlapped[0].expect(passes)
         if self.gradient_offload is not None:
@@ -303,15 +305,28 @@ class MasterAdamW:
         if self.gradient_offload is not None:
             self.gradient_offload.finish()
         if self._overlapped is not None:
-            self._overlapped[0].finish()
+            self._overlapped[0].finish(self._take_norms)
         for transfers in self._partial_sums if self._overlapped is not None else (*self._sums, *self._partial_sums):
             run_transfers(transfers)
 
     @torch.no_grad()
+    def _take_norms(self, unknown: Collection[int] | None = None) -> None:
+        """Compute norms that are missing, except at places whose gradients are unknown yet, or known in parts."""
+        counted = {
+            shard.param.name: shard.gradient
+            for shard in self._on_device
+            if shard.writes and shard.param.name not in self._norms  # each row once
+            if unknown is None or not (shard.param.partial or place_of(shard.param.name) in unknown)
+        }
+        with span(Span.CLIP):
+            norms = torch._foreach_norm(list(counted.values())) if counted else ()
+        self._norms |= dict(zip(counted, norms, strict=True))
+
+    @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """2-norm of the gradient of the whole model, over all ranks: float32 scalar on the device."""
-        counted = {shard.param.name: shard.gradient for shard in self._on_device if shard.writes}  # each row once
-        norms = dict(zip(counted, torch._foreach_norm(list(counted.values())), strict=True)) if counted else {}
+        self._take_norms()
+        norms, self._norms = self._norms, {}
         if self.gradient_offload is not None:
             norms |= self.gradient_offload.norms()
         ordered = [norms[name] for name in self._shards if name in norms] or [torch.zeros_like(self._adamw.step)]

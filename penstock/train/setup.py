@@ -102,7 +102,7 @@ def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = 
     device = choose_device(run.device, environment)
     prepare_process(environment, seed=run.seed, deterministic=run.training.deterministic)
     timeout = timedelta(minutes=run.host.timeout_minutes) + MARGIN
-    overlaps = environment.world_size > 1 and overlaps_data(run, on_gpu=device.type == "cuda")
+    overlaps = environment.world_size > 1 and overlaps_data(run)
     axes = make_axes(
         *(grid, embedding_places(run), run.parallel.shard_size, environment.local_world_size, timeout),
         data_apart=overlaps,

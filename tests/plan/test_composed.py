@@ -42,7 +42,7 @@ CASES = {
     "experts by all-to-all": (LITE, 8, "parallel.expert=4 dispatch.method=all-to-all"),
     "a context": (LITE, 16, "parallel.pipeline=2 parallel.context=2 parallel.expert=4"),
     "1f1b": (LITE, 16, "parallel.pipeline=4 parallel.expert=2"),
-    "exchanges beside passes": (LITE, 16, "parallel.pipeline=2 parallel.expert=2 parallel.overlap=on"),
+    "exchanges beside passes": (LITE, 16, "parallel.pipeline=2 parallel.expert=2 parallel.overlap=true"),
     "interleaved": (
         LITE, 8, "parallel.pipeline=2 parallel.expert=2 pipeline.schedule=interleaved pipeline.stages_per_rank=3"
     ),

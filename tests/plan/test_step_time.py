@@ -98,13 +98,12 @@ def test_a_small_model_waits_for_its_host_unless_it_is_captured_and_recomputatio
 
 
 def test_exchanges_beside_passes_leave_the_sum_of_the_embedding() -> None:
-    off, on = (lite("4xH200", f"parallel.overlap={value}").time for value in ("off", "on"))
+    off, on = (lite("4xH200", f"parallel.overlap={value}").time for value in ("false", "true"))
     terms = [time.ranks[0].terms["gradients"] for time in (off, on)]
     assert on.step_seconds - off.step_seconds == pytest.approx(terms[1] - terms[0])
     assert 0 < on.exposed_communication_seconds < 0.5 * off.exposed_communication_seconds
-    assert lite("4xH200", "parallel.overlap=auto").time == on
     for others in (("graphs.capture=full",), ("graphs.capture=auto",), ("parallel.shard=full",)):
-        assert lite("4xH200", "parallel.overlap=auto", *others).time == lite("4xH200", *others).time
+        assert lite("4xH200", "parallel.overlap=true", *others).time == lite("4xH200", *others).time
 
 
 def test_uneven_experts_take_longer() -> None:
