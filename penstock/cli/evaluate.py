@@ -23,7 +23,7 @@ from penstock.cli.output import print_next, print_table
 from penstock.cli.verbs import Checkpoint, Json
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.process import choose_device, prepare_process
-from penstock.train.evaluate_text import evaluate_tasks, evaluate_text, import_harness, open_model, own_texts, texts_of
+from penstock.train.saved_model import evaluate_tasks, evaluate_text, import_harness, open_model, own_texts, texts_of
 
 _COLUMNS = ("source", "loss", "bits/byte", "tokens", "bytes", "rows", "seconds")
 

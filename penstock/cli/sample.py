@@ -22,7 +22,7 @@ from penstock.config.run import Run
 from penstock.data.open import Vocabulary, vocabulary_of
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.process import choose_device, prepare_process
-from penstock.train.generate import SamplingRule, generate, load_decoder, text_pieces
+from penstock.train.saved_model import SamplingRule, generate, load_decoder, text_pieces
 from penstock.train.saved_weights import chosen_step, open_saved, read_chosen
 
 

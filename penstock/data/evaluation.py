@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
-from penstock.data.batch import PADDING, Batch, pack
+from penstock.data.loader import PADDING, Batch, pack
 from penstock.data.mixture import Text, TextPart
 from penstock.data.shards import Shards
 from penstock.data.sources import Source, Tokens, document_order, fingerprint_of, order_of
@@ -117,7 +117,7 @@ def evaluation_batches(
         rows: rows of a batch over all ranks; a multiple of `ranks`.
         sequence_length: tokens of a row, S.
         limit_rows: most rows with text, > 0.
-        document_mask: separate documents (see `batch`).
+        document_mask: separate documents (see `pack`).
 
     Raises a DataError if a document cannot be read, or none has text.
     """

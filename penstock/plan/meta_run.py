@@ -36,8 +36,7 @@ from penstock.parallel.weight_grad_store import Task
 from penstock.plan.liveness import PipelineShape, StageActivations, StagePiece, layer_kind
 from penstock.plan.meta_rank import META, MetaRank, Target, make_meta_rank
 from penstock.plan.op_recorder import MemoryTracker, OpRecorder, RecordedOps, TrackedSection
-from penstock.train.global_batch import MicroBatch
-from penstock.train.passes import batch_loss, loss_rule
+from penstock.train.passes import MicroBatch, batch_loss, loss_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +204,7 @@ def micro_batch_of(rank: MetaRank) -> MicroBatch:
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape or (rows, here), dtype=torch.int64, device=META)
 
-    # The shapes are those of `penstock.train.global_batch`.
+    # The shapes are those of `penstock.train.passes`.
     is_masked, is_part = rank.run.data.document_mask, axes.context.size > 1 and context_method(rank.run) != "ulysses"
     reading = ModelInputs(
         tokens_BS=numbers(),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from penstock.data.batch import Batch
+from penstock.data.loader import Batch
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.train.optimizer import learning_rate
 from penstock.train.setup import Session

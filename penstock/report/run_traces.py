@@ -29,7 +29,7 @@ from penstock.trace.collectives import CollectiveTimes
 from penstock.trace.events import NONE, Floats, Trace
 from penstock.trace.experts import ExpertLoad
 from penstock.trace.kernel_names import generic_category, specific_category
-from penstock.trace.operators import Leaf, hierarchy
+from penstock.trace.tables import Leaf, hierarchy
 from penstock.trace.work import RooflineRow
 
 RANKS = 8  # largest number of ranks to choose from: each is a figure of its own

@@ -5,7 +5,8 @@ device), `events` (the columns).
 
 Time: `intervals` (unions of times), `timeline` (busy, compute, communication, exposed, idle), `kernel_names`
 (categories by name), `tree` (operators above kernels), `graph_replays` (kernels of CUDA graphs), `phases` (named time),
-`operators` (calls and their kernels), `work` (speed), `launches` (whether the host kept up), `memory` (allocator).
+`tables` (calls and their kernels, streams, counters), `work` (speed), `launches` (whether the host kept up), `memory`
+(allocator).
 
 Across ranks: `calls` (communication kernels), `matching` (collectives and clocks), `collectives` (duration, waiting,
 stragglers), `experts` (load). `analysis` combines everything.

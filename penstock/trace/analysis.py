@@ -34,7 +34,6 @@ from penstock.trace.launches import LaunchSummary, find_launches
 from penstock.trace.load import load_ranks
 from penstock.trace.matching import UnmatchedCollective
 from penstock.trace.memory import AllocatorHistory, find_memory, memory_json
-from penstock.trace.operators import hierarchy
 from penstock.trace.phases import Phases, find_phases, plain_row
 from penstock.trace.recognize import PhaseNames, UnknownKernel, unknown_kernels
 from penstock.trace.tables import (
@@ -44,6 +43,7 @@ from penstock.trace.tables import (
     StreamRow,
     annotation_rows,
     counter_rows,
+    hierarchy,
     operator_rows,
     stream_rows,
 )

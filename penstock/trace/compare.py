@@ -29,8 +29,8 @@ import numpy as np
 from penstock.trace.events import NONE, Floats, Integers, Trace
 from penstock.trace.intervals import union
 from penstock.trace.kernel_names import function_of
-from penstock.trace.operators import calls_made
 from penstock.trace.phases import PASSES, find_phases, grouped
+from penstock.trace.tables import calls_made
 
 
 class EventKey(NamedTuple):

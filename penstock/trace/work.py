@@ -26,7 +26,7 @@ import numpy as np
 
 from penstock.base.devices import Chip, chip_named
 from penstock.trace.events import NONE, GpuKind, Trace
-from penstock.trace.operators import OperatorCall, calls_made
+from penstock.trace.tables import OperatorCall, calls_made
 from penstock.trace.tree import Placement, place
 
 BYTES: Mapping[str, int] = {

@@ -1,7 +1,7 @@
 """A run while it trains.
 
-Reading order: `loop`, `step`, `global_batch`, `passes`, `capture` (a training step); `optimizer`, `adamw`, `muon` (the
+Reading order: `loop`, `step`, `passes`, `capture` (a training step); `optimizer`, `adamw`, `muon` (the
 update); `setup` (construction of a run); `state`, `checkpoint`, `manifest`, `run_folder`, `saved_weights`,
-`weight_exchange` (files); `observer`, `metrics`, `sinks`, `profile`, `diagnose` (reports); `generate`,
-`batch_contents` (tools on a trained run).
+`weight_exchange` (files); `observer`, `metrics`, `sinks`, `profile`, `diagnose` (reports);
+`saved_model`, `batch_contents` (tools on a trained run).
 """

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.base.errors import CheckpointError, DataError
 from penstock.config.run import Run
-from penstock.data.batch import Batch
+from penstock.data.loader import Batch
 from penstock.data.mixture import Text
 from penstock.data.packed import PackedTokens
 from penstock.data.sources import Tokens

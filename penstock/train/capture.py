@@ -44,8 +44,7 @@ from penstock.parallel.collectives import all_gather_json
 from penstock.parallel.graphs import Capture, PartialGraphs, Replayable, capture, one_pool
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.parallel.symmetric import TransferDirection
-from penstock.train.global_batch import GlobalBatch, MicroBatch
-from penstock.train.passes import LossRule, differentiate, forward_backward
+from penstock.train.passes import GlobalBatch, LossRule, MicroBatch, differentiate, forward_backward
 
 
 @dataclass(frozen=True)

@@ -29,16 +29,15 @@ from torch import Tensor, nn
 
 from penstock.base.errors import CheckpointError, LostRankError, NonFiniteError
 from penstock.base.files import write_whole
-from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
+from penstock.data.loader import Batch
 from penstock.models.rank_model import RankModel
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather_json, lost_ranks
 from penstock.parallel.shard import own_rows
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.global_batch import MicroBatch, cut, read
 from penstock.train.optimizer import MasterAdamW
-from penstock.train.passes import held_out_nats
+from penstock.train.passes import MicroBatch, cut, held_out_nats, read
 from penstock.train.step import StepRule
 
 Position = tuple[int, int, int, str]

@@ -48,7 +48,7 @@ from penstock.base.errors import (
 from penstock.base.spans import NUMBERED_STEP, Span
 from penstock.config.fit import micro_batches
 from penstock.config.run import Run
-from penstock.data.batch import Batch, pack
+from penstock.data.loader import Batch, pack
 from penstock.data.stream import LoaderState, Rows
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.collectives import all_gather_json

@@ -42,8 +42,8 @@ from torch import Tensor
 from penstock.base.errors import DeviceError
 from penstock.base.spans import Span
 from penstock.config.run import Run
-from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
+from penstock.data.loader import Batch
 from penstock.kernels.replica_plan import PlanFact
 from penstock.models.parameters import refresh_float8
 from penstock.models.qk_clip import clip_factors
@@ -54,10 +54,9 @@ from penstock.moe.layer import moe_loads
 from penstock.moe.router import update_expert_bias
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.spans import EnterPhase, span, untimed
-from penstock.train.global_batch import CutRule, GlobalBatch, cut, read
 from penstock.train.observer import BalanceReport, HeldOutLoss, LayerReport, StepTotals
 from penstock.train.optimizer import NO_FACTORS, MasterAdamW, clip_divisor
-from penstock.train.passes import LossRule, forward_backward, held_out_nats, loss_rule
+from penstock.train.passes import CutRule, GlobalBatch, LossRule, cut, forward_backward, held_out_nats, loss_rule, read
 from penstock.train.stragglers import RankPulse
 
 SAME_PRESS_SECONDS = 1.0

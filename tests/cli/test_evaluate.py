@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.config.model import Balance
-from penstock.train.evaluate_text import HARNESS, HARNESS_MODEL
+from penstock.train.saved_model import HARNESS, HARNESS_MODEL
 from tests.cli import answers
 from tests.train.tiny_run import byte_run, random_model, save_run, tiny_moe
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.batch import PADDING, Batch, pack
 from penstock.data.evaluation import evaluation_batches
+from penstock.data.loader import PADDING, Batch, pack
 from penstock.data.stream import Rows, Stream
 from penstock.data.tokenizer import ByteTokenizer
 from penstock.kernels.reference import IGNORED_LABEL

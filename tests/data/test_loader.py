@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
 from penstock.config.data import Data, MixturePart
-from penstock.data.batch import Batch
-from penstock.data.loader import Batches, Loader, Prefetch
+from penstock.data.loader import Batch, Batches, Loader, Prefetch
 from penstock.data.mixture import Text, TextPart
 from penstock.data.open import open_text
 from penstock.data.packed import pack

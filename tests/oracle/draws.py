@@ -17,8 +17,8 @@ from transformers.modeling_layers import MtpModel
 
 from penstock.config.model import LatentAttention, Model
 from penstock.config.run import Run
-from penstock.data.batch import Batch, pack
 from penstock.data.evaluation import EvaluationRows
+from penstock.data.loader import Batch, pack
 from penstock.data.stream import Rows
 from penstock.parallel.launch.environment import Environment
 from penstock.train import optimizer

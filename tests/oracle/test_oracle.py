@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.data import batch
+from penstock.data import loader
 from penstock.moe import router
 from penstock.moe.balance import LayerLoad
-from penstock.train import adamw, global_batch, muon, optimizer, step
+from penstock.train import adamw, muon, optimizer, passes, step
 from tests.closeness import assert_within
 from tests.models.huggingface.family_models import VARIANTS
 from tests.oracle.draws import BOUNDS, PREDICTING, Draw, drawn, worst
@@ -70,7 +70,7 @@ def _scaled(function: Callable[..., float], factor: float) -> Callable[..., floa
     return lambda *args, **named: factor * function(*args, **named)
 
 
-def _across_documents(whole: batch.Batch, depth: int) -> torch.Tensor:
+def _across_documents(whole: loader.Batch, depth: int) -> torch.Tensor:
     labels_BS = torch.full_like(whole.labels_BS, -100)
     labels_BS[:, : labels_BS.shape[1] - depth] = whole.labels_BS[:, depth:]
     return labels_BS
@@ -93,7 +93,7 @@ PLANTED: dict[str, tuple[Any, str, Any, str]] = {
         "weights",
     ),
     "capacity of one token more": (router, "capacity", lambda *args: 1 + capacity(*args), "dropped"),
-    "a prediction of another document": (global_batch, "labels_at_depth", _across_documents, "loss"),
+    "a prediction of another document": (passes, "labels_at_depth", _across_documents, "loss"),
     "the bias follows the load": (step, "update_expert_bias", _bias_towards_load, "loss"),
 }
 

@@ -35,8 +35,8 @@ from penstock.plan.liveness import StagePiece
 from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
 from penstock.plan.meta_run import activations_of
 from penstock.plan.op_recorder import MemoryTracker, TrackedSection
-from penstock.train.global_batch import MicroBatch
 from penstock.train.optimizer import MasterAdamW
+from penstock.train.passes import MicroBatch
 
 CPU = torch.device("cpu")
 FACTS = DeviceFacts(kind="cuda", name="none", target="none", packages=frozenset({"triton"}), dtype="fp32")

@@ -22,8 +22,8 @@ from penstock.trace.calls import calls_of
 from penstock.trace.events import NONE, Trace
 from penstock.trace.experts import PACKED_ITEM, grouped_products, packed_row_bytes, received_rows
 from penstock.trace.kernel_names import FLOAT8_GEMM, Category, generic_category, specific_category
-from penstock.trace.operators import OperatorCall
 from penstock.trace.phases import find_phases
+from penstock.trace.tables import OperatorCall
 from penstock.trace.tree import NODE, place
 from penstock.trace.work import Roofline, RooflineRow, roofline, work_of
 from tests.trace.test_phases import named

@@ -8,7 +8,7 @@ import pytest
 
 import penstock
 import penstock.plan
-from penstock.trace.operators import OperatorCall
+from penstock.trace.tables import OperatorCall
 from penstock.trace.tree import NODE
 from penstock.trace.work import MODELS, CallWork, roofline, work_of
 from tests.trace.tiny import decoded, operator, started

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from penstock.base.spans import Span
 from penstock.trace.events import NONE, Trace
 from penstock.trace.launches import find_launches, idle_behind_waits
-from penstock.trace.operators import hierarchy
 from penstock.trace.phases import find_phases
+from penstock.trace.tables import hierarchy
 from penstock.trace.tree import NODE, SPANS, build_tree, place
 from tests.trace.tiny import TIME_US, decoded, event, kernel, operator, ran, read, span, started, tiny
 

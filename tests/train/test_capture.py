@@ -23,9 +23,9 @@ from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.dispatch.row_capacity import RowCapacity, capacity_trackers, make_room
 from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture, fill
-from penstock.train.global_batch import cut
 from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.optimizer import MasterAdamW
+from penstock.train.passes import cut
 from penstock.train.run_folder import create_run_folder
 from penstock.train.setup import Session, prepare
 from penstock.train.step import Passes, StepResult, StepRule, StopRequest, evaluate, step_rule, train_step

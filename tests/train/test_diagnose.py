@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.config.parallel import Offload
 from penstock.config.training import Optimizer
-from penstock.data.batch import Batch
+from penstock.data.loader import Batch
 from penstock.models.decoder import Decoder
 from penstock.models.parameters import param_shards
 from penstock.models.rank_model import RankModel

@@ -10,8 +10,8 @@ from penstock.config.run import Run
 from penstock.data.tokenizer import ByteTokenizer
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
-from penstock.train import generate as module
-from penstock.train.generate import SamplingRule, generate, load_decoder, text_pieces
+from penstock.train import saved_model
+from penstock.train.saved_model import SamplingRule, generate, load_decoder, text_pieces
 from penstock.train.saved_weights import open_saved
 from tests.train.tiny_run import CPU, TRAINING, byte_run, random_model, save_run
 
@@ -67,7 +67,7 @@ def test_draws_are_as_frequent_as_the_probabilities_of_the_logits() -> None:
     logits_V = torch.tensor([0.0, 1.0, 2.0, -1.0])
     generator = torch.Generator().manual_seed(0)
     rule = SamplingRule(temperature=2.0, top_p=0.8)
-    drawn = [module._chosen(logits_V, rule, generator) for _ in range(4000)]
+    drawn = [saved_model._chosen(logits_V, rule, generator) for _ in range(4000)]
     kept = torch.tensor([0.0, 1.0, 2.0]).div(2).softmax(0)  # the first three reach 0.8
     found = torch.bincount(torch.tensor(drawn), minlength=4) / len(drawn)
     assert found[3] == 0
@@ -85,7 +85,7 @@ def test_a_model_that_is_too_large_is_refused_before_it_has_memory(
 ) -> None:
     run = byte_run(tmp_path)
     config, store = open_saved(save_run(run, random_model(run)))
-    monkeypatch.setattr(module, "free_memory_bytes", lambda device: 1000)
+    monkeypatch.setattr(saved_model, "free_memory_bytes", lambda device: 1000)
     monkeypatch.setattr(Decoder, "to_empty", lambda self, **_: pytest.fail("memory was taken"))
     with pytest.raises(DeviceError, match="too large for the memory of this machine; got .* GB of weights; allowed"):
         load_decoder(config, store, 1, CPU)

@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.base.errors import DataError
-from penstock.data.batch import Batch
+from penstock.data.loader import Batch
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.layout.grid import Grid
 from penstock.layout.sequence import Method, SequenceLayout
 from penstock.models.decoder import Hidden
 from penstock.models.model_inputs import attention_mask, shifted_tokens
 from penstock.parallel.axes import Axis, make_axes
-from penstock.train.global_batch import CutRule, cut, labels_at_depth, read
-from penstock.train.passes import LossRule, batch_loss
+from penstock.train.passes import CutRule, LossRule, batch_loss, cut, labels_at_depth, read
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.train.tiny_run import cut_rule, random_batch

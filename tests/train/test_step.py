@@ -15,8 +15,8 @@ from penstock.base.errors import DeviceError
 from penstock.config.model import Balance, ClampedSwiglu, Router
 from penstock.config.parallel import Recompute
 from penstock.config.run import Run
-from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
+from penstock.data.loader import Batch
 from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.layer import moe_loads

@@ -16,8 +16,8 @@ from penstock.config.data import Data
 from penstock.config.model import Balance, LatentAttention, Model, Moe, Router
 from penstock.config.run import Run
 from penstock.config.training import Checkpoint, Evaluation, LearningRateSchedule, Optimizer, Record, Training
-from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows as HeldOut
+from penstock.data.loader import Batch
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
@@ -26,8 +26,8 @@ from penstock.parallel.launch.environment import Environment
 from penstock.parallel.shard import whole
 from penstock.train import loop
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.global_batch import CutRule
 from penstock.train.observer import HeldOutLoss, LayerReport, Observer, RunStart, StepReport
+from penstock.train.passes import CutRule
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import open_texts
 from penstock.train.state import identity_of
