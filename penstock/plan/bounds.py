@@ -65,6 +65,8 @@ class TimeBounds:
         self.attention = cache(self._attention)
         """Attention, both norms and the residual sums: is_local, tp, cp, rows of a micro-batch, accumulates."""
         self.ffn = cache(self._ffn)  # the rest of a layer: is_moe, tokens, tp, experts, accumulates
+        self._dense = cache(self._dense_network)
+        self._routed = cache(self._routed_experts)
 
     def head(self, tp: int, cp: int, rows: int) -> WorkSeconds:
         """Output projection and loss of all heads, prediction depths too; of their layers the projection alone."""
@@ -172,8 +174,7 @@ class TimeBounds:
             return self._dense(tokens * tp, self._model.intermediate_size // tp, tp, accumulates)
         shared = moe.shared_expert_intermediate_size // tp
         beside = self._dense(tokens * tp, shared, tp, accumulates) if shared else WorkSeconds(0.0, 0.0)
-        routed = self._products_of_experts(moe, tokens, experts, accumulates)
-        out, back = self._sent(moe, tokens, experts)
+        routed, out, back = self._routed(tokens, experts, accumulates)
         # The activation reads a pre-activation and writes half as much; backward reads that too and writes both.
         activated = tokens * moe.top_k * moe.moe_intermediate_size
         return WorkSeconds(
@@ -183,7 +184,7 @@ class TimeBounds:
             routed.again,
         )
 
-    def _dense(self, tokens: int, width: int, tp: int, accumulates: bool) -> WorkSeconds:
+    def _dense_network(self, tokens: int, width: int, tp: int, accumulates: bool) -> WorkSeconds:
         """A dense network, or the shared expert; `tokens` are those inside the tensor-parallel part."""
         products = self._products(tokens, [(self._hidden, self._parts * width), (width, self._hidden)], accumulates)
         exchange = self._exchange("all-gather", tokens * self._hidden, tp)
@@ -193,6 +194,12 @@ class TimeBounds:
             products.backward + exchange + self._moved((2 * self._parts + 1) * tokens * width),
             products.again,
         )
+
+    def _routed_experts(self, tokens: int, experts: Experts, accumulates: bool) -> tuple[WorkSeconds, float, float]:
+        """Products of the experts, and the way of their tokens to them and back."""
+        moe = self._model.moe
+        assert moe is not None
+        return self._products_of_experts(moe, tokens, experts, accumulates), *self._sent(moe, tokens, experts)
 
     def _products_of_experts(self, moe: Moe, tokens: int, experts: Experts, accumulates: bool) -> WorkSeconds:
         groups, width = moe.experts // experts.ep, moe.moe_intermediate_size // experts.etp

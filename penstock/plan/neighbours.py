@@ -13,6 +13,9 @@ import numpy as np
 from penstock.plan.candidates import Experts, Saving
 from penstock.plan.divisions import Divisions
 
+GROUP, EXPERTS, LOOK, FIT, PLAY = range(5)
+"""What comes next for layouts that wait: a bound by their experts, of each division, of inner stages, of all; a play."""
+
 NEAR = 2  # layouts of each other schedule and number of pipeline ranks, those with the least bound
 
 
@@ -32,7 +35,7 @@ class SearchNode(NamedTuple):
 class Waiting(NamedTuple):
     """Layouts to look at: seconds that they cannot go below, and how closely these are known (`penstock.plan.search`).
 
-    At step 0 the node stands for all divisions of dense ranks, shards and rows beside its experts.
+    Before step `LOOK` the node stands for all divisions of dense ranks, shards and rows beside its experts.
     """
 
     bound: float

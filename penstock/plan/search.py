@@ -38,7 +38,7 @@ from penstock.plan.costs import HardwareTimes
 from penstock.plan.divisions import Divisions, Scaled
 from penstock.plan.hardware import cluster_of
 from penstock.plan.known_error import memory_margin
-from penstock.plan.neighbours import SearchNode, Waiting, neighbours
+from penstock.plan.neighbours import EXPERTS, GROUP, LOOK, PLAY, SearchNode, Waiting, neighbours
 from penstock.plan.project import composed_projection
 from penstock.plan.projection import FAILED, MARGIN, MEMORY, SLOWER, Advice, Plan, Projection, Refusal, layout_of
 from penstock.plan.rules.book import advice
@@ -58,7 +58,7 @@ CAUTION = 2.2  # activations are this many times their bound, as a guess for a f
 FIRST_SHAPES = ((NO_PIPELINE, 1), ("1f1b", 1), ("interleaved", 2))  # schedules of a first layout that fits
 FEW, FIRST_TRIES = 2000, 40  # divisions of each family, and layouts, that are tried for a first layout that fits
 
-WAY_PLAYED = 2  # layouts of each way of dividing the model that are played, of those that seem to fit
+WAY_PLAYED = 2  # layouts of each way of dividing the model that are played at least, of those that seem to fit
 
 MOST_SAVING, HOPELESS = 400, 1.1
 """Layouts that save most memory which are looked at where no first layout fits; and the factor above the limit from
@@ -74,7 +74,7 @@ bounds of small models are far from their times."""
 FINISHED, WIDE = 100, 1.1
 """Layouts that are projected when a search ends without proof, and how much slower than a bound a best is too slow."""
 
-TIGHTENED, TELLS = 1600, 64  # layouts that are looked at before all groups get closer bounds; between lines of progress
+TELLS = 64  # layouts that are looked at between lines of progress
 PLAYED, FINALISTS = 20, 4  # layouts whose schedule is played at the end, and that are projected with their rare stages
 CLOSE_TRIED, CLOSE_SHOWN = 8, 3  # layouts within the margin of the memory that are projected, and shown
 
@@ -149,6 +149,10 @@ class _Search:
         progress(f"{self._space.count:,} legal layouts")
         self._bounds = SpaceBounds(run, cluster, assumptions.imbalance, self._composer, neutral, times)
         self._scaled: dict[tuple[int, int, tuple[str, ...], bool], Scaled] = {}
+        self._tight: dict[tuple[int, int], tuple[np.ndarray, Divisions]] = {}
+        """Of a family and a way of the experts: which divisions have it, and these with closer times."""
+        self._may_fit: dict[tuple[int, int, int], np.ndarray] = {}
+        """Which divisions of a family may fit and win with a shape and a saving."""
         self._rows_over: dict[SearchNode, int] = {}
         self._refused: set[SearchNode] = set()
         self._hopeless: set[SearchNode] = set()  # too large with any saving and rows, which are 0 here
@@ -194,42 +198,24 @@ class _Search:
     def _best_first(self, kept: Sequence[Divisions], waiting: list[Waiting]) -> None:
         """Look at layouts, those with the least bound first, until no bound is below the best."""
         heapq.heapify(waiting)
-        looked, work, is_tight = 0, 0, False
+        looked, work = 0, 0
         while waiting and waiting[0].bound < self._cutoff():
-            if looked >= TIGHTENED and not is_tight:
-                waiting, is_tight = self._tightened(kept, waiting), True
-                continue
             if work >= MOST_LOOKED and self._exact:
                 self._end_early(kept, waiting)
                 return
             batch = [heapq.heappop(waiting) for _ in range(min(BATCH, len(waiting)))]
-            batch = [entry for entry in batch if entry.step == 0 or not self._is_dominated(entry.node)]
+            batch = [entry for entry in batch if entry.step < LOOK or not self._is_dominated(entry.node)]
             self._composer.prefetch(run for entry in batch for run in self._stages_of(entry))
             for entry in batch:
                 if entry.bound < self._cutoff():
                     for more in self._look_at(entry, kept[entry.node.family]):
                         heapq.heappush(waiting, more)
             looked += len(batch)
-            work += sum(DEEP if entry.step else 1 for entry in batch)
+            work += sum(1 if entry.step < LOOK else DEEP for entry in batch)
             if looked % TELLS < BATCH:
                 status = f"best {self._tokens(self._best):,.0f}" if self._exact else "none fits yet"
                 bound = f", at most {self._tokens(waiting[0].bound):,.0f}" if waiting else ""
                 self._progress(f"{looked:,} of {self._space.count:,} layouts looked at: {status}{bound} tokens/s")
-
-    def _tightened(self, kept: Sequence[Divisions], waiting: Sequence[Waiting]) -> list[Waiting]:
-        """The same layouts; groups that wait have closer bounds, infinite where they cannot be the best."""
-        self._progress("closer bounds")
-        closer = {
-            group.node: group.bound
-            for f, divisions in enumerate(kept)
-            for group in self._groups(f, self._bounds.tightened(divisions), counts=False)
-        }
-        tight = [
-            entry._replace(bound=max(entry.bound, closer.get(entry.node, math.inf))) if entry.step == 0 else entry
-            for entry in waiting
-        ]
-        heapq.heapify(tight)
-        return tight
 
     def _end_early(self, kept: Sequence[Divisions], waiting: Sequence[Waiting]) -> None:
         """Play the layouts that were looked at closely, because one of them may be the best, and note the gap.
@@ -237,18 +223,18 @@ class _Search:
         Where it is wide, the most promising of those that wait for a first look are played as well, then layouts near
         the best until none is faster: bounds are loose by different factors, so they lead to some layouts too late.
         """
-        for _, step, node in sorted(entry for entry in waiting if entry.step > 1)[:FINISHED]:
-            if step == 3 or self._fit(node) < math.inf:
+        for _, step, node in sorted(entry for entry in waiting if entry.step > LOOK)[:FINISHED]:
+            if step == PLAY or self._fit(node) < math.inf:
                 self._play(node)
         if self._best > WIDE * waiting[0].bound:
-            self._play_those(sorted(entry for entry in waiting if entry.step == 1)[:FINISHED])
+            self._play_those(sorted(entry for entry in waiting if entry.step == LOOK)[:FINISHED])
             known, best = set(self._exact), math.inf
             while self._best < best:
                 best = self._best
                 fastest = min(self._exact, key=self._exact.__getitem__)
                 near = set(neighbours(fastest, kept, self._space.savings, self._bounds.seconds)) - known
                 known |= near
-                self._play_those([Waiting(0.0, 1, node) for node in sorted(near)])
+                self._play_those([Waiting(0.0, LOOK, node) for node in sorted(near)])
         self._bound = waiting[0].bound
 
     def _play_those(self, waiting: Sequence[Waiting]) -> None:
@@ -268,28 +254,29 @@ class _Search:
     def _look_at(self, entry: Waiting, divisions: Divisions) -> Iterator[Waiting]:
         """The same layouts with closer bounds, as far as they may be the best."""
         bound, step, node = entry
-        if step == 0:
+        if step < LOOK:
+            closer = self._by_experts if step == GROUP else self._members
             try:
-                yield from self._members(divisions, node, bound)
+                yield from closer(divisions, node, bound)
             except KernelError as error:
                 same = divisions.where(divisions.places[:, 1] == node.experts)
                 stages = len(divisions.family.experts[node.experts].stages)
                 self._failed[node] = f"{error}", len(same) * stages - self._large_in_group[node]
-        elif step == 3:
+        elif step == PLAY:
             self._play(node)
-        elif (closer := (self._look, self._fit)[step - 1](node)) < math.inf:
-            yield Waiting(max(bound, closer), step + 1, node)
+        elif (seconds := (self._look if step == LOOK else self._fit)(node)) < math.inf:
+            yield Waiting(max(bound, seconds), step + 1, node)
 
     def _stages_of(self, entry: Waiting) -> Iterator[tuple[Run, View]]:
         """Stages that a look at a layout will ask for."""
-        if entry.step == 0:
+        if entry.step < LOOK:
             family, saving = self._families[entry.node.family], self._space.savings[entry.node.saving]
             splits = family.shapes[entry.node.shape][0] in SPLITTING_SCHEDULES
-            experts = family.experts[entry.node.experts]
-            yield self._bounds.reference_run(experts, (1, 1), saving.recompute, splits), "middle"
-        elif entry.step < 3:
+            way = ((), False) if entry.step == GROUP else (saving.recompute, splits)
+            yield self._bounds.reference_run(family.experts[entry.node.experts], (1, 1), *way), "middle"
+        elif entry.step < PLAY:
             run = run_of(self._run, self._sizes(entry.node))
-            if run.parallel.pipeline == 1 or entry.step == 1:
+            if run.parallel.pipeline == 1 or entry.step == LOOK:
                 yield run, "middle" if run.parallel.pipeline > 1 else "whole"
             else:
                 yield from self._composer.ends(run)
@@ -302,7 +289,7 @@ class _Search:
             shapes = [shape for shape, name in enumerate(every.family.shapes) if name in FIRST_SHAPES]
             for v, saving in enumerate(self._space.savings):
                 best = [
-                    Waiting(seconds, 0, node)
+                    Waiting(seconds, LOOK, node)
                     for shape in shapes
                     for seconds, node in promising(self._bounds, some, (f, shape, v), saving, room, CAUTION)
                 ]
@@ -312,9 +299,11 @@ class _Search:
     def _try_ways(self, divisions: Sequence[Divisions]) -> None:
         """Play a few promising layouts of each way of dividing the model, which are rows of the plan."""
         room = self._limit - self._overheads.context
+        known = Counter(map(self._way, self._exact))
         for nodes in promising_of_ways(self._bounds, self._space, divisions, room, CAUTION):
-            played = 0
-            for entry in self._prefetched([Waiting(0.0, 1, node) for node in nodes], size=WAY_PLAYED):
+            if not nodes or (played := known[self._way(nodes[0])]) >= WAY_PLAYED:
+                continue
+            for entry in self._prefetched([Waiting(0.0, LOOK, node) for node in nodes], size=WAY_PLAYED):
                 if self._fits(entry.node):
                     self._play(entry.node)
                     played += 1
@@ -347,7 +336,7 @@ class _Search:
                     entries += [
                         (memory, SearchNode(f, shape, saving, dense, experts, shard, rows, stage)) for stage in stages
                     ]
-        smallest = [Waiting(0.0, 1, node) for _, node in heapq.nsmallest(MOST_SAVING, entries)]
+        smallest = [Waiting(0.0, LOOK, node) for _, node in heapq.nsmallest(MOST_SAVING, entries)]
         for number, (*_, node) in enumerate(self._prefetched(smallest)):
             if number % TELLS == 0:
                 self._progress(f"{number:,} of {len(entries):,} layouts that save most memory looked at")
@@ -361,11 +350,8 @@ class _Search:
             if composed.fullest_of(range(sizes.pp)) > max(self._limit * HOPELESS, self._capacity):
                 self._hopeless.add(node._replace(saving=0, rows=0))
 
-    def _groups(self, f: int, divisions: Divisions, *, counts: bool = True) -> Iterator[Waiting]:
-        """Layouts of a family with one shape, saving and division of the experts, by the least bound of those.
-
-        `counts` notes those that do not fit.
-        """
+    def _groups(self, f: int, divisions: Divisions) -> Iterator[Waiting]:
+        """Layouts of a family with one shape, saving and division of the experts, by the least bound of those."""
         family, savings = divisions.family, self._space.savings
         stages = np.array([len(expert.stages) for expert in family.experts])
         for shape in range(len(family.shapes)):
@@ -380,20 +366,33 @@ class _Search:
                 memory = self._bounds.bytes(some, shape, saving) + self._overheads.context
                 experts, is_large = some.places[:, 1], memory > self._limit
                 large = np.bincount(experts, is_large * stages[experts], len(stages)).astype(int)
-                if counts:
-                    at = int(memory.argmin())
-                    dense, expert, shard, rows = some.places[at].tolist()
-                    nearly = SearchNode(f, shape, v, dense, expert, shard, rows, family.experts[expert].stages[0])
-                    self._note_over(float(memory[at]) - self._limit, nearly, is_composed=False)
-                    self._too_large[MEMORY] += int(large.sum())
+                at = int(memory.argmin())
+                dense, expert, shard, rows = some.places[at].tolist()
+                nearly = SearchNode(f, shape, v, dense, expert, shard, rows, family.experts[expert].stages[0])
+                self._note_over(float(memory[at]) - self._limit, nearly, is_composed=False)
+                self._too_large[MEMORY] += int(large.sum())
+                self._may_fit[f, shape, v] = may_win.copy()
+                self._may_fit[f, shape, v][may_win] = ~is_large
                 least = np.full(len(stages), math.inf)
                 if not is_large.all():
                     seconds = self._bounds.seconds(some, shape, saving)
                     np.minimum.at(least, experts, np.where(is_large, math.inf, seconds))
                 for number in np.flatnonzero(least < self._cutoff()).tolist():
                     node = SearchNode(f, shape, v, 0, number, 0, 0, 0)
-                    self._large_in_group.setdefault(node, int(large[number]))
-                    yield Waiting(float(least[number]), 0, node)
+                    self._large_in_group[node] = int(large[number])
+                    yield Waiting(float(least[number]), GROUP, node)
+
+    def _by_experts(self, divisions: Divisions, group: SearchNode, bound: float) -> Iterator[Waiting]:
+        """The group with a bound by a run of its experts without recomputation, which many groups share."""
+        f, shape, v, _, experts, *_ = group
+        if (f, experts) not in self._tight:
+            same = divisions.places[:, 1] == experts
+            self._tight[f, experts] = same, self._bounds.scaled(divisions.where(same), (), splits=False).divisions
+        same, tight = self._tight[f, experts]
+        fits = self._may_fit[f, shape, v][same]
+        seconds = self._bounds.seconds(tight, shape, self._space.savings[v])
+        if (least := float(seconds[fits].min())) < self._cutoff():
+            yield Waiting(max(bound, least), EXPERTS, group)
 
     def _members(self, divisions: Divisions, group: SearchNode, bound: float) -> Iterator[Waiting]:
         """The layouts of a group that may fit and be faster than what was found, by closer bounds."""
@@ -413,7 +412,7 @@ class _Search:
             dense, _, shard, rows = scaled.divisions.places[at].tolist()
             for stage in stages:
                 node = group._replace(dense=dense, shard=shard, rows=rows, sync_free=stage)
-                yield Waiting(max(bound, float(seconds[at])), 1, node)
+                yield Waiting(max(bound, float(seconds[at])), LOOK, node)
 
     def _is_dominated(self, node: SearchNode) -> bool:
         """Whether the layout fits with less recomputation, or without the host: that is faster."""

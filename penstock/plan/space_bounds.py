@@ -325,25 +325,6 @@ class SpaceBounds:
         beside += divisions.micro_batches * rows * np.array([bounds.batch for bounds in of_places])
         return Scaled(closer, tokens * kept, beside)
 
-    def tightened(self, divisions: Divisions) -> Divisions:
-        """Divisions with closer times for any saving and schedule: those of `scaled` without recomputation.
-
-        Runs a layout for each way of the experts, which is much where few layouts are looked at.
-        """
-        numbers = np.unique(divisions.places[:, 1]).tolist()
-        experts = [divisions.family.experts[number] for number in numbers]
-        self._composer.prefetch((self.reference_run(expert, (1, 1), (), False), "middle") for expert in experts)
-        times = {name: vars(divisions)[name].copy() for name in ("forward", "backward", "launching")}
-        for number in numbers:
-            some = divisions.places[:, 1] == number
-            try:
-                closer = self.scaled(divisions.where(some), (), splits=False).divisions
-            except KernelError:  # its layouts are refused when they are looked at
-                continue
-            for name, values in times.items():
-                values[some] = vars(closer)[name]
-        return replace(divisions, **times)
-
     def closer(self, scaled: Scaled, shape: int, saving: Saving) -> tuple[np.ndarray, np.ndarray]:
         """`seconds` and `bytes` of scaled divisions."""
         divisions, held, beside = scaled
