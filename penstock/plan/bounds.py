@@ -34,13 +34,14 @@ class WorkSeconds(NamedTuple):
 
     `again` is the part of `forward` that is repeated where the whole is recomputed: up to the last saved tensor, so
     without the second product of a network and the way back of its rows. `activation` is the same where the experts'
-    activation is recomputed.
+    activation is recomputed. `weight` is the part of `backward` that is products for weight gradients.
     """
 
     forward: float
     backward: float
     again: float = 0.0
     activation: float = 0.0
+    weight: float = 0.0
 
 
 class TimeBounds:
@@ -100,7 +101,8 @@ class TimeBounds:
             return max(seconds(n, k, m), ACCUMULATED_BYTES * n * k / self._bandwidth if accumulates else 0.0)
 
         forward = [seconds(m, n, k) for k, n in shapes]
-        return WorkSeconds(sum(forward), sum(seconds(m, k, n) + weight(k, n) for k, n in shapes), forward[0])
+        backward = sum(seconds(m, k, n) + weight(k, n) for k, n in shapes)
+        return WorkSeconds(sum(forward), backward, forward[0], weight=sum(weight(k, n) for k, n in shapes))
 
     def _exchange(self, kind: CollectiveName, numbers: float, ranks: int, stride: int = 1) -> float:
         if ranks == 1:
@@ -140,6 +142,7 @@ class TimeBounds:
         return WorkSeconds(
             sum(product.forward for product in products) + core.forward + exchange + moved,
             sum(product.backward for product in products) + core.backward + exchange + moved,
+            weight=sum(product.weight for product in products),
         )
 
     def _by_heads(self, heads: tuple[int, int], cp: int) -> bool:
@@ -182,6 +185,7 @@ class TimeBounds:
             beside.backward + routed.backward + out + back + self._moved((2 * self._parts + 1) * activated),
             beside.again + routed.again + out,
             routed.again,
+            beside.weight + routed.weight,
         )
 
     def _dense_network(self, tokens: int, width: int, tp: int, accumulates: bool) -> WorkSeconds:
@@ -193,12 +197,13 @@ class TimeBounds:
             products.forward + exchange + self._moved((self._parts + 1) * tokens * width),
             products.backward + exchange + self._moved((2 * self._parts + 1) * tokens * width),
             products.again,
+            weight=products.weight,
         )
 
     def _routed_experts(self, tokens: int, experts: Experts, accumulates: bool) -> tuple[WorkSeconds, float, float]:
         """Products of the experts, and the way of their tokens to them and back."""
         moe = self._model.moe
-        assert moe is not None
+        assert moe is not None, "a layer with experts has them in its model"
         return self._products_of_experts(moe, tokens, experts, accumulates), *self._sent(moe, tokens, experts)
 
     def _products_of_experts(self, moe: Moe, tokens: int, experts: Experts, accumulates: bool) -> WorkSeconds:
@@ -215,7 +220,7 @@ class TimeBounds:
         forward = [least(n, k, "forward", "forward_gathered") for n, k in shapes]
         weights: GroupedProduct = "weight_gradient_accumulated" if accumulates else "weight_gradient"
         backward = sum(least(n, k, "input_gradient") + least(n, k, weights) for n, k in shapes)
-        return WorkSeconds(sum(forward), backward, forward[0])
+        return WorkSeconds(sum(forward), backward, forward[0], weight=sum(least(n, k, weights) for n, k in shapes))
 
     def _uneven(self, moe: Moe, experts: Experts) -> float:
         """Rows of the fullest rank over the even share, at most those of tokens that all choose its experts."""

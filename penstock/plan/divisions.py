@@ -20,6 +20,8 @@ class Divisions:
     places: np.ndarray  # index in `dense`, `experts`, `shards`, `rows` of the family
     forward: np.ndarray  # seconds of a micro-batch by part, as is `backward`
     backward: np.ndarray
+    weight: np.ndarray  # of these, products for weight gradients
+    products: np.ndarray  # of these, what `TimeBounds` counts
     again: np.ndarray  # forward seconds that recomputation of each of `_CONTAIN` repeats, by part
     micro_batches: np.ndarray  # of a step
     tokens: np.ndarray  # of a micro-batch on a rank

@@ -14,7 +14,7 @@ from penstock.plan.candidates import Experts, Saving
 from penstock.plan.divisions import Divisions
 
 GROUP, EXPERTS, LOOK, FIT, PLAY = range(5)
-"""What comes next for layouts that wait: a bound by their experts, of each division, of inner stages, of all; a play."""
+"""What comes next for layouts that wait: a bound by their experts, of each division, of inner stages, of all; play."""
 
 NEAR = 2  # layouts of each other schedule and number of pipeline ranks, those with the least bound
 

@@ -4,9 +4,10 @@
     2. bounds     every legal layout gets a time and a memory that it cannot go below (`penstock.plan.space_bounds`)
     3. first fit  some promising layouts are projected until one fits: what is bounded slower is out; if none does,
                   those that save most memory are looked at
-    4. best first the layout with the least bound is looked at: its pieces run on the meta device once for all layouts
-                  that share them (`penstock.plan.composer`), which gives its memory and a closer bound; a layout whose
-                  closer bound is the least is projected
+    4. best first groups with the least bound get the bound of a run of their experts, then each of their divisions that
+                  of a run with its saving. The layout with the least bound is looked at: its pieces run on the meta
+                  device once for all layouts that share them (`penstock.plan.composer`), which gives its memory and a
+                  closer bound; a layout whose closer bound is the least is projected
 
 The search ends when the least bound is no faster than the best, or after `MOST_LOOKED` layouts: then the plan says by
 how much others could be faster by their bounds. No rule of thumb leaves anything out. The other rows are the fastest

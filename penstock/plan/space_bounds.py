@@ -22,6 +22,7 @@ from penstock.config.fit import NO_PIPELINE, SPLITTING_SCHEDULES
 from penstock.config.run import Run
 from penstock.kernels.grouped_gemm import GATHER_LIMIT
 from penstock.layout.actions import Kind
+from penstock.plan import paths
 from penstock.plan.bounds import TimeBounds, kept_numbers
 from penstock.plan.candidates import MOST_MICRO_BATCH, Experts, LayoutSet, Saving, run_of, with_saving
 from penstock.plan.composed_run import StageContents, parts_of
@@ -60,6 +61,10 @@ FSDP_COLLECTIVES: tuple[CollectiveName, ...] = ("all-gather", "reduce-scatter")
 
 HOST_SHARE = 0.9
 """Of the time of the host link, the part that kernels beside it cannot hide: device memory is many times as fast."""
+
+PATH_TIMES = 4  # a path is the longest for times of backward passes in so many parts of a forward pass
+
+INPUT_SHARE = 0.5  # of what is not products in a backward pass, at least this is in the input gradient
 
 _CONTAIN = ("layer", "moe", "expert-activation")
 """Modules of a layer that contain each other: what is computed again counts once."""
@@ -105,7 +110,7 @@ class SpaceBounds:
     def divisions(self, family: LayoutSet) -> Divisions:
         run, parts = self._run, len(self.parts)
         shape = (len(family.dense), len(family.experts), len(family.shards), len(family.rows))
-        work = np.zeros((*shape, parts, 5))
+        work = np.zeros((*shape, parts, 6))
         of_ffn = cache(partial(self._ffn, family.experts))
         choices = product(enumerate(family.dense), enumerate(family.shards), enumerate(family.rows))
         for (d, (tp, cp)), (s, shard), (r, micro_batch) in choices:
@@ -113,11 +118,13 @@ class SpaceBounds:
             for k, part in enumerate(self._kinds):
                 timing = self._times.attention(part.startswith("local"), tp, cp, micro_batch, accumulates)
                 ffn = of_ffn(has_experts(part), tokens, tp, accumulates)
-                work[d, :, s, r, k] = ffn + np.array([timing.forward, timing.backward, timing.forward, 0.0, 0.0])
+                work[d, :, s, r, k] = ffn + np.array(
+                    [timing.forward, timing.backward, timing.weight, timing.forward, 0.0, 0.0]
+                )
             head = self._times.head(tp, cp, micro_batch)
             work[d, :, s, r, -1, :2] = head.forward, head.backward
         places = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), -1).reshape(-1, 4)
-        seconds = work.reshape(len(places), parts, 5)
+        seconds = work.reshape(len(places), parts, 6)
         ranks = np.array([tp * cp for tp, cp in family.dense])[places[:, 0]]
         rows = np.array(family.rows)[places[:, 3]]
         state, movable, whole = self._state(family, places)
@@ -132,7 +139,9 @@ class SpaceBounds:
             places=places,
             forward=seconds[..., 0] + gather + more[..., 0],
             backward=seconds[..., 1] + gather + reduce + more[..., 1],
-            again=np.moveaxis(seconds[..., 2:], -1, 1),
+            products=seconds[..., 1],
+            weight=seconds[..., 2],
+            again=np.moveaxis(seconds[..., 3:], -1, 1),
             micro_batches=micro_batches,
             tokens=tokens,
             state=state,
@@ -328,7 +337,31 @@ class SpaceBounds:
     def closer(self, scaled: Scaled, shape: int, saving: Saving) -> tuple[np.ndarray, np.ndarray]:
         """`seconds` and `bytes` of scaled divisions."""
         divisions, held, beside = scaled
-        return self.seconds(divisions, shape, saving), self._bytes(divisions, shape, saving, held) + beside
+        seconds = self.seconds(divisions, shape, saving)
+        if divisions.family.shapes[shape][0] in paths.SCHEDULES:
+            seconds = np.maximum(seconds, self._path_seconds(divisions, shape, saving))
+        return seconds, self._bytes(divisions, shape, saving, held) + beside
+
+    def _path_seconds(self, divisions: Divisions, shape: int, saving: Saving) -> np.ndarray:
+        """Seconds of the longest path through a schedule."""
+        (schedule, vpp), pp = divisions.family.shapes[shape], divisions.family.pp
+        again = next((divisions.again[:, n] for n, name in enumerate(_CONTAIN) if name in saving.recompute), 0.0)
+        # What is not a product is mostly part of the input gradient.
+        known = divisions.products - divisions.weight
+        before = known + INPUT_SHARE * (divisions.backward - divisions.products) + again
+        passes = np.stack([divisions.forward, before, divisions.weight], -1)  # division, part, pass
+        stages = self._composer.contents(run_of(self._run, replace(self._neutral, pp=pp, schedule=schedule, vpp=vpp)))
+        parts = np.stack([self._work([stage]) for stage in stages])
+        forward, *others = np.moveaxis(parts.sum(0) @ passes, -1, 0)
+        ratios = np.round(PATH_TIMES * np.stack(others, -1) / forward[:, None])
+        seconds, legal = np.zeros(len(divisions)), divisions.legal(shape)
+        keys = np.column_stack([divisions.micro_batches, ratios])
+        for key in np.unique(keys[legal], axis=0):
+            number, *times = key.tolist()
+            path = paths.path_counts(schedule, pp, vpp, int(number), (PATH_TIMES, *times))
+            some = legal & (keys == key).all(1)
+            seconds[some] = np.tensordot(passes[some], parts.T @ path, 2)
+        return seconds + (divisions.update @ self._places(pp, schedule, vpp).held.T).max(1)
 
     def reference_run(self, experts: Experts, ranks: tuple[int, int], recompute: tuple[str, ...], splits: bool) -> Run:
         """A run with these experts, on so many tensor and context ranks."""
@@ -443,9 +476,11 @@ class SpaceBounds:
         )
 
     def _ffn(self, experts: tuple[Experts, ...], is_moe: bool, tokens: int, tp: int, accumulates: bool) -> np.ndarray:
-        """Of each division of the experts: forward, backward, and forward of what `_CONTAIN` names."""
+        """Of each division of the experts: forward, backward, weight gradients, forward of what `_CONTAIN` names."""
         works = [self._times.ffn(is_moe, tokens, tp, expert, accumulates) for expert in experts]
-        return np.array([(ffn.forward, ffn.backward, ffn.again, ffn.again * is_moe, ffn.activation) for ffn in works])
+        return np.array(
+            [(ffn.forward, ffn.backward, ffn.weight, ffn.again, ffn.again * is_moe, ffn.activation) for ffn in works]
+        )
 
     def _fsdp_seconds(self, family: LayoutSet, places: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds to gather the weights of each part, and to reduce its gradients, that overlap cannot hide."""
