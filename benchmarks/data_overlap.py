@@ -29,7 +29,7 @@ from penstock.base.spans import Span
 from penstock.trace.events import Trace
 from penstock.trace.intervals import union
 from penstock.trace.load import load_ranks
-from penstock.trace.phases import find_phases
+from penstock.trace.tree import SPANS, place
 
 Row = dict[str, Any]
 
@@ -113,8 +113,8 @@ def traced(options: argparse.Namespace, model: str) -> Row:
 
 def exposed(trace: Trace) -> Row:
     """Milliseconds of a step in which the device sums or gathers, and of these those without anything else."""
-    phases, gpu = find_phases(trace), trace.gpu
-    rows = {name: phases.is_named(name) for name in (Span.REDUCE, Span.GATHER)}
+    span, gpu = place(trace).span, trace.gpu
+    rows = {name: span == SPANS.index(name) for name in (Span.REDUCE, Span.GATHER)}
     begins = _begins(gpu.start_us[rows[Span.REDUCE]], gpu.start_us[rows[Span.GATHER]])
     rest = ~(rows[Span.REDUCE] | rows[Span.GATHER])
     work = union(gpu.start_us[rest], gpu.end_us[rest])
