@@ -73,9 +73,8 @@ def test_ranks_that_do_not_fit_are_refused(case: tuple[str, int, tuple[str, ...]
     assert str(raised.value) == REFUSED[case]
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_fits_one_rank(name: str) -> None:
-    assert grid_of(PRESETS[name](), 1) == Grid()
+def test_every_preset_fits_one_rank() -> None:
+    assert [name for name, make in PRESETS.items() if grid_of(make(), 1) != Grid()] == []
 
 
 def test_a_grid_has_the_sizes_of_the_run() -> None:

@@ -151,7 +151,17 @@ def _hold(ranks: Pool, way: Way, flights: list[list[Problem]], **options: Any) -
 
 
 @pytest.mark.often(
-    *("4-2-*", "1-1-alone-", "1-2-sent-", "2-1-sent-", "4-1-pushed-", "2-2-by node, pushed-", "1-4-sent-"),
+    *(
+        "4-2-sent-",
+        "4-2-gathered, bounded-",
+        "4-2-by node, *",
+        "1-1-alone-",
+        "1-2-sent-",
+        "2-1-sent-",
+        "4-1-pushed-",
+        "2-2-by node, pushed-",
+        "1-4-sent-",
+    ),
     *("1-4-by node, gathered-", "4-1-padded-", "4-1-gathered, worst case-"),
 )
 @pytest.mark.parametrize(
@@ -178,7 +188,7 @@ def test_experts_of_any_family_are_divided_by_every_way(ranks: Pool, way: Way, e
     _hold(ranks, way, [[problem(placement, adversarial(kind, tokens), one) for kind in kinds for one in families]])
 
 
-@pytest.mark.often("gathered, bounded", "by node, worst case", "pushed")
+@pytest.mark.often("gathered, bounded", "pushed")
 @pytest.mark.parametrize("way", [*OVER_GLOO, *SIMULATED])
 def test_many_steps_with_changing_routing_leave_no_trace(ranks: Pool, way: Way) -> None:
     placement, steps = ExpertPlacement(experts=8, expert=4), 2 if way in SIMULATED else 20
@@ -205,6 +215,7 @@ def test_any_number_of_tokens_and_experts_travels(
     _hold(ranks, way, [[problem(placement, routing)]])
 
 
+@pytest.mark.often("*-2", "by node, sent-1")
 @pytest.mark.parametrize("expert_tensor", [1, 2])
 @pytest.mark.parametrize(
     "way", ["sent", "gathered, counted", "gathered, worst case", "by node, sent", "by node, bounded"]

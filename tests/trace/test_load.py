@@ -349,7 +349,7 @@ def test_a_file_that_does_not_begin_as_json_is_refused_by_its_beginning(
 
 def test_a_file_that_becomes_far_too_large_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
-    path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (200 << 20)))
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * (80 << 20)))
     assert told(path) == f"{path} becomes more than 100 times as large when it is unpacked: it is no trace"
 
 

@@ -10,10 +10,8 @@ from penstock.config.presets.registry import PRESETS, is_preset, keep_layers, pr
 from tests.config.small import unchecked_run
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_named_as_it_is_called(name: str) -> None:
-    assert preset(name).name == name
-    assert PRESETS[name].__doc__
+def test_a_preset_is_named_as_it_is_called() -> None:
+    assert [name for name in PRESETS if preset(name).name != name or not PRESETS[name].__doc__] == []
 
 
 def test_a_variant_keeps_the_first_layers_and_everything_else() -> None:
