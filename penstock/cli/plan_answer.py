@@ -27,6 +27,7 @@ from penstock.cli.plan_request import PlanRequest
 from penstock.plan.balance import BalanceCase, balance_json
 from penstock.plan.campaign import DAY, HOUR, RESTART_SECONDS, WRITE_SECONDS, Campaign, PhaseCost, campaign_json
 from penstock.plan.hardware import Cluster
+from penstock.plan.known_error import COVERED, speed_range
 from penstock.plan.projection import Plan, Projection, Refusal, candidate_json, plan_json
 from penstock.plan.what_if import ProjectionComparison, SweepPoint, TermChange
 from penstock.report.figure import Figure
@@ -84,7 +85,8 @@ def print_answer(answer: PlanAnswer, request: PlanRequest) -> None:
 def _answer_json(answer: PlanAnswer) -> dict[str, Any]:
     match answer.result:
         case Plan() as plan:
-            entries = plan_json(plan) | balance_json(answer.balance)
+            ranges = _range_json(plan.candidates[0]) if plan.candidates else None
+            entries = plan_json(plan) | {"range": ranges} | balance_json(answer.balance)
         case Series() as series:
             swept = {"sweep": series.swept} if series.swept else {}
             entries = swept | {kind: _points_json(points) for kind, points in series.points.items()}
@@ -94,6 +96,18 @@ def _answer_json(answer: PlanAnswer) -> dict[str, Any]:
             entries = _comparison_json(comparison)
     head = {"model": answer.model, "hardware": answer.cluster.hardware.name, "world": answer.cluster.devices}
     return head | entries | {"grounds": grounds(answer.cluster, answer.assumed)}
+
+
+def _range_json(projection: Projection) -> dict[str, Any] | None:
+    if (likely := speed_range(projection.run, projection.cluster)) is None:
+        return None
+    speed = projection.time.tokens_per_second_per_device
+    return {
+        "tokens_per_second_per_device": [likely.low * speed, likely.high * speed],
+        "covered": COVERED,
+        "runs": likely.runs,
+        "is_comparable": likely.is_comparable,
+    }
 
 
 _LARGEST_TERMS = 12

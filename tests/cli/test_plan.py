@@ -176,6 +176,8 @@ def test_json_is_the_contract(searched: Searched) -> None:
     assert (first["fits"], first["step_seconds"], first["bubble"]) == (True, 11.2, 0.067)
     (one,) = found["refused"]
     assert (one["layout"], one["rule"], one["count"]) == ({}, SLOWER, 61)
+    low, high = found["range"]["tokens_per_second_per_device"]
+    assert f"range: {low:,.0f} to {high:,.0f} tokens/s/GPU, as 80% of {found['range']['runs']}" in shown("debug", *ON)
 
 
 def test_a_layout_is_projected_alone(searched: Searched) -> None:
