@@ -206,7 +206,7 @@ class ComposedRun:
             gathered=state.gathered(held),
             update=update_bytes(state.params(held), state.shards),
             buffers=self.proxy.symmetric_bytes + batch_bytes,
-            is_captured=self.run.graphs.capture == "full",
+            run=self.run,
             overheads=self.overheads,
         )
 
