@@ -47,12 +47,15 @@ LONG = (
     *(
         f"docs/{name}.md"
         for name in (
-            *("coming-from", "dispatch", "ladder", "optimizer", "own-model", "plan", "preflight"),
+            *("coming-from", "dispatch", "index", "ladder", "metrics", "optimizer", "own-model", "plan", "preflight"),
             *("report", "start", "trace", "weights", "workflow"),
         )
     ),
 )
-"""Documents whose commands take longest; only the slow tests run them all, others describe those that train."""
+"""Documents whose commands take longest, or are among those of README.md, which test_core_packages.py runs.
+
+Only the slow tests run them all; others describe those that train.
+"""
 
 
 def name_of(path: Path) -> str:
