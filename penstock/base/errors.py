@@ -49,6 +49,10 @@ class DamagedError(CheckpointError):
     """A file of a checkpoint is not as it was saved, so an older checkpoint may serve."""
 
 
+class NoSpaceError(CheckpointError):
+    """A checkpoint does not fit on its disk."""
+
+
 class RunFolderError(PenstockError):
     """The folder of a run exists already, or is not there when it should be."""
 

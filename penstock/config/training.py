@@ -101,7 +101,12 @@ class Checkpoint(Section):
 
     enabled: bool = knob(True, doc="Save at all; a run without checkpoints cannot be resumed.")
     every: int = _steps(1000, doc="Steps between checkpoints; 0 saves only at the end.")
-    keep: int = knob(3, doc="Checkpoints that are kept, the newest first; 0 keeps all.", unit="checkpoints", low=0)
+    keep: int = knob(
+        3,
+        doc="Checkpoints that are kept, the newest first; 0 keeps all. On a full disk fewer, to make room.",
+        unit="checkpoints",
+        low=0,
+    )
     keep_every: int = _steps(0, doc="Checkpoints of multiples of so many steps are kept beyond `keep`; 0 keeps none.")
     asynchronous: bool = knob(True, doc="Write in the background while training goes on.")
     fall_back: bool = knob(True, doc="Resume from the checkpoint before a damaged one; false ends the run instead.")

@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from errno import EIO
+from errno import EDQUOT, EIO, ENOSPC
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,7 +39,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from penstock.base.errors import CheckpointError, DamagedError, PenstockError, every_kind, system_errors
+from penstock.base.errors import CheckpointError, DamagedError, NoSpaceError, PenstockError, every_kind, system_errors
 from penstock.base.files import sync, write_whole
 from penstock.models.huggingface.tensor_file import fingerprint
 from penstock.parallel.axes import ALONE, Axis
@@ -70,8 +70,9 @@ class CheckpointStore:
 
     All ranks create the store and call `save`, `load`, `wait`, `close`, and what ends in `_of_all` together. The other
     methods only look at the folder, on each rank alone. A save leaves `keep` checkpoints, and those of multiples of
-    `keep_every` steps; a `keep` of 0 keeps all. `asynchronous` stores write in the background, which needs host memory
-    for this rank's tensors. `mark` is a file that is made when a checkpoint is complete.
+    `keep_every` steps; a `keep` of 0 keeps all. On a full disk older ones go before that where this makes room for the
+    new one, but not the newest, and none of `keep_every`. `asynchronous` stores write in the background, which needs
+    host memory for this rank's tensors. `mark` is a file that is made when a checkpoint is complete.
     """
 
     def __init__(
@@ -247,6 +248,30 @@ class CheckpointStore:
         return staged
 
     def _write(self, step: int, parts: Mapping[str, ShardedTensor], facts: str) -> None:
+        """Phases 2 to 5, again if older checkpoints made room."""
+        while True:
+            try:
+                return self._try_to_write(step, parts, facts)
+            except NoSpaceError:
+                if not self._messages.from_first(self.rank == 0 and self._makes_room(step)):
+                    raise
+
+    def _makes_room(self, step: int) -> bool:
+        """Delete older checkpoints where that makes room for one as large as the newest, which stays."""
+        *older, newest = [old for old in self.steps() if old < step] or [step]
+        needed, free = _bytes_in(self.path(newest)), shutil.disk_usage(self._folder).free
+        chosen = list[int]()
+        for old in older if self._keep else []:
+            if free < needed and self._may_go(old):
+                chosen.append(old)
+                free += _bytes_in(self.path(old))
+        if free < needed:
+            return False
+        for old in chosen:
+            self._delete(old)
+        return bool(chosen)
+
+    def _try_to_write(self, step: int, parts: Mapping[str, ShardedTensor], facts: str) -> None:
         """Phases 2 to 5. All ranks leave together, after the first one has cleaned up."""
         partial = self._hidden(step, "partial")
         with _Phase(self._messages, f"cannot write {self.path(step)}"):
@@ -289,12 +314,18 @@ class CheckpointStore:
 
     def _prune(self, step: int) -> None:
         """Delete old checkpoints under hidden names, so that none is visible in part."""
-        every, before = self._keep_every, [old for old in self.steps() if old <= step]
+        before = [old for old in self.steps() if old <= step]
         for old in before[: -self._keep] if self._keep else []:
-            if every == 0 or old % every:
-                hidden = self._hidden(old, "removed")
-                self.path(old).rename(hidden)
-                shutil.rmtree(hidden, ignore_errors=True)
+            if self._may_go(old):
+                self._delete(old)
+
+    def _may_go(self, step: int) -> bool:
+        return self._keep_every == 0 or step % self._keep_every != 0
+
+    def _delete(self, step: int) -> None:
+        hidden = self._hidden(step, "removed")
+        self.path(step).rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def _hidden(self, step: int, why: str) -> Path:
         return self._folder / f".{self.path(step).name}.{why}-{self._owner}"
@@ -332,7 +363,8 @@ class _Phase:
             case PenstockError():
                 return [type(error).__name__, str(error)]
             case OSError():  # a disk that cannot read a file any more has damaged it
-                kind = DamagedError if error.errno == EIO else CheckpointError
+                kinds = {EIO: DamagedError, ENOSPC: NoSpaceError, EDQUOT: NoSpaceError}
+                kind = kinds.get(error.errno or 0, CheckpointError)
                 return [kind.__name__, str(kind(self._what, got=error.strerror or error))]
             case _:
                 line = str(CheckpointError(self._what, got=f"{type(error).__name__}: {error}"))
@@ -340,6 +372,10 @@ class _Phase:
 
 
 _KINDS = every_kind(CheckpointError)
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _same_step(ranks: list[tuple[int, dict[str, str]]]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.base.errors import CheckpointError
+from penstock.base.errors import CheckpointError, NoSpaceError
 from penstock.layout.sharding import LocalSlice
 from penstock.models.huggingface.tensor_file import fingerprint
 from penstock.parallel.shard import ShardedTensor, whole
@@ -184,6 +184,40 @@ def test_each_save_writes_its_own_values(tmp_path: Path) -> None:
     another = torch.zeros(2)
     store.load(5, {"another": whole(another)})
     assert another.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("holds", "keep", "keep_every", "left"),
+    [
+        (3, 3, 0, [2, 3, 4]),  # rotation would have needed room for four
+        (2, 3, 0, [3, 4]),
+        (1, 3, 0, [1]),  # the newest never goes
+        (2, 3, 1, [1, 2]),
+        (2, 0, 0, [1, 2]),
+    ],
+)
+def test_on_a_full_disk_older_checkpoints_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: int, keep: int, keep_every: int, left: list[int]
+) -> None:
+    write_parts = checkpoint.write_parts
+
+    def limited(folder: Path, *arguments: Any) -> WrittenFiles:
+        if len(store.steps()) >= holds:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_parts(folder, *arguments)
+
+    def usage(folder: Path) -> Mock:
+        size = sum(file.stat().st_size for file in store.path(1).parent.rglob("*") if file.is_file())
+        return Mock(free=holds * size // max(1, len(store.steps())) - size)
+
+    monkeypatch.setattr(checkpoint, "write_parts", limited)
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    store = CheckpointStore(tmp_path, keep=keep, keep_every=keep_every, asynchronous=False)
+    for step in (1, 2, 3, 4):
+        with nullcontext() if step in left or step <= holds or left[-1] == 4 else pytest.raises(NoSpaceError):
+            _save(store, step)
+    assert store.steps() == left
+    _assert_holds(store, left[-1])
 
 
 @pytest.mark.parametrize("phase", ["write_parts", "write_whole", "fingerprint", "write_manifest", "sync"])
