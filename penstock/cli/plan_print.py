@@ -246,9 +246,6 @@ _SAVING: Mapping[str, str] = {
 }
 
 
-_IN_TURN = "tokens take the experts in turn, as benchmarks that force balance do (--routing)"
-
-
 def assumed_lines(assumptions: Assumptions, run: Run) -> list[str]:
     """A line for each assumption about the run that may be changed."""
     lines = []
@@ -259,11 +256,8 @@ def assumed_lines(assumptions: Assumptions, run: Run) -> list[str]:
         if loads is not None and forced == "--imbalance":
             forced = f"mean of {loads.layers} layers and {len(loads.steps_LE)} steps, --routing {loads.path}"
         lines.append(f"the fullest rank's experts get {share} ({forced})")
-        lines += (
-            ["tokens take the experts in turn, as benchmarks that force balance do (--routing)"]
-            if assumptions.in_turn
-            else []
-        )
+        if assumptions.in_turn:
+            lines.append("tokens take the experts in turn, as benchmarks that force balance do (--routing)")
     if run.data.document_mask:
         lines.append("each row is one document in attention, so shorter ones take less time (data.document_mask)")
     lines.append(_SAVING[assumptions.saving])
