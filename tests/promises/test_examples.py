@@ -46,7 +46,13 @@ def test_own_text_trains_one_book(here: Path, capsys: pytest.CaptureFixture[str]
     assert "run own-text is new" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("continue-qwen3", 8), ("eight-gpus", 8), ("slurm", 32)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        *(("continue-qwen3", 8), ("eight-gpus", 8), ("slurm", 32)),
+        *(("amd-v2-lite", 8), ("amd-v2", 32), ("amd-moe-1t", 768), ("amd-moe-2t", 768)),
+    ],
+)
 def test_a_rank_of_a_large_example_can_be_built(
     name: str, ranks: int, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
