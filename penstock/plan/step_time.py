@@ -320,11 +320,11 @@ def _embedding_sum(run: Run, cluster: Cluster, position: int) -> float:
 
 
 def _behind(exchanges: Timing, room: float, gain: float) -> Timing:
-    """Exchanges beside passes that hide so many seconds of them; `gain` of what is hidden is gained."""
+    """Exchanges beside passes that hide so many seconds of them, and compute longer by all of these but `gain`."""
     hidden = min(exchanges.seconds, room)
-    left = exchanges.seconds - gain * hidden
-    exposed = exchanges.seconds - hidden
-    return replace(exchanges, seconds=left, exposed=exposed, terms={"gradients": left} if left else {})
+    exposed, slowed = exchanges.seconds - hidden, (1 - gain) * hidden
+    terms = {"gradients": exposed + slowed} if exposed + slowed else {}
+    return replace(exchanges, seconds=exposed + slowed, compute=slowed, exposed=exposed, terms=terms)
 
 
 def _rank_time(rank: int, passes: Timing, span: float, update: tuple[Timing, Timing]) -> RankTime:

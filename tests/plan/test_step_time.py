@@ -103,7 +103,8 @@ def test_exchanges_beside_passes_leave_the_sum_of_the_embedding() -> None:
     assert on.step_seconds - off.step_seconds == pytest.approx(terms[1] - terms[0])
     assert 0 < on.exposed_communication_seconds < 0.5 * off.exposed_communication_seconds
     for others in (("graphs.capture=full",), ("graphs.capture=auto",), ("parallel.shard=full",)):
-        assert lite("4xH200", "parallel.overlap=true", *others).time == lite("4xH200", *others).time
+        same = (lite("4xH200", f"parallel.overlap={value}", *others).time for value in ("false", "true"))
+        assert len({*map(repr, same)}) == 1
 
 
 def test_uneven_experts_take_longer() -> None:
