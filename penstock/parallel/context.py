@@ -99,10 +99,12 @@ def nears_of(
     """What the queries of a micro-batch see, for `attend`, equal for all layers with one window: one for each range.
 
     `documents_BS` are those of whole rows. Empty for plain causal attention, also where the window is the whole row.
+    Queries from the middle of a row get bounds all the same: kernels of plain attention would need a mask of them.
     """
     layout = _layout(layer_context, held)
     ranges, kernel = _ranges(layer_context, layout), layer_context.operators.bounded_attention
-    if documents_BS is None if reach is None else layout.length <= reach.size:
+    is_whole = documents_BS is None if reach is None else layout.length <= reach.size
+    if is_whole and (len(ranges) == 1 or kernel is None or documents_BS is not None):
         return ()
     is_chunk = reach is not None and reach.kind == "chunk" and documents_BS is None
     if reach is not None and is_chunk and len(ranges) == 1 and layout.length % reach.size == 0:

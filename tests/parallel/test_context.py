@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.attention_bounds import attention_by_mask
+from penstock.kernels.attention_bounds import AttentionBounds, attention_by_mask
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.operators import REFERENCE
 from penstock.layout.grid import Grid
@@ -82,7 +82,9 @@ def _on_a_rank(size: int, shape: str, method: Method, documents: bool, bounded: 
     for reach in reaches.values():
         leaves = [x.clone().requires_grad_() for x in (q, k, v, *sinks)]
         nears = nears_of(layer_context, reach, len(own), _documents(documents, len(q)), q.device)
-        assert bool(nears) == (documents or reach is not None)
+        has_middle = bounded and method == "all-gather" and size > 1
+        assert bool(nears) == (documents or reach is not None or has_middle)
+        assert not has_middle or all(isinstance(near, AttentionBounds) for near in nears), "no mask of the square"
         if reach is None and not bounded:
             nears = ()  # the whole row's mask serves
         options = {"scale": SCALE, "allowed_BSS": allowed_BSS, "nears": nears, "sinks_H": (*leaves[3:], None)[0]}
