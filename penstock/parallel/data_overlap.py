@@ -43,10 +43,7 @@ def place_of(name: str) -> int:
 
 
 class OverlappedSums:
-    """The reductions of a step, by groups of ranks, that start in its last backward pass.
-
-    `layers` is the number of layers of the whole model.
-    """
+    """The sums of a step by groups of ranks, which start in its last backward pass; `layers` of the whole model."""
 
     def __init__(self, sums: Iterable[Iterable[BucketTransfer]], layers: int, device: torch.device) -> None:
         # Groups of ranks take turns layer by layer; sorting keeps the order of each group.
@@ -98,7 +95,7 @@ class OverlappedSums:
 
 
 class OverlappedGathers:
-    """The gathers of new weights, by groups of ranks, for each of which the first pass that reads them waits."""
+    """The gathers of new weights by groups of ranks; the first pass that reads weights waits for them."""
 
     def __init__(self, gathers: Iterable[Iterable[BucketTransfer]], device: torch.device) -> None:
         self._gathers = sorted(chain.from_iterable(gathers), key=lambda transfer: transfer.layers[0])

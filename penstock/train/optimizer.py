@@ -265,10 +265,7 @@ class MasterAdamW:
             self._tensors |= self._muon.tensors
 
     def beside_passes(self, layers: int) -> tuple[OverlappedSums, OverlappedGathers]:
-        """From here on, sum gradients beside the last backward pass, and gather weights beside the next forward pass.
-
-        `layers` are those of the whole model, whose passes must tell the results of layers.
-        """
+        """From here on, exchange beside passes, which must call the results; `layers` of the whole model."""
         device = next(iter(self._shards.values())).total.device
         self._overlapped = OverlappedSums(self._sums, layers, device), OverlappedGathers(self._gathers, device)
         return self._overlapped
