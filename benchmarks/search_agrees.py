@@ -151,7 +151,8 @@ def random_layouts(request: SearchRequest, count: int, seed: int) -> tuple[Proje
 
 
 def main() -> None:
-    options = record.parser(__doc__, draws=(300, "requests"), seed=1).parse_args()
+    parser = record.parser(__doc__, draws=(300, "requests"), seed=1, random=(0, "layouts of each request"))
+    options = parser.parse_args()
     rows, seconds, begin = 0, 0.0, time.perf_counter()
     unequal: dict[str, list[str]] = {}
     none = 0

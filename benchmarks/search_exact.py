@@ -176,6 +176,7 @@ def main() -> None:
         __doc__,
         parts=True,
         draws=(2000, "random layouts of each large space"),
+        requests=(0, "requests that are drawn in place of cases"),
         seed=1,
         only=("", "cases whose model and cluster contain this"),
         processes=(1, "that play layouts"),

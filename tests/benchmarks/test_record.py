@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,12 @@ def test_options_have_the_types_of_their_defaults_and_lists_those_of_their_items
     assert (options.files, options.sizes, options.output) == ([Path("a"), Path("b")], [8], Path("c.json"))
     plain = parser.parse_args([])
     assert (plain.files, plain.sizes, plain.output, plain.tiny) == ([], [1, 2], None, False)
+
+
+def test_a_benchmark_reads_only_options_that_its_parser_has() -> None:
+    for path in sorted(Path("benchmarks").rglob("*.py")):
+        text = path.read_text()
+        given = re.search(r"record\.parser\((.*?)\n?\s*\)(\.parse_args|\n)", text, re.DOTALL)
+        names = {"output", "commit", "part", "join"} | set(re.findall(r"(\w+)=", given[1] if given else ""))
+        names |= {name.replace("-", "_") for name in re.findall(r'add_argument\("-*([\w-]+)"', text)}
+        assert set(re.findall(r"\boptions\.(\w+)", text)) <= names, path
