@@ -216,6 +216,9 @@ def test_graphs_of_a_run_whose_host_counts_rows_come_with_a_bound() -> None:
     assert 'graphs.capture="full"' in offered(with_run(found, "dispatch.method=symmetric", "dispatch.sync_free=2"))
     launches = KernelLaunches(kernels=1_000, small_kernels=700, from_graphs=900)
     assert "launches-in-one-call" not in rules(replace(found, launches=launches)), "a graph launched them"
+    few = replace(with_run(found, "dispatch.method=symmetric"), launches=KernelLaunches(kernels=400, small_kernels=0))
+    per_step = 400 / (few.steps * len(few.ranks))
+    assert remedy(diagnose(few), "launches-in-one-call").gain_us == pytest.approx(0.81 * 100 * per_step)
 
 
 def sent(kind: str, time_us: float) -> RankCosts:

@@ -77,6 +77,8 @@ _PASSES = (
     'graphs.capture="full" dispatch.sync_free=2',
     'graphs.capture="full" dispatch.sync_free=2 dispatch.method="auto"',
 )
+LARGEST_LAUNCH_US = 100.0  # that a slow host spends on an eager operator of one kernel, autograd and Python included
+
 _PARTS = 'graphs.capture="partial"'
 
 
@@ -319,7 +321,8 @@ def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     "launches-in-one-call",
     "G1 (Megatron Bridge, CUDA graphs); docs/graphs.md",
     how=f"idle time before late launches, times the launches that go ({LAUNCHES_OF_PASSES:.0%} for passes, "
-    f"{LAUNCHES_OF_PARTS:.0%} for parts), and for passes idle time behind waits for row counts",
+    f"{LAUNCHES_OF_PARTS:.0%} for parts) and at most {LARGEST_LAUNCH_US:.0f} us each, and for passes idle time behind "
+    "waits for row counts",
 )
 def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     run, launches = evidence.facts.run, evidence.launches
@@ -328,9 +331,12 @@ def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     change = first_accepted(evidence, *_PASSES, _PARTS, text="graphs of whole passes")
     if change is None or (run is not None and run.graphs.capture != "none"):
         return None
-    gain = LAUNCHES_OF_PARTS * late_launches_us(evidence, bottlenecks)
+    late = late_launches_us(evidence, bottlenecks)
+    if launches is not None:  # the host does other things as well, of which a graph saves none
+        late = min(late, LARGEST_LAUNCH_US * launches.kernels / (max(1, evidence.steps) * len(evidence.ranks)))
+    gain = LAUNCHES_OF_PARTS * late
     if change != _PARTS:  # a whole pass in one launch contains no wait
-        gain = LAUNCHES_OF_PASSES * late_launches_us(evidence, bottlenecks) + behind_counts_us(evidence, bottlenecks)
+        gain = LAUNCHES_OF_PASSES * late + behind_counts_us(evidence, bottlenecks)
     return (
         change,
         "launch the kernels of a pass in one call (CUDA or HIP graphs), if memory allows; a compiler that fuses "
