@@ -34,13 +34,13 @@ from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.replica_plan import PlanFact, ReplicaRule, plan_replicas
 from penstock.kernels.triton_operators import TRITON
-from penstock.layout.experts import ExpertPlacement
+from penstock.layout.grid import ExpertPlacement
+from penstock.moe.balance import Routing
 from penstock.moe.dispatch.balanced import BalancedDispatcher, CountsOf, ReplicaMeter, SlotsOf
 from penstock.moe.dispatch.collective import AllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
-from penstock.moe.routing import Routing
 from penstock.parallel.replicas import MappedSlots, ReplicaMemory, ReplicaSizes, exchanged_counts, exchanged_slots
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 

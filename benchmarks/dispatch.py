@@ -32,14 +32,12 @@ from penstock.kernels.float8.operators import REFERENCE
 from penstock.kernels.float8.quantized import row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.kernels.triton_operators import TRITON
-from penstock.layout.experts import ExpertPlacement
-from penstock.layout.grid import Grid
+from penstock.layout.grid import ExpertPlacement, Grid
+from penstock.moe.balance import Routing
 from penstock.moe.dispatch.collective import AllToAllDispatcher
-from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat
+from penstock.moe.dispatch.contract import UNQUANTIZED, Dispatcher, WireFormat
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
-from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis, make_axes
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 

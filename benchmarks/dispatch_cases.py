@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.moe.balance import Routing
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
-from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis
 
 KINDS = ("even", "skewed", "all on the last rank", "one expert", "some dropped", "all dropped", "one sender")

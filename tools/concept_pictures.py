@@ -15,8 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from penstock.layout.actions import Kind
-from penstock.layout.clock import even_costs, play
+from penstock.layout.actions import Kind, even_costs, play
 from penstock.layout.grid import Grid
 from penstock.layout.schedules import schedule
 

@@ -23,8 +23,7 @@ from penstock.cli.main import main
 from penstock.cli.output import check_output, print_next, print_table
 from penstock.cli.verbs import Force
 from penstock.kernels.device_facts import device_facts
-from penstock.parallel.launch.environment import Environment, read_environment
-from penstock.parallel.launch.host import gpu_vendor
+from penstock.parallel.launch.environment import Environment, gpu_vendor, read_environment
 from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, facts_of_ranks, run_processes
 from penstock.parallel.launch.process import device_name
 from penstock.parallel.launch.rendezvous import meet_to_measure

@@ -42,7 +42,7 @@ from penstock.data.open import open_text
 from penstock.data.packed import PackProgress, PackResult, pack
 from penstock.data.sources import RecordError
 from penstock.data.tokenizer_output import END_OF_DOCUMENT, train_tokenizer
-from penstock.parallel.launch.host import allowed_cores
+from penstock.parallel.launch.environment import allowed_cores
 
 Files = Annotated[list[str], typer.Argument(metavar="FILES", help="Files, folders or globs.")]
 Source = Annotated[Literal["jsonl", "text", "parquet"], typer.Option("--source", help="Lines, whole files, or rows.")]

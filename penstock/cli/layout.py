@@ -20,18 +20,15 @@ from penstock.config.fit import context_method, grid_of, micro_batches, shard, s
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.config.size import stage_costs
-from penstock.layout.actions import Schedule
-from penstock.layout.clock import ActionCosts, play
-from penstock.layout.experts import ExpertPlacement
-from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
+from penstock.layout.actions import ActionCosts, Schedule, play
+from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, ExpertPlacement, Grid, SequenceLayout
 from penstock.layout.schedules import schedule
-from penstock.layout.sequence import SequenceLayout
 from penstock.layout.stages import Stage, stages_text
 from penstock.models.build import meta_stages
 from penstock.models.rank_model import stages_of
 from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import Axes, Axis
-from penstock.parallel.launch.host import ranges
+from penstock.parallel.launch.environment import ranges
 from penstock.parallel.layer_context import LayerContext
 
 _LABEL_WIDTH = 10

@@ -31,8 +31,7 @@ from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.config.size import size_of
 from penstock.config.training import Record
-from penstock.parallel.launch.environment import Environment, read_environment, shell_variables
-from penstock.parallel.launch.host import gpu_vendor
+from penstock.parallel.launch.environment import Environment, gpu_vendor, read_environment, shell_variables
 from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, facts_of_ranks, run_processes
 from penstock.parallel.launch.rendezvous import meet_to_measure
 from penstock.plan.hardware import Hardware

@@ -38,8 +38,7 @@ from penstock.cli.output import budget_seconds, check_output, print_next, print_
 from penstock.cli.verbs import Json, Overrides, Processes, Target
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
-from penstock.parallel.launch.environment import Environment, read_environment
-from penstock.parallel.launch.host import host_bytes
+from penstock.parallel.launch.environment import Environment, host_bytes, read_environment
 from penstock.parallel.launch.local import processes_to_start
 from penstock.parallel.launch.rendezvous import Rendezvous
 from penstock.plan.candidates import fixed_by

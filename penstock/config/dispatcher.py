@@ -16,7 +16,7 @@ from penstock.config.dispatch_rules import COUNTS_STAY
 from penstock.config.parallel import NamedDispatcher
 from penstock.config.problem import Problem
 from penstock.config.run import Run
-from penstock.layout.experts import divides_into
+from penstock.layout.grid import divides_into
 
 DispatcherName = Literal["local", "padded", NamedDispatcher]
 

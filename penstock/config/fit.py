@@ -16,9 +16,8 @@ from penstock.config.model import Attention, GroupedQueryAttention, LatentAttent
 from penstock.config.parallel import Overlap
 from penstock.config.problem import Problem, divisors, multiples_near, refuse
 from penstock.config.run import Run
-from penstock.layout.grid import MOST_RANKS, Grid
+from penstock.layout.grid import MOST_RANKS, Grid, Method
 from penstock.layout.schedules import SCHEDULES
-from penstock.layout.sequence import Method
 
 # Schedules that compute the gradients of inputs and of weights apart.
 SPLITTING_SCHEDULES = ("zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")

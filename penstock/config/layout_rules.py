@@ -10,8 +10,8 @@ from penstock.config.fit import SPLITTING_SCHEDULES, LayoutSizes, ModelSizes, ru
 from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
 from penstock.config.problem import Problem, multiples_near, must_divide
 from penstock.config.run import Run
+from penstock.layout.grid import multiple_of
 from penstock.layout.schedules import SCHEDULES
-from penstock.layout.sequence import multiple_of
 from penstock.layout.stages import parse_stages
 
 _HEAD_FIELDS = ("heads", "kv_heads")  # fields of `ModelSizes.head_counts`

@@ -21,8 +21,8 @@ from penstock.models.linear_attention import DeltaLayer
 from penstock.models.mla import LatentLayer
 from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import PreNorm, RMSNorm
+from penstock.moe.balance import Routing
 from penstock.moe.layer import MoE, Terms
-from penstock.moe.routing import Routing
 from penstock.parallel.graphs import PartialGraphs
 from penstock.parallel.layer_context import LayerContext, Steps, drain, within
 from penstock.parallel.spans import span

@@ -38,10 +38,9 @@ from penstock.moe.router import TopKRouter
 from penstock.parallel import offload
 from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE, Axes
-from penstock.parallel.float8_gather import Float8Shard
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import recomputed_kinds
-from penstock.parallel.shard import shard_fully
+from penstock.parallel.shard import Float8Shard, shard_fully
 
 
 def whole_model(config: Model) -> Stage:

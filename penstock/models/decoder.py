@@ -26,8 +26,8 @@ from penstock.models.model_inputs import ForwardContext, ModelInputs, shifted_to
 from penstock.models.norm import RMSNorm
 from penstock.models.qk_clip import SoftmaxAttention
 from penstock.models.rope import angles
+from penstock.moe.balance import Scope
 from penstock.moe.dispatch.row_capacity import ActivationArena
-from penstock.moe.routing import Scope
 from penstock.parallel.context import held_positions, nears_of
 from penstock.parallel.data_overlap import BEFORE_LAYERS, BEHIND_LAYERS
 from penstock.parallel.layer_context import LayerContext, Steps, drain, within

@@ -25,7 +25,7 @@ from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.quantized import GatheredCopies, Quantized, RowColQuantized, WeightCopies, copies_of
 from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.reference import SWIGLU, ExpertRule
-from penstock.parallel.weight_grad_store import WeightGradStore
+from penstock.parallel.async_transfer import WeightGradStore
 
 MULTIPLE = 16
 """Both widths of a float8 matrix are multiples of this: matrix units and block copies require it."""

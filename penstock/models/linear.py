@@ -25,11 +25,11 @@ from penstock.kernels.launching import on_gpu
 from penstock.kernels.reference import add_token_rows
 from penstock.layout.sharding import Cut, local_shape
 from penstock.models.float8_linear import Float8Weight, fits, float8_linear, quantize_input, recipe_of
+from penstock.parallel.async_transfer import WeightGradStore, deferrable
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_scatter
-from penstock.parallel.float8_gather import Float8Shard
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
+from penstock.parallel.shard import Float8Shard
 
 
 class Linear(nn.Linear):

@@ -19,11 +19,11 @@ from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import RMSNorm
 from penstock.models.qk_clip import SoftmaxAttention, factors_of_rows
 from penstock.models.rope import softmax_scale
+from penstock.parallel.async_transfer import deferrable
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.context import attend, attend_to_row, gather_positions
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import remembered
-from penstock.parallel.weight_grad_store import deferrable
 
 LATENT_NORM_EPSILON = 1e-6
 """The published models use it for the norms of the latents, independent of the model's `rms_norm_eps`."""

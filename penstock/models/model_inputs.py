@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention_bounds import AttentionBounds
-from penstock.moe.routing import Scope
+from penstock.moe.balance import Scope
 from penstock.parallel.context import LocalMask
 from penstock.parallel.graphs import PartialGraphs
 

@@ -6,14 +6,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.kernels.float8.quantized import WeightCopies
-from penstock.layout.matrices import Matrices
-from penstock.layout.sharding import Cut, global_shape
+from penstock.layout.sharding import Cut, Matrices, global_shape
 from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
 from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import Axes, Axis
-from penstock.parallel.float8_gather import Float8Shard, refresh
-from penstock.parallel.shard import ParamShard
+from penstock.parallel.shard import Float8Shard, ParamShard, refresh
 
 
 def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:

@@ -9,8 +9,8 @@ from penstock.config.fit import context_method, micro_batches
 from penstock.config.run import Run
 from penstock.config.size import stage_costs
 from penstock.layout.actions import Schedule
+from penstock.layout.grid import Method, SequenceLayout
 from penstock.layout.schedules import schedule
-from penstock.layout.sequence import Method, SequenceLayout
 from penstock.layout.stages import Stage, balanced_stages, parse_stages
 from penstock.models.build import (
     compute_dtype,
@@ -25,12 +25,12 @@ from penstock.models.build import (
 from penstock.models.decoder import Decoder
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.parallel import offload
+from penstock.parallel.async_transfer import WeightGradStore
 from penstock.parallel.axes import ALONE, Axes
-from penstock.parallel.dispatch_buffers import replica_memory, shared_buffers
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.pipeline import Message, PipelineRunner
+from penstock.parallel.replicas import replica_memory, shared_buffers
 from penstock.parallel.symmetric import SymmetricBuffers
-from penstock.parallel.weight_grad_store import WeightGradStore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Expert balance: auxiliary losses, capacity, forced balance, the meter that counts load, and quantile balancing.
+"""The router's decision, and expert balance: losses, capacity, forced balance, the meter of load, quantile balancing.
 
 An auxiliary loss is not returned by the model. `attach` hangs it on the routing weights: they pass unchanged, and in
 backward the loss gets a gradient of 1. So it works on every pipeline stage and under recomputation, and it must be
@@ -24,7 +24,7 @@ bias. Bins are fine near 0, where balance ends, and grow with the distance: BINS
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,11 +33,49 @@ from torch.autograd.function import once_differentiable
 
 from penstock.config.model import Balance
 from penstock.kernels.operators import LinearLoss, Operators
-from penstock.kernels.reference import Routed, RouterRule, choice_scores
-from penstock.layout.sequence import Method
-from penstock.moe.routing import Routing, Scope
+from penstock.kernels.reference import Routed, RouterRule, RowOrder, choice_scores
+from penstock.layout.grid import Method
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.collectives import all_gather, all_reduce
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Facts of a micro-batch that routers need."""
+
+    sequences: int = 1  # the T tokens are so many sequences of equal length, one after the other (or our part of each)
+    share: float = 1.0  # of the global batch, so that the losses of micro-batches sum to their mean
+    tokens_T: Tensor | None = field(default=None, compare=False)  # int64 ids; None unless a layer chooses by them
+
+
+@dataclass(frozen=True)
+class SortedSlots:
+    """Slots of this rank sorted by expert (or part of one), with their float32 routing weights, differentiable."""
+
+    order: RowOrder  # dropped slots stand last
+    weights_R: Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of each token."""
+
+    weights_TK: Tensor  # float32, differentiable; 0 for a dropped slot
+    experts_TK: Tensor  # int64 expert ids; E (one past the last) for a dropped slot
+    sorted: SortedSlots | None = None  # the slots sorted for the layer's dispatcher, if that has been done
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, for `Routing.of`."""
+        tensors = (self.weights_TK, self.experts_TK)
+        return tensors if self.sorted is None else (*tensors, *self.sorted.order, self.sorted.weights_R)
+
+    @classmethod
+    def of(cls, weights_TK: Tensor, experts_TK: Tensor, *rest: Tensor) -> "Routing":
+        """The inverse of `tensors`."""
+        if not rest:
+            return cls(weights_TK, experts_TK)
+        slots_R, places_TK, counts_E, weights_R = rest
+        return cls(weights_TK, experts_TK, SortedSlots(RowOrder(slots_R, places_TK, counts_E), weights_R))
 
 
 class StepMeter(nn.Module):
@@ -151,7 +189,7 @@ def drop_over_capacity(
 
     Of equal weights those of earlier rows and positions stay, so these ranks drop what one rank would: tokens that
     follow nothing, such as the first of documents, are often equal. Slots that were dropped before stay dropped. In the
-    result dropped slots have expert id E and weight 0. `method` places positions (penstock/layout/sequence.py).
+    result dropped slots have expert id E and weight 0. `method` places positions (penstock/layout/grid.py).
     """
     weights_TK = _in_rows(routing.weights_TK.detach().float(), sequences, axes, method)
     experts_TK = _in_rows(routing.experts_TK, sequences, axes, method)

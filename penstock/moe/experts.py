@@ -26,9 +26,9 @@ from penstock.kernels.operators import torch_expert_ffn
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.sharding import Cut, local_shape
 from penstock.moe.dispatch.contract import ExpertRows
-from penstock.parallel.float8_gather import Float8Shard
+from penstock.parallel.async_transfer import deferrable
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.weight_grad_store import deferrable
+from penstock.parallel.shard import Float8Shard
 
 ACTIVATIONS: Mapping[str, ExpertRule] = MappingProxyType({"silu": SWIGLU, "relu2": ExpertRule(is_gated=False)})
 """Rule of each `model.hidden_act`."""

@@ -30,14 +30,13 @@ from torch import Tensor, nn
 
 from penstock.base.spans import Span
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.moe.balance import LayerLoad
+from penstock.moe.balance import LayerLoad, Routing, Scope
 from penstock.moe.dispatch.balanced import BalancedDispatcher
 from penstock.moe.dispatch.collective import PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows, SlotSorter
 from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.router import TopKRouter
-from penstock.moe.routing import Routing, Scope
 from penstock.parallel.layer_context import LayerContext, Steps, drain
 from penstock.parallel.spans import span
 

@@ -20,6 +20,8 @@ from penstock.moe.balance import (
     BINS,
     LayerLoad,
     LoadMeter,
+    Routing,
+    Scope,
     attach,
     auxiliary_loss,
     capacity,
@@ -29,7 +31,6 @@ from penstock.moe.balance import (
     slot_counts,
     spread_evenly,
 )
-from penstock.moe.routing import Routing, Scope
 from penstock.parallel.collectives import all_reduce
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import is_recomputing, saved_as_is

@@ -1,4 +1,4 @@
-"""Attention over rows that ranks share (context parallelism); `penstock/layout/sequence.py` has the placement.
+"""Attention over rows that ranks share (context parallelism); `penstock/layout/grid.py` has the placement.
 
     ulysses      all-to-all swaps positions for heads: each rank attends over the whole row with a part of the heads,
                  and swaps back. Four exchanges; the heads must divide.
@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.kernels.attention import causal_attention
 from penstock.kernels.attention_bounds import AttentionBounds, first_keys
 from penstock.kernels.attention_window import AttentionWindow
-from penstock.layout.sequence import SequenceLayout
+from penstock.layout.grid import SequenceLayout
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, all_to_all
 from penstock.parallel.layer_context import LayerContext

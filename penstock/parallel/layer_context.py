@@ -19,14 +19,13 @@ from torch import Tensor
 from penstock.config.parallel import RECOMPUTABLE, Dispatch
 from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
 from penstock.kernels.operators import REFERENCE, Operators
-from penstock.layout.sequence import Method
-from penstock.parallel.async_transfer import Rest, Transfer, TransferStream
+from penstock.layout.grid import Method
+from penstock.parallel.async_transfer import Rest, Transfer, TransferStream, WeightGradStore
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.offload import OffloadRule
 from penstock.parallel.recompute import discarding, discarding_in_pieces, is_inside, recomputed
 from penstock.parallel.replicas import ReplicaMemory
 from penstock.parallel.symmetric import SymmetricBuffers
-from penstock.parallel.weight_grad_store import WeightGradStore
 
 Rest_co = TypeVar("Rest_co", covariant=True)
 Result = TypeVar("Result")

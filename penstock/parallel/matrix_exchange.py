@@ -1,6 +1,6 @@
 """Orthogonalizes matrices whose parts several ranks hold: Muon on any layout.
 
-The ranks of a pipeline stage divide the matrices among themselves (penstock/layout/matrices.py), whatever divides the
+The ranks of a pipeline stage divide the matrices among themselves (penstock/layout/sharding.py), whatever divides the
 rows: tensor and expert parallelism, ZeRO-1 or FSDP2. The owner of a matrix gathers its parts, orthogonalizes it whole,
 and sends the parts back to all that hold them. So results are those of one process. For two ranks, each with half of
 the rows of matrices a and b:
@@ -26,8 +26,19 @@ from torch import Tensor
 
 from penstock.kernels.gram import orthogonalize
 from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
-from penstock.layout.matrices import Matrices, MatrixPart, newton_schulz_flops, owners_of, parts_of
-from penstock.layout.sharding import Cut, Rectangle, local_shape, local_slices, rows_of_chunk, rows_of_shard
+from penstock.layout.sharding import (
+    Cut,
+    Matrices,
+    MatrixPart,
+    Rectangle,
+    local_shape,
+    local_slices,
+    newton_schulz_flops,
+    owners_of,
+    parts_of,
+    rows_of_chunk,
+    rows_of_shard,
+)
 from penstock.parallel.axes import Axes, place_on
 from penstock.parallel.shard import ShardedTensor
 

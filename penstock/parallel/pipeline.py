@@ -2,7 +2,7 @@
 
     F   take the input (a message, or the output of an own stage), run the stage, send the output
     B   take the output's gradient, differentiate, send the input's gradient
-    I   the same for the input alone; weight gradients become tasks (penstock/parallel/weight_grad_store.py)
+    I   the same for the input alone; weight gradients become tasks (penstock/parallel/async_transfer.py)
     W   run these tasks
 
 In a pair of F and B the forward pass runs to its next yield whenever the backward pass has started a transfer, inside
@@ -14,8 +14,8 @@ autograd's own pass and on its thread:
 Compute never waits for a send. Messages of one sender travel in its order, which the receiver knows from the schedule:
 it posts receives in that order and stores early messages. Messages up and down use different groups, because on one
 NCCL communicator a send that waits for its receiver would block a receive behind it. So a schedule that
-`penstock.layout.clock` can play does not hang. No receive is posted ahead of need: NCCL's would wait on the GPU, and a
-first step hung then, probably because CUDA does not load a new kernel beside it (decision 0015).
+`penstock.layout.actions` can play does not hang. No receive is posted ahead of need: NCCL's would wait on the GPU, and
+a first step hung then, probably because CUDA does not load a new kernel beside it (decision 0015).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,11 +31,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.base.spans import ACTIONS, Span
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.schedules import forward_only
-from penstock.parallel.async_transfer import TransferStream
+from penstock.parallel.async_transfer import Task, TransferStream, WeightGradStore
 from penstock.parallel.axes import Axes
 from penstock.parallel.layer_context import Steps, drain, within
 from penstock.parallel.spans import EnterPhase, span, untimed
-from penstock.parallel.weight_grad_store import Task, WeightGradStore
 
 StageCall = Callable[[int, Tensor | None], Steps[Tensor]]
 """(micro-batch, input, or None on the first stage) -> steps to the output; on the last stage to the loss, a scalar."""

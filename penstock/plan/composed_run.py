@@ -14,8 +14,7 @@ from penstock.config.fit import micro_batches
 from penstock.config.model import Model
 from penstock.config.parallel import Pipeline
 from penstock.config.run import Run
-from penstock.layout.actions import Schedule
-from penstock.layout.clock import play
+from penstock.layout.actions import Schedule, play
 from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
 from penstock.models.rank_model import schedule_of

@@ -43,20 +43,19 @@ from penstock.models.parameters import copy_bytes, fuse_wgrad_accumulation, para
 from penstock.models.qk_clip import SoftmaxAttention, measure_logits
 from penstock.models.rank_model import schedule_of, stages_of
 from penstock.moe.dispatch.balanced import BalancedDispatcher
-from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher
+from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher, HierarchicalDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
 from penstock.moe.dispatch.row_capacity import SplitSizes
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE
 from penstock.parallel import offload
+from penstock.parallel.async_transfer import WeightGradStore
 from penstock.parallel.axes import ALONE, Axes
-from penstock.parallel.dispatch_buffers import buffer_sizes, replica_memory
-from penstock.parallel.gradient_offload import SLOTS, GradientOffload
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.offload import SLOTS, GradientOffload
+from penstock.parallel.replicas import buffer_sizes, replica_memory
 from penstock.parallel.symmetric import SymmetricBuffers
-from penstock.parallel.weight_grad_store import WeightGradStore
 from penstock.plan.costs import routed_traffic
 from penstock.plan.op_recorder import (
     FROM_HOST,
@@ -273,7 +272,7 @@ def _optimizer(run: Run, axes: Axes, decoders: Mapping[int, Decoder], sharded: f
 
 
 def _shared_buffers(run: Run, axes: Axes, device: DeviceFacts) -> SymmetricBuffers | None:
-    """`penstock.parallel.dispatch_buffers.shared_buffers` for GPUs that all reach each other's memory."""
+    """`penstock.parallel.replicas.shared_buffers` for GPUs that all reach each other's memory."""
     facts = dispatch_facts(run, axes.expert_node.size, "no GPUs" if device.kind == "cpu" else "")
     if run.model.moe is None or not choose_dispatcher(facts).writes_to_peers:
         return None

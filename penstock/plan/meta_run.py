@@ -30,9 +30,9 @@ from penstock.models.model_inputs import ModelInputs
 from penstock.models.parameters import refresh_float8
 from penstock.models.rank_model import embedding_places, message_of, stages_of
 from penstock.moe.layer import MoE
+from penstock.parallel.async_transfer import Task
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
-from penstock.parallel.weight_grad_store import Task
 from penstock.plan.liveness import PipelineShape, StageActivations, StagePiece, layer_kind
 from penstock.plan.meta_rank import META, MetaRank, Target, make_meta_rank
 from penstock.plan.op_recorder import MemoryTracker, OpRecorder, RecordedOps, TrackedSection

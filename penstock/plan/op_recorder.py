@@ -24,22 +24,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.parallel.async_transfer import Result, TransferStream
-from penstock.parallel.copies import DONE, CopyStream, PendingCopy
-from penstock.parallel.weight_grad_store import Task, WeightGradStore
+from penstock.parallel.async_transfer import Result, Task, TransferStream, WeightGradStore
+from penstock.parallel.offload import DONE, CopyStream, PendingCopy
 from penstock.plan.hardware import RankGroup, group_of
 
 GRANULE = 512  # the allocator of a GPU hands out multiples of so many bytes
 
 FORK, END, JOIN, WAIT, PUT_OFF = "fork", "end", "join", "wait", "put off"
 """Names of operators that move nothing: a second stream begins after all work so far; it ends; the first stream waits
-for that end; the host waits for the device; a weight gradient is put off (penstock/parallel/weight_grad_store.py)."""
+for that end; the host waits for the device; a weight gradient is put off (penstock/parallel/async_transfer.py)."""
 
 TO_HOST, FROM_HOST, ARRIVE = "to host", "from host", "arrive"
 """A storage starts its copy to host memory; starts its copy back; must be back on the device."""
 
 SLOT_TO_HOST, SLOT_FROM_HOST = "slot to host", "slot from host"
-"""A slot (penstock/parallel/gradient_offload.py) starts its copy to host memory; is filled again, after that copy."""
+"""A slot (penstock/parallel/offload.py) starts its copy to host memory; is filled again, after that copy."""
 
 COPIES = (TO_HOST, FROM_HOST, SLOT_TO_HOST, SLOT_FROM_HOST)
 

@@ -18,12 +18,11 @@ import torch
 from penstock.config.run import Run
 from penstock.config.training import Optimizer
 from penstock.layout.grid import Grid
-from penstock.layout.matrices import Matrices, newton_schulz_flops
-from penstock.layout.sharding import row_width, rows_of_shard
+from penstock.layout.sharding import Matrices, newton_schulz_flops, row_width, rows_of_shard
 from penstock.models.parameters import copy_bytes, param_shards, refresh_float8
 from penstock.parallel.buckets import BUCKET_VALUES, IN_FLIGHT, ROW_VALUES
-from penstock.parallel.copies import CHUNK_BYTES
 from penstock.parallel.matrix_exchange import ROUND_VALUES
+from penstock.parallel.offload import CHUNK_BYTES
 from penstock.parallel.shard import ParamShard
 from penstock.plan.hardware import RankGroup
 from penstock.plan.liveness import layer_kind
@@ -157,7 +156,7 @@ def together(parts: Iterable[tuple[PartState, int]]) -> PartState:
     """The sum of several parts of a rank, each with its count."""
     states = list(parts)
     whole = PartState(*(sum(count * vars(state)[part.name] for state, count in states) for part in fields(PartState)))
-    # The host's state passes through two buffers (penstock/parallel/copies.py).
+    # The host's state passes through two buffers (penstock/parallel/offload.py).
     return replace(whole, moments=2 * min(CHUNK_BYTES, whole.host)) if whole.host else whole
 
 

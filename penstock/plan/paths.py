@@ -9,8 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from penstock.layout.actions import Kind, Schedule
-from penstock.layout.clock import even_costs, play
+from penstock.layout.actions import Kind, Schedule, even_costs, play
 from penstock.layout.schedules import schedule
 
 PASSES: dict[Kind, tuple[int, int, int]] = {

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock.config.run import Run
-from penstock.layout.actions import Schedule
-from penstock.layout.clock import Playback
+from penstock.layout.actions import Playback, Schedule
 from penstock.layout.grid import Grid
 from penstock.plan.hardware import Cluster
 from penstock.plan.memory import STATE, RankMemory, fullest_rank

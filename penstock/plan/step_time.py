@@ -1,7 +1,7 @@
 """Step time of a run, from the meta runs of every place on the pipeline and the costs of their operators.
 
     passes      forward and backward of each stage as a host and a device play them (penstock/plan/streams.py), in the
-                order of the schedule (penstock/layout/clock.py), which gives the bubbles
+                order of the schedule (penstock/layout/actions.py), which gives the bubbles
     update      gradients become zero; sums over ranks beside the copies into and out of their messages; norm;
                 optimizer; new weights for the other ranks
 
@@ -21,8 +21,7 @@ from types import MappingProxyType
 from penstock.config.fit import grid_of, micro_batches, overlaps_data, shard
 from penstock.config.run import Run
 from penstock.config.size import size_of
-from penstock.layout.actions import Kind, Schedule
-from penstock.layout.clock import ActionCosts, play
+from penstock.layout.actions import ActionCosts, Kind, Schedule, play
 from penstock.models.rank_model import embedding_places, message_of
 from penstock.parallel.axes import Axes
 from penstock.plan.costs import HOST_LINK, HardwareTimes, OpCosts, buffer_rows, routed_rows
@@ -143,7 +142,7 @@ class StageTimer:
     def _through_host_link(self, host_bytes: int, step: RecordedOps) -> Timing:
         """Time that the optimizer's kernels wait for masters and moments that come from the host and go back.
 
-        Both directions run at once through two buffers (penstock/parallel/copies.py). A chunk comes, is updated and
+        Both directions run at once through two buffers (penstock/parallel/offload.py). A chunk comes, is updated and
         leaves in each buffer, so the link is idle during the kernels of every second chunk: the update takes the link's
         time and half of the kernels' time, or the kernels' time.
         """

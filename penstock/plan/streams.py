@@ -11,7 +11,7 @@ A second stream carries transfers between `fork` and `join`, hidden behind the c
 other down: only `OVERLAP_GAIN` of the hidden time is gained. Copies to and from host memory have a stream for each
 direction (penstock/parallel/offload.py) and slow nothing down; compute waits for room where too many bytes are on
 their way out, and for a storage that backward opens before it is back. A slot for sums of gradients
-(penstock/parallel/gradient_offload.py) needs no room, and is filled again once it has left; slots and storages share
+(penstock/parallel/offload.py) needs no room, and is filled again once it has left; slots and storages share
 the link. Captured work takes no time of the host.
 """
 
@@ -19,8 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.parallel.gradient_offload import SLOTS
-from penstock.parallel.offload import IN_FLIGHT_BYTES
+from penstock.parallel.offload import IN_FLIGHT_BYTES, SLOTS
 from penstock.plan.costs import HOST_LINK, OpCost
 from penstock.plan.op_recorder import (
     ARRIVE,

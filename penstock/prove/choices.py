@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.reference import Routed, RouterRule, choice_scores, route
+from penstock.moe.balance import Routing
 from penstock.moe.router import TopKRouter
-from penstock.moe.routing import Routing
 from penstock.parallel.recompute import is_recomputing
 
 _EQUAL = 1e-5  # tokens with nearer logits are taken for equal: layouts round the same logits differently

@@ -28,8 +28,7 @@ from penstock.base.child import Answer, Child, ChildEndedError, serve, use_all_m
 from penstock.base.errors import PenstockError
 from penstock.config.load import load_run
 from penstock.models.huggingface.weight_folder import WeightFolder
-from penstock.parallel.launch.environment import Environment, LaunchFacts, prepare_environment
-from penstock.parallel.launch.host import gpu_vendor
+from penstock.parallel.launch.environment import Environment, LaunchFacts, gpu_vendor, prepare_environment
 from penstock.prove.choices import ChoiceRecorder, Choices, Place
 from penstock.prove.composition import LABELS, PRESET, Device, of_run
 from penstock.prove.play import Saved, StepFigures, follow, saved_by

@@ -16,8 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from penstock.base.numbers import BYTE_UNITS, rounded, time_text, time_unit
-from penstock.layout.actions import Kind, Schedule
-from penstock.layout.clock import Playback
+from penstock.layout.actions import Kind, Playback, Schedule
 from penstock.plan.projection import Projection
 from penstock.report.figure import HELD, HUES, IDLE, KERNELS, Figure, axis, evenly, ink_on, left_out, shade
 

@@ -47,7 +47,7 @@ _INDEX = {"_GroupedGemm": 3, "_ExpertFfn": 5, "_Float8ExpertFfn": 5}
 _COUNTS_STAY = 2  # first `dispatch.sync_free` at which row counts stay on the device (penstock.config.dispatch_rules)
 
 PACKED_ITEM = 8
-"""Element size in bytes in which packed rows are sent (penstock.moe.dispatch.payload); other rows never have it."""
+"""Element size in bytes in which packed rows are sent (penstock.moe.dispatch.contract); other rows never have it."""
 
 
 RowSource = Literal["all-to-all", "configuration", "shapes"]

@@ -9,7 +9,7 @@ formats.
 `FusedAdamW` has everything on the device. `StreamedAdamW` has the same interface:
 
     host      masters and moments, pinned                     4 to 12 bytes for each value of a bfloat16 parameter
-    device    parameters, gradients, and two chunks at a time (penstock/parallel/copies.py)
+    device    parameters, gradients, and two chunks at a time (penstock/parallel/offload.py)
 
 A chunk is copied in, updated by the same kernels, and copied out while the next one arrives. A step costs the time to
 move these bytes one way (both directions run at once), once for any number of micro-batches. A value that is its own
@@ -46,7 +46,7 @@ from penstock.kernels.optimizer_state import (
     split,
 )
 from penstock.layout.sharding import row_width
-from penstock.parallel.copies import ALIGNMENT, CHUNK_BYTES, ChunkStream, buffer_bytes, host_tensors
+from penstock.parallel.offload import ALIGNMENT, CHUNK_BYTES, ChunkStream, buffer_bytes, host_tensors
 from penstock.parallel.shard import StateCodec
 
 

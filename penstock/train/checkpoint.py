@@ -44,7 +44,7 @@ from penstock.base.files import sync, write_whole
 from penstock.models.huggingface.tensor_file import fingerprint
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.collectives import JsonGroup
-from penstock.parallel.copies import host_tensors
+from penstock.parallel.offload import host_tensors
 from penstock.parallel.shard import ShardedTensor
 from penstock.train.manifest import (
     FACTS,

@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock.config.training import Optimizer
 from penstock.kernels.adamw import SPLIT, StateTensor, first_moment_of, master_of, store_first_moment, store_master
 from penstock.kernels.optimizer_state import noise, salt_of, seed_of
-from penstock.layout.matrices import Matrices
+from penstock.layout.sharding import Matrices
 from penstock.parallel.axes import Axes
 from penstock.parallel.matrix_exchange import MatrixExchange, MatrixShard
 from penstock.train.adamw import bytes_of, device_state, is_own_master, round_values, start_masters

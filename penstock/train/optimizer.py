@@ -46,8 +46,8 @@ from penstock.layout.sharding import row_width, rows_of_shard
 from penstock.parallel.axes import ALONE, NO_AXIS, Axes, Axis
 from penstock.parallel.buckets import BucketEntry, BucketTransfer, gathers_of, run_transfers, sums_of
 from penstock.parallel.data_overlap import OverlappedGathers, OverlappedSums, place_of
-from penstock.parallel.gradient_offload import GradientOffload, layer_of_sums
 from penstock.parallel.matrix_exchange import MatrixShard, RowDivision
+from penstock.parallel.offload import GradientOffload, layer_of_sums
 from penstock.parallel.shard import ParamShard, ShardedTensor, StateCodec, by_rows, local_rows, whole
 from penstock.parallel.spans import span
 from penstock.train.adamw import ROUNDED, FusedAdamW, StreamedAdamW, is_own_master, stored_parts
@@ -523,6 +523,6 @@ def _attach(shard: OptimizerShard) -> None:
 def _move_gradient(total: Tensor, parameter: Tensor) -> None:
     """Add the gradient of a finished backward pass to the float32 sum."""
     if parameter.grad is None:
-        return  # A deferred weight gradient: autograd calls again when it is computed (parallel/weight_grad_store.py).
+        return  # A deferred weight gradient: autograd calls again when it is computed (parallel/async_transfer.py).
     total.add_(parameter.grad)
     parameter.grad = None

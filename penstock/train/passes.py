@@ -17,7 +17,7 @@ The cut of the rows of a step:
 
     labels of depth k and tokens ahead    from whole rows, because they look across every later cut
     documents                             whole rows; a pass makes the mask from them on the device
-    context parallelism                   takes this rank's positions (penstock/layout/sequence.py)
+    context parallelism                   takes this rank's positions (penstock/layout/grid.py)
     tensor parallelism                    takes nothing: its ranks read the same tokens, and the embedding is divided
 
 It runs on the host. Copies to the device go through pinned memory, so the host does not wait for them.

@@ -37,11 +37,9 @@ from penstock.models.qk_clip import measure_logits
 from penstock.models.rank_model import RankModel, build_rank, embedding_places, stages_of
 from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import ALONE, Axes, make_axes
-from penstock.parallel.launch.environment import Environment, read_environment
-from penstock.parallel.launch.host import host_bytes
+from penstock.parallel.launch.environment import Environment, host_bytes, read_environment
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
-from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
-from penstock.parallel.launch.watch import MARGIN
+from penstock.parallel.launch.rendezvous import MARGIN, start_fake_process_group, stop_process_group
 from penstock.train.adamw import state_shapes
 from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture
 from penstock.train.optimizer import MasterAdamW, StateBytes

@@ -7,7 +7,7 @@ import pytest
 from penstock.cli.layout import step_figures
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.size import size_of
-from penstock.layout.clock import ActionCosts, play
+from penstock.layout.actions import ActionCosts, play
 from penstock.layout.schedules import SCHEDULES, schedule
 from tests.cli import answers
 from tests.config.small import SMALL, unchecked_run

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.layout.experts import ExpertPlacement
-from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
+from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, ExpertPlacement, Grid
 from tests.examples import examples
 
 

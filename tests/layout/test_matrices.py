@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.layout.matrices import Matrices, newton_schulz_flops, owners_of, parts_of
-from penstock.layout.sharding import Cut, Rectangle, local_shape, local_slices, rows_of_shard
+from penstock.layout.sharding import (
+    Cut,
+    Matrices,
+    Rectangle,
+    local_shape,
+    local_slices,
+    newton_schulz_flops,
+    owners_of,
+    parts_of,
+    rows_of_shard,
+)
 
 
 def test_gate_and_up_of_each_expert_are_matrices() -> None:

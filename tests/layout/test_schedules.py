@@ -13,8 +13,19 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
 from penstock.config.parallel import Pipeline
-from penstock.layout.actions import Action, Kind, Schedule, execution_order, pair_up, problems, text
-from penstock.layout.clock import ActionCosts, DeadlockError, even_costs, play
+from penstock.layout.actions import (
+    Action,
+    ActionCosts,
+    DeadlockError,
+    Kind,
+    Schedule,
+    even_costs,
+    execution_order,
+    pair_up,
+    play,
+    problems,
+    text,
+)
 from penstock.layout.schedules import (
     PAIRED_GRAMMARS,
     SCHEDULES,

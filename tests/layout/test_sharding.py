@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.layout.sequence import Method, SequenceLayout, multiple_of
+from penstock.layout.grid import Method, SequenceLayout, multiple_of
 from penstock.layout.sharding import (
     Cut,
     LocalSlice,

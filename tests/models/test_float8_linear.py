@@ -16,9 +16,9 @@ from penstock.kernels.float8.triton_operators import TRITON
 from penstock.models.ffn import FeedForward
 from penstock.models.linear import Linear
 from penstock.models.norm import PreNorm
+from penstock.parallel.async_transfer import WeightGradStore
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import discarding, recomputed, saving
-from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close, assert_equal, decibels
 
 BARS = {"e4m3": 25.0, "e5m2": 20.0}

@@ -17,11 +17,11 @@ from penstock.models.init import initialize
 from penstock.models.linear import Embedding, Linear, cut_over, look_up_into
 from penstock.models.parameters import param_shards
 from penstock.models.rank_model import build_rank
+from penstock.parallel.async_transfer import WeightGradStore
 from penstock.parallel.axes import ALONE, Axis, make_axes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import recomputed
 from penstock.parallel.shard import by_rows, own_rows
-from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close, assert_equal
 from tests.distributed.pool import Pool
 from tests.models.families import ATTENTIONS, moe_with, tiny_decoder, tiny_model

@@ -16,20 +16,23 @@ from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.symmetric import PersistentLaunch
 from penstock.kernels.triton_operators import TRITON
-from penstock.layout.experts import ExpertPlacement
-from penstock.layout.grid import Grid
+from penstock.layout.grid import ExpertPlacement, Grid
 from penstock.models.ffn import FeedForward
+from penstock.moe.balance import Routing
 from penstock.moe.dispatch.build import make_dispatcher
-from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher, PaddedAllToAllDispatcher
-from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, LocalDispatcher
-from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
-from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat
+from penstock.moe.dispatch.collective import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    HierarchicalDispatcher,
+    NodePlacement,
+    PaddedAllToAllDispatcher,
+)
+from penstock.moe.dispatch.contract import UNQUANTIZED, Dispatcher, ExpertRows, LocalDispatcher, WireFormat
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, SymmetricTransport, transport_of
 from penstock.moe.experts import GroupedExperts, expert_rule, shared_rule
 from penstock.moe.layer import MoE
 from penstock.moe.router import TopKRouter
-from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axes, Axis, make_axes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers

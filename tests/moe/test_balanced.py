@@ -20,14 +20,12 @@ from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
 from penstock.kernels.operators import REFERENCE
 from penstock.kernels.replica_plan import PlanFact, ReplicaRule
-from penstock.layout.experts import ExpertPlacement
-from penstock.layout.grid import Grid
+from penstock.layout.grid import ExpertPlacement, Grid
+from penstock.moe.balance import Routing
 from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter
 from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher
-from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
-from penstock.moe.dispatch.payload import wire_format_of
+from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher, wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
-from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.recompute import recomputed
 from penstock.parallel.replicas import exchanged_counts, exchanged_slots

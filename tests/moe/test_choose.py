@@ -8,15 +8,13 @@ import torch
 from penstock.base.errors import DeviceError
 from penstock.config.load import load_run
 from penstock.config.parallel import Dispatch
-from penstock.layout.experts import ExpertPlacement
-from penstock.layout.grid import Grid
+from penstock.layout.grid import ExpertPlacement, Grid
 from penstock.moe.dispatch.build import make_dispatcher
-from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher
+from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher, HierarchicalDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
-from penstock.parallel import dispatch_buffers
+from penstock.parallel import replicas
 from penstock.parallel.axes import Axes, Axis, make_axes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
@@ -79,14 +77,14 @@ def test_inside_a_node_rows_are_written_into_other_gpus_memory_where_it_is_mappe
 def test_buffers_hold_what_may_come_from_all_nodes(
     monkeypatch: pytest.MonkeyPatch, method: str, per_node: int, tokens: int, ranks: int
 ) -> None:
-    monkeypatch.setattr(dispatch_buffers, "peer_obstacle", lambda *_: "")
-    monkeypatch.setattr(dispatch_buffers, "allocate", lambda sizes, axis, device: (sizes, axis))
+    monkeypatch.setattr(replicas, "peer_obstacle", lambda *_: "")
+    monkeypatch.setattr(replicas, "allocate", lambda sizes, axis, device: (sizes, axis))
     axes = _axes(EP8, per_node)
     asked = ("training.sequence_length=4096", "parallel.expert=8", f"dispatch.method={method}")
     run = load_run("deepseek-v2-lite", asked)
-    found: Any = dispatch_buffers.shared_buffers(run, axes, GPU)
+    found: Any = replicas.shared_buffers(run, axes, GPU)
     assert found == (BufferSizes(tokens=tokens, top_k=6, row_bytes=2 * 2048, ranks=ranks), axes.expert_node)
-    assert dispatch_buffers.shared_buffers(run, axes, META) is None
+    assert replicas.shared_buffers(run, axes, META) is None
 
 
 @pytest.mark.parametrize(
@@ -104,20 +102,20 @@ def test_no_memory_is_mapped_where_the_kernels_cannot_write(
     monkeypatch: pytest.MonkeyPatch, grid: Grid, per_node: int, device: Any, overrides: tuple[str, ...], reason: str
 ) -> None:
     _pretend_gpus(monkeypatch, seen=8)
-    monkeypatch.setattr(dispatch_buffers, "all_gather_json", lambda value, _: [value])
+    monkeypatch.setattr(replicas, "all_gather_json", lambda value, _: [value])
     axes, expert = _axes(grid, per_node), f"parallel.expert={grid.expert}"
     by_name = load_run("deepseek-v2-lite", (expert, *overrides, "dispatch.method=symmetric"))
     with pytest.raises(DeviceError) as raised:
-        dispatch_buffers.shared_buffers(by_name, axes, device)
+        replicas.shared_buffers(by_name, axes, device)
     assert f"dispatch.method=symmetric cannot be had; got {reason}" in str(raised.value)
     if per_node != 4 or device == CPU:
-        assert dispatch_buffers.shared_buffers(load_run("deepseek-v2-lite", (expert, *overrides)), axes, device) is None
+        assert replicas.shared_buffers(load_run("deepseek-v2-lite", (expert, *overrides)), axes, device) is None
 
 
 def _pretend_gpus(patch: pytest.MonkeyPatch, *, seen: int, has_triton: bool = True) -> None:
     patch.setattr(torch.cuda, "device_count", lambda: seen)
     patch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    patch.setattr(dispatch_buffers, "installed", lambda _: has_triton)
+    patch.setattr(replicas, "installed", lambda _: has_triton)
 
 
 def _asked(method: str, seen: int, one_lacks_triton: bool) -> str:
@@ -130,10 +128,10 @@ def _asked(method: str, seen: int, one_lacks_triton: bool) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         _pretend_gpus(patch, seen=seen, has_triton=not (one_lacks_triton and axes.rank))
-        patch.setattr(dispatch_buffers, "allocate", allocate)
+        patch.setattr(replicas, "allocate", allocate)
         run = load_run("deepseek-v2-lite", ("parallel.expert=2", f"dispatch.method={method}"))
         try:
-            return str(dispatch_buffers.shared_buffers(run, axes, torch.device("cuda", axes.rank if seen > 1 else 0)))
+            return str(replicas.shared_buffers(run, axes, torch.device("cuda", axes.rank if seen > 1 else 0)))
         except DeviceError as error:
             return str(error)
 

@@ -17,14 +17,12 @@ from penstock.kernels import expert_kernels as networks
 from penstock.kernels.expert_ffn import expert_ffn as fused_expert_ffn
 from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.reference import expert_ffn
-from penstock.layout.experts import ExpertPlacement
-from penstock.layout.grid import Grid
-from penstock.moe.balance import capacity
+from penstock.layout.grid import ExpertPlacement, Grid
+from penstock.moe.balance import Routing, capacity
 from penstock.moe.dispatch.build import make_dispatcher
 from penstock.moe.dispatch.collective import PaddedAllToAllDispatcher, each_part
 from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity, make_room
-from penstock.moe.routing import Routing
 from penstock.parallel.axes import ALONE, make_axes
 from penstock.parallel.layer_context import LayerContext
 from tests.closeness import assert_close, assert_equal

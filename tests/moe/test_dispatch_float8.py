@@ -17,18 +17,17 @@ from penstock.kernels.float8.quantized import as_quantized, row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
 from penstock.kernels.float8.reference import pack_rows, unpack_rows
 from penstock.kernels.operators import REFERENCE as PLAIN
-from penstock.layout.experts import ExpertPlacement
+from penstock.layout.grid import ExpertPlacement
+from penstock.moe.balance import Routing, Scope
 from penstock.moe.dispatch.build import make_dispatcher
 from penstock.moe.dispatch.collective import AllGatherDispatcher
-from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
-from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat, wire_format_of
+from penstock.moe.dispatch.contract import UNQUANTIZED, Dispatcher, LocalDispatcher, WireFormat, wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
-from penstock.moe.routing import Routing, Scope
 from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE
-from penstock.parallel.dispatch_buffers import widest_row
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.replicas import widest_row
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from tests.closeness import assert_close, assert_equal, relative_error
 from tests.distributed.one_loss import trace

@@ -21,12 +21,12 @@ from penstock.kernels import operators
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON
 from penstock.kernels.operators import Operators
+from penstock.moe.balance import Scope
 from penstock.moe.experts import ACTIVATIONS
 from penstock.moe.layer import MoE
 from penstock.moe.router import hash_table
-from penstock.moe.routing import Scope
+from penstock.parallel.async_transfer import WeightGradStore
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close, assert_equal
 from tests.moe.mixture import make_layer, plain_moe
 

@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.operators import REFERENCE
-from penstock.layout.experts import ExpertPlacement
-from penstock.layout.grid import Grid
-from penstock.moe.dispatch.collective import AllGatherDispatcher
-from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
-from penstock.moe.routing import Routing
+from penstock.layout.grid import ExpertPlacement, Grid
+from penstock.moe.balance import Routing
+from penstock.moe.dispatch.collective import AllGatherDispatcher, HierarchicalDispatcher, NodePlacement
 from penstock.parallel.axes import Axis, make_axes
 from tests.distributed.pool import Pool
 from tests.moe.mixture import D, Gloo, dispatchers_on_a_rank, problem, random_routing, with_room

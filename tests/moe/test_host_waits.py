@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from penstock.kernels import permute
 from penstock.kernels.reference import RowOrder
+from penstock.moe.balance import Routing
+from penstock.moe.dispatch.collective import HierarchicalDispatcher
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
-from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
 from penstock.moe.layer import MoE
-from penstock.moe.routing import Routing
 from penstock.train.step import train_step
 from tests.distributed.one_loss import RATE, layout, start_session
 from tests.distributed.pool import Pool

@@ -18,14 +18,13 @@ from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.replica_plan import ReplicaRule
+from penstock.moe.balance import Routing, Scope
 from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter
 from penstock.moe.dispatch.contract import ExpertRows
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE, Terms
-from penstock.moe.routing import Routing, Scope
-from penstock.parallel.async_transfer import TransferStream
+from penstock.parallel.async_transfer import TransferStream, WeightGradStore
 from penstock.parallel.layer_context import LayerContext, drain
-from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_equal, decibels
 from tests.moe.mixture import make_layer, plain_moe
 from tests.parallel.alive import Alive

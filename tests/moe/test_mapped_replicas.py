@@ -17,10 +17,9 @@ from penstock.kernels.float8.recipes import BLOCKWISE, Recipe
 from penstock.kernels.float8.triton_operators import TRITON as TRITON_IN_8_BITS
 from penstock.kernels.replica_plan import ReplicaRule, plan_replicas
 from penstock.kernels.triton_operators import TRITON
-from penstock.layout.experts import ExpertPlacement
+from penstock.layout.grid import ExpertPlacement
 from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter
-from penstock.moe.dispatch.contract import LocalDispatcher
-from penstock.moe.dispatch.payload import wire_format_of
+from penstock.moe.dispatch.contract import LocalDispatcher, wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
 from penstock.parallel import replicas

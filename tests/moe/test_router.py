@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from penstock.config.model import Balance, Moe, Router
 from penstock.kernels.operators import REFERENCE, LinearLoss
 from penstock.kernels.reference import Routed, RouterRule, route
-from penstock.layout.grid import Grid
-from penstock.layout.sequence import Method, SequenceLayout
+from penstock.layout.grid import Grid, Method, SequenceLayout
 from penstock.moe.balance import (
     BINS,
     HIGHEST,
     SIDE,
     LoadMeter,
+    Routing,
+    Scope,
     SlotCounts,
     attach,
     auxiliary_loss,
@@ -29,7 +30,6 @@ from penstock.moe.balance import (
     spread_evenly,
 )
 from penstock.moe.router import TopKRouter, hash_table, update_expert_bias
-from penstock.moe.routing import Routing, Scope
 from penstock.parallel.axes import make_axes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import recomputed

@@ -15,12 +15,11 @@ from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.triton_operators import TRITON
-from penstock.layout.experts import ExpertPlacement
-from penstock.moe.balance import reset_meters
+from penstock.layout.grid import ExpertPlacement
+from penstock.moe.balance import Routing, reset_meters
 from penstock.moe.dispatch.collective import first_rows
-from penstock.moe.dispatch.payload import pick_kept
+from penstock.moe.dispatch.contract import pick_kept
 from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity, make_room, rows_left_out, widenings
-from penstock.moe.routing import Routing
 from tests.closeness import assert_close
 from tests.examples import examples
 from tests.moe.mixture import D, random_routing, token_by_token, weights_of

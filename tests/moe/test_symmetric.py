@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.dispatch_cases import KINDS as ROUTINGS
 from benchmarks.dispatch_cases import SMALL, Exact, choices, wrong_numbers
-from penstock.layout.experts import ExpertPlacement
+from penstock.layout.grid import ExpertPlacement
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, SymmetricTransport, transport_of
 from penstock.parallel.axes import Axis

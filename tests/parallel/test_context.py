@@ -10,8 +10,7 @@ from penstock.kernels.attention import causal_attention
 from penstock.kernels.attention_bounds import AttentionBounds, attention_by_mask
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.operators import REFERENCE
-from penstock.layout.grid import Grid
-from penstock.layout.sequence import Method, SequenceLayout
+from penstock.layout.grid import Grid, Method, SequenceLayout
 from penstock.models.model_inputs import attention_mask
 from penstock.parallel.axes import ALONE, Axes, make_axes
 from penstock.parallel.context import attend, attend_to_row, gather_positions, held_positions, nears_of

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.parallel.copies import ALIGNMENT, ChunkStream, host_tensors
+from penstock.parallel.offload import ALIGNMENT, ChunkStream, host_tensors
 
 CPU = torch.device("cpu")
 

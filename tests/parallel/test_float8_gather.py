@@ -20,8 +20,7 @@ from penstock.kernels.float8.recipes import BLOCKWISE, E4M3_FNUZ, RECIPES, Recip
 from penstock.kernels.float8.reference import dequantize, quantize_weight
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import Axes, make_axes
-from penstock.parallel.float8_gather import Float8Shard, refresh
-from penstock.parallel.shard import by_rows, local_rows, shard_fully
+from penstock.parallel.shard import Float8Shard, by_rows, local_rows, refresh, shard_fully
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.state import restore_state, save_state
 from tests.distributed.one_loss import Saved, StepFigures, follow, same_state, saved_by, start_session

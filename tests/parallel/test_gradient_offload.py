@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.parallel.data_overlap import BEFORE_LAYERS
-from penstock.parallel.gradient_offload import SLOTS, GradientOffload, layer_of_sums
+from penstock.parallel.offload import SLOTS, GradientOffload, layer_of_sums
 from tests.closeness import assert_close, assert_equal
 
 CPU = torch.device("cpu")

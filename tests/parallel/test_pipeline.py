@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.grid import Grid
 from penstock.layout.schedules import PAIRED_GRAMMARS, SCHEDULES, schedule
-from penstock.parallel.async_transfer import TransferStream
+from penstock.parallel.async_transfer import TransferStream, WeightGradStore, deferrable
 from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
 from penstock.parallel.layer_context import Steps, drain
 from penstock.parallel.pipeline import Message, PipelineRunner, StageCall
-from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.parallel.recorded import Recorded

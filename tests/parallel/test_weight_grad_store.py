@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.parallel.weight_grad_store import Task, WeightGradStore, deferrable
+from penstock.parallel.async_transfer import Task, WeightGradStore, deferrable
 from tests.closeness import assert_close
 from tests.parallel.alive import Alive
 

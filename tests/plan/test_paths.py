@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.layout.clock import ActionCosts, even_costs, play
+from penstock.layout.actions import ActionCosts, even_costs, play
 from penstock.layout.schedules import schedule
 from penstock.plan import paths
 from tests.examples import examples

@@ -23,8 +23,7 @@ from penstock.kernels.device_facts import named_device
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.kernels import kernel_choices, most_sync_free
 from penstock.models.rank_model import embedding_places
-from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher
-from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
+from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher, HierarchicalDispatcher
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
 from penstock.moe.layer import MoE
 from penstock.parallel.axes import make_axes

@@ -9,8 +9,7 @@ from typing import Any
 
 from penstock.base.spans import ACTIONS
 from penstock.config.load import RUN_FILE, dump_toml, load_run
-from penstock.layout.actions import Action, Schedule
-from penstock.layout.clock import Playback, even_costs, play
+from penstock.layout.actions import Action, Playback, Schedule, even_costs, play
 from penstock.layout.schedules import schedule
 from tests.trace.synthetic import Job, make
 from tests.trace.tiny import operator, ran, span, trace_of, write

@@ -7,8 +7,7 @@ from functools import cache
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.kernels.device_facts import named_device
-from penstock.layout.actions import Schedule
-from penstock.layout.clock import even_costs, play
+from penstock.layout.actions import Schedule, even_costs, play
 from penstock.layout.schedules import schedule
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.memory import RankMemory, memory_of

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.layout.actions import Schedule
-from penstock.layout.clock import even_costs, play
+from penstock.layout.actions import Schedule, even_costs, play
 from penstock.layout.schedules import SCHEDULES, schedule
 from penstock.report.figure import Figure
 from penstock.report.timeline import (

@@ -17,7 +17,7 @@ from penstock.kernels.float8 import expert_ffn, quantized
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
 from penstock.models.float8_linear import Float8Weight, float8_linear, float8_network
-from penstock.moe.dispatch.payload import WireFormat
+from penstock.moe.dispatch.contract import WireFormat
 from penstock.trace.calls import calls_of
 from penstock.trace.events import NONE, Trace
 from penstock.trace.experts import PACKED_ITEM, grouped_products, packed_row_bytes, received_rows

@@ -18,7 +18,7 @@ from penstock.config.model import Balance
 from penstock.config.parallel import Dispatch, Graphs, Offload, Parallel, Recompute
 from penstock.config.run import Run
 from penstock.kernels.choose import Choice
-from penstock.layout.experts import ExpertPlacement
+from penstock.layout.grid import ExpertPlacement
 from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.dispatch.row_capacity import RowCapacity, capacity_trackers, make_room

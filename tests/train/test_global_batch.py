@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.base.errors import DataError
 from penstock.data.loader import Batch
 from penstock.kernels.reference import IGNORED_LABEL
-from penstock.layout.grid import Grid
-from penstock.layout.sequence import Method, SequenceLayout
+from penstock.layout.grid import Grid, Method, SequenceLayout
 from penstock.models.decoder import Hidden
 from penstock.models.model_inputs import attention_mask, shifted_tokens
 from penstock.parallel.axes import Axis, make_axes

@@ -10,7 +10,7 @@ from penstock.config.load import load_run
 from penstock.config.training import Muon as Settings
 from penstock.config.training import Optimizer
 from penstock.kernels.gram import COEFFICIENTS, orthogonalize
-from penstock.layout.matrices import Matrices
+from penstock.layout.sharding import Matrices
 from penstock.models.build import meta_model
 from penstock.models.parameters import param_shards
 from penstock.parallel.axes import ALONE, Axis

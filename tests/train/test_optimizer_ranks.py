@@ -19,8 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from penstock.config.parallel import Offload, Parallel
 from penstock.config.training import Muon, Optimizer
 from penstock.layout.grid import Grid
-from penstock.layout.matrices import Matrices
-from penstock.layout.sharding import Cut, LocalSlice
+from penstock.layout.sharding import Cut, LocalSlice, Matrices
 from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.shard import ParamShard, ShardedTensor, shard_fully
 from penstock.train.optimizer import MasterAdamW

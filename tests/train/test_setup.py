@@ -14,7 +14,7 @@ from penstock.config.load import load_run
 from penstock.config.parallel import Offload, Recompute
 from penstock.config.run import Run
 from penstock.config.training import Evaluation, Optimizer
-from penstock.parallel.launch.host import host_bytes
+from penstock.parallel.launch.environment import host_bytes
 from penstock.train import setup
 from penstock.train.setup import (
     Rehearsal,

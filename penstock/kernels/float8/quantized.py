@@ -9,7 +9,7 @@ A row that travels from rank to rank is packed into one message with its scales:
 
 T packed rows are a tensor of T x `row_bytes`, uint8. `as_quantized` views the same memory as an operand.
 
-FSDP2 gathers a weight in 8 bits as a `GatheredWeight` (penstock/parallel/float8_gather.py): a parameter of the compute
+FSDP2 gathers a weight in 8 bits as a `GatheredWeight` (penstock/parallel/shard.py): a parameter of the compute
 dtype for modules and autograd, but without 16-bit numbers. Its blocks are squares, so the transposed copy has the same
 numbers and scales; it is made when backward first asks for it.
 """

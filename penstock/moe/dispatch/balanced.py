@@ -22,10 +22,8 @@ from penstock.config.dispatcher import DispatcherName
 from penstock.kernels.operators import Operators
 from penstock.kernels.replica_plan import PlanFact, ReplicaPlan, ReplicaRule
 from penstock.kernels.replica_slots import ReplicaSlots
-from penstock.moe.balance import StepMeter
-from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
-from penstock.moe.dispatch.payload import DispatchPayload
-from penstock.moe.routing import Routing
+from penstock.moe.balance import Routing, StepMeter
+from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, DispatchPayload, ExpertRows
 from penstock.parallel.recompute import is_recomputing, remembered
 from penstock.parallel.replicas import in_backward
 

@@ -10,18 +10,28 @@ from penstock.config.model import Moe
 from penstock.config.parallel import Dispatch
 from penstock.config.problem import Problem
 from penstock.kernels.replica_plan import ReplicaRule
-from penstock.layout.experts import ExpertPlacement
+from penstock.layout.grid import ExpertPlacement
 from penstock.moe.dispatch.balanced import BalancedDispatcher, CountsOf, ReplicaMeter, SlotsOf
-from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher, PaddedAllToAllDispatcher
-from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
-from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
-from penstock.moe.dispatch.payload import wire_format_of
+from penstock.moe.dispatch.collective import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    HierarchicalDispatcher,
+    NodePlacement,
+    PaddedAllToAllDispatcher,
+)
+from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher, wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
 from penstock.parallel.axes import Axis
-from penstock.parallel.dispatch_buffers import refuse
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.replicas import MappedSlots, bound_factor, exchanged_counts, exchanged_slots, replica_rule
+from penstock.parallel.replicas import (
+    MappedSlots,
+    bound_factor,
+    exchanged_counts,
+    exchanged_slots,
+    refuse,
+    replica_rule,
+)
 
 
 def make_dispatcher(

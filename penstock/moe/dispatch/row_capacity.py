@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.expert_parts import SavedRows, claim_rows
 from penstock.kernels.launching import record_wait
-from penstock.layout.experts import ExpertPlacement
+from penstock.layout.grid import ExpertPlacement
 from penstock.moe.balance import StepMeter
 
 

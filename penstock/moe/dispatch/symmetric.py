@@ -47,11 +47,17 @@ from penstock.kernels.symmetric import (
     sum_ranks,
     take_rows,
 )
-from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
-from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat, carrier_like
+from penstock.layout.grid import ExpertPlacement
+from penstock.moe.balance import Routing
+from penstock.moe.dispatch.contract import (
+    UNQUANTIZED,
+    DispatchMetadata,
+    DispatchPayload,
+    ExpertRows,
+    WireFormat,
+    carrier_like,
+)
 from penstock.moe.dispatch.row_capacity import READ, RowCapacity, SplitSizes
-from penstock.moe.routing import Routing
 from penstock.parallel.recompute import is_recomputing
 from penstock.parallel.symmetric import BufferSection, Channel, SymmetricBuffers, TransferDirection, chunks_for
 
@@ -242,7 +248,7 @@ def _home(returned: ReturnPayload, experts_TK: Tensor, slot: int, transport: Sym
 class _Dispatch(torch.autograd.Function):
     """Rows of all ranks' tokens, with order and weights of our slots. Backward returns row gradients in 16 bits.
 
-    Packed rows come as bytes beside their carrier (penstock/moe/dispatch/payload.py).
+    Packed rows come as bytes beside their carrier (penstock/moe/dispatch/contract.py).
     """
 
     @staticmethod

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.launch.environment import FIRST_PORT, PORTS, LaunchFacts, settings
-from penstock.parallel.launch.host import Vendor
+from penstock.parallel.launch.environment import FIRST_PORT, PORTS, LaunchFacts, Vendor, settings
 
 STOP_SECONDS = 120  # time for the current step and its checkpoint before the end of a Slurm job, or of a pod
 EARLY_SECONDS = 60  # by which Slurm may send the signal too early

@@ -11,8 +11,17 @@ import numpy as np
 import torch
 
 from penstock.base.errors import DeviceError
-from penstock.parallel.launch.environment import Environment, LaunchFacts, prepare_environment
-from penstock.parallel.launch.host import Binding, allowed_cores, bind, choose_binding, free_host_bytes, usable_cores
+from penstock.parallel.launch.environment import (
+    Binding,
+    Environment,
+    LaunchFacts,
+    allowed_cores,
+    bind,
+    choose_binding,
+    free_host_bytes,
+    prepare_environment,
+    usable_cores,
+)
 
 CPU_INFO = Path("/proc/cpuinfo")  # Linux: one `model name` line for each core
 

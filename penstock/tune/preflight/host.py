@@ -35,7 +35,15 @@ import torch
 import torch.cuda.nccl
 
 from penstock.base.origin import version_of
-from penstock.parallel.launch.host import ROOT, Vendor, free_host_bytes, gpu_vendor, numa_nodes, read_text, usable_cores
+from penstock.parallel.launch.environment import (
+    ROOT,
+    Vendor,
+    free_host_bytes,
+    gpu_vendor,
+    numa_nodes,
+    read_text,
+    usable_cores,
+)
 
 Status = Literal["ok", "warning", "failed"]
 """A warning may cost speed, and the run starts. A failure ends or spoils the run."""

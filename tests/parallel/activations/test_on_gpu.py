@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.parallel import OFFLOADABLE
-from penstock.parallel.copies import ChunkStream
-from penstock.parallel.offload import HostStore, OffloadRule
+from penstock.parallel.offload import ChunkStream, HostStore, OffloadRule
 from penstock.parallel.recompute import discarding, is_recomputing, recomputed
 from tests.parallel.activations.test_recompute import assert_same, gradients, norm, plainly
 

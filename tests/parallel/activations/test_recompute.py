@@ -17,6 +17,7 @@ from penstock.config.parallel import RECOMPUTABLE, Recompute
 from penstock.kernels import reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE
+from penstock.parallel.async_transfer import WeightGradStore, deferrable
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import (
@@ -29,7 +30,6 @@ from penstock.parallel.recompute import (
     save_plainly,
     saved_as_is,
 )
-from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 from tests.distributed.pool import Pool
 from tests.examples import examples
 from tests.parallel.alive import Alive

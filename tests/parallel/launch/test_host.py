@@ -15,9 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import DeviceError
-from penstock.parallel.launch import host, process
-from penstock.parallel.launch.environment import Environment
-from penstock.parallel.launch.host import Binding, choose_binding, gpu_vendor, parse_ranges, ranges, usable_cores
+from penstock.parallel.launch import environment, process
+from penstock.parallel.launch.environment import (
+    Binding,
+    Environment,
+    choose_binding,
+    gpu_vendor,
+    parse_ranges,
+    ranges,
+    usable_cores,
+)
 from penstock.parallel.launch.process import bind_near, choose_device, peak_memory_bytes, prepare_process
 
 BUS = ("0000:1b:00.0", "0000:2c:00.0", "0000:9a:00.0", "0000:ab:00.0")
@@ -92,11 +99,11 @@ def test_a_process_is_bound_with_all_its_threads() -> None:
     before = os.sched_getaffinity(0)
     core = min(before)  # any one that this process may use
     try:
-        host.bind(Binding(node=0, cores=(core,), sharers=1))
+        environment.bind(Binding(node=0, cores=(core,), sharers=1))
         threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
         assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset({core})}
     finally:
-        host.bind(Binding(node=0, cores=tuple(before), sharers=1))
+        environment.bind(Binding(node=0, cores=tuple(before), sharers=1))
 
 
 def test_the_driver_says_whose_gpus_there_are(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from penstock.base.errors import LostRankError
-from penstock.parallel.launch import watch as module
-from penstock.parallel.launch.watch import RankAnswer, Watch, named, within
+from penstock.parallel.launch import rendezvous as module
+from penstock.parallel.launch.rendezvous import RankAnswer, Watch, named, within
 
 WHERE = "backward of step 7"
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
@@ -40,7 +40,7 @@ def test_of_many_ranks_without_an_answer_some_are_named() -> None:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(module, "ROLL_CALL_SECONDS", 0.02)
     monkeypatch.setattr(module, "ANSWER_SECONDS", 600.0)
     return dist.PrefixStore("a", dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
 
