@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks import record
 from benchmarks.kernels import measure
-from penstock.config.training import Optimizer
+from penstock.config.run import Optimizer
 from penstock.kernels import reference
 from penstock.kernels.adamw import APART, AdamWLaunch, scalars_of
 from penstock.kernels.embedding import add_runs

@@ -10,12 +10,12 @@ from penstock.base.errors import PenstockError
 from penstock.base.numbers import count_text, flops_text
 from penstock.cli.output import print_next, print_table, warn
 from penstock.cli.verbs import Json, Overrides, Target, group_app
-from penstock.config.data_rules import BYTES_VOCABULARY, bytes_are_encoded
 from penstock.config.explain import explain as explain_field
 from penstock.config.explain import fields_with, json_schema, reference_markdown
 from penstock.config.load import dump_toml, load_run
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
+from penstock.config.run_rules import BYTES_VOCABULARY, bytes_are_encoded
 from penstock.config.schema import differences
 from penstock.config.size import Count, size_of
 

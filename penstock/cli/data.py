@@ -35,7 +35,7 @@ from penstock.base.interrupts import STOPPED
 from penstock.base.numbers import bytes_text, count_text, counted, duration_text
 from penstock.cli.output import check_output, print_next
 from penstock.cli.verbs import Force, Json, Verb, group_app
-from penstock.config.data import Data
+from penstock.config.run import Data
 from penstock.data.documents import TextDocuments
 from penstock.data.indexed_dataset import prefix_of
 from penstock.data.open import open_text

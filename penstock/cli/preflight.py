@@ -28,9 +28,8 @@ from penstock.cli.main import main
 from penstock.cli.output import print_next
 from penstock.cli.verbs import Json, Overrides
 from penstock.config.load import load_run
-from penstock.config.run import Run
+from penstock.config.run import Record, Run
 from penstock.config.size import size_of
-from penstock.config.training import Record
 from penstock.parallel.launch.environment import Environment, gpu_vendor, read_environment, shell_variables
 from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, facts_of_ranks, run_processes
 from penstock.parallel.launch.rendezvous import meet_to_measure

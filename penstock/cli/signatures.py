@@ -23,10 +23,10 @@ from typer.core import TyperCommand
 from penstock.base.errors import ConfigError
 from penstock.cli.verbs import HELP, load_by_name
 from penstock.config.load import huggingface_config_in, load_run
-from penstock.config.other_names import fields_of_other_name
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import NAME, every_field
+from penstock.config.versions import fields_of_other_name
 from penstock.plan.hardware_file import known_hardware, parse_cluster
 
 OVERRIDES = "[a.b=c]..."

@@ -43,7 +43,6 @@ from penstock.cli.main import main
 from penstock.cli.output import next_line, warn
 from penstock.cli.verbs import Overrides, Processes
 from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView, RunConsole
-from penstock.config.elastic import on_ranks, possible_ranks
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.presets.registry import is_preset
@@ -63,7 +62,15 @@ from penstock.parallel.launch.environment import (
     prepare_environment,
     read_environment,
 )
-from penstock.parallel.launch.local import LocalLaunch, facts_of_ranks, facts_of_run, processes_to_start, run_processes
+from penstock.parallel.launch.local import (
+    LocalLaunch,
+    facts_of_ranks,
+    facts_of_run,
+    on_ranks,
+    possible_ranks,
+    processes_to_start,
+    run_processes,
+)
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.plan.assumptions import device_of

@@ -5,12 +5,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.base.errors import ConfigError, asked, nearest
-from penstock.config.other_names import fields_of_other_name
 from penstock.config.presets.registry import PRESETS
 from penstock.config.rules import RULES, rule_text
 from penstock.config.run import Run
 from penstock.config.schema import KIND, NAME, Field, Section, as_toml, every_field, fields_of, find, kind_of, leaves
-from penstock.config.versions import VERSION, VERSION_KEY
+from penstock.config.versions import VERSION, VERSION_KEY, fields_of_other_name
 
 
 def explain(path: str) -> str:

@@ -14,8 +14,8 @@ from typing import Literal
 from penstock.base.numbers import counted
 from penstock.config.model import Attention, GroupedQueryAttention, LatentAttention, Model
 from penstock.config.parallel import Overlap
-from penstock.config.problem import Problem, divisors, multiples_near, refuse
 from penstock.config.run import Run
+from penstock.config.schema import Problem, divisors, multiples_near, refuse
 from penstock.layout.grid import MOST_RANKS, Grid, Method
 from penstock.layout.schedules import SCHEDULES
 

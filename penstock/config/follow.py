@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection
 from math import gcd
 from typing import Any, TypeVar
 
-from penstock.config.data_rules import evaluation_has_text
-from penstock.config.dispatch_rules import COUNTS_STAY
+from penstock.config.dispatcher import COUNTS_STAY
 from penstock.config.graph_rules import captured_shapes_are_known
 from penstock.config.layout_rules import schedule_has_its_stages
 from penstock.config.model import warms_indexer_up
 from penstock.config.run import Run
+from penstock.config.run_rules import evaluation_has_text
 from penstock.config.schema import Section
 from penstock.layout.schedules import SCHEDULES
 

@@ -5,10 +5,10 @@ nothing where these rules forbid it. Obstacles that depend on the device, such a
 are checked where the capture is chosen (penstock/train/capture.py).
 """
 
-from penstock.config.dispatch_rules import COUNTS_STAY, balances
+from penstock.config.dispatcher import COUNTS_STAY, balances
 from penstock.config.fit import LayoutSizes, rule_of_sizes, shard
-from penstock.config.problem import Problem
 from penstock.config.run import Run
+from penstock.config.schema import Problem
 
 # Modules that reach into the captured parts of a layer.
 _NOT_BEHIND_PARTS = {

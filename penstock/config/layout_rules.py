@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from penstock.base.errors import ConfigError, did_you_mean
 from penstock.config.fit import SPLITTING_SCHEDULES, LayoutSizes, ModelSizes, rule_of_sizes, stage_count
 from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
-from penstock.config.problem import Problem, multiples_near, must_divide
 from penstock.config.run import Run
+from penstock.config.schema import Problem, multiples_near, must_divide
 from penstock.layout.grid import multiple_of
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import parse_stages

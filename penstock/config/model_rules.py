@@ -1,8 +1,8 @@
 """Rules between fields of the model. Each docstring is the rule as users read it; `rules` says how they are used."""
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention, warms_indexer_up
-from penstock.config.problem import Problem, at_most, must_divide
 from penstock.config.run import Run
+from penstock.config.schema import Problem, at_most, must_divide
 
 USUAL_GLOBAL_EVERY = 4  # of Llama 4
 

@@ -9,10 +9,10 @@ To add a rule: write a public function beside similar ones, and add its cases to
 from collections.abc import Callable
 from types import ModuleType
 
-from penstock.config import data_rules, dispatch_rules, graph_rules, layout_rules, model_rules, run_rules
+from penstock.config import dispatcher, graph_rules, layout_rules, model_rules, run_rules
 from penstock.config.parallel import Captured, Graphs
-from penstock.config.problem import Problem, refuse
 from penstock.config.run import Run
+from penstock.config.schema import Problem, refuse
 
 Rule = Callable[[Run], Problem | None]
 
@@ -28,7 +28,7 @@ def _rules_of(module: ModuleType) -> tuple[Rule, ...]:
     )
 
 
-_MODULES = (model_rules, run_rules, data_rules, layout_rules, dispatch_rules, graph_rules)
+_MODULES = (model_rules, run_rules, layout_rules, dispatcher, graph_rules)
 
 # All rules, in the order in which problems are reported.
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in _rules_of(module))

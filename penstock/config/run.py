@@ -1,13 +1,233 @@
-"""A run: all fields that decide what `penstock train` does."""
+"""A run: all fields that decide what `penstock train` does. Sources of text are described in docs/data.md."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
-from penstock.config.data import Data
 from penstock.config.model import Model
 from penstock.config.parallel import Dispatch, Elastic, Graphs, Host, Offload, Parallel, Pipeline, Recompute
 from penstock.config.schema import Section, knob
-from penstock.config.training import Checkpoint, Evaluation, LearningRateSchedule, Optimizer, Profile, Record, Training
+
+SourceOfText = Literal["standard-library", "text", "jsonl", "parquet", "packed", "huggingface"]  # packed: its tokens
+SourceName = Literal[SourceOfText, "synthetic-random", "synthetic-learnable"]
+
+_share = partial(knob, low=0.0, high=1.0)
+
+
+class Documents(Section):
+    """One source of documents."""
+
+    source: SourceName = knob(
+        "standard-library",
+        doc="Source of documents; standard-library is the source code of the running Python, packed is tokens.",
+    )
+    files: tuple[str, ...] = knob(
+        (),
+        doc="Files, folders or globs of `text` (a document each), `jsonl` (a document a line), `parquet` or Arrow "
+        "(a document a row), `packed` (pairs of .bin and .idx). Text and lines may be .gz, .bz2, .xz or .zst.",
+    )
+    validation_files: tuple[str, ...] = knob(
+        (), doc="The same, held out; none holds out a share of the documents of `files`."
+    )
+    text_field: str = knob("text", doc="Field of a JSON line, or column of a table or dataset, that holds the text.")
+    dataset: str = knob("", doc="Hugging Face dataset by its name on the hub, or a folder that `datasets` can read.")
+    dataset_config: str = knob("", doc="Configuration of the dataset, such as a language; empty is its default.")
+    split: str = knob("train", doc="Split of the dataset to train on.")
+    validation_split: str = knob("", doc="Split that is held out; empty holds out a share of the documents of `split`.")
+    revision: str = knob("", doc="Revision of the dataset on the hub; empty is the newest, which may change.")
+    streaming: bool = knob(False, doc="Read the dataset while training, with no copy of it on this machine.")
+
+
+class MixturePart(Documents):
+    """One part of a mixture, under a name of its own."""
+
+    source: SourceOfText = knob(doc="As `data.source`.")
+    weight: float = knob(doc="Share of the tokens that come from this part, over the sum of all weights.", low=0.0)
+
+
+class Data(Documents):
+    """Text."""
+
+    mixture: dict[str, MixturePart] = knob(
+        {}, doc="Parts by name, each with a weight; then the fields above are those of the parts."
+    )
+    validation_share: float = knob(
+        0.02, doc="Share of documents held out; of too few documents, the end of each.", low=0.0, high=0.5
+    )
+    tokenizer: str = knob(
+        "bytes",
+        doc="`bytes`, or the path of a tokenizer.json, of a folder with one, of a sentencepiece .model, or of ranks of "
+        "tiktoken with their pattern, as in `ranks.tiktoken:cl100k`; see docs/tokenizers-and-packing.md.",
+    )
+    end_of_document: str = knob(
+        "", doc="Name of the token that ends a document; empty takes the tokenizer's. For packed sources also an id."
+    )
+    corrupt: Literal["stop", "skip"] = knob(
+        "stop", doc="An unreadable record ends the run, or is skipped, counted and named."
+    )
+    fill_in_middle: float = _share(
+        0.0, doc="Share of training documents whose middle comes last (fill-in-the-middle, arXiv 2207.14255)."
+    )
+    fill_in_middle_spm: float = _share(
+        0.5, doc="Share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle."
+    )
+    fill_in_middle_tokens: tuple[str, ...] = knob(
+        (), doc="Names of the tokens before prefix, suffix and middle; empty finds the usual ones."
+    )
+    document_mask: bool = knob(
+        False,
+        doc="Attention stays inside a document, and positions restart at each. Where our kernel does not run "
+        "(`kernels.attention`), each pass makes a mask, a byte for each pair of positions of a row, and attention "
+        "needs more.",
+    )
+    shuffle: bool = knob(True, doc="Visit documents in another order each epoch, 32 side by side.")
+    shuffle_block: int = knob(
+        1024,
+        doc="Neighbouring documents of a streamed dataset's shard that are put in random order.",
+        unit="documents",
+        low=1,
+    )
+    cache: str = knob("", doc="Folder for decompressed copies of files; empty is `cache` in record.folder.")
+
+
+_steps = partial(knob, unit="steps", low=0)
+
+
+class Training(Section):
+    """Batch, length, precision."""
+
+    steps: int = _steps(doc="Optimizer steps.", low=1)
+    sequence_length: int = knob(doc="Positions of a row.", unit="positions", low=2, high=2**30)
+    micro_batch: int = knob(1, doc="Rows of one forward pass on one rank.", unit="rows", low=1, high=2**20)
+    global_batch: int = knob(1, doc="Rows of one optimizer step over all ranks.", unit="rows", low=1, high=2**30)
+    precision: Literal["bf16", "fp32"] = knob(
+        "bf16", doc="bf16: parameters and compute in bfloat16, master weights, moments and gradients in float32."
+    )
+    initial_weights: str = knob(
+        "", doc="Folder of `penstock import`, or of a run, whose weights a new run starts with; empty draws them."
+    )
+    mtp_weight: float = knob(0.3, doc="Factor of the multi-token prediction loss.", low=0.0)
+    z_loss_coef: float = knob(0.0, doc="Factor of the z-loss on the output logits.", low=0.0)
+    clip_norm: float = knob(1.0, doc="Largest global gradient norm; 0 does not clip.", low=0.0)
+    deterministic: bool = knob(False, doc="Use deterministic algorithms only; slower on GPUs.")
+    collect_garbage_every: int = _steps(
+        50, doc="Python garbage is collected every so many steps and never inside a step; 0 leaves it to Python."
+    )
+
+
+class Muon(Section):
+    """Muon for the matrices of hidden layers (arXiv 2502.16982); read with `optimizer.method` muon."""
+
+    momentum: float = knob(0.95, doc="Decay of the momentum.", low=0.0, high=1.0)
+    nesterov: bool = knob(True, doc="Orthogonalize the mean of gradient and momentum instead of the momentum.")
+    iterations: int = knob(5, doc="Newton-Schulz iterations.", low=1, high=20)
+    precision: Literal["bf16", "fp32"] = knob(
+        "bf16", doc="Type of Newton-Schulz products, and of the matrices that ranks exchange for them."
+    )
+    update_rms: float = knob(
+        0.2,
+        doc="Root mean square of an update of an A x B matrix over the learning rate, about: the orthogonal factor is "
+        "multiplied by this and the root of max(A, B). 0.2 is that of AdamW, so its learning rates can stay.",
+        low=0.0,
+    )
+    qk_clip: float = knob(
+        0.0,
+        doc="Largest attention logit that a step may have without its head's queries and keys being scaled down "
+        "after the update (Kimi-K2: 100); 0 switches it off. Costs a product of queries and keys in each pass.",
+        low=0.0,
+    )
+
+
+class Optimizer(Section):
+    """AdamW (arXiv 1711.05101), or Muon with AdamW for embeddings, head, norms, routers and vectors."""
+
+    method: Literal["adamw", "muon"] = knob(
+        "adamw", doc="adamw: for all parameters. muon: orthogonalizes updates of matrices. See docs/optimizer.md."
+    )
+    muon: Muon = knob(Muon(), doc="Muon.")
+    learning_rate: float = knob(doc="Peak learning rate.", low=0.0)
+    beta1: float = knob(0.9, doc="Decay of the first moment.", low=0.0, high=1.0)
+    beta2: float = knob(0.95, doc="Decay of the second moment.", low=0.0, high=1.0)
+    epsilon: float = knob(1e-8, doc="Added to the root of the second moment.", low=0.0)
+    weight_decay: float = knob(0.1, doc="Decoupled decay of matrices; norms and biases are never decayed.", low=0.0)
+    moment_dtype: Literal["fp32", "bf16", "int8"] = knob(
+        "fp32",
+        doc="Type in which both moments are stored: 8, 4 or 2 bytes of the two. int8 has a float32 scale for each 128 "
+        "values of a row, and leaves vectors in float32. See docs/optimizer.md.",
+    )
+    store_param_remainders: bool = knob(
+        False,
+        doc="Masters of bfloat16 weights are the weight and the 16 bits that are missing to float32, in 2 bytes "
+        "instead of 4; the same numbers. Weights held in float32, such as FSDP2's shards, are their own masters.",
+    )
+
+
+class LearningRateSchedule(Section):
+    """Learning rate over the steps: linear warm-up, then a decay."""
+
+    warmup_steps: int = _steps(0, doc="Steps of linear warm-up from 0.")
+    decay: Literal["constant", "cosine", "linear", "wsd"] = knob(
+        "cosine",
+        doc="After warm-up: constant, cosine, linear, or warm-up-stable-decay (constant, then linear at the end).",
+    )
+    decay_steps: int = _steps(0, doc="Steps of the final decay of `wsd`; 0 means a tenth of all steps.")
+    final_ratio: float = knob(0.1, doc="Learning rate at the last step over the peak.", low=0.0, high=1.0)
+
+
+class Evaluation(Section):
+    """Loss on held-out text."""
+
+    every: int = _steps(0, doc="Steps between evaluations; 0 evaluates only at the end.")
+    rows: int = knob(64, doc="Rows of held-out text; 0 switches evaluation off.", unit="rows", low=0, high=2**30)
+
+
+class Checkpoint(Section):
+    """Saved states."""
+
+    enabled: bool = knob(True, doc="Save at all; a run without checkpoints cannot be resumed.")
+    every: int = _steps(1000, doc="Steps between checkpoints; 0 saves only at the end.")
+    keep: int = knob(
+        3,
+        doc="Checkpoints that are kept, the newest first; 0 keeps all. On a full disk fewer, to make room.",
+        unit="checkpoints",
+        low=0,
+    )
+    keep_every: int = _steps(0, doc="Checkpoints of multiples of so many steps are kept beyond `keep`; 0 keeps none.")
+    asynchronous: bool = knob(True, doc="Write in the background while training goes on.")
+    fall_back: bool = knob(True, doc="Resume from the checkpoint before a damaged one; false ends the run instead.")
+
+
+class Record(Section):
+    """Output of a run besides checkpoints."""
+
+    folder: str = knob("runs", doc="Folder that holds one folder for each run.")
+    every: int = _steps(1, doc="Steps between lines of metrics.jsonl.", low=1)
+    tensorboard: bool = knob(True, doc="Write TensorBoard events.")
+    wandb: Literal["off", "offline", "online"] = knob(
+        "off", doc="Tell Weights & Biases: in files for `wandb sync`, or over the network; needs penstock[wandb]."
+    )
+    wandb_project: str = knob("penstock", doc="Project there.")
+    prometheus_port: int = knob(
+        0,
+        doc="Port of an endpoint for Prometheus on the first rank's machine; 0 has none; needs penstock[prometheus].",
+        low=0,
+        high=65535,
+    )
+    prometheus_address: str = knob(
+        "127.0.0.1", doc="Address of the endpoint: the loopback is for this machine only, 0.0.0.0 is for all machines."
+    )
+
+
+class Profile(Section):
+    """Recording of a few steps by torch's profiler; see docs/trace.md."""
+
+    start: int = _steps(0, doc="First step that is recorded; 0 records none.")
+    steps: int = _steps(2, doc="Steps that are recorded.", low=1)
+    ranks: tuple[int, ...] = knob(
+        (0, 1, 2, 3, 4, 5, 6, 7), doc="Ranks that record, as far as the run has them; empty means all."
+    )
+    memory: bool = knob(True, doc="On a GPU, record every block that the allocator hands out or takes back.")
+
 
 RecipeKnob = Literal["none", "auto", "tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8"]
 OperatorBackend = Literal["auto", "reference", "torch", "triton"]

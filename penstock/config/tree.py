@@ -15,12 +15,11 @@ from pydantic_core import ErrorDetails
 
 from penstock.base.errors import ConfigError, asked, did_you_mean, nearest
 from penstock.base.files import parse_toml
-from penstock.config.other_names import fields_of_other_name
-from penstock.config.problem import Problem, refuse
 from penstock.config.schema import (
     KIND,
     NAME,
     Field,
+    Problem,
     Section,
     alternative,
     as_toml,
@@ -29,8 +28,9 @@ from penstock.config.schema import (
     fields_under,
     find,
     kind_of,
+    refuse,
 )
-from penstock.config.versions import REMOVED, new_path
+from penstock.config.versions import REMOVED, fields_of_other_name, new_path
 
 Tree = dict[str, Any]
 NONE = "none"  # None in files and overrides

@@ -1,10 +1,16 @@
-"""The version of configuration files, and the keys that were renamed or removed.
+"""The version of configuration files, keys that were renamed or removed, and names of other trainers for our fields.
 
 A file says `version = 1` at its top; a file without it is of the current version. There are no aliases: a file with an
 old key is refused, and the error names the new key or says what to use instead.
+
+`make docs` writes other_names.json (Megatron-Core, TorchTitan, Primus, Hugging Face, nanochat) from the tables of
+docs/coming-from.md (tools/other_names.py).
 """
 
+import json
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -86,3 +92,21 @@ def check_version(table: dict[str, Any], source: str) -> None:
             allowed=f"{VERSION}",
             fix="update Penstock" if is_newer else f"write {VERSION_KEY} = {VERSION}; errors name the keys to rename",
         )
+
+
+def fields_of_other_name(name: str) -> tuple[str, ...]:
+    """Paths of our fields for a name such as `--seq-length`, `training.seq_len` or `lr`; empty for an unknown one."""
+    known, plain = _names(), _plain(name)
+    return known.get(plain) or known.get(plain.rpartition(".")[2], ())
+
+
+@cache
+def _names() -> Mapping[str, tuple[str, ...]]:
+    text = Path(__file__).with_name("other_names.json").read_text(encoding="utf-8")
+    whole = {_plain(name): tuple(fields) for name, fields in json.loads(text).items()}
+    last = {name.rpartition(".")[2]: fields for name, fields in whole.items()}
+    return last | whole
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")

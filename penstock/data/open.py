@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from penstock.base.errors import DataError
-from penstock.config.data import Data, Documents, SourceName
+from penstock.config.run import Data, Documents, SourceName
 from penstock.data.documents import CorruptRecords, FillInMiddle, find_marks
 from penstock.data.files import matched, reading, uncompressed_name
 from penstock.data.hub import DatasetName, DatasetOnDisk, StreamedDataset

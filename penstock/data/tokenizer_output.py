@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from penstock.base.errors import DataError, system_errors
 from penstock.base.files import write_whole
-from penstock.config.data import Data
+from penstock.config.run import Data
 from penstock.data.open import Vocabulary, vocabulary_of
 from penstock.data.tokenizer import BYTES, CONFIG_FILE, TOKENIZER_FILE, FileTokenizer
 

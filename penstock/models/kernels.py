@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from penstock.base.errors import KernelError
-from penstock.config.dispatch_rules import COUNTS_STAY, STAGES
+from penstock.config.dispatcher import COUNTS_STAY, STAGES
 from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.config.run import Kernels, RecipeKnob, Run
 from penstock.kernels.backends import FLOAT8, Shapes

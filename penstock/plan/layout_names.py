@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from penstock.base.errors import ConfigError, did_you_mean
-from penstock.config.dispatch_rules import STAGES
+from penstock.config.dispatcher import STAGES
 from penstock.config.fit import NO_PIPELINE
 from penstock.config.parallel import DISPATCHERS, RECOMPUTABLE
 from penstock.layout.schedules import SCHEDULES

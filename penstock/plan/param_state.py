@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from penstock.config.run import Run
-from penstock.config.training import Optimizer
+from penstock.config.run import Optimizer, Run
 from penstock.layout.grid import Grid
 from penstock.layout.sharding import Matrices, newton_schulz_flops, row_width, rows_of_shard
 from penstock.models.parameters import copy_bytes, param_shards, refresh_float8

@@ -44,7 +44,7 @@ _MOST_ROWS = 2**40  # larger sizes are damage
 _INDEX = {"_GroupedGemm": 3, "_ExpertFfn": 5, "_Float8ExpertFfn": 5}
 """Of Penstock's functions: the argument that selects rows of the first argument, if present."""
 
-_COUNTS_STAY = 2  # first `dispatch.sync_free` at which row counts stay on the device (penstock.config.dispatch_rules)
+_COUNTS_STAY = 2  # first `dispatch.sync_free` at which row counts stay on the device (penstock.config.dispatcher)
 
 PACKED_ITEM = 8
 """Element size in bytes in which packed rows are sent (penstock.moe.dispatch.contract); other rows never have it."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from penstock.config.training import Optimizer
+from penstock.config.run import Optimizer
 from penstock.kernels.adamw import APART, SPLIT, AdamWTensor, StateTensor, launches_of, scalars_of, update
 from penstock.kernels.language import HAS_TRITON
 from penstock.kernels.optimizer_state import (

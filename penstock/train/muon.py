@@ -18,7 +18,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from penstock.config.training import Optimizer
+from penstock.config.run import Optimizer
 from penstock.kernels.adamw import SPLIT, StateTensor, first_moment_of, master_of, store_first_moment, store_master
 from penstock.kernels.optimizer_state import noise, salt_of, seed_of
 from penstock.layout.sharding import Matrices

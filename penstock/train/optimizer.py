@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.base.spans import Span
 from penstock.config.parallel import Offload, Parallel
-from penstock.config.training import LearningRateSchedule, Optimizer
+from penstock.config.run import LearningRateSchedule, Optimizer
 from penstock.kernels.adamw import StateTensor, master_of, store_master
 from penstock.layout.sharding import row_width, rows_of_shard
 from penstock.parallel.axes import ALONE, NO_AXIS, Axes, Axis

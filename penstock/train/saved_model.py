@@ -27,10 +27,8 @@ from torch import Tensor
 
 from penstock.base.errors import DataError, DeviceError
 from penstock.base.files import read_json
-from penstock.config.data import Data
 from penstock.config.load import CONFIG_FILE
-from penstock.config.run import Kernels, Run
-from penstock.config.training import LearningRateSchedule, Optimizer, Training
+from penstock.config.run import Data, Kernels, LearningRateSchedule, Optimizer, Run, Training
 from penstock.data.evaluation import evaluation_batches
 from penstock.data.files import matched
 from penstock.data.mixture import Text, TextPart

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.load import dump_toml
-from penstock.config.training import Checkpoint, Evaluation
+from penstock.config.run import Checkpoint, Evaluation
 from penstock.train import run_folder
 from penstock.train.manifest import FACTS, read_manifest
 from penstock.train.run_folder import RunFolder

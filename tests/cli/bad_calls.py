@@ -21,7 +21,7 @@ from typing import Any
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from penstock.cli.main import VERBS
-from penstock.config import other_names as other_names_module
+from penstock.config import versions as other_names_module
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import Field, every_field

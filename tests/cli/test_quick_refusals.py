@@ -11,7 +11,7 @@ import pytest
 from benchmarks.refusals import CALLS
 from penstock.cli.signatures import described_verbs
 from penstock.config.explain import fields_with
-from penstock.config.other_names import fields_of_other_name
+from penstock.config.versions import fields_of_other_name
 from tests.cli import answers, bad_calls
 
 OTHER_NAMES = json.loads(Path("penstock/config/other_names.json").read_text(encoding="utf-8"))

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.config.data import Data
 from penstock.config.load import dump_toml
+from penstock.config.run import Data
 from penstock.data.sources import SplitFilter
 from tests.cli import answers
 from tests.cli.test_train import metrics_of

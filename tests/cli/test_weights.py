@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.cli.main import main
-from penstock.config.data import Data
 from penstock.config.load import load_run
+from penstock.config.run import Data
 from penstock.models.build import build_model
 from penstock.train import saved_weights
 from penstock.train.run_folder import RunFolder

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.config.model import Balance, LatentAttention, Model, Moe, Router
-from penstock.config.run import Run
-from penstock.config.training import LearningRateSchedule, Optimizer, Training
+from penstock.config.run import LearningRateSchedule, Optimizer, Run, Training
 from penstock.config.tree import build, merge, parse_overrides
 
 SMALL = Run(

@@ -2,10 +2,10 @@
 
 import pytest
 
-from penstock.config.elastic import on_ranks, possible_ranks
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.load import load_run
 from penstock.config.run import Run
+from penstock.parallel.launch.local import on_ranks, possible_ranks
 
 
 def run(*overrides: str) -> Run:

@@ -9,10 +9,9 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.config import model_rules, run_rules
 from penstock.config.fit import SPLITTING_SCHEDULES
-from penstock.config.problem import Problem, refuse
 from penstock.config.rules import RULES, check, problems, rule_text
 from penstock.config.run import Run
-from penstock.config.schema import find
+from penstock.config.schema import Problem, find, refuse
 from penstock.layout.schedules import SCHEDULES, schedule
 from tests.config.small import unchecked_run
 

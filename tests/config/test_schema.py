@@ -6,7 +6,7 @@ import pytest
 from pydantic import Discriminator, ValidationError
 
 from penstock.config.presets.debug import debug
-from penstock.config.run import Run
+from penstock.config.run import Optimizer, Run, Training
 from penstock.config.schema import (
     Difference,
     Section,
@@ -21,7 +21,6 @@ from penstock.config.schema import (
     knob,
     leaves,
 )
-from penstock.config.training import Optimizer, Training
 from tests.config.small import SMALL, unchecked_run
 
 

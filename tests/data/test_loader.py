@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
-from penstock.config.data import Data, MixturePart
+from penstock.config.run import Data, MixturePart
 from penstock.data.loader import Batch, Batches, Loader, Prefetch
 from penstock.data.mixture import Text, TextPart
 from penstock.data.open import open_text

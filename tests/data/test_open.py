@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
 from penstock.cli.main import main
-from penstock.config.data import Data, MixturePart
 from penstock.config.load import load_run
+from penstock.config.run import Data, MixturePart
 from penstock.data.evaluation import EvaluationRows, evaluation_batches
 from penstock.data.mixture import Text
 from penstock.data.open import open_standard_library, open_text

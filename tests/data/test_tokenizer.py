@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from penstock.base.errors import DataError
-from penstock.config.data import Data
+from penstock.config.run import Data
 from penstock.data.open import vocabulary_of
 from penstock.data.packed import pack
 from penstock.data.text import PlainText

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from penstock.base.errors import CheckpointError, NonFiniteError
 from penstock.cli.main import main
 from penstock.config.load import dump_toml
-from penstock.config.training import Checkpoint, Evaluation, Training
+from penstock.config.run import Checkpoint, Evaluation, Training
 from penstock.moe.layer import Terms
 from penstock.train import diagnose
 from penstock.train.diagnose import NO_ORIGIN

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import zstandard
 
 from penstock.cli.import_weights import import_
-from penstock.config.data import Data
 from penstock.config.load import dump_toml, load_run
+from penstock.config.run import Data
 from penstock.data.open import open_text
 from penstock.data.packed import pack
 from penstock.data.text import JsonLines

@@ -19,8 +19,7 @@ from penstock.config.model import (
     Router,
     Yarn,
 )
-from penstock.config.run import Run
-from penstock.config.training import Optimizer, Training
+from penstock.config.run import Optimizer, Run, Training
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder

@@ -9,8 +9,7 @@ from torch import Tensor
 from penstock.config.fit import grid_of
 from penstock.config.model import ClampedSwiglu, GroupedQueryAttention, Model, Moe, Router
 from penstock.config.parallel import Parallel, Pipeline
-from penstock.config.run import Run
-from penstock.config.training import Optimizer, Training
+from penstock.config.run import Optimizer, Run, Training
 from penstock.models.rank_model import RankModel, build_rank, embedding_places
 from penstock.parallel.shard import ParamShard, ShardedTensor
 from tests.models.families import tiny_attention, tiny_model

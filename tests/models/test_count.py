@@ -9,12 +9,27 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.config.load import load_run
 from penstock.config.model import GroupedQueryAttention, Model
-from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3, deepseek_v3_2
-from penstock.config.presets.ernie_minimax import ernie_4_5_21b_a3b, ernie_4_5_300b_a47b, minimax_m2
-from penstock.config.presets.glm import glm_4_5, glm_4_5_air, glm_5
-from penstock.config.presets.moonshot import kimi_k2, kimi_linear_48b_a3b, moonlight_16b_a3b
-from penstock.config.presets.proxies import moe_1t, moe_2t, moe_515b
-from penstock.config.presets.qwen3_next import qwen3_5_35b_a3b, qwen3_next_80b_a3b
+from penstock.config.presets.deepseek import (
+    deepseek_v2,
+    deepseek_v2_lite,
+    deepseek_v3,
+    deepseek_v3_2,
+    glm_4_5,
+    glm_4_5_air,
+    glm_5,
+    kimi_k2,
+    kimi_linear_48b_a3b,
+    moonlight_16b_a3b,
+)
+from penstock.config.presets.grouped_query import (
+    ernie_4_5_21b_a3b,
+    ernie_4_5_300b_a47b,
+    minimax_m2,
+    moe_1t,
+    moe_2t,
+    moe_515b,
+)
+from penstock.config.presets.qwen3 import qwen3_5_35b_a3b, qwen3_next_80b_a3b
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.size import Count, size_of

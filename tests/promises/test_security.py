@@ -21,7 +21,7 @@ from penstock.base import child
 from penstock.base.errors import CheckpointError, ConfigError, DataError, TraceError
 from penstock.base.files import MOST_JSON_BYTES, MOST_TOML_BYTES, draft_of, most_unpacked, open_to_append, write_whole
 from penstock.config.load import dump_toml, load_run
-from penstock.config.training import Record
+from penstock.config.run import Record
 from penstock.data import tables
 from penstock.data.text import JsonLines
 from penstock.data.tokenizer import ByteTokenizer

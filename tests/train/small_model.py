@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from penstock.config.training import Optimizer
+from penstock.config.run import Optimizer
 from penstock.parallel.axes import Axis
 from penstock.parallel.shard import ParamShard
 

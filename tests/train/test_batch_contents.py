@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.data import Data, MixturePart
-from penstock.config.run import Run
-from penstock.config.training import Evaluation
+from penstock.config.run import Data, Evaluation, MixturePart, Run
 from penstock.data.loader import Loader
 from penstock.train import batch_contents
 from penstock.train.batch_contents import BatchContents, held_out_contents, tokenizer_of, training_contents

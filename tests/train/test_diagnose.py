@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.parallel import Offload
-from penstock.config.training import Optimizer
+from penstock.config.run import Optimizer
 from penstock.data.loader import Batch
 from penstock.models.decoder import Decoder
 from penstock.models.parameters import param_shards

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.base.errors import CheckpointError, ConfigError
 from penstock.config.load import load_run
 from penstock.config.model import Model
-from penstock.config.training import Training
+from penstock.config.run import Training
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.config import model_in
 from penstock.models.huggingface.tensor_file import TensorFile

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from penstock.base.errors import CheckpointError, DataError, NonFiniteError, PenstockError, RunFolderError
 from penstock.config.model import Balance
-from penstock.config.run import Run
-from penstock.config.training import Checkpoint, Evaluation, Training
+from penstock.config.run import Checkpoint, Evaluation, Run, Training
 from penstock.models.rank_model import RankModel
 from penstock.train import checkpoint, loop
 from penstock.train import step as step_module

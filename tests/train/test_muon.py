@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.load import load_run
-from penstock.config.training import Muon as Settings
-from penstock.config.training import Optimizer
+from penstock.config.run import Muon as Settings
+from penstock.config.run import Optimizer
 from penstock.kernels.gram import COEFFICIENTS, orthogonalize
 from penstock.layout.sharding import Matrices
 from penstock.models.build import meta_model

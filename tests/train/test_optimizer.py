@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.config.parallel import Offload
-from penstock.config.training import Optimizer
+from penstock.config.run import Optimizer
 from penstock.parallel.shard import ParamShard
 from penstock.train.adamw import UNIT, FusedAdamW, StreamedAdamW, is_decayed
 from penstock.train.optimizer import MasterAdamW, clip_divisor

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.config.parallel import Offload, Parallel
-from penstock.config.training import Muon, Optimizer
+from penstock.config.run import Muon, Optimizer
 from penstock.layout.grid import Grid
 from penstock.layout.sharding import Cut, LocalSlice, Matrices
 from penstock.parallel.axes import Axes, make_axes

@@ -14,7 +14,7 @@ import torch
 
 from penstock.base.spans import Span
 from penstock.config.parallel import Recompute
-from penstock.config.training import Profile
+from penstock.config.run import Profile
 from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.profile import memory_lines
 from penstock.train.run_folder import RunFolder

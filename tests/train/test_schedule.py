@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.training import LearningRateSchedule
+from penstock.config.run import LearningRateSchedule
 from penstock.train.optimizer import learning_rate
 
 DECAYS = get_args(LearningRateSchedule.model_fields["decay"].annotation)

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from penstock.base.errors import ConfigError, DataError, DeviceError
-from penstock.config.data import Data
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.parallel import Offload, Recompute
-from penstock.config.run import Run
-from penstock.config.training import Evaluation, Optimizer
+from penstock.config.run import Data, Evaluation, Optimizer, Run
 from penstock.parallel.launch.environment import host_bytes
 from penstock.train import setup
 from penstock.train.setup import (

@@ -22,8 +22,7 @@ from penstock.base.errors import DeviceError, RunFolderError
 from penstock.base.origin import commit_of_code
 from penstock.cli.main import main
 from penstock.config.load import dump_toml
-from penstock.config.run import Run
-from penstock.config.training import Record
+from penstock.config.run import Record, Run
 from penstock.train.observer import Observer, RunStart, StepReport
 from penstock.train.run_folder import RunFolder
 from penstock.train.sinks import (

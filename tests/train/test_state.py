@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.base.errors import CheckpointError, DataError
 from penstock.config.parallel import Offload, Parallel
-from penstock.config.training import Optimizer
+from penstock.config.run import Optimizer
 from penstock.data.loader import Batch
 from penstock.parallel.axes import ALONE, Axes, Axis
 from penstock.train.checkpoint import CheckpointStore

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.base.spans import Span
-from penstock.config.training import Checkpoint
+from penstock.config.run import Checkpoint
 from penstock.parallel import spans
 from penstock.parallel.launch.environment import Environment
 from penstock.parallel.spans import Stopwatch

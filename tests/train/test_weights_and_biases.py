@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.run import Run
-from penstock.config.training import Record
+from penstock.config.run import Record, Run
 from penstock.train.run_folder import RunFolder
 from penstock.train.sinks import WeightsAndBiases
 from tests.train.test_metrics import write

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.config.data import Data
 from penstock.config.model import Balance, LatentAttention, Model, Moe, Router
-from penstock.config.run import Run
-from penstock.config.training import Checkpoint, Evaluation, LearningRateSchedule, Optimizer, Record, Training
+from penstock.config.run import Checkpoint, Data, Evaluation, LearningRateSchedule, Optimizer, Record, Run, Training
 from penstock.data.evaluation import EvaluationRows as HeldOut
 from penstock.data.loader import Batch
 from penstock.kernels.reference import IGNORED_LABEL

@@ -1,8 +1,7 @@
 """Small models that train on a laptop's CPU in about a minute, on the running Python's own source code."""
 
 from penstock.config.model import Balance, LatentAttention, Model, Moe, Rope, Router
-from penstock.config.run import Run
-from penstock.config.training import Checkpoint, Evaluation, LearningRateSchedule, Optimizer, Training
+from penstock.config.run import Checkpoint, Evaluation, LearningRateSchedule, Optimizer, Run, Training
 
 
 def debug() -> Run:

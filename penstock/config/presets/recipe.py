@@ -1,8 +1,7 @@
 """Training of a preset; where its authors published nothing, values that are common for such a size."""
 
 from penstock.config.model import Model
-from penstock.config.run import Run
-from penstock.config.training import LearningRateSchedule, Optimizer, Training
+from penstock.config.run import LearningRateSchedule, Optimizer, Run, Training
 
 
 def pretrain(

@@ -26,10 +26,9 @@ from penstock.base.numbers import count_text
 from penstock.config.load import CONFIG_FILE, huggingface_config_in, load_run, with_overrides
 from penstock.config.model import GroupedQueryAttention, Model
 from penstock.config.presets.registry import PRESETS
-from penstock.config.run import Run
+from penstock.config.run import LearningRateSchedule, Optimizer, Run, Training
 from penstock.config.schema import as_toml, find, leaves
 from penstock.config.size import size_of
-from penstock.config.training import LearningRateSchedule, Optimizer, Training
 from penstock.models.huggingface.config_parts import KEYS_OF_PARTS, Keys, Values, agreed, refused
 from penstock.models.huggingface.families import FAMILIES, Family, family_of
 

@@ -4,11 +4,10 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from penstock.config.dispatch_rules import COUNTS_STAY
-from penstock.config.dispatcher import DispatcherName, DispatchFacts, choose_dispatcher
+from penstock.config.dispatcher import COUNTS_STAY, DispatcherName, DispatchFacts, choose_dispatcher
 from penstock.config.model import Moe
 from penstock.config.parallel import Dispatch
-from penstock.config.problem import Problem
+from penstock.config.schema import Problem
 from penstock.kernels.replica_plan import ReplicaRule
 from penstock.layout.grid import ExpertPlacement
 from penstock.moe.dispatch.balanced import BalancedDispatcher, CountsOf, ReplicaMeter, SlotsOf

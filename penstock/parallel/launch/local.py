@@ -3,7 +3,7 @@
     Ctrl-C, SIGTERM, SIGHUP    are forwarded to every rank; the launcher waits until they have saved
     exit code 2                a user's mistake: nothing is restarted, and the rank has printed its line itself
     a rank that dies           the others are ended; all start again, up to `restarts` times, with the same run; then
-                               fewer, if the run allows it (penstock/config/elastic.py)
+                               fewer, if the run allows it (`on_ranks`)
     SIGUSR1                    a run with fewer ranks saves, and all ranks start again
     the launcher dies          its ranks stop as after SIGTERM (penstock/parallel/launch/rank.py)
 
@@ -28,8 +28,9 @@ from types import FrameType
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from penstock.base.errors import FAILED, LOST, WRONG_INPUT, DeviceError
-from penstock.config.elastic import possible_ranks
+from penstock.base.errors import FAILED, LOST, WRONG_INPUT, ConfigError, DeviceError
+from penstock.config.fit import grid_of
+from penstock.config.rules import problems
 from penstock.config.run import Run
 from penstock.parallel.launch.environment import (
     Environment,
@@ -254,3 +255,39 @@ class _SignalForwarder:
         if self._may_grow:
             self.grows, self._may_grow = True, False
             _send(self._ranks, signal.SIGTERM)
+
+
+def on_ranks(run: Run, world: int) -> Run:
+    """The run with the largest divisor of `parallel.expert` that `world` ranks can have, for a run that lost some.
+
+    Data-parallel ranks and accumulation follow: the global batch stays as it is. Pipeline, tensor and context sizes
+    never change, nor do micro-batches.
+
+        parallel.expert=4, global_batch=8, micro_batch=1
+        4 ranks    expert 4, data 4, 2 micro-batches each
+        2 ranks    expert 2, data 2, 4 micro-batches each
+
+    Without `elastic.min`, or if there is none, it is the run as it is, which `grid_of` judges.
+    """
+    expert = run.parallel.expert
+    if not run.elastic.min or _fits(run, world):
+        return run
+    for smaller in (size for size in range(expert - 1, 0, -1) if expert % size == 0):
+        parallel = run.parallel.model_copy(update={"expert": smaller})
+        candidate = run.model_copy(update={"parallel": parallel})
+        if _fits(candidate, world) and not problems(candidate):
+            return candidate
+    return run
+
+
+def possible_ranks(run: Run, limit: int) -> tuple[int, ...]:
+    """Numbers of ranks that the run fits, at most `limit`, the largest first. Below `elastic.min` there are none."""
+    return tuple(ranks for ranks in range(limit, max(run.elastic.min, 1) - 1, -1) if _fits(on_ranks(run, ranks), ranks))
+
+
+def _fits(run: Run, world: int) -> bool:
+    try:
+        grid_of(run, world)
+    except ConfigError:
+        return False
+    return True

@@ -8,12 +8,12 @@ their names: those that a search breaks most often.
 from collections.abc import Callable
 
 from penstock.base.errors import ConfigError
-from penstock.config import dispatch_rules, fit, graph_rules, layout_rules
+from penstock.config import dispatcher, fit, graph_rules, layout_rules
 from penstock.config.fit import LayoutSizes, grid_of
-from penstock.config.problem import Problem
 from penstock.config.rules import RULES as CONFIG_RULES
 from penstock.config.rules import rule_text
 from penstock.config.run import Run
+from penstock.config.schema import Problem
 from penstock.plan.rules.advice import ADVICE
 from penstock.plan.rules.rule import Check, Rule, Sizes
 
@@ -68,7 +68,7 @@ LEGAL: tuple[Rule, ...] = (
     _by_config(layout_rules.pipeline_has_enough_layers, "L13"),
     _by_config(layout_rules.gathered_weights_meet_whole_backwards, "our FSDP2"),
     _by_config(layout_rules.recomputed_modules_exist, "M7"),
-    _by_config(dispatch_rules.sent_rows_are_counted_by_the_host, "G3, our dispatchers"),
+    _by_config(dispatcher.sent_rows_are_counted_by_the_host, "G3, our dispatchers"),
     Rule(
         name=rule_name(_kernels_never_wait),
         kind="legal",
@@ -78,11 +78,11 @@ LEGAL: tuple[Rule, ...] = (
         check=_kernels_never_wait,
         by="penstock.models.kernels.kernel_choices",  # which imports PyTorch
     ),
-    _by_config(dispatch_rules.padded_rows_are_sent, "R7"),
-    _by_config(dispatch_rules.tokens_travel_to_experts, "O1"),
-    _by_config(dispatch_rules.travels_happen_once, "O1, M7"),
-    _by_config(dispatch_rules.pieces_have_their_weights, "our overlap"),
-    _by_config(dispatch_rules.passes_stand_beside_each_other, "O1"),
+    _by_config(dispatcher.padded_rows_are_sent, "R7"),
+    _by_config(dispatcher.tokens_travel_to_experts, "O1"),
+    _by_config(dispatcher.travels_happen_once, "O1, M7"),
+    _by_config(dispatcher.pieces_have_their_weights, "our overlap"),
+    _by_config(dispatcher.passes_stand_beside_each_other, "O1"),
     _by_config(graph_rules.captured_passes_are_not_cut_into_stages, "our graphs"),
 )
 """In the order in which they are asked: the rules that refuse most come first."""

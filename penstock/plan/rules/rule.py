@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from penstock.config.dispatch_rules import STAGES
-from penstock.config.dispatcher import choose_dispatcher, dispatch_facts, ranks_on_a_node
+from penstock.config.dispatcher import STAGES, choose_dispatcher, dispatch_facts, ranks_on_a_node
 from penstock.config.fit import LayoutSizes, ModelSizes, layout_sizes, model_sizes
 from penstock.config.run import Run
 from penstock.config.size import size_of
