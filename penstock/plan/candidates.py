@@ -286,8 +286,9 @@ class SearchSpace:
         )
         chosen = [choose_dispatcher(replace(facts, method=name)) for name in ("auto", *DISPATCHERS)]
         names = dict.fromkeys(choice.name for choice in chosen if choice.refusal is None)
-        # An expert that lies on several nodes needs its rows on all of these: nothing is saved by sending to nodes.
-        crosses = facts.node_ranks % sizes.etp != 0
+        # An expert that lies on several nodes needs its rows on all of these: nothing is saved by sending to nodes. Nor
+        # where each node has one rank.
+        crosses = facts.node_ranks % sizes.etp != 0 or facts.node_ranks == 1
         return tuple(name for name in names if not (crosses and name == "hierarchical")) or ("all-to-all",)
 
     def _values(self, name: str) -> Sequence[int]:

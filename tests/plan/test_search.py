@@ -179,6 +179,12 @@ def test_bounds_of_drawn_layouts_do_not_exceed_their_projection(name: str, devic
     )
 
 
+def test_tokens_go_to_nodes_first_only_where_a_node_has_several_of_the_ranks() -> None:
+    request = SearchRequest(run=load_run("deepseek-v2-lite"), cluster=parse_cluster("42xH200"))  # six nodes of seven
+    ways = {(way.ep * way.etp, way.dispatcher) for family in space_of(request)[1] for way in family.experts}
+    assert ways == {(1, "local"), (2, "all-to-all"), (2, "all-gather")}
+
+
 def test_copies_that_only_several_rows_need_are_in_no_bound() -> None:
     space, *_, families = bounded("qwen3-4b", "8xH100")
     family = next(one for one in families if one.pp == 1)
