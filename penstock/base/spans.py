@@ -35,7 +35,6 @@ class Span(StrEnum):
     CLIP = "clip"
     READ = "read"
     OPTIMIZER = "optimizer"
-    GATHER = "gather"
     BALANCE = "balance"
     EVALUATE = "evaluate"
     SAVE = "save"

@@ -153,11 +153,6 @@ def shard(run: Run) -> Literal["none", "optimizer", "full"]:
     return "optimizer" if run.parallel.shard == "auto" else run.parallel.shard
 
 
-def overlaps_data(run: Run) -> bool:
-    """Whether data-parallel ranks sum and gather beside passes; a run that captures whole passes by itself does not."""
-    return run.parallel.overlap and shard(run) != "full" and run.graphs.capture != "full"
-
-
 def context_method(run: Run) -> Method:
     """`parallel.context_method` with `auto` settled."""
     return layout_sizes(run).settled_context_method

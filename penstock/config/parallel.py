@@ -46,11 +46,6 @@ class Parallel(Section):
     )
     prefetch: int = knob(1, doc="With `shard` full: blocks whose weights are gathered ahead.", unit="blocks", low=0)
     reduce: Literal["fp32", "bf16"] = knob("fp32", doc="Type in which gradients are summed over ranks.")
-    overlap: bool = knob(
-        False,
-        doc="With `shard` optimizer or none: sum gradients beside the last backward pass of a step, and gather new "
-        "weights beside the next forward pass, unless `graphs.capture` has whole passes.",
-    )
     context_method: Literal["auto", "all-gather", "ulysses"] = knob(
         "auto",
         doc="How context-parallel ranks attend: gather keys and values (of latent attention: the latent), or exchange "

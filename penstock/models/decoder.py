@@ -29,8 +29,8 @@ from penstock.models.rope import angles
 from penstock.moe.balance import Scope
 from penstock.moe.dispatch.row_capacity import ActivationArena
 from penstock.parallel.context import held_positions, nears_of
-from penstock.parallel.data_overlap import BEFORE_LAYERS, BEHIND_LAYERS
 from penstock.parallel.layer_context import LayerContext, Steps, drain, within
+from penstock.parallel.offload import EMBEDDING
 from penstock.parallel.spans import span
 
 
@@ -74,7 +74,6 @@ class Decoder(nn.Module):
         attentions = [block.attention for block in (*blocks.values(), *(layer.block for layer in mtp.values()))]
         grouped = [attention for attention in attentions if isinstance(attention, GroupedQueryLayer)]
         self.reached: Callable[[int], None] | None = None  # called when backward reaches a layer's output
-        self.wait: Callable[[int], None] | None = None  # called before a layer's weights are read
         self.has_reach = any(layer.reach is not None for layer in grouped)  # a window or chunks
         self.scales_queries = any(layer.scales_queries for layer in grouped)
         self.with_logits = tuple(attention for attention in attentions if isinstance(attention, SoftmaxAttention))
@@ -119,21 +118,16 @@ class Decoder(nn.Module):
         context = self.forward_context(inputs)
         if self.is_first:
             x_BSD = self._embed(inputs.tokens_BS)
+            self._mark(x_BSD, EMBEDDING)
         assert x_BSD is not None, "a stage without embedding needs the hidden states of the stage before"
-        if not self.is_first and self.reached is not None:
-            x_BSD = x_BSD.view_as(x_BSD)  # autograd orders a node behind those of the stage, but not a leaf
         for number, block in self.blocks.items():
             assert isinstance(block, Block), "nothing else is a decoder layer"
-            self._mark(x_BSD, int(number) - 1)
-            self._wait(int(number))
             if self.pauses:
                 x_BSD = yield from within(partial(span, LAYER, number), block.steps(x_BSD, context))
-            else:
-                with span(LAYER, number):
-                    x_BSD = block(x_BSD, context)  # called as a module, so that its hooks (FSDP2) run
-        if self.norm is not None:
-            self._mark(x_BSD, self.config.layers - 1)
-            self._wait(BEHIND_LAYERS)
+                continue
+            with span(LAYER, number):
+                x_BSD = block(x_BSD, context)  # called as a module, so that its hooks (FSDP2) run
+            self._mark(x_BSD, int(number))
         main_BSD = x_BSD if self.norm is None else self.norm(x_BSD)
         previous_BSD, depths = main_BSD, []
         # Every stage gets `ahead`; only the last one has prediction layers.
@@ -145,23 +139,12 @@ class Decoder(nn.Module):
         return Hidden(main_BSD, tuple(depths))
 
     def _mark(self, x_BSD: Tensor, layer: int) -> None:
-        """Tell `reached` when backward has the gradient of a layer's output, and of this stage's weights behind it."""
+        """Tell `reached` when backward has the gradient of a layer's output."""
         if self.reached is not None and x_BSD.requires_grad:
-            x_BSD.register_hook(partial(self._tell, partial(self.reached, layer)))
-
-    def _tell(self, tell: Callable[[], None], gradient_BSD: Tensor) -> None:
-        del gradient_BSD
-        weight_grads = self.layer_context.weight_grads
-        if weight_grads is None or not weight_grads.add(tell):  # behind the deferred gradients of the layers behind
-            tell()
-
-    def _wait(self, layer: int) -> None:
-        if self.wait is not None:
-            self.wait(layer)
+            x_BSD.register_hook(lambda _, reached=self.reached: reached(layer))
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         assert self.embed is not None, "this stage has no embedding"
-        self._wait(BEFORE_LAYERS)
         with span(Span.EMBED):
             x_BSD: Tensor = self.embed(tokens_BS)
             return x_BSD

@@ -116,14 +116,12 @@ def make_axes(
     ranks_per_node: int = 0,
     timeout: timedelta | None = None,
     is_dry: bool = False,
-    data_apart: bool = False,
 ) -> Axes:
     """Make every group of a grid. All ranks call it, after `init_process_group`.
 
     `embedding_places` on `pipeline` hold the embedding, ascending. `shard_size` neighbours on `dense_data` and on
     `expert_data` divide one copy, `ranks_per_node` share a machine; 0 means all. `timeout` is that of collectives. With
-    `is_dry` no other rank exists, so the groups without this one are not made. With `data_apart` the axes of data share
-    no group with the others, whose collectives would wait behind theirs.
+    `is_dry` no other rank exists, so the groups without this one are not made.
     """
     if grid.world == 1:
         return ALONE
@@ -133,10 +131,8 @@ def make_axes(
     made = _Groups(timeout, rank if is_dry else None)
     made.by_ranks[tuple(range(grid.world))] = dist.group.WORLD
     axes = {name: _own_axis(name, grid.groups(parts), rank, made) for name, parts in _AXES.items()}
-    of_data = _Groups(timeout, made.me) if data_apart else made
     for name in ("dense_data", "expert_data"):
-        groups = grid.groups(_AXES[name])
-        axes[name] = _divide(_own_axis(name, groups, rank, of_data), groups, shard_size, of_data)
+        axes[name] = _divide(axes[name], grid.groups(_AXES[name]), shard_size, made)
     axes |= _by_node(axes["expert"], grid.groups(_AXES["expert"]), ranks_per_node or grid.world, made)
     if grid.pipeline > 1:
         # Messages up and down would wait for each other in one communicator, so these groups are not shared in `made`.

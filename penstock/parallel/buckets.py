@@ -12,15 +12,11 @@ stripe of columns: its rows are divided evenly (`rows_of_shard`). Over 2 ranks, 
 A bucket is a range of columns and may begin and end inside a tensor, so memory is bounded. While one bucket travels the
 next one is packed. All ranks of an axis pass the same shapes in the same order. The host never waits for the device.
 Results do not depend on the size of buckets, except for the order in which the library adds more than two ranks.
-
-Buckets travel all at once (`run_transfers`), or beside passes (penstock/parallel/data_overlap.py): then each needs the
-layers whose parameters it has. Buckets are the same in both cases, and so are the bits.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -41,15 +37,6 @@ class BucketEntry:
 
     whole: Tensor
     own: Tensor
-    layer: int = 0  # that the tensor belongs to
-
-
-@dataclass(frozen=True)
-class BucketTransfer:
-    """One bucket on its way: `start` yields whenever a message travels."""
-
-    layers: tuple[int, ...]  # of its entries, in their order
-    start: Callable[[], Iterator[None]]
 
 
 @dataclass(frozen=True)
@@ -82,25 +69,21 @@ class Stripe:
             yield row_C[self.offset : self.offset + end - self.first], self.entry.own.view(-1)[self.first : end]
 
 
-def sums_of(
+@torch.no_grad()
+def reduce_rows(
     entries: Sequence[BucketEntry], shard: Axis, replicate: Axis, dtype: torch.dtype, values: int | None = None
-) -> list[BucketTransfer]:
+) -> None:
     """Sum `whole` of each entry over `shard`, whose ranks divide the sum, and `replicate`; the result is in `own`."""
-    if shard.group is None and replicate.group is None:
-        return []
-    # All ranks cut the same shapes into the same buckets, so their collectives meet in the same order.
-    buckets = stripes_in_buckets(entries, shard.size, values)
-    return [_transfer(bucket, partial(_reduce, bucket, shard, replicate, dtype)) for bucket in buckets]
+    if shard.group is not None or replicate.group is not None:
+        # All ranks cut the same shapes into the same buckets, so their collectives meet in the same order.
+        buckets = stripes_in_buckets(entries, shard.size, values)
+        _overlap(_reduce(bucket, shard, replicate, dtype) for bucket in buckets)
 
 
-def gathers_of(entries: Sequence[BucketEntry], shard: Axis, values: int | None = None) -> list[BucketTransfer]:
+@torch.no_grad()
+def gather_rows(entries: Sequence[BucketEntry], shard: Axis, values: int | None = None) -> None:
     """Fill `whole` of each entry from `own` on the ranks of `shard`; all entries have one dtype."""
-    buckets = stripes_in_buckets(entries, shard.size, values)
-    return [_transfer(bucket, partial(_gather, bucket, shard)) for bucket in buckets]
-
-
-def _transfer(bucket: list[Stripe], start: Callable[[], Iterator[None]]) -> BucketTransfer:
-    return BucketTransfer(tuple(dict.fromkeys(stripe.entry.layer for stripe in bucket)), start)
+    _overlap(_gather(bucket, shard) for bucket in stripes_in_buckets(entries, shard.size, values))
 
 
 def _reduce(bucket: list[Stripe], shard: Axis, replicate: Axis, dtype: torch.dtype) -> Iterator[None]:
@@ -170,31 +153,13 @@ def empty_rows(bucket: list[Stripe], ranks: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(ranks, columns, dtype=dtype, device=last.entry.whole.device)
 
 
-class TransferQueue:
-    """Buckets under way, of which `IN_FLIGHT` are in memory: packing one more waits for the oldest."""
-
-    def __init__(self) -> None:
-        self._under_way: deque[Iterator[None]] = deque()
-
-    @torch.no_grad()
-    def start(self, transfer: BucketTransfer) -> None:
-        steps = transfer.start()
-        next(steps)
-        self._under_way.append(steps)
-        if len(self._under_way) == IN_FLIGHT:
-            self.end_oldest()
-
-    @torch.no_grad()
-    def end_oldest(self) -> None:
-        deque(self._under_way.popleft(), maxlen=0)
-
-    def end_all(self) -> None:
-        while self._under_way:
-            self.end_oldest()
-
-
-def run_transfers(transfers: Iterable[BucketTransfer]) -> None:
-    queue = TransferQueue()
+def _overlap(transfers: Iterator[Iterator[None]]) -> None:
+    """Start a bucket while those before it travel. A transfer yields when it is on its way."""
+    under_way: deque[Iterator[None]] = deque()
     for transfer in transfers:
-        queue.start(transfer)
-    queue.end_all()
+        next(transfer)
+        under_way.append(transfer)
+        if len(under_way) == IN_FLIGHT:
+            deque(under_way.popleft(), maxlen=0)  # run to the end
+    for transfer in under_way:
+        deque(transfer, maxlen=0)

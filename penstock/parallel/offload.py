@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.config.parallel import OFFLOADABLE, Offload
-from penstock.parallel.data_overlap import BEFORE_LAYERS
 from penstock.parallel.recompute import Geometry, Saved, Saver, current, is_inside, is_parameter, saving
 
 CHUNK_BYTES = 1 << 26
@@ -386,6 +385,7 @@ class _ModuleCall:
 
 
 SLOTS = 3
+EMBEDDING = -1  # number of the layer before the first one, which has no sums here
 
 _ITEM = torch.float32.itemsize
 
@@ -455,7 +455,7 @@ class GradientOffload:
 
     def replay_backward(self) -> None:
         """Copy as in the backward pass of a micro-batch."""
-        for layer in (*self._layers, BEFORE_LAYERS):
+        for layer in (*self._layers, EMBEDDING):
             self.reached(layer)
 
     @torch.no_grad()
@@ -463,7 +463,7 @@ class GradientOffload:
         """Backward begins with a layer, and has finished the one after it."""
         if self._open is not None:
             self._send(self._open)
-        self._open = None if layer == BEFORE_LAYERS else layer
+        self._open = None if layer == EMBEDDING else layer
         if self._open is None:
             return
         self._arrivals.pop(layer, DONE).wait()
@@ -473,7 +473,7 @@ class GradientOffload:
     def finish(self) -> None:
         """Let the current stream wait until all sums are on the host."""
         if self._open is not None:
-            self.reached(BEFORE_LAYERS)
+            self.reached(EMBEDDING)
         for copy in self._leaving:
             copy.wait()
         self._leaving.clear()

@@ -44,7 +44,7 @@ from penstock.plan.param_state import (
     update_of,
 )
 from penstock.plan.projection import StepTime
-from penstock.plan.step_time import StageTime, StageTimer, clock_costs, exposed_exchanges, send_seconds, step_time
+from penstock.plan.step_time import StageTime, StageTimer, clock_costs, send_seconds, step_time
 from penstock.plan.streams import OVERLAP_GAIN, Timing
 
 
@@ -205,7 +205,7 @@ class ComposedRun:
             gathered=state.gathered(held),
             update=update_bytes(state.params(held), state.shards),
             buffers=self.proxy.symmetric_bytes + batch_bytes,
-            run=self.run,
+            is_captured=self.run.graphs.capture == "full",
             overheads=self.overheads,
         )
 
@@ -220,7 +220,7 @@ class ComposedTimes:
         self.assumptions = assumptions
         self._hardware_times = times or HardwareTimes.of(cluster.hardware)
         self._timers: dict[Hashable, StageTimer] = {}
-        self._updates: dict[tuple[Grid, tuple[StageContents, ...], ShardCounts], tuple[Timing, Timing, Timing]] = {}
+        self._updates: dict[tuple[Grid, tuple[StageContents, ...], ShardCounts], tuple[Timing, Timing]] = {}
         self._stages: dict[tuple[Hashable, StageContents], StageTime] = {}
         self._schedules: dict[tuple[Pipeline, int, int, bool], Schedule | None] = {}
 
@@ -313,22 +313,15 @@ class ComposedTimes:
         values = sum(fact.own(state.shards.of(fact)) for fact in state.facts["embed"])
         return self.cluster.group(len(holders), between), values
 
-    def _update(self, composed: ComposedRun, position: int) -> tuple[Timing, Timing, Timing]:
+    def _update(self, composed: ComposedRun, position: int) -> tuple[Timing, Timing]:
         key = composed.grid, composed.contents_at(position), composed.state.shards
         if key not in self._updates:
             self._updates[key] = self._timer(composed).update(self._update_ops(composed, position))
         return self._updates[key]
 
     def _longest_update(self, composed: ComposedRun, places: Sequence[int]) -> float:
-        software = self.assumptions.software
-
-        def seconds(position: int) -> float:
-            update = self._update(composed, position)
-            stages = [self._stage(composed, number) for number in composed.stages_of(position)]
-            exchanges = exposed_exchanges(composed.run, self.cluster, position, update, stages, software)
-            return exchanges.seconds + update[-1].seconds
-
-        return max(map(seconds, places))
+        updates = (self._update(composed, position) for position in places)
+        return max(sums.seconds + rest.seconds for sums, rest in updates)
 
     def _timer(self, composed: ComposedRun) -> StageTimer:
         key = composed.reuse_key

@@ -14,7 +14,6 @@ hardware (`Overheads`). `assemble` is the one place that adds the components up.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from penstock.config.fit import overlaps_data
 from penstock.config.run import Run
 from penstock.plan.liveness import PassPeak, fullest_pass, shape_of
 from penstock.plan.meta_rank import Target
@@ -58,7 +57,7 @@ class RankMemory:
     activations: int  # memory of forward and backward, without the loss, whose memory is `logits`
     logits: int
     buffers: int  # memory that GPUs write into, and the rows of the step
-    communication: int  # buckets; 0 if a pass is the fullest moment and has none beside it
+    communication: int  # buckets; 0 if a pass is the fullest moment
     graph_pool: int  # memory of the update beside the pool of a captured pass, which it cannot use; 0 without graphs
     libraries: int  # work space of matrix products
     reserve: int  # context, and memory that the allocator reserves and does not hand out
@@ -93,13 +92,15 @@ def assemble(
     gathered: int,
     update: int,
     buffers: int,
-    run: Run,
+    is_captured: bool,
     overheads: Overheads,
 ) -> RankMemory:
-    """Memory of a rank at the fullest moment of its step, a pass or the update; `state` is that between steps."""
-    is_captured, is_beside = run.graphs.capture == "full", overlaps_data(run)  # messages of the update, beside passes
+    """Memory of a rank at the fullest moment of its step: a pass, or the update.
+
+    `state` is that between steps; `is_captured`: the passes are a graph with a memory pool of its own.
+    """
     # The pool of a captured pass stays reserved, so there the update adds to the passes.
-    is_update = update > passes.bytes + gathered and not is_captured and not is_beside
+    is_update = update > passes.bytes + gathered and not is_captured
     logits = passes.terms.get(LOSS, 0)
     memory = RankMemory(
         rank=rank,
@@ -111,7 +112,7 @@ def assemble(
         activations=0 if is_update else passes.bytes - logits,
         buffers=buffers,
         logits=0 if is_update else logits,
-        communication=update if is_update or is_beside else 0,
+        communication=update if is_update else 0,
         graph_pool=update if is_captured else 0,
         libraries=overheads.libraries,
         reserve=0,
@@ -152,6 +153,6 @@ def memory_of_meta_run(meta_run: MetaRun, position: int, overheads: Overheads = 
         gathered=meta_run.gathered_bytes,
         update=meta_run.update.peak_bytes,
         buffers=rank.symmetric_bytes + meta_run.batch_bytes,
-        run=rank.run,
+        is_captured=rank.run.graphs.capture == "full",
         overheads=overheads,
     )

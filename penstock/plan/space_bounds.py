@@ -38,7 +38,7 @@ from penstock.plan.param_state import SUM_BYTES, ParamFacts
 from penstock.plan.rates import BYTES
 from penstock.plan.rules.rule import Sizes
 from penstock.plan.step_time import LAUNCHED, fsdp_copies
-from penstock.plan.streams import DATA_GAIN, OVERLAP_GAIN
+from penstock.plan.streams import OVERLAP_GAIN
 from penstock.plan.transfers import CollectiveName
 
 EMBED, HEAD = "embed", "head"
@@ -500,7 +500,6 @@ class SpaceBounds:
         limit, reduce_bytes = parallel.shard_size or world, SUM_BYTES if parallel.reduce == "fp32" else 2
         shards = np.array(family.shards)[places[:, 2]]
         seconds = np.zeros((len(places), len(self.parts)))
-        exposed = 1 - DATA_GAIN if parallel.overlap else 1.0  # of messages, at least
         of_dense = self._message_seconds(tuple(tp for tp, _ in family.dense), world, limit)[places[:, 0]]
         sizes = tuple(expert.ep * expert.etp for expert in family.experts)
         of_experts = self._message_seconds(sizes, world, limit)[places[:, 1]]
@@ -516,7 +515,7 @@ class SpaceBounds:
                 )
                 is_divided = shards == "optimizer"
                 sent += np.where(is_divided, values * (reduce * reduce_bytes + gather * fact.itemsize), 0.0)
-            seconds[:, k] = moved / self._cluster.hardware.bandwidth + exposed * sent
+            seconds[:, k] = moved / self._cluster.hardware.bandwidth + sent
         return seconds
 
     def _state_bytes(self, fact: ParamFacts) -> tuple[int, int]:

@@ -5,11 +5,9 @@
     update      gradients become zero; sums over ranks beside the copies into and out of their messages; norm;
                 optimizer; new weights for the other ranks
 
-With `parallel.overlap` gradients are summed beside the last backward pass of each stage, except that of the embedding,
-and weights are gathered beside the first forward pass. With FSDP2, gathers of weights and reductions of gradients run
-beside the passes, and the longer one counts. Messages between stages travel while both sides compute; a stage that
-waits for one waits for its latency and bytes. An optimizer in host memory passes through the host link beside its
-kernels.
+With FSDP2, gathers of weights and reductions of gradients run beside the passes, and the longer one counts. Messages
+between stages travel while both sides compute; a stage that waits for one waits for its latency and bytes. An optimizer
+in host memory passes through the host link beside its kernels.
 """
 
 from collections import Counter
@@ -18,11 +16,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
-from penstock.config.fit import grid_of, micro_batches, overlaps_data, shard
+from penstock.config.fit import grid_of, micro_batches
 from penstock.config.run import Run
 from penstock.config.size import size_of
 from penstock.layout.actions import ActionCosts, Kind, Schedule, play
-from penstock.models.rank_model import embedding_places, message_of
+from penstock.models.rank_model import message_of
 from penstock.parallel.axes import Axes
 from penstock.plan.costs import HOST_LINK, HardwareTimes, OpCosts, buffer_rows, routed_rows
 from penstock.plan.hardware import Cluster, RankGroup
@@ -34,8 +32,8 @@ from penstock.plan.op_recorder import RecordedOp, RecordedOps
 from penstock.plan.param_state import shards_of
 from penstock.plan.projection import RankTime, StepTime
 from penstock.plan.software import OWN, Software, passes_keys
-from penstock.plan.streams import DATA_GAIN, OVERLAP_GAIN, Streams, Timing, add_timing, steady_state
-from penstock.plan.transfers import CollectiveName, TransferTimes
+from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, add_timing, steady_state
+from penstock.plan.transfers import TransferTimes
 
 NOTHING = Timing()
 
@@ -55,10 +53,6 @@ class StageTime:
     def all(self) -> Timing:
         """All passes, one after the other."""
         return add_timing(add_timing(self.forward, self.backward), self.weight)
-
-
-UpdateTimes = tuple[Timing, Timing, Timing]
-"""Of one rank without overlap: sums of gradients, gathers of new weights, compute of the optimizer."""
 
 
 class StageTimer:
@@ -127,7 +121,8 @@ class StageTimer:
         host = self._cluster.hardware.host
         return Streams(self._costs.of, launch_seconds, host.gap_seconds, host.put_off_seconds)
 
-    def update(self, update: UpdateOps) -> UpdateTimes:
+    def update(self, update: UpdateOps) -> tuple[Timing, Timing]:
+        """Gradient sums and new weights; and the compute of the optimizer."""
         reduce = self._bucketed(update.reduce)
         gather = self._bucketed(tuple(operator for operator in update.step if _is_message(operator)))
         rest = tuple(operator for operator in update.step if not _is_message(operator))
@@ -137,7 +132,7 @@ class StageTimer:
             streams.play(work)
         still = self._cluster.hardware.host.step_seconds
         computed = add_timing(streams.timing, Timing(seconds=still, idle=still, terms={"host": still} if still else {}))
-        return reduce, gather, add_timing(computed, self._through_host_link(update.host_bytes, rest))
+        return add_timing(reduce, gather), add_timing(computed, self._through_host_link(update.host_bytes, rest))
 
     def _through_host_link(self, host_bytes: int, step: RecordedOps) -> Timing:
         """Time that the optimizer's kernels wait for masters and moments that come from the host and go back.
@@ -187,7 +182,7 @@ def step_time(
     run: Run,
     cluster: Cluster,
     stages: Mapping[int, StageTime],
-    updates: Sequence[UpdateTimes],
+    updates: Sequence[tuple[Timing, Timing]],
     *,
     kept: tuple[int, ...],
     schedule: Schedule | None,
@@ -202,13 +197,13 @@ def step_time(
     gain = OVERLAP_GAIN if software.hidden is None else software.hidden
     playback = None if schedule is None else play(schedule, clock_costs(stages, send, kept, gain))
     ranks = []
-    for position, update in enumerate(updates):
+    for position, (sums, rest) in enumerate(updates):
         passes = _passes(position, stages, schedule, passes_of_step, gain)
         span = passes.seconds if playback is None else playback.span
-        numbers = (0,) if schedule is None else schedule.stages_of(position)
-        exchanges = exposed_exchanges(run, cluster, position, update, [stages[number] for number in numbers], software)
-        number = position * cluster.devices // len(updates)
-        ranks.append(_rank_time(number, passes, span, (exchanges, update[-1])))
+        if software.sums_overlap:
+            numbers = (0,) if schedule is None else schedule.stages_of(position)
+            sums = _behind(sums, [stages[number] for number in numbers])
+        ranks.append(_rank_time(position * cluster.devices // len(updates), passes, span, (sums, rest)))
     seconds = max(rank.passes + rank.waiting + rank.update for rank in ranks)
     rate = run.training.global_batch * run.training.sequence_length / seconds / cluster.devices
     flops = size_of(run.model, run.training.sequence_length).flops_per_token
@@ -288,42 +283,11 @@ def clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, .
     )
 
 
-def exposed_exchanges(
-    run: Run, cluster: Cluster, position: int, update: UpdateTimes, stages: Sequence[StageTime], software: Software
-) -> Timing:
-    """Sums of gradients and gathers of new weights of a rank with these stages, without what its passes hide."""
-    sums, gathers, _ = update
-    if software.sums_overlap:
-        passes = sum(stage.all.compute for stage in stages)
-        return _behind(add_timing(sums, gathers), passes, 1.0)
-    if not overlaps_data(run) or run.graphs.capture == "auto":  # which captures whole passes, if it can
-        return add_timing(sums, gathers)
-    backward = sum(stage.backward.compute + stage.weight.compute for stage in stages)
-    forward = 0.0 if run.float8.is_used else sum(stage.forward.compute for stage in stages)
-    alone = min(sums.seconds, _embedding_sum(run, cluster, position))
-    return add_timing(
-        _behind(sums, min(backward, sums.seconds - alone), DATA_GAIN), _behind(gathers, forward, DATA_GAIN)
-    )
-
-
-def _embedding_sum(run: Run, cluster: Cluster, position: int) -> float:
-    """Seconds of a step's last sum: the gradient of the embedding is complete when the last pass ends."""
-    if position not in embedding_places(run):
-        return 0.0
-    grid = grid_of(run, cluster.devices)
-    values = run.model.vocab_size / grid.tensor * run.model.hidden_size
-    kind: CollectiveName = "all-reduce" if shard(run) == "none" else "reduce-scatter"
-    group = cluster.group(grid.data * grid.context, grid.tensor)
-    size = values * (4 if run.parallel.reduce == "fp32" else 2)
-    return TransferTimes(cluster.hardware).collective(kind, size, group).seconds
-
-
-def _behind(exchanges: Timing, room: float, gain: float) -> Timing:
-    """Exchanges beside passes that hide so many seconds of them, and compute longer by all of these but `gain`."""
-    hidden = min(exchanges.seconds, room)
-    exposed, slowed = exchanges.seconds - hidden, (1 - gain) * hidden
-    terms = {"gradients": exposed + slowed} if exposed + slowed else {}
-    return replace(exchanges, seconds=exposed + slowed, compute=slowed, exposed=exposed, terms=terms)
+def _behind(sums: Timing, stages: Sequence[StageTime]) -> Timing:
+    """Sums of gradients and new weights that run behind the last backward and the first forward pass of a rank."""
+    passes = sum(stage.all.compute for stage in stages)
+    left = max(0.0, sums.seconds - passes)
+    return replace(sums, seconds=left, exposed=left, terms={"gradients": left} if left else {})
 
 
 def _rank_time(rank: int, passes: Timing, span: float, update: tuple[Timing, Timing]) -> RankTime:

@@ -42,10 +42,6 @@ H200.
 """
 
 
-DATA_GAIN = 0.75
-"""The same of sums of gradients and gathers of weights beside passes (penstock/parallel/data_overlap.py)."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timing:
     """Time of some work among other work of its kind, in seconds."""

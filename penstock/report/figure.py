@@ -125,7 +125,7 @@ _KERNEL_GROUPS = {
         "route": ("index", "sort"),
         "permute": ("gather and scatter",),
         "experts": ("grouped products", "grouped products of weight gradients"),
-        "collectives": (*COLLECTIVES, "reduce", "gather"),
+        "collectives": (*COLLECTIVES, "reduce"),
         "optimizer": ("clip", "zero", "balance", "gradient sums"),
         "copies": ("copy", "fill"),
     }.items()

@@ -40,7 +40,7 @@ PASSES = ("", "forward", "backward", "recompute", "update")
 EXPERTS = frozenset({Span.ROUTE, Span.DISPATCH, Span.EXPERTS, Span.COMBINE})
 """Spans in which the category of a kernel decides."""
 
-UPDATES = frozenset({Span.ZERO, Span.REDUCE, Span.CLIP, Span.READ, Span.OPTIMIZER, Span.GATHER, Span.BALANCE})
+UPDATES = frozenset({Span.ZERO, Span.REDUCE, Span.CLIP, Span.READ, Span.OPTIMIZER, Span.BALANCE})
 """Spans and phases of the update, which is not a pass through the model."""
 
 PHASE_NAMES = {Span.SORT: Category.INDEX.value}

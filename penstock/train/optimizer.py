@@ -8,8 +8,6 @@ its master:
     reduce       once a step, gradients are summed over the ranks that saw other tokens
     step         gradients are clipped, masters updated, and rounded into the parameters
 
-Both exchanges of a step may run beside passes (`beside_passes`, penstock/parallel/data_overlap.py).
-
 So neither sums over many micro-batches nor small updates lose precision. Kernels that produce weight gradients may
 accumulate into the buffer (`gradient_of`) instead (penstock/models/parameters.py). State may be stored in fewer bits,
 or in host memory (penstock/train/adamw.py).
@@ -28,7 +26,7 @@ larger tensor or a shard, so results do not depend on the layout. Nothing here w
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -38,18 +36,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.base.spans import Span
 from penstock.config.parallel import Offload, Parallel
 from penstock.config.run import LearningRateSchedule, Optimizer
 from penstock.kernels.adamw import StateTensor, master_of, store_master
 from penstock.layout.sharding import row_width, rows_of_shard
 from penstock.parallel.axes import ALONE, NO_AXIS, Axes, Axis
-from penstock.parallel.buckets import BucketEntry, BucketTransfer, gathers_of, run_transfers, sums_of
-from penstock.parallel.data_overlap import OverlappedGathers, OverlappedSums, place_of
+from penstock.parallel.buckets import BucketEntry, gather_rows, reduce_rows
 from penstock.parallel.matrix_exchange import MatrixShard, RowDivision
 from penstock.parallel.offload import GradientOffload, layer_of_sums
 from penstock.parallel.shard import ParamShard, ShardedTensor, StateCodec, by_rows, local_rows, whole
-from penstock.parallel.spans import span
 from penstock.train.adamw import ROUNDED, FusedAdamW, StreamedAdamW, is_own_master, stored_parts
 from penstock.train.muon import ShardedMuon
 
@@ -237,11 +232,8 @@ class MasterAdamW:
         self._shards = {param.name: optimizer_shard_of(param, parallel, self.gradient_offload) for param in trained}
         assert len({id(param.parameter) for param in trained}) == len(self._shards) == len(trained), "one comes twice"
         self._world = axes.world
-        self._sums = list(filter(None, _sums_over_data(self._shards.values(), parallel, bucket_values)))
-        self._partial_sums = list(_sums_over_partial(self._shards.values(), parallel, bucket_values))
+        self._sums = list(_sums_over_ranks(self._shards.values(), parallel, bucket_values))
         self._gathers = list(_gathers(self._shards.values(), bucket_values))
-        self._overlapped: tuple[OverlappedSums, OverlappedGathers] | None = None
-        self._norms: dict[str, Tensor] = {}  # of gradients, by name, until they are read
         for shard in self._shards.values():
             _attach(shard)
         on_host = frozenset(() if self.gradient_offload is None else self.gradient_offload.totals)
@@ -264,12 +256,6 @@ class MasterAdamW:
         if self._muon is not None:
             self._tensors |= self._muon.tensors
 
-    def beside_passes(self, layers: int) -> tuple[OverlappedSums, OverlappedGathers]:
-        """From here on, exchange beside passes, which must call the results; `layers` of the whole model."""
-        device = next(iter(self._shards.values())).total.device
-        self._overlapped = OverlappedSums(self._sums, layers, device), OverlappedGathers(self._gathers, device)
-        return self._overlapped
-
     def gradient_of(self, name: str) -> Tensor:
         """The float32 buffer of a parameter's gradients; the same tensor for the whole run."""
         return self._shards[name].total
@@ -280,15 +266,11 @@ class MasterAdamW:
             yield name, shard.gradient
 
     @torch.no_grad()
-    def zero_gradients(self, *, before_passes: bool = False, passes: int = 0) -> None:
+    def zero_gradients(self, *, before_passes: bool = False) -> None:
         """Zero the buffers. `model.zero_grad` would detach them.
 
         `before_passes`: if `step` was the last call, no pass has run since then, so only rows of other ranks are left.
-        `passes`: backward passes that follow, beside the last of which gradients may be summed; 0 if that is not known.
         """
-        self._norms.clear()
-        if self._overlapped is not None:
-            self._overlapped[0].expect(passes)
         if self.gradient_offload is not None:
             self.gradient_offload.start_step()
         shards, is_rest = self._on_device, before_passes and self._has_zeros
@@ -301,29 +283,14 @@ class MasterAdamW:
         """Sum the gradients over ranks, once a step after the last backward pass."""
         if self.gradient_offload is not None:
             self.gradient_offload.finish()
-        if self._overlapped is not None:
-            self._overlapped[0].finish(self._take_norms)
-        for transfers in self._partial_sums if self._overlapped is not None else (*self._sums, *self._partial_sums):
-            run_transfers(transfers)
-
-    @torch.no_grad()
-    def _take_norms(self, unknown: Collection[int] | None = None) -> None:
-        """Compute norms that are missing, except at places whose gradients are unknown yet, or known in parts."""
-        counted = {
-            shard.param.name: shard.gradient
-            for shard in self._on_device
-            if shard.writes and shard.param.name not in self._norms  # each row once
-            if unknown is None or not (shard.param.partial or place_of(shard.param.name) in unknown)
-        }
-        with span(Span.CLIP):
-            norms = torch._foreach_norm(list(counted.values())) if counted else ()
-        self._norms |= dict(zip(counted, norms, strict=True))
+        for reduce in self._sums:
+            reduce()
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """2-norm of the gradient of the whole model, over all ranks: float32 scalar on the device."""
-        self._take_norms()
-        norms, self._norms = self._norms, {}
+        counted = {shard.param.name: shard.gradient for shard in self._on_device if shard.writes}  # each row once
+        norms = dict(zip(counted, torch._foreach_norm(list(counted.values())), strict=True)) if counted else {}
         if self.gradient_offload is not None:
             norms |= self.gradient_offload.norms()
         ordered = [norms[name] for name in self._shards if name in norms] or [torch.zeros_like(self._adamw.step)]
@@ -343,7 +310,6 @@ class MasterAdamW:
         """
         for name, shard in self._shards.items():
             assert shard.param.parameter.grad is shard.attached, f"the gradient buffer of {name} was detached"
-        self.finish_gathers()
         if self.gradient_offload is not None:
             self.gradient_offload.finish()
         self._adamw.update(learning_rate, divisor)
@@ -354,20 +320,8 @@ class MasterAdamW:
             rank_factors = factors if rows is None else factors[rows[0] : rows[1]]
             store_master(tensor, master_of(tensor) * rank_factors.view(-1, *(1,) * (tensor.value.ndim - 1)))
         self._has_zeros = True
-        self._gather()
-
-    def _gather(self) -> None:
-        with span(Span.GATHER):
-            if self._overlapped is not None:
-                self._overlapped[1].start()
-                return
-            for transfers in self._gathers:
-                run_transfers(transfers)
-
-    def finish_gathers(self) -> None:
-        """Let the current stream wait for all new weights; passes wait for those that they read."""
-        if self._overlapped is not None:
-            self._overlapped[1].finish()
+        for gather in self._gathers:
+            gather()
 
     def parts(self) -> dict[str, ShardedTensor]:
         """All state for a checkpoint, by name, float32 in any format; the live tensors.
@@ -375,7 +329,6 @@ class MasterAdamW:
         `model.*` is the master, with `moment1.*` and, of AdamW, `moment2.*`; `step` counts updates. Call `loaded` after
         filling them. Read or fill them before the next step; for host tensors this waits for the last one.
         """
-        self.finish_gathers()
         self._adamw.settle()
         stored = {name: stored_parts(self._tensors[name]) for name in self._shards}
         parts = {
@@ -406,12 +359,11 @@ class MasterAdamW:
 
     def loaded(self) -> None:
         """Continue from filled tensors of `parts`: parameters follow their masters."""
-        self.finish_gathers()
         self._adamw.loaded()
         if self._muon is not None:
             self._muon.loaded()
-        self._gather()
-        self.finish_gathers()
+        for gather in self._gathers:
+            gather()
 
 
 def _by_method(
@@ -438,50 +390,37 @@ def _muon_of(
     )
 
 
-def _sums_over_data(
+def _sums_over_ranks(
     shards: Collection[OptimizerShard], parallel: Parallel, bucket_values: int | None
-) -> Iterator[list[BucketTransfer]]:
-    """The sums of a step's gradients over ranks that see other tokens, in the order of backward; none on one rank."""
+) -> Iterator[Callable[[], None]]:
+    """The reductions of a step's gradients, none on one rank. All ranks take the axes in the order of their names."""
+    dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
     by_axes: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
     for shard in shards:
         by_axes[shard.shard_axis.name, shard.replicate_axis.name].append(shard)
     for _, same in sorted(by_axes.items()):
-        ordered = sorted(same, key=lambda shard: place_of(shard.param.name))[::-1]
-        entries = [BucketEntry(shard.total, shard.gradient, place_of(shard.param.name)) for shard in ordered]
         axis, replicate = same[0].shard_axis, same[0].replicate_axis
-        yield sums_of(entries, axis, replicate, _sum_dtype(parallel), bucket_values)
-
-
-def _sums_over_partial(
-    shards: Collection[OptimizerShard], parallel: Parallel, bucket_values: int | None
-) -> Iterator[list[BucketTransfer]]:
-    """The sums over axes besides data, such as tensor for the weight of a norm that each rank applies to its positions.
-
-    Only the rows that this rank updates are summed. All ranks take the axes in the order of their names.
-    """
+        if axis.group is not None or replicate.group is not None:
+            entries = [BucketEntry(whole=shard.total, own=shard.gradient) for shard in same]
+            yield partial(reduce_rows, entries, axis, replicate, dtype, bucket_values)
+    # Axes besides data over which gradients are summed, such as tensor for the weight of a norm that each rank
+    # applies to its positions. Only the rows that this rank updates are summed.
     axes = {axis.name: axis for shard in shards for axis in shard.param.partial}
     for axis in (axes[name] for name in sorted(axes)):
         partial_sums = [shard.gradient for shard in shards if axis in shard.param.partial]
         entries = [BucketEntry(whole=rows, own=rows) for rows in partial_sums]
-        yield sums_of(entries, NO_AXIS, axis, _sum_dtype(parallel), bucket_values)
+        yield partial(reduce_rows, entries, NO_AXIS, axis, dtype, bucket_values)
 
 
-def _sum_dtype(parallel: Parallel) -> torch.dtype:
-    return torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
-
-
-def _gathers(shards: Iterable[OptimizerShard], bucket_values: int | None) -> Iterator[list[BucketTransfer]]:
-    """The gathers of the parameters that ranks update by parts, in the order of forward."""
+def _gathers(shards: Iterable[OptimizerShard], bucket_values: int | None) -> Iterator[Callable[[], None]]:
+    """The gathers of the parameters that ranks update by parts."""
     divided: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
     for shard in shards:
         if shard.shard_axis.size > 1:
             divided[shard.shard_axis.name, str(shard.param.parameter.dtype)].append(shard)
     for _, same in sorted(divided.items()):
-        ordered = sorted(same, key=lambda shard: place_of(shard.param.name))
-        entries = [
-            BucketEntry(shard.param.parameter.detach(), shard.values, place_of(shard.param.name)) for shard in ordered
-        ]
-        yield gathers_of(entries, same[0].shard_axis, bucket_values)
+        entries = [BucketEntry(whole=shard.param.parameter.detach(), own=shard.values) for shard in same]
+        yield partial(gather_rows, entries, same[0].shard_axis, bucket_values)
 
 
 def _offload_of(params: Sequence[ParamShard]) -> GradientOffload:

@@ -14,7 +14,7 @@ import torch
 
 from penstock.base.devices import peak_flops
 from penstock.base.errors import ConfigError, DataError, DeviceError, PenstockError
-from penstock.config.fit import grid_of, overlaps_data, shard
+from penstock.config.fit import grid_of, shard
 from penstock.config.run import Run
 from penstock.config.schema import leaves
 from penstock.config.size import Count, routed_parameters, size_of
@@ -100,11 +100,7 @@ def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = 
     device = choose_device(run.device, environment)
     prepare_process(environment, seed=run.seed, deterministic=run.training.deterministic)
     timeout = timedelta(minutes=run.host.timeout_minutes) + MARGIN
-    overlaps = environment.world_size > 1 and overlaps_data(run)
-    axes = make_axes(
-        *(grid, embedding_places(run), run.parallel.shard_size, environment.local_world_size, timeout),
-        data_apart=overlaps,
-    )
+    axes = make_axes(grid, embedding_places(run), run.parallel.shard_size, environment.local_world_size, timeout)
     texts = open_texts(run, axes)
     model = build_rank(run, axes, device)
     model.train()
@@ -123,10 +119,6 @@ def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = 
     refresh_float8(model.modules)  # 8-bit copies are of the initialized weights
     choices = kernel_choices(run, device_facts(device, run.training.precision))
     graphs, graphs_note = choose_capture(run, device, choices)
-    if overlaps and not isinstance(graphs, CapturedPasses):
-        sums, gathers = optimizer.beside_passes(run.model.layers)
-        for decoder in model.modules:
-            decoder.reached, decoder.wait = sums.reached, gathers.wait
     state = TrainState(
         identity=identity_of(run),
         options=leaves(run),

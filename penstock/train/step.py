@@ -202,7 +202,6 @@ def train_step(
         factors = clip_factors(model.modules, rule.qk_clip, model.axes.dense_data) if rule.qk_clip else NO_FACTORS
         optimizer.step(learning_rate, clip_divisor(result.gradient_norm, rule.clip_norm), factors)
         if rule.has_float8:
-            optimizer.finish_gathers()
             refresh_float8(model.modules)
     with span(Span.BALANCE):
         update_expert_bias(model.modules, loads)
@@ -222,7 +221,7 @@ def _differentiate(
     enter(Span.OPTIMIZER)
     with span(Span.ZERO):
         reset_meters(model.modules)
-        optimizer.zero_gradients(before_passes=True, passes=len(whole.micro_batches))
+        optimizer.zero_gradients(before_passes=True)
     losses = rule.passes(model, whole, rule.loss, enter)
 
     # 3. Sum over ranks.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.layout.sharding import rows_of_shard
 from penstock.parallel.axes import Axis
-from penstock.parallel.buckets import BucketEntry, empty_rows, gathers_of, run_transfers, stripes_in_buckets, sums_of
+from penstock.parallel.buckets import BucketEntry, empty_rows, gather_rows, reduce_rows, stripes_in_buckets
 from penstock.parallel.shard import by_rows
 from tests.distributed.pool import Pool
 from tests.parallel.test_collectives import world
@@ -59,10 +59,9 @@ def _summed(values: int | None, dtype: torch.dtype) -> tuple[list[Tensor], list[
     generator = torch.Generator().manual_seed(axis.rank)
     tensors = [torch.randn(shape, generator=generator) for shape in ((5, 3), (1,), (64,), (3, 2, 4))]
     entries = [BucketEntry(tensor, _rows(tensor, axis.rank, axis.size)) for tensor in tensors]  # sums over summands
-    run_transfers(sums_of(entries, axis, Axis(name="alone"), dtype, values))
+    reduce_rows(entries, axis, Axis(name="alone"), dtype, values)
     everything = [torch.empty(tensor.shape, dtype=torch.bfloat16) for tensor in tensors]
-    into = [BucketEntry(whole, one.own) for whole, one in zip(everything, entries, strict=True)]
-    run_transfers(gathers_of(into, axis, values))
+    gather_rows([BucketEntry(whole, one.own) for whole, one in zip(everything, entries, strict=True)], axis, values)
     return [one.own.clone() for one in entries], everything
 
 

@@ -42,7 +42,6 @@ CASES = {
     "experts by all-to-all": (LITE, 8, "parallel.expert=4 dispatch.method=all-to-all"),
     "a context": (LITE, 16, "parallel.pipeline=2 parallel.context=2 parallel.expert=4"),
     "1f1b": (LITE, 16, "parallel.pipeline=4 parallel.expert=2"),
-    "exchanges beside passes": (LITE, 16, "parallel.pipeline=2 parallel.expert=2 parallel.overlap=true"),
     "interleaved": (
         LITE, 8, "parallel.pipeline=2 parallel.expert=2 pipeline.schedule=interleaved pipeline.stages_per_rank=3"
     ),
@@ -141,7 +140,6 @@ TIMED = [
     "experts by symmetric",
     "state in fewer bits",
     "1f1b",
-    "exchanges beside passes",
     "zb-v, selective recompute",
     "several copies",
 ]
@@ -153,7 +151,7 @@ TIMED += [
 ]
 
 
-@pytest.mark.often("muon", "four kinds, zb-v", "several copies", "eight bits, gathered so", "exchanges beside passes")
+@pytest.mark.often("muon", "four kinds, zb-v", "several copies", "eight bits, gathered so", "1f1b")
 @pytest.mark.parametrize("name", TIMED)
 def test_a_composed_run_takes_as_long_as_the_run(name: str) -> None:
     run, world = run_of(name)

@@ -21,8 +21,7 @@ def test_the_parts_are_the_whole() -> None:
     memory = planned()
     assert sum(memory.terms.values()) == memory.activations + memory.logits
     state = memory.parameters + memory.gradients + memory.master + memory.moments
-    rest = memory.activations + memory.logits + memory.buffers + memory.communication
-    assert memory.total == memory.allocated == state + rest
+    assert memory.total == memory.allocated == state + memory.activations + memory.logits + memory.buffers
     # bfloat16 weights; everything else of a value is float32, but the routers' own masters.
     assert memory.moments == pytest.approx(4 * memory.parameters, rel=1e-3)
     assert memory.gradients == pytest.approx(memory.master, rel=1e-3)

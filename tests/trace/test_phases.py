@@ -81,9 +81,7 @@ def test_a_span_names_the_phase_and_inside_a_mixture_of_experts_the_kernel_says_
     assert around is None or pass_ == ("backward" if is_gradient(name) else "forward")
 
 
-@pytest.mark.parametrize(
-    "around", [Span.ZERO, Span.REDUCE, Span.CLIP, Span.READ, Span.OPTIMIZER, Span.GATHER, Span.BALANCE]
-)
+@pytest.mark.parametrize("around", [Span.ZERO, Span.REDUCE, Span.CLIP, Span.READ, Span.OPTIMIZER, Span.BALANCE])
 @pytest.mark.parametrize(
     ("name", "phase"),
     [

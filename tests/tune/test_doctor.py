@@ -13,7 +13,6 @@ from penstock.base.errors import TraceError
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.plan.rules.advice import MANY_COPIES
-from penstock.plan.streams import DATA_GAIN
 from penstock.trace.launches import HostCalls
 from penstock.tune.doctor import planned as doctor_planned
 from penstock.tune.doctor.diagnosis import Diagnosis, diagnose, diagnosis_json
@@ -315,18 +314,6 @@ def test_each_page_heading_and_result_that_is_the_source_of_a_remedy_exists() ->
         assert f"# {heading.strip()}" in Path(path).read_text(encoding="utf-8"), (path, heading)
     for name in results:
         assert (Path("benchmarks/results") / name).exists(), name
-
-
-def test_sums_and_gathers_go_beside_passes_where_they_may() -> None:
-    transfers = {"reduce-scatter": 20_000.0, "all-gather": 10_000.0}
-    found = evidence(costs(exposed_communication_us=30_000.0, communication_us=transfers))
-    off = "parallel.overlap=false"
-    one = remedy(diagnose(with_run(found, off)), "exchanges-beside-passes")
-    assert (one.change, one.gain_us) == ("parallel.overlap=true", DATA_GAIN * 30_000.0)
-    gathered = with_run(found, off, "dispatch.method=all-gather", "parallel.expert=2")  # tokens
-    assert gain(gathered, "exchanges-beside-passes") == DATA_GAIN * 20_000.0
-    for overrides in ("parallel.overlap=true", "parallel.shard=full", "graphs.capture=auto", "parallel.tensor=2"):
-        assert "exchanges-beside-passes" not in rules(with_run(found, off, overrides))
 
 
 def test_a_full_device_is_not_given_larger_passes() -> None:

@@ -15,9 +15,8 @@ import re
 from math import comb
 
 from penstock.base.numbers import bytes_text
-from penstock.config.fit import grid_of, micro_batches, overlaps_data
+from penstock.config.fit import grid_of, micro_batches
 from penstock.plan.rules.advice import FEW_PEERS, MANY_COPIES
-from penstock.plan.streams import DATA_GAIN
 from penstock.trace.events import GARBAGE
 from penstock.trace.launches import ALLOCATIONS, COPIES
 from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence
@@ -30,7 +29,6 @@ from penstock.tune.doctor.remedy import (
     Offer,
     Remedy,
     RemedyRule,
-    accepted,
     behind_counts_us,
     between_steps_us,
     cpu_rule,
@@ -278,27 +276,6 @@ def sums_in_two_bytes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | N
         change,
         f"sum gradients in bfloat16: half the bytes; below {MANY_COPIES} ranks",
         DOUBLED * transfers_us(evidence, bottlenecks, "all-reduce", "reduce-scatter"),
-    )
-
-
-@rule(
-    "exchanges-beside-passes",
-    "docs/decisions/0174-data-overlap.md",
-    how=f"{DATA_GAIN:.0%} of the exposed gradient sums and gathers of weights without waiting",
-)
-def beside_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
-    run = evidence.facts.run
-    # Tensor and context parallelism have exchanges of the same kinds.
-    if run is None or run.parallel.overlap or run.parallel.tensor * run.parallel.context > 1:
-        return None
-    changed = accepted(run, "parallel.overlap=true", evidence.facts.world)
-    if changed is None or not overlaps_data(changed) or run.graphs.capture == "auto":
-        return None
-    kinds = ("all-reduce", "reduce-scatter", *(["all-gather"] if run.dispatch.method != "all-gather" else []))
-    return (
-        "parallel.overlap=true",
-        "sum gradients beside the last backward pass, gather weights beside the next forward pass",
-        DATA_GAIN * transfers_us(evidence, bottlenecks, *kinds),
     )
 
 
