@@ -30,10 +30,10 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.balanced_cases import NAMES, all_choices, tokens_of
 from benchmarks.dispatch import Machine
+from penstock.kernels.backends import TRITON
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.replica_plan import PlanFact, ReplicaRule, plan_replicas
-from penstock.kernels.triton_operators import TRITON
 from penstock.layout.grid import ExpertPlacement
 from penstock.moe.balance import Routing
 from penstock.moe.dispatch.balanced import BalancedDispatcher, CountsOf, ReplicaMeter, SlotsOf

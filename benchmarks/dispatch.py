@@ -27,11 +27,10 @@ import torch.distributed as dist
 
 from benchmarks import record
 from benchmarks.dispatch_cases import KINDS, SMALL, V2_LITE, V3, Exact, Shape, choices, wrong_numbers
+from penstock.kernels.backends import TRITON
 from penstock.kernels.float8 import quantize
 from penstock.kernels.float8.operators import REFERENCE
-from penstock.kernels.float8.quantized import row_bytes
-from penstock.kernels.float8.recipes import BLOCKWISE
-from penstock.kernels.triton_operators import TRITON
+from penstock.kernels.float8.quantized import BLOCKWISE, row_bytes
 from penstock.layout.grid import ExpertPlacement, Grid
 from penstock.moe.balance import Routing
 from penstock.moe.dispatch.collective import AllToAllDispatcher

@@ -20,7 +20,7 @@ from benchmarks.kernels import measure
 from penstock.config.run import Optimizer
 from penstock.kernels import reference
 from penstock.kernels.adamw import APART, AdamWLaunch, scalars_of
-from penstock.kernels.embedding import add_runs
+from penstock.kernels.permute import add_runs
 from penstock.kernels.tuning import KernelLaunch
 from penstock.train.adamw import FusedAdamW
 

@@ -17,7 +17,7 @@ from benchmarks import planning_times, record
 from benchmarks.planning_published import projected
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.kernels.device_facts import named_device
+from penstock.kernels.tuning import named_device
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.memory import RankMemory, memory_of
 from penstock.plan.meta_rank import Saving, Target, conventional

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from benchmarks import record
 from benchmarks.kernels.measure import DEVICE, ON_GPU, decibels, passes_in_turns
-from penstock.kernels import flash_4
+from penstock.kernels import attention
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.device_facts import FLASH_4, extras
+from penstock.kernels.tuning import FLASH_4, extras
 
 Attention = Callable[..., Tensor]
 Figures = dict[str, dict[str, float]]
@@ -76,7 +76,7 @@ def main() -> None:
 def rivals_for(shape: Shape) -> dict[str, Attention]:
     """What runs here; torch's flash backend only where it need not pad."""
     flash = ["flash"] if shape.N == shape.M else []
-    names = ["cudnn", *flash, *([flash_4.NAME] if extras() else [])] if ON_GPU else flash
+    names = ["cudnn", *flash, *([attention.FLASH_4_NAME] if extras() else [])] if ON_GPU else flash
     return {name: partial(causal_attention, scale=shape.N**-0.5, allowed_BSS=None, backend=name) for name in names}
 
 

@@ -21,9 +21,8 @@ from benchmarks import record
 from benchmarks.kernels.attention import Attention, Shape, draw, errors_of, passes, times_of
 from benchmarks.kernels.measure import DEVICE, ON_GPU
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.attention_bounds import AttentionBounds, first_keys
 from penstock.kernels.attention_window import AttentionWindow
-from penstock.kernels.bounded_attention import bounded_attention
+from penstock.kernels.bounded_attention import AttentionBounds, bounded_attention, first_keys
 from penstock.models.model_inputs import attention_mask
 
 SPREAD = 1.0  # standard deviation of the logarithm of a document's length

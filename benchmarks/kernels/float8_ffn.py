@@ -40,8 +40,7 @@ from penstock.kernels import expert_ffn as in_16_bits
 from penstock.kernels import reference
 from penstock.kernels.float8 import expert_ffn as in_8_bits
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.quantized import as_quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, Recipe
+from penstock.kernels.float8.quantized import BLOCKWISE, Recipe, as_quantized
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.permute import order_local_rows
 

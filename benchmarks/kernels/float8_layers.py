@@ -13,9 +13,8 @@ from torch import Tensor
 from benchmarks.kernels.grouped_gemm import skewed_counts
 from benchmarks.kernels.measure import DEVICE, DTYPE, ON_GPU, decibels
 from penstock.kernels.float8 import products, quantize, torch_products
-from penstock.kernels.float8.launches import Product, ProductLaunch
-from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, Recipe, format_on
+from penstock.kernels.float8.quantize import Product, ProductLaunch
+from penstock.kernels.float8.quantized import BLOCKWISE, BLOCKWISE_SQUARE, Quantized, Recipe, format_on
 from penstock.kernels.float32_products import add_product
 from penstock.kernels.grouped_gemm import (
     grouped_gemm_forward,

@@ -19,7 +19,7 @@ from benchmarks.kernels.float8_layers import FORM, HAS_TORCH, RECIPES, TOKENS
 from benchmarks.kernels.measure import DEVICE, DTYPE, Ways, decibels, replay_in_turns
 from penstock.kernels import norm, reference, swiglu
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.float8.quantized import Recipe
 from penstock.kernels.float8.triton_operators import TRITON, WITH_TORCH
 from penstock.models.float8_linear import Float8Weight, float8_linear, float8_network, recipe_of
 from penstock.models.linear import linear_into

@@ -25,8 +25,7 @@ from benchmarks.kernels.launches_tried import TRANSPOSING_LAUNCHES
 from benchmarks.kernels.measure import DEVICE, copy_bandwidth, row_of_bytes
 from penstock.kernels.float8 import reference
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
-from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.quantized import MXFP8, ROWWISE, TENSORWISE, Quantized, Recipe
 from penstock.kernels.tuning import KernelLaunch
 
 normal = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)

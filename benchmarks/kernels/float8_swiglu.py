@@ -26,7 +26,7 @@ from benchmarks.kernels.launches_tried import BACKWARD_LAUNCHES
 from benchmarks.kernels.measure import DEVICE, DTYPE, ON_GPU, copy_bandwidth, decibels, row_of_bytes
 from penstock.kernels import swiglu as in_16_bits
 from penstock.kernels.float8 import operators
-from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.float8.quantized import Recipe
 from penstock.kernels.float8.reference import aligned_rows, dequantize
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.reference import SWIGLU

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from penstock.kernels.float8.launches import (
+from penstock.kernels.float8.quantize import (
     BACKWARD,
     BACKWARD_DEFAULT,
     FUSED_DEFAULT,

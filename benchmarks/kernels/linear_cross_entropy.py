@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.kernels.measure import passes_in_turns
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.recipes import BLOCKWISE_SQUARE
+from penstock.kernels.float8.quantized import BLOCKWISE_SQUARE
 from penstock.kernels.float8.triton_operators import WITH_TORCH
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.reference import IGNORED_LABEL

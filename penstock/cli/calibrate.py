@@ -22,7 +22,7 @@ from penstock.base.errors import DeviceError
 from penstock.cli.main import main
 from penstock.cli.output import check_output, print_next, print_table
 from penstock.cli.verbs import Force
-from penstock.kernels.device_facts import device_facts
+from penstock.kernels.tuning import device_facts
 from penstock.parallel.launch.environment import Environment, gpu_vendor, read_environment
 from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, facts_of_ranks, run_processes
 from penstock.parallel.launch.process import device_name

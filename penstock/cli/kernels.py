@@ -24,9 +24,8 @@ from penstock.cli.output import print_table
 from penstock.cli.verbs import Json, Overrides, Target, group_app
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.kernels.choose import shown
-from penstock.kernels.device_facts import DeviceFacts, device_facts, named_device
-from penstock.kernels.measured import Measurements, OperatorTimes, load, save, user_file
+from penstock.kernels.choose import Measurements, OperatorTimes, load, save, shown, user_file
+from penstock.kernels.tuning import DeviceFacts, device_facts, named_device
 from penstock.models.kernels import kernel_choices, shapes_of
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.process import choose_device

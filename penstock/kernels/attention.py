@@ -1,7 +1,7 @@
 """Causal attention through torch's scaled_dot_product_attention or flash-attn-4, with the backend chosen by name.
 
 On Hopper, of torch's backends only cuDNN is fast for the heads of latent attention (192 wide for query and key, 128 for
-value), so `auto` tries it first. flash-attn-4 (penstock/kernels/flash_4.py), which `auto` takes where it is installed,
+value), so `auto` tries it first. flash-attn-4, which `auto` takes where it is installed,
 is faster; calls that it does not support go to torch's backends in the order of `auto`. Where torch would materialize
 all scores (a mask with grouped-query heads), keys and values are repeated for each query head instead. On the meta
 device the operator of a fused backend is called by name, because torch would choose the one that materializes the
@@ -21,9 +21,13 @@ sink is
 In bfloat16, o' is rounded twice. Without a fused backend the scores are materialized (`_by_products`).
 """
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +37,58 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.base.errors import KernelError
-from penstock.kernels import flash_4
+from penstock.kernels.language import HAS_TRITON, ceil_div, on_gpu, start_kernel, tl, triton
+from penstock.kernels.tuning import target_of
+
+FLASH_4_NAME = "flash-4"  # value of `kernels.attention`
+
+# Widest heads of keys and of values, by chip; `FLASH_4_LATENT` runs on all.
+FLASH_4_WIDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"sm_90": (256, 256), "sm_100": (128, 128), "sm_103": (128, 128)}
+)
+FLASH_4_LATENT = (192, 128)
+FLASH_4_MULTIPLE = 8  # of which head widths are multiples: 16 bytes
+# Chips on which `auto` takes it, because it was faster there (benchmarks/results/attention-h200.json).
+FLASH_4_MEASURED = ("sm_90",)
+
+
+def flash_4_takes(q_BSHN: Tensor, v_BSGM: Tensor) -> bool:
+    """Whether the package has a kernel for these heads on their device."""
+    if not q_BSHN.is_cuda or q_BSHN.dtype.itemsize != 2:
+        return False
+    return flash_4_has_kernel(q_BSHN.shape[-1], v_BSGM.shape[-1], target_of(q_BSHN.device))
+
+
+def flash_4_has_kernel(keys: int, values: int, target: str) -> bool:
+    """Whether the package has a kernel for heads of these widths on a chip."""
+    if target not in FLASH_4_WIDEST or keys % FLASH_4_MULTIPLE or values % FLASH_4_MULTIPLE:
+        return False
+    widest = FLASH_4_WIDEST[target]
+    return (keys, values) == FLASH_4_LATENT or (keys <= widest[0] and values <= widest[1])
+
+
+def flash_4_attention(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor, *, scale: float) -> Tensor:
+    """`penstock.kernels.attention.causal_attention` without mask and sinks. Returns o_BSHM.
+
+    The kernels read queries, keys and values with positions before heads, as the models have them, and take heads whose
+    keys are wider than their values (latent attention). Masks and sinks stay with torch's backends. The package
+    compiles a kernel at the first call for its head widths, a few seconds for each direction.
+
+    Gradients of queries are summed in no fixed order, so a repeated step may differ in its last bits. With
+    `training.deterministic` the package sums in a fixed order, which is slower.
+    """
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    how = {"softmax_scale": scale, "causal": True, "deterministic": is_deterministic}
+    o_BSHM: Tensor = _flash_4_package().flash_attn_func(q_BSHN, k_BSGN, v_BSGM, **how)[0]
+    return o_BSHM
+
+
+@cache
+def _flash_4_package() -> Any:
+    # The package's compiler warns about its own code at every kernel.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"cutlass\.")
+    return import_module("flash_attn.cute")
+
 
 # Values of `kernels.attention`, and torch's backends in the order in which they are tried.
 ORDERS: dict[str, list[SDPBackend]] = {
@@ -44,7 +99,7 @@ ORDERS: dict[str, list[SDPBackend]] = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }
-ORDERS[flash_4.NAME] = ORDERS["auto"]  # for calls that it does not support
+ORDERS[FLASH_4_NAME] = ORDERS["auto"]  # for calls that it does not support
 
 BIAS_STRIDE = 16  # numbers, at multiples of which rows of a bias begin in the efficient backend
 # Added to masked scores. cuDNN does not accept infinity, so torch gives it the lowest float16.
@@ -212,8 +267,8 @@ def causal_attention(
     already; None is causal over the whole row. Raises as `backend_for` if a named backend cannot run.
     """
     is_plain = allowed_BSS is None and sinks_H is None
-    if is_plain and backend == flash_4.NAME and flash_4.takes(q_BSHN, v_BSGM):
-        return flash_4.attention(q_BSHN, k_BSGN, v_BSGM, scale=scale)
+    if is_plain and backend == FLASH_4_NAME and flash_4_takes(q_BSHN, v_BSGM):
+        return flash_4_attention(q_BSHN, k_BSGN, v_BSGM, scale=scale)
     q_BHSN, k_BGSN, v_BGSM = q_BSHN.transpose(1, 2), k_BSGN.transpose(1, 2), v_BSGM.transpose(1, 2)
     scores = ScoreOptions(scale=scale, allowed=None if allowed_BSS is None else allowed_BSS[:, None])
     if sinks_H is not None:
@@ -306,3 +361,77 @@ def _by_products(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, sinks_H: Tensor
     sinks_BHS1 = _beside(sinks_H, scores_BHSS).expand(*scores_BHSS.shape[:-1], 1)
     weights = torch.cat((scores_BHSS, sinks_BHS1), dim=-1).softmax(dim=-1)
     return weights[..., :-1].to(v_BHSM.dtype) @ v_BHSM
+
+
+SCORES = 1 << 26  # that the definition computes at a time
+BLOCK, DEPTH = 128, 64  # queries and keys of a tile, and features that are multiplied at a time
+
+
+@torch.no_grad()
+def largest_logits(q_BSHN: Tensor, k_BSGN: Tensor, scale: float, allowed_BSS: Tensor | None) -> Tensor:
+    """The largest scaled product of a query of each head and a key that it may see, float32; None: the causal mask.
+
+    The kernel makes half of attention's forward products and keeps one number for each block of queries of a head.
+    """
+    if on_gpu(q_BSHN) and q_BSHN.dtype.itemsize == 2 and (HAS_TRITON or q_BSHN.is_meta):
+        return logits_by_kernel(q_BSHN, k_BSGN, allowed_BSS) * scale
+    batch, length, heads, _ = q_BSHN.shape
+    k_BHNS = k_BSGN.repeat_interleave(heads // k_BSGN.shape[2], dim=2).permute(0, 2, 3, 1)
+    places_S = torch.arange(length, device=q_BSHN.device)
+    peaks = []
+    size = max(1, SCORES // (batch * heads * length))
+    for first in range(0, length, size):
+        rows = slice(first, first + size)
+        scores_BHSS = q_BSHN[:, rows].transpose(1, 2) @ k_BHNS
+        mask = places_S[rows, None] >= places_S if allowed_BSS is None else allowed_BSS[:, None, rows]
+        peaks.append(scores_BHSS.float().masked_fill(~mask, -torch.inf).amax(dim=(0, 2, 3)))
+    return torch.stack(peaks).amax(0) * scale
+
+
+def logits_by_kernel(q_BSHN: Tensor, k_BSGN: Tensor, allowed_BSS: Tensor | None) -> Tensor:
+    """`largest_logits` with a scale of 1, in the kernel."""
+    q_BSHN, k_BSGN = q_BSHN.contiguous(), k_BSGN.contiguous()
+    batch, length, heads, width = q_BSHN.shape
+    blocks = ceil_div(length, BLOCK)
+    peaks = torch.empty(batch, blocks, heads, dtype=torch.float32, device=q_BSHN.device)
+    keys = BLOCK if allowed_BSS is None else BLOCK // 2  # of a tile: masks take registers
+    start_kernel(
+        largest_logits_kernel, (blocks, heads, batch),
+        q_BSHN, k_BSGN, None if allowed_BSS is None else allowed_BSS.contiguous(), peaks, length,
+        H=heads, G=k_BSGN.shape[2], N=width, BLOCK=BLOCK, KEYS=keys, DEPTH=DEPTH, num_warps=8,
+    )  # fmt: skip
+    return peaks.amax((0, 1))
+
+
+@triton.jit(do_not_specialize=["length"])
+def largest_logits_kernel(
+    q_ptr, k_ptr, allowed_ptr, largest_ptr, length,  # q B x S x H x N, k B x S x G x N, largest B x blocks x H
+    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One block of queries of a head, and all keys up to its last one."""
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    place_S, place_K, column_N = tl.arange(0, BLOCK), tl.arange(0, KEYS), tl.arange(0, DEPTH)
+    query_S = block * BLOCK + place_S
+    q_ptr += ((row * length + block * BLOCK) * H + head) * N
+    k_ptr += (row * length * G + head // (H // G)) * N
+    if allowed_ptr is not None:
+        allowed_ptr += (row * length + block * BLOCK) * length
+    largest_S = tl.full([BLOCK], float("-inf"), tl.float32)
+    for first in range(0, tl.minimum((block + 1) * BLOCK, length), KEYS):
+        key_S = first + place_K
+        logits_SS = tl.zeros([BLOCK, KEYS], tl.float32)
+        for start in range(0, N, DEPTH):
+            inside_N = start + column_N < N
+            q_ptrs = q_ptr + place_S[:, None] * (H * N) + (start + column_N)[None, :]
+            k_ptrs = k_ptr + place_K[None, :] * (G * N) + (start + column_N)[:, None]
+            q_SN = tl.load(q_ptrs, mask=(query_S < length)[:, None] & inside_N[None, :], other=0.0)
+            k_NS = tl.load(k_ptrs, mask=(key_S < length)[None, :] & inside_N[:, None], other=0.0)
+            logits_SS = tl.dot(q_SN, k_NS, logits_SS, input_precision="ieee")
+        seen_SS = (query_S[:, None] >= key_S[None, :]) & (query_S < length)[:, None]
+        if allowed_ptr is not None:
+            allowed_SS = tl.load(allowed_ptr + place_S[:, None] * length + key_S[None, :], mask=seen_SS, other=0)
+            seen_SS = seen_SS & (allowed_SS != 0)
+        largest_S = tl.maximum(largest_S, tl.max(tl.where(seen_SS, logits_SS, float("-inf")), 1))
+        k_ptr += KEYS * G * N
+    tl.store(largest_ptr + (row * tl.num_programs(0) + block) * H + head, tl.max(largest_S, 0))

@@ -3,7 +3,7 @@
 A choice point is one operator, or one of the experts' three products. Times are measured in finer parts (a norm alone
 and with its residual sum); the sum over the parts decides.
 
-To add a library of kernels, add a row to `BACKENDS`, its package to `penstock.kernels.device_facts.PACKAGES`, and its
+To add a library of kernels, add a row to `BACKENDS`, its package to `penstock.kernels.tuning.PACKAGES`, and its
 name to the knobs in `penstock.config.run`.
 """
 
@@ -13,14 +13,54 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from penstock.kernels import expert_kernels, operators, triton_operators
-from penstock.kernels.device_facts import TRITON
+from penstock.kernels import expert_kernels, operators
+from penstock.kernels.bounded_attention import bounded_attention
+from penstock.kernels.delta_rule import delta_rule
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import ExpertKernels
 from penstock.kernels.float8 import operators as float8_reference
 from penstock.kernels.float8 import triton_operators as float8_triton
 from penstock.kernels.float8.operators import Float8Operators
+from penstock.kernels.head_norms import gated_norm, unit_length
+from penstock.kernels.norm import add_rms_norm, add_three, fan_out, rms_norm, rms_norm_beside
 from penstock.kernels.operators import Operators
+from penstock.kernels.permute import order_rows, unpermute
+from penstock.kernels.replica_kernels import assign_replicas, plan_replicas
+from penstock.kernels.rope import mla_heads, rotate
+from penstock.kernels.short_convolution import short_convolution
+from penstock.kernels.sparse_attention_launches import choose_keys, sparse_attention
+from penstock.kernels.swiglu import swiglu
+from penstock.kernels.topk import balance_loss, route
+from penstock.kernels.tuning import TRITON_PACKAGE
+
+TRITON = Operators(
+    attention_backend="auto",
+    bounded_attention=bounded_attention,
+    route=route,
+    balance_loss=balance_loss,
+    order_rows=order_rows,
+    plan_replicas=plan_replicas,
+    assign_replicas=assign_replicas,
+    unpermute=unpermute,
+    expert_ffn=expert_ffn,
+    expert_ffn_is_fused=True,
+    saves_rows=True,
+    swiglu=swiglu,
+    rms_norm=rms_norm,
+    rms_norm_beside=rms_norm_beside,
+    add_rms_norm=add_rms_norm,
+    add_three=add_three,
+    fan_out=fan_out,
+    rotate=rotate,
+    delta_rule=delta_rule,
+    short_convolution=short_convolution,
+    unit_length=unit_length,
+    gated_norm=gated_norm,
+    choose_keys=choose_keys,
+    sparse_attention=sparse_attention,
+    mla_heads=mla_heads,
+)
+
 
 # Both passes of an operator, or one of the experts' products, which are fields of `expert_kernels.ExpertKernels`.
 Direction = Literal["both", "forward", "input_gradient", "weight_gradient"]
@@ -151,7 +191,7 @@ class Backend:
 # By name; the first that can run is taken where nothing is measured.
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
-        "triton": Backend(tuple(FIELDS), triton_operators.TRITON, expert_kernels.TRITON, package=TRITON, gpu_only=True),
+        "triton": Backend(tuple(FIELDS), TRITON, expert_kernels.TRITON, package=TRITON_PACKAGE, gpu_only=True),
         "torch": Backend(("experts", "swiglu", "norm", "delta"), operators.TORCH, expert_kernels.TORCH),
         "reference": Backend(tuple(FIELDS), operators.REFERENCE, expert_kernels.REFERENCE),
     }

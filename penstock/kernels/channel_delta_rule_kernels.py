@@ -29,7 +29,7 @@ would lose bits. A product of a table of zeros and ones with g gives those of al
 their results.
 """
 
-from penstock.kernels.delta_rule_parts import chunk_documents, dot, inverse, numbers_at, rows_at, state_at
+from penstock.kernels.delta_rule_kernels import chunk_documents, dot, inverse, numbers_at, rows_at, state_at
 from penstock.kernels.language import tl, triton
 
 NEAR = tl.constexpr(3)  # the level of blocks of 16 positions

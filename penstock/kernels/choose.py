@@ -11,13 +11,20 @@ Both passes of an operator share one choice, because one autograd function holds
 `penstock kernels list` prints the reasons. Nothing here touches a device.
 """
 
+import json
+import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+
 from penstock.base.errors import KernelError
-from penstock.kernels import attention_bounds, flash_4
+from penstock.base.files import read_json, write_whole
+from penstock.kernels import attention, bounded_attention
 from penstock.kernels.backends import (
     BACKENDS,
     CHOICE_POINTS,
@@ -30,10 +37,128 @@ from penstock.kernels.backends import (
     has,
     shape_of,
 )
-from penstock.kernels.device_facts import FLASH_4, DeviceFacts
-from penstock.kernels.measured import Measurements, OperatorTimes
 from penstock.kernels.operators import REFERENCE, Operators
-from penstock.kernels.tuning import GROUPED_GEMM
+from penstock.kernels.tuning import FLASH_4, GROUPED_GEMM, DeviceFacts
+
+PACKAGED = Path(__file__).with_name("measured_data")  # measurements that come with the package
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorTimes:
+    """Times of one operator in one direction on one shape."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    op: str  # as `penstock.kernels.choose` knows it
+    direction: str  # `forward`, `backward`, `input_gradient` or `weight_gradient`
+    dtype: str  # `bf16` or `fp32`
+    skew: float  # imbalance of the experts' loads; 0 for operators that do not depend on it
+    shape: Mapping[str, PositiveInt]
+    microseconds: Mapping[str, PositiveFloat]  # median time of each backend that ran
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.op, self.direction, self.dtype, self.skew, tuple(sorted(self.shape.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """Times of operators on one device.
+
+    `penstock kernels tune` writes such a file; `penstock.kernels.choose` reads it and chooses by the nearest shape.
+    Files for measured chips come with the package; a user's own files are in ~/.config/penstock/kernels:
+
+        {"device": "NVIDIA H200",
+         "environment": {"torch": "2.11.0", "triton": "3.6.0"},
+         "entries": [{"op": "swiglu", "direction": "forward", "dtype": "bf16", "skew": 0.0,
+                      "shape": {"tokens": 8192, "ffn": 2816}, "microseconds": {"torch": 71.2, "triton": 30.1}}, ...]}
+
+    `skew` is the standard deviation of the logarithms of the experts' loads: 0 is balanced, with 0.6 a busy expert has
+    several times the rows of a quiet one.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    device: str  # its name, as the driver reports it
+    environment: Mapping[str, str]  # versions that the times depend on
+    entries: tuple[OperatorTimes, ...]  # of two that are equally near to a shape, the first counts
+
+    def nearest(self, op: str, direction: str, dtype: str, shape: Mapping[str, int]) -> tuple[OperatorTimes, ...]:
+        """The entries, one for each skew, of the nearest measured shape; empty if there is none.
+
+        The distance is the sum over sizes of |log(measured / wanted)|: half as many tokens are as far as twice as many.
+        """
+        alike = [
+            entry
+            for entry in self.entries
+            if (entry.op, entry.direction, entry.dtype) == (op, direction, dtype) and entry.shape.keys() == shape.keys()
+        ]
+        if not alike:
+            return ()
+        best = min(alike, key=lambda entry: _distance(entry.shape, shape))
+        by_skew = {entry.skew: entry for entry in reversed(alike) if entry.shape == best.shape}
+        return tuple(by_skew[skew] for skew in sorted(by_skew))
+
+
+def _distance(sizes: Mapping[str, int], other: Mapping[str, int]) -> float:
+    return sum(abs(math.log(sizes[name] / other[name])) for name in other)
+
+
+def slug(device_name: str) -> str:
+    """A device's name as a file name: `NVIDIA H200` is `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def user_file(device_name: str) -> Path | None:
+    """Path of a user's own measurements of a device; None for a user without a home folder."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None
+    return home / ".config" / "penstock" / "kernels" / f"{slug(device_name)}.json"
+
+
+def find(device_name: str, path: Path | None = None, *, packaged: Path = PACKAGED) -> Measurements | None:
+    """Measurements of a device: the user's own entries, then the package's; None if there are neither.
+
+    `path` replaces the file in the user's home. Raises KernelError for a damaged file, and for a `path` that is missing
+    or about another device.
+    """
+    user_path = path or user_file(device_name)
+    files = [file for file in (user_path, packaged / f"{slug(device_name)}.json") if file is not None]
+    measurements = [load(file) for file in files if file == path or file.exists()]
+    if not measurements:
+        return None
+    if path is not None and slug(measurements[0].device) != slug(device_name):
+        raise KernelError(f"{path} was measured on another device", got=measurements[0].device, allowed=device_name)
+    return replace(measurements[0], entries=tuple(entry for part in measurements for entry in part.entries))
+
+
+def load(path: Path) -> Measurements:
+    """Read a file; raises KernelError if it is missing or damaged."""
+    fix = "measure again with `penstock kernels tune`, or delete the file"
+    try:
+        return TypeAdapter(Measurements).validate_python(read_json(path))
+    except OSError as error:
+        raise KernelError(f"measurements {path} cannot be read", got=error.strerror, fix=fix) from error
+    except ValueError as error:
+        got = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise KernelError(f"measurements {path} are damaged", got=got, fix=fix) from error
+
+
+def save(path: Path, measurements: Measurements) -> None:
+    """Write a file atomically, one line for each entry, so that two files can be compared; raises KernelError."""
+    lines = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in measurements.entries)
+    head = f'"device": {json.dumps(measurements.device)},\n "environment": {json.dumps(dict(measurements.environment))}'
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, f'{{{head},\n "entries": [\n{lines}\n ]}}\n')
+    except OSError as error:
+        raise KernelError(f"measurements cannot be written to {path}", got=error.strerror) from error
+
 
 AUTO = "auto"
 MASKED = "masked attention"  # over documents, windows and chunks
@@ -249,10 +374,10 @@ def _refuse_mixture_without_triton(choices: Sequence[Choice], device: DeviceFact
 def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> tuple[str, str]:
     """Choose flash-attn-4, or which of torch's backends is first; raises KernelError if it cannot run."""
     named, problem = wanted.get("attention", AUTO), _flash_4_obstacle(device)
-    if named == flash_4.NAME and problem is not None:
+    if named == attention.FLASH_4_NAME and problem is not None:
         fix = f"pip install {FLASH_4}, or kernels.attention=auto"
         raise KernelError(f"kernels.attention={named} cannot run", got=problem, fix=fix)
-    if named not in (AUTO, attention_bounds.NAME):
+    if named not in (AUTO, bounded_attention.NAME):
         if named in _IN_16_BITS and device.kind == "cuda" and device.dtype != "bf16":
             fix = "training.precision=bf16, or kernels.attention=auto"
             raise KernelError(f"kernels.attention={named} cannot run on a GPU", got="float32", fix=fix)
@@ -261,8 +386,8 @@ def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> tuple[str, str
         return "default", "kernels.all=reference: the order is torch's own"
     if device.kind == "cpu":
         return "default", "no GPU"
-    if problem is None and device.target in flash_4.MEASURED:
-        return flash_4.NAME, f"{FLASH_4} is installed; cuDNN for unsupported calls"
+    if problem is None and device.target in attention.FLASH_4_MEASURED:
+        return attention.FLASH_4_NAME, f"{FLASH_4} is installed; cuDNN for unsupported calls"
     has_cudnn = not device.target.startswith("gfx")
     return (
         AUTO,
@@ -273,15 +398,15 @@ def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> tuple[str, str
 def _masked_attention(wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes) -> tuple[str, str] | None:
     """Choose between our kernel and torch's masks on a GPU; raises KernelError if the kernel cannot run."""
     named, problem = wanted.get("attention", AUTO), _bounded_obstacle(device, shapes)
-    is_measured = device.target in attention_bounds.MEASURED
-    if named == attention_bounds.NAME:
+    is_measured = device.target in bounded_attention.MEASURED
+    if named == bounded_attention.NAME:
         if problem is not None:
             fix = f"kernels.attention={AUTO}"
             raise KernelError(f"kernels.attention={named} cannot run", got=problem, fix=fix)
         return "triton", f"kernels.attention={named}"
     if device.kind == "cpu":
         return None
-    if named not in (AUTO, flash_4.NAME):
+    if named not in (AUTO, attention.FLASH_4_NAME):
         problem = f"kernels.attention={named}"
     elif wanted.get("all", AUTO) == "reference":
         problem = "kernels.all=reference"
@@ -303,12 +428,12 @@ def _bounded_obstacle(device: DeviceFacts, shapes: Shapes) -> str | None:
     if device.dtype != "bf16":
         return "float32"
     widths = shapes.head_dim, shapes.value_dim
-    return None if attention_bounds.has_kernel(*widths) else f"heads of {widths[0]} and {widths[1]} columns"
+    return None if bounded_attention.has_kernel(*widths) else f"heads of {widths[0]} and {widths[1]} columns"
 
 
 def _flash_4_obstacle(device: DeviceFacts) -> str | None:
     if FLASH_4 not in device.packages:
         return f"{FLASH_4} is not installed"
-    if device.kind == "cpu" or device.target not in flash_4.WIDEST:
+    if device.kind == "cpu" or device.target not in attention.FLASH_4_WIDEST:
         return f"it has no kernels for {device.name}"
     return None

@@ -35,11 +35,19 @@ from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.expert_kernels import REFERENCE, TRITON, ExpertKernels
-from penstock.kernels.expert_parts import DOWN, GATE_UP, DeferGradient, SavedRows, SaveRows, WeightedBias
+from penstock.kernels.expert_parts import (
+    DOWN,
+    GATE_UP,
+    DeferGradient,
+    ReplicaSlots,
+    SavedRows,
+    SaveRows,
+    SlottedWeight,
+    WeightedBias,
+)
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.launching import on_gpu
+from penstock.kernels.language import on_gpu
 from penstock.kernels.reference import SWIGLU, ExpertRule, RowOrder, check_biases
-from penstock.kernels.replica_slots import ReplicaSlots, SlottedWeight
 from penstock.kernels.tile_table import TileTable
 
 

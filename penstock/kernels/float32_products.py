@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from penstock.kernels.launching import on_gpu, record_launch
+from penstock.kernels.language import on_gpu, record_launch
 
 PARTS = 3  # in bfloat16, of a float32 value, which has three times its bits
 # Positions of the first, second and third part among the six of the left operand, and of the right one.

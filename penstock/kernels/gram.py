@@ -17,8 +17,7 @@ and above the diagonal, each of which is written twice, the second time transpos
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import HAS_TRITON, TensorDescriptor, ceil_div, tl, triton
-from penstock.kernels.launching import on_gpu, start_kernel
+from penstock.kernels.language import HAS_TRITON, TensorDescriptor, ceil_div, on_gpu, start_kernel, tl, triton
 from penstock.kernels.tuning import GemmLaunch, programs_of, target_of
 
 LAUNCH = GemmLaunch(block_rows=128, block_columns=128, block_depth=64, warps=8, stages=5, pieces=4)

@@ -8,7 +8,7 @@ transposed in memory:
     weight gradient   dw_eFD = dy_RF^T @ x_RD        contracts over each expert's rows
 
 `index_R` fuses a gather of rows into the loads of x (forward, weight gradient), so that no copy of the tokens in expert
-order is saved. Forward adds a bias while it writes; penstock/kernels/bias_gradient.py has its gradient.
+order is saved. Forward adds a bias while it writes; penstock/kernels/expert_kernels.py has its gradient.
 `accumulate_into` adds a weight gradient to a float32 buffer, for gradient accumulation.
 
 Each product has its own launch (`penstock.kernels.tuning`), and all share one `TileTable`. Inputs are bfloat16 or
@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.expert_parts import SavedRows, gradient_in_parts
+from penstock.kernels.expert_parts import SavedRows, SlottedWeight, gradient_in_parts, weight_parts
 from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS, blocks_of, obstacle, ragged_blocks_of
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
-from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor, start_kernel
 from penstock.kernels.permute import gather_rows
-from penstock.kernels.replica_slots import SlottedWeight, weight_parts
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import (
     GemmLaunch,

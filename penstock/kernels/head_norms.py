@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.delta_rule import LENGTH_EPSILON
-from penstock.kernels.language import ceil_div, power_of_two, tl, triton
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.language import ceil_div, power_of_two, start_kernel, tl, triton
 
 NUMBERS = 4096  # of a tile of a program
 TILES = 8  # of a program that sums gradients of weights

@@ -33,8 +33,7 @@ from penstock.base.errors import KernelError
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float32_products import add_product
-from penstock.kernels.language import HAS_TRITON, tl, triton
-from penstock.kernels.launching import on_gpu, start_kernel
+from penstock.kernels.language import HAS_TRITON, on_gpu, start_kernel, tl, triton
 from penstock.kernels.reference import IGNORED_LABEL, logits_gradient
 from penstock.kernels.tuning import KernelLaunch
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
-from penstock.kernels.language import tl, triton
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.language import start_kernel, tl, triton
 from penstock.kernels.tuning import KernelLaunch
 
 # Narrow rows (heads) share a tile of 2,048 elements by 4 warps; wide rows take a multiple of tile and warps.

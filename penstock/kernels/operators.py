@@ -1,7 +1,7 @@
 """The operators that a model is built on, as one frozen value that modules receive when they are constructed.
 
 Two sets here need nothing but PyTorch. `REFERENCE` is the eager definition. `TORCH` uses PyTorch's fused forms where
-they exist: grouped_mm for the experts, rms_norm, silu. The third, `penstock.kernels.triton_operators.TRITON`, has the
+they exist: grouped_mm for the experts, rms_norm, silu. The third, `penstock.kernels.backends.TRITON`, has the
 Triton kernels. Backends are chosen once, operator by operator (`penstock.kernels.choose`); modules do not ask which one
 they have.
 """
@@ -141,7 +141,7 @@ class Operators:
     """Callables with the signatures of the definitions, which are their defaults."""
 
     attention_backend: str = "auto"  # see `penstock.kernels.attention.causal_attention`
-    # Of `penstock.kernels.attention_bounds`; None attends with masks.
+    # Of `penstock.kernels.bounded_attention`; None attends with masks.
     bounded_attention: Callable[..., Tensor] | None = None
     route: Callable[..., Routed] = reference.route
     balance_loss: Callable[[Tensor, Tensor, Tensor, float, float], LinearLoss] = reference_balance_loss

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.launching import count_values, counts_on_host
+from penstock.kernels.language import count_values, counts_on_host
 
 IGNORED_LABEL = -100  # of a position that is not counted in the loss
 

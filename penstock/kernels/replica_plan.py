@@ -36,7 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.launching import record_wait
+from penstock.kernels.language import record_wait
 from penstock.kernels.reference import RowOrder
 
 ATTEMPTS = 16  # with looser bounds

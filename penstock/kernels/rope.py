@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
-from penstock.kernels.language import tl, triton
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.language import start_kernel, tl, triton
 from penstock.kernels.tuning import KernelLaunch
 
 # Rows are heads: 16 heads of 128 in bfloat16 are one 16-byte load for each of 256 threads.

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
-from penstock.kernels.language import ceil_div, power_of_two, tl, triton
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.language import ceil_div, power_of_two, start_kernel, tl, triton
 
 BLOCK_S, BLOCK_D = 32, 64  # positions and features that a program holds at a time
 TILES = 16  # blocks of positions of a program that sums gradients of weights

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.gluon.support import obstacle
-from penstock.kernels.index_kernels import choose_keys_kernel, index_backward_kernel, index_scores_kernel
-from penstock.kernels.language import ceil_div, power_of_two
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.language import ceil_div, power_of_two, start_kernel
 from penstock.kernels.sparse_attention import IndexLoss
 from penstock.kernels.sparse_attention_kernels import (
+    choose_keys_kernel,
+    index_backward_kernel,
+    index_scores_kernel,
     sparse_forward_kernel,
     sparse_key_backward_kernel,
     sparse_query_backward_kernel,

@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import SavedRows
-from penstock.kernels.language import tl, triton
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.language import start_kernel, tl, triton
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import KernelLaunch, capped_programs
 

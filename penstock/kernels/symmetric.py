@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.language import ceil_div, power_of_two
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.language import ceil_div, power_of_two, start_kernel
 from penstock.kernels.symmetric_kernels import (
     push_numbers_kernel,
     push_rows_kernel,

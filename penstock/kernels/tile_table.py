@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, int32, int64
 
 from penstock.base.errors import KernelError
-from penstock.kernels.language import tl, triton
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.language import start_kernel, tl, triton
 
 BLOCK_SIZES = (64, 128, 192, 256)  # rows of a block, with one owner table for each: multiples of the first one
 ALIGNED_BLOCK = 128  # in aligned copies experts begin at multiples of this one of `BLOCK_SIZES`

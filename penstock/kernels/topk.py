@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
-from penstock.kernels.language import tl, triton
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.language import start_kernel, tl, triton
 from penstock.kernels.operators import LinearLoss
 from penstock.kernels.reference import Routed, RouterRule
 from penstock.kernels.tuning import KernelLaunch

@@ -2,17 +2,24 @@
 
 A `KernelLaunch` never changes the result of a kernel, only its speed. The data hold measured choices; nothing is tried
 out inside a training step.
+
+`DeviceFacts` is what the choice of kernels depends on; the device may be present or only known by name.
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
+
+from penstock.base.devices import chip_named, chips
+from penstock.base.errors import DeviceError, did_you_mean
+from penstock.base.origin import version_of
 
 INTERPRETER = "interpreter"  # target of kernels in Triton's interpreter on the CPU
 
@@ -93,7 +100,7 @@ def programs_of(launch: GemmLaunch, device: torch.device) -> int:
 
 
 @cache
-def chips() -> Mapping[str, Mapping[str, Any]]:
+def launch_tables() -> Mapping[str, Mapping[str, Any]]:
     """Sections of launches by target, as `launches.toml` has them; `any` is no chip."""
     return MappingProxyType(tomllib.loads(Path(__file__).with_name("launches.toml").read_text(encoding="utf-8")))
 
@@ -101,14 +108,14 @@ def chips() -> Mapping[str, Mapping[str, Any]]:
 @cache
 def section(target: str, name: str) -> Mapping[str, Any]:
     """A chip's section, or that of the chip that it is like; empty if neither has it."""
-    chip = chips().get(target, {})
-    mine: Mapping[str, Any] = chip.get(name) or chips().get(chip.get("like", ""), {}).get(name, {})
+    chip = launch_tables().get(target, {})
+    mine: Mapping[str, Any] = chip.get(name) or launch_tables().get(chip.get("like", ""), {}).get(name, {})
     return mine
 
 
 def section_or_any(target: str, name: str) -> Mapping[str, Any]:
     """The same, or what runs anywhere; chips of AMD that have no launches take those of one that has."""
-    near = target if target in chips() or not target.startswith("gfx") else "gfx942"
+    near = target if target in launch_tables() or not target.startswith("gfx") else "gfx942"
     return section(near, name) or section("any", name)
 
 
@@ -127,10 +134,12 @@ def _grouped_gemm(target: str) -> dict[GemmProduct, LaunchBySize]:
 
 # By target and product; `LAUNCHES_FROM` says where they come from.
 GROUPED_GEMM: dict[str, dict[GemmProduct, LaunchBySize]] = {
-    target: _grouped_gemm(target) for target in chips() if target != "any"
+    target: _grouped_gemm(target) for target in launch_tables() if target != "any"
 }
 
-LAUNCHES_FROM: Mapping[str, str] = MappingProxyType({target: chips()[target]["source"] for target in GROUPED_GEMM})
+LAUNCHES_FROM: Mapping[str, str] = MappingProxyType(
+    {target: launch_tables()[target]["source"] for target in GROUPED_GEMM}
+)
 """Source of each target's launches, in the words of hardware files."""
 
 _IN_TRITON = {name: _sized(rows) for name, rows in section("sm_90", "grouped_gemm_in_triton").items()}
@@ -161,3 +170,69 @@ def grouped_gemm_launch(product: GemmProduct, device: torch.device, dtype: torch
 
 def _by_size(launches: LaunchBySize, matrix: int) -> GemmLaunch:
     return [launch for least, launch in launches if matrix >= least][-1]
+
+
+Dtype = Literal["bf16", "fp32"]  # compute dtype of a model, as in `training.precision`
+
+TRITON_PACKAGE = "triton"  # Triton's package, which may be missing
+PACKAGES: tuple[str, ...] = (TRITON_PACKAGE,)  # that some backend needs besides PyTorch
+FLASH_4 = "flash-attn-4"  # optional package of attention kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """A device and the packages installed for it."""
+
+    kind: Literal["cuda", "cpu"]  # `cuda` for AMD's too
+    name: str  # as the driver reports it; `CPU` for every CPU
+    target: str  # the chip as launch tables name it
+    packages: frozenset[str]  # those of `PACKAGES` that are installed, and `FLASH_4` if it is
+    dtype: Dtype
+
+    @property
+    def has_triton(self) -> bool:
+        return TRITON_PACKAGE in self.packages
+
+
+def installed(packages: Iterable[str] = PACKAGES) -> frozenset[str]:
+    """Those of the packages that can be imported; imports none."""
+    return frozenset(package for package in packages if find_spec(package) is not None)
+
+
+def extras() -> frozenset[str]:
+    """`FLASH_4` if it is installed; imports nothing."""
+    return frozenset() if version_of(FLASH_4) is None else frozenset({FLASH_4})
+
+
+def device_facts(device: torch.device, dtype: Dtype) -> DeviceFacts:
+    is_gpu = device.type == "cuda"
+    return DeviceFacts(
+        kind="cuda" if is_gpu else "cpu",
+        name=torch.cuda.get_device_name(device) if is_gpu else "CPU",
+        target=target_of(device),
+        packages=installed() | extras(),
+        dtype=dtype,
+    )
+
+
+def named_device(name: str, dtype: Dtype) -> DeviceFacts:
+    """The facts of a GPU by name, with `PACKAGES` installed and no others; raises DeviceError for unknown names.
+
+    The name is the driver's, or the part of it by which people know the chip: `H200`.
+    """
+    chip = chip_named(name)
+    if chip is None:
+        known = [chip.pattern for chip in chips()]
+        raise DeviceError(
+            "no device is known by this name",
+            got=repr(name),
+            allowed=f"auto, cpu, cuda, or {', '.join(known)}",
+            fix=did_you_mean(name, ("auto", "cpu", "cuda", *known)),
+        )
+    return DeviceFacts(
+        kind="cuda",
+        name=chip.name if name.lower() == chip.pattern.lower() else name,
+        target=chip.target,
+        packages=frozenset(PACKAGES),
+        dtype=dtype,
+    )

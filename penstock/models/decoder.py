@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.base.spans import LAYER, Span
 from penstock.config.model import GroupedQueryAttention, LatentAttention, LocalAttention, Model
-from penstock.kernels.attention_bounds import first_keys
+from penstock.kernels.bounded_attention import first_keys
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.models.attention import GroupedQueryLayer, query_scale, reach_of
 from penstock.models.block import Block, MultiTokenPrediction

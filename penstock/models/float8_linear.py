@@ -22,8 +22,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.quantized import GatheredCopies, Quantized, RowColQuantized, WeightCopies, copies_of
-from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.float8.quantized import (
+    GatheredCopies,
+    Quantized,
+    Recipe,
+    RowColQuantized,
+    WeightCopies,
+    copies_of,
+)
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.parallel.async_transfer import WeightGradStore
 

@@ -10,13 +10,12 @@ from penstock.config.dispatcher import COUNTS_STAY, STAGES
 from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.config.run import Kernels, RecipeKnob, Run
 from penstock.kernels.backends import FLOAT8, Shapes
-from penstock.kernels.choose import AUTO, Choice, choose, operators
-from penstock.kernels.device_facts import DeviceFacts, device_facts
+from penstock.kernels.choose import AUTO, Choice, Measurements, choose, find, operators
 from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
-from penstock.kernels.float8.recipes import RECIPES, Recipe, default_recipe, format_on, refuse
+from penstock.kernels.float8.quantized import RECIPES, Recipe, default_recipe, format_on, refuse
 from penstock.kernels.float8.torch_products import obstacle as torch_obstacle
-from penstock.kernels.measured import Measurements, find
 from penstock.kernels.operators import Operators
+from penstock.kernels.tuning import DeviceFacts, device_facts
 
 
 def choose_operators(run: Run, device: torch.device) -> Operators:

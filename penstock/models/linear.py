@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from penstock.kernels.embedding import add_runs
 from penstock.kernels.float8.quantized import RowColQuantized, WeightCopies
 from penstock.kernels.float32_products import add_product
-from penstock.kernels.language import HAS_TRITON
-from penstock.kernels.launching import on_gpu
+from penstock.kernels.language import HAS_TRITON, on_gpu
+from penstock.kernels.permute import add_runs
 from penstock.kernels.reference import add_token_rows
 from penstock.layout.sharding import Cut, local_shape
 from penstock.models.float8_linear import Float8Weight, fits, float8_linear, quantize_input, recipe_of

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention_bounds import AttentionBounds
+from penstock.kernels.bounded_attention import AttentionBounds
 from penstock.moe.balance import Scope
 from penstock.parallel.context import LocalMask
 from penstock.parallel.graphs import PartialGraphs

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.kernels.largest_logits import largest_logits
+from penstock.kernels.attention import largest_logits
 from penstock.models.linear import cut_over
 from penstock.moe.balance import StepMeter
 from penstock.parallel.axes import Axis

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.attention_bounds import AttentionBounds, first_keys
 from penstock.kernels.attention_window import AttentionWindow
+from penstock.kernels.bounded_attention import AttentionBounds, first_keys
 from penstock.layout.grid import SequenceLayout
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, all_to_all

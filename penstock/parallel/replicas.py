@@ -40,14 +40,13 @@ from penstock.base.errors import DeviceError
 from penstock.config.dispatcher import DispatcherChoice, choose_dispatcher, dispatch_facts, plain_row_bytes
 from penstock.config.parallel import Dispatch
 from penstock.config.run import Run
-from penstock.kernels.device_facts import TRITON, installed
-from penstock.kernels.float8.quantized import row_bytes
-from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
-from penstock.kernels.launching import record_wait
+from penstock.kernels.expert_parts import already_here
+from penstock.kernels.float8.quantized import BLOCKWISE, MXFP8, row_bytes
+from penstock.kernels.language import record_wait
+from penstock.kernels.replica_kernels import PULL_PROGRAMS, PUSH_PROGRAMS, clear_slots, pull_gradients, push_replicas
 from penstock.kernels.replica_plan import MILLION, PlanFact, ReplicaPlan, ReplicaRule
-from penstock.kernels.replica_slots import already_here
-from penstock.kernels.replica_transfer import PULL_PROGRAMS, PUSH_PROGRAMS, clear_slots, pull_gradients, push_replicas
 from penstock.kernels.symmetric import signal
+from penstock.kernels.tuning import TRITON_PACKAGE, installed
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import Axes, Axis
 from penstock.parallel.collectives import all_gather, all_gather_json, exchange_rows
@@ -129,7 +128,7 @@ def replica_sizes(run: Run, grid: Grid) -> ReplicaSizes | None:
 
 @dataclass(frozen=True)
 class ExchangedSlots:
-    """`penstock.kernels.replica_slots.ReplicaSlots` for one plan."""
+    """`penstock.kernels.expert_parts.ReplicaSlots` for one plan."""
 
     axis: Axis
     slots: int
@@ -278,7 +277,7 @@ class ReplicaMemory:
 
 @dataclass(frozen=True, eq=False)
 class MappedSlots:
-    """`penstock.kernels.replica_slots.ReplicaSlots` for one plan."""
+    """`penstock.kernels.expert_parts.ReplicaSlots` for one plan."""
 
     memory: ReplicaMemory
     plan: ReplicaPlan
@@ -427,7 +426,7 @@ def peer_obstacle(choice: DispatcherChoice, axes: Axes, device: torch.device) ->
         return f"device {device.type}, which is no GPU"
     others = [other for other in range(torch.cuda.device_count()) if other != device.index]
     local_obstacle = choice.obstacle  # the first obstacle that this rank sees
-    if not local_obstacle and not installed((TRITON,)):
+    if not local_obstacle and not installed((TRITON_PACKAGE,)):
         local_obstacle = "no Triton"
     if not local_obstacle and not all(torch.cuda.can_device_access_peer(device, other) for other in others):
         local_obstacle = "GPUs that cannot reach each other's memory"

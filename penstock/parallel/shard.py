@@ -36,8 +36,7 @@ from penstock.base.errors import KernelError
 from penstock.config.parallel import Parallel
 from penstock.kernels.float8 import reference
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.quantized import GatheredCopies, GatheredWeight, Quantized
-from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.float8.quantized import GatheredCopies, GatheredWeight, Quantized, Recipe
 from penstock.layout.sharding import Cut, LocalSlice, Matrices, local_shape, local_slices, row_width, rows_of_chunk
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_flat

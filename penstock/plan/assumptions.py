@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.config.run import Run
-from penstock.kernels.device_facts import PACKAGES, DeviceFacts
+from penstock.kernels.tuning import PACKAGES, DeviceFacts
 from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import Cluster, Hardware
 from penstock.plan.loads import Imbalance, RecordedLoads

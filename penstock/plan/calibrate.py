@@ -30,9 +30,8 @@ from torch import Tensor
 from penstock.config.schema import Section
 from penstock.kernels import reference
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.expert_kernels import TRITON as TRITON_EXPERTS
-from penstock.kernels.tuning import GROUPED_GEMM
+from penstock.kernels.tuning import GROUPED_GEMM, DeviceFacts
 from penstock.parallel.collectives import gather_flat, reduce_flat
 from penstock.plan.hardware import (
     USUAL_HOST_LINK,

@@ -19,8 +19,8 @@ from typing import NamedTuple, Self
 
 from penstock.config.run import Run
 from penstock.kernels import gram
-from penstock.kernels.attention_bounds import most_of
 from penstock.kernels.attention_window import AttentionWindow
+from penstock.kernels.bounded_attention import most_of
 from penstock.kernels.delta_rule import CHUNK
 from penstock.moe.balance import even_stride
 from penstock.parallel.replicas import bound_factor

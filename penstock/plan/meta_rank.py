@@ -27,12 +27,12 @@ from penstock.config.dispatcher import choose_dispatcher, dispatch_facts
 from penstock.config.fit import context_method
 from penstock.config.run import Run, with_values
 from penstock.kernels.choose import operators
-from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.grouped_gemm import grouped_gemm
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
 from penstock.kernels.replica_plan import MILLION
 from penstock.kernels.swiglu import swiglu
+from penstock.kernels.tuning import DeviceFacts
 from penstock.layout.actions import Schedule
 from penstock.layout.stages import Stage
 from penstock.models.build import meta_stages, set_dtypes, transfers_of

@@ -6,7 +6,7 @@ parameters, do not count; memory that a kernel or library allocates inside one o
 the same on the meta device and with memory, which is how the tracker is tested.
 
 `OpRecorder` writes down what the host gives to the device, in order: torch's operators and collectives, launches of
-our kernels, and points where the host waits (penstock/kernels/launching.py), in forward and backward. Views and plain
+our kernels, and points where the host waits (penstock/kernels/language.py), in forward and backward. Views and plain
 allocations are left out. `RecordedTransferStream` marks work of a second stream, `RecordedCopyStream` copies
 to and from host memory. A `RecordedOp` depends on no hardware; penstock/plan/costs.py gives it a time.
 """

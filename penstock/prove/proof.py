@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.kernels.optimizer_state import FRACTION, ROOT_DECADES, SIGNED_DECADES, numbers
+from penstock.kernels.adamw import FRACTION, ROOT_DECADES, SIGNED_DECADES, numbers
 from penstock.prove.choices import Choices, Place, first_flip, least_margin
 from penstock.prove.composition import (
     EPSILON,

@@ -2,7 +2,7 @@
 
 A float32 value is its own master. A value of a smaller type is a rounded copy of its master, or the upper bits of it
 (`optimizer.store_param_remainders`); moments are stored as `optimizer.moment_dtype` says
-(penstock/kernels/optimizer_state.py). An update also sets the gradients to zero. On a GPU one kernel makes it
+(penstock/kernels/adamw.py). An update also sets the gradients to zero. On a GPU one kernel makes it
 (penstock/kernels/adamw.py); elsewhere PyTorch's fused AdamW updates float32 state, and the kernel's definition other
 formats.
 
@@ -31,20 +31,26 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from penstock.config.run import Optimizer
-from penstock.kernels.adamw import APART, SPLIT, AdamWTensor, StateTensor, launches_of, scalars_of, update
-from penstock.kernels.language import HAS_TRITON
-from penstock.kernels.optimizer_state import (
+from penstock.kernels.adamw import (
+    APART,
     MOMENT_DTYPES,
     ROOT_DECADES,
     SIGNED_DECADES,
+    SPLIT,
+    AdamWTensor,
+    StateTensor,
     blocks_of_row,
     dequantize,
     join,
+    launches_of,
     quantize,
     root_of,
     salt_of,
+    scalars_of,
     split,
+    update,
 )
+from penstock.kernels.language import HAS_TRITON
 from penstock.layout.sharding import row_width
 from penstock.parallel.offload import ALIGNMENT, CHUNK_BYTES, ChunkStream, buffer_bytes, host_tensors
 from penstock.parallel.shard import StateCodec

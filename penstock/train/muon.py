@@ -19,8 +19,17 @@ import torch
 from torch import Tensor
 
 from penstock.config.run import Optimizer
-from penstock.kernels.adamw import SPLIT, StateTensor, first_moment_of, master_of, store_first_moment, store_master
-from penstock.kernels.optimizer_state import noise, salt_of, seed_of
+from penstock.kernels.adamw import (
+    SPLIT,
+    StateTensor,
+    first_moment_of,
+    master_of,
+    noise,
+    salt_of,
+    seed_of,
+    store_first_moment,
+    store_master,
+)
 from penstock.layout.sharding import Matrices
 from penstock.parallel.axes import Axes
 from penstock.parallel.matrix_exchange import MatrixExchange, MatrixShard

@@ -24,9 +24,9 @@ from penstock.data.mixture import Text
 from penstock.data.open import open_text
 from penstock.data.sources import Split
 from penstock.data.tokenizer import BYTES
+from penstock.kernels.adamw import BLOCK
 from penstock.kernels.choose import summary
-from penstock.kernels.device_facts import device_facts
-from penstock.kernels.optimizer_state import BLOCK
+from penstock.kernels.tuning import device_facts
 from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
 from penstock.models.build import compute_dtype, meta_model, to_dtype

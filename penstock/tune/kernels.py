@@ -30,12 +30,11 @@ from penstock.base.origin import commit_of_code, version_of
 from penstock.config.run import Run
 from penstock.kernels import reference
 from penstock.kernels.backends import BACKENDS, CHOICE_POINTS, Shapes, TimedPart, has, shape_of
-from penstock.kernels.choose import obstacle
+from penstock.kernels.choose import Measurements, OperatorTimes, obstacle
 from penstock.kernels.delta_rule import unit_length
-from penstock.kernels.device_facts import DeviceFacts
-from penstock.kernels.measured import Measurements, OperatorTimes
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RouterRule
+from penstock.kernels.tuning import DeviceFacts
 from penstock.models.kernels import shapes_of
 from penstock.moe.router import router_rule
 from penstock.parallel.launch.process import device_name

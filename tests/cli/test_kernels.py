@@ -11,8 +11,8 @@ import torch
 
 from penstock.cli.kernels import tune_on
 from penstock.config.load import load_run
-from penstock.kernels.device_facts import DeviceFacts
-from penstock.kernels.measured import load
+from penstock.kernels.choose import load
+from penstock.kernels.tuning import DeviceFacts
 from penstock.tune.kernels import Call
 from tests.cli import answers
 

@@ -25,7 +25,7 @@ from penstock.data.open import open_text
 from penstock.data.packed import pack
 from penstock.data.text import JsonLines
 from penstock.data.tokenizer import ByteTokenizer, open_tokenizer
-from penstock.kernels.measured import load as load_measured
+from penstock.kernels.choose import load as load_measured
 from penstock.models.huggingface.config import class_defaults
 from penstock.models.huggingface.tensor_file import fingerprint
 from penstock.plan.hardware_file import parse_cluster

@@ -6,19 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.adamw import AdamWLaunch, AdamWScalars, AdamWTensor, launches_of, scalars_of, update
-from penstock.kernels.optimizer_state import (
+from penstock.kernels.adamw import (
     MOMENT_DTYPES,
     ROOT_DECADES,
     SIGNED_DECADES,
+    AdamWLaunch,
+    AdamWScalars,
+    AdamWTensor,
     MomentDtype,
     dequantize,
     join,
+    launches_of,
     noise,
     numbers,
     quantize,
     round_bf16,
+    scalars_of,
     split,
+    update,
 )
 from penstock.kernels.tuning import KernelLaunch
 from penstock.plan.op_recorder import OpRecorder

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from penstock.base.errors import KernelError
-from penstock.kernels import attention, flash_4
+from penstock.kernels import attention
 from penstock.kernels.attention import (
     AttentionOutput,
     ScoreOptions,
@@ -20,10 +20,10 @@ from penstock.kernels.attention import (
     causal_attention,
     forward,
 )
-from penstock.kernels.attention_bounds import AttentionBounds, first_keys
 from penstock.kernels.attention_window import AttentionWindow
+from penstock.kernels.bounded_attention import AttentionBounds, first_keys
 from penstock.kernels.choose import MASKED, Choice, choose, operators, summary
-from penstock.kernels.device_facts import FLASH_4, extras, named_device
+from penstock.kernels.tuning import FLASH_4, extras, named_device
 from tests.closeness import assert_close, relative_error
 from tests.kernels.eager_attention import eager_attention, random_documents, random_heads, seen_by, with_gradients
 from tests.kernels.test_choose import CPU, SHAPES
@@ -275,9 +275,9 @@ def test_the_kernel_between_bounds_is_taken_where_it_was_measured_or_if_it_is_na
 
 def test_head_widths_with_a_kernel() -> None:
     for target, widths in (("sm_90", [(192, 128), (256, 256)]), ("sm_100", [(192, 128), (64, 64)])):
-        assert all(flash_4.has_kernel(*pair, target) for pair in widths)
-    assert not flash_4.has_kernel(256, 256, "sm_100") and not flash_4.has_kernel(36, 36, "sm_90")
-    assert not flash_4.has_kernel(128, 128, "gfx942")
+        assert all(attention.flash_4_has_kernel(*pair, target) for pair in widths)
+    assert not attention.flash_4_has_kernel(256, 256, "sm_100") and not attention.flash_4_has_kernel(36, 36, "sm_90")
+    assert not attention.flash_4_has_kernel(128, 128, "gfx942")
 
 
 def heads(device: str = "cpu", dtype: torch.dtype = torch.float32, length: int = 24) -> list[Tensor]:
@@ -295,8 +295,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append(how)
         return attend(q_BSHN, k_BSHN, v_BSHM, scale=how["softmax_scale"], backend="math"), None
 
-    monkeypatch.setattr(flash_4, "takes", lambda q_BSHN, v_BSGM: True)
-    monkeypatch.setattr(flash_4, "_package", lambda: SimpleNamespace(flash_attn_func=flash_attn_func))
+    monkeypatch.setattr(attention, "flash_4_takes", lambda q_BSHN, v_BSGM: True)
+    monkeypatch.setattr(attention, "_flash_4_package", lambda: SimpleNamespace(flash_attn_func=flash_attn_func))
     return found
 
 
@@ -322,7 +322,7 @@ def test_masks_and_sinks_go_to_torch(calls: list[dict[str, Any]]) -> None:
 
 def test_unsupported_heads_go_to_torch() -> None:
     q, k, v = heads()
-    assert not flash_4.takes(q, v)
+    assert not attention.flash_4_takes(q, v)
     expected = attend(q, k, v, backend="math")
     assert_close(attend(q, k, v, backend="flash-4"), expected)
 
@@ -331,7 +331,7 @@ def test_unsupported_heads_go_to_torch() -> None:
 @pytest.mark.skipif(not extras(), reason="flash-attn-4 is not installed")
 def test_output_and_gradients_are_as_exact_as_cudnns() -> None:
     q, k, v = (x.requires_grad_() for x in heads("cuda", torch.bfloat16, 1000))
-    if not flash_4.takes(q, v):
+    if not attention.flash_4_takes(q, v):
         pytest.skip("no kernels for this chip")
 
     def noise(backend: str) -> list[float]:

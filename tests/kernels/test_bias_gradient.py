@@ -5,8 +5,15 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.bias_gradient import WALKED_COLUMNS, WeightedBias, bias_gradient
-from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
+from penstock.kernels.expert_kernels import (
+    REFERENCE,
+    TORCH,
+    TRITON,
+    WALKED_COLUMNS,
+    ExpertKernels,
+    WeightedBias,
+    bias_gradient,
+)
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near
 from tests.kernels.test_grouped_gemm import COUNTS

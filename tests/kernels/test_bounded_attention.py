@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention_bounds import AttentionBounds, first_keys, has_kernel, parts_of
 from penstock.kernels.attention_window import AttentionWindow
-from penstock.kernels.bounded_attention import AttentionLaunch, bounded_attention
+from penstock.kernels.bounded_attention import (
+    AttentionBounds,
+    AttentionLaunch,
+    bounded_attention,
+    first_keys,
+    has_kernel,
+    parts_of,
+)
 from tests.closeness import assert_close, assert_equal
 from tests.kernels.ahead_of_time import CHIPS, TARGETS, compile_launches, on_meta
 from tests.kernels.eager_attention import eager_attention, random_documents, seen_by, with_gradients

@@ -12,11 +12,19 @@ from penstock.base.errors import DeviceError, KernelError
 from penstock.config.run import Kernels
 from penstock.kernels import backends
 from penstock.kernels.backends import BACKENDS, CHOICE_POINTS, FIELDS, PART_SIZES, PRODUCTS, Shapes, has, shape_of
-from penstock.kernels.choose import MASKED, Choice, choose, obstacle, operators, shown, summary
-from penstock.kernels.device_facts import DeviceFacts, device_facts, installed, named_device
-from penstock.kernels.measured import Measurements, OperatorTimes
+from penstock.kernels.choose import (
+    MASKED,
+    Choice,
+    Measurements,
+    OperatorTimes,
+    choose,
+    obstacle,
+    operators,
+    shown,
+    summary,
+)
 from penstock.kernels.operators import REFERENCE, TORCH
-from penstock.kernels.tuning import GROUPED_GEMM
+from penstock.kernels.tuning import GROUPED_GEMM, DeviceFacts, device_facts, installed, named_device
 from tests.closeness import assert_close
 from tests.kernels.expert_batch import draw_batch
 

@@ -13,12 +13,12 @@ from penstock.kernels import short_convolution as kernels
 from penstock.kernels.delta_rule import (
     CHUNK,
     chunked_delta_rule,
+    delta_rule,
     gated_norm,
     recurrent_delta_rule,
     short_convolution,
     unit_length,
 )
-from penstock.kernels.delta_rule_launches import delta_rule
 from tests.closeness import assert_close, assert_equal
 from tests.kernels.ahead_of_time import TARGETS, compile_launches, on_meta
 from tests.kernels.parity import assert_parity
@@ -86,7 +86,7 @@ def test_decays_of_any_size_are_exact(
     lengths: Sequence[Sequence[int]] | None, decay: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pairs of features that decay little are computed at once; those of others in blocks, or level by level."""
-    monkeypatch.setattr("penstock.kernels.delta_rule_launches.on_gpu", lambda tensor: False)  # float32 in kernels
+    monkeypatch.setattr("penstock.kernels.delta_rule.on_gpu", lambda tensor: False)  # float32 in kernels
     documents_BS = documents_of(lengths, device)
     inputs = [one.detach().to(device) for one in draw(torch.float32, by_channel=True, decay=decay)]
     exact = run(recurrent_delta_rule, [one.double().requires_grad_() for one in inputs], documents_BS)
@@ -163,7 +163,7 @@ def test_kernels_give_what_the_definition_gives(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("penstock.kernels.delta_rule_launches.CHUNK", 16)
+    monkeypatch.setattr("penstock.kernels.delta_rule.CHUNK", 16)
     documents_BS = documents_of(lengths, device)
     q, k, v, g, beta = (one.detach().to(device) for one in draw(torch.float32, by_channel=by_channel))
     inputs = [q.to(dtype), k.to(dtype), v.to(dtype), g, beta]
@@ -242,7 +242,7 @@ COMPILED: dict[str, tuple[Callable[[], None], int]] = {
 @pytest.mark.parametrize("part", COMPILED)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_for_all_chips(target: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.kernels.delta_rule_launches.target_of", lambda device: target)
+    monkeypatch.setattr("penstock.kernels.delta_rule.target_of", lambda device: target)
     launches, count = COMPILED[part]
     compiled = compile_launches(target, launches)
     assert len(compiled) == count

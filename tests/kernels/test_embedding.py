@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels import reference
-from penstock.kernels.embedding import LAUNCH, add_runs, order_tokens
+from penstock.kernels.permute import SUM_LAUNCH, add_runs, order_tokens
 from penstock.kernels.tuning import KernelLaunch
 from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import assert_close, assert_equal
 from tests.examples import examples
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 
-SMALL_TILES = {"embedding.LAUNCH": KernelLaunch(block_rows=4, block_columns=16, warps=1)}
+SMALL_TILES = {"permute.SUM_LAUNCH": KernelLaunch(block_rows=4, block_columns=16, warps=1)}
 
 
 def _expected(tokens: Tensor, drows: Tensor, vocabulary: int) -> Tensor:
@@ -97,4 +97,4 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
     given = on_meta(102_400, 2048, dtype=torch.float32), on_meta(8192, dtype=torch.int64), on_meta(8192, 2048)
     compiled = compile_without_spills(target, lambda: add_runs(*given))
     assert {one.kernel for one in compiled} >= {"count_kernel", "sum_runs_kernel", "join_runs_kernel"}
-    assert LAUNCH.block_rows == 16
+    assert SUM_LAUNCH.block_rows == 16

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.kernels.largest_logits import largest_logits, logits_by_kernel
+from penstock.kernels.attention import largest_logits, logits_by_kernel
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 

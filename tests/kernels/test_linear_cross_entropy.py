@@ -16,8 +16,16 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.float8.operators import REFERENCE, Float8Rule
-from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E5M2, RECIPES, ROWWISE, Recipe, format_on
+from penstock.kernels.float8.quantized import (
+    BLOCKWISE,
+    BLOCKWISE_SQUARE,
+    E5M2,
+    RECIPES,
+    ROWWISE,
+    Recipe,
+    RowColQuantized,
+    format_on,
+)
 from penstock.kernels.float8.reference import multiply, quantize_rows, quantize_weight
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.linear_cross_entropy import default_chunk_tokens, linear_cross_entropy

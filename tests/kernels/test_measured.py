@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import KernelError
-from penstock.kernels.measured import PACKAGED, Measurements, OperatorTimes, find, load, save, slug, user_file
+from penstock.kernels.choose import PACKAGED, Measurements, OperatorTimes, find, load, save, slug, user_file
 
 DEVICE = "NVIDIA H200"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention
-from penstock.kernels.attention_bounds import attention_by_mask
+from penstock.kernels.bounded_attention import attention_by_mask
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.attention import query_scale
 from penstock.models.model_inputs import ForwardContext

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from penstock.config.model import Balance, Model
 from penstock.config.parallel import Dispatch, Overlap
-from penstock.kernels.backends import FIELDS
+from penstock.kernels.backends import FIELDS, TRITON
 from penstock.kernels.operators import REFERENCE, TORCH, Operators
-from penstock.kernels.triton_operators import TRITON
 from penstock.models.block import Block
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder

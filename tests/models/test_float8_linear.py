@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.kernels.float8 import recipes
+from penstock.kernels.float8 import quantized
 from penstock.kernels.float8.operators import REFERENCE, Float8Rule
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
+from penstock.kernels.float8.quantized import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.models.ffn import FeedForward
 from penstock.models.linear import Linear
@@ -77,7 +77,7 @@ def counted_bytes(module: nn.Module) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("gradient", [E4M3, E5M2], ids=lambda form: form.name)
-@pytest.mark.parametrize("recipe", recipes.RECIPES.values(), ids=recipes.RECIPES)
+@pytest.mark.parametrize("recipe", quantized.RECIPES.values(), ids=quantized.RECIPES)
 def test_all_three_products_are_near_those_of_float32(recipe: Recipe, gradient: Format) -> None:
     matrix = matrix_of(layer_context_of(recipe, gradient))
     # Some columns are larger than others, as activations have them.
@@ -90,7 +90,7 @@ def test_all_three_products_are_near_those_of_float32(recipe: Recipe, gradient: 
     assert decibels(matrix.weight.grad, dy.flatten(0, 1).T @ x.flatten(0, 1)) > BARS[gradient.name]
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES.values(), ids=recipes.RECIPES)
+@pytest.mark.parametrize("recipe", quantized.RECIPES.values(), ids=quantized.RECIPES)
 def test_outliers_and_zeros_give_no_nan(recipe: Recipe) -> None:
     matrix = matrix_of(layer_context_of(recipe))
     x, dy = random(T, D, seed=5), random(T, OUT, seed=6)

@@ -13,9 +13,9 @@ from torch import nn
 from penstock.base.errors import KernelError
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.kernels.device_facts import named_device
 from penstock.kernels.float8.operators import NO_FLOAT8, REFERENCE
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3_FNUZ, E5M2, E5M2_FNUZ, MXFP8
+from penstock.kernels.float8.quantized import BLOCKWISE, BLOCKWISE_SQUARE, E4M3_FNUZ, E5M2, E5M2_FNUZ, MXFP8
+from penstock.kernels.tuning import named_device
 from penstock.models.build import build_model
 from penstock.models.kernels import choose_float8, float8_rule
 from penstock.models.linear import Linear

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.config.model import Model
 from penstock.kernels import sparse_attention, sparse_attention_launches
-from penstock.kernels.attention_bounds import attention_by_mask
+from penstock.kernels.bounded_attention import attention_by_mask
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.sparse_attention import attach_loss, attention_mass, best_keys, index_loss, index_scores
 from penstock.models import decoder, mla

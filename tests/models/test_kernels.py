@@ -11,8 +11,8 @@ from penstock.base.errors import KernelError
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS
 from penstock.kernels.choose import NOT_THERE
-from penstock.kernels.device_facts import device_facts, named_device
 from penstock.kernels.operators import REFERENCE, TORCH
+from penstock.kernels.tuning import device_facts, named_device
 from penstock.models.build import build_model
 from penstock.models.kernels import choose_operators, kernel_choices, shapes_of
 from penstock.moe.experts import GroupedExperts

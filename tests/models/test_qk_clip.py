@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.config.load import load_run
-from penstock.kernels.largest_logits import largest_logits
+from penstock.kernels.attention import largest_logits
 from penstock.models.attention import GroupedQueryLayer
 from penstock.parallel.launch.environment import Environment
 from penstock.train.setup import prepare
@@ -49,7 +49,7 @@ def test_heads_above_the_limit_have_it_as_their_largest_logit_after_the_step(nam
 def test_the_largest_logit_is_that_of_each_head_among_the_pairs_that_are_seen(
     with_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.kernels.largest_logits.SCORES", 2 * 4 * 7 * 3)  # three positions of queries at a time
+    monkeypatch.setattr("penstock.kernels.attention.SCORES", 2 * 4 * 7 * 3)  # three positions of queries at a time
     generator = torch.Generator().manual_seed(1)
     q, k = torch.randn(2, 7, 4, 8, generator=generator), torch.randn(2, 7, 2, 8, generator=generator)
     causal = torch.ones(7, 7).tril().bool()

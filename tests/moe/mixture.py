@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import Balance, Moe, Router
+from penstock.kernels.backends import TRITON
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.reference import dequantize
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.symmetric import PersistentLaunch
-from penstock.kernels.triton_operators import TRITON
 from penstock.layout.grid import ExpertPlacement, Grid
 from penstock.models.ffn import FeedForward
 from penstock.moe.balance import Routing

@@ -17,7 +17,7 @@ from benchmarks.balanced_cases import NAMES, all_choices, imbalance, tokens_of
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.float8.expert_ffn import expert_ffn as float8_expert_ffn
 from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
+from penstock.kernels.float8.quantized import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
 from penstock.kernels.operators import REFERENCE
 from penstock.kernels.replica_plan import PlanFact, ReplicaRule
 from penstock.layout.grid import ExpertPlacement, Grid

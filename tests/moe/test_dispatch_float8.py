@@ -13,8 +13,7 @@ from benchmarks.dispatch_cases import SMALL, Exact
 from penstock.config.load import load_run
 from penstock.kernels.float8 import quantize
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
-from penstock.kernels.float8.quantized import as_quantized, row_bytes
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
+from penstock.kernels.float8.quantized import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe, as_quantized, row_bytes
 from penstock.kernels.float8.reference import pack_rows, unpack_rows
 from penstock.kernels.operators import REFERENCE as PLAIN
 from penstock.layout.grid import ExpertPlacement

@@ -14,7 +14,7 @@ from penstock.kernels import operators
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.recipes import BLOCKWISE
+from penstock.kernels.float8.quantized import BLOCKWISE
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.replica_plan import ReplicaRule

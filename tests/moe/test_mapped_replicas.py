@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import replica_transfer
+from penstock.kernels import replica_kernels
+from penstock.kernels.backends import TRITON
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.recipes import BLOCKWISE, Recipe
+from penstock.kernels.float8.quantized import BLOCKWISE, Recipe
 from penstock.kernels.float8.triton_operators import TRITON as TRITON_IN_8_BITS
 from penstock.kernels.replica_plan import ReplicaRule, plan_replicas
-from penstock.kernels.triton_operators import TRITON
 from penstock.layout.grid import ExpertPlacement
 from penstock.moe.dispatch.balanced import BalancedDispatcher, ReplicaMeter
 from penstock.moe.dispatch.contract import LocalDispatcher, wire_format_of
@@ -40,7 +40,7 @@ PAIR = ReplicaRule(experts=4, groups=2, slots=1)
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """An expert is one tile here: of 264 programs all but the first would be interpreted to find no work."""
-    for module in (replica_transfer, replicas):
+    for module in (replica_kernels, replicas):
         monkeypatch.setattr(module, "PUSH_PROGRAMS", 2)
         monkeypatch.setattr(module, "PULL_PROGRAMS", 3)
 

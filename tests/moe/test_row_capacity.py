@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels import expert_kernels as networks
+from penstock.kernels.backends import TRITON
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.operators import REFERENCE, TORCH
-from penstock.kernels.triton_operators import TRITON
 from penstock.layout.grid import ExpertPlacement
 from penstock.moe.balance import Routing, reset_meters
 from penstock.moe.dispatch.collective import first_rows

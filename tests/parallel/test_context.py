@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.attention_bounds import AttentionBounds, attention_by_mask
 from penstock.kernels.attention_window import AttentionWindow
+from penstock.kernels.bounded_attention import AttentionBounds, attention_by_mask
 from penstock.kernels.operators import REFERENCE
 from penstock.layout.grid import Grid, Method, SequenceLayout
 from penstock.models.model_inputs import attention_mask

@@ -15,8 +15,15 @@ from torch.utils._pytree import tree_leaves
 from penstock.base.errors import KernelError
 from penstock.config.parallel import Parallel
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.quantized import GatheredWeight, WeightCopies, copies_of
-from penstock.kernels.float8.recipes import BLOCKWISE, E4M3_FNUZ, RECIPES, Recipe
+from penstock.kernels.float8.quantized import (
+    BLOCKWISE,
+    E4M3_FNUZ,
+    RECIPES,
+    GatheredWeight,
+    Recipe,
+    WeightCopies,
+    copies_of,
+)
 from penstock.kernels.float8.reference import dequantize, quantize_weight
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import Axes, make_axes

@@ -15,11 +15,11 @@ from penstock.config.fit import context_method, grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.kernels import expert_kernels
-from penstock.kernels.device_facts import DeviceFacts
+from penstock.kernels.backends import TRITON
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.float32_products import float32_linear, linear_in_parts
 from penstock.kernels.operators import REFERENCE, TORCH, Operators
-from penstock.kernels.triton_operators import TRITON
+from penstock.kernels.tuning import DeviceFacts
 from penstock.layout.grid import Grid
 from penstock.models.build import materialize, meta_stages, set_dtypes, transfers_of, whole_model
 from penstock.models.model_inputs import ModelInputs

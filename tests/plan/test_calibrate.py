@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.base.errors import HardwareError
-from penstock.kernels.device_facts import device_facts
+from penstock.kernels.tuning import device_facts
 from penstock.plan.calibrate import (
     BenchmarkSizes,
     DeviceFigures,

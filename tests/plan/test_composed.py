@@ -7,7 +7,7 @@ import pytest
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.kernels.device_facts import named_device
+from penstock.kernels.tuning import named_device
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
 from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, overheads_of, target_of

@@ -9,8 +9,8 @@ from torch import Tensor
 from penstock.config.load import load_run
 from penstock.config.schema import differences
 from penstock.kernels import reference
-from penstock.kernels.device_facts import named_device
 from penstock.kernels.expert_ffn import expert_ffn
+from penstock.kernels.tuning import named_device
 from penstock.plan.memory import memory_of
 from penstock.plan.meta_rank import Target, conventional, separate_expert_ffn
 from tests.closeness import assert_close

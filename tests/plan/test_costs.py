@@ -7,7 +7,7 @@ from math import prod
 import pytest
 
 from penstock.config.load import load_run
-from penstock.kernels.attention_bounds import noted
+from penstock.kernels.bounded_attention import noted
 from penstock.plan.costs import OpCosts, RoutedRows, buffer_rows, routed_rows
 from penstock.plan.hardware import RankGroup
 from penstock.plan.hardware_file import load_hardware

@@ -13,7 +13,7 @@ from penstock.base.devices import PACKAGED, chip_named, peak_flops
 from penstock.base.errors import HardwareError
 from penstock.cli.plan_print import cluster_text
 from penstock.config.load import load_run
-from penstock.kernels.device_facts import named_device
+from penstock.kernels.tuning import named_device
 from penstock.models.kernels import kernel_choices
 from penstock.plan.assumptions import device_of
 from penstock.plan.hardware import ORIGINS, POINTS, RankGroup, SourcedTable, TransferPoint, group_of

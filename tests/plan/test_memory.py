@@ -4,7 +4,7 @@ import pytest
 
 from penstock.config.load import load_run, with_overrides
 from penstock.config.size import size_of
-from penstock.kernels.device_facts import named_device
+from penstock.kernels.tuning import named_device
 from penstock.plan.memory import Overheads, RankMemory, fullest_rank, memory_of
 from penstock.plan.meta_rank import Target
 

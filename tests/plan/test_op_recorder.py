@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.kernels.launching import counts_on_host, start_kernel
+from penstock.kernels.language import counts_on_host, start_kernel
 from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.hardware import RankGroup

@@ -19,7 +19,7 @@ from penstock.config.parallel import RECOMPUTABLE
 from penstock.config.rules import RULES as CONFIG_RULES
 from penstock.config.run import Run
 from penstock.config.tree import build, merge, parse_overrides
-from penstock.kernels.device_facts import named_device
+from penstock.kernels.tuning import named_device
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.kernels import kernel_choices, most_sync_free
 from penstock.models.rank_model import embedding_places

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.kernels.optimizer_state import ROOT_DECADES, SIGNED_DECADES, dequantize, quantize
+from penstock.kernels.adamw import ROOT_DECADES, SIGNED_DECADES, dequantize, quantize
 from penstock.prove.composition import composition_of
 from penstock.prove.play import StepFigures
 from penstock.prove.proof import Prover

@@ -12,7 +12,7 @@ from penstock.cli import prove as verb
 from penstock.cli.main import main
 from penstock.config.load import load_run
 from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
-from penstock.kernels.device_facts import named_device
+from penstock.kernels.tuning import named_device
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.kernels import kernel_choices
 from penstock.prove.choices import Choices, first_flip

@@ -6,7 +6,7 @@ from functools import cache
 
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
-from penstock.kernels.device_facts import named_device
+from penstock.kernels.tuning import named_device
 from penstock.layout.actions import Schedule, even_costs, play
 from penstock.layout.schedules import schedule
 from penstock.plan.hardware_file import parse_cluster

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from penstock.config.load import load_run
 from penstock.kernels.backends import CHOICE_POINTS, shape_of
-from penstock.kernels.choose import MASKED, choose
-from penstock.kernels.device_facts import DeviceFacts, device_facts, installed
-from penstock.kernels.measured import Measurements, OperatorTimes
+from penstock.kernels.choose import MASKED, Measurements, OperatorTimes, choose
+from penstock.kernels.tuning import DeviceFacts, device_facts, installed
 from penstock.tune.kernels import (
     SKEWS,
     Call,

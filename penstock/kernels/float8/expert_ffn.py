@@ -33,12 +33,18 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import expert_ffn as networks
 from penstock.kernels.expert_kernels import ExpertKernels
+from penstock.kernels.expert_parts import SlottedWeight
 from penstock.kernels.float8.operators import Float8Rule, SwigluForBackward
-from penstock.kernels.float8.quantized import GatheredCopies, Quantized, RowColQuantized, WeightCopies, copies_of
-from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.float8.quantized import (
+    GatheredCopies,
+    Quantized,
+    Recipe,
+    RowColQuantized,
+    WeightCopies,
+    copies_of,
+)
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import ExpertRule
-from penstock.kernels.replica_slots import SlottedWeight
 
 
 class ExpertCopies(NamedTuple):

@@ -11,8 +11,9 @@ A tile is 128 tokens x 128 columns, as in `quantize_kernels`.
 import torch
 from torch import Tensor
 
-from penstock.kernels.float8.launches import FUSED, FUSED_DEFAULT
 from penstock.kernels.float8.quantize import (
+    FUSED,
+    FUSED_DEFAULT,
     empty_copy,
     hopper_obstacle,
     memories_of,
@@ -28,11 +29,9 @@ from penstock.kernels.float8.quantize_kernels import (
     tile_rows,
     transpose_tile,
 )
-from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.kernels.float8.recipes import ALIGNMENT, Format, Recipe
+from penstock.kernels.float8.quantized import ALIGNMENT, Format, Recipe, RowColQuantized
 from penstock.kernels.gluon.support import HAS_GLUON
-from penstock.kernels.language import tl, triton
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.language import start_kernel, tl, triton
 from penstock.kernels.linear_cross_entropy import logit_slopes
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import KernelLaunch

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels import norm
-from penstock.kernels.float8.launches import TRANSPOSING
 from penstock.kernels.float8.quantize import (
+    TRANSPOSING,
     empty_copy,
     memories_of,
     quantize_rows,
@@ -29,10 +29,8 @@ from penstock.kernels.float8.quantize import (
     warps_of,
 )
 from penstock.kernels.float8.quantize_kernels import quantize_tile, store_columns, store_scales, tile_rows
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized
-from penstock.kernels.float8.recipes import DEPTH, Format, Recipe
-from penstock.kernels.language import tl, triton
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.float8.quantized import DEPTH, Format, Quantized, Recipe, RowColQuantized
+from penstock.kernels.language import start_kernel, tl, triton
 
 
 def rms_norm(

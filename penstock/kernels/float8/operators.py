@@ -14,8 +14,7 @@ from torch import Tensor
 from penstock.kernels import reference as plain
 from penstock.kernels.expert_parts import bias_gradient_by_definition, no_tile_table
 from penstock.kernels.float8 import reference
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
-from penstock.kernels.float8.recipes import E4M3, Format, Recipe
+from penstock.kernels.float8.quantized import E4M3, Format, Quantized, Recipe, RowColQuantized, WeightCopies
 from penstock.kernels.reference import ExpertRule, RowOrder
 from penstock.kernels.tile_table import TileTable
 

@@ -11,18 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.expert_parts import add_or_return, used
+from penstock.kernels.expert_parts import SlottedWeight, add_or_return, used
 from penstock.kernels.float8.quantized import (
+    ALIGNMENT,
+    Block,
+    Format,
     Quantized,
+    Recipe,
     RowColQuantized,
+    Scaling,
     WeightCopies,
     as_quantized,
     row_bytes,
     scale_dtype,
 )
-from penstock.kernels.float8.recipes import ALIGNMENT, Block, Format, Recipe, Scaling
-from penstock.kernels.launching import counts_on_host
-from penstock.kernels.replica_slots import SlottedWeight
+from penstock.kernels.language import counts_on_host
 
 LEAST_SCALE = 2.0**-126  # of a block of zeros: below it 1 / scale would overflow; a power of two that E8M0 has
 

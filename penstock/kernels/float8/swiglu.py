@@ -29,22 +29,23 @@ from penstock.base.errors import KernelError
 from penstock.kernels import swiglu as in_16_bits
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import quantize
-from penstock.kernels.float8.launches import BACKWARD, BACKWARD_DEFAULT, BackwardLaunch
 from penstock.kernels.float8.operators import SwigluForBackward
+from penstock.kernels.float8.quantize import BACKWARD, BACKWARD_DEFAULT, BackwardLaunch
 from penstock.kernels.float8.quantize_kernels import (
+    exponent_of,
     largest_of_tile,
+    magnitude_bits,
     quantize_tile,
+    scale_of,
     store_columns,
     store_scales,
     tile_rows,
+    to_float8,
 )
-from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.kernels.float8.recipes import BLOCKWISE_SQUARE, DEPTH, Format, Recipe
+from penstock.kernels.float8.quantized import BLOCKWISE_SQUARE, DEPTH, Format, Recipe, RowColQuantized
 from penstock.kernels.float8.reference import aligned_rows
-from penstock.kernels.float8.scaling import exponent_of, magnitude_bits, scale_of, to_float8
 from penstock.kernels.gluon.support import HAS_GLUON
-from penstock.kernels.language import tl, triton
-from penstock.kernels.launching import start_kernel
+from penstock.kernels.language import start_kernel, tl, triton
 from penstock.kernels.reference import ExpertRule
 from penstock.kernels.swiglu import activation_gradients, load_activated
 from penstock.kernels.tuning import KernelLaunch, programs_of

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import DEPTH, Recipe
-from penstock.kernels.launching import record_launch
+from penstock.kernels.float8.quantized import DEPTH, Quantized, Recipe
+from penstock.kernels.language import record_launch
 
 _PADDED = 4  # of so many depth blocks the scales of a 128 x 128 weight have a multiple
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock.kernels.bias_gradient import bias_gradient
+from penstock.kernels.expert_kernels import bias_gradient
 from penstock.kernels.float8 import torch_products
 from penstock.kernels.float8.logits_gradient import logits_gradient
 from penstock.kernels.float8.norm import rms_norm
@@ -22,8 +22,7 @@ from penstock.kernels.float8.quantize import (
     transpose_weight,
     unpack_rows,
 )
-from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import DEPTH
+from penstock.kernels.float8.quantized import DEPTH, Quantized
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.permute import unpermute
 from penstock.kernels.tile_table import tile_table

@@ -2,5 +2,5 @@
 
 `support` says whether Gluon can be used and needs none of it. All others import Gluon and are imported only where
 `support.HAS_GLUON`, by the modules that launch Triton's kernels elsewhere: `penstock.kernels.grouped_gemm` in 16 bits,
-`penstock.kernels.float8`. `ring` has the warp-specialized pipeline that all matrix products share.
+`penstock.kernels.float8`. `grouped_gemm_kernels` has the warp-specialized pipeline that all matrix products share.
 """

@@ -5,11 +5,11 @@ of weights, dense or of each expert. Its second operand has a scale for each row
 a scale of its own, or one for 128 rows (SQUARE), as weights have. Both operands have their contracted dim last, in
 blocks of 128.
 
-`penstock.kernels.gluon.ring` describes the warps and the ring. Each of two or three consumers has 64 rows of a tile: it
-multiplies a block, frees its slot, scales the sum and adds it, while the product of another consumer is in the matrix
-unit. A tile of 192 rows asks the L2 cache for a sixth less than one of 128, for the same numbers. A consumer without a
-row in a tile skips its slots. With STEPS = 2 a consumer starts two products and scales the first while the second is
-made, which takes 64 more registers for the second sum.
+`penstock.kernels.gluon.grouped_gemm_kernels` describes the warps and the ring. Each of two or three consumers has 64
+rows of a tile: it multiplies a block, frees its slot, scales the sum and adds it, while the product of another consumer
+is in the matrix unit. A tile of 192 rows asks the L2 cache for a sixth less than one of 128, for the same numbers. A
+consumer without a row in a tile skips its slots. With STEPS = 2 a consumer starts two products and scales the first
+while the second is made, which takes 64 more registers for the second sum.
 
 Scales arrive in slots beside their blocks, because loads at their use would wait for an L2 cache that is busy with
 blocks (docs/decisions/0152-scales-in-slots.md). Copies of 4 bytes need no alignment and take all strides, so scales may
@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from penstock.kernels.gluon.ring import (
+from penstock.kernels.gluon.grouped_gemm_kernels import (
     LANES,
     SPAN,
     copy_in,

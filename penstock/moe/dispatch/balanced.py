@@ -4,7 +4,7 @@
                begin to fetch the weights of replicas
                name the physical expert of each slot: its home, or a replica (penstock/kernels/replica_plan.py)
                dispatch to physical experts by any other dispatcher
-    experts    weights of replicas come beside the rank's own; their gradients go home (replica_slots.py)
+    experts    weights of replicas come beside the rank's own; their gradients go home (expert_parts.py)
     combine    that of the other dispatcher; its backward pass begins with the fetch for that of the experts
 
 The other dispatcher sees experts x groups of ranks with per_group + slots experts each, so nothing in it knows of
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from penstock.config.dispatcher import DispatcherName
+from penstock.kernels.expert_parts import ReplicaSlots
 from penstock.kernels.operators import Operators
 from penstock.kernels.replica_plan import PlanFact, ReplicaPlan, ReplicaRule
-from penstock.kernels.replica_slots import ReplicaSlots
 from penstock.moe.balance import Routing, StepMeter
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, DispatchPayload, ExpertRows
 from penstock.parallel.recompute import is_recomputing, remembered

@@ -34,12 +34,11 @@ from torch.utils._pytree import register_dataclass
 
 from penstock.base.spans import Span
 from penstock.config.dispatcher import DispatcherName
+from penstock.kernels.expert_parts import ReplicaSlots
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
-from penstock.kernels.float8.quantized import Quantized, as_quantized
-from penstock.kernels.float8.recipes import E4M3, Format, Recipe
+from penstock.kernels.float8.quantized import E4M3, Format, Quantized, Recipe, as_quantized
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
-from penstock.kernels.replica_slots import ReplicaSlots
 from penstock.moe.balance import Routing, SortedSlots
 from penstock.parallel.collectives import with_transpose
 from penstock.parallel.spans import span

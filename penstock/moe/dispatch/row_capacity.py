@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.expert_parts import SavedRows, claim_rows
-from penstock.kernels.launching import record_wait
+from penstock.kernels.language import record_wait
 from penstock.layout.grid import ExpertPlacement
 from penstock.moe.balance import StepMeter
 

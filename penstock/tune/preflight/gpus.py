@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from penstock.base.devices import chip_named
 from penstock.base.errors import HardwareError
-from penstock.kernels.device_facts import Dtype, device_facts
+from penstock.kernels.tuning import Dtype, device_facts
 from penstock.parallel.launch.environment import Vendor
 from penstock.plan.calibrate import TORCH_DTYPES, DeviceBenchmark, measure_transfers
 from penstock.plan.hardware import CollectiveKind, Hardware, RankGroup, TransferPoint

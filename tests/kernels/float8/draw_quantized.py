@@ -9,8 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.float8 import reference
 from penstock.kernels.float8.operators import SwigluForBackward
-from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import ALIGNMENT, DEPTH, Block, Format, Recipe, format_on
+from penstock.kernels.float8.quantized import ALIGNMENT, DEPTH, Block, Format, Quantized, Recipe, format_on
 from penstock.kernels.tuning import target_of
 
 TAIL = 9  # rows behind the last expert's

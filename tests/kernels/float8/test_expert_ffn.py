@@ -13,8 +13,7 @@ from penstock.kernels import reference
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8.expert_ffn import copy_experts, expert_ffn
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
-from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import (
+from penstock.kernels.float8.quantized import (
     BLOCKWISE,
     BLOCKWISE_SQUARE,
     E4M3,
@@ -23,6 +22,7 @@ from penstock.kernels.float8.recipes import (
     ROWWISE,
     TENSORWISE,
     Format,
+    Quantized,
     Recipe,
     format_on,
 )

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from benchmarks.kernels.launches_tried import BACKWARD_LAUNCHES, CANDIDATES
 from penstock.kernels.expert_parts import SavedRows
-from penstock.kernels.float8.launches import PRODUCTS, Product, ProductLaunch, in_triton
 from penstock.kernels.float8.products import _launch_rows, multiply_groups
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, TENSORWISE, Recipe, obstacle
+from penstock.kernels.float8.quantize import PRODUCTS, Product, ProductLaunch, in_triton
+from penstock.kernels.float8.quantized import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, TENSORWISE, Recipe, obstacle
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tile_table import tile_table

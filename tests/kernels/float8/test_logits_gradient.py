@@ -11,10 +11,20 @@ from torch import Tensor
 from benchmarks.kernels.launches_tried import TRANSPOSING_LAUNCHES
 from penstock.kernels.float8 import logits_gradient as module
 from penstock.kernels.float8 import operators
-from penstock.kernels.float8.launches import FUSED, FUSED_DEFAULT
 from penstock.kernels.float8.logits_gradient import logits_gradient
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe, format_on
+from penstock.kernels.float8.quantize import FUSED, FUSED_DEFAULT
+from penstock.kernels.float8.quantized import (
+    BLOCKWISE,
+    BLOCKWISE_SQUARE,
+    E4M3,
+    E5M2,
+    MXFP8,
+    Format,
+    Quantized,
+    Recipe,
+    RowColQuantized,
+    format_on,
+)
 from penstock.kernels.float8.reference import quantize_rows
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy_kernel

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import norm as plain_norm
 from penstock.kernels.float8 import norm, operators
-from penstock.kernels.float8.recipes import (
+from penstock.kernels.float8.quantized import (
     BLOCKWISE,
     BLOCKWISE_SQUARE,
     E4M3,

@@ -12,12 +12,10 @@ from benchmarks.kernels.launches_tried import CANDIDATES
 from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import reference, torch_products, triton_operators
-from penstock.kernels.float8.launches import PRODUCTS, Product, ProductLaunch, in_triton
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators
 from penstock.kernels.float8.products import Scaling, _gather, multiply, multiply_columns, multiply_groups
-from penstock.kernels.float8.quantize import empty_copy
-from penstock.kernels.float8.quantized import Quantized, as_quantized, row_bytes, scale_dtype
-from penstock.kernels.float8.recipes import (
+from penstock.kernels.float8.quantize import PRODUCTS, Product, ProductLaunch, empty_copy, in_triton
+from penstock.kernels.float8.quantized import (
     BLOCKWISE,
     BLOCKWISE_SQUARE,
     DEPTH,
@@ -26,9 +24,13 @@ from penstock.kernels.float8.recipes import (
     ROWWISE,
     TENSORWISE,
     Block,
+    Quantized,
     Recipe,
+    as_quantized,
     format_on,
     obstacle,
+    row_bytes,
+    scale_dtype,
 )
 from penstock.kernels.float8.reference import pack_rows
 from penstock.kernels.float8.triton_operators import TRITON

@@ -12,17 +12,16 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.float8 import quantize, reference
-from penstock.kernels.float8.launches import TRANSPOSING
 from penstock.kernels.float8.operators import REFERENCE
 from penstock.kernels.float8.quantize import (
+    TRANSPOSING,
     group_tiles,
     quantize_groups,
     quantize_rows,
     quantize_weight,
     transpose_weight,
 )
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies, as_quantized, row_bytes
-from penstock.kernels.float8.recipes import (
+from penstock.kernels.float8.quantized import (
     ALIGNMENT,
     BLOCKWISE,
     BLOCKWISE_SQUARE,
@@ -34,8 +33,13 @@ from penstock.kernels.float8.recipes import (
     ROWWISE,
     TENSORWISE,
     Format,
+    Quantized,
     Recipe,
+    RowColQuantized,
+    WeightCopies,
+    as_quantized,
     format_on,
+    row_bytes,
 )
 from penstock.kernels.float8.reference import dequantize
 from tests.closeness import assert_equal

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kernels.float8.recipes import (
+from penstock.kernels.float8.quantized import (
     ALIGNMENT,
     BLOCKWISE,
     BLOCKWISE_SQUARE,

@@ -12,10 +12,9 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import operators, reference
-from penstock.kernels.float8.launches import BACKWARD
 from penstock.kernels.float8.operators import SwigluForBackward
-from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import (
+from penstock.kernels.float8.quantize import BACKWARD
+from penstock.kernels.float8.quantized import (
     BLOCKWISE,
     BLOCKWISE_SQUARE,
     E4M3,
@@ -24,6 +23,7 @@ from penstock.kernels.float8.recipes import (
     ROWWISE,
     TENSORWISE,
     Format,
+    Quantized,
     Recipe,
     format_on,
 )

@@ -29,8 +29,8 @@ from penstock.kernels.float8 import quantize
 
 # Modules of the kernels that quantize tiles, in the order of their imports.
 QUANTIZING = (
-    "penstock.kernels.float8.scaling",
-    "penstock.kernels.gluon.float8_tiles",
+    "penstock.kernels.float8.quantize_kernels",
+    "penstock.kernels.gluon.float8_quantize_kernels",
     "penstock.kernels.gluon.float8_quantize_kernels",
 )
 

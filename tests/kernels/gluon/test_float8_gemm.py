@@ -14,11 +14,19 @@ from torch import Tensor
 
 from benchmarks.kernels.launches_tried import CANDIDATES
 from penstock.kernels.expert_parts import SavedRows
-from penstock.kernels.float8 import launches, products, reference, triton_operators
-from penstock.kernels.float8.launches import Product, ProductLaunch, dense_launch, in_triton
+from penstock.kernels.float8 import products, quantize, reference, triton_operators
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
-from penstock.kernels.float8.quantized import Quantized, as_quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, ROWWISE, format_on
+from penstock.kernels.float8.quantize import Product, ProductLaunch, dense_launch, in_triton
+from penstock.kernels.float8.quantized import (
+    BLOCKWISE,
+    BLOCKWISE_SQUARE,
+    E4M3,
+    E5M2,
+    ROWWISE,
+    Quantized,
+    as_quantized,
+    format_on,
+)
 from penstock.kernels.float8.reference import pack_rows
 from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS
 from penstock.kernels.tile_table import tile_table
@@ -248,17 +256,17 @@ def test_the_first_of_two_sums_is_there_before_the_second() -> None:
 def test_few_tiles_are_smaller_ones(
     monkeypatch: pytest.MonkeyPatch, product: Product, rows: int, columns: int, consumers: int
 ) -> None:
-    monkeypatch.setattr(launches, "target_of", lambda device: "sm_90")
-    monkeypatch.setattr(launches, "programs_of", lambda launch, device: 132)  # an H100's multiprocessors
+    monkeypatch.setattr(quantize, "target_of", lambda device: "sm_90")
+    monkeypatch.setattr(quantize, "programs_of", lambda launch, device: 132)  # an H100's multiprocessors
     assert dense_launch(product, rows, columns, CPU).block_rows == 64 * consumers
 
 
 def test_torch_multiplies_what_no_kernel_of_ours_does_as_fast(
     monkeypatch: pytest.MonkeyPatch, launched: list[Mapping[str, Any]]
 ) -> None:
-    for module in (triton_operators, launches):
+    for module in (triton_operators, quantize):
         monkeypatch.setattr(module, "target_of", lambda device: "sm_90")
-    monkeypatch.setattr(launches, "programs_of", lambda launch, device: 132)
+    monkeypatch.setattr(quantize, "programs_of", lambda launch, device: 132)
     monkeypatch.setattr(triton_operators.torch_products, "multiply", lambda *operands, **options: "torch")
     x, w = draw_rows(64, 256, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, 128, 256)
     assert triton_operators.multiply_with_torch(x, draw_rows(128, 256, BLOCKWISE, CPU), torch.bfloat16) == "torch"

@@ -14,11 +14,20 @@ from torch import Tensor
 from benchmarks.kernels.launches_tried import BACKWARD_LAUNCHES, TRANSPOSING_LAUNCHES
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import operators, quantize, reference, swiglu
-from penstock.kernels.float8.launches import BACKWARD_DEFAULT
 from penstock.kernels.float8.operators import SwigluForBackward
-from penstock.kernels.float8.quantize import quantize_groups, quantize_rows
-from penstock.kernels.float8.quantized import Quantized, as_quantized, row_bytes
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
+from penstock.kernels.float8.quantize import BACKWARD_DEFAULT, quantize_groups, quantize_rows
+from penstock.kernels.float8.quantized import (
+    BLOCKWISE,
+    BLOCKWISE_SQUARE,
+    E4M3,
+    E5M2,
+    MXFP8,
+    Format,
+    Quantized,
+    Recipe,
+    as_quantized,
+    row_bytes,
+)
 from penstock.kernels.float8.reference import pack_rows
 from penstock.kernels.float8.swiglu import swiglu_backward
 from penstock.kernels.gluon.support import HAS_GLUON

@@ -286,7 +286,7 @@ def interpret_trades(*names: str) -> ModuleType:
     vars(nvidia).update(hopper=hopper, ampere=ampere)
     more = {f"{root}._core": core, f"{root}.nvidia": nvidia}
     more |= {f"{root}.nvidia.{module.__name__}": module for module in (hopper, ampere)}
-    ring = "penstock.kernels.gluon.ring"
+    ring = "penstock.kernels.gluon.grouped_gemm_kernels"
     return interpreted(ring, *names, language=HoppersLanguage("language"), more=more)[-1]
 
 
