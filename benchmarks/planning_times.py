@@ -10,7 +10,7 @@ from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.project import project
 from penstock.plan.projection import Projection
-from penstock.plan.transfers import TokenTraffic
+from penstock.plan.rates import TokenTraffic
 from penstock.plan.what_if import scale, slowest
 
 EVEN, IN_TURN = Assumptions(imbalance=1.0), Assumptions(imbalance=1.0, in_turn=True)

@@ -33,9 +33,8 @@ from penstock.plan.composed_run import ComposedTimes
 from penstock.plan.composer import Composer, meta_workers
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.known_error import memory_margin
-from penstock.plan.projection import Projection, layout_of
-from penstock.plan.rules.rule import Sizes
+from penstock.plan.projection import Projection, layout_of, memory_margin
+from penstock.plan.rules import Sizes
 from penstock.plan.search import search
 from penstock.plan.search_request import SearchRequest, neutral_sizes, prepared_run
 from penstock.tune.kernels import commit_of_code

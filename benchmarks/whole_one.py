@@ -23,9 +23,8 @@ from benchmarks import record, runs
 from penstock.config.load import load_run
 from penstock.plan.asked_layout import with_overrides
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.known_error import memory_margin
 from penstock.plan.project import project
-from penstock.plan.projection import Projection
+from penstock.plan.projection import Projection, memory_margin
 from penstock.plan.what_if import with_state_in_host_memory
 
 HOLD = """

@@ -6,7 +6,7 @@ from penstock.config.schema import as_toml, every_field, find, leaves
 from penstock.config.size import size_of
 from penstock.models.huggingface.config import TRAINING_ONLY
 from penstock.models.huggingface.families import FAMILIES, Family
-from penstock.models.huggingface.rearrangements import rotary_halves
+from penstock.models.huggingface.weight_names import rotary_halves
 from tools.pages import page, table
 
 SIZES = {"family", "vocab_size", "hidden_size", "layers", "dense_layers", "intermediate_size"}

@@ -10,8 +10,7 @@ from penstock.base.spans import Span
 from penstock.config.rules import RULES as CONFIG_RULES
 from penstock.parallel.launch.environment import READ
 from penstock.parallel.launch.environment import RULES as VARIABLES
-from penstock.plan.rules.advice import ADVICE
-from penstock.plan.rules.book import LEGAL, RULES, rule_name
+from penstock.plan.rules import ADVICE, LEGAL, RULES, rule_name
 from penstock.train.goodput import KINDS
 from penstock.train.metrics import FIELDS, LAYER_FIELDS, PHASE_FIELDS, MetricField
 from penstock.train.sinks import ENDPOINT_FIELDS, EXPORTED, EXPORTED_OF_LAYER

@@ -21,8 +21,7 @@ from penstock.kernels import norm, reference, swiglu
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.quantized import Recipe
 from penstock.kernels.float8.triton_operators import TRITON, WITH_TORCH
-from penstock.models.float8_linear import Float8Weight, float8_linear, float8_network, recipe_of
-from penstock.models.linear import linear_into
+from penstock.models.linear import Float8Weight, float8_linear, float8_network, linear_into, recipe_of
 
 PLAIN = "16 bits"
 """The way that the others are compared with."""

@@ -27,8 +27,7 @@ from penstock.cli.plan_request import PlanRequest
 from penstock.plan.balance import BalanceCase, balance_json
 from penstock.plan.campaign import DAY, HOUR, RESTART_SECONDS, WRITE_SECONDS, Campaign, PhaseCost, campaign_json
 from penstock.plan.hardware import Cluster
-from penstock.plan.known_error import COVERED, speed_range
-from penstock.plan.projection import Plan, Projection, Refusal, candidate_json, plan_json
+from penstock.plan.projection import COVERED, Plan, Projection, Refusal, candidate_json, plan_json, speed_range
 from penstock.plan.what_if import ProjectionComparison, SweepPoint, TermChange
 from penstock.report.figure import Figure
 

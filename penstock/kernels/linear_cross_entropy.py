@@ -195,7 +195,7 @@ class _Products:
 
 
 class _Float8Products:
-    """`_Products` in 8 bits, each operand in the blocks that it has in a dense product (models/float8_linear.py)."""
+    """`_Products` in 8 bits, each operand in the blocks that it has in a dense product (models/linear.py)."""
 
     def __init__(self, head_VD: Tensor, plan: _Plan, wants_head: bool) -> None:
         rule = plan.float8

@@ -19,17 +19,14 @@ from penstock.config.run import Run
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.operators import Operators
 from penstock.layout.stages import Stage
-from penstock.models.attention import GroupedQueryLayer
-from penstock.models.block import Block, MultiTokenPrediction
+from penstock.models.attention import DeltaLayer, GroupedQueryLayer
+from penstock.models.block import Block, FeedForward, MultiTokenPrediction
 from penstock.models.decoder import Decoder
-from penstock.models.ffn import FeedForward
-from penstock.models.indexer import LightningIndexer
-from penstock.models.init import initialize
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.models.linear import Embedding, Linear
-from penstock.models.linear_attention import DeltaLayer
-from penstock.models.mla import LatentLayer
+from penstock.models.mla import LatentLayer, LightningIndexer
 from penstock.models.norm import PreNorm, RMSNorm
+from penstock.models.parameters import initialize
 from penstock.moe.dispatch.build import capacity_factor, make_dispatcher, shares_arena
 from penstock.moe.dispatch.row_capacity import ActivationArena
 from penstock.moe.experts import ACTIVATIONS, GroupedExperts, expert_rule, shared_rule

@@ -18,14 +18,12 @@ from penstock.base.spans import LAYER, Span
 from penstock.config.model import GroupedQueryAttention, LatentAttention, LocalAttention, Model
 from penstock.kernels.bounded_attention import first_keys
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.models.attention import GroupedQueryLayer, query_scale, reach_of
+from penstock.models.attention import GroupedQueryLayer, SoftmaxAttention, query_scale, reach_of
 from penstock.models.block import Block, MultiTokenPrediction
-from penstock.models.indexer import gathers_keys, reads_all_keys
 from penstock.models.linear import Embedding, Linear
-from penstock.models.model_inputs import ForwardContext, ModelInputs, shifted_tokens
+from penstock.models.mla import gathers_keys, reads_all_keys
+from penstock.models.model_inputs import ForwardContext, ModelInputs, angles, shifted_tokens
 from penstock.models.norm import RMSNorm
-from penstock.models.qk_clip import SoftmaxAttention
-from penstock.models.rope import angles
 from penstock.moe.balance import Scope
 from penstock.moe.dispatch.row_capacity import ActivationArena
 from penstock.parallel.context import held_positions, nears_of

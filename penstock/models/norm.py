@@ -9,8 +9,7 @@ from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.operators import Operators
 from penstock.layout.sharding import local_shape
-from penstock.models.float8_linear import recipe_of
-from penstock.models.linear import cut_over
+from penstock.models.linear import cut_over, recipe_of
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.layer_context import LayerContext

@@ -20,7 +20,7 @@ from penstock.plan.assumptions import Assumptions
 from penstock.plan.hardware import Cluster, RankGroup
 from penstock.plan.loads import RankLoads
 from penstock.plan.project import project
-from penstock.plan.transfers import TransferTimes
+from penstock.plan.rates import TransferTimes
 
 _HIDDEN = 0.5  # most of the gradients' time
 _OF_ATTENTION = 5 / 7  # of its products, which backward has; forward has two

@@ -5,7 +5,7 @@
     shape     pipeline ranks, schedule, stages of a rank
     saving    recomputation, from nothing to everything, and the optimizer in host memory
 
-A `LayoutSet` has all legal layouts with one number of pipeline ranks. Rules (`penstock.plan.rules.book.illegal`) judge
+A `LayoutSet` has all legal layouts with one number of pipeline ranks. Rules (`penstock.plan.rules.illegal`) judge
 each choice beside neutral ones, because no rule reads sizes of the dense ranks and of the experts together, save that
 both divide the devices. `run_of` makes a run of a layout. `fixed` has parts with one value; `fixed_by` reads them from
 a command line.
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,11 +27,10 @@ from penstock.config.parallel import DISPATCHERS, Graphs, Offload, Overlap, Pipe
 from penstock.config.run import Run
 from penstock.config.tree import parse_overrides
 from penstock.layout.schedules import SCHEDULES
-from penstock.plan.asked_layout import layout_fields
-from penstock.plan.layout_names import FIELDS, check_fixed
-from penstock.plan.projection import Refusal
-from penstock.plan.rules.book import illegal
-from penstock.plan.rules.rule import Sizes
+from penstock.plan.asked_layout import FIELDS, check_fixed, layout_fields
+from penstock.plan.composed_run import ComposedRun, StageContents
+from penstock.plan.projection import Refusal, layout_of
+from penstock.plan.rules import Sizes, illegal
 
 MOST_MICRO_BATCH = 8
 
@@ -354,6 +353,10 @@ def run_of(run: Run, sizes: Sizes) -> Run:
     )
 
 
+def layout_text(run: Run, sizes: Sizes) -> str:
+    return f"{layout_of(run_of(run, sizes), sizes.grid, sizes.dispatcher, sizes.shard)}"
+
+
 def layout_words(sizes: Sizes) -> dict[str, Any]:
     """The settled parts of an illegal layout by their names in the JSON contract."""
     names = ("tp", "cp", "pp", "ep", "etp", "schedule", "vpp", "micro_batch", "dispatcher")
@@ -370,3 +373,84 @@ def with_saving(sizes: Sizes, saving: Saving) -> Sizes:
 def searched_overlap(run: Run) -> Overlap:
     """The overlap of a search: the run's, unless it interleaves passes."""
     return "none" if run.dispatch.overlap == "passes" else run.dispatch.overlap
+
+
+# Work, state and places of many layouts as arrays: what `penstock.plan.space_bounds` computes with.
+#
+# Parts of a stage are its layers by kind, the embedding and the head, in the order of `SpaceBounds.parts`.
+
+
+@dataclass(frozen=True)
+class Divisions:
+    """Work and state of divisions of a family; the first axis of every array has an entry for each."""
+
+    family: LayoutSet
+    places: np.ndarray  # index in `dense`, `experts`, `shards`, `rows` of the family
+    forward: np.ndarray  # seconds of a micro-batch by part, as is `backward`
+    backward: np.ndarray
+    weight: np.ndarray  # of these, products for weight gradients
+    products: np.ndarray  # of these, what `TimeBounds` counts
+    again: np.ndarray  # forward seconds that recomputation of each of `_CONTAIN` repeats, by part
+    micro_batches: np.ndarray  # of a step
+    tokens: np.ndarray  # of a micro-batch on a rank
+    state: np.ndarray  # bytes of parameters that stay on the device, by part
+    movable: np.ndarray  # bytes that the optimizer can have on the host, by part
+    whole: np.ndarray  # bytes of weights that FSDP2 gathers, by part; 0 without it
+    launching: np.ndarray  # seconds of the host in a step, by part
+    update: np.ndarray  # seconds of the update, by part
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def where(self, keep: np.ndarray) -> "Divisions":
+        arrays = {name: value[keep] for name, value in vars(self).items() if name != "family"}
+        return replace(self, **arrays)
+
+    def legal(self, shape: int) -> np.ndarray:
+        dense, _, shard, rows = self.places.T
+        return self.family.legal[dense, shard, rows, shape]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one row on one layout holds of a token, and the seconds that `TimeBounds` leaves out, by kind of layer.
+
+    `kept` are bytes from forward to backward, that wait for weight gradients, and besides the kept ones at the peaks of
+    forward and of backward.
+    """
+
+    kept: np.ndarray
+    fixed: np.ndarray  # seconds of a forward and a backward pass that do not depend on the tokens
+    linear: np.ndarray  # seconds of a token
+    launches: np.ndarray  # operators that the host launches, a collective counted twice
+    symmetric: float  # bytes of a token in memory that GPUs of a node write into
+    batch: float  # bytes of a row of the step's batch
+
+
+@dataclass(frozen=True)
+class Places:
+    """Places of a pipeline that may decide, each a row."""
+
+    held: np.ndarray  # parts that a place has in memory
+    work: np.ndarray  # parts that it computes, layers of prediction depths too
+    before: np.ndarray  # parts of all stages before its first
+    numbers: tuple[tuple[int, ...], ...]  # places that may be the fullest: the first, and the last if backward is split
+    stages: tuple[tuple[StageContents, ...], ...]  # contents of the stages of such a place
+
+
+class Scaled(NamedTuple):
+    """Divisions with the same experts and closer bounds (`SpaceBounds.scaled`)."""
+
+    divisions: Divisions
+    held: np.ndarray  # bytes of a layer by kind, in the ways of `Reference.kept`
+    beside: np.ndarray  # bytes of buffers that GPUs of a node write into, and of the step's batch
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A layout that was composed: bytes of its fullest rank, and seconds that it cannot go below."""
+
+    sizes: Sizes
+    composed: ComposedRun
+    bytes: int
+    seconds: float

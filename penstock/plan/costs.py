@@ -1,7 +1,7 @@
 """Seconds of a recorded operator on a device, and the term that it counts as.
 
     products          mm, addmm, bmm, the experts' kernels, attention: penstock/plan/rates.py, by shapes
-    communication     collectives, and kernels that write into other GPUs' memory: penstock/plan/transfers.py
+    communication     collectives, and kernels that write into other GPUs' memory: penstock/plan/rates.py
     host link         copies between the device and its host's memory, at the link's rate
     all others        the bytes of their tensors at the memory's rate
 
@@ -27,9 +27,17 @@ from penstock.parallel.replicas import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.loads import Imbalance, RecordedLoads
 from penstock.plan.op_recorder import COPIES, RecordedOp, RecordedOps
-from penstock.plan.rates import ACCUMULATED_BYTES, GroupedProduct, Pass, Rates, pairs
+from penstock.plan.rates import (
+    ACCUMULATED_BYTES,
+    COLLECTIVES,
+    GroupedProduct,
+    Pass,
+    Rates,
+    TokenTraffic,
+    TransferTimes,
+    pairs,
+)
 from penstock.plan.software import OWN, Software
-from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
 
 HOST_LINK = "host link"  # term of time that waits for copies between the device and its host's memory
 
@@ -389,7 +397,7 @@ class OpCosts:
 
     def _collective(self, operator: RecordedOp) -> OpCost:
         assert operator.group is not None, operator
-        kind = _COLLECTIVES.get(operator.name, "all-reduce")
+        kind = COLLECTIVES.get(operator.name, "all-reduce")
         term = "dispatch" if kind == "all-to-all" else "exchange"
         rows = max(operator.shapes, key=len, default=())
         if kind == "all-to-all" and self._software.dispatch == "deep-ep" and len(rows) == 2:
@@ -581,18 +589,6 @@ _TERMS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Terms of operators that compute little; others are elementwise."""
-
-_COLLECTIVES: Mapping[str, CollectiveName] = MappingProxyType(
-    {
-        "alltoall_base_": "all-to-all",
-        "alltoall_": "all-to-all",
-        "_allgather_base_": "all-gather",
-        "allgather_": "all-gather",
-        "_reduce_scatter_base_": "reduce-scatter",
-        "reduce_scatter_": "reduce-scatter",
-    }
-)
-"""Torch's collectives; others are all-reduces, or cost as much."""
 
 _DTYPES: Mapping[int, Dtype] = MappingProxyType({1: "fp8", 2: "bf16", 4: "fp32", 8: "fp32"})
 """By the bytes of an element."""

@@ -35,12 +35,12 @@ from penstock.kernels.swiglu import swiglu
 from penstock.kernels.tuning import DeviceFacts
 from penstock.layout.actions import Schedule
 from penstock.layout.stages import Stage
+from penstock.models.attention import SoftmaxAttention, measure_logits
 from penstock.models.build import meta_stages, set_dtypes, transfers_of
 from penstock.models.decoder import Decoder
 from penstock.models.kernels import float8_rule, kernel_choices
 from penstock.models.linear import Embedding, Linear
 from penstock.models.parameters import copy_bytes, fuse_wgrad_accumulation, param_shards, refresh_float8
-from penstock.models.qk_clip import SoftmaxAttention, measure_logits
 from penstock.models.rank_model import schedule_of, stages_of
 from penstock.moe.dispatch.balanced import BalancedDispatcher
 from penstock.moe.dispatch.collective import AllGatherDispatcher, AllToAllDispatcher, HierarchicalDispatcher
@@ -66,7 +66,7 @@ from penstock.plan.op_recorder import (
     RecordedTransferStream,
     RecordedWeightGradStore,
 )
-from penstock.plan.transfers import TokenTraffic, reached
+from penstock.plan.rates import TokenTraffic, reached
 from penstock.train.optimizer import MasterAdamW, StateBytes
 
 Saving = Literal["run", "conventional"]

@@ -18,8 +18,7 @@ from penstock.plan.memory import MOMENT_BYTES, RankMemory, memory_of_meta_run
 from penstock.plan.meta_rank import conventional
 from penstock.plan.meta_run import meta_runs_of
 from penstock.plan.projection import Advice, Projection, StepTime, layout_of
-from penstock.plan.rules.book import advice
-from penstock.plan.rules.rule import sizes_of
+from penstock.plan.rules import advice, sizes_of
 from penstock.plan.software import Software, as_run_by, dispatcher_of
 from penstock.plan.step_time import StageTimer, time_of_meta_runs
 

@@ -13,7 +13,7 @@ The search ends when the least bound is no faster than the best, or after `MOST_
 how much others could be faster by their bounds. No rule of thumb leaves anything out. The other rows are the fastest
 that were found of each way of dividing the model (`penstock.plan.ways`), then the fastest that were looked at.
 
-A layout needs room for the projection's own error (`penstock.plan.known_error`). One that fits only without that room
+A layout needs room for the projection's own error (`penstock.plan.projection`). One that fits only without that room
 is shown apart, because it may not fit.
 """
 
@@ -22,7 +22,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from multiprocessing.pool import Pool
 
@@ -32,21 +32,30 @@ from penstock.base.errors import KernelError
 from penstock.config.fit import NO_PIPELINE, SPLITTING_SCHEDULES
 from penstock.config.run import Run, with_values
 from penstock.plan.assumptions import overheads_of, target_of
-from penstock.plan.candidates import SearchSpace, layout_words, run_of
+from penstock.plan.candidates import Divisions, Fitting, Scaled, SearchSpace, layout_text, layout_words, run_of
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
 from penstock.plan.composer import Composer, View
 from penstock.plan.costs import HardwareTimes
-from penstock.plan.divisions import Divisions, Scaled
 from penstock.plan.hardware import cluster_of
-from penstock.plan.known_error import memory_margin
-from penstock.plan.neighbours import EXPERTS, GROUP, LOOK, PLAY, SearchNode, Waiting, neighbours
 from penstock.plan.project import composed_projection
-from penstock.plan.projection import FAILED, MARGIN, MEMORY, SLOWER, Advice, Plan, Projection, Refusal, layout_of
-from penstock.plan.rules.book import advice
-from penstock.plan.rules.rule import Rule, Sizes
+from penstock.plan.projection import FAILED, MARGIN, MEMORY, SLOWER, Advice, Plan, Projection, Refusal, memory_margin
+from penstock.plan.rules import Rule, Sizes, advice
 from penstock.plan.search_request import SearchRequest, neutral_sizes, plan_of_fixed, prepared_run
 from penstock.plan.space_bounds import SpaceBounds
-from penstock.plan.ways import Way, first_of_each, promising, promising_of_ways, way_of
+from penstock.plan.ways import (
+    EXPERTS,
+    GROUP,
+    LOOK,
+    PLAY,
+    SearchNode,
+    Waiting,
+    Way,
+    first_of_each,
+    neighbours,
+    promising,
+    promising_of_ways,
+    way_of,
+)
 
 Progress = Callable[[str], None]  # told what the search is doing, in a few words
 
@@ -104,16 +113,6 @@ def search(request: SearchRequest, progress: Progress | None = None, workers: Po
             gc.enable()
 
 
-@dataclass(frozen=True)
-class _Fitting:
-    """A layout that was composed: bytes of its fullest rank, and seconds that it cannot go below."""
-
-    sizes: Sizes
-    composed: ComposedRun
-    bytes: int
-    seconds: float
-
-
 def _unless_it_fails(bound: Callable[["_Search", SearchNode], float]) -> Callable[["_Search", SearchNode], float]:
     """A bound that is infinite for a layout that cannot run on the meta device, which ends no search."""
 
@@ -157,11 +156,11 @@ class _Search:
         self._rows_over: dict[SearchNode, int] = {}
         self._refused: set[SearchNode] = set()
         self._hopeless: set[SearchNode] = set()  # too large with any saving and rows, which are 0 here
-        self._fitting: dict[SearchNode, _Fitting] = {}
+        self._fitting: dict[SearchNode, Fitting] = {}
         self._exact: dict[SearchNode, float] = {}
         self._best = math.inf
         self._bound = math.inf  # seconds that no layout is below, of a search that ended early
-        self._close: list[_Fitting] = []
+        self._close: list[Fitting] = []
         self._too_large: Counter[str] = Counter()
         self._failed: dict[SearchNode, tuple[str, int]] = {}
         """Layouts and groups of them that cannot run on the meta device: why, and how many."""
@@ -465,7 +464,7 @@ class _Search:
         if (over := composed.most_host_bytes - self._host_limit) > 0:
             return self._refuse(node, over)
         seconds = self._times.bound(composed, range(grid.pipeline))
-        self._fitting[node] = _Fitting(sizes, composed, size, seconds)
+        self._fitting[node] = Fitting(sizes, composed, size, seconds)
         return seconds
 
     def _refuse_large(self, node: SearchNode, sizes: Sizes, composed: ComposedRun, size: int) -> float:
@@ -473,7 +472,7 @@ class _Search:
         self._rows_over[key] = min(node.rows, self._rows_over.get(key, node.rows))
         if size <= self._capacity:
             if node not in self._refused:
-                self._close.append(_Fitting(sizes, composed, size, self._times.bound(composed, composed.inner_places)))
+                self._close.append(Fitting(sizes, composed, size, self._times.bound(composed, composed.inner_places)))
             self._count_large(node, MARGIN)
             return math.inf
         return self._refuse(node, size - self._limit)
@@ -513,7 +512,7 @@ class _Search:
     def _way(self, node: SearchNode) -> Way:
         return way_of(self._sizes(node))
 
-    def _projection(self, fitting: _Fitting) -> Projection:
+    def _projection(self, fitting: Fitting) -> Projection:
         composed = self._composer.composed(fitting.composed.run, fitting.composed.grid)
         return composed_projection(composed, self._times)
 
@@ -535,7 +534,7 @@ class _Search:
             node = node._replace(saving=len(self._space.savings) - 1, rows=0)
         sizes = self._sizes(node)
         composed = self._composer.composed(run_of(self._run, sizes), sizes.grid, closely=False)
-        return self._projection(_Fitting(sizes, composed, 0, 0.0))
+        return self._projection(Fitting(sizes, composed, 0, 0.0))
 
     def _helps(self) -> Iterator[str]:
         """What makes the run fit where nothing does: more devices, smaller moments, shorter rows; each alone."""
@@ -543,19 +542,19 @@ class _Search:
         for times in MORE_DEVICES:
             there = replace(request, cluster=cluster_of(times * cluster.devices, cluster.hardware))
             if (sizes := self._fits_if(there, self._run)) is not None:
-                yield f"{there.cluster.devices:,} devices, such as {_layout_text(self._run, sizes)}"
+                yield f"{there.cluster.devices:,} devices, such as {layout_text(self._run, sizes)}"
                 break
         for moments in SMALLER_MOMENTS:
             run = with_values(self._run, optimizer={"moment_dtype": moments})
             if (sizes := self._fits_if(request, run)) is not None:
-                yield f"optimizer.moment_dtype={moments}, such as {_layout_text(run, sizes)}"
+                yield f"optimizer.moment_dtype={moments}, such as {layout_text(run, sizes)}"
                 break
         for times in SHORTER_ROWS:
             length = training.sequence_length // times
             rows = times * training.global_batch
             run = with_values(self._run, training={"sequence_length": length, "global_batch": rows})
             if (sizes := self._fits_if(request, run)) is not None:
-                yield f"training.sequence_length={length}, such as {_layout_text(run, sizes)}"
+                yield f"training.sequence_length={length}, such as {layout_text(run, sizes)}"
                 break
 
     def _fits_if(self, request: SearchRequest, run: Run) -> Sizes | None:
@@ -593,7 +592,3 @@ class _Search:
 
     def _tokens(self, seconds: float) -> float:
         return self._run.tokens_per_step / seconds / self._request.cluster.devices
-
-
-def _layout_text(run: Run, sizes: Sizes) -> str:
-    return f"{layout_of(run_of(run, sizes), sizes.grid, sizes.dispatcher, sizes.shard)}"

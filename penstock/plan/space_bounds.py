@@ -22,24 +22,32 @@ from penstock.config.fit import NO_PIPELINE, SPLITTING_SCHEDULES
 from penstock.config.run import Run
 from penstock.kernels.grouped_gemm import GATHER_LIMIT
 from penstock.layout.actions import Kind
-from penstock.plan import paths
-from penstock.plan.bounds import TimeBounds, kept_numbers
-from penstock.plan.candidates import MOST_MICRO_BATCH, Experts, LayoutSet, Saving, run_of, with_saving
+from penstock.plan.bounds import WAITING_SCHEDULES, TimeBounds, kept_numbers, path_counts
+from penstock.plan.candidates import (
+    MOST_MICRO_BATCH,
+    Divisions,
+    Experts,
+    LayoutSet,
+    Places,
+    Reference,
+    Saving,
+    Scaled,
+    run_of,
+    with_saving,
+)
 from penstock.plan.composed_run import StageContents, parts_of
 from penstock.plan.composer import Composer
 from penstock.plan.costs import HardwareTimes, OpCosts, buffer_rows, routed_rows
-from penstock.plan.divisions import Divisions, Places, Reference, Scaled
 from penstock.plan.hardware import Cluster, RankGroup
 from penstock.plan.liveness import PipelineShape, enough, first_of_kinds, has_experts, layer_kind, peak_points
 from penstock.plan.memory import MOMENT_BYTES
 from penstock.plan.meta_run import gathered_bytes
 from penstock.plan.op_recorder import ARRIVE, COPIES, END, FORK, JOIN, PUT_OFF, WAIT, RecordedOps
 from penstock.plan.param_state import SUM_BYTES, ParamFacts
-from penstock.plan.rates import BYTES
-from penstock.plan.rules.rule import Sizes
+from penstock.plan.rates import BYTES, CollectiveName
+from penstock.plan.rules import Sizes
 from penstock.plan.step_time import LAUNCHED, fsdp_copies
 from penstock.plan.streams import OVERLAP_GAIN
-from penstock.plan.transfers import CollectiveName
 
 EMBED, HEAD = "embed", "head"
 """Parts beside layers: the embedding, also where a head shares it, and the output projection with the loss."""
@@ -338,7 +346,7 @@ class SpaceBounds:
         """`seconds` and `bytes` of scaled divisions."""
         divisions, held, beside = scaled
         seconds = self.seconds(divisions, shape, saving)
-        if divisions.family.shapes[shape][0] in paths.SCHEDULES:
+        if divisions.family.shapes[shape][0] in WAITING_SCHEDULES:
             seconds = np.maximum(seconds, self._path_seconds(divisions, shape, saving))
         return seconds, self._bytes(divisions, shape, saving, held) + beside
 
@@ -358,7 +366,7 @@ class SpaceBounds:
         keys = np.column_stack([divisions.micro_batches, ratios])
         for key in np.unique(keys[legal], axis=0):
             number, *times = key.tolist()
-            path = paths.path_counts(schedule, pp, vpp, int(number), (PATH_TIMES, *times))
+            path = path_counts(schedule, pp, vpp, int(number), (PATH_TIMES, *times))
             some = legal & (keys == key).all(1)
             seconds[some] = np.tensordot(passes[some], parts.T @ path, 2)
         return seconds + (divisions.update @ self._places(pp, schedule, vpp).held.T).max(1)

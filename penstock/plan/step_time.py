@@ -31,9 +31,9 @@ from penstock.plan.meta_run import MetaRun, UpdateOps
 from penstock.plan.op_recorder import RecordedOp, RecordedOps
 from penstock.plan.param_state import shards_of
 from penstock.plan.projection import RankTime, StepTime
+from penstock.plan.rates import TransferTimes
 from penstock.plan.software import OWN, Software, passes_keys
 from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, add_timing, steady_state
-from penstock.plan.transfers import TransferTimes
 
 NOTHING = Timing()
 

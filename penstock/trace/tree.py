@@ -14,7 +14,7 @@ event before it that is one level higher. This is sorting only, without a stack 
 
 An event without a launch in the trace has none of these, only its name (penstock.trace.kernel_names).
 
-Dense products in 8 bits are an exception: penstock.models.float8_linear launches a product after the autograd function
+Dense products in 8 bits are an exception: penstock.models.linear launches a product after the autograd function
 whose output it writes, and the first product of a network before its function, so no operator encloses their launches:
 
     _Float8Linear, product                              the function owns the product after it

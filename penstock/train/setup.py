@@ -29,11 +29,10 @@ from penstock.kernels.choose import summary
 from penstock.kernels.tuning import device_facts
 from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
+from penstock.models.attention import measure_logits
 from penstock.models.build import compute_dtype, meta_model, to_dtype
-from penstock.models.init import initialize_masters
 from penstock.models.kernels import kernel_choices
-from penstock.models.parameters import fuse_wgrad_accumulation, param_shards, refresh_float8
-from penstock.models.qk_clip import measure_logits
+from penstock.models.parameters import fuse_wgrad_accumulation, initialize_masters, param_shards, refresh_float8
 from penstock.models.rank_model import RankModel, build_rank, embedding_places, stages_of
 from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import ALONE, Axes, make_axes

@@ -45,8 +45,8 @@ from penstock.config.run import Run
 from penstock.data.evaluation import EvaluationRows
 from penstock.data.loader import Batch
 from penstock.kernels.replica_plan import PlanFact
+from penstock.models.attention import clip_factors
 from penstock.models.parameters import refresh_float8
-from penstock.models.qk_clip import clip_factors
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad, reset_meters
 from penstock.moe.dispatch.row_capacity import CapacityTracker, capacity_trackers, make_room, rows_left_out

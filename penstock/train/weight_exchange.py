@@ -47,7 +47,7 @@ from penstock.models.huggingface.weights import (
     names_of,
     weight_mappings,
 )
-from penstock.models.init import ParamInit
+from penstock.models.parameters import ParamInit
 from penstock.parallel.shard import whole
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import complete_folder

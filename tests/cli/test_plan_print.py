@@ -8,8 +8,7 @@ import pytest
 
 from penstock.cli.plan_print import conclusion, explain, origins_text, print_plan, sizes_text
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.known_error import error_text
-from penstock.plan.projection import MEMORY, SLOWER, Advice, Plan
+from penstock.plan.projection import MEMORY, SLOWER, Advice, Plan, error_text
 from tests.cli import answers
 from tests.cli.made_plans import GB, plan, projection, refusal, run_of
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.kernels.bounded_attention import attention_by_mask
 from penstock.kernels.operators import REFERENCE, Operators
-from penstock.models.attention import query_scale
+from penstock.models.attention import LogitMeter, query_scale
 from penstock.models.model_inputs import ForwardContext
-from penstock.models.qk_clip import LogitMeter
 from tests.closeness import assert_close
 from tests.kernels.eager_attention import random_documents, seen_by, with_gradients
 from tests.models.families import ATTENTIONS, reading_of, tiny_decoder, tiny_model

@@ -18,8 +18,8 @@ from penstock.kernels.operators import REFERENCE, TORCH, Operators
 from penstock.models.block import Block
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
-from penstock.models.init import initialize
 from penstock.models.model_inputs import ForwardContext
+from penstock.models.parameters import initialize
 from penstock.moe.layer import MoE
 from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.graphs import PartialGraphs

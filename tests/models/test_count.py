@@ -34,8 +34,8 @@ from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.size import Count, size_of
 from penstock.kernels.operators import REFERENCE
+from penstock.models.attention import DeltaLayer
 from penstock.models.build import meta_model
-from penstock.models.linear_attention import DeltaLayer
 from penstock.moe.layer import MoE
 from tests.models.families import ATTENTIONS, tiny_decoder, tiny_model
 

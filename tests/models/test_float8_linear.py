@@ -13,7 +13,7 @@ from penstock.kernels.float8 import quantized
 from penstock.kernels.float8.operators import REFERENCE, Float8Rule
 from penstock.kernels.float8.quantized import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
 from penstock.kernels.float8.triton_operators import TRITON
-from penstock.models.ffn import FeedForward
+from penstock.models.block import FeedForward
 from penstock.models.linear import Linear
 from penstock.models.norm import PreNorm
 from penstock.parallel.async_transfer import WeightGradStore

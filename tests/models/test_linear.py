@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from penstock.config.fit import grid_of
 from penstock.layout.grid import Grid
 from penstock.layout.sharding import Cut
+from penstock.models.block import FeedForward
 from penstock.models.build import build_model
-from penstock.models.ffn import FeedForward
-from penstock.models.init import initialize
 from penstock.models.linear import Embedding, Linear, cut_over, look_up_into
-from penstock.models.parameters import param_shards
+from penstock.models.parameters import initialize, param_shards
 from penstock.models.rank_model import build_rank
 from penstock.parallel.async_transfer import WeightGradStore
 from penstock.parallel.axes import ALONE, Axis, make_axes

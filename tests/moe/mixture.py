@@ -17,7 +17,7 @@ from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.symmetric import PersistentLaunch
 from penstock.layout.grid import ExpertPlacement, Grid
-from penstock.models.ffn import FeedForward
+from penstock.models.block import FeedForward
 from penstock.moe.balance import Routing
 from penstock.moe.dispatch.build import make_dispatcher
 from penstock.moe.dispatch.collective import (

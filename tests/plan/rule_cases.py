@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from penstock.plan.rules.rule import ModelFacts, Sizes
+from penstock.plan.rules import ModelFacts, Sizes
 
 V3 = ModelFacts(
     layers=61,

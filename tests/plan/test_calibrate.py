@@ -19,8 +19,7 @@ from penstock.plan.calibrate import (
 )
 from penstock.plan.hardware import POINTS, GroupedPoint, Hardware, ProductPoint, RankGroup, TransferPoint
 from penstock.plan.hardware_file import load_hardware, read_hardware, write_hardware
-from penstock.plan.rates import Rates
-from penstock.plan.transfers import TransferTimes
+from penstock.plan.rates import Rates, TransferTimes
 from tests.distributed.pool import Pool
 
 CPU = torch.device("cpu")

@@ -15,11 +15,12 @@ from penstock.plan.campaign import (
     WRITE_SECONDS,
     Campaign,
     Failures,
+    TrainingPhase,
     campaign_json,
     interruptions,
+    phases_of,
     plan_campaign,
 )
-from penstock.plan.phases import TrainingPhase, phases_of
 from penstock.plan.projection import Plan
 from tests.cli.made_plans import CLUSTER, projection, run_of
 

@@ -29,7 +29,7 @@ from penstock.config.load import load_run
 from penstock.plan.hardware import cluster_of
 from penstock.plan.hardware_file import load_hardware, parse_cluster
 from penstock.plan.project import project
-from penstock.plan.transfers import DispatchMethod, TokenTraffic, TransferTimes, copies
+from penstock.plan.rates import DispatchMethod, TokenTraffic, TransferTimes, copies
 
 PLAIN = Layout(24, 8, 1)
 HALVED = Layout(24, 8, 2)

@@ -12,8 +12,7 @@ from penstock.plan.costs import OpCosts, RoutedRows, buffer_rows, routed_rows
 from penstock.plan.hardware import RankGroup
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.op_recorder import RecordedOp
-from penstock.plan.rates import Estimate, Pass, Rates
-from penstock.plan.transfers import TokenTraffic, TransferTimes
+from penstock.plan.rates import Estimate, Pass, Rates, TokenTraffic, TransferTimes
 
 H200 = load_hardware("H200")
 RATES, TRANSFERS = Rates(H200), TransferTimes(H200)

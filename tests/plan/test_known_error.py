@@ -7,7 +7,7 @@ import pytest
 
 from penstock.config.load import load_run
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.known_error import COVERED, RunKind, known_errors, memory_margin, published_range, speed_range
+from penstock.plan.projection import COVERED, RunKind, known_errors, memory_margin, published_range, speed_range
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PUBLISHED = known_errors().published

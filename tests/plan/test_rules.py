@@ -32,9 +32,7 @@ from penstock.plan.assumptions import device_of
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.meta_rank import Target, make_meta_rank
-from penstock.plan.rules import book
-from penstock.plan.rules.book import RULES, advice, config_refusal, illegal
-from penstock.plan.rules.rule import Rule, Sizes, sizes_of
+from penstock.plan.rules import LEGAL, RULES, Rule, Sizes, advice, config_refusal, illegal, rule_name, sizes_of
 from tests.config.small import SMALL, unchecked_run
 from tests.examples import examples
 from tests.plan.rule_cases import CASES, DENSE, PLAIN, V3, Case
@@ -179,10 +177,10 @@ def test_a_legal_rule_refuses_what_the_function_refuses_whose_name_it_has(drawn:
         {"sent-rows-are-counted-by-the-host", "padded-rows-are-sent"} if sizes.dispatcher == "local" else set()
     )
     for function in CONFIG_RULES:
-        name = book.rule_name(function)
+        name = rule_name(function)
         if name in BY_NAME and name not in about_travel:
             assert (BY_NAME[name].check(sizes) is None) == (function(run) is None), name
-    about_ranks = book.LEGAL[:3]
+    about_ranks = LEGAL[:3]
     assert any(rule.check(sizes) for rule in about_ranks) != has_grid(run, world)
 
 
@@ -198,7 +196,7 @@ def has_grid(run: Run, world: int) -> bool:
 def test_a_schedule_that_wants_micro_batches_has_no_grid_without_them(rows: int, is_refused: bool) -> None:
     overrides = ["parallel.pipeline=2", "pipeline.schedule=dualpipe-v", "pipeline.stages_per_rank=2"]
     run = unchecked_run([*overrides, "training.micro_batch=1", f"training.global_batch={rows}"])
-    refused = [rule.name for rule in book.LEGAL if rule.check(sizes_for(run, 2)) is not None]
+    refused = [rule.name for rule in LEGAL if rule.check(sizes_for(run, 2)) is not None]
     assert refused == (["schedule-has-its-micro-batches"] if is_refused else [])
     assert (config_refusal(run, 2) is not None) == is_refused
 
@@ -285,7 +283,7 @@ def test_links_in_a_node_are_as_much_faster_than_the_network_as_the_rule_says() 
 
 
 def test_rules_are_asked_without_pytorch() -> None:
-    code = "import sys, penstock.plan.rules.book; sys.exit('torch' in sys.modules)"
+    code = "import sys, penstock.plan.rules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

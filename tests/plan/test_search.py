@@ -23,12 +23,10 @@ from penstock.plan.composer import Composer, View, meta_workers
 from penstock.plan.costs import HardwareTimes
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.known_error import memory_margin
 from penstock.plan.meta_rank import Target
 from penstock.plan.project import project
-from penstock.plan.projection import FAILED, MARGIN, MEMORY, SLOWER, Plan
-from penstock.plan.rules.book import config_refusal, illegal
-from penstock.plan.rules.rule import Sizes
+from penstock.plan.projection import FAILED, MARGIN, MEMORY, SLOWER, Plan, memory_margin
+from penstock.plan.rules import Sizes, config_refusal, illegal
 from penstock.plan.search import TOLERANCE, search
 from penstock.plan.search_request import SearchRequest, neutral_sizes
 from penstock.plan.space_bounds import SpaceBounds

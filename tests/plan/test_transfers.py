@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import HardwareError
 from penstock.plan.hardware import CollectiveRate, Hardware, MeasuredPoints, RankGroup, TransferPoint
 from penstock.plan.hardware_file import load_hardware
-from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes, copies, reached
+from penstock.plan.rates import CollectiveName, TokenTraffic, TransferTimes, copies, reached
 from tests.examples import examples
 
 H200 = load_hardware("H200")

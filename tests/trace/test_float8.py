@@ -16,7 +16,7 @@ from penstock.base.spans import Span
 from penstock.kernels.float8 import expert_ffn, quantized
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.quantized import BLOCKWISE, MXFP8
-from penstock.models.float8_linear import Float8Weight, float8_linear, float8_network
+from penstock.models.linear import Float8Weight, float8_linear, float8_network
 from penstock.moe.dispatch.contract import WireFormat
 from penstock.trace.calls import calls_of
 from penstock.trace.events import NONE, Trace

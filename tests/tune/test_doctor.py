@@ -12,7 +12,7 @@ import pytest
 from penstock.base.errors import TraceError
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.plan.rules.advice import MANY_COPIES
+from penstock.plan.rules import MANY_COPIES
 from penstock.trace.launches import HostCalls
 from penstock.tune.doctor import planned as doctor_planned
 from penstock.tune.doctor.diagnosis import Diagnosis, diagnose, diagnosis_json

@@ -31,8 +31,8 @@ from penstock.base.errors import CheckpointError
 from penstock.base.files import MOST_JSON_BYTES, open_file, read_bounded
 from penstock.config.model import GroupedQueryAttention, Model
 from penstock.layout.sharding import Rectangle, not_the_whole
-from penstock.models.huggingface.rearrangements import Division
 from penstock.models.huggingface.weight_folder import WeightFolder, WeightSource, is_finite
+from penstock.models.huggingface.weight_names import Division
 from penstock.models.huggingface.weights import WeightMapping, weight_mappings
 
 METADATA = ".metadata"

@@ -23,9 +23,8 @@ from penstock.layout.sharding import Rectangle
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.families import Family, family_of
-from penstock.models.huggingface.rearrangements import Division, Rearrangement
 from penstock.models.huggingface.weight_folder import WeightFolder, WeightSource
-from penstock.models.huggingface.weight_names import MODEL
+from penstock.models.huggingface.weight_names import MODEL, Division, Rearrangement
 
 WEIGHTS_FILE = "model.safetensors"
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

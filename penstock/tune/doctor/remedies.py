@@ -16,7 +16,7 @@ from math import comb
 
 from penstock.base.numbers import bytes_text
 from penstock.config.fit import grid_of, micro_batches
-from penstock.plan.rules.advice import FEW_PEERS, MANY_COPIES
+from penstock.plan.rules import FEW_PEERS, MANY_COPIES
 from penstock.trace.events import GARBAGE
 from penstock.trace.launches import ALLOCATIONS, COPIES
 from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence

@@ -13,7 +13,7 @@ from penstock.config.fit import grid_of
 from penstock.config.rules import check
 from penstock.config.run import Run
 from penstock.config.tree import build, merge, parse_overrides
-from penstock.plan.rules.advice import ADVICE
+from penstock.plan.rules import ADVICE
 from penstock.tune.doctor.evidence import Bottlenecks, Evidence, LateRank
 
 WAITS_OF_STAGE_2 = 6 / 7

@@ -21,8 +21,7 @@ from penstock.kernels.tuning import Dtype, device_facts
 from penstock.parallel.launch.environment import Vendor
 from penstock.plan.calibrate import TORCH_DTYPES, DeviceBenchmark, measure_transfers
 from penstock.plan.hardware import CollectiveKind, Hardware, RankGroup, TransferPoint
-from penstock.plan.rates import Rates
-from penstock.plan.transfers import TransferTimes
+from penstock.plan.rates import Rates, TransferTimes
 from penstock.tune.preflight.host import PreflightCheck, Status, fine
 
 OTHERS_BYTES = 3 << 30  # memory of an idle GPU: driver, firmware and our context. More belongs to another process

@@ -16,8 +16,8 @@ from penstock.config.model import Model
 from penstock.config.presets.registry import preset
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
-from penstock.models.huggingface.rearrangements import grid_transposed, transposed
 from penstock.models.huggingface.weight_folder import WeightFolder, from_float8, from_mxfp4
+from penstock.models.huggingface.weight_names import grid_transposed, transposed
 from penstock.models.huggingface.weights import from_huggingface, load_huggingface, weight_mappings
 from tests.closeness import assert_equal, assert_within
 from tests.models.families import in_transformers, moe_with, save_huggingface, tiny_decoder, tiny_model, to_huggingface

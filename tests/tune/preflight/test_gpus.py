@@ -7,8 +7,7 @@ import torch
 
 from penstock.plan.hardware import CollectiveKind, RankGroup, TransferPoint
 from penstock.plan.hardware_file import load_hardware
-from penstock.plan.rates import Rates
-from penstock.plan.transfers import TransferTimes
+from penstock.plan.rates import Rates, TransferTimes
 from penstock.tune.preflight import gpus
 from penstock.tune.preflight.gpus import (
     GPU_BUFFERS,

@@ -1,12 +1,165 @@
-"""Rules of thumb of the field: what guides say against a layout, with the change that tries the opposite.
+"""Rules that a planner and a doctor apply before a projection, each with a name, a reason and a source.
 
-The projection has times for all of it, and times decide: a search tells this about its best layout, beside the speed of
-the best that it found without it. `fix` is a change of the run's config, if one change is right in every case.
+A search looks at tens of thousands of layouts within seconds, so a rule reads a frozen `Sizes` (a layout, its cluster
+and its model as plain numbers) and needs neither a `Run` nor PyTorch. All layouts of a search share their `ModelFacts`;
+`sizes_of` makes those of one run. Kinds of rules:
+
+    legal    the run would be refused when it is loaded or started; `by` names the function that refuses it
+    advice   what guides of the field say against a layout; the times of the projection decide
+
+A reason is one line with the numbers of the case. None means that the rule does not apply to these sizes.
+
+A search leaves out what `illegal` refuses, and nothing else; `advice` is told about its best layout. For a single run,
+`penstock plan --layout` asks `config_refusal` and `advice`. Legal rules are functions of `penstock.config` itself, by
+their names: those that a search breaks most often. docs/rules.md is written from this file.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from math import ceil
+from typing import Any, Literal
 
-from penstock.plan.rules.rule import Rule, Sizes, advises
+from penstock.base.errors import ConfigError
+from penstock.config import dispatcher, fit, graph_rules, layout_rules
+from penstock.config.dispatcher import STAGES, choose_dispatcher, dispatch_facts, ranks_on_a_node
+from penstock.config.fit import LayoutSizes, ModelSizes, grid_of, layout_sizes, model_sizes
+from penstock.config.rules import RULES as CONFIG_RULES
+from penstock.config.rules import rule_text
+from penstock.config.run import Run
+from penstock.config.schema import Problem
+from penstock.config.size import size_of
+from penstock.layout.grid import Grid
+from penstock.plan.hardware import Cluster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts(ModelSizes):
+    """Sizes of a model and further facts that rules read."""
+
+    top_k: int  # experts of a token
+    forces_balance: bool  # tokens are spread evenly and the router's choice is ignored
+    total_parameters: int
+    active_parameters: int  # parameters that one token meets
+    most_sync_free: int = STAGES - 1  # highest `dispatch.sync_free` at which the kernels never wait
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes(LayoutSizes):
+    """Sizes of a layout on a cluster."""
+
+    model: ModelFacts
+    world: int
+    node_devices: int  # devices of a node
+    vendor: str  # nvidia, amd or cpu
+    reduce: str = "fp32"  # type in which gradients are summed over ranks
+    offloads_optimizer: bool = False  # moments are in host memory
+
+    @property
+    def dp(self) -> int:
+        """Ranks that train on different rows; rounded down if sizes do not divide."""
+        return self.world // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts; rounded down if sizes do not divide."""
+        return self.world // (self.pp * self.expert_ranks)
+
+    @property
+    def grid(self) -> Grid:
+        """Ranks of each axis."""
+        return Grid(
+            world=self.world, tensor=self.tp, context=self.cp, pipeline=self.pp, expert=self.ep, expert_tensor=self.etp
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Passes of a rank in a step; rounded down, 0 if the batch is too small."""
+        return self.global_batch // max(1, self.micro_batch * self.dp)
+
+    def is_inside_node(self, ranks: int) -> bool:
+        """Whether all groups of so many neighbours lie inside nodes."""
+        return self.node_devices % ranks == 0
+
+
+def sizes_of(run: Run, cluster: Cluster, most_sync_free: int = STAGES - 1) -> Sizes:
+    """Sizes of a run on a cluster, which it need not fit; `most_sync_free` as of `ModelFacts`."""
+    model, counted = run.model, size_of(run.model, run.training.sequence_length)
+    facts = ModelFacts(
+        **_values(model_sizes(model)),
+        top_k=0 if model.moe is None else model.moe.top_k,
+        forces_balance=model.moe is not None and model.moe.balance.force_load_balance,
+        total_parameters=counted.parameters,
+        active_parameters=counted.active_parameters,
+        most_sync_free=most_sync_free,
+    )
+    values = _values(layout_sizes(run)) | {"model": facts, "dispatcher": settled_dispatcher(run, cluster)}
+    return Sizes(
+        **values,
+        world=cluster.devices,
+        node_devices=cluster.node_devices,
+        vendor=cluster.hardware.vendor,
+        reduce=run.parallel.reduce,
+        offloads_optimizer=run.offload.optimizer,
+    )
+
+
+def _values(sizes: ModelSizes | LayoutSizes) -> dict[str, Any]:
+    return {field.name: getattr(sizes, field.name) for field in fields(sizes)}
+
+
+def settled_dispatcher(run: Run, cluster: Cluster) -> str:
+    """The dispatcher of a run on a cluster, whose GPUs reach each other's memory inside a node.
+
+    A method that was asked for and is not available is returned as it is, for a rule to refuse it.
+    """
+    ranks = run.parallel.expert * run.parallel.expert_tensor
+    if run.model.moe is None or ranks == 1:
+        return "local"
+    obstacle = "no GPUs" if cluster.hardware.vendor == "cpu" else ""
+    choice = choose_dispatcher(dispatch_facts(run, ranks_on_a_node(ranks, cluster.node_devices), obstacle))
+    if choice.name == "padded":
+        return "all-to-all" if run.dispatch.method == "auto" else run.dispatch.method
+    return run.dispatch.method if choice.refusal is not None else choice.name
+
+
+Kind = Literal["legal", "advice"]
+
+Check = Callable[[Sizes], str | None]  # the reason against sizes, or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One rule."""
+
+    name: str  # name in plans and reports; never changes
+    kind: Kind  # legal or advice
+    doc: str  # the rule in words, with the measurement behind it
+    source: str  # origin of the rule; ids such as L10 are of the list in docs/rules.md
+    check: Check  # the reason against sizes, or None
+    by: str = ""  # of a legal rule: the function that refuses such a run
+    fix: tuple[str, ...] = ()  # overrides of a run that try the opposite; empty if they depend on the case
+
+
+def advises(source: str, *fix: str) -> Callable[[Check], Rule]:
+    """Make a rule of a function: its name is the rule's name, its docstring the rule's text.
+
+    `fix` are overrides that try the opposite.
+    """
+
+    def made(function: Check) -> Rule:
+        assert function.__doc__ is not None, f"{function} is documented"
+        name = function.__name__.replace("_", "-")
+        doc = " ".join(function.__doc__.split())
+        return Rule(name=name, kind="advice", doc=doc, source=source, check=function, fix=fix)
+
+    return made
+
+
+# Rules of thumb of the field: what guides say against a layout, with the change that tries the opposite.
+#
+# The projection has times for all of it, and times decide: a search tells this about its best layout, beside the speed
+# of the best that it found without it. `fix` is a change of the run's config, if one change is right in every case.
+
 
 SMALL_MODEL = 20_000_000_000  # parameters below which experts are all that is shared
 SHARD = 4096  # positions of a row that context parallelism leaves a rank without objection
@@ -296,3 +449,104 @@ def optimizer_on_the_device(sizes: Sizes) -> str | None:
 
 ADVICE = tuple(value for value in list(vars().values()) if isinstance(value, Rule))
 """In the order in which they are told."""
+
+
+def _kernels_never_wait(sizes: Sizes) -> str | None:
+    limit = sizes.model.most_sync_free
+    if sizes.sync_free <= limit:
+        return None
+    return f"the kernels for this device and precision read counts on the host, and stage {sizes.sync_free} allows none"
+
+
+def rule_name(function: Callable[..., object]) -> str:
+    """The name of a rule of the config, as plans print it."""
+    return function.__name__.strip("_").replace("_", "-")
+
+
+def reason_of(problem: Problem | None) -> str | None:
+    """A problem in one line."""
+    if problem is None:
+        return None
+    return f"{problem.field} {problem.what}{'' if problem.got is None else f'; got {problem.got}'}"
+
+
+def _rule(function: Callable[..., object], check: Check, source: str) -> Rule:
+    doc, by = rule_text(function), f"{function.__module__}.{function.__name__}"
+    return Rule(name=rule_name(function), kind="legal", doc=doc, source=source, check=check, by=by)
+
+
+def _by_config(rule: Callable[[LayoutSizes], Problem | None], source: str) -> Rule:
+    return _rule(rule, lambda sizes: reason_of(rule(sizes)), source)
+
+
+def _by_ranks(rule: Callable[[LayoutSizes, int], Problem | None], source: str) -> Rule:
+    return _rule(rule, lambda sizes: reason_of(rule(sizes, sizes.world)), source)
+
+
+LEGAL: tuple[Rule, ...] = (
+    _by_ranks(fit.sizes_divide_the_ranks, "L1, L2"),
+    _by_ranks(fit.micro_batches_are_whole, "our step"),
+    _by_ranks(fit.schedule_has_its_micro_batches, "our schedules"),
+    _by_config(layout_rules.experts_have_ranks_only_if_there_are_any, "L3"),
+    _by_config(layout_rules.expert_ranks_divide_experts, "L3"),
+    _by_config(layout_rules.expert_tensor_ranks_divide_an_expert, "our layout"),
+    _by_config(layout_rules.tensor_ranks_divide_heads, "L4"),
+    _by_config(layout_rules.indexer_has_rows_and_heads_of_its_own, "our layout"),
+    _by_config(layout_rules.ranks_divide_linear_heads, "our layout"),
+    _by_config(layout_rules.tensor_ranks_divide_widths, "our layout"),
+    _by_config(layout_rules.tensor_ranks_divide_the_vocabulary, "our layout"),
+    _by_config(layout_rules.ranks_divide_the_sequence, "L6"),
+    _by_config(layout_rules.ulysses_divides_heads, "L6"),
+    _by_config(layout_rules.schedule_has_its_stages, "our schedules"),
+    _by_config(layout_rules.pipeline_has_enough_layers, "L13"),
+    _by_config(layout_rules.gathered_weights_meet_whole_backwards, "our FSDP2"),
+    _by_config(layout_rules.recomputed_modules_exist, "M7"),
+    _by_config(dispatcher.sent_rows_are_counted_by_the_host, "G3, our dispatchers"),
+    Rule(
+        name=rule_name(_kernels_never_wait),
+        kind="legal",
+        doc="From `dispatch.sync_free` 2 on (1 for the permutation) kernels never read counts on the host, as kernels "
+        "of the reference do; on a GPU only these exist for experts in float32.",
+        source="our kernels",
+        check=_kernels_never_wait,
+        by="penstock.models.kernels.kernel_choices",  # which imports PyTorch
+    ),
+    _by_config(dispatcher.padded_rows_are_sent, "R7"),
+    _by_config(dispatcher.tokens_travel_to_experts, "O1"),
+    _by_config(dispatcher.travels_happen_once, "O1, M7"),
+    _by_config(dispatcher.pieces_have_their_weights, "our overlap"),
+    _by_config(dispatcher.passes_stand_beside_each_other, "O1"),
+    _by_config(graph_rules.captured_passes_are_not_cut_into_stages, "our graphs"),
+)
+"""In the order in which they are asked: the rules that refuse most come first."""
+
+
+RULES: tuple[Rule, ...] = (*LEGAL, *ADVICE)  # every rule of a plan
+
+
+def illegal(sizes: Sizes) -> tuple[Rule, str] | None:
+    """The first legal rule that a layout breaks, with its reason, or None. Sizes need not divide."""
+    for rule in LEGAL:
+        if (reason := rule.check(sizes)) is not None:
+            return rule, reason
+    return None
+
+
+def advice(sizes: Sizes) -> list[tuple[Rule, str]]:
+    """Advice about a layout that can run."""
+    return [(rule, reason) for rule in ADVICE if (reason := rule.check(sizes)) is not None]
+
+
+def config_refusal(run: Run, world: int) -> tuple[str, str] | None:
+    """Name and reason of the first rule of the config that a run breaks on `world` ranks, or None."""
+    for rule in CONFIG_RULES:
+        if (problem := rule(run)) is not None:
+            error = ConfigError(
+                f"{problem.field} {problem.what}", got=problem.got, allowed=problem.allowed, fix=problem.fix
+            )
+            return rule_name(rule), str(error)
+    try:
+        grid_of(run, world)
+    except ConfigError as error:
+        return "ranks-fit-the-run", str(error)
+    return None
