@@ -79,6 +79,8 @@ class StageTimer:
         rows = routed_rows(run, imbalance, in_turn=in_turn)
         rounds = run.parallel.context if passes_keys(software, run) else 1
         self._costs = OpCosts(hardware, rows, buffer_rows(tuple(works)), software, rounds, times)
+        # A part of the state may have as many rows as a buffer of the experts.
+        self._update_costs = OpCosts(hardware, None, frozenset(), software, times=times)
         self._transfers = times.transfers
         passes = micro_batches(run, grid_of(run, cluster.devices))
         self._software = software
@@ -95,7 +97,7 @@ class StageTimer:
                 [piece.backward_ops for piece in back],
                 [piece.weight_ops for piece in back],
             ),
-            self._streams(self._launch),
+            self._streams(self._costs, self._launch),
             self._prepared,
         )
         if gathers:
@@ -117,16 +119,16 @@ class StageTimer:
             Timing(seconds=back + reduced, compute=reduced, communication=back),
         )
 
-    def _streams(self, launch_seconds: float) -> Streams:
+    def _streams(self, costs: OpCosts, launch_seconds: float) -> Streams:
         host = self._cluster.hardware.host
-        return Streams(self._costs.of, launch_seconds, host.gap_seconds, host.put_off_seconds)
+        return Streams(costs.of, launch_seconds, host.gap_seconds, host.put_off_seconds)
 
     def update(self, update: UpdateOps) -> tuple[Timing, Timing]:
         """Gradient sums and new weights; and the compute of the optimizer."""
         reduce = self._bucketed(update.reduce)
         gather = self._bucketed(tuple(operator for operator in update.step if _is_message(operator)))
         rest = tuple(operator for operator in update.step if not _is_message(operator))
-        streams = self._streams(0.0)
+        streams = self._streams(self._update_costs, 0.0)
         # Launch times of the update are left out.
         for work in (update.zero, update.norm, rest):
             streams.play(work)
@@ -141,14 +143,14 @@ class StageTimer:
         leaves in each buffer, so the link is idle during the kernels of every second chunk: the update takes the link's
         time and half of the kernels' time, or the kernels' time.
         """
-        costs = [self._costs.of(operator) for operator in step]
+        costs = [self._update_costs.of(operator) for operator in step]
         kernels = sum(cost.seconds for cost in costs if cost.term == "optimizer")
         waited = max(0.0, host_bytes / self._cluster.hardware.host_link.bytes_per_second - kernels / 2)
         return Timing(seconds=waited, host_link=waited, terms={HOST_LINK: waited}) if waited else Timing()
 
     def _bucketed(self, work: RecordedOps) -> Timing:
         """Messages, and the copies into and out of them, at the same time."""
-        costs = [self._costs.of(operator) for operator in work]
+        costs = [self._update_costs.of(operator) for operator in work]
         sent = sum(cost.seconds for cost in costs if cost.is_communication)
         copied = sum(cost.seconds for cost in costs if not cost.is_communication)
         exposed = max(0.0, sent - copied)

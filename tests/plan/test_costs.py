@@ -10,9 +10,11 @@ from penstock.config.load import load_run
 from penstock.kernels.bounded_attention import noted
 from penstock.plan.costs import OpCosts, RoutedRows, buffer_rows, routed_rows
 from penstock.plan.hardware import RankGroup
-from penstock.plan.hardware_file import load_hardware
+from penstock.plan.hardware_file import load_hardware, parse_cluster
+from penstock.plan.meta_run import UpdateOps
 from penstock.plan.op_recorder import RecordedOp
 from penstock.plan.rates import Estimate, Pass, Rates, TokenTraffic, TransferTimes
+from penstock.plan.step_time import StageTimer
 
 H200 = load_hardware("H200")
 RATES, TRANSFERS = Rates(H200), TransferTimes(H200)
@@ -273,3 +275,13 @@ def test_no_rank_gets_more_rows_than_there_are(ranks: int, imbalance: float, une
     assert experts is not None
     assert experts.imbalance == pytest.approx(uneven)
     assert experts.rows == round(4096 * 6 * uneven)
+
+
+def test_a_part_of_the_state_with_as_many_rows_as_a_buffer_is_updated_whole() -> None:
+    room, run = 1 << 24, load_run("deepseek-v2-lite", ["parallel.expert=8", "dispatch.sync_free=2"])
+    zero = (RecordedOp("_foreach_zero_", ((room,),), (4 * room,), 4),)
+    update = UpdateOps(zero=zero)
+    work = (experts_product("rows_kernel", (64, 8), (2, 8, 8), (room, 8)),)
+    timers = (StageTimer(run, parse_cluster("8xH100"), 1.2, works) for works in ((), (work,)))
+    with_buffer, without = (timer.update(update)[1].seconds for timer in timers)
+    assert with_buffer == without
