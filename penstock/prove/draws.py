@@ -20,6 +20,7 @@ from penstock.config.model import GroupedQueryAttention, LatentAttention, Model
 from penstock.config.parallel import DISPATCHERS, OFFLOADABLE, RECOMPUTABLE
 from penstock.prove.composition import (
     BF16,
+    FAMILIES,
     FEWER_BITS,
     IN_ORDER,
     LABELS,
@@ -31,10 +32,10 @@ from penstock.prove.composition import (
     Device,
     Setting,
     base_of,
+    family_overrides,
     is_of_layout,
     refusal,
 )
-from penstock.prove.families import FAMILIES, family_overrides
 
 MODELS_SHARE = 6  # layouts that are drawn for one model, whose single process trains once
 LAYOUTS_TRIED = 3  # until one is legal: rules refuse the rest, which tests them

@@ -16,9 +16,8 @@ from penstock.kernels.tuning import named_device
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.kernels import kernel_choices
 from penstock.prove.choices import Choices, first_flip
-from penstock.prove.composition import Device, base_of, composition_of, refusal
+from penstock.prove.composition import FAMILIES, Device, base_of, composition_of, family_overrides, refusal
 from penstock.prove.draws import draw, draw_graphs
-from penstock.prove.families import FAMILIES, family_overrides
 from penstock.prove.play import Saved, StepFigures, first_difference, worst_factor, worst_tensor
 from penstock.prove.proof import Prover, Verdict, outcomes
 from penstock.prove.ranks import Assignment, Children, Played, PlayError, Ranks, decode, encode
