@@ -21,7 +21,7 @@ from typing import Any
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from penstock.cli.main import VERBS
-from penstock.config import versions as other_names_module
+from penstock.config import versions
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import Field, every_field
@@ -34,7 +34,7 @@ MOST_BYTES = 4 * 10**9  # of memory
 # Seconds of the clock. What is judged are seconds of the processor: other programs may keep it busy.
 KILLED_AFTER = 300.0
 
-OTHER_NAMES = Path(other_names_module.__file__).with_suffix(".json")
+OTHER_NAMES = Path(versions.__file__).with_name("other_names.json")
 LONG = "x" * 5000  # longer than a message may be
 NOT_A_NUMBER = ("banana", "", "1.5.2", "0x10", "--", "1e", "nan ", LONG, "\u221e", "[1]")
 STRANGE_NAMES = (
