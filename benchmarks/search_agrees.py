@@ -19,12 +19,13 @@ from benchmarks import record
 from penstock.base.errors import PenstockError
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
-from penstock.plan.asked_layout import FIELDS, parse_layout, with_layout
+from penstock.plan.asked_layout import with_layout
 from penstock.plan.assumptions import overheads_of, target_of
 from penstock.plan.candidates import SearchSpace, run_of
 from penstock.plan.composed_run import ComposedTimes
 from penstock.plan.composer import Composer
 from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.layout_names import FIELDS, parse_layout
 from penstock.plan.project import composed_projection, project
 from penstock.plan.projection import Layout, Projection
 from penstock.plan.rules import Sizes

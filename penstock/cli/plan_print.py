@@ -10,11 +10,12 @@ from penstock.cli.output import print_table
 from penstock.cli.plan_request import Topic
 from penstock.config.run import Run
 from penstock.kernels.tuning import LAUNCHES_FROM
-from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
+from penstock.plan.asked_layout import differing_fields, field_label
 from penstock.plan.assumptions import Assumptions
 from penstock.plan.balance import BalanceCase
 from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, SourcedTable
+from penstock.plan.layout_names import FOLLOW
 from penstock.plan.memory import COMPONENTS, components
 from penstock.plan.projection import (
     MARGIN,

@@ -15,10 +15,10 @@ from typer import Argument, Option
 from penstock.base.errors import PenstockError, did_you_mean
 from penstock.cli.output import check_output
 from penstock.cli.verbs import Force, Json, Overrides
-from penstock.plan.asked_layout import check_fixed, parse_layout
-from penstock.plan.campaign import TrainingPhase, phases_of
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.layout_names import check_fixed, parse_layout
+from penstock.plan.phases import TrainingPhase, phases_of
 from penstock.plan.software import SOFTWARE, Software, parse_software
 from penstock.report.frame import find_browser, plotly_script
 

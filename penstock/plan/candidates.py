@@ -27,8 +27,9 @@ from penstock.config.parallel import DISPATCHERS, Graphs, Offload, Overlap, Pipe
 from penstock.config.run import Run
 from penstock.config.tree import parse_overrides
 from penstock.layout.schedules import SCHEDULES
-from penstock.plan.asked_layout import FIELDS, check_fixed, layout_fields
+from penstock.plan.asked_layout import layout_fields
 from penstock.plan.composed_run import ComposedRun, StageContents
+from penstock.plan.layout_names import FIELDS, check_fixed
 from penstock.plan.projection import Refusal, layout_of
 from penstock.plan.rules import Sizes, illegal
 

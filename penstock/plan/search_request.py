@@ -7,10 +7,10 @@ from penstock.config.fit import NO_PIPELINE
 from penstock.config.rules import check
 from penstock.config.run import Run, with_values
 from penstock.models.kernels import most_sync_free
-from penstock.plan.asked_layout import check_fixed
 from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, device_of
 from penstock.plan.candidates import Saving, run_of, searched_overlap, with_saving
 from penstock.plan.hardware import Cluster
+from penstock.plan.layout_names import check_fixed
 from penstock.plan.meta_rank import conventional
 from penstock.plan.project import project
 from penstock.plan.projection import Plan

@@ -16,10 +16,11 @@ from penstock.base.errors import ConfigError, PenstockError, did_you_mean
 from penstock.config.parallel import DISPATCHERS
 from penstock.config.run import Run
 from penstock.config.schema import Difference, as_toml, differences, find
-from penstock.plan.asked_layout import FIELDS, FOLLOW, check_fixed, layout_fields, with_layout, with_overrides
+from penstock.plan.asked_layout import layout_fields, with_layout, with_overrides
 from penstock.plan.candidates import MOST_MICRO_BATCH, ladder_of
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import NETWORK, with_network
+from penstock.plan.layout_names import FIELDS, FOLLOW, check_fixed
 from penstock.plan.memory import components
 from penstock.plan.projection import Projection, RankTime, Refusal
 from penstock.plan.rules import config_refusal

@@ -20,7 +20,8 @@ from urllib.parse import unquote
 
 from penstock.base.errors import PicturesError
 from penstock.base.numbers import counted, gigabytes, rounded, share_text, time_text
-from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
+from penstock.plan.asked_layout import differing_fields, field_label
+from penstock.plan.layout_names import FOLLOW
 from penstock.plan.projection import Plan, Projection, Refusal
 from penstock.plan.what_if import SweepPoint
 from penstock.report.figure import SERIES, Figure, axis

@@ -10,17 +10,8 @@ from hypothesis import strategies as st
 from penstock.base.errors import ConfigError
 from penstock.base.numbers import amount
 from penstock.config.run import Run
-from penstock.plan.campaign import (
-    HOUR,
-    WRITE_SECONDS,
-    Campaign,
-    Failures,
-    TrainingPhase,
-    campaign_json,
-    interruptions,
-    phases_of,
-    plan_campaign,
-)
+from penstock.plan.campaign import HOUR, WRITE_SECONDS, Campaign, Failures, campaign_json, interruptions, plan_campaign
+from penstock.plan.phases import TrainingPhase, phases_of
 from penstock.plan.projection import Plan
 from tests.cli.made_plans import CLUSTER, projection, run_of
 

@@ -12,9 +12,10 @@ from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.parallel import DISPATCHERS
 from penstock.config.run import Run
-from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout, with_overrides
+from penstock.plan.asked_layout import rows_to_share, with_layout, with_overrides
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import parse_cluster, with_network
+from penstock.plan.layout_names import parse_layout
 from penstock.plan.memory import COMPONENTS, RankMemory, components
 from penstock.plan.projection import Projection, Refusal, layout_of
 from penstock.plan.what_if import (
