@@ -28,6 +28,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from errno import EDQUOT, EIO, ENOSPC
 from pathlib import Path
@@ -253,11 +254,15 @@ class CheckpointStore:
             try:
                 return self._try_to_write(step, parts, facts)
             except NoSpaceError:
-                if not self._messages.from_first(self.rank == 0 and self._makes_room(step)):
+                made_room = False
+                if self.rank == 0:
+                    with suppress(OSError):  # the others wait for the answer, whatever happens to this folder
+                        made_room = self._make_room(step)
+                if not self._messages.from_first(made_room):
                     raise
 
-    def _makes_room(self, step: int) -> bool:
-        """Delete older checkpoints where that makes room for one as large as the newest, which stays."""
+    def _make_room(self, step: int) -> bool:
+        """Delete older checkpoints where that makes room for one as large as the newest; whether it did."""
         *older, newest = [old for old in self.steps() if old < step] or [step]
         needed, free = _bytes_in(self.path(newest)), shutil.disk_usage(self._folder).free
         chosen = list[int]()

@@ -47,7 +47,7 @@ LONG = (
     *(
         f"docs/{name}.md"
         for name in (
-            *("coming-from", "dispatch", "index", "ladder", "metrics", "optimizer", "own-model", "plan", "preflight"),
+            *("index", "ladder", "metrics", "own-model", "plan", "preflight"),
             *("report", "start", "trace", "weights", "workflow"),
         )
     ),

@@ -220,6 +220,16 @@ def test_on_a_full_disk_older_checkpoints_make_room(
     _assert_holds(store, left[-1])
 
 
+def test_a_folder_that_cannot_be_looked_at_frees_nothing(
+    saved: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "write_parts", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr("shutil.disk_usage", Mock(side_effect=FileNotFoundError))
+    with pytest.raises(NoSpaceError):
+        _save(saved, 3)
+    assert saved.steps() == [1, 2]
+
+
 @pytest.mark.parametrize("phase", ["write_parts", "write_whole", "fingerprint", "write_manifest", "sync"])
 def test_a_failure_in_any_phase_leaves_no_trace(
     saved: CheckpointStore, phase: str, monkeypatch: pytest.MonkeyPatch
