@@ -20,17 +20,20 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Qwen3 with experts": ("qwen3-30b-a3b", "qwen3-235b-a22b"),
     "Qwen3-Next and Qwen3.5": ("qwen3-next-80b-a3b", "qwen3.5-35b-a3b"),
     "Kimi and Moonlight": ("kimi-k2", "moonlight-16b-a3b", "kimi-linear-48b-a3b"),
-    "GLM": ("glm-4.5", "glm-4.5-air", "glm-5"),
+    "GLM": ("glm-4.5", "glm-4.5-air", "glm-5", "glm-4.7-flash"),
     "gpt-oss": ("gpt-oss-20b", "gpt-oss-120b"),
     "Llama 4": ("llama4-scout", "llama4-maverick"),
     "Mixtral": ("mixtral-8x7b", "mixtral-8x22b"),
     "MiniMax-M2": ("minimax-m2",),
     "ERNIE 4.5": ("ernie-4.5-21b-a3b", "ernie-4.5-300b-a47b"),
     "OLMoE": ("olmoe-1b-7b",),
+    "Qwen1.5 with experts": ("qwen1.5-moe-a2.7b",),
+    "dots.llm1, Solar-Open, K-EXAONE, Hy3": ("dots.llm1", "solar-open-100b", "k-exaone-236b-a23b", "hy3"),
     "Dense: Llama 3.1 and Qwen3": (
         *("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "qwen3-0.6b", "qwen3-1.7b"),
         *("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b"),
     ),
+    "Dense: others": ("mistral-7b", "qwen2.5-7b", "seed-oss-36b", "phi-4", "ernie-4.5-0.3b", "glm-4-9b"),
 }
 
 _PLANNED = ("preset", "on", "layout", "step, s", "tokens/s/GPU", "MFU", "memory, GB")

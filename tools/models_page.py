@@ -5,7 +5,8 @@ from penstock.config.presets.registry import PRESETS
 from penstock.config.schema import as_toml, every_field, find, leaves
 from penstock.config.size import size_of
 from penstock.models.huggingface.config import TRAINING_ONLY
-from penstock.models.huggingface.families import FAMILIES, Family
+from penstock.models.huggingface.families import FAMILIES
+from penstock.models.huggingface.family import Family
 from penstock.models.huggingface.weight_names import rotary_halves
 from tools.pages import page, table
 

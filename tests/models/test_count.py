@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.config.load import load_run
 from penstock.config.model import GroupedQueryAttention, Model
+from penstock.config.presets.by_sizes import dots_llm1, glm_4_7_flash, hy3, k_exaone_236b_a23b, solar_open_100b
 from penstock.config.presets.deepseek import (
     deepseek_v2,
     deepseek_v2_lite,
@@ -116,6 +117,11 @@ def _flops(config: Model, sequence_length: int) -> float:
         (minimax_m2, 228.7e9, 11.0e9, None),
         (qwen3_next_80b_a3b, 79.7e9, 3.87e9, None),
         (qwen3_5_35b_a3b, 34.66e9, 3.45e9, None),
+        (dots_llm1, 142.8e9, 14.0e9, None),
+        (solar_open_100b, 102.6e9, 12.05e9, None),
+        (k_exaone_236b_a23b, 236.6e9, 23.67e9, None),
+        (hy3, 295.0e9, 20.7e9, None),
+        (glm_4_7_flash, 29.94e9, 3.9e9, None),
         # The advertised active sizes leave out projections of attention heads.
         (moe_515b, 528e9, 57.0e9, 44e9),
         (moe_1t, 1036e9, 57.1e9, 44e9),

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from penstock.base.errors import ConfigError, asked, nearest
 from penstock.config.follow import follow
-from penstock.config.presets import debug, deepseek, grouped_query, qwen3
+from penstock.config.presets import by_sizes, debug, deepseek, grouped_query, qwen3
 from penstock.config.run import Run
 
 PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
@@ -51,6 +51,18 @@ PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
         "qwen3-8b": qwen3.qwen3_8b,
         "qwen3-14b": qwen3.qwen3_14b,
         "qwen3-32b": qwen3.qwen3_32b,
+        "qwen1.5-moe-a2.7b": by_sizes.qwen1_5_moe_a2_7b,
+        "dots.llm1": by_sizes.dots_llm1,
+        "solar-open-100b": by_sizes.solar_open_100b,
+        "k-exaone-236b-a23b": by_sizes.k_exaone_236b_a23b,
+        "hy3": by_sizes.hy3,
+        "glm-4.7-flash": by_sizes.glm_4_7_flash,
+        "mistral-7b": by_sizes.mistral_7b,
+        "qwen2.5-7b": by_sizes.qwen2_5_7b,
+        "seed-oss-36b": by_sizes.seed_oss_36b,
+        "phi-4": by_sizes.phi_4,
+        "ernie-4.5-0.3b": by_sizes.ernie_4_5_0_3b,
+        "glm-4-9b": by_sizes.glm_4_9b,
         "moe-515b": grouped_query.moe_515b,
         "moe-1t": grouped_query.moe_1t,
         "moe-2t": grouped_query.moe_2t,

@@ -30,7 +30,8 @@ from penstock.config.run import LearningRateSchedule, Optimizer, Run, Training
 from penstock.config.schema import as_toml, find, leaves
 from penstock.config.size import size_of
 from penstock.models.huggingface.config_parts import KEYS_OF_PARTS, Keys, Values, agreed, refused
-from penstock.models.huggingface.families import FAMILIES, Family, family_of
+from penstock.models.huggingface.families import FAMILIES, family_of
+from penstock.models.huggingface.family import Family
 
 TRAINING_ONLY = (
     *("moe.balance.", "moe.router.expert_bias_rate"),

@@ -168,6 +168,37 @@ EQUAL_HEADS = Part(
 """All heads together are as wide as the hidden states."""
 
 
+def _read_biases(keys: Keys) -> Values:
+    of_inputs, of_output = bool(keys.get("attention_bias", False)), bool(keys.get("attention_out_bias", False))
+    if of_output and not of_inputs:
+        raise refused("attention_out_bias", of_output, "false, or attention_bias beside it")
+    return {"attention.bias": of_output, "attention.qkv_bias": of_inputs and not of_output}
+
+
+def _write_biases(model: Model) -> Values:
+    attention = grouped(model)
+    return {"attention_bias": attention.bias or attention.qkv_bias, "attention_out_bias": attention.bias}
+
+
+def _skipped(*names: str) -> Part:
+    def skip(keys: Keys) -> Values:
+        keys.skip(*names)
+        return {}
+
+    return Part(skip, lambda model: {})
+
+
+CONTEXT_OF_PHI3 = _skipped("original_max_position_embeddings")
+"""Only a kind of rotary scaling that is refused reads the length of pretraining."""
+SUM_OF_HY = _skipped("enable_moe_fp32_combine")  # how the sum with the shared expert is rounded
+BIASES = Part(_read_biases, _write_biases)
+DROPOUT = Part(
+    _skipped("attention_dropout", "residual_dropout").read,
+    lambda model: {"attention_dropout": 0.0, "residual_dropout": 0.0},
+)
+"""Of training as its authors did it, which no run here has; a trained model is the same without."""
+
+
 # ----------------------------------------------------------------------------------- layers that see a part of the row
 
 
@@ -227,6 +258,23 @@ def _read_qwen3_window(keys: Keys) -> Values:
 
 def _write_window_types(model: Model) -> Values:
     return {"layer_types": layer_types(model, "sliding_attention"), **_write_window(model)}
+
+
+def _read_window_behind(keys: Keys) -> Values:
+    layers, first = keys.layers, keys.whole("max_window_layers", 62)
+    has_window = keys.get("sliding_window", None) is not None
+    return _read_window_types(keys, [not has_window or layer < first for layer in range(layers)])
+
+
+def _read_hybrid(keys: Keys) -> Values:
+    keys.skip("sliding_window_pattern")  # beside `layer_types` some files have a text
+    if keys.get("sliding_window", None) is None:
+        return _read_window_types(keys, [True] * keys.layers)
+    every = 1 if keys.get("layer_types", None) else keys.whole("sliding_window_pattern", 4, low=1)
+    usual = [(layer + 1) % every == 0 for layer in range(keys.layers)]
+    every = global_every(_read_global(keys, usual, "sliding_attention"), "layer_types")
+    size = keys.whole("sliding_window", low=1)
+    return {"attention.local": {"size": size, "global_every": every, "global_rope": False}}
 
 
 def layer_types(model: Model, local: str) -> list[str]:
@@ -349,11 +397,14 @@ WINDOW_OF_QWEN3 = Part(
     _read_qwen3_window,
     lambda model: {"use_sliding_window": grouped(model).local is not None, **_write_window_types(model)},
 )
+WINDOW_BEHIND = Part(_read_window_behind, _write_window_types)  # from `max_window_layers` on, or as listed
 WINDOW_OF_GPT_OSS = Part(
     lambda keys: _read_window_types(keys, [layer % 2 == 1 for layer in range(keys.layers)]),
     _write_window_types,
 )
 CHUNKS = Part(_read_chunks, _write_chunks)
+WINDOW_OF_EXAONE = Part(_read_hybrid, _write_window_types)
+"""Windows between layers that see the whole row and do not rotate; without a window all layers rotate."""
 
 
 def _qk_norm(kind: str) -> Part:
@@ -444,6 +495,21 @@ def _read_first_dense(keys: Keys) -> Values:
     return {"dense_layers": agreed({"mlp_layer_types": dense, "first_k_dense_replace": first})}
 
 
+def _read_listed_dense(keys: Keys) -> Values:
+    given = _read_first_dense(keys)
+    usual = min(1, keys.layers)
+    if given.get("dense_layers", usual) != usual and keys.get("mlp_layer_types", None) is None:
+        raise refused("first_k_dense_replace", given["dense_layers"], f"{usual}, or mlp_layer_types beside it")
+    return {"dense_layers": usual, **given}
+
+
+def _write_listed_dense(model: Model) -> Values:
+    kinds = ("sparse", "dense")
+    return {"mlp_layer_types": [kinds[model.is_dense(layer)] for layer in range(model.layers)]}
+
+
+LISTED_DENSE = Part(_read_listed_dense, _write_listed_dense)
+"""The first layers are dense, as the list of all kinds says; without the list the first one."""
 EXCEPTIONS = Part(_read_exceptions, _write_exceptions)  # every n-th layer has experts, except listed ones
 LIST = Part(_read_list, _write_list)  # every n-th layer has experts, or the listed ones
 RANGE = Part(_read_range, _write_range)

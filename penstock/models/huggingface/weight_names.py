@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import ConfigError
-from penstock.config.model import LatentAttention, LinearAttention, Model
+from penstock.config.model import GroupedQueryAttention, LatentAttention, LinearAttention, Model
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -173,6 +173,14 @@ def all_at_once(config: Model) -> Division:
     return Division(1, (keys, keys, values))
 
 
+def heads_at_once(config: Model) -> Division:
+    """Queries of all heads, then keys, then values, of softmax attention."""
+    attention = config.attention
+    assert isinstance(attention, GroupedQueryAttention), "the family has no latent attention"
+    queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    return Division(1, (queries, keys, keys))
+
+
 Names = Mapping[str, tuple[str, ...]]
 
 MODEL: Names = {
@@ -249,6 +257,12 @@ def dense_network(ours: str, theirs: str) -> Names:
         f"{ours}.gate_up.weight": (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"),
         f"{ours}.down.weight": (f"{theirs}.down_proj.weight",),
     }
+
+
+FUSED_NETWORK: Names = {
+    "ffn.gate_up.weight": ("mlp.gate_up_proj.weight",),
+    "ffn.down.weight": ("mlp.down_proj.weight",),
+}
 
 
 def experts_one_by_one(theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:

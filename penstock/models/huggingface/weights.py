@@ -22,7 +22,8 @@ from penstock.config.model import Model
 from penstock.layout.sharding import Rectangle
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
-from penstock.models.huggingface.families import Family, family_of
+from penstock.models.huggingface.families import family_of
+from penstock.models.huggingface.family import Family
 from penstock.models.huggingface.weight_folder import WeightFolder, WeightSource
 from penstock.models.huggingface.weight_names import MODEL, Division, Rearrangement
 

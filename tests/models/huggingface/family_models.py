@@ -22,6 +22,7 @@ YARN = Yarn(factor=8.0, original_max_position_embeddings=16)
 LLAMA3 = Llama3Rope(factor=4.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0)
 SHARP = Llama3Rope(factor=16.0, original_max_position_embeddings=8, low_freq_factor=1.0, high_freq_factor=1.0)
 WINDOW = LocalAttention(size=7)
+HYBRID = LocalAttention(size=7, global_every=4, global_rope=False)
 
 
 def attention(**changes: object) -> GroupedQueryAttention:
@@ -131,6 +132,21 @@ def kimi_linear(**changes: object) -> Model:
     return model("kimi-linear", **{**fields, "moe": experts, **changes})
 
 
+def deepseek_like(family: str, **changes: object) -> Model:
+    """Grouped queries, the router of DeepSeek-V3, a shared expert, a dense first layer."""
+    router = sigmoid_with_bias(group_score="top2", routed_scaling_factor=2.5)
+    experts = moe(shared_expert_intermediate_size=16, router=router)
+    return model(family, **{"dense_layers": 1, "intermediate_size": 48, "moe": experts, **changes})
+
+
+def qwen2_moe(**changes: object) -> Model:
+    """A shared expert with a gate, biases on queries, keys and values."""
+    experts = moe(shared_expert_intermediate_size=24, shared_expert_gate=True)
+    return model(
+        "qwen2-moe", **{"attention": attention(qkv_bias=True), "moe": experts, "intermediate_size": 48, **changes}
+    )
+
+
 def nope(every: int) -> LocalAttention:
     """Chunks of 9; every n-th layer sees all, does not rotate, and grows its queries."""
     return LocalAttention(
@@ -208,4 +224,24 @@ VARIANTS: dict[str, Model] = {
     ),
     "qwen3.5-moe": qwen3_next("qwen3.5-moe"),
     "kimi-linear": kimi_linear(),
+    "qwen2-moe": qwen2_moe(),
+    "qwen2-moe, first layer dense, no bias": qwen2_moe(dense_layers=1, attention=attention()),
+    "dots1": deepseek_like("dots1", attention=attention(qk_norm="head")),
+    "solar-open": deepseek_like("solar-open", dense_layers=0, intermediate_size=0, attention=attention(qkv_bias=True)),
+    "exaone-moe": deepseek_like("exaone-moe", layers=4, attention=attention(qk_norm="head", local=HYBRID)),
+    "hy-v3": deepseek_like("hy-v3", attention=attention(qk_norm="head")),
+    "glm4-moe-lite": V3.model_copy(update={"family": "glm4-moe-lite", "dense_layers": 2}),
+    "qwen2": dense("qwen2", attention=attention(qkv_bias=True, rope=Rope(theta=1e6))),
+    "mistral": dense("mistral"),
+    "mistral, window": dense("mistral", attention=attention(local=WINDOW)),
+    "seed-oss": dense("seed-oss", attention=attention(qkv_bias=True)),
+    "seed-oss, bias of the output": dense("seed-oss", attention=attention(bias=True)),
+    "phi3": dense("phi3"),
+    "phi3, three quarters of a head are rotated, window": dense(
+        "phi3", attention=attention(partial_rotary_factor=0.75, local=WINDOW)
+    ),
+    "arcee": dense("arcee", hidden_act="relu2"),
+    "ernie4.5": dense("ernie4.5", tie_word_embeddings=True),
+    "glm": dense("glm", attention=attention(qkv_bias=True, partial_rotary_factor=0.5)),
+    "qwen3.5": qwen3_next("qwen3.5", moe=None, dense_layers=4, intermediate_size=48),
 }

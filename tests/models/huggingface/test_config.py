@@ -309,7 +309,7 @@ def test_numbers_that_are_whole_may_be_written_with_a_point() -> None:
     assert model_of_config(_changed("llama4", floor_scale=5.0, num_local_experts=4.0)) == VARIANTS["llama4"]
 
 
-WITHOUT_DEFAULT = ("deepseek-v2", "kimi-linear")
+WITHOUT_DEFAULT = ("deepseek-v2", "kimi-linear", "dots1")
 """Families with keys that have no default, or whose default layers stand in an order that ours cannot have."""
 
 
