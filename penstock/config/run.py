@@ -268,6 +268,17 @@ class Float8(Section):
         return any(recipe != "none" for recipe in (self.dense, self.experts, self.dispatch))
 
 
+class Qat(Section):
+    """Quantization-aware training: products read weights rounded to the format in which the model will be served.
+
+    Masters, gradients and the optimizer's state keep their precision. See docs/weights.md.
+    """
+
+    experts: Literal["none", "mxfp4"] = knob(
+        "none", doc="Format of the routed experts' matrices: mxfp4 has 4 bits, and a scale for each 32 inputs."
+    )
+
+
 class Kernels(Section):
     """Implementation of each operator; `penstock kernels list` shows the choices of auto, and why.
 
@@ -341,6 +352,7 @@ class Run(Section):
     checkpoint: Checkpoint = knob(Checkpoint(), doc="Saved states.")
     kernels: Kernels = knob(Kernels(), doc="Implementations.")
     float8: Float8 = knob(Float8(), doc="Products in 8 bits.")
+    qat: Qat = knob(Qat(), doc="Weights in the format of serving.")
     record: Record = knob(Record(), doc="Metrics.")
     profile: Profile = knob(Profile(), doc="Traces of a few steps.")
     parallel: Parallel = knob(Parallel(), doc="Parallel sizes.")

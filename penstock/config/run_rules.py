@@ -1,4 +1,4 @@
-"""Rules between fields of batch, schedule, devices, `float8` and `data`. Each docstring is the rule as users read it.
+"""Rules of batch, schedule, devices, `float8`, `qat` and `data`. Each docstring is the rule as users read it.
 
 Fields of a source are in `data`, or in each part of `data.mixture`; most rules check all of these places.
 """
@@ -12,6 +12,7 @@ from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.config.run import Documents, Run
 from penstock.config.schema import Problem, fields_of, multiples_near
 
+MXFP4_BLOCK = 32  # inputs that share a scale, as in penstock.kernels.mxfp4
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -222,6 +223,30 @@ def eight_bits_have_experts(run: Run) -> Problem | None:
         if value != "none":
             what = "needs experts, which the model lacks (model.moe)"
             return Problem(f"float8.{field}", what, got=value, allowed="none", fix=f"set float8.{field}=none")
+    return None
+
+
+def experts_fit_their_format(run: Run) -> Problem | None:
+    """`qat.experts` needs `model.moe` and `float8.experts` none, and whole blocks of 32 along the inputs of matrices.
+
+    So `model.hidden_size` and a rank's share of `model.moe.moe_intermediate_size` (`parallel.expert_tensor`) are
+    multiples of 32.
+    """
+    moe, off = run.model.moe, {"got": run.qat.experts, "allowed": "none", "fix": "set qat.experts=none"}
+    if run.qat.experts == "none":
+        return None
+    if moe is None:
+        return Problem("qat.experts", "needs experts, which the model lacks (model.moe)", **off)
+    if run.float8.experts != "none":
+        return Problem("qat.experts", f"is for products in 16 bits, but float8.experts is {run.float8.experts}", **off)
+    ranks = run.parallel.expert_tensor
+    widths = {"hidden_size": run.model.hidden_size, "moe.moe_intermediate_size": moe.moe_intermediate_size // ranks}
+    for field, width in widths.items():
+        if width % MXFP4_BLOCK:
+            got = f"{width} on each of {ranks} ranks" if ranks > 1 and "moe" in field else f"{width}"
+            what = f"leaves qat.experts={run.qat.experts} a block of fewer than {MXFP4_BLOCK} inputs"
+            allowed = f"multiples of {MXFP4_BLOCK}"
+            return Problem(f"model.{field}", what, got=got, allowed=allowed, fix="set qat.experts=none")
     return None
 
 

@@ -45,7 +45,7 @@ from penstock.kernels.expert_parts import (
     SlottedWeight,
     WeightedBias,
 )
-from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.quantized import Quantized, WeightCopies
 from penstock.kernels.language import on_gpu
 from penstock.kernels.reference import SWIGLU, ExpertRule, RowOrder, check_biases
 from penstock.kernels.tile_table import TileTable
@@ -69,6 +69,7 @@ def expert_ffn(
     keep: SaveRows | None = None,
     only_last: bool = False,
     replicas: ReplicaSlots | None = None,
+    in_mxfp4: bool = False,
     kernels: ExpertKernels | None = None,
 ) -> Tensor:
     """`reference.expert_ffn` for every backend, differentiable in every floating-point argument.
@@ -83,6 +84,8 @@ def expert_ffn(
         keep: gives the pre-activation a place in a buffer; None gives it a tensor of its own.
         only_last: of the rows past the last expert's, only the very last one is read, and set to zero in the result.
         replicas: brings the weights of the experts past those of the matrices, the last ones of `counts_e`.
+        in_mxfp4: products read the matrices rounded to MXFP4, which each pass makes anew and nothing saves; gradients
+            with respect to the rounded matrices are those of the matrices (straight-through).
         kernels: implementations; None takes `TRITON` on a GPU and `REFERENCE` on a CPU.
 
     Raises:
@@ -91,6 +94,8 @@ def expert_ffn(
     check_biases(biases is not None, rule)
     _check(x_ND, gate_up_eFD, down_eDF, index_R, places_TK, rule)
     kernels = kernels or (TRITON if on_gpu(x_ND) else REFERENCE)
+    if in_mxfp4:
+        kernels = _in_mxfp4(kernels)
     sums = accumulate_into or ()
     options = _Options(
         kernels=kernels,
@@ -218,6 +223,23 @@ class _ExpertFfn(torch.autograd.Function):
 
 class _Float8ExpertFfn(_ExpertFfn):
     """The same under the name by which traces know products in 8 bits."""
+
+
+def _in_mxfp4(kernels: ExpertKernels) -> ExpertKernels:
+    """The same; their products read matrices that are rounded when they ask for them."""
+
+    def rounded(weight: Any) -> Any:
+        if not isinstance(weight, SlottedWeight):
+            return kernels.to_mxfp4(weight)
+        own = kernels.to_mxfp4(weight.own)
+        weight.wait()
+        return SlottedWeight(own, kernels.to_mxfp4(weight.slots))
+
+    def copies(index: int, weight: Any) -> WeightCopies:
+        matrix = rounded(weight)
+        return WeightCopies(matrix, matrix)
+
+    return replace(kernels, copies=copies)
 
 
 def _check(

@@ -31,6 +31,7 @@ from penstock.kernels.grouped_gemm import (
     grouped_gemm_weight_gradient,
 )
 from penstock.kernels.language import counts_on_host, start_kernel, tl, triton
+from penstock.kernels.mxfp4 import to_mxfp4, to_mxfp4_triton
 from penstock.kernels.operators import aligned, grouped_mm, torch_add_bias
 from penstock.kernels.permute import unpermute
 from penstock.kernels.reference import ExpertRule, RowOrder
@@ -198,6 +199,7 @@ class ExpertKernels:
     bias_gradient: Callable[..., Tensor]  # (dy_RF, counts_e, weighted, *, accumulate_into, tiles) -> dbias_eF
     unpermute: Callable[[Tensor, RowOrder], Tensor]  # the sum over each token's places
     tile_table: Callable[[Tensor, int], TileTable | None]  # of all products of both passes; None where they need none
+    to_mxfp4: Callable[[Tensor], Tensor] = to_mxfp4
     saves_rows: bool = False  # the pre-activation may be in a buffer whose first row only the device knows
 
     # In 8 bits operands are quantized before they are multiplied (`penstock.kernels.float8.expert_ffn`).
@@ -316,5 +318,6 @@ TRITON = ExpertKernels(
     bias_gradient=bias_gradient,
     unpermute=unpermute,
     tile_table=tile_table,
+    to_mxfp4=to_mxfp4_triton,
     saves_rows=True,
 )

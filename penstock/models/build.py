@@ -104,6 +104,7 @@ def build_model(run: Run, device: torch.device, operators: Operators | None = No
         dispatch=run.dispatch,
         transfers=transfers_of(run, device),
         float8=choose_float8(run, device),
+        experts_in_mxfp4=run.qat.experts == "mxfp4",
         offload=offload.rule_for(run.offload, device),
     )
     decoders = meta_stages(run, layer_context, {0: whole_model(run.model)})

@@ -100,6 +100,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         replicas=replica_memory(run, axes, buffers),
         transfers=transfers,
         float8=choose_float8(run, kernel_device),
+        experts_in_mxfp4=run.qat.experts == "mxfp4",
         offload=offload.rule_for(run.offload, kernel_device),
     )
     decoders = meta_stages(run, layer_context, local_stages)

@@ -69,6 +69,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.operators = layer_context.operators
         self.float8 = layer_context.float8
+        self.in_mxfp4 = layer_context.experts_in_mxfp4
         self.weight_grads = layer_context.weight_grads
         self.rule = rule
         grid = layer_context.axes.grid
@@ -105,7 +106,8 @@ class GroupedExperts(nn.Module):
     @property
     def is_one_function(self) -> bool:
         """Whether one autograd function computes the network and can recompute the pre-activation by itself."""
-        return self.operators.expert_ffn_is_fused or self.float8.experts is not None or self.is_balanced
+        is_rounded = self.float8.experts is not None or self.in_mxfp4
+        return self.operators.expert_ffn_is_fused or is_rounded or self.is_balanced
 
     @torch.no_grad()
     def refresh_float8(self) -> None:
@@ -137,8 +139,9 @@ class GroupedExperts(nn.Module):
         put_off = None if self.weight_grads is None else self.weight_grads.add
         options: dict[str, Any] = {"accumulate_into": self.sums, "put_off": put_off}
         options |= {"recompute": recompute, "keep": keep, "only_last": rows.only_last, "replicas": rows.replicas}
+        options["in_mxfp4"] = self.in_mxfp4
         ffn = self.operators.expert_ffn
-        if not self.operators.expert_ffn_is_fused:  # replicas need the fused one
+        if not self.operators.expert_ffn_is_fused:  # replicas and MXFP4 need the fused one
             ffn = partial(fused_ffn, kernels=TORCH if ffn is torch_expert_ffn else REFERENCE)
         if self.float8.experts is not None:
             # Stale copies are not used: results stay right if a caller changed the matrices without a refresh.

@@ -71,6 +71,7 @@ class LayerContext:
     replicas: ReplicaMemory | None = None  # None if there are none, or they travel by collectives
     transfers: TransferStream | None = None  # None if transfers do not overlap with compute
     float8: Float8Rule = NO_FLOAT8
+    experts_in_mxfp4: bool = False
     recompute: frozenset[str] = frozenset()
     offload: OffloadRule = field(default_factory=OffloadRule)
 

@@ -586,6 +586,7 @@ _TERMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("adamw_kernel", "_foreach_norm", "_foreach_zero_", "_foreach_copy_"), "optimizer"),
         **dict.fromkeys(("_foreach_lerp_", "_foreach_add_", "_foreach_mul_"), "optimizer"),
         **dict.fromkeys(("linear_cross_entropy_kernel", "logits_gradient_kernel"), "loss"),
+        "mxfp4_kernel": "quantize",
     }
 )
 """Terms of operators that compute little; others are elementwise."""

@@ -239,6 +239,7 @@ def _layer_context(
         replicas=replica_memory(run, axes, buffers),
         transfers=None if transfers_of(run, HOME) is None else RecordedTransferStream(),
         float8=float8_rule(run, target.device),
+        experts_in_mxfp4=run.qat.experts == "mxfp4",
         offload=rule,
     )
 

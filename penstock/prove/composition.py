@@ -196,6 +196,8 @@ def neighbours(composition: Composition, *, is_low: bool) -> Iterator[tuple[str,
     """Overrides that move a jump of the model's functions a little, each with what a value there would have done."""
     run = composition.run
     moe, attention = run.model.moe, run.model.attention
+    if run.qat.experts != "none":
+        yield f"seed={run.seed + 1}", "a weight is between two numbers of 4 bits"
     if moe is not None and moe.clamped is not None:
         yield f"model.moe.clamped.limit={moe.clamped.limit * 1.001:.6g}", "a value is at the limit of the clamp"
     if moe is not None and moe.balance.bias_rule == "quantile":

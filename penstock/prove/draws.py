@@ -121,6 +121,12 @@ DIMENSIONS: Mapping[str, Dimension] = MappingProxyType(
         "decay": Dimension(0.1, _each("optimizer.weight_decay", 0.0, 1.0)),
         "held out": Dimension(0.2, _each("evaluation.rows", 4)),
         "weights": Dimension(0.1, ((WEIGHTS[1],),)),
+        "experts' format": Dimension(
+            0.05,
+            (("qat.experts=mxfp4", "model.hidden_size=<32>", "model.moe.moe_intermediate_size=<64>"),),
+            needs=("moe",),
+            lacks=("float8-experts", "cuda", "family"),
+        ),
         "weights of files": Dimension(0.25, ((WEIGHTS[0],),), needs=("family",)),
     }
 )

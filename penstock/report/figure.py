@@ -58,6 +58,7 @@ TIME_PARTS: dict[str, str] = {
     "products": "#7fb2e5",
     "elementwise": "#bcd3ea",
     "experts": "#e0812c",
+    "quantize": "#f6cda6",
     "loss": "#efb671",
     "route": "#d9ab2b",
     "dispatch": "#2f9e77",

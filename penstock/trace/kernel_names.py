@@ -109,7 +109,7 @@ ROUTE           ^(route|route_backward|sum_parts|balance_loss)_kernel$|^_(Route|
 GROUPED_WEIGHTS ^(weights|weight_gradient)_kernel$
 GROUPED         ^(float8_|expert_)?rows_kernel$|^_(GroupedGemm|(Float8)?ExpertFfn)(Backward)?$
 ACTIVATION      ^swiglu(_backward)?(_float8)?_kernel$|^_Swiglu
-QUANTIZE        ^(quantize|measure|group_tiles|norm_quantize|pack_rows|unpack_rows|transpose)_kernel$
+QUANTIZE        ^(quantize|mxfp4|measure|group_tiles|norm_quantize|pack_rows|unpack_rows|transpose)_kernel$
 EXPERTS         ^bias_(parts|sums)_kernel$
 NORM            ^(unit_length|gated_norm)_(backward_)?kernel$|^_(UnitLength|GatedNorm)(Backward)?$
 NORM            ^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Backward)?$

@@ -14,7 +14,7 @@ A dense model can become an MoE model ("upcycling", arXiv 2212.05055, 2410.07524
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -31,11 +31,13 @@ from penstock.config.load import dump_toml
 from penstock.config.model import Model, Moe, Router
 from penstock.config.run import Run
 from penstock.data.tokenizer_output import export_tokenizer
+from penstock.kernels.mxfp4 import BLOCK, pack_mxfp4, to_mxfp4
 from penstock.layout.sharding import Rectangle
-from penstock.models.build import build_model, meta_model, to_dtype
+from penstock.models.build import build_model, compute_dtype, meta_model, to_dtype
 from penstock.models.huggingface.config import huggingface_config
+from penstock.models.huggingface.families import family_of
 from penstock.models.huggingface.tensor_file import Make, TensorEntry, in_files, parts_of, write_entries
-from penstock.models.huggingface.weight_folder import WeightSource
+from penstock.models.huggingface.weight_folder import BLOCKS, SCALES, WeightSource
 from penstock.models.huggingface.weights import (
     WEIGHTS_FILE,
     WeightMapping,
@@ -78,15 +80,18 @@ def export_huggingface(
 ) -> str:
     """Write the weights of a checkpoint for `transformers`, and the tokenizer; returns why it is not, else nothing.
 
-    Router weights stay float32 in any `precision`, as in training. Only a file with one weight may be larger than
-    `shard_bytes`. Raises a ConfigError if the model has no Hugging Face form, and a CheckpointError if the folder
-    exists, the checkpoint cannot be used, or a write fails.
+    Router weights stay float32 in any `precision`, as in training. Experts of `qat.experts` are the numbers that the
+    run's products read, packed if the family has such files, else in the `precision`. Only a file with one weight may
+    be larger than `shard_bytes`. Raises a ConfigError if the model has no Hugging Face form, and a CheckpointError
+    if the folder exists, the checkpoint cannot be used, or a write fails.
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already", fix="give the name of a new folder")
     # Refuses a model without a Hugging Face form before anything is read.
     fields = huggingface_config(run.model, run.training.sequence_length)
     fields["dtype"] = "bfloat16" if precision == "bf16" else "float32"
+    if _is_packed(run):
+        fields["quantization_config"] = dict(family_of(run.model).mxfp4)
     tokenizer = export_tokenizer(run.data, run.training.sequence_length)
     # Not pad_token_id: transformers keeps that token's embedding from learning. generation_config.json has it.
     fields["eos_token_id"] = tokenizer.end_of_document
@@ -98,7 +103,7 @@ def export_huggingface(
     try:
         with complete_folder(folder) as draft:
             with open_weights(store, step, weights) as saved:
-                _write_files(_entries(run.model, saved, weights), draft, shard_bytes)
+                _write_files(_entries(run, saved, weights), draft, shard_bytes)
             for name, text in texts.items():
                 (draft / name).write_text(text, encoding="utf-8")
                 sync(draft / name)
@@ -107,25 +112,66 @@ def export_huggingface(
     return tokenizer.why_not
 
 
-def _entries(model: Model, saved: SavedWeights, weights: Mapping[str, Tensor]) -> list[TensorEntry]:
+Read: TypeAlias = Callable[[str, Rectangle, torch.dtype], Tensor]
+"""`SavedWeights.read`, or the same with experts rounded."""
+
+
+def _entries(run: Run, saved: SavedWeights, weights: Mapping[str, Tensor]) -> list[TensorEntry]:
     """Every weight in Hugging Face form, with the type that it has in `weights`, computed when it is written."""
-    entries = []
-    for lines in by_file_tensor(weight_mappings(model)):
+    read = saved.read if run.qat.experts == "none" else partial(_read_rounded, saved, compute_dtype(run))
+    entries: list[TensorEntry] = []
+    for lines in by_file_tensor(weight_mappings(run.model)):
         line, dtype = lines[0], weights[lines[0].name].dtype
-        parts: Sequence[Make] = (partial(_values, lines, saved, dtype),)
+        if _is_packed(run) and line.name.endswith(_MATRICES):
+            entries += _packed(line, saved, compute_dtype(run))
+            continue
+        parts: Sequence[Make] = (partial(_values, lines, read, dtype),)
         if line.is_copy and line.shape:
-            parts = [partial(_rows, line, saved, dtype, rows) for rows in parts_of(line.shape, dtype.itemsize)]
+            parts = [partial(_rows, line, read, dtype, rows) for rows in parts_of(line.shape, dtype.itemsize)]
         entries.append(TensorEntry(name=line.hf_name, dtype=dtype, shape=line.shape, parts=parts))
     return entries
 
 
-def _values(lines: Sequence[WeightMapping], saved: SavedWeights, dtype: torch.dtype) -> Tensor:
-    ours = ((line, saved.read(line.name, line.rectangle, dtype)) for line in lines)
+def _values(lines: Sequence[WeightMapping], read: Read, dtype: torch.dtype) -> Tensor:
+    ours = ((line, read(line.name, line.rectangle, dtype)) for line in lines)
     return join(lines, [line.write(values if line.expert is None else values[0]) for line, values in ours])
 
 
-def _rows(line: WeightMapping, saved: SavedWeights, dtype: torch.dtype, rows: tuple[int, int]) -> Tensor:
-    return saved.read(line.name, line.rectangle.rows(line.expert is not None, *rows), dtype)
+def _rows(line: WeightMapping, read: Read, dtype: torch.dtype, rows: tuple[int, int]) -> Tensor:
+    return read(line.name, line.rectangle.rows(line.expert is not None, *rows), dtype)
+
+
+def _is_packed(run: Run) -> bool:
+    return run.qat.experts == "mxfp4" and bool(family_of(run.model).mxfp4)
+
+
+def _read_rounded(
+    saved: SavedWeights, computed: torch.dtype, name: str, rectangle: Rectangle, dtype: torch.dtype
+) -> Tensor:
+    """A rectangle of whole rows; experts' matrices as products round them, from the dtype of the computation."""
+    if not name.endswith(_MATRICES):
+        return saved.read(name, rectangle, dtype)
+    return to_mxfp4(saved.read(name, rectangle, computed)).to(dtype)
+
+
+def _packed(line: WeightMapping, saved: SavedWeights, computed: torch.dtype) -> list[TensorEntry]:
+    """Both tensors of a stack in MXFP4, made expert by expert."""
+    experts, inputs, outputs = line.shape
+
+    def make(index: int, expert: int) -> Tensor:
+        values = saved.read(line.name, line.rectangle.rows(0, expert, expert + 1), computed)
+        return pack_mxfp4(line.write(values).mT)[index]
+
+    sizes = (experts, outputs, inputs // BLOCK)
+    return [
+        TensorEntry(
+            name=f"{line.hf_name}{ending}",
+            dtype=torch.uint8,
+            shape=shape,
+            parts=[partial(make, index, expert) for expert in range(experts)],
+        )
+        for index, (ending, shape) in enumerate({BLOCKS: (*sizes, BLOCK // 2), SCALES: sizes}.items())
+    ]
 
 
 def _write_files(entries: list[TensorEntry], folder: Path, shard_bytes: int) -> None:
@@ -159,7 +205,8 @@ def verify_export(run: Run, folder: Path) -> float:
     """
     library = import_transformers()
     try:
-        theirs = library.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        options = {"quantization_config": library.Mxfp4Config(dequantize=True)} if _is_packed(run) else {}
+        theirs = library.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"transformers cannot read {folder}", got=error) from error
     training = run.training.model_copy(update={"precision": "fp32"})
@@ -189,6 +236,7 @@ def import_transformers() -> Any:
 
 _DENSE = re.compile(r"(?P<layer>blocks\.\d+)\.ffn\.(?P<product>gate_up|down)\.weight")
 _TARGETS = {"gate_up": "gate_up_eFD", "down": "down_eDF"}
+_MATRICES = tuple(f".experts.{name}" for name in _TARGETS.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,8 +123,8 @@ MESSAGES = {
     "host.xyzzy=2": "host.xyzzy is an unknown key; allowed: numa, check_memory, timeout_minutes",
     "xyzzy.a.b=2": (
         "xyzzy is an unknown key; allowed: name, seed, device, model, training, optimizer, schedule, data, evaluation, "
-        "checkpoint, kernels, float8, record, profile, parallel, dispatch, pipeline, recompute, offload, "
-        "graphs, host, elastic"
+        "checkpoint, kernels, float8, qat, record, profile, parallel, dispatch, pipeline, recompute, "
+        "offload, graphs, host, elastic"
     ),
     # Wrong types.
     "training.steps=1e3": "training.steps has the wrong type; got 1000.0; allowed: whole number >= 1 (steps)",

@@ -18,7 +18,7 @@ from penstock.config.load import load_run
 from penstock.parallel.launch.environment import Environment
 from penstock.prove.play import BOUNDS, Saved, StepFigures, differences, follow, put_together, saved_by
 from penstock.train.setup import Session, prepare
-from tests.distributed.case import DOCUMENTS, FAMILY_CASES, MUON, WARM_UP, Case, layout, pipeline
+from tests.distributed.case import DOCUMENTS, FAMILY_CASES, IN_MXFP4, MUON, WARM_UP, Case, layout, pipeline
 from tests.distributed.pool import Pool
 
 STEPS, RATE = 3, 1e-2  # the rate is constant
@@ -98,6 +98,9 @@ PINNED_CASES = (
     Case("PP 4, explicit layout", 4, pipeline("1f1b", 4, 'pipeline.layout="Et|t*4|t*2|t,mL"')),
     Case("EP 2, FSDP, warm-up of the indexer", 2, layout("expert=2", "shard=full"), WARM_UP),
     Case("PP 2, warm-up of the indexer", 2, pipeline("1f1b", 2), WARM_UP),
+    Case("EP 2, experts in MXFP4", 2, layout("expert=2"), IN_MXFP4),
+    Case("EP 2 x ETP 2, FSDP, experts in MXFP4", 4, layout("expert=2", "expert_tensor=2", "shard=full"), IN_MXFP4),
+    Case("PP 2 x EP 2, zb-1f1b, experts in MXFP4", 4, pipeline("zb-1f1b", 2, "expert=2"), IN_MXFP4),
     *FAMILY_CASES,
 )
 """What no draw reaches: settings that are not drawn, and all settings of a family at once."""
@@ -108,6 +111,7 @@ OFTEN = (
     "PP 4, explicit layout",
     "EP 2, FSDP, warm-up of the indexer",
     "Llama 4: PP 2",
+    "EP 2, experts in MXFP4",
 )
 """Cases that every test run plays; the rest is slow."""
 

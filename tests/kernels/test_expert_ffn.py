@@ -12,6 +12,7 @@ from penstock.base.errors import KernelError
 from penstock.kernels import operators, reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
+from penstock.kernels.mxfp4 import BLOCK, to_mxfp4
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.plan.meta_rank import separate_expert_ffn
 from penstock.plan.op_recorder import WAIT, OpRecorder
@@ -212,6 +213,23 @@ def test_rows_that_torch_leaves_unwritten_take_no_part_in_outputs_and_gradients(
     dx_RD, *dmatrices, dweights_R = torch.autograd.grad(y_RD.sum(), leaves)
     assert all(not rows[used:].any() for rows in (y_RD, dx_RD, dweights_R))
     assert all(gradient.isfinite().all() for gradient in (dx_RD, *dmatrices, dweights_R))
+
+
+def test_matrices_in_mxfp4_give_the_output_and_gradients_of_rounded_ones(
+    kernels: ExpertKernels, device: torch.device
+) -> None:
+    """Rows that carry gradients of matrices, straight through the rounding; recomputed and not."""
+    batch = draw("dropped slots", device, width=BLOCK)
+
+    def of_rounded(x_TD: Tensor, gate_up_eFD: Tensor, down_eDF: Tensor, *rest: Any, **options: Any) -> Tensor:
+        # In the dtype that the fast operator rounds; the difference that is added has no gradient.
+        matrices = [w + (to_mxfp4(w.to(batch.x_TD)).float() - w).detach() for w in (gate_up_eFD, down_eDF)]
+        return reference.expert_ffn(x_TD, *matrices, *rest, **options)
+
+    for recompute in (False, True):
+        options = {"in_mxfp4": True, "recompute": recompute, "places_TK": batch.order.places_TK}
+        fast = with_biases(_one_function(kernels), rule=GPT_OSS, **options)
+        assert_parity(fast, with_biases(of_rounded, rule=GPT_OSS), [*batch.inputs, *batch.biases])
 
 
 def test_gradients_of_two_micro_batches_are_added_to_float32_sums(kernels: ExpertKernels, device: torch.device) -> None:

@@ -162,6 +162,17 @@ def test_a_fast_link_costs_nothing_and_json_has_the_time_of_the_link() -> None:
     assert candidate_json(away)["host_link_seconds"] == max(rank.host_link for rank in away.time.ranks) > 0
 
 
+def test_experts_in_mxfp4_cost_the_time_of_their_bytes_in_each_pass_and_no_memory_between() -> None:
+    plain, rounded = lite("1xH200"), lite("1xH200", "qat.experts=mxfp4")
+    (here,), (there,) = plain.time.ranks, rounded.time.ranks
+    weights = 64 * 3 * 2048 * 1408  # of the one layer with experts
+    moved = 8 * 2 * weights * (2 + 2)  # of 8 micro-batches forward and backward, read and written in bfloat16
+    assert there.terms["quantize"] == pytest.approx(moved / parse_cluster("1xH200").hardware.bandwidth, rel=0.05)
+    assert there.passes - here.passes == pytest.approx(there.terms["quantize"], rel=0.05)
+    assert rounded.memory.parameters == plain.memory.parameters
+    assert 0 <= rounded.memory.total - plain.memory.total < 1.05 * 2 * weights
+
+
 def test_offloaded_activations_cost_next_to_nothing_unless_the_link_is_slow() -> None:
     rows, rate = "training.micro_batch=4", 5e9
     plain, away = lite("1xH200", rows), lite("1xH200", rows, ACTIVATIONS, link=400e9)

@@ -11,24 +11,27 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError, ConfigError
-from penstock.config.model import GroupedQueryAttention
-from penstock.config.run import Run
+from penstock.config.model import GroupedQueryAttention, Rope
+from penstock.config.run import Qat, Run
+from penstock.kernels.mxfp4 import to_mxfp4
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.tensor_file import TensorEntry, write_entries
+from penstock.models.huggingface.weight_folder import BLOCKS, SCALES
 from penstock.models.huggingface.weights import load_huggingface
 from penstock.parallel.shard import whole
 from penstock.train import weight_exchange
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.state import identity_of
-from penstock.train.weight_exchange import INDEX_FILE, Precision, export_huggingface
+from penstock.train.weight_exchange import INDEX_FILE, TOLERANCE, Precision, export_huggingface, verify_export
 from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
-from tests.models.families import save_huggingface
+from tests.models.families import moe_with, save_huggingface
+from tests.models.huggingface.family_models import YARN, gpt_oss, llama4, nope, qwen3_moe
 from tests.parallel.test_collectives import world
 from tests.train.layouts import Layout, ranks_of
 from tests.train.small_model import holdings_of
-from tests.train.tiny_run import random_model, tiny_model, tiny_run
+from tests.train.tiny_run import TRAINING, random_model, tiny_model, tiny_run
 
 
 def _tensors(model: Decoder) -> dict[str, Tensor]:
@@ -150,3 +153,39 @@ def test_a_large_model_has_several_files_and_an_index(run: Run, model: Decoder, 
     assert index["weight_map"] == {name: file for file in files for name in load_file(out / file)}
     assert index["metadata"]["total_size"] == sum(4 * t.numel() for t in model.state_dict().values())
     _assert_holds(out, run, model)
+
+
+LLAMA4 = llama4(local=nope(2), qk_norm="rotated-head", rope=Rope())
+_IN_MXFP4 = {
+    "gpt-oss": moe_with(gpt_oss(rope=Rope(yarn=YARN)), moe_intermediate_size=64),
+    "llama4": moe_with(LLAMA4, moe_intermediate_size=64, shared_expert_intermediate_size=64),
+    "qwen3-moe": moe_with(qwen3_moe(), moe_intermediate_size=64),
+}
+
+
+@pytest.mark.parametrize("family", _IN_MXFP4)
+def test_experts_in_mxfp4_are_exported_as_the_run_computes_with_them(family: str, tmp_path: Path) -> None:
+    training, form = TRAINING.model_copy(update={"precision": "bf16"}), Qat(experts="mxfp4")
+    run = tiny_run(tmp_path, model=_IN_MXFP4[family], training=training, qat=form)
+    model = random_model(run.model_copy(update={"training": TRAINING}))  # masters
+    _save(_store(tmp_path / "saved"), run, model)
+    out = _exported(run, tmp_path, "bf16")
+    computed = build_model(run, torch.device("cpu"))
+    again = build_model(run, torch.device("cpu"))
+    computed.load_state_dict(model.state_dict())  # rounds to bfloat16, as the optimizer does
+    load_huggingface(again, out)
+    expected = {
+        name: to_mxfp4(weight) if name.endswith(("experts.gate_up_eFD", "experts.down_eDF")) else weight
+        for name, weight in computed.state_dict().items()
+    }
+    assert_equal(again.state_dict(), expected)
+    assert verify_export(run, out) < TOLERANCE
+
+    packed = [name for name in load_file(out / "model.safetensors") if name.endswith((BLOCKS, SCALES))]
+    method = json.loads((out / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
+    assert (len(packed), method) == ((4 * run.model.layers, "mxfp4") if family == "gpt-oss" else (0, None))
+    # What was imported and is exported again has the same bytes.
+    _save(_store(tmp_path / "again"), run, again.float())
+    export_huggingface(run, _store(tmp_path / "again"), 1, tmp_path / "again-out", "bf16")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again-out" / file).read_bytes() == (out / file).read_bytes()

@@ -335,6 +335,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             fixed=MODEL_FIXED,
             parts=(keys.HEADS, rotary(), keys.WINDOW_OF_GPT_OSS),
+            mxfp4={
+                "quant_method": "mxfp4",
+                "modules_to_not_convert": [
+                    *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
+                ],
+            },
         ),
         "glm4-moe": Family(
             model_type="glm4_moe",

@@ -140,6 +140,7 @@ class Family:
     always: Values = field(default_factory=dict)  # path of our field to its value in every model of the family
     fixed: Values = field(default_factory=dict)  # keys with their only supported value
     parts: tuple[Part, ...]  # readers and writers of other keys
+    mxfp4: Values = field(default_factory=dict)  # quantization_config of files with packed experts, if there are any
     prefix: str = ""  # part of all names in files of multimodal models
     left_out: str = r".*\.rotary_emb\.inv_freq"  # matches names of tensors that are not weights of the text model
 

@@ -4,7 +4,7 @@ DeepSeek-V3 stores matrices in float8 (e4m3) with one scale for each block of 12
 `x.weight` and `x.weight_scale_inv`. `quantization_config` in config.json gives the size of a block, or none for one
 scale for the whole tensor; scales are float32, or e8m0 exponents. gpt-oss stores experts in MXFP4 (OCP Microscaling
 Formats 1.0): `x_blocks` has two 4-bit numbers in each byte, the lower half first, and `x_scales` one exponent, biased
-by 127, for each 32 of them. Penstock reads these forms and writes none.
+by 127, for each 32 of them (`penstock.kernels.mxfp4`). Of these forms Penstock writes that of gpt-oss.
 
 Tensors are read on access, so a folder may be larger than memory. `model.safetensors.index.json` says which files
 belong to the model, where a folder has it.
@@ -22,14 +22,14 @@ from torch import Tensor
 from penstock.base.errors import CheckpointError
 from penstock.base.files import open_file, read_json
 from penstock.config.load import CONFIG_FILE
+from penstock.kernels.mxfp4 import E2M1
 from penstock.models.huggingface.tensor_file import StoredTensor, TensorFile
 
-MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1, by number
 INDEX = "model.safetensors.index.json"
+BLOCKS, SCALES = "_blocks", "_scales"  # of a tensor in MXFP4, behind its name
 _BLOCK = (128, 128)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE_INV = "_scale_inv"
-_BLOCKS, _SCALES = "_blocks", "_scales"
 _METHODS = ("fp8", "mxfp4")
 _LFS = b"version https://git-lfs"
 
@@ -86,10 +86,10 @@ class WeightFolder(WeightSource):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._dtypes:
             return self._finite(name, name, self._read(name))
-        packed = name if name in self._files else name + _BLOCKS
+        packed = name if name in self._files else name + BLOCKS
         tensor = self._read(packed)
-        if packed.endswith(_BLOCKS):
-            tensor = from_mxfp4(tensor, self._read(packed.removesuffix(_BLOCKS) + _SCALES))
+        if packed.endswith(BLOCKS):
+            tensor = from_mxfp4(tensor, self._read(packed.removesuffix(BLOCKS) + SCALES))
         else:
             tensor = from_float8(tensor, self._read(packed + _SCALE_INV), self._block)
         return self._finite(name, packed, tensor)
@@ -253,14 +253,14 @@ _FIX_BLOCK = "correct quantization_config.weight_block_size in config.json"
 
 def _logical_name(stored: str) -> str | None:
     """The name of the dequantized tensor; None for a tensor of scales."""
-    if stored.endswith((_SCALE_INV, f"_proj{_SCALES}")):
+    if stored.endswith((_SCALE_INV, f"_proj{SCALES}")):
         return None
-    return stored.removesuffix(_BLOCKS)
+    return stored.removesuffix(BLOCKS)
 
 
 def _unpacked(stored: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of a tensor, as `from_mxfp4` unpacks it."""
-    if not stored.endswith(_BLOCKS):
+    if not stored.endswith(BLOCKS):
         return sizes
     if len(sizes) != 4:
         raise CheckpointError(
@@ -284,7 +284,7 @@ def from_float8(weight: Tensor, scale: Tensor, block: tuple[int, int] | None = _
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Dequantize a stack of MXFP4 matrices to bfloat16, experts x inputs x outputs."""
-    numbers = torch.tensor(MXFP4, dtype=torch.bfloat16, device=blocks.device)
+    numbers = torch.tensor(E2M1, dtype=torch.bfloat16, device=blocks.device)
     experts, outputs, groups, half = blocks.shape  # uint8; inputs / 32 groups of 16 bytes, and as many scales (uint8)
     values = torch.empty(experts, outputs, 2 * groups * half, dtype=numbers.dtype, device=blocks.device)
     for expert in range(experts):  # one at a time: the lookup needs four times the memory of the result
