@@ -14,7 +14,7 @@ What is a difference worth? Every case is trained once for each seed and held ag
 seed, which began with the same weights and read the same text; the standard error over the seeds is beside the mean.
 Case `rows-2` makes passes of so many rows instead of the target's: the same run, whose sums are rounded in another
 order. Case `bf16` is the run in bfloat16, which a debug preset in float32 is not. Cases of `OPTIMIZERS` store the state
-of the optimizer in fewer bits, or are trained with Muon.
+of the optimizer in fewer bits, or are trained with Muon; case `qat-mxfp4` has experts rounded to MXFP4 in products.
 
 Other cases are a recipe for dense products and experts; `+head` behind it has the output projection in 8 bits too, and
 case `head` this alone by squares (with `--set model.vocab_size=272` for the debug model); `+dispatch` sends rows in 8
@@ -230,6 +230,8 @@ def overrides_of(case: str) -> list[str]:
         return ["training.precision=bf16"]
     if case == "head":
         return ["float8.head=blockwise-square"]
+    if case == "qat-mxfp4":
+        return ["qat.experts=mxfp4"]
     if case in OPTIMIZERS:
         return list(OPTIMIZERS[case])
     recipe, _, also = case.partition("+")
