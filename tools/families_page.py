@@ -33,7 +33,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "qwen3-0.6b", "qwen3-1.7b"),
         *("qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b"),
     ),
-    "Dense: others": ("mistral-7b", "qwen2.5-7b", "seed-oss-36b", "phi-4", "ernie-4.5-0.3b", "glm-4-9b"),
+    "Dense: others": (
+        *("mistral-7b", "qwen2.5-7b", "seed-oss-36b", "phi-4", "ernie-4.5-0.3b", "glm-4-9b", "glm-4-32b"),
+        *("olmo-2-7b", "exaone-4.0-32b", "smollm3-3b", "granite-3.3-8b", "gemma-3-1b"),
+    ),
 }
 
 _PLANNED = ("preset", "on", "layout", "step, s", "tokens/s/GPU", "MFU", "memory, GB")

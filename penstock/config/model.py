@@ -52,6 +52,7 @@ class Rope(Section):
     theta: float = knob(10000.0, doc="Base of the frequencies.", low=2.0)
     yarn: Yarn | None = knob(None, doc="Context extension by YaRN; none for plain rotary embedding.")
     llama3: Llama3Rope | None = knob(None, doc="Context extension as in Llama 3.1; at most one of the two.")
+    linear: float = knob(1.0, doc="Divisor of all angles: positions are interpolated (Gemma 3).", low=1.0)
 
 
 class LocalAttention(Section):
@@ -62,6 +63,7 @@ class LocalAttention(Section):
     )
     size: int = knob(doc="Positions that a layer attends to at most.", unit="positions", low=1)
     global_every: int = _layers(0, doc="Every n-th layer, the n-th first, has global attention; 0: none.", low=0)
+    rope: Rope | None = knob(None, doc="Position embedding of local layers (Gemma 3); none: that of all layers.")
     global_rope: bool = knob(True, doc="Whether global layers have rotary embedding (Llama 4: no).")
     global_temperature: float = knob(
         0.0,
@@ -91,6 +93,10 @@ class GroupedQueryAttention(Section):
     )
     bias: bool = knob(False, doc="Biases on all four projections.")
     qkv_bias: bool = knob(False, doc="Biases on queries, keys and values (GLM-4.5); `bias` includes them.")
+    softmax_scale: float = knob(
+        0.0, doc="Factor on scores; 0: 1 / sqrt(`head_dim`), times YaRN's temperature.", low=0.0
+    )
+    nope_every: int = _layers(0, doc="Every n-th layer, the n-th first, does not rotate (SmolLM3); 0: none.", low=0)
     output_gate: bool = knob(False, doc="The output of each head is multiplied by a sigmoid of the input (Qwen3-Next).")
     sinks: bool = knob(False, doc="A learned logit for each head in the softmax, without a value (attention sink).")
     local: LocalAttention | None = knob(None, doc="Layers with local attention; none: all are global.")
@@ -100,8 +106,14 @@ class GroupedQueryAttention(Section):
         every = 1 if self.local is None else self.local.global_every  # 0: no layer is global
         return every > 0 and (layer + 1) % every == 0  # the n-th, 2n-th, ... layer
 
+    def rope_of(self, layer: int) -> Rope:
+        """The position embedding of the layer of this number, from 0."""
+        return self.rope if self.local is None or self.is_global(layer) else self.local.rope or self.rope
+
     def rotates(self, layer: int) -> bool:
         """Whether the layer of this number, from 0, has position embedding."""
+        if self.nope_every and (layer + 1) % self.nope_every == 0:
+            return False
         return self.local is None or self.local.global_rope or not self.is_global(layer)
 
     @property
@@ -289,6 +301,9 @@ class Model(Section):
         "exaone-moe",
         "hy-v3",
         "glm4-moe-lite",
+        "mellum",
+        "flex-olmo",
+        "granite-moe",
         "llama",
         "qwen3",
         "qwen2",
@@ -299,6 +314,13 @@ class Model(Section):
         "ernie4.5",
         "glm",
         "qwen3.5",
+        "olmo2",
+        "exaone4",
+        "glm4",
+        "granite",
+        "smollm3",
+        "olmo3",
+        "gemma3",
         "plain",
     ] = knob(doc="Names of weights in files (plain: none); the values below decide everything else.")
     vocab_size: int = knob(doc="Token ids.", unit="tokens", low=2, high=MOST_TOKENS)
@@ -308,10 +330,10 @@ class Model(Section):
         0, doc="First layers whose feed-forward network is dense; `moe.moe_layer_freq` may leave more.", low=0
     )
     intermediate_size: int = _width(0, doc="Width of a dense feed-forward network.", low=0)
-    hidden_act: Literal["silu", "relu2"] = knob(
+    hidden_act: Literal["silu", "gelu", "relu2"] = knob(
         "silu",
-        doc="Activation of dense networks and experts: silu(gate) * up (SwiGLU), or relu(up)**2 without a gate "
-        "(Nemotron-H).",
+        doc="Activation of dense networks and experts: silu(gate) * up (SwiGLU), gelu(gate) * up with GELU's tanh form "
+        "(Gemma), or relu(up)**2 without a gate (Nemotron-H).",
     )
     attention: Attention = knob(doc="Attention of every layer, or of those without linear attention.")
     linear_attention: LinearAttention | None = knob(
@@ -321,6 +343,14 @@ class Model(Section):
     mtp_layers: int = _layers(0, doc="Multi-token prediction depth (DeepSeek-V3 section 2.2).", low=0)
     rms_norm_eps: float = knob(1e-6, doc="Epsilon of RMSNorm.", low=0.0)
     zero_centred_norms: bool = knob(False, doc="Weights of norms begin at 0 and are added to 1 (Qwen3-Next).")
+    norm_position: Literal["pre", "post", "sandwich"] = knob(
+        "pre",
+        doc="Norms of a layer: of the inputs of attention and feed-forward network, of their outputs (OLMo 2), or of "
+        "both (Gemma 2, GLM-4).",
+    )
+    embedding_scale: float = knob(1.0, doc="Factor on embeddings (Granite, Gemma).", low=0.0)
+    residual_scale: float = knob(1.0, doc="Factor on what a layer adds to the residual stream (Granite).", low=0.0)
+    logits_scaling: float = knob(1.0, doc="Divisor of logits (Granite).", low=1e-9)
     tie_word_embeddings: bool = knob(False, doc="Output projection shares the embedding's weights.")
     initializer_range: float = knob(0.02, doc="Standard deviation of initial weights.", low=0.0)
 
@@ -347,7 +377,7 @@ class Model(Section):
     @property
     def projections(self) -> int:
         """Projections of a feed-forward network before its activation: gate and up, or one."""
-        return 2 if self.hidden_act == "silu" else 1
+        return 1 if self.hidden_act == "relu2" else 2
 
     @property
     def moe_layers(self) -> int:

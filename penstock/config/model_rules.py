@@ -335,7 +335,7 @@ def limits_are_of_a_gate(run: Run) -> Problem | None:
     if moe is None or moe.clamped is None or run.model.hidden_act == "silu":
         return None
     return Problem.from_line(
-        "model.moe.clamped limits gate and up, and model.hidden_act relu2 has no gate; "
+        f"model.moe.clamped is of SwiGLU, and model.hidden_act is {run.model.hidden_act}; "
         'fix: set model.hidden_act=silu, or model.moe.clamped="none"'
     )
 

@@ -115,7 +115,8 @@ def _block(model: Model, layer: int, sequence_length: int) -> _Part:
     else:
         attends = _grouped(attention, hidden, layer, sequence_length)
     feeds = _feed_forward(model, model.intermediate_size) if model.is_dense(layer) else _experts(model)
-    return _sum([attends, feeds, _Part(2 * hidden)])  # with the norms before both
+    norms = 4 if model.norm_position == "sandwich" else 2
+    return _sum([attends, feeds, _Part(norms * hidden)])
 
 
 def _grouped(attention: GroupedQueryAttention, hidden: int, layer: int, sequence_length: int) -> _Part:

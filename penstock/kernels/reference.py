@@ -192,6 +192,7 @@ class ExpertRule:
     limit: float | None = None  # bound of gate above and of up on both sides (gpt-oss); None for SwiGLU
     alpha: float = 1.0  # factor inside the sigmoid; read only with a limit
     up_offset: float = 1.0  # added to up after the clamp; read only with a limit
+    is_gelu: bool = False  # the tanh form of GELU in place of SiLU, without a limit (Gemma)
     is_gated: bool = True  # False: relu(x)**2 of one projection, without a gate and a limit (Nemotron-H)
 
     @property
@@ -212,7 +213,7 @@ def activate(gate_up_RF: Tensor, rule: ExpertRule) -> Tensor:
         return F.relu(gate_up_RF).square()
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
     if rule.limit is None:
-        return F.silu(gate_RF) * up_RF
+        return (F.gelu(gate_RF, approximate="tanh") if rule.is_gelu else F.silu(gate_RF)) * up_RF
     # The gradient of `hardtanh` at a limit is 0 in every version of PyTorch, that of `clamp` was 1 before 2.15.
     gate_RF, up_RF = F.hardtanh(gate_RF, -math.inf, rule.limit), F.hardtanh(up_RF, -rule.limit, rule.limit)
     return (up_RF + rule.up_offset) * gate_RF * torch.sigmoid(rule.alpha * gate_RF)

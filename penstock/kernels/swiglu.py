@@ -1,9 +1,10 @@
 """SwiGLU times the routing weight: silu(gate) * up * weight, one pass forward and one pass backward.
 
-An `ExpertRule` may clamp gate and up, apply the weight before the activation, or square a ReLU of one projection
-instead, by compile-time constants. The weight is applied before the linear down projection: its gradient is the dot
-product of its row's incoming gradient with silu(gate) * up, and backward has both in registers. Only the pre-activation
-is saved. Backward can also write the weighted activation again, which the weight gradient of the down projection reads.
+An `ExpertRule` may clamp gate and up, apply the weight before the activation, take GELU for SiLU, or square a ReLU of
+one projection instead, by compile-time constants. The weight is applied before the linear down projection: its
+gradient is the dot product of its row's incoming gradient with silu(gate) * up, and backward has both in registers.
+Only the pre-activation is saved. Backward can also write the weighted activation again, which the weight gradient of
+the down projection reads.
 
 A program holds some whole rows and walks over them in blocks of columns; all arithmetic is in float32. Where only the
 device knows how many rows are used, a limited number of programs take turns, so unused rows cost no time.
@@ -137,7 +138,7 @@ def _programs(blocks: int, used: Tensor | None) -> int:
 def rule_constants(rule: ExpertRule) -> dict[str, Any]:
     return {
         "LIMIT": rule.limit,
-        "ALPHA": rule.alpha,
+        "ALPHA": None if rule.is_gelu else rule.alpha,
         "OFFSET": rule.up_offset,
         "WEIGHS_INPUT": rule.weighs_input,
         "SQUARES": not rule.is_gated,
@@ -262,9 +263,8 @@ def activated(
         up *= weight
     if LIMIT is not None:
         gate, up, _, _ = _clamp(gate, up, LIMIT, OFFSET)
-        h = gate * tl.sigmoid(ALPHA * gate) * up
-    else:
-        h = gate * tl.sigmoid(gate) * up
+    steep, _ = _steep(gate, LIMIT, ALPHA)
+    h = gate * tl.sigmoid(steep) * up
     if weight is not None and not WEIGHS_INPUT:
         h *= weight
     return h
@@ -295,7 +295,8 @@ def activation_gradients(
 ):
     """Output of `swiglu`, gradients of gate and up, and the terms whose row sum is the weight's gradient.
 
-    With s = sigmoid(gate): silu' = s (1 + gate (1 - s)). Values at their limit and beyond have no gradient.
+    With s = sigmoid(f(gate)): (gate s)' = s (1 + gate f'(gate) (1 - s)). Values at their limit and beyond have no
+    gradient.
     `weight` is None for 1.
     """
     given_gate, given_up = gate, up
@@ -304,7 +305,7 @@ def activation_gradients(
         up *= weight
     if LIMIT is not None:
         gate, up, gate_is_over, up_is_over = _clamp(gate, up, LIMIT, OFFSET)
-    steep = gate if LIMIT is None else ALPHA * gate
+    steep, slope = _steep(gate, LIMIT, ALPHA)
     sigmoid = tl.sigmoid(steep)
     silu = gate * sigmoid
     h = silu * up
@@ -312,7 +313,7 @@ def activation_gradients(
     if weight is not None and not WEIGHS_INPUT:
         h *= weight
         dh *= weight
-    dgate = dh * up * sigmoid * (1.0 + steep * (1.0 - sigmoid))
+    dgate = dh * up * sigmoid * (1.0 + slope * (1.0 - sigmoid))
     dup = dh * silu
     if LIMIT is not None:
         dgate = tl.where(gate_is_over, 0.0, dgate)
@@ -322,6 +323,18 @@ def activation_gradients(
         dgate *= weight
         dup *= weight
     return h, dgate, dup, product
+
+
+@triton.jit
+def _steep(gate, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """The f of gate * sigmoid(f(gate)), and gate * f'(gate); without ALPHA it is that of the tanh form of GELU."""
+    if ALPHA is None:
+        cube = 0.044715 * gate * gate * gate
+        steep, slope = 1.5957691216057308 * (gate + cube), 1.5957691216057308 * (gate + 3.0 * cube)  # 2 sqrt(2 / pi)
+    else:
+        steep = gate if LIMIT is None else ALPHA * gate
+        slope = steep
+    return steep, slope
 
 
 @triton.jit

@@ -127,7 +127,8 @@ class GroupedQueryLayer(SoftmaxAttention):
         epsilon: float,
         zero_centred_norms: bool = False,
     ) -> None:
-        super().__init__(layer_context, config.heads, softmax_scale(config.rope, config.head_dim), sinks=config.sinks)
+        scale = config.softmax_scale or softmax_scale(config.rope_of(layer), config.head_dim)
+        super().__init__(layer_context, config.heads, scale, sinks=config.sinks)
         local, is_global = config.local, config.is_global(layer)
         self.config = config
         self.epsilon = epsilon
@@ -207,8 +208,9 @@ class GroupedQueryLayer(SoftmaxAttention):
     def _positioned(self, q_BSHN: Tensor, k_BSGN: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Queries and keys after rotation, the norm without weights, and attention temperature."""
         if self.is_rotated:
-            rotate = self.layer_context.operators.rotate
-            q_BSHN, k_BSGN = (rotate(x, context.cos_BSP, context.sin_BSP) for x in (q_BSHN, k_BSGN))
+            rotate, of_all = self.layer_context.operators.rotate, (context.cos_BSP, context.sin_BSP)
+            cos_BSP, sin_BSP = of_all if self.reach is None else context.local_angles or of_all
+            q_BSHN, k_BSGN = (rotate(x, cos_BSP, sin_BSP) for x in (q_BSHN, k_BSGN))
             if self.config.qk_norm == "rotated-head":  # Llama 4: layers that do not rotate have no norm either
                 norm = self.layer_context.operators.rms_norm
                 q_BSHN, k_BSGN = (norm(x, x.new_ones(x.shape[-1]), self.epsilon) for x in (q_BSHN, k_BSGN))

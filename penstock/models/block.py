@@ -1,4 +1,4 @@
-"""A decoder layer (attention and a feed-forward network, each behind a norm and around a residual sum), and MTP.
+"""A decoder layer (attention and a feed-forward network, each with norms and around a residual sum), and MTP.
 
 From the input to the dispatch of tokens, shapes and addresses are the same in every pass: attention, both norms, the
 router, and the order of the slots. That part may be a captured graph (`ForwardContext.parts`).
@@ -7,6 +7,7 @@ Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) has one more
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -82,23 +83,36 @@ class FeedForward(nn.Module):
         return reduce_scatter(self.down(h_TF), self.axis, dim=0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockNorms:
+    """Norms of the inputs of attention and feed-forward network, and of their outputs; None where there is none."""
+
+    attention: PreNorm | None
+    ffn: PreNorm | None
+    attention_post: RMSNorm | None
+    ffn_post: RMSNorm | None
+
+
 class Block(nn.Module):
-    """A pre-norm decoder layer."""
+    """A decoder layer; what it adds to the residual stream is multiplied by `residual_scale`."""
 
     def __init__(
         self,
-        attention_norm: PreNorm,
         attention: GroupedQueryLayer | LatentLayer | DeltaLayer,
-        ffn_norm: PreNorm,
         ffn: FeedForward | MoE,
+        norms: BlockNorms,
         layer_context: LayerContext,
+        residual_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.attention_norm = attention_norm
+        self.attention_norm = norms.attention
         self.attention = attention
-        self.ffn_norm = ffn_norm
+        self.attention_post_norm = norms.attention_post
+        self.ffn_norm = norms.ffn
         self.ffn = ffn
+        self.ffn_post_norm = norms.ffn_post
         self.layer_context = layer_context
+        self.residual_scale = residual_scale
 
     def forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
         """Returns the residual stream after the layer, B x S x D."""
@@ -122,7 +136,7 @@ class Block(nn.Module):
             else:
                 with piece():
                     terms = self._dense(x_TD, x_float8)
-            return self._add(x_BSD, terms)
+            return self._add(x_BSD, terms, self.ffn_post_norm)
 
     def _dense(self, x_TD: Tensor, x_float8: RowColQuantized | None) -> Terms:
         with span(Span.DENSE):
@@ -136,7 +150,7 @@ class Block(nn.Module):
             terms = self.layer_context.run("moe", self.ffn, x_TD, context.scope, x_float8)
         else:
             terms = self._dense(x_TD, x_float8)
-        return self._add(x_BSD, terms)
+        return self._add(x_BSD, terms, self.ffn_post_norm)
 
     def _with_captured_part(self, x_BSD: Tensor, context: ForwardContext, parts: PartialGraphs) -> Tensor:
         """`_forward` that replays everything before dispatch as a graph.
@@ -146,7 +160,7 @@ class Block(nn.Module):
         """
         if not isinstance(self.ffn, MoE):
             x_BSD, x_TD = parts.run(self, lambda x_BSD: self._attend(x_BSD, context, quantize=False)[:2], x_BSD)
-            return self._add(x_BSD, self._dense(x_TD, None))
+            return self._add(x_BSD, self._dense(x_TD, None), self.ffn_post_norm)
         moe = self.ffn
 
         def until_dispatch(x_BSD: Tensor) -> tuple[Tensor, ...]:
@@ -155,32 +169,47 @@ class Block(nn.Module):
             return x_BSD, x_TD, shared_TD, *moe.route(routed_TD, context.scope).tensors()
 
         x_BSD, x_TD, shared_TD, *routing = parts.run(self, until_dispatch, x_BSD)
-        return self._add(x_BSD, drain(moe.after_routing(x_TD, shared_TD, Routing.of(*routing))))
+        terms = drain(moe.after_routing(x_TD, shared_TD, Routing.of(*routing)))
+        return self._add(x_BSD, terms, self.ffn_post_norm)
 
     def _attend(
         self, x_BSD: Tensor, context: ForwardContext, *, quantize: bool = True
     ) -> tuple[Tensor, Tensor, RowColQuantized | None]:
         """Returns (residual stream after attention, input T x D of the feed-forward network, its float8 copy)."""
         run, recomputes_norm = self.layer_context.run, self.layer_context.recomputes("norm")
-        if recomputes_norm:
+        if self.attention_norm is None:
+            normed_BSD, normed_float8 = x_BSD, None
+        elif recomputes_norm:
             normed_BSD, normed_float8 = run("norm", self.attention_norm, x_BSD)
         else:
             normed_BSD, x_BSD, normed_float8 = self.attention_norm.beside(x_BSD)
         with span(Span.ATTENTION):
             attended_BSD = self.attention(normed_BSD, context, normed_float8)
-        if recomputes_norm:
+        if self.ffn_norm is None or recomputes_norm:
             # Recomputation needs only the sum; the fused add and norm would save both of its terms.
-            x_BSD = self._add(x_BSD, (attended_BSD,))
-            normed_BSD, normed_float8 = run("norm", partial(self.ffn_norm, quantize=quantize), x_BSD)
+            x_BSD = self._add(x_BSD, (attended_BSD,), self.attention_post_norm)
+            normed_BSD, normed_float8 = x_BSD, None
+            if self.ffn_norm is not None:
+                normed_BSD, normed_float8 = run("norm", partial(self.ffn_norm, quantize=quantize), x_BSD)
         else:
+            attended_BSD = self._output(attended_BSD, self.attention_post_norm)
             normed_BSD, x_BSD, normed_float8 = self.ffn_norm.add(attended_BSD, x_BSD, quantize=quantize)
         return x_BSD, normed_BSD.flatten(0, 1), normed_float8
 
-    def _add(self, x_BSD: Tensor, terms: Terms) -> Tensor:
+    def _output(self, y_BSD: Tensor, norm: RMSNorm | None) -> Tensor:
+        """What attention or the feed-forward network adds to the residual stream."""
+        if norm is not None:
+            y_BSD = self.layer_context.run("norm", norm, y_BSD)
+        return y_BSD if self.residual_scale == 1 else y_BSD * self.residual_scale
+
+    def _add(self, x_BSD: Tensor, terms: Terms, norm: RMSNorm | None) -> Tensor:
+        terms = tuple(term.view_as(x_BSD) for term in terms)
+        if norm is not None or self.residual_scale != 1:
+            terms = (self._output(sum(terms[1:], terms[0]), norm),)
         with span(Span.RESIDUAL):
             if len(terms) == 1:
-                return x_BSD + terms[0].view_as(x_BSD)
-            routed_BSD, shared_BSD = (term.view_as(x_BSD) for term in terms)
+                return x_BSD + terms[0]
+            routed_BSD, shared_BSD = terms
             return self.layer_context.operators.add_three(routed_BSD, shared_BSD, x_BSD)
 
 

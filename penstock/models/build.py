@@ -20,7 +20,7 @@ from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.operators import Operators
 from penstock.layout.stages import Stage
 from penstock.models.attention import DeltaLayer, GroupedQueryLayer
-from penstock.models.block import Block, FeedForward, MultiTokenPrediction
+from penstock.models.block import Block, BlockNorms, FeedForward, MultiTokenPrediction
 from penstock.models.decoder import Decoder
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.models.linear import Embedding, Linear
@@ -251,22 +251,29 @@ def _block(config: Model, layer: int, layer_context: LayerContext, arena: Activa
     dense = ffn.shared if isinstance(ffn, MoE) else ffn
     saves_input = bool(layer_context.recompute & _SAVES_INPUT)
 
-    def norm(*, float8: bool, keep_plain: bool) -> PreNorm:
+    def norm(*, float8: bool, keep_plain: bool) -> PreNorm | None:
+        if config.norm_position == "post":
+            return None
         rule = layer_context.float8 if float8 else None
         is_centred = config.zero_centred_norms
         operators = layer_context.operators
         return PreNorm(hidden, epsilon, operators, rule, keep_plain=keep_plain, is_zero_centred=is_centred)
 
-    return Block(
-        norm(float8=attention.reads_float8, keep_plain=attention.reads_high_precision),
-        attention,
-        norm(
+    def post_norm() -> RMSNorm | None:
+        if config.norm_position == "pre":
+            return None
+        return RMSNorm(hidden, epsilon, layer_context.operators, is_zero_centred=config.zero_centred_norms)
+
+    norms = BlockNorms(
+        attention=norm(float8=attention.reads_float8, keep_plain=attention.reads_high_precision),
+        ffn=norm(
             float8=isinstance(dense, FeedForward) and dense.reads_float8 and not saves_input,
             keep_plain=isinstance(ffn, MoE),  # routers and dispatchers read high precision
         ),
-        ffn,
-        layer_context,
+        attention_post=post_norm(),
+        ffn_post=post_norm(),
     )
+    return Block(attention, ffn, norms, layer_context, config.residual_scale)
 
 
 def _attention(config: Model, layer: int, layer_context: LayerContext) -> GroupedQueryLayer | LatentLayer | DeltaLayer:

@@ -134,6 +134,10 @@ class Decoder(nn.Module):
             with span(LAYER, self.config.layers + int(depth)), span(Span.MTP):
                 previous_BSD = layer(previous_BSD, ahead_BSD, context)  # depth k reads depth k - 1
             depths.append(previous_BSD)
+        if (
+            self.norm is not None and self.config.logits_scaling != 1
+        ):  # the product with the output projection is linear
+            main_BSD, *depths = (hidden_BSD / self.config.logits_scaling for hidden_BSD in (main_BSD, *depths))
         return Hidden(main_BSD, tuple(depths))
 
     def _mark(self, x_BSD: Tensor, layer: int) -> None:
@@ -145,7 +149,7 @@ class Decoder(nn.Module):
         assert self.embed is not None, "this stage has no embedding"
         with span(Span.EMBED):
             x_BSD: Tensor = self.embed(tokens_BS)
-            return x_BSD
+            return x_BSD if self.config.embedding_scale == 1 else x_BSD * self.config.embedding_scale
 
     def forward_context(self, inputs: ModelInputs) -> ForwardContext:
         """Rotary angles, masks and share of a micro-batch, computed once for all layers."""
@@ -190,6 +194,8 @@ class Decoder(nn.Module):
         if self.has_reach:
             nears = nears_of(self.layer_context, reach_of(local), held, inputs.documents_BS, device)
             context = replace(context, nears=nears)
+        if local.rope is not None:
+            context = replace(context, local_angles=angles(local.rope, self.rotary_dim, inputs.positions_BS))
         if self.scales_queries:  # by position in the row, not in the document as rotary angles are
             scale_S = query_scale(local, held_positions(self.layer_context, held, device))
             context = replace(context, query_scale_S=scale_S)

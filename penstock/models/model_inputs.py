@@ -27,7 +27,7 @@ from penstock.parallel.graphs import PartialGraphs
 def frequencies(rope: Rope, rotary_dim: int, device: torch.device) -> Tensor:
     """Angle per position of each pair, float32, rotary_dim / 2 of them, fastest first."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
-    plain = rope.theta**-exponents
+    plain = rope.theta**-exponents / rope.linear
     if rope.llama3 is not None:
         return _by_turns(plain, rope.llama3)
     if rope.yarn is None:
@@ -112,6 +112,7 @@ class ForwardContext:
     parts: PartialGraphs | None = None
     bounds: tuple[LocalMask, ...] = ()  # of layers that see the whole row; they replace `allowed_BSS`
     nears: tuple[LocalMask, ...] = ()  # of layers with a window or chunks
+    local_angles: tuple[Tensor, ...] = ()  # cosine and sine of local layers that have a position embedding of their own
     documents_BS: Tensor | None = None  # int64 of whole rows, for linear attention; None without it, or without packing
     first_BS: Tensor | None = None  # int32 first position of each document, for sparse attention; None without it
     query_scale_S: Tensor | None = None  # float32 attention temperature of global layers; None without tuning

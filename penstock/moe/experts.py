@@ -30,7 +30,9 @@ from penstock.parallel.async_transfer import deferrable
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.shard import Float8Shard
 
-ACTIVATIONS: Mapping[str, ExpertRule] = MappingProxyType({"silu": SWIGLU, "relu2": ExpertRule(is_gated=False)})
+ACTIVATIONS: Mapping[str, ExpertRule] = MappingProxyType(
+    {"silu": SWIGLU, "gelu": ExpertRule(is_gelu=True), "relu2": ExpertRule(is_gated=False)}
+)
 """Rule of each `model.hidden_act`."""
 
 

@@ -38,7 +38,7 @@ REPEATED = 2  # from so many micro-batches per pipeline rank on, every schedule 
 
 
 def layer_kind(run: Run, layer: int) -> str:
-    """`dense`, `moe` or `hashed moe`, after `local` or `linear` for such attention; layers count from 0.
+    """`dense`, `moe` or `hashed moe`, after `local`, `linear` or `unrotated` for such attention; layers count from 0.
 
     Layers that stay in 16 bits in a run in 8 bits have `16-bit` before it.
     """
@@ -51,8 +51,10 @@ def _kind_in_model(model: Model, layer: int) -> str:
     if model.is_linear(layer):
         return f"linear {ffn}"
     attention = model.attention
-    is_local = isinstance(attention, GroupedQueryAttention) and not attention.is_global(layer)
-    return f"local {ffn}" if is_local else ffn
+    if not isinstance(attention, GroupedQueryAttention):
+        return ffn
+    kind = ffn if attention.is_global(layer) else f"local {ffn}"
+    return f"unrotated {kind}" if attention.nope_every and not attention.rotates(layer) else kind
 
 
 def has_experts(kind: str) -> bool:

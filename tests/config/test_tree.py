@@ -91,7 +91,7 @@ def test_another_kind_keeps_what_both_kinds_know() -> None:
         "kind": "gqa",
         "heads": 4,
         "kv_heads": 2,
-        "rope": {"theta": 10000.0, "yarn": None, "llama3": None},
+        "rope": {"theta": 10000.0, "yarn": None, "llama3": None, "linear": 1.0},
         "sinks": False,
     }
 

@@ -22,6 +22,8 @@ RULES = {
     "clamped": ExpertRule(limit=0.7, alpha=1.702),
     "clamped, weighted inputs": ExpertRule(limit=0.4, alpha=0.5, weighs_input=True),
     "clamped, no offset": ExpertRule(limit=0.7, up_offset=0.0),
+    "gelu": ExpertRule(is_gelu=True),
+    "gelu of weighted inputs": ExpertRule(is_gelu=True, weighs_input=True),
     "squares": ExpertRule(is_gated=False),
     "squares of weighted inputs": ExpertRule(is_gated=False, weighs_input=True),
 }

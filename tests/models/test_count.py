@@ -147,6 +147,8 @@ SMALL = (
     "model.mtp_layers=2",
     "model.tie_word_embeddings=true",
     "model.hidden_size=96",
+    "model.norm_position=post",
+    "model.norm_position=sandwich",
 )
 OF_EXPERTS = (
     "model.moe.experts=12",
@@ -171,6 +173,8 @@ def _needs(override: str, model: Model) -> list[str]:
     """What the rules ask for beside an override."""
     if override == "model.moe.experts=12":
         return ["model.moe.top_k=4"]
+    if override == "model.moe.bias=true":
+        return ["model.moe.router.apply_probs_on_input=false"]
     makes_dense = override in ("model.moe.moe_layer_freq=2", "model.dense_layers=2")
     return ["model.intermediate_size=128"] if makes_dense and model.intermediate_size == 0 else []
 

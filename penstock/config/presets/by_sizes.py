@@ -68,6 +68,60 @@ def glm_4_9b() -> Run:
     return pretrain("glm-4-9b", model, learning_rate=3e-4, sequence_length=8192)
 
 
+def glm_4_32b() -> Run:
+    """GLM-4-32B-0414, dense: 32.6 B parameters."""
+    attention = _heads(48, 2, 10000.0, partial_rotary_factor=0.5)
+    model = _model("glm4", (151552, 61, 6144, 23040), attention, norm_position="sandwich")
+    return pretrain("glm-4-32b", model, learning_rate=2e-4)
+
+
+def olmo_2_7b() -> Run:
+    """OLMo 2 7B, dense: 7.3 B parameters."""
+    attention = _heads(32, 32, 5e5, qk_norm="projection")
+    model = _model("olmo2", (100352, 32, 4096, 11008), attention, norm_position="post", rms_norm_eps=1e-6)
+    return pretrain("olmo-2-7b", model, learning_rate=3e-4, rows=1024)  # arXiv 2501.00656 table 3
+
+
+def exaone_4_0_32b() -> Run:
+    """EXAONE-4.0-32B, dense: 32.0 B parameters."""
+    local = LocalAttention(size=4096, global_every=4, global_rope=False)
+    attention = _heads(40, 8, 1e6, qk_norm="head", local=local)
+    model = _model("exaone4", (102400, 64, 5120, 27392), attention, norm_position="post")
+    return pretrain("exaone-4.0-32b", model, learning_rate=2e-4)
+
+
+def smollm3_3b() -> Run:
+    """SmolLM3-3B, dense: 3.1 B parameters."""
+    attention = _heads(16, 4, 5e6, nope_every=4)
+    model = _model("smollm3", (128256, 36, 2048, 11008), attention, tie_word_embeddings=True, rms_norm_eps=1e-6)
+    return pretrain("smollm3-3b", model, learning_rate=2e-4)
+
+
+def granite_3_3_8b() -> Run:
+    """Granite 3.3 8B, dense: 8.2 B parameters."""
+    scales = {"embedding_scale": 12.0, "residual_scale": 0.22, "logits_scaling": 16.0, "tie_word_embeddings": True}
+    attention = _heads(32, 8, 1e7, softmax_scale=0.0078125)
+    model = _model("granite", (49159, 40, 4096, 12800), attention, **scales)
+    return pretrain("granite-3.3-8b", model, learning_rate=3e-4)
+
+
+def gemma_3_1b() -> Run:
+    """Gemma 3 1B, dense: 1.0 B parameters."""
+    local = LocalAttention(size=512, global_every=6, rope=Rope(theta=10000.0))
+    model = _model(
+        "gemma3",
+        (262144, 26, 1152, 6912),
+        _heads(4, 1, 1e6, head_dim=256, qk_norm="head", local=local),
+        norm_position="sandwich",
+        zero_centred_norms=True,
+        hidden_act="gelu",
+        embedding_scale=1152**0.5,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+    )
+    return pretrain("gemma-3-1b", model, learning_rate=4e-4)
+
+
 def dots_llm1() -> Run:
     """dots.llm1: 142.8 B parameters, 14.0 B active."""
     moe, attention = _sigmoid(128, 6, 1408, shared=2, scale=2.5), _heads(32, 32, 1e7, qk_norm="head")

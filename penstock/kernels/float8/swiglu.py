@@ -120,7 +120,7 @@ def swiglu_backward(
     plain gradient, and the gradients of their weights are zero.
     """
     dh_RF = dh_RF.contiguous()
-    is_swiglu = rule.limit is None and rule.is_gated
+    is_swiglu = rule.limit is None and rule.is_gated and not rule.is_gelu
     is_fused = not launch.in_passes and is_swiglu and _is_fused(recipe, dh_RF.shape[1])
     if keep_plain or not is_fused:
         through = _through_16_bits(gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, forward, gradient)

@@ -233,6 +233,8 @@ def facts_of(config: Model) -> dict[str, Any]:
     if config.moe is not None and config.moe.router.n_group == 1:
         unused.append("moe.router.group_score")
     attention = config.attention
+    if isinstance(attention, GroupedQueryAttention):
+        facts["attention.nope_every"] = [attention.rotates(layer) for layer in range(config.layers)]
     if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
         is_global = [attention.is_global(layer) for layer in range(config.layers)]
         facts["attention.local.global_every"] = is_global

@@ -1,4 +1,4 @@
-"""Parts of `config.json` that differ between families: attention heads, local layers, experts.
+"""Parts of `config.json` that differ between families: attention heads and local layers (experts: `expert_parts`).
 
 A part works in both directions: it reads keys into values of our fields by path, and writes keys from a model. A value
 without an equivalent in our configuration raises an error that names the key. `Keys` has the defaults of
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from penstock.base.errors import ConfigError
-from penstock.config.model import GroupedQueryAttention, LatentAttention, Model, Moe
+from penstock.config.model import GroupedQueryAttention, LatentAttention, Model
 from penstock.config.schema import as_toml
 
 Values: TypeAlias = dict[str, Any]  # values by key of `config.json`, or by path of our field
@@ -199,6 +199,21 @@ DROPOUT = Part(
 """Of training as its authors did it, which no run here has; a trained model is the same without."""
 
 
+def _read_gemma_scales(keys: Keys) -> Values:
+    width = keys.whole("query_pre_attn_scalar", low=1)
+    scale = 0.0 if width == keys.whole("head_dim") else width**-0.5
+    return {"attention.softmax_scale": scale, "embedding_scale": keys.whole("hidden_size") ** 0.5}
+
+
+def _write_gemma_scales(model: Model) -> Values:
+    attention = grouped(model)
+    scale = attention.softmax_scale
+    return {"query_pre_attn_scalar": round(scale**-2) if scale else attention.head_dim}
+
+
+GEMMA_SCALES = Part(_read_gemma_scales, _write_gemma_scales)
+
+
 # ----------------------------------------------------------------------------------- layers that see a part of the row
 
 
@@ -260,6 +275,11 @@ def _write_window_types(model: Model) -> Values:
     return {"layer_types": layer_types(model, "sliding_attention"), **_write_window(model)}
 
 
+def _write_set_window(model: Model) -> Values:
+    # Without such layers the class's own window stays, which some of its code reads.
+    return {key: value for key, value in _write_window_types(model).items() if value is not None}
+
+
 def _read_window_behind(keys: Keys) -> Values:
     layers, first = keys.layers, keys.whole("max_window_layers", 62)
     has_window = keys.get("sliding_window", None) is not None
@@ -275,6 +295,24 @@ def _read_hybrid(keys: Keys) -> Values:
     every = global_every(_read_global(keys, usual, "sliding_attention"), "layer_types")
     size = keys.whole("sliding_window", low=1)
     return {"attention.local": {"size": size, "global_every": every, "global_rope": False}}
+
+
+def _read_gemma3_window(keys: Keys) -> Values:
+    every = keys.whole("sliding_window_pattern", 6, low=1)
+    return _read_window_types(keys, [(layer + 1) % every == 0 for layer in range(keys.layers)])
+
+
+def _read_nope(keys: Keys) -> Values:
+    layers, interval = keys.layers, keys.whole("no_rope_layer_interval", 4, low=1)
+    keys.skip("sliding_window")
+    if not all(_read_global(keys, [True] * layers, "sliding_attention")):
+        raise refused("layer_types", keys.get("layer_types", None), "full_attention")
+    rotates = keys.of_layers("no_rope_layers", layers) or [(layer + 1) % interval != 0 for layer in range(layers)]
+    return {"attention.nope_every": global_every([not rotate for rotate in rotates], "no_rope_layers")}
+
+
+def _write_nope(model: Model) -> Values:
+    return {"no_rope_layers": [int(grouped(model).rotates(layer)) for layer in range(model.layers)]}
 
 
 def layer_types(model: Model, local: str) -> list[str]:
@@ -403,6 +441,12 @@ WINDOW_OF_GPT_OSS = Part(
     _write_window_types,
 )
 CHUNKS = Part(_read_chunks, _write_chunks)
+WINDOW_OF_OLMO3 = Part(
+    lambda keys: _read_window_types(keys, [(layer + 1) % 4 == 0 for layer in range(keys.layers)]), _write_set_window
+)
+WINDOW_OF_GEMMA3 = Part(_read_gemma3_window, _write_set_window)
+WINDOW_OF_MELLUM = Part(lambda keys: _read_window_types(keys, [True] * keys.layers), _write_set_window)
+NOPE = Part(_read_nope, _write_nope)  # every n-th layer does not rotate, or as listed
 WINDOW_OF_EXAONE = Part(_read_hybrid, _write_window_types)
 """Windows between layers that see the whole row and do not rotate; without a window all layers rotate."""
 
@@ -415,129 +459,6 @@ def _qk_norm(kind: str) -> Part:
 
 
 QK_NORM_OF_GLM, QK_NORM_OF_LLAMA4 = _qk_norm("head"), _qk_norm("rotated-head")
-
-
-# -------------------------------------------------------------------------------------------- which layers have experts
-
-
-def moe_of(model: Model) -> Moe:
-    """The experts of a model. Raises ConfigError if it has none."""
-    if model.moe is None:
-        raise ConfigError(f"every model of the family {model.family} has experts", got='model.moe = "none"')
-    return model.moe
-
-
-def layers_with_experts(has_experts: Sequence[bool], step: int, key: str) -> Values:
-    """`dense_layers` and `moe_layer_freq` for a list of layers: dense layers first, then every n-th layer with experts.
-
-    Of two equivalent results the one without dense layers and with n = `step`, as the file says, is preferred.
-    """
-    layers = len(has_experts)
-    places = [layer for layer, has in enumerate(has_experts) if has]
-    if places:
-        every = places[1] - places[0] if len(places) > 1 else layers - places[0]
-        for dense, n in ((0, step), (places[0] - every + 1, every)):  # the n-th layer behind the dense ones is first
-            expected = [layer >= dense and (layer - dense + 1) % n == 0 for layer in range(layers)]
-            if dense >= 0 and expected == list(has_experts):
-                return {"dense_layers": dense, "moe.moe_layer_freq": n}
-    raise refused(key, places, "dense layers first, then every n-th layer with experts, the n-th first")
-
-
-def _read_exceptions(keys: Keys) -> Values:
-    step, without = keys.whole("decoder_sparse_step", 1, low=1), keys.numbers_of_layers("mlp_only_layers") or []
-    has_experts = [layer not in without and (layer + 1) % step == 0 for layer in range(keys.layers)]
-    return layers_with_experts(has_experts, step, "mlp_only_layers or decoder_sparse_step")
-
-
-def _write_exceptions(model: Model) -> Values:
-    if model.dense_layers == 0:
-        return {"decoder_sparse_step": moe_of(model).moe_layer_freq, "mlp_only_layers": []}
-    return {"decoder_sparse_step": 1, "mlp_only_layers": [item for item in range(model.layers) if model.is_dense(item)]}
-
-
-def _read_list(keys: Keys) -> Values:
-    step, layers = keys.whole("interleave_moe_layer_step", 1, low=1), keys.layers
-    listed = keys.numbers_of_layers("moe_layers")
-    listed = list(range(step - 1, layers, step)) if listed is None else listed
-    return layers_with_experts(
-        [layer in listed for layer in range(layers)], step, "moe_layers or interleave_moe_layer_step"
-    )
-
-
-def _write_list(model: Model) -> Values:
-    listed = [layer for layer in range(model.layers) if not model.is_dense(layer)]
-    return {"interleave_moe_layer_step": moe_of(model).moe_layer_freq, "moe_layers": listed}
-
-
-def _read_range(keys: Keys) -> Values:
-    layers, start, step = keys.layers, keys.whole("moe_layer_start_index"), keys.whole("moe_layer_interval", 1, low=1)
-    end = keys.get("moe_layer_end_index", -1)
-    end = layers - 1 if end == -1 else keys.whole("moe_layer_end_index")
-    has_experts = [start <= layer <= end and (layer + 1) % step == 0 for layer in range(layers)]
-    return layers_with_experts(has_experts, step, "moe_layer_start_index, moe_layer_end_index or moe_layer_interval")
-
-
-def _write_range(model: Model) -> Values:
-    step = moe_of(model).moe_layer_freq
-    return {"moe_layer_start_index": model.dense_layers, "moe_layer_end_index": -1, "moe_layer_interval": step}
-
-
-def _read_first_dense(keys: Keys) -> Values:
-    types = keys.of_layers("mlp_layer_types", keys.layers)
-    first = None
-    if keys.given.get("first_k_dense_replace") is not None:
-        first = min(keys.whole("first_k_dense_replace"), keys.layers)  # more than there are: all
-    if types is None:
-        return {} if first is None else {"dense_layers": first}
-    dense = types.count("dense")
-    if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
-        raise refused("mlp_layer_types", types, "dense layers first, then sparse ones")
-    return {"dense_layers": agreed({"mlp_layer_types": dense, "first_k_dense_replace": first})}
-
-
-def _read_listed_dense(keys: Keys) -> Values:
-    given = _read_first_dense(keys)
-    usual = min(1, keys.layers)
-    if given.get("dense_layers", usual) != usual and keys.get("mlp_layer_types", None) is None:
-        raise refused("first_k_dense_replace", given["dense_layers"], f"{usual}, or mlp_layer_types beside it")
-    return {"dense_layers": usual, **given}
-
-
-def _write_listed_dense(model: Model) -> Values:
-    kinds = ("sparse", "dense")
-    return {"mlp_layer_types": [kinds[model.is_dense(layer)] for layer in range(model.layers)]}
-
-
-LISTED_DENSE = Part(_read_listed_dense, _write_listed_dense)
-"""The first layers are dense, as the list of all kinds says; without the list the first one."""
-EXCEPTIONS = Part(_read_exceptions, _write_exceptions)  # every n-th layer has experts, except listed ones
-LIST = Part(_read_list, _write_list)  # every n-th layer has experts, or the listed ones
-RANGE = Part(_read_range, _write_range)
-"""Of a range of layers, every n-th has experts, counted from the first layer of the model."""
-FIRST_DENSE = Part(_read_first_dense, lambda model: {})
-"""The first layers are dense; some files also list the kinds of all layers."""
-DENSE = Part(lambda keys: {"dense_layers": keys.layers}, lambda model: {})  # no layer has experts
-
-
-# ----------------------------------------------------------------------------------------------------- shared experts
-
-
-def shared(count: str) -> Part:
-    """Several shared experts, each as wide as a routed one; `count` is the key of their number."""
-    width = "moe.shared_expert_intermediate_size"
-
-    def write(model: Model) -> Values:
-        moe = moe_of(model)
-        return {count: moe.shared_expert_intermediate_size // moe.moe_intermediate_size}
-
-    return Part(lambda keys: {width: keys.whole(count, 0) * keys.whole("moe_intermediate_size")}, write)
-
-
-SHARED = shared("n_shared_experts")
-ONE_SHARED = Part(
-    lambda keys: {"moe.shared_expert_intermediate_size": keys.whole("intermediate_size")}, lambda model: {}
-)
-"""One shared expert, as wide as a routed one."""
 
 
 # ----------------------------------------------------------------------------------------------------------- DeepSeek
@@ -555,21 +476,4 @@ def _read_latents(keys: Keys) -> Values:
     return {"attention.kind": "mla", "attention.q_lora_rank": keys.whole("q_lora_rank", low=1) if has_latent else 0}
 
 
-def _read_groups(keys: Keys) -> Values:
-    keys.skip("n_group", "topk_group")
-    method = keys.get("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise refused("topk_method", method, "greedy, group_limited_greedy")
-    if method == "greedy":
-        return {}
-    return {"moe.router.n_group": keys.whole("n_group"), "moe.router.topk_group": keys.whole("topk_group")}
-
-
-def _write_groups(model: Model) -> Values:
-    router = moe_of(model).router
-    method = "group_limited_greedy" if router.n_group > 1 else "greedy"
-    return {"topk_method": method, "n_group": router.n_group, "topk_group": router.topk_group}
-
-
 LATENTS = Part(_read_latents, _write_latents)
-GROUPS_OF_V2 = Part(_read_groups, _write_groups)

@@ -7,10 +7,20 @@ from types import MappingProxyType
 from penstock.base.errors import ConfigError
 from penstock.config.model import Model
 from penstock.models.huggingface import config_parts as keys
+from penstock.models.huggingface import expert_parts as experts
 from penstock.models.huggingface import weight_names as tensors
 from penstock.models.huggingface.config_parts import Values
 from penstock.models.huggingface.dense_families import DENSE
-from penstock.models.huggingface.family import BIAS, DENSE_VALUES, MODEL_FIXED, MODEL_VALUES, Family, rotary
+from penstock.models.huggingface.family import (
+    BIAS,
+    DENSE_VALUES,
+    GRANITE_SCALES,
+    MODEL_FIXED,
+    MODEL_VALUES,
+    Family,
+    rotary,
+    rotary_by_kind,
+)
 
 _TOP_K = {"num_experts_per_tok": "moe.top_k"}
 _EXPERTS = {
@@ -68,7 +78,7 @@ _DEEPSEEK_V3 = Family(
     },
     always=_SIGMOID_WITH_BIAS,
     fixed={**_DEEPSEEK_FIXED, "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    parts=(keys.LATENTS, rotary(scales_scores=True), keys.SHARED),
+    parts=(keys.LATENTS, rotary(scales_scores=True), experts.SHARED),
     left_out=_REPEATED,
 )
 
@@ -88,7 +98,7 @@ _DEEPSEEK_V32 = replace(
         "index_topk": "attention.indexer.index_topk",
     },
     fixed={**_DEEPSEEK_V3.fixed, "mlp_bias": False},
-    parts=(*_DEEPSEEK_V3.parts, keys.FIRST_DENSE, keys.INDEXERS),
+    parts=(*_DEEPSEEK_V3.parts, experts.FIRST_DENSE, keys.INDEXERS),
 )
 
 
@@ -143,7 +153,7 @@ _QWEN3_NEXT = Family(
         "zero_centred_norms": True,
     },
     fixed=MODEL_FIXED,
-    parts=(keys.HEADS, rotary(partial=True), keys.LINEAR, keys.EXCEPTIONS),
+    parts=(keys.HEADS, rotary(partial=True), keys.LINEAR, experts.EXCEPTIONS),
     prediction=tensors.PREDICTION_OF_QWEN,
     prediction_prefixes=("mtp.", "mtp.layers.{depth}."),
 )
@@ -192,7 +202,25 @@ _DOTS1 = Family(
     },
     always={**_SIGMOID_WITH_BIAS, "attention.qk_norm": "head"},
     fixed=MODEL_FIXED,
-    parts=(keys.HEADS, rotary(), keys.WINDOW_BEHIND, keys.SHARED),
+    parts=(keys.HEADS, rotary(), keys.WINDOW_BEHIND, experts.SHARED),
+)
+
+_OLMOE = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    names={**tensors.ATTENTION, **tensors.experts_one_by_one("mlp")},
+    forms=tensors.ROTARY_HALVES,
+    values={
+        **MODEL_VALUES,
+        **BIAS,
+        **_TOP_K,
+        "num_experts": "moe.experts",
+        "intermediate_size": "moe.moe_intermediate_size",
+        "norm_topk_prob": "moe.router.norm_topk_prob",
+    },
+    always={"attention.qk_norm": "projection"},
+    fixed={**MODEL_FIXED, "clip_qkv": None},
+    parts=(keys.EQUAL_HEADS, rotary()),
 )
 
 _KIMI_LINEAR = Family(
@@ -228,7 +256,7 @@ _KIMI_LINEAR = Family(
         "moe_router_activation_func": "sigmoid",
         "num_nextn_predict_layers": 0,
     },
-    parts=(keys.LATENTS, keys.FIRST_DENSE, keys.KDA, keys.shared("num_shared_experts")),
+    parts=(keys.LATENTS, experts.FIRST_DENSE, keys.KDA, experts.shared("num_shared_experts")),
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -239,7 +267,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names=tensors.DEEPSEEK,
             values=_DEEPSEEK_VALUES,
             fixed={**_DEEPSEEK_FIXED, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False},
-            parts=(keys.LATENTS, rotary(scales_scores=True), keys.SHARED, keys.GROUPS_OF_V2),
+            parts=(keys.LATENTS, rotary(scales_scores=True), experts.SHARED, experts.GROUPS_OF_V2),
         ),
         "deepseek-v3": _DEEPSEEK_V3,
         "deepseek-v3.2": _DEEPSEEK_V32,
@@ -271,25 +299,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             always={"attention.qk_norm": "head"},
             fixed=MODEL_FIXED,
-            parts=(keys.HEADS, rotary(), keys.SWITCHED_WINDOW, keys.EXCEPTIONS),
+            parts=(keys.HEADS, rotary(), keys.SWITCHED_WINDOW, experts.EXCEPTIONS),
         ),
-        "olmoe": Family(
-            model_type="olmoe",
-            architecture="OlmoeForCausalLM",
-            names={**tensors.ATTENTION, **tensors.experts_one_by_one("mlp")},
-            forms=tensors.ROTARY_HALVES,
-            values={
-                **MODEL_VALUES,
-                **BIAS,
-                **_TOP_K,
-                "num_experts": "moe.experts",
-                "intermediate_size": "moe.moe_intermediate_size",
-                "norm_topk_prob": "moe.router.norm_topk_prob",
-            },
-            always={"attention.qk_norm": "projection"},
-            fixed={**MODEL_FIXED, "clip_qkv": None},
-            parts=(keys.EQUAL_HEADS, rotary()),
-        ),
+        "olmoe": _OLMOE,
         "llama4": Family(
             model_type="llama4_text",
             architecture="Llama4ForCausalLM",
@@ -307,7 +319,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             always={"moe.router.scoring_func": "sigmoid", "moe.router.apply_probs_on_input": True},
             fixed={**MODEL_FIXED, "router_jitter_noise": 0.0},
-            parts=(keys.HEADS, rotary(), keys.CHUNKS, keys.QK_NORM_OF_LLAMA4, keys.LIST, keys.ONE_SHARED),
+            parts=(keys.HEADS, rotary(), keys.CHUNKS, keys.QK_NORM_OF_LLAMA4, experts.LIST, experts.ONE_SHARED),
             prefix="language_model.",
             left_out=r".*\.rotary_emb\.inv_freq|(vision_model|multi_modal_projector)\..*",
         ),
@@ -366,7 +378,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             always=_SIGMOID_WITH_BIAS,
             fixed=MODEL_FIXED,
-            parts=(keys.HEADS, rotary(partial=True), keys.QK_NORM_OF_GLM, keys.SHARED),
+            parts=(keys.HEADS, rotary(partial=True), keys.QK_NORM_OF_GLM, experts.SHARED),
             left_out=_REPEATED,
         ),
         "ernie4.5-moe": Family(
@@ -391,7 +403,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "moe.router.norm_topk_prob": True,
             },
             fixed={"hidden_act": "silu", "use_bias": False, "moe_norm_min": 1e-12},
-            parts=(keys.HEADS, rotary(), keys.RANGE, keys.shared("moe_num_shared_experts")),
+            parts=(keys.HEADS, rotary(), experts.RANGE, experts.shared("moe_num_shared_experts")),
         ),
         "minimax-m2": Family(
             model_type="minimax_m2",
@@ -429,7 +441,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             always={"moe.shared_expert_gate": True},
             fixed={**MODEL_FIXED, "use_sliding_window": False},
-            parts=(keys.HEADS, rotary(), keys.WINDOW_OF_QWEN3, keys.EXCEPTIONS),
+            parts=(keys.HEADS, rotary(), keys.WINDOW_OF_QWEN3, experts.EXCEPTIONS),
         ),
         "dots1": _DOTS1,
         "solar-open": replace(
@@ -445,7 +457,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "attention_bias": "attention.qkv_bias",
             },
             always=_SIGMOID_WITH_BIAS,
-            parts=(keys.HEADS, rotary(), keys.SHARED),
+            parts=(keys.HEADS, rotary(), experts.SHARED),
         ),
         "exaone-moe": replace(
             _DOTS1,
@@ -457,7 +469,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 **{key: path for key, path in _DOTS1.values.items() if key not in ("n_routed_experts", *BIAS)},
                 "num_experts": "moe.experts",
             },
-            parts=(keys.HEADS, rotary(), keys.WINDOW_OF_EXAONE, keys.FIRST_DENSE, keys.shared("num_shared_experts")),
+            parts=(
+                keys.HEADS,
+                rotary(),
+                keys.WINDOW_OF_EXAONE,
+                experts.FIRST_DENSE,
+                experts.shared("num_shared_experts"),
+            ),
             left_out=r".*\.rotary_emb\.inv_freq|mtp\..*",
         ),
         "hy-v3": replace(
@@ -481,7 +499,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             always={**_DOTS1.always, "moe.router.norm_topk_prob": True},
             fixed={**MODEL_FIXED, "mlp_bias": False},
-            parts=(keys.HEADS, rotary(), keys.LISTED_DENSE, keys.shared("num_shared_experts"), keys.SUM_OF_HY),
+            parts=(keys.HEADS, rotary(), experts.LISTED_DENSE, experts.shared("num_shared_experts"), keys.SUM_OF_HY),
         ),
         "glm4-moe-lite": replace(
             _DEEPSEEK_V3,
@@ -490,7 +508,50 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             also=(),
             values={key: path for key, path in _DEEPSEEK_V3.values.items() if key != "first_k_dense_replace"},
             absent={"num_nextn_predict_layers": 0},
-            parts=(*_DEEPSEEK_V3.parts, keys.LISTED_DENSE),
+            parts=(*_DEEPSEEK_V3.parts, experts.LISTED_DENSE),
+        ),
+        "mellum": Family(
+            model_type="mellum",
+            architecture="MellumForCausalLM",
+            names={**tensors.ATTENTION, **tensors.experts_one_by_one("mlp")},
+            forms=tensors.ROTARY_HALVES,
+            values={**DENSE_VALUES, **_EXPERTS},
+            always={"attention.qk_norm": "head"},
+            fixed=MODEL_FIXED,
+            parts=(keys.HEADS, rotary_by_kind(keys.WINDOW_OF_MELLUM), experts.KINDS_OF_MELLUM),
+            left_out=r".*\.rotary_emb\..*inv_freq|mtp\..*",
+        ),
+        "flex-olmo": replace(
+            _OLMOE,
+            model_type="flex_olmo",
+            architecture="FlexOlmoForCausalLM",
+            names={**_OLMOE.names, **tensors.POST_NORMS},
+            always={**_OLMOE.always, "norm_position": "post"},
+            fixed=MODEL_FIXED,
+            parts=(keys.HEADS, rotary()),
+        ),
+        "granite-moe": Family(
+            model_type="granitemoeshared",
+            also=("granitemoe",),
+            architecture="GraniteMoeSharedForCausalLM",
+            names={
+                **tensors.ATTENTION,
+                "ffn.router.weight_ED": ("block_sparse_moe.router.layer.weight",),
+                "ffn.experts.gate_up_eFD": ("block_sparse_moe.input_linear.weight",),
+                "ffn.experts.down_eDF": ("block_sparse_moe.output_linear.weight",),
+                "ffn.shared.gate_up.weight": ("shared_mlp.input_linear.weight",),
+                "ffn.shared.down.weight": ("shared_mlp.output_linear.weight",),
+            },
+            forms=tensors.ROTARY_HALVES,
+            values={
+                **_LOCAL_EXPERTS,
+                **BIAS,
+                **GRANITE_SCALES,
+                "shared_intermediate_size": "moe.shared_expert_intermediate_size",
+            },
+            always={"moe.router.softmax_after_top_k": True},
+            fixed=MODEL_FIXED,
+            parts=(keys.HEADS, rotary()),
         ),
         **DENSE,
         "qwen3.5": replace(
@@ -500,7 +561,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             values={key: path for key, path in _QWEN35.values.items() if not path.startswith("moe.")}
             | {"intermediate_size": "intermediate_size"},
             always={path: value for path, value in _QWEN35.always.items() if not path.startswith("moe.")},
-            parts=(*_QWEN35.parts, keys.DENSE),
+            parts=(*_QWEN35.parts, experts.DENSE),
         ),
     }
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.base.errors import ConfigError
-from penstock.config.model import Model
+from penstock.config.model import Model, Rope
 from penstock.config.schema import as_toml
 from penstock.models.huggingface.config_parts import Keys, Part, Values, agreed, grouped, refused
 from penstock.models.huggingface.weight_names import DivisionOf, Names, RearrangementOf
@@ -49,25 +49,66 @@ def rotary(*, scales_scores: bool = False, partial: bool = False) -> Part:
         return _read_section(keys, section, scales_scores, partial)
 
     def write(model: Model) -> Values:
-        rope = model.attention.rope
-        fields: Values = {"rope_type": "default", "rope_theta": rope.theta}
+        fields = _section_of(model.attention.rope)
         if partial:
             fields["partial_rotary_factor"] = grouped(model).partial_rotary_factor
-        if rope.yarn is not None:
-            fields |= {"rope_type": "yarn", **rope.yarn.model_dump()}
-            if not rope.yarn.mscale_all_dim:  # transformers derives both scales from the factor
-                del fields["mscale"], fields["mscale_all_dim"]
-        if rope.llama3 is not None:
-            fields |= {"rope_type": "llama3", **rope.llama3.model_dump()}
         return {"rope_parameters": fields}
 
     return Part(read, write)
 
 
+def rotary_by_kind(window: Part, local_theta: str | None = None) -> Part:
+    """The window of local layers, and rotary embeddings of global and of local layers.
+
+    Files of today have a section for each kind in `rope_parameters`. Older ones have `rope_theta` and `rope_scaling`
+    of global layers, and the base of local ones in the key `local_theta`, or none.
+    """
+
+    def read(keys: Keys) -> Values:
+        keys.skip("max_position_embeddings")
+        given = keys.get("rope_parameters", {})
+        if not isinstance(given, Mapping) or given.keys() - set(_KINDS):
+            raise refused("rope_parameters", given, f"a table for each of {', '.join(_KINDS)}")
+        sections = {kind: dict(Keys(given).section(kind).values) or {"rope_type": "default"} for kind in _KINDS}
+        sections["full_attention"] |= keys.section("rope_scaling").values
+        ropes = []
+        for kind, theta in zip(_KINDS, ("rope_theta", local_theta), strict=True):
+            bases = {"rope_theta": keys.get(theta, None) if theta else None}
+            positions = {"max_position_embeddings": keys.get("max_position_embeddings", None)}
+            whole = Keys({**bases, **positions}, rope=keys.rope[kind])
+            ropes.append(_read_section(whole, Keys(sections[kind]), False, False)["attention.rope"])
+        values = {**window.read(keys), "attention.rope": ropes[0]}
+        return values | ({"attention.local.rope": ropes[1]} if "attention.local" in values else {})
+
+    def write(model: Model) -> Values:
+        attention = grouped(model)
+        of_local = attention.local.rope if attention.local else None
+        ropes = zip(_KINDS, (attention.rope, of_local or attention.rope), strict=True)
+        return {**window.write(model), "rope_parameters": {kind: _section_of(rope) for kind, rope in ropes}}
+
+    return Part(read, write)
+
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _section_of(rope: Rope) -> Values:
+    fields: Values = {"rope_type": "default", "rope_theta": rope.theta}
+    if rope.linear != 1:
+        fields |= {"rope_type": "linear", "factor": rope.linear}
+    if rope.yarn is not None:
+        fields |= {"rope_type": "yarn", **rope.yarn.model_dump()}
+        if not rope.yarn.mscale_all_dim:  # transformers derives both scales from the factor
+            del fields["mscale"], fields["mscale_all_dim"]
+    if rope.llama3 is not None:
+        fields |= {"rope_type": "llama3", **rope.llama3.model_dump()}
+    return fields
+
+
 def _read_section(keys: Keys, section: Keys, scales_scores: bool, partial: bool) -> Values:
     kind = agreed({name: section.get(name, None) for name in ("rope_type", "type")}) or "default"
-    if kind not in ("default", "yarn", "llama3"):
-        raise refused("rope_type", kind, "default, yarn, llama3")
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        raise refused("rope_type", kind, "default, linear, yarn, llama3")
     shares = {
         "rope_parameters.partial_rotary_factor": section.get("partial_rotary_factor", None),
         "partial_rotary_factor": keys.get("partial_rotary_factor", None),
@@ -84,7 +125,9 @@ def _read_section(keys: Keys, section: Keys, scales_scores: bool, partial: bool)
     if kind != "default":
         positions = {"original_max_position_embeddings": keys.get("max_position_embeddings", None)}
         section = Keys({**positions, **section.values})
-    if kind == "yarn":
+    if kind == "linear":
+        extension["linear"] = section.number("factor")
+    elif kind == "yarn":
         extension["yarn"] = _read_yarn(section, scales_scores)
     elif kind == "llama3":
         extension["llama3"] = {
@@ -173,3 +216,9 @@ MODEL_FIXED: Values = {"hidden_act": "silu", "attention_dropout": 0.0}
 
 BIAS = {"attention_bias": "attention.bias"}
 DENSE_VALUES = {**MODEL_VALUES, **BIAS, "intermediate_size": "intermediate_size"}
+GRANITE_SCALES = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.softmax_scale",
+    "logits_scaling": "logits_scaling",
+}

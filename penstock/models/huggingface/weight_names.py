@@ -259,6 +259,13 @@ def dense_network(ours: str, theirs: str) -> Names:
     }
 
 
+POST_NORMS: Names = {
+    "attention_post_norm.weight_D": ("post_attention_layernorm.weight",),
+    "ffn_post_norm.weight_D": ("post_feedforward_layernorm.weight",),
+}
+
+NORMS_AROUND: Names = {**POST_NORMS, "ffn_norm.weight_D": ("pre_feedforward_layernorm.weight",)}
+
 FUSED_NETWORK: Names = {
     "ffn.gate_up.weight": ("mlp.gate_up_proj.weight",),
     "ffn.down.weight": ("mlp.down_proj.weight",),

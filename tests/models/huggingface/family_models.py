@@ -22,6 +22,7 @@ YARN = Yarn(factor=8.0, original_max_position_embeddings=16)
 LLAMA3 = Llama3Rope(factor=4.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0)
 SHARP = Llama3Rope(factor=16.0, original_max_position_embeddings=8, low_freq_factor=1.0, high_freq_factor=1.0)
 WINDOW = LocalAttention(size=7)
+OF_KIND = LocalAttention(size=7, global_every=4, rope=Rope(theta=500.0))
 HYBRID = LocalAttention(size=7, global_every=4, global_rope=False)
 
 
@@ -35,6 +36,14 @@ def moe(**changes: object) -> Moe:
     return Moe.model_validate({"experts": 8, "top_k": 2, "moe_intermediate_size": 16} | changes)
 
 
+SCALED = {
+    "embedding_scale": 3.0,
+    "residual_scale": 0.6,
+    "logits_scaling": 5.0,
+    "attention": attention(softmax_scale=0.3),
+}
+
+
 def model(family: str, **changes: object) -> Model:
     """Three layers of width 32."""
     fields = {"family": family, "vocab_size": 61, "hidden_size": 32, "layers": 3, "initializer_range": 0.2}
@@ -43,24 +52,24 @@ def model(family: str, **changes: object) -> Model:
 
 def dense(family: str, **changes: object) -> Model:
     """The same with dense layers only."""
-    return model(family, **{"dense_layers": 3, "intermediate_size": 48, **changes})
+    return model(family, **{"dense_layers": changes.get("layers", 3), "intermediate_size": 48, **changes})
 
 
 def mixtral(**changes: object) -> Model:
     """Softmax over the chosen experts."""
-    return model("mixtral", **{"moe": moe(router=Router(softmax_after_top_k=True)), **changes})
+    return model(**{"family": "mixtral", "moe": moe(router=Router(softmax_after_top_k=True)), **changes})
 
 
 def qwen3_moe(**changes: object) -> Model:
     """Norms of heads; weights divided by their sum."""
     experts = changes.pop("moe", moe(router=Router(norm_topk_prob=True)))
     fields = {"attention": attention(qk_norm="head"), "moe": experts, "intermediate_size": 48}
-    return model("qwen3-moe", **{**fields, **changes})
+    return model(**{"family": "qwen3-moe", **fields, **changes})
 
 
 def olmoe(**changes: object) -> Model:
     """Norms over all heads; heads together as wide as the hidden states."""
-    return model("olmoe", **{"attention": attention(qk_norm="projection"), "moe": moe(), **changes})
+    return model(**{"family": "olmoe", "attention": attention(qk_norm="projection"), "moe": moe(), **changes})
 
 
 def llama4(*, local: LocalAttention | None, qk_norm: str, rope: Rope, **changes: object) -> Model:
@@ -145,6 +154,20 @@ def qwen2_moe(**changes: object) -> Model:
     return model(
         "qwen2-moe", **{"attention": attention(qkv_bias=True), "moe": experts, "intermediate_size": 48, **changes}
     )
+
+
+def gemma3(**changes: object) -> Model:
+    """Norms around, GELU, scaled embeddings, windows with a rotary embedding of their own."""
+    local = OF_KIND.model_copy(update={"global_every": 3})
+    fields = {
+        "attention": attention(qk_norm="head", local=local, rope=Rope(theta=1e6, linear=8.0)),
+        "norm_position": "sandwich",
+        "zero_centred_norms": True,
+        "hidden_act": "gelu",
+        "embedding_scale": 32**0.5,
+        "tie_word_embeddings": True,
+    }
+    return dense("gemma3", **{**fields, **changes})
 
 
 def nope(every: int) -> LocalAttention:
@@ -243,5 +266,31 @@ VARIANTS: dict[str, Model] = {
     "arcee": dense("arcee", hidden_act="relu2"),
     "ernie4.5": dense("ernie4.5", tie_word_embeddings=True),
     "glm": dense("glm", attention=attention(qkv_bias=True, partial_rotary_factor=0.5)),
+    "flex-olmo": olmoe(family="flex-olmo", norm_position="post"),
+    "granite-moe": mixtral(family="granite-moe", **SCALED),
+    "granite-moe, shared expert": mixtral(
+        family="granite-moe",
+        **SCALED,
+        moe=moe(shared_expert_intermediate_size=24, router=Router(softmax_after_top_k=True)),
+    ),
+    "olmo2": dense("olmo2", norm_position="post", attention=attention(qk_norm="projection")),
+    "exaone4": dense("exaone4", layers=4, norm_position="post", attention=attention(qk_norm="head", local=HYBRID)),
+    "exaone4, all layers rotate and see all": dense(
+        "exaone4", norm_position="post", attention=attention(qk_norm="head")
+    ),
+    "olmo3": dense(
+        "olmo3",
+        norm_position="post",
+        layers=4,
+        attention=attention(qk_norm="projection", rope=Rope(theta=5e5, yarn=YARN), local=OF_KIND),
+    ),
+    "gemma3": gemma3(),
+    "gemma3, scores of another width, every layer sees all": gemma3(
+        attention=attention(qk_norm="head", softmax_scale=32**-0.5)
+    ),
+    "mellum": qwen3_moe(family="mellum", layers=4, attention=attention(qk_norm="head", local=OF_KIND)),
+    "glm4": dense("glm4", norm_position="sandwich", attention=attention(qkv_bias=True, partial_rotary_factor=0.5)),
+    "granite": dense("granite", **SCALED),
+    "smollm3": dense("smollm3", layers=4, attention=attention(nope_every=2), tie_word_embeddings=True),
     "qwen3.5": qwen3_next("qwen3.5", moe=None, dense_layers=4, intermediate_size=48),
 }

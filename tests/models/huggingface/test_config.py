@@ -157,8 +157,8 @@ def _changed(name: str, **changes: Any) -> dict[str, Any]:
 
 CANNOT_BE_READ = {
     "an unknown family": (
-        _changed("llama", model_type="gemma3"),
-        "config.json: model_type 'gemma3' is not supported; got layers that no key tells apart from those here; fix: ",
+        _changed("llama", model_type="gemma4"),
+        "config.json: model_type 'gemma4' is not supported; got layers that no key tells apart from those here; fix: ",
     ),
     "no family": ({}, "config.json: model_type says no family; allowed: deepseek_v2, "),
     "a key that is not there and has no default": (
