@@ -39,7 +39,8 @@ def export(
     wanted, why_not = read_chosen(
         store, run, step, lambda chosen: export_huggingface(config, store, chosen, folder, form)
     )
-    also = "" if why_not else ", and the tokenizer"
+    also = "" if config.qat.experts == "none" else " and experts in MXFP4"
+    also += "" if why_not else ", and the tokenizer"
     print(f"wrote {folder}: the weights of step {wanted} of {run}, in {form}{also}")
     if why_not:
         print(f"the tokenizer is not exported: {why_not}")

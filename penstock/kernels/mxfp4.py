@@ -10,7 +10,7 @@ largest magnitude over its scale is in [4, 8). Numbers are rounded to the neares
 
 `to_mxfp4` rounds weights in their own dtype (fake quantization), `pack_mxfp4` writes the same numbers in the form of
 gpt-oss's files: two of them in a byte, the first in the lower half, and the exponents of scales with a bias of 127. As
-eager operators the rounding moves some 80 bytes for each weight of 16 bits, `mxfp4_kernel` moves 4.
+eager operators the rounding moves some 120 bytes for each weight of 16 bits, `mxfp4_kernel` moves 4.
 """
 
 import torch
@@ -45,9 +45,9 @@ def pack_mxfp4(w_D: Tensor) -> tuple[Tensor, Tensor]:
 def _scaled(w_D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Magnitudes over their scales as numbers of E2M1, the weights as float32, the scales' exponents plus 127."""
     blocks = w_D.detach().float().unflatten(-1, (-1, BLOCK))
-    amax = blocks.abs().amax(-1, keepdim=True)
-    biased = ((amax.view(torch.int32) >> 23) - 2).clamp_min(0)
-    sizes = blocks.abs() * ((254 - biased) << 23).view(torch.float32)  # 1 / scale
+    sizes = blocks.abs()
+    biased = ((sizes.amax(-1, keepdim=True).view(torch.int32) >> 23) - 2).clamp_min(0)
+    sizes = sizes * ((254 - biased) << 23).view(torch.float32)  # 1 / scale
     steps = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
     return ((sizes / steps).round() * steps).clamp_max(6.0), blocks, biased
 

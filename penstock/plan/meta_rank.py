@@ -224,7 +224,8 @@ def _layer_context(
     run: Run, axes: Axes, target: Target, weight_grads: WeightGradStore | None, buffers: SymmetricBuffers | None
 ) -> LayerContext:
     chosen = operators(kernel_choices(run, target.device))
-    if target.saving == "conventional":
+    in_mxfp4 = run.qat.experts == "mxfp4"  # only the one autograd function rounds matrices
+    if target.saving == "conventional" and not in_mxfp4:
         chosen = replace(chosen, expert_ffn=separate_expert_ffn, expert_ffn_is_fused=False, saves_rows=False)
     rule = offload.rule_for(run.offload, META)
     if rule.store is not None:
@@ -239,7 +240,7 @@ def _layer_context(
         replicas=replica_memory(run, axes, buffers),
         transfers=None if transfers_of(run, HOME) is None else RecordedTransferStream(),
         float8=float8_rule(run, target.device),
-        experts_in_mxfp4=run.qat.experts == "mxfp4",
+        experts_in_mxfp4=in_mxfp4,
         offload=rule,
     )
 

@@ -151,7 +151,10 @@ def _read_rounded(
     """A rectangle of whole rows; experts' matrices as products round them, from the dtype of the computation."""
     if not name.endswith(_MATRICES):
         return saved.read(name, rectangle, dtype)
-    return to_mxfp4(saved.read(name, rectangle, computed)).to(dtype)
+    values = saved.read(name, rectangle, computed)
+    for matrix in values:  # one at a time: rounding needs several times its memory
+        matrix.copy_(to_mxfp4(matrix))
+    return values.to(dtype)
 
 
 def _packed(line: WeightMapping, saved: SavedWeights, computed: torch.dtype) -> list[TensorEntry]:

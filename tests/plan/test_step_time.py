@@ -171,6 +171,9 @@ def test_experts_in_mxfp4_cost_the_time_of_their_bytes_in_each_pass_and_no_memor
     assert there.passes - here.passes == pytest.approx(there.terms["quantize"], rel=0.05)
     assert rounded.memory.parameters == plain.memory.parameters
     assert 0 <= rounded.memory.total - plain.memory.total < 1.05 * 2 * weights
+    # What saves more activations computes these experts in the same function.
+    other = project(rounded.run, parse_cluster("1xH200"), Assumptions(imbalance=1.0, saving="conventional"))
+    assert other.time.ranks[0].terms["quantize"] == there.terms["quantize"]
 
 
 def test_offloaded_activations_cost_next_to_nothing_unless_the_link_is_slow() -> None:
