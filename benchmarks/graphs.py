@@ -2,32 +2,37 @@
 
     python -m benchmarks.graphs --output benchmarks/results/graphs-h200.json
     python -m benchmarks.graphs --cases small,short --output benchmarks/results/graphs-parts-h200.json
+    python -m benchmarks.graphs --auto --output benchmarks/results/graphs-auto-h200x2.json
 
 Every case runs the same steps three times: eager, with passes captured (penstock/train/capture.py), and with the
 static parts of layers captured (penstock/train/capture.py). `small` compares bits: it is
 deterministic, and losses, norms, loads, held-out loss and the sums of weights and moments must be equal; `masked` has a
 document mask and recomputes every layer. The others are DeepSeek-V2-Lite of few layers, with work for the GPU (`long`),
 or so little that the host decides (`short`); these are not deterministic, so a second eager run says how far apart
-losses are without graphs.
+losses are without graphs. `--auto` runs `penstock train` by its defaults beside `graphs.capture=none`, on one or two
+GPUs.
 """
 
 import gc
+import re
 import statistics
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import record
+from benchmarks import record, runs
 from penstock.config.load import load_run
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.train.setup import Session, prepare
 from penstock.train.step import StepResult, evaluate, train_step
 
-FIXED = ["data.source=synthetic-random", "checkpoint.enabled=false", "training.precision=bf16"]
+FIXED = ["data.source=synthetic-random", "checkpoint.enabled=false", "training.precision=bf16", "graphs.capture=none"]
 SMALL = ["training.deterministic=true", "training.global_batch=8", "evaluation.rows=8", "model.mtp_layers=1"]
 LITE = ["evaluation.rows=0", "training.global_batch=8"]
 CASES: dict[str, tuple[str, list[str]]] = {
@@ -37,13 +42,34 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "short": ("deepseek-v2-lite-4l", [*LITE, "training.micro_batch=1", "training.sequence_length=1024"]),
 }
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemsetAsync")
+AUTO: dict[str, tuple[int, str, str]] = {
+    "DeepSeek-V2-Lite, 8 layers, 8 x 1 x 4,096": (1, "deepseek-v2-lite-8l", "8 1 4096"),
+    "DeepSeek-V2-Lite, 8 layers, 4 x 2 x 4,096": (1, "deepseek-v2-lite-8l", "8 2 4096"),
+    "Qwen3-30B-A3B, 7 layers, 8 x 1 x 2,048": (1, "qwen3-30b-a3b-7l", "8 1 2048"),
+    "Qwen3-30B-A3B, 7 layers, 4 x 2 x 2,048": (1, "qwen3-30b-a3b-7l", "8 2 2048"),
+    "ERNIE-4.5-21B-A3B, 7 layers, EP 2, 8 x 1 x 4,096": (2, "ernie-4.5-21b-a3b-7l", "16 1 4096 EP"),
+    "Llama-3.1-8B, 4 layers, TP 2, 8 x 1 x 2,048": (2, "llama3.1-8b-4l", "8 1 2048 parallel.tensor=2"),
+}
+"""GPUs, preset, and global batch, micro-batch, positions and overrides; EP shares experts over all GPUs."""
+
 STEPS, WARM = 8, 3
 """Steps of a case, and those that are not timed: kernels are compiled in the first, the second captures."""
 
 
 def main() -> None:
-    options = record.parser(__doc__, cases=(",".join(CASES), "some of them, a,b")).parse_args()
+    options = record.parser(
+        __doc__,
+        cases=(",".join(CASES), "some of them, a,b"),
+        auto=(False, "the default beside eager passes"),
+        devices=(2, "GPUs of --auto"),
+    ).parse_args()
     numbers: dict[str, Any] = {}
+    if options.auto:
+        for name, (devices, preset, sizes) in AUTO.items():
+            if devices <= options.devices:
+                numbers[name] = by_default(devices, preset, sizes)
+                record.write(options, numbers, steps=STEPS, warm=WARM)
+        return
     for name in options.cases.split(","):
         preset, overrides = CASES[name]
         fixed = [*FIXED, *overrides]
@@ -93,6 +119,30 @@ def measure(preset: str, overrides: list[str]) -> tuple[dict[str, Any], list[Any
     gc.collect()
     torch.cuda.empty_cache()
     return row, [*kept, held_out, state]
+
+
+def by_default(devices: int, preset: str, sizes: str) -> dict[str, Any]:
+    """A run with eager passes, one by the default, and what the default chose."""
+    rows, micro_batch, length, *more = sizes.split()
+    fixed = [
+        *runs.QUIET,
+        "data.source=synthetic-random",
+        f"training.global_batch={rows}",
+        f"training.steps={2 * STEPS}",
+    ]
+    fixed += [f"training.micro_batch={micro_batch}", f"training.sequence_length={length}"]
+    fixed += [word.replace("EP", f"parallel.expert={devices}") for word in more]
+    found: dict[str, Any] = {"devices": devices, "overrides": fixed}
+    with tempfile.TemporaryDirectory() as folder:
+        for key, words in (("eager", ["graphs.capture=none"]), ("auto", [])):
+            command = ("train", preset, *fixed, *words, f"record.folder={folder}", "--name", key)
+            printed = runs.penstock(*command, *(["--processes", f"{devices}"] if devices > 1 else []))
+            lines = runs.lines_of(Path(folder, key))
+            found[key] = runs.medians(lines, WARM + 1) | {"loss": lines[-1]["loss"]}
+            found[key]["said"] = re.findall(r"graphs: (.*)", printed)
+    behind = re.search(r"(\d+)% of their time", " ".join(printed.split()))
+    faster = found["eager"]["step_seconds"] / found["auto"]["step_seconds"]
+    return found | {"behind_percent": behind and int(behind[1]), "faster": faster}
 
 
 def step(session: Session, rate: float) -> StepResult:

@@ -186,11 +186,11 @@ class Graphs(Section):
     """CUDA and HIP graphs: work of the device that is captured once and then launched in one call."""
 
     capture: Literal["none", "full", "partial", "auto"] = knob(
-        "none",
+        "auto",
         doc="Capture in the second step, and replay from there on, the whole forward and backward pass of a "
         "micro-batch (full); or of each layer attention, its norms, and the router with the order of its rows, where "
-        "the host reads row counts behind them (partial). auto does the first of these that it can, and says why where "
-        "it cannot. See docs/graphs.md.",
+        "the host reads row counts behind them (partial). auto does the first of these that it can, from the third "
+        "step on, where the second one shows that the host limits passes. See docs/graphs.md.",
     )
 
 

@@ -8,6 +8,7 @@ To add a rule: write a public function beside similar ones, and add its cases to
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Literal
 
 from penstock.config import dispatcher, graph_rules, layout_rules, model_rules, run_rules
 from penstock.config.parallel import Captured, Graphs
@@ -47,6 +48,14 @@ def capture_problem(run: Run, what: Captured) -> Problem | None:
     """The first rule that forbids a kind of capture for a run, or None; the run's own capture is not read."""
     asked = run.model_copy(update={"graphs": Graphs(capture=what)})  # auto asks about each kind in turn
     return next((problem for rule in _rules_of(graph_rules) if (problem := rule(asked)) is not None), None)
+
+
+def capture_on_a_gpu(run: Run) -> Literal["none"] | Captured:
+    """What `graphs.capture` captures on a GPU whose host limits passes: auto is the first kind that no rule forbids."""
+    if run.graphs.capture != "auto":
+        return run.graphs.capture
+    kinds: tuple[Captured, ...] = ("full", "partial")
+    return next((kind for kind in kinds if capture_problem(run, kind) is None), "none")
 
 
 def rule_text(rule: Callable[..., object]) -> str:

@@ -101,7 +101,9 @@ class SpaceBounds:
         self._hardware_times = times
         self._kinds = tuple(first_of_kinds(run, range(run.model.layers)))
         self.parts = (*self._kinds, EMBED, HEAD)
-        self._launch_seconds = cluster.hardware.host.launch_seconds * LAUNCHED[run.graphs.capture]
+        self._launch_seconds = cluster.hardware.host.launch_seconds
+        # Of layouts without a pipeline; auto may capture all.
+        self._launched = LAUNCHED["full" if run.graphs.capture == "auto" else run.graphs.capture]
         self._facts = composer.facts(run_of(run, neutral))
         depths = range(run.model.layers, run.model.layers + run.model.mtp_layers)
         self._mtp = tuple((kind, 1) for kind in (layer_kind(run, layer) for layer in depths) if kind in self._kinds)
@@ -155,13 +157,14 @@ class SpaceBounds:
             state=state,
             movable=movable,
             whole=whole,
-            launching=self._launching(micro_batches, least.launches),
+            launching=self._launching(family.pp, micro_batches, least.launches),
             update=self._update_seconds(family, places),
         )
 
-    def _launching(self, micro_batches: np.ndarray, launches: np.ndarray) -> np.ndarray:
+    def _launching(self, pp: int, micro_batches: np.ndarray, launches: np.ndarray) -> np.ndarray:
         """Seconds of the host in a step by part, from the launches of a layer of each kind."""
-        of_layers = SCALED_TIME * self._launch_seconds * micro_batches[:, None] * launches.sum(-1)
+        seconds = self._launch_seconds * (1.0 if pp > 1 else self._launched)
+        of_layers = SCALED_TIME * seconds * micro_batches[:, None] * launches.sum(-1)
         return np.pad(of_layers, _BESIDE_LAYERS)
 
     def ideal_seconds(self, divisions: Divisions) -> np.ndarray:
@@ -335,7 +338,7 @@ class SpaceBounds:
             divisions,
             forward=divisions.forward + np.pad(forward, _BESIDE_LAYERS),
             backward=divisions.backward + np.pad(backward, _BESIDE_LAYERS),
-            launching=self._launching(divisions.micro_batches, sums["launches"]),
+            launching=self._launching(family.pp, divisions.micro_batches, sums["launches"]),
         )
         rows = np.array(family.rows)[divisions.places[:, 3]]
         beside = SCALED * base.symmetric * divisions.tokens

@@ -17,6 +17,7 @@ from math import prod
 from types import MappingProxyType
 
 from penstock.config.fit import grid_of, micro_batches
+from penstock.config.rules import capture_on_a_gpu
 from penstock.config.run import Run
 from penstock.config.size import size_of
 from penstock.layout.actions import ActionCosts, Kind, Schedule, play
@@ -37,8 +38,8 @@ from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, add_timing, ste
 
 NOTHING = Timing()
 
-LAUNCHED: Mapping[str, float] = MappingProxyType({"none": 1.0, "partial": 0.43, "auto": 0.0, "full": 0.0})
-"""Share of the operators of passes that the host launches itself, by `graphs.capture` (benchmarks/graphs.py)."""
+LAUNCHED: Mapping[str, float] = MappingProxyType({"none": 1.0, "partial": 0.43, "full": 0.0})
+"""Share of the operators of passes that the host launches itself, by what is captured (benchmarks/graphs.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,9 @@ class StageTimer:
         self._software = software
         self._gathers = min(1.0, software.gathers / passes) if software.gathers else 1.0
         self._prepared = software.stage_seconds * (1 - software.captured) if run.parallel.pipeline > 1 else 0.0
-        self._launch = hardware.host.launch_seconds * LAUNCHED[run.graphs.capture] * software.launch_share
+        # Graphs are ours: how much of its own operators another trainer captures is in its launch share.
+        launched = LAUNCHED[capture_on_a_gpu(run)] if software.name == OWN.name else 1.0
+        self._launch = hardware.host.launch_seconds * launched * software.launch_share
 
     def stage(self, stage: StageActivations, gathers: Sequence[int], shards: RankGroup) -> StageTime:
         """Passes of a stage; FSDP2 gathers `gathers` bytes for each piece from the ranks `shards`."""

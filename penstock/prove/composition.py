@@ -65,7 +65,7 @@ def base_of(device: Device) -> tuple[str, ...]:
         f"model.moe.shared_expert_intermediate_size={16 * scale}",
         *(f"training.sequence_length={16 * scale}", "training.global_batch=4", "training.micro_batch=1"),
         *("optimizer.epsilon=1e-3", "optimizer.learning_rate=1e-2", "training.steps=2", "schedule.warmup_steps=0"),
-        *("schedule.decay=constant", "evaluation.rows=0", "checkpoint.enabled=false"),
+        *("schedule.decay=constant", "evaluation.rows=0", "checkpoint.enabled=false", "graphs.capture=none"),
         f"device={device}",
     )
 

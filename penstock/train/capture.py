@@ -20,13 +20,18 @@ Partial capture replays parts of each layer, forward and backward: attention wit
 and the order of this rank's slots (penstock/models/block.py, penstock/parallel/graphs.py). The first micro-batch of the
 second step captures them. Dispatch, experts, combine and dense networks stay eager, so the host may read row counts.
 Parts hold no collectives and do not depend on the rows of other ranks, so repeated steps replay them too.
+
+`graphs.capture` auto, the default, captures where the host is slower than the device: the second step stays eager and
+measures how far the device is behind when the host has launched the last kernel. Where the device is the limit, graphs
+gain little, keep memory, and hide phases of a pass from metrics and recordings.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -85,6 +90,10 @@ class _Captured(Generic[HeldT]):
         self._is_warm = False  # an eager step has compiled the kernels and created the communicators
         self._is_given_up = False
         self._notices: list[str] = []
+
+    @property
+    def is_warm(self) -> bool:
+        return self._is_warm
 
     def take_notices(self) -> tuple[str, ...]:
         notices, self._notices = tuple(self._notices), []
@@ -225,31 +234,112 @@ class CapturedParts(_Captured[PartialGraphs]):
         return losses
 
 
+HOST_LIMITS_BELOW = 0.2
+"""Auto captures where the device is behind the host, at the end of eager passes, by less than this share of their time.
+
+On H200s it was at most 0.04 where captured steps were 1.08 to 1.63 times as fast, and at least 0.27 where they were
+1.00 to 1.03 times as fast; nothing was between (docs/graphs.md).
+"""
+
+
+@dataclass(frozen=True)
+class EagerPasses:
+    """What eager passes show about their host."""
+
+    sums: Tensor
+    behind: float  # share of their time in which the host has launched everything and the device has not done it
+    has_room: bool  # for the pool of a graph beside the update, which cannot use it
+
+
+def _measured(model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase) -> EagerPasses:
+    device = model.device
+    torch.cuda.synchronize(device)
+    # Passes and update need at most `peak - resident` each, as far as is known: one of them is the pool of a graph.
+    resident, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    usable = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    begin = time.perf_counter()
+    sums = forward_backward(model, batch, rule, enter)
+    launched = time.perf_counter()
+    torch.cuda.synchronize(device)
+    end = time.perf_counter()
+    return EagerPasses(sums, (end - launched) / (end - begin), peak + (peak - resident) <= usable)
+
+
+class AutoPasses:
+    """Passes of `graphs.capture` auto: eager for two steps, then `captured` if the host limits them on any rank."""
+
+    def __init__(
+        self,
+        captured: CapturedPasses | CapturedParts,
+        measure: Callable[[RankModel, GlobalBatch, LossRule, EnterPhase], EagerPasses] = _measured,
+    ) -> None:
+        self._captured = captured
+        self._measure = measure
+        self._is_chosen: bool | None = None  # None until the second step has been measured
+        self._notices: tuple[str, ...] = ()
+
+    @property
+    def pool_bytes(self) -> int:
+        return self._captured.pool_bytes
+
+    def take_notices(self) -> tuple[str, ...]:
+        notices, self._notices = (*self._notices, *self._captured.take_notices()), ()
+        return notices
+
+    def release(self) -> None:
+        self._captured.release()
+
+    def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
+        if self._is_chosen or not self._captured.is_warm:
+            return self._captured(model, batch, rule, enter)  # which is eager in its first step
+        if self._is_chosen is not None:
+            return forward_backward(model, batch, rule, enter)
+        eager = self._measure(model, batch, rule, enter)
+        self._choose(all_gather_json({"behind": eager.behind, "has_room": eager.has_room}, model.axes.world))
+        return eager.sums
+
+    def _choose(self, ranks: Sequence[Any]) -> None:
+        behind = min(rank["behind"] for rank in ranks)  # of the slowest host
+        if behind >= HOST_LIMITS_BELOW:
+            why = f"passes stay eager, the device limits them: at their end it is {behind:.0%} of their time behind"
+        elif not all(rank["has_room"] for rank in ranks):
+            why = "passes stay eager, there may be no memory for a graph beside the update (graphs.capture=full tries)"
+        else:
+            why = f"the host limits passes: at their end the device is {behind:.0%} of their time behind"
+        self._is_chosen = why.startswith("the host")
+        self._notices = (f"graphs: {why}",)
+
+
 READS_COUNTS: dict[Captured, tuple[str, ...]] = {"full": ("permute", "experts"), "partial": ("permute",)}
 """Operators whose reference implementation reads row counts on the host."""
 
 
 def choose_capture(
     run: Run, device: torch.device, choices: Sequence[Choice]
-) -> tuple[CapturedPasses | CapturedParts | None, str]:
+) -> tuple[CapturedPasses | CapturedParts | AutoPasses | None, str]:
     """Choose the passes of a run by its `graphs.capture`: (passes, or None for eager ones; a note for the user).
 
     If graphs are asked for, raises a DeviceError if the device has none, and a KernelError if a kernel waits for it.
     """
     wanted = run.graphs.capture
-    if wanted == "none":
+    if wanted == "none" or (wanted == "auto" and device.type != "cuda"):
         return None, ""
-    if wanted != "auto" and (problem := _obstacle(wanted, run, device, choices)) is not None:
+    if wanted == "auto":
+        return _auto(run, device, choices)
+    if (problem := _obstacle(wanted, run, device, choices)) is not None:
         raise type(problem)(f"graphs.capture={wanted} is not available: {problem.what}", fix=problem.fix)
-    obstacle = _obstacle("full", run, device, choices)
-    if wanted == "full" or (wanted == "auto" and obstacle is None):
-        return CapturedPasses(is_asked_for=wanted == "full"), "passes, from the second step on"
-    if wanted == "partial":
-        return CapturedParts(is_asked_for=True), "parts of layers, from the second step on"
-    why_not = "" if obstacle is None else obstacle.what
+    if wanted == "full":
+        return CapturedPasses(is_asked_for=True), "passes, from the second step on"
+    return CapturedParts(is_asked_for=True), "parts of layers, from the second step on"
+
+
+def _auto(run: Run, device: torch.device, choices: Sequence[Choice]) -> tuple[AutoPasses | None, str]:
+    when = "from the third step on if the host limits passes (graphs.capture=none for never)"
+    if (obstacle := _obstacle("full", run, device, choices)) is None:
+        return AutoPasses(CapturedPasses(is_asked_for=False)), f"passes, {when}"
     if _obstacle("partial", run, device, choices) is not None:
-        return None, f"none: {why_not}"
-    return CapturedParts(is_asked_for=False), f"parts of layers, from the second step on; no passes: {why_not}"
+        return None, f"none: {obstacle.what}"
+    return AutoPasses(CapturedParts(is_asked_for=False)), f"parts of layers, {when}; no passes: {obstacle.what}"
 
 
 def _obstacle(what: Captured, run: Run, device: torch.device, choices: Sequence[Choice]) -> PenstockError | None:

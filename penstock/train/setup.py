@@ -40,7 +40,7 @@ from penstock.parallel.launch.environment import Environment, host_bytes, read_e
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
 from penstock.parallel.launch.rendezvous import MARGIN, start_fake_process_group, stop_process_group
 from penstock.train.adamw import state_shapes
-from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture
+from penstock.train.capture import AutoPasses, CapturedParts, CapturedPasses, choose_capture
 from penstock.train.optimizer import MasterAdamW, StateBytes
 from penstock.train.passes import forward_backward
 from penstock.train.saved_weights import load_initial_weights
@@ -62,7 +62,7 @@ class Session:
     rule: StepRule
     state: TrainState
     held_out: EvaluationRows | None  # this rank's rows; None without evaluation
-    graphs: CapturedPasses | CapturedParts | None = None  # None for eager passes
+    graphs: CapturedPasses | CapturedParts | AutoPasses | None = None  # None for eager passes
     graphs_note: str = ""  # see `choose_capture`
     notices: tuple[str, ...] = ()  # for the user before the first step
 

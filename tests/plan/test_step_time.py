@@ -89,7 +89,7 @@ def test_a_rate_is_tokens_over_seconds_and_devices_and_a_slower_chip_takes_longe
 
 
 def test_a_small_model_waits_for_its_host_unless_it_is_captured_and_recomputation_costs_time() -> None:
-    eager, captured = time_of("1xH200"), time_of("1xH200", "graphs.capture=full")
+    eager, captured = time_of("1xH200", "graphs.capture=none"), time_of("1xH200")
     assert eager.ranks[0].host > 0.5 * eager.step_seconds
     assert captured.step_seconds < eager.step_seconds
     assert captured.ranks[0].compute == pytest.approx(eager.ranks[0].compute)

@@ -306,7 +306,7 @@ def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     if launches is not None and launches.from_graphs > DOUBLED * launches.kernels:
         return None
     change = first_accepted(evidence, *_PASSES, _PARTS, text="graphs of whole passes")
-    if change is None or (run is not None and run.graphs.capture != "none"):
+    if change is None or (run is not None and run.graphs.capture not in ("none", "auto")):
         return None
     late = late_launches_us(evidence, bottlenecks)
     if launches is not None:  # the host does other things as well, of which a graph saves none
