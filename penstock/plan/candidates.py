@@ -148,7 +148,7 @@ class SearchSpace:
                 self._neutral,
                 pp=pp,
                 schedule="1f1b" if pp > 1 else NO_PIPELINE,
-                capture="none" if pp > 1 else self._neutral.capture,
+                capture=self._capture(pp),
             )
             shapes, shards, rows = self._schedules(pp), self._shards(), self._rows()
             every = [replace(base, ep=ep, etp=etp) for ep, etp in self._pairs(base, "ep", "etp", "edp")]
@@ -185,6 +185,10 @@ class SearchSpace:
             self.count += int(legal.sum()) * left
             yield LayoutSet(pp, tuple(dense), experts, shards, rows, shapes, legal)
 
+    def _capture(self, pp: int) -> str:
+        """A pipeline cannot do what is asked for of one rank; auto does what it can."""
+        return "none" if pp > 1 and self._neutral.capture != "auto" else self._neutral.capture
+
     def sizes(self, family: LayoutSet, indices: Sequence[int], shape: int, saving: Saving, sync_free: int) -> Sizes:
         """Sizes of a layout; `indices` are its places in `dense`, `experts`, `shards` and `rows` of the family."""
         dense, number, shard, rows = indices
@@ -192,7 +196,7 @@ class SearchSpace:
         sizes = replace(
             self._neutral, pp=family.pp, tp=tp, cp=cp, ep=experts.ep, etp=experts.etp, dispatcher=experts.dispatcher,
             sync_free=sync_free, shard=family.shards[shard], micro_batch=family.rows[rows],
-            schedule=schedule, vpp=vpp, capture="none" if family.pp > 1 else self._neutral.capture,
+            schedule=schedule, vpp=vpp, capture=self._capture(family.pp),
         )  # fmt: skip
         return with_saving(sizes, saving)
 

@@ -13,6 +13,7 @@ from itertools import groupby
 from penstock.config.fit import micro_batches
 from penstock.config.model import Model
 from penstock.config.parallel import Pipeline
+from penstock.config.rules import capture_on_a_gpu
 from penstock.config.run import Run
 from penstock.layout.actions import Schedule, play
 from penstock.layout.grid import Grid
@@ -323,8 +324,12 @@ class ComposedTimes:
         updates = (self._update(composed, position) for position in places)
         return max(sums.seconds + rest.seconds for sums, rest in updates)
 
+    def _key(self, composed: ComposedRun) -> tuple[Hashable, ...]:
+        """What the times of a stage depend on: pieces do not tell what graphs launch."""
+        return composed.reuse_key, capture_on_a_gpu(composed.run)
+
     def _timer(self, composed: ComposedRun) -> StageTimer:
-        key = composed.reuse_key
+        key = self._key(composed)
         if key not in self._timers:
             ops = [piece.forward_ops for piece in composed.proxy.stage.pieces]
             assumed = self.assumptions
@@ -340,7 +345,7 @@ class ComposedTimes:
         return self._timers[key]
 
     def _stage(self, composed: ComposedRun, number: int) -> StageTime:
-        key, gathers = (composed.reuse_key, composed.contents[number]), composed.gathers(number)
+        key, gathers = (*self._key(composed), composed.contents[number]), composed.gathers(number)
         if not gathers and key in self._stages:
             return self._stages[key]
         shards = self.cluster.group(composed.state.shards.dense)
