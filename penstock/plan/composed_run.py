@@ -324,7 +324,7 @@ class ComposedTimes:
         updates = (self._update(composed, position) for position in places)
         return max(sums.seconds + rest.seconds for sums, rest in updates)
 
-    def _key(self, composed: ComposedRun) -> tuple[Hashable, ...]:
+    def _key(self, composed: ComposedRun) -> Hashable:
         """What the times of a stage depend on: pieces do not tell what graphs launch."""
         return composed.reuse_key, capture_on_a_gpu(composed.run)
 
@@ -345,7 +345,7 @@ class ComposedTimes:
         return self._timers[key]
 
     def _stage(self, composed: ComposedRun, number: int) -> StageTime:
-        key, gathers = (*self._key(composed), composed.contents[number]), composed.gathers(number)
+        key, gathers = (self._key(composed), composed.contents[number]), composed.gathers(number)
         if not gathers and key in self._stages:
             return self._stages[key]
         shards = self.cluster.group(composed.state.shards.dense)
