@@ -5,7 +5,7 @@ from penstock.config.presets.registry import PRESETS
 from penstock.config.schema import as_toml, every_field, find, leaves
 from penstock.config.size import size_of
 from penstock.models.huggingface.config import TRAINING_ONLY
-from penstock.models.huggingface.families import FAMILIES
+from penstock.models.huggingface.families import FAMILIES, LACKING
 from penstock.models.huggingface.family import Family
 from penstock.models.huggingface.weight_names import rotary_halves
 from tools.pages import page, table
@@ -27,6 +27,10 @@ def models_page() -> str:
         families=table(("family", "presets", "fields that its models set"), map(_family_row, families)),
         forms=table(("family", "`model_type`", "class", "experts are", "differs in"), _forms()),
         values=table(("family", "always set", "required values"), [_said(*item) for item in FAMILIES.items()]),
+        lacking=table(
+            ("part", "`model_type`"),
+            [(part, ", ".join(f"`{one}`" for one in types)) for part, types in LACKING.items()],
+        ),
         training=", ".join(f"`model.{path}`".replace(".`", ".*`") for path in TRAINING_ONLY),
     )
 

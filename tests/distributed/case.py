@@ -6,9 +6,11 @@ from penstock.config.model import Balance, Model, Rope, Yarn
 from penstock.config.schema import as_toml, leaves
 from tests.models.families import moe_with
 from tests.models.huggingface.family_models import (
+    SCALED,
     attention,
     dense,
     ernie,
+    gemma3,
     glm4_moe,
     gpt_oss,
     llama4,
@@ -81,6 +83,9 @@ FAMILIES = {
     "Qwen3-Next": DOCUMENTS + _overrides(qwen3_next(**SIZES)),
     "Llama 4": DOCUMENTS + _overrides(llama4(local=nope(2), qk_norm="rotated-head", rope=Rope(), every=2, **SIZES)),
     "gpt-oss": DOCUMENTS + _overrides(gpt_oss(rope=Rope(yarn=YARN), **SIZES)),
+    "FlexOlmo": _overrides(olmoe(family="flex-olmo", norm_position="post", **SIZES)),
+    "Granite-MoE": _overrides(mixtral(family="granite-moe", **SCALED, **SIZES)),
+    "Gemma 3": DOCUMENTS + _overrides(gemma3(**SIZES)),
     "Qwen3, dense": _overrides(
         dense("qwen3", dense_layers=4, attention=attention(qk_norm="head"), tie_word_embeddings=True, **SIZES)
     ),

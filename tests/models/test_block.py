@@ -13,12 +13,14 @@ from torch import Tensor
 
 from penstock.config.model import Balance, Model
 from penstock.config.parallel import Dispatch, Overlap
+from penstock.kernels import reference as norms
 from penstock.kernels.backends import FIELDS, TRITON
 from penstock.kernels.operators import REFERENCE, TORCH, Operators
 from penstock.models.block import Block
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
 from penstock.models.model_inputs import ForwardContext
+from penstock.models.norm import PreNorm, RMSNorm
 from penstock.models.parameters import initialize
 from penstock.moe.layer import MoE
 from penstock.parallel.async_transfer import TransferStream
@@ -37,6 +39,8 @@ MODELS = {
     "dense": tiny_model(dense_layers=1, layers=1),
     "shared": tiny_model(dense_layers=0, layers=1),
     "routed": moe_with(tiny_model(dense_layers=0, layers=1), shared_expert_intermediate_size=0),
+    "post": tiny_model(dense_layers=0, layers=1, norm_position="post"),
+    "sandwich": tiny_model(dense_layers=1, layers=1, norm_position="sandwich", residual_scale=0.5),
 }
 NORMS = {field: vars(TRITON)[field] for field in FIELDS["norm"]}
 OPERATORS = {"reference": REFERENCE, "torch": TORCH}
@@ -56,14 +60,19 @@ def a_block(model: Model, layer_context: LayerContext, device: torch.device = CP
 
 
 def by_plain_sums(block: Block, x_BSD: Tensor, context: ForwardContext) -> Tensor:
-    """A pre-norm layer as papers write it."""
-    x_BSD = x_BSD + block.attention(block.attention_norm(x_BSD)[0], context, None)
-    x_TD = block.ffn_norm(x_BSD)[0].flatten(0, 1)
+    """A layer as papers write it."""
+
+    def norm(norm: PreNorm | RMSNorm | None, x_BSD: Tensor) -> Tensor:
+        return x_BSD if norm is None else norms.rms_norm(x_BSD, norm.weight_D, norm.epsilon)
+
+    attended_BSD = block.attention(norm(block.attention_norm, x_BSD), context, None)
+    x_BSD = x_BSD + block.residual_scale * norm(block.attention_post_norm, attended_BSD)
+    x_TD = norm(block.ffn_norm, x_BSD).flatten(0, 1)
     if isinstance(block.ffn, MoE):
         y_TD = torch.stack(drain(block.ffn.after_routing(x_TD, x_TD, block.ffn.route(x_TD, context.scope)))).sum(0)
     else:
         y_TD = block.ffn(x_TD)
-    return x_BSD + y_TD.view_as(x_BSD)
+    return x_BSD + block.residual_scale * norm(block.ffn_post_norm, y_TD.view_as(x_BSD))
 
 
 def trained(block: Block, y_BSD: Tensor, x_BSD: Tensor) -> dict[str, Tensor]:
@@ -97,7 +106,7 @@ def here(*patterns: str) -> tuple[str, ...]:
 
 @pytest.mark.often(
     *here("routed-triton-*", "shared-torch-norm+moe", "dense-reference-moe+dense", "dense-triton-layer"),
-    *here("shared-reference-", "routed-torch-layer"),
+    *here("shared-reference-", "routed-torch-layer", "post-torch-norm+moe", "sandwich-triton-norm"),
 )
 @pytest.mark.parametrize("kinds", [(), ("norm",), ("moe", "dense"), ("norm", "moe"), ("layer",)], ids="+".join)
 @pytest.mark.parametrize("operators", OPERATORS.values(), ids=OPERATORS)

@@ -30,7 +30,7 @@ from penstock.config.run import LearningRateSchedule, Optimizer, Run, Training
 from penstock.config.schema import as_toml, find, leaves
 from penstock.config.size import size_of
 from penstock.models.huggingface.config_parts import KEYS_OF_PARTS, Keys, Values, agreed, refused
-from penstock.models.huggingface.families import FAMILIES, family_of
+from penstock.models.huggingface.families import FAMILIES, LACKING, family_of
 from penstock.models.huggingface.family import Family
 
 TRAINING_ONLY = (
@@ -288,7 +288,8 @@ _MOST = 10**7
 
 def unsupported(model_type: str, text: Mapping[str, Any], known: Collection[str]) -> ConfigError:
     """The error for a file of another family, one line; `known` are the keys of all families."""
-    parts = dict.fromkeys(part for key, value in text.items() if value for part in _parts(key, value))
+    parts = dict.fromkeys(part for part, types in LACKING.items() if model_type in types)
+    parts |= dict.fromkeys(part for key, value in text.items() if value for part in _parts(key, value))
     parts |= dict.fromkeys(key[:30] for key, value in text.items() if value and _is_other(key, known))
     shown = ", ".join([*parts][:_SHOWN]) + (f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else "")
     return ConfigError(

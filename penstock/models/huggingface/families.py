@@ -567,6 +567,29 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
+LACKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "soft caps of scores or logits": ("beam", "gemma2", "nanochat", "vaultgemma"),
+        "LayerNorm": ("cohere", "cohere2", "cohere2_moe", "dbrx", "nemotron", "phimoe", "stablelm", "starcoder2"),
+        "norms of heads, with weights, behind their rotation": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        "layers that see the whole row elsewhere than at every n-th place": ("cwm", "flint", "mimo_v2_flash"),
+        "gates of attention as a matrix of their own": ("afmoe", "laguna", "step3p7_text"),
+        "a temperature of queries in all layers": ("ministral3", "mistral4"),
+        "a norm behind the experts alone": ("axk1",),
+        "a choice of experts by logits and bias": ("kolibri1",),
+        "a bound of linear attention's decay": ("bailing_hybrid",),
+        "linear attention without a delta rule": ("minimax",),
+        "experts without weights": ("longcat_flash",),
+        "experts in attention": ("jetmoe",),
+        "hyper-connections": ("deepseek_v4", "glm5_next", "hy_v4", "qwen4_exp"),
+        "state-space layers": ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"),
+        "convolutions in place of attention": ("lfm2", "lfm2_moe"),
+        "embeddings of each layer": ("gemma3n", "gemma4"),
+    }
+)
+"""Parts that no model here has, and the model types of `transformers` 5.23 that need them."""
+
+
 def family_of(config: Model) -> Family:
     """The family of a model. Raises ConfigError if it has no Hugging Face form."""
     if config.family not in FAMILIES:

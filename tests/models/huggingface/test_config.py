@@ -157,8 +157,8 @@ def _changed(name: str, **changes: Any) -> dict[str, Any]:
 
 CANNOT_BE_READ = {
     "an unknown family": (
-        _changed("llama", model_type="gemma4"),
-        "config.json: model_type 'gemma4' is not supported; got layers that no key tells apart from those here; fix: ",
+        _changed("llama", model_type="arctic"),
+        "config.json: model_type 'arctic' is not supported; got layers that no key tells apart from those here; fix: ",
     ),
     "no family": ({}, "config.json: model_type says no family; allowed: deepseek_v2, "),
     "a key that is not there and has no default": (
@@ -246,7 +246,8 @@ CANNOT_BE_READ = {
 
 LACKING = {
     "gemma2": ("activation gelu_pytorch_tanh", "logits with a soft cap", "(grouped-query attention, no experts, "),
-    "phimoe": ("nearest preset, mixtral-8x7b (grouped-query attention, 8 experts, ",),
+    "phimoe": ("LayerNorm", "nearest preset, mixtral-8x7b (grouped-query attention, 8 experts, "),
+    "hunyuan_v1_dense": ("norms of heads, with weights, behind their rotation",),
     "jamba": ("state-space layers", "(linear attention, "),
     "cohere2_moe": ("scaled embeddings, scores or residuals", "LayerNorm", "minimax-m2"),
     "deepseek_v4": ("compress_rates, compress_rope_theta, hc_mult",),
