@@ -161,6 +161,8 @@ def tune(  # noqa: PLR0913 - one argument for each option
     """
     kept = _assignments(keep)
     run, freed = load_run(target, (*(overrides or ()), *kept)), _free(free)
+    if objective == "energy" and not _on_gpu(run):
+        raise ConfigError("--objective energy reads the power of a GPU", got="a CPU", fix="leave --objective at tokens")
     usual = FLOAT8_TOLERANCE if "float8" in freed else LOSS_TOLERANCE[run.training.precision]
     settings = SearchSettings(
         budget_seconds=budget_seconds(budget),
@@ -183,6 +185,10 @@ def tune(  # noqa: PLR0913 - one argument for each option
     return code
 
 
+def _on_gpu(run: Run) -> bool:
+    return run.device != "cpu" and torch.cuda.device_count() > 0
+
+
 class _Asked(NamedTuple):
     run: Run
     kept: tuple[str, ...]
@@ -196,7 +202,7 @@ class _Asked(NamedTuple):
 
 def _tuned(asked: _Asked, environment: Environment, ranks: int, starter: StartRanks, folder: Path) -> int:
     run, begin = asked.run, time.monotonic()
-    on_gpu = run.device != "cpu" and torch.cuda.device_count() > 0
+    on_gpu = _on_gpu(run)
     local = environment.local_world_size if environment.started_by else ranks
     ground = Ground(
         starter=starter,

@@ -64,8 +64,11 @@ FIELDS: dict[str, MetricField] = {
     ),
     "power_watts": MetricField(
         "W",
-        "Power of the first rank's GPU, the median of the step. This and the next three need the package nvidia-ml-py "
+        "Power of the first rank's GPU, the median of the step. This and the next four need the package nvidia-ml-py "
         "or amdsmi, and are null without it.",
+    ),
+    "tokens_per_joule": MetricField(
+        "tokens/J", "Tokens of a device in a second over that power: at the power limit, speed is energy."
     ),
     "power_limit_watts": MetricField("W", "Power that its board may draw."),
     "clock_mhz": MetricField("MHz", "Its clock, the median of the step: lower than the highest where power limits it."),
@@ -164,6 +167,7 @@ def record(report: StepReport) -> dict[str, Any]:
         "peak_memory_bytes": report.peak_memory_bytes,
         "peak_host_memory_bytes": report.peak_host_memory_bytes,
         "power_watts": report.power.watts,
+        "tokens_per_joule": report.tokens_per_second_per_device / report.power.watts if report.power.watts else None,
         "power_limit_watts": report.power.limits.watts,
         "clock_mhz": report.power.clock_mhz,
         "clock_limit_mhz": report.power.limits.clock_mhz,

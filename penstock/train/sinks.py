@@ -87,6 +87,7 @@ EXPORTED: Mapping[str, str] = MappingProxyType(
         "peak_memory_bytes": "penstock_peak_memory_bytes",
         "peak_host_memory_bytes": "penstock_peak_host_memory_bytes",
         "power_watts": "penstock_power_watts",
+        "tokens_per_joule": "penstock_tokens_per_joule",
         "power_limit_watts": "penstock_power_limit_watts",
         "clock_mhz": "penstock_clock_megahertz",
         "clock_limit_mhz": "penstock_clock_limit_megahertz",

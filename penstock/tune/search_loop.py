@@ -26,13 +26,14 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal, Protocol
 
+from penstock.base.errors import DeviceError
 from penstock.tune.belief import CONFIDENT, LEAST_NOISE, Belief, Measured, StepEstimate, TrialCandidate
 
 LEAST_GAIN = 0.01  # a candidate that cannot gain more is not tried
 CLOCK = 1.3  # factor between the clock of a trial and the clock of the loop that is no accident any more
 MEMORY_ERROR = 0.05  # standard deviation of the projected memory, as a share
 WHOLE_STEPS = 3  # steps of a trial of whole steps, the first of them not timed
-Objective = Literal["tokens", "memory", "time-to-loss"]
+Objective = Literal["tokens", "memory", "energy", "time-to-loss"]
 
 Kind = Literal[
     "ran", "out of memory", "hang", "crash", "refused", "not finite", "another loss", "lying clock", "too slow"
@@ -53,6 +54,7 @@ class TrialResult:
     was_stopped: bool = False  # ended early because it could not win
     spread: float = 0.0  # relative standard deviation of the medians of several trials; 0 of one
     expert_load: float | None = None  # fullest expert over the mean; None without experts
+    power_watts: float | None = None  # median of the first rank's GPU; None without readings
     folder: str = ""  # of its run
 
     @property
@@ -100,7 +102,7 @@ class TrialRecord:
     result: TrialResult
     projected: float
     estimated: StepEstimate
-    score: float = math.inf  # seconds, or bytes for the objective `memory`; less is better
+    score: float = math.inf  # seconds, bytes for the objective `memory`, joules for `energy`; less is better
     number: int = 1  # of the trials of this candidate
     is_whole: bool = False  # the one trial of whole steps, where those of `candidate` are short
 
@@ -393,6 +395,14 @@ class Search:
             score = record.peak_memory_bytes
         elif result.kind == "ran" and objective == "tokens":
             score = record.even_step
+        elif result.kind == "ran" and objective == "energy":
+            if result.power_watts is None:
+                raise DeviceError(
+                    "--objective energy finds no power of the GPU in the metrics of a trial",
+                    got="power_watts null",
+                    fix="install nvidia-ml-py (NVIDIA) or amdsmi (AMD), or leave --objective at tokens",
+                )
+            score = record.even_step * result.power_watts
         elif result.kind == "ran":
             first = self.reference
             steps = len(result.losses) if first is None else steps_to(result.losses, first.result.losses[-1])

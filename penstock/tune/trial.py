@@ -65,6 +65,7 @@ class Figures:
     step_seconds_p99: float
     step_seconds_highest: float
     model_flops_utilization: float | None  # median; None if the device's peak is unknown
+    power_watts: float | None  # median of the first rank's GPU; None without readings
     peak_memory_bytes: int  # maximum over ranks, warm-up included
     expert_load_max_over_mean: float | None  # median; None for a dense model
     repeated_steps: int  # steps that ran twice because rows exceeded their buffers (dispatch.row_capacity_factor)
@@ -173,6 +174,7 @@ def figures_of(lines: Sequence[dict[str, Any]], warm_up: int, seconds: float) ->
         step_seconds_p99=float(np.percentile(times, 99)),
         step_seconds_highest=max(times),
         model_flops_utilization=_median(timed, "model_flops_utilization"),
+        power_watts=_median(timed, "power_watts"),
         peak_memory_bytes=max(line["peak_memory_bytes"] for line in lines),
         expert_load_max_over_mean=_median(timed, "expert_load_max_over_mean"),
         repeated_steps=sum(line["rows_left_out"] > 0 for line in timed),
@@ -321,6 +323,7 @@ class RealTrials:
             seconds=outcome.seconds,
             was_stopped=watch.has_stopped,
             expert_load=outcome.expert_load_max_over_mean,
+            power_watts=outcome.power_watts,
             folder=folder,
         )
 

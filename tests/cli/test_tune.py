@@ -163,7 +163,8 @@ def test_kept_fields_stay(asked: list[str], keep: str, fields: tuple[str, ...]) 
     [
         (("--budget", "soon"), "--budget is no time"),
         (("--free", "floot8"), "did you mean float8?"),
-        (("--objective", "joy"), "'joy' is not one of 'tokens', 'memory', 'time-to-loss'"),
+        (("--objective", "joy"), "'joy' is not one of 'tokens', 'memory', 'energy', 'time-to-loss'"),
+        (("--objective", "energy"), "--objective energy reads the power of a GPU; got a CPU"),
         (("--resume",), "there is no search to go on with"),
         (("--keep", "training.micro_batsh=1"), "micro_batch"),
     ],
@@ -186,7 +187,12 @@ def simulated_h200(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
             made = int((trial.most_seconds - 15.0) / step)
             reason = f"not done after {trial.most_seconds:.0f} s, in which it made {made} steps"
             return Failure(kind="failed", reason=reason, seconds=trial.most_seconds)
-        each = {"tokens_per_second_per_device": 1.0, "step_seconds": step, "model_flops_utilization": None}
+        each = {
+            "tokens_per_second_per_device": 1.0,
+            "step_seconds": step,
+            "model_flops_utilization": None,
+            "power_watts": None,
+        }
         each |= {"peak_memory_bytes": 10**10, "expert_load_max_over_mean": 2.0, "rows_left_out": 0}
         lines = [{**each, "loss": 11.0 - step / run.training.global_batch} for step in range(run.training.steps)]
         return figures_of(lines, trial.warm_up, seconds)

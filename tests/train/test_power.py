@@ -87,7 +87,8 @@ def test_without_a_package_or_an_answer_nothing_is_known(driver: Path, fault: st
 
 
 def test_metrics_have_power_and_clock() -> None:
-    names = ("power_watts", "power_limit_watts", "clock_mhz", "clock_limit_mhz")
-    line = record(step_report(3, power=PowerReading(690.0, 1410.0, PowerLimits(700.0, 1980.0))))
-    assert [line[name] for name in names] == [690.0, 700.0, 1410.0, 1980.0]
-    assert [record(step_report(3))[name] for name in names] == [None] * 4
+    names = ("power_watts", "power_limit_watts", "clock_mhz", "clock_limit_mhz", "tokens_per_joule")
+    report = step_report(3, power=PowerReading(690.0, 1410.0, PowerLimits(700.0, 1980.0)))
+    tokens_per_joule = report.tokens_per_second_per_device / 690.0
+    assert [record(report)[name] for name in names] == [690.0, 700.0, 1410.0, 1980.0, tokens_per_joule]
+    assert [record(step_report(3))[name] for name in names] == [None] * 5

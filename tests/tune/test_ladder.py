@@ -197,6 +197,11 @@ def test_the_balancing_of_a_run_is_said_in_words(overrides: list[str], told: str
 def figures(speed: float, losses: Sequence[float] = (6.0, 5.0, 4.0), **changes: object) -> Figures:
     """A median step of 0.1 s; the slowest takes a quarter longer."""
     times = {"step_seconds": (0.1, 0.1, 0.125), "step_seconds_median": 0.1, "step_seconds_p99": 0.12}
-    sizes = {"model_flops_utilization": 0.25, "expert_load_max_over_mean": 1.5, "peak_memory_bytes": 3 * 2**30}
+    sizes = {
+        "model_flops_utilization": 0.25,
+        "power_watts": None,
+        "expert_load_max_over_mean": 1.5,
+        "peak_memory_bytes": 3 * 2**30,
+    }
     rest = {"step_seconds_highest": 0.125, "losses": tuple(losses), "repeated_steps": 0, "seconds": 2.0}
     return Figures(tokens_per_second_per_device=speed, **(times | sizes | rest | changes))  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulated_machine import SimulatedMachine, random_candidates
+from penstock.base.errors import DeviceError
 from penstock.tune.belief import Belief, Measured, StepEstimate, TrialCandidate
 from penstock.tune.search_loop import (
     LEAST_GAIN,
@@ -208,6 +209,26 @@ def test_memory_is_an_objective() -> None:
     there = machine(2)
     search = searched(there, replace(NO_LIMIT, objective="memory"))
     assert leader(search).memory_bytes <= 1.03 * min(one.memory_bytes for one in there.candidates)
+
+
+def test_the_fewest_joules_of_a_step_are_an_objective_which_needs_readings_of_power() -> None:
+    watts: dict[str, float | None] = {"a=0": 700.0, "a=1": 560.0, "a=2": 700.0}
+    seconds = {"a=0": 1.0, "a=1": 0.97, "a=2": 0.95}
+
+    class Powered:
+        def run(self, candidate: TrialCandidate, limits: TrialLimits) -> TrialResult:
+            (word,) = candidate.overrides
+            steps = tuple(seconds[word] * (1 + 1e-4 * step) for step in range(8))
+            return TrialResult(step_seconds=steps, losses=(5.0,), seconds=10.0, power_watts=watts[word])
+
+    candidates = [TrialCandidate(overrides=(f"a={n}",), terms={f"t{n}": 1.0 - 0.1 * n}) for n in range(3)]
+    for objective, best in (("tokens", "a=2"), ("energy", "a=1")):
+        search = Search(candidates, Powered(), SearchSettings(budget_seconds=1e9, objective=objective))
+        search.run()
+        assert leader(search).overrides == (best,)
+    watts["a=0"] = None
+    with pytest.raises(DeviceError, match="finds no power of the GPU .*; fix: install nvidia-ml-py"):
+        Search(candidates, Powered(), SearchSettings(budget_seconds=1e9, objective="energy")).run()
 
 
 def test_a_diagnosis_adds_candidates_once_for_a_leader() -> None:

@@ -35,7 +35,7 @@ wait
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
     speed = {"tokens_per_second_per_device": 100.0 * step, "step_seconds": 1.0 / step}
-    speed |= {"model_flops_utilization": 0.1 * step, "peak_memory_bytes": 1000 - step}
+    speed |= {"model_flops_utilization": 0.1 * step, "power_watts": 690.0, "peak_memory_bytes": 1000 - step}
     return speed | {"expert_load_max_over_mean": 2.0, "rows_left_out": 0, "loss": 10.0 - step} | changes
 
 
