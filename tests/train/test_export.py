@@ -22,6 +22,7 @@ from penstock.models.huggingface.weights import load_huggingface
 from penstock.parallel.shard import whole
 from penstock.train import weight_exchange
 from penstock.train.checkpoint import CheckpointStore
+from penstock.train.saved_model import load_decoder
 from penstock.train.state import identity_of
 from penstock.train.weight_exchange import INDEX_FILE, TOLERANCE, Precision, export_huggingface, verify_export
 from tests.closeness import assert_equal
@@ -31,7 +32,7 @@ from tests.models.huggingface.family_models import YARN, gpt_oss, llama4, nope, 
 from tests.parallel.test_collectives import world
 from tests.train.layouts import Layout, ranks_of
 from tests.train.small_model import holdings_of
-from tests.train.tiny_run import TRAINING, random_model, tiny_model, tiny_run
+from tests.train.tiny_run import CPU, TRAINING, random_model, tiny_model, tiny_run
 
 
 def _tensors(model: Decoder) -> dict[str, Tensor]:
@@ -180,6 +181,10 @@ def test_experts_in_mxfp4_are_exported_as_the_run_computes_with_them(family: str
     }
     assert_equal(again.state_dict(), expected)
     assert verify_export(run, out) < TOLERANCE
+    # Samples and evaluation of the checkpoint read rounded experts too.
+    sampled, tokens_BS = load_decoder(run, _store(tmp_path / "saved"), 1, CPU), torch.arange(24).view(2, 12)
+    positions_BS = torch.arange(12).expand(2, -1)
+    assert_equal(sampled.logits(tokens_BS, positions_BS), again.eval().logits(tokens_BS, positions_BS))
 
     packed = [name for name in load_file(out / "model.safetensors") if name.endswith((BLOCKS, SCALES))]
     method = json.loads((out / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
