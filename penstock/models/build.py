@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from penstock.config.model import LatentAttention, Model, warms_indexer_up
 from penstock.config.run import Run
@@ -37,7 +36,7 @@ from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import recomputed_kinds
-from penstock.parallel.shard import Float8Shard, shard_fully
+from penstock.parallel.shard import Float8Shard, is_dtensor, shard_fully
 
 
 def whole_model(config: Model) -> Stage:
@@ -186,9 +185,16 @@ def set_dtypes(run: Run, decoders: Collection[Decoder], axes: Axes, device: torc
 
 def materialize(run: Run, device: torch.device, decoders: Collection[Decoder]) -> None:
     """Give meta decoders memory and their initial weights."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        if is_dtensor(tensor):
+            return torch.empty_like(tensor, device=device)
+        # The like of a meta tensor would import sympy, a fifth of the start of a process.
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
     for decoder in decoders:
-        decoder.to_empty(device=device)
-    for decoder in decoders:  # After all of them have memory: `to_empty` replaces a shared embedding's memory again.
+        decoder._apply(empty)  # what `to_empty` does
+    for decoder in decoders:  # After all of them have memory: this replaces a shared embedding's memory again.
         initialize(decoder, run.seed, run.model.initializer_range)
 
 
@@ -211,7 +217,7 @@ def gather_in_float8(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
                 matrices, count = (module.gate_up_eFD, module.down_eDF), module.shapes["down_eDF"][0]
             else:
                 continue
-            if recipe is not None and all(isinstance(matrix, DTensor) for matrix in matrices):
+            if recipe is not None and all(is_dtensor(matrix) for matrix in matrices):
                 dtype = compute_dtype(run)
                 module.gathered = tuple(Float8Shard(matrix, axis, recipe, rule, dtype, count) for matrix in matrices)
 
@@ -226,7 +232,7 @@ def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         if not isinstance(module, TopKRouter):
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter.dtype != dtype and not isinstance(parameter, DTensor):
+                if parameter.dtype != dtype and not is_dtensor(parameter):
                     cast = nn.Parameter(parameter.to(dtype), requires_grad=parameter.requires_grad)
                     module.register_parameter(name, cast)
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.quantized import (
@@ -36,7 +35,7 @@ from penstock.parallel.async_transfer import WeightGradStore, deferrable
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_scatter
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.shard import Float8Shard
+from penstock.parallel.shard import Float8Shard, is_dtensor
 
 # Dense float8 products: a linear layer, and a SwiGLU network as one autograd function.
 #
@@ -325,7 +324,7 @@ class Linear(nn.Linear):
 
         Copies keep their addresses, because captured graphs read them. FSDP2 weights are quantized after the gather.
         """
-        if self.float8 is not None and not isinstance(self.weight, DTensor):
+        if self.float8 is not None and not is_dtensor(self.weight):
             quantize = self.float8.operators.quantize_weight
             self.copies = quantize(self.weight, recipe_of(self.float8), self.float8.forward, self.copies)
 
@@ -347,6 +346,11 @@ class Embedding(nn.Embedding):
         super().__init__(rows, columns)
         self.cuts = {"weight": cuts}
         self.axis = axis
+
+    def reset_parameters(self) -> None:
+        """Keep what is there: a model is built without memory, where drawing would import PyTorch's compiler."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Look up ids (int64), which all tensor-parallel ranks share. Returns B x S / ranks x D of our positions."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from penstock.kernels.float8.quantized import WeightCopies
 from penstock.layout.sharding import Cut, LocalSlice, Matrices, Rectangle, global_shape, local_slices
@@ -17,7 +16,7 @@ from penstock.models.norm import Norm
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.router import TopKRouter, hash_table
 from penstock.parallel.axes import Axes, Axis
-from penstock.parallel.shard import Float8Shard, ParamShard, ShardedTensor, own_rows, refresh
+from penstock.parallel.shard import Float8Shard, ParamShard, ShardedTensor, is_dtensor, own_rows, refresh
 
 
 def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
@@ -62,8 +61,7 @@ def fuse_wgrad_accumulation(decoders: Iterable[Decoder], buffer_of: Callable[[st
         for path, module in decoder.named_modules():
             # FSDP2 reduces the gradients of autograd, and frozen parameters have no buffer.
             if any(
-                isinstance(parameter, DTensor) or not parameter.requires_grad
-                for parameter in module.parameters(recurse=False)
+                is_dtensor(parameter) or not parameter.requires_grad for parameter in module.parameters(recurse=False)
             ):
                 continue
             if isinstance(module, GroupedExperts):

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from penstock.config.model import Moe
 from penstock.kernels.expert_ffn import expert_ffn as fused_ffn
@@ -28,7 +27,7 @@ from penstock.layout.sharding import Cut, local_shape
 from penstock.moe.dispatch.contract import ExpertRows
 from penstock.parallel.async_transfer import deferrable
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.shard import Float8Shard
+from penstock.parallel.shard import Float8Shard, is_dtensor
 
 ACTIVATIONS: Mapping[str, ExpertRule] = MappingProxyType(
     {"silu": SWIGLU, "gelu": ExpertRule(is_gelu=True), "relu2": ExpertRule(is_gated=False)}
@@ -115,7 +114,7 @@ class GroupedExperts(nn.Module):
     def refresh_float8(self) -> None:
         """Quantize the matrices after each change of them, into the same memory; no copies under FSDP or in 16 bits."""
         held = self.gate_up_eFD, self.down_eDF
-        if self.float8.experts is None or any(isinstance(weight, DTensor) for weight in held):
+        if self.float8.experts is None or any(is_dtensor(weight) for weight in held):
             self.float8_copies = None
             return
         old = self.float8_copies

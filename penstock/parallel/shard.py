@@ -18,19 +18,19 @@ sharded inside a block of ranks.
 Ignored parameters (routers), and those with one rank to shard over, stay whole for the optimizer.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from penstock.base.errors import KernelError
 from penstock.config.parallel import Parallel
@@ -40,6 +40,17 @@ from penstock.kernels.float8.quantized import GatheredCopies, GatheredWeight, Qu
 from penstock.layout.sharding import Cut, LocalSlice, Matrices, local_shape, local_slices, row_width, rows_of_chunk
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_flat
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
+    """Whether FSDP2 has sharded a parameter; nothing is a DTensor before someone has imported it."""
+    # Sympy comes with the import, together a quarter of the start of a process that shards nothing.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +172,7 @@ def shard_fully(
     ignored = ignored | {
         parameter for module, sub_axis in inner.items() if sub_axis.shard.size == 1 for parameter in module.parameters()
     }
-    divided = [name for name, value in root.named_parameters() if isinstance(value, DTensor) and value not in ignored]
+    divided = [name for name, value in root.named_parameters() if is_dtensor(value) and value not in ignored]
     assert not divided, f"{divided[0]} belongs to another root already"
     for module, sub_axis in inner.items():  # first, because FSDP2 takes the parameters that no module inside has taken
         if sub_axis.shard.size > 1:
@@ -175,15 +186,15 @@ def shard_fully(
     for unit in units:
         _divide(unit, axis, settings, device, compute_dtype, ignored)
     _divide(root, axis, settings, device, compute_dtype, ignored)
-    assert isinstance(root, FSDPModule), "it has just been made one"
-    root.set_reshard_after_forward(False, recurse=False)
-    _set_prefetch(root, units, settings.prefetch)
+    fsdp_root = cast("FSDPModule", root)  # which `_divide` has made it
+    fsdp_root.set_reshard_after_forward(False, recurse=False)
+    _set_prefetch(fsdp_root, units, settings.prefetch)
 
 
 def local_rows(parameter: Tensor) -> tuple[int, int]:
     """First and last + 1 of the rows that this rank holds of a parameter that FSDP2 has sharded."""
-    assert isinstance(parameter, DTensor), "FSDP2 has not divided this parameter"
-    assert parameter.placements[-1] == Shard(0), f"divided as {parameter.placements}"
+    assert is_dtensor(parameter), "FSDP2 has not divided this parameter"
+    assert parameter.placements[-1].is_shard(0), f"divided as {parameter.placements}"
     mesh, dim = parameter.device_mesh, parameter.device_mesh.ndim - 1  # with hybrid sharding dim 0 replicates
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank holds nothing of the parameter"
@@ -192,7 +203,7 @@ def local_rows(parameter: Tensor) -> tuple[int, int]:
 
 def own_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, int]]:
     """This rank's part of a parameter, sharded or not: the plain tensor, and first and last + 1 of its rows."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return tensor.to_local(), local_rows(tensor)
     return tensor, (0, tensor.numel() // row_width(tuple(tensor.shape)))
 
@@ -230,22 +241,22 @@ def _divide(
 ) -> None:
     if axis.shard.size == 1:
         return
-    fully_shard(
+    fsdp = import_module("torch.distributed.fsdp")
+    divided: FSDPModule = fsdp.fully_shard(
         module,
         mesh=_mesh(axis, device),
         reshard_after_forward=settings.reshard == "forward",
         # Modules choose the types of their inputs themselves: router probabilities stay float32.
-        mp_policy=MixedPrecisionPolicy(
+        mp_policy=fsdp.MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
         ignored_params=ignored,
     )
-    assert isinstance(module, FSDPModule), "fully_shard makes it one"
-    module.set_gradient_divide_factor(1.0)
+    divided.set_gradient_divide_factor(1.0)
     # Else FSDP2 multiplies by 1 inside the reduction, which gloo cannot.
-    module.set_force_sum_reduction_for_comms(True)
+    divided.set_force_sum_reduction_for_comms(True)
     if settings.reduce == "bf16":
-        module.set_custom_reduce_scatter(_ReduceInBf16())  # type: ignore[arg-type] # its base has no public name
+        divided.set_custom_reduce_scatter(_ReduceInBf16())  # type: ignore[arg-type] # its base has no public name
 
 
 def _mesh(axis: Axis, device: torch.device) -> DeviceMesh:
@@ -258,11 +269,12 @@ def _mesh(axis: Axis, device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def _set_prefetch(root: FSDPModule, units: Sequence[nn.Module], count: int) -> None:
+def _set_prefetch(root: "FSDPModule", units: Sequence[nn.Module], count: int) -> None:
     """Gather `count` units ahead, with the modules inside them that are sharded by themselves."""
     if count == 0:
         return
-    divided = [[part for part in unit.modules() if isinstance(part, FSDPModule)] for unit in units]  # the unit first
+    kind = import_module("torch.distributed.fsdp").FSDPModule
+    divided = [[part for part in unit.modules() if isinstance(part, kind)] for unit in units]  # the unit first
     root.set_modules_to_forward_prefetch([part for parts in divided[:count] for part in parts])
     for index, (module, *_) in enumerate(divided):
         following = divided[index + 1 : index + 1 + count]
@@ -307,7 +319,7 @@ class Float8Shard:
                 allowed="blockwise, blockwise-square, tensorwise",
                 fix="set float8.gather=false, or the recipe to blockwise",
             )
-        assert isinstance(parameter, DTensor), "FSDP2 has not divided this parameter"
+        assert is_dtensor(parameter), "FSDP2 has not divided this parameter"
         # Its very own tensor: `to_local` gives an alias, at which FSDP2 does not look.
         self.master: Tensor = parameter._local_tensor
         self.axis, self.recipe, self.compute_dtype = axis.shard, recipe, compute_dtype

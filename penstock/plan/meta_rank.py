@@ -21,7 +21,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from penstock.config.dispatcher import choose_dispatcher, dispatch_facts
 from penstock.config.fit import context_method
@@ -55,6 +54,7 @@ from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.offload import SLOTS, GradientOffload
 from penstock.parallel.replicas import buffer_sizes, replica_memory
+from penstock.parallel.shard import is_dtensor
 from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.plan.costs import routed_traffic
 from penstock.plan.op_recorder import (
@@ -260,7 +260,7 @@ def _sharded_state(
     set_dtypes(run, decoders.values(), axes, HOME)
     # A second set of decoders, sharded by FSDP2, for the optimizer's state only.
     shards = param_shards(decoders.values(), axes)
-    sharded = frozenset(shard.name for shard in shards if isinstance(shard.parameter, DTensor))
+    sharded = frozenset(shard.name for shard in shards if is_dtensor(shard.parameter))
     return sharded, MasterAdamW(shards, run.optimizer, parallel=run.parallel, axes=axes, offload=run.offload)
 
 

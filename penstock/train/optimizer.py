@@ -34,7 +34,6 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from penstock.config.parallel import Offload, Parallel
 from penstock.config.run import LearningRateSchedule, Optimizer
@@ -44,7 +43,7 @@ from penstock.parallel.axes import ALONE, NO_AXIS, Axes, Axis
 from penstock.parallel.buckets import BucketEntry, gather_rows, reduce_rows
 from penstock.parallel.matrix_exchange import MatrixShard, RowDivision
 from penstock.parallel.offload import GradientOffload, layer_of_sums
-from penstock.parallel.shard import ParamShard, ShardedTensor, StateCodec, by_rows, local_rows, whole
+from penstock.parallel.shard import ParamShard, ShardedTensor, StateCodec, by_rows, is_dtensor, local_rows, whole
 from penstock.train.adamw import ROUNDED, FusedAdamW, StreamedAdamW, is_own_master, stored_parts
 from penstock.train.muon import ShardedMuon
 
@@ -117,7 +116,7 @@ class OptimizerShard:
         """The gradients of the updated rows, as matrices that are orthogonalized."""
         param, axis = self.param, self.param.data
         assert param.matrices is not None, f"{param.name} has no matrices"
-        is_chunked = isinstance(param.parameter, DTensor)
+        is_chunked = is_dtensor(param.parameter)
         return MatrixShard(
             matrices=param.matrices,
             cuts=param.cuts,
@@ -150,11 +149,11 @@ def optimizer_shard_of(
     rows: tuple[int, int] | None = None
     shard, replicate = NO_AXIS, data
     attached: Tensor | None = None
-    if isinstance(parameter, DTensor):  # sharded by FSDP2, which has reduced the gradient when backward ends
+    if is_dtensor(parameter):  # sharded by FSDP2, which has reduced the gradient when backward ends
         assert is_precise, f"{param.name} is sharded, so it must be its own float32 master"
         rows, writer = local_rows(parameter), data.replicate.rank == 0
         attached = torch.zeros_like(parameter)
-        assert isinstance(attached, DTensor), "zeros like a DTensor are one"
+        assert is_dtensor(attached), "zeros like a DTensor are one"
         total = gradient = attached.to_local()
         values = parameter.to_local().detach()
         replicate = NO_AXIS
@@ -343,11 +342,9 @@ class MasterAdamW:
     def memory(self) -> StateBytes:
         """Memory of this optimizer; works on the meta device."""
         shards = self._shards.values()
-        weights = [
-            shard.values if isinstance(shard.param.parameter, DTensor) else shard.param.parameter for shard in shards
-        ]
+        weights = [shard.values if is_dtensor(shard.param.parameter) else shard.param.parameter for shard in shards]
         frozen = (param.parameter for param in self._frozen)
-        weights += [weight.to_local() if isinstance(weight, DTensor) else weight for weight in frozen]
+        weights += [weight.to_local() if is_dtensor(weight) else weight for weight in frozen]
         there = self.gradient_offload
         return StateBytes(
             weights=_bytes(weights),
@@ -440,9 +437,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def _frozen_part(param: ParamShard) -> ShardedTensor:
     """A parameter that is not trained, as a part of a checkpoint: it has no master, and is saved as float32."""
     parameter = param.parameter
-    rows = local_rows(parameter) if isinstance(parameter, DTensor) else None
-    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    rank = param.data.replicate.rank if isinstance(parameter, DTensor) else param.data.rank
+    rows = local_rows(parameter) if is_dtensor(parameter) else None
+    held = parameter.to_local() if is_dtensor(parameter) else parameter
+    rank = param.data.replicate.rank if is_dtensor(parameter) else param.data.rank
     return ShardedTensor(
         tensor=held.detach(),
         shape=param.shape,
