@@ -19,6 +19,24 @@ penstock.load_run, penstock.PenstockError, penstock.analyse_files
 assert "torch" not in sys.modules
 """
 
+STEP = """
+import sys
+import penstock.cli.train
+from penstock import load_run
+from penstock.train.setup import prepare
+from penstock.train.step import train_step
+session = prepare(load_run("debug-2l", ["checkpoint.enabled=false", "training.sequence_length=16"]))
+batch = session.state.batches.next_batch()
+train_step(session.model, session.state.optimizer, batch, session.rule, 1e-3)
+session.state.batches.close()
+slow = {"sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"}
+assert not slow & sys.modules.keys(), slow & sys.modules.keys()
+"""
+
+
+def test_a_step_without_shards_loads_neither_the_compiler_nor_sympy_which_take_as_long_as_pytorch() -> None:
+    subprocess.run([sys.executable, "-c", STEP], check=True)
+
 
 def test_the_import_loads_no_module_and_names_without_pytorch_do_not_load_it() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True)
