@@ -33,13 +33,14 @@ def devices_for(parameters: int) -> int:
 
 
 def cases() -> list[Case]:
-    """Every published preset on one cluster of each chip."""
+    """Every published preset on one cluster of each chip, small clusters first."""
     sizes = {
         name: devices_for(size_of(make().model, 4096).parameters)
         for name, make in PRESETS.items()
         if not name.startswith(OURS) and name != LONG
     }
-    return [{"model": name, "on": f"{devices}x{chip}"} for name, devices in sizes.items() for chip in CHIPS]
+    by_size = sorted(sizes.items(), key=lambda item: item[1])
+    return [{"model": name, "on": f"{devices}x{chip}"} for name, devices in by_size for chip in CHIPS]
 
 
 def main() -> None:
