@@ -43,14 +43,16 @@ CASES: dict[str, tuple[str, list[str]]] = {
 }
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemsetAsync")
 AUTO: dict[str, tuple[int, str, str]] = {
-    "DeepSeek-V2-Lite, 8 layers, 8 x 1 x 4,096": (1, "deepseek-v2-lite-8l", "8 1 4096"),
-    "DeepSeek-V2-Lite, 8 layers, 4 x 2 x 4,096": (1, "deepseek-v2-lite-8l", "8 2 4096"),
-    "Qwen3-30B-A3B, 7 layers, 8 x 1 x 2,048": (1, "qwen3-30b-a3b-7l", "8 1 2048"),
-    "Qwen3-30B-A3B, 7 layers, 4 x 2 x 2,048": (1, "qwen3-30b-a3b-7l", "8 2 2048"),
+    "DeepSeek-V2-Lite, 8 layers, DP 2, 4 x 1 x 4,096": (2, "deepseek-v2-lite-8l", "8 1 4096"),
+    "DeepSeek-V2-Lite, 8 layers, DP 2, 2 x 2 x 4,096": (2, "deepseek-v2-lite-8l", "8 2 4096"),
+    "Qwen3-30B-A3B, 7 layers, DP 2, 4 x 1 x 2,048": (2, "qwen3-30b-a3b-7l", "8 1 2048"),
+    "Qwen3-30B-A3B, 7 layers, DP 2, 2 x 2 x 2,048": (2, "qwen3-30b-a3b-7l", "8 2 2048"),
     "ERNIE-4.5-21B-A3B, 7 layers, EP 2, 8 x 1 x 4,096": (2, "ernie-4.5-21b-a3b-7l", "16 1 4096 EP"),
     "Llama-3.1-8B, 4 layers, TP 2, 8 x 1 x 2,048": (2, "llama3.1-8b-4l", "8 1 2048 parallel.tensor=2"),
 }
-"""GPUs, preset, and global batch, micro-batch, positions and overrides; EP shares experts over all GPUs."""
+"""GPUs, preset, and global batch, micro-batch, positions and overrides; EP shares experts over all GPUs.
+
+Names end with the rows of each GPU."""
 
 STEPS, WARM = 8, 3
 """Steps of a case, and those that are not timed: kernels are compiled in the first, the second captures."""
@@ -136,7 +138,7 @@ def by_default(devices: int, preset: str, sizes: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for key, words in (("eager", ["graphs.capture=none"]), ("auto", [])):
             command = ("train", preset, *fixed, *words, f"record.folder={folder}", "--name", key)
-            printed = runs.penstock(*command, *(["--processes", f"{devices}"] if devices > 1 else []))
+            printed = runs.penstock(*command, "--processes", f"{devices}")
             lines = runs.lines_of(Path(folder, key))
             found[key] = runs.medians(lines, WARM + 1) | {"loss": lines[-1]["loss"]}
             found[key]["said"] = re.findall(r"graphs: (.*)", printed)

@@ -237,8 +237,8 @@ class CapturedParts(_Captured[PartialGraphs]):
 HOST_LIMITS_BELOW = 0.2
 """Auto captures where the device is behind the host, at the end of eager passes, by less than this share of their time.
 
-On H200s it was at most 0.04 where captured steps were 1.08 to 1.63 times as fast, and at least 0.27 where they were
-1.00 to 1.03 times as fast; nothing was between (docs/graphs.md).
+On H200s it was at most 0.02 where captured steps were 1.08 to 1.63 times as fast, and 0.39 where they were 1.02 times
+as fast (docs/graphs.md).
 """
 
 
