@@ -322,7 +322,7 @@ def matrices_of(name: str, tensor: Tensor, config: PreTrainedConfig) -> list[Ten
     What a file joins are several matrices: gate and up of experts, and the projections of a gated delta rule, whose
     views have the rows of a key head in their second dimension.
     """
-    is_hidden = not re.search(r"embed_tokens|lm_head|norm|bias|\.(gate|router)\.weight$", name)
+    is_hidden = not re.search(r"embed_tokens|lm_head|norm|bias|\.(gate|router|router\.layer)\.weight$", name)
     if not is_hidden or tensor.ndim < 2 or min(tensor.shape[-2:]) == 1:
         return []
     joined = re.search(r"in_proj_(qkvz|ba|qkv)\.weight$", name)
@@ -334,9 +334,12 @@ def matrices_of(name: str, tensor: Tensor, config: PreTrainedConfig) -> list[Ten
             return list(tensor.split((heads * key_dim, heads * key_dim, heads * value_dim)))
         parts = (values, values) if joined[1] == "ba" else (key_dim, key_dim, value_dim, value_dim)
         return list(tensor.unflatten(0, (heads, -1)).split(parts, 1))
+    if "qkv_proj" in name:
+        heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        return list(tensor.split([len(tensor) // sum(heads) * count for count in heads]))
     if tensor.ndim == 2:
-        return [tensor]
-    if "gate_up_proj" not in name:
+        return list(tensor.chunk(2)) if re.search("gate_up_proj|input_linear", name) else [tensor]
+    if not re.search("gate_up_proj|input_linear", name):
         return list(tensor)
     if config.model_type == "gpt_oss":
         return [part for matrix in tensor for part in (matrix[:, ::2], matrix[:, 1::2])]
@@ -424,7 +427,7 @@ class Trainer:
             hidden = self._forward(PackedRows(rows.tokens[part], rows.documents[part]))
             total = torch.zeros(())
             for depth, (states, targets) in enumerate(zip(hidden, labels, strict=True)):
-                logits = self.model.lm_head(states).flatten(0, 1)
+                logits = self._logits(states).flatten(0, 1)
                 is_counted = targets[part].flatten() != IGNORED
                 logits, wanted = logits[is_counted], targets[part].flatten()[is_counted]
                 peaks = logits.logsumexp(-1)
@@ -451,11 +454,14 @@ class Trainer:
         """Mean loss of the next token, without limits of experts and without other losses."""
         for router in self.routers:
             router.is_limited = False
-        logits = self.model.lm_head(self._forward(rows)[0])
+        logits = self._logits(self._forward(rows)[0])
         for router in self.routers:
             router.logits, router.chosen = [], []
         labels = labels_of(rows, 0, document_mask=self.recipe.document_mask)
         return float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED))
+
+    def _logits(self, states: Tensor) -> Tensor:
+        return self.model.lm_head(states) / getattr(self.model.config, "logits_scaling", 1.0)  # Granite's
 
     def _forward(self, rows: PackedRows) -> list[Tensor]:
         """Hidden states behind the last norm, and those of each further depth."""

@@ -15,14 +15,14 @@ from tests.models.huggingface.family_models import VARIANTS
 from tests.oracle.draws import BOUNDS, PREDICTING, Draw, drawn, worst
 from tests.oracle.reference import Recipe
 
-CHOSEN = (0, 16, 35, 3, 26, 37, 12, 10, 20, 14, 9, 34, 18, 4, 21, 31, 8, 2, 11, 39)
-"""Of 40 draws those with the most settings, and of equal ones the most new pairs of them."""
+CHOSEN = (2, 76, 59, 73, 3, 29, 11, 46, 10, 74, 8, 47, 14, 21, 38, 55, 32, 30, 4, 0)
+"""Of 80 draws those with the most settings, and of equal ones the most new pairs of them."""
 
-MUON_ON_JOINED_PROJECTIONS = (856, 890)
+MUON_ON_JOINED_PROJECTIONS = (20, 35, 96, 191)
 OFTEN = (*CHOSEN, *MUON_ON_JOINED_PROJECTIONS)
 
 
-@pytest.mark.parametrize("seed", [*range(40), *MUON_ON_JOINED_PROJECTIONS])
+@pytest.mark.parametrize("seed", sorted({*range(80), *MUON_ON_JOINED_PROJECTIONS}))
 @pytest.mark.often(*map(str, OFTEN))
 def test_steps_equal_those_of_plain_pytorch(seed: int) -> None:
     draw = drawn(seed)
