@@ -8,7 +8,6 @@ epsilon is large, because AdamW with a small one turns a gradient that is nearly
 its sign.
 """
 
-import argparse
 
 import torch
 import torch.distributed as dist
@@ -117,10 +116,7 @@ OFTEN = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    record.add_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = record.parser(__doc__, only=("", "cases whose name contains this")).parse_args()
     pool, rows, alone = Pool(), [], {}
     for case in CASES:
         if arguments.only in case.name:
