@@ -8,7 +8,6 @@ epsilon is large, because AdamW with a small one turns a gradient that is nearly
 its sign.
 """
 
-
 import torch
 import torch.distributed as dist
 
