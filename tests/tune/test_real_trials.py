@@ -39,7 +39,8 @@ with open(path / "metrics.jsonl", "w", buffering=1) as file:
     for step in range(int(steps)):
         time.sleep(real)
         file.write(json.dumps(dict(step_seconds=told, tokens_per_second_per_device=1.0, model_flops_utilization=None,
-            peak_memory_bytes=1, power_watts=None, expert_load_max_over_mean=None, rows_left_out=0, loss=2.0)) + chr(10))
+            peak_memory_bytes=1, power_watts=None, expert_load_max_over_mean=None, rows_left_out=0,
+            loss=2.0)) + chr(10))
 """
 
 
