@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -161,8 +162,8 @@ def tune(  # noqa: PLR0913 - one argument for each option
     """
     kept = _assignments(keep)
     run, freed = load_run(target, (*(overrides or ()), *kept)), _free(free)
-    if objective == "energy" and not _on_gpu(run):
-        raise ConfigError("--objective energy reads the power of a GPU", got="a CPU", fix="leave --objective at tokens")
+    if objective == "energy":
+        _check_power(run)
     usual = FLOAT8_TOLERANCE if "float8" in freed else LOSS_TOLERANCE[run.training.precision]
     settings = SearchSettings(
         budget_seconds=budget_seconds(budget),
@@ -187,6 +188,18 @@ def tune(  # noqa: PLR0913 - one argument for each option
 
 def _on_gpu(run: Run) -> bool:
     return run.device != "cpu" and torch.cuda.device_count() > 0
+
+
+def _check_power(run: Run) -> None:
+    """Refuse `--objective energy` before any work where trials could not read their power."""
+    module, package = ("amdsmi", "amdsmi") if torch.version.hip else ("pynvml", "nvidia-ml-py")
+    if not _on_gpu(run):
+        got, fix = "a CPU", "leave --objective at tokens"
+    elif find_spec(module) is None:
+        got, fix = f"no package {package}", f"pip install {package}"
+    else:
+        return
+    raise ConfigError("--objective energy reads the power of a GPU", got=got, fix=fix)
 
 
 class _Asked(NamedTuple):

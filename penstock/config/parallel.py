@@ -190,7 +190,7 @@ class Graphs(Section):
         doc="Capture in the second step, and replay from there on, the whole forward and backward pass of a "
         "micro-batch (full); or of each layer attention, its norms, and the router with the order of its rows, where "
         "the host reads row counts behind them (partial). auto does the first of these that it can, from the third "
-        "step on, where the second one shows that the host limits passes. See docs/graphs.md.",
+        "step on, where the second one shows that the host limits passes; on NVIDIA GPUs only. See docs/graphs.md.",
     )
 
 

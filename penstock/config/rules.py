@@ -50,10 +50,15 @@ def capture_problem(run: Run, what: Captured) -> Problem | None:
     return next((problem for rule in _rules_of(graph_rules) if (problem := rule(asked)) is not None), None)
 
 
-def capture_on_a_gpu(run: Run) -> Literal["none"] | Captured:
-    """What `graphs.capture` captures on a GPU whose host limits passes: auto is the first kind that no rule forbids."""
+def capture_on(vendor: str, run: Run) -> Literal["none"] | Captured:
+    """What `graphs.capture` captures where the host limits passes: auto is the first kind that no rule forbids.
+
+    Auto captures on NVIDIA's GPUs, where graphs have been run (penstock/train/capture.py).
+    """
     if run.graphs.capture != "auto":
         return run.graphs.capture
+    if vendor != "nvidia":
+        return "none"
     kinds: tuple[Captured, ...] = ("full", "partial")
     return next((kind for kind in kinds if capture_problem(run, kind) is None), "none")
 

@@ -189,7 +189,7 @@ def materialize(run: Run, device: torch.device, decoders: Collection[Decoder]) -
     def empty(tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):
             return torch.empty_like(tensor, device=device)
-        # The like of a meta tensor would import sympy, a fifth of the start of a process.
+        # The like of a meta tensor would import sympy, a good part of the start of a process.
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
     for decoder in decoders:

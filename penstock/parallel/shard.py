@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":
     """Whether FSDP2 has sharded a parameter; nothing is a DTensor before someone has imported it."""
-    # Sympy comes with the import, together a quarter of the start of a process that shards nothing.
+    # Sympy comes with the import, which would cost every process that shards nothing a good part of its start.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

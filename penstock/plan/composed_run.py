@@ -13,7 +13,7 @@ from itertools import groupby
 from penstock.config.fit import micro_batches
 from penstock.config.model import Model
 from penstock.config.parallel import Pipeline
-from penstock.config.rules import capture_on_a_gpu
+from penstock.config.rules import capture_on
 from penstock.config.run import Run
 from penstock.layout.actions import Schedule, play
 from penstock.layout.grid import Grid
@@ -326,7 +326,7 @@ class ComposedTimes:
 
     def _key(self, composed: ComposedRun) -> Hashable:
         """What the times of a stage depend on: pieces do not tell what graphs launch."""
-        return composed.reuse_key, capture_on_a_gpu(composed.run)
+        return composed.reuse_key, capture_on(self.cluster.hardware.vendor, composed.run)
 
     def _timer(self, composed: ComposedRun) -> StageTimer:
         key = self._key(composed)

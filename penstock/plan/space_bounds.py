@@ -102,8 +102,9 @@ class SpaceBounds:
         self._kinds = tuple(first_of_kinds(run, range(run.model.layers)))
         self.parts = (*self._kinds, EMBED, HEAD)
         self._launch_seconds = cluster.hardware.host.launch_seconds
-        # Of layouts without a pipeline; auto may capture all.
-        self._launched = LAUNCHED["full" if run.graphs.capture == "auto" else run.graphs.capture]
+        # Of layouts without a pipeline; auto captures all of some, and nothing on other chips.
+        auto = "full" if cluster.hardware.vendor == "nvidia" else "none"
+        self._launched = LAUNCHED[auto if run.graphs.capture == "auto" else run.graphs.capture]
         self._facts = composer.facts(run_of(run, neutral))
         depths = range(run.model.layers, run.model.layers + run.model.mtp_layers)
         self._mtp = tuple((kind, 1) for kind in (layer_kind(run, layer) for layer in depths) if kind in self._kinds)

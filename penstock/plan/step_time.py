@@ -17,7 +17,7 @@ from math import prod
 from types import MappingProxyType
 
 from penstock.config.fit import grid_of, micro_batches
-from penstock.config.rules import capture_on_a_gpu
+from penstock.config.rules import capture_on
 from penstock.config.run import Run
 from penstock.config.size import size_of
 from penstock.layout.actions import ActionCosts, Kind, Schedule, play
@@ -88,7 +88,7 @@ class StageTimer:
         self._gathers = min(1.0, software.gathers / passes) if software.gathers else 1.0
         self._prepared = software.stage_seconds * (1 - software.captured) if run.parallel.pipeline > 1 else 0.0
         # Graphs are ours: how much of its own operators another trainer captures is in its launch share.
-        launched = LAUNCHED[capture_on_a_gpu(run)] if software.name == OWN.name else 1.0
+        launched = LAUNCHED[capture_on(hardware.vendor, run)] if software.name == OWN.name else 1.0
         self._launch = hardware.host.launch_seconds * launched * software.launch_share
 
     def stage(self, stage: StageActivations, gathers: Sequence[int], shards: RankGroup) -> StageTime:

@@ -300,13 +300,14 @@ class AutoPasses:
 
     def _choose(self, ranks: Sequence[Any]) -> None:
         behind = min(rank["behind"] for rank in ranks)  # of the slowest host
-        if behind >= HOST_LIMITS_BELOW:
-            why = f"passes stay eager, the device limits them: at their end it is {behind:.0%} of their time behind"
-        elif not all(rank["has_room"] for rank in ranks):
-            why = "passes stay eager, there may be no memory for a graph beside the update (graphs.capture=full tries)"
-        else:
+        has_room = all(rank["has_room"] for rank in ranks)
+        self._is_chosen = behind < HOST_LIMITS_BELOW and has_room
+        if self._is_chosen:
             why = f"the host limits passes: at their end the device is {behind:.0%} of their time behind"
-        self._is_chosen = why.startswith("the host")
+        elif has_room:
+            why = f"passes stay eager, the device limits them: at their end it is {behind:.0%} of their time behind"
+        else:
+            why = "passes stay eager, there may be no memory for a graph beside the update (graphs.capture=full tries)"
         self._notices = (f"graphs: {why}",)
 
 
@@ -324,6 +325,8 @@ def choose_capture(
     wanted = run.graphs.capture
     if wanted == "none" or (wanted == "auto" and device.type != "cuda"):
         return None, ""
+    if wanted == "auto" and torch.version.hip is not None:
+        return None, "none: by default not on AMD GPUs, where they have not been run (graphs.capture=full tries)"
     if wanted == "auto":
         return _auto(run, device, choices)
     if (problem := _obstacle(wanted, run, device, choices)) is not None:

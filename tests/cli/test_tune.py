@@ -29,6 +29,13 @@ def no_layouts(request: SearchRequest, progress: object = None) -> Plan:
     return Plan(model="debug", cluster=request.cluster, candidates=(), refused=(), considered=0)
 
 
+def test_the_objective_energy_says_what_to_install_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verb, "_on_gpu", lambda run: True)
+    monkeypatch.setattr(verb, "find_spec", lambda name: None)
+    refusal = answers.refused(RUN, "--objective", "energy")
+    assert "--objective energy reads the power of a GPU; got no package nvidia-ml-py; fix: pip install" in refusal
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Trials take less time with larger micro-batches, and recomputation fails; keys of those that were asked for."""

@@ -93,6 +93,8 @@ def test_a_small_model_waits_for_its_host_unless_it_is_captured_and_recomputatio
     assert eager.ranks[0].host > 0.5 * eager.step_seconds
     assert captured.step_seconds < eager.step_seconds
     assert captured.ranks[0].compute == pytest.approx(eager.ranks[0].compute)
+    on_amd = [time_of("1xMI300X", f"graphs.capture={capture}").step_seconds for capture in ("auto", "none", "full")]
+    assert on_amd[0] == on_amd[1] > on_amd[2], "auto captures nothing there"
     again = time_of("1xH200", "graphs.capture=full", 'recompute.modules=["layer"]')
     assert again.ranks[0].compute > 1.1 * captured.ranks[0].compute
 

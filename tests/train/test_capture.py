@@ -233,6 +233,14 @@ def test_what_is_captured_is_what_was_asked_for_or_what_can_be(
     assert re.match(note, told), told
 
 
+def test_auto_captures_nothing_on_amd_gpus_where_full_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    for capture, kind, note in (("auto", NoneType, "none: by default not on AMD"), ("full", CapturedPasses, "passes,")):
+        run = tiny_run(tmp_path, device="cuda", graphs=Graphs.model_validate({"capture": capture}))
+        graphs, line = choose_capture(run, GPU, ())
+        assert isinstance(graphs, kind) and line.startswith(note)
+
+
 @pytest.mark.parametrize("capture", ["full", "partial"])
 def test_what_was_asked_for_and_cannot_be_is_refused(capture: str, tmp_path: Path) -> None:
     run = tiny_run(tmp_path, device="auto", graphs=Graphs.model_validate({"capture": capture}))
