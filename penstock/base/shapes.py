@@ -25,6 +25,7 @@ LEGEND: dict[str, str] = {
     "F": "width of a feed-forward network (dense, shared or expert)",
     "Q": "groups of experts",
     "L": "decoder layers",
+    "A": "residual streams",
     "W": "ranks of a group",
     "U": "bins of an expert's margins (penstock/moe/balance.py)",
     "X": "replica slots of a rank",

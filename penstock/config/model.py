@@ -276,6 +276,16 @@ class Moe(Section):
     balance: Balance = knob(Balance(), doc="Even load.")
 
 
+class HyperConnections(Section):
+    """Several residual streams, mixed by weights of each position (mHC, arXiv 2512.24880; DeepSeek-V4)."""
+
+    streams: int = knob(4, doc="Residual streams, each as wide as `model.hidden_size`.", low=2, high=64)
+    sinkhorn_iters: int = knob(
+        20, doc="Times that rows and columns of the matrix between streams are divided by their sums.", low=1, high=1000
+    )
+    epsilon: float = knob(1e-6, doc="Added to sums and to weights of streams.", low=0.0)
+
+
 class Model(Section):
     """A decoder-only language model."""
 
@@ -350,6 +360,9 @@ class Model(Section):
     )
     embedding_scale: float = knob(1.0, doc="Factor on embeddings (Granite, Gemma).", low=0.0)
     residual_scale: float = knob(1.0, doc="Factor on what a layer adds to the residual stream (Granite).", low=0.0)
+    hyper_connections: HyperConnections | None = knob(
+        None, doc="Several residual streams; none: one, to which a layer adds."
+    )
     logits_scaling: float = knob(1.0, doc="Divisor of logits (Granite).", low=1e-9)
     tie_word_embeddings: bool = knob(False, doc="Output projection shares the embedding's weights.")
     initializer_range: float = knob(0.02, doc="Standard deviation of initial weights.", low=0.0)
@@ -373,6 +386,11 @@ class Model(Section):
         if self.moe is None or self.is_dense(layer) or layer >= self.layers:
             return False
         return (layer - self.dense_layers) // self.moe.moe_layer_freq < self.moe.router.num_hash_layers
+
+    @property
+    def residual_size(self) -> int:
+        """Width of what layers and pipeline stages pass on: of all residual streams."""
+        return self.hidden_size * (1 if self.hyper_connections is None else self.hyper_connections.streams)
 
     @property
     def projections(self) -> int:

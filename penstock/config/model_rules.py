@@ -50,6 +50,19 @@ def dense_layers_have_a_width(run: Run) -> Problem | None:
     )
 
 
+def streams_are_added_to_plainly(run: Run) -> Problem | None:
+    """`model.hyper_connections` needs `model.norm_position` pre, `model.residual_scale` 1 and `model.mtp_layers` 0."""
+    model, name = run.model, "model.hyper_connections"
+    if model.hyper_connections is None:
+        return None
+    others = {"norm_position": (model.norm_position, "pre"), "residual_scale": (model.residual_scale, 1.0)}
+    for field, (value, only) in {**others, "mtp_layers": (model.mtp_layers, 0)}.items():
+        if value != only:
+            fix = f'set {name}="none"'
+            return Problem(f"model.{field}", f"does not go with {name}", f"{value}", f"{only}", fix)
+    return None
+
+
 def kv_heads_divide_heads(run: Run) -> Problem | None:
     """`model.attention.kv_heads` divides `model.attention.heads`."""
     attention = run.model.attention

@@ -42,7 +42,8 @@ def size_of(model: Model, sequence_length: int) -> Count:
     matrix = model.vocab_size * model.hidden_size  # embedding, and output projection
     head = _Part(0 if model.tie_word_embeddings else matrix, flops=2 * matrix)
     layers = [_block(model, layer, sequence_length) for layer in range(model.layers)]
-    whole = _sum([_Part(matrix), *layers, _Part(model.hidden_size), head])  # the third is the final norm
+    last = [_Part(model.hidden_size), _streams(model, 1)]  # final norm, and streams that become one
+    whole = _sum([_Part(matrix), *layers, *last, head])
     ahead = _sum(_depths(model, sequence_length))
     return Count(
         parameters=whole.parameters,
@@ -116,7 +117,16 @@ def _block(model: Model, layer: int, sequence_length: int) -> _Part:
         attends = _grouped(attention, hidden, layer, sequence_length)
     feeds = _feed_forward(model, model.intermediate_size) if model.is_dense(layer) else _experts(model)
     norms = 4 if model.norm_position == "sandwich" else 2
-    return _sum([attends, feeds, _Part(norms * hidden)])
+    return _sum([attends, feeds, _Part(norms * hidden), *[_streams(model, 3)] * 2])
+
+
+def _streams(model: Model, kinds: int) -> _Part:
+    """Mixes of residual streams: those that are read (1 kind), and those that outputs and streams are added by."""
+    if model.hyper_connections is None:
+        return _Part(0)
+    streams = model.hyper_connections.streams
+    mixes = streams if kinds == 1 else (2 + streams) * streams
+    return _sum([_matrices((mixes, model.residual_size)), _Part(mixes + kinds, flops=2 * mixes * model.hidden_size)])
 
 
 def _grouped(attention: GroupedQueryAttention, hidden: int, layer: int, sequence_length: int) -> _Part:

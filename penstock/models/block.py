@@ -1,5 +1,7 @@
 """A decoder layer (attention and a feed-forward network, each with norms and around a residual sum), and MTP.
 
+With several residual streams (`residual`) the networks read a mix of them, and their outputs join all of them.
+
 From the input to the dispatch of tokens, shapes and addresses are the same in every pass: attention, both norms, the
 router, and the order of the slots. That part may be a captured graph (`ForwardContext.parts`).
 
@@ -21,6 +23,7 @@ from penstock.models.linear import Linear, float8_network
 from penstock.models.mla import LatentLayer
 from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import PreNorm, RMSNorm
+from penstock.models.residual import Connection, StreamMixer
 from penstock.moe.balance import Routing
 from penstock.moe.layer import MoE, Terms
 from penstock.parallel.collectives import all_gather, reduce_scatter
@@ -93,8 +96,15 @@ class BlockNorms:
     ffn_post: RMSNorm | None
 
 
+Residual = tuple[Tensor, ...]
+"""The residual stream alone, B x S x D; or several ones, as a `Connection`."""
+
+
 class Block(nn.Module):
-    """A decoder layer; what it adds to the residual stream is multiplied by `residual_scale`."""
+    """A decoder layer; what it adds to the residual stream is multiplied by `residual_scale`.
+
+    With several residual streams it has a mixer of them before attention and before the feed-forward network.
+    """
 
     def __init__(
         self,
@@ -103,6 +113,7 @@ class Block(nn.Module):
         norms: BlockNorms,
         layer_context: LayerContext,
         residual_scale: float = 1.0,
+        streams: tuple[StreamMixer, StreamMixer] | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm = norms.attention
@@ -113,9 +124,10 @@ class Block(nn.Module):
         self.ffn_post_norm = norms.ffn_post
         self.layer_context = layer_context
         self.residual_scale = residual_scale
+        self.attention_streams, self.ffn_streams = streams or (None, None)
 
     def forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
-        """Returns the residual stream after the layer, B x S x D."""
+        """Returns the residual stream after the layer, B x S x D; several ones side by side."""
         replicas, forward = self.layer_context.replicas, partial(self._whole, context=context)
         if replicas is None or not isinstance(self.ffn, MoE):
             return forward(x_BSD)
@@ -129,14 +141,14 @@ class Block(nn.Module):
         """`forward` as a generator that yields while a transfer runs; not for layers recomputed or offloaded whole."""
         with self.layer_context.discarding_in_pieces() as piece:
             with piece():
-                x_BSD, x_TD, x_float8 = self._attend(x_BSD, context)
+                residual, x_TD, x_float8 = self._attend(x_BSD, context)
             if isinstance(self.ffn, MoE):
                 # Each step enters a piece of its own: between steps another pass runs, with its own discarding.
                 terms = yield from within(piece, self.ffn.steps(x_TD, context.scope, x_float8))
             else:
                 with piece():
                     terms = self._dense(x_TD, x_float8)
-            return self._add(x_BSD, terms, self.ffn_post_norm)
+            return self._add(residual, terms, self.ffn_post_norm)
 
     def _dense(self, x_TD: Tensor, x_float8: RowColQuantized | None) -> Terms:
         with span(Span.DENSE):
@@ -145,12 +157,12 @@ class Block(nn.Module):
     def _forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
         if context.parts is not None:
             return self._with_captured_part(x_BSD, context, context.parts)
-        x_BSD, x_TD, x_float8 = self._attend(x_BSD, context)
+        residual, x_TD, x_float8 = self._attend(x_BSD, context)
         if isinstance(self.ffn, MoE):
             terms = self.layer_context.run("moe", self.ffn, x_TD, context.scope, x_float8)
         else:
             terms = self._dense(x_TD, x_float8)
-        return self._add(x_BSD, terms, self.ffn_post_norm)
+        return self._add(residual, terms, self.ffn_post_norm)
 
     def _with_captured_part(self, x_BSD: Tensor, context: ForwardContext, parts: PartialGraphs) -> Tensor:
         """`_forward` that replays everything before dispatch as a graph.
@@ -159,23 +171,31 @@ class Block(nn.Module):
         gradients then enter the captured backward separately and are summed inside it, as in eager mode.
         """
         if not isinstance(self.ffn, MoE):
-            x_BSD, x_TD = parts.run(self, lambda x_BSD: self._attend(x_BSD, context, quantize=False)[:2], x_BSD)
-            return self._add(x_BSD, self._dense(x_TD, None), self.ffn_post_norm)
-        moe = self.ffn
+
+            def until_ffn(x_BSD: Tensor) -> tuple[Tensor, ...]:
+                residual, x_TD, _ = self._attend(x_BSD, context, quantize=False)
+                return x_TD, *residual
+
+            x_TD, *residual = parts.run(self, until_ffn, x_BSD)
+            return self._add(tuple(residual), self._dense(x_TD, None), self.ffn_post_norm)
+        moe, width = self.ffn, 1 if self.ffn_streams is None else len(Connection._fields)  # of the residual
 
         def until_dispatch(x_BSD: Tensor) -> tuple[Tensor, ...]:
-            x_BSD, x_TD, _ = self._attend(x_BSD, context, quantize=False)
+            residual, x_TD, _ = self._attend(x_BSD, context, quantize=False)
             routed_TD, x_TD, shared_TD = self.layer_context.operators.fan_out(x_TD)
-            return x_BSD, x_TD, shared_TD, *moe.route(routed_TD, context.scope).tensors()
+            return x_TD, shared_TD, *residual, *moe.route(routed_TD, context.scope).tensors()
 
-        x_BSD, x_TD, shared_TD, *routing = parts.run(self, until_dispatch, x_BSD)
+        x_TD, shared_TD, *rest = parts.run(self, until_dispatch, x_BSD)
+        residual, routing = tuple(rest[:width]), rest[width:]
         terms = drain(moe.after_routing(x_TD, shared_TD, Routing.of(*routing)))
-        return self._add(x_BSD, terms, self.ffn_post_norm)
+        return self._add(residual, terms, self.ffn_post_norm)
 
     def _attend(
         self, x_BSD: Tensor, context: ForwardContext, *, quantize: bool = True
-    ) -> tuple[Tensor, Tensor, RowColQuantized | None]:
+    ) -> tuple[Residual, Tensor, RowColQuantized | None]:
         """Returns (residual stream after attention, input T x D of the feed-forward network, its float8 copy)."""
+        if self.attention_streams is not None:
+            return self._attend_in_streams(x_BSD, context, quantize=quantize)
         run, recomputes_norm = self.layer_context.run, self.layer_context.recomputes("norm")
         if self.attention_norm is None:
             normed_BSD, normed_float8 = x_BSD, None
@@ -187,14 +207,30 @@ class Block(nn.Module):
             attended_BSD = self.attention(normed_BSD, context, normed_float8)
         if self.ffn_norm is None or recomputes_norm:
             # Recomputation needs only the sum; the fused add and norm would save both of its terms.
-            x_BSD = self._add(x_BSD, (attended_BSD,), self.attention_post_norm)
+            x_BSD = self._add((x_BSD,), (attended_BSD,), self.attention_post_norm)
             normed_BSD, normed_float8 = x_BSD, None
             if self.ffn_norm is not None:
                 normed_BSD, normed_float8 = run("norm", partial(self.ffn_norm, quantize=quantize), x_BSD)
         else:
             attended_BSD = self._output(attended_BSD, self.attention_post_norm)
             normed_BSD, x_BSD, normed_float8 = self.ffn_norm.add(attended_BSD, x_BSD, quantize=quantize)
-        return x_BSD, normed_BSD.flatten(0, 1), normed_float8
+        return (x_BSD,), normed_BSD.flatten(0, 1), normed_float8
+
+    def _attend_in_streams(
+        self, x_BSD: Tensor, context: ForwardContext, *, quantize: bool
+    ) -> tuple[Residual, Tensor, RowColQuantized | None]:
+        run = self.layer_context.run
+        assert self.attention_streams is not None and self.ffn_streams is not None, "a layer has both or none"
+        assert self.attention_norm is not None and self.ffn_norm is not None, "a rule refuses norms of outputs"
+        one_BSD, weights = self.attention_streams(x_BSD)
+        normed_BSD, normed_float8 = run("norm", self.attention_norm, one_BSD)
+        with span(Span.ATTENTION):
+            attended_BSD = self.attention(normed_BSD, context, normed_float8)
+        with span(Span.RESIDUAL):
+            x_BSD = Connection(x_BSD, *weights).joined(attended_BSD)
+        one_BSD, weights = self.ffn_streams(x_BSD)
+        normed_BSD, normed_float8 = run("norm", partial(self.ffn_norm, quantize=quantize), one_BSD)
+        return Connection(x_BSD, *weights), normed_BSD.flatten(0, 1), normed_float8
 
     def _output(self, y_BSD: Tensor, norm: RMSNorm | None) -> Tensor:
         """What attention or the feed-forward network adds to the residual stream."""
@@ -202,8 +238,12 @@ class Block(nn.Module):
             y_BSD = self.layer_context.run("norm", norm, y_BSD)
         return y_BSD if self.residual_scale == 1 else y_BSD * self.residual_scale
 
-    def _add(self, x_BSD: Tensor, terms: Terms, norm: RMSNorm | None) -> Tensor:
-        terms = tuple(term.view_as(x_BSD) for term in terms)
+    def _add(self, residual: Residual, terms: Terms, norm: RMSNorm | None) -> Tensor:
+        x_BSD = residual[0]
+        terms = tuple(term.view(*x_BSD.shape[:-1], -1) for term in terms)
+        if len(residual) > 1:
+            with span(Span.RESIDUAL):
+                return Connection(*residual).joined(sum(terms[1:], terms[0]))
         if norm is not None or self.residual_scale != 1:
             terms = (self._output(sum(terms[1:], terms[0]), norm),)
         with span(Span.RESIDUAL):

@@ -26,6 +26,7 @@ from penstock.models.linear import Embedding, Linear
 from penstock.models.mla import LatentLayer, LightningIndexer
 from penstock.models.norm import PreNorm, RMSNorm
 from penstock.models.parameters import initialize
+from penstock.models.residual import StreamMixer
 from penstock.moe.dispatch.build import capacity_factor, make_dispatcher, shares_arena
 from penstock.moe.dispatch.row_capacity import ActivationArena
 from penstock.moe.experts import ACTIVATIONS, GroupedExperts, expert_rule, shared_rule
@@ -85,6 +86,9 @@ def meta_model(
             embed=Embedding(config.vocab_size, hidden, plain) if needs_embedding(config, stage) else None,
             blocks={layer: block(layer) for layer in stage.layers},
             norm=norm() if stage.norm_and_head else None,
+            streams=StreamMixer(config.hyper_connections, hidden, rms_epsilon=epsilon, only_reads=True)
+            if stage.norm_and_head and config.hyper_connections is not None
+            else None,
             head=Linear(hidden, config.vocab_size, plain, split="outputs") if has_head else None,
             mtp={depth: mtp_layer(config.layers + depth) for depth in stage.mtp},
             layer_context=layer_context,
@@ -153,6 +157,10 @@ def is_in_8_bits(run: Run, layer: int) -> bool:
     return first <= layer < (model.layers - last if last else model.layers + model.mtp_layers)
 
 
+_EXACT = (TopKRouter, StreamMixer)
+"""Modules whose parameters are float32 on every rank."""
+
+
 def set_dtypes(run: Run, decoders: Collection[Decoder], axes: Axes, device: torch.device) -> None:
     """Give meta decoders their compute dtype, and shard their weights with FSDP2 if the run asks for it.
 
@@ -165,9 +173,7 @@ def set_dtypes(run: Run, decoders: Collection[Decoder], axes: Axes, device: torc
         shared = {parameter for parameter, count in counts.items() if count > 1}
         for decoder in decoders:
             modules = list(decoder.modules())
-            routers = {
-                parameter for module in modules if isinstance(module, TopKRouter) for parameter in module.parameters()
-            }
+            exact = {parameter for module in modules if isinstance(module, _EXACT) for parameter in module.parameters()}
             shard_fully(
                 units=[*decoder.blocks.values(), *decoder.mtp.values()],  # in the order of forward: FSDP2 prefetches
                 root=decoder,
@@ -175,7 +181,7 @@ def set_dtypes(run: Run, decoders: Collection[Decoder], axes: Axes, device: torc
                 settings=run.parallel,
                 device=device,
                 compute_dtype=dtype,
-                ignored=routers | shared,
+                ignored=exact | shared,
                 # Experts are divided by the ranks that hold the same ones, not by all data-parallel ranks.
                 inner={module: axes.expert_data for module in modules if isinstance(module, GroupedExperts)},
             )
@@ -228,9 +234,9 @@ def compute_dtype(run: Run) -> torch.dtype:
 
 
 def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters to their compute dtype, except those of routers and those that FSDP2 casts when it gathers."""
+    """Cast parameters to their compute dtype, except those that stay float32 and those that FSDP2 casts."""
     for module in model.modules():
-        if not isinstance(module, TopKRouter):
+        if not isinstance(module, _EXACT):
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.dtype != dtype and not is_dtensor(parameter):
                     cast = nn.Parameter(parameter.to(dtype), requires_grad=parameter.requires_grad)
@@ -279,7 +285,11 @@ def _block(config: Model, layer: int, layer_context: LayerContext, arena: Activa
         attention_post=post_norm(),
         ffn_post=post_norm(),
     )
-    return Block(attention, ffn, norms, layer_context, config.residual_scale)
+    streams = None
+    if config.hyper_connections is not None:
+        make = partial(StreamMixer, config.hyper_connections, hidden, rms_epsilon=epsilon)
+        streams = make(), make()
+    return Block(attention, ffn, norms, layer_context, config.residual_scale, streams)
 
 
 def _attention(config: Model, layer: int, layer_context: LayerContext) -> GroupedQueryLayer | LatentLayer | DeltaLayer:

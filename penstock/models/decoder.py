@@ -24,6 +24,7 @@ from penstock.models.linear import Embedding, Linear
 from penstock.models.mla import gathers_keys, reads_all_keys
 from penstock.models.model_inputs import ForwardContext, ModelInputs, angles, shifted_tokens
 from penstock.models.norm import RMSNorm
+from penstock.models.residual import StreamMixer
 from penstock.moe.balance import Scope
 from penstock.moe.dispatch.row_capacity import ActivationArena
 from penstock.parallel.context import held_positions, nears_of
@@ -55,6 +56,7 @@ class Decoder(nn.Module):
         head: Linear | None,  # None if tied to the embedding, or on another stage
         mtp: dict[int, MultiTokenPrediction],  # by depth, from 0
         layer_context: LayerContext,
+        streams: StreamMixer | None = None,  # make one of several residual streams before the norm
         is_first: bool = True,  # starts from tokens; False where the embedding serves prediction layers only
         arena: ActivationArena | None = None,  # of the experts' saved rows; None if each layer saves its own
     ) -> None:
@@ -66,6 +68,7 @@ class Decoder(nn.Module):
         self.pauses = layer_context.dispatch.overlap == "passes"  # between the steps of a layer another pass runs
         self.embed = embed
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
+        self.streams = streams
         self.norm = norm
         self.head = head
         self.mtp = nn.ModuleDict({str(depth): layer for depth, layer in mtp.items()})
@@ -116,6 +119,8 @@ class Decoder(nn.Module):
         context = self.forward_context(inputs)
         if self.is_first:
             x_BSD = self._embed(inputs.tokens_BS)
+            if self.config.hyper_connections is not None:
+                x_BSD = x_BSD.repeat(1, 1, self.config.hyper_connections.streams)
             self._mark(x_BSD, EMBEDDING)
         assert x_BSD is not None, "a stage without embedding needs the hidden states of the stage before"
         for number, block in self.blocks.items():
@@ -126,6 +131,8 @@ class Decoder(nn.Module):
             with span(LAYER, number):
                 x_BSD = block(x_BSD, context)  # called as a module, so that its hooks (FSDP2) run
             self._mark(x_BSD, int(number))
+        if self.streams is not None:
+            x_BSD = self.streams(x_BSD)[0]
         main_BSD = x_BSD if self.norm is None else self.norm(x_BSD)
         previous_BSD, depths = main_BSD, []
         # Every stage gets `ahead`; only the last one has prediction layers.

@@ -13,6 +13,7 @@ from penstock.layout.sharding import Cut, LocalSlice, Matrices, Rectangle, globa
 from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
 from penstock.models.norm import Norm
+from penstock.models.residual import StreamMixer
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.router import TopKRouter, hash_table
 from penstock.parallel.axes import Axes, Axis
@@ -226,6 +227,8 @@ def _param_inits(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.M
             # A router's bias is drawn: with equal biases all experts would start equal.
             is_zero = "bias" in name and not isinstance(module, TopKRouter)
             constant = 0.0 if is_zero else 1.0 - module.offset if isinstance(module, Norm) else None
+            if isinstance(module, StreamMixer) and name == "scale":
+                constant = 1.0
             init = ParamInit(
                 seed=seed,
                 name=f"{path}.{name}",

@@ -156,5 +156,5 @@ def embedding_places(run: Run) -> tuple[int, ...]:
 def message_of(run: Run, axes: Axes, device: torch.device) -> Message:
     """Shape and dtype of the tensors between pipeline stages."""
     positions_here = run.training.sequence_length // axes.sequence.size  # axis of context x tensor ranks
-    shape = (run.training.micro_batch, positions_here, run.model.hidden_size)
+    shape = (run.training.micro_batch, positions_here, run.model.residual_size)
     return Message(shape=shape, dtype=compute_dtype(run), device=device)

@@ -317,14 +317,14 @@ def kept_numbers(model: Model, recompute: Sequence[str]) -> Mapping[bool, float]
     """Numbers that a layer keeps for each token of a rank at the least, without and with experts (`has_experts`)."""
     hidden, moe, attention = model.hidden_size, model.moe, model.attention
     if "layer" in recompute:
-        return {False: hidden, True: hidden}
+        return dict.fromkeys((False, True), model.residual_size)
     if isinstance(attention, GroupedQueryAttention):
         heads = 2 * attention.heads * attention.head_dim + 2 * attention.kv_heads * attention.head_dim
     elif "latent-up" in recompute:
         heads = attention.heads * attention.v_head_dim
     else:
         heads = 2 * attention.heads * (attention.head_dim + attention.v_head_dim)
-    always = hidden + (0 if "attention" in recompute else heads)
+    always = model.residual_size + (0 if "attention" in recompute else heads)
     experts = 0.0
     if moe is not None and "moe" not in recompute:
         experts = hidden

@@ -239,6 +239,7 @@ def _stage(rank: MetaRank, decoder: Decoder, batch: MicroBatch) -> StageActivati
         head=decoder.head,
         mtp={int(depth): module for depth, module in decoder.mtp.items() if isinstance(module, MultiTokenPrediction)},
         layer_context=decoder.layer_context,
+        streams=decoder.streams,
         is_first=decoder.is_first,
     )
     short.reached = decoder.reached

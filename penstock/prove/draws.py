@@ -128,6 +128,7 @@ DIMENSIONS: Mapping[str, Dimension] = MappingProxyType(
             lacks=("float8-experts", "cuda", "family"),
         ),
         "weights of files": Dimension(0.25, ((WEIGHTS[0],),), needs=("family",)),
+        "streams": Dimension(0.1, _each("model.hyper_connections.streams", 2, 3), lacks=("mtp", "family")),
     }
 )
 """What is drawn by itself."""

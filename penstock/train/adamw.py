@@ -57,9 +57,10 @@ from penstock.parallel.shard import StateCodec
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices and stacks of matrices, not to biases and norms."""
+    """Whether weight decay applies: to matrices and stacks of matrices, not to biases, norms and mixes of streams."""
     *modules, last = name.lower().split(".")
-    return parameter.ndim >= 2 and "bias" not in last and not any("norm" in part for part in modules)
+    is_kept = any("norm" in part or "streams" in part for part in modules)
+    return parameter.ndim >= 2 and "bias" not in last and not is_kept
 
 
 def is_own_master(value: Tensor) -> bool:

@@ -243,7 +243,7 @@ def least_memory_need(run: Run, grid: Grid) -> MemoryNeed:
     of_dense = _state(run, dense / (grid.tensor * grid.pipeline), grid.data * grid.context)
     of_routed = _state(run, routed / (grid.expert * grid.expert_tensor * grid.pipeline), grid.expert_data)
     state, offloaded = (int(part + other) for part, other in zip(of_dense, of_routed, strict=True))
-    width = model.hidden_size * (2 if training.precision == "bf16" else 4)  # bytes per position
+    width = model.residual_size * (2 if training.precision == "bf16" else 4)  # bytes per position
     positions = training.micro_batch * training.sequence_length / (grid.tensor * grid.context)
     kept = 0 if run.offload.activations else model.layers / grid.pipeline * positions * width
     rows = 2 * training.global_batch * (training.sequence_length + 1) * _ID_BYTES

@@ -151,7 +151,7 @@ def test_a_written_run_says_every_field_that_is_not_none() -> None:
     expected = {field.path for field in every_field(Run)}
     assert written <= expected | {"version"}
     none = ("model.attention.rope.yarn", "model.attention.rope.llama3", "model.moe.clamped", "data.mixture.NAME")
-    none += ("model.linear_attention", "model.attention.indexer")
+    none += ("model.linear_attention", "model.attention.indexer", "model.hyper_connections")
     left_out = {path.removeprefix("model.attention.") for path in expected - written if not path.startswith(none)}
     grouped = {"kv_heads", "head_dim", "qk_norm", "bias", "qkv_bias", "partial_rotary_factor", "output_gate"}
     grouped |= {"softmax_scale", "nope_every"}

@@ -59,6 +59,7 @@ WARM_UP = (
     *("model.attention.q_lora_rank=32", "model.attention.indexer={index_n_heads=2, index_head_dim=16, index_topk=8}"),
     *("model.attention.indexer.stage=dense", *DOCUMENTS),
 )
+STREAMS = ("model.hyper_connections={streams=3, sinkhorn_iters=4}", "model.mtp_layers=0")
 IN_MXFP4 = ("qat.experts=mxfp4", "model.moe.moe_intermediate_size=64")
 MUON = ("optimizer.method=muon", "optimizer.muon.precision=fp32")
 

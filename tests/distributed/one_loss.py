@@ -16,7 +16,7 @@ from penstock.config.load import load_run
 from penstock.parallel.launch.environment import Environment
 from penstock.prove.play import BOUNDS, Saved, StepFigures, differences, follow, put_together, saved_by
 from penstock.train.setup import Session, prepare
-from tests.distributed.case import DOCUMENTS, FAMILY_CASES, IN_MXFP4, MUON, WARM_UP, Case, layout, pipeline
+from tests.distributed.case import DOCUMENTS, FAMILY_CASES, IN_MXFP4, MUON, STREAMS, WARM_UP, Case, layout, pipeline
 from tests.distributed.pool import Pool
 
 STEPS, RATE = 3, 1e-2  # the rate is constant
@@ -99,6 +99,9 @@ PINNED_CASES = (
     Case("EP 2, experts in MXFP4", 2, layout("expert=2"), IN_MXFP4),
     Case("EP 2 x ETP 2, FSDP, experts in MXFP4", 4, layout("expert=2", "expert_tensor=2", "shard=full"), IN_MXFP4),
     Case("PP 2 x EP 2, zb-1f1b, experts in MXFP4", 4, pipeline("zb-1f1b", 2, "expert=2"), IN_MXFP4),
+    Case("EP 2, FSDP, streams", 2, layout("expert=2", "shard=full"), STREAMS),
+    Case("PP 2 x EP 2, zb-1f1b, streams", 4, pipeline("zb-1f1b", 2, "expert=2", 'recompute.modules=["norm"]'), STREAMS),
+    Case("CP 2 x TP 2 folded with EP 4, streams", 4, layout("context=2", "tensor=2", "expert=4"), STREAMS),
     *FAMILY_CASES,
 )
 """What no draw reaches: settings that are not drawn, and all settings of a family at once."""
@@ -110,6 +113,7 @@ OFTEN = (
     "EP 2, FSDP, warm-up of the indexer",
     "Llama 4: PP 2",
     "EP 2, experts in MXFP4",
+    "PP 2 x EP 2, zb-1f1b, streams",
 )
 """Cases that every test run plays; the rest is slow."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.config.model import Balance, Model
+from penstock.config.model import Balance, HyperConnections, Model
 from penstock.config.parallel import Dispatch, Overlap
 from penstock.kernels import reference as norms
 from penstock.kernels.backends import FIELDS, TRITON
@@ -22,13 +22,16 @@ from penstock.models.decoder import Decoder
 from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import PreNorm, RMSNorm
 from penstock.models.parameters import initialize
+from penstock.models.residual import StreamMixer
 from penstock.moe.layer import MoE
+from penstock.moe.router import TopKRouter
 from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.graphs import PartialGraphs
 from penstock.parallel.layer_context import LayerContext, drain
 from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import assert_close, assert_equal
 from tests.models.families import moe_with, reading_of, tiny_model
+from tests.models.test_residual import hyper_connection
 from tests.parallel.alive import Alive
 from tests.parallel.recorded import Recorded
 from tests.parallel.recorded_graph import SameAddresses
@@ -41,6 +44,10 @@ MODELS = {
     "routed": moe_with(tiny_model(dense_layers=0, layers=1), shared_expert_intermediate_size=0),
     "post": tiny_model(dense_layers=0, layers=1, norm_position="post"),
     "sandwich": tiny_model(dense_layers=1, layers=1, norm_position="sandwich", residual_scale=0.5),
+    **{
+        name: tiny_model(dense_layers=dense, layers=1, hidden_size=16, hyper_connections=HyperConnections(streams=2))
+        for name, dense in (("streams", 0), ("dense streams", 1))
+    },
 }
 NORMS = {field: vars(TRITON)[field] for field in FIELDS["norm"]}
 OPERATORS = {"reference": REFERENCE, "torch": TORCH}
@@ -65,14 +72,33 @@ def by_plain_sums(block: Block, x_BSD: Tensor, context: ForwardContext) -> Tenso
     def norm(norm: PreNorm | RMSNorm | None, x_BSD: Tensor) -> Tensor:
         return x_BSD if norm is None else norms.rms_norm(x_BSD, norm.weight_D, norm.epsilon)
 
+    if block.attention_streams is not None and block.ffn_streams is not None:
+        x_BSD = joined(
+            block.attention_streams, x_BSD, lambda x: block.attention(norm(block.attention_norm, x), context, None)
+        )
+        return joined(block.ffn_streams, x_BSD, lambda x: fed(block, norm(block.ffn_norm, x), context))
     attended_BSD = block.attention(norm(block.attention_norm, x_BSD), context, None)
     x_BSD = x_BSD + block.residual_scale * norm(block.attention_post_norm, attended_BSD)
-    x_TD = norm(block.ffn_norm, x_BSD).flatten(0, 1)
+    y_BSD = fed(block, norm(block.ffn_norm, x_BSD), context)
+    return x_BSD + block.residual_scale * norm(block.ffn_post_norm, y_BSD)
+
+
+def joined(streams: StreamMixer, x_BSD: Tensor, network: Callable[[Tensor], Tensor]) -> Tensor:
+    """The streams behind a network, by the definition of `transformers`."""
+    theirs = hyper_connection(streams)
+    x_BSAD = x_BSD.unflatten(-1, (streams.streams, -1))
+    post, comb, one_BSD = theirs(x_BSAD)
+    y_BSD = network(one_BSD)
+    return (post[..., None] * y_BSD[..., None, :] + comb.mT @ x_BSAD).flatten(-2)
+
+
+def fed(block: Block, x_BSD: Tensor, context: ForwardContext) -> Tensor:
+    x_TD = x_BSD.flatten(0, 1)
     if isinstance(block.ffn, MoE):
         y_TD = torch.stack(drain(block.ffn.after_routing(x_TD, x_TD, block.ffn.route(x_TD, context.scope)))).sum(0)
     else:
         y_TD = block.ffn(x_TD)
-    return x_BSD + block.residual_scale * norm(block.ffn_post_norm, y_TD.view_as(x_BSD))
+    return y_TD.view_as(x_BSD)
 
 
 def trained(block: Block, y_BSD: Tensor, x_BSD: Tensor) -> dict[str, Tensor]:
@@ -147,8 +173,9 @@ def test_a_layer_behind_a_graph_rounds_where_an_eager_one_does(
     for is_captured in (False, True):
         block, context = a_block(model, layer_context)
         block.to(torch.bfloat16)
-        if isinstance(block.ffn, MoE):
-            block.ffn.router.float()
+        for module in block.modules():
+            if isinstance(module, (TopKRouter, StreamMixer)):
+                module.float()
         x_BSD = an_input().detach().bfloat16().requires_grad_()
         with in_parts(context) if is_captured else nullcontext(context) as passing:
             found.append(trained(block, block(x_BSD, passing), x_BSD))

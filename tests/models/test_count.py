@@ -37,6 +37,7 @@ from penstock.config.size import Count, size_of
 from penstock.kernels.operators import REFERENCE
 from penstock.models.attention import DeltaLayer
 from penstock.models.build import meta_model
+from penstock.models.residual import StreamMixer
 from penstock.moe.layer import MoE
 from tests.models.families import ATTENTIONS, tiny_decoder, tiny_model
 
@@ -149,6 +150,7 @@ SMALL = (
     "model.hidden_size=96",
     "model.norm_position=post",
     "model.norm_position=sandwich",
+    "model.hyper_connections={streams=3}",
 )
 OF_EXPERTS = (
     "model.moe.experts=12",
@@ -171,6 +173,8 @@ OF_GROUPED = (
 
 def _needs(override: str, model: Model) -> list[str]:
     """What the rules ask for beside an override."""
+    if "hyper_connections" in override:
+        return ["model.mtp_layers=0"]
     if override == "model.moe.experts=12":
         return ["model.moe.top_k=4"]
     if override == "model.moe.bias=true":
@@ -199,6 +203,8 @@ def test_the_arithmetic_counts_the_weights_and_products_of_the_built_model(name:
             if isinstance(layer, DeltaLayer):  # a state is read for the key, written, and read for the query
                 config = layer.config
                 products += 3 * config.value_heads * config.key_head_dim * config.value_head_dim
+            if isinstance(layer, StreamMixer):
+                products += layer.weight.numel() * (1 + 1 / layer.streams)  # weights, and each mix of a stream
             if isinstance(layer, MoE):
                 unused = 1 - run.model.moe.top_k / run.model.moe.experts
                 matrices = layer.experts.gate_up_eFD.numel() + layer.experts.down_eDF.numel()

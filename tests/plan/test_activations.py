@@ -50,6 +50,7 @@ SETTINGS = {
     },
     "gpt-oss": ["model.moe.bias=true", "model.moe.clamped.limit=7", "model.moe.router.logit_bias=true"],
     "llama4": ["model.moe.router.apply_probs_on_input=true", "model.moe.moe_layer_freq=2", "model.dense_layers=0"],
+    "residual streams": ["model.hyper_connections.streams=3"],
     "a prediction layer": ["model.mtp_layers=1"],
 }
 SLOW = ("recompute expert-activation", "gpt-oss", "llama4")

@@ -97,6 +97,11 @@ CASES = {
     "eight bits, a scale for each matrix": (
         LITE, 8, "parallel.expert=8 float8.dense=tensorwise float8.experts=tensorwise"
     ),
+    "residual streams, interleaved, gathered weights": (
+        LITE, 16,
+        "model.hyper_connections.streams=4 parallel.shard=full "
+        f"parallel.pipeline=2 pipeline.schedule=interleaved {TWO_STAGES}"
+    ),
     "no experts": ("debug", 8, f"{PLAIN} parallel.pipeline=2")
 }  # fmt: skip
 OFTEN = ["one rank", "experts by all-to-all", "a context", "interleaved", "zb-v, selective recompute"]
@@ -108,6 +113,7 @@ OFTEN += [
     "prediction layers",
 ]
 OFTEN += ["biases, experts in halves", "four kinds, zb-v", "eight bits but for both ends", "no experts"]
+OFTEN += ["residual streams, interleaved, gathered weights"]
 OFTEN += ["muon", "ranks divide an expert", "the host has the optimizer", "state in fewer bits"]
 
 

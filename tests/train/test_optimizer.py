@@ -48,6 +48,7 @@ def _saved(optimizer: MasterAdamW) -> dict[str, Tensor]:
         ("blocks.0.attention.query_norm.weight_HN", (2, 8), False),
         ("blocks.0.experts.bias_eD", (4, 8), False),
         ("blocks.0.norm.weight_D", (8,), False),
+        ("blocks.0.ffn_streams.weight", (8, 16), False),
         ("enormous_VD", (8, 8), True),
     ],
 )

@@ -183,10 +183,13 @@ def heads_at_once(config: Model) -> Division:
 
 Names = Mapping[str, tuple[str, ...]]
 
+STREAMS = {"weight": "fn", "bias": "base", "scale": "scale"}  # of hyper-connections
+
 MODEL: Names = {
     "embed.weight": ("model.embed_tokens.weight",),
     "norm.weight_D": ("model.norm.weight",),
     "head.weight": ("lm_head.weight",),
+    **{f"streams.{kind}": (f"model.hc_head.hc_{name}",) for kind, name in STREAMS.items()},
 }
 
 NORMS: Names = {
