@@ -367,15 +367,17 @@ def play(schedule: Schedule, costs: ActionCosts) -> Playback:
     ends: list[float] = []
     free = [0.0] * schedule.ranks  # when each rank ends its last unit
     busy = [0.0] * schedule.ranks
+    send = costs.send
     for rank, unit, after in steps:
         start = free[rank]
         for source in after:
-            start = max(start, ends[source] + costs.send)
-        takes = alone[unit[0].stage, unit[0].kind] if len(unit) == 1 else costs.of_unit(unit)
-        free[rank] = start + takes
+            if (arrival := ends[source] + send) > start:  # `max` would take half of the time
+                start = arrival
+        takes = alone[unit[0][:2]] if len(unit) == 1 else costs.of_unit(unit)
+        end = free[rank] = start + takes
         busy[rank] += takes
         starts.append(start)
-        ends.append(free[rank])
+        ends.append(end)
     times = {"starts": tuple(starts), "ends": tuple(ends), "busy": tuple(busy)}
     return Playback(schedule=schedule, costs=costs, span=max(free), **times)
 

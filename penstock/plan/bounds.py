@@ -127,12 +127,13 @@ class TimeBounds:
         self._bandwidth = cluster.hardware.bandwidth
         self.attention = cache(self._attention)
         """Attention, both norms and the residual sums: is_local, tp, cp, rows of a micro-batch, accumulates."""
-        self.ffn = cache(self._ffn)  # the rest of a layer: is_moe, tokens, tp, experts, accumulates
+        self.head = cache(self._head)
+        """Output projection and loss of all heads, prediction depths too; of their layers the projection alone."""
         self._dense = cache(self._dense_network)
         self._routed = cache(self._routed_experts)
+        self._grouped = cache(self._grouped_products)
 
-    def head(self, tp: int, cp: int, rows: int) -> WorkSeconds:
-        """Output projection and loss of all heads, prediction depths too; of their layers the projection alone."""
+    def _head(self, tp: int, cp: int, rows: int) -> WorkSeconds:
         depths, hidden = self._model.mtp_layers, self._hidden
         tokens, columns = rows * self._run.training.sequence_length // cp, self._model.vocab_size // tp
         every = (1 + depths) * tokens
@@ -233,22 +234,26 @@ class TimeBounds:
         forward, backward = (estimate.seconds for estimate in passes)
         return WorkSeconds(forward, backward)
 
-    def _ffn(self, is_moe: bool, tokens: int, tp: int, experts: Experts, accumulates: bool) -> WorkSeconds:
+    def ffn(self, experts: Sequence[Experts], is_moe: bool, tokens: int, tp: int, accumulates: bool) -> np.ndarray:
+        """The rest of a layer: a row with the fields of `WorkSeconds` for each division of the experts."""
         moe = self._model.moe
         if not is_moe or moe is None:
-            return self._dense(tokens * tp, self._model.intermediate_size // tp, tp, accumulates)
+            dense = self._dense(tokens * tp, self._model.intermediate_size // tp, tp, accumulates)
+            return np.tile(dense, (len(experts), 1))
         shared = moe.shared_expert_intermediate_size // tp
         beside = self._dense(tokens * tp, shared, tp, accumulates) if shared else WorkSeconds(0.0, 0.0)
-        routed, out, back = self._routed(tokens, experts, accumulates)
+        routed = np.array([self._routed(tokens, division, accumulates) for division in experts])
+        forward, backward, again, weight, out, back = routed.T
         # The activation reads a pre-activation and writes half as much; backward reads that too and writes both.
         activated = tokens * moe.top_k * moe.moe_intermediate_size
-        return WorkSeconds(
-            beside.forward + routed.forward + out + back + self._moved((self._parts + 1) * activated),
-            beside.backward + routed.backward + out + back + self._moved((2 * self._parts + 1) * activated),
-            beside.again + routed.again + out,
-            routed.again,
-            beside.weight + routed.weight,
+        every = WorkSeconds(
+            beside.forward + forward + out + back + self._moved((self._parts + 1) * activated),
+            beside.backward + backward + out + back + self._moved((2 * self._parts + 1) * activated),
+            beside.again + again + out,
+            again,
+            beside.weight + weight,
         )
+        return np.stack(every, 1)
 
     def _dense_network(self, tokens: int, width: int, tp: int, accumulates: bool) -> WorkSeconds:
         """A dense network, or the shared expert; `tokens` are those inside the tensor-parallel part."""
@@ -262,15 +267,16 @@ class TimeBounds:
             weight=products.weight,
         )
 
-    def _routed_experts(self, tokens: int, experts: Experts, accumulates: bool) -> tuple[WorkSeconds, float, float]:
-        """Products of the experts, and the way of their tokens to them and back."""
+    def _routed_experts(self, tokens: int, experts: Experts, accumulates: bool) -> tuple[float, ...]:
+        """Forward, backward, again and weight of the experts' products, and the way of tokens to them and back."""
+        products = self._grouped(tokens, experts.ep, experts.etp, accumulates)
+        return products.forward, products.backward, products.again, products.weight, *self._sent(tokens, experts)
+
+    def _grouped_products(self, tokens: int, ep: int, etp: int, accumulates: bool) -> WorkSeconds:
         moe = self._model.moe
         assert moe is not None, "a layer with experts has them in its model"
-        return self._products_of_experts(moe, tokens, experts, accumulates), *self._sent(moe, tokens, experts)
-
-    def _products_of_experts(self, moe: Moe, tokens: int, experts: Experts, accumulates: bool) -> WorkSeconds:
-        groups, width = moe.experts // experts.ep, moe.moe_intermediate_size // experts.etp
-        rows = max(1, int(tokens * moe.top_k * experts.etp * self._uneven(moe, experts)) // groups)
+        groups, width = moe.experts // ep, moe.moe_intermediate_size // etp
+        rows = max(1, int(tokens * moe.top_k * etp * self._uneven(moe, ep)) // groups)
         kinds: tuple[Dtype, ...] = (self._dtype, "fp8") if self._run.float8.experts != "none" else (self._dtype,)
 
         def least(n: int, k: int, *names: GroupedProduct) -> float:
@@ -284,20 +290,20 @@ class TimeBounds:
         backward = sum(least(n, k, "input_gradient") + least(n, k, weights) for n, k in shapes)
         return WorkSeconds(sum(forward), backward, forward[0], weight=sum(least(n, k, weights) for n, k in shapes))
 
-    def _uneven(self, moe: Moe, experts: Experts) -> float:
+    def _uneven(self, moe: Moe, ep: int) -> float:
         """Rows of the fullest rank over the even share, at most those of tokens that all choose its experts."""
-        return min(self._imbalance, experts.ep * min(moe.top_k, moe.experts // experts.ep) / moe.top_k)
+        return min(self._imbalance, ep * min(moe.top_k, moe.experts // ep) / moe.top_k)
 
-    def _sent(self, moe: Moe, tokens: int, experts: Experts) -> tuple[float, float]:
+    def _sent(self, tokens: int, experts: Experts) -> tuple[float, float]:
         """Tokens to their experts, and back, in one pass."""
-        ranks, name = experts.ep * experts.etp, experts.dispatcher
-        if ranks == 1 or name == "local" or self._traffic is None:
+        ranks, name, moe = experts.ep * experts.etp, experts.dispatcher, self._model.moe
+        if ranks == 1 or name == "local" or moe is None or self._traffic is None:
             return 0.0, 0.0
         # Over nodes tokens are sent by expected counts, which say less than the imbalance of one rank.
         crosses = name == "hierarchical"
         traffic = replace(
             self._traffic,
-            tokens=max(1, int(tokens * (1.0 if crosses else self._uneven(moe, experts)))),
+            tokens=max(1, int(tokens * (1.0 if crosses else self._uneven(moe, experts.ep)))),
             copy_bytes=self._hidden * (1 if self._run.float8.dispatch != "none" else self._width),
             expert_tensor=1 if crosses else experts.etp,
         )

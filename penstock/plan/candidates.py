@@ -97,8 +97,7 @@ class Saving:
     offload: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(NamedTuple):
     """Ranks of the experts, their dispatcher, and its sync-free stages."""
 
     ep: int
@@ -231,7 +230,7 @@ class SearchSpace:
     def _legal_experts(self, sizes: Sizes, experts: Experts, each: int) -> Experts | None:
         chosen = replace(sizes, dispatcher=experts.dispatcher)
         stages = tuple(stage for stage in experts.stages if not self._refuses(replace(chosen, sync_free=stage), each))
-        return replace(experts, stages=stages) if stages else None
+        return experts._replace(stages=stages) if stages else None
 
     def _schedules(self, pp: int) -> tuple[tuple[str, int], ...]:
         """Schedules with their stages per rank, as many as the layers can fill."""

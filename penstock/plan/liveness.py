@@ -236,19 +236,33 @@ def enough(name: str, ranks: int, micro_batches: int) -> int:
 
 
 @cache
+def held_counts(shape: PipelineShape, rank: int) -> Mapping[ActionUnit, tuple[tuple[int, ...], ...]]:
+    """What a rank holds at the starts of each unit: `PeakPoint.counts`, each once, in the order of the schedule.
+
+    Stages of the units count from 0 on the rank.
+    """
+    indices = {stage: number for number, stage in enumerate(shape.stages_of(rank))}
+    counts = [0] * (2 * len(indices))
+    seen: dict[ActionUnit, dict[tuple[int, ...], None]] = {}
+    for unit in _units(shape, rank):
+        here = tuple([(indices[stage], kind) for stage, kind in unit])
+        # A dict as an ordered set: most points repeat in every round of the schedule.
+        seen.setdefault(here, {})[tuple(counts)] = None
+        for at, kind in here:
+            counts[at] += _KEPT[kind]
+            counts[at + len(indices)] += _LEFT[kind]
+    return {unit: tuple(points) for unit, points in seen.items()}
+
+
+@cache
 def peak_points(shape: PipelineShape, rank: int) -> tuple[PeakPoint, ...]:
     """The points at which a rank's memory may peak, for any sizes of its stages."""
-    indices = {stage: number for number, stage in enumerate(shape.stages_of(rank))}
-    kept, left = [0] * len(indices), [0] * len(indices)
-    seen: dict[ActionUnit, dict[PeakPoint, None]] = {}
-    for unit in _units(shape, rank):
-        # A dict as an ordered set: most points repeat in every round of the schedule.
-        seen.setdefault(unit, {})[PeakPoint(unit, tuple(kept), tuple(left))] = None
-        for stage, kind in unit:
-            at = indices[stage]
-            kept[at] += _KEPT[kind]
-            left[at] += _LEFT[kind]
-    return tuple(point for points in seen.values() for point in _highest(list(points)))
+    stages = shape.stages_of(rank)
+    return tuple(
+        PeakPoint(tuple((stages[at], kind) for at, kind in unit), counts[: len(stages)], counts[len(stages) :])
+        for unit, points in held_counts(shape, rank).items()
+        for counts in _highest(points)
+    )
 
 
 def _units(shape: PipelineShape, rank: int) -> list[ActionUnit]:
@@ -272,14 +286,14 @@ def _schedule(shape: PipelineShape) -> Schedule:
     )
 
 
-def _highest(points: list[PeakPoint]) -> list[PeakPoint]:
-    """The points of one unit with counts that no other point reaches everywhere, in their order."""
+def _highest(points: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The counts of one unit that no others reach everywhere, in their order."""
     highest: dict[tuple[int, ...], None] = {}
-    # A covered point has a smaller sum, so it comes after the point that covers it.
-    for counts in sorted((point.counts for point in points), key=sum, reverse=True):
+    # Covered counts have a smaller sum, so they come after those that cover them.
+    for counts in sorted(points, key=sum, reverse=True):
         if not any(all(map(ge, other, counts)) for other in highest):
             highest[counts] = None
-    return [point for point in points if point.counts in highest]
+    return [counts for counts in points if counts in highest]
 
 
 PlaceStages = Mapping[int, StageActivations]

@@ -109,7 +109,7 @@ class MemoryTracker(_Mode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        return self.call(func, args, kwargs, tuple(_tensors_in((*args, *kwargs.values()))))
+        return self.call(func, args, kwargs, _tensors_in((*args, *kwargs.values())))
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], arguments: Sequence[Tensor]) -> Any:
         """Call an operator and count its results; an `OpRecorder` with this tracker calls it too.
@@ -234,12 +234,13 @@ class OpRecorder(_Mode):
         namespace, name, is_silent, is_view = _facts(func)
         if is_view:  # Its result has the storage of its argument.
             return func(*args, **kwargs)
-        arguments = tuple(_tensors_in((*args, *kwargs.values())))
+        if namespace == "penstock":  # It gives nothing.
+            self._recorded.append(_own_op(name, args))
+            return None
+        arguments = _tensors_in((*args, *kwargs.values()))
         call = _called if self._tracker is None else self._tracker.call
         result = call(func, args, kwargs, arguments)
-        if namespace == "penstock":
-            self._recorded.append(_own_op(name, args))
-        elif not is_silent:
+        if not is_silent:
             group = self._group(args) if namespace.startswith("c10d") else None
             # A result in an argument's storage appears once.
             known = {tensor.untyped_storage()._cdata for tensor in arguments}
@@ -363,14 +364,21 @@ def _forget(seen: dict[int, Any], key: int, _: object) -> None:
     seen.pop(key, None)
 
 
-def _key_of(value: Any) -> Any:
+def _key_of(values: Iterable[Any]) -> tuple[Any, ...] | None:
     """What the result's shapes depend on; None if a tensor is not on the meta device."""
-    if isinstance(value, Tensor):
-        return (value.shape, value.stride(), value.dtype) if value.is_meta else None
-    if isinstance(value, (tuple, list)):
-        keys = tuple(_key_of(item) if isinstance(item, (Tensor, tuple, list)) else (type(item), item) for item in value)
-        return None if None in keys else keys
-    return type(value), value
+    keys: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if not value.is_meta:
+                return None
+            keys.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, (tuple, list)):
+            if (inner := _key_of(value)) is None:
+                return None
+            keys.append(inner)
+        else:
+            keys.append((type(value), value))
+    return tuple(keys)
 
 
 def _own_op(name: str, arguments: Sequence[Any]) -> RecordedOp:
@@ -405,9 +413,11 @@ def _facts(func: Any) -> tuple[str, str, bool, bool]:
     return namespace, name, is_view or name in _SILENT, is_view
 
 
-def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            tensors.append(value)
         elif isinstance(value, (tuple, list)):
-            yield from _tensors_in(value)
+            tensors += _tensors_in(value)
+    return tensors

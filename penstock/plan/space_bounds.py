@@ -39,7 +39,7 @@ from penstock.plan.composed_run import StageContents, parts_of
 from penstock.plan.composer import Composer
 from penstock.plan.costs import HardwareTimes, OpCosts, buffer_rows, routed_rows
 from penstock.plan.hardware import Cluster, RankGroup
-from penstock.plan.liveness import PipelineShape, enough, first_of_kinds, has_experts, layer_kind, peak_points
+from penstock.plan.liveness import PipelineShape, enough, first_of_kinds, has_experts, held_counts, layer_kind
 from penstock.plan.memory import MOMENT_BYTES
 from penstock.plan.meta_run import gathered_bytes
 from penstock.plan.op_recorder import ARRIVE, COPIES, END, FORK, JOIN, PUT_OFF, WAIT, RecordedOps
@@ -138,7 +138,9 @@ class SpaceBounds:
         seconds = work.reshape(len(places), parts, 6)
         ranks = np.array([tp * cp for tp, cp in family.dense])[places[:, 0]]
         rows = np.array(family.rows)[places[:, 3]]
-        state, movable, whole = self._state(family, places)
+        # Nothing of the state depends on the rows, the innermost choice.
+        once, each = places[:: len(family.rows)], partial(np.repeat, repeats=len(family.rows), axis=0)
+        state, movable, whole = map(each, self._state(family, once))
         gather, reduce = self._fsdp_seconds(family, places, whole)
         tokens = rows * run.training.sequence_length // ranks
         micro_batches = run.training.global_batch // (rows * (self._cluster.devices // family.pp // ranks))
@@ -159,7 +161,7 @@ class SpaceBounds:
             movable=movable,
             whole=whole,
             launching=self._launching(family.pp, micro_batches, least.launches),
-            update=self._update_seconds(family, places),
+            update=each(self._update_seconds(family, once)),
         )
 
     def _launching(self, pp: int, micro_batches: np.ndarray, launches: np.ndarray) -> np.ndarray:
@@ -257,32 +259,27 @@ class SpaceBounds:
 
         The first two ways are of the micro-batches in flight; `closely`, all are, of these and the pass itself.
         """
-        highest = []
         places = self._places(pp, schedule, vpp)
+        shape = PipelineShape(schedule, pp, vpp, micro_batches)
+        highest = []
         for numbers, stages in zip(places.numbers, places.stages, strict=True):
             layers = np.stack([self._work([stage])[: len(self._kinds)] for stage in stages])
-            passes = {(at, kind): self._of_pass(stage, kind) for at, stage in enumerate(stages) for kind in Kind}
-            moments: dict[tuple[tuple[int, Kind], ...], list[np.ndarray]] = {}
-            if schedule == NO_PIPELINE:
-                held = np.stack([layers.sum(0), np.zeros(layers.shape[1])], -1)
-                moments = {((0, Kind.FORWARD),): [0 * held], ((0, Kind.BACKWARD),): [held]}
-            else:
-                shape = PipelineShape(schedule, pp, vpp, micro_batches)
-                for position in numbers:
-                    at = {stage: number for number, stage in enumerate(shape.stages_of(position))}
-                    for point in peak_points(shape, position):
-                        work = tuple((at[stage], kind) for stage, kind in point.work)
-                        held = np.stack([point.kept @ layers, point.left @ layers], -1)
-                        moments.setdefault(work, []).append(held)
+            # By stage and kind of an action, the micro-batches that are held at its starts.
+            starts = [(((0, Kind.FORWARD),), ((0, 0),)), (((0, Kind.BACKWARD),), ((1, 0),))]
+            if schedule != NO_PIPELINE:
+                starts = [start for position in numbers for start in held_counts(shape, position).items()]
+            if not closely:  # The actions add nothing.
+                starts = [((), tuple(counts for _, points in starts for counts in points))]
             rows = []
-            for work, some in moments.items():
-                every = np.stack(some)
+            for work, points in starts:
+                counts = np.array(points, np.float64).reshape(len(points), 2, len(stages))
+                every = np.moveaxis(counts @ layers, 1, -1)
                 if closely:
                     every = np.pad(every, ((0, 0), *_BESIDE_LAYERS))
-                    for action in work:
-                        every = (every[:, None] + passes[action]).reshape(-1, *every.shape[1:])
+                    for number, kind in work:
+                        every = (every[:, None] + self._of_pass(stages[number], kind)).reshape(-1, *every.shape[1:])
                 rows.append(every.reshape(len(every), -1))
-            highest.append(_highest(np.concatenate(rows)))
+            highest.append(_highest(np.unique(np.concatenate(rows), axis=0)))
         return tuple(highest)
 
     def _of_pass(self, stage: StageContents, kind: Kind) -> np.ndarray:
@@ -418,10 +415,10 @@ class SpaceBounds:
             over = piece.forward - piece.kept_bytes, piece.backward - piece.kept_bytes
             kept[k] = np.array([piece.kept_bytes, piece.left, *over]) / tokens
             attention = self._times.attention(kind.startswith("local"), tp, cp, rows, True)
-            ffn = self._times.ffn(has_experts(kind), tokens, tp, experts, True)
-            repeated = attention.forward + ffn.again, ffn.again * has_experts(kind), ffn.activation
+            forward, backward, _, *repeated = self._ffn((experts,), has_experts(kind), tokens, tp, True)[0].tolist()
+            repeated[0] += attention.forward
             again = next((seconds for name, seconds in zip(_CONTAIN, repeated, strict=True) if name in recompute), 0.0)
-            bounds = attention.forward + ffn.forward, attention.backward + ffn.backward + again
+            bounds = attention.forward + forward, attention.backward + backward + again
             for way, ops in enumerate((piece.forward_ops, piece.backward_ops + piece.weight_ops)):
                 ops = tuple(operator for operator in ops if not (operator.name == _GATHER and gathers_all))
                 seconds, fixed[k, way], launches[k, way] = _main_stream(
@@ -489,10 +486,8 @@ class SpaceBounds:
 
     def _ffn(self, experts: tuple[Experts, ...], is_moe: bool, tokens: int, tp: int, accumulates: bool) -> np.ndarray:
         """Of each division of the experts: forward, backward, weight gradients, forward of what `_CONTAIN` names."""
-        works = [self._times.ffn(is_moe, tokens, tp, expert, accumulates) for expert in experts]
-        return np.array(
-            [(ffn.forward, ffn.backward, ffn.weight, ffn.again, ffn.again * is_moe, ffn.activation) for ffn in works]
-        )
+        forward, backward, again, activation, weight = self._times.ffn(experts, is_moe, tokens, tp, accumulates).T
+        return np.stack([forward, backward, weight, again, again * is_moe, activation], 1)
 
     def _fsdp_seconds(self, family: LayoutSet, places: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds to gather the weights of each part, and to reduce its gradients, that overlap cannot hide."""

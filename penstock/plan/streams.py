@@ -108,6 +108,9 @@ class HostCopies:
         return self._came[number]
 
 
+_MARKS = frozenset((WAIT, PUT_OFF, FORK, END, JOIN, ARRIVE, *COPIES))  # what does not run on the device
+
+
 class Streams:
     """A host and a device.
 
@@ -154,7 +157,13 @@ class Streams:
     def play(self, work: RecordedOps) -> None:
         is_side = False
         for operator in work:
-            if operator.name == WAIT:
+            if operator.name not in _MARKS:
+                cost = self._cost_of(operator)
+                if is_side:
+                    self._run_aside(cost)
+                else:
+                    self._run(cost)
+            elif operator.name == WAIT:
                 self._host = max(self._host, self._main)
             elif operator.name == PUT_OFF:
                 self._host += self._put_off
@@ -165,14 +174,10 @@ class Streams:
                 self._ends[operator.switches[0]], is_side = self._side, False
             elif operator.name == JOIN:
                 self._join(operator.switches[0])
-            elif operator.name in COPIES:
-                self._copy(operator)
             elif operator.name == ARRIVE:
                 self._wait_for_copies(self._copies.arrival(operator.switches[0]))
-            elif is_side:
-                self._run_aside(self._cost_of(operator))
             else:
-                self._run(self._cost_of(operator))
+                self._copy(operator)
 
     def _run(self, cost: OpCost) -> None:
         # The host needs twice the time for a collective (docs/projection.md).
