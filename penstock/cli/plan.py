@@ -31,6 +31,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from penstock.base.errors import PenstockError
+from penstock.base.garbage import no_collection
 from penstock.base.numbers import bytes_text
 from penstock.cli.output import print_next, write_file
 from penstock.cli.plan_answer import PlanAnswer, Result, Series, print_answer
@@ -78,10 +79,11 @@ EVEN, USUAL = 1.0, 1.2  # rows of the fullest rank over the even share: in turn,
 def plan(**options: Any) -> None:
     """Rank layouts of a run on a cluster by speed, and say why others are left out. Nothing is started."""
     request = request_of(options)
-    answer = answer_of(request)
-    print_answer(answer, request)
-    _write(request, answer)
-    _print_next(request, answer)
+    with no_collection():
+        answer = answer_of(request)
+        print_answer(answer, request)
+        _write(request, answer)
+        _print_next(request, answer)
 
 
 vars(plan)["__signature__"] = signature(PlanOptions)  # typer makes an option of each field

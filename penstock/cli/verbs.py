@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from penstock.base.garbage import no_collection
 from penstock.base.interrupts import imports_end_at_once
 from penstock.parallel.launch.environment import LaunchFacts, prepare_environment
 
@@ -50,7 +51,7 @@ def on_one_screen(group: type[TyperGroup]) -> type[TyperGroup]:
 
 def load_by_name(module: str, attribute: str) -> Any:
     """Import a module now and return one of its attributes."""
-    with imports_end_at_once():
+    with imports_end_at_once(), no_collection():
         return vars(import_module(module))[attribute]
 
 

@@ -39,6 +39,7 @@ from penstock.layout.stages import Stage
 from penstock.models.build import needs_embedding
 from penstock.models.rank_model import stages_of
 from penstock.parallel.axes import make_axes
+from penstock.parallel.launch.environment import usable_cores
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.composed_run import ComposedRun, ProxyStage, RankState, StageContents, contents_of
 from penstock.plan.liveness import StageActivations, first_of_kinds, layers_in_order, shape_of
@@ -47,7 +48,8 @@ from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
 from penstock.plan.meta_run import activations_of, micro_batch_bytes
 from penstock.plan.param_state import ParamsByKind, PartState, ShardCounts, facts_of, part_state, shards_of
 
-MOST_WORKERS = 8
+FEWEST_CORES, MOST_WORKERS = 4, 8
+"""Two processors are often one core, where workers beside the search gain nothing."""
 
 View = Literal["whole", "first", "last", "middle", "mixed", "embed", "head"]  # see the top of the file
 
@@ -201,13 +203,14 @@ def _run_or_refuse(run: Run, view: View, target: Target, kinds: Sequence[str]) -
 
 
 @contextmanager
-def meta_workers() -> Iterator[Pool | None]:
-    """Processes for `Composer.prefetch`, one for each core; None where processes cannot be forked, or with one core.
+def meta_workers(cores: int | None = None) -> Iterator[Pool | None]:
+    """Processes for `Composer.prefetch`, one for each core; None with few cores, or where none can be forked.
 
-    To be called before other threads are started: a forked process has none of them.
+    `cores` is their number; None takes those of the machine. To be called before other threads are started: a forked
+    process has none of them.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    if cores < 2:
+    cores = cores or (usable_cores() if hasattr(os, "sched_getaffinity") else 1)
+    if cores < FEWEST_CORES:
         yield None
         return
     # Torch imports it for the first shape that it computes in Python, which would be once in each process.

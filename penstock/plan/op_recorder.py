@@ -331,33 +331,49 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], argumen
     """The result of an operator; `arguments` are the tensors among what it is called with.
 
     Torch computes shapes of many operators in Python. Operators without views and side effects give new tensors of the
-    same shapes when they are called with the same shapes.
+    same shapes when they are called with the same shapes. Those that write into one argument give that argument.
     """
-    known = _results_of(func)
+    known, written = _results_of(func)
     if known is None or (key := _key_of((*args, *kwargs.items()))) is None:
         return func(*args, **kwargs)
     if (specs := known.get(key)) is None:
         result = func(*args, **kwargs)
         made = result if isinstance(result, tuple) else (result,)
         given = {argument.untyped_storage()._cdata for argument in arguments}
-        if all(
+        if written is not None:
+            # An output of another size was resized.
+            if _key_of((*args, *kwargs.items())) == key:
+                known[key] = ()
+        elif all(
             isinstance(tensor, Tensor) and tensor.is_meta and tensor.untyped_storage()._cdata not in given
             for tensor in made
         ):
             known[key] = tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made)
         return result
+    if written is not None:
+        return kwargs[written] if isinstance(written, str) else args[written]
     made = tuple(torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in specs)
     return made if len(func._schema.returns) > 1 else made[0]
 
 
 @cache
-def _results_of(func: Any) -> dict[Any, tuple[_Spec, ...]] | None:
-    """Results of an operator by what it was called with, filled by `_called`; None if it may not give new tensors."""
+def _results_of(func: Any) -> tuple[dict[Any, tuple[_Spec, ...]] | None, int | str | None]:
+    """Results of an operator by what it was called with, filled by `_called`; None if it may give other tensors.
+
+    And the place or name of the one argument that it writes into and gives.
+    """
     schema = func._schema
     values = [*schema.arguments, *schema.returns]
-    are_tensors = all(str(result.type) == "Tensor" for result in schema.returns)
-    is_new = schema.name.startswith("aten::") and are_tensors and all(value.alias_info is None for value in values)
-    return {} if is_new else None
+    is_fit = schema.name.startswith("aten::") and all(str(result.type) == "Tensor" for result in schema.returns)
+    aliased = [value for value in values if value.alias_info is not None]
+    if is_fit and not aliased:
+        return {}, None
+    # `set_` gives the argument another storage.
+    writes_one = [value.alias_info.is_write for value in aliased] == [True, True] and schema.name != "aten::set_"
+    if not is_fit or len(schema.returns) > 1 or not writes_one:
+        return None, None
+    at = schema.arguments.index(aliased[0])
+    return {}, aliased[0].name if aliased[0].kwarg_only else at
 
 
 def _forget(seen: dict[int, Any], key: int, _: object) -> None:

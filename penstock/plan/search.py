@@ -17,7 +17,6 @@ A layout needs room for the projection's own error (`penstock.plan.projection`).
 is shown apart, because it may not fit.
 """
 
-import gc
 import heapq
 import math
 from collections import Counter
@@ -29,6 +28,7 @@ from multiprocessing.pool import Pool
 import numpy as np
 
 from penstock.base.errors import KernelError
+from penstock.base.garbage import no_collection
 from penstock.config.fit import NO_PIPELINE, SPLITTING_SCHEDULES
 from penstock.config.run import Run, with_values
 from penstock.plan.assumptions import overheads_of, target_of
@@ -103,14 +103,8 @@ def search(request: SearchRequest, progress: Progress | None = None, workers: Po
     run = prepared_run(request)
     if set(ALL) <= set(request.fixed) and (plan := plan_of_fixed(request, run)) is not None:
         return plan
-    # The garbage collection of cycles takes a sixth of a search and finds next to nothing.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with no_collection():
         return _Search(request, run, progress or (lambda _: None), workers).plan()
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _unless_it_fails(bound: Callable[["_Search", SearchNode], float]) -> Callable[["_Search", SearchNode], float]:
@@ -519,8 +513,8 @@ class _Search:
     def _within_margin(self, best: Sequence[Projection]) -> list[Projection]:
         """Layouts that are faster than the best and fit only if the projection's memory is right."""
         tried = sorted(self._close, key=lambda fitting: fitting.seconds)[:CLOSE_TRIED]
-        layouts = [self._projection(fitting) for fitting in tried]
         slowest = best[0].time.step_seconds if best else math.inf
+        layouts = [self._projection(fitting) for fitting in tried if fitting.seconds < slowest]
         layouts = [layout for layout in layouts if layout.fits and layout.time.step_seconds < slowest]
         return sorted(layouts, key=lambda layout: layout.time.step_seconds)[:CLOSE_SHOWN]
 

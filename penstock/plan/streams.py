@@ -158,11 +158,7 @@ class Streams:
         is_side = False
         for operator in work:
             if operator.name not in _MARKS:
-                cost = self._cost_of(operator)
-                if is_side:
-                    self._run_aside(cost)
-                else:
-                    self._run(cost)
+                (self._run_aside if is_side else self._run)(self._cost_of(operator))
             elif operator.name == WAIT:
                 self._host = max(self._host, self._main)
             elif operator.name == PUT_OFF:

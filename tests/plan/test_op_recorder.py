@@ -114,3 +114,21 @@ def test_groups_that_move_nothing_leave_tracebacks_as_they_are() -> None:
     start_fake_process_group(1, 2)
     stop_process_group()
     assert sys.excepthook is before
+
+
+def test_an_operator_that_writes_into_a_tensor_gives_that_tensor_each_time() -> None:
+    def run(device: str) -> list[tuple[int, ...]]:
+        shapes = []
+        for rows in (3, 3, 5):
+            left, right, short = (
+                torch.ones(rows, 2, device=device),
+                torch.ones(2, device=device),
+                torch.ones(1, device=device),
+            )
+            out = torch.empty_like(left)
+            assert torch.sub(left, right, out=out) is out and left.add_(right) is left and out.copy_(left) is out
+            shapes += [torch.sub(left, right, out=short[:0]).shape, out.shape, left.shape]
+        return [tuple(shape) for shape in shapes]
+
+    with MemoryTracker():
+        assert run("meta") == run("meta") == run("cpu")

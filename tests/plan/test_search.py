@@ -19,7 +19,7 @@ from penstock.plan import composer as composer_module
 from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, overheads_of, target_of
 from penstock.plan.candidates import LayoutSet, Saving, SearchSpace, fixed_by, ladder_of, run_of
 from penstock.plan.composed_run import ComposedRun, ComposedTimes, ProxyStage
-from penstock.plan.composer import Composer, View, meta_workers
+from penstock.plan.composer import FEWEST_CORES, Composer, View, meta_workers
 from penstock.plan.costs import HardwareTimes
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
@@ -228,7 +228,7 @@ def assert_bounded(
 
 
 def test_the_winner_does_not_depend_on_how_many_are_shown_or_on_processes_that_help() -> None:
-    with meta_workers() as workers:
+    with meta_workers(FEWEST_CORES) as workers:
         helped = search(asked("8xH200", top=1), workers=workers)
     assert helped.candidates[0].layout == found().candidates[0].layout
     assert helped.candidates[0].time == found().candidates[0].time
