@@ -3,6 +3,7 @@
     python -m benchmarks.graphs --output benchmarks/results/graphs-h200.json
     python -m benchmarks.graphs --cases small,short --output benchmarks/results/graphs-parts-h200.json
     python -m benchmarks.graphs --auto --output benchmarks/results/graphs-auto-h200x2.json
+    python -m benchmarks.graphs --sync-free --output benchmarks/results/sync-free-h200x2.json
 
 Every case runs the same steps three times: eager, with passes captured (penstock/train/capture.py), and with the
 static parts of layers captured (penstock/train/capture.py). `small` compares bits: it is
@@ -10,7 +11,7 @@ deterministic, and losses, norms, loads, held-out loss and the sums of weights a
 document mask and recomputes every layer. The others are DeepSeek-V2-Lite of few layers, with work for the GPU (`long`),
 or so little that the host decides (`short`); these are not deterministic, so a second eager run says how far apart
 losses are without graphs. `--auto` runs `penstock train` by its defaults beside `graphs.capture=none`, on one or two
-GPUs.
+GPUs, and `--sync-free` beside `dispatch.sync_free=0`, on two that share experts.
 """
 
 import gc
@@ -53,6 +54,16 @@ AUTO: dict[str, tuple[int, str, str]] = {
 """GPUs, preset, and global batch, micro-batch, positions and overrides; EP shares experts over all GPUs.
 
 Names end with the rows of each GPU."""
+SYNC_FREE: dict[str, tuple[int, str, str]] = {
+    f"{model}, 16 x {rows} x 4,096": (2, preset, f"16 {rows} 4096 EP")
+    for rows in (1, 2)
+    for model, preset in (
+        ("ERNIE-4.5-21B-A3B, 7 layers", "ernie-4.5-21b-a3b-7l"),
+        ("Qwen3-30B-A3B, 12 layers", "qwen3-30b-a3b-12l"),
+        ("DeepSeek-V2-Lite, 8 layers", "deepseek-v2-lite-8l"),
+    )
+}
+"""As `AUTO`; the rows are those of a step of both GPUs x micro-batch x positions."""
 
 STEPS, WARM = 8, 3
 """Steps of a case, and those that are not timed: kernels are compiled in the first, the second captures."""
@@ -63,13 +74,17 @@ def main() -> None:
         __doc__,
         cases=(",".join(CASES), "some of them, a,b"),
         auto=(False, "the default beside eager passes"),
-        devices=(2, "GPUs of --auto"),
+        sync_free=(False, "the default beside counts that the host reads"),
+        devices=(2, "GPUs of --auto and --sync-free"),
     ).parse_args()
     numbers: dict[str, Any] = {}
-    if options.auto:
-        for name, (devices, preset, sizes) in AUTO.items():
+    if options.auto or options.sync_free:
+        key, other, rows = ("eager", "graphs.capture=none", AUTO)
+        if options.sync_free:
+            key, other, rows = ("counted", "dispatch.sync_free=0", SYNC_FREE)
+        for name, (devices, preset, sizes) in rows.items():
             if devices <= options.devices:
-                numbers[name] = by_default(devices, preset, sizes)
+                numbers[name] = by_default(devices, preset, sizes, {key: [other], "auto": []})
                 record.write(options, numbers, steps=STEPS, warm=WARM)
         return
     for name in options.cases.split(","):
@@ -123,8 +138,8 @@ def measure(preset: str, overrides: list[str]) -> tuple[dict[str, Any], list[Any
     return row, [*kept, held_out, state]
 
 
-def by_default(devices: int, preset: str, sizes: str) -> dict[str, Any]:
-    """A run with eager passes, one by the default, and what the default chose."""
+def by_default(devices: int, preset: str, sizes: str, options: dict[str, list[str]]) -> dict[str, Any]:
+    """A run with each of two lists of options, the default last, and what the default chose."""
     rows, micro_batch, length, *more = sizes.split()
     fixed = [
         *runs.QUIET,
@@ -136,15 +151,15 @@ def by_default(devices: int, preset: str, sizes: str) -> dict[str, Any]:
     fixed += [word.replace("EP", f"parallel.expert={devices}") for word in more]
     found: dict[str, Any] = {"devices": devices, "overrides": fixed}
     with tempfile.TemporaryDirectory() as folder:
-        for key, words in (("eager", ["graphs.capture=none"]), ("auto", [])):
+        for key, words in options.items():
             command = ("train", preset, *fixed, *words, f"record.folder={folder}", "--name", key)
             printed = runs.penstock(*command, "--processes", f"{devices}")
             lines = runs.lines_of(Path(folder, key))
             found[key] = runs.medians(lines, WARM + 1) | {"loss": lines[-1]["loss"]}
-            found[key]["said"] = re.findall(r"graphs: (.*)", printed)
+            found[key]["said"] = re.findall(r"(?:graphs: |sync-free +)(.*)", printed)
     behind = re.search(r"(\d+)% of their time", " ".join(printed.split()))
-    faster = found["eager"]["step_seconds"] / found["auto"]["step_seconds"]
-    return found | {"behind_percent": behind and int(behind[1]), "faster": faster}
+    before, after = (found[key]["step_seconds"] for key in options)
+    return found | {"behind_percent": behind and int(behind[1]), "faster": before / after}
 
 
 def step(session: Session, rate: float) -> StepResult:

@@ -37,7 +37,7 @@ class Case:
     def every_override(self, steps: int) -> tuple[str, ...]:
         """What turns the target into the run that is measured."""
         # The runs were recorded when nothing was captured unless it was asked for.
-        given = ("data.source=synthetic-random", "graphs.capture=none", *self.overrides)
+        given = ("data.source=synthetic-random", "graphs.capture=none", "dispatch.sync_free=0", *self.overrides)
         return (*given, *first_steps(load_run(self.target, given), steps))
 
     def run(self, steps: int) -> Run:

@@ -74,9 +74,11 @@ from penstock.parallel.launch.local import (
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.plan.assumptions import device_of
+from penstock.plan.hardware import cluster_of
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.memory import memory_of
 from penstock.plan.meta_rank import Target
+from penstock.plan.project import settled_on
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.goodput import GoodputLedger, goodput
 from penstock.train.loop import Progress, RunHooks, open_store, resume, train_run
@@ -513,8 +515,9 @@ _GROUPS = ("tensor", "context", "dense_data", "pipeline", "expert", "expert_data
 
 def print_rehearsal(run: Run, *, world: int, rank: int) -> None:
     """Build one rank without memory and print its contents. Raises a ConfigError if the layout does not fit."""
-    rehearsal = rehearse(run, world=world, rank=rank)
     chip = load_hardware(REHEARSED_CHIP)
+    run = settled_on(run, cluster_of(world, chip))
+    rehearsal = rehearse(run, world=world, rank=rank)
     memory = memory_of(run, world=world, rank=rank, target=Target(device=device_of(chip, run), world=world))
     held = bytes_text(memory.activations + memory.logits + memory.gathered)
     lines = [

@@ -54,12 +54,13 @@ def facts_of(start: RunStart) -> dict[str, str]:
         batch += f" in {start.micro_batches} micro-batch{'es' if start.micro_batches > 1 else ''}"
     if sharers > 1:
         batch += f" on each of {sharers}"
+    notes = {"sync-free": start.sync_free, "graphs": start.graphs}
     return {
         "model": f"{size} {DOT} {run.training.precision}",
         "batch": batch,
         "device": start.device_name if start.ranks == 1 else f"{start.ranks} x {start.device_name}",
         "kernels": start.kernels,
-    } | ({"graphs": start.graphs} if start.graphs else {})
+    } | {label: note for label, note in notes.items() if note}
 
 
 def is_forced(start: RunStart) -> bool:

@@ -209,7 +209,7 @@ def dispatch_facts(run: Run, node_ranks: int, obstacle: str = "") -> DispatchFac
     parallel, moe = run.parallel, run.model.moe
     return DispatchFacts(
         method=run.dispatch.method,
-        sync_free=run.dispatch.sync_free,
+        sync_free=run.dispatch.sync_free_stage,
         pads=moe is not None and moe.balance.pad_to_capacity,
         ranks=parallel.expert * parallel.expert_tensor,
         node_ranks=node_ranks,

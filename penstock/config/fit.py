@@ -123,7 +123,7 @@ def layout_sizes(run: Run) -> LayoutSizes:
         schedule=run.pipeline.schedule if has_pipeline else NO_PIPELINE,
         recompute=run.recompute.modules,
         offloaded=run.offload.activations,
-        sync_free=run.dispatch.sync_free,
+        sync_free=run.dispatch.sync_free_stage,
         dispatcher=run.dispatch.method,  # rules read what is asked for
         shard=shard(run),
         overlap=run.dispatch.overlap,

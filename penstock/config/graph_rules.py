@@ -63,7 +63,7 @@ def captured_shapes_are_known(run: Run) -> Problem | None:
     That is `dispatch.sync_free` 2 or 3, or `model.moe.balance.pad_to_capacity`.
     """
     moe, shares = run.model.moe, run.parallel.expert * run.parallel.expert_tensor > 1  # ranks exchange rows
-    is_static = run.dispatch.sync_free >= COUNTS_STAY  # counts stay on the device
+    is_static = run.dispatch.sync_free_stage >= COUNTS_STAY  # counts stay on the device
     if not _captures(run, "full") or moe is None or not shares or is_static or moe.balance.pad_to_capacity:
         return None
     return Problem.from_line(

@@ -64,13 +64,12 @@ class Dispatch(Section):
         "(hierarchical). auto takes hierarchical if several ranks of each of several nodes share experts, and "
         "symmetric where it can run; elsewhere it sends rows at `sync_free` 0 and 1, and gathers from 2 on.",
     )
-    sync_free: int = knob(
-        0,
+    sync_free: Literal["auto", 0, 1, 2, 3] = knob(
+        "auto",
         doc="Where the host never waits for the device: 0 nowhere, 1 in router and permutation, 2 in dispatch "
         "and experts too (buffers bounded by `row_capacity_factor`), 3 nowhere between router and combine (buffers for "
-        "the worst case). See docs/dispatch.md.",
-        low=0,
-        high=3,
+        "the worst case). auto is 2 where NVIDIA GPUs write to each other's memory and its buffers take little of it, "
+        "else 0. See docs/dispatch.md.",
     )
     row_capacity_factor: float = knob(
         2.0,
@@ -131,6 +130,11 @@ class Dispatch(Section):
         doc="Work that overlaps dispatch and combine: nothing, the layer's shared expert (shared), or the backward "
         "pass of another micro-batch of the pipeline too (passes). See docs/overlap.md.",
     )
+
+    @property
+    def sync_free_stage(self) -> int:
+        """`sync_free` as a number: auto is 0 until it is settled for a machine (`settled_sync_free`)."""
+        return 0 if self.sync_free == "auto" else self.sync_free
 
 
 class Pipeline(Section):

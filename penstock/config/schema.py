@@ -2,7 +2,7 @@
 
 A section is frozen and strict: no field changes after loading, no unknown key passes, no type is guessed, no number is
 infinite or NaN. `knob` is the one way to declare a field. Overrides, error messages, `penstock config explain` and the
-reference all read `Field`. Sections use exactly these types: bool, int, float, str, `Literal` of texts,
+reference all read `Field`. Sections use exactly these types: bool, int, float, str, `Literal` of texts or numbers,
 `tuple[str, ...]`, `tuple[int, ...]`, a section, alternative sections that differ in their field `kind`,
 `dict[str, Section]` (any number of sections under names of the user's choice), and any of these or None.
 """
@@ -124,7 +124,7 @@ class Field:
     type_text: str  # in words, without the range
     low: float | None
     high: float | None
-    choices: tuple[str, ...]  # the only allowed texts, or empty
+    choices: tuple[str | int, ...]  # the only allowed values, or empty
     sections: tuple[type[Section], ...]  # the section that it holds, or the alternatives; empty for a value
     named: bool  # it holds any number of such sections, by name
     optional: bool  # it may be none
@@ -134,7 +134,9 @@ class Field:
     @property
     def takes_text(self) -> bool:
         """Whether its value is one text."""
-        return bool(self.choices) or self.type_text == _WORDS[str]
+        if self.choices:
+            return all(isinstance(choice, str) for choice in self.choices)
+        return self.type_text == _WORDS[str]
 
     @property
     def takes_list(self) -> bool:
@@ -179,7 +181,7 @@ def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
         owner=owner,
         doc=info.description or "",
         unit=str(extra["unit"]),
-        type_text=", ".join(choices) or (_SECTION_WORDS[named] if sections else _WORDS[values[0]]),
+        type_text=", ".join(map(str, choices)) or (_SECTION_WORDS[named] if sections else _WORDS[values[0]]),
         low=low,
         high=high,
         choices=choices,

@@ -239,8 +239,8 @@ def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Proble
     return Problem(path, what, allowed=", ".join(siblings))
 
 
-def _unknown_value(path: str, value: object, choices: Iterable[str]) -> Problem:
-    choices = tuple(choices)
+def _unknown_value(path: str, value: object, allowed: Iterable[str | int]) -> Problem:
+    choices = tuple(map(str, allowed))
     fix = REMOVED.get(f"{path}={value}") or did_you_mean(value, choices)
     return Problem(path, "has an unknown value", _shown(value), ", ".join(choices), fix)
 

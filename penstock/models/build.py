@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.config.model import LatentAttention, Model, warms_indexer_up
 from penstock.config.run import Run
+from penstock.config.sync_free import capacity_factor
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.operators import Operators
 from penstock.layout.stages import Stage
@@ -27,7 +28,7 @@ from penstock.models.mla import LatentLayer, LightningIndexer
 from penstock.models.norm import PreNorm, RMSNorm
 from penstock.models.parameters import initialize
 from penstock.models.residual import StreamMixer
-from penstock.moe.dispatch.build import capacity_factor, make_dispatcher, shares_arena
+from penstock.moe.dispatch.build import make_dispatcher, shares_arena
 from penstock.moe.dispatch.row_capacity import ActivationArena
 from penstock.moe.experts import ACTIVATIONS, GroupedExperts, expert_rule, shared_rule
 from penstock.moe.layer import MoE

@@ -45,7 +45,7 @@ def kernel_choices(run: Run, device: DeviceFacts) -> tuple[Choice, ...]:
         choices = tuple(
             in_order if (choice.op, choice.backend) == ("sparse", "triton") else choice for choice in choices
         )
-    stage = run.dispatch.sync_free
+    stage = run.dispatch.sync_free_stage
     if device.kind != "cpu" and run.model.moe is not None:
         for op, first in _host_counters(choices):
             if stage >= first:
@@ -59,6 +59,8 @@ def most_sync_free(run: Run, device: DeviceFacts) -> int:
     free = run.model_copy(update={"dispatch": run.dispatch.model_copy(update={"sync_free": 0})})
     if device.kind == "cpu" or run.model.moe is None:
         return STAGES - 1
+    if run.float8.experts != "none" and _float8_backend(run, device, []) == "reference":
+        return COUNTS_STAY - 1
     return min((first - 1 for _, first in _host_counters(kernel_choices(free, device))), default=STAGES - 1)
 
 
@@ -98,9 +100,9 @@ def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
     dense, experts, head, dispatch = (_recipe_on(part, target) for part in parts)
     backend = _float8_backend(run, device, [dense, head])
     waits = backend == "reference" and device.kind != "cpu" and experts is not None
-    if waits and run.dispatch.sync_free >= COUNTS_STAY:
+    if waits and run.dispatch.sync_free_stage >= COUNTS_STAY:
         fix = f"set dispatch.sync_free={COUNTS_STAY - 1}, or kernels.float8=auto"
-        raise _waits("float8 experts", run.dispatch.sync_free, COUNTS_STAY, fix)
+        raise _waits("float8 experts", run.dispatch.sync_free_stage, COUNTS_STAY, fix)
     return Float8Rule(
         dense=dense,
         experts=experts,

@@ -8,6 +8,8 @@ import torch
 from penstock.config.fit import context_method, micro_batches
 from penstock.config.run import Run
 from penstock.config.size import stage_costs
+from penstock.config.sync_free import SyncFreeFacts, settled_sync_free
+from penstock.kernels.tuning import device_facts
 from penstock.layout.actions import Schedule
 from penstock.layout.grid import Method, SequenceLayout
 from penstock.layout.schedules import schedule
@@ -23,13 +25,13 @@ from penstock.models.build import (
     whole_model,
 )
 from penstock.models.decoder import Decoder
-from penstock.models.kernels import choose_float8, choose_operators
+from penstock.models.kernels import choose_float8, choose_operators, most_sync_free
 from penstock.parallel import offload
 from penstock.parallel.async_transfer import WeightGradStore
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.pipeline import Message, PipelineRunner
-from penstock.parallel.replicas import replica_memory, shared_buffers
+from penstock.parallel.replicas import dispatcher_on, replica_memory, shared_buffers
 from penstock.parallel.symmetric import SymmetricBuffers
 
 
@@ -114,6 +116,19 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     return RankModel(
         decoders=decoders, axes=axes, pipeline=pipeline, positions=positions, context_method=method, buffers=buffers
     )
+
+
+def settled_run(run: Run, axes: Axes, device: torch.device) -> tuple[Run, str]:
+    """The run on a device with a number for `dispatch.sync_free` auto, and why (`settled_sync_free`). Collective."""
+    if run.model.moe is None or run.dispatch.sync_free != "auto" or device.type != "cuda" or axes.expert.size == 1:
+        return settled_sync_free(run, SyncFreeFacts(dispatcher="local", vendor="cpu", limit=0, device_bytes=0))
+    facts = SyncFreeFacts(
+        dispatcher=dispatcher_on(run, axes, device).name,
+        vendor="nvidia" if torch.version.hip is None else "amd",
+        limit=most_sync_free(run, device_facts(device, run.training.precision)),
+        device_bytes=torch.cuda.get_device_properties(device).total_memory,
+    )
+    return settled_sync_free(run, facts)
 
 
 def schedule_of(run: Run, axes: Axes) -> Schedule | None:

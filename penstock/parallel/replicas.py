@@ -40,6 +40,7 @@ from penstock.base.errors import DeviceError
 from penstock.config.dispatcher import DispatcherChoice, choose_dispatcher, dispatch_facts, plain_row_bytes
 from penstock.config.parallel import Dispatch
 from penstock.config.run import Run
+from penstock.config.sync_free import IDLE
 from penstock.kernels.expert_parts import already_here
 from penstock.kernels.float8.quantized import BLOCKWISE, MXFP8, row_bytes
 from penstock.kernels.language import record_wait
@@ -53,13 +54,6 @@ from penstock.parallel.collectives import all_gather, all_gather_json, exchange_
 from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers, aligned, allocate
 
 USUAL_SLOTS = 4  # with `dispatch.balance` auto and bounded: enough for all loads but groups without a single row
-
-IDLE = 0.1
-"""With auto: rows over a rank's even share up to which nothing is copied.
-
-On 4 H200 replicas cost 0.6 % of a layer with 1.04 times the even share, and save 1.0 and 1.3 % with 1.12 and 1.13 times
-(benchmarks/results/several-h200x4.json, `layer`).
-"""
 
 
 def replica_rule(experts: int, groups: int, dispatch: Dispatch) -> ReplicaRule | None:
@@ -75,13 +69,6 @@ def replica_rule(experts: int, groups: int, dispatch: Dispatch) -> ReplicaRule |
         idle=round(IDLE * MILLION) if dispatch.balance == "auto" else 0,
         least_rows=0 if is_exact else dispatch.balance_rows,
     )
-
-
-def bound_factor(dispatch: Dispatch) -> float:
-    """Most rows of a rank over its even share, if there are slots enough."""
-    if dispatch.balance == "auto":
-        return 1 + max(dispatch.balance_tolerance, IDLE)
-    return 1 + (dispatch.balance_tolerance if dispatch.balance == "bounded" else 0.0)
 
 
 @dataclass(frozen=True)
@@ -369,16 +356,20 @@ def shared_buffers(run: Run, axes: Axes, device: torch.device) -> SymmetricBuffe
     """
     if run.model.moe is None or axes.expert.size == 1 or device.type == "meta":
         return None
-    facts = dispatch_facts(run, axes.expert_node.size)
-    choice = choose_dispatcher(facts)
-    if not choice.writes_to_peers and not choice.obstacle:
-        return None  # The method sends tokens in another way: all ranks know that without asking each other.
-    obstacle = peer_obstacle(choice, axes, device)
-    choice = choose_dispatcher(replace(facts, obstacle=obstacle))
+    choice = dispatcher_on(run, axes, device)
     refuse(choice)
     if not choice.writes_to_peers:
         return None
     return allocate(buffer_sizes(run, axes), axes.expert_node, device)
+
+
+def dispatcher_on(run: Run, axes: Axes, device: torch.device) -> DispatcherChoice:
+    """The dispatcher of a mixture of experts on GPUs that may reach each other's memory. Collective."""
+    facts = dispatch_facts(run, axes.expert_node.size)
+    choice = choose_dispatcher(facts)
+    if not choice.writes_to_peers and not choice.obstacle:
+        return choice  # The method sends tokens in another way: all ranks know that without asking each other.
+    return choose_dispatcher(replace(facts, obstacle=peer_obstacle(choice, axes, device)))
 
 
 def replica_memory(run: Run, axes: Axes, buffers: SymmetricBuffers | None) -> ReplicaMemory | None:

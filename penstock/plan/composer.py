@@ -83,7 +83,7 @@ def reuse_key(run: Run, world: int) -> ReuseKey:
         sizes=(parallel.tensor, parallel.context, parallel.expert, parallel.expert_tensor, has_pipeline),
         micro_batch=run.training.micro_batch,
         recompute=run.recompute.modules,
-        dispatch=(dispatch.method, dispatch.sync_free, dispatch.row_capacity_factor, dispatch.overlap),
+        dispatch=(dispatch.method, dispatch.sync_free_stage, dispatch.row_capacity_factor, dispatch.overlap),
         splits=has_pipeline and run.pipeline.schedule in SPLITTING_SCHEDULES,
         gathers=gathers_of(run, world),
     )

@@ -18,12 +18,12 @@ from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from penstock.config.run import Run
+from penstock.config.sync_free import bound_factor
 from penstock.kernels import gram
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.bounded_attention import most_of
 from penstock.kernels.delta_rule import CHUNK
 from penstock.moe.balance import even_stride
-from penstock.parallel.replicas import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.loads import Imbalance, RecordedLoads
 from penstock.plan.op_recorder import COPIES, RecordedOp, RecordedOps

@@ -76,7 +76,7 @@ Saving = Literal["run", "conventional"]
 def conventional(run: Run) -> Run:
     """The run with the options that save more. Training is the same; `Target.saving` changes the experts."""
     tokens = run.training.micro_batch * run.training.sequence_length
-    method = "all-to-all" if run.dispatch.method == "auto" and run.dispatch.sync_free < 2 else run.dispatch.method
+    method = "all-to-all" if run.dispatch.method == "auto" and run.dispatch.sync_free_stage < 2 else run.dispatch.method
     return with_values(run, kernels={"loss_chunk": tokens}, dispatch={"method": method})
 
 

@@ -10,7 +10,9 @@ from dataclasses import replace
 from penstock.config.fit import grid_of
 from penstock.config.fit import shard as shard_of
 from penstock.config.run import Run
-from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, overheads_of, target_of
+from penstock.config.sync_free import SyncFreeFacts, settled_sync_free
+from penstock.models.kernels import most_sync_free
+from penstock.plan.assumptions import DEFAULT_ASSUMPTIONS, Assumptions, device_of, overheads_of, target_of
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
 from penstock.plan.composer import Composer, is_composable
 from penstock.plan.hardware import Cluster
@@ -18,7 +20,7 @@ from penstock.plan.memory import MOMENT_BYTES, RankMemory, memory_of_meta_run
 from penstock.plan.meta_rank import conventional
 from penstock.plan.meta_run import meta_runs_of
 from penstock.plan.projection import Advice, Projection, StepTime, layout_of
-from penstock.plan.rules import advice, sizes_of
+from penstock.plan.rules import advice, settled_dispatcher, sizes_of
 from penstock.plan.software import Software, as_run_by, dispatcher_of
 from penstock.plan.step_time import StageTimer, time_of_meta_runs
 
@@ -30,11 +32,27 @@ def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUM
     cannot run the kernels, or the hardware file lacks a figure.
     """
     run = as_run_by(assumptions.software, conventional(run) if assumptions.saving == "conventional" else run)
-    if not is_composable(run):
-        return project_whole(run, cluster, assumptions)
-    grid = grid_of(run, cluster.devices)
-    composer = Composer(run, target_of(run, cluster, assumptions), overheads_of(cluster.hardware))
-    return composed_projection(composer.composed(run, grid), ComposedTimes(cluster, assumptions))
+    settled = settled_on(run, cluster)
+    if not is_composable(settled):
+        return replace(project_whole(settled, cluster, assumptions), run=run)
+    grid = grid_of(settled, cluster.devices)
+    composer = Composer(settled, target_of(settled, cluster, assumptions), overheads_of(cluster.hardware))
+    projection = composed_projection(composer.composed(settled, grid), ComposedTimes(cluster, assumptions))
+    return replace(projection, run=run)
+
+
+def settled_on(run: Run, cluster: Cluster) -> Run:
+    """The run as it runs on a cluster, with what `dispatch.sync_free` auto takes there."""
+    if run.dispatch.sync_free != "auto":
+        return run
+    hardware = cluster.hardware
+    facts = SyncFreeFacts(
+        dispatcher=settled_dispatcher(run, cluster),
+        vendor=hardware.vendor,
+        limit=most_sync_free(run, device_of(hardware, run)),
+        device_bytes=hardware.memory.capacity_bytes,
+    )
+    return settled_sync_free(run, facts)[0]
 
 
 def composed_projection(composed: ComposedRun, times: ComposedTimes) -> Projection:
@@ -83,5 +101,5 @@ def _state_of(software: Software, run: Run, memory: RankMemory) -> RankMemory:
 
 def advice_for(run: Run, cluster: Cluster) -> tuple[Advice, ...]:
     """Advice of the rules about a run that can start on the cluster, in their order (`penstock plan --layout`)."""
-    rules = advice(sizes_of(run, cluster))
+    rules = advice(sizes_of(settled_on(run, cluster), cluster))
     return tuple(Advice(rule=rule.name, reason=reason, source=rule.source, changes=rule.fix) for rule, reason in rules)

@@ -73,7 +73,7 @@ def layout_of(run: Run, grid: Grid, dispatcher: str, shard: str) -> Layout:
         schedule=run.pipeline.schedule if has_pipeline else "none",
         micro_batch=run.training.micro_batch,
         recompute="+".join(run.recompute.modules) or "none",
-        sync_free_stage=run.dispatch.sync_free,
+        sync_free_stage=run.dispatch.sync_free_stage,
         dispatcher=dispatcher,
         shard=shard,
         offload="optimizer" if run.offload.optimizer else "none",

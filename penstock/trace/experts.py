@@ -211,7 +211,7 @@ def rows_travel(trace: Trace) -> bool:
 def rows_are_exact(trace: Trace) -> bool:
     """The recorded configuration gives the experts exactly the received rows."""
     stage = trace.setting("dispatch", "sync_free")
-    return rows_travel(trace) and isinstance(stage, int) and stage < _COUNTS_STAY
+    return rows_travel(trace) and (stage == "auto" or (isinstance(stage, int) and stage < _COUNTS_STAY))
 
 
 # -------------------------------------------------------------------------------------------------------------- experts

@@ -338,6 +338,7 @@ class _Loop:
             ranks=self._session.axes.world.size,
             micro_batches=micro_batches(self._run, self._session.axes.grid),
             graphs=self._session.graphs_note,
+            sync_free=self._session.sync_free_note,
         )
         for observer in self._observers:
             observer.started(start)

@@ -151,6 +151,7 @@ class RunStart:
     ranks: int = 1
     micro_batches: int = 1  # forward passes of one rank in a step
     graphs: str = ""  # the note of `penstock.train.capture.choose_capture`
+    sync_free: str = ""  # that of `penstock.config.sync_free.settled_sync_free`
 
 
 @dataclass(frozen=True, kw_only=True)

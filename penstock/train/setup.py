@@ -33,7 +33,7 @@ from penstock.models.attention import measure_logits
 from penstock.models.build import compute_dtype, meta_model, to_dtype
 from penstock.models.kernels import kernel_choices
 from penstock.models.parameters import fuse_wgrad_accumulation, initialize_masters, param_shards, refresh_float8
-from penstock.models.rank_model import RankModel, build_rank, embedding_places, stages_of
+from penstock.models.rank_model import RankModel, build_rank, embedding_places, settled_run, stages_of
 from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import ALONE, Axes, make_axes
 from penstock.parallel.launch.environment import Environment, host_bytes, read_environment
@@ -64,6 +64,7 @@ class Session:
     held_out: EvaluationRows | None  # this rank's rows; None without evaluation
     graphs: CapturedPasses | CapturedParts | AutoPasses | None = None  # None for eager passes
     graphs_note: str = ""  # see `choose_capture`
+    sync_free_note: str = ""  # see `settled_sync_free`
     notices: tuple[str, ...] = ()  # for the user before the first step
 
     @property
@@ -101,6 +102,8 @@ def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = 
     timeout = timedelta(minutes=run.host.timeout_minutes) + MARGIN
     axes = make_axes(grid, embedding_places(run), run.parallel.shard_size, environment.local_world_size, timeout)
     texts = open_texts(run, axes)
+    asked = run  # which checkpoints name
+    run, sync_free_note = settled_run(run, axes, device)
     model = build_rank(run, axes, device)
     model.train()
     name = device_name(device)
@@ -119,8 +122,8 @@ def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = 
     choices = kernel_choices(run, device_facts(device, run.training.precision))
     graphs, graphs_note = choose_capture(run, device, choices)
     state = TrainState(
-        identity=identity_of(run),
-        options=leaves(run),
+        identity=identity_of(asked),
+        options=leaves(asked),
         modules=model.modules,
         optimizer=optimizer,
         batches=Prefetch(loader),
@@ -134,7 +137,7 @@ def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = 
             state.batches.close()  # it has a thread
             raise
     return Session(
-        run=run,
+        run=asked,
         device=device,
         device_name=name,
         kernels=summary(choices),
@@ -146,6 +149,7 @@ def prepare(run: Run, environment: Environment | None = None, *, is_new: bool = 
         held_out=texts.held_out,
         graphs=graphs,
         graphs_note=graphs_note,
+        sync_free_note=sync_free_note,
         notices=(*filter(None, [origin]), *_unfilled(run, texts.train), *texts.notices),
     )
 

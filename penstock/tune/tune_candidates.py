@@ -182,7 +182,8 @@ class CandidateSource:
         yield 'dispatch.overlap="none"'
         if self.cluster.hardware.vendor != "cpu":
             yield from (f'graphs.capture="{capture}"' for capture in ("none", "partial"))
-            yield from ("dispatch.sync_free=0", "dispatch.sync_free=2", "offload.optimizer=false")
+            yield from ('dispatch.sync_free="auto"', "dispatch.sync_free=2", "offload.optimizer=false")
+            yield from ("dispatch.sync_free=0",) if ranks > 1 else ()
             yield 'graphs.capture="full" dispatch.sync_free=2'
         if "float8" in self.free:
             yield FLOAT8
@@ -337,7 +338,7 @@ def _effect(projection: Projection) -> str:
     kept = (
         run.graphs,
         run.dispatch.overlap,
-        run.dispatch.sync_free,
+        projection.layout.sync_free_stage,
         run.float8,
         run.training.global_batch,
         run.kernels,

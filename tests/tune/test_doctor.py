@@ -504,7 +504,7 @@ def test_a_change_that_does_not_fit_by_the_plan_is_not_offered_and_says_what_it_
 ) -> None:
     def project(run: Run) -> tuple[float, int]:
         rows = run.training.micro_batch
-        return 0.2 - 0.01 * rows - 0.001 * run.dispatch.sync_free, 60 * GB * rows
+        return 0.2 - 0.01 * rows - 0.001 * run.dispatch.sync_free_stage, 60 * GB * rows
 
     found = judged(monkeypatch, traced("training.micro_batch=2"), project)
     assert "larger-passes" not in rules(found)

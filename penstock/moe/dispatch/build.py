@@ -6,8 +6,8 @@ from functools import partial
 
 from penstock.config.dispatcher import COUNTS_STAY, DispatcherName, DispatchFacts, choose_dispatcher
 from penstock.config.model import Moe
-from penstock.config.parallel import Dispatch
 from penstock.config.schema import Problem
+from penstock.config.sync_free import bound_factor
 from penstock.kernels.replica_plan import ReplicaRule
 from penstock.layout.grid import ExpertPlacement
 from penstock.moe.dispatch.balanced import BalancedDispatcher, CountsOf, ReplicaMeter, SlotsOf
@@ -25,7 +25,6 @@ from penstock.parallel.axes import Axis
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.replicas import (
     MappedSlots,
-    bound_factor,
     exchanged_counts,
     exchanged_slots,
     refuse,
@@ -46,7 +45,7 @@ def make_dispatcher(
     choice = choose_dispatcher(
         DispatchFacts(
             method=dispatch.method,
-            sync_free=dispatch.sync_free,
+            sync_free=dispatch.sync_free_stage,
             pads=moe.balance.pad_to_capacity,
             ranks=axis.size,
             node_ranks=axes.expert_node.size,
@@ -117,7 +116,7 @@ def shares_arena(moe: Moe, layer_context: LayerContext) -> bool:
     if layer_context.offload.kinds & {"moe", "layer"}:
         return False
     is_bounded = (
-        layer_context.dispatch.sync_free == COUNTS_STAY
+        layer_context.dispatch.sync_free_stage == COUNTS_STAY
         and layer_context.axes.expert.size > 1
         and not moe.balance.pad_to_capacity
     )
@@ -137,24 +136,19 @@ def _across_nodes(ranks: int, per_node: int) -> Problem:
     )
 
 
-def capacity_factor(dispatch: Dispatch) -> float:
-    """Rows of all layers of a rank over their even share, at `COUNTS_STAY`: what a plan of replicas keeps to."""
-    return dispatch.row_capacity_factor if dispatch.balance == "none" else bound_factor(dispatch)
-
-
 def _row_capacity(
     placement: ExpertPlacement, layer_context: LayerContext, rule: ReplicaRule | None, *, in_arena: bool
 ) -> RowCapacity | None:
     """None if the host reads row counts. Counts the rows of all ranks, also with hierarchical dispatch."""
     dispatch = layer_context.dispatch
-    if dispatch.sync_free < COUNTS_STAY:
+    if dispatch.sync_free_stage < COUNTS_STAY:
         return None
     if rule is not None:  # the bound always holds if a group can hold replicas of all experts of another one
         is_sure = rule.slots >= rule.per_group
         return RowCapacity(
-            placement, bound_factor(dispatch) if dispatch.sync_free == COUNTS_STAY or is_sure else math.inf
+            placement, bound_factor(dispatch) if dispatch.sync_free_stage == COUNTS_STAY or is_sure else math.inf
         )
     factor = dispatch.row_capacity_factor
     if in_arena:  # which bounds the sum over layers, so that a single one may have more
         factor = max(factor, dispatch.layer_capacity_factor)
-    return RowCapacity(placement, factor if dispatch.sync_free == COUNTS_STAY else math.inf)
+    return RowCapacity(placement, factor if dispatch.sync_free_stage == COUNTS_STAY else math.inf)

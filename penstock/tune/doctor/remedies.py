@@ -344,7 +344,7 @@ def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 )
 def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     run = evidence.facts.run
-    if not evidence.has_experts or (run is not None and run.dispatch.sync_free >= 2):
+    if not evidence.has_experts or (run is not None and run.dispatch.sync_free_stage >= 2):
         return None
     changes = ("dispatch.sync_free=2", 'dispatch.sync_free=2 dispatch.method="auto"')
     return (
