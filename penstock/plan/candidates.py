@@ -296,25 +296,27 @@ class SearchSpace:
 
     def _values(self, name: str) -> Sequence[int]:
         """Sizes of an axis that divide the devices, without those that divide nothing of the model."""
-        model, world = self._neutral.model, self._neutral.world
+        world = self._neutral.world
         if name == "pp" and self._fixed.get("schedule") == NO_PIPELINE:
             return (1,) if self._fixed.get("pp", "1") == "1" else ()
         if name in self._fixed:
             size = int(self._fixed[name])
             return (size,) if world % size == 0 else ()
-        sizes = [size for size in range(1, world + 1) if world % size == 0]
+        return [size for size in range(1, world + 1) if world % size == 0 and self._is_divided(name, size)]
+
+    def _is_divided(self, name: str, ranks: int) -> bool:
+        """Whether so many ranks of an axis all have a part of the model."""
+        model = self._neutral.model
         match name:
             case "tp":
-                return [size for size in sizes if min(model.head_counts) % size == 0]
+                return min(model.head_counts) % ranks == 0
             case "cp":
-                return [size for size in sizes if self._neutral.sequence_length % size == 0]
+                return self._neutral.sequence_length % ranks == 0
             case "pp":
-                return [size for size in sizes if size <= model.layers + 2]
-        if not model.experts:
-            return (1,)
+                return ranks <= model.layers + 2
         # Kernels copy rows in blocks of 16 bytes.
         width, unit = (model.experts, 1) if name == "ep" else (model.expert_width, ROW_UNIT)
-        return [size for size in sizes if size == 1 or width % (size * unit) == 0]
+        return ranks == 1 or (model.experts > 0 and width % (ranks * unit) == 0)
 
 
 def ladder_of(model: Model) -> tuple[tuple[str, ...], ...]:

@@ -155,11 +155,17 @@ class OpCosts:
         self._experts = experts
         self._buffers = buffers
         self._room = max(buffers, default=0)
-        self._of_experts = {
-            "_grouped_mm": self._torch_grouped,
-            "rows_kernel": self._rows_product,
-            "weights_kernel": self._weights_product,
-            "float8_rows_kernel": self._float8_rows,
+        self._timed: dict[str, tuple[Callable[[RecordedOp], float], str]] = {
+            "_grouped_mm": (self._torch_grouped, "experts"),
+            "rows_kernel": (self._rows_product, "experts"),
+            "weights_kernel": (self._weights_product, "experts"),
+            "float8_rows_kernel": (self._float8_rows, "experts"),
+            **dict.fromkeys(_PRODUCTS, (self._product, "products")),
+            "gram_kernel": (self._gram, "products"),
+            **dict.fromkeys(_BOUNDED, (self._bounded, "attention")),
+            **dict.fromkeys((*_BY_CHUNKS, *_BY_FEATURE), (self._by_chunks, "attention")),
+            **dict.fromkeys(_OF_CHOSEN, (self._of_chosen, "attention")),
+            "largest_logits_kernel": (self._logits, "attention"),
         }
         self.of = cache(self._of)  # an operator's cost
 
@@ -167,9 +173,8 @@ class OpCosts:
         cost = self._ours(operator)
         software = self._software
         if cost.is_communication or cost.term == HOST_LINK:
-            return (
-                cost._replace(seconds=cost.seconds * (1 - software.tensor_hidden)) if cost.term == "exchange" else cost
-            )
+            hidden = software.tensor_hidden if cost.term == "exchange" else 0.0
+            return cost._replace(seconds=cost.seconds * (1 - hidden))
         if operator.name in _CASTS:
             return cost._replace(seconds=cost.seconds * software.casts)
         if operator.name in _CLAMPED and self._is_clamped:
@@ -184,23 +189,12 @@ class OpCosts:
             return self._collective(operator)
         if name in COPIES:
             return OpCost(operator.moved_bytes / self._rates.hardware.host_link.bytes_per_second, HOST_LINK)
-        if name in _PRODUCTS:
-            return OpCost(self._product(operator), "products")
-        if name in self._of_experts:
-            alone = self._one_by_one(operator)
-            return OpCost(self._of_experts[name](operator), "experts") if alone is None else alone
         if name == "float8_matrices_kernel":
             return self._float8_matrices(operator)
-        if name in _BOUNDED:
-            return OpCost(self._bounded(operator), "attention")
-        if name in _BY_CHUNKS or name in _BY_FEATURE:
-            return OpCost(self._by_chunks(operator), "attention")
-        if name in _OF_CHOSEN:
-            return OpCost(self._of_chosen(operator), "attention")
-        if name == "gram_kernel":
-            return OpCost(self._gram(operator), "products")
-        if name == "largest_logits_kernel":
-            return OpCost(self._logits(operator), "attention")
+        if name in self._timed:
+            seconds, term = self._timed[name]
+            alone = self._one_by_one(operator) if term == "experts" else None
+            return OpCost(seconds(operator), term) if alone is None else alone
         if name.startswith("_scaled_dot_product") and name != "_scaled_dot_product_attention_math":
             return OpCost(self._attention(operator), "attention")
         if name in _SENDERS:
@@ -225,11 +219,9 @@ class OpCosts:
         if batch > 1:
             seconds = max(seconds, sum(operator.sizes) / self._bandwidth)
         # A weight gradient that is added to its float32 sum: the sum moves while the product is computed.
-        return (
-            max(seconds, ACCUMULATED_BYTES * m * n / self._bandwidth)
-            if given == 3 and operator.itemsize == 4
-            else seconds
-        )
+        if given == 3 and operator.itemsize == 4:
+            seconds = max(seconds, ACCUMULATED_BYTES * m * n / self._bandwidth)
+        return seconds
 
     def _one_by_one(self, operator: RecordedOp) -> OpCost | None:
         """Products of 16-bit experts that are launched one after the other; None where a kernel does all."""

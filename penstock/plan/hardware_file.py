@@ -140,14 +140,7 @@ def with_network(cluster: Cluster, text: str) -> Cluster:
 
 def read_hardware(path: Path) -> Hardware:
     """Hardware from a file; a HardwareError if it cannot be read, or a key is missing, unknown or wrong."""
-    try:
-        tree = read_toml(path)
-    except FileNotFoundError as error:
-        raise HardwareError(f"there is no hardware file {path}", fix=did_you_mean_path(path)) from error
-    except OSError as error:
-        raise HardwareError(f"cannot read hardware file {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise HardwareError(f"{path} is not TOML: {error}") from error
+    tree = _read_tables(path)
     lists = {name: tree.pop(name, []) for name in _LISTS}
     for name, tables in lists.items():
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
@@ -166,13 +159,22 @@ def read_hardware(path: Path) -> Hardware:
     if like is not None:
         keys = {(collective.kind, collective.reach) for collective in collectives}
         theirs = _assumed_as(like)
-        collectives += [
-            collective for collective in theirs.collectives if (collective.kind, collective.reach) not in keys
-        ]
+        collectives += [other for other in theirs.collectives if (other.kind, other.reach) not in keys]
         if (kernels, head.peaks.bf16) == (like.kernels, like.peaks.bf16):
             measured += [entry for entry in theirs.measured if POINTS[entry.operator] is not TransferPoint]
     fields = dict(head) | {"kernels": kernels}
     return Hardware(**fields, collectives=tuple(collectives), measured=tuple(measured))
+
+
+def _read_tables(path: Path) -> dict[str, Any]:
+    try:
+        return read_toml(path)
+    except FileNotFoundError as error:
+        raise HardwareError(f"there is no hardware file {path}", fix=did_you_mean_path(path)) from error
+    except OSError as error:
+        raise HardwareError(f"cannot read hardware file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise HardwareError(f"{path} is not TOML: {error}") from error
 
 
 def _relative(like: str | None, path: Path) -> Hardware | None:

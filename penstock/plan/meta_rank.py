@@ -167,15 +167,7 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
     sharded, full_optimizer = _sharded_state(run, axes, layer_context, rank_stages)
     optimizer = _optimizer(run, axes, decoders, sharded)
     _fuse_accumulation(decoders, sharded, optimizer)
-    if run.optimizer.muon.qk_clip:
-        measure_logits(decoders.values(), META)
-    for module in chain.from_iterable(decoder.modules() for decoder in decoders.values()):
-        if isinstance(module, MoE):
-            traffic = routed_traffic(run, in_turn=target.in_turn)
-            module.dispatcher = with_counts(module.dispatcher, SplitSizes(target.imbalance), traffic)
-        elif target.passes_keys and isinstance(module, SoftmaxAttention):
-            alone = replace(module.layer_context.axes, context=ALONE.context)
-            module.layer_context = replace(module.layer_context, axes=alone)
+    _adapt_modules(run, target, decoders)
     if optimizer is not None and optimizer.gradient_offload is not None:
         _record_copies(optimizer.gradient_offload, run)
         for decoder in decoders.values():
@@ -203,6 +195,19 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
         weight_grads=weight_grads,
         symmetric_bytes=0 if buffers is None else buffers.sizes.total_bytes,
     )
+
+
+def _adapt_modules(run: Run, target: Target, decoders: Mapping[int, Decoder]) -> None:
+    """Let layers with experts expect row counts that they would read, and attention measure and pass what is asked."""
+    if run.optimizer.muon.qk_clip:
+        measure_logits(decoders.values(), META)
+    for module in chain.from_iterable(decoder.modules() for decoder in decoders.values()):
+        if isinstance(module, MoE):
+            traffic = routed_traffic(run, in_turn=target.in_turn)
+            module.dispatcher = with_counts(module.dispatcher, SplitSizes(target.imbalance), traffic)
+        elif target.passes_keys and isinstance(module, SoftmaxAttention):
+            alone = replace(module.layer_context.axes, context=ALONE.context)
+            module.layer_context = replace(module.layer_context, axes=alone)
 
 
 def _record_copies(gradients: GradientOffload, run: Run) -> None:
