@@ -13,7 +13,8 @@ a command line.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -409,12 +410,18 @@ class Divisions:
         return len(self.tokens)
 
     def where(self, keep: np.ndarray) -> "Divisions":
-        arrays = {name: value[keep] for name, value in vars(self).items() if name != "family"}
-        return replace(self, **arrays)
+        return replace(self, **{name: vars(self)[name][keep] for name in _ARRAYS})
 
     def legal(self, shape: int) -> np.ndarray:
+        return self._legal[shape]
+
+    @cached_property
+    def _legal(self) -> np.ndarray:
         dense, _, shard, rows = self.places.T
-        return self.family.legal[dense, shard, rows, shape]
+        return np.ascontiguousarray(self.family.legal[dense, shard, rows].T)
+
+
+_ARRAYS = tuple(field.name for field in fields(Divisions) if field.name != "family")
 
 
 @dataclass(frozen=True)

@@ -175,10 +175,11 @@ class SpaceBounds:
         whole = (divisions.forward + divisions.backward) @ self._work_of_all
         return (divisions.micro_batches * whole + divisions.update @ self._state_of_all) / divisions.family.pp
 
-    def fastest(self, divisions: Divisions, count: int, limit: int) -> Divisions:
-        """The divisions with the least ideal time, of those whose state fits if the host has the optimizer."""
-        fits = divisions.where(divisions.state @ self._state_of_all / divisions.family.pp <= limit)
-        return fits.where(np.argsort(self.ideal_seconds(fits))[:count])
+    def fastest(self, divisions: Divisions, count: int, limit: int, among: np.ndarray | None = None) -> Divisions:
+        """The divisions with the least ideal time, of those `among` whose state fits if the host has the optimizer."""
+        fits = divisions.state @ self._state_of_all / divisions.family.pp <= limit
+        at = np.flatnonzero(fits if among is None else fits & among)
+        return divisions.where(at[np.argsort(self.ideal_seconds(divisions)[at])[:count]])
 
     def smallest(
         self, divisions: Divisions, shape: int, saving: Saving, limit: int

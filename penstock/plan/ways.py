@@ -143,7 +143,7 @@ def promising_of_ways(
     shapes: dict[tuple[bytes, bool], list[tuple[float, int, int, Divisions]]] = {}
     for f, every in enumerate(divisions):
         for cuts, same in _by_cuts(every):
-            some = bounds.fastest(same, FEW, room)
+            some = bounds.fastest(every, FEW, room, same)
             for shape in range(len(every.family.shapes)):
                 if some.legal(shape).any():
                     least = float(bounds.seconds(some, shape, space.savings[0]).min())
@@ -163,10 +163,10 @@ def promising_of_ways(
             yield list(nodes)
 
 
-def _by_cuts(divisions: Divisions) -> list[tuple[bytes, Divisions]]:
-    """Divisions of one family by `Way.cuts`, each with a key of it."""
+def _by_cuts(divisions: Divisions) -> list[tuple[bytes, np.ndarray]]:
+    """Which divisions of one family have the same `Way.cuts`, each with a key of it."""
     family, (dense, experts, *_) = divisions.family, divisions.places.T
     has_experts = any(expert.dispatcher != "local" for expert in family.experts)
     pairs = [(expert.ep, expert.etp) for expert in family.experts] if has_experts else family.dense
     cuts = (np.array(pairs).reshape(-1, 2) > 1)[experts if has_experts else dense]
-    return [(cut.tobytes(), divisions.where((cuts == cut).all(1))) for cut in np.unique(cuts, axis=0)]
+    return [(cut.tobytes(), (cuts == cut).all(1)) for cut in np.unique(cuts, axis=0)]
