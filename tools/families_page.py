@@ -17,6 +17,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 SECTIONS: dict[str, tuple[str, ...]] = {
     "DeepSeek-V2": ("deepseek-v2-lite", "deepseek-v2"),
     "DeepSeek-V3": ("deepseek-v3", "deepseek-v3.2"),
+    "DeepSeek-V4": ("deepseek-v4-flash",),
     "Qwen3 with experts": ("qwen3-30b-a3b", "qwen3-235b-a22b"),
     "Qwen3-Next and Qwen3.5": ("qwen3-next-80b-a3b", "qwen3.5-35b-a3b"),
     "Kimi and Moonlight": ("kimi-k2", "moonlight-16b-a3b", "kimi-linear-48b-a3b"),

@@ -1,6 +1,6 @@
 """docs/models.md: the families, their presets, what each is made of, and how Hugging Face keeps it."""
 
-from penstock.config.model import LatentAttention, Model
+from penstock.config.model import Model
 from penstock.config.presets.registry import PRESETS
 from penstock.config.schema import as_toml, every_field, find, leaves
 from penstock.config.size import size_of
@@ -41,7 +41,8 @@ def _presets() -> list[tuple[str, ...]]:
         model = make().model
         counted = size_of(model, 4096)
         heads = model.attention
-        shape = f"{heads.heads} MLA" if isinstance(heads, LatentAttention) else f"{heads.heads} / {heads.kv_heads}"
+        kinds = {"mla": "MLA", "compressed": "compressed"}
+        shape = f"{heads.heads} / {heads.kv_heads}" if heads.kind == "gqa" else f"{heads.heads} {kinds[heads.kind]}"
         rows.append(
             (
                 f"`{name}`",

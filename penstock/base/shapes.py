@@ -16,7 +16,7 @@ LEGEND: dict[str, str] = {
     "P": "rotary part of a head dimension",
     "M": "value head dimension",
     "C": "rank of a latent projection (MLA)",
-    "I": "chunks of a row (linear attention)",
+    "I": "chunks of a row (linear attention); entries of a row (compressed attention)",
     "J": "positions of a chunk",
     "E": "routed experts of a layer",
     "e": "routed experts that this rank holds",

@@ -101,7 +101,7 @@ def model_sizes(model: Model) -> ModelSizes:
         shared_width=0 if moe is None else moe.shared_expert_intermediate_size,
         dense_width=model.intermediate_size if model.moe_layers < model.layers else 0,
         is_latent=isinstance(model.attention, LatentAttention),
-        has_indexer=isinstance(model.attention, LatentAttention) and model.attention.indexer is not None,
+        has_indexer=not isinstance(model.attention, GroupedQueryAttention) and model.attention.indexer is not None,
         pads=moe is not None and moe.balance.pad_to_capacity,
     )
 

@@ -94,6 +94,7 @@ def _switches(run: Run, _: IsWritten) -> Values:
     moe = run.model.moe
     if moe is None:
         return values
+    values["model.moe.router.num_hash_layers"] = min(moe.router.num_hash_layers, run.model.moe_layers)
     if moe.router.scoring_func != "softmax" or moe.top_k == 1:
         values["model.moe.router.softmax_after_top_k"] = False
     if moe.top_k == 1:

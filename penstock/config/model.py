@@ -161,6 +161,44 @@ class LatentAttention(Section):
         return self.qk_rope_head_dim
 
 
+LAYER_KINDS = ("window", "csa", "hca")  # of compressed attention
+
+
+class CompressedAttention(Section):
+    """Attention to a window and to compressed keys of all positions before it (DeepSeek-V4).
+
+    All heads share one key, which is the value too. Compressed sparse attention (`csa`) makes an entry of every
+    `csa_rate` positions and those before them, and an indexer chooses entries; heavily compressed attention (`hca`)
+    reads an entry for every `hca_rate` positions. Entries do not cross documents.
+    """
+
+    kind: Literal["compressed"] = knob("compressed", doc="Compressed attention.")
+    heads: int = _heads(doc="Query heads.", low=1)
+    head_dim: int = _width(doc="Width of a head.", low=2)
+    qk_rope_head_dim: int = _width(doc="Part of a head, its last features, that is rotated; even.", low=2)
+    q_lora_rank: int = _width(doc="Rank of the query projection.", low=1)
+    o_groups: int = _heads(doc="Groups of heads with an output projection of their own; must divide `heads`.", low=1)
+    o_lora_rank: int = _width(doc="Width of a group's output projection.", low=1)
+    sliding_window: int = knob(doc="Positions before, the own one included, that every layer reads.", low=1)
+    first_layers: tuple[str, ...] = knob((), doc="Kinds of the first layers: window (alone), csa, hca.")
+    other_layers: tuple[str, ...] = knob(("hca", "csa"), doc="Kinds of the layers behind them, by turns.")
+    csa_rate: int = knob(4, doc="Positions from one entry to the next in csa layers.", unit="positions", low=1)
+    hca_rate: int = knob(128, doc="Positions of an entry in hca layers.", unit="positions", low=1)
+    indexer: Indexer = knob(doc="Choice of entries in csa layers.")
+    rope: Rope = knob(Rope(theta=160000.0), doc="Position embedding of csa and hca layers, and of entries.")
+    window_rope: Rope = knob(Rope(), doc="Position embedding of window layers.")
+
+    def kind_of(self, layer: int) -> str:
+        """`window`, `csa` or `hca` of the layer of this number, from 0."""
+        behind = layer - len(self.first_layers)
+        return self.first_layers[layer] if behind < 0 else self.other_layers[behind % len(self.other_layers)]
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the part of a head that is rotated."""
+        return self.qk_rope_head_dim
+
+
 class LinearAttention(Section):
     """Layers with linear attention by a gated delta rule, between layers with `model.attention`."""
 
@@ -180,7 +218,7 @@ class LinearAttention(Section):
     full_last: bool = knob(False, doc="The last layer has `model.attention` too (Kimi Linear).")
 
 
-Attention = Annotated[GroupedQueryAttention | LatentAttention, Discriminator("kind")]
+Attention = Annotated[GroupedQueryAttention | LatentAttention | CompressedAttention, Discriminator("kind")]
 
 
 class Router(Section):
@@ -293,6 +331,7 @@ class Model(Section):
         "deepseek-v2",
         "deepseek-v3",
         "deepseek-v3.2",
+        "deepseek-v4",
         "glm5-moe",
         "mixtral",
         "qwen3-moe",

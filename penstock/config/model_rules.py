@@ -1,6 +1,12 @@
 """Rules between fields of the model. Each docstring is the rule as users read it; `rules` says how they are used."""
 
-from penstock.config.model import GroupedQueryAttention, LatentAttention, warms_indexer_up
+from penstock.config.model import (
+    LAYER_KINDS,
+    CompressedAttention,
+    GroupedQueryAttention,
+    LatentAttention,
+    warms_indexer_up,
+)
 from penstock.config.run import Run
 from penstock.config.schema import Problem, at_most, must_divide
 
@@ -111,7 +117,7 @@ def rotary_width_is_even(run: Run) -> Problem | None:
             "model.attention.partial_rotary_factor must leave an even number of rotated features; "
             f"got {width} of {attention.head_dim}; fix: 0.5 and 0.25 are common"
         )
-    name = "qk_rope_head_dim" if isinstance(attention, LatentAttention) else "head_dim"
+    name = "head_dim" if isinstance(attention, GroupedQueryAttention) else "qk_rope_head_dim"
     return Problem.from_line(
         f"model.attention.{name} must be even, since rotary embedding turns pairs; got {width}; "
         f"fix: use {width - 1} or {width + 1}"
@@ -125,7 +131,7 @@ def indexer_fits_its_attention(run: Run) -> Problem | None:
     not go with `model.attention.sinks`: its loss compares weights of keys only.
     """
     attention, name = run.model.attention, "model.attention.indexer"
-    if not isinstance(attention, LatentAttention) or attention.indexer is None:
+    if isinstance(attention, GroupedQueryAttention) or attention.indexer is None:
         return None
     if attention.q_lora_rank == 0:
         return Problem.from_line(
@@ -136,12 +142,37 @@ def indexer_fits_its_attention(run: Run) -> Problem | None:
             f"{name}.index_head_dim must be at least model.attention.qk_rope_head_dim ({attention.qk_rope_head_dim}); "
             f"got {attention.indexer.index_head_dim}"
         )
-    if not attention.sinks:
+    if isinstance(attention, CompressedAttention) or not attention.sinks:
         return None
     return Problem.from_line(
         f"model.attention.sinks does not go with {name}, whose loss compares weights of keys only; "
         'fix: set sinks to false, or indexer to "none"'
     )
+
+
+def compressed_attention_is_whole(run: Run) -> Problem | None:
+    """Compressed attention has layers of known kinds (`model.attention.first_layers`, `model.attention.other_layers`).
+
+    `model.attention.o_groups` divides `model.attention.heads`, `model.attention.qk_rope_head_dim` is at most
+    `model.attention.head_dim`, `model.attention.indexer.stage` is sparse, and `model.linear_attention` and
+    `model.mtp_layers` are left out.
+    """
+    model, name = run.model, "model.attention"
+    attention = model.attention
+    if not isinstance(attention, CompressedAttention):
+        return None
+    for field, kinds in (("first_layers", attention.first_layers), ("other_layers", attention.other_layers)):
+        if unknown := [kind for kind in kinds if kind not in LAYER_KINDS]:
+            return Problem(f"{name}.{field}", "has no such kind", unknown[0], ", ".join(LAYER_KINDS))
+    if not attention.other_layers:
+        return Problem(f"{name}.other_layers", "is empty", allowed="one kind or more")
+    if attention.indexer.stage == "dense":
+        return Problem(f"{name}.indexer.stage", "is of latent attention", "dense", "sparse")
+    others = {"linear_attention": model.linear_attention is not None, "mtp_layers": model.mtp_layers > 0}
+    if beside := [field for field, there in others.items() if there]:
+        return Problem(f"model.{beside[0]}", f"does not go with {name}.kind compressed", fix="leave it out")
+    rotated = at_most(f"{name}.qk_rope_head_dim", attention.qk_rope_head_dim, f"{name}.head_dim", attention.head_dim)
+    return rotated or must_divide(f"{name}.o_groups", attention.o_groups, f"{name}.heads", attention.heads)
 
 
 def nothing_learns_beside_the_warm_up(run: Run) -> Problem | None:

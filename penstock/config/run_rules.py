@@ -127,7 +127,7 @@ def clipped_logits_are_of_weights(run: Run) -> Problem | None:
     attention, obstacles = run.model.attention, []
     if run.optimizer.method != "muon":
         obstacles.append(f"optimizer.method {run.optimizer.method}")
-    if isinstance(attention, LatentAttention):
+    if not isinstance(attention, GroupedQueryAttention):
         obstacles += ["model.attention.indexer"] if attention.indexer is not None else []
     else:
         obstacles += ["model.attention.qk_norm"] if attention.qk_norm != "none" else []

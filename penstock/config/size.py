@@ -12,7 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from penstock.config.model import GroupedQueryAttention, Indexer, LatentAttention, LinearAttention, Model, Moe
+from penstock.config.model import (
+    CompressedAttention,
+    GroupedQueryAttention,
+    Indexer,
+    LatentAttention,
+    LinearAttention,
+    Model,
+    Moe,
+)
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.layout.stages import StageCosts
 
@@ -113,6 +121,8 @@ def _block(model: Model, layer: int, sequence_length: int) -> _Part:
         attends = _linear(model.linear_attention, hidden)
     elif isinstance(attention, LatentAttention):
         attends = _latent(attention, hidden, sequence_length)
+    elif isinstance(attention, CompressedAttention):
+        attends = _compressed(attention, hidden, attention.kind_of(layer), sequence_length)
     else:
         attends = _grouped(attention, hidden, layer, sequence_length)
     feeds = _feed_forward(model, model.intermediate_size) if model.is_dense(layer) else _experts(model)
@@ -180,6 +190,34 @@ def _latent(attention: LatentAttention, hidden: int, sequence_length: int) -> _P
         rest += [_matrices((q_lora_rank, wide), (hidden, indexer.index_head_dim), (hidden, indexer.index_n_heads))]
         rest += [_Part(2 * indexer.index_head_dim, flops=wide * sequence_length)]  # norm of keys; scores of all of them
     return _sum([_matrices(*query, *keys), *rest])
+
+
+def _compressed(attention: CompressedAttention, hidden: int, kind: str, sequence_length: int) -> _Part:
+    width, rank, indexer = attention.head_dim, attention.q_lora_rank, attention.indexer
+    queries, groups = attention.heads * width, attention.o_groups * attention.o_lora_rank
+    matrices = [
+        (hidden, rank),
+        (rank, queries),
+        (hidden, width),
+        (queries // attention.o_groups, groups),
+        (groups, hidden),
+    ]
+    rest = rank + width + attention.heads  # norms, sinks
+    seen = AttentionWindow(kind="window", size=attention.sliding_window).pairs(sequence_length) / sequence_length
+    flops = 0.0
+    if kind == "hca":
+        matrices += [(hidden, width)] * 2  # keys and weights of positions
+        rest += width * (attention.hca_rate + 1)
+        seen += sequence_length / attention.hca_rate / 2
+    elif kind == "csa":
+        entries, rate, wide = sequence_length / attention.csa_rate, attention.csa_rate, indexer.index_head_dim
+        matrices += [(hidden, 2 * width)] * 2 + [(hidden, 2 * wide)] * 2
+        matrices += [(rank, indexer.index_n_heads * wide), (hidden, indexer.index_n_heads)]
+        rest += (width + wide) * (2 * rate + 1)
+        chosen = min(indexer.index_topk, entries)
+        seen += chosen - chosen**2 / (2 * entries)  # early queries have fewer
+        flops = indexer.index_n_heads * wide * entries  # scores of half of them
+    return _sum([_matrices(*matrices), _Part(rest, flops=flops + 2 * 2 * queries * seen)])
 
 
 def _feed_forward(model: Model, width: int) -> _Part:

@@ -81,7 +81,7 @@ class Shapes:
     top_k: int
     ffn: int
     dense_ffn: int  # width of the network that most layers have for every token (shared or dense); 0 for none
-    attention: Literal["mla", "gqa"]
+    attention: Literal["mla", "gqa", "compressed"]
     linear_key_heads: int = 0  # of linear attention; 0 without
     linear_value_heads: int = 0
     linear_key_dim: int = 0

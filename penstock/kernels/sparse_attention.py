@@ -54,12 +54,12 @@ def best_keys(scores_BSS: Tensor, allowed_BSS: Tensor, top_k: int) -> Tensor:
 
 @torch.no_grad()
 def attention_mass(q_BSHN: Tensor, k_BSHN: Tensor, keys_BSS: Tensor, scale: float) -> Tensor:
-    """Mean over the heads of the attention of each query over `keys_BSS`: float32, rows sum to 1."""
-    heads = q_BSHN.shape[2]
-    total_BSS = torch.zeros(q_BSHN.shape[0], *keys_BSS.shape[1:], device=q_BSHN.device)
+    """Mean over the heads of the attention of each query over `keys_BSS`: float32 or wider, rows sum to 1."""
+    heads, dtype = q_BSHN.shape[2], torch.promote_types(q_BSHN.dtype, torch.float32)
+    total_BSS = torch.zeros(q_BSHN.shape[0], *keys_BSS.shape[1:], dtype=dtype, device=q_BSHN.device)
     for first in range(0, heads, HEADS_AT_ONCE):
         some = slice(first, first + HEADS_AT_ONCE)
-        logits = torch.einsum("bshn,bthn->bhst", q_BSHN[:, :, some].float(), k_BSHN[:, :, some].float()) * scale
+        logits = torch.einsum("bshn,bthn->bhst", q_BSHN[:, :, some].to(dtype), k_BSHN[:, :, some].to(dtype)) * scale
         total_BSS += logits.masked_fill(~keys_BSS[:, None], float("-inf")).softmax(-1).sum(1)
     return total_BSS / heads
 

@@ -19,6 +19,7 @@ from penstock.base.spans import Span
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.models.attention import DeltaLayer, GroupedQueryLayer
+from penstock.models.compressed import CompressedLayer
 from penstock.models.linear import Linear, float8_network
 from penstock.models.mla import LatentLayer
 from penstock.models.model_inputs import ForwardContext
@@ -96,6 +97,8 @@ class BlockNorms:
     ffn_post: RMSNorm | None
 
 
+AnyAttention = GroupedQueryLayer | LatentLayer | CompressedLayer | DeltaLayer
+
 Residual = tuple[Tensor, ...]
 """The residual stream alone, B x S x D; or several ones, as a `Connection`."""
 
@@ -108,7 +111,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        attention: GroupedQueryLayer | LatentLayer | DeltaLayer,
+        attention: AnyAttention,
         ffn: FeedForward | MoE,
         norms: BlockNorms,
         layer_context: LayerContext,

@@ -13,14 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from penstock.config.model import LatentAttention, Model, warms_indexer_up
+from penstock.config.model import CompressedAttention, LatentAttention, Model, warms_indexer_up
 from penstock.config.run import Run
 from penstock.config.sync_free import capacity_factor
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.operators import Operators
 from penstock.layout.stages import Stage
 from penstock.models.attention import DeltaLayer, GroupedQueryLayer
-from penstock.models.block import Block, BlockNorms, FeedForward, MultiTokenPrediction
+from penstock.models.block import AnyAttention, Block, BlockNorms, FeedForward, MultiTokenPrediction
+from penstock.models.compressed import CompressedLayer
 from penstock.models.decoder import Decoder
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.models.linear import Embedding, Linear
@@ -293,12 +294,14 @@ def _block(config: Model, layer: int, layer_context: LayerContext, arena: Activa
     return Block(attention, ffn, norms, layer_context, config.residual_scale, streams)
 
 
-def _attention(config: Model, layer: int, layer_context: LayerContext) -> GroupedQueryLayer | LatentLayer | DeltaLayer:
+def _attention(config: Model, layer: int, layer_context: LayerContext) -> AnyAttention:
     hidden, epsilon = config.hidden_size, config.rms_norm_eps
     if config.linear_attention is not None and config.is_linear(layer):
         return DeltaLayer(config.linear_attention, hidden, layer_context, epsilon=epsilon)
     if isinstance(config.attention, LatentAttention):
         return LatentLayer(config.attention, hidden, layer_context)
+    if isinstance(config.attention, CompressedAttention):
+        return CompressedLayer(config.attention, hidden, layer_context, layer=layer, epsilon=epsilon)
     return GroupedQueryLayer(
         config.attention,
         hidden,

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.base.spans import LAYER, Span
-from penstock.config.model import GroupedQueryAttention, LatentAttention, LocalAttention, Model
+from penstock.config.model import CompressedAttention, GroupedQueryAttention, LatentAttention, LocalAttention, Model
 from penstock.kernels.bounded_attention import first_keys
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.models.attention import GroupedQueryLayer, SoftmaxAttention, query_scale, reach_of
 from penstock.models.block import Block, MultiTokenPrediction
+from penstock.models.compressed import windows_of
 from penstock.models.linear import Embedding, Linear
 from penstock.models.mla import gathers_keys, reads_all_keys
 from penstock.models.model_inputs import ForwardContext, ModelInputs, angles, shifted_tokens
@@ -169,9 +170,13 @@ class Decoder(nn.Module):
             positions_BS = torch.zeros_like(positions_BS)  # angles of zero
         with span(Span.EMBED):
             cos_BSP, sin_BSP = angles(attention.rope, self.rotary_dim, positions_BS)  # P / 2 wide
-            context = self._with_masks(ForwardContext(cos_BSP, sin_BSP, None, scope, inputs.parts), inputs)
+            context = ForwardContext(cos_BSP, sin_BSP, None, scope, inputs.parts)
+            if not isinstance(attention, CompressedAttention):
+                context = self._with_masks(context, inputs)
             if self.config.linear_attention is not None:
                 context = replace(context, documents_BS=inputs.documents_BS)
+            if isinstance(attention, CompressedAttention):
+                context = self._with_windows(context, attention, inputs)
             if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
                 context = self._with_local(context, attention.local, inputs)
             return context.in_static_memory()  # last: captured graphs read these addresses
@@ -190,11 +195,21 @@ class Decoder(nn.Module):
         if has_bounds:
             held, device = positions_BS.shape[1], positions_BS.device
             context = replace(context, bounds=nears_of(self.layer_context, None, held, inputs.documents_BS, device))
-        if indexer is not None:
-            documents_BS = torch.zeros_like(positions_BS) if inputs.documents_BS is None else inputs.documents_BS
-            first_BS = first_keys(documents_BS, None, documents_BS.shape[1], documents_BS.device)
-            context = replace(context, first_BS=first_BS)
-        return context
+        return context if indexer is None else replace(context, first_BS=_firsts(inputs))
+
+    def _with_windows(
+        self, context: ForwardContext, attention: CompressedAttention, inputs: ModelInputs
+    ) -> ForwardContext:
+        """The same with what compressed attention reads: begins of documents, windows, angles of window layers."""
+        first_BS, width = _firsts(inputs), attention.rotary_dim
+        kinds = {attention.kind_of(int(layer)) for layer in self.blocks}
+        rates = {"csa": attention.csa_rate, "hca": attention.hca_rate}
+        csa, hca = (
+            tuple(windows_of(first_BS, rate, attention.rope, width, overlap=kind == "csa")) if kind in kinds else ()
+            for kind, rate in rates.items()
+        )
+        local = angles(attention.window_rope, width, inputs.positions_BS) if "window" in kinds else ()
+        return replace(context, first_BS=first_BS, csa_windows=csa, hca_windows=hca, local_angles=local)
 
     def _with_local(self, context: ForwardContext, local: LocalAttention, inputs: ModelInputs) -> ForwardContext:
         held, device = inputs.positions_BS.shape[1], inputs.positions_BS.device
@@ -213,3 +228,11 @@ class Decoder(nn.Module):
         ahead = shifted_tokens(tokens_BS, len(self.mtp))
         inputs = ModelInputs(tokens_BS=tokens_BS, positions_BS=positions_BS, ahead=ahead)
         return F.linear(self(inputs).main_BSD, self.head_VD)
+
+
+def _firsts(inputs: ModelInputs) -> Tensor:
+    """The first position of each position's document, int32 B x S."""
+    documents_BS = inputs.documents_BS
+    if documents_BS is None:
+        documents_BS = torch.zeros_like(inputs.positions_BS)
+    return first_keys(documents_BS, None, documents_BS.shape[1], documents_BS.device)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.config.model import Indexer, LatentAttention
+from penstock.config.model import CompressedAttention, Indexer, LatentAttention
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.sparse_attention import (
@@ -119,11 +119,17 @@ LATENT_NORM_EPSILON = 1e-6
 class LatentQuery(nn.Module):
     """Queries through a latent: down, norm, up. Tensor-parallel ranks exchange the narrow latent."""
 
-    def __init__(self, config: LatentAttention, hidden_size: int, layer_context: LayerContext) -> None:
+    def __init__(
+        self,
+        config: LatentAttention | CompressedAttention,
+        hidden_size: int,
+        layer_context: LayerContext,
+        epsilon: float = LATENT_NORM_EPSILON,
+    ) -> None:
         super().__init__()
         self.axis = layer_context.axes.tensor
         self.down = Linear(hidden_size, config.q_lora_rank, layer_context)
-        self.norm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPSILON, layer_context.operators)
+        self.norm = RMSNorm(config.q_lora_rank, epsilon, layer_context.operators)
         self.up = Linear(config.q_lora_rank, config.heads * config.head_dim, layer_context, split="outputs")
         self.reads_high_precision = self.down.float8 is None  # reads hidden states in high precision
 

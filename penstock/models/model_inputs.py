@@ -115,6 +115,8 @@ class ForwardContext:
     local_angles: tuple[Tensor, ...] = ()  # cosine and sine of local layers that have a position embedding of their own
     documents_BS: Tensor | None = None  # int64 of whole rows, for linear attention; None without it, or without packing
     first_BS: Tensor | None = None  # int32 first position of each document, for sparse attention; None without it
+    csa_windows: tuple[Tensor, ...] = ()  # `Windows` of compressed attention, by kind of layers; none without it
+    hca_windows: tuple[Tensor, ...] = ()
     query_scale_S: Tensor | None = None  # float32 attention temperature of global layers; None without tuning
 
     def in_static_memory(self) -> "ForwardContext":

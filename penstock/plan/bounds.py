@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
-from penstock.config.model import GroupedQueryAttention, LatentAttention, Model, Moe
+from penstock.config.model import CompressedAttention, GroupedQueryAttention, LatentAttention, Model, Moe
 from penstock.config.run import Run
 from penstock.layout.actions import Kind, Schedule, even_costs, play
 from penstock.layout.schedules import schedule
@@ -190,6 +190,12 @@ class TimeBounds:
             products = [self._products(rank_tokens, [*down, (hidden, latent)], accumulates)]
             products += [self._products(whole, [*query, up, (heads * value_width, hidden)], accumulates)]
             gathered = [attention.q_lora_rank or hidden, latent]
+        elif isinstance(attention, CompressedAttention):  # which no tensor-parallel ranks divide
+            width = value_width = attention.head_dim
+            kv_heads, outputs = 1, attention.o_groups * attention.o_lora_rank
+            shapes = [(hidden, attention.q_lora_rank), (attention.q_lora_rank, heads * width), (hidden, width)]
+            shapes += [(heads * width // attention.o_groups, outputs), (outputs, hidden)]
+            products, gathered = [self._products(whole, shapes, accumulates)], []
         else:
             width = value_width = attention.head_dim
             kv_heads = attention.kv_heads // tp
@@ -202,6 +208,8 @@ class TimeBounds:
         core = WorkSeconds(0.0, 0.0) if is_local else self._core(rows, (heads, kv_heads), (width, value_width), ranks)
         # Each norm reads and writes the residual stream at least once; a sum reads two tensors and writes one.
         moved = self._moved(rank_tokens * hidden * 7)
+        if model.hyper_connections is not None:  # both networks read all streams four times, and write them
+            moved += self._moved(rank_tokens * model.residual_size * 10)
         return WorkSeconds(
             sum(product.forward for product in products) + core.forward + exchange + moved,
             sum(product.backward for product in products) + core.backward + exchange + moved,
@@ -225,7 +233,7 @@ class TimeBounds:
         """Scores and weighted values of a layer that attends to the whole row."""
         cp, positions = ranks[1], self._run.training.sequence_length
         attention = self._model.attention
-        is_sparse = isinstance(attention, LatentAttention) and attention.indexer is not None
+        is_sparse = not isinstance(attention, GroupedQueryAttention) and attention.indexer is not None
         if not self._by_heads(heads, cp) or self._run.data.document_mask or is_sparse:
             # The shapes depend on chunks, documents or chosen keys.
             return WorkSeconds(0.0, 0.0)
@@ -326,6 +334,8 @@ def kept_numbers(model: Model, recompute: Sequence[str]) -> Mapping[bool, float]
         return dict.fromkeys((False, True), model.residual_size)
     if isinstance(attention, GroupedQueryAttention):
         heads = 2 * attention.heads * attention.head_dim + 2 * attention.kv_heads * attention.head_dim
+    elif isinstance(attention, CompressedAttention):
+        heads = attention.heads * attention.head_dim
     elif "latent-up" in recompute:
         heads = attention.heads * attention.v_head_dim
     else:

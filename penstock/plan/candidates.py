@@ -23,7 +23,7 @@ import numpy as np
 from penstock.base.errors import ConfigError
 from penstock.config.dispatcher import DispatchFacts, choose_dispatcher, plain_row_bytes, ranks_on_a_node
 from penstock.config.fit import NO_PIPELINE
-from penstock.config.model import LatentAttention, Model
+from penstock.config.model import GroupedQueryAttention, Model
 from penstock.config.parallel import DISPATCHERS, Graphs, Offload, Overlap, Pipeline, Recompute
 from penstock.config.run import Run
 from penstock.config.tree import parse_overrides
@@ -322,7 +322,7 @@ class SearchSpace:
 
 def ladder_of(model: Model) -> tuple[tuple[str, ...], ...]:
     """Modules to recompute, cheapest first, whole layers last."""
-    parts = ("norm", "latent-up") if isinstance(model.attention, LatentAttention) else ("norm",)
+    parts = ("norm",) if isinstance(model.attention, GroupedQueryAttention) else ("norm", "latent-up")
     if model.moe is None:
         return (), parts, ("layer",)
     return (), ("expert-activation",), ("expert-activation", *parts), ("moe", *parts), ("layer",)

@@ -24,7 +24,7 @@ from itertools import accumulate
 from operator import ge
 
 from penstock.config.fit import SPLITTING_SCHEDULES, micro_batches
-from penstock.config.model import GroupedQueryAttention, Model
+from penstock.config.model import CompressedAttention, GroupedQueryAttention, Model
 from penstock.config.run import Run
 from penstock.layout.actions import Kind, Schedule, stages_of
 from penstock.layout.grid import Grid
@@ -38,7 +38,7 @@ REPEATED = 2  # from so many micro-batches per pipeline rank on, every schedule 
 
 
 def layer_kind(run: Run, layer: int) -> str:
-    """`dense`, `moe` or `hashed moe`, after `local`, `linear` or `unrotated` for such attention; layers count from 0.
+    """`dense`, `moe` or `hashed moe`, after `local`, `linear`, `unrotated` or a kind of compressed attention, if so.
 
     Layers that stay in 16 bits in a run in 8 bits have `16-bit` before it.
     """
@@ -51,6 +51,8 @@ def _kind_in_model(model: Model, layer: int) -> str:
     if model.is_linear(layer):
         return f"linear {ffn}"
     attention = model.attention
+    if isinstance(attention, CompressedAttention):
+        return f"{attention.kind_of(layer)} {ffn}"
     if not isinstance(attention, GroupedQueryAttention):
         return ffn
     kind = ffn if attention.is_global(layer) else f"local {ffn}"

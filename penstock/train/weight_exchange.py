@@ -128,7 +128,7 @@ def _entries(run: Run, saved: SavedWeights, weights: Mapping[str, Tensor]) -> li
         parts: Sequence[Make] = (partial(_values, lines, read, dtype),)
         if line.is_copy and line.shape:
             parts = [partial(_rows, line, read, dtype, rows) for rows in parts_of(line.shape, dtype.itemsize)]
-        entries.append(TensorEntry(name=line.hf_name, dtype=dtype, shape=line.shape, parts=parts))
+        entries.append(TensorEntry(name=line.hf_name, dtype=line.dtype_of(dtype), shape=line.shape, parts=parts))
     return entries
 
 

@@ -35,7 +35,7 @@ def test_presets_with_the_default_are_not_listed_and_a_field_of_one_kind_says_so
     assert "  only with  model.attention.kind = mla\n" in explain("model.attention.kv_lora_rank")
     assert "only with" not in explain("model.attention.heads")
     text = explain("model.attention.kind")
-    assert "  type     gqa or mla\n" in text
+    assert "  type     gqa or mla or compressed\n" in text
     assert "  default  must be given\n" in text
 
 
@@ -132,4 +132,5 @@ def test_the_json_schema_knows_fields_bounds_and_kinds() -> None:
     assert definitions["Training"]["properties"]["steps"]["minimum"] == 1
     assert definitions["Training"]["properties"]["steps"]["unit"] == "steps"
     assert definitions["Training"]["additionalProperties"] is False
-    assert set(definitions["Model"]["properties"]["attention"]["discriminator"]["mapping"]) == {"gqa", "mla"}
+    kinds = definitions["Model"]["properties"]["attention"]["discriminator"]["mapping"]
+    assert set(kinds) == {"gqa", "mla", "compressed"}

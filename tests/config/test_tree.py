@@ -148,7 +148,7 @@ MESSAGES = {
     ),
     "data.source=wikipedia": f'data.source has an unknown value; got "wikipedia"; allowed: {SOURCES}',
     "model.attention.kind=mlp": (
-        'model.attention.kind has an unknown value; got "mlp"; allowed: gqa, mla; fix: did you mean mla?'
+        'model.attention.kind has an unknown value; got "mlp"; allowed: gqa, mla, compressed; fix: did you mean mla?'
     ),
     # Sections.
     "model=big": (
@@ -161,7 +161,7 @@ MESSAGES = {
     ),
     "model.attention=mla": (
         'model.attention is a section, not a value; got "mla"; allowed: its fields; '
-        "fix: set model.attention.kind, model.attention.heads, model.attention.q_lora_rank, ..."
+        "fix: set model.attention.kind, model.attention.heads, model.attention.head_dim, ..."
     ),
     "training.steps.x=3": "training.steps has the wrong type; got {x = 3}; allowed: whole number >= 1 (steps)",
     "model.attention.kind=gqa": (
@@ -202,7 +202,7 @@ def without(tree: Tree, *names: str) -> Tree:
     ("path", "told"),
     [
         ("model.moe.top_k", "allowed: whole number 1 to 65536 (experts)"),
-        ("model.attention.kind", "allowed: gqa, mla"),
+        ("model.attention.kind", "allowed: gqa, mla, compressed"),
         ("optimizer", 'allowed: section; fix: write its fields, or start the file with preset = "debug"'),
     ],
 )

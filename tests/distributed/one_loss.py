@@ -112,6 +112,8 @@ OFTEN = (
     "PP 4, explicit layout",
     "EP 2, FSDP, warm-up of the indexer",
     "Llama 4: PP 2",
+    "DeepSeek-V4: EP 2, FSDP",
+    "DeepSeek-V4: PP 2",
     "EP 2, experts in MXFP4",
     "PP 2 x EP 2, zb-1f1b, streams",
 )

@@ -50,6 +50,12 @@ SETTINGS = {
     },
     "gpt-oss": ["model.moe.bias=true", "model.moe.clamped.limit=7", "model.moe.router.logit_bias=true"],
     "llama4": ["model.moe.router.apply_probs_on_input=true", "model.moe.moe_layer_freq=2", "model.dense_layers=0"],
+    "compressed attention": [
+        "model.family='plain'",
+        "model.attention={kind='compressed', heads=4, head_dim=16, qk_rope_head_dim=8, q_lora_rank=24, o_groups=2, "
+        "o_lora_rank=12, sliding_window=8, csa_rate=2, hca_rate=8, first_layers=['window'], "
+        "indexer={index_n_heads=2, index_head_dim=8, index_topk=4}}",
+    ],
     "residual streams": ["model.hyper_connections.streams=3"],
     "a prediction layer": ["model.mtp_layers=1"],
 }

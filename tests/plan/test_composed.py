@@ -102,6 +102,9 @@ CASES = {
         "model.hyper_connections.streams=4 parallel.shard=full "
         f"parallel.pipeline=2 pipeline.schedule=interleaved {TWO_STAGES}"
     ),
+    "compressed attention": (
+        "deepseek-v4-flash-8l", 32, "parallel.pipeline=2 parallel.expert=16 parallel.shard=full"
+    ),
     "no experts": ("debug", 8, f"{PLAIN} parallel.pipeline=2")
 }  # fmt: skip
 OFTEN = ["one rank", "experts by all-to-all", "a context", "interleaved", "zb-v, selective recompute"]
@@ -113,7 +116,7 @@ OFTEN += [
     "prediction layers",
 ]
 OFTEN += ["biases, experts in halves", "four kinds, zb-v", "eight bits but for both ends", "no experts"]
-OFTEN += ["residual streams, interleaved, gathered weights"]
+OFTEN += ["residual streams, interleaved, gathered weights", "compressed attention"]
 OFTEN += ["muon", "ranks divide an expert", "the host has the optimizer", "state in fewer bits"]
 
 

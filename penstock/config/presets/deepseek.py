@@ -1,4 +1,4 @@
-"""Models built from DeepSeek's parts: DeepSeek-V2-Lite, V2, V3 and V3.2, Moonlight, Kimi and GLM.
+"""Models built from DeepSeek's parts: DeepSeek-V2-Lite, V2, V3, V3.2 and V4-Flash, Moonlight, Kimi and GLM.
 
 DeepSeek's sources: the Hugging Face configs of the models (sizes, rotary scaling), arXiv 2405.04434 section 3.1.2 and
 appendix B (V2, V2-Lite: optimizer, auxiliary loss), arXiv 2412.19437 sections 4.1 and 4.2 (V3).
@@ -6,7 +6,10 @@ appendix B (V2, V2-Lite: optimizer, auxiliary loss), arXiv 2412.19437 sections 4
 
 from penstock.config.model import (
     Balance,
+    ClampedSwiglu,
+    CompressedAttention,
     GroupedQueryAttention,
+    HyperConnections,
     Indexer,
     LatentAttention,
     LinearAttention,
@@ -130,6 +133,52 @@ def deepseek_v3_2() -> Run:
     )
     model = model.model_copy(update={"family": "deepseek-v3.2", "attention": attention})
     return pretrain("deepseek-v3.2", model, learning_rate=7.3e-6, sequence_length=131072, rows=480)
+
+
+def deepseek_v4_flash() -> Run:
+    """DeepSeek-V4-Flash: 284 B parameters, 13 B active; without its layer of multi-token prediction.
+
+    Source: the Hugging Face config. Learning rate and balance are those of V3.
+    """
+    yarn = Yarn(factor=16.0, original_max_position_embeddings=65536, mscale=0.0)
+    router = Router(
+        scoring_func="sqrt-softplus",
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+        expert_bias=True,
+        num_hash_layers=3,
+    )
+    model = Model(
+        family="deepseek-v4",
+        vocab_size=129280,
+        hidden_size=4096,
+        layers=43,
+        attention=CompressedAttention(
+            heads=64,
+            head_dim=512,
+            qk_rope_head_dim=64,
+            q_lora_rank=1024,
+            o_groups=8,
+            o_lora_rank=1024,
+            sliding_window=128,
+            first_layers=("window", "window"),
+            other_layers=("csa", "hca"),
+            indexer=Indexer(index_n_heads=64, index_head_dim=128, index_topk=512),
+            rope=Rope(theta=160000.0, yarn=yarn),
+        ),
+        moe=Moe(
+            experts=256,
+            top_k=6,
+            moe_intermediate_size=2048,
+            shared_expert_intermediate_size=2048,
+            clamped=ClampedSwiglu(alpha=1.0, limit=10.0, up_offset=0.0),
+            clamp_shared=True,
+            router=router,
+            balance=Balance(aux_loss="sequence", aux_loss_coef=1e-4),
+        ),
+        hyper_connections=HyperConnections(),
+    )
+    return pretrain("deepseek-v4-flash", model, learning_rate=2.2e-4)
 
 
 # Moonlight-16B-A3B and Kimi-K2 have the parts of DeepSeek-V3 in other sizes, without expert groups.

@@ -22,6 +22,7 @@ PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
         "deepseek-v2": deepseek.deepseek_v2,
         "deepseek-v3": deepseek.deepseek_v3,
         "deepseek-v3.2": deepseek.deepseek_v3_2,
+        "deepseek-v4-flash": deepseek.deepseek_v4_flash,
         "moonlight-16b-a3b": deepseek.moonlight_16b_a3b,
         "kimi-k2": deepseek.kimi_k2,
         "kimi-linear-48b-a3b": deepseek.kimi_linear_48b_a3b,

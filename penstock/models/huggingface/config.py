@@ -24,7 +24,7 @@ from penstock.base.errors import CheckpointError, ConfigError
 from penstock.base.files import read_json
 from penstock.base.numbers import count_text
 from penstock.config.load import CONFIG_FILE, huggingface_config_in, load_run, with_overrides
-from penstock.config.model import GroupedQueryAttention, Model
+from penstock.config.model import CompressedAttention, GroupedQueryAttention, Model
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import LearningRateSchedule, Optimizer, Run, Training
 from penstock.config.schema import as_toml, find, leaves
@@ -39,6 +39,7 @@ TRAINING_ONLY = (
 )
 """Prefixes of the paths below `model` that `config.json` does not have."""
 
+_TAGS = ("gqa", "mla", "compressed")  # of the union of attentions
 _POSITIONS = 4096  # if the longest row of training is unknown
 _STEPS = 1000
 _LEARNING_RATE = 2e-5  # small, because trained weights are easily lost
@@ -205,7 +206,7 @@ def _built(said: Values, keys: Mapping[str, str]) -> Model:
         return Model.model_validate(tree)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        path = ".".join(str(name) for name in fault["loc"] if name not in ("gqa", "mla"))  # tags of a union
+        path = ".".join(str(name) for name in fault["loc"] if name not in _TAGS)
         allowed = next((field.allowed_text for field in find(Model, path)), fault["msg"])
         key = keys.get(path, KEYS_OF_PARTS.get(path, path.rpartition(".")[2]))
         raise refused(key, fault["input"], allowed) from error
@@ -233,6 +234,9 @@ def facts_of(config: Model) -> dict[str, Any]:
     if config.moe is not None and config.moe.router.n_group == 1:
         unused.append("moe.router.group_score")
     attention = config.attention
+    if isinstance(attention, CompressedAttention):
+        facts["attention.first_layers"] = [attention.kind_of(layer) for layer in range(config.layers)]
+        unused.append("attention.other_layers")
     if isinstance(attention, GroupedQueryAttention):
         facts["attention.nope_every"] = [attention.rotates(layer) for layer in range(config.layers)]
     if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
@@ -348,4 +352,6 @@ def kind_of(model: Model) -> str:
         return "linear"
     if isinstance(model.attention, GroupedQueryAttention):
         return "grouped-query"
+    if isinstance(model.attention, CompressedAttention):
+        return "compressed"
     return "latent" if model.attention.indexer is None else "sparse latent"

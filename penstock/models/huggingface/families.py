@@ -10,6 +10,7 @@ from penstock.models.huggingface import config_parts as keys
 from penstock.models.huggingface import expert_parts as experts
 from penstock.models.huggingface import weight_names as tensors
 from penstock.models.huggingface.config_parts import Values
+from penstock.models.huggingface.deepseek_v4 import DEEPSEEK_V4
 from penstock.models.huggingface.dense_families import DENSE
 from penstock.models.huggingface.family import (
     BIAS,
@@ -271,6 +272,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "deepseek-v3": _DEEPSEEK_V3,
         "deepseek-v3.2": _DEEPSEEK_V32,
+        "deepseek-v4": DEEPSEEK_V4,
         "glm5-moe": replace(
             _DEEPSEEK_V32,
             model_type="glm_moe_dsa",
@@ -581,7 +583,7 @@ LACKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "linear attention without a delta rule": ("minimax",),
         "experts without weights": ("longcat_flash",),
         "experts in attention": ("jetmoe",),
-        "hyper-connections": ("deepseek_v4", "glm5_next", "hy_v4", "qwen4_exp"),
+        "hyper-connections beside other parts": ("glm5_next", "hy_v4", "qwen4_exp"),
         "state-space layers": ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"),
         "convolutions in place of attention": ("lfm2", "lfm2_moe"),
         "embeddings of each layer": ("gemma3n", "gemma4"),

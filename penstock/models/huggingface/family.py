@@ -17,7 +17,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.model import Model, Rope
 from penstock.config.schema import as_toml
 from penstock.models.huggingface.config_parts import Keys, Part, Values, agreed, grouped, refused
-from penstock.models.huggingface.weight_names import DivisionOf, Names, RearrangementOf
+from penstock.models.huggingface.weight_names import MODEL, DivisionOf, Names, RearrangementOf
 
 
 def rotary(*, scales_scores: bool = False, partial: bool = False) -> Part:
@@ -32,7 +32,7 @@ def rotary(*, scales_scores: bool = False, partial: bool = False) -> Part:
         keys.skip("max_position_embeddings")
         sections = {name: keys.section(name) for name in ("rope_scaling", "rope_parameters")}
         readings = {
-            name: _read_section(keys, section, scales_scores, partial)
+            name: read_section(keys, section, scales_scores, partial)
             for name, section in sections.items()
             if section.values
         }
@@ -46,10 +46,10 @@ def rotary(*, scales_scores: bool = False, partial: bool = False) -> Part:
             return next(iter(readings.values()))
         usual = keys.rope if keys.get("rope_parameters", None) is None else {}
         section = Keys({key: usual[key] for key in usual.keys() - {"rope_theta", "partial_rotary_factor"}})
-        return _read_section(keys, section, scales_scores, partial)
+        return read_section(keys, section, scales_scores, partial)
 
     def write(model: Model) -> Values:
-        fields = _section_of(model.attention.rope)
+        fields = section_of(model.attention.rope)
         if partial:
             fields["partial_rotary_factor"] = grouped(model).partial_rotary_factor
         return {"rope_parameters": fields}
@@ -76,7 +76,7 @@ def rotary_by_kind(window: Part, local_theta: str | None = None) -> Part:
             bases = {"rope_theta": keys.get(theta, None) if theta else None}
             positions = {"max_position_embeddings": keys.get("max_position_embeddings", None)}
             whole = Keys({**bases, **positions}, rope=keys.rope[kind])
-            ropes.append(_read_section(whole, Keys(sections[kind]), False, False)["attention.rope"])
+            ropes.append(read_section(whole, Keys(sections[kind]), False, False)["attention.rope"])
         values = {**window.read(keys), "attention.rope": ropes[0]}
         return values | ({"attention.local.rope": ropes[1]} if "attention.local" in values else {})
 
@@ -84,7 +84,7 @@ def rotary_by_kind(window: Part, local_theta: str | None = None) -> Part:
         attention = grouped(model)
         of_local = attention.local.rope if attention.local else None
         ropes = zip(_KINDS, (attention.rope, of_local or attention.rope), strict=True)
-        return {**window.write(model), "rope_parameters": {kind: _section_of(rope) for kind, rope in ropes}}
+        return {**window.write(model), "rope_parameters": {kind: section_of(rope) for kind, rope in ropes}}
 
     return Part(read, write)
 
@@ -92,7 +92,8 @@ def rotary_by_kind(window: Part, local_theta: str | None = None) -> Part:
 _KINDS = ("full_attention", "sliding_attention")
 
 
-def _section_of(rope: Rope) -> Values:
+def section_of(rope: Rope) -> Values:
+    """The rotary embedding as a section of `rope_parameters`."""
     fields: Values = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.linear != 1:
         fields |= {"rope_type": "linear", "factor": rope.linear}
@@ -105,7 +106,8 @@ def _section_of(rope: Rope) -> Values:
     return fields
 
 
-def _read_section(keys: Keys, section: Keys, scales_scores: bool, partial: bool) -> Values:
+def read_section(keys: Keys, section: Keys, scales_scores: bool, partial: bool) -> Values:
+    """Our fields of a section of `rope_parameters`; `keys` are those around it, with defaults in `rope`."""
     kind = agreed({name: section.get(name, None) for name in ("rope_type", "type")}) or "default"
     if kind not in ("default", "linear", "yarn", "llama3"):
         raise refused("rope_type", kind, "default, linear, yarn, llama3")
@@ -168,6 +170,7 @@ class Family:
     model_type: str
     also: tuple[str, ...] = ()  # other model types of the same form, which import reads
     architecture: str
+    model: Names = field(default_factory=lambda: MODEL)  # the same of weights outside of layers
     names: Names  # our name of each layer weight to its names in the file
     forms: Mapping[str, tuple[RearrangementOf, ...]] = field(default_factory=dict)  # in the order of reading
     instead: Names = field(default_factory=dict)  # other names that files may have, for the same of ours
@@ -185,11 +188,16 @@ class Family:
     parts: tuple[Part, ...]  # readers and writers of other keys
     mxfp4: Values = field(default_factory=dict)  # quantization_config of files with packed experts, if there are any
     prefix: str = ""  # part of all names in files of multimodal models
+    spellings: Mapping[str, str] = field(default_factory=dict)  # patterns of other names of whole tensors, and ours
     left_out: str = r".*\.rotary_emb\.inv_freq"  # matches names of tensors that are not weights of the text model
 
     def text_name(self, name: str) -> str | None:
         """The name of a file's tensor without prefix; None if it is not a weight of the text model."""
-        return None if re.fullmatch(self.left_out, name) else name.replace(self.prefix, "", 1)
+        if re.fullmatch(self.left_out, name):
+            return None
+        for other, usual in self.spellings.items():
+            name = re.sub(rf"^{other}$", usual, name)
+        return name.replace(self.prefix, "", 1)
 
     def depth_of(self, name: str, layers: int) -> int | None:
         """The depth of multi-token prediction, from 0, to which a `text_name` belongs; None for other weights."""

@@ -28,6 +28,7 @@ class Rearrangement:
 
     read: Change  # from the order of the file to ours
     write: Change  # its inverse
+    dtype: torch.dtype | None = None  # in the file, where it is not ours
 
 
 RearrangementOf: TypeAlias = Callable[[Model], Rearrangement]  # a rearrangement with the sizes of a model
@@ -114,6 +115,11 @@ def transposed(config: Model) -> Rearrangement:
     return Rearrangement(lambda stored: stored.mT, lambda ours: ours.mT)
 
 
+def whole_numbers(config: Model) -> Rearrangement:
+    """Whole numbers, which are floats here as all that checkpoints hold."""
+    return Rearrangement(lambda stored: stored.float(), lambda ours: ours.long(), torch.int64)
+
+
 def interleaved(config: Model) -> Rearrangement:
     """Dim 1: rows of gate and up projection alternate in the file."""
     assert config.moe is not None, "only experts are interleaved"
@@ -189,7 +195,6 @@ MODEL: Names = {
     "embed.weight": ("model.embed_tokens.weight",),
     "norm.weight_D": ("model.norm.weight",),
     "head.weight": ("lm_head.weight",),
-    **{f"streams.{kind}": (f"model.hc_head.hc_{name}",) for kind, name in STREAMS.items()},
 }
 
 NORMS: Names = {

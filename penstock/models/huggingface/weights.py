@@ -25,7 +25,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.huggingface.families import family_of
 from penstock.models.huggingface.family import Family
 from penstock.models.huggingface.weight_folder import WeightFolder, WeightSource
-from penstock.models.huggingface.weight_names import MODEL, Division, Rearrangement
+from penstock.models.huggingface.weight_names import Division, Rearrangement
 
 WEIGHTS_FILE = "model.safetensors"
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -84,6 +84,10 @@ class WeightMapping:
         for form in reversed(self.forms):
             target = form.write(target)
         return target
+
+    def dtype_of(self, ours: torch.dtype) -> torch.dtype:
+        """The type of the file's tensor, from that of ours."""
+        return next((form.dtype for form in self.forms if form.dtype is not None), ours)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -173,7 +177,7 @@ def _hf_names(config: Model, family: Family, name: str) -> tuple[tuple[str, ...]
         prefix, depth = family.prediction_prefixes[0], int(match["depth"])
         layer, table, is_linear = config.layers + depth, family.prediction, False
     else:
-        return MODEL.get(name, ()), name, False
+        return family.model.get(name, ()), name, False
     prefix = prefix.format(layer=layer, depth=depth)
     return tuple(f"{prefix}{ending}" for ending in table.get(match["rest"], ())), match["rest"], is_linear
 

@@ -1,6 +1,8 @@
 """Presets have the sizes that their authors published: every parameter, and as many active ones as are advertised."""
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV4Config
 
 from penstock.config.presets.registry import PRESETS, preset
 from penstock.config.size import size_of
@@ -81,3 +83,14 @@ def test_a_model_has_its_published_size_and_the_first_line_of_its_preset_says_it
 def test_a_published_model_and_its_cuts_have_a_hugging_face_form(name: str) -> None:
     for layers in (1, 2, 5):  # also cuts that change the dense layers
         assert huggingface_config(preset(f"{name}-{layers}l").model)["num_hidden_layers"] == layers
+
+
+def test_deepseek_v4_flash_has_the_parameters_of_its_class_in_transformers() -> None:
+    model = preset("deepseek-v4-flash").model
+    counted = size_of(model, 4096)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(DeepseekV4Config(**huggingface_config(model)))
+    assert counted.parameters == sum(parameter.numel() for parameter in theirs.parameters())
+    assert round(counted.parameters / 1e9) == 284
+    embeddings = 2 * model.vocab_size * model.hidden_size
+    assert 13e9 < counted.active_parameters - embeddings / 2 < 13.5e9  # advertised: 13 B

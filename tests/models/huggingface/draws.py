@@ -62,7 +62,25 @@ ROTARY: tuple[dict[str, Any], ...] = (
 )
 """Rotary settings in both spellings; a None in a section leaves that key out."""
 
+_MAIN = {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}
+ROTARY_LATER: tuple[dict[str, Any], ...] = (
+    *ROTARY,
+    {"rope_parameters": None, "compress_rope_theta": 500.0, "partial_rotary_factor": None, "qk_rope_head_dim": 4},
+    {"rope_parameters": None, "rope_scaling": {**YARN, "attention_factor": 1.0}},
+    {"rope_parameters": {"main": _MAIN, "compress": {**_MAIN, **YARN}}},
+    {"rope_parameters": {"main": _MAIN, "compress": {**_MAIN, **YARN, "attention_factor": 1.0}}},
+    {"rope_parameters": {"main": {**_MAIN, **YARN}, "compress": {**_MAIN, "partial_rotary_factor": 0.25}}},
+)
+
 OTHER: dict[str, tuple[Any, ...]] = {
+    "compress_rates": (
+        None,
+        {"compressed_sparse_attention": 3},
+        {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5},
+        {"full_attention": 2},
+    ),
+    "compress_ratios": ([0, 4, 128], [128, 4, 0, 0], [4, 4, 4, 8], [0]),
+    "num_hash_layers": (0, 1, 2, 5),
     "hidden_size": (32, 48, 64),
     "hidden_act": ("gelu", "relu", None),
     "num_attention_heads": (2, 4, 8),
@@ -101,7 +119,8 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "num_shared_experts": (0, 1, 2, None),
     "num_nextn_predict_layers": (0, 1, 2, None),
 }
-DRAWS = 300
+DRAWS, LATER = 300, "deepseek-v4"
+"""Seeds from there on draw the family that came later, so that the others stay."""
 CHOSEN = (
     *(0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 13, 14, 15, 16, 17, 18, 19, 20, 21, 25, 26, 27, 28, 31, 33, 34, 35, 38, 41, 42),
     *(44, 45, 46, 50, 51, 54, 55, 58, 60, 61, 66, 71, 72, 74, 76, 77, 79, 81, 82, 83, 85, 89, 93, 95, 96, 97, 99),
@@ -136,18 +155,20 @@ class Draw:
 def drawn(seed: int) -> Draw:
     """A variant of a family, with one to three edits."""
     draw = random.Random(seed)
-    config = VARIANTS[draw.choice(sorted(VARIANTS))]
+    is_later = seed >= DRAWS
+    config = VARIANTS[draw.choice(sorted(name for name in VARIANTS if name.startswith(LATER) == is_later))]
     family = family_of(config)
     fields = huggingface_config(config, 64)
     table = class_defaults()[family.model_type]
     spellings = {**table["renamed"], **family.renamed}
     keys = sorted(table["defaults"].keys() - _UNEDITED)
+    keys += ["compress_ratios", "num_hash_layers", "qk_rope_head_dim"] if is_later else []
     edited: list[str] = []
     for _ in range(draw.randint(1, 3)):
         kind = draw.choice(("absent", "absent", "other", "other", "rotary", "spelling"))
         key = draw.choice(keys)
         if kind == "rotary" and table["rope"]:
-            edit = copy.deepcopy(draw.choice(ROTARY))
+            edit = copy.deepcopy(draw.choice(ROTARY_LATER if is_later else ROTARY))
             for name, value in edit.items():
                 if isinstance(value, dict):
                     edit[name] = {key: inner for key, inner in value.items() if inner is not None}
@@ -166,12 +187,16 @@ def drawn(seed: int) -> Draw:
             fields.pop(key, None)
             edited.append(key)
         else:
-            fields[key] = _other(draw, key, fields.get(key, table["defaults"][key]))
+            fields[key] = _other(draw, key, fields.get(key, table["defaults"].get(key)))
+            if key in ("compress_ratios", "num_hash_layers"):  # older spellings, beside which newer ones count
+                fields.pop("layer_types" if key == "compress_ratios" else "mlp_layer_types", None)
             edited.append(key)
     return Draw(family, fields, tuple(edited), draw.choice(("", "", "", "", "", "nan", "missing", "head")))
 
 
 def _other(draw: random.Random, key: str, value: Any) -> Any:
+    if key == "qk_rope_head_dim" and value is None:  # of files that do not say it by `partial_rotary_factor`
+        return draw.choice((4, 6, 16))
     if key in OTHER:
         return draw.choice(OTHER[key])
     if isinstance(value, bool) or value is None:

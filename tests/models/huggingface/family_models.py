@@ -5,7 +5,9 @@ Parity is shown on rows of 24 tokens; windows, chunks and the floor of the tempe
 
 from penstock.config.model import (
     ClampedSwiglu,
+    CompressedAttention,
     GroupedQueryAttention,
+    HyperConnections,
     Indexer,
     LinearAttention,
     Llama3Rope,
@@ -170,6 +172,36 @@ def gemma3(**changes: object) -> Model:
     return dense("gemma3", **{**fields, **changes})
 
 
+def deepseek_v4(**changes: object) -> Model:
+    """Two residual streams; a window layer, then csa and hca by turns; the first layer chooses experts by a table."""
+    heads = CompressedAttention(
+        heads=4,
+        head_dim=16,
+        qk_rope_head_dim=8,
+        q_lora_rank=20,
+        o_groups=2,
+        o_lora_rank=6,
+        sliding_window=5,
+        first_layers=("window",),
+        other_layers=("csa", "hca"),
+        csa_rate=2,
+        hca_rate=4,
+        indexer=Indexer(index_n_heads=3, index_head_dim=12, index_topk=4),
+        rope=Rope(theta=1600.0, yarn=YARN.model_copy(update={"mscale": 0.0})),
+    )
+    router = Router(
+        scoring_func="sqrt-softplus",
+        expert_bias=True,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+        num_hash_layers=1,
+    )
+    clamped = ClampedSwiglu(alpha=1.0, limit=0.7, up_offset=0.0)
+    experts = moe(shared_expert_intermediate_size=16, router=router, clamped=clamped, clamp_shared=True)
+    streams = HyperConnections(streams=2, sinkhorn_iters=3)
+    return model("deepseek-v4", **{"attention": heads, "moe": experts, "hyper_connections": streams, **changes})
+
+
 def nope(every: int) -> LocalAttention:
     """Chunks of 9; every n-th layer sees all, does not rotate, and grows its queries."""
     return LocalAttention(
@@ -201,6 +233,13 @@ VARIANTS: dict[str, Model] = {
     "deepseek-v3, raw weights, no groups": moe_with(V3, router=RAW_V3),
     "deepseek-v3, top 4": moe_with(V3, top_k=4),
     "deepseek-v3.2": V32,
+    "deepseek-v4": deepseek_v4(),
+    "deepseek-v4, csa alone, plain rotary embedding, three streams": deepseek_v4(
+        attention=deepseek_v4().attention.model_copy(
+            update={"first_layers": (), "other_layers": ("csa",), "rope": Rope(theta=1600.0), "csa_rate": 3}
+        ),
+        hyper_connections=HyperConnections(streams=3),
+    ),
     "glm5-moe": V32.model_copy(update={"family": "glm5-moe"}),
     "llama": dense("llama", attention=attention(rope=Rope(llama3=LLAMA3))),
     "llama, frequencies divided or kept": dense("llama", attention=attention(rope=Rope(llama3=SHARP))),

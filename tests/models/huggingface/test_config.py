@@ -250,7 +250,7 @@ LACKING = {
     "hunyuan_v1_dense": ("norms of heads, with weights, behind their rotation",),
     "jamba": ("state-space layers", "(linear attention, "),
     "cohere2_moe": ("scaled embeddings, scores or residuals", "LayerNorm", "minimax-m2"),
-    "deepseek_v4": ("compress_rates, compress_rope_theta, hc_mult",),
+    "hy_v4": ("hyper-connections beside other parts",),
     "bert": ("activation gelu", "LayerNorm", "learned or relative positions"),
     "t5": ("an encoder",),
     "longcat_flash": ("experts without weights", "latent attention"),
