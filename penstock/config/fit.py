@@ -12,7 +12,7 @@ from math import gcd, lcm, prod
 from typing import Literal
 
 from penstock.base.numbers import counted
-from penstock.config.model import Attention, GroupedQueryAttention, LatentAttention, Model
+from penstock.config.model import Attention, GroupedQueryAttention, Model
 from penstock.config.parallel import Overlap
 from penstock.config.run import Run
 from penstock.config.schema import Problem, divisors, multiples_near, refuse
@@ -38,7 +38,7 @@ class ModelSizes:
     expert_width: int
     shared_width: int  # features of the shared expert; 0 for none
     dense_width: int  # features of a dense network; 0 if no layer is dense
-    is_latent: bool
+    is_latent: bool  # queries at least come from a latent
     has_indexer: bool = False
     pads: bool  # every expert gets exactly its capacity of rows
 
@@ -100,7 +100,7 @@ def model_sizes(model: Model) -> ModelSizes:
         expert_width=0 if moe is None else moe.moe_intermediate_size,
         shared_width=0 if moe is None else moe.shared_expert_intermediate_size,
         dense_width=model.intermediate_size if model.moe_layers < model.layers else 0,
-        is_latent=isinstance(model.attention, LatentAttention),
+        is_latent=not isinstance(model.attention, GroupedQueryAttention),
         has_indexer=not isinstance(model.attention, GroupedQueryAttention) and model.attention.indexer is not None,
         pads=moe is not None and moe.balance.pad_to_capacity,
     )

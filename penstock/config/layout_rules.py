@@ -221,8 +221,9 @@ def recomputed_modules_exist(sizes: LayoutSizes) -> Problem | None:
     """`recompute.modules` names parts that the model has.
 
     They are norm, latent-up, attention, expert-activation, shared-expert, dense, moe, layer. latent-up needs
-    latent attention (`model.attention.kv_lora_rank`), expert-activation and moe need `model.moe`, shared-expert needs
-    `model.moe.shared_expert_intermediate_size`, and dense needs `model.dense_layers` or `model.moe.moe_layer_freq` > 1.
+    latent or compressed attention (`model.attention.q_lora_rank`), expert-activation and moe need `model.moe`,
+    shared-expert needs `model.moe.shared_expert_intermediate_size`, and dense needs `model.dense_layers` or
+    `model.moe.moe_layer_freq` > 1.
     """
     return _unknown_part(sizes.model, "recompute.modules", sizes.recompute, RECOMPUTABLE)
 
@@ -272,7 +273,7 @@ def _unknown_part(model: ModelSizes, field: str, names: Sequence[str], known: Se
 
 def _missing_parts(model: ModelSizes) -> dict[str, str]:
     """Parts of layers that this model lacks, each with the reason."""
-    missing = {} if model.is_latent else {"latent-up": "model.attention.kind is not mla"}  # part: reason
+    missing = {} if model.is_latent else {"latent-up": "model.attention.kind is gqa"}  # part: reason
     if not model.experts:
         missing |= dict.fromkeys(("moe", "expert-activation", "shared-expert"), "the model has no model.moe")
     elif model.shared_width == 0:

@@ -34,7 +34,10 @@ class Connection(NamedTuple):
         """The streams behind the network, of which y is the output."""
         carries_BSAA, writes_BSA = self.carries_BSAA.to(y_BSD.dtype), self.writes_BSA.to(y_BSD.dtype)
         x_BSAD = self.x_BSD.unflatten(-1, (writes_BSA.shape[-1], -1))
-        return torch.addcmul(carries_BSAA.mT @ x_BSAD, writes_BSA[..., None], y_BSD[..., None, :]).flatten(-2)
+        x_BSAD = torch.addcmul(carries_BSAA.mT @ x_BSAD, writes_BSA[..., None], y_BSD[..., None, :])
+        # No view, with which FSDP2's hooks on a layer's output would not survive an operator in place.
+        x_BSD: Tensor = torch.ops.aten._unsafe_view(x_BSAD, self.x_BSD.shape)
+        return x_BSD
 
 
 class StreamMixer(nn.Module):

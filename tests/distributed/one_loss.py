@@ -16,9 +16,21 @@ from penstock.config.load import load_run
 from penstock.parallel.launch.environment import Environment
 from penstock.prove.play import BOUNDS, Saved, StepFigures, differences, follow, put_together, saved_by
 from penstock.train.setup import Session, prepare
-from tests.distributed.case import DOCUMENTS, FAMILY_CASES, IN_MXFP4, MUON, STREAMS, WARM_UP, Case, layout, pipeline
+from tests.distributed.case import (
+    DOCUMENTS,
+    FAMILIES,
+    FAMILY_CASES,
+    IN_MXFP4,
+    MUON,
+    STREAMS,
+    WARM_UP,
+    Case,
+    layout,
+    pipeline,
+)
 from tests.distributed.pool import Pool
 
+DEEPSEEK_V4, RECOMPUTED = FAMILIES["DeepSeek-V4"], 'recompute.modules=["norm", "latent-up", "attention"]'
 STEPS, RATE = 3, 1e-2  # the rate is constant
 BASE = (
     *("data.source=synthetic-learnable", "model.vocab_size=64", "model.layers=8", "model.hidden_size=64"),
@@ -102,6 +114,7 @@ PINNED_CASES = (
     Case("EP 2, FSDP, streams", 2, layout("expert=2", "shard=full"), STREAMS),
     Case("PP 2 x EP 2, zb-1f1b, streams", 4, pipeline("zb-1f1b", 2, "expert=2", 'recompute.modules=["norm"]'), STREAMS),
     Case("CP 2 x TP 2 folded with EP 4, streams", 4, layout("context=2", "tensor=2", "expert=4"), STREAMS),
+    Case("PP 2 x EP 2, zb-v, DeepSeek-V4, recomputed", 4, pipeline("zb-v", 2, "expert=2", RECOMPUTED), DEEPSEEK_V4),
     *FAMILY_CASES,
 )
 """What no draw reaches: settings that are not drawn, and all settings of a family at once."""

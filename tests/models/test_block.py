@@ -31,6 +31,7 @@ from penstock.parallel.layer_context import LayerContext, drain
 from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import assert_close, assert_equal
 from tests.models.families import moe_with, reading_of, tiny_model
+from tests.models.huggingface.family_models import deepseek_v4
 from tests.models.test_residual import hyper_connection
 from tests.parallel.alive import Alive
 from tests.parallel.recorded import Recorded
@@ -38,12 +39,14 @@ from tests.parallel.recorded_graph import SameAddresses
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 ROWS, POSITIONS, HIDDEN = 2, 6, 32
+CSA = deepseek_v4().attention.model_copy(update={"first_layers": ("csa",)})
 MODELS = {
     "dense": tiny_model(dense_layers=1, layers=1),
     "shared": tiny_model(dense_layers=0, layers=1),
     "routed": moe_with(tiny_model(dense_layers=0, layers=1), shared_expert_intermediate_size=0),
     "post": tiny_model(dense_layers=0, layers=1, norm_position="post"),
     "sandwich": tiny_model(dense_layers=1, layers=1, norm_position="sandwich", residual_scale=0.5),
+    "compressed": deepseek_v4(layers=1, hyper_connections=None, attention=CSA),
     **{
         name: tiny_model(dense_layers=dense, layers=1, hidden_size=16, hyper_connections=HyperConnections(streams=2))
         for name, dense in (("streams", 0), ("dense streams", 1))
