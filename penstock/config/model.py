@@ -83,10 +83,10 @@ class GroupedQueryAttention(Section):
     kv_heads: int = _heads(doc="Key/value heads; must divide `heads`.", low=1)
     head_dim: int = _width(doc="Width of a head; even.", low=2)
     rope: Rope = knob(Rope(), doc="Position embedding.")
-    qk_norm: Literal["none", "head", "projection", "rotated-head"] = knob(
+    qk_norm: Literal["none", "head", "projection", "rotated-head", "weighted-rotated-head"] = knob(
         "none",
-        doc="RMSNorm of queries and keys: of each head (Qwen 3), of all heads as one (OLMoE), "
-        "or of each head after rotation and without weights, in layers that rotate (Llama 4).",
+        doc="RMSNorm of queries and keys: of each head (Qwen 3), of all heads as one (OLMoE), of each head after "
+        "rotation and without weights, in layers that rotate (Llama 4), or after rotation with weights (Hunyuan).",
     )
     partial_rotary_factor: float = knob(
         1.0, doc="Part of a head, its first features, that is rotated.", low=0.001, high=1.0
@@ -349,6 +349,7 @@ class Model(Section):
         "solar-open",
         "exaone-moe",
         "hy-v3",
+        "hunyuan-moe",
         "glm4-moe-lite",
         "mellum",
         "flex-olmo",
@@ -370,6 +371,7 @@ class Model(Section):
         "smollm3",
         "olmo3",
         "gemma3",
+        "hunyuan",
         "plain",
     ] = knob(doc="Names of weights in files (plain: none); the values below decide everything else.")
     vocab_size: int = knob(doc="Token ids.", unit="tokens", low=2, high=MOST_TOKENS)

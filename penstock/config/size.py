@@ -147,7 +147,8 @@ def _grouped(attention: GroupedQueryAttention, hidden: int, layer: int, sequence
     seen = sequence_length / 2
     if local is not None and not attention.is_global(layer):
         seen = AttentionWindow(kind=local.kind, size=local.size).pairs(sequence_length) / sequence_length
-    norms = {"head": 2 * width, "projection": queries + keys}.get(attention.qk_norm, 0)  # of queries and keys
+    of_norms = {"head": 2 * width, "weighted-rotated-head": 2 * width, "projection": queries + keys}
+    norms = of_norms.get(attention.qk_norm, 0)  # of queries and keys
     biases = (with_gates + 2 * keys) * (
         attention.bias or attention.qkv_bias
     ) + hidden * attention.bias  # last: of output

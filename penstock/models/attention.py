@@ -1,7 +1,7 @@
 """Grouped-query attention with the options of all families, linear attention, and QK-clip.
 
-    project, add biases -> norm per head or per projection -> rotate -> norm without weights -> temperature -> attend
-    -> multiply by a gate
+    project, add biases -> norm per head or per projection -> rotate -> norm of rotated heads -> temperature
+    -> attend -> multiply by a gate
 
 The layer's configuration and number decide which of these run; layers of one model may differ in their window and in
 whether they rotate. Masks and temperatures are computed once per pass, in `ForwardContext`.
@@ -149,7 +149,7 @@ class GroupedQueryLayer(SoftmaxAttention):
 
     def _norm(self, width: int) -> RMSNorm | None:
         match self.config.qk_norm:
-            case "head":
+            case "head" | "weighted-rotated-head":
                 operators, is_centred = self.layer_context.operators, self.zero_centred_norms
                 return RMSNorm(self.config.head_dim, self.epsilon, operators, is_zero_centred=is_centred)
             case "projection":
@@ -201,12 +201,15 @@ class GroupedQueryLayer(SoftmaxAttention):
             q, k = norm_together(((query_norm, q), (key_norm, k)), self.layer_context.axes.tensor)
         q_BSHN, k_BSGN = q.unflatten(-1, split), k.unflatten(-1, split)  # H N -> H x N, this rank's heads
         if self.config.qk_norm == "head":
-            assert query_norm is not None and key_norm is not None, "norms of heads have weights"
-            q_BSHN, k_BSGN = query_norm(q_BSHN), key_norm(k_BSGN)  # over N
+            return self._normed_heads(q_BSHN, k_BSGN)
         return q_BSHN, k_BSGN
 
+    def _normed_heads(self, q_BSHN: Tensor, k_BSGN: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.query_norm is not None and self.key_norm is not None, "norms of heads have weights"
+        return self.query_norm(q_BSHN), self.key_norm(k_BSGN)  # over N
+
     def _positioned(self, q_BSHN: Tensor, k_BSGN: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Queries and keys after rotation, the norm without weights, and attention temperature."""
+        """Queries and keys after rotation, the norms behind it, and attention temperature."""
         if self.is_rotated:
             rotate, of_all = self.layer_context.operators.rotate, (context.cos_BSP, context.sin_BSP)
             cos_BSP, sin_BSP = of_all if self.reach is None else context.local_angles or of_all
@@ -214,6 +217,8 @@ class GroupedQueryLayer(SoftmaxAttention):
             if self.config.qk_norm == "rotated-head":  # Llama 4: layers that do not rotate have no norm either
                 norm = self.layer_context.operators.rms_norm
                 q_BSHN, k_BSGN = (norm(x, x.new_ones(x.shape[-1]), self.epsilon) for x in (q_BSHN, k_BSGN))
+        if self.config.qk_norm == "weighted-rotated-head":
+            q_BSHN, k_BSGN = self._normed_heads(q_BSHN, k_BSGN)
         if self.scales_queries:
             assert context.query_scale_S is not None, "the context has the attention temperature"
             q_BSHN = (q_BSHN * context.query_scale_S[:, None, None]).to(q_BSHN.dtype)  # float32 product

@@ -363,7 +363,7 @@ def _attention(draw: _Draw, layers: int) -> None:
         return
     kv_heads = draw.any(*(divisor for divisor in range(1, heads + 1) if heads % divisor == 0))
     draw.add(*_fields("model.attention", kind="gqa", heads=heads, head_dim=8 * draw.scale, kv_heads=kv_heads))
-    kind = draw.word("none", "none", "head", "projection", "rotated-head")
+    kind = draw.word("none", "none", "head", "projection", "rotated-head", "weighted-rotated-head")
     if kind != "none":
         draw.add(f"model.attention.qk_norm={kind}")
     draw.maybe(0.15, "model.attention.bias=true") or draw.maybe(0.15, "model.attention.qkv_bias=true")

@@ -14,6 +14,7 @@ from tests.models.huggingface.family_models import (
     gemma3,
     glm4_moe,
     gpt_oss,
+    hunyuan_moe,
     llama4,
     minimax_m2,
     mixtral,
@@ -88,6 +89,7 @@ FAMILIES = {
     "DeepSeek-V4": DOCUMENTS + _overrides(deepseek_v4(**SIZES)),
     "FlexOlmo": _overrides(olmoe(family="flex-olmo", norm_position="post", **SIZES)),
     "Granite-MoE": _overrides(mixtral(family="granite-moe", **SCALED, **SIZES)),
+    "Hunyuan MoE": DOCUMENTS + _overrides(hunyuan_moe(**SIZES)),
     "Gemma 3": DOCUMENTS + _overrides(gemma3(**SIZES)),
     "Qwen3, dense": _overrides(
         dense("qwen3", dense_layers=4, attention=attention(qk_norm="head"), tie_word_embeddings=True, **SIZES)

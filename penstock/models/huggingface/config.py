@@ -97,7 +97,7 @@ def model_of_config(fields: Mapping[str, Any]) -> Model:
     for key in defaults.keys() - keys.seen:
         if keys.values[key] != defaults[key]:
             raise refused(key, keys.values[key], as_toml(defaults[key]))
-    names = {path: key for key, path in family.values.items()}
+    names = {**KEYS_OF_PARTS, **{path: key for key, path in family.values.items()}}
     model = _built(said, names)
     if model.moe is not None:
         router = model.moe.router
@@ -208,7 +208,7 @@ def _built(said: Values, keys: Mapping[str, str]) -> Model:
         fault = error.errors(include_url=False)[0]
         path = ".".join(str(name) for name in fault["loc"] if name not in _TAGS)
         allowed = next((field.allowed_text for field in find(Model, path)), fault["msg"])
-        key = keys.get(path, KEYS_OF_PARTS.get(path, path.rpartition(".")[2]))
+        key = keys.get(path, path.rpartition(".")[2])
         raise refused(key, fault["input"], allowed) from error
 
 

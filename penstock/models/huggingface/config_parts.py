@@ -25,6 +25,7 @@ KEYS_OF_PARTS = {
     "attention.kv_heads": "num_key_value_heads",
     "moe.shared_expert_intermediate_size": "n_shared_experts",
     "dense_layers": "num_hidden_layers",
+    "moe.top_k": "moe_topk",
 }
 """Keys of the fields that parts read, where they differ from the last name of the path; for errors about a range."""
 

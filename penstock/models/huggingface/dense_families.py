@@ -187,5 +187,14 @@ DENSE: Mapping[str, Family] = MappingProxyType(
             fixed={**_LLAMA.fixed, "use_sliding_window": False},
             parts=(*_LLAMA.parts, keys.NOPE),
         ),
+        "hunyuan": replace(
+            _LLAMA,
+            model_type="hunyuan_v1_dense",
+            architecture="HunYuanDenseV1ForCausalLM",
+            names={**_LLAMA.names, **tensors.NORMS_OF_HUNYUAN},
+            always={"attention.qk_norm": "weighted-rotated-head"},
+            fixed=MODEL_FIXED,
+            parts=(keys.HEADS, rotary(stretched=True), experts.DENSE),
+        ),
     }
 )

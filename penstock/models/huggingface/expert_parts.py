@@ -140,6 +140,16 @@ ONE_SHARED = Part(
 """One shared expert, as wide as a routed one."""
 
 
+def _read_choices(keys: Keys) -> Values:
+    layers, listed = keys.layers, keys.get("moe_topk", 1)
+    choices = keys.of_layers("moe_topk", layers) or [] if isinstance(listed, list) else [listed] * layers
+    return {"moe.top_k": agreed({f"moe_topk of layer {layer}": top_k for layer, top_k in enumerate(choices)})}
+
+
+CHOICES_OF_HUNYUAN = Part(_read_choices, lambda model: {"moe_topk": moe_of(model).top_k})
+"""The same number of experts per token in each layer; files may list it."""
+
+
 def _read_groups(keys: Keys) -> Values:
     keys.skip("n_group", "topk_group")
     method = keys.get("topk_method", "greedy")

@@ -9,8 +9,16 @@ from penstock.config.model import Model
 from penstock.models.huggingface import config_parts as keys
 from penstock.models.huggingface import expert_parts as experts
 from penstock.models.huggingface import weight_names as tensors
-from penstock.models.huggingface.config_parts import Values
-from penstock.models.huggingface.deepseek_v4 import DEEPSEEK_V4
+from penstock.models.huggingface.deepseek_families import (
+    DEEPSEEK,
+    DEEPSEEK_FIXED,
+    DEEPSEEK_V3,
+    DEEPSEEK_VALUES,
+    GROUPS,
+    REPEATED,
+    SIGMOID_WITH_BIAS,
+    TOP_K,
+)
 from penstock.models.huggingface.dense_families import DENSE
 from penstock.models.huggingface.family import (
     BIAS,
@@ -23,85 +31,18 @@ from penstock.models.huggingface.family import (
     rotary_by_kind,
 )
 
-_TOP_K = {"num_experts_per_tok": "moe.top_k"}
 _EXPERTS = {
-    **_TOP_K,
+    **TOP_K,
     "num_experts": "moe.experts",
     "moe_intermediate_size": "moe.moe_intermediate_size",
     "norm_topk_prob": "moe.router.norm_topk_prob",
 }
 _LOCAL_EXPERTS = {
     **MODEL_VALUES,
-    **_TOP_K,
+    **TOP_K,
     "num_local_experts": "moe.experts",
     "intermediate_size": "moe.moe_intermediate_size",
 }
-
-_DEEPSEEK_VALUES = {
-    **MODEL_VALUES,
-    **_TOP_K,
-    "intermediate_size": "intermediate_size",
-    "first_k_dense_replace": "dense_layers",
-    "num_attention_heads": "attention.heads",
-    "kv_lora_rank": "attention.kv_lora_rank",
-    "qk_nope_head_dim": "attention.qk_nope_head_dim",
-    "qk_rope_head_dim": "attention.qk_rope_head_dim",
-    "v_head_dim": "attention.v_head_dim",
-    "n_routed_experts": "moe.experts",
-    "moe_intermediate_size": "moe.moe_intermediate_size",
-    "routed_scaling_factor": "moe.router.routed_scaling_factor",
-}
-_DEEPSEEK_FIXED: Values = {**MODEL_FIXED, "attention_bias": False, "moe_layer_freq": 1}
-
-_GROUPS = {
-    "n_group": "moe.router.n_group",
-    "topk_group": "moe.router.topk_group",
-    "norm_topk_prob": "moe.router.norm_topk_prob",
-}
-_SIGMOID_WITH_BIAS: Values = {
-    "moe.router.scoring_func": "sigmoid",
-    "moe.router.expert_bias": True,
-    "moe.router.group_score": "top2",
-}
-_REPEATED = r".*\.rotary_emb\.inv_freq|model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
-"""Names that files with multi-token prediction have twice: embedding and output projection are the main model's."""
-
-_DEEPSEEK_V3 = Family(
-    model_type="deepseek_v3",
-    also=("kimi_k2",),
-    architecture="DeepseekV3ForCausalLM",
-    names=tensors.DEEPSEEK,
-    prediction=tensors.PREDICTION,
-    values={
-        **_DEEPSEEK_VALUES,
-        **_GROUPS,
-        "num_nextn_predict_layers": "mtp_layers",
-    },
-    always=_SIGMOID_WITH_BIAS,
-    fixed={**_DEEPSEEK_FIXED, "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    parts=(keys.LATENTS, rotary(scales_scores=True), experts.SHARED),
-    left_out=_REPEATED,
-)
-
-_DEEPSEEK_V32 = replace(
-    _DEEPSEEK_V3,
-    model_type="deepseek_v32",
-    also=(),
-    architecture="DeepseekV32ForCausalLM",
-    names={**tensors.DEEPSEEK, **tensors.INDEXER},
-    renamed={"num_experts": "n_routed_experts"},
-    absent={"num_nextn_predict_layers": 0},
-    forms=dict.fromkeys([*tensors.INDEXER][:-1], (tensors.rotary_halves_of_indexer,)),
-    values={
-        **_DEEPSEEK_V3.values,
-        "index_n_heads": "attention.indexer.index_n_heads",
-        "index_head_dim": "attention.indexer.index_head_dim",
-        "index_topk": "attention.indexer.index_topk",
-    },
-    fixed={**_DEEPSEEK_V3.fixed, "mlp_bias": False},
-    parts=(*_DEEPSEEK_V3.parts, experts.FIRST_DENSE, keys.INDEXERS),
-)
-
 
 _NOT_IN_QWEN35 = ("intermediate_size", "norm_topk_prob")
 _QWEN3_NEXT = Family(
@@ -194,14 +135,14 @@ _DOTS1 = Family(
     forms=tensors.ROTARY_HALVES,
     values={
         **DENSE_VALUES,
-        **_TOP_K,
-        **_GROUPS,
+        **TOP_K,
+        **GROUPS,
         "first_k_dense_replace": "dense_layers",
         "n_routed_experts": "moe.experts",
         "moe_intermediate_size": "moe.moe_intermediate_size",
         "routed_scaling_factor": "moe.router.routed_scaling_factor",
     },
-    always={**_SIGMOID_WITH_BIAS, "attention.qk_norm": "head"},
+    always={**SIGMOID_WITH_BIAS, "attention.qk_norm": "head"},
     fixed=MODEL_FIXED,
     parts=(keys.HEADS, rotary(), keys.WINDOW_BEHIND, experts.SHARED),
 )
@@ -214,7 +155,7 @@ _OLMOE = Family(
     values={
         **MODEL_VALUES,
         **BIAS,
-        **_TOP_K,
+        **TOP_K,
         "num_experts": "moe.experts",
         "intermediate_size": "moe.moe_intermediate_size",
         "norm_topk_prob": "moe.router.norm_topk_prob",
@@ -242,7 +183,7 @@ _KIMI_LINEAR = Family(
     },
     values={
         **MODEL_VALUES,
-        **{key: path for key, path in _DEEPSEEK_VALUES.items() if key not in (*_TOP_K, "n_routed_experts")},
+        **{key: path for key, path in DEEPSEEK_VALUES.items() if key not in (*TOP_K, "n_routed_experts")},
         "num_experts": "moe.experts",
         "num_experts_per_token": "moe.top_k",
         "num_expert_group": "moe.router.n_group",
@@ -250,9 +191,9 @@ _KIMI_LINEAR = Family(
         "moe_renormalize": "moe.router.norm_topk_prob",
     },
     absent={"first_k_dense_replace": 1},
-    always={**_SIGMOID_WITH_BIAS, "attention.rotary": False, "linear_attention.kind": "kda"},
+    always={**SIGMOID_WITH_BIAS, "attention.rotary": False, "linear_attention.kind": "kda"},
     fixed={
-        **_DEEPSEEK_FIXED,
+        **DEEPSEEK_FIXED,
         "mla_use_nope": True,
         "moe_router_activation_func": "sigmoid",
         "num_nextn_predict_layers": 0,
@@ -262,24 +203,7 @@ _KIMI_LINEAR = Family(
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "deepseek-v2": Family(
-            model_type="deepseek_v2",
-            architecture="DeepseekV2ForCausalLM",
-            names=tensors.DEEPSEEK,
-            values=_DEEPSEEK_VALUES,
-            fixed={**_DEEPSEEK_FIXED, "norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False},
-            parts=(keys.LATENTS, rotary(scales_scores=True), experts.SHARED, experts.GROUPS_OF_V2),
-        ),
-        "deepseek-v3": _DEEPSEEK_V3,
-        "deepseek-v3.2": _DEEPSEEK_V32,
-        "deepseek-v4": DEEPSEEK_V4,
-        "glm5-moe": replace(
-            _DEEPSEEK_V32,
-            model_type="glm_moe_dsa",
-            architecture="GlmMoeDsaForCausalLM",
-            forms={},  # the indexer's features are rotated in pairs, as ours are
-            fixed={**_DEEPSEEK_V32.fixed, "indexer_rope_interleave": True, "index_topk_freq": 1},
-        ),
+        **DEEPSEEK,
         "mixtral": Family(
             model_type="mixtral",
             architecture="MixtralForCausalLM",
@@ -368,8 +292,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             prediction=tensors.PREDICTION,
             values={
                 **MODEL_VALUES,
-                **_TOP_K,
-                **_GROUPS,
+                **TOP_K,
+                **GROUPS,
                 "attention_bias": "attention.qkv_bias",
                 "intermediate_size": "intermediate_size",
                 "first_k_dense_replace": "dense_layers",
@@ -378,10 +302,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "routed_scaling_factor": "moe.router.routed_scaling_factor",
                 "num_nextn_predict_layers": "mtp_layers",
             },
-            always=_SIGMOID_WITH_BIAS,
+            always=SIGMOID_WITH_BIAS,
             fixed=MODEL_FIXED,
             parts=(keys.HEADS, rotary(partial=True), keys.QK_NORM_OF_GLM, experts.SHARED),
-            left_out=_REPEATED,
+            left_out=REPEATED,
         ),
         "ernie4.5-moe": Family(
             model_type="ernie4_5_moe",
@@ -458,7 +382,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 },
                 "attention_bias": "attention.qkv_bias",
             },
-            always=_SIGMOID_WITH_BIAS,
+            always=SIGMOID_WITH_BIAS,
             parts=(keys.HEADS, rotary(), experts.SHARED),
         ),
         "exaone-moe": replace(
@@ -494,7 +418,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             values={
                 **DENSE_VALUES,
-                **_TOP_K,
+                **TOP_K,
                 "num_experts": "moe.experts",
                 "moe_intermediate_size": "moe.moe_intermediate_size",
                 "router_scaling_factor": "moe.router.routed_scaling_factor",
@@ -503,14 +427,35 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fixed={**MODEL_FIXED, "mlp_bias": False},
             parts=(keys.HEADS, rotary(), experts.LISTED_DENSE, experts.shared("num_shared_experts"), keys.SUM_OF_HY),
         ),
+        "hunyuan-moe": Family(
+            model_type="hunyuan_v1_moe",
+            architecture="HunYuanMoEV1ForCausalLM",
+            names={
+                **tensors.ATTENTION,
+                **tensors.NORMS_OF_HUNYUAN,
+                **tensors.dense_network("ffn.shared", "mlp.shared_mlp"),
+                **tensors.experts_one_by_one("mlp"),
+                "ffn.router.weight_ED": ("mlp.gate.wg.weight",),
+            },
+            forms=tensors.ROTARY_HALVES,
+            values={
+                **MODEL_VALUES,
+                **BIAS,
+                "num_experts": "moe.experts",
+                "intermediate_size": "moe.moe_intermediate_size",
+            },
+            always={"attention.qk_norm": "weighted-rotated-head", "moe.router.norm_topk_prob": True},
+            fixed=MODEL_FIXED,
+            parts=(keys.HEADS, rotary(stretched=True), experts.CHOICES_OF_HUNYUAN, experts.ONE_SHARED),
+        ),
         "glm4-moe-lite": replace(
-            _DEEPSEEK_V3,
+            DEEPSEEK_V3,
             model_type="glm4_moe_lite",
             architecture="Glm4MoeLiteForCausalLM",
             also=(),
-            values={key: path for key, path in _DEEPSEEK_V3.values.items() if key != "first_k_dense_replace"},
+            values={key: path for key, path in DEEPSEEK_V3.values.items() if key != "first_k_dense_replace"},
             absent={"num_nextn_predict_layers": 0},
-            parts=(*_DEEPSEEK_V3.parts, experts.LISTED_DENSE),
+            parts=(*DEEPSEEK_V3.parts, experts.LISTED_DENSE),
         ),
         "mellum": Family(
             model_type="mellum",
@@ -573,7 +518,6 @@ LACKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "soft caps of scores or logits": ("beam", "gemma2", "nanochat", "vaultgemma"),
         "LayerNorm": ("cohere", "cohere2", "cohere2_moe", "dbrx", "nemotron", "phimoe", "stablelm", "starcoder2"),
-        "norms of heads, with weights, behind their rotation": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
         "layers that see the whole row elsewhere than at every n-th place": ("cwm", "flint", "mimo_v2_flash"),
         "gates of attention as a matrix of their own": ("afmoe", "laguna", "step3p7_text"),
         "a temperature of queries in all layers": ("ministral3", "mistral4"),

@@ -20,19 +20,20 @@ from penstock.models.huggingface.config_parts import Keys, Part, Values, agreed,
 from penstock.models.huggingface.weight_names import MODEL, DivisionOf, Names, RearrangementOf
 
 
-def rotary(*, scales_scores: bool = False, partial: bool = False) -> Part:
+def rotary(*, scales_scores: bool = False, partial: bool = False, stretched: bool = False) -> Part:
     """Rotary embedding in today's form (`rope_parameters`) and in the older one (`rope_theta`, `rope_scaling`).
 
     `transformers` reads `rope_scaling` instead of `rope_parameters`, and `rope_theta` where the section has none. With
     `scales_scores` the family's YaRN scales attention scores as well (`mscale_all_dim`). `partial`: heads of the family
-    may be rotated in part; MiniMax's `rotary_dim` is in features.
+    may be rotated in part; MiniMax's `rotary_dim` is in features. `stretched`: a fixed `alpha` of kind `dynamic` may
+    multiply the base (Hunyuan), which is written as the larger base.
     """
 
     def read(keys: Keys) -> Values:
         keys.skip("max_position_embeddings")
         sections = {name: keys.section(name) for name in ("rope_scaling", "rope_parameters")}
         readings = {
-            name: read_section(keys, section, scales_scores, partial)
+            name: read_section(keys, section, scales_scores, partial, stretched)
             for name, section in sections.items()
             if section.values
         }
@@ -106,9 +107,12 @@ def section_of(rope: Rope) -> Values:
     return fields
 
 
-def read_section(keys: Keys, section: Keys, scales_scores: bool, partial: bool) -> Values:
+def read_section(keys: Keys, section: Keys, scales_scores: bool, partial: bool, stretched: bool = False) -> Values:
     """Our fields of a section of `rope_parameters`; `keys` are those around it, with defaults in `rope`."""
     kind = agreed({name: section.get(name, None) for name in ("rope_type", "type")}) or "default"
+    alpha = section.number("alpha", 0.0) if stretched and kind == "dynamic" else 0.0
+    if alpha:
+        kind = "default"
     if kind not in ("default", "linear", "yarn", "llama3"):
         raise refused("rope_type", kind, "default, linear, yarn, llama3")
     shares = {
@@ -124,6 +128,9 @@ def read_section(keys: Keys, section: Keys, scales_scores: bool, partial: bool) 
         {"rope_parameters.rope_theta": section.get("rope_theta", None), "rope_theta": keys.get("rope_theta", None)}
     )
     extension: Values = {"theta": _number("rope_theta", theta, keys.rope["rope_theta"])}
+    if alpha:
+        width = keys.whole("head_dim", keys.whole("hidden_size") // keys.whole("num_attention_heads", low=1), low=3)
+        extension["theta"] *= alpha ** (width / (width - 2))
     if kind != "default":
         positions = {"original_max_position_embeddings": keys.get("max_position_embeddings", None)}
         section = Keys({**positions, **section.values})

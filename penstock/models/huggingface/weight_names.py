@@ -267,6 +267,10 @@ def dense_network(ours: str, theirs: str) -> Names:
     }
 
 
+NORMS_OF_HUNYUAN: Names = {
+    f"attention.{part}_norm.weight_D": (f"self_attn.{part}_layernorm.weight",) for part in ("query", "key")
+}
+
 POST_NORMS: Names = {
     "attention_post_norm.weight_D": ("post_attention_layernorm.weight",),
     "ffn_post_norm.weight_D": ("post_feedforward_layernorm.weight",),

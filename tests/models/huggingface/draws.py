@@ -121,6 +121,8 @@ OTHER: dict[str, tuple[Any, ...]] = {
 }
 DRAWS, LATER = 300, "deepseek-v4"
 """Seeds from there on draw the family that came later, so that the others stay."""
+NEWEST, ADDED = 400, ("hunyuan",)
+"""And these from there on, by the beginning of their names."""
 CHOSEN = (
     *(0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 13, 14, 15, 16, 17, 18, 19, 20, 21, 25, 26, 27, 28, 31, 33, 34, 35, 38, 41, 42),
     *(44, 45, 46, 50, 51, 54, 55, 58, 60, 61, 66, 71, 72, 74, 76, 77, 79, 81, 82, 83, 85, 89, 93, 95, 96, 97, 99),
@@ -156,7 +158,9 @@ def drawn(seed: int) -> Draw:
     """A variant of a family, with one to three edits."""
     draw = random.Random(seed)
     is_later = seed >= DRAWS
-    config = VARIANTS[draw.choice(sorted(name for name in VARIANTS if name.startswith(LATER) == is_later))]
+    groups = [1 if name.startswith(LATER) else 2 if name.startswith(ADDED) else 0 for name in VARIANTS]
+    group = 2 if seed >= NEWEST else int(is_later)
+    config = VARIANTS[draw.choice(sorted(name for name, one in zip(VARIANTS, groups, strict=True) if one == group))]
     family = family_of(config)
     fields = huggingface_config(config, 64)
     table = class_defaults()[family.model_type]

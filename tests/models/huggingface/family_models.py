@@ -158,6 +158,13 @@ def qwen2_moe(**changes: object) -> Model:
     )
 
 
+def hunyuan_moe(**changes: object) -> Model:
+    """Norms of heads behind their rotation, a shared expert as wide as the others."""
+    experts = moe(shared_expert_intermediate_size=16, router=Router(norm_topk_prob=True))
+    heads = attention(qk_norm="weighted-rotated-head")
+    return model("hunyuan-moe", **{"attention": heads, "moe": experts, **changes})
+
+
 def gemma3(**changes: object) -> Model:
     """Norms around, GELU, scaled embeddings, windows with a rotary embedding of their own."""
     local = OF_KIND.model_copy(update={"global_every": 3})
@@ -328,6 +335,13 @@ VARIANTS: dict[str, Model] = {
         attention=attention(qk_norm="head", softmax_scale=32**-0.5)
     ),
     "mellum": qwen3_moe(family="mellum", layers=4, attention=attention(qk_norm="head", local=OF_KIND)),
+    "hunyuan": dense("hunyuan", attention=attention(qk_norm="weighted-rotated-head", rope=Rope(theta=1.1e4))),
+    "hunyuan-moe": hunyuan_moe(),
+    "hunyuan-moe, biases, tied embeddings, top 4": hunyuan_moe(
+        attention=attention(qk_norm="weighted-rotated-head", bias=True),
+        tie_word_embeddings=True,
+        moe=moe(top_k=4, shared_expert_intermediate_size=16, router=Router(norm_topk_prob=True)),
+    ),
     "glm4": dense("glm4", norm_position="sandwich", attention=attention(qkv_bias=True, partial_rotary_factor=0.5)),
     "granite": dense("granite", **SCALED),
     "smollm3": dense("smollm3", layers=4, attention=attention(nope_every=2), tie_word_embeddings=True),

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig, GptOssConfig
+from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1RotaryEmbedding
 
 from penstock.base.errors import ConfigError
 from penstock.config.model import Balance, LocalAttention, Model, Router, Yarn
 from penstock.config.presets.registry import preset
 from penstock.models.huggingface.config import TRAINING_ONLY, facts_of, huggingface_config, model_of_config
 from penstock.models.huggingface.families import FAMILIES
+from penstock.models.model_inputs import frequencies
+from tests.closeness import assert_close
 from tests.models.families import moe_with, tiny_model
 from tests.models.huggingface.family_models import (
     V2,
@@ -247,7 +251,7 @@ CANNOT_BE_READ = {
 LACKING = {
     "gemma2": ("activation gelu_pytorch_tanh", "logits with a soft cap", "(grouped-query attention, no experts, "),
     "phimoe": ("LayerNorm", "nearest preset, mixtral-8x7b (grouped-query attention, 8 experts, "),
-    "hunyuan_v1_dense": ("norms of heads, with weights, behind their rotation",),
+    "jetmoe": ("experts in attention",),
     "jamba": ("state-space layers", "(linear attention, "),
     "cohere2_moe": ("scaled embeddings, scores or residuals", "LayerNorm", "minimax-m2"),
     "hy_v4": ("hyper-connections beside other parts",),
@@ -329,6 +333,19 @@ def test_without_rotary_settings_gpt_oss_stretches_by_yarn_and_a_base_alone_keep
         assert (
             (rope.theta, rope.yarn and rope.yarn.factor) == (expected["rope_theta"], expected["factor"]) == (base, 32)
         )
+
+
+def test_a_base_that_hunyuan_stretches_is_read_as_the_larger_base() -> None:
+    fields = huggingface_config(VARIANTS["hunyuan-moe"]) | {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+        "moe_topk": [2, 2, 2],
+    }
+    config = model_of_config(fields)
+    theirs = HunYuanMoEV1RotaryEmbedding(CONFIG_MAPPING["hunyuan_v1_moe"](**fields)).inv_freq
+    assert_close(frequencies(config.attention.rope, 8, torch.device("cpu")), theirs)
+    assert config == model_of_config(huggingface_config(config))
+    with pytest.raises(ConfigError, match="moe_topk of layer 0 and moe_topk of layer 2 contradict each other"):
+        model_of_config(fields | {"moe_topk": [2, 2, 3]})
 
 
 def test_sections_of_two_ages_that_say_the_same_are_read() -> None:

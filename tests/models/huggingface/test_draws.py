@@ -4,16 +4,17 @@ from collections import Counter
 
 import pytest
 
-from tests.models.huggingface.draws import CHOSEN, DRAWS, EXPLAINED, drawn, outcome
+from tests.models.huggingface.draws import CHOSEN, DRAWS, EXPLAINED, NEWEST, drawn, outcome
 
 PARTS = 6
 LATER = range(DRAWS, DRAWS + 48)
+NEW = range(NEWEST, NEWEST + 48)
 OTHERS = [seed for seed in range(DRAWS) if seed not in CHOSEN]
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("seeds", [CHOSEN, OTHERS, LATER], ids=["chosen", "others", "later"])
-@pytest.mark.often("chosen*", "later*")
+@pytest.mark.parametrize("seeds", [CHOSEN, OTHERS, LATER, NEW], ids=["chosen", "others", "later", "new"])
+@pytest.mark.often("chosen*", "later*", "new*")
 def test_an_edited_folder_is_the_model_of_transformers_or_is_refused_by_name(seeds: list[int], part: int) -> None:
     outcomes = {seed: outcome(drawn(seed)) for seed in seeds[part::PARTS]}
     assert {seed: text for seed, text in outcomes.items() if text not in EXPLAINED} == {}
