@@ -28,7 +28,7 @@ from penstock.train.weight_exchange import INDEX_FILE, TOLERANCE, Precision, exp
 from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
 from tests.models.families import moe_with, save_huggingface
-from tests.models.huggingface.family_models import YARN, gpt_oss, llama4, nope, qwen3_moe
+from tests.models.huggingface.family_models import YARN, deepseek_v4, gpt_oss, llama4, nope, qwen3_moe
 from tests.parallel.test_collectives import world
 from tests.train.layouts import Layout, ranks_of
 from tests.train.small_model import holdings_of
@@ -194,3 +194,20 @@ def test_experts_in_mxfp4_are_exported_as_the_run_computes_with_them(family: str
     export_huggingface(run, _store(tmp_path / "again"), 1, tmp_path / "again-out", "bf16")
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "again-out" / file).read_bytes() == (out / file).read_bytes()
+
+
+def test_of_deepseek_v4_tables_of_token_ids_are_whole_numbers_and_mixes_of_streams_float32(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, model=deepseek_v4(), training=TRAINING.model_copy(update={"precision": "bf16"}))
+    model = build_model(run.model_copy(update={"training": TRAINING}), CPU)  # masters
+    table_VK = model.state_dict()["blocks.0.ffn.router.table_VK"]
+    assert table_VK.unique().tolist() == [*range(8)]  # all experts
+    _save(_store(tmp_path / "saved"), run, model)
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / precision, precision)
+        files = load_file(tmp_path / precision / "model.safetensors")
+        assert_equal(files["model.layers.0.ffn.gate.tid2eid"], table_VK.long())
+        assert files["model.layers.2.attn.wkv.weight"].dtype == dtype
+        assert files["model.layers.2.hc_attn_fn"].dtype == files["model.hc_head.hc_fn"].dtype == torch.float32
+    again = build_model(run.model_copy(update={"training": TRAINING}), CPU)
+    load_huggingface(again, tmp_path / "fp32")
+    assert_equal(again.state_dict(), model.state_dict())
