@@ -208,6 +208,9 @@ def _adapt_modules(run: Run, target: Target, decoders: Mapping[int, Decoder]) ->
         elif target.passes_keys and isinstance(module, SoftmaxAttention):
             alone = replace(module.layer_context.axes, context=ALONE.context)
             module.layer_context = replace(module.layer_context, axes=alone)
+        elif target.passes_keys and isinstance(module, Decoder):  # no bounds in a row whose keys come in turn
+            plain = replace(module.layer_context.operators, bounded_attention=None)
+            module.layer_context = replace(module.layer_context, operators=plain)
 
 
 def _record_copies(gradients: GradientOffload, run: Run) -> None:

@@ -95,13 +95,13 @@ def test_single_rows_over_the_network_cost_less_than_each_choice_and_more_if_no_
 def test_ranks_that_pass_keys_around_keep_a_part_each_and_attend_over_all(preset: str) -> None:
     ring = replace(OWN, name="test", ring=True)
     found = {}
-    for context in (1, 2):
-        overrides = [f"parallel.context={context}", "training.global_batch=8", "training.sequence_length=8192"]
+    for context in (1, 2, 8):
+        overrides = [f"parallel.context={context}", "training.global_batch=8", "training.sequence_length=65536"]
         run = load_run(preset, overrides)
         found[context] = project(run, parse_cluster("8xH200"), Assumptions(imbalance=1.0, software=ring))
-    one, two = (found[context].time.ranks[0].terms["attention"] for context in (1, 2))
-    # Half of the rows on each of twice the ranks.
-    assert two == pytest.approx(one, rel=0.25)
+    one, *more = (projection.time.ranks[0].terms["attention"] for projection in found.values())
+    # A part of each row on as many more ranks.
+    assert more == [pytest.approx(one, rel=0.25)] * 2
     assert found[2].memory.activations < 0.6 * found[1].memory.activations
 
 
