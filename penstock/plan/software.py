@@ -100,7 +100,7 @@ def _known() -> Mapping[str, Software]:
 
 _TRAINERS = {
     "megatron": (
-        "own,dispatch=deep-ep,clamped=12,launch=1.15,stage_seconds=7e-4,hidden=0.5,weights_hidden=0.9,tensor_hidden=0.7,ring=true,sums_overlap=true,gradient_bytes=2,"
+        "own,dispatch=deep-ep,clamped=12,launch=0.94,stage_seconds=7e-4,hidden=0.5,weights_hidden=0.9,tensor_hidden=0.7,ring=true,sums_overlap=true,gradient_bytes=2,"
         "moment_bytes=2",
         "fitted to published runs of Megatron Bridge 25.09 to 26.04; bf16 gradients and moments of its recipes",
     ),
@@ -109,7 +109,7 @@ _TRAINERS = {
         "fitted to published runs of Megatron Bridge 26.06 on Blackwell, captured whole",
     ),
     "automodel": (
-        "own,dispatch=deep-ep,clamped=5,ring=true,gathers=1,gradient_bytes=2",
+        "own,dispatch=deep-ep,launch=0.82,clamped=5,ring=true,gathers=1,gradient_bytes=2",
         "fitted to published runs of NeMo AutoModel on H100; weights gathered once in a step",
     ),
     "torchtitan": (
@@ -121,7 +121,7 @@ _TRAINERS = {
         "fitted to published runs of Primus on MI355X",
     ),
     "deepseek": (
-        "own,dispatch=deep-ep,hidden=0.95,sums_overlap=true",
+        "own,dispatch=deep-ep,launch=0.82,hidden=0.95,sums_overlap=true",
         "DualPipe hides dispatch almost whole (arXiv 2412.19437)",
     ),
 }
