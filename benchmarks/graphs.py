@@ -138,8 +138,8 @@ def measure(preset: str, overrides: list[str]) -> tuple[dict[str, Any], list[Any
     return row, [*kept, held_out, state]
 
 
-def by_default(devices: int, preset: str, sizes: str, options: dict[str, list[str]]) -> dict[str, Any]:
-    """A run with each of two lists of options, the default last, and what the default chose."""
+def by_default(devices: int, preset: str, sizes: str, settings: dict[str, list[str]]) -> dict[str, Any]:
+    """A run with each of two settings, the default last, and what the default chose."""
     rows, micro_batch, length, *more = sizes.split()
     fixed = [
         *runs.QUIET,
@@ -151,14 +151,14 @@ def by_default(devices: int, preset: str, sizes: str, options: dict[str, list[st
     fixed += [word.replace("EP", f"parallel.expert={devices}") for word in more]
     found: dict[str, Any] = {"devices": devices, "overrides": fixed}
     with tempfile.TemporaryDirectory() as folder:
-        for key, words in options.items():
+        for key, words in settings.items():
             command = ("train", preset, *fixed, *words, f"record.folder={folder}", "--name", key)
             printed = runs.penstock(*command, "--processes", f"{devices}")
             lines = runs.lines_of(Path(folder, key))
             found[key] = runs.medians(lines, WARM + 1) | {"loss": lines[-1]["loss"]}
             found[key]["said"] = re.findall(r"(?:graphs: |sync-free +)(.*)", printed)
     behind = re.search(r"(\d+)% of their time", " ".join(printed.split()))
-    before, after = (found[key]["step_seconds"] for key in options)
+    before, after = (found[key]["step_seconds"] for key in settings)
     return found | {"behind_percent": behind and int(behind[1]), "faster": before / after}
 
 
