@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from penstock.config.model import CompressedAttention, Rope
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.kernels.sparse_attention import attach_loss, attention_mass, best_keys, index_loss, index_scores
+from penstock.kernels.sparse_attention import attach_loss, best_keys, index_loss, index_scores
 from penstock.models.attention import SoftmaxAttention
 from penstock.models.linear import Linear
 from penstock.models.mla import LatentQuery
@@ -214,17 +214,15 @@ class CompressedLayer(SoftmaxAttention):
         count = 0 if entries_BIN is None else entries_BIN.shape[1]
         block = SCORES // (rows * wide * (self.config.sliding_window + QUERIES + count))
         block = max(1, min(block, QUERIES))
+        # Divided at once: backward joins the gradients of blocks, where those of slices would be whole tensors to add.
+        blocks = zip(*(x.split(block, dim=1) for x in (q_BSHN, context.first_BS, *index[::2])), strict=True)
         outputs = []
-        for begin in range(0, positions, block):
-            part, low = slice(begin, begin + block), max(0, begin - self.config.sliding_window + 1)
-            of_queries = [index[0][:, part], index[1], index[2][:, part]] if index else []
-            outputs.append(
-                recomputed(
-                    partial(self._block, begin, low, context.scope.share / (rows * positions)),
-                    *(q_BSHN[:, part], kv_BSN[:, low : begin + block], context.first_BS[:, part], last_BI, entries_BIN),
-                    *of_queries,
-                )
-            )
+        for begin, (q_BQHN, first_BQ, *of_index) in zip(range(0, positions, block), blocks, strict=True):
+            low = max(0, begin - self.config.sliding_window + 1)
+            inputs = (q_BQHN, kv_BSN[:, low : begin + block], first_BQ, last_BI, entries_BIN)
+            of_index[1:1] = index[1:2]
+            compute = partial(self._block, begin, low, context.scope.share / (rows * positions))
+            outputs.append(recomputed(compute, *inputs, *of_index))
         cos_BSP, sin_BSP = self._angles(context)
         # Keys are values, so outputs are rotated too: back to angles relative to the query.
         return rotated(torch.cat(outputs, dim=1), cos_BSP, -sin_BSP, self.layer_context)
@@ -247,30 +245,31 @@ class CompressedLayer(SoftmaxAttention):
         near_QK = (key_K <= query_Q1) & (key_K > query_Q1 - self.config.sliding_window)
         seen_BQK = near_QK & (key_K >= first_BQ[..., None])
         if entries_BIN is None or last_BI is None:
-            return self._softmax(q_BQHN, near_BKN, seen_BQK)
+            return self._softmax(q_BQHN, near_BKN, seen_BQK)[0]
         closed_BQI = (last_BI[:, None] <= query_Q1) & (last_BI[:, None] >= first_BQ[..., None])
+        keys_BKN = torch.cat((near_BKN, entries_BIN), 1)
         if not index:
-            return self._softmax(q_BQHN, torch.cat((near_BKN, entries_BIN), 1), torch.cat((seen_BQK, closed_BQI), -1))
+            return self._softmax(q_BQHN, keys_BKN, torch.cat((seen_BQK, closed_BQI), -1))[0]
         scores_BQI = index_scores(index[0], index[1], index[2])
         chosen_BQI = best_keys(scores_BQI, closed_BQI, self.config.indexer.index_topk)
-        keys = torch.cat((near_BKN, entries_BIN), 1)
-        o_BQHN = self._softmax(q_BQHN, keys, torch.cat((seen_BQK, chosen_BQI), -1))
+        o_BQHN, weights_BQHK = self._softmax(q_BQHN, keys_BKN, torch.cat((seen_BQK, chosen_BQI), -1))
         factor = self.config.indexer.loss_coef * share
         if not (self.training and scores_BQI.requires_grad and factor):
             return o_BQHN
         # A query without entries has the first one alone here: its loss is 0.
         is_first_I = torch.arange(chosen_BQI.shape[-1], device=chosen_BQI.device) == 0
         chosen_BQI = chosen_BQI | (is_first_I & ~chosen_BQI.any(-1, keepdim=True))
-        shared_BIHN = entries_BIN.detach()[:, :, None].expand(-1, -1, q_BQHN.shape[2], -1)
-        mass_BQI = attention_mass(q_BQHN.detach(), shared_BIHN, chosen_BQI, self.scale)
+        of_entries = weights_BQHK.detach()[..., near_BKN.shape[1] :]
+        tiny = torch.finfo(of_entries.dtype).tiny  # where no entry has a weight, none is followed
+        mass_BQI = (of_entries / of_entries.sum(-1, keepdim=True).clamp(min=tiny)).mean(2)
         return attach_loss(o_BQHN, index_loss(scores_BQI, mass_BQI, chosen_BQI) * factor)
 
-    def _softmax(self, q_BQHN: Tensor, keys_BKN: Tensor, seen_BQK: Tensor) -> Tensor:
-        """Attention of all heads to the same keys, which are the values; in float32 or wider, a sink beside them."""
+    def _softmax(self, q_BQHN: Tensor, keys_BKN: Tensor, seen_BQK: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of all heads to the same keys, which are the values, and its weights; a sink is beside them."""
         assert self.sinks_H is not None, "each head has a sink"
         shape, dtype = q_BQHN.shape[1:3], torch.promote_types(q_BQHN.dtype, torch.float32)
         scores_BQHK = (q_BQHN.flatten(1, 2) @ keys_BKN.mT).unflatten(1, shape).to(dtype) * self.scale
         scores_BQHK = scores_BQHK.masked_fill(~seen_BQK[:, :, None], float("-inf"))
         sinks_BQH1 = self.sinks_H.to(dtype)[:, None].expand(*scores_BQHK.shape[:-1], 1)
         weights_BQHK = torch.cat((scores_BQHK, sinks_BQH1), dim=-1).softmax(-1)[..., :-1]
-        return (weights_BQHK.to(keys_BKN.dtype).flatten(1, 2) @ keys_BKN).unflatten(1, shape)
+        return (weights_BQHK.to(keys_BKN.dtype).flatten(1, 2) @ keys_BKN).unflatten(1, shape), weights_BQHK
