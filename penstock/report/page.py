@@ -108,14 +108,15 @@ def scaling_pictures(kinds: Mapping[str, Sequence[SweepPoint]], base: Projection
 
 
 def sweep_pictures(points: Sequence[SweepPoint], base: Projection, *, is_search: bool = False) -> list[Figure]:
-    """Speed, and memory of the fullest rank, over the swept value; a curve for each dispatcher.
+    """Speed, and memory of the fullest rank, over the swept value, a curve for each dispatcher; memory by component.
 
-    `points` are from `penstock.plan.what_if.sweep`; values that are not numbers give no figure. `base` is the
+    `points` are from `penstock.plan.what_if.sweep`; values that are not numbers give no curves. `base` is the
     projection that the runs differ from; with `is_search` each point is the fastest layout of its value.
     """
     name = next((name for point in points for name in point.asked if name != "dispatcher"), "")
+    bars = _memory_by_component(points, name)
     if not points or not all(point.asked[name].isdecimal() for point in points):
-        return []
+        return bars
     groups: dict[str, list[SweepPoint]] = {}  # by dispatcher
     for point in points:
         curve = "fastest layout" if is_search else point.asked.get("dispatcher", base.layout.dispatcher)
@@ -139,7 +140,20 @@ def sweep_pictures(points: Sequence[SweepPoint], base: Projection, *, is_search:
         ]
         title = f"{what.capitalize()} over {label}"
         figures.append(curves_figure(f"sweep-{what}", title, caption, curves, x=label, y=unit))
-    return figures
+    return figures + bars
+
+
+def _memory_by_component(points: Sequence[SweepPoint], name: str) -> list[Figure]:
+    """A bar for each point with a projection; none if there is no such point."""
+    answers = {
+        f"{number} \u00b7 {', '.join(point.asked.values())}": point.answer
+        for number, point in enumerate(points, start=1)
+        if isinstance(point.answer, Projection)
+    }
+    if not answers:
+        return []
+    title = f"Memory by component, over {name.rpartition('.')[2].replace('_', ' ')}"
+    return [replace(memory_figure([*answers.values()], [*answers]), name="sweep-components", title=title)]
 
 
 def _point_speed(point: SweepPoint) -> float | None:

@@ -129,9 +129,12 @@ def memory_bar(memory: RankMemory) -> dict[str, float]:
     return {name: size / 1e9 for name, size in memory_parts(memory).items()}
 
 
-def memory_figure(projections: Sequence[Projection]) -> Figure:
-    """Memory of the fullest rank of each layout, by component, and the capacity of their cluster's devices."""
-    names, first = names_of([projection.layout for projection in projections]), projections[0]
+def memory_figure(projections: Sequence[Projection], names: Sequence[str] = ()) -> Figure:
+    """Memory of the fullest rank of each layout, by component, and the capacity of their cluster's devices.
+
+    `names` are those of the bars; by default those of their layouts.
+    """
+    names, first = names or names_of([projection.layout for projection in projections]), projections[0]
     capacity = first.capacity_bytes / 1e9
     bars = StackedBars(
         axis="memory of a rank",

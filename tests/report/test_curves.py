@@ -50,11 +50,17 @@ def test_a_point_without_an_answer_is_a_gap(plan: Plan) -> None:
     one, speed = plan.candidates[0], plan.candidates[0].time.tokens_per_second_per_device
     asked = (("1", "symmetric", one), ("48", "symmetric", REFUSED), ("8", "all-to-all", one))
     points = [SweepPoint(asked={"ep": ep, "dispatcher": name}, answer=answer) for ep, name, answer in asked]
-    speeds, memories = sweep_pictures(points, one)
+    speeds, memories, components = sweep_pictures(points, one)
     assert drawn(speeds, "symmetric")["y"] == [pytest.approx(speed, rel=1e-5), None]
     assert drawn(speeds, "symmetric")["text"][1] == "<br>experts-divide"
     assert drawn(memories, "all-to-all")["x"] == [8]
-    assert sweep_pictures([SweepPoint(asked={"pipeline.schedule": "1f1b"}, answer=one)], one) == [], "words"
+    bars = {
+        name: sum(trace["x"][index] for trace in components.data) for index, name in enumerate(components.data[0]["y"])
+    }
+    memory = pytest.approx(one.memory.total / 1e9, rel=1e-4)
+    assert bars == {"1 \u00b7 1, symmetric": memory, "3 \u00b7 8, all-to-all": memory}
+    (words,) = sweep_pictures([SweepPoint(asked={"pipeline.schedule": "1f1b"}, answer=one)], one)
+    assert words.data[0]["y"] == ["1 \u00b7 1f1b"], "no curve over words"
 
 
 def test_both_kinds_of_scaling_are_in_one_picture(plan: Plan) -> None:
