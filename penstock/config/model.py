@@ -63,6 +63,9 @@ class LocalAttention(Section):
     )
     size: int = knob(doc="Positions that a layer attends to at most.", unit="positions", low=1)
     global_every: int = _layers(0, doc="Every n-th layer, the n-th first, has global attention; 0: none.", low=0)
+    global_layers: tuple[int, ...] = knob(
+        (), doc="Layers, from 0, with global attention, in place of every n-th (CWM); none: `global_every` says."
+    )
     rope: Rope | None = knob(None, doc="Position embedding of local layers (Gemma 3); none: that of all layers.")
     global_rope: bool = knob(True, doc="Whether global layers have rotary embedding (Llama 4: no).")
     global_temperature: float = knob(
@@ -73,6 +76,19 @@ class LocalAttention(Section):
     temperature_floor: int = knob(
         8192, doc="Positions, from 1, below which they are not scaled.", unit="positions", low=1
     )
+
+
+def _query_temperature() -> float:
+    return knob(
+        0.0,
+        doc="Queries of all layers are scaled by 1 + this x log(1 + floor(position / `temperature_floor`)) "
+        "(Ministral 3).",
+        low=0.0,
+    )
+
+
+def _temperature_floor() -> int:
+    return knob(8192, doc="Positions, from 0, below which they are not scaled.", unit="positions", low=1)
 
 
 class GroupedQueryAttention(Section):
@@ -99,10 +115,14 @@ class GroupedQueryAttention(Section):
     nope_every: int = _layers(0, doc="Every n-th layer, the n-th first, does not rotate (SmolLM3); 0: none.", low=0)
     output_gate: bool = knob(False, doc="The output of each head is multiplied by a sigmoid of the input (Qwen3-Next).")
     sinks: bool = knob(False, doc="A learned logit for each head in the softmax, without a value (attention sink).")
+    query_temperature: float = _query_temperature()
+    temperature_floor: int = _temperature_floor()
     local: LocalAttention | None = knob(None, doc="Layers with local attention; none: all are global.")
 
     def is_global(self, layer: int) -> bool:
         """Whether the layer of this number, from 0, has global attention."""
+        if self.local is not None and self.local.global_layers:
+            return layer in self.local.global_layers
         every = 1 if self.local is None else self.local.global_every  # 0: no layer is global
         return every > 0 and (layer + 1) % every == 0  # the n-th, 2n-th, ... layer
 
@@ -148,6 +168,8 @@ class LatentAttention(Section):
     rope: Rope = knob(Rope(), doc="Position embedding of the rotary part.")
     rotary: bool = knob(True, doc="Rotate that part; false: keys have no position, only an order (Kimi Linear).")
     sinks: bool = knob(False, doc="A learned logit for each head in the softmax, without a value (attention sink).")
+    query_temperature: float = _query_temperature()
+    temperature_floor: int = _temperature_floor()
     indexer: Indexer | None = knob(None, doc="Choice of keys; none: a query attends to all.")
 
     @property
@@ -350,6 +372,8 @@ class Model(Section):
         "exaone-moe",
         "hy-v3",
         "hunyuan-moe",
+        "flint",
+        "mistral4",
         "glm4-moe-lite",
         "mellum",
         "flex-olmo",
@@ -372,6 +396,8 @@ class Model(Section):
         "olmo3",
         "gemma3",
         "hunyuan",
+        "cwm",
+        "ministral3",
         "plain",
     ] = knob(doc="Names of weights in files (plain: none); the values below decide everything else.")
     vocab_size: int = knob(doc="Token ids.", unit="tokens", low=2, high=MOST_TOKENS)

@@ -228,13 +228,15 @@ def context_is_extended_one_way(run: Run) -> Problem | None:
 
 
 def global_layers_exist_that_differ(run: Run) -> Problem | None:
-    """Options of global layers need `model.attention.local.global_every` above 0.
+    """Options of global layers need `model.attention.local.global_every` above 0, or `global_layers`.
 
     These are `model.attention.local.global_rope` false, or `model.attention.local.global_temperature` above 0.
     """
     attention = run.model.attention
     local = attention.local if isinstance(attention, GroupedQueryAttention) else None
-    if local is None or local.global_every > 0 or (local.global_rope and local.global_temperature == 0):
+    if local is None or local.global_every > 0 or local.global_layers:
+        return None
+    if local.global_rope and local.global_temperature == 0:
         return None
     name = "global_temperature" if local.global_rope else "global_rope"  # the option that was set
     return Problem.from_line(

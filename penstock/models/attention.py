@@ -222,7 +222,7 @@ class GroupedQueryLayer(SoftmaxAttention):
         if self.scales_queries:
             assert context.query_scale_S is not None, "the context has the attention temperature"
             q_BSHN = (q_BSHN * context.query_scale_S[:, None, None]).to(q_BSHN.dtype)  # float32 product
-        return q_BSHN, k_BSGN
+        return context.scaled(q_BSHN), k_BSGN
 
     def _attended(self, q_BSHN: Tensor, k_BSGN: Tensor, v_BSGN: Tensor, context: ForwardContext) -> Tensor:
         # Read the parameter when this runs: FSDP2 gathers it to another address before recomputation.

@@ -173,6 +173,9 @@ class Decoder(nn.Module):
             context = ForwardContext(cos_BSP, sin_BSP, None, scope, inputs.parts)
             if not isinstance(attention, CompressedAttention):
                 context = self._with_masks(context, inputs)
+                if attention.query_temperature:  # by position in the document
+                    scale_BS = 1 + attention.query_temperature * (positions_BS // attention.temperature_floor).log1p()
+                    context = replace(context, temperature_BS=scale_BS)
             if self.config.linear_attention is not None:
                 context = replace(context, documents_BS=inputs.documents_BS)
             if isinstance(attention, CompressedAttention):

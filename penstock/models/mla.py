@@ -259,7 +259,7 @@ class LatentLayer(SoftmaxAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries in columns of the latent, and the rotated parts of queries and keys."""
         config, rotate = self.config, self.layer_context.operators.rotate
-        q_BSHN = self.query.expand(query).unflatten(-1, (self.heads, -1))
+        q_BSHN = self._queries(query, context)
         q_nope, q_rope = q_BSHN.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
         q_HBSC = deferrable(self._absorb_keys, (q_nope,), (self.kv_up.weight,), self.layer_context.weight_grads)
         q_rope_BSHP = rotate(q_rope, context.cos_BSP, context.sin_BSP)
@@ -303,11 +303,15 @@ class LatentLayer(SoftmaxAttention):
         latent_BSC, k_rope_BSP = joined_BSC.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
         return latent_BSC, k_rope_BSP
 
+    def _queries(self, query: Tensor, context: ForwardContext) -> Tensor:
+        """Queries of this rank's heads, before rotation, which the attention temperature may precede."""
+        return context.scaled(self.query.expand(query).unflatten(-1, (self.heads, -1)))  # (H N) -> H x N
+
     def _heads(
         self, query: Tensor, latent_BSC: Tensor, k_rope_BSP: Tensor, context: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, keys and values at this rank's positions."""
-        q_BSHN = self.query.expand(query).unflatten(-1, (self.heads, -1))  # (H N) -> H x N, our heads
+        q_BSHN = self._queries(query, context)
         kv_BSHN = self.kv_up(latent_BSC).unflatten(-1, (self.heads, -1))  # plain key | value
         return self.layer_context.operators.mla_heads(q_BSHN, kv_BSHN, k_rope_BSP, context.cos_BSP, context.sin_BSP)
 
@@ -317,7 +321,7 @@ class LatentLayer(SoftmaxAttention):
         """Rotated queries at this rank's positions, keys and values at every position of the row."""
         config, rotate = self.config, self.layer_context.operators.rotate
         cos_BSP, sin_BSP = context.cos_BSP, context.sin_BSP
-        q_BSHN = self.query.expand(query).unflatten(-1, (self.heads, -1))
+        q_BSHN = self._queries(query, context)
         q_nope, q_rope = q_BSHN.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
         q_BSHN = torch.cat((q_nope, rotate(q_rope, cos_BSP, sin_BSP)), dim=-1)
         # Rotate before the gather: this rank has the angles of its own positions only.

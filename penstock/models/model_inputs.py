@@ -118,6 +118,12 @@ class ForwardContext:
     csa_windows: tuple[Tensor, ...] = ()  # `Windows` of compressed attention, by kind of layers; none without it
     hca_windows: tuple[Tensor, ...] = ()
     query_scale_S: Tensor | None = None  # float32 attention temperature of global layers; None without tuning
+    temperature_BS: Tensor | None = None  # the same of all layers
+
+    def scaled(self, q_BSHN: Tensor) -> Tensor:
+        """Queries times the attention temperature of all layers, if there is one; the product is in float32."""
+        scale_BS = self.temperature_BS
+        return q_BSHN if scale_BS is None else (q_BSHN * scale_BS[..., None, None]).to(q_BSHN.dtype)
 
     def in_static_memory(self) -> "ForwardContext":
         """The same values; with captured parts, copied to the addresses that the graphs read."""

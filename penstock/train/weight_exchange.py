@@ -209,8 +209,9 @@ def verify_export(run: Run, folder: Path) -> float:
     library = import_transformers()
     try:
         options = {"quantization_config": library.Mxfp4Config(dequantize=True)} if _is_packed(run) else {}
-        theirs = library.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        kind = getattr(library, family_of(run.model).architecture)
+        theirs = kind.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    except (AttributeError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"transformers cannot read {folder}", got=error) from error
     training = run.training.model_copy(update={"precision": "fp32"})
     ours = build_model(run.model_copy(update={"training": training, "device": "cpu"}), torch.device("cpu")).eval()

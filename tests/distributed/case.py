@@ -11,12 +11,14 @@ from tests.models.huggingface.family_models import (
     deepseek_v4,
     dense,
     ernie,
+    flint,
     gemma3,
     glm4_moe,
     gpt_oss,
     hunyuan_moe,
     llama4,
     minimax_m2,
+    mistral4,
     mixtral,
     nope,
     olmoe,
@@ -90,6 +92,8 @@ FAMILIES = {
     "FlexOlmo": _overrides(olmoe(family="flex-olmo", norm_position="post", **SIZES)),
     "Granite-MoE": _overrides(mixtral(family="granite-moe", **SCALED, **SIZES)),
     "Hunyuan MoE": DOCUMENTS + _overrides(hunyuan_moe(**SIZES)),
+    "Flint": DOCUMENTS + _overrides(flint(**SIZES)),
+    "Mistral 4": DOCUMENTS + _overrides(mistral4(**SIZES)),
     "Gemma 3": DOCUMENTS + _overrides(gemma3(**SIZES)),
     "Qwen3, dense": _overrides(
         dense("qwen3", dense_layers=4, attention=attention(qk_norm="head"), tie_word_embeddings=True, **SIZES)

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from penstock.config.model import (
     GroupedQueryAttention,
@@ -24,6 +25,7 @@ from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.config import huggingface_config
+from penstock.models.huggingface.families import family_of
 from penstock.models.huggingface.weights import WEIGHTS_FILE, by_file_tensor, join, weight_mappings
 from penstock.models.model_inputs import ModelInputs, shifted_tokens
 
@@ -146,7 +148,8 @@ def reading_of(
 def in_transformers(decoder: Decoder, folder: Path) -> PreTrainedModel:
     """The same weights, loaded by `transformers` from the files that we write."""
     save_huggingface(decoder, folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype())
+    kind = getattr(transformers, family_of(decoder.config).architecture)  # the automatic ones lack Mistral 4
+    model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.get_default_dtype())
     model.config._attn_implementation = "eager"
     model.config._experts_implementation = "eager"
     return model.eval()

@@ -58,6 +58,7 @@ def huggingface_config(config: Model, positions: int | None = None) -> dict[str,
         if path not in values:
             raise ConfigError(f"model.{path} is missing: every model of the family {config.family} has it")
         fields[key] = values[path]
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     for part in family.parts:
         fields |= part.write(config)
     fields |= family.fixed
@@ -65,7 +66,6 @@ def huggingface_config(config: Model, positions: int | None = None) -> dict[str,
     fields["max_position_embeddings"] = (
         round(scaling.original_max_position_embeddings * scaling.factor) if scaling else positions or _POSITIONS
     )
-    fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     _check_round_trip(config, model_of_config(fields))
     return fields
 
@@ -237,11 +237,14 @@ def facts_of(config: Model) -> dict[str, Any]:
     if isinstance(attention, CompressedAttention):
         facts["attention.first_layers"] = [attention.kind_of(layer) for layer in range(config.layers)]
         unused.append("attention.other_layers")
+    elif not attention.query_temperature:
+        unused.append("attention.temperature_floor")
     if isinstance(attention, GroupedQueryAttention):
         facts["attention.nope_every"] = [attention.rotates(layer) for layer in range(config.layers)]
     if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
         is_global = [attention.is_global(layer) for layer in range(config.layers)]
         facts["attention.local.global_every"] = is_global
+        unused.append("attention.local.global_layers")
         if not any(is_global):
             unused += [f"attention.local.{name}" for name in ("global_rope", "global_temperature")]
         if not any(is_global) or not attention.local.global_temperature:

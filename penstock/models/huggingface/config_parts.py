@@ -192,6 +192,8 @@ def _skipped(*names: str) -> Part:
 CONTEXT_OF_PHI3 = _skipped("original_max_position_embeddings")
 """Only a kind of rotary scaling that is refused reads the length of pretraining."""
 SUM_OF_HY = _skipped("enable_moe_fp32_combine")  # how the sum with the shared expert is rounded
+BEGIN_OF_CWM = Part(_skipped("bos_token_id").read, lambda model: {"bos_token_id": 128000})
+"""The class of `transformers` takes no null there; this is its default."""
 BIASES = Part(_read_biases, _write_biases)
 DROPOUT = Part(
     _skipped("attention_dropout", "residual_dropout").read,
@@ -227,6 +229,14 @@ def global_every(is_global: Sequence[bool], key: str) -> int:
     return every
 
 
+def _global_layers(is_global: Sequence[bool]) -> Values:
+    """Which layers see the whole row: every n-th if that says it, or a list."""
+    every = is_global.index(True) + 1 if True in is_global else 0
+    if list(is_global) == [every > 0 and (layer + 1) % every == 0 for layer in range(len(is_global))]:
+        return {"global_every": every}
+    return {"global_layers": tuple(layer for layer, sees_all in enumerate(is_global) if sees_all)}
+
+
 def _read_window(keys: Keys) -> Values:
     size = keys.get("sliding_window", None)
     return {} if size is None else {"attention.local": {"size": keys.whole("sliding_window", low=1)}}
@@ -257,8 +267,7 @@ def _read_window_types(keys: Keys, usual: Sequence[bool]) -> Values:
     if all(is_global):
         keys.skip("sliding_window")
         return {}
-    every = global_every(is_global, "layer_types")
-    return {"attention.local": {"size": keys.whole("sliding_window", low=1), "global_every": every}}
+    return {"attention.local": {"size": keys.whole("sliding_window", low=1), **_global_layers(is_global)}}
 
 
 def _read_qwen3_window(keys: Keys) -> Values:
@@ -293,9 +302,17 @@ def _read_hybrid(keys: Keys) -> Values:
         return _read_window_types(keys, [True] * keys.layers)
     every = 1 if keys.get("layer_types", None) else keys.whole("sliding_window_pattern", 4, low=1)
     usual = [(layer + 1) % every == 0 for layer in range(keys.layers)]
-    every = global_every(_read_global(keys, usual, "sliding_attention"), "layer_types")
-    size = keys.whole("sliding_window", low=1)
-    return {"attention.local": {"size": size, "global_every": every, "global_rope": False}}
+    return _read_unrotated(keys, usual)
+
+
+def _read_unrotated(keys: Keys, usual: Sequence[bool]) -> Values:
+    places = _global_layers(_read_global(keys, usual, "sliding_attention"))
+    return {"attention.local": {"size": keys.whole("sliding_window", low=1), **places, "global_rope": False}}
+
+
+def _read_flint_window(keys: Keys) -> Values:
+    last = keys.layers - 1
+    return _read_unrotated(keys, [layer < 2 or layer % 4 == 1 or layer == last for layer in range(last + 1)])
 
 
 def _read_gemma3_window(keys: Keys) -> Values:
@@ -445,6 +462,10 @@ CHUNKS = Part(_read_chunks, _write_chunks)
 WINDOW_OF_OLMO3 = Part(
     lambda keys: _read_window_types(keys, [(layer + 1) % 4 == 0 for layer in range(keys.layers)]), _write_set_window
 )
+WINDOW_OF_CWM = Part(
+    lambda keys: _read_window_types(keys, [layer % 4 == 0 for layer in range(keys.layers)]), _write_set_window
+)
+WINDOW_OF_FLINT = Part(_read_flint_window, _write_window_types)
 WINDOW_OF_GEMMA3 = Part(_read_gemma3_window, _write_set_window)
 WINDOW_OF_MELLUM = Part(lambda keys: _read_window_types(keys, [True] * keys.layers), _write_set_window)
 NOPE = Part(_read_nope, _write_nope)  # every n-th layer does not rotate, or as listed

@@ -9,7 +9,7 @@ from penstock.models.huggingface import expert_parts as experts
 from penstock.models.huggingface import weight_names as tensors
 from penstock.models.huggingface.config_parts import Values
 from penstock.models.huggingface.deepseek_v4 import DEEPSEEK_V4
-from penstock.models.huggingface.family import MODEL_FIXED, MODEL_VALUES, Family, rotary
+from penstock.models.huggingface.family import MODEL_FIXED, MODEL_VALUES, Family, rotary, with_temperature
 
 TOP_K = {"num_experts_per_tok": "moe.top_k"}
 DEEPSEEK_VALUES = {
@@ -96,6 +96,26 @@ DEEPSEEK: Mapping[str, Family] = MappingProxyType(
             architecture="GlmMoeDsaForCausalLM",
             forms={},  # the indexer's features are rotated in pairs, as ours are
             fixed={**_DEEPSEEK_V32.fixed, "indexer_rope_interleave": True, "index_topk_freq": 1},
+        ),
+        "mistral4": replace(
+            DEEPSEEK_V3,
+            model_type="mistral4",
+            also=(),
+            architecture="Mistral4ForCausalLM",
+            names={
+                **DEEPSEEK_V3.names,
+                "ffn.experts.gate_up_eFD": ("mlp.experts.gate_up_proj",),
+                "ffn.experts.down_eDF": ("mlp.experts.down_proj",),
+            },
+            prediction={},
+            values={key: path for key, path in DEEPSEEK_V3.values.items() if path != "mtp_layers"},
+            always={"moe.router.group_score": "top2"},
+            fixed={**MODEL_FIXED, "attention_bias": False, "rope_interleave": True},
+            parts=(
+                keys.LATENTS,
+                with_temperature(rotary(scales_scores=True, has_base=True), of_latents=True),
+                experts.SHARED,
+            ),
         ),
     }
 )

@@ -101,17 +101,13 @@ def _read_ropes(keys: Keys) -> Values:
         sections = {"main": {}, "compress": {"attention_factor": 1.0, **given}}
     read: Values = {}
     for name, path in _ROPES.items():
-        factor, theta = sections[name].pop("attention_factor", None), keys.number(_THETAS[name])
+        theta = keys.number(_THETAS[name])
         usual = {"rope_theta": theta, "partial_rotary_factor": share}
         section = sections[name] if is_nested else {**sections[name], "rope_theta": theta}
         values = read_section(Keys({}, rope=usual), Keys(section), scales_scores=False, partial=True)
         read[path] = values["attention.rope"]
         if (other := values["attention.partial_rotary_factor"]) != share:
             raise refused(f"rope_parameters.{name}.partial_rotary_factor", other, f"{share:g}, as for all layers")
-        if (yarn := read[path].get("yarn")) is not None and factor is not None:
-            if factor != 1.0:
-                raise refused("attention_factor", factor, "1.0, or none: it follows from the factor")
-            yarn["mscale"] = 0.0
     return read | {"attention.qk_rope_head_dim": int(head_dim * share)}
 
 
@@ -120,8 +116,6 @@ def _write_ropes(model: Model) -> Values:
     share = attention.qk_rope_head_dim / attention.head_dim
     for name, rope in (("main", attention.window_rope), ("compress", attention.rope)):
         sections[name] = {**section_of(rope), "partial_rotary_factor": share}
-        if rope.yarn is not None and rope.yarn.mscale == 0:
-            sections[name]["attention_factor"] = 1.0
     return {"rope_parameters": sections, "partial_rotary_factor": share}
 
 

@@ -15,6 +15,7 @@ from penstock.models.huggingface.family import (
     Family,
     rotary,
     rotary_by_kind,
+    with_temperature,
 )
 
 _LLAMA = Family(
@@ -195,6 +196,21 @@ DENSE: Mapping[str, Family] = MappingProxyType(
             always={"attention.qk_norm": "weighted-rotated-head"},
             fixed=MODEL_FIXED,
             parts=(keys.HEADS, rotary(stretched=True), experts.DENSE),
+        ),
+        "cwm": replace(
+            _LLAMA,
+            model_type="cwm",
+            architecture="CwmForCausalLM",
+            values=_WITHOUT_BIAS,
+            parts=(keys.HEADS, rotary(has_base=True), keys.WINDOW_OF_CWM, keys.BEGIN_OF_CWM, experts.DENSE),
+        ),
+        "ministral3": replace(
+            _LLAMA,
+            model_type="ministral3",
+            architecture="Ministral3ForCausalLM",
+            values=_WITHOUT_BIAS,
+            fixed=MODEL_FIXED,
+            parts=(keys.HEADS, with_temperature(rotary(has_base=True)), keys.WINDOW, experts.DENSE),
         ),
     }
 )

@@ -1,6 +1,7 @@
 """Parts of `config.json` about experts: which layers have them, shared ones, groups; as `config_parts`."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from penstock.base.errors import ConfigError
 from penstock.config.model import Model, Moe
@@ -30,8 +31,9 @@ def layers_with_experts(has_experts: Sequence[bool], step: int, key: str) -> Val
     raise refused(key, places, "dense layers first, then every n-th layer with experts, the n-th first")
 
 
-def _read_exceptions(keys: Keys) -> Values:
-    step, without = keys.whole("decoder_sparse_step", 1, low=1), keys.numbers_of_layers("mlp_only_layers") or []
+def _read_exceptions(keys: Keys, usual: Sequence[int] = ()) -> Values:
+    step, listed = keys.whole("decoder_sparse_step", 1, low=1), keys.numbers_of_layers("mlp_only_layers")
+    without = usual if listed is None else listed
     has_experts = [layer not in without and (layer + 1) % step == 0 for layer in range(keys.layers)]
     return layers_with_experts(has_experts, step, "mlp_only_layers or decoder_sparse_step")
 
@@ -111,6 +113,7 @@ KINDS_OF_MELLUM = Part(_read_kinds, lambda model: {})
 LISTED_DENSE = Part(_read_listed_dense, _write_listed_dense)
 """The first layers are dense, as the list of all kinds says; without the list the first one."""
 EXCEPTIONS = Part(_read_exceptions, _write_exceptions)  # every n-th layer has experts, except listed ones
+EXCEPTIONS_OF_FLINT = Part(partial(_read_exceptions, usual=(0, 1)), _write_exceptions)
 LIST = Part(_read_list, _write_list)  # every n-th layer has experts, or the listed ones
 RANGE = Part(_read_range, _write_range)
 """Of a range of layers, every n-th has experts, counted from the first layer of the model."""

@@ -448,6 +448,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fixed=MODEL_FIXED,
             parts=(keys.HEADS, rotary(stretched=True), experts.CHOICES_OF_HUNYUAN, experts.ONE_SHARED),
         ),
+        "flint": Family(
+            model_type="flint",
+            architecture="FlintForCausalLM",
+            names={
+                **_QWEN3_NEXT.names,
+                "attention.sinks_H": ("self_attn.softmax_offset",),
+            },
+            forms=tensors.ROTARY_HALVES,
+            values={
+                **DENSE_VALUES,
+                **_EXPERTS,
+                "shared_expert_intermediate_size": "moe.shared_expert_intermediate_size",
+            },
+            always={"attention.qk_norm": "head", "attention.sinks": True, "moe.router.scoring_func": "sigmoid"},
+            fixed=MODEL_FIXED,
+            parts=(keys.HEADS, rotary(), keys.WINDOW_OF_FLINT, experts.EXCEPTIONS_OF_FLINT),
+        ),
         "glm4-moe-lite": replace(
             DEEPSEEK_V3,
             model_type="glm4_moe_lite",
@@ -518,9 +535,9 @@ LACKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "soft caps of scores or logits": ("beam", "gemma2", "nanochat", "vaultgemma"),
         "LayerNorm": ("cohere", "cohere2", "cohere2_moe", "dbrx", "nemotron", "phimoe", "stablelm", "starcoder2"),
-        "layers that see the whole row elsewhere than at every n-th place": ("cwm", "flint", "mimo_v2_flash"),
+        "values of another width than keys in grouped queries": ("mimo_v2_flash",),
+        "other numbers of heads in some layers": ("laguna", "mimo_v2_flash", "step3p7_text"),
         "gates of attention as a matrix of their own": ("afmoe", "laguna", "step3p7_text"),
-        "a temperature of queries in all layers": ("ministral3", "mistral4"),
         "a norm behind the experts alone": ("axk1",),
         "a choice of experts by logits and bias": ("kolibri1",),
         "a bound of linear attention's decay": ("bailing_hybrid",),

@@ -10,24 +10,28 @@ the file and have their defaults after reading.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.base.errors import ConfigError
-from penstock.config.model import Model, Rope
+from penstock.config.model import CompressedAttention, LatentAttention, Model, Rope
 from penstock.config.schema import as_toml
 from penstock.models.huggingface.config_parts import Keys, Part, Values, agreed, grouped, refused
 from penstock.models.huggingface.weight_names import MODEL, DivisionOf, Names, RearrangementOf
 
 
-def rotary(*, scales_scores: bool = False, partial: bool = False, stretched: bool = False) -> Part:
+def rotary(
+    *, scales_scores: bool = False, partial: bool = False, stretched: bool = False, has_base: bool = False
+) -> Part:
     """Rotary embedding in today's form (`rope_parameters`) and in the older one (`rope_theta`, `rope_scaling`).
 
     `transformers` reads `rope_scaling` instead of `rope_parameters`, and `rope_theta` where the section has none. With
     `scales_scores` the family's YaRN scales attention scores as well (`mscale_all_dim`). `partial`: heads of the family
     may be rotated in part; MiniMax's `rotary_dim` is in features. `stretched`: a fixed `alpha` of kind `dynamic` may
-    multiply the base (Hunyuan), which is written as the larger base.
+    multiply the base (Hunyuan), which is written as the larger base. `has_base`: a file without a section has the
+    base of the class, and one beside it is not read.
     """
+    left_out = {"partial_rotary_factor"} if has_base else {"rope_theta", "partial_rotary_factor"}
 
     def read(keys: Keys) -> Values:
         keys.skip("max_position_embeddings")
@@ -46,7 +50,7 @@ def rotary(*, scales_scores: bool = False, partial: bool = False, stretched: boo
         if readings:
             return next(iter(readings.values()))
         usual = keys.rope if keys.get("rope_parameters", None) is None else {}
-        section = Keys({key: usual[key] for key in usual.keys() - {"rope_theta", "partial_rotary_factor"}})
+        section = Keys({key: usual[key] for key in usual.keys() - left_out})
         return read_section(keys, section, scales_scores, partial)
 
     def write(model: Model) -> Values:
@@ -90,6 +94,43 @@ def rotary_by_kind(window: Part, local_theta: str | None = None) -> Part:
     return Part(read, write)
 
 
+def with_temperature(rope: Part, *, of_latents: bool = False) -> Part:
+    """Rotary embedding whose section also has the temperature of queries; `of_latents` name their part of a head."""
+
+    def read(keys: Keys) -> Values:
+        name = "rope_scaling" if keys.section("rope_scaling").values else "rope_parameters"
+        is_usual = name == "rope_parameters" and keys.get(name, None) is None
+        section = Keys(keys.rope) if is_usual else keys.section(name)
+        if section.get("llama_4_scaling_beta", None) is None:
+            raise refused(name, dict(section.values), "a section with llama_4_scaling_beta")
+        if of_latents:
+            widths = [keys.whole(f"qk_{part}_head_dim", low=1) for part in ("rope", "nope")]
+            share, usual = widths[0] / sum(widths), section.get("partial_rotary_factor", None)
+            if usual not in (None, share) and not is_usual:
+                raise refused("partial_rotary_factor", usual, f"{share:g}, as qk_rope_head_dim says")
+            rest = {key: value for key, value in section.values.items() if key != "partial_rotary_factor"}
+            values = keys.values if is_usual else {**keys.values, name: rest}
+            keys = replace(keys, values=values, rope={**keys.rope, "partial_rotary_factor": 1.0})
+        return {
+            **rope.read(keys),
+            "attention.query_temperature": section.number("llama_4_scaling_beta"),
+            "attention.temperature_floor": section.whole("original_max_position_embeddings", low=1),
+        }
+
+    def write(model: Model) -> Values:
+        attention = model.attention
+        assert not isinstance(attention, CompressedAttention), "the family has a temperature"
+        section = rope.write(model)["rope_parameters"] | {
+            "llama_4_scaling_beta": attention.query_temperature,
+            "original_max_position_embeddings": attention.temperature_floor,
+        }
+        if isinstance(attention, LatentAttention):
+            section["partial_rotary_factor"] = attention.qk_rope_head_dim / attention.head_dim
+        return {"rope_parameters": section}
+
+    return Part(read, write)
+
+
 _KINDS = ("full_attention", "sliding_attention")
 
 
@@ -102,6 +143,8 @@ def section_of(rope: Rope) -> Values:
         fields |= {"rope_type": "yarn", **rope.yarn.model_dump()}
         if not rope.yarn.mscale_all_dim:  # transformers derives both scales from the factor
             del fields["mscale"], fields["mscale_all_dim"]
+        if not rope.yarn.mscale:
+            fields["attention_factor"] = 1.0
     if rope.llama3 is not None:
         fields |= {"rope_type": "llama3", **rope.llama3.model_dump()}
     return fields
@@ -152,17 +195,18 @@ def _number(key: str, value: Any, default: float) -> float:
 
 def _read_yarn(scaling: Keys, scales_scores: bool) -> Values:
     scale, scale_all = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
-    if scale_all and not (scales_scores and scale):
-        raise refused("mscale_all_dim", scale_all, "none, or beside mscale in a DeepSeek model")
-    if (given := scaling.get("attention_factor", None)) is not None:
-        raise refused("attention_factor", given, "none: it follows from the factor")
+    if (given := scaling.get("attention_factor", None)) not in (None, 1.0):
+        raise refused("attention_factor", given, "1.0, or none: it follows from the factor")
+    is_one = given is not None or (scale != 0 and scale == scale_all)  # the factor on cosine and sine
+    if scale_all and not (is_one or (scales_scores and scale)):
+        raise refused("mscale_all_dim", scale_all, "none, or equal to mscale, or beside mscale in a DeepSeek model")
     return {
         "factor": scaling.number("factor"),
         "original_max_position_embeddings": scaling.whole("original_max_position_embeddings"),
         "beta_fast": scaling.number("beta_fast", 32.0),
         "beta_slow": scaling.number("beta_slow", 1.0),
-        "mscale": scale if scale and scale_all else 1.0,
-        "mscale_all_dim": scale_all,
+        "mscale": (scale_all if scales_scores else 0.0) if is_one else scale if scale and scale_all else 1.0,
+        "mscale_all_dim": scale_all if scales_scores else 0.0,
         "truncate": bool(scaling.values.get("truncate", True)),
     }
 

@@ -26,6 +26,8 @@ SHARP = Llama3Rope(factor=16.0, original_max_position_embeddings=8, low_freq_fac
 WINDOW = LocalAttention(size=7)
 OF_KIND = LocalAttention(size=7, global_every=4, rope=Rope(theta=500.0))
 HYBRID = LocalAttention(size=7, global_every=4, global_rope=False)
+LISTED = LocalAttention(size=7, global_layers=(0, 4, 5))
+MILD = Rope(theta=1e6, yarn=Yarn(factor=8.0, original_max_position_embeddings=8, mscale=0.0))
 
 
 def attention(**changes: object) -> GroupedQueryAttention:
@@ -163,6 +165,29 @@ def hunyuan_moe(**changes: object) -> Model:
     experts = moe(shared_expert_intermediate_size=16, router=Router(norm_topk_prob=True))
     heads = attention(qk_norm="weighted-rotated-head")
     return model("hunyuan-moe", **{"attention": heads, "moe": experts, **changes})
+
+
+def flint(**changes: object) -> Model:
+    """Sinks; layers that see the whole row do not rotate and stand where a list says; the first one is dense."""
+    local = LISTED.model_copy(update={"global_rope": False})
+    experts = moe(
+        shared_expert_intermediate_size=24, router=Router(scoring_func="sigmoid", norm_topk_prob=True), moe_layer_freq=1
+    )
+    fields = {"layers": 6, "dense_layers": 1, "intermediate_size": 48, "moe": experts}
+    heads = attention(qk_norm="head", sinks=True, local=local)
+    return model("flint", **{"attention": heads, **fields, **changes})
+
+
+def mistral4(**changes: object) -> Model:
+    """Latent attention whose queries have a temperature, experts of half of the groups by softmax."""
+    yarn = Yarn(factor=8.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=1.0)
+    heads = tiny_attention(q_lora_rank=20, yarn=yarn).model_copy(
+        update={"query_temperature": 0.3, "temperature_floor": 8}
+    )
+    router = Router(n_group=4, topk_group=2, group_score="top2", norm_topk_prob=True, routed_scaling_factor=1.5)
+    experts = moe(shared_expert_intermediate_size=16, router=router)
+    fields = {"dense_layers": 1, "intermediate_size": 48, "attention": heads, "moe": experts}
+    return model("mistral4", **{**fields, **changes})
 
 
 def gemma3(**changes: object) -> Model:
@@ -337,6 +362,13 @@ VARIANTS: dict[str, Model] = {
     "mellum": qwen3_moe(family="mellum", layers=4, attention=attention(qk_norm="head", local=OF_KIND)),
     "hunyuan": dense("hunyuan", attention=attention(qk_norm="weighted-rotated-head", rope=Rope(theta=1.1e4))),
     "hunyuan-moe": hunyuan_moe(),
+    "cwm": dense("cwm", layers=6, attention=attention(rope=Rope(theta=1e6, llama3=LLAMA3), local=LISTED)),
+    "flint": flint(),
+    "ministral3": dense("ministral3", attention=attention(rope=MILD, query_temperature=0.3, temperature_floor=8)),
+    "ministral3, window": dense(
+        "ministral3", attention=attention(local=WINDOW, rope=MILD, query_temperature=0.1, temperature_floor=8)
+    ),
+    "mistral4": mistral4(),
     "hunyuan-moe, biases, tied embeddings, top 4": hunyuan_moe(
         attention=attention(qk_norm="weighted-rotated-head", bias=True),
         tie_word_embeddings=True,

@@ -8,7 +8,7 @@ from tests.models.huggingface.draws import CHOSEN, DRAWS, EXPLAINED, NEWEST, dra
 
 PARTS = 6
 LATER = range(DRAWS, DRAWS + 48)
-NEW = range(NEWEST, NEWEST + 48)
+NEW = range(NEWEST, NEWEST + 72)
 OTHERS = [seed for seed in range(DRAWS) if seed not in CHOSEN]
 
 
