@@ -114,6 +114,9 @@ class GroupedQueryAttention(Section):
     )
     nope_every: int = _layers(0, doc="Every n-th layer, the n-th first, does not rotate (SmolLM3); 0: none.", low=0)
     output_gate: bool = knob(False, doc="The output of each head is multiplied by a sigmoid of the input (Qwen3-Next).")
+    gate_proj: bool = knob(
+        False, doc="The same gate by a matrix of its own without bias (AFMoE), not by rows between those of queries."
+    )
     sinks: bool = knob(False, doc="A learned logit for each head in the softmax, without a value (attention sink).")
     query_temperature: float = _query_temperature()
     temperature_floor: int = _temperature_floor()
@@ -373,6 +376,7 @@ class Model(Section):
         "hy-v3",
         "hunyuan-moe",
         "flint",
+        "afmoe",
         "mistral4",
         "glm4-moe-lite",
         "mellum",

@@ -142,18 +142,18 @@ def _streams(model: Model, kinds: int) -> _Part:
 def _grouped(attention: GroupedQueryAttention, hidden: int, layer: int, sequence_length: int) -> _Part:
     local, width = attention.local, attention.head_dim
     queries, keys = attention.heads * width, attention.kv_heads * width  # values are as wide as keys
-    with_gates = 2 * queries if attention.output_gate else queries
+    gates = queries * (attention.output_gate or attention.gate_proj)
     # Causal attention: a position sees half of the row on average.
     seen = sequence_length / 2
     if local is not None and not attention.is_global(layer):
         seen = AttentionWindow(kind=local.kind, size=local.size).pairs(sequence_length) / sequence_length
     of_norms = {"head": 2 * width, "weighted-rotated-head": 2 * width, "projection": queries + keys}
     norms = of_norms.get(attention.qk_norm, 0)  # of queries and keys
-    biases = (with_gates + 2 * keys) * (
+    biases = (queries + gates * (not attention.gate_proj) + 2 * keys) * (
         attention.bias or attention.qkv_bias
     ) + hidden * attention.bias  # last: of output
     rest = _Part(norms + biases + attention.heads * attention.sinks, flops=2 * 2 * queries * seen)
-    return _sum([_matrices((hidden, with_gates), (hidden, keys), (hidden, keys), (queries, hidden)), rest])
+    return _sum([_matrices((hidden, queries + gates), (hidden, keys), (hidden, keys), (queries, hidden)), rest])
 
 
 def _linear(linear: LinearAttention, hidden: int) -> _Part:

@@ -139,11 +139,13 @@ class GroupedQueryLayer(SoftmaxAttention):
         self.scales_queries = local is not None and is_global and local.global_temperature > 0
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         has_bias = config.bias or config.qkv_bias
-        # With a gate each head has its query, then its gate.
-        in_queries = 2 * queries if config.output_gate else queries
+        # With a gate each head has its query, then its gate, unless gates have a matrix of their own.
+        self.has_gate_rows = config.output_gate and not config.gate_proj
+        in_queries = 2 * queries if self.has_gate_rows else queries
         self.query = Linear(hidden_size, in_queries, layer_context, split="outputs", bias=has_bias)
         self.key = Linear(hidden_size, keys, layer_context, split="outputs", bias=has_bias)
         self.value = Linear(hidden_size, keys, layer_context, split="outputs", bias=has_bias)
+        self.gate = Linear(hidden_size, queries, layer_context, split="outputs") if config.gate_proj else None
         self.out = Linear(queries, hidden_size, layer_context, split="inputs", bias=config.bias)
         self.query_norm, self.key_norm = (self._norm(width) for width in (queries, keys))
 
@@ -165,7 +167,9 @@ class GroupedQueryLayer(SoftmaxAttention):
     @property
     def reads_high_precision(self) -> bool:
         """Whether any product or collective reads the input in high precision."""
-        return not self.reads_float8 or any(linear.float8 is None for linear in (self.key, self.value))
+        return not self.reads_float8 or any(
+            linear.float8 is None for linear in (self.key, self.value, self.gate or self.key)
+        )
 
     def forward(self, x_BSD: Tensor, context: ForwardContext, x_float8: RowColQuantized | None = None) -> Tensor:
         """Attend. Returns B x S x D of this rank's positions; `x_float8` is a quantized copy of x, if there is one."""
@@ -187,7 +191,9 @@ class GroupedQueryLayer(SoftmaxAttention):
     def _queries(self, x_BSD: Tensor, x_float8: RowColQuantized | None) -> tuple[Tensor, Tensor | None]:
         """Queries of all heads side by side, and gates by head, if there are any."""
         q: Tensor = self.query(x_BSD, x_float8)
-        if not self.config.output_gate:
+        if self.gate is not None:
+            return q, self.gate(x_BSD, x_float8).unflatten(-1, (-1, self.config.head_dim))
+        if not self.has_gate_rows:
             return q, None
         q_BSHN, gate_BSHN = q.unflatten(-1, (-1, 2 * self.config.head_dim)).chunk(2, dim=-1)
         return q_BSHN.flatten(-2), gate_BSHN
@@ -241,7 +247,7 @@ class GroupedQueryLayer(SoftmaxAttention):
         config, group = self.config, self.config.heads // self.config.kv_heads
         factor_G = factor_H.view(-1, group).amin(1).sqrt()
         factor_H = factor_G.repeat_interleave(group)
-        gates = ((torch.ones_like(factor_H), config.head_dim),) if config.output_gate else ()
+        gates = ((torch.ones_like(factor_H), config.head_dim),) if self.has_gate_rows else ()
         queries = factors_of_rows((factor_H, config.head_dim), *gates)
         factors = {"query": queries, "key": factors_of_rows((factor_G, config.head_dim))}
         kinds = ("weight", "bias") if self.query.bias is not None else ("weight",)

@@ -7,6 +7,7 @@ from penstock.config.schema import as_toml, leaves
 from tests.models.families import moe_with
 from tests.models.huggingface.family_models import (
     SCALED,
+    afmoe,
     attention,
     deepseek_v4,
     dense,
@@ -92,6 +93,7 @@ FAMILIES = {
     "FlexOlmo": _overrides(olmoe(family="flex-olmo", norm_position="post", **SIZES)),
     "Granite-MoE": _overrides(mixtral(family="granite-moe", **SCALED, **SIZES)),
     "Hunyuan MoE": DOCUMENTS + _overrides(hunyuan_moe(**SIZES)),
+    "AFMoE": DOCUMENTS + _overrides(afmoe(**SIZES)),
     "Flint": DOCUMENTS + _overrides(flint(**SIZES)),
     "Mistral 4": DOCUMENTS + _overrides(mistral4(**SIZES)),
     "Gemma 3": DOCUMENTS + _overrides(gemma3(**SIZES)),

@@ -320,6 +320,17 @@ def _read_gemma3_window(keys: Keys) -> Values:
     return _read_window_types(keys, [(layer + 1) % every == 0 for layer in range(keys.layers)])
 
 
+def _read_afmoe(keys: Keys) -> Values:
+    every = keys.whole("global_attn_every_n_layers", 4, low=1)
+    scale = keys.whole("hidden_size", low=1) ** 0.5 if keys.get("mup_enabled", False) else 1.0
+    usual = [(layer + 1) % every == 0 for layer in range(keys.layers)]
+    return {"embedding_scale": scale, **_read_unrotated(keys, usual)}
+
+
+def _write_afmoe(model: Model) -> Values:
+    return {"mup_enabled": model.embedding_scale != 1, **_write_window_types(model)}
+
+
 def _read_nope(keys: Keys) -> Values:
     layers, interval = keys.layers, keys.whole("no_rope_layer_interval", 4, low=1)
     keys.skip("sliding_window")
@@ -466,6 +477,7 @@ WINDOW_OF_CWM = Part(
     lambda keys: _read_window_types(keys, [layer % 4 == 0 for layer in range(keys.layers)]), _write_set_window
 )
 WINDOW_OF_FLINT = Part(_read_flint_window, _write_window_types)
+WINDOW_OF_AFMOE = Part(_read_afmoe, _write_afmoe)  # and the scale of embeddings
 WINDOW_OF_GEMMA3 = Part(_read_gemma3_window, _write_set_window)
 WINDOW_OF_MELLUM = Part(lambda keys: _read_window_types(keys, [True] * keys.layers), _write_set_window)
 NOPE = Part(_read_nope, _write_nope)  # every n-th layer does not rotate, or as listed

@@ -122,7 +122,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
 }
 DRAWS, LATER = 300, "deepseek-v4"
 """Seeds from there on draw the family that came later, so that the others stay."""
-NEWEST, ADDED = 400, ("hunyuan", "cwm", "flint", "ministral3", "mistral4")
+NEWEST, ADDED = 400, ("hunyuan", "afmoe", "cwm", "flint", "ministral3", "mistral4")
 """And these from there on, by the beginning of their names."""
 CHOSEN = (
     *(0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 13, 14, 15, 16, 17, 18, 19, 20, 21, 25, 26, 27, 28, 31, 33, 34, 35, 38, 41, 42),

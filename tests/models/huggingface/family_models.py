@@ -167,6 +167,14 @@ def hunyuan_moe(**changes: object) -> Model:
     return model("hunyuan-moe", **{"attention": heads, "moe": experts, **changes})
 
 
+def afmoe(**changes: object) -> Model:
+    """Gates by a matrix of their own, norms around, scaled embeddings; layers that see the whole row do not rotate."""
+    experts = moe(shared_expert_intermediate_size=32, router=sigmoid_with_bias(group_score="top2"))
+    heads = attention(qk_norm="head", gate_proj=True, local=HYBRID.model_copy(update={"global_every": 2}))
+    fields = {"dense_layers": 1, "intermediate_size": 48, "norm_position": "sandwich", "embedding_scale": 32**0.5}
+    return model("afmoe", **{"attention": heads, "moe": experts, **fields, **changes})
+
+
 def flint(**changes: object) -> Model:
     """Sinks; layers that see the whole row do not rotate and stand where a list says; the first one is dense."""
     local = LISTED.model_copy(update={"global_rope": False})
@@ -362,6 +370,13 @@ VARIANTS: dict[str, Model] = {
     "mellum": qwen3_moe(family="mellum", layers=4, attention=attention(qk_norm="head", local=OF_KIND)),
     "hunyuan": dense("hunyuan", attention=attention(qk_norm="weighted-rotated-head", rope=Rope(theta=1.1e4))),
     "hunyuan-moe": hunyuan_moe(),
+    "afmoe": afmoe(),
+    "afmoe, biases, all layers see all, plain embeddings": afmoe(
+        embedding_scale=1.0,
+        attention=attention(
+            qk_norm="head", gate_proj=True, bias=True, local=HYBRID.model_copy(update={"global_every": 1})
+        ),
+    ),
     "cwm": dense("cwm", layers=6, attention=attention(rope=Rope(theta=1e6, llama3=LLAMA3), local=LISTED)),
     "flint": flint(),
     "ministral3": dense("ministral3", attention=attention(rope=MILD, query_temperature=0.3, temperature_floor=8)),
