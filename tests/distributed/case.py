@@ -111,6 +111,8 @@ def _of_family(family: str, model: tuple[str, ...]) -> tuple[Case, ...]:
         "TP 2 folded with EP 2" if expert else "TP 2": layout("tensor=2", *expert),
         "PP 2": pipeline("1f1b", 2),
     }
+    if "model.attention.query_temperature=0.3" in model:
+        layouts["CP 2"] = layout("context=2")  # temperatures of each rank's positions
     if 'model.attention.kind="compressed"' in model:  # which tensor-parallel ranks do not divide
         layouts = {name: words for name, words in layouts.items() if "TP" not in name}
     return tuple(Case(f"{family}: {name}", 2, one, model) for name, one in layouts.items())

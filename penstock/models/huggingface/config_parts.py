@@ -192,7 +192,7 @@ def _skipped(*names: str) -> Part:
 CONTEXT_OF_PHI3 = _skipped("original_max_position_embeddings")
 """Only a kind of rotary scaling that is refused reads the length of pretraining."""
 SUM_OF_HY = _skipped("enable_moe_fp32_combine")  # how the sum with the shared expert is rounded
-BEGIN_OF_CWM = Part(_skipped("bos_token_id").read, lambda model: {"bos_token_id": 128000})
+BEGIN_OF_CWM = Part(_skipped("bos_token_id").read, lambda model: {"bos_token_id": min(128_000, model.vocab_size - 1)})
 """The class of `transformers` takes no null there; this is its default."""
 BIASES = Part(_read_biases, _write_biases)
 DROPOUT = Part(
