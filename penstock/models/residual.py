@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from penstock.base.spans import Span
 from penstock.config.model import HyperConnections
 from penstock.kernels.float32_products import float32_linear
+from penstock.kernels.sinkhorn import balanced
 from penstock.parallel.recompute import recomputed
 from penstock.parallel.spans import span
 
@@ -75,7 +76,5 @@ class StreamMixer(nn.Module):
         if not rest:
             return (reads,)
         writes, carries = rest
-        carries_BSAA = carries.unflatten(-1, (self.streams, -1)).softmax(-1) + self.epsilon
-        for step in range(2 * self.sinkhorn_iters - 1):  # columns first, and last
-            carries_BSAA = carries_BSAA / (carries_BSAA.sum(-2 + step % 2, keepdim=True) + self.epsilon)
+        carries_BSAA = balanced(carries.unflatten(-1, (self.streams, -1)), self.sinkhorn_iters, self.epsilon)
         return reads, 2 * torch.sigmoid(writes), carries_BSAA
