@@ -228,9 +228,10 @@ def context_is_extended_one_way(run: Run) -> Problem | None:
 
 
 def global_layers_exist_that_differ(run: Run) -> Problem | None:
-    """Options of global layers need `model.attention.local.global_every` above 0, or `global_layers`.
+    """Options of global layers need `model.attention.local.global_every` above 0, or a list of such layers.
 
-    These are `model.attention.local.global_rope` false, or `model.attention.local.global_temperature` above 0.
+    The list is `model.attention.local.global_layers`. The options are
+    `model.attention.local.global_rope` false, or `model.attention.local.global_temperature` above 0.
     """
     attention = run.model.attention
     local = attention.local if isinstance(attention, GroupedQueryAttention) else None
