@@ -155,7 +155,7 @@ def test_a_written_run_says_every_field_that_is_not_none() -> None:
     none += ("model.linear_attention", "model.attention.indexer", "model.hyper_connections")
     left_out = {path.removeprefix("model.attention.") for path in expected - written if not path.startswith(none)}
     grouped = {"kv_heads", "head_dim", "qk_norm", "bias", "qkv_bias", "partial_rotary_factor", "output_gate"}
-    grouped |= {"softmax_scale", "nope_every"}
+    grouped |= {"softmax_scale", "nope_every", "gate_proj"}
     others = {*GroupedQueryAttention.model_fields, *LatentAttention.model_fields}
     compressed = tuple(name for name in CompressedAttention.model_fields if name not in others)
     left_out = {path for path in left_out if not path.startswith(("local", *compressed))}

@@ -93,6 +93,8 @@ def test_another_kind_keeps_what_both_kinds_know() -> None:
         "kv_heads": 2,
         "rope": {"theta": 10000.0, "yarn": None, "llama3": None, "linear": 1.0},
         "sinks": False,
+        "query_temperature": 0.0,
+        "temperature_floor": 8192,
     }
 
 
