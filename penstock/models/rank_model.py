@@ -29,6 +29,7 @@ from penstock.models.kernels import choose_float8, choose_operators, most_sync_f
 from penstock.parallel import offload
 from penstock.parallel.async_transfer import WeightGradStore
 from penstock.parallel.axes import ALONE, Axes
+from penstock.parallel.collectives import all_gather_json
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.pipeline import Message, PipelineRunner
 from penstock.parallel.replicas import dispatcher_on, replica_memory, shared_buffers
@@ -126,7 +127,7 @@ def settled_run(run: Run, axes: Axes, device: torch.device) -> tuple[Run, str]:
         dispatcher=dispatcher_on(run, axes, device).name,
         vendor="nvidia" if torch.version.hip is None else "amd",
         limit=most_sync_free(run, device_facts(device, run.training.precision)),
-        device_bytes=torch.cuda.get_device_properties(device).total_memory,
+        device_bytes=min(all_gather_json(torch.cuda.get_device_properties(device).total_memory, axes.world)),
     )
     return settled_sync_free(run, facts)
 

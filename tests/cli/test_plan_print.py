@@ -118,9 +118,11 @@ def test_a_plan_says_what_it_rests_on() -> None:
     lines = printed(plan(projection()))
     assert "assumed: rows are even" in lines
     figures = next(
-        line for line in lines if line.startswith("figures of MI300X: reported memory, efficiency, 3 of 11 collectives")
+        line
+        for line in lines
+        if line.startswith("figures of MI300X: reported memory, host, efficiency, 3 of 11 collectives")
     )
-    assert "; assumed kernels, overhead, host, host link, 8 of 11 collectives (" in figures
+    assert "; assumed kernels, overhead, host link, 8 of 11 collectives (" in figures
     assert lines[-1].startswith("not measured here: MI300X over nodes; error against 1 published runs of such chips")
 
 

@@ -15,14 +15,14 @@ from tests.models.huggingface.family_models import VARIANTS
 from tests.oracle.draws import BOUNDS, PREDICTING, Draw, drawn, worst
 from tests.oracle.reference import Recipe
 
-CHOSEN = (2, 76, 59, 73, 3, 29, 11, 46, 10, 74, 8, 47, 14, 21, 38, 55, 32, 30, 4, 0)
-"""Of 80 draws those with the most settings, and of equal ones the most new pairs of them."""
+CHOSEN = (2, 76, 59, 73, 3, 29, 11, 46, 10, 74, 8, 47, 14, 21, 38, 55, 32, 81, 4, 0)
+"""Of 82 draws those with the most settings, of equal ones the most new pairs, and both families that predict."""
 
 MUON_ON_JOINED_PROJECTIONS = (20, 35, 96, 191)
 OFTEN = (*CHOSEN, *MUON_ON_JOINED_PROJECTIONS)
 
 
-@pytest.mark.parametrize("seed", sorted({*range(80), *MUON_ON_JOINED_PROJECTIONS}))
+@pytest.mark.parametrize("seed", sorted({*range(82), *MUON_ON_JOINED_PROJECTIONS}))
 @pytest.mark.often(*map(str, OFTEN))
 def test_steps_equal_those_of_plain_pytorch(seed: int) -> None:
     draw = drawn(seed)
