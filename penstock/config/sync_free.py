@@ -12,8 +12,8 @@ from penstock.config.run import Run
 BUFFER_SHARE = 0.03
 """Auto bounds buffers if they take at most this share of a device's memory more than counted rows.
 
-Eight layouts of two H200s were 1.01 to 1.79 times as fast so (docs/dispatch.md). Small micro-batches, whose buffers are
-small, gain most; large ones may need the memory.
+Six runs on two H200s were 1.02 to 1.97 times as fast so (benchmarks/results/sync-free-h200x2.json). Small
+micro-batches, whose buffers are small, gain most; large ones may need the memory.
 """
 
 IDLE = 0.1
@@ -53,7 +53,7 @@ def settled_sync_free(run: Run, facts: SyncFreeFacts) -> tuple[Run, str]:
     if more > BUFFER_SHARE * facts.device_bytes:
         return run, f"0: {size} (dispatch.sync_free=2 tries)"
     dispatch = run.dispatch.model_copy(update={"sync_free": COUNTS_STAY})
-    reason = f"2: no waits for row counts; {size} (dispatch.sync_free=0 for none)"
+    reason = f"2: no waits for row counts; {size} (dispatch.sync_free=0 turns it off)"
     return run.model_copy(update={"dispatch": dispatch}), reason
 
 

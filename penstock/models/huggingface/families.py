@@ -576,7 +576,7 @@ LACKING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "linear attention without a delta rule": ("minimax",),
         "experts without weights": ("longcat_flash",),
         "experts in attention": ("jetmoe",),
-        "hyper-connections beside other parts": ("glm5_next", "hy_v4", "qwen4_exp"),
+        "hyper-connections beside other parts": ("glm5_next_text", "hy_v4", "qwen4_exp_text"),
         "state-space layers": ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"),
         "convolutions in place of attention": ("lfm2", "lfm2_moe"),
         "embeddings of each layer": ("gemma3n", "gemma4"),

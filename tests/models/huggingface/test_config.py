@@ -251,6 +251,8 @@ LACKING = {
     "jamba": ("state-space layers", "(linear attention, "),
     "cohere2_moe": ("scaled embeddings, scores or residuals", "LayerNorm", "minimax-m2"),
     "hy_v4": ("hyper-connections beside other parts",),
+    "glm5_next_text": ("hyper-connections beside other parts",),
+    "qwen4_exp_text": ("hyper-connections beside other parts",),
     "bert": ("activation gelu", "LayerNorm", "learned or relative positions"),
     "t5": ("an encoder",),
     "longcat_flash": ("experts without weights", "latent attention"),
